@@ -42,14 +42,14 @@ BUFFER_POLICIES = ("first", "mean", "local")
 
 @dataclass(frozen=True)
 class BufferPlace:
-    """Where a module has a buffer. It may assign another tensor at any time, as in `self.mean = 0.9 * self.mean + 0.1 * x`."""
+    """The place of a buffer. Its module may assign another tensor there, as in `self.mean = 0.9 * self.mean + 0.1 * x`."""
 
     module: torch.nn.Module
     name: str
 
     @property
     def tensor(self) -> torch.Tensor | None:
-        """What is there now."""
+        """The tensor that is there now."""
         return getattr(self.module, self.name)  # type: ignore[no-any-return]
 
 

@@ -258,7 +258,7 @@ class EmbeddingBag(TableModule):
             self.tracked(torch.from_numpy(rows), found, is_expanded=False),
             None if offsets is None else offsets.to(places.device, places.dtype),
             mode=self.mode,
-            per_sample_weights=None if weights is None else weights.to(self.handle.dtype),
+            per_sample_weights=None if weights is None else weights.to(places.device, self.handle.dtype),
             include_last_offset=self.include_last_offset,
             padding_idx=found.padding,
         )

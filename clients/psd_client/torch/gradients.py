@@ -223,8 +223,9 @@ class Gradients:
         gradient, view = parameter.grad, self._views[number]
         if gradient is None or gradient.requires_grad:  # create_graph=True: the graph hangs on that very tensor
             return
-        is_dense = gradient.layout is torch.strided
-        if self._may_view[number] and gradient is not view and is_dense and gradient.dtype == view.dtype:
+        # The model may have been moved since, to a device or a dtype where `.grad` cannot be the view.
+        is_alike_now = gradient.layout is torch.strided and (gradient.dtype, gradient.device) == (view.dtype, view.device)
+        if self._may_view[number] and gradient is not view and is_alike_now:
             if self._going_on is not None:
                 with self._lock:
                     self.settle()

@@ -1,4 +1,4 @@
-"""What torch.compile must not take apart: psd's own work inside a compiled model, or a compiled step.
+"""A decorator that keeps torch.compile out of psd's own work, where a compiled model or a compiled step calls it.
 
 Must not know what that work is.
 """
