@@ -1,4 +1,4 @@
-"""What follows from the orders of an operator to a job (`JobOrders` in proto/psd/v1/job.proto), and their words.
+"""Orders of an operator to a job (`JobOrders` in proto/psd/v1/job.proto): what follows from them, and their words.
 
 Without rounds orders begin with each worker's next push: the clock of such an order lies before all that workers push at.
 """

@@ -119,6 +119,7 @@ class Sampler:
         shards = tuple(self._shard(index, answer) for index, answer in enumerate(answers))
         found = tuple(map(printable, problems(answers)))
         if not replies and self.now is not None:
+            found = () if self.now.state == "finished" else found
             return diagnosed(replace(self.now, at=self._wall(), shards=shards, waits=(), problems=found, steps_per_s=0.0))
         job = next((reply for reply in replies if reply.consistency), pb.StatusReply())
         merged = merged_workers(replies)
@@ -216,7 +217,7 @@ class Sampler:
         )
 
     def _orders(self, first: pb.StatusReply | None, clock: int) -> tuple[str, ...]:
-        """What shard 0 has been ordered; if it does not answer, what was known of that."""
+        """Orders that shard 0 has, in words; if it does not answer, those that it had."""
         if first is None:
             return self.now.orders if self.now is not None else ()
         return tuple(orders_text(first.learning_rates, first.ends_at, clock))

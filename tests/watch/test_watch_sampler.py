@@ -100,6 +100,21 @@ def test_when_no_shard_answers_then_the_last_look_stays_and_says_so(job):
     assert ScriptedJobSilent().look().state == "unreachable"
 
 
+def test_a_job_that_has_finished_stays_so_when_its_shards_have_ended_one_after_the_other(job):
+    job.train(3)
+    for reply in job.replies:
+        for worker in reply.workers:
+            worker.state = FINISHED
+    job.is_silent[1] = True
+    first = job.look()
+    job.is_silent[0] = True
+    last = job.look()
+
+    assert (first.headline, last.headline) == ("Finished at step 30",) * 2
+    assert last.problems == ()
+    assert [text for text in job.told if "shard" in text] == ["shard 1 has ended", "shard 0 has ended"]
+
+
 class ScriptedJobSilent(ScriptedJob):
     """A job of which nothing was ever seen."""
 
