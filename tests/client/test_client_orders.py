@@ -179,6 +179,68 @@ def test_a_kicked_worker_is_not_waited_for_and_only_another_process_has_its_rank
             in_threads(lambda: ps.push_pull(ONES), lambda: fresh.push_pull(ONES))
 
 
+@pytest.mark.parametrize("mode", [{}, {"aggregation": "exact"}, {"consistency": "ssp:1"}], ids=["sync", "exact", "ssp"])
+def test_a_worker_that_is_kicked_while_it_waits_hears_of_it_at_once_and_the_last_one_may_be_kicked_too(
+    mode: dict[str, str], cluster: Callable[..., Any]
+) -> None:
+    """Rank 0 is ahead and waits in a call for rank 1, which goes on alone. When nobody is left, another process may come."""
+    started = cluster(2, lease_s=60.0)
+    shard = started.shards[0].shard
+
+    def kick(rank: int) -> None:
+        session = shard.status().workers[rank].session
+        assert all(each.shard.admission.kick(rank, session) for each in started.shards)
+
+    with connect(started.servers, 0, 2) as ps, connect(started.servers, 1, 2) as other:
+        in_threads(lambda: ps.declare(PARAMS, SGD(lr=1.0), **mode), lambda: other.declare(PARAMS, SGD(lr=1.0), **mode))
+
+        def go_ahead() -> None:
+            with pytest.raises(SessionFenced, match="worker 0 was ended by an operator"):
+                while ps.clock < 9:
+                    ps.push_pull(ONES)
+
+        def wait_and_kick() -> None:
+            until(lambda: any(wait.rank == 0 for wait in shard.status().waits))
+            kick(0)
+
+        in_threads(go_ahead, wait_and_kick)
+        for _ in range(5):
+            other.push_pull(ONES)
+        kick(1)
+        with pytest.raises(SessionFenced, match="worker 1 was ended by an operator"):
+            other.push_pull(ONES)
+        with connect(started.servers, 0, 2) as fresh:
+            fresh.declare(PARAMS, SGD(lr=1.0), **mode)
+            before = fresh.clock
+            fresh.push_pull(ONES)
+            assert fresh.clock == before + 1
+
+
+@pytest.mark.parametrize("consistency", ["async", "ssp:1"])
+def test_without_rounds_each_worker_ends_before_its_next_push(
+    consistency: str, cluster: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    started = cluster(2, lease_s=60.0)
+
+    def train(ps: Any) -> None:
+        """Until an order ends it, of which it hears with the reply to a push."""
+        with pytest.raises(Drained) as ended:
+            while ps.clock < 5:
+                ps.push_pull(ONES)
+        assert ended.value.clock == ps.clock
+
+    with connect(started.servers, 0, 2) as ps, connect(started.servers, 1, 2) as other:
+        for each in (ps, other):
+            each.declare(PARAMS, SGD(lr=1.0), consistency=consistency)
+        ps.push_pull(ONES)
+        assert main(["set-lr", "0.5", "--servers", started.servers]) == 0
+        assert main(["drain", "--servers", started.servers]) == 0
+        scaled, ends = capsys.readouterr().out.splitlines()
+        assert scaled == "the learning rate is scaled by 0.5 from each worker's next push on"
+        assert ends.startswith("each worker ends before its next push; ")
+        in_threads(lambda: train(ps), lambda: train(other))
+
+
 def test_orders_that_cannot_be_followed_are_refused(cluster: Callable[..., Any]) -> None:
     started = cluster(2)
     with connect(started.servers, 0, 1) as ps:

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Sequence
 
 from psd.contract.jobspec import GroupSpec
-from psd.contract.orders import scale_at
+from psd.contract.orders import scale_at, scale_text
 from psd.v1 import data_pb2, job_pb2
 
 logger = logging.getLogger("psd_client")
@@ -41,8 +41,7 @@ class FollowedOrders:
         """Take shard 0's present orders, all of them."""
         for rate in orders.learning_rates:
             if rate not in self._rates:
-                what = "the learning rate is scaled by %g from step %d on, as an operator has ordered"
-                logger.info("psd: worker %d: " + what, self._rank, rate.scale, rate.clock)
+                logger.info("psd: worker %d: %s, as an operator has ordered", self._rank, scale_text(rate))
         self._rates, self._ends_at = list(orders.learning_rates), orders.ends_at
 
     def scaled(
