@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -166,11 +165,7 @@ def main() -> None:
     parser.add_argument("--report", type=int, default=10, help="sweeps between two lines of progress (default %(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="of the random numbers (default %(default)s)")
     parser.add_argument("--plain", action="store_true", help="sample in this process, without psd")
-    args = parser.parse_args()
-    try:
-        run(args)
-    except (psd_client.ConfigError, FileNotFoundError, ValueError) as error:
-        sys.exit(f"{error}\nFor example: psd-run --shards 2 --workers 2 {sys.argv[0]}")
+    sparse_data.run(run, parser.parse_args())
 
 
 if __name__ == "__main__":

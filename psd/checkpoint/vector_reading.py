@@ -10,10 +10,9 @@ from contextlib import closing
 
 from psd.checkpoint.cut import vectors_file
 from psd.checkpoint.manifest import Manifest, Part
-from psd.checkpoint.reading import Advance, read_ahead, read_checked
+from psd.checkpoint.reading import Advance, problems_of, read_ahead, read_checked
 from psd.checkpoint.storage import FileStore
 from psd.checkpoint.vector_records import VectorRun, decode_run
-from psd.contract.errors import CheckpointCorrupt, CheckpointFailed
 from psd_core.vector import Piece
 from psd_core.vector_operations import extent
 
@@ -39,12 +38,7 @@ def restored_vectors(storage: FileStore, manifest: Manifest, shard_index: int = 
 
 def verify_vectors(storage: FileStore, manifest: Manifest, part: Part, advance: Advance) -> Iterator[str]:
     """Read every byte of a part's vectors; return the problems in words."""
-    for run in part.vector_runs:
-        try:
-            _read(storage, manifest, part, run)
-        except (CheckpointCorrupt, CheckpointFailed) as error:
-            yield str(error)
-        advance(run.nbytes)
+    return problems_of(part.vector_runs, lambda run: _read(storage, manifest, part, run), advance)
 
 
 def _read(storage: FileStore, manifest: Manifest, part: Part, run: VectorRun) -> bytes:

@@ -101,15 +101,15 @@ class Follower:
     def _handle(self, message: Message) -> None:
         if "refused" in message:
             self._fail(f"this host was refused: {printable(message['refused'])}")
+        elif "end" in message:
+            self._status = int(message["end"])
+            self._remark("all workers have finished" if self._status == 0 else f"the job has ended with status {self._status}")
         elif not self._is_welcome:
             self._introduce(message)
         elif "start" in message and self._processes is not None:
             self._processes.start(Name(*message["start"]), message["addresses"])
         elif "signal" in message and self._processes is not None:
             self._processes.signal(Name(*message["signal"]), message["signum"])
-        elif "end" in message:
-            self._status = int(message["end"])
-            self._remark("all workers have finished" if self._status == 0 else f"the job has ended with status {self._status}")
         elif "begin" in message:
             self._begin(self._replan(message["begin"], message["node"]))
 

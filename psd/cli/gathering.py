@@ -26,11 +26,11 @@ import socket
 import ssl
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from psd.cli import descriptors
 from psd.cli.node_admission import NodeAdmission, NotAdmittedError
-from psd.cli.node_link import MESSAGE_BYTES_MAX, Message, NodeLink
+from psd.cli.node_link import MESSAGE_BYTES_MAX, SILENCE_S, Message, NodeLink
 from psd.cli.node_proof import new_nonce, proof_of
 from psd.cli.plan import Plan
 from psd.cli.policy import Name
@@ -82,22 +82,34 @@ class Leader(Protocol):
         """Tell the user."""
 
 
+Close: TypeAlias = Callable[[bool], str | None]
+"""Ends a connection; is told whether a node has joined by it. Returns how it has ended, in words, if it knows."""
+
+
 class Peer:
     """A connection to another host, and what is known of it.
 
     Args:
-        link: to it. close: ends the connection. number: which node it is; None: a stranger, who says so itself, or takes any.
+        link: to it.
+        number: which node it is; None: a stranger, who says so itself, or takes any.
         origin: where it is, as this side sees it.
     """
 
-    def __init__(self, link: NodeLink, close: Callable[[], None], number: int | None = None, origin: str = "") -> None:
-        self.link, self.close, self.number = link, close, number
+    def __init__(self, link: NodeLink, close: Close, number: int | None = None, origin: str = "") -> None:
+        self.link, self.number = link, number
+        self._close = close
         self.origin = self.host = origin
         self.nonce = ""
         self.has_joined = self.is_ready = False
         self.welcome_by = time.monotonic() + STRANGER_S
         if number is None:
             link.message_bytes_max = STRANGERS_MESSAGE_BYTES_MAX
+        else:
+            link.silence_s = GATHER_S  # ssh says nothing while it connects
+
+    def close(self) -> str | None:
+        """End the connection."""
+        return self._close(self.has_joined)
 
 
 class Gathering:
@@ -178,8 +190,10 @@ class Gathering:
     def close(self, status: int) -> None:
         """Tell all nodes that the job is over, and wait until they have cleared away, but not for long."""
         self._gather_by, self._is_over = None, True
-        for peer in self._peers:
+        for peer in list(self._peers):
             peer.link.send({"end": status})
+            if not peer.has_joined:  # nothing runs there
+                self._lose(peer, "")
         end_by = time.monotonic() + END_S
         while self._peers and (left_s := end_by - time.monotonic()) > 0:
             for key, _ in self._selector.select(min(left_s, _FLUSH_S)):
@@ -217,7 +231,7 @@ class Gathering:
             for peer in self._strangers[: -STRANGERS_MAX + 1]:
                 self._lose(peer, "others have come")
             link = NodeLink(connection.fileno(), connection.fileno(), tls)
-            self.add(Peer(link, connection.close, origin=str(origin[0])))
+            self.add(Peer(link, lambda _: connection.close(), origin=str(origin[0])))
 
     def _read(self, peer: Peer) -> None:
         messages = peer.link.receive()
@@ -266,12 +280,14 @@ class Gathering:
     def _lose(self, peer: Peer, why: str) -> None:
         self._selector.unregister(peer.link.reader)
         self._peers.remove(peer)
-        peer.close()
+        end = peer.close()
         if peer.number is None or self._is_over:  # a stranger, or one that was refused; or all is well
             return
         host = f" ({peer.host})" if peer.host else ""
-        names = self._plan.places.names(peer.number) if peer.has_joined else []
-        self._leader.on_lost(names, f"node {peer.number}{host} is lost: {why}")
+        if peer.has_joined:
+            self._leader.on_lost(self._plan.places.names(peer.number), f"node {peer.number}{host} is lost: {why}")
+        else:
+            self._leader.on_lost([], f"node {peer.number}{host} has not joined: {end or why}")
 
     def _meet(self, peer: Peer, message: Message) -> None:
         """Handle what one says that has not joined yet; begin when all are there. NotAdmittedError: it cannot join."""
@@ -283,7 +299,7 @@ class Gathering:
         hello = message["hello"]
         node = self._admission.admit(hello, peer.nonce, peer.number)
         peer.number, peer.host, peer.has_joined = node.number, node.host, True
-        peer.link.message_bytes_max = MESSAGE_BYTES_MAX
+        peer.link.message_bytes_max, peer.link.silence_s = MESSAGE_BYTES_MAX, SILENCE_S
         peer.link.send({"welcome": proof_of(self._meeting.key, "leader", peer.nonce, hello["nonce"])})
         if hello["kept"] is not None:
             self._run_id = str(hello["kept"])

@@ -1,4 +1,4 @@
-"""Who may be a node of a job, and who is still missing: the judgement of the psd-run that leads it.
+"""Judgement of the psd-run that leads a job: who may be a node, and who is still missing.
 
 A node has the leader's version of psd, its tokens, its options and command, an address that the others reach, and a number that
 nobody else has. What is wrong is said in words, to the node and to the leader's user. Knows no connections.

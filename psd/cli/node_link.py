@@ -41,12 +41,13 @@ class NodeLink:
         tls: of that socket; None: without.
 
     Attributes:
-        message_bytes_max: limit of a line that is received.
+        message_bytes_max: limit of a line that is received. silence_s: seconds of silence after which the other side is lost.
     """
 
     def __init__(self, reader: int, writer: int, tls: ssl.SSLSocket | None = None) -> None:
         self.reader, self.writer = reader, writer
         self.message_bytes_max = MESSAGE_BYTES_MAX
+        self.silence_s = SILENCE_S
         self._tls = tls
         os.set_blocking(reader, False)
         os.set_blocking(writer, False)
@@ -134,7 +135,7 @@ class NodeLink:
 
     def beat_at(self) -> float:
         """The time at which to call `beat`."""
-        return min(self._said_at + BEAT_S, self._heard_at + SILENCE_S)
+        return min(self._said_at + BEAT_S, self._heard_at + self.silence_s)
 
     def beat(self, now: float) -> bool:
         """Say that this side is there, if it is time; False if the other side has been silent for too long."""
@@ -142,4 +143,4 @@ class NodeLink:
             self._said_at = now  # one that waits for room needs no company
             if not self._unsent:
                 self.send({})
-        return now < self._heard_at + SILENCE_S
+        return now < self._heard_at + self.silence_s

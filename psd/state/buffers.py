@@ -18,9 +18,7 @@ from psd_core.arena import ArenaClosed
 
 
 def wants_buffers(job: Job, members: Membership, worker: Worker) -> bool:
-    """True if this worker is to store its buffers: there is none of a lower rank, or all are to."""
-    if not job.wants_buffers:
-        return False
+    """True if this worker is to store its buffers, which the job has: there is none of a lower rank, or all are to."""
     return job.wants_all_buffers or all(w.state is not WorkerState.LIVE for w in members.workers[: worker.rank])
 
 

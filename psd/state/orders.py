@@ -33,10 +33,11 @@ class JobOrdersDesk:
     def __init__(self, save: Callable[[bytes], None]) -> None:
         self._save = save
         self._orders = job_pb2.JobOrders()
+        self._current: job_pb2.JobOrders | None = None  # the same, if there are any
 
     def restore(self, stored: bytes) -> None:
         """Go on with what an earlier process of this shard has kept."""
-        self._orders.ParseFromString(stored)
+        self._take(job_pb2.JobOrders.FromString(stored))
 
     def learning_rates_from(self, clock: int) -> list[job_pb2.LearningRateScale]:
         """The scales of pushes at that clock and later, for a checkpoint. Needs no lock: orders are replaced as a whole."""
@@ -57,7 +58,7 @@ class JobOrdersDesk:
 
     def current(self) -> job_pb2.JobOrders | None:
         """The orders, for replies, which copy them; None if there are none."""
-        return self._orders if self._orders.ByteSize() else None
+        return self._current
 
     def scale_learning_rate(self, scale: float, clock: int) -> job_pb2.LearningRateScale:
         """Scale the learning rate from a clock on; the order that holds, which is an earlier one if that says the same.
@@ -91,4 +92,8 @@ class JobOrdersDesk:
 
     def _change(self, orders: job_pb2.JobOrders) -> None:
         self._save(orders.SerializeToString())
+        self._take(orders)
+
+    def _take(self, orders: job_pb2.JobOrders) -> None:
         self._orders = orders
+        self._current = orders if orders.ByteSize() else None

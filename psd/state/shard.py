@@ -18,7 +18,7 @@ from copy import copy
 
 from psd.checkpoint import CheckpointDirectory
 from psd.contract.config import ConfigError, ServerConfig
-from psd.contract.errors import CheckpointFailed, Draining, InvalidRequest, PsdError, WrongShard
+from psd.contract.errors import CheckpointFailed, Draining, InvalidRequest, PsdError
 from psd.contract.orders import end_text, scale_text
 from psd.contract.roster import Absence
 from psd.state.aggregation.settlement_desk import SettlementDesk
@@ -111,8 +111,7 @@ class Shard:
 
     def arrive(self, request: control_pb2.BarrierRequest) -> Ticket:
         """Enter a barrier; the ticket resolves with its generation."""
-        if self.config.shard_index != 0:
-            raise WrongShard(f"barriers are held by shard 0, this is shard {self.config.shard_index}")
+        self._core.check_is_first("barriers are held by")
         with self._core.lock:
             worker = self._core.check_caller(request.caller)
             self._core.barriers.check(request.name, request.seq, self.config.limits.name_bytes_max)
@@ -255,8 +254,7 @@ class Shard:
 
     def _next_clock(self) -> int:
         """The first clock that nobody pushes at before hearing of what is ordered now; 0 without rounds."""
-        if self.config.shard_index != 0:
-            raise WrongShard(f"orders are given to shard 0, this is shard {self.config.shard_index}")
+        self._core.check_is_first("orders are given to")
         job = self._core.initialized()
         if not job.trained_count:
             raise InvalidRequest("shard 0 has no trained blocks, by whose replies workers would hear of it; use fewer shards")
@@ -266,21 +264,17 @@ class Shard:
 
     def log(self, request: control_pb2.LogRequest) -> None:
         """Keep the points of a worker's series; see ControlService.Log."""
-        self._check_keeps_curves()
+        self._core.check_is_first("scalars are kept by")
         worker = self.check_caller(request.caller)
         batch = PointBatch(request.first, request.names, request.series, request.steps, request.values, request.ago_s)
         self._curves.add(worker.rank, worker.connection, batch)
 
     def curves(self, after: int) -> control_pb2.CurvesReply:
         """The points of all workers' series; see ControlService.Curves."""
-        self._check_keeps_curves()
+        self._core.check_is_first("scalars are kept by")
         latest, more, parts = self._curves.read(after)
         curves = [control_pb2.Curve(**part._asdict()) for part in parts]
         return control_pb2.CurvesReply(incarnation=self._core.incarnation, latest=latest, more=more, curves=curves)
-
-    def _check_keeps_curves(self) -> None:
-        if self.config.shard_index != 0:
-            raise WrongShard(f"scalars are kept by shard 0, this is shard {self.config.shard_index}")
 
     # -- what the rim asks ---------------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from commands import Process, processes
 import psd
 from psd.cli.follower import Follower
 from psd.cli.gathering import (
+    END_S,
     GATHER_S,
     MISSING_SAID_S,
     STRANGER_S,
@@ -146,7 +147,7 @@ class Meeting:
     def connect(self, number: int | None = None) -> NodeLink:
         ours, theirs = socket.socketpair()
         self._sockets += [ours, theirs]
-        self.gathering.add(Peer(NodeLink(ours.fileno(), ours.fileno()), ours.close, number, "10.0.0.9"))
+        self.gathering.add(Peer(NodeLink(ours.fileno(), ours.fileno()), lambda _: ours.close(), number, "10.0.0.9"))
         return NodeLink(theirs.fileno(), theirs.fileno())
 
     def say_hello(self, link: NodeLink, key: bytes = b"", **changed: object) -> list[dict]:
@@ -367,6 +368,19 @@ def nodes(tmp_path):
     yield begin
     for process in started:
         process.close()
+
+
+@pytest.mark.process
+def test_hosts_when_ssh_hangs_then_ctrl_c_ends_it_at_once():
+    with contextlib.closing(
+        Process("psd.cli.run", "--hosts", "a:1,b:1", "--ssh", "sh -c 'echo begun >&2; exec sleep 600'", "true")
+    ) as started:
+        for _ in range(2):
+            started.line("begun")
+
+        started.signal(SIGINT)
+
+        assert started.end(timeout_s=END_S / 2) == 130
 
 
 def run_id_of(leader: Process) -> str:

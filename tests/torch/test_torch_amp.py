@@ -73,6 +73,28 @@ def test_an_infinite_gradient_on_one_worker_skips_the_round_for_all(run_workers,
         assert (skipped, clock) == (len(BAD_STEPS), STEPS)
 
 
+def test_a_worker_without_gradients_in_a_step_has_the_scale_of_the_others(run_workers):
+    """It takes part in the round, and hears how that has ended."""
+
+    def worker(ps):
+        model, grad_scaler, scales = small_model(), scaler(), []
+        optimizer = psd.distribute(model, SGD(model.parameters(), lr=0.1), ps=ps, nan_policy="skip")
+        for step in range(6):
+            if step in BAD_STEPS or ps.rank == 1:
+                scaled_backward(grad_scaler, model, *part(step, ps.rank, 2), is_bad=BAD_STEPS.get(step) == ps.rank)
+            else:
+                grad_scaler.scale(torch.zeros(()))  # a loss that reaches no parameter
+                optimizer.zero_grad()
+            grad_scaler.step(optimizer)
+            grad_scaler.update()
+            scales.append((grad_scaler.get_scale(), grad_scaler._get_growth_tracker()))
+        return scales, ps.clock
+
+    (scales, clock), other = run_workers(2, 2, worker)
+    assert (scales, clock) == other
+    assert scales[3][0] < scales[2][0]
+
+
 def test_a_disabled_scaler_changes_nothing(run_workers):
     """As mixed precision without fp16 uses it; the policy may then be the default."""
 

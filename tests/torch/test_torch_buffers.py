@@ -172,3 +172,46 @@ def test_buffer_that_shards_cannot_keep_is_refused_by_name():
     model.register_buffer("phases", torch.zeros(2, dtype=torch.complex64))
     with pytest.raises(InvalidTensor, match=r"'phases' has dtype torch.complex64.*buffers=\"local\""):
         psd.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+class Averaging(nn.Module):
+    """A running mean that each forward pass assigns anew, as it is often written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(FEATURES, 1)
+        self.register_buffer("mean", torch.zeros(FEATURES))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * x.mean(0)
+        return self.layer(x - self.mean)
+
+
+def test_buffer_that_is_assigned_anew_is_stored_restored_and_checked(cluster, tmp_path):
+    """Where the module has another tensor than when it was declared, that one counts."""
+    url = str(tmp_path / "checkpoints")
+
+    def begin(ps):
+        model = Averaging()
+        return model, psd.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), ps=ps)
+
+    def step(model, optimizer):
+        model(torch.ones(2, FEATURES)).sum().backward()
+        optimizer.step()
+
+    running = cluster(2, checkpoint_dir=url, checkpoint_steps=2, checkpoint_keep=9)
+    with psd_client.connect(running.servers, 0, 1, wait_timeout=20) as ps:
+        model, optimizer = begin(ps)
+        step(model, optimizer)
+        optimizer.load_parameters({**state_of(model), "mean": torch.ones(FEATURES)})
+        assert torch.equal(model.mean, torch.ones(FEATURES))
+        step(model, optimizer)
+        last = state_of(model)
+        for other, words in ((torch.zeros(1), r"has the shape \(1,\)"), (None, "is None")):
+            model.mean = other
+            with pytest.raises(InvalidTensor, match=rf"buffer 'mean' {words}, and was declared with the shape \(6,\)"):
+                ps._worker.declared.buffers.fill(0)
+        model.mean = last["mean"]
+    drain(running)
+
+    assert_same(exported(url, str(tmp_path / "model.safetensors"))[2], last)

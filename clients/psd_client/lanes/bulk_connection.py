@@ -12,9 +12,9 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import DecodeError
 
 from psd.contract import frames
 from psd.contract.errors import InternalError, PsdError, ShardUnavailable, WaitTimeout, error_from
@@ -27,7 +27,7 @@ from psd_client.lanes.feed import Aborted
 from psd_client.lanes.flat import FlatBuffers
 from psd_client.lanes.grpc_errors import detail_of
 from psd_client.lanes.patience import Patience
-from psd_client.lanes.transport import CANCEL_S, SMALL_BYTES, Call, Cancelled, OutgoingBlocks, Traffic
+from psd_client.lanes.transport import CANCEL_S, SMALL_BYTES, Call, Cancelled, MessageT, OutgoingBlocks, Traffic
 from psd_client.lanes.wanted_rows import WantedRows
 
 logger = logging.getLogger("psd_client")
@@ -35,8 +35,6 @@ logger = logging.getLogger("psd_client")
 HEAD_BYTES_MAX = 32 << 20
 HELLO_S = 5.0
 """Seconds that a shard may take to answer a ticket, or memory that is attached."""
-
-MessageT = TypeVar("MessageT", bound=Message)
 
 
 class NotGreeted(Exception):

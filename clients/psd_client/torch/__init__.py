@@ -6,8 +6,8 @@ strides on the way, so parameters may have any memory layout, any device, and be
 last two the shards hold a float32 master).
 
 declaration.py decides what is declared, groups.py what travels with each push; embedding.py has modules whose rows are on the
-shards, and tables.py what they pull and push; schedule.py keeps a schedule of learning rates
-at the job's clock. Must not know blocks, shards or messages. Only the torch modules import torch.
+shards, and tables.py what they pull and push; schedule.py keeps a schedule of learning rates at the job's clock; uncompiled.py
+keeps torch.compile out of all this. Must not know blocks, shards or messages. Only the torch modules import torch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from psd.contract.arguments import real_number
 from psd.contract.environment import job_defaults
 from psd.contract.errors import InvalidRequest
 from psd.contract.staleness import parse_staleness
-from psd_client.client import ParameterServer, connect, worker_of
+from psd_client.client import ParameterServer, worker_of
+from psd_client.faces import check_connection, connection_of
 from psd_client.lanes.feed import Feed
 from psd_client.lanes.flat import FlatBuffers
 from psd_client.optimizers import spec_of
@@ -45,6 +46,7 @@ from psd_client.torch.groups import SharedGroups, without_slots
 from psd_client.torch.parameters import Parameters, as_tensors, copy_all
 from psd_client.torch.schedule import DistributedScheduler, register, scheduler
 from psd_client.torch.tables import Tables
+from psd_client.torch.uncompiled import uncompiled
 from psd_core.optimizer import Optimizer
 
 __all__ = [
@@ -118,10 +120,7 @@ def distribute(
         InvalidRequest, InvalidTensor: an option or a parameter that psd cannot train; the message names it.
         SpecMismatch: another worker has declared something else.
     """
-    if ps is not None and connect_args:
-        raise TypeError(f"distribute: pass either ps or {', '.join(sorted(connect_args))}; ps is connected already")
-    if not isinstance(ps, ParameterServer | None):
-        raise TypeError(f"ps: expected what psd_client.connect() returns, got {ps!r}")
+    check_connection(ps, *connect_args)
     if buffers not in BUFFER_POLICIES:
         raise InvalidRequest(f'buffers: must be "first", "mean" or "local", got {buffers!r}')
     if overlap not in (False, True, "forward"):
@@ -158,13 +157,12 @@ def distribute(
             group.setdefault(scalar, value)
     _add_handles(model, optimizer)
     declaration = read_declaration(model, optimizer, replace(template, staleness=stale), always, buffers)
-    connection = ps if ps is not None else connect(**connect_args)
 
     def initialize(flat: FlatBuffers) -> None:
         copy_all(as_tensors(flat)[: len(declaration.parameters)], declaration.parameters)
         Buffers(declaration, flat).write()
 
-    try:
+    with connection_of(ps, connect_args) as connection:
         worker_of(connection).declare_tensors(
             declaration.tensors,
             declaration.groups,
@@ -177,10 +175,6 @@ def distribute(
             nan_policy=nan_policy,
             tables=declaration.tables.specs,
         )
-    except BaseException:
-        if ps is None:
-            connection.close()
-        raise
     copy_all(declaration.parameters, as_tensors(worker_of(connection).parameters)[: len(declaration.parameters)])
     return DistributedOptimizer(optimizer, connection, declaration, overlap=overlap)
 
@@ -220,7 +214,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._parameters = Parameters(declaration, worker.parameters)
         self._buffers = Buffers(declaration, worker.parameters, worker.times_gone_back)
         self._buffers.receive()
-        if declaration.buffers:
+        if declaration.places:
             worker.keep_buffers(self._buffers.send)
         self._overlap = overlap
         self._sent: tuple[list[list[float]], float] | None = None
@@ -255,6 +249,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def step(self, closure: None = None, *, batch_size: float | None = None, grad_scaler: GradScaler | None = None) -> None: ...
     @overload
     def step(self, closure: Callable[[], float], *, batch_size: float | None = None, grad_scaler: None = None) -> float: ...
+    @uncompiled
     @torch.no_grad()
     def step(
         self,
@@ -315,6 +310,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 torch_amp.report(grad_scaler, self, is_skipped=self.ps.is_skipped)
         self._tables.on_step()
 
+    @uncompiled
     def pull(self) -> None:
         """Fetch the current parameters into the model, without pushing; for evaluation in async and ssp."""
         self._gradients.settle()

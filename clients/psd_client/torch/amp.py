@@ -11,6 +11,7 @@ The other protocol, the attributes `grad_scale` and `found_inf`, has no way back
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 from psd.contract.errors import InvalidRequest
@@ -31,12 +32,21 @@ def check(scaler: Any, optimizer: Any, nan_policy: str) -> None:
 
 def unscale(scaler: Any, optimizer: Any) -> bool:
     """Unscale the gradients, unless the program has; True if one is infinite or NaN."""
-    if scaler._per_optimizer_states[id(optimizer)]["stage"].name == "READY":  # noqa: SLF001 - the contract's own words for it
+    is_ready = scaler._per_optimizer_states[id(optimizer)]["stage"].name == "READY"  # noqa: SLF001 - the contract's own words
+    if is_ready and any(parameter.grad is not None for parameter in _parameters(optimizer)):
         scaler.unscale_(optimizer)
     return any(found.item() for found in scaler._found_inf_per_device(optimizer).values())  # noqa: SLF001
 
 
 def report(scaler: Any, optimizer: Any, *, is_skipped: bool) -> None:
     """Tell the scaler's next update whether the step was skipped, whatever this worker's own gradients were."""
-    for found in scaler._found_inf_per_device(optimizer).values():  # noqa: SLF001
-        found.fill_(float(is_skipped))
+    found = scaler._found_inf_per_device(optimizer)  # noqa: SLF001
+    if not found:  # without gradients, where a scaler has looked at nothing, and its update would fail
+        flag = scaler.scale(next(_parameters(optimizer)).detach().new_zeros(()))
+        found[flag.device] = flag.float()
+    for flag in found.values():
+        flag.fill_(float(is_skipped))
+
+
+def _parameters(optimizer: Any) -> Iterator[Any]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])

@@ -22,8 +22,8 @@ class Buffers:
 
     def __init__(self, declaration: TorchDeclaration, flat: FlatBuffers, times_gone_back: int = 0) -> None:
         self._times_gone_back = times_gone_back
-        views = as_tensors(flat)[len(declaration.parameters) :]
-        self._pairs = list(zip(declaration.buffers, views, strict=True))
+        self._declaration = declaration
+        self._views = as_tensors(flat)[len(declaration.parameters) :]
 
     def send(self, times_gone_back: int) -> None:
         """Write them to where they are sent from, after following the job back to a checkpoint, if it has gone back."""
@@ -41,13 +41,13 @@ class Buffers:
     @torch.no_grad()
     def write(self) -> None:
         """Write them to where they are sent from."""
-        for buffer, view in self._pairs:
+        for buffer, view in zip(self._declaration.buffers, self._views, strict=True):
             view.copy_(buffer)
 
     @torch.no_grad()
     def receive(self) -> None:
         """Take over what was received. What is equal is not written to: it may be memory that cannot be."""
-        for buffer, view in self._pairs:
+        for buffer, view in zip(self._declaration.buffers, self._views, strict=True):
             value = view.to(buffer.device, buffer.dtype)
             if not torch.equal(buffer, value):
                 buffer.copy_(value)

@@ -6,7 +6,7 @@ know connections, gradients or steps.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,12 +40,26 @@ _BUFFER_DTYPES = {
 BUFFER_POLICIES = ("first", "mean", "local")
 
 
+@dataclass(frozen=True)
+class BufferPlace:
+    """The place of a buffer. Its module may assign another tensor there, as in `self.mean = 0.9 * self.mean + 0.1 * x`."""
+
+    module: torch.nn.Module
+    name: str
+
+    @property
+    def tensor(self) -> torch.Tensor | None:
+        """The tensor that is there now."""
+        return getattr(self.module, self.name)  # type: ignore[no-any-return]
+
+
 @dataclass(frozen=True, eq=False)
 class TorchDeclaration:
     """The declaration of one model and optimizer.
 
     Attributes:
-        parameters: the model's distinct parameters. buffers: those that the shards keep. local_buffers: names of all, if not.
+        parameters: the model's distinct parameters.
+        places: of the buffers that the shards keep. local_buffers: names of all, if they keep none.
         tensors: the specs of both, in the same order.
         always: flags that the optimizer's class stands for.
         trained: indices of those that are pushed. frozen: of those that the optimizer has, but that need no gradient.
@@ -53,7 +67,7 @@ class TorchDeclaration:
     """
 
     parameters: list[torch.Tensor]
-    buffers: list[torch.Tensor]
+    places: list[BufferPlace]
     tensors: list[TensorSpec]
     groups: list[GroupSpec]
     always: tuple[str, ...]
@@ -61,6 +75,25 @@ class TorchDeclaration:
     frozen: list[int]
     local_buffers: frozenset[str] = frozenset()
     tables: TableDeclaration = field(default_factory=TableDeclaration)
+
+    @property
+    def buffers(self) -> list[torch.Tensor]:
+        """The buffers that the shards keep, as the model has them now.
+
+        Raises:
+            InvalidTensor: one has another shape than it was declared with.
+        """
+        buffers = []
+        for spec, place in zip(self.tensors[len(self.parameters) :], self.places, strict=True):
+            buffer = place.tensor
+            if buffer is None or tuple(buffer.shape) != spec.shape:
+                raise InvalidTensor(
+                    f"buffer {spec.name!r} {'is None' if buffer is None else f'has the shape {tuple(buffer.shape)}'}, and was "
+                    f"declared with the shape {spec.shape}; register one that changes so with persistent=False, or pass "
+                    'buffers="local" to distribute()'
+                )
+            buffers.append(buffer)
+        return buffers
 
 
 class Options(torch.optim.Optimizer):
@@ -111,15 +144,15 @@ def read_declaration(
     _check_memory(named)
     if len(trained) < len(tensors):
         groups.append(GroupSpec(STATIC.name))
-    kept, aliases = _distinct(every_name[1] if buffers != "local" else [])
-    tensors += [_buffer_spec(name, aliases[name], buffer, len(groups)) for name, buffer in kept]
+    kept, aliases = _distinct(every_name[1] if buffers != "local" else [], lambda place: id(place.tensor))
+    tensors += [_buffer_spec(name, aliases[name], place.tensor, len(groups)) for name, place in kept]
     if kept:
         groups.append(GroupSpec(BUFFERS.name, ("mean",) if buffers == "mean" else ()))
     local = frozenset(name for name, _ in every_name[1] if buffers == "local")
     tables = declare_tables(embeddings, optimizer.param_groups, group_of, groups, template.staleness)
     return TorchDeclaration(
         [parameter for _, parameter in named],
-        [buffer for _, buffer in kept],
+        [place for _, place in kept],
         tensors,
         groups + tables.groups,
         always,
@@ -181,14 +214,16 @@ def _plain_names(*lists: Iterable[tuple[str, Any]]) -> list[list[tuple[str, Any]
     return named
 
 
-def _distinct(named: Iterable[tuple[str, Any]]) -> tuple[list[tuple[str, Any]], dict[str, tuple[str, ...]]]:
-    """Each tensor by its first name; and by that, its other ones."""
+def _distinct(
+    named: Iterable[tuple[str, Any]], identity: Callable[[Any], int] = id
+) -> tuple[list[tuple[str, Any]], dict[str, tuple[str, ...]]]:
+    """Each item by its first name; and by that, its other ones. identity: equal for names of one item."""
     names: dict[int, list[str]] = {}
-    tensors: dict[int, Any] = {}
-    for name, tensor in named:
-        names.setdefault(id(tensor), []).append(name)
-        tensors[id(tensor)] = tensor
-    found = [(names[key][0], tensor) for key, tensor in tensors.items()]
+    items: dict[int, Any] = {}
+    for name, item in named:
+        names.setdefault(identity(item), []).append(name)
+        items.setdefault(identity(item), item)
+    found = [(names[key][0], item) for key, item in items.items()]
     return found, {first: tuple(dict.fromkeys(rest)) for first, *rest in names.values()}
 
 
@@ -203,12 +238,12 @@ def _check_parameter(name: str, parameter: torch.nn.Parameter) -> None:
         raise InvalidTensor(f"parameter {name!r} has dtype {parameter.dtype}; psd trains {', '.join(map(str, _DTYPES))}")
 
 
-def _named_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def _named_buffers(model: torch.nn.Module) -> Iterator[tuple[str, BufferPlace]]:
     """The buffers that are in the model's state_dict, under all of their names."""
     for prefix, module in model.named_modules(remove_duplicate=False):
-        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+        for name, _ in module.named_buffers(recurse=False, remove_duplicate=False):
             if name not in module._non_persistent_buffers_set:  # noqa: SLF001 - torch has no public way to ask
-                yield f"{prefix}.{name}" if prefix else name, buffer
+                yield f"{prefix}.{name}" if prefix else name, BufferPlace(module, name)
 
 
 def _buffer_spec(name: str, aliases: Sequence[str], buffer: torch.Tensor, group: int) -> TensorSpec:

@@ -20,6 +20,7 @@ from psd.contract.errors import InvalidRequest, InvalidTensor, NotDeclared
 from psd_client.tables import Table
 from psd_client.torch.row_gradients import CollectedGradients, Tracked, in_numpy
 from psd_client.torch.tables import Rows, Tables, Wanted, wanted
+from psd_client.torch.uncompiled import uncompiled
 from psd_core.initial import Initial, Normal
 from psd_core.optimizer import Optimizer
 from psd_core.rules import SGD
@@ -85,6 +86,7 @@ class TableModule(torch.nn.Module):
         self._tables = tables
         self.gradients = CollectedGradients()
 
+    @uncompiled
     def prefetch(self, ids: torch.Tensor) -> None:
         """Bring the rows of the next step's batch while the program does other things.
 
@@ -176,6 +178,7 @@ class Embedding(TableModule):
         options: of psd_client.Table: dtype, updates, admit_after and so on.
     """
 
+    @uncompiled
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """The rows (..., dim) of ids (...), int64 or int32.
 
@@ -213,6 +216,7 @@ class EmbeddingBag(TableModule):
         self.mode = mode
         self.include_last_offset = include_last_offset
 
+    @uncompiled
     def forward(
         self, ids: torch.Tensor, offsets: torch.Tensor | None = None, per_sample_weights: torch.Tensor | None = None
     ) -> torch.Tensor:
@@ -254,7 +258,7 @@ class EmbeddingBag(TableModule):
             self.tracked(torch.from_numpy(rows), found, is_expanded=False),
             None if offsets is None else offsets.to(places.device, places.dtype),
             mode=self.mode,
-            per_sample_weights=None if weights is None else weights.to(self.handle.dtype),
+            per_sample_weights=None if weights is None else weights.to(places.device, self.handle.dtype),
             include_last_offset=self.include_last_offset,
             padding_idx=found.padding,
         )
@@ -280,6 +284,7 @@ class EmbeddingCollection(torch.nn.ModuleDict):
                 raise TypeError(f"modules[{feature!r}]: expected an Embedding or an EmbeddingBag, got {module!r}")
         super().__init__(modules)
 
+    @uncompiled
     def forward(self, ids: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """The outputs by feature. ids: by feature; of a bag also a tuple, such as (ids, offsets).
 
@@ -288,6 +293,7 @@ class EmbeddingCollection(torch.nn.ModuleDict):
         """
         return dict(zip(ids, look_up(self._lookups(ids)), strict=True))
 
+    @uncompiled
     def prefetch(self, ids: Mapping[str, Any]) -> None:
         """See Embedding.prefetch. ids: as in the forward pass."""
         lookups = self._lookups(ids)

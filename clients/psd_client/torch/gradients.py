@@ -31,6 +31,7 @@ from psd_client.lanes.flat import FlatBuffers
 from psd_client.torch.declaration import TorchDeclaration
 from psd_client.torch.parameters import as_tensors, copy_all, is_alike
 from psd_client.torch.places import Places
+from psd_client.torch.uncompiled import uncompiled
 
 
 @dataclass(frozen=True)
@@ -222,8 +223,9 @@ class Gradients:
         gradient, view = parameter.grad, self._views[number]
         if gradient is None or gradient.requires_grad:  # create_graph=True: the graph hangs on that very tensor
             return
-        is_dense = gradient.layout is torch.strided
-        if self._may_view[number] and gradient is not view and is_dense and gradient.dtype == view.dtype:
+        # The model may have been moved since, to a device or a dtype where `.grad` cannot be the view.
+        is_alike_now = gradient.layout is torch.strided and (gradient.dtype, gradient.device) == (view.dtype, view.device)
+        if self._may_view[number] and gradient is not view and is_alike_now:
             if self._going_on is not None:
                 with self._lock:
                     self.settle()
@@ -352,6 +354,7 @@ def _remove(hooks: list[Any]) -> None:
 def _hook(method: Any, number: int) -> Callable[[torch.Tensor], None]:
     """Make a hook that does not keep the optimizer alive."""
 
+    @uncompiled
     def hook(parameter: torch.Tensor) -> None:
         on_gradient = method()
         if on_gradient is not None:

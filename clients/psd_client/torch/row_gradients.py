@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from psd_client.torch.uncompiled import uncompiled
 from psd_core.distinct import distinct
 
 Ids = NDArray[np.uint64]
@@ -77,6 +78,7 @@ class Tracked(torch.autograd.Function):
         return rows
 
     @staticmethod
+    @uncompiled
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, None, None]:
         """See torch.autograd.Function."""
         ctx.collect(gradients[0].detach())

@@ -62,9 +62,13 @@ class WorkerConnection:
     Args:
         config: settings. lanes: the way to each shard, in their order; closed with the connection.
         on_end: called when it has ended, whichever way.
+
+    Attributes:
+        rank: this worker's number, from 0. world_size: number of workers of the job.
     """
 
     def __init__(self, config: ClientConfig, lanes: Sequence[Lane], on_end: Callable[[], None] = lambda: None) -> None:
+        self.rank, self.world_size = config.rank, config.world_size
         self._on_end = on_end
         self._ended = threading.Lock()  # taken once, and for good, by close()
         self._config = config
@@ -89,16 +93,6 @@ class WorkerConnection:
             self.close(error)
             raise
         self._heartbeats.wake()
-
-    @property
-    def rank(self) -> int:
-        """This worker's number, from 0."""
-        return self._config.rank
-
-    @property
-    def world_size(self) -> int:
-        """Number of workers of the job."""
-        return self._config.world_size
 
     @property
     def clock(self) -> int:

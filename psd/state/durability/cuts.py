@@ -148,6 +148,8 @@ class Cuts:
 
     def latest(self) -> list[data_pb2.Cut]:
         """The cuts for workers to carry to other shards."""
+        if not self._known:
+            return []
         with self._lock:
             return list(self._known.values())[-CUTS_MAX // 2 :]
 
