@@ -13,13 +13,12 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from _network import Network
-from _processes import Peer, ProcessFailed, Shard, cpu_s, free_ports, start_all
+from _processes import Peer, ProcessFailed, Shard, all_ready, cpu_s, free_ports, start_all
 from peers import work
 
-WORKERS_BOUND = 8
 CORES = len(os.sched_getaffinity(0))
 
 
@@ -78,14 +77,6 @@ class Contender:
 Starter = Callable[[ExitStack], Contender]
 
 
-def _all_ready(stack: ExitStack, peers: Sequence[Peer]) -> list[dict[str, Any]]:
-    for peer in peers:
-        stack.callback(peer.end)
-    for peer in peers:
-        stack.callback(peer.begin_end)  # before any is waited for
-    return [peer.ready() for peer in peers]
-
-
 class Tls(NamedTuple):
     """Flags of a shard, and the file by which workers trust it."""
 
@@ -139,7 +130,7 @@ def psd(
         for rank in range(workers):
             prefix = _on(network, f"w{rank}")
             peers.append(Peer("psd_worker", {**told, "rank": rank}, threads=threads, prefix=prefix))
-        _all_ready(stack, peers)
+        all_ready(stack, peers)
         name = f"psd {transport}{' tls' if tls is not None else ''}{' half' if half else ''}"
         addresses = [server.address for server in servers]
         pids = [server.pid for server in servers]
@@ -163,9 +154,9 @@ def reference(name: str, script: str, pattern: str, workers: int, model: str, *,
     def start(stack: ExitStack) -> Contender:
         told = {"pattern": pattern, "model": model}
         server = Peer(script, {**told, "listen": _listen(network, "s0")}, prefix=_on(network, "s0"))
-        address = _all_ready(stack, [server])[0]["address"]
+        address = all_ready(stack, [server])[0]["address"]
         peers = [Peer(script, {**told, "address": address}, prefix=_on(network, f"w{rank}")) for rank in range(workers)]
-        _all_ready(stack, peers)
+        all_ready(stack, peers)
         return Contender(name, workers, 0, model, peers, [server.pid])
 
     return start
@@ -176,7 +167,7 @@ def memory(name: str, pattern: str, model: str) -> Starter:
 
     def start(stack: ExitStack) -> Contender:
         peer = Peer("memory", {"pattern": pattern, "model": model}, threads=1)
-        _all_ready(stack, [peer])
+        all_ready(stack, [peer])
         return Contender(name, 1, 0, model, [peer], [], moves=False)
 
     return start
@@ -189,7 +180,7 @@ def gloo(workers: int, model: str) -> Starter:
         meet = stack.enter_context(tempfile.TemporaryDirectory(prefix="psd-benchmark-"))
         told = {"meet": f"{meet}/store", "world_size": workers, "threads": max(1, CORES // workers), "model": model}
         peers = [Peer("gloo", {**told, "rank": rank}) for rank in range(workers)]
-        _all_ready(stack, peers)
+        all_ready(stack, peers)
         return Contender("gloo all-reduce", workers, 0, model, peers, [])
 
     return start
@@ -203,7 +194,7 @@ def torch_rpc(workers: int, model: str) -> Starter:
         told = {"meet": f"{meet}/store", "world_size": workers + 1, "threads": max(1, CORES // workers), "model": model}
         server = Peer("torch_rpc", {**told, "rank": 0})
         peers = [Peer("torch_rpc", {**told, "rank": rank + 1}) for rank in range(workers)]
-        _all_ready(stack, [server, *peers])
+        all_ready(stack, [server, *peers])
         return Contender("torch rpc", workers, 0, model, peers, [server.pid])
 
     return start
@@ -214,7 +205,7 @@ def ray(python: str, workers: int, model: str) -> Starter:
 
     def start(stack: ExitStack) -> Contender:
         peer = Peer("ray_ps", {"world_size": workers, "model": model}, python=python)
-        ready = _all_ready(stack, [peer])[0]
+        ready = all_ready(stack, [peer])[0]
         return Contender("ray", workers, 0, model, [peer], ready["server_pids"])
 
     return start
@@ -232,7 +223,7 @@ def tensorflow(python: str, workers: int, model: str) -> Starter:
         }
         server = Peer("tensorflow_ps", told, python=python)
         peers = [Peer("tensorflow_ps", {**told, "rank": rank}, python=python) for rank in range(workers)]
-        _all_ready(stack, [server, *peers])
+        all_ready(stack, [server, *peers])
         return Contender("tensorflow", workers, 0, model, peers, [server.pid])
 
     return start

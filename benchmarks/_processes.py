@@ -315,6 +315,15 @@ def start_all(stack: ExitStack, shards: Sequence[Shard]) -> None:
         shard.wait_ready()
 
 
+def all_ready(stack: ExitStack, peers: Sequence[Peer]) -> list[dict[str, Any]]:
+    """Wait until all peers are ready, and have the stack end them; what each has said of itself."""
+    for peer in peers:
+        stack.callback(peer.end)
+    for peer in peers:
+        stack.callback(peer.begin_end)  # before any is waited for
+    return [peer.ready() for peer in peers]
+
+
 def free_ports(count: int) -> list[int]:
     """Free ports for processes that must be told beforehand."""
     with ExitStack() as stack:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from _contenders import CORES, Contender, Starter
-from _processes import Peer, Shard, free_ports, start_all
+from _processes import Peer, Shard, all_ready, free_ports, start_all
 from peers.rows import Shape
 
 __all__ = ["Starter", "join", "psd", "ray", "raw_tcp", "shared_memory", "tensorflow", "torch_rpc"]
@@ -65,7 +65,7 @@ def join(
     peers = _workers(
         "psd_rows", workers, shape, {**told, "is_distinct": is_distinct, "in_one": in_one, "fetches_ahead": fetches_ahead}
     )
-    _all_ready(stack, peers)
+    all_ready(stack, peers)
     return Contender(name, workers, len(servers), "", peers, [server.pid for server in servers], servers=addresses)
 
 
@@ -77,7 +77,7 @@ def shared_memory(workers: int, shape: Shape, library: Path) -> Starter:
         with memory.open("wb") as file:
             file.truncate(2 * 4 * shape.rows * shape.dim)
         peers = _workers("shared_rows", workers, shape, {"memory": str(memory), "library": str(library)})
-        _all_ready(stack, peers)
+        all_ready(stack, peers)
         return Contender("gather/scatter", workers, 0, "", peers, [])
 
     return start
@@ -88,9 +88,9 @@ def raw_tcp(workers: int, shape: Shape) -> Starter:
 
     def start(stack: ExitStack) -> Contender:
         server = Peer("raw_tcp_rows", {"listen": "127.0.0.1:0", "shape": shape})
-        address = _all_ready(stack, [server])[0]["address"]
+        address = all_ready(stack, [server])[0]["address"]
         peers = _workers("raw_tcp_rows", workers, shape, {"address": address})
-        _all_ready(stack, peers)
+        all_ready(stack, peers)
         return Contender("raw tcp", workers, 0, "", peers, [server.pid])
 
     return start
@@ -104,7 +104,7 @@ def torch_rpc(workers: int, shape: Shape) -> Starter:
         told = {"meet": f"{meet}/store", "threads": max(1, CORES // workers)}
         server = Peer("torch_rpc_rows", {**told, "rank": -1, "workers": workers, "shape": shape})
         peers = _workers("torch_rpc_rows", workers, shape, told)
-        _all_ready(stack, [server, *peers])
+        all_ready(stack, [server, *peers])
         return Contender("torch rpc", workers, 0, "", peers, [server.pid])
 
     return start
@@ -115,7 +115,7 @@ def ray(python: str, workers: int, shape: Shape) -> Starter:
 
     def start(stack: ExitStack) -> Contender:
         peer = Peer("ray_rows", {"workers": workers, "shape": shape}, python=python)
-        ready = _all_ready(stack, [peer])[0]
+        ready = all_ready(stack, [peer])[0]
         return Contender("ray", workers, 0, "", [peer], ready["server_pids"])
 
     return start
@@ -129,7 +129,7 @@ def tensorflow(python: str, workers: int, shape: Shape) -> Starter:
         told = {"ps": f"127.0.0.1:{ports[0]}", "peers": [f"127.0.0.1:{port}" for port in ports[1:]]}
         server = Peer("tensorflow_rows", {**told, "rank": -1, "workers": workers, "shape": shape}, python=python)
         peers = _workers("tensorflow_rows", workers, shape, told, python=python)
-        _all_ready(stack, [server, *peers])
+        all_ready(stack, [server, *peers])
         return Contender("tensorflow", workers, 0, "", peers, [server.pid])
 
     return start
@@ -138,11 +138,3 @@ def tensorflow(python: str, workers: int, shape: Shape) -> Starter:
 def _workers(script: str, workers: int, shape: Shape, told: dict[str, Any], **how: Any) -> list[Peer]:
     common = {**told, "workers": workers, "shape": shape}
     return [Peer(script, {**common, "rank": rank}, threads=max(1, CORES // workers), **how) for rank in range(workers)]
-
-
-def _all_ready(stack: ExitStack, peers: Sequence[Peer]) -> list[dict[str, Any]]:
-    for peer in peers:
-        stack.callback(peer.end)
-    for peer in peers:
-        stack.callback(peer.begin_end)  # before any is waited for
-    return [peer.ready() for peer in peers]

@@ -1,11 +1,13 @@
 """Measures what checkpoints and recovery cost, on this machine, with a real psd-server.
 
-    python benchmarks/checkpoints.py [--megabytes 256] [--recovery-megabytes 1000] [--directory DIR] [--json]
+    python benchmarks/checkpoints.py [--megabytes 256] [--recovery-megabytes 1000] [--rows 5000000] [--directory DIR] [--json]
 
 slow-down   one worker trains; its step times while checkpoints are written, against those of the same run while none is
 bandwidth   of those checkpoints, against a plain write and fsync of as many bytes to the same directory, in turns
 recovery    a shard is killed with SIGKILL and started again: until it serves, and until a worker has all parameters again; and
             how much of its arena it has touched when it serves
+table       one worker trains random rows of a table of dim 8 under Adagrad while a checkpoint of all rows is written: its step
+            times against those before, and the shard's memory. Rows that are changed before they are written are kept meanwhile
 
 Sizes are of parameters and momentum together, in MB (10^6 bytes). Every number that is stored or pulled is checked. Ratios
 within one run are the figures to compare; seconds are this machine's. State directories lie in memory, as by default.
@@ -20,6 +22,7 @@ import statistics
 import tempfile
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -34,6 +37,7 @@ from psd.contract.environment import memory_directory
 from psd.contract.layout import Layout
 
 LR, MOMENTUM = 0.5, 0.5
+ROW_DIM, STEP_IDS, FILLED_IDS, QUIET_ROW_STEPS = 8, 5_000, 500_000, 100
 QUIET_STEPS_MIN = 3
 """Steps between two checkpoints."""
 
@@ -184,9 +188,55 @@ def measure_recovery(stack: ExitStack, megabytes: int, count: int, memory: Path)
     }
 
 
-def table(checkpoints: dict[str, Any], recovery: dict[str, Any]) -> str:
+def measure_table(stack: ExitStack, rows: int, directory: Path) -> dict[str, Any]:
+    """Measure steps and memory while the rows of a table are written."""
+    url = directory / "rows"
+    shard = Shard("--checkpoint-dir", str(url), "--max-table-rows", str(2 * rows), "--max-table-bytes", str(200 * rows))
+    stack.callback(shard.end)
+    shard.start()
+    shard.wait_ready()
+    during: list[float] = []
+    memory: list[int] = []
+    with psd_client.connect(shard.address, 0, 1, retry_timeout=60) as ps, ThreadPoolExecutor(1) as pool:
+        ps.declare({}, tables=[psd_client.Table("t", ROW_DIM, psd_client.Adagrad(lr=0.1))], consistency="async")
+        gradients, rng = np.ones((FILLED_IDS, ROW_DIM), np.float32), np.random.default_rng(0)
+        for begin in range(0, rows, FILLED_IDS):
+            ids = np.arange(begin, min(rows, begin + FILLED_IDS))
+            ps.tables["t"].push(ids, gradients[: len(ids)])
+
+        def step() -> float:
+            ids = rng.integers(0, rows, STEP_IDS)
+            begun = time.monotonic()
+            ps.tables["t"].pull(ids)
+            ps.tables["t"].push(ids, gradients[:STEP_IDS])
+            return time.monotonic() - begun
+
+        quiet = [step() for _ in range(QUIET_ROW_STEPS)]
+        before = resident_bytes(shard.pid)
+        written = pool.submit(shard.checkpoint)
+        while not memory or not written.done():
+            during.append(step())
+            memory.append(resident_bytes(shard.pid))
+        checkpoints = CheckpointDirectory(str(url))
+        name = written.result()
+        assert checkpoints.verify(name) == []
+        assert checkpoints.load(name).row_count == rows
+    return {
+        "rows": rows,
+        "checkpoint_bytes": sum(path.stat().st_size for path in url.rglob("*") if path.is_file()),
+        "steps_during": len(during),
+        "step_s_quiet_median": statistics.median(quiet),
+        "step_s_quiet_max": max(quiet),
+        "step_s_during_median": statistics.median(during),
+        "step_s_during_max": max(during),
+        "memory_bytes": before,
+        "memory_ratio": max(memory) / before,
+    }
+
+
+def table(checkpoints: dict[str, Any], recovery: dict[str, Any], rows: dict[str, Any]) -> str:
     """A table of the figures."""
-    c, r = checkpoints, recovery
+    c, r, t = checkpoints, recovery, rows
     return "\n".join(
         [
             f"checkpoints of {c['parameters_and_slots_bytes'] / 1e6:.0f} MB, {c['checkpoints']} of them, while a worker trains",
@@ -203,6 +253,12 @@ def table(checkpoints: dict[str, Any], recovery: dict[str, Any]) -> str:
             f"  kill -9 to first pull         {r['kill_to_first_pull_s_median']:9.2f} s",
             f"  the same pull, undisturbed    {r['undisturbed_pull_s_median']:9.2f} s",
             f"  touched when ready            {r['bytes_touched_when_ready_max'] / 1e6:9.1f} MB",
+            f"checkpoint of {t['rows']} rows, {t['checkpoint_bytes'] / 1e6:.0f} MB, {STEP_IDS} trained a step",
+            *(
+                f"  step {when}    {1e3 * t[f'step_s_{key}_median']:9.1f} ms   (at most {1e3 * t[f'step_s_{key}_max']:.1f})"
+                for key, when in (("quiet", "while none is written"), ("during", "while it is written  "))
+            ),
+            f"  memory meanwhile / before     {t['memory_ratio']:9.3f}      ({t['memory_bytes'] / 1e6:.0f} MB before)",
         ]
     )
 
@@ -212,6 +268,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megabytes", type=int, default=256, help="of the job whose checkpoints are measured")
     parser.add_argument("--recovery-megabytes", type=int, default=1000, help="of the shard that is killed")
+    parser.add_argument("--rows", type=int, default=5_000_000, help="of the table whose checkpoint is measured")
     parser.add_argument("--count", type=int, default=5, help="checkpoints, and kills")
     parser.add_argument("--directory", type=Path, help="on the disk to be measured (default: the system's temporary one)")
     parser.add_argument("--json", action="store_true", help="for programs")
@@ -223,10 +280,11 @@ def main() -> None:
     ):
         checkpoints = measure_checkpoints(stack, args.megabytes, args.count, Path(directory), Path(memory))
         recovery = measure_recovery(stack, args.recovery_megabytes, args.count, Path(memory))
+        rows = measure_table(stack, args.rows, Path(directory))
     if args.json:
-        print(json.dumps({"checkpoints": checkpoints, "recovery": recovery}, indent=2))
+        print(json.dumps({"checkpoints": checkpoints, "recovery": recovery, "table": rows}, indent=2))
     else:
-        print(table(checkpoints, recovery))
+        print(table(checkpoints, recovery, rows))
 
 
 if __name__ == "__main__":

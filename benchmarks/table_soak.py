@@ -12,7 +12,6 @@ Exit status: 1 if psd failed, or a sum or a counter is wrong; the criteria do no
 
 from __future__ import annotations
 
-import json
 import sys
 import tempfile
 import time
@@ -142,9 +141,7 @@ def main() -> int:
     print("\n" + report.criteria_table(checked))
     for line in wrong:
         print(f"\nWRONG: {line}")
-    report.write_json(
-        args.json, json.loads(json.dumps({"machine": about, "kills": kills, "pushes": steps, "wrong": wrong})), checked
-    )
+    report.write_json(args.json, {"machine": about, "kills": kills, "pushes": steps, "wrong": wrong}, checked)
     return 1 if wrong else 0
 
 

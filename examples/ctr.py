@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -133,11 +132,7 @@ def main() -> None:
     parser.add_argument("--factors", type=int, default=8, help="of a category (default %(default)s)")
     parser.add_argument("--lr", type=float, default=0.02, help="learning rate (default %(default)s)")
     parser.add_argument("--plain", action="store_true", help="train with torch alone, in this process")
-    args = parser.parse_args()
-    try:
-        train(args)
-    except (psd_client.ConfigError, FileNotFoundError, ValueError) as error:
-        sys.exit(f"{error}\nFor example: psd-run --shards 2 --workers 2 {sys.argv[0]}")
+    sparse_data.run(train, parser.parse_args())
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -120,10 +119,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.plain and args.l1:
         parser.error("--plain: L-BFGS-B of SciPy has no --l1")
-    try:
-        train(args)
-    except (psd_client.ConfigError, FileNotFoundError, ValueError) as error:
-        sys.exit(f"{error}\nFor example: psd-run --shards 2 --workers 2 {sys.argv[0]}")
+    sparse_data.run(train, args)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from typing import Any
 import numpy as np
 import sparse_data
 from sparse_data import Array, Documents
-from topic_sampler import TopicSampler
+from topic_sampler import TopicSampler, counts_of
 
 import psd_client
 
@@ -91,16 +90,14 @@ def work(ps: Any, data: Documents, args: argparse.Namespace) -> dict[str, Any]:
     sampler = sampler_of(data, share, topics, args)
     if fresh.any():
         drawn = np.flatnonzero(fresh)
-        changes = np.zeros_like(sampler.word_topic)
-        np.add.at(changes, (data.words[share][drawn], topics[drawn]), 1)
+        changes = counts_of(data.words[share][drawn], topics[drawn], sampler.word_topic.shape)
         shared.store(share.start, topics, changes, begin)
     ps.barrier("drawn")
     sampling = exchanging = 0.0
     sampler.set_counts(shared.counts())
     for sweep in range(begin + 1, args.sweeps + 1):
         began, before = time.perf_counter(), sampler.own_counts.copy()
-        for part in rng.permutation(sampler.slices):
-            sampler.sample(part, rng)
+        sampler.sweep(rng)
         sampled = time.perf_counter()
         shared.store(share.start, sampler.topics, sampler.own_counts - before, sweep)
         sampler.set_counts(shared.counts())
@@ -126,9 +123,7 @@ def work(ps: Any, data: Documents, args: argparse.Namespace) -> dict[str, Any]:
 def is_exact(data: Documents, shared: Shared, counts: Array) -> bool:
     """True if each count is that of the tokens which have the topic."""
     topics = shared.topics(slice(0, len(data.words)))
-    expected = np.zeros_like(counts)
-    np.add.at(expected, (data.words, topics), 1)
-    return bool((counts == expected).all())
+    return bool((counts == counts_of(data.words, topics, counts.shape)).all())
 
 
 def alone(data: Documents, args: argparse.Namespace) -> dict[str, Any]:
@@ -137,8 +132,7 @@ def alone(data: Documents, args: argparse.Namespace) -> dict[str, Any]:
     sampler = sampler_of(data, slice(0, None), rng.integers(args.topics, size=len(data.words)), args)
     began = time.perf_counter()
     for _ in range(args.sweeps):
-        for part in rng.permutation(sampler.slices):
-            sampler.sample(part, rng)
+        sampler.sweep(rng)
     return {
         "perplexity": round(float(np.exp(-sampler.log_likelihood() / len(data.words))), 1),
         "counted": int(sampler.word_topic.sum()),
@@ -171,11 +165,7 @@ def main() -> None:
     parser.add_argument("--report", type=int, default=10, help="sweeps between two lines of progress (default %(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="of the random numbers (default %(default)s)")
     parser.add_argument("--plain", action="store_true", help="sample in this process, without psd")
-    args = parser.parse_args()
-    try:
-        run(args)
-    except (psd_client.ConfigError, FileNotFoundError, ValueError) as error:
-        sys.exit(f"{error}\nFor example: psd-run --shards 2 --workers 2 {sys.argv[0]}")
+    sparse_data.run(run, parser.parse_args())
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from pathlib import Path
 
@@ -91,11 +90,7 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=0.1, help="learning rate (default %(default)s)")
     parser.add_argument("--l2", type=float, default=0.3, help="weight of the squares of the rows (default %(default)s)")
     parser.add_argument("--plain", action="store_true", help="train in this process, without psd")
-    args = parser.parse_args()
-    try:
-        train(args)
-    except (psd_client.ConfigError, FileNotFoundError, ValueError) as error:
-        sys.exit(f"{error}\nFor example: psd-run --shards 2 --workers 2 {sys.argv[0]}")
+    sparse_data.run(train, parser.parse_args())
 
 
 if __name__ == "__main__":

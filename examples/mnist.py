@@ -67,8 +67,10 @@ def train(args: argparse.Namespace) -> None:
     if rank == 0:
         print(f"{data.name}: {len(data.train_labels)} images for {world_size} workers, {len(data.test_labels)} for testing")
 
-    seconds = 0.0
-    for step in range(1, args.steps + 1):
+    seconds, begun_at = 0.0, optimizer.ps.clock
+    if rank == 0 and begun_at:
+        print(f"goes on after step {begun_at}", flush=True)
+    while (step := optimizer.ps.clock + 1) <= args.steps:  # the job's steps: this process may have been started again
         started = time.perf_counter()
         images, labels = next(mine)
         optimizer.zero_grad()
@@ -89,7 +91,7 @@ def train(args: argparse.Namespace) -> None:
             "data": data.name,
             "steps": args.steps,
             "accuracy": round(share, 4),
-            "steps_per_s": round(args.steps / seconds, 1),
+            "steps_per_s": round((args.steps - begun_at) / seconds, 1) if seconds else 0.0,
         }
         print(f"result {json.dumps(result)}", flush=True)
     optimizer.close()

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from itertools import islice
 from pathlib import Path
@@ -143,11 +142,7 @@ def main() -> None:
     parser.add_argument("--l2", type=float, default=0.0, help="of FTRL (default %(default)s)")
     parser.add_argument("--dense", action="store_true", help="keep the weights in a dense tensor instead of a table")
     parser.add_argument("--plain", action="store_true", help="train in this process, without psd")
-    args = parser.parse_args()
-    try:
-        train(args)
-    except (psd_client.ConfigError, FileNotFoundError, ValueError) as error:
-        sys.exit(f"{error}\nFor example: psd-run --shards 2 --workers 4 {sys.argv[0]}")
+    sparse_data.run(train, parser.parse_args(), "psd-run --shards 2 --workers 4")
 
 
 if __name__ == "__main__":

@@ -45,8 +45,8 @@ class TopicSampler:
         self._alpha, self._beta = alpha, beta
         self._documents, self._words = documents - documents[0], words
         self._count = topic_count
-        self._own = _counts(words, topics, (word_count, topic_count))
-        self._in_document = _counts(self._documents, topics, (self._documents[-1] + 1, topic_count))
+        self._own = counts_of(words, topics, (word_count, topic_count))
+        self._in_document = counts_of(self._documents, topics, (self._documents[-1] + 1, topic_count))
         # The tokens of a document stand together; those of a word do so in an order of their own.
         self._lengths = np.bincount(self._documents)
         self._starts = np.cumsum(self._lengths) - self._lengths
@@ -54,6 +54,11 @@ class TopicSampler:
         self._word_lengths = np.bincount(words, minlength=word_count)
         self._word_starts = np.cumsum(self._word_lengths) - self._word_lengths
         self.set_counts(self._own)
+
+    def sweep(self, rng: np.random.Generator) -> None:
+        """Give new topics to all tokens, slice by slice."""
+        for part in rng.permutation(self.slices):
+            self._sample(part, rng)
 
     @property
     def own_counts(self) -> Array:
@@ -65,8 +70,8 @@ class TopicSampler:
         self.word_topic = word_topic.copy()
         self._totals = word_topic.sum(axis=0)
 
-    def sample(self, part: int, rng: np.random.Generator) -> Array:
-        """Give new topics to the tokens of a slice; returns the tokens whose topics have changed."""
+    def _sample(self, part: int, rng: np.random.Generator) -> None:
+        """Give new topics to the tokens of a slice."""
         tokens = np.arange(part, len(self.topics), self.slices)
         old, new = self.topics[tokens], self.proposed(tokens, rng)
         changed = np.flatnonzero(old != new)
@@ -77,7 +82,6 @@ class TopicSampler:
             np.subtract.at(counts.reshape(-1), row + old, 1)
         self._totals += np.bincount(new, minlength=self._count) - np.bincount(old, minlength=self._count)
         self.topics[tokens] = new
-        return tokens
 
     def proposed(self, tokens: Array, rng: np.random.Generator, rounds: int = 1) -> Array:
         """Topics of tokens after a proposal by the document and one by the word, a few rounds of both; changes nothing."""
@@ -130,5 +134,6 @@ class TopicSampler:
         return total
 
 
-def _counts(rows: Array, topics: Array, shape: tuple[int, int]) -> Array:
+def counts_of(rows: Array, topics: Array, shape: tuple[int, int]) -> Array:
+    """Counts of rows by topic, (rows, topics)."""
     return np.bincount(rows * shape[1] + topics, minlength=shape[0] * shape[1]).reshape(shape)

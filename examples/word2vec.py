@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -124,11 +123,7 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=0.1, help="learning rate (default %(default)s)")
     parser.add_argument("--near", type=lambda text: text.split(","), help="words to show with their nearest ones")
     parser.add_argument("--plain", action="store_true", help="train in this process, without psd")
-    args = parser.parse_args()
-    try:
-        train(args)
-    except (psd_client.ConfigError, FileNotFoundError, ValueError) as error:
-        sys.exit(f"{error}\nFor example: psd-run --shards 2 --workers 2 --consistency async {sys.argv[0]}")
+    sparse_data.run(train, parser.parse_args(), "psd-run --shards 2 --workers 2 --consistency async")
 
 
 if __name__ == "__main__":

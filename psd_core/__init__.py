@@ -36,7 +36,7 @@ import numpy.typing as npt
 
 from psd_core import _kernels
 from psd_core._kernels import InvalidArray
-from psd_core._norms import RUN, square_root, square_sum, square_sum_of_rows, trust_ratio
+from psd_core._norms import RUN, square_root, square_sum, square_sum_of_rows, total_squares, trust_ratio
 from psd_core._step_block import GradientArray, RealArray, step_block
 from psd_core.rules import RULES
 
@@ -53,6 +53,7 @@ __all__ = [
     "square_sum",
     "square_sum_of_rows",
     "step_block",
+    "total_squares",
     "trust_ratio",
     "widened",
 ]

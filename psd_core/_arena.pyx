@@ -3,7 +3,8 @@
 This module owns every check that keeps an access within its buffer. It knows nothing of the arena's format.
 """
 
-from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
+from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_FillInfo, PyBuffer_Release, PyObject_GetBuffer
+from cpython.exc cimport PyErr_SetFromErrno
 from libc.stdint cimport int64_t, uint64_t, uintptr_t
 
 
@@ -11,8 +12,46 @@ cdef extern from "arena.h" nogil:
     uint64_t psd_load_acquire(const uint64_t *) noexcept
     void psd_store_release(uint64_t *, uint64_t) noexcept
     uint64_t psd_checksum(const void *, size_t) noexcept
+    enum:
+        PSD_LARGE_PAGE
     int psd_populate(void *, size_t) noexcept
+    void *psd_map_large(int, size_t) noexcept
+    int psd_make_large(void *) noexcept
+    int munmap(void *, size_t) noexcept
     int psd_punch_hole(int, int64_t, int64_t) noexcept
+
+
+LARGE_PAGE_BYTES = PSD_LARGE_PAGE
+
+
+cdef class LargeMap:
+    """A file mapped shared and for writing, in a way that large pages can hold it: a buffer. Unmapped when nobody refers to it any more."""
+
+    cdef void *start
+    cdef Py_ssize_t nbytes
+
+    def __cinit__(self, int fd, Py_ssize_t nbytes):
+        assert nbytes > 0
+        self.start = psd_map_large(fd, nbytes)
+        if self.start == NULL:
+            PyErr_SetFromErrno(OSError)
+        self.nbytes = nbytes
+
+    def __dealloc__(self):
+        if self.start != NULL:
+            munmap(self.start, self.nbytes)
+
+    def __getbuffer__(self, Py_buffer *view, int flags):
+        PyBuffer_FillInfo(view, self, self.start, self.nbytes, 0, flags)
+
+    def enlarge_page(self, Py_ssize_t at):
+        """Have one large page hold LARGE_PAGE_BYTES of the file from a multiple of it, which have space at least in part. Returns whether it does."""
+        cdef int status
+        if at < 0 or at % PSD_LARGE_PAGE != 0 or at > self.nbytes - PSD_LARGE_PAGE:
+            raise IndexError(f"{PSD_LARGE_PAGE} bytes from byte {at} of a file of {self.nbytes} bytes")
+        with nogil:
+            status = psd_make_large(<char *>self.start + at)
+        return status == 0
 
 
 cdef class Words:

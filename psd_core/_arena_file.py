@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from psd_core import _arena
-from psd_core._arena_format import NO_SPACE, ArenaBusy, ArenaClosed, ArenaFull
+from psd_core._arena_format import NO_SPACE, ArenaBusy, ArenaClosed, ArenaFull, align
 
 ARENA_NAME = "arena"
 UNFINISHED_NAME = "arena.new"
@@ -133,6 +133,16 @@ class File(_Descriptor):
                 for at in range(start, start + nbytes, len(_ZEROS)):
                     os.pwrite(fd, _ZEROS[: start + nbytes - at], at)
 
+    def enlarge_pages(self, mapping: _arena.LargeMap, first: int, start: int, end: int) -> None:
+        """Let large pages hold what is complete with a range, with what lies before it from byte `first` on; where the system
+        has none, nothing happens. A range that
+        is not reserved yet is taken so in half the time. Raises ArenaFull."""
+        unit = _arena.LARGE_PAGE_BYTES
+        for at in range(max(align(first, unit), start // unit * unit), end - unit + 1, unit):
+            self.reserve(max(at, start), 1)  # where all is a hole the kernel refuses
+            if not mapping.enlarge_page(at):
+                return
+
     def release(self, start: int, nbytes: int) -> bool:
         """Give the space of a range back. False if it was not: the file system cannot, or the file is closed."""
         with self._lock:
@@ -142,6 +152,11 @@ class File(_Descriptor):
         """Map a range, which must lie within the file. The map outlives the file. Raises ArenaFull."""
         with self._used(f"no memory to map {nbytes} bytes") as fd:
             return mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE, offset=start)
+
+    def map_large(self, nbytes: int) -> _arena.LargeMap:
+        """Map the file's first bytes likewise, in a way that large pages can hold them. Raises ArenaFull."""
+        with self._used(f"no memory to map {nbytes} bytes") as fd:
+            return _arena.LargeMap(fd, nbytes)
 
     def sync(self) -> None:
         """Have all that was written reach the disk, if the file lies on one. Returns when it has."""

@@ -224,15 +224,22 @@ class Front:
         return bytes(fixed)
 
 
+def check_front(found: tuple[bytes, int, int], magic: bytes, version: int, what: str) -> None:
+    """Raise ArenaCorrupt unless a superblock begins with this magic and version, and this machine's byte order."""
+    if found[0] != magic:
+        raise ArenaCorrupt(f"superblock: expected magic {magic!r}, got {found[0]!r}: not {what}")
+    if found[1] != version:
+        raise ArenaCorrupt(f"superblock: expected format {version}, got {found[1]}: another release wrote it")
+    if found[2] != BYTE_ORDER_MARK:
+        raise ArenaCorrupt(f"superblock: expected byte order mark {BYTE_ORDER_MARK:#x}, got {found[2]:#x}")
+
+
 def fixed_bytes(superblock: bytes) -> int:
     """Length of the fixed part that begins with this superblock. Raises ArenaCorrupt if it is none."""
     magic, version, order, _workers, block_count, words, meta_bytes, _check = SUPERBLOCK.unpack(superblock)
-    if magic != MAGIC:
-        raise ArenaCorrupt(f"superblock: expected magic {MAGIC!r}, got {magic!r}: not an arena")
-    if version != FORMAT_VERSION or words != WORD_SLOTS:
-        raise ArenaCorrupt(f"superblock: expected format {FORMAT_VERSION}, got {version}: another release wrote it")
-    if order != BYTE_ORDER_MARK:
-        raise ArenaCorrupt(f"superblock: expected byte order mark {BYTE_ORDER_MARK:#x}, got {order:#x}")
+    check_front((magic, version, order), MAGIC, FORMAT_VERSION, "an arena")
+    if words != WORD_SLOTS:
+        raise ArenaCorrupt(f"superblock: expected {WORD_SLOTS} words, got {words}: another release wrote it")
     return SUPERBLOCK.size + SHAPE.size * int(block_count) + align(int(meta_bytes), 8)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 from psd_core import _kernels
 from psd_core._step_block import GradientArray
@@ -38,6 +39,16 @@ def square_sum(x: GradientArray, offset: int = 0) -> int | None:
 def square_sum_of_rows(rows: GradientArray) -> int | None:
     """Return the sum of the squares in ``rows`` (n, dim): that of ``square_sum`` of each, so their order does not matter."""
     return _kernels.square_sum(rows.reshape(-1), 0, rows.shape[1])
+
+
+def total_squares(sums: Iterable[int | None]) -> int | None:
+    """Return the total of results of ``square_sum``; None if one of them is."""
+    total = 0
+    for each in sums:
+        if each is None:
+            return None
+        total += each
+    return total
 
 
 def square_root(total: int) -> float:

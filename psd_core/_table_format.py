@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from psd_core import _arena
-from psd_core._arena_format import BYTE_ORDER_MARK, ArenaCorrupt
+from psd_core._arena_format import BYTE_ORDER_MARK, ArenaCorrupt, check_front
 from psd_core.initial import INITIALS, Initial, Zeros
 from psd_core.optimizer import RuleFacts, Slot
 from psd_core.rules import RULES
@@ -198,12 +198,7 @@ def unpack(superblock: bytes) -> TableSpec:
     if len(superblock) < SUPERBLOCK_BYTES:
         raise ArenaCorrupt(f"superblock: the file has {len(superblock)} bytes, fewer than {SUPERBLOCK_BYTES}: truncated")
     magic, version, order, nbytes, check = _FRONT.unpack_from(superblock)
-    if magic != MAGIC:
-        raise ArenaCorrupt(f"superblock: expected magic {MAGIC!r}, got {magic!r}: not a table")
-    if version != FORMAT_VERSION:
-        raise ArenaCorrupt(f"superblock: expected format {FORMAT_VERSION}, got {version}: another release wrote it")
-    if order != BYTE_ORDER_MARK:
-        raise ArenaCorrupt(f"superblock: expected byte order mark {BYTE_ORDER_MARK:#x}, got {order:#x}")
+    check_front((magic, version, order), MAGIC, FORMAT_VERSION, "a table")
     unsigned = bytearray(superblock)
     _FRONT.pack_into(unsigned, 0, magic, version, order, nbytes, 0)
     if nbytes > SUPERBLOCK_BYTES - _FRONT.size or _arena.checksum(unsigned) != check:

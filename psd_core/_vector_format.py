@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from psd_core import _arena
-from psd_core._arena_format import BYTE_ORDER_MARK, ArenaCorrupt
+from psd_core._arena_format import BYTE_ORDER_MARK, ArenaCorrupt, check_front
 from psd_core.vector_operations import DTYPES, extent
 
 MAGIC = b"PSDVECTS"
@@ -96,12 +96,7 @@ def unpack_superblock(data: bytes) -> Superblock:
     if len(data) < SUPERBLOCK_BYTES:
         raise ArenaCorrupt(f"superblock: the log has {len(data)} bytes, fewer than {SUPERBLOCK_BYTES}: truncated")
     magic, version, order, shard, shards, sessions_max, check = _FRONT.unpack_from(data)
-    if magic != MAGIC:
-        raise ArenaCorrupt(f"superblock: expected magic {MAGIC!r}, got {magic!r}: not a log of vectors")
-    if version != FORMAT_VERSION:
-        raise ArenaCorrupt(f"superblock: expected format {FORMAT_VERSION}, got {version}: another release wrote it")
-    if order != BYTE_ORDER_MARK:
-        raise ArenaCorrupt(f"superblock: expected byte order mark {BYTE_ORDER_MARK:#x}, got {order:#x}")
+    check_front((magic, version, order), MAGIC, FORMAT_VERSION, "a log of vectors")
     found = Superblock(shard, shards, sessions_max)
     if check != _FRONT.unpack_from(found.pack())[-1]:
         raise ArenaCorrupt(f"superblock: it does not have the checksum {check:#x}")

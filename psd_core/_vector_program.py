@@ -42,7 +42,6 @@ _CODES = {
     )
 }
 _MAPS, _ZIPS = ({name: number for number, name in enumerate(table)} for table in (MAP_FUNCTIONS, ZIP_FUNCTIONS))
-_NOT_FOR_WHOLE = {"sqrt", "exp", "log", "reciprocal", "soft_threshold", "div", "project", "orthant", "pseudo_gradient"}
 _INT64 = (-(1 << 63), (1 << 63) - 1)
 
 
@@ -325,7 +324,7 @@ def _function(
 ) -> dict[str, Any]:
     if o.function not in table:
         raise VectorError(f"function: expected one of {', '.join(table)}, got {o.function!r}")
-    if out.spec.dtype == "int64" and o.function in _NOT_FOR_WHOLE:
+    if out.spec.dtype == "int64" and o.function in op.NOT_FOR_WHOLE:
         raise VectorError(f"function: {o.function} is not for int64")
     names = table[o.function]
     if len(o.arguments) != len(names):

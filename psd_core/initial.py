@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, ClassVar
 
 
@@ -17,10 +18,12 @@ class Initial:
     """Base of the distributions. Use a subclass."""
 
     number: ClassVar[int]
+    _arguments: ClassVar[tuple[str, str]]
+    """Names of the arguments that the kernel takes as two numbers; "" for 0."""
 
     def __post_init__(self) -> None:
         for name, value in dataclasses.asdict(self).items():
-            if isinstance(value, (bool, str, bytes)) or not math.isfinite(float(value)):
+            if not isinstance(value, Real) or isinstance(value, bool) or not math.isfinite(value):
                 raise ValueError(f"{name}: expected a finite number, got {value!r}")
         if getattr(self, "std", 0) < 0:
             raise ValueError(f"std: must be >= 0, got {self.std}")  # type: ignore[attr-defined]
@@ -28,7 +31,8 @@ class Initial:
     @property
     def numbers(self) -> tuple[float, float]:
         """The two numbers that the kernel takes."""
-        raise NotImplementedError
+        first, second = (float(getattr(self, name)) if name else 0.0 for name in self._arguments)
+        return first, second
 
     def to_json(self) -> dict[str, Any]:
         """Name and arguments."""
@@ -40,11 +44,7 @@ class Zeros(Initial):
     """Zeros."""
 
     number: ClassVar[int] = 0
-
-    @property
-    def numbers(self) -> tuple[float, float]:
-        """See Initial."""
-        return 0.0, 0.0
+    _arguments = "", ""
 
 
 @dataclass(frozen=True)
@@ -52,13 +52,9 @@ class Constant(Initial):
     """One value everywhere."""
 
     number: ClassVar[int] = 1
+    _arguments = "value", ""
 
     value: float
-
-    @property
-    def numbers(self) -> tuple[float, float]:
-        """See Initial."""
-        return float(self.value), 0.0
 
 
 @dataclass(frozen=True)
@@ -66,14 +62,15 @@ class Uniform(Initial):
     """Uniform from `low` to `high`."""
 
     number: ClassVar[int] = 2
+    _arguments = "low", "high"
 
     low: float
     high: float
 
-    @property
-    def numbers(self) -> tuple[float, float]:
-        """See Initial."""
-        return float(self.low), float(self.high)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.low > self.high:
+            raise ValueError(f"low: must be at most high, which is {self.high}, got {self.low}")
 
 
 @dataclass(frozen=True)
@@ -81,14 +78,10 @@ class Normal(Initial):
     """Normal distribution."""
 
     number: ClassVar[int] = 3
+    _arguments = "mean", "std"
 
     std: float
     mean: float = 0.0
-
-    @property
-    def numbers(self) -> tuple[float, float]:
-        """See Initial."""
-        return float(self.mean), float(self.std)
 
 
 @dataclass(frozen=True)
@@ -96,13 +89,9 @@ class TruncatedNormal(Initial):
     """Normal distribution around 0 without what lies beyond two standard deviations."""
 
     number: ClassVar[int] = 4
+    _arguments = "", "std"
 
     std: float
-
-    @property
-    def numbers(self) -> tuple[float, float]:
-        """See Initial."""
-        return 0.0, float(self.std)
 
 
 INITIALS = {kind.__name__: kind for kind in (Zeros, Constant, Uniform, Normal, TruncatedNormal)}

@@ -21,6 +21,7 @@ import psd_core
 from psd_core import _arena_file as files
 from psd_core import _table
 from psd_core import _table_format as form
+from psd_core._arena import LARGE_PAGE_BYTES, LargeMap
 from psd_core._arena_format import ArenaClosed, ArenaCorrupt, ArenaError, ArenaFull, align
 from psd_core._c_headers import checksum
 from psd_core._table_arguments import as_history, as_ids, as_out, as_values
@@ -48,7 +49,7 @@ CRASH_POINTS = ("row", "record", "root", "commit", "flip", "backs", "applied", "
 """Names of the steps at which `crash_point` is called: before each store of the protocol. It returns or ends the process."""
 
 _UNIT_BYTES = 65536
-_GROWTH_BYTES_MAX = 1 << 20
+_GROWTH_BYTES_MAX = LARGE_PAGE_BYTES
 if checksum() != _table.RULES_CHECKSUM:
     raise ImportError("psd_core: its tables were built with another rules.py; build them again: pip install --editable .")
 
@@ -91,6 +92,7 @@ class TableStore:
         self._snapshot: TableSnapshot | None = None
         self._crash_point = crash_point
         self._open: _table.Partition | None = _partition_of(spec, crash_point)
+        self._mapping: LargeMap | None = None
         size = self._partition.size
         if salt is not None:
             file.extend(size)
@@ -101,7 +103,8 @@ class TableStore:
             raise ArenaCorrupt(f"the file has {file.size} bytes, expected {size}: truncated")
         self._scalars = spec.facts.scalars
         self._scalar_names = frozenset(self._scalars)
-        problem = self._partition.attach(file.map_shared(0, size), salt is not None, salt or 0)
+        self._mapping = file.map_large(size)
+        problem = self._partition.attach(self._mapping, salt is not None, salt or 0)
         if problem is not None:
             raise ArenaCorrupt(problem)
         self._recover_space()
@@ -172,7 +175,7 @@ class TableStore:
             if remove:
                 self._path.unlink(missing_ok=True)
             self._file.close()
-            self._open = None
+            self._open = self._mapping = None
 
     def sync(self) -> None:
         """Have all that was written reach the disk, if the file lies on one. Returns when it has."""
@@ -402,7 +405,12 @@ class TableStore:
     def _take(self, region: int, have: int, need: int) -> None:
         start, size = self._partition.regions[region]
         step = max(_UNIT_BYTES, min(have // 32, _GROWTH_BYTES_MAX))
-        end = min(size, max(align(need, _UNIT_BYTES), have + align(step, _UNIT_BYTES)))
+        end = max(align(need, _UNIT_BYTES), have + align(step, _UNIT_BYTES))
+        if step == LARGE_PAGE_BYTES:
+            end = align(start + end, LARGE_PAGE_BYTES) - start
+        end = min(size, end)
+        if self._mapping is not None:
+            self._file.enlarge_pages(self._mapping, start, start + have, start + end)
         self._file.reserve(start + have, end - have)
         self._partition.set_backed(region, end)
 

@@ -11,7 +11,7 @@ import contextlib
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -222,6 +222,11 @@ class VectorStore:
         """The vectors, by name."""
         with self._used():
             return {name: part.spec for name, part in self._parts.items()}
+
+    def specs(self, names: Iterable[str]) -> dict[str, VectorSpec]:
+        """Those of these vectors that are there, by name."""
+        with self._used():
+            return {name: self._parts[name].spec for name in names if name in self._parts}
 
     @property
     def commits(self) -> int:

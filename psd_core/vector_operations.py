@@ -19,16 +19,22 @@ MAP_FUNCTIONS = {
     "abs": (), "neg": (), "sign": (), "square": (), "clip": ("low", "high"),
     "sqrt": (), "exp": (), "log": (), "reciprocal": (), "soft_threshold": ("by",),
 }  # fmt: skip
-"""Functions of one number that are built in, with their arguments. Those from sqrt on are not for int64."""
+"""Functions of one number that are built in, with their arguments. See NOT_FOR_WHOLE."""
 ZIP_FUNCTIONS = {
     "add": (), "sub": (), "mul": (), "min": (), "max": (),
     "div": (), "project": (), "orthant": (), "pseudo_gradient": ("l1",),
 }  # fmt: skip
-"""Functions of two numbers that are built in, with their arguments. Those from div on are not for int64.
+"""Functions of two numbers that are built in, with their arguments. See NOT_FOR_WHOLE.
 
 project(x, y): x where it has the sign of y, else 0. orthant(x, g): the sign of x, or of -g where x is 0.
 pseudo_gradient(x, g): the subgradient of f(x) + l1 * |x| of least length, where g is the gradient of f (Andrew and Gao 2007).
 """
+
+
+NOT_FOR_WHOLE = frozenset(
+    ("sqrt", "exp", "log", "reciprocal", "soft_threshold", "div", "project", "orthant", "pseudo_gradient")
+)
+"""Functions that vectors of int64 do not have."""
 
 
 def extent(size: int, shard: int, shards: int) -> tuple[int, int]:

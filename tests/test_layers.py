@@ -74,6 +74,9 @@ OUTSIDE = {
         "psd.contract.tls",
         "psd.contract.tls_socket",
         "psd.contract.credentials",
+        "psd.cli.gathering",  # between the psd-runs of several hosts
+        "psd.cli.node_link",
+        "psd.cli.rendezvous",
     ),
     "asyncio": ("psd.watch.dashboard", "psd.cli.dashboard"),
     "aiohttp": ("psd.watch.dashboard",),

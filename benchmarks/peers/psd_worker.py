@@ -48,7 +48,7 @@ def main() -> None:
         steps = {
             "flat": lambda: worker.push_pull_flat(scalars),
             "named": lambda: ps.push_pull(grads),
-            "push": lambda: worker.push_flat(scalars),
+            "push": lambda: ps.push(grads),
         }
         turns.work(steps[told["call"]], verify)
 

@@ -135,6 +135,6 @@ class Turn:
 
     def next(self) -> Sequence[tuple[Array, Array]]:
         """Ids and gradients of the next step, a pair for each table."""
-        parts = self.parts[self._step % BATCHES]
+        parts = self.following()
         self._step += 1
         return parts

@@ -7,18 +7,13 @@ do not wait for each other, as in ParameterServerStrategy: less work than a sync
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")
-
 import numpy as np
-import tensorflow as tf
+import tensorflow_job
 import work
+from tensorflow_job import tf, v1
 from turns import Turns
-
-v1: Any = tf.compat.v1
 
 
 def run_worker(turns: Turns, server: Any) -> None:
@@ -60,19 +55,6 @@ def run_worker(turns: Turns, server: Any) -> None:
             turns.work(run_step, lambda pushes: work.difference(session.run(joined), pushes))
 
 
-def main() -> None:
-    """Run a server or a worker."""
-    turns = Turns()
-    told = turns.arguments
-    cluster = tf.train.ClusterSpec({"ps": [told["ps"]], "worker": told["workers"]})
-    if "rank" in told:
-        run_worker(turns, v1.train.Server(cluster, job_name="worker", task_index=told["rank"]))
-    else:
-        server = v1.train.Server(cluster, job_name="ps", task_index=0)
-        turns.serve()
-        del server
-    os._exit(0)  # the threads of a tf.distribute.Server do not end
-
-
 if __name__ == "__main__":
-    main()
+    turns = Turns()
+    tensorflow_job.run(turns, turns.arguments["workers"], run_worker)

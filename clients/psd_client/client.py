@@ -34,6 +34,8 @@ from psd_core.optimizer import Optimizer
 
 logger = logging.getLogger("psd_client")
 
+_NO_TABLES: Mapping[str, tuple[Any, Any]] = MappingProxyType({})
+
 
 @overload
 def connect(
@@ -309,9 +311,7 @@ class ParameterServer:
         self._tables = {spec.name: DeclaredTable(self._worker, i, spec, param_groups) for i, spec in declared}
         return self._results()
 
-    def push(
-        self, grads: Mapping[str, Any], weight: float = 1, tables: Mapping[str, tuple[Any, Any]] = MappingProxyType({})
-    ) -> None:
+    def push(self, grads: Mapping[str, Any], weight: float = 1, tables: Mapping[str, tuple[Any, Any]] = _NO_TABLES) -> None:
         """Send gradients; returns when all shards have them. Parameters without a gradient may be left out.
 
         Args:
@@ -327,10 +327,11 @@ class ParameterServer:
         """
         with self._worker.operation("push"):
             named, groups = self._by_name
-            self._worker.declared.confirm()
-            rows = gradients_of(self._worker.gradients.layout.spec.tables, tables)
-            present = named.write_gradients(grads, self._worker.gradients)
-            self._worker.declared.push(groups.scalars(), weight, present, rows)
+            exchange = self._worker.declared
+            exchange.confirm()
+            rows = None if tables is _NO_TABLES else gradients_of(exchange.gradients.layout.spec.tables, tables)
+            present = named.write_gradients(grads, exchange.gradients)
+            exchange.push(groups.scalars(), weight, present, rows)
 
     def pull(self) -> dict[str, NDArray[Any]]:
         """Fetch the parameters, as new arrays; in synchronous jobs after the round of this worker's last push.
@@ -347,15 +348,16 @@ class ParameterServer:
             return self._results()
 
     def push_pull(
-        self, grads: Mapping[str, Any], weight: float = 1, tables: Mapping[str, tuple[Any, Any]] = MappingProxyType({})
+        self, grads: Mapping[str, Any], weight: float = 1, tables: Mapping[str, tuple[Any, Any]] = _NO_TABLES
     ) -> dict[str, NDArray[Any]]:
         """`push`, then `pull`, in one round trip."""
         with self._worker.operation("push_pull"):
             named, groups = self._by_name
-            self._worker.declared.confirm()
-            rows = gradients_of(self._worker.gradients.layout.spec.tables, tables)
-            present = named.write_gradients(grads, self._worker.gradients)
-            self._worker.declared.push_pull(groups.scalars(), weight, present, rows)
+            exchange = self._worker.declared
+            exchange.confirm()
+            rows = None if tables is _NO_TABLES else gradients_of(exchange.gradients.layout.spec.tables, tables)
+            present = named.write_gradients(grads, exchange.gradients)
+            exchange.push_pull(groups.scalars(), weight, present, rows)
             return self._results()
 
     def vector(self, name: str, size: int | None = None, dtype: str = "float64") -> Vector:
@@ -480,7 +482,8 @@ class ParameterServer:
     def _results(self) -> dict[str, NDArray[Any]]:
         """Return what has been pulled."""
         named, _ = self._by_name
-        return named.results(self._worker.parameters, self._worker.declared.places.lend())
+        exchange = self._worker.declared
+        return named.results(exchange.parameters, exchange.places.lend())
 
     @property
     def _by_name(self) -> tuple[NamedTensors, ParamGroups]:

@@ -24,7 +24,8 @@ from numpy.typing import NDArray
 
 from psd.contract.errors import InvalidRequest, InvalidTensor
 from psd.contract.staleness import parse_staleness
-from psd_client.client import ParameterServer, connect, worker_of
+from psd_client.client import ParameterServer, worker_of
+from psd_client.faces import check_connection, connection_of
 from psd_client.optimizers import scalar_values, spec_of
 from psd_client.tensors import check_gradient, fill, tensor_specs, write_gradient
 from psd_core.optimizer import Optimizer
@@ -78,10 +79,9 @@ def distribute(
     """
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer: expected one of psd_client's, such as psd_client.Adam(lr=1e-3), got {optimizer!r}")
-    if ps is not None and connect_args:
-        raise TypeError("distribute: pass either ps or connect_args; ps is connected already")
-    if not isinstance(ps, ParameterServer | None):
-        raise TypeError(f"ps: expected what psd_client.connect() returns, got {ps!r}")
+    if "tables" in declare_args:
+        raise TypeError("tables: this face takes none; psd_client.connect().declare does, and docs/jax.md has an example")
+    check_connection(ps, *(["connect_args"] if connect_args else []))
     stale, stale_scalars = parse_staleness(staleness)
     spec = replace(spec_of(optimizer), staleness=stale)
     if learning_rate is not None and "lr" not in spec.info.scalars:
@@ -95,14 +95,9 @@ def distribute(
     tensors = tensor_specs(arrays, dict.fromkeys(arrays, 0))
     dtypes = [array.dtype for array in arrays.values()]
     shapes = [jax.ShapeDtypeStruct(tensor.shape, tensor.master_dtype) for tensor in tensors]
-    connection = ps if ps is not None else connect(**(connect_args or {}))
-    worker = worker_of(connection)
-    try:
+    with connection_of(ps, connect_args or {}) as connection:
+        worker = worker_of(connection)
         worker.declare_tensors(tensors, [spec], initial=fill(arrays), **declare_args)
-    except BaseException:
-        if ps is None:
-            connection.close()
-        raise
 
     def pulled(leaves: list[Any]) -> list[Any]:
         """The shards' parameters, in the dtypes of the given leaves; copies, since the next pull writes to the buffer."""

@@ -6,7 +6,7 @@ Checks names, ids, shapes and dtypes, all of them before anything is sent. Must 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -201,23 +201,34 @@ def gradients_of(specs: Sequence[SparseTableSpec], tables: Any) -> Gradients:
 
 
 def as_row_ids(what: str, ids: Any) -> NDArray[Any]:
-    """Ids as an int64 or uint64 array of their shape. Raises InvalidTensor for other than whole numbers."""
-    array = np.asarray(ids)
+    """Ids as an int64 or uint64 array of their shape. Raises InvalidTensor for other than whole numbers of 64 bits."""
+    array = _as_array(what, ids)
     if array.dtype in (np.int64, np.uint64):
         return array
     if array.dtype.kind in "iu":
         return array.astype(np.int64)
-    if not array.size and not hasattr(ids, "dtype"):  # an empty list has no dtype of its own
-        return array.astype(np.int64)
+    if (
+        not hasattr(ids, "dtype") and array.dtype.kind in "fO"
+    ):  # NumPy finds none for an empty list, nor for small numbers beside such as 2**64 - 1
+        numbers = np.asarray(ids, object).reshape(-1).tolist()
+        if all(isinstance(number, (int, np.integer)) and -(1 << 63) <= number < 1 << 64 for number in numbers):
+            return np.array([int(number) % (1 << 64) for number in numbers], np.uint64).reshape(array.shape)
     hint = "; psd_client.hash_ids makes ids of strings" if array.dtype.kind in "OSU" else ""
     raise InvalidTensor(f"{what}: dtype must be int64 or uint64, got {array.dtype}{hint}")
+
+
+def _as_array(what: str, values: Any, dtype: Any = None) -> NDArray[Any]:
+    try:
+        return np.asarray(values, dtype)
+    except (TypeError, ValueError) as error:  # such as lists of different lengths
+        raise InvalidTensor(f"{what}: NumPy makes no array of it: {error}") from None
 
 
 def _row_gradients(
     of_ids: str, of_grads: str, spec: SparseTableSpec, ids: Any, grads: Any
 ) -> tuple[NDArray[Any], NDArray[Any]]:
     checked = as_row_ids(of_ids, ids)
-    array = np.asarray(grads) if hasattr(grads, "dtype") else np.asarray(grads, np.float32)
+    array = _as_array(of_grads, grads, None if hasattr(grads, "dtype") else np.float32)
     shape = (*checked.shape, spec.dim)
     if not array.size and not hasattr(grads, "dtype"):  # an empty list has no shape of its own
         array = array.reshape(array.shape if checked.size else shape)
@@ -249,13 +260,15 @@ def hash_ids(values: Any, seed: int = 0) -> NDArray[np.uint64]:
     if not 0 <= whole_number(InvalidRequest, "seed", seed) < 1 << 64:
         raise InvalidRequest(f"seed: must be from 0 to 2**64 - 1, got {seed}")
     is_one = isinstance(values, (str, bytes))
+    if not is_one and not isinstance(values, Iterable):
+        refuse(InvalidTensor, "values", "strings or bytes", values)
     flat = [values] if is_one else values.reshape(-1).tolist() if isinstance(values, np.ndarray) else list(values)
     salt = int(seed).to_bytes(16, "little")
     digests = []
     for value in flat:
         if not isinstance(value, (str, bytes)):
             refuse(InvalidTensor, "values", "strings or bytes", value)
-        data = value.encode() if isinstance(value, str) else value
+        data = value.encode(errors="surrogatepass") if isinstance(value, str) else value
         digests.append(hashlib.blake2b(data, digest_size=8, salt=salt).digest())
     ids = np.frombuffer(b"".join(digests), "<u8").astype(np.uint64)
     return ids.reshape(() if is_one else values.shape if isinstance(values, np.ndarray) else (len(flat),))

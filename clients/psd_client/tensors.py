@@ -88,8 +88,9 @@ class NamedTensors:
             InvalidTensor: an unknown name, a wrong shape or a wrong dtype; the buffers are as they were.
         """
         check_named("grads", grads)
-        arrays = {self._find(name): value for name, value in grads.items()}
-        for index, value in arrays.items():
+        arrays: dict[int, NDArray[Any]] = {}
+        for name, value in grads.items():
+            index = self._find(name)
             arrays[index] = _checked(self._specs[index], self._dtypes[index], value)
         for index, array in arrays.items():
             write_gradient(buffers.views[index], array)

@@ -40,7 +40,7 @@ from psd.checkpoint.parameters import ParameterSource, directory_at, open_parame
 from psd.checkpoint.plain import ValueRows
 from psd.checkpoint.records import BlockPart, RestoredBlock
 from psd.checkpoint.row_reading import StoredTable
-from psd.checkpoint.vector_records import VectorPiece, VectorsPart
+from psd.checkpoint.vector_records import VectorsPart
 
 __all__ = [
     "CheckpointDirectory",
@@ -55,7 +55,6 @@ __all__ = [
     "RestoredBlock",
     "StoredTable",
     "ValueRows",
-    "VectorPiece",
     "VectorsPart",
     "CheckpointInfo",
     "CheckpointState",

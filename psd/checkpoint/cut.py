@@ -103,6 +103,7 @@ class CheckpointInfo:
         nbytes: of all its files. reason: why it is not valid.
         rows: of all its tables; None where there are none, or unless it is valid.
         base: name of the checkpoint that it builds on; empty: it is whole by itself.
+        learning_rate_scale: that a job has which goes on from there; 1 if it is not valid.
     """
 
     name: str
@@ -115,6 +116,7 @@ class CheckpointInfo:
     reason: str = ""
     rows: int | None = None
     base: str = ""
+    learning_rate_scale: float = 1.0
 
 
 def data_file(shard_index: int, shard_count: int) -> str:

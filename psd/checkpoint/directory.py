@@ -28,9 +28,12 @@ from psd.checkpoint.row_reading import StoredTable, restored_table, verify_rows
 from psd.checkpoint.storage import CrashPoint, no_crash, open_storage
 from psd.checkpoint.table_records import TablePart
 from psd.checkpoint.vector_reading import restored_vectors, verify_vectors
-from psd.checkpoint.vector_records import VectorPiece, VectorsPart
+from psd.checkpoint.vector_records import VectorsPart
 from psd.contract.errors import CheckpointCorrupt, CheckpointFailed, CheckpointUnsupported
 from psd.contract.layout import Layout
+from psd.contract.orders import scale_at
+from psd.v1.job_pb2 import LearningRateScale
+from psd_core.vector import Piece
 
 logger = logging.getLogger(__name__)
 
@@ -92,6 +95,7 @@ class CheckpointDirectory:
         *,
         worker_clocks: Mapping[int, int] | None = None,
         client_states: Mapping[int, bytes] | None = None,
+        learning_rates: Sequence[LearningRateScale] = (),
         tables: Sequence[TablePart] = (),
         base: str = "",
         vectors: VectorsPart | None = None,
@@ -103,6 +107,7 @@ class CheckpointDirectory:
                 asked for, so that a generator can give a page back as soon as it is written.
             worker_clocks: by rank; the manifest has the smallest of all shards'. client_states: opaque bytes by rank, if this
                 shard has any; where several have, the first shard's hold.
+            learning_rates: scales of the learning rate at this step and later, on shard 0.
             vectors: a snapshot of the server-side vectors, if there are any.
             tables: snapshots of exactly the job's tables. base: the valid checkpoint that those build on that are not full.
 
@@ -113,7 +118,16 @@ class CheckpointDirectory:
             CheckpointFailed: the file system refused something, or the blocks are not of one cut. The part does not exist.
         """
         return writing.write_part(
-            self.storage, cut, shard_index, blocks, worker_clocks or {}, client_states or {}, tables, base, vectors
+            self.storage,
+            cut,
+            shard_index,
+            blocks,
+            worker_clocks or {},
+            client_states or {},
+            learning_rates,
+            tables,
+            base,
+            vectors,
         )
 
     def complete(self, cut: Cut) -> bool:
@@ -225,6 +239,7 @@ class CheckpointDirectory:
             manifest.shard_count,
             rows=manifest.row_count if manifest.spec.tables else None,
             base=manifest.base.name if manifest.base else "",
+            learning_rate_scale=scale_at(manifest.learning_rates, step),
         )
 
     # -- deleting ------------------------------------------------------------------------------------------------------
@@ -233,7 +248,7 @@ class CheckpointDirectory:
         """Remove what is no longer needed, once its replacement is durable; return the names.
 
         Left are the newest `keep` valid checkpoints, those that they build on, and all that is newer; of jobs with tables also
-        whole = [i.name for i in found if i.state is CheckpointState.VALID and i.rows is not None and not i.base]
+        the newest WHOLE_KEPT that build on no other. Unfinished ones go when a newer one is valid, damaged ones when there are
         `keep` newer valid ones. If nothing is valid, nothing is removed.
         """
         found = self.checkpoints()
@@ -299,7 +314,7 @@ class CheckpointDirectory:
         """The rows of a table that belong to one shard of `layout`. Raises what `read_blocks` does, iterating it likewise."""
         return restored_table(self.storage, manifest, layout, shard_index, table)
 
-    def read_vectors(self, manifest: Manifest, shard_index: int = 0, shard_count: int = 1) -> Iterator[VectorPiece]:
+    def read_vectors(self, manifest: Manifest, shard_index: int = 0, shard_count: int = 1) -> Iterator[Piece]:
         """The elements of all vectors that belong to one of any number of shards. Raises what `read_blocks` does."""
         return restored_vectors(self.storage, manifest, shard_index, shard_count)
 

@@ -31,6 +31,7 @@ from psd.contract.errors import CheckpointCorrupt, CheckpointUnsupported, PsdErr
 from psd.contract.jobspec import GroupSpec, JobSpec, TensorSpec
 from psd.contract.tables import SparseTableSpec
 from psd.v1 import job_pb2
+from psd.v1.job_pb2 import LearningRateScale
 from psd_core.vector import VectorSpec
 
 _IDENTITY = ("name", "run_id", "timeline", "step", "created_at", "shard_count", "layout_digest")
@@ -48,6 +49,7 @@ class Part:
         base: name of the checkpoint that those tables build on that are not full; empty: there are none.
         vectors: server-side ones. vector_runs: of their elements, in the order of the bytes, `vectors_bytes` in all.
         sessions: the number of the latest batch on these, by session.
+        learning_rates: scales of the learning rate at this step and later; only shard 0 has any.
     """
 
     shard_index: int
@@ -66,6 +68,7 @@ class Part:
     vector_runs: tuple[VectorRun, ...] = ()
     vectors_bytes: int = 0
     sessions: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    learning_rates: tuple[LearningRateScale, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,6 +96,11 @@ class Manifest:
     records: tuple[tuple[Record, ...], ...]
     nbytes: int
     base: Manifest | None = None
+
+    @property
+    def learning_rates(self) -> tuple[LearningRateScale, ...]:
+        """Scales of the learning rate at this step and later, as an operator has ordered."""
+        return self.parts[0].learning_rates
 
     @property
     def row_count(self) -> int:
@@ -144,6 +152,7 @@ def part_document(cut: Cut, part: Part) -> bytes:
             },
             "worker_clocks": _by_rank(part.worker_clocks),
             "client_states": _by_rank(part.client_states),
+            **({"learning_rates": [_rate_document(rate) for rate in part.learning_rates]} if part.learning_rates else {}),
             "blocks": [dict(zip(Record._fields[1:], record[1:], strict=True)) for record in part.records],
             **(_tables_document(cut, part) if cut.spec.tables else {}),
             **(_vectors_document(cut, part) if part.vectors else {}),
@@ -167,6 +176,10 @@ def _vectors_document(cut: Cut, part: Part) -> dict[str, Any]:
         "vector_runs": [run._asdict() for run in part.vector_runs],
         "vector_batches": _by_rank(part.sessions),
     }
+
+
+def _rate_document(rate: LearningRateScale) -> dict[str, Any]:
+    return {"clock": rate.clock, "scale": rate.scale}
 
 
 def manifest_document(cut: Cut, parts: Sequence[Part], documents: Sequence[bytes], base: BaseEntry | None = None) -> bytes:
@@ -261,6 +274,7 @@ def parse_part(data: bytes, file: str, identity: Mapping[str, Any], shard_index:
             vector_runs=tuple(VectorRun(**run) for run in document.get("vector_runs", ())),
             vectors_bytes=document["vectors_file"]["nbytes"] if "vectors_file" in document else 0,
             sessions={int(session): int(number) for session, number in document.get("vector_batches", {}).items()},
+            learning_rates=tuple(LearningRateScale(**rate) for rate in document.get("learning_rates", ())),
         )
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise CheckpointCorrupt(f"{file}: has unexpected contents: {error!r}") from error

@@ -36,6 +36,7 @@ memory."""
 
 Item = TypeVar("Item")
 Data = TypeVar("Data")
+Place = TypeVar("Place", Record, Chunk, VectorRun)
 
 Advance = Callable[[int], None]
 """A callback that takes the number of further bytes read."""
@@ -132,7 +133,7 @@ def read_record(storage: FileStore, manifest: Manifest, record: Record) -> bytes
     return read_checked(storage, manifest.name, file, record, f"block {record.offset} of space {record.space}")
 
 
-def read_checked(storage: FileStore, name: str, file: str, place: Record | Chunk | VectorRun, what: str) -> bytes:
+def read_checked(storage: FileStore, name: str, file: str, place: Place, what: str) -> bytes:
     """The bytes of a place in a file; CheckpointCorrupt if any has changed since it was written."""
     try:
         data = storage.read(name, file, place.start, place.start + place.nbytes)
@@ -217,12 +218,17 @@ def verify_part(storage: FileStore, manifest: Manifest, part: Part, advance: Adv
         yield f"{manifest.name}/{file}: {error}"
         return
     advance(part.header_bytes)
-    for record in part.records:
+    yield from problems_of(part.records, lambda record: read_record(storage, manifest, record), advance)
+
+
+def problems_of(places: Iterable[Place], read: Callable[[Place], object], advance: Advance) -> Iterator[str]:
+    """Read all places of a file; return the problems in words."""
+    for place in places:
         try:
-            read_record(storage, manifest, record)
+            read(place)
         except (CheckpointCorrupt, CheckpointFailed) as error:
             yield str(error)
-        advance(record.nbytes)
+        advance(place.nbytes)
 
 
 def _header_problems(manifest: Manifest, part: Part, header: bytes) -> Iterator[str]:

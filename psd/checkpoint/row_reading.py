@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 
 from psd.checkpoint.cut import rows_file
 from psd.checkpoint.manifest import Manifest, Part
-from psd.checkpoint.reading import Advance, read_ahead, read_checked
+from psd.checkpoint.reading import Advance, problems_of, read_ahead, read_checked
 from psd.checkpoint.storage import FileStore
 from psd.checkpoint.table_records import HISTORY, ROWS, Chunk, StoredRows, decode_rows
-from psd.contract.errors import CheckpointCorrupt, CheckpointFailed, SpecMismatch
+from psd.contract.errors import CheckpointCorrupt, SpecMismatch
 from psd.contract.layout import Layout
 from psd_core.distinct import shard_of
 
@@ -134,9 +134,4 @@ def _read(storage: FileStore, manifest: Manifest, part: Part, chunk: Chunk) -> b
 
 def verify_rows(storage: FileStore, manifest: Manifest, part: Part, advance: Advance) -> Iterator[str]:
     """Read every byte of a part's rows; return the problems in words."""
-    for chunk in part.chunks:
-        try:
-            _read(storage, manifest, part, chunk)
-        except (CheckpointCorrupt, CheckpointFailed) as error:
-            yield str(error)
-        advance(chunk.nbytes)
+    return problems_of(part.chunks, lambda chunk: _read(storage, manifest, part, chunk), advance)

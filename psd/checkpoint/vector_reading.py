@@ -10,16 +10,14 @@ from contextlib import closing
 
 from psd.checkpoint.cut import vectors_file
 from psd.checkpoint.manifest import Manifest, Part
-from psd.checkpoint.reading import Advance, read_ahead, read_checked
+from psd.checkpoint.reading import Advance, problems_of, read_ahead, read_checked
 from psd.checkpoint.storage import FileStore
-from psd.checkpoint.vector_records import VectorPiece, VectorRun, decode_run
-from psd.contract.errors import CheckpointCorrupt, CheckpointFailed
+from psd.checkpoint.vector_records import VectorRun, decode_run
+from psd_core.vector import Piece
 from psd_core.vector_operations import extent
 
 
-def restored_vectors(
-    storage: FileStore, manifest: Manifest, shard_index: int = 0, shard_count: int = 1
-) -> Iterator[VectorPiece]:
+def restored_vectors(storage: FileStore, manifest: Manifest, shard_index: int = 0, shard_count: int = 1) -> Iterator[Piece]:
     """See CheckpointDirectory.read_vectors."""
     for part in manifest.parts:
         wanted = []
@@ -28,24 +26,19 @@ def restored_vectors(
             if run.first < end and run.first + run.elements > begin:
                 wanted.append(run)
 
-        def read(run: VectorRun, part: Part = part) -> VectorPiece:
+        def read(run: VectorRun, part: Part = part) -> Piece:
             return decode_run(part.vectors[run.vector], run, _read(storage, manifest, part, run))
 
         with closing(read_ahead(read, wanted)) as pieces:
             for spec, start, values in pieces:
                 begin, end = extent(spec.size, shard_index, shard_count)
                 low, high = max(begin, start), min(end, start + len(values))
-                yield VectorPiece(spec, low, values[low - start : high - start])
+                yield Piece(spec, low, values[low - start : high - start])
 
 
 def verify_vectors(storage: FileStore, manifest: Manifest, part: Part, advance: Advance) -> Iterator[str]:
     """Read every byte of a part's vectors; return the problems in words."""
-    for run in part.vector_runs:
-        try:
-            _read(storage, manifest, part, run)
-        except (CheckpointCorrupt, CheckpointFailed) as error:
-            yield str(error)
-        advance(run.nbytes)
+    return problems_of(part.vector_runs, lambda run: _read(storage, manifest, part, run), advance)
 
 
 def _read(storage: FileStore, manifest: Manifest, part: Part, run: VectorRun) -> bytes:

@@ -10,21 +10,12 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
-from psd_core.vector import VectorSpec
+from psd_core.vector import Piece, VectorSpec
 from psd_core.vector_operations import extent
-
-
-class VectorPiece(NamedTuple):
-    """Elements of a vector, from `start` on of the whole one."""
-
-    spec: VectorSpec
-    start: int
-    values: NDArray[Any]
 
 
 class VectorsPart(Protocol):
@@ -37,7 +28,7 @@ class VectorsPart(Protocol):
     specs: tuple[VectorSpec, ...]
     sessions: dict[int, int]
 
-    def __iter__(self) -> Iterator[Any]: ...
+    def __iter__(self) -> Iterator[Piece]: ...
 
 
 class VectorRun(NamedTuple):
@@ -67,9 +58,9 @@ def encode_vectors(part: VectorsPart, runs: list[VectorRun]) -> Iterator[memoryv
         yield view
 
 
-def decode_run(spec: VectorSpec, run: VectorRun, data: bytes) -> VectorPiece:
+def decode_run(spec: VectorSpec, run: VectorRun, data: bytes) -> Piece:
     """A run's elements, as a read-only view of its bytes."""
-    return VectorPiece(spec, run.first, np.frombuffer(data, np.dtype(spec.dtype).newbyteorder("<")))
+    return Piece(spec, run.first, np.frombuffer(data, np.dtype(spec.dtype).newbyteorder("<")))
 
 
 def problem_of_vectors(

@@ -24,6 +24,7 @@ from psd.checkpoint.table_records import Chunk, TablePart, TableRecord, encode_t
 from psd.checkpoint.vector_records import VectorRun, VectorsPart, difference_of, encode_vectors
 from psd.contract.errors import CheckpointCorrupt, CheckpointFailed
 from psd.contract.layout import Block
+from psd.v1.job_pb2 import LearningRateScale
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +36,7 @@ def write_part(
     blocks: Iterable[BlockPart],
     worker_clocks: Mapping[int, int],
     client_states: Mapping[int, bytes],
+    learning_rates: Sequence[LearningRateScale],
     tables: Sequence[TablePart],
     base: str,
     vectors: VectorsPart | None = None,
@@ -73,6 +75,7 @@ def write_part(
         records=tuple(records),
         worker_clocks=worker_clocks,
         client_states=client_states,
+        learning_rates=tuple(learning_rates),
         psd_version=psd.__version__,
         tables=tuple(TableRecord(table.step, table.count, table.width, table.is_full) for table in tables),
         chunks=tuple(chunks),

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import os
-import signal
 import sys
 from collections.abc import Sequence
 
@@ -17,7 +16,7 @@ from psd.cli.arguments import EXIT_FAILURE
 from psd.cli.follower import Follower
 from psd.cli.node_link import Message, NodeLink
 from psd.cli.terminal import show
-from psd.cli.wakeups import Wakeups
+from psd.cli.wakeups import JOB_SIGNALS, Wakeups
 
 
 def main() -> int:
@@ -26,7 +25,7 @@ def main() -> int:
     nowhere = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nowhere, 0)
     os.dup2(2, 1)
-    with Wakeups([signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGHUP]) as wakeups:
+    with Wakeups(JOB_SIGNALS) as wakeups:
         messages = link.wait()
         if not messages:
             return EXIT_FAILURE

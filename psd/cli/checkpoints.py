@@ -42,10 +42,12 @@ states:
   newest        name of the newest valid checkpoint, or null
   checkpoints   for each "name", "state", "step", "timeline", "created_at" (seconds since 1970, or null),
                 "shard_count" (or null), "nbytes" and "reason" (why it is not valid); "rows" of its tables
-                (null: it has none), and "base", the checkpoint whose rows it needs, too ("": none)
+                (null: it has none), and "base", the checkpoint whose rows it needs, too ("": none);
+                "learning_rate_scale", that of psdctl set-lr at its step (1: none was ordered)
 
 BUILDS ON names the step of the checkpoint that is needed, too: this one has the rows of tables that have
-changed since. It is kept for that.
+changed since. It is kept for that. LR SCALE is shown where psdctl set-lr has scaled the learning rate; a job
+that goes on from there has the same scale.
 
 A timeline begins whenever a job goes back to a checkpoint; a later timeline counts as newer, whatever the step.
 
@@ -204,6 +206,7 @@ def as_json(location: str, found: Sequence[CheckpointInfo]) -> dict[str, Any]:
                 "reason": info.reason,
                 "rows": info.rows,
                 "base": info.base,
+                "learning_rate_scale": info.learning_rate_scale,
             }
             for info in found
         ],
@@ -215,9 +218,10 @@ def as_text(location: str, found: Sequence[CheckpointInfo]) -> str:
     if not found:
         return f"no checkpoints in {location}"
     has_tables = any(info.rows is not None for info in found)
+    has_scales = any(info.learning_rate_scale != 1 for info in found)
     heads: tuple[str, ...] = ("CHECKPOINT", "STATE", "STEP", "TIMELINE", "CREATED", "SHARDS", "SIZE")
     steps = {info.name: f"{info.step}" for info in found}
-    rows = [heads + ("ROWS", "BUILDS ON") * has_tables]
+    rows = [heads + ("ROWS", "BUILDS ON") * has_tables + ("LR SCALE",) * has_scales]
     rows += [
         (
             info.name,
@@ -228,6 +232,7 @@ def as_text(location: str, found: Sequence[CheckpointInfo]) -> str:
             "-" if info.shard_count is None else f"{info.shard_count}",
             size(info.nbytes),
             *(("-" if info.rows is None else f"{info.rows}", steps.get(info.base, "-")) if has_tables else ()),
+            *((f"{info.learning_rate_scale:g}",) * has_scales),
         )
         for info in found
     ]

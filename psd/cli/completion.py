@@ -81,6 +81,7 @@ complete -o default -F _{name.replace("-", "_")} {name}
 def _bash_body(commands: Mapping[str, argparse.ArgumentParser]) -> str:
     cases = {command: _bash_case(parser) for command, parser in commands.items()}
     lines = ["  local cur=${COMP_WORDS[COMP_CWORD]} prev=${COMP_WORDS[COMP_CWORD-1]} words= values="]
+    lines.append("  if [[ $prev == = ]]; then prev=${COMP_WORDS[COMP_CWORD-2]}; elif [[ $cur == = ]]; then cur=; fi")
     if "" in commands:
         lines.append(cases[""])
     else:
@@ -105,10 +106,10 @@ def _bash_case(parser: argparse.ArgumentParser) -> str:
 
 
 def zsh(programs: Programs) -> str:
-    """The script for zsh."""
+    """The script for zsh, which calls it under the name of its file: its own functions have other names than that."""
     parts = ["#compdef " + " ".join(programs)]
     for name, commands in programs.items():
-        parts.append(f"_{name.replace('-', '_')}() {{")
+        parts.append(f"_words_of_{name.replace('-', '_')}() {{")
         if "" in commands:
             parts.append("  " + _zsh_arguments(commands[""]))
         else:
@@ -122,7 +123,7 @@ def zsh(programs: Programs) -> str:
             parts += [f"  {command}) {_zsh_arguments(parser)};;" for command, parser in commands.items()]
             parts.append("  esac")
         parts.append("}")
-    functions = " ".join(f'{name}) _{name.replace("-", "_")} "$@";;' for name in programs)
+    functions = " ".join(f"{name}) _words_of_{name.replace('-', '_')};;" for name in programs)
     return "\n".join([*parts, f"case $service in {functions} esac", ""])
 
 
@@ -131,7 +132,9 @@ def _zsh_arguments(parser: argparse.ArgumentParser) -> str:
     for option in options_of(parser):
         text = re.sub(r"([\[\]:\\])", r"\\\1", option.help)
         choices = f"({' '.join(option.choices)})" if option.choices is not None else "_files"
-        words += [_word(f"*{name}[{text}]" + (f":value:{choices}" if option.takes_value else "")) for name in option.names]
+        for name in option.names:  # the value is the next word, or follows an equals sign
+            value = f":value:{choices}" if option.takes_value else ""
+            words.append(_word(f"*{name}{'=' if value and name.startswith('--') else ''}[{text}]{value}"))
     values = values_of(parser)
     rest = f"*:value:({' '.join(values)})" if values else "*:file:_files"
     return " ".join(["_arguments", *words, _word(rest)])

@@ -1,6 +1,6 @@
 """A host's part of a job that another host leads: runs what that one says of the command that it was itself started with.
 
-    hello -> begin -> ready; then start, signal -> output, exit; until end
+    join -> nonce -> hello -> welcome, begin -> ready; then start, signal -> output, exit; until end
 
 It ends everything here when the connection has ended, whoever was to blame, since nobody else would: a job that has lost its
 leader cannot go on. The other side is psd/cli/gathering.py; psd/cli/agent.py begins it over ssh.
@@ -19,11 +19,13 @@ import psd
 from psd.cli.arguments import EXIT_FAILURE, EXIT_OK, signal_name
 from psd.cli.host_processes import HostProcesses
 from psd.cli.node_link import Message, NodeLink
+from psd.cli.node_proof import new_nonce, proof_of, what_is_wrong
 from psd.cli.plan import Plan
 from psd.cli.policy import SHARDS_SLACK_S, Name
 from psd.cli.terminal import show
 from psd.cli.wakeups import Wakeups
 from psd.contract.config import ConfigError
+from psd.contract.printable import printable
 
 _FLUSH_S = 0.05
 
@@ -41,6 +43,9 @@ class Follower:
         self._plan, self._replan = plan, replan
         self._meeting = plan.meeting
         self._link, self._address = link, address
+        self._nonce = new_nonce()
+        self._leaders_proof: str | None = None  # the one that it must show
+        self._is_welcome = False
         self._selector = selectors.DefaultSelector()
         self._processes: HostProcesses | None = None
         self._status: int | None = None
@@ -50,18 +55,7 @@ class Follower:
         """Take part until the job ends; returns its exit status. Signals go on to the leader. `messages` have come before."""
         self._selector.register(wakeups, selectors.EVENT_READ, functools.partial(self._read_signals, wakeups))
         self._selector.register(self._link.reader, selectors.EVENT_READ, self._receive)
-        self._link.send(
-            {
-                "hello": {
-                    "psd": psd.__version__,
-                    "digest": self._meeting.digest,
-                    "node": self._meeting.node,
-                    "host": socket.gethostname(),
-                    "address": self._address,
-                    "kept": self._plan.kept_run_id,
-                }
-            }
-        )
+        self._link.send({"join": psd.__version__})
         for message in messages:
             self._handle(message)
         try:
@@ -94,22 +88,55 @@ class Follower:
         for message in messages or []:
             if self._status is None:
                 self._handle(message)
-        if messages is None and self._status is None:
+        if messages is not None or self._status is not None:
+            return
+        if self._leaders_proof is None and not self._meeting.hosts:
+            hint = "" if self._meeting.tls else "; if it has --tls-cert and --tls-key, they must be given here, too"
+            self._give_up(
+                f"error: {self._meeting.rendezvous} has ended the connection at once: is it the psd-run of node 0?{hint}"
+            )
+        else:
             self._give_up("the connection to the psd-run that leads the job has ended")
 
     def _handle(self, message: Message) -> None:
-        if "start" in message and self._processes is not None:
-            self._processes.start(Name(*message["start"]), message["addresses"])
-        elif "signal" in message and self._processes is not None:
-            self._processes.signal(Name(*message["signal"]), message["signum"])
+        if "refused" in message:
+            self._fail(f"this host was refused: {printable(message['refused'])}")
         elif "end" in message:
             self._status = int(message["end"])
             self._remark("all workers have finished" if self._status == 0 else f"the job has ended with status {self._status}")
-        elif "refused" in message:
-            _say(f"error: this host was refused: {message['refused']}")
-            self._status = EXIT_FAILURE
+        elif not self._is_welcome:
+            self._introduce(message)
+        elif "start" in message and self._processes is not None:
+            self._processes.start(Name(*message["start"]), message["addresses"])
+        elif "signal" in message and self._processes is not None:
+            self._processes.signal(Name(*message["signal"]), message["signum"])
         elif "begin" in message:
             self._begin(self._replan(message["begin"], message["node"]))
+
+    def _introduce(self, message: Message) -> None:
+        """Show who this is, and look whom it has found; nothing else is done for a leader that has not shown that it is one."""
+        key = self._meeting.key
+        if "nonce" in message:
+            self._leaders_proof = proof_of(key, "leader", message["nonce"], self._nonce)
+            hello = {
+                "nonce": self._nonce,
+                "proof": proof_of(key, "node", message["nonce"], self._nonce),
+                "alike": dict(self._meeting.alike),
+                "node": self._meeting.node,
+                "host": socket.gethostname(),
+                "address": self._address,
+                "kept": self._plan.kept_run_id,
+            }
+            self._link.send({"hello": hello})
+        elif "welcome" in message and self._leaders_proof is not None:
+            wrong = what_is_wrong(self._leaders_proof, str(message["welcome"]))
+            self._is_welcome = not wrong
+            if wrong:
+                self._fail(f"the psd-run that leads the job is not to be trusted: {wrong}")
+
+    def _fail(self, why: str) -> None:
+        _say(f"error: {why}")
+        self._status = EXIT_FAILURE
 
     def _begin(self, plan: Plan) -> None:
         self._remark(f"this host is node {plan.node} of {plan.places.nodes} of run {plan.run_id}; node 0 shows all output")
@@ -123,9 +150,8 @@ class Follower:
                 say=lambda text: self._link.send({"say": text}),
             )
         except ConfigError as error:
-            _say(f"error: {error}")
             self._link.send({"failed": str(error)})
-            self._status = EXIT_FAILURE
+            self._fail(str(error))
         else:
             self._link.send({"ready": True})
 

@@ -1,6 +1,7 @@
 """The other hosts of a job, as the psd-run sees them that leads it: who has joined, what is told to them, what they tell.
 
-    hello           from a node: what it was asked to run, which number it wants, its address
+    join            from a node: its version of psd                                 ->   nonce
+    hello           from a node: its proof, what it was asked to run, which number it wants, its address   ->   welcome, a proof
     begin           to all, when all are there: the run's id, each one's number     ->   ready, or failed, and why
     start, signal                                                                   ->   output, exit, say
     told            from a node that got Ctrl-C: the job is to end everywhere
@@ -9,29 +10,48 @@
 A node runs the command that it was itself started with: nobody can make it run another by way of this connection. A connection
 that ends, or has been silent for too long, is a node that is lost, with all that it ran; its own psd-run ends all that.
 
-Knows messages and connections; decides nothing about the job. psd/cli/rendezvous.py and psd/cli/ssh.py make the connections,
-psd/cli/follower.py is the other side.
+Until it is welcome, whoever has dialled is a stranger: there are few of them at a time, for a short while, and what they say is
+short.
+
+Knows messages and connections; who may join is psd/cli/node_admission.py's, and what becomes of the job the policy's.
+psd/cli/rendezvous.py and psd/cli/ssh.py make the connections, psd/cli/follower.py is the other side.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import ipaddress
 import selectors
 import socket
+import ssl
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
-import psd
-from psd.cli.node_link import Message, NodeLink
+from psd.cli import descriptors
+from psd.cli.node_admission import NodeAdmission, NotAdmittedError
+from psd.cli.node_link import MESSAGE_BYTES_MAX, SILENCE_S, Message, NodeLink
+from psd.cli.node_proof import new_nonce, proof_of
 from psd.cli.plan import Plan
 from psd.cli.policy import Name
 from psd.contract.printable import printable
 
 GATHER_S = 600.0
 """Seconds for all nodes to join: a cluster may start them one after the other."""
+
+MISSING_SAID_S = 5.0
+"""Seconds between two words on who is missing."""
+
+STRANGERS_MAX = 64
+"""Strangers at a time; the oldest is turned away for a new one."""
+
+STRANGER_S = 10.0
+"""Seconds within which a stranger must have become a node."""
+
+STRANGERS_MESSAGE_BYTES_MAX = 16 << 10
+
+_REFUSALS_SAID_MAX = 20
+"""Different refusals that the user is told of; whoever dials on and on is to fill no log."""
 
 END_S = 20.0
 """Seconds for nodes to clear away in the end, before their connections are closed."""
@@ -62,17 +82,34 @@ class Leader(Protocol):
         """Tell the user."""
 
 
+Close: TypeAlias = Callable[[bool], str | None]
+"""Ends a connection; is told whether a node has joined by it. Returns how it has ended, in words, if it knows."""
+
+
 class Peer:
     """A connection to another host, and what is known of it.
 
     Args:
-        link: to it. close: ends the connection. number: which node it is; None: it says so itself, or takes any.
+        link: to it.
+        number: which node it is; None: a stranger, who says so itself, or takes any.
+        origin: where it is, as this side sees it.
     """
 
-    def __init__(self, link: NodeLink, close: Callable[[], None], number: int | None = None) -> None:
-        self.link, self.close, self.number = link, close, number
+    def __init__(self, link: NodeLink, close: Close, number: int | None = None, origin: str = "") -> None:
+        self.link, self.number = link, number
+        self._close = close
+        self.origin = self.host = origin
+        self.nonce = ""
         self.has_joined = self.is_ready = False
-        self.address = self.host = ""
+        self.welcome_by = time.monotonic() + STRANGER_S
+        if number is None:
+            link.message_bytes_max = STRANGERS_MESSAGE_BYTES_MAX
+        else:
+            link.silence_s = GATHER_S  # ssh says nothing while it connects
+
+    def close(self) -> str | None:
+        """End the connection."""
+        return self._close(self.has_joined)
 
 
 class Gathering:
@@ -95,14 +132,19 @@ class Gathering:
         self._peers: list[Peer] = []
         self._run_id = plan.run_id
         self._is_over = False
+        self._admission = NodeAdmission(plan, address)
+        self._tls: ssl.SSLContext | None = None
+        self._refusals: set[str] = set()
         self._gather_by: float | None = time.monotonic() + GATHER_S
+        self._say_at = time.monotonic() + MISSING_SAID_S
 
     @property
     def due(self) -> float | None:
         """The time at which to call `on_time`; None: no need."""
         times = [peer.link.beat_at() for peer in self._peers]
         times += [time.monotonic() + _FLUSH_S] if any(peer.link.has_unsent for peer in self._peers) else []
-        times += [self._gather_by] if self._gather_by is not None else []
+        times += [peer.welcome_by for peer in self._strangers]
+        times += [self._gather_by, self._say_at] if self._gather_by is not None else []
         return min(times, default=None)
 
     def on_time(self, now: float) -> None:
@@ -111,18 +153,26 @@ class Gathering:
             peer.link.flush()
             if not peer.link.beat(now):
                 self._lose(peer, "it has been silent for too long")
-        if self._gather_by is not None and now >= self._gather_by:
+        for peer in self._strangers:
+            if now >= peer.welcome_by:
+                self._lose(peer, "it has not said who it is")
+        if self._gather_by is None:
+            return
+        if now >= self._gather_by:
             self._gather_by = None
-            self._leader.on_lost(
-                [], f"{self._missing} of {self._plan.places.nodes} nodes have not joined within {GATHER_S:g} s"
-            )
+            self._leader.on_lost([], f"not all have joined within {GATHER_S:g} s; missing: {self._admission.who_is_missing()}")
+        elif now >= self._say_at:
+            self._say_at = now + MISSING_SAID_S
+            self._leader.say(f"waiting for {self._admission.who_is_missing()}")
 
-    def listen(self, listener: socket.socket) -> None:
-        """Take connections from now on."""
+    def listen(self, listener: socket.socket, tls: ssl.SSLContext | None) -> None:
+        """Take connections from now on, with TLS if there is a context for it."""
+        self._tls = tls
+        descriptors.allow(2 * self._plan.places.nodes + 8 * STRANGERS_MAX)
         listener.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ, functools.partial(self._accept, listener))
         host, port = listener.getsockname()[:2]
-        self._leader.say(f"waiting at {host}:{port} for {self._missing} more of {self._plan.places.nodes} nodes")
+        self._leader.say(f"waiting at {host}:{port} for {self._admission.who_is_missing()}")
 
     def add(self, peer: Peer) -> None:
         """Take a connection whose other side is about to say hello."""
@@ -140,8 +190,10 @@ class Gathering:
     def close(self, status: int) -> None:
         """Tell all nodes that the job is over, and wait until they have cleared away, but not for long."""
         self._gather_by, self._is_over = None, True
-        for peer in self._peers:
+        for peer in list(self._peers):
             peer.link.send({"end": status})
+            if not peer.has_joined:  # nothing runs there
+                self._lose(peer, "")
         end_by = time.monotonic() + END_S
         while self._peers and (left_s := end_by - time.monotonic()) > 0:
             for key, _ in self._selector.select(min(left_s, _FLUSH_S)):
@@ -159,8 +211,9 @@ class Gathering:
         return [peer for peer in self._peers if peer.has_joined]
 
     @property
-    def _missing(self) -> int:
-        return self._plan.places.nodes - len(self._joined) - bool(self._address)
+    def _strangers(self) -> list[Peer]:
+        """Those that have dialled and are not welcome yet, the oldest first."""
+        return [peer for peer in self._peers if not peer.has_joined and peer.number is None]
 
     def _send(self, name: Name, message: Message) -> None:
         node = self._plan.places.node_of(name)
@@ -169,9 +222,16 @@ class Gathering:
                 peer.link.send(message)
 
     def _accept(self, listener: socket.socket) -> None:
-        with contextlib.suppress(BlockingIOError):
-            connection, _ = listener.accept()
-            self.add(Peer(NodeLink(connection.fileno(), connection.fileno()), connection.close))
+        with contextlib.suppress(OSError):  # it has gone again
+            connection, origin = listener.accept()
+            tls = None
+            if self._tls is not None:
+                connection.setblocking(False)
+                connection = tls = self._tls.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
+            for peer in self._strangers[: -STRANGERS_MAX + 1]:
+                self._lose(peer, "others have come")
+            link = NodeLink(connection.fileno(), connection.fileno(), tls)
+            self.add(Peer(link, lambda _: connection.close(), origin=str(origin[0])))
 
     def _read(self, peer: Peer) -> None:
         messages = peer.link.receive()
@@ -179,7 +239,10 @@ class Gathering:
         for message in messages or []:
             try:
                 why = why or self._handle(peer, message)
-            except (KeyError, TypeError, ValueError):
+            except NotAdmittedError as error:
+                self._refuse(peer, str(error))
+                why = str(error)
+            except (KeyError, TypeError, ValueError, OverflowError, AttributeError):
                 why = "what it says makes no sense"
         if why and peer in self._peers:
             self._lose(peer, why)
@@ -187,7 +250,9 @@ class Gathering:
     def _handle(self, peer: Peer, message: Message) -> str:
         """Handle a message; returns the reason to end the connection, usually none."""
         if not peer.has_joined:
-            return self._welcome(peer, message["hello"]) if message else ""
+            if message:
+                self._meet(peer, message)
+            return ""
         if "output" in message:
             self._leader.on_output(self._name(peer, message["output"]), message["data"].encode("latin-1"))
         elif "exit" in message:
@@ -198,9 +263,9 @@ class Gathering:
             self._leader.on_signal(int(message["told"]), int(message["count"]))
         elif "failed" in message:
             return printable(message["failed"])
-        elif "ready" in message:
+        elif "ready" in message and not peer.is_ready:
             peer.is_ready = True
-            if all(other.is_ready for other in self._joined) and not self._missing:
+            if all(other.is_ready for other in self._joined) and not self._admission.missing:
                 self._leader.on_nodes_ready(self._replan(self._run_id), self._address)
         return ""
 
@@ -215,52 +280,40 @@ class Gathering:
     def _lose(self, peer: Peer, why: str) -> None:
         self._selector.unregister(peer.link.reader)
         self._peers.remove(peer)
-        peer.close()
+        end = peer.close()
         if peer.number is None or self._is_over:  # a stranger, or one that was refused; or all is well
             return
         host = f" ({peer.host})" if peer.host else ""
-        names = self._plan.places.names(peer.number) if peer.has_joined else []
-        self._leader.on_lost(names, f"node {peer.number}{host} is lost: {why}")
+        if peer.has_joined:
+            self._leader.on_lost(self._plan.places.names(peer.number), f"node {peer.number}{host} is lost: {why}")
+        else:
+            self._leader.on_lost([], f"node {peer.number}{host} has not joined: {end or why}")
 
-    def _welcome(self, peer: Peer, hello: Message) -> str:
-        """Let a node join; begin when all are there. Returns the reason if it cannot."""
-        places = self._plan.places
-        taken = {other.number for other in self._joined} | ({self._plan.node} if self._address else set())
-        free = [number for number in range(places.nodes) if number not in taken]
-        wanted = peer.number if peer.number is not None else hello["node"]
-        peer.host, peer.address = printable(str(hello["host"]))[:64], str(ipaddress.ip_address(hello["address"]))
-        refused = self._why_not(hello, peer.address)
-        if not refused and wanted is None and not free:
-            refused = f"all {places.nodes} nodes are there already"
-        elif not refused and wanted is not None and wanted not in free:
-            refused = f"there is a node {wanted} already, of {places.nodes}"
-        if refused:
-            peer.link.send({"refused": refused})
-            self._leader.say(f"refused {peer.host}: {refused}")
-            return refused
-        peer.number, peer.has_joined = free[0] if wanted is None else int(wanted), True
+    def _meet(self, peer: Peer, message: Message) -> None:
+        """Handle what one says that has not joined yet; begin when all are there. NotAdmittedError: it cannot join."""
+        if not peer.nonce:
+            self._admission.check_version(message["join"])
+            peer.nonce = new_nonce()
+            peer.link.send({"nonce": peer.nonce})
+            return
+        hello = message["hello"]
+        node = self._admission.admit(hello, peer.nonce, peer.number)
+        peer.number, peer.host, peer.has_joined = node.number, node.host, True
+        peer.link.message_bytes_max, peer.link.silence_s = MESSAGE_BYTES_MAX, SILENCE_S
+        peer.link.send({"welcome": proof_of(self._meeting.key, "leader", peer.nonce, hello["nonce"])})
         if hello["kept"] is not None:
             self._run_id = str(hello["kept"])
-        missing = f"; waiting for {self._missing} more" if self._missing else ""
-        self._leader.say(f"node {peer.number} of {places.nodes} is {peer.host}, at {peer.address}{missing}")
-        if not self._missing:
+        more = len(self._admission.missing)
+        missing = f"; waiting for {more} more" if more else ""
+        self._leader.say(f"node {node.number} of {self._plan.places.nodes} is {node.host}, at {node.address}{missing}")
+        if not more:
             self._gather_by = None
             for other in self._joined:
                 other.link.send({"begin": self._run_id, "node": other.number})
-        return ""
 
-    def _why_not(self, hello: Message, address: str) -> str:
-        if hello["psd"] != psd.__version__:
-            return f"it has psd {hello['psd']}, not {psd.__version__}"
-        if hello["digest"] != self._meeting.digest:
-            return "its psd-run was given other options or another command; both must be the same on all hosts"
-        known = [*filter(None, [self._address]), *(peer.address for peer in self._joined)]
-        are_loopback = {ipaddress.ip_address(each).is_loopback for each in (*known, address)}
-        if len(are_loopback) > 1:
-            return f"{known[0]} and {address} cannot reach each other; name hosts by addresses that the others reach"
-        if are_loopback == {False} and not self._meeting.is_guarded:
-            return (
-                "shards that other machines reach need a certificate (--tls-cert, --tls-key; and --token-file), or "
-                "--insecure on a network that keeps strangers out"
-            )
-        return ""
+    def _refuse(self, peer: Peer, why: str) -> None:
+        peer.link.send({"refused": why})
+        refusal = f"refused {peer.host}: {why}"
+        if len(self._refusals) < _REFUSALS_SAID_MAX and refusal not in self._refusals:
+            self._refusals.add(refusal)
+            self._leader.say(refusal)

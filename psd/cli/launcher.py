@@ -29,7 +29,7 @@ from psd.cli.policy import Action, JobPolicy, Name, Phase, Say, Send
 from psd.cli.server import DONE_PATTERN, LAST_CHECKPOINT_PATTERN, STORED_PATTERN
 from psd.cli.state import shard_path
 from psd.cli.summary import Summary
-from psd.cli.wakeups import Wakeups
+from psd.cli.wakeups import JOB_SIGNALS, Wakeups
 from psd.contract.config import ConfigError
 from psd.contract.launching import READY_PATTERN
 
@@ -79,7 +79,7 @@ class Launcher:
     def run(self) -> int:
         """Run the job to its end; returns psd-run's exit status."""
         started_at = time.monotonic()
-        with Wakeups([signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGHUP]) as wakeups:
+        with Wakeups(JOB_SIGNALS) as wakeups:
             self._selector.register(wakeups, selectors.EVENT_READ, functools.partial(self._read_signals, wakeups))
             try:
                 self._begin()

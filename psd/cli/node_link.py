@@ -1,4 +1,5 @@
-"""A connection between two psd-runs of one job: messages as lines of JSON, over a socket or the two pipes of an ssh process.
+"""A connection between two psd-runs of one job: messages as lines of JSON, over a socket, with or without TLS, or over the two
+pipes of an ssh process.
 
 Nothing here waits: what cannot be written at once is kept until the selector says that there is room, and who has much to say
 looks at `is_crowded` first. Both sides say something every `BEAT_S` seconds, so that a connection whose other end has vanished
@@ -12,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import select
+import ssl
 import time
 from typing import Any, TypeAlias
 
@@ -36,10 +38,17 @@ class NodeLink:
 
     Args:
         reader, writer: descriptors, made non-blocking; the same one for a socket. Who has opened them closes them.
+        tls: of that socket; None: without.
+
+    Attributes:
+        message_bytes_max: limit of a line that is received. silence_s: seconds of silence after which the other side is lost.
     """
 
-    def __init__(self, reader: int, writer: int) -> None:
+    def __init__(self, reader: int, writer: int, tls: ssl.SSLSocket | None = None) -> None:
         self.reader, self.writer = reader, writer
+        self.message_bytes_max = MESSAGE_BYTES_MAX
+        self.silence_s = SILENCE_S
+        self._tls = tls
         os.set_blocking(reader, False)
         os.set_blocking(writer, False)
         self._received = bytearray()
@@ -66,18 +75,18 @@ class NodeLink:
         """Send what there is room for."""
         try:
             while self._unsent:
-                del self._unsent[: os.write(self.writer, self._unsent)]
+                del self._unsent[: self._write()]
+                self._said_at = time.monotonic()
         except BlockingIOError:
             return
         except OSError:
             self._is_broken = True
             self._unsent.clear()
-        self._said_at = time.monotonic()
 
     def receive(self) -> list[Message] | None:
         """Receive the messages that have come; None at the end of the connection, also one that is broken or makes no sense."""
         try:
-            data = os.read(self.reader, _READ_BYTES)
+            data = self._read()
         except BlockingIOError:
             return None if self._is_broken else []
         except OSError:
@@ -86,13 +95,31 @@ class NodeLink:
         self._received += data
         *lines, rest = self._received.split(b"\n")
         self._received = bytearray(rest)
-        if not data or len(rest) > MESSAGE_BYTES_MAX:
+        if not data or any(len(line) > self.message_bytes_max for line in (*lines, rest)):
             return None
         try:
             found = [json.loads(line) for line in lines]
-        except ValueError:
+        except (ValueError, RecursionError):  # brackets in brackets in brackets
             return None
         return found if all(isinstance(message, dict) for message in found) else None
+
+    def _read(self) -> bytes:
+        """Read what is there, at most a record of TLS; BlockingIOError if nothing is."""
+        if self._tls is None:
+            return os.read(self.reader, _READ_BYTES)
+        try:
+            return self._tls.recv(_READ_BYTES)  # makes the handshake first
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            raise BlockingIOError from None
+
+    def _write(self) -> int:
+        """Write some of what is unsent; BlockingIOError if there is no room."""
+        if self._tls is None:
+            return os.write(self.writer, self._unsent)
+        try:
+            return self._tls.send(self._unsent)
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            raise BlockingIOError from None
 
     def wait(self) -> list[Message]:
         """Wait for the first messages; none if none have come within `SILENCE_S`."""
@@ -108,7 +135,7 @@ class NodeLink:
 
     def beat_at(self) -> float:
         """The time at which to call `beat`."""
-        return min(self._said_at + BEAT_S, self._heard_at + SILENCE_S)
+        return min(self._said_at + BEAT_S, self._heard_at + self.silence_s)
 
     def beat(self, now: float) -> bool:
         """Say that this side is there, if it is time; False if the other side has been silent for too long."""
@@ -116,4 +143,4 @@ class NodeLink:
             self._said_at = now  # one that waits for room needs no company
             if not self._unsent:
                 self.send({})
-        return now < self._heard_at + SILENCE_S
+        return now < self._heard_at + self.silence_s

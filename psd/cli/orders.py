@@ -8,18 +8,22 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from psd.cli import arguments
 from psd.cli.arguments import EXIT_FAILURE, EXIT_OK, Commands, Parser, whole_number
 from psd.cli.job_arguments import add_where, check
 from psd.cli.shard_calls import CallFailed, call_shard
 from psd.cli.terminal import show
+from psd.contract.orders import NEXT_PUSH, end_text, scale_text
 from psd.v1 import control_pb2
 from psd.watch.asking import Asker
 from psd.watch.merging import Answer, merged_workers
 
 _EXIT = """
+--json prints "message", what is said here; for set-lr "scale", for drain and set-lr "step" (null: each worker's next
+push), for kick "rank" and "has_ended" (false: before).
+
 exit status:
   0     done, or done before
   1     a shard did not do it; the message says why, and what to type next. With --token-file only admins may
@@ -36,8 +40,8 @@ examples:
   psdctl set-lr 1                                   as the program says again
 
 A new SCALE replaces the one before; they do not multiply. It is written to the log of shard 0 and shown by
-psdctl status --json ("learning_rates"). It lasts as long as shard 0 keeps its state; a job that goes on from a
-checkpoint after that begins with 1. The rule must have a number of the name "lr", as all of psd's do.
+psdctl status. Checkpoints have it, too: a job that goes on from one has the scale that it had there. The rule
+must have a number of the name "lr", as all of psd's do.
 {_EXIT}"""
 
 _DRAIN_DESCRIPTION = """\
@@ -111,13 +115,17 @@ def _finish(parser: Parser, run: Callable[[argparse.Namespace], dict[str, Any]])
 def _run_set_lr(args: argparse.Namespace) -> dict[str, Any]:
     request = control_pb2.SetLearningRateRequest(scale=args.scale)
     found = _call(args, 0, lambda stub: stub.SetLearningRate, request).learning_rate
-    message = f"the learning rate is scaled by {found.scale:g} from step {found.clock} on"
-    return {"scale": found.scale, "step": found.clock, "message": message}
+    return {"scale": found.scale, "step": _step(found.clock), "message": scale_text(found)}
 
 
 def _run_drain(args: argparse.Namespace) -> dict[str, Any]:
     ends_at = _call(args, 0, lambda stub: stub.Drain, control_pb2.DrainRequest()).ends_at
-    return {"step": ends_at, "message": f"the job ends at step {ends_at}; psdctl status shows who has finished"}
+    return {"step": _step(ends_at), "message": f"{end_text(ends_at)}; psdctl workers shows who has finished"}
+
+
+def _step(clock: int) -> int | None:
+    """The step at which an order begins; None: with each worker's next push."""
+    return clock if clock > NEXT_PUSH else None
 
 
 def _run_kick(args: argparse.Namespace) -> dict[str, Any]:
@@ -126,7 +134,8 @@ def _run_kick(args: argparse.Namespace) -> dict[str, Any]:
     worker = next((w for w in merged_workers([a.reply for a in answers if a.reply is not None]) if w.rank == args.rank), None)
     if worker is None:
         _raise_unknown(args.rank, answers)
-    assert worker is not None
+    if worker.state == control_pb2.WORKER_STATE_ABSENT:
+        raise CallFailed(f"worker {args.rank} has not joined, so there is nothing to end (psdctl workers shows who has)")
     has_ended, failures = False, []
     for index in range(len(args.servers)):
         request = control_pb2.KickRequest(rank=args.rank, session=worker.session)
@@ -140,7 +149,7 @@ def _run_kick(args: argparse.Namespace) -> dict[str, Any]:
     return {"rank": args.rank, "has_ended": has_ended, "message": f"worker {args.rank} of {worker.host or '-'} {what}"}
 
 
-def _raise_unknown(rank: int, answers: list[Answer]) -> None:
+def _raise_unknown(rank: int, answers: list[Answer]) -> NoReturn:
     silent = [answer.server for answer in answers if answer.reply is None]
     if silent:
         raise CallFailed(f"no shard knows worker {rank}, and {', '.join(silent)} did not answer (psdctl status says why)")

@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from psd.cli.node_places import NodePlaces
 from psd.cli.policy import Name
+from psd.contract.tls import TlsFiles
+
+
+@dataclass(frozen=True)
+class MeetingTls:
+    """PEM files for the connections between the psd-runs.
+
+    Attributes:
+        leader: what the shards have, too. node: what workers have, too.
+    """
+
+    leader: TlsFiles
+    node: TlsFiles
 
 
 @dataclass(frozen=True)
@@ -19,8 +32,9 @@ class Meeting:
         hosts: for ssh, as ssh takes them. ssh: the command for it. remote_python: the interpreter there; empty: as here.
         environ: the variables that --env names.
         node: the number that this node asks for; None: any.
-        digest: of what all hosts must be told alike.
+        alike: what all hosts must be told alike: digests of values, by the options' names.
         is_guarded: shards may listen beyond their machine.
+        key: of psd/cli/node_proof.py. tls: with a rendezvous; None: without.
     """
 
     rendezvous: str
@@ -29,8 +43,10 @@ class Meeting:
     remote_python: str
     environ: Mapping[str, str]
     node: int | None
-    digest: str
+    alike: Mapping[str, str]
     is_guarded: bool
+    key: bytes = field(default=b"", repr=False)
+    tls: MeetingTls | None = None
 
 
 @dataclass(frozen=True)

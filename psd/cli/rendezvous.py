@@ -2,24 +2,29 @@
 
 The host that has the address leads: whoever can listen there is node 0, unless --node-rank says otherwise. All others dial, and
 go on dialling while it is not there yet.
+
+What they say is as safe as what the shards are told: over TLS with --tls-cert, and to hosts with the same --token-file alone
+(psd/cli/node_proof.py).
 """
 
 from __future__ import annotations
 
 import errno
+import os
 import selectors
-import signal
 import socket
+import ssl
 import time
 from collections.abc import Callable
 
 from psd.cli.arguments import exit_status
 from psd.cli.follower import Follower
-from psd.cli.gathering import GATHER_S, Gathering, Leader
+from psd.cli.gathering import GATHER_S, MISSING_SAID_S, Gathering, Leader
 from psd.cli.launcher import Launcher
 from psd.cli.node_link import NodeLink
 from psd.cli.plan import Plan
-from psd.cli.wakeups import Wakeups
+from psd.cli.terminal import show
+from psd.cli.wakeups import JOB_SIGNALS, Wakeups
 from psd.contract.config import ConfigError, parse_address
 
 _DIAL_S = 0.2
@@ -45,10 +50,12 @@ def run(plan: Plan, replan: Replan) -> int:
     if listener is None:
         return _follow(plan, replan, host.strip("[]"), port)
 
+    tls = plan.meeting.tls.leader.load()[1] if plan.meeting.tls is not None else None
+
     def meet(selector: selectors.BaseSelector, leader: Leader) -> Gathering:
         address = listener.getsockname()[0]
         gathering = Gathering(plan, address, lambda run_id: replan(run_id, 0), selector, leader)
-        gathering.listen(listener)
+        gathering.listen(listener, tls)
         return gathering
 
     with listener:
@@ -75,18 +82,47 @@ def _listen(host: str, port: int, *, must: bool) -> socket.socket | None:
 
 
 def _follow(plan: Plan, replan: Replan, host: str, port: int) -> int:
+    meeting = plan.meeting
+    assert meeting is not None
+    tls = meeting.tls.node.load()[1] if meeting.tls is not None else None
     give_up_at = time.monotonic() + GATHER_S
-    with Wakeups([signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGHUP]) as wakeups:
+    say_at = time.monotonic() + MISSING_SAID_S
+    with Wakeups(JOB_SIGNALS) as wakeups:
         while True:
             try:
-                connection = socket.create_connection((host, port), _DIAL_TIMEOUT_S)
+                connection = _dial(host, port, tls)
                 break
             except OSError as error:
-                if time.monotonic() >= give_up_at:
-                    raise ConfigError(f"--rendezvous: nobody leads at {host}:{port}: {error.strerror or error}") from error
+                why, now = error.strerror or str(error), time.monotonic()
+            if now >= give_up_at:
+                raise ConfigError(f"--rendezvous: nobody leads at {meeting.rendezvous}: {why}")
+            if now >= say_at:
+                say_at = now + MISSING_SAID_S
+                show(f"[psd-run] nobody leads at {meeting.rendezvous} yet: {why}", is_error=True)
             signums = wakeups.wait(_DIAL_S)
             if signums:
                 return exit_status(signums[0])
         with connection:
-            link = NodeLink(connection.fileno(), connection.fileno())
+            secured = connection if isinstance(connection, ssl.SSLSocket) else None
+            link = NodeLink(connection.fileno(), connection.fileno(), secured)
             return Follower(plan, replan, link, connection.getsockname()[0]).run(wakeups)
+
+
+def _dial(host: str, port: int, tls: ssl.SSLContext | None) -> socket.socket:
+    """A connection to node 0; ConfigError if one is there with which there can be none, OSError if there may be later."""
+    connection = socket.create_connection((host, port), _DIAL_TIMEOUT_S)
+    if connection.getsockname() == connection.getpeername():  # TCP lets a socket dial itself, where nobody listens
+        connection.close()
+        raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
+    if tls is None:
+        return connection
+    where = f"--rendezvous: {host}:{port}"
+    try:
+        return tls.wrap_socket(connection, server_hostname=host)
+    except ssl.SSLCertVerificationError as error:
+        raise ConfigError(f"{where}: the certificate of node 0 is refused: {error.verify_message}") from None
+    except (ssl.SSLError, ConnectionError) as error:
+        why = getattr(error, "reason", None) or error.strerror or str(error)
+        raise ConfigError(
+            f"{where} does not speak TLS with this host ({why}); --tls-cert and --tls-key are for all hosts or for none"
+        ) from None

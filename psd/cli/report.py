@@ -1,7 +1,6 @@
 """One picture of a job from the answers of its shards: as text for people, as JSON for programs.
 
-Pure functions on psd.v1 messages. Knows neither how they were fetched and merged nor where the text goes. The tables are a
-dozen lines, which spare a dependency such as tabulate.
+Pure functions on psd.v1 messages. Knows neither how they were fetched and merged nor where the text goes.
 """
 
 from __future__ import annotations
@@ -13,10 +12,11 @@ from google.protobuf.descriptor import EnumDescriptor
 from google.protobuf.message import Message
 
 from psd.cli.terminal import make_printable
+from psd.contract.orders import orders_text
 from psd.contract.printable import printable
 from psd.v1 import control_pb2 as pb
 from psd.watch.merging import Answer, job_clock, merged_waits, merged_workers, problems
-from psd.watch.words import duration, size, wait_text
+from psd.watch.words import aligned, duration, shard_state, size, wait_text, worker_state
 
 _NAMES_64_BIT = frozenset({"incarnation", "session"})
 
@@ -74,7 +74,9 @@ def as_text(answers: Sequence[Answer]) -> str:
     replies = [answer.reply for answer in answers if answer.reply is not None]
     workers = merged_workers(replies)
     waits = merged_waits(replies)
-    parts = [_job_line(replies, job_clock(workers)), _shard_table(answers)]
+    clock = job_clock(workers)
+    orders = [order for reply in replies for order in orders_text(reply.learning_rates, reply.ends_at, clock)]
+    parts = ["\n".join([_job_line(replies, clock), *(f"order: {order}" for order in orders)]), _shard_table(answers)]
     if workers:
         parts.append(_worker_table(workers))
     if waits:
@@ -135,7 +137,7 @@ def _shard_table(answers: Sequence[Answer]) -> str:
             (
                 f"{reply.shard_index}/{reply.shard_count}",
                 reply.address or answer.server,
-                _state_text(reply),
+                ", ".join(filter(None, shard_state(reply))),
                 duration(reply.uptime_s),
                 f"{reply.block_count}",
                 size(reply.parameter_bytes),
@@ -146,20 +148,12 @@ def _shard_table(answers: Sequence[Answer]) -> str:
     return table(rows, left={0, 1, 2})
 
 
-def _state_text(reply: pb.StatusReply) -> str:
-    """The shard's state; then, if that is another word, its place in the life cycle."""
-    state = pb.ShardState.Name(reply.state).removeprefix("SHARD_STATE_").lower()
-    life = pb.LifeCycle.Name(reply.life).removeprefix("LIFE_CYCLE_").lower() if reply.life else state
-    return state if life == state else f"{state}, {life}"
-
-
 def _worker_table(workers: Sequence[pb.WorkerStatus]) -> str:
     rows = [("WORKER", "STATE", "CLOCK", "LAST SEEN", "PROCESS", "TRANSPORT")]
     for worker in workers:
         seen = "never" if worker.last_seen_s < 0 else f"{duration(worker.last_seen_s)} ago"
         process = f"{worker.host}:{worker.pid}" if worker.pid else "-"
-        state = pb.WorkerState.Name(worker.state).removeprefix("WORKER_STATE_").lower()
-        rows.append((f"{worker.rank}", state, f"{worker.clock}", seen, process, worker.transport or "-"))
+        rows.append((f"{worker.rank}", worker_state(worker), f"{worker.clock}", seen, process, worker.transport or "-"))
     return table(rows, left={0, 1, 4, 5})
 
 
@@ -240,11 +234,4 @@ def _checkpoint_table(replies: Sequence[pb.StatusReply]) -> str:
 
 def table(rows: Sequence[tuple[str, ...]], left: set[int]) -> str:
     """Rows in aligned columns, the first one being the headings; `left` are the columns of words."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if index in left else cell.rjust(width)
-            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    )
+    return "\n".join(aligned(rows, [index in left for index in range(len(rows[0]))]))

@@ -32,7 +32,8 @@ from psd.cli.arguments import CHECKPOINT_OPTIONS, EXIT_FAILURE, values
 from psd.cli.kubernetes import Deployment
 from psd.cli.launcher import Launcher
 from psd.cli.node_places import NodePlaces
-from psd.cli.plan import Meeting, Plan
+from psd.cli.node_proof import key_of
+from psd.cli.plan import Meeting, MeetingTls, Plan
 from psd.cli.ray_job import RayPlan
 from psd.cli.state import kept_run_id, private_path
 from psd.cli.terminal import show
@@ -41,12 +42,16 @@ from psd.contract.consistency import Consistency
 from psd.contract.errors import InvalidRequest
 from psd.contract.launching import python_command
 from psd.contract.scalars import tensorboard_module
+from psd.contract.tls import client_files, server_files
 
-_OF_EACH_HOST = ("node_rank", "log_dir", "state_dir", "env", "dashboard", "dashboard_port")
-"""Options that may differ between the hosts of a job."""
+_OF_EACH_HOST = ("node_rank", "rendezvous", "log_dir", "state_dir", "env", "dashboard", "dashboard_port", "module", "command")
+"""Options that may differ between the hosts of a job, or that are compared as the words of a command."""
+
+_FILES_OF_EACH_HOST = ("tls_cert", "tls_key", "token_file")
+"""Options that all hosts have or none, each with a path of its own."""
 
 CREDENTIALS = ("PSD_TLS_CA", "PSD_TLS_CERT", "PSD_TLS_KEY", "PSD_TOKEN_FILE")
-"""Variables for shards elsewhere: psd-run's own shards have neither TLS nor tokens, and serve this machine alone."""
+"""Variables for shards with certificates or tokens; those of psd-run on one machine have neither, and serve it alone."""
 
 
 def parse(
@@ -117,7 +122,7 @@ def _plan(
     node: int | None,
 ) -> Plan:
     """The plan for machines that run psd-run."""
-    meeting = _meeting(args, node, command, for_all)
+    meeting = _meeting(args, node, command, environ, for_all)
     if meeting is None:
         run_options.check_one_host(args)
     if node is None:
@@ -127,7 +132,10 @@ def _plan(
     kept = kept_run_id(state_dirs[node]) if node >= 0 else None
     run_id = run_id or kept or new_id
 
-    handed_on = {name: value for name, value in environ.items() if args.tls_cert or name not in CREDENTIALS}
+    if meeting is not None and node >= 0:
+        _check_credentials(args, {**environ, **for_all})
+    unused = [name for name in CREDENTIALS if not (args.token_file if name == "PSD_TOKEN_FILE" else args.tls_cert)]
+    handed_on = {name: value for name, value in environ.items() if name not in unused}
     shared = {"PYTHONUNBUFFERED": "1", **handed_on, **for_all, "PSD_RUN_ID": run_id}
     if meeting is not None:
         shared["PSD_NODE"] = f"{run_id}/{node}"
@@ -200,12 +208,29 @@ def _ray_options(args: argparse.Namespace) -> dict[str, Any]:
     return {**found, "rule": args.rules, "on_worker_failure": failure, "log_level": args.log_level, "exit_when_done": True}
 
 
-def _meeting(args: argparse.Namespace, node: int | None, command: Sequence[str], for_all: Mapping[str, str]) -> Meeting | None:
+def _check_credentials(args: argparse.Namespace, environ: Mapping[str, str]) -> None:
+    """Raise ConfigError if the workers could not reach shards that ask for what they do not have."""
+    for option, needed in (("tls_cert", "PSD_TLS_CA"), ("token_file", "PSD_TOKEN_FILE")):
+        if getattr(args, option) and not environ.get(needed):
+            raise ConfigError(
+                f"--{option.replace('_', '-')}: the workers need {needed}, in psd-run's environment on each host or by --env"
+            )
+
+
+def _meeting(
+    args: argparse.Namespace, node: int | None, command: Sequence[str], environ: Mapping[str, str], for_all: Mapping[str, str]
+) -> Meeting | None:
     """The way in which hosts meet; None: there is one."""
     if not args.hosts and (args.nnodes or 1) == 1:
         return None
-    alike = {name: value for name, value in vars(args).items() if name not in _OF_EACH_HOST}
-    words = [*command[command[0] == sys.executable :]]
+    told = {name: value for name, value in vars(args).items() if name not in _OF_EACH_HOST}
+    told |= {name: bool(told[name]) for name in _FILES_OF_EACH_HOST}
+    told["command"] = [*command[command[0] == sys.executable :]]
+    tls = None
+    if args.rendezvous and args.tls_cert:
+        found = {**environ, **for_all}
+        files = (found.get(name, "") for name in ("PSD_TLS_CA", "PSD_TLS_CERT", "PSD_TLS_KEY"))
+        tls = MeetingTls(server_files(args.tls_cert, args.tls_key, ""), client_files(*files))
     return Meeting(
         rendezvous=args.rendezvous,
         hosts=ssh.parse_hosts(args.hosts)[0] if args.hosts else (),
@@ -213,8 +238,10 @@ def _meeting(args: argparse.Namespace, node: int | None, command: Sequence[str],
         environ=for_all,
         remote_python=args.remote_python,
         node=node if node is not None else args.node_rank,
-        digest=hashlib.sha256(repr((sorted(alike.items()), words)).encode()).hexdigest(),
+        alike={name: hashlib.sha256(repr(value).encode()).hexdigest()[:16] for name, value in told.items()},
         is_guarded=bool(args.insecure or args.tls_cert),
+        key=key_of(args.token_file) if args.rendezvous else b"",
+        tls=tls,
     )
 
 

@@ -97,8 +97,8 @@ On several hosts:
                        if there were workers alone, goes on with --on-worker-failure continue
   Ctrl-C on any host   ends the job on all
 Shards that other machines reach need --tls-cert and --tls-key (and --token-file, with PSD_TLS_CA and
-PSD_TOKEN_FILE for the workers), or --insecure on a network that keeps strangers out. The connection between
-the psd-runs has no commands and no secrets in it, but outputs; with --rendezvous it is not encrypted.
+PSD_TOKEN_FILE for the workers), or --insecure on a network that keeps strangers out. With --rendezvous these
+guard the connection between the psd-runs, too: only hosts that have the same tokens take part.
 
 --on slurm: srun starts psd-run once per task, with a worker each. --on ray: shards and workers are actors,
 which Ray starts again. docs/launchers.md has a table of what each does when something dies.
@@ -202,7 +202,7 @@ _HOSTS: Options = {
     "remote_python": Option("PATH", "the Python on the other hosts, with psd installed (default: the path of this one)"),
     "tls_cert": Option("FILE", "PEM certificate of the shards; see psd-server --help"),
     "tls_key": Option("FILE", "its PEM key"),
-    "token_file": Option("FILE", "the shards' list of tokens; workers have theirs from PSD_TOKEN_FILE"),
+    "token_file": Option("FILE", "the shards' list of tokens, the same on all hosts; workers have theirs from PSD_TOKEN_FILE"),
 }
 
 _RAY: Options = {

@@ -30,6 +30,10 @@ from psd.contract.launching import python_command
 _OPTIONS = ("-T", "-oBatchMode=yes", "-oConnectTimeout=20", "-oServerAliveInterval=5", "-oServerAliveCountMax=4")
 
 _END_S = 5.0
+"""Seconds for ssh to end, once its pipes are closed,"""
+
+_CONNECTING_END_S = 1.0
+"""and for one that may still be connecting, which does not look at its pipes."""
 
 
 def parse_hosts(text: str) -> tuple[tuple[str, ...], tuple[int, ...]]:
@@ -69,8 +73,7 @@ def run(plan: Plan, replan: Callable[[str, int], Plan], argv: Sequence[str]) -> 
             assert process.stdin is not None
             assert process.stdout is not None
             link = NodeLink(process.stdout.fileno(), process.stdin.fileno())
-            peer = Peer(link, functools.partial(_end, process), number)
-            peer.host = host
+            peer = Peer(link, functools.partial(_end, process), number, origin=host)
             peer.link.send({"argv": list(argv), "node": number, "directory": str(Path.cwd()), "environ": dict(meeting.environ)})
             gathering.add(peer)
         return gathering
@@ -79,7 +82,7 @@ def run(plan: Plan, replan: Callable[[str, int], Plan], argv: Sequence[str]) -> 
         return Launcher(plan, meet).run()
     finally:
         for process in processes:
-            _end(process)
+            _end(process, True)
 
 
 def _start(ssh: Sequence[str], host: str, remote_python: str) -> subprocess.Popen[bytes]:
@@ -98,14 +101,15 @@ def _start(ssh: Sequence[str], host: str, remote_python: str) -> subprocess.Pope
         raise ConfigError(f"--ssh: cannot start {ssh[0]}: {error.strerror or error}") from error
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Close the connection: that ends what is still there."""
+def _end(process: subprocess.Popen[bytes], has_joined: bool) -> str:
+    """Close the connection: that ends what is still there. Returns how ssh has ended."""
     for pipe in (process.stdin, process.stdout):
         if pipe is not None:
             with contextlib.suppress(OSError):
                 pipe.close()
     try:
-        process.wait(_END_S)
+        process.wait(_END_S if has_joined else _CONNECTING_END_S)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
+    return f"ssh has ended with status {process.returncode}"

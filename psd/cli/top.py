@@ -6,7 +6,6 @@ import argparse
 import json
 import shutil
 import sys
-import time
 from dataclasses import asdict
 from typing import Any
 
@@ -20,9 +19,6 @@ from psd.watch.sampler import Sampler
 from psd.watch.snapshot import CurvePoint
 from psd.watch.top.columns import SORTS
 from psd.watch.top.lines import as_text
-
-MEASURED_S = 1.0
-"""Time between the two looks of a picture that is printed once: rates need two."""
 
 _DESCRIPTION = """\
 Look at a job live: whether it trains, how fast, what limits it; its shards, its workers, who waits for whom,
@@ -80,9 +76,7 @@ def _plain(point: CurvePoint) -> dict[str, Any]:
 
 
 def _print_once(sampler: Sampler, args: argparse.Namespace) -> int:
-    sampler.look()
-    time.sleep(MEASURED_S)
-    now = sampler.look()
+    now = sampler.measure()
     if args.json:
         curves = {name: _plain(points[-1]) for name, points in sampler.history.curves.items()}
         print(json.dumps({**asdict(now), "curves": curves}), flush=True)

@@ -17,6 +17,9 @@ from types import FrameType, TracebackType
 FIRST_WORD = 128
 """The least byte that is not a signal."""
 
+JOB_SIGNALS = (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals that a psd-run waits for, whichever part of a job it has."""
+
 
 class Wakeups:
     """A context manager for the main thread, in which signals wake the sleeper. Signals that are ignored when it begins

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-import time
 from dataclasses import asdict
 
 from psd.cli import arguments
@@ -14,11 +13,7 @@ from psd.cli.job_arguments import add_where, check
 from psd.cli.terminal import show
 from psd.watch.asking import Asker
 from psd.watch.sampler import Sampler
-from psd.watch.snapshot import JobSnapshot
 from psd.watch.top.columns import SORTS, WORKER_COLUMNS, grid, sorted_workers
-
-MEASURED_S = 1.0
-"""Time between two looks, by which rates are measured."""
 
 _DESCRIPTION = """\
 List the workers of a job: where each is, how far, how fast, how far behind the foremost one (AGE, in steps),
@@ -52,7 +47,8 @@ def add_command(commands: Commands) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     check(args)
-    now = measured(args)
+    with Asker(args.servers, args.credentials) as asker:
+        now = Sampler(asker, answer_s=args.timeout).measure()
     workers = sorted_workers(now.workers, args.sort)
     if args.json:
         found = {"workers": [asdict(worker) for worker in workers], "waits": now.waits, "problems": now.problems}
@@ -62,12 +58,3 @@ def _run(args: argparse.Namespace) -> int:
         lines = grid(WORKER_COLUMNS, workers, width).lines() if workers else ["no worker has joined yet"]
         show("\n".join([*lines, *now.waits, *(f"problem: {problem}" for problem in now.problems)]))
     return EXIT_FAILURE if now.problems else EXIT_OK
-
-
-def measured(args: argparse.Namespace) -> JobSnapshot:
-    """The job as two looks show it."""
-    with Asker(args.servers, args.credentials) as asker:
-        sampler = Sampler(asker, answer_s=args.timeout)
-        sampler.look()
-        time.sleep(MEASURED_S)
-        return sampler.look()

@@ -22,6 +22,9 @@ RUN_ID_BYTES_MAX = 128
 
 CLIENT_STATE_BYTES_MAX = 1 << 20
 
+CUTS_MAX = 8
+"""Cuts that one message may name."""
+
 SAFETENSORS_SUFFIX = ".safetensors"
 
 

@@ -21,6 +21,9 @@ PADDING_FIELD = 14
 PAYLOAD_FIELD = 15
 ALIGNMENT = 8  # of float64; bytes objects themselves start on 16-byte boundaries
 
+FRAME_BYTES_MAX = 4 << 20
+"""Largest payload of a frame of rows or of vectors, unless one row alone is larger."""
+
 FIELDS_MAX = 64
 """Fields of one frame, several times what any has. Each is looked at in Python: a message full of tiny ones would keep a shard
 busy for seconds."""

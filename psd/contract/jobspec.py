@@ -222,7 +222,8 @@ class JobSpec:
                 raise InvalidRequest(f"{where}: group {table.group} has tensors; a group has either tensors or tables")
             group = self.groups[table.group]
             if group.is_static or group.is_layerwise:
-                raise InvalidRequest(f"{where}: rule {group.rule!r} is none for tables; elementwise ones are")
+                why = "it needs the norm of a whole tensor, and a table has rows that nobody has stored; " * group.is_layerwise
+                raise InvalidRequest(f"{where}: rule {group.rule!r} is none for tables: {why}elementwise ones are")
             if group.info.is_custom and table.updates != "lazy":
                 raise InvalidRequest(f"{where}: updates: must be lazy with a rule of your own, got {table.updates!r}")
             if group.staleness not in ("", RATE):

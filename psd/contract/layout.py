@@ -111,6 +111,7 @@ class Layout:
 
     Attributes:
         spec: the job spec. spaces: the flat spaces. blocks: all blocks of the job, by index.
+        client_state_shard: to which workers give what they save for themselves: that of the first block that is pushed to.
         digest: 16 bytes that two layouts share exactly if they are equal.
     """
 
@@ -125,6 +126,7 @@ class Layout:
                 members.setdefault((tensor.group, tensor.dtype), []).append(index)
         for (group, dtype_name), tensors in sorted(members.items()):
             self._add_space(group, dtype_name, tensors)
+        self.client_state_shard = self.shard_of(next((block.index for block in self.blocks if block.trained), 0))
         self.digest = self._digest()
 
     def _add_space(self, group: int, dtype_name: str, tensors: list[int]) -> None:
@@ -191,11 +193,6 @@ class Layout:
     def tables_block(self, shard: int) -> int | None:
         """Index of the block that stands for a shard's part of the tables; None in a job without tables."""
         return len(self.blocks) + shard if self.spec.tables else None
-
-    @property
-    def client_state_shard(self) -> int:
-        """The shard to which workers give what they save for themselves: that of the first block that is pushed to."""
-        return self.shard_of(next((block.index for block in self.blocks if block.trained), 0))
 
     def blocks_of(self, shard: int) -> list[Block]:
         """The blocks that a shard owns, in ascending order; empty where there are fewer blocks than shards."""

@@ -13,10 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from psd.contract.errors import InvalidRequest, InvalidTensor
+from psd.contract.frames import FRAME_BYTES_MAX
 from psd.v1 import data_pb2, job_pb2
-
-FRAME_BYTES_MAX = 4 << 20
-"""Largest payload of a frame, ids and numbers, unless one row alone is larger."""
 
 ID_BYTES = 8
 _ID = np.dtype(np.uint64)
@@ -50,7 +48,7 @@ class TableRows(NamedTuple):
 def in_frames(
     tables: Iterable[TableRows], nbytes_max: int = FRAME_BYTES_MAX, *, ids_alone: bool = False
 ) -> Iterator[list[TableRows]]:
-    """Cut rows into frames of at most so many bytes, or of one row: views of the arrays, in order. Of nothing, nothing.
+    """Cut rows into frames of at most so many bytes, or of one larger row: views of the arrays, in order. Of nothing, nothing.
 
     ids_alone: their numbers do not travel.
     """

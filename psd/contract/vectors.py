@@ -111,8 +111,7 @@ def check_function(kind: str, function: str, arguments: int, dtype: str) -> None
     if arguments != len(known[function]):
         expected = ", ".join(known[function]) or "none"
         raise InvalidRequest(f"{kind}: {function} takes the arguments: {expected}; got {arguments}")
-    names = list(known)
-    if dtype == "int64" and names.index(function) >= names.index("sqrt" if kind == "map" else "div"):
+    if dtype == "int64" and function in words.NOT_FOR_WHOLE:
         raise InvalidRequest(f"{kind}: {function} is not for int64")
 
 

@@ -112,22 +112,24 @@ class Stream:
         Raises:
             Disconnected: the peer cannot be reached any more. TimeoutError: see `set_timeout`.
         """
-        views = [memoryview(piece).cast("B") for piece in payload if len(piece)]
-        nbytes = sum(view.nbytes for view in views)
+        views = [memoryview(piece).cast("B") for piece in payload if len(piece)] if payload else []
+        nbytes = sum([view.nbytes for view in views]) if views else 0
         with self._sending:
             front = b"".join((self._kept_back, PREFIX.pack(kind, len(head), nbytes), head))
             if more and len(front) + nbytes <= KEPT_BACK_BYTES_MAX:
                 self._kept_back = b"".join((front, *views))
                 return
             self._kept_back = b""
-            unsent = [memoryview(front), *views]
-            while unsent:
+            unsent, left = [memoryview(front), *views], len(front) + nbytes
+            while left:
                 try:
                     sent = self.socket.sendmsg(unsent[:BUFFERS_MAX])
                 except OSError as error:
                     self._pause_after(error)
                     continue
-                unsent = _beyond(unsent, sent)
+                left -= sent
+                if left:
+                    unsent = _beyond(unsent, sent)
 
     def send_if_idle(self, kind: Kind) -> None:
         """Send a message of 16 bytes, unless another one is being sent or the peer does not read; never waits."""

@@ -7,7 +7,6 @@ know tickets or listeners.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import socket
 import threading
@@ -214,7 +213,9 @@ class ServedConnection:
             self._shard.check_draining()
             self._check_caller(getattr(call, head).caller)
             self._is_in_call = True
-            with self._way_out() as put, contextlib.closing(self._answers(call, sent)) as answers:
+            put = self._way_out()
+            answers = self._answers(call, sent)
+            try:
                 for item in answers:
                     if isinstance(item, data_pb2.PushReply):
                         reply.push.CopyFrom(item)
@@ -232,6 +233,10 @@ class ServedConnection:
                         put(_Outgoing(item, call.place if call.into_memory else None, call.announce))
                     else:
                         item.release()
+            finally:
+                answers.close()
+                if self._second_thread is not None:
+                    self._second_thread.flush()  # all answers have left
         except (Disconnected, TimeoutError):
             raise
         except Exception as error:
@@ -244,8 +249,9 @@ class ServedConnection:
             self._stream.send(Kind.REPLY, reply.SerializeToString())
         finally:
             self._is_in_call = False
-            with self._lock:
-                self._callbacks.clear()
+            if self._callbacks:
+                with self._lock:
+                    self._callbacks.clear()
 
     def _answers(
         self, call: bulk_pb2.BulkCall, sent: _Sent | None
@@ -268,20 +274,14 @@ class ServedConnection:
             ahead = call.ahead.rows, memoryview(call.ahead.payload), places
         return self._plane.push_pull(call.push, sent.blocks(), waiter, ahead)
 
-    @contextlib.contextmanager
-    def _way_out(self) -> Iterator[Callable[[_Outgoing], None]]:
-        """Choose the way for answers: a second thread, if there are many and a core to spare. In the end they have left."""
+    def _way_out(self) -> Callable[[_Outgoing], None]:
+        """Choose the way for answers: a second thread, if there are many and a core to spare."""
         job = self._shard.job  # None while a checkpoint is loaded; then the call is refused for that
-        is_large = job is not None and len(job.blocks) >= BLOCKS_FOR_TWO_THREADS
-        if not (is_large and self._has_core_to_spare()):
-            yield self._deliver
-            return
+        if job is None or len(job.blocks) < BLOCKS_FOR_TWO_THREADS or not self._has_core_to_spare():
+            return self._deliver
         if self._second_thread is None:
             self._second_thread = Outbox(self._deliver, lambda out: out.answer.release(), "psd-bulk-out")
-        try:
-            yield self._second_thread.put
-        finally:
-            self._second_thread.flush()
+        return self._second_thread.put
 
     def _check_caller(self, caller: job_pb2.Caller) -> None:
         if caller.rank != self.rank:
@@ -291,16 +291,15 @@ class ServedConnection:
     def _deliver(self, out: _Outgoing) -> None:
         answer = out.answer
         try:
-            head = data_pb2.PullFrame(block=answer.block, version=answer.version).SerializeToString()
             if out.place is None:
-                self._stream.send(Kind.ANSWER, head, answer.values, more=True)  # at least the REPLY
+                self._stream.send(Kind.ANSWER, _head(answer), answer.values, more=True)  # at least the REPLY
                 return
             if self._has_hung_up:  # a worker that has not waited for this process may use its memory otherwise
                 raise Disconnected("the worker has hung up")
             if answer.nbytes:
                 np.copyto(self._attached().parameter(answer.block, out.place), answer.values)
             if out.is_announced:
-                self._stream.send(Kind.ANSWER, head)
+                self._stream.send(Kind.ANSWER, _head(answer))
         finally:
             answer.release()
 
@@ -323,6 +322,10 @@ class ServedConnection:
             self._stream.send(Kind.ERROR, message.SerializeToString())
         except (Disconnected, TimeoutError):
             return
+
+
+def _head(answer: PulledBlock) -> bytes:
+    return data_pb2.PullFrame(block=answer.block, version=answer.version).SerializeToString()
 
 
 class _Outgoing(NamedTuple):
@@ -371,12 +374,12 @@ class _Sent:
                 # What has come together has no order, and the update of a round that is complete is left to the first call that
                 # reads the block: each worker's begins elsewhere, and they share the work.
                 begin = count * self._rank // memory.world_size
-                for left, i in zip(range(count, 0, -1), (*range(begin, count), *range(begin)), strict=True):
+                for following, i in enumerate((*range(begin, count), *range(begin)), 1):
                     block = message.blocks[i]
                     present = message.present[i] if message.present else b""
                     is_empty = present and not any(present)
                     values = memoryview(b"") if is_empty else values_of(block)
-                    yield PushedBlock(block, present, values, is_lent=True, is_followed=left > 1)
+                    yield PushedBlock(block, present, values, is_lent=True, is_followed=following < count)
             else:
                 if count > 1 or (self._unread and not count):
                     raise InvalidRequest(f"blocks: has {count} entries, expected the one whose payload follows")

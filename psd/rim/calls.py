@@ -211,9 +211,8 @@ class Waiter:
         self._shard = shard
         self._context = context
         self._ticket: Ticket | None = None
+        self._is_told = False  # of the caller's end
         self._has_hung_up = False
-        if not context.add_callback(self._on_end):
-            self._has_hung_up = True
 
     def _on_end(self) -> None:
         self._has_hung_up = True
@@ -229,6 +228,9 @@ class Waiter:
         """
         timeout = wait_s(self._context)
         self._ticket = ticket
+        if not self._is_told:
+            self._is_told = True
+            self._has_hung_up = not self._context.add_callback(self._on_end)
         if self._has_hung_up:
             ticket.fail(_HungUp("the caller hung up"))
         try:

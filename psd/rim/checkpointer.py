@@ -212,6 +212,7 @@ class Checkpointer:
                     self._parts(snapshot),
                     worker_clocks=snapshot.worker_clocks,
                     client_states=snapshot.client_states,
+                    learning_rates=snapshot.learning_rates,
                     tables=snapshot.tables,
                     base=snapshot.cut.base,
                     vectors=vectors,

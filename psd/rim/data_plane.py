@@ -51,7 +51,7 @@ class PushedBlock(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes of all numbers and ids."""
-        return self.payload.nbytes + sum(numbers.nbytes for numbers in self.memory)
+        return self.payload.nbytes + (sum(numbers.nbytes for numbers in self.memory) if self.memory else 0)
 
 
 RowsAsked: TypeAlias = tuple[Sequence[data_pb2.RowsPart], memoryview, Sequence[memoryview]]
@@ -82,18 +82,14 @@ class PulledBlock:
         block: index. version: updates applied. values: (n,) the parameters, unchanged until `release`.
     """
 
-    __slots__ = ("_page", "_state", "block", "version")
+    __slots__ = ("_page", "_state", "block", "values", "version")
 
     def __init__(self, state: Trained, found: Found) -> None:
         self._state = state
         self.version: int = found[0]
         self._page: Any = found[1]
         self.block = state.index
-
-    @property
-    def values(self) -> NDArray[Any]:
-        """The block's parameters."""
-        return _NO_VALUES if self._page is None else self._page.parameter
+        self.values: NDArray[Any] = _NO_VALUES if self._page is None else self._page.parameter
 
     @property
     def nbytes(self) -> int:
@@ -134,7 +130,9 @@ class DataPlane:
         """See DataService.Push: the push's reply."""
         began = self._now()
         push = self._begin(header, waiter)
-        for block in self._arriving(push, blocks):
+        for block in blocks:
+            if not block.more:
+                self._exchange.check_arrival(push)
             # Nothing is lent: who only pushes does not wait for the round.
             while (
                 ticket := self._exchange.push_block(
@@ -142,6 +140,7 @@ class DataPlane:
                 )
             ) is not None:
                 waiter.wait(ticket)
+            self.counts.count_bytes(received=block.nbytes)
         reply = self._exchange.end_push(push)
         self.counts.count_call("push", self._now() - began)
         yield reply
@@ -203,7 +202,9 @@ class DataPlane:
             rows = tables.checks.rows(parts, ids, 0, has_values=False, memory=memory)
         pending: deque[Trained] = deque()
         try:
-            for block in self._arriving(push, blocks):
+            for block in blocks:
+                if not block.more:
+                    self._exchange.check_arrival(push)
                 covered = len(push.covered)
                 while (
                     ticket := self._exchange.push_block(
@@ -218,6 +219,7 @@ class DataPlane:
                     )
                 ) is not None:
                     waiter.wait(ticket)
+                self.counts.count_bytes(received=block.nbytes)
                 if len(push.covered) > covered:
                     pending.append(push.job.trained(block.block))
                 if block.is_followed and pull.has_rounds:
@@ -245,14 +247,6 @@ class DataPlane:
         push = self._exchange.begin_push(header)
         self._pass_gate(push, push.clock, waiter)
         return push
-
-    def _arriving(self, push: Push, blocks: Iterator[PushedBlock]) -> Iterator[PushedBlock]:
-        """The blocks of a push, each counted when the next one is asked for."""
-        for block in blocks:
-            if not block.more:
-                self._exchange.check_arrival(push)
-            yield block
-            self.counts.count_bytes(received=block.nbytes)
 
     def _pass_gate(self, call: Push | Pull, clock: int, waiter: Waiter) -> None:
         while (ticket := self._exchange.gate(call, clock)) is not None:

@@ -33,17 +33,13 @@ AnswerT = TypeVar("AnswerT")
 
 
 class DataService:
-    """The data plane of one shard.
-
-    Attributes:
-        reads: taken, without waiting, by each reader's call.
-    """
+    """The data plane of one shard."""
 
     def __init__(self, shard: Shard, plane: DataPlane, guard: CallGuard) -> None:
         self._shard = shard
         self._guard = guard
         self._plane = plane
-        self.reads = threading.BoundedSemaphore(shard.config.limits.reads_max)
+        self._reads = threading.BoundedSemaphore(shard.config.limits.reads_max)
         self._strangers = Strangers(CALLS_MAX)
 
     def handler(self) -> grpc.GenericRpcHandler[Any, Any]:
@@ -105,19 +101,19 @@ class DataService:
 
     def read(self, request: data_pb2.ReadRequest, context: grpc.ServicerContext) -> Iterator[bytes]:
         """See DataService.Read."""
-        with self._reading():
+        with self.reading("Read"):
             yield from self._read(request, context)
 
     @contextlib.contextmanager
-    def _reading(self) -> Iterator[None]:
-        """Count a reader's call; refuse it if there are too many."""
-        if not self.reads.acquire(blocking=False):
+    def reading(self, call: str) -> Iterator[None]:
+        """Count a call that fetches; refuse it if there are too many."""
+        if not self._reads.acquire(blocking=False):
             limit = self._shard.config.limits.reads_max
-            raise Overloaded(f"Read: {limit} readers are fetching parameters already (the shard's --max-reads)")
+            raise Overloaded(f"{call}: {limit} callers are fetching already (the shard's --max-reads)")
         try:
             yield
         finally:
-            self.reads.release()
+            self._reads.release()
 
     def _read(self, request: data_pb2.ReadRequest, context: grpc.ServicerContext) -> Iterator[bytes]:
         done: Done = SimpleQueue()
@@ -161,7 +157,7 @@ class DataService:
     def read_rows(self, requests: Iterator[Frame], context: grpc.ServicerContext) -> Iterator[bytes]:
         """See DataService.ReadRows."""
         del context
-        with self._reading():
+        with self.reading("ReadRows"):
             first = _first_rows(requests, "read")
             yield from map(_rows_frame, self._plane.read_rows(first.head.read, _rows(first, requests)))
 

@@ -137,7 +137,7 @@ class ShardServer:
             checkpointer=self._checkpointer,
         )
         data = DataService(self.shard, planes["grpc"], guard)
-        vectors = VectorService(self.shard, guard, data.reads, self._gate)
+        vectors = VectorService(self.shard, guard, data.reading, self._gate)
         self._server.add_generic_rpc_handlers((data.handler(), control.handler(), vectors.handler()))
         shown = Reflection((DATA, CONTROL, VECTORS, health.SERVICE_NAME, reflection.SERVICE_NAME), pace)
         reflection_pb2_grpc.add_ServerReflectionServicer_to_server(shown, self._server)

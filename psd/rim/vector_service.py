@@ -5,7 +5,7 @@ One function per RPC. Payloads that exceed a message come and go in frames. Must
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -13,7 +13,7 @@ import grpc
 import numpy as np
 
 from psd.contract import frames
-from psd.contract.errors import InvalidRequest, Overloaded
+from psd.contract.errors import InvalidRequest
 from psd.contract.vectors import spec_message
 from psd.rim.calls import CallGuard, Frame, checked, frame_parser, message_parser
 from psd.rim.strangers import CALLS_MAX, Strangers
@@ -24,21 +24,21 @@ from psd.v1 import vectors_pb2
 _DESCRIPTOR = vectors_pb2.DESCRIPTOR.services_by_name["VectorService"]
 SERVICE = _DESCRIPTOR.full_name
 
-FRAME_BYTES = 4 << 20
-
 
 class VectorService:
     """The calls for the vectors of one shard.
 
     Args:
-        gate: that batches pass. reads: taken, without waiting, by each call that fetches; shared with readers' other calls.
+        gate: that batches pass. reading: counts a call that fetches, or refuses it; see DataService.reading.
     """
 
-    def __init__(self, shard: Shard, guard: CallGuard, reads: Any, gate: VectorGate) -> None:
+    def __init__(
+        self, shard: Shard, guard: CallGuard, reading: Callable[[str], AbstractContextManager[None]], gate: VectorGate
+    ) -> None:
         self._gate = gate
         self._shard = shard
         self._guard = guard
-        self._reads = reads
+        self._reading = reading
         self._strangers = Strangers(CALLS_MAX)
 
     def handler(self) -> grpc.GenericRpcHandler[Any, Any]:
@@ -128,15 +128,10 @@ class VectorService:
     def fetch(self, request: vectors_pb2.VectorFetch, context: grpc.ServicerContext) -> Iterator[bytes]:
         """See VectorService.Fetch."""
         del context
-        if not self._reads.acquire(blocking=False):
-            limit = self._shard.config.limits.reads_max
-            raise Overloaded(f"Fetch: {limit} callers are fetching already (the shard's --max-reads)")
-        try:
+        with self._reading("Fetch"):
             numbers = self._shard.vectors.fetch(request).data.cast("B")
-            for at in range(0, len(numbers), FRAME_BYTES):
-                yield frames.join(b"", numbers[at : at + FRAME_BYTES])
-        finally:
-            self._reads.release()
+            for at in range(0, len(numbers), frames.FRAME_BYTES_MAX):
+                yield frames.join(b"", numbers[at : at + frames.FRAME_BYTES_MAX])
 
 
 def _batch_of(frame: Frame) -> vectors_pb2.VectorBatch:

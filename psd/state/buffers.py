@@ -7,9 +7,10 @@ own, seldom, and before the push that reaches a cut. That call also tells of cut
 from __future__ import annotations
 
 from psd.contract import frames
+from psd.contract.config import CUTS_MAX
 from psd.contract.errors import InvalidRequest
 from psd.state.core import ShardCore
-from psd.state.durability.cuts import CUTS_MAX, Cuts, check_cuts
+from psd.state.durability.cuts import Cuts, check_cuts
 from psd.state.job import Job
 from psd.state.workers.membership import Membership, Worker, WorkerState
 from psd.v1 import data_pb2
@@ -17,9 +18,7 @@ from psd_core.arena import ArenaClosed
 
 
 def wants_buffers(job: Job, members: Membership, worker: Worker) -> bool:
-    """True if this worker is to store its buffers: there is none of a lower rank, or all are to."""
-    if not job.wants_buffers:
-        return False
+    """True if this worker is to store its buffers, which the job has: there is none of a lower rank, or all are to."""
     return job.wants_all_buffers or all(w.state is not WorkerState.LIVE for w in members.workers[: worker.rank])
 
 

@@ -310,6 +310,11 @@ class ShardCore:
                 f"{shard_index}/{shard_count}; servers must be listed in the order of the shards, all of them"
             )
 
+    def check_is_first(self, what: str) -> None:
+        """Raise WrongShard unless this is shard 0. what: happens there alone, such as "barriers are held by"."""
+        if self.config.shard_index != 0:
+            raise WrongShard(f"{what} shard 0, this is shard {self.config.shard_index}")
+
     def check_run(self, run_id: str) -> None:
         """Raise ForeignRun unless a reader means this run, by name or by none; NotDeclared while the shard is tentative."""
         if run_id and run_id != self.run_id:
@@ -330,7 +335,8 @@ class ShardCore:
 
     def check_target(self, caller: job_pb2.Caller) -> None:
         """Raise ForeignRun or ShardRestarted unless the caller means this shard in this life."""
-        self.check_run_id(caller.run_id)
+        if caller.run_id != self.run_id:
+            self.check_run_id(caller.run_id)
         if caller.incarnation != self.incarnation:
             raise ShardRestarted(
                 f"caller.incarnation: shard {self.config.shard_index} is incarnation {self.incarnation}, "

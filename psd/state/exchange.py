@@ -49,7 +49,7 @@ class Exchange:
 
     def begin_push(self, header: data_pb2.PushHeader) -> Push:
         """Check the whole header before any block is touched."""
-        scalars = tuple(tuple(group.values) for group in header.scalars)
+        scalars = tuple([tuple(group.values) for group in header.scalars])
         with self._core.lock:
             worker = self._core.check_caller(header.caller)
             job = self._core.initialized()
@@ -61,18 +61,21 @@ class Exchange:
             check_cuts(header.cuts)
             check_client_state(header.client_state)
             check_first_gradient(header.first_gradient)
-            versions = job.versions_read(header.versions)
-            scale = check_scale(header, job.spec)
+            has_rounds = job.policy.has_rounds
+            versions = {} if has_rounds else job.versions_read(header.versions)
+            scale = check_scale(header, job.spec) if header.HasField("scale") else 1.0
             begun_as = check_begun_as(header.session, header.caller)
             if header.since > header.clock + 1:
                 raise InvalidRequest(f"since: {header.since} is beyond clock {header.clock}")
-            if job.policy.has_rounds:
+            if has_rounds:
                 job.agreement.check(header.clock, Voice(header.since, worker.rank, scalars))
             # Without rounds a clock decides nothing but who waits for this worker, itself at the gate included. With rounds it
             # waits for the first valid block, see _enter.
-            skipped = not job.policy.has_rounds and self._core.members.on_clock(worker, header.clock)
-            self._core.count_staged(decisions)
-        job.participant.follow(decisions)
+            skipped = not has_rounds and self._core.members.on_clock(worker, header.clock)
+            if job.is_exact:
+                self._core.count_staged(decisions)
+        if decisions:
+            job.participant.follow(decisions)
         if skipped:
             self._core.settle()
         return Push(
@@ -94,8 +97,9 @@ class Exchange:
 
     def _enter(self, push: Push, job: Job) -> None:
         """Note that the push has brought a valid block: from here on it takes part."""
-        self._check_session(push)
-        self._keep_client_state(push, job)
+        if push.client_state:
+            self._check_session(push)
+            self._keep_client_state(push, job)
         with self._core.lock:
             self._check_session(push)
             if job.policy.has_rounds:
@@ -103,7 +107,8 @@ class Exchange:
             self._core.on_used()
             push.worker.has_pushed = True
             skipped = self._core.members.on_clock(push.worker, push.clock)
-        self._cuts.learn(job, push.cuts)
+        if push.cuts:
+            self._cuts.learn(job, push.cuts)
         push.is_entered = True
         if skipped:
             self._core.settle()
@@ -111,14 +116,13 @@ class Exchange:
     def _keep_client_state(self, push: Push, job: Job) -> None:
         """Write down what the worker saves with this push, before any block counts it."""
         rank, members = push.worker.rank, self._core.members
-        if push.client_state:
-            self._core.client_states.on_push(
-                rank,
-                (push.begun_as, push.clock + 1),
-                push.client_state,
-                counted=job.last_counted(rank),
-                is_current=lambda: members.session_of(rank) == push.session,
-            )
+        self._core.client_states.on_push(
+            rank,
+            (push.begun_as, push.clock + 1),
+            push.client_state,
+            counted=job.last_counted(rank),
+            is_current=lambda: members.session_of(rank) == push.session,
+        )
 
     def gate(self, call: Push | Pull, clock: int) -> Ticket | None:
         """A ticket if a worker at `clock` must wait for slower ones before it may push or pull."""
@@ -212,7 +216,8 @@ class Exchange:
             raise self._core.gone_back() from None
         if outcome is Outcome.EARLY:
             return self._core.when(block, push.clock, push.worker, push.session, WaitKind.EARLIER_ROUND)
-        push.staged.clear()
+        if block is job.tables:
+            push.staged.clear()
         if index not in push.covered:
             push.covered.add(index)
             push.outcomes[outcome] += 1
@@ -226,7 +231,7 @@ class Exchange:
     ) -> tuple[NDArray[Any] | None, NDArray[np.uint8] | None]:
         """A block's gradient, None if it is empty, and the mask of its segments that have one, None if all have."""
         plan = block.plan
-        mask = frames.present_mask(present, len(plan.segment_ends))
+        mask = frames.present_mask(present, len(plan.segment_ends)) if present else None
         if mask is not None and not mask.any():
             if payload.nbytes:
                 raise InvalidTensor(
@@ -251,7 +256,8 @@ class Exchange:
                 f"block: {job.lacking(push.covered)} is missing; the push of clock {push.clock} ended after "
                 f"{len(push.covered)} of {job.trained_count} blocks"
             )
-        counted, late, staged = (push.outcomes[i] for i in (Outcome.COUNTED, Outcome.LATE, Outcome.STAGED))
+        outcomes = push.outcomes
+        counted, late, staged = outcomes[Outcome.COUNTED], outcomes[Outcome.LATE], outcomes[Outcome.STAGED]
         clock = push.clock + 1
         with self._core.lock:
             self._check_session(push)
@@ -267,14 +273,14 @@ class Exchange:
                 self._core.counters.pushes_duplicate += 1
             self._core.open_gates(push.worker)
             overruled = job.agreement.overruled(push.clock, push.worker.rank)
-            wants = wants_buffers(job, self._core.members, push.worker)
-            same = job.same_gradient_as(push.worker.rank, push.first_gradient)
+            wants = job.wants_buffers and wants_buffers(job, self._core.members, push.worker)
+            same = job.same_gradient_as(push.worker.rank, push.first_gradient) if push.first_gradient else None
             orders = self._core.orders.current()
         self._schedule.announce_due()
         return data_pb2.PushReply(
             clock=max(clock, job.version_max) if late else clock,
             blocks_counted=counted,
-            blocks_duplicate=push.outcomes[Outcome.DUPLICATE],
+            blocks_duplicate=outcomes[Outcome.DUPLICATE],
             blocks_late=late,
             blocks_staged=staged,
             cuts=self._cuts.latest(),
@@ -394,8 +400,6 @@ def tables_of(job: Job) -> TablesBlock:
 
 def check_scale(header: data_pb2.PushHeader, spec: JobSpec) -> float:
     """The factor of a push; InvalidRequest if the worker may not choose it, or it is out of range."""
-    if not header.HasField("scale"):
-        return 1.0
     if spec.consistency.has_rounds or not spec.clip_norm:
         raise InvalidRequest("scale: only in a job without rounds that has clip_norm; in rounds, a verdict has it")
     if not 0 <= header.scale <= 1:  # also refuses NaN

@@ -126,6 +126,9 @@ class Job:
             self.tables = TablesBlock(self._tables_index, spec, stores_of(), rounds, times, checks, wall, rules)
             self._trained.append(self.tables)
         self.trained_count = len(self._trained)
+        self._pushed_to: dict[int, BlockState | TablesBlock] = {block.index: block for block in trained_blocks}
+        if self.tables is not None:
+            self._pushed_to[self.tables.index] = self.tables
         self.buffer_blocks = {index: b for index, b in self.blocks.items() if spec.groups[b.plan.group].is_of_buffers}
         self.wants_buffers = any(group.is_of_buffers for group in spec.groups) or bool(self.layout.untrained_shards)
         self.wants_all_buffers = any(group.is_of_buffers and "mean" in group.flags for group in spec.groups)
@@ -172,12 +175,11 @@ class Job:
         Raises:
             BlockOutOfRange: it is not this shard's. InvalidRequest: nothing is pushed to it.
         """
-        if self.tables is not None and index == self._tables_index:
-            return self.tables
-        block = self.block(index)
-        if not block.plan.trained:
-            raise InvalidRequest(f"block: {index} belongs to static group {block.plan.group}, to which nothing is pushed")
-        return block
+        found = self._pushed_to.get(index)
+        if found is None:
+            group = self.block(index).plan.group
+            raise InvalidRequest(f"block: {index} belongs to static group {group}, to which nothing is pushed")
+        return found
 
     @property
     def block_count(self) -> int:
@@ -205,19 +207,17 @@ class Job:
         self._fit_scalars = scalars
 
     def same_gradient_as(self, rank: int, digest: bytes) -> int | None:
-        """The lowest other rank whose first gradient had this digest; None if there is none. Empty: not known."""
-        if not digest:
-            return None
+        """The lowest other rank whose first gradient had this digest; None if there is none."""
         self._first_gradients[rank] = digest
         return min((other for other, its in self._first_gradients.items() if its == digest and other != rank), default=None)
 
     def versions_read(self, versions: Sequence[int]) -> dict[int, int]:
-        """The versions that a push's header says its worker has read, by block; empty where rounds make them pointless.
+        """The versions that a push's header says its worker has read, by block; not asked for where rounds make them pointless.
 
         Raises:
             InvalidRequest: another number of them than there are trained blocks; or none, where the job needs them.
         """
-        if self.policy.has_rounds or not self._trained:
+        if not self._trained:
             return {}
         if not versions and any(group.staleness for group in self.spec.groups):
             raise InvalidRequest("versions: are needed, because a group of the job has a staleness")
@@ -263,12 +263,12 @@ class Job:
     @property
     def version_min(self) -> int:
         """Updates applied to the block that is furthest behind; 0 without trained blocks."""
-        return min((b.version for b in self._trained), default=0)
+        return min([b.version for b in self._trained], default=0)
 
     @property
     def version_max(self) -> int:
         """Updates applied to the block that is furthest ahead."""
-        return max((b.version for b in self._trained), default=0)
+        return max([b.version for b in self._trained], default=0)
 
     @property
     def trained_versions(self) -> tuple[int, ...]:

@@ -2,24 +2,27 @@
 
 Workers hear of it by the replies to their pushes. An order begins at a clock that nobody can have reached before hearing of it:
 a worker pushes for a round only after the one before it has closed on shard 0, and so after a reply to an earlier push. Kept
-beside the arena before anybody hears of it. Must not know workers.
+beside the arena before anybody hears of it. Scales are in checkpoints, too: a job that goes on from one has the scale that it
+had there. Each holds from its clock on, so that a job that goes back has the same scales at the same steps again.
+Must not know workers.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from psd.contract.errors import InvalidRequest
+from psd.contract.orders import NEXT_PUSH
 from psd.state import locks
 from psd.v1 import job_pb2
 
 SCALE_MAX = 1e6
 ORDERS_MAX = 8
-"""Scales that are kept; of those that lie further back only the last one matters."""
+"""Scales that are kept, the latest ones: a job that goes back needs earlier ones, too."""
 
 
-@locks.guarded_by(locks.Level.SHARD)
+@locks.guarded_by(locks.Level.SHARD, but=("learning_rates_from",))
 class JobOrdersDesk:
     """The orders of one job.
 
@@ -30,37 +33,56 @@ class JobOrdersDesk:
     def __init__(self, save: Callable[[bytes], None]) -> None:
         self._save = save
         self._orders = job_pb2.JobOrders()
+        self._current: job_pb2.JobOrders | None = None  # the same, if there are any
 
     def restore(self, stored: bytes) -> None:
         """Go on with what an earlier process of this shard has kept."""
-        self._orders.ParseFromString(stored)
+        self._take(job_pb2.JobOrders.FromString(stored))
+
+    def learning_rates_from(self, clock: int) -> list[job_pb2.LearningRateScale]:
+        """The scales of pushes at that clock and later, for a checkpoint. Needs no lock: orders are replaced as a whole."""
+        rates = [*self._orders.learning_rates]
+        begun = sum(rate.clock <= clock for rate in rates)
+        return rates[max(0, begun - 1) :]
+
+    def on_restore(self, stored: Sequence[job_pb2.LearningRateScale]) -> None:
+        """Take up the scales of a checkpoint. What this shard knows itself is newer, from its own first scale on.
+
+        Raises:
+            OutOfSpace: they cannot be kept; nothing has changed.
+        """
+        own = [*self._orders.learning_rates]
+        earlier = [rate for rate in stored if not own or rate.clock < own[0].clock]
+        if earlier:
+            self._change(job_pb2.JobOrders(learning_rates=[*earlier, *own], ends_at=self._orders.ends_at))
 
     def current(self) -> job_pb2.JobOrders | None:
         """The orders, for replies, which copy them; None if there are none."""
-        return self._orders if self._orders.ByteSize() else None
+        return self._current
 
-    def scale_learning_rate(self, scale: float, clock: int, progress: int) -> job_pb2.LearningRateScale:
+    def scale_learning_rate(self, scale: float, clock: int) -> job_pb2.LearningRateScale:
         """Scale the learning rate from a clock on; the order that holds, which is an earlier one if that says the same.
+
+        Later ones are dropped: they were given before the job went back to a checkpoint.
 
         Raises:
             InvalidRequest: no learning rate is scaled so. OutOfSpace: it cannot be kept; nothing has changed.
         """
         if not (math.isfinite(scale) and 0 < scale <= SCALE_MAX):
             raise InvalidRequest(f"scale: expected more than 0 and at most {SCALE_MAX:g}, got {scale}")
-        rates = list(self._orders.learning_rates)
-        if rates and rates[-1].scale == scale:
+        rates = self._orders.learning_rates
+        if rates and rates[-1].scale == scale and rates[-1].clock <= clock:
             return rates[-1]
-        while len(rates) > 1 and (rates[1].clock <= progress or len(rates) >= ORDERS_MAX):
-            rates.pop(0)
-        begin = max(clock, rates[-1].clock) if rates else clock
-        found = job_pb2.LearningRateScale(clock=begin, scale=scale)
-        self._change(job_pb2.JobOrders(learning_rates=[*rates, found], ends_at=self._orders.ends_at))
+        earlier = [rate for rate in rates if rate.clock < clock]
+        found = job_pb2.LearningRateScale(clock=clock, scale=scale)
+        kept = [*earlier, found][-ORDERS_MAX:]
+        self._change(job_pb2.JobOrders(learning_rates=kept, ends_at=self._orders.ends_at))
         return found
 
     def end(self, clock: int) -> int:
         """End the job before the pushes of a clock; the clock, which is an earlier order's if there was one."""
         if not self._orders.ends_at:
-            self._change(job_pb2.JobOrders(learning_rates=self._orders.learning_rates, ends_at=max(1, clock)))
+            self._change(job_pb2.JobOrders(learning_rates=self._orders.learning_rates, ends_at=max(NEXT_PUSH, clock)))
         return self._orders.ends_at
 
     def on_ended(self) -> None:
@@ -70,4 +92,8 @@ class JobOrdersDesk:
 
     def _change(self, orders: job_pb2.JobOrders) -> None:
         self._save(orders.SerializeToString())
+        self._take(orders)
+
+    def _take(self, orders: job_pb2.JobOrders) -> None:
         self._orders = orders
+        self._current = orders if orders.ByteSize() else None

@@ -7,7 +7,7 @@ in workers/loads.py.
 from __future__ import annotations
 
 from psd.contract import frames
-from psd.contract.errors import InvalidRequest, WrongShard
+from psd.contract.errors import InvalidRequest
 from psd.state.aggregation.block import SetMark
 from psd.state.core import ShardCore
 from psd.state.tickets import Ticket, WaitKind
@@ -25,8 +25,7 @@ class ParameterDesk:
     def load(self, request: control_pb2.LoadRequest) -> Ticket | None:
         """Enter a worker; the ticket resolves with whether it is to set the values; None: they are set. See Load."""
         core = self._core
-        if core.config.shard_index != 0:
-            raise WrongShard(f"loads are coordinated by shard 0, this is shard {core.config.shard_index}")
+        core.check_is_first("loads are coordinated by")
         with core.lock:
             worker = core.check_caller(request.caller)
             job = core.initialized()

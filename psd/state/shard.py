@@ -18,7 +18,8 @@ from copy import copy
 
 from psd.checkpoint import CheckpointDirectory
 from psd.contract.config import ConfigError, ServerConfig
-from psd.contract.errors import CheckpointFailed, Draining, InvalidRequest, PsdError, WrongShard
+from psd.contract.errors import CheckpointFailed, Draining, InvalidRequest, PsdError
+from psd.contract.orders import end_text, scale_text
 from psd.contract.roster import Absence
 from psd.state.aggregation.settlement_desk import SettlementDesk
 from psd.state.buffers import BufferDesk
@@ -110,8 +111,7 @@ class Shard:
 
     def arrive(self, request: control_pb2.BarrierRequest) -> Ticket:
         """Enter a barrier; the ticket resolves with its generation."""
-        if self.config.shard_index != 0:
-            raise WrongShard(f"barriers are held by shard 0, this is shard {self.config.shard_index}")
+        self._core.check_is_first("barriers are held by")
         with self._core.lock:
             worker = self._core.check_caller(request.caller)
             self._core.barriers.check(request.name, request.seq, self.config.limits.name_bytes_max)
@@ -205,6 +205,7 @@ class Shard:
         snapshot.timeline = self._core.timeline
         step = snapshot.cut.step if snapshot.job.policy.has_rounds else None
         snapshot.worker_clocks.update({w.rank: w.clock if step is None else step for w in members.workers if w.session})
+        snapshot.learning_rates = self._core.orders.learning_rates_from(snapshot.cut.step)
         snapshot.client_states.update(self._core.client_states.at(snapshot.job.counted_on(snapshot.pages, snapshot.tables)))
 
     def close(self, *, keep: bool) -> None:
@@ -237,49 +238,43 @@ class Shard:
 
     def scale_learning_rate(self, scale: float) -> job_pb2.LearningRateScale:
         """Scale the job's learning rate; see ControlService.SetLearningRate."""
-        progress, clock = self._next_clock()
+        clock = self._next_clock()
         with self._core.lock:
-            found = self._core.orders.scale_learning_rate(scale, clock, progress)
-        logger.warning("the learning rate is scaled by %g from step %d on, as an operator has ordered", scale, found.clock)
+            found = self._core.orders.scale_learning_rate(scale, clock)
+        logger.warning("%s, as an operator has ordered", scale_text(found))
         return found
 
     def end_job(self) -> int:
         """Have all workers end before the pushes of one clock; see ControlService.Drain."""
-        _, clock = self._next_clock()
+        clock = self._next_clock()
         with self._core.lock:
             ends_at = self._core.orders.end(clock)
-        logger.warning("the job ends at step %d, as an operator has ordered", ends_at)
+        logger.warning("%s, as an operator has ordered", end_text(ends_at))
         return ends_at
 
-    def _next_clock(self) -> tuple[int, int]:
-        """The job's progress, and the first clock that nobody pushes at before hearing of what is ordered now."""
-        if self.config.shard_index != 0:
-            raise WrongShard(f"orders are given to shard 0, this is shard {self.config.shard_index}")
+    def _next_clock(self) -> int:
+        """The first clock that nobody pushes at before hearing of what is ordered now; 0 without rounds."""
+        self._core.check_is_first("orders are given to")
         job = self._core.initialized()
         if not job.trained_count:
             raise InvalidRequest("shard 0 has no trained blocks, by whose replies workers would hear of it; use fewer shards")
-        progress = self.schedule.progress
-        return progress, progress + AHEAD if job.policy.has_rounds else 0
+        return self.schedule.progress + AHEAD if job.policy.has_rounds else 0
 
     # -- curves --------------------------------------------------------------------------------------------------------
 
     def log(self, request: control_pb2.LogRequest) -> None:
         """Keep the points of a worker's series; see ControlService.Log."""
-        self._check_keeps_curves()
+        self._core.check_is_first("scalars are kept by")
         worker = self.check_caller(request.caller)
         batch = PointBatch(request.first, request.names, request.series, request.steps, request.values, request.ago_s)
         self._curves.add(worker.rank, worker.connection, batch)
 
     def curves(self, after: int) -> control_pb2.CurvesReply:
         """The points of all workers' series; see ControlService.Curves."""
-        self._check_keeps_curves()
+        self._core.check_is_first("scalars are kept by")
         latest, more, parts = self._curves.read(after)
         curves = [control_pb2.Curve(**part._asdict()) for part in parts]
         return control_pb2.CurvesReply(incarnation=self._core.incarnation, latest=latest, more=more, curves=curves)
-
-    def _check_keeps_curves(self) -> None:
-        if self.config.shard_index != 0:
-            raise WrongShard(f"scalars are kept by shard 0, this is shard {self.config.shard_index}")
 
     # -- what the rim asks ---------------------------------------------------------------------------------------------
 

@@ -64,7 +64,7 @@ class Push:
         return Voice(self.since, self.worker.rank, self.scalars)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Pull:
     """A pull in progress: who reads, and at which clock.
 

@@ -33,12 +33,12 @@ def _state(now: JobSnapshot) -> tuple[str, str]:
     silent = [shard.index for shard in now.shards if shard.state == "no answer"]
     workers = now.workers
     live = [worker for worker in workers if worker.state == _LIVE]
+    if workers and all(worker.state == "finished" for worker in workers):  # then the shards end, too
+        return "finished", f"Finished at step {now.clock}"
     if len(silent) == len(now.shards):
         return "unreachable", f"No shard answers; last seen at step {now.clock}" if workers else "No shard answers"
     if silent:
         return "waiting", f"{_noun('Shard', silent)} {'does' if len(silent) == 1 else 'do'} not answer"
-    if workers and all(worker.state == "finished" for worker in workers):
-        return "finished", f"Finished at step {now.clock}"
     if not now.consistency:
         return "starting", "Nothing is declared yet"
     if any(worker.steps_per_s > 0 for worker in live):

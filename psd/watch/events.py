@@ -24,18 +24,23 @@ def _events(before: JobSnapshot, now: JobSnapshot) -> Iterator[tuple[str, str, s
     if now.timeline > before.timeline and before.run_id:
         yield "restart", "warning", f"the job went back to checkpoint {now.restored_from or 'of an earlier time'}"
     for old, new in zip(before.shards, now.shards, strict=True):
-        yield from _of_shard(old, new)
+        yield from _of_shard(old, new, is_finished=now.state == "finished")
     known = {worker.rank: worker for worker in before.workers}
     for worker in now.workers:
         yield from _of_worker(known.get(worker.rank), worker)
     if before.state != now.state and now.state == "finished":
         yield "run", "info", f"all workers have left, at step {now.clock}"
+    for order in now.orders:
+        if order not in before.orders:
+            yield "order", "warning", f"an operator's order: {order}"
     yield from _of_checkpoints(before, now)
 
 
-def _of_shard(old: ShardSnapshot, new: ShardSnapshot) -> Iterator[tuple[str, str, str]]:
+def _of_shard(old: ShardSnapshot, new: ShardSnapshot, *, is_finished: bool) -> Iterator[tuple[str, str, str]]:
     if new.state == "no answer":
-        if old.state != "no answer":
+        if old.state != "no answer" and is_finished:
+            yield "leave", "info", f"shard {new.index} has ended"
+        elif old.state != "no answer":
             yield "lost", "error", _lost(new)
         return
     if old.incarnation and new.incarnation != old.incarnation:

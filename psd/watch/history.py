@@ -87,7 +87,7 @@ def moment_of(snapshot: JobSnapshot) -> Moment:
         cpu=tuple(shard.cpu_share for shard in snapshot.shards),
         memory=tuple(shard.memory_bytes for shard in snapshot.shards),
         rounds=tuple(shard.rounds_per_s for shard in snapshot.shards),
-        latency=tuple(max((call.mean_s for call in shard.calls), default=0.0) for shard in snapshot.shards),
+        latency=tuple(shard.latency_s for shard in snapshot.shards),
     )
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
+from psd.contract.orders import orders_text
 from psd.contract.printable import printable
 from psd.v1 import control_pb2 as pb
 from psd.watch.diagnosis import diagnosed
@@ -28,7 +29,10 @@ from psd.watch.snapshot import (
     TableTotals,
     WorkerSnapshot,
 )
-from psd.watch.words import wait_text, waits_text
+from psd.watch.words import shard_state, wait_text, waits_text, worker_state
+
+MEASURED_S = 1.0
+"""Seconds between the two looks of a picture that is shown once: rates need two."""
 
 RATE_S = 10.0
 """Seconds over which rates are measured."""
@@ -99,6 +103,12 @@ class Sampler:
         self.now = now
         return now
 
+    def measure(self) -> JobSnapshot:
+        """Look twice, with time in between; the second look."""
+        self.look()
+        time.sleep(MEASURED_S)
+        return self.look()
+
     @property
     def events(self) -> Sequence[Event]:
         """Events that the last look has found."""
@@ -109,12 +119,14 @@ class Sampler:
         shards = tuple(self._shard(index, answer) for index, answer in enumerate(answers))
         found = tuple(map(printable, problems(answers)))
         if not replies and self.now is not None:
+            found = () if self.now.state == "finished" else found
             return diagnosed(replace(self.now, at=self._wall(), shards=shards, waits=(), problems=found, steps_per_s=0.0))
         job = next((reply for reply in replies if reply.consistency), pb.StatusReply())
         merged = merged_workers(replies)
         waits = [each.wait for each in merged_waits(replies)]
         clock = job_clock(merged)
-        workers = tuple(self._worker(worker, waits, merged) for worker in merged)
+        foremost = max((worker.clock for worker in merged), default=0)
+        workers = tuple(self._worker(worker, waits, foremost) for worker in merged)
         now = JobSnapshot(
             at=self._wall(),
             run_id=printable(next((reply.run_id for reply in replies if reply.run_id), "")),
@@ -140,6 +152,7 @@ class Sampler:
             workers=workers,
             tables=_tables(replies),
             waits=tuple(map(printable, waits_text([wait for wait in waits if wait.waited_s >= WAIT_S]))),
+            orders=self._orders(answers[0].reply, clock),
             checkpoint=shards[0].checkpoint,
             problems=found,
         )
@@ -167,13 +180,12 @@ class Sampler:
             self._rates.forget("shard", index)
         live = sum(worker.state == pb.WORKER_STATE_LIVE for worker in reply.workers)
         calls = tuple(self._calls(index, call) for call in reply.calls)
-        state = pb.ShardState.Name(reply.state).removeprefix("SHARD_STATE_").lower()
-        life = pb.LifeCycle.Name(reply.life).removeprefix("LIFE_CYCLE_").lower() if reply.life else state
+        state, detail = shard_state(reply)
         return ShardSnapshot(
             index=index,
             address=printable(reply.address or answer.server),
             state=state,
-            detail="" if life == state else life,
+            detail=detail,
             incarnation=incarnation,
             restarts=reply.restarts,
             uptime_s=reply.uptime_s,
@@ -204,6 +216,12 @@ class Sampler:
             checkpoint=_checkpoint(reply),
         )
 
+    def _orders(self, first: pb.StatusReply | None, clock: int) -> tuple[str, ...]:
+        """Orders that shard 0 has, in words; if it does not answer, those that it had."""
+        if first is None:
+            return self.now.orders if self.now is not None else ()
+        return tuple(orders_text(first.learning_rates, first.ends_at, clock))
+
     def _rate(self, shard: int, name: str, value: float) -> float:
         return self._rates.of(("shard", shard, name), self._clock(), value)
 
@@ -212,7 +230,7 @@ class Sampler:
         seconds_per_s = self._rate(shard, f"{call.call} seconds", call.seconds)
         return CallTimes(printable(call.call), call.count, per_s, seconds_per_s / per_s if per_s else 0.0)
 
-    def _worker(self, worker: pb.WorkerStatus, waits: Sequence[pb.Wait], workers: Sequence[pb.WorkerStatus]) -> WorkerSnapshot:
+    def _worker(self, worker: pb.WorkerStatus, waits: Sequence[pb.Wait], foremost: int) -> WorkerSnapshot:
         now, rank = self._clock(), worker.rank
         open_s = max((w.waited_s for w in waits if w.kind in _IN_ROUNDS and _is_missing(rank, w)), default=0.0)
         awaited_s = worker.awaited_s + open_s  # the shards count a wait when it has ended
@@ -220,13 +238,13 @@ class Sampler:
         own = [wait for wait in waits if wait.rank == rank and wait.waited_s >= WAIT_S]
         return WorkerSnapshot(
             rank=rank,
-            state=_worker_state(worker),
+            state="failed" if worker.failed and worker.state == pb.WORKER_STATE_EXPIRED else worker_state(worker),
             host=printable(worker.host),
             pid=worker.pid,
             lane=printable(worker.transport),
             clock=worker.clock,
             steps_per_s=self._rates.of(("worker", rank, "clock"), now, worker.clock),
-            behind=max(each.clock for each in workers) - worker.clock,
+            behind=foremost - worker.clock,
             awaited_s=awaited_s,
             awaited_share=min(1.0, share),
             last_seen_s=worker.last_seen_s,
@@ -256,11 +274,6 @@ class Sampler:
         for name, point in found:
             self.history.add_point(name, point)
         return found
-
-
-def _worker_state(worker: pb.WorkerStatus) -> str:
-    state = pb.WorkerState.Name(worker.state).removeprefix("WORKER_STATE_").lower()
-    return "failed" if state == "expired" and worker.failed else state
 
 
 def _is_missing(rank: int, wait: pb.Wait) -> bool:

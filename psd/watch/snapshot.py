@@ -88,6 +88,11 @@ class ShardSnapshot:
     ages: tuple[int, ...] = ()
     checkpoint: CheckpointSnapshot | None = None
 
+    @property
+    def latency_s(self) -> float:
+        """Mean seconds of its slowest kind of call; 0 if none is made."""
+        return max((call.mean_s for call in self.calls), default=0.0)
+
 
 @dataclass(frozen=True)
 class WorkerSnapshot:
@@ -121,7 +126,7 @@ class Event:
     """Something that has happened between two looks.
 
     Attributes:
-        at: seconds since 1970. kind: "join", "leave", "lost", "restart", "checkpoint", "refused", "state" or "run".
+        at: seconds since 1970. kind: "join", "leave", "lost", "restart", "checkpoint", "refused", "order", "state" or "run".
         level: "info", "warning" or "error".
         step: of the job, or of the checkpoint.
     """
@@ -154,6 +159,7 @@ class JobSnapshot:
         slow: ranks of workers that hold others back.
         clock: of the job, as in psdctl status. steps_per_s: of that clock. worker_steps_per_s: of all workers together.
         waits: who waits for whom, a sentence for each group of workers that wait alike.
+        orders: what an operator has ordered and holds, or will, a sentence for each.
         checkpoint: of shard 0, the last one. problems: as in psdctl status.
     """
 
@@ -181,5 +187,6 @@ class JobSnapshot:
     workers: tuple[WorkerSnapshot, ...]
     tables: tuple[TableTotals, ...]
     waits: tuple[str, ...]
+    orders: tuple[str, ...]
     checkpoint: CheckpointSnapshot | None
     problems: tuple[str, ...]

@@ -6,6 +6,9 @@ from collections.abc import Iterable, Sequence
 
 from psd.v1 import control_pb2 as pb
 
+GAP = 2
+"""Blanks between two columns."""
+
 
 def wait_text(wait: pb.Wait) -> str:
     """One sentence: who waits, in what, for whom."""
@@ -55,6 +58,29 @@ def _missing_text(worker: pb.WorkerStatus) -> str:
     if worker.last_seen_s < 0:
         return f"worker {worker.rank} (has not joined)"
     return f"worker {worker.rank} (last seen {duration(worker.last_seen_s)} ago, at step {worker.clock})"
+
+
+def shard_state(reply: pb.StatusReply) -> tuple[str, str]:
+    """The shard's state in a word; and its place in the life cycle, if that says more."""
+    state = pb.ShardState.Name(reply.state).removeprefix("SHARD_STATE_").lower()
+    life = pb.LifeCycle.Name(reply.life).removeprefix("LIFE_CYCLE_").lower() if reply.life else state
+    return state, "" if life == state else life
+
+
+def worker_state(worker: pb.WorkerStatus) -> str:
+    """The worker's state in a word."""
+    return pb.WorkerState.Name(worker.state).removeprefix("WORKER_STATE_").lower()
+
+
+def aligned(rows: Sequence[Sequence[str]], is_left: Sequence[bool]) -> list[str]:
+    """Rows as lines of aligned columns; the headings are the first row. is_left: by column, True for words."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        (" " * GAP)
+        .join(cell.ljust(width) if left else cell.rjust(width) for cell, width, left in zip(row, widths, is_left, strict=True))
+        .rstrip()
+        for row in rows
+    ]
 
 
 def size(count: float) -> str:

@@ -54,6 +54,43 @@ static inline int psd_populate(void *address, size_t nbytes)
 #endif
 }
 
+enum { PSD_LARGE_PAGE = 2 << 20 };
+
+/* Map a file for writing, at an address that is a multiple of PSD_LARGE_PAGE. Returns NULL and sets errno if it cannot. */
+static inline void *psd_map_large(int fd, size_t nbytes)
+{
+    const size_t room = nbytes + PSD_LARGE_PAGE;
+    char *const all = mmap(NULL, room, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (all == MAP_FAILED)
+        return NULL;
+    const size_t unit = (size_t)sysconf(_SC_PAGESIZE), before = -(uintptr_t)all % PSD_LARGE_PAGE;
+    const size_t end = (before + nbytes + unit - 1) / unit * unit;
+    void *const found = mmap(all + before, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd, 0);
+    const int status = errno;
+    if (found == MAP_FAILED) {
+        munmap(all, room);
+        errno = status;
+        return NULL;
+    }
+    if (before)
+        munmap(all, before);
+    munmap(all + end, room - end);
+    return found;
+}
+
+/* Have one large page hold what PSD_LARGE_PAGE bytes of a file in memory hold, which must not be all of them a hole: the address is a
+ * multiple of it. Whatever the system's settings for large pages say, since nobody else pays for it. Returns 0 or an errno. */
+static inline int psd_make_large(void *address)
+{
+#ifdef __linux__
+    /* MADV_COLLAPSE: Linux 6.1, younger than many a C library's headers. */
+    return madvise(address, PSD_LARGE_PAGE, 25) == 0 ? 0 : errno;
+#else
+    (void)address;
+    return ENOTSUP;
+#endif
+}
+
 /* Give a range of a file back to the file system; it reads as zero afterwards. Returns 0 or an errno. */
 static inline int psd_punch_hole(int fd, int64_t start, int64_t nbytes)
 {

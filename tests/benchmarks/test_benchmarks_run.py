@@ -106,6 +106,18 @@ def test_table_soak_when_a_shard_is_killed_then_every_sum_and_counter_is_right(t
 
 
 @pytest.mark.process
+def test_slow_links_when_no_link_is_limited_then_both_forms_learn_the_same(tmp_path):
+    """A table's bytes are a small part of those of the tensor."""
+    size = ("--mbit", "0", "--workers", "1", "--shards", "1", "--transports", "tcp", "--steps", "40", "--rounds", "1")
+
+    done = run("slow_links.py", *size, "--json", str(tmp_path / "figures"))
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    (result,) = json.loads((tmp_path / "figures").read_text())["results"]
+    assert result["times_fewer_bytes"] > 50
+
+
+@pytest.mark.process
 def test_overhead_when_metrics_are_scraped_then_both_jobs_are_timed_in_turns(tmp_path):
     """One transport, one round; each has a ratio; there were scrapes, and the dashboard has worked."""
     size = ("--transports", "shm", "--model", "mlp", "--rounds", "1", "--seconds", "0.1", "--watchers", "metrics,dashboard")

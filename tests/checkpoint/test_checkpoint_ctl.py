@@ -62,6 +62,7 @@ def test_checkpoints_when_asked_for_json_then_the_newest_valid_one_is_named(plac
         "reason",
         "rows",
         "base",
+        "learning_rate_scale",
     }
 
 

@@ -75,10 +75,11 @@ def test_ctrl_c_ends_it_at_once_while_a_page_is_open(start, tmp_path):
             async with session.get(f"{address}/api/stream") as reply:
                 first = await reply.content.readline()
                 process.signal(signal.SIGINT)
-                await reply.content.read()
-                return first
+                return first, await reply.content.read()
 
-    assert asyncio.run(watch()) == b"event: job\n"
+    first, last = asyncio.run(watch())
+    assert first == b"event: job\n"
+    assert last.endswith(b"event: end\ndata: {}\n\n"), "the page says that it has ended, not that the connection was lost"
     assert process.end() == 0
     assert TOKEN not in process.output
     assert len(process.lines) == 1

@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import selectors
 import socket
+import time
 from pathlib import Path
 from signal import SIGINT, SIGKILL, SIGTERM
 
 import pytest
 from commands import Process, processes
 
-from psd.cli.gathering import Gathering, Peer
-from psd.cli.node_link import MESSAGE_BYTES_MAX, SILENCE_S, NodeLink
+import psd
+from psd.cli.follower import Follower
+from psd.cli.gathering import (
+    END_S,
+    GATHER_S,
+    MISSING_SAID_S,
+    STRANGER_S,
+    STRANGERS_MAX,
+    STRANGERS_MESSAGE_BYTES_MAX,
+    Gathering,
+    Peer,
+)
+from psd.cli.node_link import SILENCE_S, NodeLink
 from psd.cli.node_places import NodePlaces, spread
+from psd.cli.node_proof import key_of, proof_of
 from psd.cli.policy import JobPolicy, Name, Phase, Send, Start
 from psd.cli.run import parse
 
@@ -124,8 +138,8 @@ class Meeting:
     """Node 0 of a job, and connections to it, all in this process."""
 
     def __init__(self, *options: str, address: str = "127.0.0.1") -> None:
-        self.argv = ["--nnodes", "3", "--rendezvous", "h:9", "--workers", "3", *options, "true"]
-        self.plan = parse(self.argv, {})
+        argv = ["--nnodes", "3", "--rendezvous", "h:9", "--workers", "3", *options, "true"]
+        self.plan = parse(argv, {"PSD_TLS_CA": "ca", "PSD_TOKEN_FILE": "token"})
         self.selector, self.told = selectors.DefaultSelector(), Told()
         self.gathering = Gathering(self.plan, address, lambda run_id: run_id, self.selector, self.told)
         self._sockets: list[socket.socket] = []
@@ -133,17 +147,18 @@ class Meeting:
     def connect(self, number: int | None = None) -> NodeLink:
         ours, theirs = socket.socketpair()
         self._sockets += [ours, theirs]
-        self.gathering.add(Peer(NodeLink(ours.fileno(), ours.fileno()), lambda: None, number))
+        self.gathering.add(Peer(NodeLink(ours.fileno(), ours.fileno()), lambda _: ours.close(), number, "10.0.0.9"))
         return NodeLink(theirs.fileno(), theirs.fileno())
 
-    def hello(self, **changed: object) -> dict:
-        found = {"psd": self._version(), "digest": self.plan.meeting.digest, "node": None, "host": "h", "address": "127.0.0.1"}
-        return {"hello": {**found, "kept": None, **changed}}
-
-    def _version(self) -> str:
-        import psd
-
-        return psd.__version__
+    def say_hello(self, link: NodeLink, key: bytes = b"", **changed: object) -> list[dict]:
+        """Join as a node; the answers."""
+        link.send({"join": psd.__version__})
+        self.handle()
+        (answer,) = link.receive()
+        hello = {"nonce": "mine", "proof": proof_of(key, "node", answer["nonce"], "mine"), "alike": self.plan.meeting.alike}
+        link.send({"hello": {**hello, "node": None, "host": "h", "address": "127.0.0.1", "kept": None, **changed}})
+        self.said = self.handle()
+        return link.receive() or []
 
     def handle(self) -> list[object]:
         """Handle what has come; what the loop was told of it."""
@@ -167,12 +182,11 @@ def meeting():
 
 def test_gathering_when_all_nodes_have_come_then_each_is_told_its_number_and_the_run(meeting):
     first, second = meeting.connect(), meeting.connect()
-    first.send(meeting.hello())
-    meeting.handle()
-    second.send(meeting.hello(kept="run-7"))
-    meeting.handle()
 
-    assert [first.receive(), second.receive()] == [[{"begin": "run-7", "node": 1}], [{"begin": "run-7", "node": 2}]]
+    assert meeting.say_hello(first) == [{"welcome": ""}]
+    assert meeting.said == [("say", "node 1 of 3 is h, at 127.0.0.1; waiting for 1 more")]
+    assert meeting.say_hello(second, kept="run-7") == [{"welcome": ""}, {"begin": "run-7", "node": 2}]
+    assert first.receive() == [{"begin": "run-7", "node": 1}]
     first.send({"ready": True})
     second.send({"ready": True})
     assert meeting.handle() == [("on_nodes_ready", "run-7", "127.0.0.1")]
@@ -187,26 +201,82 @@ def test_gathering_when_all_nodes_have_come_then_each_is_told_its_number_and_the
     assert meeting.handle() == [("on_lost", lost, "node 2 (h) is lost: what it says makes no sense")], "another node's process"
 
 
+def other(**changed: str) -> dict[str, str]:
+    return {**Meeting().plan.meeting.alike, **changed}
+
+
 @pytest.mark.parametrize(
     ("changed", "refused"),
     [
-        ({"psd": "0.0"}, "it has psd 0.0, not"),
-        ({"digest": "x"}, "its psd-run was given other options or another command"),
-        ({"node": 0}, "there is a node 0 already, of 3"),
-        ({"node": 3}, "there is a node 3 already, of 3"),
-        ({"address": "10.0.0.2"}, "127.0.0.1 and 10.0.0.2 cannot reach each other"),
+        ({"alike": other(nnodes="x")}, "its --nnodes differs from node 0's; all hosts must be given the same"),
+        (
+            {"alike": other(lease_s="x", command="x")},
+            "its --lease, command differs from node 0's; all hosts must be given the same",
+        ),
+        ({"node": 0}, "its --node-rank is 0, and that is this host, at 127.0.0.1"),
+        (
+            {"address": "10.0.0.2"},
+            "127.0.0.1 and 10.0.0.2 cannot reach each other; name hosts by addresses that the others reach",
+        ),
+        ({"proof": "0" * 64}, "it has a --token-file, and the other side has none; give it to all hosts or to none"),
     ],
 )
-def test_gathering_when_a_node_does_not_fit_then_it_is_told_why_and_the_others_wait_on(meeting, changed, refused):
-    link = meeting.connect()
-    link.send(meeting.hello(**changed))
-    meeting.handle()
+def test_gathering_when_a_node_does_not_fit_then_both_are_told_why_and_the_others_wait_on(meeting, changed, refused):
+    answers = meeting.say_hello(meeting.connect(), **changed)
 
-    (answer,) = link.receive()
-    assert answer["refused"].startswith(refused)
-    fitting = meeting.connect()
-    fitting.send(meeting.hello())
-    assert meeting.handle() == [("say", "node 1 of 3 is h, at 127.0.0.1; waiting for 1 more")]
+    assert answers == [{"refused": refused}]
+    assert meeting.said == [("say", f"refused 10.0.0.9: {refused}")]
+    assert meeting.say_hello(meeting.connect()) == [{"welcome": ""}]
+
+
+def test_gathering_when_a_node_has_another_psd_then_both_versions_are_named_and_nothing_that_a_terminal_obeys(meeting):
+    link = meeting.connect()
+
+    link.send({"join": "\x1b[2J0.0"})
+
+    refused = f"it has psd \\x1b[2J0.0, and node 0 has {psd.__version__}"
+    assert meeting.handle() == [("say", f"refused 10.0.0.9: {refused}")]
+    assert link.receive() == [{"refused": refused}]
+
+
+@pytest.fixture
+def token_files(tmp_path):
+    """Two lists of the same tokens in another order, and one that has a worker's token alone."""
+    lines = [f"{role} {role * 4}" for role in ("worker", "reader", "admin")]
+    for name, found in (("ours", lines), ("same", lines[::-1]), ("less", lines[:1])):
+        (tmp_path / name).write_text("\n".join(found))
+        (tmp_path / name).chmod(0o600)
+    return tmp_path
+
+
+def test_gathering_when_there_are_tokens_then_a_node_must_have_all_of_them_and_the_leader_too(token_files):
+    met = Meeting("--token-file", str(token_files / "ours"))
+    same = key_of(str(token_files / "same"))
+
+    assert met.say_hello(met.connect()) == [{"refused": "it has no --token-file; all hosts must have the same tokens"}]
+    less = met.say_hello(met.connect(), key_of(str(token_files / "less")))
+    assert less == [{"refused": "its --token-file has other tokens"}]
+    link = met.connect()
+    (answer,) = met.say_hello(link, same)
+    nonces = [peer.nonce for peer in met.gathering._joined]
+    met.close()
+    assert answer == {"welcome": proof_of(same, "leader", *nonces, "mine")}
+
+
+@pytest.mark.parametrize("proof", ["", "0" * 64])
+def test_follower_when_the_leader_does_not_have_the_tokens_then_nothing_is_done_for_it(token_files, proof, capsys):
+    met = Meeting("--token-file", str(token_files / "ours"))
+    link = met.connect()
+    follower = Follower(met.plan, None, link, "127.0.0.1")
+
+    for message in ({"begin": "run-7", "node": 1}, {"nonce": "theirs"}, {"start": ["worker", 1], "addresses": []}):
+        follower._handle(message)
+        assert follower._status is None
+    follower._handle({"welcome": proof})
+
+    met.close()
+    assert follower._status == 1
+    assert "error: the psd-run that leads the job is not to be trusted: it" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -214,30 +284,54 @@ def test_gathering_when_a_node_does_not_fit_then_it_is_told_why_and_the_others_w
 )
 def test_gathering_when_others_could_reach_the_shards_then_they_must_be_guarded(options, is_refused):
     met = Meeting(*options, address="10.0.0.1")
-    link = met.connect()
-    link.send(met.hello(address="10.0.0.2"))
-    met.handle()
-
-    answers = link.receive()
+    (answer,) = met.say_hello(met.connect(), address="10.0.0.2")
     met.close()
-    assert bool(answers) == is_refused
-    assert not answers or "need a certificate" in answers[0]["refused"]
+
+    assert ("need a certificate" in answer.get("refused", "")) == is_refused
 
 
-@pytest.mark.parametrize("nonsense", [b"GET / HTTP/1.1\r\n\r\n", b"[]\n", b'{"hello": 7}\n', b"x" * (MESSAGE_BYTES_MAX + 1)])
-def test_gathering_when_a_stranger_connects_then_nobody_minds(meeting, nonsense):
+@pytest.mark.parametrize(
+    "nonsense",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"[]\n",
+        b'{"hello": 7}\n',
+        b'{"hello": {"nonce": ""}}\n',
+        b"[" * 10_000 + b"\n",
+        b"x" * (STRANGERS_MESSAGE_BYTES_MAX + 1),
+    ],
+)
+def test_gathering_when_a_stranger_speaks_nonsense_then_nobody_minds(meeting, nonsense):
     link = meeting.connect()
-    sent = 0
-    while sent < len(nonsense):
-        try:
-            sent += os.write(link.writer, nonsense[sent : sent + 4096])
-        except BlockingIOError:
-            meeting.handle()
-        except BrokenPipeError:
-            break
-    for _ in range(64):
+    os.write(link.writer, nonsense)
+    for _ in range(4):
         assert meeting.handle() == []
     assert meeting.gathering._peers == []
+
+
+def test_gathering_when_many_strangers_hold_on_then_the_oldest_go_and_all_of_them_in_time(meeting):
+    with socket.create_server(("127.0.0.1", 0)) as listener, contextlib.ExitStack() as stack:
+        meeting.gathering.listen(listener, None)
+        meeting.handle()
+        for _ in range(STRANGERS_MAX + 2):
+            stack.enter_context(socket.create_connection(listener.getsockname()))
+            meeting.handle()
+        assert len(meeting.gathering._peers) == STRANGERS_MAX
+
+        meeting.gathering.on_time(time.monotonic() + STRANGER_S)
+        assert meeting.gathering._peers == []
+
+
+def test_gathering_when_nodes_are_missing_then_it_says_which_again_and_again_until_it_gives_up(meeting):
+    began_at = meeting.gathering._gather_by - GATHER_S
+    meeting.say_hello(meeting.connect(), node=2)
+
+    meeting.gathering.on_time(began_at + MISSING_SAID_S + 1)
+    meeting.gathering.on_time(began_at + MISSING_SAID_S + 2)
+    assert meeting.handle() == [("say", "waiting for node 1 of 3; there are 0 (this host), 2 (h)")]
+    meeting.gathering.on_time(began_at + GATHER_S + 1)
+    why = "not all have joined within 600 s; missing: node 1 of 3; there are 0 (this host), 2 (h)"
+    assert ("on_lost", [], why) in meeting.handle()
 
 
 def test_link_when_the_other_side_is_silent_then_it_is_lost_but_not_before():
@@ -246,8 +340,12 @@ def test_link_when_the_other_side_is_silent_then_it_is_lost_but_not_before():
         link = NodeLink(ours.fileno(), ours.fileno())
         began_at = link._heard_at
 
-        assert link.beat(began_at + SILENCE_S - 1)
+        beat_at = link.beat_at()
+        link.flush()
+        assert link.beat_at() == beat_at, "nothing was sent, so that the other side still waits for a sign of life"
+        assert link.beat(beat_at)
         assert NodeLink(theirs.fileno(), theirs.fileno()).receive() == [{}], "a sign of life"
+        assert link.beat(began_at + SILENCE_S - 1)
         assert not link.beat(began_at + SILENCE_S)
 
 
@@ -270,6 +368,19 @@ def nodes(tmp_path):
     yield begin
     for process in started:
         process.close()
+
+
+@pytest.mark.process
+def test_hosts_when_ssh_hangs_then_ctrl_c_ends_it_at_once():
+    with contextlib.closing(
+        Process("psd.cli.run", "--hosts", "a:1,b:1", "--ssh", "sh -c 'echo begun >&2; exec sleep 600'", "true")
+    ) as started:
+        for _ in range(2):
+            started.line("begun")
+
+        started.signal(SIGINT)
+
+        assert started.end(timeout_s=END_S / 2) == 130
 
 
 def run_id_of(leader: Process) -> str:

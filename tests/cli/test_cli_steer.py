@@ -1,15 +1,13 @@
-"""psdctl: what steers a job, workers, logs, and completion of words in shells."""
+"""psdctl: what steers a job, workers, logs."""
 
 import json
-import shutil
-import subprocess
 import threading
 
 import numpy as np
 import pytest
 
 import psd_client
-from psd.cli import job_logs, workers
+from psd.cli import job_logs
 from psd.cli.ctl import main
 
 GRADIENT = {"w": np.ones(4, np.float32)}
@@ -20,7 +18,7 @@ def job(cluster, monkeypatch):
     """Two workers that have declared a job on two shards, whose addresses are in PSD_SERVERS."""
     servers = cluster(2, lease_s=60.0).servers
     monkeypatch.setenv("PSD_SERVERS", servers)
-    monkeypatch.setattr(workers, "MEASURED_S", 0.0)
+    monkeypatch.setattr("psd.watch.sampler.MEASURED_S", 0.0)
     with psd_client.connect(servers, 0, 2) as first, psd_client.connect(servers, 1, 2) as second:
         both(lambda ps: ps.declare(GRADIENT, psd_client.SGD(lr=1.0)), first, second)
         both(step, first, second)
@@ -55,6 +53,8 @@ def test_an_operator_scales_the_learning_rate_kicks_a_worker_and_ends_the_job(jo
     assert main(["set-lr", "0.5", *where]) == 0
     assert capsys.readouterr().out == "the learning rate is scaled by 0.5 from step 4 on\n"
     assert shown(capsys, "status", *where)["shards"][0]["status"]["learning_rates"] == [{"clock": 4, "scale": 0.5}]
+    assert main(["status", *where]) == 0
+    assert "order: the learning rate is scaled by 0.5 from step 4 on\n" in capsys.readouterr().out
 
     table = shown(capsys, "workers", *where, "--sort", "step")
     assert [(worker["rank"], worker["state"], worker["clock"]) for worker in table["workers"]] == [
@@ -76,10 +76,17 @@ def test_an_operator_scales_the_learning_rate_kicks_a_worker_and_ends_the_job(jo
     assert first.clock == ends_at
 
 
-def test_a_command_that_cannot_be_done_says_what_to_type_next(job, capsys):
+def test_a_command_that_cannot_be_done_says_what_to_type_next(job, cluster, capsys):
     servers, *_ = job
+    lonely = cluster(1).servers
+    psd_client.connect(lonely, 0, 2).close()
     for words, message in [
         (["kick", "7", "--servers", servers], "there is no worker 7 in the job (psdctl workers lists them)"),
+        (
+            ["kick", "1", "--servers", lonely],
+            "worker 1 has not joined, so there is nothing to end (psdctl workers shows",
+        ),
+        (["drain", "--servers", lonely], "no job has been declared on this shard yet (psdctl status shows how far the job is)"),
         (["set-lr", "0", "--servers", servers], "scale: expected more than 0 and at most 1e+06, got 0.0"),
         (["drain", "--servers", "127.0.0.1:1"], "psdctl status shows which shards answer"),
         (["logs", "--log-dir", "/nowhere"], "/nowhere has no logs; psd-run --log-dir makes them"),
@@ -114,40 +121,3 @@ def test_logs_shows_the_last_lines_of_processes_and_what_follows(tmp_path, capsy
     assert capsys.readouterr().out == "[worker-1] begun and done\n"
     assert main(["logs", "worker-9", *where]) == 1
     assert "no log of worker-9; there are shard-0, worker-0, worker-1" in capsys.readouterr().err
-
-
-ASKED = {
-    "psdctl se": "set-lr",
-    "psdctl top --sort waited": "waited-for",
-    "psdctl completion f": "fish",
-    "psd-run --aggreg": "--aggregation",
-    "psd-server --log-level w": "warning",
-}
-"""What is typed -> the word that it becomes."""
-
-
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_completion_knows_the_words_of_all_three_programs(shell, tmp_path, capsys):
-    assert main(["completion", shell]) == 0
-    script = tmp_path / "script"
-    script.write_text(capsys.readouterr().out)
-    path = shutil.which(shell)
-    if path is None:
-        pytest.skip(f"{shell} is not installed")
-
-    def run(text):
-        return subprocess.run([path, "-c", text], capture_output=True, text=True, timeout=20, check=True).stdout.split()
-
-    subprocess.run([path, "-n", script], timeout=20, check=True)
-    for typed, word in ASKED.items():
-        words = typed.split()
-        if shell == "bash":
-            function = "_" + words[0].replace("-", "_")
-            found = run(
-                f"source {script}; COMP_WORDS=({typed}); COMP_CWORD={len(words) - 1}; {function}; echo ${{COMPREPLY[@]}}"
-            )
-        elif shell == "fish":
-            found = run(f"source {script}; complete -C '{typed}' | cut -f1")
-        else:
-            found = [word] if word in script.read_text() else []  # zsh completes in a terminal only
-        assert found == [word]

@@ -75,57 +75,22 @@ class FaultyLane(ShardLane):
         super().__init__(shard, address, "grpc")
         self._faults = faults
 
-    def join(self, *args: Any) -> Any:
-        with self._faults.around("join", self.shard):
-            return super().join(*args)
 
-    def declare(self, *args: Any) -> Any:
-        with self._faults.around("declare", self.shard):
-            return super().declare(*args)
+def _around(method: str) -> Callable[..., Any]:
+    call = getattr(ShardLane, method)
 
-    def commit(self, *args: Any) -> Any:
-        with self._faults.around("commit", self.shard):
-            return super().commit(*args)
+    def among_faults(lane: FaultyLane, *args: Any, **options: Any) -> Any:
+        with lane._faults.around(method, lane.shard):
+            return call(lane, *args, **options)
 
-    def measure(self, *args: Any) -> Any:
-        with self._faults.around("measure", self.shard):
-            return super().measure(*args)
+    return among_faults
 
-    def log(self, *args: Any) -> None:
-        with self._faults.around("log", self.shard):
-            super().log(*args)
 
-    def barrier(self, *args: Any) -> Any:
-        with self._faults.around("barrier", self.shard):
-            return super().barrier(*args)
-
-    def initialize(self, *args: Any) -> Any:
-        with self._faults.around("initialize", self.shard):
-            return super().initialize(*args)
-
-    def push(self, *args: Any) -> Any:
-        with self._faults.around("push", self.shard):
-            return super().push(*args)
-
-    def pull(self, *args: Any) -> Any:
-        with self._faults.around("pull", self.shard):
-            return super().pull(*args)
-
-    def push_pull(self, *args: Any) -> Any:
-        with self._faults.around("push_pull", self.shard):
-            return super().push_pull(*args)
-
-    def run_vectors(self, *args: Any) -> Any:
-        with self._faults.around("run_vectors", self.shard):
-            return super().run_vectors(*args)
-
-    def change_vectors(self, *args: Any) -> Any:
-        with self._faults.around("change_vectors", self.shard):
-            return super().change_vectors(*args)
-
-    def pull_rows(self, *args: Any, **options: Any) -> Any:
-        with self._faults.around("pull_rows", self.shard):
-            return super().pull_rows(*args, **options)
+for _method in (
+    *("join", "declare", "commit", "measure", "log", "barrier", "initialize", "push", "pull", "push_pull"),
+    *("run_vectors", "change_vectors", "pull_rows"),
+):
+    setattr(FaultyLane, _method, _around(_method))
 
 
 class Restartable:

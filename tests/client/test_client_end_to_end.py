@@ -397,7 +397,7 @@ def test_declare_tensors_when_groups_are_static_then_values_are_shared_and_stay(
                 ps._worker.gradients.views[0][:] = 1
                 ps.save_client_state(b"state of %d" % rank)
                 ps._worker.push_pull_flat(scalars, 1.0, np.array([True, False]))
-            ps._worker.push_flat(scalars)
+            ps._worker.push_pull_flat(scalars)
             ps._worker.pull_flat()
             ps.barrier("done")
             ps._worker._session.begin_anew()

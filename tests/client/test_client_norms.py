@@ -219,4 +219,4 @@ def test_arguments_that_make_no_sense_are_refused_before_anything_is_declared(cl
             ps.declare({"w": np.zeros(3)}, LAMB(), consistency="async")
         ps.declare({"w": np.zeros(3)}, SGD(lr=1.0))
         with pytest.raises(InvalidRequest, match='skip: the job was declared with nan_policy="refuse"'):
-            ps._worker.push_flat([[1.0, 0.0, 0.0, 0.0]], skip=True)
+            ps._worker.push_pull_flat([[1.0, 0.0, 0.0, 0.0]], skip=True)

@@ -73,6 +73,7 @@ def test_groups_when_tables_share_an_optimizer_then_they_share_an_entry_behind_t
         (np.array([3, -3], np.int32), [3, 2**64 - 3]),
         ([5, 6], [5, 6]),
         ([2**63 + 1], [2**63 + 1]),
+        ([[2**64 - 1], [5], [-2]], [[2**64 - 1], [5], [2**64 - 2]]),  # NumPy makes floating-point numbers of these
         ([], []),
         (7, 7),
     ],
@@ -91,6 +92,10 @@ def test_ids_when_whole_numbers_of_any_shape_then_are_64_bits(ids: Any, expected
         (np.zeros(3, np.bool_), "got bool"),
         (["a"], "got <U1; psd_client.hash_ids makes ids of strings"),
         (np.zeros(0), "got float64"),
+        ([1, 2**64], "ids: dtype must be int64 or uint64, got"),
+        ([1, 2**64 - 1, 0.5], "ids: dtype must be int64 or uint64, got float64"),
+        ([[1], [2, 3]], "ids: NumPy makes no array of it: .*inhomogeneous"),
+        ([True], "got bool"),
     ],
 )
 def test_ids_when_not_whole_numbers_then_says_so(ids: Any, match: str) -> None:
@@ -106,6 +111,7 @@ def test_ids_when_not_whole_numbers_then_says_so(ids: Any, match: str) -> None:
         ({"user": ([1, 2], np.zeros((2, 3), np.float32))}, r"tables\['user'\]\[1\]: shape must be \(2, 2\), .* got \(2, 3\)"),
         ({"user": ([1], np.zeros((1, 2)))}, r"tables\['user'\]\[1\]: dtype must be float32 or float16, got float64; convert"),
         ({"user": ([1.5], np.zeros((1, 2)))}, r"tables\['user'\]\[0\]: dtype must be int64"),
+        ({"user": ([1, 2], [[1, 2], [3]])}, r"tables\['user'\]\[1\]: NumPy makes no array of it: .*inhomogeneous"),
         ([1], "tables: expected pairs by name"),
     ],
 )
@@ -127,6 +133,8 @@ def test_hash_ids_when_strings_or_bytes_then_golden_values() -> None:
     assert psd_client.hash_ids([]).shape == (0,)
     with pytest.raises(InvalidTensor, match="values: expected strings or bytes, got 3"):
         psd_client.hash_ids(["a", 3])
+    with pytest.raises(InvalidTensor, match="values: expected strings or bytes, got 3"):
+        psd_client.hash_ids(3)
     with pytest.raises(InvalidRequest, match="seed: must be from 0"):
         psd_client.hash_ids("a", seed=-1)
 

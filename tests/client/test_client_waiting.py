@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,12 +38,19 @@ def reporter_at(clock: FakeClock) -> WaitReporter:
     return WaitReporter(0, 5.0, clock)
 
 
+@contextmanager
+def watching(reporter: WaitReporter, what: str, step: int) -> Iterator[None]:
+    reporter.begin(what, step)
+    yield
+    reporter.end()
+
+
 def test_report_when_a_worker_is_behind_then_names_it(caplog: pytest.LogCaptureFixture) -> None:
     """The message of the issue, complete in itself."""
     clock = FakeClock()
     reporter = reporter_at(clock)
 
-    with reporter.watching("push_pull", 41):
+    with watching(reporter, "push_pull", 41):
         clock.now = 6
         reporter.report([ROUND], [])
 
@@ -57,7 +65,7 @@ def test_report_when_a_shard_is_silent_then_names_it(caplog: pytest.LogCaptureFi
     health = ShardHealth(["h:7000", "h:7001"], clock)
     reporter = reporter_at(clock)
 
-    with reporter.watching("pull", 7):
+    with watching(reporter, "pull", 7):
         health.failed(1)
         clock.now = 7
         reporter.report([], health.silent())
@@ -70,7 +78,7 @@ def test_report_when_nobody_says_why_then_says_so(caplog: pytest.LogCaptureFixtu
     clock = FakeClock()
     reporter = reporter_at(clock)
 
-    with reporter.watching("pull", 7):
+    with watching(reporter, "pull", 7):
         clock.now = 6
         reporter.report([], [])
 
@@ -82,7 +90,7 @@ def test_due_when_a_wait_goes_on_then_doubles() -> None:
     clock = FakeClock()
     reporter = reporter_at(clock)
 
-    with reporter.watching("pull", 0):
+    with watching(reporter, "pull", 0):
         due_at = []
         for _ in range(4):
             due_in_s = reporter.due_in_s()
@@ -147,7 +155,7 @@ def test_report_when_shards_answer_heartbeats_and_not_the_call_then_names_those_
     clock = FakeClock()
     health, reporter = ShardHealth(["a:1", "b:2"], clock), reporter_at(clock)
     health.begin_asking(1)
-    with reporter.watching("push", 7):
+    with watching(reporter, "push", 7):
         clock.now += 5
         health.answered(1)
         reporter.report([], health.silent(), health.asked())
@@ -246,7 +254,7 @@ def test_step_when_nobody_has_joined_yet_then_sends_nothing_but_reports(caplog: 
     rig = Rig()
     rig.session.memberships.end()
 
-    with rig.reporter.watching("connect", 0):
+    with watching(rig.reporter, "connect", 0):
         rig.run_for(6)
 
     assert rig.lanes[0].requests == []
@@ -259,13 +267,13 @@ def test_step_when_a_wait_is_due_then_asks_the_shards_and_reports(caplog: pytest
     rig.lanes[1].answer = control_pb2.HeartbeatReply(waits=[ROUND])
     rig.heartbeats.step()
 
-    with rig.reporter.watching("pull", 41):
+    with watching(rig.reporter, "pull", 41):
         rig.run_for(5)
 
     assert rig.clock.now == 5
     rig.heartbeats.step()
     assert caplog.messages == []  # it has ended in the meantime
-    with rig.reporter.watching("pull", 41):
+    with watching(rig.reporter, "pull", 41):
         rig.run_for(5.5)
     assert caplog.messages == ["psd: worker 0: step 41: waiting for worker 3, last seen 12 s ago, at step 40"]
 
@@ -308,7 +316,7 @@ def test_step_when_a_shard_falls_silent_then_it_is_named_within_six_seconds(capl
     for lease_s, silent_from in itertools.product((2, 9, 60, 600), (0, 4, 7, 33)):
         rig = Rig(lease_s)
         caplog.clear()
-        with rig.reporter.watching("pull", 41):
+        with watching(rig.reporter, "pull", 41):
             rig.run_for(silent_from)
             fell_silent = rig.clock.now
             rig.lanes[1].answer = ShardUnavailable("silence")
@@ -323,7 +331,7 @@ def test_report_when_a_shard_has_not_answered_then_counts_from_the_question(capl
     rig = Rig()
     rig.lanes[1].answer = ShardUnavailable("silence")
 
-    with rig.reporter.watching("pull", 41):
+    with watching(rig.reporter, "pull", 41):
         rig.run_for(5.5)
 
     assert "psd: worker 0: shard 1 at h:7001 has not answered for 6 s" in caplog.messages

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from psd.contract.errors import InvalidRequest, InvalidTensor
-from psd.contract.rows import FRAME_BYTES_MAX, TableRows, in_frames, parts_of, rows_in
+from psd.contract.frames import FRAME_BYTES_MAX
+from psd.contract.rows import TableRows, in_frames, parts_of, rows_in
 from psd.v1 import data_pb2, job_pb2
 
 DIMS = [64, 3, 5000]

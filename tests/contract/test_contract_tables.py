@@ -61,7 +61,10 @@ def test_wrong_fields_are_named(change, error):
         (lambda: job(TABLE, tensors=(TensorSpec("w", (1,)),), groups=(GroupSpec(),)), "group 0 has tensors"),
         (lambda: job(TABLE, groups=(GroupSpec("static"),)), "rule 'static' is none for tables"),
         (lambda: job(tensors=(TensorSpec("w", (1,)),)), "tensor 'w': rule 'rowwise_adagrad' is for tables only"),
-        (lambda: job(TABLE, groups=(GroupSpec("lamb"),), aggregation="exact"), "rule 'lamb' is none for tables"),
+        (
+            lambda: job(TABLE, groups=(GroupSpec("lamb"),), aggregation="exact"),
+            "'lamb' is none for tables: it needs the norm of",
+        ),
     ],
 )
 def test_jobs_refuse_tables_that_do_not_fit(make, error):

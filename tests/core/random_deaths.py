@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import random
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any
@@ -37,3 +38,12 @@ def last_word_of_a_killed_process(
             word = ours.recv()
     ours.close()
     return word
+
+
+def last_words_of_killed_processes(work: Callable[..., None], path: Path) -> Iterator[Any]:
+    """The last words of a few processes, one after the other, each forked from one that has imported what `work` needs."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([work.__module__])
+    random_ = random.Random(7)
+    for _ in range(8):
+        yield last_word_of_a_killed_process(context, work, path, random_, 25)

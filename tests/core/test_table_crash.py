@@ -1,7 +1,5 @@
 """A table's partition after kill -9: a copy at every store of the protocol, and processes killed at random instants."""
 
-import multiprocessing
-import random
 import shutil
 import sys
 from collections import Counter
@@ -9,7 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 from helpers_rules import Case
-from random_deaths import last_word_of_a_killed_process
+from random_deaths import last_words_of_killed_processes
 from table_model import SGD, check_places, rows_of, spec_of
 
 from psd_core.initial import Zeros
@@ -145,16 +143,11 @@ def train_until_killed(path, connection):
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="forkserver as on Linux")
 def test_death_at_random_instants_leaves_whole_pushes(memory_path):
     """One partition; each process goes on with what the one before it left, and every sum is exact."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["psd_core.table"])
-    random_ = random.Random(7)
     path = memory_path / "table"
     TableStore.create(path, TableSpec("t", DIM, "sgd", init=Zeros(), max_bytes=1 << 24, push_max=2000, notes=1)).close(
         remove=False
     )
-    for _ in range(8):
-        acknowledged = last_word_of_a_killed_process(context, train_until_killed, path, random_, 25)
-
+    for acknowledged in last_words_of_killed_processes(train_until_killed, path):
         store = TableStore.open(path)
         done = int(store.notes()[0])
         assert done >= acknowledged

@@ -86,6 +86,12 @@ def test_the_normal_quantile_is_exact_and_the_distributions_have_their_moments(m
 
 
 def test_numbers_that_are_none_are_refused():
-    for make in (lambda: Normal(-1), lambda: Uniform(0, float("nan")), lambda: Constant("x")):
-        with pytest.raises(ValueError, match=r"std|high|value|could not"):
+    for make, says in (
+        (lambda: Normal(-1), "std: must be >= 0, got -1"),
+        (lambda: Uniform(0, float("nan")), "high: expected a finite number, got nan"),
+        (lambda: Uniform(2, 1), "low: must be at most high, which is 1, got 2"),
+        (lambda: Constant("x"), "value: expected a finite number, got 'x'"),
+        (lambda: Constant(None), "value: expected a finite number, got None"),
+    ):
+        with pytest.raises(ValueError, match=says):
             make()

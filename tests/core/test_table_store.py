@@ -1,6 +1,9 @@
 """The store of a table's partition against a dict of rows, and what it refuses."""
 
 import errno
+import os
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,6 +12,7 @@ from table_model import DIM, SGD, TableModel, check_places, rows_of, spec_of
 
 from psd_core import InvalidArray
 from psd_core import _arena_file as files
+from psd_core._arena import LARGE_PAGE_BYTES
 from psd_core.arena import ArenaBusy, ArenaClosed, ArenaCorrupt, ArenaError, ArenaFull
 from psd_core.initial import Zeros
 from psd_core.table import ROWWISE_ADAGRAD, RowSums, TableSpec, TableStore, mixed
@@ -123,6 +127,39 @@ def test_the_index_grows_little_by_little_and_takes_little(path):
     assert 0.6 < rows / (8 * counters["buckets"]) <= 0.8
     assert store.used_bytes - 4 * rows < 32 * rows
     check_places(store)
+
+
+def test_large_pages_hold_the_rows_where_the_system_has_them(path):
+    """Whole ones alone: beside them nothing but growth is taken, and opening finds them again."""
+    spec = TableSpec("t", 256, "sgd", max_bytes=1 << 27)
+    store = TableStore.create(path, spec)
+    ids = np.arange(8_000)
+    for part in np.split(ids, 8):
+        store.push(part, np.full((1000, 256), -1, np.float32), SGD.named | {"lr": 1.0}, distinct=True)
+
+    (lying,) = (lines for lines in mappings() if lines[0].endswith(str(path)))
+    start = int(lying[0].split("-")[0], 16)
+    assert start % LARGE_PAGE_BYTES == 0
+    assert store.used_bytes < 8_000 * (1024 + 32) + (1 << 20)
+    if probe_large_pages(path.parent):
+        large_kb = sum(int(line.split()[1]) for line in lying if line.startswith("ShmemPmdMapped:"))
+        assert large_kb * 1024 >= 4 << 20
+    store.close(remove=False)
+    assert (TableStore.open(path).read(ids) == 1).all()
+
+
+def mappings():
+    """Lines of smaps, those of each mapping together."""
+    text = Path("/proc/self/smaps").read_text()
+    return [part.splitlines() for part in re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", text)]
+
+
+def probe_large_pages(directory):
+    """True if files there can have large pages."""
+    file = files.File(directory / "probe", os.O_RDWR | os.O_CREAT)
+    file.extend(LARGE_PAGE_BYTES)
+    file.reserve(0, 1)
+    return file.map_large(LARGE_PAGE_BYTES).enlarge_page(0)
 
 
 def test_at_the_limit_rows_not_used_for_long_make_room(path):

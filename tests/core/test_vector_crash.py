@@ -1,14 +1,12 @@
 """Vectors after kill -9: a copy of the files at every store of the protocol, and processes killed at random instants."""
 
-import multiprocessing
 import os
-import random
 import sys
 from collections import Counter
 
 import numpy as np
 import pytest
-from random_deaths import last_word_of_a_killed_process
+from random_deaths import last_words_of_killed_processes
 
 from psd_core.reductions import unpack_answers
 from psd_core.vector import CRASH_POINTS, BatchName, VectorSpec, VectorStore
@@ -159,9 +157,6 @@ def add_until_killed(path, connection):
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="forkserver as on Linux")
 def test_death_at_random_instants_leaves_whole_batches(memory_path):
     """Each process goes on with what the one before it left; each answer is that of a whole batch."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["psd_core.vector"])
-    random_ = random.Random(7)
     path = memory_path / "vectors"
     n = 20 * STRIPE + 1
     store = VectorStore.create(path, shard=0, shards=1, sessions_max=2)
@@ -169,9 +164,7 @@ def test_death_at_random_instants_leaves_whole_batches(memory_path):
         store.create_vector(VectorSpec(name, n))
     store.run([Fill("one", 1.0)])
     store.close(remove=False)
-    for _ in range(8):
-        acknowledged = last_word_of_a_killed_process(context, add_until_killed, path, random_, 25)
-
+    for acknowledged in last_words_of_killed_processes(add_until_killed, path):
         store = VectorStore.open(path)
         done = store.sessions()[1]
         assert done >= acknowledged

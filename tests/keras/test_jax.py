@@ -101,6 +101,43 @@ def test_a_worker_that_joins_a_running_job_has_the_rates_of_its_step(cluster):
     assert train(1, 2) == ([3, 4], [3, 4, 5])
 
 
+def test_rows_of_a_table_are_an_argument_of_the_loss(run_workers):
+    """Two workers equal one process in which all rows are one array. Ids are repeated, and need all of their 64 bits."""
+
+    def of_loss(w, rows, y):
+        return jnp.mean((jnp.tanh(rows) @ w - y) ** 2)
+
+    def drawn(step, rank):
+        rng = np.random.default_rng((step, rank))
+        return rng.integers(0, 9, (4, 2)), rng.normal(size=(4, 2)).astype("float32")
+
+    first, w0 = np.uint64(2**63 + 5), np.linspace(-1, 1, 3, dtype="float32")
+    every = first + np.arange(9, dtype=np.uint64)
+    gradients = jax.jit(jax.grad(of_loss, argnums=(0, 1)))
+
+    def worker(ps):
+        table = psd_client.Table("user", 3, psd_client.SGD(lr=0.2), psd_client.Normal(1.0))
+        params = ps.declare({"w": w0}, psd_client.SGD(lr=0.1), tables=[table])
+        start = ps.tables["user"].pull(every)
+        ps.barrier("pulled")
+        for step in range(STEPS):
+            ids, y = drawn(step, ps.rank)
+            ids = first + ids.astype(np.uint64)
+            of_w, of_rows = gradients(params["w"], ps.tables["user"].pull(ids), y)
+            params = ps.push_pull({"w": of_w}, tables={"user": (ids, of_rows)})
+        return start, params["w"], ps.tables["user"].pull(every)
+
+    found = run_workers(2, 2, worker)
+    w, rows = jnp.asarray(w0), jnp.asarray(found[0][0])
+    for step in range(STEPS):
+        ids, y = (np.concatenate(parts) for parts in zip(drawn(step, 0), drawn(step, 1), strict=True))
+        of_w, of_rows = jax.grad(lambda w, rows, ids=ids, y=y: of_loss(w, rows[ids], y), argnums=(0, 1))(w, rows)
+        w, rows = w - 0.1 * of_w, rows - 0.2 * of_rows
+    for _, last, of_table in found:
+        np.testing.assert_allclose(last, w, atol=1e-6)
+        np.testing.assert_allclose(of_table, rows, atol=1e-6)
+
+
 def test_large_arrays_pass_through_jit(run_workers):
     """Callbacks with arrays of megabytes; what JAX holds is not the buffer of the next pull."""
 
@@ -163,6 +200,7 @@ def test_errors_keep_their_type_outside_of_jit(run_workers):
         ({"optimizer": 0.1}, TypeError, "expected one of psd_client's, such as psd_client.Adam"),
         ({"ps": object(), "connect_args": {"servers": "x:1"}}, TypeError, "pass either ps or connect_args"),
         ({"ps": object()}, TypeError, "ps: expected what psd_client.connect"),
+        ({"tables": []}, TypeError, "tables: this face takes none"),
         ({"params": {}}, psd_client.InvalidTensor, "params: has no leaves"),
         ({"params": {"n": jnp.ones(2, "int32")}}, psd_client.InvalidTensor, "params\\['n'\\]: dtype must be one of"),
         ({"params": {"a": [jnp.ones(2)], "a/0": jnp.ones(2)}}, psd_client.InvalidTensor, "two leaves have the same path"),

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from commands import Process
 
-TIMEOUT_S = 90.0
+TIMEOUT_S = 120.0
 
 TRAINING = """
 import os, sys, threading

@@ -7,6 +7,7 @@ import re
 from signal import SIGINT, SIGKILL
 
 import pytest
+from certificates import Authority
 from commands import processes
 from conftest import wait_until
 
@@ -97,4 +98,38 @@ def test_hosts_when_one_cannot_be_reached_then_the_job_does_not_begin(run, sshd,
 
     assert started.end() == 1
     assert "Connection refused" in started.output
-    assert "node 1 (b) is lost: the connection has ended; stopping the job" in started.output
+    assert "node 1 (b) has not joined: ssh has ended with status 255; stopping the job" in started.output
+
+
+def test_hosts_when_ssh_would_ask_for_a_password_then_the_job_does_not_begin(run, sshd, script):
+    started = run("--hosts", "a:1", "--ssh", f"{sshd.command} -o PubkeyAuthentication=no", script, 1)
+
+    assert started.end() == 1
+    assert "Permission denied" in started.output
+    assert "node 0 (a) has not joined: ssh has ended with status 255; stopping the job" in started.output
+
+
+def test_hosts_when_arguments_and_variables_have_spaces_and_quotes_then_they_arrive_as_they_are(run, sshd, tmp_path):
+    odd = ["two words", "a'b", 'c"d', "$HOME", "`id`", "", "*", "back\\slash", "line\nbreak", "-x", "ü"]
+    (tmp_path / "say.py").write_text("import os, sys\nprint(ascii([*sys.argv[1:], os.environ['ODD']]))")
+
+    started = run("--hosts", "b:1", "--ssh", sshd.command, "--env", "ODD", tmp_path / "say.py", *odd, environ={"ODD": odd[1]})
+
+    assert started.end() == 0
+    assert ascii([*odd, odd[1]]) in started.output
+
+
+def test_hosts_when_there_are_certificates_and_tokens_then_workers_have_them(job, tmp_path):
+    authority = Authority("ours")
+    (tmp_path / "ca").write_bytes(authority.pem)
+    pair = authority.issue("127.0.0.1").write(tmp_path, "host")
+    for name, text in {"tokens": "worker " + "w" * 16, "token": "w" * 16}.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o600)
+    environ = {"PSD_TLS_CA": str(tmp_path / "ca"), "PSD_TOKEN_FILE": str(tmp_path / "token")}
+    files = ["--tls-cert", pair["tls_cert"], "--tls-key", pair["tls_key"], "--token-file", tmp_path / "tokens"]
+
+    started = job(*files, *(f"--env={name}" for name in environ), steps=40, environ=environ)
+
+    assert started.end() == 0
+    assert started.output.count("trained to -60.0 -60.0") == 2

@@ -27,6 +27,7 @@ from psd.state.tickets import Ticket
 from psd_client.lanes.flat import FlatBuffers
 from psd_client.lanes.transport import Lane
 from psd_core.arena import Arena, Page
+from psd_core.table import RowSums, TableStore
 
 LEFT_OUT_TYPES = frozenset(
     [
@@ -65,6 +66,7 @@ LEFT_OUT_TYPES = frozenset(
         "Readers",
         "RetryPolicy",
         "RoundTimes",
+        "RowChecks",
         "RuleInfo",
         "Scanner",
         "ServerConfig",
@@ -72,6 +74,7 @@ LEFT_OUT_TYPES = frozenset(
         "Shards",
         "SimpleNamespace",
         "Static",
+        "SumsPool",
         "Storage",
         "TensorSpec",
         "WaitReporter",
@@ -262,6 +265,10 @@ class Walker:
             self._words.append("-")  # walked by whoever knows its blocks: `arena`
         elif isinstance(value, Page):
             self.page(value)
+        elif isinstance(value, TableStore):
+            self.table(value)
+        elif isinstance(value, RowSums):
+            self._words.append(repr((value.ids.tobytes(), value.values.tobytes())))
         elif isinstance(value, types.GeneratorType):
             self._words.append(value.__qualname__)
             if value.gi_frame is not None:
@@ -287,6 +294,11 @@ class Walker:
         self._words.append(str(page.version))
         for array in (page.parameter, *page.slots, page.steps, page.sessions, page.clocks):
             self._words.append(repr(array.tobytes()))
+
+    def table(self, store: TableStore) -> None:
+        """Write down a table's rows, without when they were used."""
+        rows = {int(head["id"]): row.tobytes() for batch in store.walk() for head, row in zip(*batch, strict=True)}
+        self._words.append(repr((store.notes().tobytes(), store.counters()["step"], sorted(rows.items()))))
 
     def fiber(self, fiber: Fiber) -> None:
         """Write down where a parked fiber is, and what it has in hand."""

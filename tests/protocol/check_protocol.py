@@ -4,10 +4,11 @@
     python tests/protocol/check_protocol.py --only sync-fast --faults 2 --seconds 600
 
 Two workers and two shards; messages are lost, repeated and late, processes die, stall and return, programs call again after
-errors, or call with another gradient. setting.py says what is explored, world.py what may happen, explorer.py in which order,
-programs.py and invariants.py what must hold; planted.py has defects that it must find. green.py lets the client's threads run
-one at a time. A finding is told as the numbered events that lead to it; the exit status is 1 if there is one. If there is none,
-the last line says how much has been seen: with each number of faults, everything, or what follows some of them.
+errors, or call with another gradient; some jobs have tables beside their tensors. setting.py says what is explored, world.py
+what may happen, explorer.py in which order, programs.py and invariants.py what must hold; planted.py has defects that it must
+find. green.py lets the client's threads run one at a time. A finding is told as the numbered events that lead to it; the exit
+status is 1 if there is one. If there is none, the last line says how much has been seen: with each number of faults,
+everything, or what follows some of them.
 """
 
 from __future__ import annotations
@@ -38,6 +39,9 @@ SETTINGS = (
     Setting("push-only-exact", aggregation="exact", programs=("push_only", "push_pull")),
     Setting("schedule", has_schedule=True),
     Setting("slow-heartbeats", has_slow_beats=True, faults=frozenset({"kill", "stall", "timeout"})),
+    Setting("tables", tables=2),
+    Setting("tables-exact", tables=2, aggregation="exact"),
+    Setting("tables-async", tables=2, consistency="async"),
     Setting("lost-disks", faults=frozenset({"blank", "die", "lose"})),
 )
 """Each with two steps of each worker. Slow heartbeats and lost disks are much to see, and have few other faults beside them."""

@@ -10,7 +10,7 @@ from wire import Outcome, Request
 
 from psd.contract import frames
 from psd.contract.layout import Block
-from psd.contract.rows import TableRows
+from psd.contract.rows import TableRows, parts_of, payload_of
 from psd.v1 import control_pb2, data_pb2, vectors_pb2
 from psd_client.lanes.flat import FlatBuffers
 from psd_client.lanes.transport import Call, GradientPart, Lane, RowsAhead, Scope
@@ -44,32 +44,8 @@ class FakeLane(Lane):
     def __repr__(self) -> str:
         return f"lane {self.shard}"
 
-    def _ask(self, kind: str, message: Any, reply: type[Any], call: Call) -> Any:
-        return reply.FromString(self._process.ask(self.shard, _request(kind, message), call.scope).body)
-
-    def join(self, request: control_pb2.JoinRequest, call: Call) -> control_pb2.JoinReply:
-        return self._ask("join", request, control_pb2.JoinReply, call)
-
-    def declare(self, request: control_pb2.DeclareRequest, call: Call) -> control_pb2.DeclareReply:
-        return self._ask("declare", request, control_pb2.DeclareReply, call)
-
-    def rollback(self, request: control_pb2.RollbackRequest, call: Call) -> control_pb2.RollbackReply:
-        return self._ask("rollback", request, control_pb2.RollbackReply, call)
-
-    def commit(self, request: control_pb2.CommitRequest, call: Call) -> control_pb2.CommitReply:
-        return self._ask("commit", request, control_pb2.CommitReply, call)
-
-    def measure(self, request: control_pb2.MeasureRequest, call: Call) -> control_pb2.MeasureReply:
-        return self._ask("measure", request, control_pb2.MeasureReply, call)
-
-    def barrier(self, request: control_pb2.BarrierRequest, call: Call) -> control_pb2.BarrierReply:
-        return self._ask("barrier", request, control_pb2.BarrierReply, call)
-
-    def describe(self, request: control_pb2.DescribeRequest, call: Call) -> control_pb2.DescribeReply:
-        return self._ask("describe", request, control_pb2.DescribeReply, call)
-
-    def log(self, request: control_pb2.LogRequest, call: Call) -> None:
-        raise NotImplementedError("these workers report no scalars")
+    def ask(self, method: str, request: Any, reply: type[Any], call: Call, *, is_wait: bool = False) -> Any:
+        return reply.FromString(self._process.ask(self.shard, _request(method.lower(), request), call.scope).body)
 
     def leave(self, request: control_pb2.LeaveRequest, timeout_s: float) -> None:
         del timeout_s
@@ -90,9 +66,6 @@ class FakeLane(Lane):
     def store_buffers(self, request: data_pb2.BuffersRequest, call: Call) -> None:
         raise NotImplementedError("these jobs have no buffers")
 
-    def load(self, request: control_pb2.LoadRequest, call: Call) -> control_pb2.LoadReply:
-        raise NotImplementedError("these workers load none")
-
     def set_parameters(self, request: data_pb2.ParametersRequest, call: Call) -> None:
         raise NotImplementedError("these workers load none")
 
@@ -102,7 +75,7 @@ class FakeLane(Lane):
 
     def pull(self, request: data_pb2.PullRequest, blocks: Sequence[Block], parameters: FlatBuffers, call: Call) -> None:
         outcome = self._process.ask(self.shard, _request("pull", request), call.scope)
-        assert len(outcome.versions) == len(blocks)
+        assert len(outcome.versions) == len(blocks) + (parameters.layout.tables_block(self.shard) is not None)
         self._process.received(outcome.versions)
 
     def push_pull(
@@ -118,10 +91,10 @@ class FakeLane(Lane):
     def pull_rows(
         self, request: data_pb2.PullRequest, wanted: Sequence[TableRows], call: Call, *, counts_no_use: bool = False
     ) -> int:
-        raise NotImplementedError("these jobs have no tables")
+        raise NotImplementedError("these workers pull no rows")
 
     def read_rows(self, request: data_pb2.ReadRequest, wanted: Sequence[TableRows], call: Call) -> int:
-        raise NotImplementedError("these jobs have no tables")
+        raise NotImplementedError("these workers pull no rows")
 
     def run_vectors(
         self, batch: vectors_pb2.VectorBatch, pieces: Sequence[NDArray[Any]], call: Call
@@ -142,7 +115,7 @@ class FakeLane(Lane):
 
 
 def _request(kind: str, message: Any, blocks: tuple[tuple[int, bytes, bytes], ...] = ()) -> Request:
-    return Request(kind, message.SerializeToString(deterministic=True), blocks)
+    return Request(kind, _bytes(message), blocks)
 
 
 def _gradients(part: GradientPart) -> tuple[tuple[int, bytes, bytes], ...]:
@@ -150,5 +123,15 @@ def _gradients(part: GradientPart) -> tuple[tuple[int, bytes, bytes], ...]:
     for block, present in part.outgoing():
         bits = b"" if present is None else frames.present_bits(present)
         is_there = present is None or bool(present.any())
-        found.append((block.index, bits, part.buffers.block(block.index).tobytes() if is_there else b""))
+        head = data_pb2.PushFrame(present=bits)
+        found.append((block.index, _bytes(head), part.buffers.block(block.index).tobytes() if is_there else b""))
+    if part.tables_block is not None:
+        for rows, is_last in part.outgoing_rows():
+            head = data_pb2.PushFrame(rows=parts_of(rows), more=not is_last)
+            found.append((part.tables_block, _bytes(head), b"".join(piece.tobytes() for piece in payload_of(rows))))
     return tuple(found)
+
+
+def _bytes(message: Any) -> bytes:
+    found: bytes = message.SerializeToString(deterministic=True)
+    return found

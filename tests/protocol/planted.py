@@ -9,11 +9,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 
 from psd.state.aggregation.agreement import Agreement, Voice
 from psd.state.aggregation.rounds import FastRound, Outcome
 from psd.state.job import Job
+from psd.state.tables.block import TablesBlock
+from psd_client.lanes.transport import GradientPart
+from psd_client.worker.data_requests import DataRequests
 from psd_client.worker.exchange import ParameterExchange
 from psd_client.worker.membership import Memberships
 from psd_client.worker.sent_push import SentPush
@@ -78,3 +82,27 @@ def unfenced_push(monkeypatch: pytest.MonkeyPatch) -> None:
         exchange._unconfirmed = exchange._failed = exchange._session.pushing = None
 
     monkeypatch.setattr(ParameterExchange, "_give_up", forget)
+
+
+# -- defects that tables could have ---------------------------------------------------------------------------------------
+
+
+def rows_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What comes again after a kill goes to all tables, also to one whose transaction the kill has come after."""
+    monkeypatch.setattr(TablesBlock, "_has", lambda block, partition, update, clock: False)
+
+
+def half_sent_again(monkeypatch: pytest.MonkeyPatch, left_out: str) -> None:
+    """A push that is sent again has its tensors without its rows, or the other way round."""
+
+    def part(requests: DataRequests, shard: int, sent: SentPush, *arguments: Any) -> GradientPart:
+        made = real(requests, shard, sent, *arguments)
+        if sent.replies or sent.incarnations:
+            if left_out == "rows":
+                made.tables = ()
+            else:
+                made.present = np.zeros(len(requests._layout.spec.tensors), np.bool_)
+        return made
+
+    real = DataRequests.part
+    monkeypatch.setattr(DataRequests, "part", part)

@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from setting import GRADIENTS_MAX, Setting, gradient_of, value_of
+import numpy as np
+from setting import GRADIENTS_MAX, Setting, gradient_of, row_of, value_of
 
 from psd.contract.errors import PsdError, RolledBack, ShardUnavailable, WaitTimeout
 from psd_client.worker.flat_calls import FlatCalls
+from psd_client.worker.rows import Gradients
 
 MAY_GO_ON = (WaitTimeout, ShardUnavailable)
 ERRORS_MAX = 2
@@ -84,6 +86,7 @@ class Program:
             reduce=spec.reduction,
             quorum=self.setting.quorum or None,
             aggregation=self.setting.aggregation,
+            tables=spec.tables,
             **self.setting.job,
         )
         self.clock = self.ps.clock
@@ -118,7 +121,7 @@ class Program:
             with ps.operation("push"):
                 ps.declared.confirm()  # until then the push before may need its gradient
                 self._write(gradient)
-                ps.declared.push(scalars, 1, None)
+                ps.declared.push(scalars, 1, None, self._rows(gradient))
 
         self._call(f"push({gradient})", gradient, call)
         self.books[gradient] = "held" if self.books[gradient] == "open" else self.books[gradient]
@@ -126,7 +129,8 @@ class Program:
 
     def push_pull(self, gradient: int) -> None:
         self._write(gradient)
-        self._call(f"push_pull({gradient})", gradient, lambda ps, scalars: ps.push_pull_flat(scalars))
+        rows = self._rows(gradient)
+        self._call(f"push_pull({gradient})", gradient, lambda ps, scalars: ps.push_pull_flat(scalars, rows=rows))
         self.books[gradient] = "held" if self.books[gradient] == "open" else self.books[gradient]
         self.confirmed()
         self.steps_made += 1
@@ -135,6 +139,12 @@ class Program:
         assert self.ps is not None
         for space in self.ps.gradients.spaces:
             space[...] = value_of(gradient)
+
+    def _rows(self, gradient: int) -> Gradients:
+        """The gradients of rows: on every shard, in every table."""
+        ids = self.setting.ids
+        values = np.tile(row_of(gradient, len(self.setting.processes)), (len(ids), 1))
+        return dict.fromkeys(range(self.setting.tables), (ids, values))
 
     def pull(self) -> None:
         self._call("pull", None, lambda ps, scalars: ps.pull_flat())

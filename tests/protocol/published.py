@@ -1,26 +1,33 @@
-"""What has really happened to a shard's blocks, as somebody sees who misses nothing: which gradients are in which update.
+"""What has really happened to a shard's blocks and tables, as somebody sees who misses nothing: which gradients are in which
+update. The tables are one block more, which has an update when all of them have it.
 
 Survives the shard's process, and is what the invariants are held against. Must not know calls or workers' books.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from setting import GRADIENTS_MAX, Setting, counts_in, value_of
+import numpy as np
+from setting import GRADIENTS_MAX, Setting, counts_in, counts_in_row, value_of
 
 
 class History:
     """Of the blocks of one shard.
 
     Attributes:
-        updates: by block, the gradients of each update, in their order. wrong: broken invariants that were seen.
+        updates: by block, the gradients of each update, in their order. of_tables: likewise by table.
+        wrong: broken invariants that were seen.
     """
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: Setting, shard: int) -> None:
         self._setting = setting
+        self._tables_block = setting.blocks + shard
         self._ranks = [rank for rank, _ in setting.processes]
         self.updates: dict[int, list[tuple[int, ...]]] = {}
+        self.of_tables: dict[int, list[tuple[int, ...]]] = {}
+        self._rows: dict[int, Any] = {}
         self.wrong: list[str] = []
 
     def on_publish(self, block: int, before: Any, page: Any, version: int) -> None:
@@ -31,40 +38,74 @@ class History:
         updates = self.updates.setdefault(block, [])
         if version != before.version + 1:
             self.wrong.append(f"block {block} went from version {before.version} to {version}")
+        self._add(f"block {block}", updates, version, counts_in, float(before.parameter[0] - page.parameter[0]))
+
+    def on_commit(self, table: int, version: int, row: Any) -> None:
+        """A table has a version, and in it this row: after a transaction, and when its file is opened."""
+        updates = self.of_tables.setdefault(table, [])
+        before = self._rows.get(table, np.zeros_like(row))
+        self._rows[table] = row
+        if version == len(updates) + 1:
+            self._add(f"table {table} of block {self._tables_block}", updates, version, counts_in_row, before - row)
+        elif version != len(updates) or not np.array_equal(before, row):
+            self.wrong.append(f"table {table}: {before} of version {len(updates)} became {row} of version {version}")
+        found = [self.of_tables.get(each, []) for each in range(self._setting.tables)]
+        if self._setting.has_rounds:
+            common = [set(of_round) for of_round in zip(*found, strict=False)]
+            for number, of_round in enumerate(common):
+                if len(of_round) > 1:
+                    self.wrong.append(f"block {self._tables_block}, update {number + 1}: its tables differ: {sorted(of_round)}")
+            self.updates[self._tables_block] = [min(of_round) for of_round in common]
+        else:
+            counted = [{gradient for update in of_table for gradient in update} for of_table in found]
+            self.updates[self._tables_block] = [(gradient,) for gradient in sorted(set.intersection(*counted))]
+
+    def _add(
+        self, what: str, updates: list[tuple[int, ...]], version: int, decode: Callable[[Any], dict[int, int]], total: Any
+    ) -> None:
+        """Note an update that has changed a sum by `total`."""
         try:
-            counts = counts_in(float(before.parameter[0] - page.parameter[0]))
+            counts = decode(total)
         except AssertionError as error:
-            self.wrong.append(f"block {block}, update {version}: {error}")
+            self.wrong.append(f"{what}, update {version}: {error}")
             return
         earlier = {gradient for update in updates for gradient in update}
         for gradient, count in counts.items():
             if count > 1 or gradient in earlier:
-                self.wrong.append(f"block {block}, update {version}: gradient {gradient} counts twice")
+                self.wrong.append(f"{what}, update {version}: gradient {gradient} counts twice")
         ranks = [self._ranks[gradient // GRADIENTS_MAX] for gradient in counts]
         if self._setting.has_rounds and len(set(ranks)) < len(ranks):
-            self.wrong.append(f"block {block}, update {version}: one worker has two gradients in it, of {sorted(counts)}")
+            self.wrong.append(f"{what}, update {version}: one worker has two gradients in it, of {sorted(counts)}")
         updates.append(tuple(sorted(counts)))
 
     def on_read(self, block: int, version: int, values: Any, clock: int) -> None:
         """A worker at `clock` is sent a version of a block."""
         updates = self.updates.get(block, [])
         found = -sum(value_of(gradient) for update in updates[:version] for gradient in update)
-        if float(values[0]) != found:
+        if block == self._tables_block:
+            if version > len(updates):
+                self.wrong.append(f"block {block}: a worker is told version {version}, and its tables have {len(updates)}")
+        elif float(values[0]) != found:
             self.wrong.append(f"block {block}: version {version} is read as {values[0]}, and is {found}")
         if self._setting.has_rounds and version < clock:
             self.wrong.append(f"block {block}: a worker at clock {clock} is sent version {version}")
 
     def on_blank(self) -> None:
         """The disk is gone."""
-        self.updates = {}
+        self.updates, self.of_tables, self._rows = {}, {}, {}
 
     def summary(self) -> tuple[Any, ...]:
-        """By block, what has been counted; with rounds, in which."""
+        """By block, what has been counted; with rounds, in which. See `ahead`, too."""
         if self._setting.has_rounds:
             return tuple((block, tuple(updates)) for block, updates in sorted(self.updates.items()))
         return tuple(
             (block, (tuple(sorted(g for u in updates for g in u)),)) for block, updates in sorted(self.updates.items())
         )
+
+    def ahead(self) -> tuple[Any, ...]:
+        """What each table has counted, where one is ahead of another."""
+        found = [tuple(updates) for _, updates in sorted(self.of_tables.items())]
+        return tuple(found) if len(set(found)) > 1 else ()
 
     def take_wrong(self) -> tuple[str, ...]:
         """What has been seen since it was asked last."""

@@ -161,7 +161,8 @@ def _bytes(message: Any) -> bytes:
 
 
 def _pushed(request: Request, blocks_max: int | None) -> Iterator[PushedBlock]:
-    for index, present, payload in request.blocks[:blocks_max]:
-        yield PushedBlock(index, present, memoryview(payload))
+    for index, head, payload in request.blocks[:blocks_max]:
+        frame = data_pb2.PushFrame.FromString(head)
+        yield PushedBlock(index, frame.present, memoryview(payload), rows=frame.rows, more=frame.more)
     if blocks_max is not None:
         raise Broken("the connection broke")

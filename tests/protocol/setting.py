@@ -6,8 +6,13 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from psd.contract.consistency import Consistency
 from psd.contract.jobspec import GroupSpec, JobSpec, TensorSpec
+from psd.contract.tables import SparseTableSpec
+from psd_core.distinct import shard_of
 
 FAULTS = ("lose", "late", "cut", "pause", "timeout", "kill", "crash", "outage", "blank", "die", "stall", "twice", "suspend")
 """lose: a reply is lost, or the connection breaks while the call waits. late: the connection breaks while the request is still
@@ -32,6 +37,7 @@ class Setting:
             rest; else it does so at once. has_slow_beats: so are heartbeats that find a shard
             restarted, and what they lead to; else they are soon done, and no faster than a call that is on its way there.
             has_checkpoint: the job goes on from one, and may go back to it.
+            tables: how many there are; each push has a gradient for one of their rows on every shard.
     """
 
     name: str
@@ -39,6 +45,7 @@ class Setting:
     aggregation: str = "fast"
     quorum: int = 0
     blocks: int = 2
+    tables: int = 0
     shards: int = 2
     steps: int = 2
     programs: tuple[str, ...] = ("push_pull", "push_pull")
@@ -59,11 +66,12 @@ class Setting:
         return JobSpec(
             len(self.programs),
             tuple(TensorSpec(f"t{i}", (1,), "float64", i) for i in range(self.blocks)),
-            tuple(GroupSpec("sgd", ()) for _ in range(self.blocks)),
+            tuple(GroupSpec("sgd", ()) for _ in range(self.groups)),
             Consistency.parse(self.consistency),
             "sum",
             self.quorum,
             self.aggregation,
+            tables=tuple(SparseTableSpec(f"r{i}", len(self.processes), self.blocks) for i in range(self.tables)),
             **self.job,
         )
 
@@ -76,10 +84,21 @@ class Setting:
         """Rank and program of each process; the successor is the last one."""
         return (*enumerate(self.programs), (self.mortal, self.successor))
 
+    @property
+    def groups(self) -> int:
+        """Number of groups: one for each tensor, and one for all tables."""
+        return self.blocks + bool(self.tables)
+
+    @cached_property
+    def ids(self) -> NDArray[np.uint64]:
+        """The row of each shard."""
+        owners = shard_of(np.arange(1000, dtype=np.uint64), self.shards).tolist()
+        return np.array([owners.index(shard) for shard in range(self.shards)], np.uint64)
+
     def scalars(self, step: int) -> list[list[float]]:
         """Of the step that a process makes as its `step`th. What differs has no part in the arithmetic."""
         dampening = 0.5 / (1 + step) if self.has_schedule else 0.0
-        return [[1.0, 0.0, dampening, 0.0]] * self.blocks
+        return [[1.0, 0.0, dampening, 0.0]] * self.groups
 
     def but(self, **changes: Any) -> Setting:
         """The same with changes."""
@@ -95,6 +114,22 @@ def gradient_of(process: int, number: int) -> int:
 def value_of(gradient: int) -> float:
     """The gradient's number."""
     return float(4**gradient)
+
+
+def row_of(gradient: int, width: int) -> NDArray[np.float32]:
+    """The gradient's numbers for a row, where each process has a place of its own: so they stay exact in float32."""
+    row = np.zeros(width, np.float32)
+    row[gradient // GRADIENTS_MAX] = value_of(gradient % GRADIENTS_MAX)
+    return row
+
+
+def counts_in_row(row: NDArray[np.float32]) -> dict[int, int]:
+    """How often the sum of such rows has each gradient; raises as `counts_in`."""
+    return {
+        gradient_of(process, number): count
+        for process, total in enumerate(row.tolist())
+        for number, count in counts_in(total).items()
+    }
 
 
 def counts_in(total: float) -> dict[int, int]:

@@ -9,6 +9,7 @@ the call takes its nth lock, others have their turn. Must not know workers beyon
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
@@ -31,8 +32,10 @@ from psd.state.aggregation.settlement import KEPT
 from psd.state.durability import restoration as state_restoration
 from psd.state.durability.storage import Storage
 from psd.state.shard import Shard
+from psd.state.tables.stores import close_stores
 from psd.state.workers.membership import WorkerState
 from psd_core.arena import WORDS
+from psd_core.table import TableStore
 
 Key = tuple[Any, ...]
 NO_STATE = ("restarts",)
@@ -70,7 +73,26 @@ class PausingLock:
 
 
 class WatchedStorage(Storage):
-    """Storage whose arenas tell the history what is published."""
+    """Storage whose arenas and tables tell the history what is published.
+
+    A table's transaction happens as a whole here: no exception may pass through its C code. tests/core kills in there.
+    """
+
+    def create_tables(self, *arguments: Any) -> Any:
+        self._tables_crash_point = None
+        return self._watched_tables(super().create_tables(*arguments))
+
+    def open_tables(self, count: int) -> Any:
+        self._tables_crash_point = None
+        return self._watched_tables(super().open_tables(count))
+
+    @staticmethod
+    def _watched_tables(stores: Sequence[TableStore]) -> Sequence[TableStore]:
+        process = ShardProcess.active
+        assert process is not None
+        for table, store in enumerate(stores):
+            process.watch_table(table, store)
+        return stores
 
     def create(self, *arguments: Any, **options: Any) -> Any:
         return self._watched(super().create(*arguments, **options))
@@ -120,7 +142,8 @@ class ShardView(NamedTuple):
     Attributes:
         is_up: its process runs. lives: how often it has been started. is_blank: it has once been without what it held.
         has_lost_round: the next tick will see to that.
-        handlers: keys of waiting calls; True: it may go on. live: by rank, the live session, else 0. history: see History.
+        handlers: keys of waiting calls; True: it may go on. live: by rank, the live session, else 0.
+        history, ahead: see History.
     """
 
     is_up: bool
@@ -130,6 +153,7 @@ class ShardView(NamedTuple):
     handlers: tuple[tuple[Key, bool], ...]
     live: tuple[int, ...]
     history: tuple[Any, ...]
+    ahead: tuple[Any, ...]
 
 
 class ShardProcess:
@@ -155,7 +179,7 @@ class ShardProcess:
         self._is_blank = self._has_died = self._is_watched = False
         self._fuse = self._burnt = self.locks_held = self._locks = 0
         self._crash_points: dict[bytes, int] = {}
-        self.history = History(setting)
+        self.history = History(setting, index)
         self._shard: Shard | None = None
         self._desks: Desks | None = None
         ShardProcess.active = self
@@ -201,6 +225,25 @@ class ShardProcess:
 
         arena.publish = watched
 
+    def watch_table(self, table: int, store: TableStore) -> None:
+        """Have a table's store tell the history what each transaction has brought; the process may die between two of them."""
+        ids = self._setting.ids[self._index : self._index + 1]
+
+        def note() -> None:
+            self.history.on_commit(table, int(store.notes()[0]), store.read(ids)[0])
+
+        def watched(change: Callable[..., None]) -> Callable[..., None]:
+            def changed(*arguments: Any, **options: Any) -> None:
+                self._crash_point("table.before")
+                change(*arguments, **options)
+                note()
+                self._crash_point("table.after")
+
+            return changed
+
+        store.push, store.write = watched(store.push), watched(store.write)  # type: ignore[method-assign]
+        note()
+
     # -- what the code that runs comes by ------------------------------------------------------------------------------
 
     def _crash_point(self, _: str) -> None:
@@ -212,9 +255,13 @@ class ShardProcess:
             self._crash_points.setdefault(self._front(), self._burnt)
 
     def _front(self) -> bytes:
-        """What the disk holds beside the pages' contents, which the block table stands for."""
-        arena = self._shard._core.storage.arena if self._shard is not None else None
-        return b"" if arena is None else arena._file.read(arena._front.size, 0)
+        """What the disk holds beside the contents of pages and rows, which the block table and the tables' notes stand for."""
+        storage = self._shard._core.storage if self._shard is not None else None
+        if storage is None or storage.arena is None:
+            return b""
+        notes = b"".join(store.notes().tobytes() for store in storage.tables)
+        front: bytes = storage.arena._file.read(storage.arena._front.size, 0)
+        return front + notes
 
     def on_lock(self) -> None:
         """A lock is about to be taken."""
@@ -305,9 +352,10 @@ class ShardProcess:
     def _die(self) -> None:
         """What the kernel does: memory is gone, locks are released, the arena's file stays as it is."""
         assert self._shard is not None
-        arena = self._shard._core.storage.arena
-        if arena is not None:
-            arena._directory.close()
+        storage = self._shard._core.storage
+        if storage.arena is not None:
+            storage.arena._directory.close()
+        close_stores(storage.tables, remove=False)
         self._abandoned.append(self._fibers)  # nothing of it runs any more, not even to clear up
         self._fibers, self._handlers, self._replies = Fibers(), {}, []
         self._shard, self._desks, self._has_died, self.locks_held = None, None, False, 0
@@ -356,6 +404,7 @@ class ShardProcess:
             handlers=tuple(sorted((key, handler.is_ready) for key, handler in self._handlers.items())),
             live=tuple(w.session if w.state is WorkerState.LIVE else 0 for w in workers) or (0,) * len(self._setting.programs),
             history=self.history.summary(),
+            ahead=self.history.ahead(),
         )
 
     def key(self, view: ShardView) -> bytes:
@@ -396,6 +445,9 @@ class ShardProcess:
         if found is not None:
             self._walk_arena(walker, found[1])
             walker.walk([storage.load_barriers(), storage.load_verdict()])
+            if self._setting.tables:
+                walker.walk(storage.open_tables(self._setting.tables))
+                close_stores(storage.tables, remove=False)
             found[1]._directory.close()
 
     def end(self) -> None:

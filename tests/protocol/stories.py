@@ -149,7 +149,8 @@ def _request(request: Request) -> str:
     message = _MESSAGES[request.kind].FromString(request.body)
     words = [request.kind]
     if request.kind in ("push", "push_pull"):
-        found = {g for _, _, payload in request.blocks for g in counts_in(struct.unpack("<d", payload[:8])[0])}
+        numbers = [payload for _, head, payload in request.blocks if payload and not data_pb2.PushFrame.FromString(head).rows]
+        found = {g for payload in numbers for g in counts_in(struct.unpack("<d", payload[:8])[0])}
         words.append(f"gradient {', '.join(map(str, sorted(found)))}")
     fields = message.DESCRIPTOR.fields_by_name
     words += [f"{name} {getattr(message, name)}" for name in ("clock", "round") if name in fields and request.kind != "leave"]

@@ -16,7 +16,8 @@ class Request(NamedTuple):
     """A call as it is sent.
 
     Attributes:
-        kind: the lane's method. body: the message. blocks: of a push, or of initial values: index, present, payload.
+        kind: the lane's method. body: the message. blocks: of a push: index, the frame without its payload, payload; or of
+            initial values: index, nothing, payload.
     """
 
     kind: str

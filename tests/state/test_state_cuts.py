@@ -7,9 +7,9 @@ from queue import SimpleQueue
 import pytest
 from shard_driver import Driver, job_spec
 
+from psd.contract.config import CUTS_MAX
 from psd.contract.errors import InvalidRequest
 from psd.state.durability.cuts import (
-    CUTS_MAX,
     check_cuts,
 )
 from psd.v1 import data_pb2

@@ -121,18 +121,21 @@ def test_rows_are_of_the_modules_dtype():
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
-@pytest.mark.parametrize("form", ["offsets", "last offset", "matrix", "weights", "padding"])
+@pytest.mark.parametrize("form", ["offsets", "last offset", "matrix", "weights", "matrix weights", "padding", "matrix padding"])
 def test_bags_are_those_of_torch(mode, form):
-    """Of one dimension and of two, with an empty bag, weights, padding."""
+    """Of one dimension and of two, with an empty bag, weights, padding, a bag of nothing else, and weights with padding."""
     rows = RowsInMemory(DIM)
-    options = {"mode": mode, "include_last_offset": form == "last offset", "padding_idx": 3 if form == "padding" else None}
+    padding_idx = 3 if form in ("padding", "matrix padding", "matrix weights") else None
+    options = {"mode": mode, "include_last_offset": form == "last offset", "padding_idx": padding_idx}
     mine, theirs = psd.EmbeddingBag("item", DIM, **options), nn.EmbeddingBag.from_pretrained(rows.weight(), False, **options)
     tables = rows.join(mine)
-    arguments = [shuffled(6, 4)] if form == "matrix" else [shuffled(12), torch.tensor([0, 5, 5, 9])]
+    arguments = [shuffled(6, 4), None] if form.startswith("matrix") else [shuffled(12), torch.tensor([0, 5, 5, 9])]
+    if padding_idx is not None:
+        arguments[0][-3 if form == "padding" else -1 :] = padding_idx
     if form == "last offset":
         arguments[1] = torch.tensor([0, 5, 9, 12])
-    weights = [torch.linspace(-1, 2, 12, requires_grad=True) for _ in range(2)]
-    if form == "weights":
+    weights = [torch.linspace(-1, 2, arguments[0].numel()).view_as(arguments[0]).requires_grad_() for _ in range(2)]
+    if form.endswith("weights"):
         if mode != "sum":
             with pytest.raises(InvalidRequest, match='per_sample_weights: only with mode="sum"'):
                 mine(*arguments, per_sample_weights=weights[0])

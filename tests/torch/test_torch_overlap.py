@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch.optim.lr_scheduler import StepLR  # noqa: E402
 
 import psd_client.torch as psd  # noqa: E402
 from psd.contract.errors import InvalidRequest, InvalidTensor, NonFiniteGradient  # noqa: E402
+from psd_client import Drained, connect  # noqa: E402
 
 TRANSPORTS = ("shm", "tcp", "grpc")
 STEPS = 5
@@ -293,6 +295,39 @@ def test_backward_when_a_gradient_is_sparse_then_refuses_and_gives_the_push_up(r
         return True
 
     assert alone(run_workers, body)
+
+
+@pytest.mark.parametrize(
+    ("overlap", "options"),
+    [(True, {}), (True, {"aggregation": "exact"}), (True, {"consistency": "ssp:1"}), ("forward", {"consistency": "async"})],
+    ids=["sync", "exact", "ssp", "forward"],
+)
+def test_backward_when_the_job_is_drained_then_ends_the_program_in_order_before_anything_of_the_step_is_sent(
+    cluster, overlap, options
+):
+    """With rounds all workers end before the same step, with the same model."""
+    started = cluster(2, lease_s=60.0)
+
+    def train(rank):
+        with pytest.raises(Drained) as ended, connect(started.servers, rank, 2) as ps:
+            model = small_model()
+            optimizer = psd.distribute(model, SGD(model.parameters(), lr=0.1), ps=ps, overlap=overlap, **options)
+            for step in range(60):
+                if rank == 1 and step == 4:
+                    started.shards[0].shard.end_job()
+                backward(model, *part(step, rank, 2))
+                optimizer.step()
+        return ended.value.code, ended.value.clock == ps.clock, step, values(model)
+
+    with ThreadPoolExecutor(2) as pool:
+        results = list(pool.map(train, range(2)))
+
+    assert [result[:2] for result in results] == [(0, True)] * 2
+    assert all(each.shard.schedule.is_left_in_order for each in started.shards)
+    (*_, steps, mine), (*_, others_steps, others) = results
+    if "consistency" not in options:
+        assert 4 < steps == others_steps <= 8
+        assert all(torch.equal(value, other) for value, other in zip(mine, others, strict=True))
 
 
 def test_distribute_when_rounds_may_be_skipped_then_refuses_overlap(run_workers):

@@ -144,7 +144,7 @@ def test_all_four_say_the_same_of_one_job(
     cluster: Callable[..., Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every total; rates, ages and sizes of processes change from one question to the next."""
-    monkeypatch.setattr("psd.cli.top.MEASURED_S", 0.0)
+    monkeypatch.setattr("psd.watch.sampler.MEASURED_S", 0.0)
     started = cluster(2, metrics_port=0, lease_s=60.0)
     workers = train(started.servers)
     where = ("--servers", started.servers)

@@ -9,6 +9,7 @@ from scripted_job import EXPIRED, FINISHED, LIVE, ScriptedJob, logged
 from psd.v1 import control_pb2 as pb
 from psd.watch.history import EVENTS_MAX, MOMENTS_MAX
 from psd.watch.sampler import RATE_S
+from psd.watch.top import lines
 
 
 @pytest.fixture
@@ -99,6 +100,21 @@ def test_when_no_shard_answers_then_the_last_look_stays_and_says_so(job):
     assert ScriptedJobSilent().look().state == "unreachable"
 
 
+def test_a_job_that_has_finished_stays_so_when_its_shards_have_ended_one_after_the_other(job):
+    job.train(3)
+    for reply in job.replies:
+        for worker in reply.workers:
+            worker.state = FINISHED
+    job.is_silent[1] = True
+    first = job.look()
+    job.is_silent[0] = True
+    last = job.look()
+
+    assert (first.headline, last.headline) == ("Finished at step 30",) * 2
+    assert last.problems == ()
+    assert [text for text in job.told if "shard" in text] == ["shard 1 has ended", "shard 0 has ended"]
+
+
 class ScriptedJobSilent(ScriptedJob):
     """A job of which nothing was ever seen."""
 
@@ -132,6 +148,21 @@ def test_events_are_what_differs_between_two_looks(job):
         "worker 0 is back, at step 20",
     ]
     assert {event.at for event in job.sampler.history.events} == {1e9 + 3, 1e9 + 4}
+
+
+def test_an_order_is_told_when_it_is_given_and_when_it_begins_and_stays_while_shard_0_is_silent(job):
+    job.train(2)
+    job.replies[0].learning_rates.add(clock=21, scale=0.5)
+    job.replies[0].ends_at = 90
+    given = job.look()
+    begun = job.train(1)
+    job.is_silent[0] = True
+    silent = job.look()
+
+    assert given.orders == ("the learning rate is scaled by 0.5 from step 21 on", "the job ends at step 90")
+    assert begun.orders == silent.orders == ("the learning rate is scaled by 0.5", "the job ends at step 90")
+    assert job.told[:3] == [f"an operator's order: {order}" for order in (*given.orders, begun.orders[0])]
+    assert "order: the job ends at step 90" in lines.head_lines(begun, 80)
 
 
 def test_points_are_asked_for_once_and_anew_when_shard_0_has_restarted(job):

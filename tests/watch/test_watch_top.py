@@ -134,7 +134,7 @@ def test_top_shows_the_job_live_and_its_keys_sort_pause_and_explain(job):
 
 def test_top_without_a_terminal_prints_one_picture_and_says_what_textual_needs(capsys, monkeypatch):
     """Standard output is a pipe here. A shard that does not answer is a picture, too."""
-    monkeypatch.setattr("psd.cli.top.MEASURED_S", 0)
+    monkeypatch.setattr("psd.watch.sampler.MEASURED_S", 0)
 
     assert main(["top", "--servers", "127.0.0.1:1", "--timeout", "0.5"]) == 1
     shown = capsys.readouterr().out

@@ -24,7 +24,8 @@ import keras
 from psd.contract.arguments import real_number
 from psd.contract.errors import InvalidRequest
 from psd.contract.staleness import parse_staleness
-from psd_client.client import ParameterServer, connect
+from psd_client.client import ParameterServer
+from psd_client.faces import check_connection, connection_of
 from psd_client.keras.declaration import read_declaration
 from psd_client.keras.embedding import Embedding, embeddings_in
 from psd_client.keras.link import Link
@@ -75,10 +76,7 @@ def distribute(
         InvalidRequest, InvalidTensor: an option or a variable that psd cannot train; the message names it.
         SpecMismatch: another worker has declared something else.
     """
-    if ps is not None and connect_args:
-        raise TypeError(f"distribute: pass either ps or {', '.join(sorted(connect_args))}; ps is connected already")
-    if not isinstance(ps, ParameterServer | None):
-        raise TypeError(f"ps: expected what psd_client.connect() returns, got {ps!r}")
+    check_connection(ps, *connect_args)
     if not isinstance(model, keras.Model):
         raise TypeError(f"model: expected a keras.Model, got {model!r}")
     link_type = _link_type()
@@ -96,8 +94,7 @@ def distribute(
         raise InvalidRequest(f"clip_norm: is {clip_norm}, and the optimizer's global_clipnorm {options.clip_norm}; pass one")
     decays = given._use_weight_decay  # noqa: SLF001 - what exclude_from_weight_decay has left
     declaration = read_declaration(model, options.with_staleness(*parse_staleness(staleness)), decays, embeddings_in(model))
-    connection = ps if ps is not None else connect(**connect_args)
-    try:
+    with connection_of(ps, connect_args) as connection:
         link = link_type(
             declaration,
             connection,
@@ -109,10 +106,6 @@ def distribute(
             nan_policy=nan_policy,
         )
         link.load()
-    except BaseException:
-        if ps is None:
-            connection.close()
-        raise
     model.supports_jit = False  # XLA cannot compile a call of Python: with jit_compile="auto" Keras does without
     result = DistributedOptimizer(given, link)
     link.is_scaled = is_scaled

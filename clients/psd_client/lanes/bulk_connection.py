@@ -12,22 +12,22 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import DecodeError
 
 from psd.contract import frames
 from psd.contract.errors import InternalError, PsdError, ShardUnavailable, WaitTimeout, error_from
 from psd.contract.rows import TableRows, in_frames, parts_of, payload_of
 from psd.contract.wire import Disconnected, Kind, Stream
 from psd.v1 import bulk_pb2, data_pb2
+from psd_client.lanes.bracket import Bracket
 from psd_client.lanes.crew import Crew, Task
 from psd_client.lanes.feed import Aborted
 from psd_client.lanes.flat import FlatBuffers
 from psd_client.lanes.grpc_errors import detail_of
 from psd_client.lanes.patience import Patience
-from psd_client.lanes.transport import CANCEL_S, SMALL_BYTES, Call, Cancelled, OutgoingBlocks, Traffic
+from psd_client.lanes.transport import CANCEL_S, SMALL_BYTES, Call, Cancelled, MessageT, OutgoingBlocks, Traffic
 from psd_client.lanes.wanted_rows import WantedRows
 
 logger = logging.getLogger("psd_client")
@@ -35,8 +35,6 @@ logger = logging.getLogger("psd_client")
 HEAD_BYTES_MAX = 32 << 20
 HELLO_S = 5.0
 """Seconds that a shard may take to answer a ticket, or memory that is attached."""
-
-MessageT = TypeVar("MessageT", bound=Message)
 
 
 class NotGreeted(Exception):
@@ -54,11 +52,12 @@ class BulkClient:
         NotGreeted: not within HELLO_S. ShardUnavailable, Cancelled, psd's errors: as calls.
 
     Attributes:
-        is_open: False after the first failure.
+        is_open: False after the first failure. is_local: memory can be shared with the shard.
     """
 
     def __init__(self, stream: Stream, shard: int, address: str, ticket: bytes, call: Call, traffic: Traffic) -> None:
         self.is_open = True
+        self.is_local = stream.local is not None
         self._stream = stream
         self._shard = shard
         self._address = address
@@ -75,16 +74,11 @@ class BulkClient:
             with self._under_way(Call(HELLO_S, call.scope)):
                 self._stream.send(Kind.HELLO, bulk_pb2.BulkHello(ticket=ticket).SerializeToString())
                 self._expect(Kind.WELCOME)
-        except TimeoutError:
+        except WaitTimeout:
             raise NotGreeted from None
         except BaseException:
             self._end()
             raise
-
-    @property
-    def is_local(self) -> bool:
-        """True if memory can be shared with the shard."""
-        return self._stream.local is not None
 
     def attach(self, gradients: FlatBuffers, places: Sequence[FlatBuffers], call: Call) -> None:
         """Let the shard see the buffers, which all lie in one segment; does nothing if it already sees them."""
@@ -109,7 +103,7 @@ class BulkClient:
                 except OSError as error:
                     raise Disconnected(str(error)) from None
                 nonce = self._parsed(bulk_pb2.BulkReady, self._expect(Kind.READY)).nonce
-        except TimeoutError:
+        except WaitTimeout:
             raise ShardUnavailable(
                 f"shard {self._shard} at {self._address}: has not mapped this worker's memory within {HELLO_S:g} s",
                 shard=self._shard,
@@ -149,7 +143,9 @@ class BulkClient:
                 message.place = self._attached[1].index(parameters)
             message.announce = parameters.on_received is not None
         answers_bytes = sum(awaited.values()) if message.announce or not message.into_memory else 0
-        with self._calling(message, call, is_followed=part is not None, wanted=ahead):
+        message.timeout_s = call.timeout_s
+        with self._under_way(call, ahead):
+            self._stream.send(Kind.CALL, message.SerializeToString(), more=part is not None)
             sending = None
             if part is not None and part.feed is None and (answers_bytes <= SMALL_BYTES or self._names_only(part)):
                 for head, payload, is_more in self._messages(part):  # sent before anything is read, by one thread
@@ -166,7 +162,9 @@ class BulkClient:
         """
         unsent = deque(wanted.requests)
         under_way: deque[int] = deque()
-        with self._calling(message, call, is_followed=True, wanted=wanted):
+        message.timeout_s = call.timeout_s
+        with self._under_way(call, wanted):
+            self._stream.send(Kind.CALL, message.SerializeToString(), more=True)
             try:
                 while unsent or under_way:
                     while unsent and sum(under_way) + (unsent[0].nbytes if under_way else 0) <= SMALL_BYTES:
@@ -201,29 +199,14 @@ class BulkClient:
             if got is not Kind.ALIVE:
                 self._raise(got, head)
 
-    @contextmanager
-    def _calling(
-        self, message: bulk_pb2.BulkCall, call: Call, *, is_followed: bool, wanted: WantedRows | None = None
-    ) -> Iterator[None]:
-        """Begin a call; BLOCKS follow at once, or its answer. wanted: rows that it fetches."""
-        message.timeout_s = call.timeout_s
-        self._wanted = wanted
-        try:
-            with self._under_way(call):
-                self._stream.send(Kind.CALL, message.SerializeToString(), more=is_followed)
-                yield
-        except TimeoutError:
-            raise WaitTimeout(
-                f"shard {self._shard} at {self._address}: no answer within {call.timeout_s:.1f} s", shard=self._shard
-            ) from None
-        finally:
-            self._wanted = None
-
     def _has(self, buffers: FlatBuffers) -> bool:
+        """True if the shard sees them: they lie in the segment that is attached."""
+        segment = buffers.segment
         return (
-            self._attached is not None
-            and any(buffers is attached for attached in (self._attached[0], *self._attached[1]))
-            and not (buffers.segment is None or buffers.segment.is_given_up)
+            segment is not None
+            and self._attached is not None
+            and segment is self._attached[0].segment
+            and not segment.is_given_up
         )
 
     def _names_only(self, part: OutgoingBlocks) -> bool:
@@ -255,8 +238,16 @@ class BulkClient:
 
         Each block has one; blocks that are attached are only named, all in one message if they are all there. Rows come last.
         """
+        in_memory, has_rows = self._has(part.buffers), part.tables_block is not None
         try:
-            yield from self._block_messages(part)
+            if in_memory and part.feed is None and part.blocks:
+                names = bulk_pb2.BulkBlocks(blocks=[block.index for block in part.blocks], in_memory=True, last=not has_rows)
+                if part.present is not None:
+                    names.present.extend(frames.present_bits(part.present[block.segment_tensors]) for block in part.blocks)
+                yield names.SerializeToString(), (), has_rows
+                self._traffic.sent_bytes += sum([part.buffers.block(block.index).nbytes for block in part.blocks])
+            else:
+                yield from self._single_blocks(part, in_memory=in_memory)
             if part.tables_block is not None:
                 for rows, is_last in part.outgoing_rows(self._cut):
                     starts = self.places(rows)
@@ -270,16 +261,8 @@ class BulkClient:
             self._cancel()  # the other thread waits for its answer
             raise
 
-    def _block_messages(self, part: OutgoingBlocks) -> Iterator[tuple[bytes, Sequence[Any], bool]]:
-        in_memory, left = self._has(part.buffers), len(part.blocks)
-        has_rows = part.tables_block is not None
-        if in_memory and part.feed is None and left:
-            names = bulk_pb2.BulkBlocks(blocks=[block.index for block in part.blocks], in_memory=True, last=not has_rows)
-            if part.present is not None:
-                names.present.extend(frames.present_bits(part.present[block.segment_tensors]) for block in part.blocks)
-            yield names.SerializeToString(), (), has_rows
-            self._traffic.sent_bytes += sum(part.buffers.block(block.index).nbytes for block in part.blocks)
-            return
+    def _single_blocks(self, part: OutgoingBlocks, *, in_memory: bool) -> Iterator[tuple[bytes, Sequence[Any], bool]]:
+        left, has_rows = len(part.blocks), part.tables_block is not None
         for block, present in part.outgoing():
             left -= 1
             message = bulk_pb2.BulkBlocks(blocks=(block.index,), in_memory=in_memory, last=not (left or has_rows))
@@ -316,7 +299,7 @@ class BulkClient:
     ) -> bulk_pb2.BulkReply:
         """The answer, after all has been sent, too."""
         try:
-            reply = self._receive(dict(awaited), parameters, ahead, into_memory=into_memory)
+            reply = self._receive(awaited, parameters, ahead, into_memory=into_memory)
         except _Refused:
             if sending is not None and (failure := sending.wait()) is not None:  # the shard reads on to the push's end
                 raise failure from None
@@ -331,16 +314,16 @@ class BulkClient:
         return reply
 
     def _receive(
-        self, awaited: dict[int, int], parameters: FlatBuffers | None, ahead: WantedRows | None, *, into_memory: bool
+        self, awaited: Mapping[int, int], parameters: FlatBuffers | None, ahead: WantedRows | None, *, into_memory: bool
     ) -> bulk_pb2.BulkReply:
-        asked = dict(awaited)
+        missing = dict(awaited)
         while True:
             kind, head, payload_bytes = self._stream.receive()
-            if kind is Kind.ANSWER and ahead is not None and (into_memory or not awaited):
+            if kind is Kind.ANSWER and ahead is not None and (into_memory or not missing):
                 self._take_rows(ahead, head, payload_bytes)
             elif kind is Kind.ANSWER:
                 frame = self._parsed(data_pb2.PullFrame, head)
-                nbytes = awaited.pop(frame.block, None)
+                nbytes = missing.pop(frame.block, None)
                 if nbytes is None or payload_bytes != (0 if into_memory else nbytes):
                     raise InternalError(f"shard {self._shard} at {self._address}: sent a block that was not asked for")
                 assert parameters is not None
@@ -349,57 +332,71 @@ class BulkClient:
                     self._traffic.received_bytes += payload_bytes
                 parameters.received(frame.block, frame.version)
             elif kind is Kind.REPLY:
-                if awaited and not into_memory:
-                    raise InternalError(f"shard {self._shard} at {self._address}: {len(awaited)} blocks are missing")
+                if missing and not into_memory:
+                    raise InternalError(f"shard {self._shard} at {self._address}: {len(missing)} blocks are missing")
                 reply = self._parsed(bulk_pb2.BulkReply, head)
                 if into_memory:
                     assert parameters is not None
-                    if len(reply.versions) != len(reply.blocks) or not asked.keys() >= set(reply.blocks):
+                    if len(reply.versions) != len(reply.blocks) or not awaited.keys() >= set(reply.blocks):
                         raise InternalError(f"shard {self._shard} at {self._address}: wrote blocks that were not asked for")
                     for index, version in zip(reply.blocks, reply.versions, strict=True):
                         parameters.versions[index] = version
-                    self._traffic.received_bytes += sum(asked.values())
+                    self._traffic.received_bytes += sum(awaited.values())
                 return reply
             elif kind is not Kind.ALIVE:
                 self._raise(kind, head)
 
     # -- failures ------------------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def _under_way(self, call: Call) -> Iterator[None]:
-        """Exchange the messages of one call; the connection ends unless the shard has answered.
+    def _under_way(self, call: Call, wanted: WantedRows | None = None) -> Bracket[Call]:
+        """Exchange the messages of one call; the connection ends unless the shard has answered. wanted: rows that it fetches.
 
-        TimeoutError: it has not ended in time.
+        WaitTimeout: it has not ended in time.
         """
+        self._wanted = wanted
+        return Bracket(call, self._begin, self._end_call)
+
+    def _begin(self, call: Call) -> None:
         with self._lock:
             if not self.is_open:
                 raise Cancelled if self._is_closed else self._unavailable("the connection was closed")
             self._is_busy = True
-        refused: PsdError | None = None
         try:
             self._patience.begin(call.timeout_s)
-            with call.scope.entered(self._cancel):
-                try:
-                    yield
-                except _Refused as error:  # in good order: the next call may begin
-                    refused = error.error
-                except BaseException:
-                    self._abandon()
-                    raise
-            if refused is not None:
-                raise refused
-        except (ShardUnavailable, Disconnected, TimeoutError) as error:
-            if call.scope.is_cancelled or self._is_closed:
-                raise Cancelled from None
-            if isinstance(error, Disconnected):
-                raise self._unavailable(f"the connection broke: {error}") from None
+            call.scope.enter(self._cancel)
+        except BaseException:
+            self._rest()
             raise
+
+    def _end_call(self, call: Call, error: BaseException | None) -> None:
+        try:
+            if not (error is None or isinstance(error, _Refused)):  # else in good order: the next call may begin
+                self._abandon()
         finally:
-            with self._lock:
-                self._is_busy = False
-                is_over = not self.is_open
-            if is_over:
-                self._release()
+            call.scope.leave(self._cancel)
+            self._rest()
+        if error is None:
+            return
+        if isinstance(error, _Refused):
+            raise error.error from None
+        is_of_connection = isinstance(error, (ShardUnavailable, Disconnected, TimeoutError))
+        if is_of_connection and (call.scope.is_cancelled or self._is_closed):
+            raise Cancelled from None
+        if isinstance(error, Disconnected):
+            raise self._unavailable(f"the connection broke: {error}") from None
+        if isinstance(error, TimeoutError):
+            raise WaitTimeout(
+                f"shard {self._shard} at {self._address}: no answer within {call.timeout_s:.1f} s", shard=self._shard
+            ) from None
+
+    def _rest(self) -> None:
+        """Note that no call is under way any more."""
+        self._wanted = None
+        with self._lock:
+            self._is_busy = False
+            is_over = not self.is_open
+        if is_over:
+            self._release()
 
     def _unavailable(self, why: str) -> ShardUnavailable:
         where = {"shard": self._shard, "address": self._address}

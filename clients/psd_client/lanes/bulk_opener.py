@@ -72,10 +72,12 @@ class BulkOpener:
 
     def connection(self, caller: job_pb2.Caller, call: Call) -> BulkClient | None:
         """The connection, opened if need be; None if only gRPC works."""
-        if not self.is_open and self._grpc_at != caller.incarnation:
+        if self._open is not None and self._open.is_open:
+            return self._open
+        if self._grpc_at != caller.incarnation:
             self._open = self._choose(caller, call)
             self._grpc_at = caller.incarnation if self._open is None else None
-        return self._open if self.is_open else None
+        return self._open
 
     def close(self) -> None:
         """Close the connection, if there is one."""

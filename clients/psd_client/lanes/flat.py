@@ -60,6 +60,9 @@ class FlatBuffers:
                     self.views[tensor] = memory[begin : begin + spec.size].reshape(spec.shape)
         self.versions = [0] * (len(layout.blocks) + (layout.shard_count if layout.spec.tables else 0))
         self.on_received: Callable[[int], None] | None = None
+        of_buffers = [group.is_of_buffers for group in layout.spec.groups]
+        spaces = zip(layout.spaces, self.spaces, strict=True)
+        self._looked_at = [(space, memory) for space, memory in spaces if not of_buffers[space.group]]
         self._scanner: ThreadPoolExecutor | None = None
         self._blocks = [self.spaces[block.space][block.offset : block.offset + block.length] for block in layout.blocks]
 
@@ -100,25 +103,23 @@ class FlatBuffers:
         """The sum of the squares of all that is trained, see psd_core.square_sum."""
         spaces = zip(self.layout.spaces, self.spaces, strict=True)
         trained = [memory for space, memory in spaces if not self.layout.spec.groups[space.group].is_static]
-        sums = [psd_core.square_sum(memory) for memory in trained]
-        return None if None in sums else sum(total for total in sums if total is not None)
+        return psd_core.total_squares(map(psd_core.square_sum, trained))
 
     def first_nonfinite(self) -> str | None:
         """Name of the first tensor, in the order of the layout, that holds NaN or infinity; None if all is finite. Buffers may
         hold anything."""
-        for space, memory in zip(self.layout.spaces, self.spaces, strict=True):
-            if self.layout.spec.groups[space.group].is_of_buffers:
-                continue
-            element = self._first_nonfinite(memory)
+        for space, memory in self._looked_at:
+            if memory.nbytes < SCANNED_BYTES_FOR_TWO:
+                element = psd_core.first_nonfinite(memory)
+            else:
+                element = self._first_nonfinite(memory)
             if element >= 0:
                 tensor = int(space.tensors[np.searchsorted(space.starts, element, side="right") - 1])
                 return self.layout.spec.tensors[tensor].name
         return None
 
     def _first_nonfinite(self, memory: NDArray[Any]) -> int:
-        """Run psd_core.first_nonfinite, in two threads where it takes milliseconds: everybody waits for it."""
-        if memory.nbytes < SCANNED_BYTES_FOR_TWO:
-            return psd_core.first_nonfinite(memory)
+        """Run psd_core.first_nonfinite in two threads, where it takes milliseconds: everybody waits for it."""
         if self._scanner is None:
             self._scanner = ThreadPoolExecutor(1, thread_name_prefix="psd-scan")
         middle = memory.size // 2

@@ -12,7 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any
 
 import grpc
 from google.protobuf.message import Message
@@ -24,7 +24,7 @@ from psd.contract.errors import PsdError, ShardUnavailable, TlsFailed, Unauthent
 from psd.contract.tls import Pem
 from psd_client.lanes.crew import can_start_threads
 from psd_client.lanes.grpc_errors import may_be_tls, psd_error
-from psd_client.lanes.transport import Call, Cancelled, Scope
+from psd_client.lanes.transport import Call, Cancelled, MessageT, Scope
 
 MESSAGE_BYTES_MAX = 32 << 20
 """The default of psd-server: a declaration of 100,000 tensors needs about 6 MiB, a frame 4 MiB."""
@@ -55,8 +55,6 @@ UNREACHED_S = 2.0
 WITHOUT_THREADS = ((ChannelOptions.SingleThreadedUnaryStream, 1),)
 """Further options once no threads can be started any more: gRPC then makes blocking calls, and receives streams, without
 any."""
-
-MessageT = TypeVar("MessageT", bound=Message)
 
 
 def open_channel(address: str, pem: Pem | None, options: Any) -> grpc.Channel:

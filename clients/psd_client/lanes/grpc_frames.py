@@ -20,9 +20,6 @@ from psd.v1 import data_pb2, vectors_pb2
 from psd_client.lanes.flat import FlatBuffers
 from psd_client.lanes.transport import GradientPart
 
-FRAME_BYTES = 4 << 20
-"""Limit of the numbers in a frame of a batch on vectors."""
-
 
 def push_messages(part: GradientPart) -> Iterator[tuple[data_pb2.PushFrame, list[NDArray[Any]]]]:
     """The frames of one push as messages, each with the pieces of its payload."""
@@ -62,8 +59,8 @@ def vector_frames(batch: vectors_pb2.VectorBatch, pieces: Sequence[NDArray[Any]]
     """The frames of a batch on vectors, and of its payload."""
     message = vectors_pb2.VectorFrame(batch=batch)
     for piece in payload_parts(pieces):
-        for at in range(0, len(piece), FRAME_BYTES):
-            yield frames.join(message.SerializeToString(), piece[at : at + FRAME_BYTES])
+        for at in range(0, len(piece), frames.FRAME_BYTES_MAX):
+            yield frames.join(message.SerializeToString(), piece[at : at + frames.FRAME_BYTES_MAX])
             message = vectors_pb2.VectorFrame()
 
 

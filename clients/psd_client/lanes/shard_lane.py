@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from google.protobuf.message import Message
 from numpy.typing import NDArray
 
 from psd.contract import frames
 from psd.contract.credentials import Credentials
 from psd.contract.errors import InternalError
 from psd.contract.layout import Block
-from psd.contract.rows import FRAME_BYTES_MAX, TableRows
+from psd.contract.rows import TableRows
 from psd.contract.vector_batches import payload_parts
 from psd.v1 import bulk_pb2, control_pb2, data_pb2, job_pb2, vectors_pb2
 from psd_client.lanes.bulk_connection import BulkClient
@@ -26,7 +27,7 @@ from psd_client.lanes.feed import Aborted
 from psd_client.lanes.flat import FlatBuffers
 from psd_client.lanes.grpc_channel import MESSAGE_BYTES_MAX, GrpcChannel
 from psd_client.lanes.grpc_frames import BlockAnswer, initial_frames, push_messages, vector_frames
-from psd_client.lanes.transport import SMALL_BYTES, Call, GradientPart, Lane, OutgoingBlocks, RowsAhead, Share
+from psd_client.lanes.transport import SMALL_BYTES, Call, GradientPart, Lane, MessageT, OutgoingBlocks, RowsAhead, Share
 from psd_client.lanes.wanted_rows import WantedRows
 
 AT_ONCE_BYTES_MAX = MESSAGE_BYTES_MAX - (1 << 20)
@@ -74,51 +75,19 @@ class ShardLane(Lane):
 
     # -- control calls -------------------------------------------------------------------------------------------------
 
-    def join(self, request: control_pb2.JoinRequest, call: Call) -> control_pb2.JoinReply:
+    def ask(self, method: str, request: Message, reply: type[MessageT], call: Call, *, is_wait: bool = False) -> MessageT:
         """See Lane."""
-        return self._channel.unary(f"{_CONTROL}Join", request, control_pb2.JoinReply, call, is_wait=False)
-
-    def declare(self, request: control_pb2.DeclareRequest, call: Call) -> control_pb2.DeclareReply:
-        """See Lane."""
-        return self._channel.unary(f"{_CONTROL}Declare", request, control_pb2.DeclareReply, call, is_wait=True)
-
-    def rollback(self, request: control_pb2.RollbackRequest, call: Call) -> control_pb2.RollbackReply:
-        """See Lane."""
-        return self._channel.unary(f"{_CONTROL}Rollback", request, control_pb2.RollbackReply, call, is_wait=True)
-
-    def describe(self, request: control_pb2.DescribeRequest, call: Call) -> control_pb2.DescribeReply:
-        """See Lane."""
-        return self._channel.unary(f"{_CONTROL}Describe", request, control_pb2.DescribeReply, call, is_wait=False)
-
-    def commit(self, request: control_pb2.CommitRequest, call: Call) -> control_pb2.CommitReply:
-        """See Lane."""
-        return self._channel.unary(f"{_CONTROL}Commit", request, control_pb2.CommitReply, call, is_wait=True)
-
-    def measure(self, request: control_pb2.MeasureRequest, call: Call) -> control_pb2.MeasureReply:
-        """See Lane."""
-        return self._channel.unary(f"{_CONTROL}Measure", request, control_pb2.MeasureReply, call, is_wait=False)
-
-    def barrier(self, request: control_pb2.BarrierRequest, call: Call) -> control_pb2.BarrierReply:
-        """See Lane."""
-        return self._channel.unary(f"{_CONTROL}Barrier", request, control_pb2.BarrierReply, call, is_wait=True)
-
-    def load(self, request: control_pb2.LoadRequest, call: Call) -> control_pb2.LoadReply:
-        """See Lane."""
-        return self._channel.unary(f"{_CONTROL}Load", request, control_pb2.LoadReply, call, is_wait=not request.is_set)
+        return self._channel.unary(f"{_CONTROL}{method}", request, reply, call, is_wait=is_wait)
 
     def open_bulk(self, request: control_pb2.OpenBulkRequest, call: Call) -> control_pb2.OpenBulkReply:
         """Ask for a ticket to a bulk connection."""
-        return self._channel.unary(f"{_CONTROL}OpenBulk", request, control_pb2.OpenBulkReply, call, is_wait=False)
+        return self.ask("OpenBulk", request, control_pb2.OpenBulkReply, call)
 
     def begin_heartbeat(
         self, request: control_pb2.HeartbeatRequest, timeout_s: float
     ) -> Callable[[], control_pb2.HeartbeatReply]:
         """See Lane."""
         return self._channel.begin_unary(f"{_CONTROL}Heartbeat", request, control_pb2.HeartbeatReply, timeout_s)
-
-    def log(self, request: control_pb2.LogRequest, call: Call) -> None:
-        """See Lane."""
-        self._channel.unary(f"{_CONTROL}Log", request, control_pb2.LogReply, call, is_wait=False)
 
     def leave(self, request: control_pb2.LeaveRequest, timeout_s: float) -> None:
         """See Lane."""
@@ -145,7 +114,7 @@ class ShardLane(Lane):
     def _connection(self, caller: job_pb2.Caller, call: Call) -> BulkClient | None:
         """The connection, ready for bulk calls; None to use gRPC."""
         connection = self._opened(caller, call)
-        if connection is not None and connection.is_local and self._shared is not None:
+        if self._shared is not None and connection is not None and connection.is_local:
             gradients, places = self._shared
             if gradients.segment is not None and not gradients.segment.is_given_up:
                 connection.attach(gradients, places, call)
@@ -179,7 +148,7 @@ class ShardLane(Lane):
             message = bulk_pb2.BulkCall(method=bulk_pb2.BULK_METHOD_PUSH, push=part.header)
             return connection.transfer(message, part, {}, None, call).push
         if can_start_threads():
-            if not part.blocks and part.feed is None and part.nbytes <= FRAME_BYTES_MAX:
+            if not part.blocks and part.feed is None and part.nbytes <= frames.FRAME_BYTES_MAX:
                 (frame,) = self._push_frames(part)
                 return data_pb2.PushReply.FromString(self._channel.frame(f"{_DATA}Push", frame, call))
             return self._channel.stream_out(f"{_DATA}Push", self._push_frames(part), data_pb2.PushReply, call, is_wait=True)

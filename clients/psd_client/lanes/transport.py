@@ -13,15 +13,16 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
+from google.protobuf.message import Message
 from numpy.typing import NDArray
 
 from psd.contract.layout import Block
 from psd.contract.rows import TableRows, in_frames
 from psd.v1 import control_pb2, data_pb2, job_pb2, vectors_pb2
+from psd_client.lanes.bracket import Bracket
 from psd_client.lanes.feed import Feed, Outgoing
 from psd_client.lanes.flat import FlatBuffers
 
@@ -30,6 +31,8 @@ SMALL_BYTES = 64 << 10
 
 CANCEL_S = 2.0
 """Seconds that a shard may take to let go of this worker's memory after a call was cancelled. It takes one block."""
+
+MessageT = TypeVar("MessageT", bound=Message)
 
 Share = Callable[[FlatBuffers, Sequence[FlatBuffers]], None]
 """A function that lets a shard see the gradients and all places for parameters, whose memory is shared, in later bulk calls."""
@@ -58,9 +61,9 @@ class Scope:
         for cancel in cancels:
             cancel()
 
-    def entered(self, cancel: Callable[[], object]) -> Entered:
+    def entered(self, cancel: Callable[[], object]) -> Bracket[Callable[[], object]]:
         """Enter a call; `cancel` ends it, and is also called if the calling thread itself is interrupted."""
-        return Entered(self, cancel)
+        return Bracket(cancel, self.enter, self._end)
 
     def enter(self, cancel: Callable[[], object]) -> None:
         """Begin what `entered` ends. Raises Cancelled if it is too late."""
@@ -76,6 +79,13 @@ class Scope:
         with self._lock:
             self._cancels.discard(cancel)
 
+    def _end(self, cancel: Callable[[], object], error: BaseException | None) -> None:
+        try:
+            if error is not None:
+                cancel()
+        finally:
+            self.leave(cancel)
+
     def sleep(self, seconds: float) -> None:
         """Wait; raise Cancelled if the scope is or becomes cancelled."""
         with self._lock:
@@ -86,26 +96,6 @@ class Scope:
         self._sleeping.wait(seconds)
         if self.is_cancelled:
             raise Cancelled
-
-
-class Entered:
-    """A call that runs in a scope."""
-
-    __slots__ = ("_cancel", "_scope")
-
-    def __init__(self, scope: Scope, cancel: Callable[[], object]) -> None:
-        self._scope = scope
-        self._cancel = cancel
-
-    def __enter__(self) -> None:
-        self._scope.enter(self._cancel)
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        try:
-            if error is not None:
-                self._cancel()
-        finally:
-            self._scope.leave(self._cancel)
 
 
 class Call(NamedTuple):
@@ -243,28 +233,32 @@ class Lane(ABC):
         return None
 
     @abstractmethod
+    def ask(self, method: str, request: Message, reply: type[MessageT], call: Call, *, is_wait: bool = False) -> MessageT:
+        """Have a method of ControlService answer one message. is_wait: it may wait for other workers."""
+
     def join(self, request: control_pb2.JoinRequest, call: Call) -> control_pb2.JoinReply:
         """Enter the worker."""
+        return self.ask("Join", request, control_pb2.JoinReply, call)
 
-    @abstractmethod
     def declare(self, request: control_pb2.DeclareRequest, call: Call) -> control_pb2.DeclareReply:
         """Agree on the job; at shard 0, wait for the initial values."""
+        return self.ask("Declare", request, control_pb2.DeclareReply, call, is_wait=True)
 
-    @abstractmethod
     def rollback(self, request: control_pb2.RollbackRequest, call: Call) -> control_pb2.RollbackReply:
         """Make the shard go back to a checkpoint, on a new timeline."""
+        return self.ask("Rollback", request, control_pb2.RollbackReply, call, is_wait=True)
 
-    @abstractmethod
     def commit(self, request: control_pb2.CommitRequest, call: Call) -> control_pb2.CommitReply:
         """Exact aggregation: report that all shards have a push; wait for the decision on its round."""
+        return self.ask("Commit", request, control_pb2.CommitReply, call, is_wait=True)
 
-    @abstractmethod
     def measure(self, request: control_pb2.MeasureRequest, call: Call) -> control_pb2.MeasureReply:
         """Exact aggregation: fetch the measure of the shard's part of a decided round."""
+        return self.ask("Measure", request, control_pb2.MeasureReply, call)
 
-    @abstractmethod
     def barrier(self, request: control_pb2.BarrierRequest, call: Call) -> control_pb2.BarrierReply:
         """Wait until everybody has arrived."""
+        return self.ask("Barrier", request, control_pb2.BarrierReply, call, is_wait=True)
 
     @abstractmethod
     def begin_heartbeat(
@@ -272,9 +266,9 @@ class Lane(ABC):
     ) -> Callable[[], control_pb2.HeartbeatReply]:
         """Send a heartbeat without waiting; return a function that waits for the reply."""
 
-    @abstractmethod
     def log(self, request: control_pb2.LogRequest, call: Call) -> None:
         """Report scalars to shard 0."""
+        self.ask("Log", request, control_pb2.LogReply, call)
 
     @abstractmethod
     def leave(self, request: control_pb2.LeaveRequest, timeout_s: float) -> None:
@@ -292,9 +286,9 @@ class Lane(ABC):
     def store_buffers(self, request: data_pb2.BuffersRequest, call: Call) -> None:
         """Store what this worker has computed beside the parameters."""
 
-    @abstractmethod
     def load(self, request: control_pb2.LoadRequest, call: Call) -> control_pb2.LoadReply:
         """Wait at shard 0 until all workers load parameters, or report that they are set."""
+        return self.ask("Load", request, control_pb2.LoadReply, call, is_wait=not request.is_set)
 
     @abstractmethod
     def set_parameters(self, request: data_pb2.ParametersRequest, call: Call) -> None:
@@ -320,9 +314,9 @@ class Lane(ABC):
     def read_rows(self, request: data_pb2.ReadRequest, wanted: Sequence[TableRows], call: Call) -> int:
         """Do as `pull_rows` does, for a reader: does not wait."""
 
-    @abstractmethod
     def describe(self, request: control_pb2.DescribeRequest, call: Call) -> control_pb2.DescribeReply:
         """Fetch the job and its progress, for a reader."""
+        return self.ask("Describe", request, control_pb2.DescribeReply, call)
 
     @abstractmethod
     def read(self, request: data_pb2.ReadRequest, blocks: Sequence[Block], parameters: FlatBuffers, call: Call) -> None:

@@ -11,8 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from psd.contract.wording import describe_wait
@@ -98,15 +97,14 @@ class WaitReporter:
         self.last_text = ""
         self.last_missing: list[int] = []
 
-    @contextmanager
-    def watching(self, what: str, step: int) -> Iterator[None]:
-        """Watch the operation `what`, at the worker's clock `step`."""
+    def begin(self, what: str, step: int) -> None:
+        """Watch the operation `what`, at the worker's clock `step`, until `end`."""
         self.last_text, self.last_missing = "", []
         self._current = _Current(what, step, self._clock(), self.report_after_s)
-        try:
-            yield
-        finally:
-            self._current = None
+
+    def end(self) -> None:
+        """Note that the operation has ended."""
+        self._current = None
 
     def due_in_s(self) -> float | None:
         """Seconds until the current operation is to be explained, at most 0 if it is due; None if none runs."""

@@ -137,11 +137,11 @@ class Iterations:
         b.run()
 
     def _value(self, at: int) -> tuple[float, float]:
-        """The objective at a point and, without L1, the slope along the direction; its gradient is then in place."""
+        """The objective at a point, and the slope along the direction; its gradient is then in place."""
         state = self.state
         losses = self._evaluate().losses
         x, g = self._vector(f"x.{at}"), self._vector(f"g.{at}")
-        terms, slope = [], math.nan
+        terms = []
         with self._new_batch() as b:
             b.copy(g, self._parts[0])
             for part in self._parts[1:]:
@@ -153,8 +153,7 @@ class Iterations:
                 b.map(self._vector("scratch"), "abs", of=x)
                 terms.append((state.l1, b.sum(self._vector("scratch"))))
             along = b.dot(g, self._vector("direction"))
-        slope = float(along)
-        return math.fsum([*losses, *(factor * float(value) for factor, value in terms)]), slope
+        return math.fsum([*losses, *(factor * float(value) for factor, value in terms)]), float(along)
 
     def _accept(self, pair: int) -> None:
         """Enter the pair of the step that was taken into the history, if it is of use, and prepare the next direction."""

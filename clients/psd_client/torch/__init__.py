@@ -25,7 +25,8 @@ from psd.contract.arguments import real_number
 from psd.contract.environment import job_defaults
 from psd.contract.errors import InvalidRequest
 from psd.contract.staleness import parse_staleness
-from psd_client.client import ParameterServer, connect, worker_of
+from psd_client.client import ParameterServer, worker_of
+from psd_client.faces import check_connection, connection_of
 from psd_client.lanes.feed import Feed
 from psd_client.lanes.flat import FlatBuffers
 from psd_client.optimizers import spec_of
@@ -119,10 +120,7 @@ def distribute(
         InvalidRequest, InvalidTensor: an option or a parameter that psd cannot train; the message names it.
         SpecMismatch: another worker has declared something else.
     """
-    if ps is not None and connect_args:
-        raise TypeError(f"distribute: pass either ps or {', '.join(sorted(connect_args))}; ps is connected already")
-    if not isinstance(ps, ParameterServer | None):
-        raise TypeError(f"ps: expected what psd_client.connect() returns, got {ps!r}")
+    check_connection(ps, *connect_args)
     if buffers not in BUFFER_POLICIES:
         raise InvalidRequest(f'buffers: must be "first", "mean" or "local", got {buffers!r}')
     if overlap not in (False, True, "forward"):
@@ -159,13 +157,12 @@ def distribute(
             group.setdefault(scalar, value)
     _add_handles(model, optimizer)
     declaration = read_declaration(model, optimizer, replace(template, staleness=stale), always, buffers)
-    connection = ps if ps is not None else connect(**connect_args)
 
     def initialize(flat: FlatBuffers) -> None:
         copy_all(as_tensors(flat)[: len(declaration.parameters)], declaration.parameters)
         Buffers(declaration, flat).write()
 
-    try:
+    with connection_of(ps, connect_args) as connection:
         worker_of(connection).declare_tensors(
             declaration.tensors,
             declaration.groups,
@@ -178,10 +175,6 @@ def distribute(
             nan_policy=nan_policy,
             tables=declaration.tables.specs,
         )
-    except BaseException:
-        if ps is None:
-            connection.close()
-        raise
     copy_all(declaration.parameters, as_tensors(worker_of(connection).parameters)[: len(declaration.parameters)])
     return DistributedOptimizer(optimizer, connection, declaration, overlap=overlap)
 

@@ -66,8 +66,8 @@ class DataRequests:
             since=self._attendance.since(session.number, session.clock),
         )
         if spec.clip_norm and not spec.consistency.has_rounds and weight:
-            squares = self._gradients.squares(), rows.squares()
-            norm = math.inf if None in squares else psd_core.square_root(sum(each for each in squares if each is not None))
+            squares = psd_core.total_squares((self._gradients.squares(), rows.squares()))
+            norm = math.inf if squares is None else psd_core.square_root(squares)
             header.scale = clip_scale(spec.clip_norm, norm)
         return header
 

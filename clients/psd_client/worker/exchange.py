@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -178,7 +177,7 @@ class ParameterExchange:
         What a call that failed has begun to push is completed first.
         """
         self._resolve()
-        if self.is_unconfirmed:
+        if self._unconfirmed is not None:
             self._await_closed()
 
     @property
@@ -199,8 +198,13 @@ class ParameterExchange:
 
         skip: they are not finite, and the job's policy is to skip the round then.
         """
-        with self._call(self._begin(scalars, weight, present, rows, skip=skip)) as sent:
+        sent = self._begin(scalars, weight, present, rows, skip=skip)
+        try:
             self._complete(sent)
+        except BaseException as error:
+            self._on_failed(sent, error)
+            raise
+        self._on_done()
 
     def push_pull(
         self,
@@ -226,23 +230,27 @@ class ParameterExchange:
             self._counts.on_reply(sent, lane.shard, reply)
 
         self.parameters = self.places.renew()
-        with self._call(sent):
+        try:
             if self._is_exact or sent.is_finished:
                 self._complete(sent, and_wait=True)
                 self._fetch(self._lanes)
-                return
-            for attempt in self._session.attempts():
-                with attempt:
-                    self._shards.run(push_pull_at, self._timeout_s + sent.rows.transfer_s, self._lanes, is_bulk=True)
-            self._finish(sent)
-            # Late at one shard and in time at another: there the answer is older than the clock at which this worker goes on.
-            behind = [lane for lane in self._lanes if sent.replies[lane.shard].clock < self._session.clock]
-            for attempt in self._session.attempts() if behind else ():
-                with attempt:
-                    self._pull(behind)
-            if ahead is not None and not behind:
-                self.counts["rows_pulled"] += self.rows.came(ahead)
-                self._requests.rows_read |= ahead.versions
+            else:
+                for attempt in self._session.attempts():
+                    with attempt:
+                        self._shards.run(push_pull_at, self._timeout_s + sent.rows.transfer_s, self._lanes, is_bulk=True)
+                self._finish(sent)
+                # Late at one shard and in time at another: there the answer is older than this worker's clock from here on.
+                behind = [lane for lane in self._lanes if sent.replies[lane.shard].clock < self._session.clock]
+                for attempt in self._session.attempts() if behind else ():
+                    with attempt:
+                        self._pull(behind)
+                if ahead is not None and not behind:
+                    self.counts["rows_pulled"] += self.rows.came(ahead)
+                    self._requests.rows_read |= ahead.versions
+        except BaseException as error:
+            self._on_failed(sent, error)
+            raise
+        self._on_done()
 
     # -- a push, from its beginning to its end -------------------------------------------------------------------------
 
@@ -282,6 +290,8 @@ class ParameterExchange:
             is_same = failed.is_same(values, weight, rows.by_shard if feed is None else feed.tables, skip=skip)
             if is_same and failed.is_unchanged(self._trained, self.gradients, fed):
                 failed.feed = feed
+                if not failed.is_finished:
+                    self._session.pushing = failed.header.clock
                 return failed
             self._give_up(failed)
         self._session.catch_up()
@@ -297,24 +307,19 @@ class ParameterExchange:
         header = self._requests.header(scalars, weight, rows, is_finite=feed is None and spec.nan_policy != "allow")
         self.is_skipped = skip and not self._has_rounds
         self.counts["rounds_skipped"] += self.is_skipped
+        self._session.pushing = header.clock
         return SentPush(self._session.number, header, self.client_state, present, rows, skip, feed, versions_read)
 
-    @contextmanager
-    def _call(self, sent: SentPush) -> Iterator[SentPush]:
-        """Run one call of the program's that sends a push. If it fails, the next one has to go on with that push, or to end
-        it."""
-        if not sent.is_finished:
-            self._session.pushing = sent.header.clock
-        try:
-            yield sent
-        except RolledBack:
-            raise
-        except BaseException as error:
+    def _on_failed(self, sent: SentPush, error: BaseException) -> None:
+        """Note that the program's call has failed: the next one has to go on with this push, or to end it."""
+        if not isinstance(error, RolledBack):
             sent.on_failure(error, self._trained, self.gradients)
             self._failed = sent
-            raise
+
+    def _on_done(self) -> None:
+        """Note that the program's call has sent its push."""
         self._failed = None
-        if not self.is_unconfirmed:
+        if self._unconfirmed is None:
             self._session.pushing = None
 
     def _resolve(self) -> None:
@@ -379,17 +384,17 @@ class ParameterExchange:
         """Every shard has the push: go on at the largest clock, which lies beyond the next one where it came late."""
         sent.is_finished = True
         replies = sent.replies.values()
-        self._session.clock = max(self._session.clock, sent.header.clock + 1, *(reply.clock for reply in replies), 0)
+        self._session.clock = max([self._session.clock, sent.header.clock + 1, *[reply.clock for reply in replies]])
         self._session.hear(sent.replies)
         if self.client_state is sent.client_state:  # else it is the next push's, which is being computed
             self.client_state = b""
         self.counts["pushes"] += 1
-        self.counts["rows_pushed"] += sum(len(rows.ids) for shard in sent.tables for rows in shard)
-        for listener in (self._attendance, self.buffers):
-            listener.hear(replies)
+        self.counts["rows_pushed"] += sum([len(rows.ids) for shard in sent.tables for rows in shard])
+        self._attendance.hear(replies)
+        self.buffers.hear(replies)
         self._first.hear(replies, sent.tables)
         self.counts["pushes_overruled"] = self._attendance.overruled
-        late = sum(reply.blocks_late for reply in replies)
+        late = sum([reply.blocks_late for reply in replies])
         if late and sent.session != self._session.number:
             sent.warn_expired(self._rank, late, self._trained_count)
 

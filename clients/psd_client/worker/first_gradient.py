@@ -44,8 +44,7 @@ class FirstGradient:
         if self._is_awaited:
             self._is_awaited = False
             self._look(tables)
-        same = next((reply.same_gradient_as for reply in replies if reply.HasField("same_gradient_as")), None)
-        if same is not None:
+        for same in [reply.same_gradient_as for reply in replies if reply.HasField("same_gradient_as")][:1]:
             logger.warning(
                 "psd: worker %d: its first gradient has the same bits as worker %d's. If both train on the same samples, the "
                 "job learns no faster than one process: give each worker its own, by optimizer.rank and optimizer.world_size",

@@ -124,28 +124,6 @@ class FlatCalls(WorkerConnection):
         """
         return self._exchange is not None and self._exchange.is_skipped
 
-    def push_flat(
-        self,
-        scalars: Sequence[Sequence[float]],
-        weight: float = 1,
-        present: NDArray[np.bool_] | None = None,
-        rows: Gradients | None = None,
-        *,
-        skip: bool = False,
-    ) -> None:
-        """Push `gradients`, which must stay as they are until the round has closed: until `pull_flat` has returned.
-
-        Args:
-            scalars: per group, in the order of the rule's list.
-            weight: samples behind the gradients.
-            present: (tensors,) which tensors have a gradient; None: all. The views of the others are zeroed.
-            rows: gradients of rows of tables; copied if they are needed later.
-            skip: the gradients are not finite: skip the round. For jobs with nan_policy="skip".
-        """
-        with self.operation("push"):
-            self.declared.confirm()
-            self.declared.push(scalars, weight, present, rows, skip=skip)
-
     def pull_flat(self) -> None:
         """Pull into `parameters`, whose contents are undefined if it fails."""
         with self.operation("pull"):
@@ -189,7 +167,15 @@ class FlatCalls(WorkerConnection):
         *,
         skip: bool = False,
     ) -> None:
-        """`push_flat`, then `pull_flat`, in one round trip."""
+        """Push `gradients` and pull into `parameters`, whose contents are undefined if it fails, in one round trip.
+
+        Args:
+            scalars: per group, in the order of the rule's list.
+            weight: samples behind the gradients.
+            present: (tensors,) which tensors have a gradient; None: all. The views of the others are zeroed.
+            rows: gradients of rows of tables; copied if they are needed later.
+            skip: the gradients are not finite: skip the round. For jobs with nan_policy="skip".
+        """
         with self.operation("push_pull"):
             self.declared.push_pull(scalars, weight, present, rows, skip=skip)
 

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+from psd.contract.config import CUTS_MAX
 from psd.contract.errors import PsdError, SessionFenced, ShardRestarted, ShardUnavailable
 from psd.contract.roster import Absence, Roster
 from psd.v1 import control_pb2, data_pb2
@@ -32,7 +33,6 @@ HEARTBEAT_TIMEOUT_MAX_S = 5.0
 AFTER_DEFECT_S = 1.0
 WAITING_BEAT_S = 3.0
 """Longest time between two heartbeats while an operation takes long."""
-CUTS_MAX = 8
 ANSWER_S = 2.5
 """Seconds that a shard may take to answer a heartbeat; with a short lease, half the time to the next one."""
 REPORT_S = 0.7

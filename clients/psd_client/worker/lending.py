@@ -52,6 +52,8 @@ class ParameterPlaces:
 
     def renew(self) -> FlatBuffers:
         """The place to receive into: the one of the last time, unless that is lent; then a free one that continues it."""
+        if self._count_max == 1:
+            return self.current
         if self._is_lent(self.current) or self.current not in self._places:
             free = self._free()
             if not free:
@@ -66,7 +68,7 @@ class ParameterPlaces:
 
     def lend(self) -> list[NDArray[Any] | None]:
         """The current place's tensors for the program, to keep and to change; None for those that are not lent."""
-        if not self._can_grow and not any(place is not self.current for place in self._free()):
+        if self._count_max == 1 or not (self._can_grow or any(place is not self.current for place in self._free())):
             return [None] * len(self.current.views)
         lent: list[NDArray[Any] | None] = []
         owners = self._owners[self.current] = [ref for ref in self._owners.get(self.current, ()) if ref() is not None]

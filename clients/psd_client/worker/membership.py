@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from psd.v1 import job_pb2
 from psd_client.lanes.transport import Cancelled
@@ -33,10 +33,16 @@ class JobMembership:
     lease_s: float
     timeline: int
     is_joining: bool = False
+    _callers: dict[int, job_pb2.Caller] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def caller(self, shard: int) -> job_pb2.Caller:
-        """The caller of a request to that shard."""
-        return job_pb2.Caller(run_id=self.run_id, incarnation=self.incarnations[shard], rank=self.rank, session=self.session)
+        """The caller of a request to that shard; not to be changed."""
+        caller = self._callers.get(shard)
+        if caller is None:
+            life = self.incarnations[shard]
+            caller = job_pb2.Caller(run_id=self.run_id, incarnation=life, rank=self.rank, session=self.session)
+            self._callers[shard] = caller
+        return caller
 
     def with_incarnation(self, shard: int, incarnation: int) -> JobMembership:
         """The same session, known to that life of a shard."""

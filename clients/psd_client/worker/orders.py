@@ -9,6 +9,7 @@ import logging
 from collections.abc import Sequence
 
 from psd.contract.jobspec import GroupSpec
+from psd.contract.orders import scale_at, scale_text
 from psd.v1 import data_pb2, job_pb2
 
 logger = logging.getLogger("psd_client")
@@ -33,30 +34,21 @@ class FollowedOrders:
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._orders = job_pb2.JobOrders()
+        self._rates: list[job_pb2.LearningRateScale] = []
+        self._ends_at = 0
 
     def hear(self, orders: job_pb2.JobOrders) -> None:
         """Take shard 0's present orders, all of them."""
-        if orders == self._orders:
-            return
-        known = {(rate.clock, rate.scale) for rate in self._orders.learning_rates}
         for rate in orders.learning_rates:
-            if (rate.clock, rate.scale) not in known:
-                what = "the learning rate is scaled by %g from step %d on, as an operator has ordered"
-                logger.info("psd: worker %d: " + what, self._rank, rate.scale, rate.clock)
-        self._orders = job_pb2.JobOrders()
-        self._orders.CopyFrom(orders)
-
-    def learning_rate_scale(self, clock: int) -> float:
-        """The scale for a push at that clock."""
-        scales = [rate.scale for rate in self._orders.learning_rates if rate.clock <= clock]
-        return scales[-1] if scales else 1.0
+            if rate not in self._rates:
+                logger.info("psd: worker %d: %s, as an operator has ordered", self._rank, scale_text(rate))
+        self._rates, self._ends_at = list(orders.learning_rates), orders.ends_at
 
     def scaled(
         self, scalars: Sequence[Sequence[float]], groups: Sequence[GroupSpec], clock: int
     ) -> list[data_pb2.GroupScalars]:
         """The scalars of a push at that clock, group by group, with the learning rate scaled."""
-        scale = self.learning_rate_scale(clock)
+        scale = scale_at(self._rates, clock)
         if scale == 1.0:
             return [data_pb2.GroupScalars(values=values) for values in scalars]
         return [
@@ -72,5 +64,5 @@ class FollowedOrders:
 
     def check_end(self, clock: int, *, is_begun: bool = False) -> None:
         """Raise Drained if nobody pushes at this clock any more; not for a push that has begun, and was looked at then."""
-        if not is_begun and self._orders.ends_at and clock >= self._orders.ends_at:
+        if not is_begun and self._ends_at and clock >= self._ends_at:
             raise Drained(clock)

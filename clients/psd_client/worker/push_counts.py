@@ -40,11 +40,13 @@ class PushCounts:
 
         A shard that is sent the push again, because it was killed, has staged it, although the decision is known.
         """
-        known = data_pb2.PushReply()
-        known.CopyFrom(reply)
-        known.blocks_staged = 0
-        if sent.staged_are:
-            setattr(known, sent.staged_are, getattr(known, sent.staged_are) + reply.blocks_staged)
+        known = reply
+        if reply.blocks_staged and sent.staged_are != "blocks_staged":
+            known = data_pb2.PushReply()
+            known.CopyFrom(reply)
+            known.blocks_staged = 0
+            if sent.staged_are:
+                setattr(known, sent.staged_are, getattr(known, sent.staged_are) + reply.blocks_staged)
         with self._lock:
             before = sent.replies.get(shard)
             sent.replies[shard] = known

@@ -91,8 +91,7 @@ class RowGradients:
 
     def squares(self) -> int | None:
         """The sum of the squares of all sums, see psd_core.square_sum."""
-        found = [psd_core.square_sum_of_rows(values) for _, _, values in self._sums]
-        return None if None in found else sum(each for each in found if each is not None)
+        return psd_core.total_squares(psd_core.square_sum_of_rows(values) for _, _, values in self._sums)
 
     def first_nonfinite(self) -> tuple[str, int] | None:
         """The first table, and the id, whose sum holds NaN or infinity; None if all are finite."""

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from types import TracebackType
 
-from psd.contract.config import ClientConfig
+from psd.contract.config import CUTS_MAX, ClientConfig
 from psd.contract.errors import BarrierTimeout, ForeignRun, PsdError, RolledBack, SessionFenced, StateLost
 from psd.contract.jobspec import JobSpec
 from psd.v1 import control_pb2, data_pb2, job_pb2
@@ -33,8 +33,6 @@ REJOINS_MAX = 5
 """Rejoins in one operation after its wait timeout; more mean that the lease is too short for this network or this worker."""
 
 REJOIN_PAUSE_S = 0.1
-
-CUTS_MAX = 8
 
 
 class Session:
@@ -298,7 +296,11 @@ class Session:
         """Note what the replies to a push, by shard, say beside its outcome."""
         if 0 in replies:
             self.orders.hear(replies[0].orders)
-        self.cuts = list({cut.id: cut for reply in replies.values() for cut in reply.cuts}.values())[-CUTS_MAX:]
+        cuts = {}
+        for reply in replies.values():
+            for cut in reply.cuts:
+                cuts[cut.id] = cut
+        self.cuts = list(cuts.values())[-CUTS_MAX:]
 
     def leave(self) -> None:
         """Tell every shard that this worker has ended. Failures are logged; the lease ends what was not heard."""

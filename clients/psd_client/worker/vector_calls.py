@@ -23,7 +23,7 @@ from psd.contract.errors import InvalidRequest, OutOfSpace, RolledBack, RuleFail
 from psd.contract.jobspec import JobSpec
 from psd.contract.layout import Layout
 from psd.contract.vector_batches import OutgoingBatch, payload_bytes
-from psd.contract.vectors import ListedFunction, Operation, check_same, check_spec, is_custom, spec_message, spec_of
+from psd.contract.vectors import ListedFunction, Operation, check_same, check_spec, spec_message, spec_of
 from psd.v1 import vectors_pb2
 from psd_client.lanes.flat import FlatBuffers
 from psd_client.lanes.shards import THROUGHPUT_MIN, Shards
@@ -151,7 +151,7 @@ class VectorCalls:
     def _check_functions(self, operations: Sequence[Operation]) -> None:
         """Refuse a user's function that some shard does not allow, before any shard runs the batch."""
         for operation in operations:
-            if isinstance(operation, ListedFunction) and is_custom(operation.function):
+            if isinstance(operation, ListedFunction):
                 if self._functions is None:
                     self._listed()
                 for shard, listed in enumerate(self._functions or []):

@@ -11,14 +11,14 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn, Protocol
 
 from psd.contract import arguments
 from psd.contract.config import CLIENT_STATE_BYTES_MAX, ClientConfig
 from psd.contract.environment import scalar_directories
 from psd.contract.errors import InvalidRequest, NotDeclared, PsdError, RolledBack, SessionFenced, SpecMismatch, WaitTimeout
+from psd_client.lanes.bracket import Bracket
 from psd_client.lanes.flat import FlatBuffers
 from psd_client.lanes.shards import RetryPolicy, Shards
 from psd_client.lanes.transport import Cancelled, Lane
@@ -62,9 +62,13 @@ class WorkerConnection:
     Args:
         config: settings. lanes: the way to each shard, in their order; closed with the connection.
         on_end: called when it has ended, whichever way.
+
+    Attributes:
+        rank: this worker's number, from 0. world_size: number of workers of the job.
     """
 
     def __init__(self, config: ClientConfig, lanes: Sequence[Lane], on_end: Callable[[], None] = lambda: None) -> None:
+        self.rank, self.world_size = config.rank, config.world_size
         self._on_end = on_end
         self._ended = threading.Lock()  # taken once, and for good, by close()
         self._config = config
@@ -89,16 +93,6 @@ class WorkerConnection:
             self.close(error)
             raise
         self._heartbeats.wake()
-
-    @property
-    def rank(self) -> int:
-        """This worker's number, from 0."""
-        return self._config.rank
-
-    @property
-    def world_size(self) -> int:
-        """Number of workers of the job."""
-        return self._config.world_size
 
     @property
     def clock(self) -> int:
@@ -269,9 +263,12 @@ class WorkerConnection:
         """The shards and the rank, while the connection is open."""
         return None if self._ended.locked() else (self._config.servers, self.rank)
 
-    @contextmanager
-    def operation(self, what: str, *, turn: Turn | None = None) -> Iterator[None]:
+    def operation(self, what: str, *, turn: Turn | None = None) -> Bracket[tuple[str, Turn | None]]:
         """One call of the program's. turn: it is that one's; calls that are made once it is finished come after it."""
+        return Bracket((what, turn), self._begin_operation, self._end_operation)
+
+    def _begin_operation(self, what_and_turn: tuple[str, Turn | None]) -> None:
+        what, turn = what_and_turn
         self._check_usable(what)
         before = self._turn
         if turn is None and before is not None and before.is_finished:
@@ -279,16 +276,24 @@ class WorkerConnection:
         if not self._busy.acquire(blocking=turn is not None):
             raise RuntimeError(f"psd: {what}: another thread is using this ParameterServer; each thread needs its own")
         self._last_failed = True
+        self._reporter.begin(what, self._session.clock)
+
+    def _end_operation(self, what_and_turn: tuple[str, Turn | None], error: BaseException | None) -> None:
         try:
-            with self._reporter.watching(what, self._session.clock):
-                try:
-                    yield
-                except RolledBack as error:
-                    raise self._go_back(error) from None
-                except Drained:
-                    self._last_failed = False
-                    raise
-            self._last_failed = False
+            if error is None or isinstance(error, Drained):
+                self._last_failed = False
+            elif isinstance(error, (RolledBack, SessionFenced, SpecMismatch, Cancelled, WaitTimeout)):
+                self._fail(what_and_turn[0], error)
+        finally:
+            self._reporter.end()
+            self._busy.release()
+
+    def _fail(self, what: str, error: BaseException) -> NoReturn:
+        """Raise what the program is told of this error."""
+        try:
+            if isinstance(error, RolledBack):
+                raise self._go_back(error) from None
+            raise error
         except (SessionFenced, SpecMismatch) as error:
             if [worker.seat for worker in ending.remembered()].count(self.seat) < 2:
                 raise
@@ -304,8 +309,6 @@ class WorkerConnection:
                 f"{what}: gave up after {self._config.wait_timeout_s:g} s; {self._reporter.last_text}",
                 missing=self._reporter.last_missing,
             ) from error
-        finally:
-            self._busy.release()
 
     def _check_usable(self, what: str) -> None:
         """Raise RuntimeError if the connection has ended, or is another process's."""

@@ -90,8 +90,9 @@ class Agreement:
             open_round = self._open_round()
             if round_ < open_round:
                 return
-            for old in [r for r in self._rounds if r < open_round - 1]:
-                del self._rounds[old]
+            if len(self._rounds) > 1:
+                for old in [r for r in self._rounds if r < open_round - 1]:
+                    del self._rounds[old]
             said = self._rounds.setdefault(round_, _Round())
         if voice.rank in said.counted:
             return  # sent again; or by a successor of the worker, whose gradient is in the round already

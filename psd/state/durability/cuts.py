@@ -21,11 +21,12 @@ from queue import SimpleQueue
 from typing import TypeAlias
 
 from psd.checkpoint.cut import TIME_S_MAX, CutName
+from psd.contract.config import CUTS_MAX
 from psd.contract.errors import InvalidRequest
 from psd.state import locks
 from psd.state.aggregation.block import BlockState
 from psd.state.job import Job
-from psd.v1 import data_pb2
+from psd.v1 import data_pb2, job_pb2
 from psd_core.arena import ArenaClosed, Page
 from psd_core.table import TableSnapshot
 
@@ -38,8 +39,6 @@ UNWRITTEN_MAX = 2
 
 FINAL_ID = "final"
 """Id of the cut taken when all workers have left."""
-
-CUTS_MAX = 8
 
 GOES_BACK = "the job goes back to a checkpoint"
 """The reason when a cut is missed because the job goes back."""
@@ -80,7 +79,7 @@ class Snapshot:
         pages: pinned, by block; whoever takes the snapshot unpins them. is_complete: all were there.
         tables: of a cut to be stored: a snapshot of each table, begun; ended with the pages.
         awaits_tables: they have not been begun. lacks_tables: they cannot, because those of an earlier cut are being written.
-        worker_clocks, client_states: by rank.
+        worker_clocks, client_states: by rank. learning_rates: scales of the learning rate, on shard 0.
         awaits_buffers: no round says when they are there, and they have not been brought. since: when that was noticed.
     """
 
@@ -98,6 +97,7 @@ class Snapshot:
     is_complete: bool = False
     worker_clocks: dict[int, int] = field(default_factory=dict)
     client_states: dict[int, bytes] = field(default_factory=dict)
+    learning_rates: list[job_pb2.LearningRateScale] = field(default_factory=list)
 
 
 Done: TypeAlias = "SimpleQueue[Snapshot | None]"
@@ -148,6 +148,8 @@ class Cuts:
 
     def latest(self) -> list[data_pb2.Cut]:
         """The cuts for workers to carry to other shards."""
+        if not self._known:
+            return []
         with self._lock:
             return list(self._known.values())[-CUTS_MAX // 2 :]
 

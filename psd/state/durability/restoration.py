@@ -23,7 +23,6 @@ from psd.checkpoint import (
     RestoredBlock,
     StoredTable,
     ValueRows,
-    VectorPiece,
     directory_at,
     open_parameters,
     parameter_blocks,
@@ -43,6 +42,7 @@ from psd.contract.errors import (
 )
 from psd.contract.jobspec import JobSpec
 from psd.contract.layout import Layout
+from psd.contract.orders import scale_at
 from psd.state.aggregation.rules import check_listed
 from psd.state.core import ShardCore
 from psd.state.durability.cuts import Cuts
@@ -54,6 +54,7 @@ from psd.state.workers.membership import Membership
 from psd.v1 import control_pb2
 from psd_core import first_nonfinite
 from psd_core.arena import ArenaFull
+from psd_core.vector import Piece
 from psd_core.vector_operations import Put
 
 logger = logging.getLogger(__name__)
@@ -252,6 +253,12 @@ class Restoration:
             self._fill_vectors(manifest)
             keeps_states = core.config.shard_index == job.layout.client_state_shard
             core.client_states.begin(manifest.client_states if keeps_states else {})
+            if core.config.shard_index == 0:
+                with core.lock:
+                    core.orders.on_restore(manifest.learning_rates)
+                    scale = scale_at(core.orders.learning_rates_from(manifest.step), manifest.step)
+                if scale != 1.0:
+                    logger.warning("the learning rate is scaled by %g, as it was at checkpoint %s", scale, manifest.name)
         except Exception:
             core.storage.close(keep=False)
             with core.lock:
@@ -299,7 +306,7 @@ class Restoration:
         directory, index = self._readable(manifest.name), self._core.config.shard_index
         return [directory.read_table(manifest, layout, index, table) for table in range(len(layout.spec.tables))]
 
-    def _vectors(self, manifest: Manifest) -> Iterator[VectorPiece]:
+    def _vectors(self, manifest: Manifest) -> Iterator[Piece]:
         """The elements of a checkpoint's vectors that are this shard's."""
         config = self._core.config
         return self._readable(manifest.name).read_vectors(manifest, config.shard_index, config.shard_count)

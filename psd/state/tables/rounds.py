@@ -38,8 +38,7 @@ class TableSums:
 
     def squares(self) -> int | None:
         """The sum of their squares, see psd_core.square_sum; the same whatever the order of the rows."""
-        found = [psd_core.square_sum_of_rows(sums.values) for sums in self.tables]
-        return None if None in found else sum(each for each in found if each is not None)
+        return psd_core.total_squares(psd_core.square_sum_of_rows(sums.values) for sums in self.tables)
 
     def clear(self) -> None:
         """Forget them, and keep the memory."""

@@ -249,8 +249,8 @@ class VectorDesk:
 
     def _known(self, vectors: VectorStore, asked: Sequence[vectors_pb2.VectorSpec]) -> list[VectorSpec]:
         """The declarations that a caller has, which must be those of vectors that are there."""
-        there = vectors.vectors()
         specs = [spec_of(message) for message in asked]
+        there = vectors.specs(spec.name for spec in specs)
         for spec in specs:
             if spec.name not in there:
                 raise UnknownVector(

@@ -50,13 +50,14 @@ class Streams:
                 self._end(queue)
 
     def end(self) -> None:
-        """End all streams."""
+        """Tell all browsers that nothing more comes, and end their streams."""
+        self.send("end", "{}")
         for queue in [*self._queues]:
             self._end(queue)
 
     def _end(self, queue: asyncio.Queue[bytes | None]) -> None:
         self._queues.discard(queue)
-        while not queue.empty():
+        if queue.full():  # its browser does not read
             queue.get_nowait()
         queue.put_nowait(None)
 

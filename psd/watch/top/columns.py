@@ -10,10 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from psd.watch.snapshot import ShardSnapshot, WorkerSnapshot
-from psd.watch.words import duration, size
-
-GAP = 2
-"""Blanks between two columns."""
+from psd.watch.words import GAP, aligned, duration, size
 
 T = TypeVar("T")
 
@@ -41,23 +38,9 @@ class Grid:
     is_left: tuple[bool, ...]
     rows: tuple[tuple[str, ...], ...]
 
-    @property
-    def widths(self) -> tuple[int, ...]:
-        """Width of each column."""
-        return tuple(max(map(len, column)) for column in zip(self.titles, *self.rows, strict=True))
-
     def lines(self) -> list[str]:
         """The grid as aligned lines, headings first."""
-        widths = self.widths
-        return [
-            (" " * GAP)
-            .join(
-                cell.ljust(width) if is_left else cell.rjust(width)
-                for cell, width, is_left in zip(row, widths, self.is_left, strict=True)
-            )
-            .rstrip()
-            for row in (self.titles, *self.rows)
-        ]
+        return aligned([self.titles, *self.rows], self.is_left)
 
 
 def grid(columns: Sequence[Column[T]], items: Sequence[T], width: int) -> Grid:
@@ -83,16 +66,11 @@ def seconds(value: float) -> str:
     return f"{value * 1e3:.1f} ms" if value < 0.1 else f"{value * 1e3:.0f} ms" if value < 1 else duration(value)
 
 
-def latency(shard: ShardSnapshot) -> float:
-    """Mean seconds of the shard's slowest kind of call."""
-    return max((call.mean_s for call in shard.calls), default=0.0)
-
-
 SHARD_COLUMNS: tuple[Column[ShardSnapshot], ...] = (
     Column("SHARD", lambda shard: f"{shard.index}", 100),
     Column("STATE", lambda shard: f"{shard.state}, {shard.detail}" if shard.detail else shard.state, 95, is_left=True),
     Column("ROUNDS/S", lambda shard: rate(shard.rounds_per_s), 90),
-    Column("LATENCY", lambda shard: seconds(latency(shard)), 85),
+    Column("LATENCY", lambda shard: seconds(shard.latency_s), 85),
     Column("CPU", lambda shard: f"{shard.cpu_share:.0%}", 80),
     Column("MEMORY", lambda shard: size(shard.memory_bytes), 75),
     Column("IN/S", lambda shard: size(shard.received_per_s), 70),

@@ -42,6 +42,7 @@ def head_lines(now: JobSnapshot, width: int) -> list[str]:
     lines = [" · ".join(word for word in (now.headline, speed, now.run_id or "-", kind, what) if word)]
     if now.limit:
         lines.append(f"limit: {now.limit}")
+    lines += [f"order: {order}" for order in now.orders]
     lines += [f"problem: {problem}" for problem in now.problems]
     return [_cut(line, width) for line in lines]
 

@@ -45,7 +45,7 @@ function render() {
 }
 
 function showLink(state) {
-  const words = { live: "live", lost: "connection lost, trying again" };
+  const words = { live: "live", lost: "connection lost, trying again", ended: "the dashboard has ended" };
   setText($("link"), words[state]);
   setAttribute($("link"), "data-is", state);
 }

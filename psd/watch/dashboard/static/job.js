@@ -14,6 +14,7 @@ export class Job {
     this.onLink = onLink;
     this.onToken = onToken;
     this.source = null;
+    this.hasEnded = false;  // the server has said so; the browser tries again all the same
   }
 
   connect() {
@@ -22,8 +23,9 @@ export class Job {
     this.source = source;
     source.addEventListener("job", (event) => { this.takeAll(JSON.parse(event.data)); this.onLink("live"); this.onChange(); });
     source.addEventListener("look", (event) => { this.takeLook(JSON.parse(event.data)); this.onLink("live"); this.onChange(); });
+    source.addEventListener("end", () => { this.hasEnded = true; });
     source.addEventListener("error", () => {
-      this.onLink("lost");
+      this.onLink(this.hasEnded ? "ended" : "lost");
       if (source.readyState === EventSource.CLOSED) this.askWhy(source);
     });
   }
@@ -37,6 +39,7 @@ export class Job {
   }
 
   takeAll(all) {
+    this.hasEnded = false;
     this.now = all.now;
     this.history = all.history;
     this.events = all.events;

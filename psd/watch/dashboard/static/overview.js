@@ -110,6 +110,7 @@ class Answers {
   constructor() {
     this.state = h("p", { class: "big state" });
     this.stateMore = h("p", { class: "more" });
+    this.orders = h("ul", { class: "more orders", "aria-label": "Orders of an operator" });
     this.speed = h("p", { class: "big" });
     this.speedMore = h("p", { class: "more" });
     this.spark = h("div");
@@ -121,7 +122,7 @@ class Answers {
     this.slowMore = h("p", { class: "more" });
     const answer = (title, ...parts) => h("section", { class: "answer" }, h("h2", {}, title), ...parts);
     this.element = h("div", { class: "card answers" },
-      answer("Is it training?", this.state, this.stateMore),
+      answer("Is it training?", this.state, this.stateMore, this.orders),
       answer("How fast?", this.speed, this.speedMore, this.spark),
       answer("What limits it?", this.limit, this.limitMore, h("div", {}, this.split, this.splitMore)),
       answer("Who is slow?", this.slow, this.slowMore));
@@ -132,6 +133,8 @@ class Answers {
     setAttribute(this.state, "data-is", now.state);
     const saved = now.checkpoint?.name ? `checkpoint ${duration(now.checkpoint.age_s)} ago` : now.checkpoint ? "no checkpoint yet" : "no checkpoints are taken";
     setText(this.stateMore, [now.consistency, now.quorum && now.quorum < now.world_size ? `quorum ${now.quorum}` : "", `${now.workers.filter((w) => w.state === "live").length} of ${now.world_size} workers`, saved].filter(Boolean).join(" · "));
+    this.orders.hidden = now.orders.length === 0;
+    keep(this.orders, now.orders, (text) => text, () => h("li"), (item, text) => setText(item, text));
     this.speed.replaceChildren(rate(now.steps_per_s), h("small", {}, " steps/s"));
     const aStep = now.steps_per_s > 0 ? `${short(1 / now.steps_per_s)} a step · ` : "";
     setText(this.speedMore, `${aStep}${perSecond(now.received_per_s)} in, ${perSecond(now.sent_per_s)} out`);

@@ -1,0 +1,41 @@
+"""Orders of an operator to a job (`JobOrders` in proto/psd/v1/job.proto): what follows from them, and their words.
+
+Without rounds orders begin with each worker's next push: the clock of such an order lies before all that workers push at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from psd.v1.job_pb2 import LearningRateScale
+
+NEXT_PUSH = 1
+"""Clocks up to this one, at which no order to a job with rounds begins, stand for each worker's next push."""
+
+
+def scale_at(rates: Iterable[LearningRateScale], clock: int) -> float:
+    """The scale of the learning rate of a push at that clock: the last one that has begun; 1 if none has."""
+    scale = 1.0
+    for rate in rates:
+        scale = rate.scale if rate.clock <= clock else scale
+    return scale
+
+
+def scale_text(rate: LearningRateScale) -> str:
+    """An order to scale the learning rate, as a sentence."""
+    begin = "each worker's next push" if rate.clock <= NEXT_PUSH else f"step {rate.clock}"
+    return f"the learning rate is scaled by {rate.scale:g} from {begin} on"
+
+
+def end_text(ends_at: int) -> str:
+    """An order to end, as a sentence."""
+    return "each worker ends before its next push" if ends_at <= NEXT_PUSH else f"the job ends at step {ends_at}"
+
+
+def orders_text(rates: Iterable[LearningRateScale], ends_at: int, clock: int) -> list[str]:
+    """The orders that hold at a clock, and those that are still to begin, as sentences."""
+    rates = [*rates]
+    scale = scale_at(rates, clock)
+    found = [f"the learning rate is scaled by {scale:g}"] if scale != 1 else []
+    found += [scale_text(rate) for rate in rates if rate.clock > clock]
+    return [*found, end_text(ends_at)] if ends_at else found
