@@ -14,11 +14,22 @@ export class Job {
     this.onLink = onLink;
     this.onToken = onToken;
     this.source = null;
+    this.attempts = 0;
     this.hasEnded = false;  // the server has said so; the browser tries again all the same
   }
 
-  connect() {
+  async connect() {
     this.source?.close();
+    this.source = null;
+    const attempt = ++this.attempts;
+    const reply = await fetch("/api/enter").catch(() => null);
+    const isRefused = reply?.ok && !(await reply.json()).is_admitted;
+    if (attempt !== this.attempts) return;
+    if (isRefused) this.onToken();
+    else this.listen();
+  }
+
+  listen() {
     const source = new EventSource("/api/stream");
     this.source = source;
     source.addEventListener("job", (event) => { this.takeAll(JSON.parse(event.data)); this.onLink("live"); this.onChange(); });
@@ -26,16 +37,9 @@ export class Job {
     source.addEventListener("end", () => { this.hasEnded = true; });
     source.addEventListener("error", () => {
       this.onLink(this.hasEnded ? "ended" : "lost");
-      if (source.readyState === EventSource.CLOSED) this.askWhy(source);
+      // A stream that was refused says nothing of the reason.
+      if (source.readyState === EventSource.CLOSED) setTimeout(() => { if (source === this.source) this.connect(); }, 2000);
     });
-  }
-
-  // A stream that was refused says nothing: a plain request tells whether the token is wanted.
-  async askWhy(source) {
-    const reply = await fetch("/api/job").catch(() => null);
-    if (source !== this.source) return;
-    if (reply?.status === 401) this.onToken();
-    else setTimeout(() => { if (source === this.source) this.connect(); }, 2000);
   }
 
   takeAll(all) {
@@ -51,8 +55,8 @@ export class Job {
     const columns = Object.entries(look.moment);
     for (const [name, value] of columns) (this.history[name] ??= []).push(value);
     if (this.history.at.length > MOMENTS_MAX) {
-      const half = this.history.at.length >> 1;
-      for (const [name] of columns) this.history[name] = this.history[name].filter((_, index) => index >= half || index % 2 === 0);
+      const kept = thinned(this.history.at.map((at, index) => [0, at, index]));
+      for (const [name] of columns) this.history[name] = kept.map(([, , index]) => this.history[name][index]);
     }
     this.events.push(...look.events);
     this.events.splice(0, Math.max(0, this.events.length - EVENTS_MAX));
@@ -62,7 +66,7 @@ export class Job {
       const key = `${point[0]} ${point[1]}`;
       points.delete(key);
       points.set(key, point);
-      if (points.size > POINTS_MAX) points.delete(points.keys().next().value);
+      if (points.size > POINTS_MAX) this.curves.set(name, keyed(thinned([...points.values()])));
     }
   }
 
@@ -86,6 +90,24 @@ export class Job {
   checkpoints() {
     return this.events.filter((event) => event.kind === "checkpoint" && event.level === "info");
   }
+}
+
+// Points [rank, place, ...] with fewer of each rank in the older half, evenly spaced; as psd/watch/history.py does.
+function thinned(points) {
+  const half = points.length >> 1;
+  const spans = new Map();
+  for (const [rank, place] of points.slice(0, half)) {
+    const [low, high, count] = spans.get(rank) ?? [place, place, 0];
+    spans.set(rank, [Math.min(low, place), Math.max(high, place), count + 1]);
+  }
+  const last = new Map();
+  return points.filter(([rank, place], index) => {
+    if (index >= half) return true;
+    const [low, high, count] = spans.get(rank);
+    if (last.has(rank) && Math.abs(place - last.get(rank)) < (4 / 3) * (high - low) / count) return false;
+    last.set(rank, place);
+    return true;
+  });
 }
 
 function keyed(points) {
