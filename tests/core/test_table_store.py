@@ -128,6 +128,21 @@ def test_the_index_grows_little_by_little_and_takes_little(path):
     check_places(store)
 
 
+def test_a_push_in_two_parts_is_one_push(path, rng):
+    """Ids that come again, in either part, are summed in the order in which they come; the limit of a push is for both."""
+    case = Case("adam", (0.01, 0.9, 0.99, 1e-8, 0.0), ())
+    ids, grads = np.array([4, 5, 9, 5, 4, 6, 4]), grads_for(rng, 7)
+    stores = [TableStore.create(path.with_name(name), spec_of(case, push_max=7)) for name in ("one", "two")]
+    stores[0].push(ids, grads, case.named, scale=0.5)
+    stores[1].push(ids[:3], grads[:3], case.named, scale=0.5, more=(ids[3:], grads[3:]))
+
+    assert rows_of(stores[1]) == rows_of(stores[0])
+    with pytest.raises(InvalidArray, match="at most 7 in a push, got 8"):
+        stores[1].push(ids, grads, case.named, more=(ids[:1], grads[:1]))
+    with pytest.raises(InvalidArray, match="more: expected"):
+        stores[1].push(ids[:3], grads[:3], case.named, more=(ids[3:], grads[:3]))
+
+
 def test_large_pages_hold_the_rows_where_the_system_has_them(path):
     """Whole ones alone: beside them nothing but growth is taken, and opening finds them again."""
     spec = TableSpec("t", 256, "sgd", max_bytes=1 << 27)
