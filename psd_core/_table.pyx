@@ -21,7 +21,10 @@ cdef extern from *:
 
 
 cdef extern from "arena.h" nogil:
+    enum:
+        PSD_LARGE_PAGE
     int psd_populate(void *, size_t) noexcept
+    int psd_make_large(void *) noexcept
 
 
 cdef extern from "table.h" nogil:
@@ -78,6 +81,10 @@ cdef extern from "table.h" nogil:
         uint64_t reads, hits
         void (*on_store)(void *, const char *) noexcept
         void *context
+    ctypedef struct psd_part:
+        const uint64_t *ids
+        const float *values
+        intptr_t n
     ctypedef struct psd_own_rule:
         int (*apply)(void *, intptr_t) noexcept
         void *context
@@ -115,7 +122,7 @@ cdef extern from "table.h" nogil:
     void psd_index_move(psd_table *, uint64_t) noexcept
     int psd_table_read(psd_table *, const uint64_t *, intptr_t, float *, uint8_t *, int, int64_t) noexcept
     uint64_t psd_table_walk(psd_table *, uint64_t, psd_head *, float *, uint64_t, uint64_t *) noexcept
-    int psd_table_push(psd_table *, const psd_push *, const uint64_t *, const float *, intptr_t) noexcept
+    int psd_table_push(psd_table *, const psd_push *, const psd_part *, int) noexcept
     uint64_t psd_table_expire(psd_table *, uint64_t, uint32_t, uint32_t) noexcept
     uint64_t psd_table_discard(psd_table *, const uint64_t *, intptr_t) noexcept
     void psd_scratch_free(psd_scratch *) noexcept
@@ -306,6 +313,16 @@ cdef class Partition:
                 psd_populate(self.table.base + place.at + place.backed, nbytes - place.backed)
         place.backed = nbytes
 
+    def enlarge_page(self, uint64_t at):
+        """Have one large page hold the file from byte `at` on, a multiple of its size, where it has space at least in part. Returns whether it does."""
+        cdef int status
+        assert at % PSD_LARGE_PAGE == 0 and at + PSD_LARGE_PAGE <= self.table.size
+        if not self.is_attached:
+            return False
+        with nogil:
+            status = psd_make_large(self.table.base + at)
+        return status == 0
+
     def clear(self, uint64_t start, uint64_t nbytes):
         """Set bytes of the file to 0, where it cannot have holes."""
         assert start + nbytes <= self.table.size
@@ -362,14 +379,23 @@ cdef class Partition:
         self, const uint64_t[::1] ids not None, const float[:, ::1] values not None, *, tuple scalars, double scale, uint32_t clock,
         const uint64_t[::1] notes, bint distinct, bint whole, int64_t step=-1,
         const uint32_t[::1] clocks=None, const double[:, ::1] history=None, OwnRule own=None,
+        const uint64_t[::1] more_ids=None, const float[:, ::1] more_values=None,
     ):
-        """Apply the rule, or store whole rows, for which there is room; returns how many rows are new."""
+        """Apply the rule, or store whole rows, for which there is room; returns how many rows are new. More ids, and their values, are added to the push."""
         cdef psd_push push
         cdef int i, status
         cdef intptr_t n = ids.shape[0]
         cdef uint64_t width = self.table.spec.width if whole else self.table.spec.dim
         cdef uint64_t nbytes = 0
-        assert self.is_attached and values.shape[0] == n and <uint64_t>values.shape[1] == width
+        cdef psd_part[2] parts
+        memset(parts, 0, sizeof(parts))
+        if n:
+            parts[0].ids, parts[0].values, parts[0].n = &ids[0], &values[0, 0], n
+        if more_ids is not None and more_ids.shape[0]:
+            assert not whole and not distinct and more_values.shape[0] == more_ids.shape[0] and <uint64_t>more_values.shape[1] == width
+            parts[1].ids, parts[1].values, parts[1].n = &more_ids[0], &more_values[0, 0], more_ids.shape[0]
+            n += parts[1].n
+        assert self.is_attached and values.shape[0] == ids.shape[0] and <uint64_t>values.shape[1] == width
         assert <uint64_t>n <= self.table.spec.push_max and len(scalars) <= PSD_SCALARS_MAX
         assert psd_table_lack(&self.table, n, history.shape[0] if history is not None else 0, &nbytes) < 0 and not psd_index_must_move(&self.table, n)
         assert notes is None or <uint64_t>notes.shape[0] == self.table.spec.notes
@@ -390,7 +416,7 @@ cdef class Partition:
             own.own.scale, push.own = scale, &own.own
         push.notes = &notes[0] if notes is not None and notes.shape[0] else NULL
         with nogil:
-            status = psd_table_push(&self.table, &push, &ids[0] if n else NULL, &values[0, 0] if n else NULL, n)
+            status = psd_table_push(&self.table, &push, parts, 2)
         if own is not None and own.error is not None:
             raise own.error
         if status != 0:
