@@ -21,7 +21,7 @@ PSD_RUN = Path(sys.executable).with_name("psd-run")
 def run(consistency: str, args: argparse.Namespace) -> dict[str, Any]:
     """Run the example and show its output; return the facts in its last line. Exits if the run fails."""
     command = [str(PSD_RUN), "--shards", "2", "--workers", "2", "--consistency", consistency]
-    command += [str(SCRIPT), "--steps", str(args.steps), "--data", args.data]
+    command += [str(SCRIPT), "--steps", str(args.steps), "--data", args.data, *args.others]
     print(f"\n$ {' '.join(command)}", flush=True)
     result = None
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:  # noqa: S603 (our own script)
@@ -38,10 +38,11 @@ def run(consistency: str, args: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     """Run both and print the table."""
-    parser = argparse.ArgumentParser(description="Train the MNIST example in two modes and compare.")
+    parser = argparse.ArgumentParser(description="Train the MNIST example in two modes and compare. Other options are the example's.")
     parser.add_argument("--steps", type=int, default=400, help="steps of each worker (default %(default)s)")
     parser.add_argument("--data", help="folder with MNIST's four IDX files, or 'digits' for scikit-learn's small digits")
-    args = parser.parse_args()
+    args, others = parser.parse_known_args()
+    args.others = others
     args.data = args.data or datasets.find()
 
     rows = [run(consistency, args) for consistency in ("sync", "async")]

@@ -51,7 +51,8 @@ def test_no_file_is_too_long():
 
 def test_every_module_says_what_it_is_for():
     """Every module, test modules included, begins with a docstring."""
-    silent = [str(p.relative_to(ROOT)) for p in sources(".py") if not ast.get_docstring(tree(p)) and p.name != "setup.py"]
+    begins = re.compile(r'(?:#.*\n)*"""\S').match  # to parse them all would take seconds
+    silent = [str(p.relative_to(ROOT)) for p in sources(".py") if not begins(p.read_text()) and p.name != "setup.py"]
 
     assert silent == []
     assert len(modules()) > 50

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import psd
 from psd.cli.terminal import show
-from psd.contract.config import ServerConfig
+from psd.contract.config import ConfigError, ServerConfig
 from psd.contract.printable import printable
 
 EXIT_OK = 0
@@ -26,6 +26,19 @@ EXIT_CHECKPOINT = 74
 
 LAST_CHECKPOINT_SIGNAL = signal.SIGUSR1
 """Tells a shard that the job is about to end: it takes the last checkpoint while the workers still train, and goes on."""
+
+
+def flag_of(name: str) -> str:
+    """The flag of an option, such as --max-restarts for max_restarts."""
+    return f"--{name.replace('_', '-')}"
+
+
+def refuse_given(args: argparse.Namespace, whys: Mapping[str, str], where: str = "") -> None:
+    """Raise ConfigError, with the reason, if one of these options is given. where: begins each reason."""
+    for name, why in whys.items():
+        value = getattr(args, name)
+        if not (value is None or value is False or value == ""):
+            raise ConfigError(f"{flag_of(name)}: {where}{why}")
 
 
 def exit_status(signum: int) -> int:

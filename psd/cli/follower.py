@@ -22,6 +22,7 @@ from psd.cli.node_link import Message, NodeLink
 from psd.cli.node_proof import new_nonce, proof_of, what_is_wrong
 from psd.cli.plan import Plan
 from psd.cli.policy import SHARDS_SLACK_S, Name
+from psd.cli.state import is_run_id
 from psd.cli.terminal import show
 from psd.cli.wakeups import Wakeups
 from psd.contract.config import ConfigError
@@ -46,15 +47,16 @@ class Follower:
         self._nonce = new_nonce()
         self._leaders_proof: str | None = None  # the one that it must show
         self._is_welcome = False
-        self._selector = selectors.DefaultSelector()
+        self._selector, self._urgent = selectors.DefaultSelector(), selectors.DefaultSelector()
         self._processes: HostProcesses | None = None
         self._status: int | None = None
         self._signals = 0
 
     def run(self, wakeups: Wakeups, messages: Sequence[Message] = ()) -> int:
         """Take part until the job ends; returns its exit status. Signals go on to the leader. `messages` have come before."""
-        self._selector.register(wakeups, selectors.EVENT_READ, functools.partial(self._read_signals, wakeups))
-        self._selector.register(self._link.reader, selectors.EVENT_READ, self._receive)
+        for selector in (self._selector, self._urgent):
+            selector.register(wakeups, selectors.EVENT_READ, functools.partial(self._read_signals, wakeups))
+            selector.register(self._link.reader, selectors.EVENT_READ, self._receive)
         self._link.send({"join": psd.__version__})
         for message in messages:
             self._handle(message)
@@ -66,18 +68,16 @@ class Follower:
                 self._processes.clear_away(keep=self._status != EXIT_OK)
             self._link.flush()
             self._selector.close()
+            self._urgent.close()
         assert self._status is not None
         return self._status
 
     def _wait(self) -> None:
-        while (
-            self._link.is_crowded and self._status is None
-        ):  # the leader does not take the output, so that its processes must wait, as for a full pipe
-            time.sleep(_FLUSH_S)
-            self._link.flush()
-            self._receive()
+        # Where the leader does not take the output, the processes must wait, as for a full pipe; signals and the leader's words
+        # need not.
+        selector = self._urgent if self._link.is_crowded else self._selector
         due = time.monotonic() + _FLUSH_S if self._link.has_unsent else self._link.beat_at()
-        for key, _ in self._selector.select(max(0.0, due - time.monotonic())):
+        for key, _ in selector.select(max(0.0, due - time.monotonic())):
             key.data()
         self._link.flush()
         if self._status is None and not self._link.beat(time.monotonic()):
@@ -86,8 +86,12 @@ class Follower:
     def _receive(self) -> None:
         messages = self._link.receive()
         for message in messages or []:
-            if self._status is None:
+            if self._status is not None:
+                return
+            try:
                 self._handle(message)
+            except (KeyError, TypeError, ValueError, OverflowError):
+                self._give_up("error: what the psd-run that leads the job says makes no sense")
         if messages is not None or self._status is not None:
             return
         if self._leaders_proof is None and not self._meeting.hosts:
@@ -106,12 +110,30 @@ class Follower:
             self._remark("all workers have finished" if self._status == 0 else f"the job has ended with status {self._status}")
         elif not self._is_welcome:
             self._introduce(message)
-        elif "start" in message and self._processes is not None:
-            self._processes.start(Name(*message["start"]), message["addresses"])
-        elif "signal" in message and self._processes is not None:
-            self._processes.signal(Name(*message["signal"]), message["signum"])
+        elif "start" in message:
+            self._running.start(self._name(message["start"]), message["addresses"])
+        elif "signal" in message:
+            self._running.signal(self._name(message["signal"]), signal.Signals(message["signum"]))
         elif "begin" in message:
-            self._begin(self._replan(message["begin"], message["node"]))
+            run_id, node = message["begin"], message["node"]
+            if self._processes is not None or not is_run_id(run_id) or node not in range(self._plan.places.nodes):
+                raise ValueError(f"node {node} of run {run_id} cannot begin")
+            self._begin(self._replan(run_id, node))
+
+    @property
+    def _running(self) -> HostProcesses:
+        """The processes of this host; ValueError before the job has begun."""
+        if self._processes is None:
+            raise ValueError("the job has not begun")
+        return self._processes
+
+    def _name(self, given: Sequence[object]) -> Name:
+        """A process of this host; ValueError if it is another's."""
+        kind, number = given
+        name = Name(str(kind), int(str(number)))
+        if name not in self._plan.places.names(self._plan.node):
+            raise ValueError(f"{name} is not a process of node {self._plan.node}")
+        return name
 
     def _introduce(self, message: Message) -> None:
         """Show who this is, and look whom it has found; nothing else is done for a leader that has not shown that it is one."""
@@ -139,6 +161,7 @@ class Follower:
         self._status = EXIT_FAILURE
 
     def _begin(self, plan: Plan) -> None:
+        self._plan = plan
         self._remark(f"this host is node {plan.node} of {plan.places.nodes} of run {plan.run_id}; node 0 shows all output")
         try:
             self._processes = HostProcesses(

@@ -24,16 +24,18 @@ import functools
 import selectors
 import socket
 import ssl
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeAlias
 
 from psd.cli import descriptors
 from psd.cli.node_admission import NodeAdmission, NotAdmittedError
-from psd.cli.node_link import MESSAGE_BYTES_MAX, SILENCE_S, Message, NodeLink
+from psd.cli.node_link import BEAT_S, MESSAGE_BYTES_MAX, SILENCE_S, Message, NodeLink
 from psd.cli.node_proof import new_nonce, proof_of
 from psd.cli.plan import Plan
 from psd.cli.policy import Name
+from psd.cli.state import is_run_id
 from psd.contract.printable import printable
 
 GATHER_S = 600.0
@@ -109,6 +111,7 @@ class Peer:
 
     def close(self) -> str | None:
         """End the connection."""
+        self.link.end()
         return self._close(self.has_joined)
 
 
@@ -137,6 +140,7 @@ class Gathering:
         self._refusals: set[str] = set()
         self._gather_by: float | None = time.monotonic() + GATHER_S
         self._say_at = time.monotonic() + MISSING_SAID_S
+        self._is_closed = threading.Event()
 
     @property
     def due(self) -> float | None:
@@ -179,6 +183,15 @@ class Gathering:
         self._peers.append(peer)
         self._selector.register(peer.link.reader, selectors.EVENT_READ, functools.partial(self._read, peer))
 
+    def keep_in_touch(self) -> None:
+        """Give signs of life from a thread of its own: the loop may be held up, by a terminal that was stopped, say."""
+        threading.Thread(target=self._keep_in_touch, name="psd-run-beats", daemon=True).start()
+
+    def _keep_in_touch(self) -> None:
+        while not self._is_closed.wait(BEAT_S):
+            for peer in tuple(self._peers):
+                peer.link.beat(time.monotonic())
+
     def start(self, name: Name, addresses: Sequence[str]) -> None:
         """Have a process started where it belongs."""
         self._send(name, {"start": [name.kind, name.number], "addresses": list(addresses)})
@@ -203,6 +216,7 @@ class Gathering:
                 peer.link.flush()
         for peer in self._peers:
             peer.close()
+        self._is_closed.set()
 
     # -- one connection --
 
@@ -297,12 +311,14 @@ class Gathering:
             peer.link.send({"nonce": peer.nonce})
             return
         hello = message["hello"]
+        kept = hello["kept"]
+        if kept is not None and not is_run_id(kept):
+            raise ValueError("the id of its run cannot be one")
         node = self._admission.admit(hello, peer.nonce, peer.number)
         peer.number, peer.host, peer.has_joined = node.number, node.host, True
         peer.link.message_bytes_max, peer.link.silence_s = MESSAGE_BYTES_MAX, SILENCE_S
         peer.link.send({"welcome": proof_of(self._meeting.key, "leader", peer.nonce, hello["nonce"])})
-        if hello["kept"] is not None:
-            self._run_id = str(hello["kept"])
+        self._run_id = kept or self._run_id
         more = len(self._admission.missing)
         missing = f"; waiting for {more} more" if more else ""
         self._leader.say(f"node {node.number} of {self._plan.places.nodes} is {node.host}, at {node.address}{missing}")

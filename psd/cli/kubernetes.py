@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from psd.cli import kubectl, manifests
-from psd.cli.arguments import EXIT_FAILURE, EXIT_OK
+from psd.cli.arguments import EXIT_FAILURE, EXIT_OK, refuse_given
 from psd.cli.credentials import check_name
 from psd.cli.logs import LOG_LEVEL
 from psd.cli.manifests import Manifest
@@ -171,9 +171,7 @@ _FOR_ONE_MACHINE = {
 
 def check_absent(args: argparse.Namespace) -> None:
     """Raise ConfigError if an option for clusters is given without --on."""
-    for name in _FOR_CLUSTERS:
-        if getattr(args, name):
-            raise ConfigError(f"--{name.replace('_', '-')}: is for --on kubernetes")
+    refuse_given(args, dict.fromkeys(_FOR_CLUSTERS, "is for --on kubernetes"))
 
 
 def deployment(args: argparse.Namespace, words: Sequence[str], worker_environ: Mapping[str, str]) -> Deployment:
@@ -185,9 +183,7 @@ def deployment(args: argparse.Namespace, words: Sequence[str], worker_environ: M
     Raises:
         ConfigError: an option does not go together with --on kubernetes, or is wrong.
     """
-    for name, why in _FOR_ONE_MACHINE.items():
-        if getattr(args, name) not in (None, ""):
-            raise ConfigError(f"--{name.replace('_', '-')}: not with --on kubernetes, where {why}")
+    refuse_given(args, _FOR_ONE_MACHINE, "not with --on kubernetes, where ")
     if args.transport == "shm":
         raise ConfigError("--transport: shm is for one machine; on Kubernetes each pod is a machine of its own")
     script, command = worker_command(words)

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import psd
+from psd.cli.arguments import flag_of
 from psd.cli.node_link import Message
 from psd.cli.node_proof import proof_of, what_is_wrong
 from psd.cli.plan import Plan
@@ -87,7 +88,7 @@ class NodeAdmission:
         ours = self._meeting.alike
         others = [name for name in ours if alike.get(name) != ours[name]]
         if others:
-            names = [name if name == "command" else f"--{name.removesuffix('_s').replace('_', '-')}" for name in others]
+            names = [name if name == "command" else flag_of(name.removesuffix("_s")) for name in others]
             raise NotAdmittedError(f"its {_list(names)} differs from node 0's; all hosts must be given the same")
 
     def _check_address(self, address: str) -> None:

@@ -14,6 +14,7 @@ import json
 import os
 import select
 import ssl
+import threading
 import time
 from typing import Any, TypeAlias
 
@@ -54,6 +55,7 @@ class NodeLink:
         self._received = bytearray()
         self._unsent = bytearray()
         self._is_broken = False
+        self._lock = threading.Lock()  # of the connection, and of what is unsent: signs of life come from a thread of their own
         self._heard_at = self._said_at = time.monotonic()
 
     @property
@@ -68,25 +70,35 @@ class NodeLink:
 
     def send(self, message: Message) -> None:
         """Send a message, now or by a later `flush`; what a broken connection is given is lost."""
-        self._unsent += json.dumps(message).encode() + b"\n"
+        with self._lock:
+            self._unsent += json.dumps(message).encode() + b"\n"
         self.flush()
 
     def flush(self) -> None:
         """Send what there is room for."""
-        try:
-            while self._unsent:
-                del self._unsent[: self._write()]
-                self._said_at = time.monotonic()
-        except BlockingIOError:
-            return
-        except OSError:
+        with self._lock:
+            if self._is_broken:
+                self._unsent.clear()
+            try:
+                while self._unsent:
+                    del self._unsent[: self._write()]
+                    self._said_at = time.monotonic()
+            except BlockingIOError:
+                return
+            except OSError:
+                self._is_broken = True
+                self._unsent.clear()
+
+    def end(self) -> None:
+        """Send nothing from now on: the descriptors are about to be closed, and their numbers to be somebody else's."""
+        with self._lock:
             self._is_broken = True
-            self._unsent.clear()
 
     def receive(self) -> list[Message] | None:
         """Receive the messages that have come; None at the end of the connection, also one that is broken or makes no sense."""
         try:
-            data = self._read()
+            with self._lock:
+                data = self._read()
         except BlockingIOError:
             return None if self._is_broken else []
         except OSError:
@@ -138,9 +150,16 @@ class NodeLink:
         return min(self._said_at + BEAT_S, self._heard_at + self.silence_s)
 
     def beat(self, now: float) -> bool:
-        """Say that this side is there, if it is time; False if the other side has been silent for too long."""
+        """Say that this side is there, if it is time; False if the other side has been silent for too long.
+
+        What has come, and was not received because this side was held up, is no silence.
+        """
         if now >= self._said_at + BEAT_S:
             self._said_at = now  # one that waits for room needs no company
             if not self._unsent:
                 self.send({})
-        return now < self._heard_at + self.silence_s
+        if now < self._heard_at + self.silence_s:
+            return True
+        incoming = select.poll()
+        incoming.register(self.reader, select.POLLIN)
+        return bool(incoming.poll(0))

@@ -25,7 +25,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from psd.cli.arguments import EXIT_FAILURE, EXIT_OK, exit_status
+from psd.cli.arguments import EXIT_FAILURE, EXIT_OK, exit_status, refuse_given
 from psd.cli.ray_shards import RayShards, load, place_shards, wait_for
 from psd.cli.terminal import show
 from psd.cli.watchdog import Watchdog
@@ -267,9 +267,7 @@ def ray_plan(
     Raises:
         ConfigError: an option does not go together with --on ray, or is wrong.
     """
-    for name, why in _NOT_WITH_RAY.items():
-        if getattr(args, name) not in (None, ""):
-            raise ConfigError(f"--{name.replace('_', '-')}: not with --on ray, where {why}")
+    refuse_given(args, _NOT_WITH_RAY, "not with --on ray, where ")
     if args.on_worker_failure == "end":
         raise ConfigError("--on-worker-failure: not end with --on ray")
     script = None

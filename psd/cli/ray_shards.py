@@ -20,6 +20,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from psd.cli.arguments import flag_of
 from psd.cli.state import StateDirectory, clear_abandoned, private_path, remove_private
 from psd.contract.config import ConfigError
 from psd.contract.launching import READY_PATTERN, python_command
@@ -215,7 +216,7 @@ def place_shards(
     ray = load()
     flags = []
     for name, value in options.items():
-        flag = f"--{name.replace('_', '-')}"
+        flag = flag_of(name)
         for each in value if isinstance(value, (list, tuple)) else [value]:
             flags += [flag] if each is True else [f"{flag}={each}"] if each is not False else []
     actor = ray.remote(ShardProcess)

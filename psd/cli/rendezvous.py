@@ -56,6 +56,7 @@ def run(plan: Plan, replan: Replan) -> int:
         address = listener.getsockname()[0]
         gathering = Gathering(plan, address, lambda run_id: replan(run_id, 0), selector, leader)
         gathering.listen(listener, tls)
+        gathering.keep_in_touch()
         return gathering
 
     with listener:

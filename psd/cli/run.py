@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from psd.cli import kubernetes, malloc, ray_job, rendezvous, run_options, slurm, ssh
-from psd.cli.arguments import CHECKPOINT_OPTIONS, EXIT_FAILURE, values
+from psd.cli.arguments import CHECKPOINT_OPTIONS, EXIT_FAILURE, flag_of, values
 from psd.cli.kubernetes import Deployment
 from psd.cli.launcher import Launcher
 from psd.cli.node_places import NodePlaces
@@ -157,13 +157,13 @@ def _plan(
         "--grace": args.grace_s,
         "--max-workers": max(args.workers, Limits().workers_max),
         "--log-level": args.log_level,
-        **{f"--{name.replace('_', '-')}": value for name, value in values(args, CHECKPOINT_OPTIONS).items()},
+        **{flag_of(name): value for name, value in values(args, CHECKPOINT_OPTIONS).items()},
     }
     shard_flags = ["--exit-when-done", *(f"{name}={value}" for name, value in options.items())]
     shard_flags += ["--parameters-only"] if args.parameters_only else []
     shard_flags += ["--insecure"] if args.insecure else []
     for name in ("tls_cert", "tls_key", "token_file"):
-        shard_flags += [f"--{name.replace('_', '-')}={getattr(args, name)}"] if getattr(args, name) else []
+        shard_flags += [f"{flag_of(name)}={getattr(args, name)}"] if getattr(args, name) else []
     shard_flags += [f"--rule={rule}" for rule in args.rules] + [f"--rule-dir={_module_dir(command)}"]
 
     def worker_environ(rank: int, servers: Sequence[str]) -> dict[str, str]:
@@ -213,7 +213,7 @@ def _check_credentials(args: argparse.Namespace, environ: Mapping[str, str]) -> 
     for option, needed in (("tls_cert", "PSD_TLS_CA"), ("token_file", "PSD_TOKEN_FILE")):
         if getattr(args, option) and not environ.get(needed):
             raise ConfigError(
-                f"--{option.replace('_', '-')}: the workers need {needed}, in psd-run's environment on each host or by --env"
+                f"{flag_of(option)}: the workers need {needed}, in psd-run's environment on each host or by --env"
             )
 
 

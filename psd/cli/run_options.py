@@ -15,6 +15,7 @@ from psd.cli.arguments import (
     add_checkpoint_options,
     add_options,
     add_rule_option,
+    refuse_given,
     seconds,
     whole_number,
 )
@@ -303,11 +304,8 @@ def check(args: argparse.Namespace) -> None:
 def places(args: argparse.Namespace) -> NodePlaces:
     """Number of shards and workers, and where they are; ConfigError if what is said of hosts cannot be."""
     if args.hosts:
-        for name in ("nnodes", "node_rank", "rendezvous"):
-            if getattr(args, name) not in (None, ""):
-                raise ConfigError(
-                    f"--{name.replace('_', '-')}: is for psd-run on every host; with --hosts it starts them itself"
-                )
+        why = "is for psd-run on every host; with --hosts it starts them itself"
+        refuse_given(args, dict.fromkeys(("nnodes", "node_rank", "rendezvous"), why))
         _, workers = parse_hosts(args.hosts)
         check_count("--hosts", sum(workers), 1, WORKERS_MAX)
         if args.workers not in (None, sum(workers)):
@@ -331,11 +329,8 @@ def places(args: argparse.Namespace) -> NodePlaces:
 
 def check_one_host(args: argparse.Namespace) -> None:
     """Raise ConfigError if an option is given that only a job on several hosts has."""
-    for name in ("tls_cert", "tls_key", "token_file", "remote_python", "insecure"):
-        if getattr(args, name):
-            raise ConfigError(
-                f"--{name.replace('_', '-')}: is for shards that other machines reach: --nnodes, --hosts, --on kubernetes"
-            )
+    why = "is for shards that other machines reach: --nnodes, --hosts, --on kubernetes"
+    refuse_given(args, dict.fromkeys(("tls_cert", "tls_key", "token_file", "remote_python", "insecure"), why))
 
 
 def check_consistency(args: argparse.Namespace, consistency: str | None) -> None:

@@ -14,6 +14,7 @@ import argparse
 import subprocess
 from collections.abc import Mapping
 
+from psd.cli.arguments import refuse_given
 from psd.contract.config import ConfigError
 
 PORT_FIRST, PORTS = 20_000, 10_000
@@ -28,9 +29,7 @@ def fill_in(args: argparse.Namespace, environ: Mapping[str, str]) -> None:
     Raises:
         ConfigError: this is no task of srun, or scontrol does not answer.
     """
-    for name in ("nnodes", "node_rank", "hosts"):
-        if getattr(args, name) not in (None, ""):
-            raise ConfigError(f"--{name.replace('_', '-')}: not with --on slurm, where srun's tasks are the nodes")
+    refuse_given(args, dict.fromkeys(("nnodes", "node_rank", "hosts"), "not with --on slurm, where srun's tasks are the nodes"))
     try:
         tasks, task, job = (int(environ[name]) for name in ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_JOB_ID"))
         hosts = environ["SLURM_STEP_NODELIST"]

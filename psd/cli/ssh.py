@@ -76,6 +76,7 @@ def run(plan: Plan, replan: Callable[[str, int], Plan], argv: Sequence[str]) -> 
             peer = Peer(link, functools.partial(_end, process), number, origin=host)
             peer.link.send({"argv": list(argv), "node": number, "directory": str(Path.cwd()), "environ": dict(meeting.environ)})
             gathering.add(peer)
+        gathering.keep_in_touch()
         return gathering
 
     try:

@@ -41,6 +41,11 @@ def private_path(run_id: str) -> Path:
     return memory_directory() / f"{_PRIVATE_PREFIX}{run_id}"
 
 
+def is_run_id(text: str) -> bool:
+    """True for what can be a run's id, and so a part of a directory's name."""
+    return _RUN_ID.fullmatch(text) is not None
+
+
 def kept_run_id(path: Path) -> str | None:
     """The id of the run that has left its state in a named directory; None if none has.
 
@@ -55,7 +60,7 @@ def kept_run_id(path: Path) -> str | None:
         raise ConfigError(f"--state-dir: cannot read {path / _RUN}: {error}") from error
     if not text:  # psd-run was killed before it had written it, and so before there was anything else
         return None
-    if not _RUN_ID.fullmatch(text):
+    if not is_run_id(text):
         raise ConfigError(f"--state-dir: {path / _RUN} does not hold the name of a run; is {path} psd-run's?")
     return text
 

@@ -34,6 +34,9 @@ BLOCKS_FOR_TWO_THREADS = 4
 MessageT = TypeVar("MessageT", bound=Message)
 Admit = Callable[["ServedConnection", bytes], int]
 
+LENT_BYTES_MIN = 64 << 10
+"""Bytes of a gradient that rounds may read where the worker has it; to count a smaller one at once takes less."""
+
 HELLO_BYTES_MAX = 1024
 """Longest head until the ticket has been shown."""
 
@@ -379,7 +382,8 @@ class _Sent:
                     present = message.present[i] if message.present else b""
                     is_empty = present and not any(present)
                     values = memoryview(b"") if is_empty else values_of(block)
-                    yield PushedBlock(block, present, values, is_lent=True, is_followed=following < count)
+                    is_lent = values.nbytes >= LENT_BYTES_MIN
+                    yield PushedBlock(block, present, values, is_lent=is_lent, is_followed=following < count)
             else:
                 if count > 1 or (self._unread and not count):
                     raise InvalidRequest(f"blocks: has {count} entries, expected the one whose payload follows")

@@ -32,7 +32,7 @@ class PushedBlock(NamedTuple):
 
     Attributes:
         present: as in PushFrame.
-        payload: read until the next block is asked for; if `is_lent`, until the call has ended.
+        payload: read until the next block is asked for; if `is_lent`, perhaps until the call has ended.
         is_followed: the next block is here already: what rounds have for the caller may wait until it is counted, too.
         rows: of the tables' block: the parts of the payload. more: further rows of the same push follow in another one.
         memory: of each of these parts, where its numbers lie, if the payload has ids alone; read until the next block is asked

@@ -16,31 +16,40 @@ POINTS_MAX = 8192
 """Points that are kept of one curve, of all workers together."""
 
 
-class Ranked(Protocol):
-    """A point of a worker."""
+class Placed(Protocol):
+    """A point of a worker, at a place along the axis."""
 
     @property
     def rank(self) -> int:
         """The worker's."""
         ...
 
+    @property
+    def place(self) -> float:
+        """Step or time."""
+        ...
 
-PointT = TypeVar("PointT", bound=Ranked)
+
+PointT = TypeVar("PointT", bound=Placed)
 
 
 def thinned(points: Sequence[PointT], points_max: int) -> list[PointT]:
-    """The same points if they are few; else without every second point of each worker in the older half.
+    """The same points if they are few; else fewer of each worker in the older half, evenly spaced.
 
-    So a curve is as fine as it was measured at its end, and the coarser the further back, but goes back to its beginning.
+    So the end of a curve is as fine as it was measured, and all before is equally coarse, back to the beginning.
     """
     if len(points) <= points_max:
         return list(points)
     half = len(points) // 2
-    kept, is_next_kept = [], dict[int, bool]()
+    # So far apart that at least a quarter of them goes: evenly spaced ones were closer than that, and every second goes.
+    places: dict[int, list[float]] = {}
     for point in points[:half]:
-        is_kept = is_next_kept.get(point.rank, True)
-        is_next_kept[point.rank] = not is_kept
-        if is_kept:
+        places.setdefault(point.rank, []).append(point.place)
+    pitches = {rank: 4 / 3 * (max(found) - min(found)) / len(found) for rank, found in places.items()}
+    kept, last = [], dict[int, float]()
+    for point in points[:half]:
+        if point.rank not in last or abs(point.place - last[point.rank]) >= pitches[point.rank]:
+            last[point.rank] = point.place
             kept.append(point)
     return [*kept, *points[half:]]
 
@@ -71,6 +80,11 @@ class Moment:
     def rank(self) -> int:
         """One and the same, since all moments are thinned together."""
         return 0
+
+    @property
+    def place(self) -> float:
+        """The time."""
+        return self.at
 
 
 def moment_of(snapshot: JobSnapshot) -> Moment:

@@ -147,6 +147,11 @@ class CurvePoint:
     value: float
     at: float
 
+    @property
+    def place(self) -> float:
+        """Step, along which curves are drawn."""
+        return self.step
+
 
 @dataclass(frozen=True)
 class JobSnapshot:

@@ -19,6 +19,12 @@ from typing import Any
 import pytest
 from chromium import PATH, Chromium
 
+from psd.contract.config import parse_servers
+from psd.contract.credentials import Credentials
+from psd.watch.asking import Asker
+from psd.watch.sampler import Sampler
+from psd.watch.top.app import TopApp
+
 pytestmark = pytest.mark.skipif(PATH is None, reason="there is no Chromium on this machine")
 
 TRAINING = Path(__file__).with_name("training.py")
@@ -154,6 +160,19 @@ async def save(page: Chromium, job: Job, folder: Path) -> None:
         await page.open(job.address + path, *size, scheme)
         await page.until(f"document.querySelectorAll('.events li, .mark').length >= {MARKS}", 120)
         await page.picture(folder / f"{name}.png")
+    await save_top(job, folder / "top.svg")
+
+
+async def save_top(job: Job, file: Path) -> None:
+    """A capture of psdctl top in a terminal of 80 columns, without the fonts that it would load from elsewhere."""
+    with Asker(parse_servers(job.servers), Credentials()) as asker:
+        sampler = Sampler(asker)
+        app = TopApp(sampler, interval_s=0.5)
+        async with app.run_test(size=(80, 26)) as pilot:
+            while len(sampler.history.events) < 2:
+                await pilot.pause(0.1)
+            drawn = app.export_screenshot(title="psdctl top")
+    file.write_text(re.sub(r"@font-face \{.*?\}\s*", "", drawn, flags=re.DOTALL))
 
 
 @pytest.mark.process

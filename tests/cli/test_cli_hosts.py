@@ -201,6 +201,12 @@ def test_gathering_when_all_nodes_have_come_then_each_is_told_its_number_and_the
     assert meeting.handle() == [("on_lost", lost, "node 2 (h) is lost: what it says makes no sense")], "another node's process"
 
 
+def test_gathering_when_a_node_names_a_run_that_cannot_be_then_it_does_not_join(meeting):
+    assert meeting.say_hello(meeting.connect(), kept="../../somewhere/else") == []
+    assert meeting.said == []
+    assert meeting.gathering._peers == []
+
+
 def other(**changed: str) -> dict[str, str]:
     return {**Meeting().plan.meeting.alike, **changed}
 
@@ -280,6 +286,32 @@ def test_follower_when_the_leader_does_not_have_the_tokens_then_nothing_is_done_
 
 
 @pytest.mark.parametrize(
+    "nonsense",
+    [
+        {"begin": "../../somewhere/else", "node": 1},
+        {"begin": "run-7", "node": 7},
+        {"begin": "run-7", "node": [1]},
+        {"signal": ["worker", 1], "signum": 9},
+        {"start": ["worker"]},
+        {"end": None},
+    ],
+)
+def test_follower_when_the_leader_says_nonsense_then_it_ends_in_order(nonsense, capsys):
+    """A run's id becomes the name of a directory, which is removed in the end."""
+    ours, theirs = socket.socketpair()
+    options = ["--nnodes", "3", "--rendezvous", "h:9", "--workers", "3", "true"]
+    follower = Follower(parse(options, {}), None, NodeLink(ours.fileno(), ours.fileno()), "127.0.0.1")
+    leader = NodeLink(theirs.fileno(), theirs.fileno())
+    with ours, theirs:
+        for message in ({"nonce": "x"}, {"welcome": ""}, nonsense):
+            leader.send(message)
+        follower._receive()
+
+    assert follower._status == 1
+    assert "what the psd-run that leads the job says makes no sense" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("options", "is_refused"), [((), True), (("--insecure",), False), (("--tls-cert=c", "--tls-key=k"), False)]
 )
 def test_gathering_when_others_could_reach_the_shards_then_they_must_be_guarded(options, is_refused):
@@ -347,6 +379,27 @@ def test_link_when_the_other_side_is_silent_then_it_is_lost_but_not_before():
         assert NodeLink(theirs.fileno(), theirs.fileno()).receive() == [{}], "a sign of life"
         assert link.beat(began_at + SILENCE_S - 1)
         assert not link.beat(began_at + SILENCE_S)
+
+
+def test_link_when_this_side_was_held_up_then_what_has_come_meanwhile_counts():
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        link = NodeLink(ours.fileno(), ours.fileno())
+        NodeLink(theirs.fileno(), theirs.fileno()).send({})
+
+        assert link.beat(link._heard_at + 10 * SILENCE_S)
+        assert link.receive() == [{}]
+
+
+def test_gathering_when_its_loop_is_held_up_then_the_nodes_hear_that_it_is_there(meeting, monkeypatch):
+    """By a terminal that was stopped, say, or a pager at the end of psd-run's pipe."""
+    monkeypatch.setattr("psd.cli.gathering.BEAT_S", 0.01)
+    monkeypatch.setattr("psd.cli.node_link.BEAT_S", 0.01)
+    link = meeting.connect()
+    meeting.say_hello(link)
+    meeting.gathering.keep_in_touch()
+    assert link.wait() == [{}]
+    meeting.gathering._is_closed.set()
 
 
 # -- real processes -----------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The depth of a push_pull: the frames of psd from the program's call to the socket, or to gRPC."""
+"""The depth of a push_pull, and its length: the frames of psd from the program's call to the socket, and all its calls."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ import pytest
 
 import psd
 import psd_client
+import psd_core
+from psd.rim.bulk_connection import ServedConnection
 from psd_client import SGD, connect
 from psd_client.lanes import grpc_channel
 from psd_client.lanes.crew import Crew, Task
@@ -22,7 +24,10 @@ from psd_client.lanes.crew import Crew, Task
 FRAMES_MAX = 7
 """In one thread."""
 
-OURS = tuple(f"{Path(path)}/" for package in (psd, psd_client) for path in package.__path__)
+CALLS_MAX = {"shm": (145, 215), "tcp": (155, 215)}
+"""Calls of Python functions in one small push_pull: on the worker, and on its shard. They are most of its time."""
+
+OURS = tuple(f"{Path(path)}/" for package in (psd, psd_client, psd_core) for path in package.__path__)
 
 
 class Depth:
@@ -106,3 +111,45 @@ def test_push_pull_has_few_frames_to_the_socket(cluster: Callable[..., Any], dep
 
     assert depth.threads, "nothing was seen to leave"
     assert max(map(len, depth.threads)) <= FRAMES_MAX, f"\n  {depth}"
+
+
+class Calls:
+    """The calls of psd's Python functions in this thread, while it is a context."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __enter__(self) -> None:
+        sys.setprofile(self._on_event)
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(None)
+
+    def _on_event(self, frame: FrameType, event: str, _: object) -> None:
+        self.count += event == "call" and frame.f_code.co_filename.startswith(OURS)
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_small_push_pull_makes_few_calls(
+    cluster: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, transport: str
+) -> None:
+    """What most jobs do not use costs their steps next to nothing."""
+    on_worker, on_shard, serve = Calls(), Calls(), ServedConnection._call
+
+    def served(connection: ServedConnection, call: Any) -> None:
+        with on_shard:
+            serve(connection, call)
+
+    values = {"w": np.zeros(256, np.float32)}
+    with connect(cluster(1).servers, 0, 1, transport=transport) as ps:
+        ps.declare(values, SGD(lr=1.0))
+        for _ in range(3):
+            ps.push_pull(values)
+        monkeypatch.setattr(ServedConnection, "_call", served)
+        with on_worker:
+            ps.push_pull(values)
+        ps.push_pull(values)  # the shard has ended the call before
+
+    worker_max, shard_max = CALLS_MAX[transport]
+    assert on_worker.count <= worker_max
+    assert on_shard.count // 2 <= shard_max

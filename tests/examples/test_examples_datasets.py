@@ -56,6 +56,14 @@ def test_file_of_another_format_is_refused(datasets, tmp_path):
         datasets.load(str(tmp_path))
 
 
+def test_program_says_which_file_is_missing(datasets, monkeypatch, tmp_path):
+    monkeypatch.setattr("sys.argv", ["mnist.py", "--data", str(tmp_path)])
+    import mnist
+
+    with pytest.raises(SystemExit, match=r"does not have train-images-idx3-ubyte\.gz\nFor example: psd-run"):
+        mnist.main()
+
+
 def test_without_a_network_scikit_learns_digits_are_taken_and_said(datasets, monkeypatch, capsys):
     def offline(*_args, **_options):
         raise OSError("no network")

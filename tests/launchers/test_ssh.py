@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
 from signal import SIGINT, SIGKILL
 
 import pytest
-from certificates import Authority
 from commands import processes
 from conftest import wait_until
 
@@ -120,14 +120,13 @@ def test_hosts_when_arguments_and_variables_have_spaces_and_quotes_then_they_arr
 
 
 def test_hosts_when_there_are_certificates_and_tokens_then_workers_have_them(job, tmp_path):
-    authority = Authority("ours")
-    (tmp_path / "ca").write_bytes(authority.pem)
-    pair = authority.issue("127.0.0.1").write(tmp_path, "host")
+    key = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -subj /CN=host -addext subjectAltName=IP:127.0.0.1"
+    subprocess.run(["openssl", *key.split(), "-keyout", "key", "-out", "ca"], cwd=tmp_path, check=True)
     for name, text in {"tokens": "worker " + "w" * 16, "token": "w" * 16}.items():
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o600)
     environ = {"PSD_TLS_CA": str(tmp_path / "ca"), "PSD_TOKEN_FILE": str(tmp_path / "token")}
-    files = ["--tls-cert", pair["tls_cert"], "--tls-key", pair["tls_key"], "--token-file", tmp_path / "tokens"]
+    files = ["--tls-cert", tmp_path / "ca", "--tls-key", tmp_path / "key", "--token-file", tmp_path / "tokens"]
 
     started = job(*files, *(f"--env={name}" for name in environ), steps=40, environ=environ)
 

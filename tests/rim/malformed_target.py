@@ -121,7 +121,7 @@ class Target:
         bulk = BulkServer(self.shard, planes, guard, self.shard._core.config)
         control = ControlService(self.shard, guard, address=str, on_leave=int, open_bulk=bulk.open).handler()
         data = DataService(self.shard, planes["grpc"], guard)
-        self._handlers = (control, data.handler(), VectorService(self.shard, guard, data.reads, VectorGate()).handler())
+        self._handlers = (control, data.handler(), VectorService(self.shard, guard, data.reading, VectorGate()).handler())
         self.layout = Layout(spec, 2)
         self.scalars = [*SCALARS, SCALARS[1]][: len(spec.groups)]
         self.callers = [self._join(rank) for rank in range(WORLD)]

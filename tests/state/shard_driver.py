@@ -20,6 +20,7 @@ from psd.contract.layout import Layout
 from psd.contract.rows import TableRows, parts_of
 from psd.contract.tables import SparseTableSpec
 from psd.state.aggregation.rounds import FastRound
+from psd.state.core import ShardCore
 from psd.state.shard import Shard
 from psd.state.tickets import Ticket
 from psd.state.transfers import Push
@@ -135,6 +136,15 @@ def tables_spec(
     )
 
 
+def end_process_of(core: ShardCore) -> None:
+    """Do to a shard's files what the kernel does when a process dies: locks are released, and nothing else happens."""
+    if core.storage.arena is not None:
+        core.storage.arena._directory.close()
+    for store in core.storage.tables:
+        store._file.close()
+        store._open = store._mapping = None
+
+
 class Driver:
     """One shard and the calls on it, as plain values."""
 
@@ -164,11 +174,7 @@ class Driver:
     def kill(self) -> None:
         """What the kernel does: memory is gone, locks are released, the arena's file stays as it is."""
         _open_shards.remove(self.shard)
-        if self.core.storage.arena is not None:
-            self.core.storage.arena._directory.close()
-        for store in self.core.storage.tables:
-            store._file.close()
-            store._open = None
+        end_process_of(self.core)
 
     def restart(self, *seats: Seat, copy: Path | None = None, **arguments: Any) -> None:
         """Kill the process and start it again on its state directory, or on a copy of it, where these workers resume."""

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from shard_driver import Fuse, Killed
+from shard_driver import Fuse, Killed, end_process_of
 from simulated_tables import ArenaFuse, SimulatedTables
 from simulated_worker import RUN_ID, SimulatedWorker
 from simulation_oracle import Oracle
@@ -260,11 +260,7 @@ class Simulation:
         assert shard is not None
         self.shards[index] = None
         self.kills += 1
-        if shard._core.storage.arena is not None:
-            shard._core.storage.arena._directory.close()
-        for store in shard._core.storage.tables:
-            store._file.close()
-            store._open = None
+        end_process_of(shard._core)
         for ticket in shard._core.waiting.open():
             ticket.fail(ShardRestarted("the connection broke", shard=index))
 

@@ -11,6 +11,7 @@ torch = pytest.importorskip("torch")
 from helpers_torch import backward, batch, small_model, values  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.optim import LBFGS, SGD, AdamW  # noqa: E402
+from torch.testing._internal.two_tensor import TwoTensor  # noqa: E402
 
 import psd_client  # noqa: E402
 import psd_client.torch as psd  # noqa: E402
@@ -159,6 +160,10 @@ PARAMETERS = {
     "float8": ({"w": torch.zeros(3, dtype=torch.float8_e4m3fn)}, r"'w' has dtype torch\.float8"),
     "meta": ({"w": torch.zeros(3, device="meta")}, "'w' is on the meta device"),
     "sparse": ({"w": torch.eye(3).to_sparse()}, "'w' has layout torch.sparse_coo"),
+    "of other tensors": (
+        {"w": TwoTensor(torch.zeros(3), torch.zeros(3))},
+        "'w' is a TwoTensor, which is made of other tensors",
+    ),
     "expanded": ({"w": torch.zeros(1, 3).expand(4, 3)}, "'w' is expanded"),
     "overlapping itself": ({"w": STORAGE.as_strided((5, 5), (3, 1))}, "'w' is expanded"),
     "overlapping": ({"v": STORAGE[:60], "w": STORAGE[50:]}, "'w' shares memory with 'v'"),

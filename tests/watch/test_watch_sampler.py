@@ -7,8 +7,9 @@ import pytest
 from scripted_job import EXPIRED, FINISHED, LIVE, ScriptedJob, logged
 
 from psd.v1 import control_pb2 as pb
-from psd.watch.history import EVENTS_MAX, MOMENTS_MAX
+from psd.watch.history import EVENTS_MAX, MOMENTS_MAX, thinned
 from psd.watch.sampler import RATE_S
+from psd.watch.snapshot import CurvePoint
 from psd.watch.top import lines
 
 
@@ -188,6 +189,19 @@ def test_the_history_is_bounded_and_goes_back_to_the_beginning():
     assert len(moments) <= MOMENTS_MAX
     assert (moments[0].at, moments[-1].at) == (1e9 + 2, 1e9 + MOMENTS_MAX + 1000)
     assert len(job.told) == EVENTS_MAX
+
+
+def test_a_long_past_is_evenly_spaced_back_to_the_beginning_and_its_end_is_as_it_was_logged():
+    """Of each worker, however many log; the dashboard's page keeps no more, and no less."""
+    points = []
+    for step in range(4000):
+        points = thinned([*points, CurvePoint(0, step, 0.0, 0.0), CurvePoint(1, step, 0.0, 0.0)], 400)
+
+    for rank in range(2):
+        steps = [point.step for point in points if point.rank == rank]
+        tenths = [sum(400 * tenth <= step < 400 * (tenth + 1) for step in steps) for tenth in range(9)]
+        assert (steps[0], steps[-100:]) == (0, [*range(3900, 4000)])
+        assert max(tenths) <= 3 * min(tenths)
 
 
 def test_what_peers_have_named_is_printable(job):

@@ -234,6 +234,11 @@ def _check_parameter(name: str, parameter: torch.nn.Parameter) -> None:
         raise InvalidTensor(f"parameter {name!r} is on the meta device and has no values; see torch.nn.Module.to_empty")
     if parameter.layout is not torch.strided:
         raise InvalidTensor(f"parameter {name!r} has layout {parameter.layout}; psd trains dense (strided) parameters")
+    if hasattr(parameter, "__tensor_flatten__"):
+        raise InvalidTensor(
+            f"parameter {name!r} is a {type(parameter).__name__}, which is made of other tensors, as FSDP and tensor "
+            "parallelism make them; psd trains parameters that each worker has whole, in memory of their own"
+        )
     if parameter.dtype not in _DTYPES:
         raise InvalidTensor(f"parameter {name!r} has dtype {parameter.dtype}; psd trains {', '.join(map(str, _DTYPES))}")
 

@@ -59,10 +59,10 @@ class DataRequests:
             weight=weight,
             layout_digest=self._layout.digest,
             scalars=session.orders.scaled(scalars, spec.groups, session.clock),
-            decisions=session.decisions,
-            cuts=session.cuts,
+            decisions=session.decisions or None,
+            cuts=session.cuts or None,
             is_finite=is_finite,
-            first_gradient=self._first.take(),
+            first_gradient=self._first.take() or None,
             since=self._attendance.since(session.number, session.clock),
         )
         if spec.clip_norm and not spec.consistency.has_rounds and weight:

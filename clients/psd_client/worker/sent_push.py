@@ -73,9 +73,10 @@ class SentPush:
         own.CopyFrom(self.header)
         own.caller.CopyFrom(caller)
         own.session = self.session
-        if shard == buffers.layout.client_state_shard:
+        if self.client_state and shard == buffers.layout.client_state_shard:
             own.client_state = self.client_state
-        own.versions.extend(versions)
+        if versions:
+            own.versions.extend(versions)
         tables = self.tables
         return GradientPart(
             blocks,

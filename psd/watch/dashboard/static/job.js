@@ -51,8 +51,8 @@ export class Job {
     const columns = Object.entries(look.moment);
     for (const [name, value] of columns) (this.history[name] ??= []).push(value);
     if (this.history.at.length > MOMENTS_MAX) {
-      const half = this.history.at.length >> 1;
-      for (const [name] of columns) this.history[name] = this.history[name].filter((_, index) => index >= half || index % 2 === 0);
+      const kept = thinned(this.history.at.map((at, index) => [0, at, index]));
+      for (const [name] of columns) this.history[name] = kept.map(([, , index]) => this.history[name][index]);
     }
     this.events.push(...look.events);
     this.events.splice(0, Math.max(0, this.events.length - EVENTS_MAX));
@@ -62,7 +62,7 @@ export class Job {
       const key = `${point[0]} ${point[1]}`;
       points.delete(key);
       points.set(key, point);
-      if (points.size > POINTS_MAX) points.delete(points.keys().next().value);
+      if (points.size > POINTS_MAX) this.curves.set(name, keyed(thinned([...points.values()])));
     }
   }
 
@@ -86,6 +86,24 @@ export class Job {
   checkpoints() {
     return this.events.filter((event) => event.kind === "checkpoint" && event.level === "info");
   }
+}
+
+// Points [rank, place, ...] with fewer of each rank in the older half, evenly spaced; as psd/watch/history.py does.
+function thinned(points) {
+  const half = points.length >> 1;
+  const spans = new Map();
+  for (const [rank, place] of points.slice(0, half)) {
+    const [low, high, count] = spans.get(rank) ?? [place, place, 0];
+    spans.set(rank, [Math.min(low, place), Math.max(high, place), count + 1]);
+  }
+  const last = new Map();
+  return points.filter(([rank, place], index) => {
+    if (index >= half) return true;
+    const [low, high, count] = spans.get(rank);
+    if (last.has(rank) && Math.abs(place - last.get(rank)) < (4 / 3) * (high - low) / count) return false;
+    last.set(rank, place);
+    return true;
+  });
 }
 
 function keyed(points) {
