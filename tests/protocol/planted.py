@@ -5,8 +5,6 @@ Each is a function that takes pytest's monkeypatch and undoes the mending as loc
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -27,9 +25,8 @@ from psd_client.worker.session import Session
 def clock_before_commit(monkeypatch: pytest.MonkeyPatch) -> None:
     """The clock moves on before shard 0 knows of the push, and a call that has failed then leaves nothing behind."""
 
-    @contextmanager
-    def forgetful(exchange: ParameterExchange, sent: SentPush) -> Iterator[SentPush]:
-        yield sent
+    def forget(exchange: ParameterExchange, sent: SentPush, error: BaseException) -> None:
+        exchange._session.pushing = None
 
     def commit(exchange: ParameterExchange, sent: SentPush, *, without_waiting: bool) -> None:
         if not sent.is_finished:
@@ -37,7 +34,7 @@ def clock_before_commit(monkeypatch: pytest.MonkeyPatch) -> None:
         real(exchange, sent, without_waiting=without_waiting)
 
     real = ParameterExchange._commit
-    monkeypatch.setattr(ParameterExchange, "_call", forgetful)
+    monkeypatch.setattr(ParameterExchange, "_on_failed", forget)
     monkeypatch.setattr(ParameterExchange, "_commit", commit)
 
 
