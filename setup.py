@@ -53,7 +53,8 @@ VECTORS = sorted(path.relative_to(ROOT).as_posix() for path in CSRC.glob("vector
 
 kernels = Extension("psd_core._kernels", sources=["psd_core/_kernels.pyx", *KERNELS], **WITH_RULES)
 arena = Extension("psd_core._arena", sources=["psd_core/_arena.pyx"], depends=["psd_core/csrc/arena.h"], **HOW)
-table = Extension("psd_core._table", sources=["psd_core/_table.pyx", *TABLES, *ROWS], **WITH_RULES)
+TABLE_HOW = {**WITH_RULES, "depends": [*HEADERS, "psd_core/_table_c.pxd"]}
+table = Extension("psd_core._table", sources=["psd_core/_table.pyx", *TABLES, *ROWS], **TABLE_HOW)
 distinct = Extension(
     "psd_core._distinct", sources=["psd_core/_distinct.pyx", "psd_core/csrc/distinct.c"], depends=HEADERS, **HOW
 )

@@ -16,7 +16,6 @@ cdef extern from "arena.h" nogil:
         PSD_LARGE_PAGE
     int psd_populate(void *, size_t) noexcept
     void *psd_map_large(int, size_t) noexcept
-    int psd_make_large(void *) noexcept
     int munmap(void *, size_t) noexcept
     int psd_punch_hole(int, int64_t, int64_t) noexcept
 
@@ -43,15 +42,6 @@ cdef class LargeMap:
 
     def __getbuffer__(self, Py_buffer *view, int flags):
         PyBuffer_FillInfo(view, self, self.start, self.nbytes, 0, flags)
-
-    def enlarge_page(self, Py_ssize_t at):
-        """Have one large page hold LARGE_PAGE_BYTES of the file from a multiple of it, which have space at least in part. Returns whether it does."""
-        cdef int status
-        if at < 0 or at % PSD_LARGE_PAGE != 0 or at > self.nbytes - PSD_LARGE_PAGE:
-            raise IndexError(f"{PSD_LARGE_PAGE} bytes from byte {at} of a file of {self.nbytes} bytes")
-        with nogil:
-            status = psd_make_large(<char *>self.start + at)
-        return status == 0
 
 
 cdef class Words:

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from psd_core import _arena
-from psd_core._arena_format import NO_SPACE, ArenaBusy, ArenaClosed, ArenaFull, align
+from psd_core._arena_format import NO_SPACE, ArenaBusy, ArenaClosed, ArenaFull
 
 ARENA_NAME = "arena"
 UNFINISHED_NAME = "arena.new"
@@ -132,16 +132,6 @@ class File(_Descriptor):
             else:
                 for at in range(start, start + nbytes, len(_ZEROS)):
                     os.pwrite(fd, _ZEROS[: start + nbytes - at], at)
-
-    def enlarge_pages(self, mapping: _arena.LargeMap, first: int, start: int, end: int) -> None:
-        """Let large pages hold what is complete with a range, with what lies before it from byte `first` on; where the system
-        has none, nothing happens. A range that
-        is not reserved yet is taken so in half the time. Raises ArenaFull."""
-        unit = _arena.LARGE_PAGE_BYTES
-        for at in range(max(align(first, unit), start // unit * unit), end - unit + 1, unit):
-            self.reserve(max(at, start), 1)  # where all is a hole the kernel refuses
-            if not mapping.enlarge_page(at):
-                return
 
     def release(self, start: int, nbytes: int) -> bool:
         """Give the space of a range back. False if it was not: the file system cannot, or the file is closed."""

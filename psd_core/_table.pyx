@@ -10,6 +10,8 @@ from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyOb
 from libc.stdint cimport int64_t, intptr_t, uint8_t, uint32_t, uint64_t
 from libc.string cimport memset
 
+from psd_core._table_c cimport *
+
 
 cdef extern from *:
     """
@@ -18,120 +20,6 @@ cdef extern from *:
     #pragma GCC optimize("Os")
     #endif
     """
-
-
-cdef extern from "arena.h" nogil:
-    int psd_populate(void *, size_t) noexcept
-
-
-cdef extern from "table.h" nogil:
-    enum:
-        PSD_FLAGS_MAX
-        PSD_SCALARS_MAX
-        PSD_RULES
-        PSD_RULES_CHECKSUM
-        PSD_REGIONS
-        PSD_INDEX
-        PSD_HEADS
-        PSD_ROWS
-        PSD_REMOVED_MAX
-        PSD_CHUNK_BUCKETS
-        PSD_LOG_MAX
-        PSD_OWN_SLOTS_MAX
-    ctypedef struct psd_hyper:
-        uint8_t flags[PSD_FLAGS_MAX]
-        double scalars[PSD_SCALARS_MAX]
-    ctypedef struct psd_head:
-        uint64_t id
-        uint32_t used
-        uint32_t changed
-    ctypedef struct psd_root:
-        uint64_t step, version, rows, places, spares, current, buckets, next_buckets, moved
-        uint64_t created, evicted, expired, removed, refused, unadmitted, log_first, log_end
-    ctypedef struct psd_log_entry:
-        uint64_t from_step "from"
-        double scalars[PSD_SCALARS_MAX]
-    ctypedef struct psd_table_spec:
-        uint64_t dim, width, rows_max, push_max, notes, seed, admit_after, admit_below
-        int rule, rowwise, init, slots, evicts, catches_up, settles, rests, is_half
-        uint8_t rest_without[PSD_SCALARS_MAX]
-        int64_t decay_at
-        double a, b
-        psd_hyper flags
-        int64_t slot_at[PSD_OWN_SLOTS_MAX]
-        float slot_start[PSD_OWN_SLOTS_MAX]
-    ctypedef struct psd_region:
-        uint64_t at, size, backed
-    ctypedef struct psd_scratch:
-        pass
-    ctypedef struct psd_snapshot:
-        int is_active, is_failed
-        uint64_t version, saved
-    ctypedef struct psd_table:
-        psd_table_spec spec
-        psd_region region[PSD_REGIONS]
-        uint64_t size
-        char *base
-        psd_root *root
-        psd_scratch scratch
-        psd_snapshot snapshot
-        uint64_t reads, hits
-        void (*on_store)(void *, const char *) noexcept
-        void *context
-    ctypedef struct psd_own_rule:
-        int (*apply)(void *, intptr_t) noexcept
-        void *context
-        intptr_t capacity, count
-        float *pieces
-        float *gradients
-        uint64_t *ids
-        uint64_t *places
-        double scale
-    ctypedef struct psd_push:
-        psd_hyper hyper
-        psd_own_rule *own
-        double scale
-        uint32_t clock
-        int distinct, whole
-        int64_t step
-        const uint32_t *clocks
-        const uint64_t *notes
-        const double *history
-        uint64_t entries, scalars
-    void psd_mix_all(const uint64_t *, uint64_t *, intptr_t) noexcept
-    uint64_t psd_slots_seed
-    void psd_initial_value(const psd_table_spec *, uint64_t, float *) noexcept
-    int psd_table_plan(psd_table *) noexcept
-    int psd_table_make_lock(psd_table *) noexcept
-    void psd_table_drop_lock(psd_table *) noexcept
-    void psd_table_format(psd_table *, uint64_t) noexcept
-    const char *psd_table_adopt(psd_table *) noexcept
-    int psd_table_lack(const psd_table *, uint64_t, uint64_t, uint64_t *) noexcept
-    psd_log_entry *psd_logged(const psd_table *, uint64_t) noexcept
-    uint64_t *psd_notes(const psd_table *) noexcept
-    uint32_t *psd_spares(const psd_table *) noexcept
-    uint64_t psd_index_scan(const psd_table *, uint64_t, uint64_t **, uint64_t, uint64_t *) noexcept
-    int psd_index_must_move(const psd_table *, uint64_t) noexcept
-    void psd_index_move(psd_table *, uint64_t) noexcept
-    int psd_table_read(psd_table *, const uint64_t *, intptr_t, float *, uint8_t *, int, int64_t) noexcept
-    uint64_t psd_table_walk(psd_table *, uint64_t, psd_head *, float *, uint64_t, uint64_t *) noexcept
-    int psd_table_push(psd_table *, const psd_push *, const uint64_t *, const float *, intptr_t) noexcept
-    uint64_t psd_table_expire(psd_table *, uint64_t, uint32_t, uint32_t) noexcept
-    uint64_t psd_table_discard(psd_table *, const uint64_t *, intptr_t) noexcept
-    void psd_scratch_free(psd_scratch *) noexcept
-    void psd_snapshot_begin(psd_table *, int, uint32_t) noexcept
-    int psd_snapshot_next(psd_table *, psd_head *, float *, uint64_t, uint64_t *) noexcept
-    void psd_snapshot_end(psd_table *) noexcept
-    uint64_t psd_removals(const psd_root *) noexcept
-    uint64_t *psd_removal(const psd_table *, uint64_t) noexcept
-    uint64_t psd_first_removal(const psd_table *) noexcept
-    ctypedef struct psd_sums:
-        intptr_t count
-        uint64_t *ids
-        float *values
-    int psd_sums_add(psd_sums *, const uint64_t *, const float *, intptr_t, intptr_t, double) noexcept
-    void psd_sums_clear(psd_sums *) noexcept
-    void psd_sums_free(psd_sums *) noexcept
 
 
 psd_slots_seed = int.from_bytes(os.urandom(8), "little")
@@ -306,6 +194,16 @@ cdef class Partition:
                 psd_populate(self.table.base + place.at + place.backed, nbytes - place.backed)
         place.backed = nbytes
 
+    def enlarge_page(self, uint64_t at):
+        """Have one large page hold the file from byte `at` on, a multiple of its size, where it has space at least in part. Returns whether it does."""
+        cdef int status
+        assert at % PSD_LARGE_PAGE == 0 and at + PSD_LARGE_PAGE <= self.table.size
+        if not self.is_attached:
+            return False
+        with nogil:
+            status = psd_make_large(self.table.base + at)
+        return status == 0
+
     def clear(self, uint64_t start, uint64_t nbytes):
         """Set bytes of the file to 0, where it cannot have holes."""
         assert start + nbytes <= self.table.size
@@ -362,14 +260,23 @@ cdef class Partition:
         self, const uint64_t[::1] ids not None, const float[:, ::1] values not None, *, tuple scalars, double scale, uint32_t clock,
         const uint64_t[::1] notes, bint distinct, bint whole, int64_t step=-1,
         const uint32_t[::1] clocks=None, const double[:, ::1] history=None, OwnRule own=None,
+        const uint64_t[::1] more_ids=None, const float[:, ::1] more_values=None,
     ):
-        """Apply the rule, or store whole rows, for which there is room; returns how many rows are new."""
+        """Apply the rule, or store whole rows, for which there is room; returns how many rows are new. More ids, and their values, are added to the push."""
         cdef psd_push push
         cdef int i, status
         cdef intptr_t n = ids.shape[0]
         cdef uint64_t width = self.table.spec.width if whole else self.table.spec.dim
         cdef uint64_t nbytes = 0
-        assert self.is_attached and values.shape[0] == n and <uint64_t>values.shape[1] == width
+        cdef psd_part[2] parts
+        memset(parts, 0, sizeof(parts))
+        if n:
+            parts[0].ids, parts[0].values, parts[0].n = &ids[0], &values[0, 0], n
+        if more_ids is not None and more_ids.shape[0]:
+            assert not whole and not distinct and more_values.shape[0] == more_ids.shape[0] and <uint64_t>more_values.shape[1] == width
+            parts[1].ids, parts[1].values, parts[1].n = &more_ids[0], &more_values[0, 0], more_ids.shape[0]
+            n += parts[1].n
+        assert self.is_attached and values.shape[0] == ids.shape[0] and <uint64_t>values.shape[1] == width
         assert <uint64_t>n <= self.table.spec.push_max and len(scalars) <= PSD_SCALARS_MAX
         assert psd_table_lack(&self.table, n, history.shape[0] if history is not None else 0, &nbytes) < 0 and not psd_index_must_move(&self.table, n)
         assert notes is None or <uint64_t>notes.shape[0] == self.table.spec.notes
@@ -390,7 +297,7 @@ cdef class Partition:
             own.own.scale, push.own = scale, &own.own
         push.notes = &notes[0] if notes is not None and notes.shape[0] else NULL
         with nogil:
-            status = psd_table_push(&self.table, &push, &ids[0] if n else NULL, &values[0, 0] if n else NULL, n)
+            status = psd_table_push(&self.table, &push, parts, 2)
         if own is not None and own.error is not None:
             raise own.error
         if status != 0:

@@ -21,7 +21,7 @@ import psd_core
 from psd_core import _arena_file as files
 from psd_core import _table
 from psd_core import _table_format as form
-from psd_core._arena import LARGE_PAGE_BYTES, LargeMap
+from psd_core._arena import LARGE_PAGE_BYTES
 from psd_core._arena_format import ArenaClosed, ArenaCorrupt, ArenaError, ArenaFull, align
 from psd_core._c_headers import checksum
 from psd_core._table_arguments import as_history, as_ids, as_out, as_values
@@ -49,7 +49,6 @@ CRASH_POINTS = ("row", "record", "root", "commit", "flip", "backs", "applied", "
 """Names of the steps at which `crash_point` is called: before each store of the protocol. It returns or ends the process."""
 
 _UNIT_BYTES = 65536
-_GROWTH_BYTES_MAX = LARGE_PAGE_BYTES
 if checksum() != _table.RULES_CHECKSUM:
     raise ImportError("psd_core: its tables were built with another rules.py; build them again: pip install --editable .")
 
@@ -92,7 +91,6 @@ class TableStore:
         self._snapshot: TableSnapshot | None = None
         self._crash_point = crash_point
         self._open: _table.Partition | None = _partition_of(spec, crash_point)
-        self._mapping: LargeMap | None = None
         size = self._partition.size
         if salt is not None:
             file.extend(size)
@@ -103,8 +101,7 @@ class TableStore:
             raise ArenaCorrupt(f"the file has {file.size} bytes, expected {size}: truncated")
         self._scalars = spec.facts.scalars
         self._scalar_names = frozenset(self._scalars)
-        self._mapping = file.map_large(size)
-        problem = self._partition.attach(self._mapping, salt is not None, salt or 0)
+        problem = self._partition.attach(file.map_large(size), salt is not None, salt or 0)
         if problem is not None:
             raise ArenaCorrupt(problem)
         self._recover_space()
@@ -175,7 +172,7 @@ class TableStore:
             if remove:
                 self._path.unlink(missing_ok=True)
             self._file.close()
-            self._open = self._mapping = None
+            self._open = None
 
     def sync(self) -> None:
         """Have all that was written reach the disk, if the file lies on one. Returns when it has."""
@@ -219,6 +216,7 @@ class TableStore:
         notes: NDArray[np.uint64] | None = None,
         distinct: bool = False,
         own: RowRule | None = None,
+        more: tuple[NDArray[Any], NDArray[Any]] | None = None,
     ) -> None:
         """Apply the rule to rows, as the table's next step; one transaction.
 
@@ -234,6 +232,7 @@ class TableStore:
             notes: all of them, as they are to be with this push; by default as they are.
             distinct: no id comes twice; saves sorting them out.
             own: the rule, if the spec's is OWN; it has no scalars but what it knows itself.
+            more: ids and gradients that follow these, as if they stood in the same arrays; not with `distinct`.
 
         Raises:
             ArenaFull: no space; nothing has changed.
@@ -244,7 +243,11 @@ class TableStore:
             raise ValueError(f"scalars: expected {', '.join(self._scalars)}, got {', '.join(scalars)}")
         numbers = tuple([float(scalars[name]) for name in self._scalars])
         values = as_values("grads", grads, len(ids), self.spec.dim)
-        self._change(ids, values, clock, notes, own, scalars=numbers, scale=scale, distinct=distinct, whole=False)
+        how: dict[str, Any] = {"scalars": numbers, "scale": scale, "distinct": distinct, "whole": False}
+        if more is not None:
+            how["more_ids"] = as_ids(more[0])
+            how["more_values"] = as_values("more", more[1], len(more[0]), self.spec.dim)
+        self._change(ids, values, clock, notes, own, **how)
 
     def write(
         self,
@@ -288,16 +291,17 @@ class TableStore:
         **how: Any,
     ) -> None:
         keys = as_ids(ids)
-        if len(keys) > self.spec.push_max:
-            raise psd_core.InvalidArray(f"ids: expected at most {self.spec.push_max} in a push, got {len(keys)}")
+        count = len(keys) + len(how.get("more_ids", ()))
+        if count > self.spec.push_max:
+            raise psd_core.InvalidArray(f"ids: expected at most {self.spec.push_max} in a push, got {count}")
         if notes is not None and (notes.dtype != np.uint64 or notes.shape != (self.spec.notes,)):
             raise psd_core.InvalidArray(f"notes: expected {self.spec.notes} uint64, got {notes.shape} of {notes.dtype}")
         with self._writing:
-            self._make_room(len(keys), 1 if how.get("history") is None else len(how["history"]))
+            self._make_room(count, 1 if how.get("history") is None else len(how["history"]))
             if clock is None:
                 clock = self._partition.step + (not how["whole"])
             if own is not None:
-                how["own"] = bound(own, self.spec, self._partition.step + 1, len(keys))
+                how["own"] = bound(own, self.spec, self._partition.step + 1, count)
             created = self._partition.push(keys, values, clock=clock & 0xFFFFFFFF, notes=notes, **how)
             if self._partition.is_moving:
                 self._move_on(1 + created // 400)
@@ -404,15 +408,16 @@ class TableStore:
 
     def _take(self, region: int, have: int, need: int) -> None:
         start, size = self._partition.regions[region]
-        step = max(_UNIT_BYTES, min(have // 32, _GROWTH_BYTES_MAX))
-        end = max(align(need, _UNIT_BYTES), have + align(step, _UNIT_BYTES))
-        if step == LARGE_PAGE_BYTES:
-            end = align(start + end, LARGE_PAGE_BYTES) - start
-        end = min(size, end)
-        if self._mapping is not None:
-            self._file.enlarge_pages(self._mapping, start, start + have, start + end)
-        self._file.reserve(start + have, end - have)
-        self._partition.set_backed(region, end)
+        step, large = max(_UNIT_BYTES, min(have // 32, LARGE_PAGE_BYTES)), LARGE_PAGE_BYTES
+        end = start + max(align(need, _UNIT_BYTES), have + align(step, _UNIT_BYTES))
+        end = min(start + size, align(end, large) if step == large else end)
+        # What is complete with this goes to large pages, where the system has them: in half the time, if it is not reserved.
+        for at in range(max(align(start, large), (start + have) // large * large), end - large + 1, large):
+            self._file.reserve(max(at, start + have), 1)  # where all is a hole the kernel refuses
+            if not self._partition.enlarge_page(at):
+                break
+        self._file.reserve(start + have, end - start - have)
+        self._partition.set_backed(region, end - start)
 
     def _move(self, n: int) -> None:
         self._partition.move(n)
@@ -420,7 +425,7 @@ class TableStore:
         if not self._partition.is_moving:
             self._give_back(region, 0, nbytes)
             self._given_back = 0
-        elif nbytes - self._given_back >= _GROWTH_BYTES_MAX:
+        elif nbytes - self._given_back >= LARGE_PAGE_BYTES:
             # The first buckets may hold entries that found the last ones full.
             end = nbytes // _UNIT_BYTES * _UNIT_BYTES
             self._give_back(region, max(self._given_back, _UNIT_BYTES), end)

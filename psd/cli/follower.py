@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 import psd
 from psd.cli.arguments import EXIT_FAILURE, EXIT_OK, signal_name
 from psd.cli.host_processes import HostProcesses
-from psd.cli.node_link import Message, NodeLink
+from psd.cli.node_link import FLUSH_S, Message, NodeLink
 from psd.cli.node_proof import new_nonce, proof_of, what_is_wrong
 from psd.cli.plan import Plan
 from psd.cli.policy import SHARDS_SLACK_S, Name
@@ -27,8 +27,6 @@ from psd.cli.terminal import show
 from psd.cli.wakeups import Wakeups
 from psd.contract.config import ConfigError
 from psd.contract.printable import printable
-
-_FLUSH_S = 0.05
 
 
 class Follower:
@@ -76,7 +74,7 @@ class Follower:
         # Where the leader does not take the output, the processes must wait, as for a full pipe; signals and the leader's words
         # need not.
         selector = self._urgent if self._link.is_crowded else self._selector
-        due = time.monotonic() + _FLUSH_S if self._link.has_unsent else self._link.beat_at()
+        due = time.monotonic() + FLUSH_S if self._link.has_unsent else self._link.beat_at()
         for key, _ in selector.select(max(0.0, due - time.monotonic())):
             key.data()
         self._link.flush()
@@ -207,7 +205,7 @@ class Follower:
         self._selector.unregister(self._link.reader)
         end_by = time.monotonic() + self._plan.grace_s + SHARDS_SLACK_S
         while self._processes.living and time.monotonic() < end_by:
-            for key, _ in self._selector.select(_FLUSH_S):
+            for key, _ in self._selector.select(FLUSH_S):
                 key.data()
             self._processes.reap()
 

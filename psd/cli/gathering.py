@@ -31,7 +31,7 @@ from typing import Protocol, TypeAlias
 
 from psd.cli import descriptors
 from psd.cli.node_admission import NodeAdmission, NotAdmittedError
-from psd.cli.node_link import BEAT_S, MESSAGE_BYTES_MAX, SILENCE_S, Message, NodeLink
+from psd.cli.node_link import BEAT_S, FLUSH_S, MESSAGE_BYTES_MAX, SILENCE_S, Message, NodeLink
 from psd.cli.node_proof import new_nonce, proof_of
 from psd.cli.plan import Plan
 from psd.cli.policy import Name
@@ -57,9 +57,6 @@ _REFUSALS_SAID_MAX = 20
 
 END_S = 20.0
 """Seconds for nodes to clear away in the end, before their connections are closed."""
-
-_FLUSH_S = 0.05
-"""Seconds until a connection that had no room is tried again."""
 
 
 class Leader(Protocol):
@@ -146,7 +143,7 @@ class Gathering:
     def due(self) -> float | None:
         """The time at which to call `on_time`; None: no need."""
         times = [peer.link.beat_at() for peer in self._peers]
-        times += [time.monotonic() + _FLUSH_S] if any(peer.link.has_unsent for peer in self._peers) else []
+        times += [time.monotonic() + FLUSH_S] if any(peer.link.has_unsent for peer in self._peers) else []
         times += [peer.welcome_by for peer in self._strangers]
         times += [self._gather_by, self._say_at] if self._gather_by is not None else []
         return min(times, default=None)
@@ -209,7 +206,7 @@ class Gathering:
                 self._lose(peer, "")
         end_by = time.monotonic() + END_S
         while self._peers and (left_s := end_by - time.monotonic()) > 0:
-            for key, _ in self._selector.select(min(left_s, _FLUSH_S)):
+            for key, _ in self._selector.select(min(left_s, FLUSH_S)):
                 if isinstance(key.fileobj, int):  # a node's; signals are left alone, as there is nothing to be hastened
                     key.data()
             for peer in self._peers:

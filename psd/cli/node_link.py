@@ -26,6 +26,9 @@ BEAT_S = 5.0
 SILENCE_S = 30.0
 """Seconds of silence after which the other side counts as lost: long enough for a machine that swaps."""
 
+FLUSH_S = 0.05
+"""Seconds until a connection that had no room is tried again."""
+
 MESSAGE_BYTES_MAX = 1 << 20
 """Limit of a line that is received; the largest are pieces of output."""
 

@@ -32,6 +32,12 @@ _DIAL_S = 0.2
 
 _DIAL_TIMEOUT_S = 5.0
 
+_HINTS = {
+    errno.EADDRINUSE: "; has another host --node-rank 0, too?",
+    errno.EADDRNOTAVAIL: "; is it an address of this host?",
+}
+"""Errors that make a host follow, and what is asked of one that is told to lead."""
+
 Replan = Callable[[str, int], Plan]
 
 
@@ -76,9 +82,10 @@ def _listen(host: str, port: int, *, must: bool) -> socket.socket | None:
         listener.listen(64)
     except OSError as error:
         listener.close()
-        if not must and error.errno in (errno.EADDRINUSE, errno.EADDRNOTAVAIL):
+        if not must and error.errno in _HINTS:
             return None
-        raise ConfigError(f"--rendezvous: node 0 cannot listen at {host}:{port}: {error.strerror or error}") from error
+        hint = _HINTS.get(error.errno or 0, "")
+        raise ConfigError(f"--rendezvous: node 0 cannot listen at {host}:{port}: {error.strerror or error}{hint}") from error
     return listener
 
 

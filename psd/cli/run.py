@@ -4,6 +4,7 @@ psd/cli/kubernetes.py on a cluster.
     run_options.py  flags and help
     run.py          the commands and environments of shards and workers
     launcher.py     the loop: output, deaths, signals
+    rendezvous.py, ssh.py, slurm.py   several hosts: how they find each other; gathering.py leads, follower.py follows
     policy.py       what to do about a death, a signal, a deadline
     processes.py    one child;  output.py  its lines;  display.py  the terminal;  log_files.py  --log-dir
     state.py        the shards' state directories

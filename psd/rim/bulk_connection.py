@@ -391,9 +391,11 @@ class _Sent:
                     raise InvalidRequest("rows: belong to a push, and not to initial values")
                 payload = self._payload()
                 numbers = self._numbers(message)
+                is_lent = self.is_last and len(message.rows) > 0  # nothing else of this call comes to where the payload is
                 for block in message.blocks:
                     present = message.present[0] if message.present else b""
-                    yield PushedBlock(block, present, payload, rows=message.rows, more=message.more, memory=numbers)
+                    more = message.more
+                    yield PushedBlock(block, present, payload, is_lent, rows=message.rows, more=more, memory=numbers)
 
     def rows(self) -> RowsFrames:
         """Yield the frames of a request for rows, up to the last."""

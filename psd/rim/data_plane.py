@@ -35,8 +35,7 @@ class PushedBlock(NamedTuple):
         payload: read until the next block is asked for; if `is_lent`, perhaps until the call has ended.
         is_followed: the next block is here already: what rounds have for the caller may wait until it is counted, too.
         rows: of the tables' block: the parts of the payload. more: further rows of the same push follow in another one.
-        memory: of each of these parts, where its numbers lie, if the payload has ids alone; read until the next block is asked
-            for.
+        memory: of each of these parts, where its numbers lie, if the payload has ids alone; read as long as the payload.
     """
 
     block: int
@@ -249,5 +248,5 @@ class DataPlane:
         return push
 
     def _pass_gate(self, call: Push | Pull, clock: int, waiter: Waiter) -> None:
-        while (ticket := self._exchange.gate(call, clock)) is not None:
+        while call.job.policy.has_bound and (ticket := self._exchange.gate(call, clock)) is not None:
             waiter.wait(ticket)

@@ -105,6 +105,13 @@ typedef struct {
     uint64_t at, size, backed; /* bytes; writing to the first `backed` of them cannot fail */
 } psd_region;
 
+/* A part of a push: ids, and a row of numbers for each. */
+typedef struct {
+    const uint64_t *ids;
+    const float *values;
+    intptr_t n;
+} psd_part;
+
 /* Scratch memory of a push, kept from one to the next: the distinct ids in the order in which they came first. */
 typedef struct {
     intptr_t capacity, sums_capacity, slots_capacity, count, sightings_capacity, sightings_count;
@@ -264,8 +271,9 @@ typedef struct {
     const double *history; /* with `whole`: of each entry of the log the step and the scalars; NULL: the log is as it is */
     uint64_t entries, scalars; /* of the history: how many, and of how many scalars */
 } psd_push;
-/* 0, ENOMEM, or what the user's own rule returned: then nothing was written. */
-int psd_table_push(psd_table *, const psd_push *, const uint64_t *ids, const float *values, intptr_t n);
+/* 0, ENOMEM, or what the user's own rule returned: then nothing was written. Several parts are one push, as if they followed each other
+ * in one array; one alone where `distinct`, `whole` or `clocks`. */
+int psd_table_push(psd_table *, const psd_push *, const psd_part *, int parts);
 
 /* table_catch_up.c: what a table of dense rows would have made of a row since it was touched. */
 typedef struct {
@@ -306,7 +314,7 @@ int64_t psd_table_admit(psd_table *);
  * process's own, on which no result depends. */
 extern uint64_t psd_slots_seed;
 static inline uint64_t psd_slot(uint64_t id, uint64_t mask) { return psd_mix(id ^ psd_slots_seed) & mask; }
-int psd_combine(psd_scratch *, const uint64_t *ids, const float *values, intptr_t n, intptr_t width, int distinct, int last);
+int psd_combine(psd_scratch *, const psd_part *, int parts, intptr_t width, int distinct, int last);
 void psd_scratch_free(psd_scratch *);
 
 /* table_snapshot.c. One at a time; `next` copies rows that belong to it, in no order, and returns 0 when there are no more. */

@@ -109,10 +109,10 @@ static int write_row(psd_table *t, const psd_push *p, const psd_row_rule *rule, 
     return status;
 }
 
-static int push(psd_table *t, const psd_push *p, const uint64_t *ids, const float *values, intptr_t n, float *row, psd_past *past)
+static int push(psd_table *t, const psd_push *p, const psd_part *parts, int count, float *row, psd_past *past)
 {
     psd_scratch *const s = &t->scratch;
-    if (psd_combine(s, ids, values, n, (intptr_t)(p->whole ? t->spec.width : t->spec.dim), p->distinct, p->whole))
+    if (psd_combine(s, parts, count, (intptr_t)(p->whole ? t->spec.width : t->spec.dim), p->distinct, p->whole))
         return ENOMEM;
     uint64_t absent = find_all(t);
     const int64_t passed_over = absent && !p->whole ? psd_table_admit(t) : 0;
@@ -165,7 +165,7 @@ static int push(psd_table *t, const psd_push *p, const uint64_t *ids, const floa
             continue;
         const uint64_t place = spare_place(t, done);
         PSD_BEFORE(t, "row");
-        const int status = write_row(t, p, &rule, k, place, next, row, past, values);
+        const int status = write_row(t, p, &rule, k, place, next, row, past, parts->values);
         if (status)
             return status;
         if (word) {
@@ -201,14 +201,14 @@ static int push(psd_table *t, const psd_push *p, const uint64_t *ids, const floa
     return 0;
 }
 
-int psd_table_push(psd_table *t, const psd_push *p, const uint64_t *ids, const float *values, intptr_t n)
+int psd_table_push(psd_table *t, const psd_push *p, const psd_part *parts, int count)
 {
     float *const row = malloc(t->spec.width * 4);
     psd_past past = {.rules = NULL};
     const int may_catch_up = t->spec.catches_up && (t->root->still_from > 1 || t->root->fresh_moves);
     int status = row && !(may_catch_up && psd_past_begin(&past, t)) ? 0 : ENOMEM;
     if (status == 0)
-        status = push(t, p, ids, values, n, row, &past);
+        status = push(t, p, parts, count, row, &past);
     psd_past_end(&past);
     free(row);
     return status;

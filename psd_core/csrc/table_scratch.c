@@ -61,41 +61,53 @@ static int add_to_sum(psd_scratch *s, intptr_t k, const float *value, intptr_t w
     return 0;
 }
 
-int psd_combine(psd_scratch *s, const uint64_t *ids, const float *values, intptr_t n, intptr_t width, int distinct, int last)
+static int combine_part(psd_scratch *s, const psd_part *part, intptr_t width, uint64_t mask, int last, intptr_t *sums)
+{
+    for (intptr_t i = 0; i < part->n; i++) {
+        const uint64_t id = part->ids[i];
+        const float *const value = part->values + i * width;
+        uint64_t slot = psd_slot(id, mask);
+        while (s->slots[slot] && s->ids[s->slots[slot] - 1] != id)
+            slot = (slot + 1) & mask;
+        const intptr_t k = (intptr_t)s->slots[slot] - 1;
+        if (k < 0) {
+            s->ids[s->count] = id;
+            s->values[s->count] = value;
+            s->sum_of[s->count] = -1;
+            s->slots[slot] = (uint32_t)++s->count;
+        } else if (last)
+            s->values[k] = value;
+        else if (add_to_sum(s, k, value, width, sums))
+            return ENOMEM;
+    }
+    return 0;
+}
+
+int psd_combine(psd_scratch *s, const psd_part *parts, int count, intptr_t width, int distinct, int last)
 {
     uint64_t mask;
-    intptr_t count = 0, sums = 0;
+    intptr_t n = 0, sums = 0;
+    for (int i = 0; i < count; i++)
+        n += parts[i].n;
+    s->count = 0;
     if (make_room(s, n))
         return ENOMEM;
     if (distinct) {
-        memcpy(s->ids, ids, (size_t)n * 8);
+        memcpy(s->ids, parts->ids, (size_t)n * 8);
         for (intptr_t i = 0; i < n; i++)
-            s->values[i] = values + i * width;
+            s->values[i] = parts->values + i * width;
         s->count = n;
         return 0;
     }
     if (make_slots(s, n, &mask))
         return ENOMEM;
-    for (intptr_t i = 0; i < n; i++) {
-        uint64_t slot = psd_slot(ids[i], mask);
-        while (s->slots[slot] && s->ids[s->slots[slot] - 1] != ids[i])
-            slot = (slot + 1) & mask;
-        const intptr_t k = (intptr_t)s->slots[slot] - 1;
-        if (k < 0) {
-            s->slots[slot] = (uint32_t)(count + 1);
-            s->ids[count] = ids[i];
-            s->values[count] = values + i * width;
-            s->sum_of[count++] = -1;
-        } else if (last)
-            s->values[k] = values + i * width;
-        else if (add_to_sum(s, k, values + i * width, width, &sums))
+    for (int i = 0; i < count; i++)
+        if (combine_part(s, &parts[i], width, mask, last, &sums))
             return ENOMEM;
-    }
     if (sums)
-        for (intptr_t k = 0; k < count; k++)
+        for (intptr_t k = 0; k < s->count; k++)
             if (s->sum_of[k] >= 0)
                 s->values[k] = s->sums + s->sum_of[k] * width;
-    s->count = count;
     return 0;
 }
 

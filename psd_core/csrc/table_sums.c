@@ -48,7 +48,8 @@ static int make_room(psd_sums *s, intptr_t n, intptr_t dim)
 int psd_sums_add(psd_sums *s, const uint64_t *ids, const float *grads, intptr_t n, intptr_t dim, double weight)
 {
     psd_scratch *const c = &s->scratch;
-    if (psd_combine(c, ids, grads, n, dim, 0, 0) || make_room(s, c->count, dim))
+    const psd_part part = {ids, grads, n};
+    if (psd_combine(c, &part, 1, dim, 0, 0) || make_room(s, c->count, dim))
         return ENOMEM;
     for (intptr_t i = 0; i < c->count; i++) {
         if (i + AHEAD < c->count)

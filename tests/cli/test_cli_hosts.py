@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import selectors
 import socket
 import time
@@ -14,6 +15,7 @@ import pytest
 from commands import Process, processes
 
 import psd
+from psd.cli import rendezvous
 from psd.cli.follower import Follower
 from psd.cli.gathering import (
     END_S,
@@ -30,6 +32,7 @@ from psd.cli.node_places import NodePlaces, spread
 from psd.cli.node_proof import key_of, proof_of
 from psd.cli.policy import JobPolicy, Name, Phase, Send, Start
 from psd.cli.run import parse
+from psd.contract.config import ConfigError
 
 WORKER = """
 import os, signal, sys
@@ -283,6 +286,18 @@ def test_follower_when_the_leader_does_not_have_the_tokens_then_nothing_is_done_
     met.close()
     assert follower._status == 1
     assert "error: the psd-run that leads the job is not to be trusted: it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("host", "why"), [("127.0.0.1", "has another host --node-rank 0, too?"), ("192.0.2.1", "is it an address of this host?")]
+)
+def test_rendezvous_when_node_0_cannot_listen_there_then_it_asks_what_may_be_wrong(host, why):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        where = f"{host}:{taken.getsockname()[1]}"
+        plan = parse(["--nnodes", "2", "--node-rank", "0", "--rendezvous", where, "true"], {})
+
+        with pytest.raises(ConfigError, match=f"--rendezvous: node 0 cannot listen at {where}: .*; {re.escape(why)}"):
+            rendezvous.run(plan, None)
 
 
 @pytest.mark.parametrize(

@@ -81,6 +81,19 @@ def test_what_shard_0_does_not_answer_is_sent_again_and_the_oldest_are_given_up(
     assert [(request.first, list(request.steps)) for request in wire.requests] == [(2, [2, 3]), (4, [4])]
 
 
+def test_a_log_that_is_closed_while_its_last_points_are_sent_ends_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here by its own thread, which waits for nobody; a program would wait for that thread."""
+    monkeypatch.setattr(scalar_log, "FLUSH_S", 0.01)
+    log = ScalarLog(3, lambda *_: log.close(), ScalarFiles(3, str(tmp_path), ""))
+    log.add(1, {"loss": 0.5})
+
+    assert log._thread is not None
+    log._thread.join(20)
+    assert not log._thread.is_alive()
+
+
 @pytest.mark.parametrize(
     ("step", "scalars", "match"),
     [

@@ -1,7 +1,6 @@
 """The store of a table's partition against a dict of rows, and what it refuses."""
 
 import errno
-import os
 import re
 from pathlib import Path
 
@@ -129,6 +128,21 @@ def test_the_index_grows_little_by_little_and_takes_little(path):
     check_places(store)
 
 
+def test_a_push_in_two_parts_is_one_push(path, rng):
+    """Ids that come again, in either part, are summed in the order in which they come; the limit of a push is for both."""
+    case = Case("adam", (0.01, 0.9, 0.99, 1e-8, 0.0), ())
+    ids, grads = np.array([4, 5, 9, 5, 4, 6, 4]), grads_for(rng, 7)
+    stores = [TableStore.create(path.with_name(name), spec_of(case, push_max=7)) for name in ("one", "two")]
+    stores[0].push(ids, grads, case.named, scale=0.5)
+    stores[1].push(ids[:3], grads[:3], case.named, scale=0.5, more=(ids[3:], grads[3:]))
+
+    assert rows_of(stores[1]) == rows_of(stores[0])
+    with pytest.raises(InvalidArray, match="at most 7 in a push, got 8"):
+        stores[1].push(ids, grads, case.named, more=(ids[:1], grads[:1]))
+    with pytest.raises(InvalidArray, match="more: expected"):
+        stores[1].push(ids[:3], grads[:3], case.named, more=(ids[3:], grads[:3]))
+
+
 def test_large_pages_hold_the_rows_where_the_system_has_them(path):
     """Whole ones alone: beside them nothing but growth is taken, and opening finds them again."""
     spec = TableSpec("t", 256, "sgd", max_bytes=1 << 27)
@@ -141,9 +155,9 @@ def test_large_pages_hold_the_rows_where_the_system_has_them(path):
     start = int(lying[0].split("-")[0], 16)
     assert start % LARGE_PAGE_BYTES == 0
     assert store.used_bytes < 8_000 * (1024 + 32) + (1 << 20)
-    if probe_large_pages(path.parent):
-        large_kb = sum(int(line.split()[1]) for line in lying if line.startswith("ShmemPmdMapped:"))
-        assert large_kb * 1024 >= 4 << 20
+    large_kb = sum(int(line.split()[1]) for line in lying if line.startswith("ShmemPmdMapped:"))
+    is_supported = store._open.enlarge_page(2 * LARGE_PAGE_BYTES)
+    assert large_kb * 1024 >= 2 * LARGE_PAGE_BYTES * is_supported
     store.close(remove=False)
     assert (TableStore.open(path).read(ids) == 1).all()
 
@@ -152,14 +166,6 @@ def mappings():
     """Lines of smaps, those of each mapping together."""
     text = Path("/proc/self/smaps").read_text()
     return [part.splitlines() for part in re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", text)]
-
-
-def probe_large_pages(directory):
-    """True if files there can have large pages."""
-    file = files.File(directory / "probe", os.O_RDWR | os.O_CREAT)
-    file.extend(LARGE_PAGE_BYTES)
-    file.reserve(0, 1)
-    return file.map_large(LARGE_PAGE_BYTES).enlarge_page(0)
 
 
 def test_at_the_limit_rows_not_used_for_long_make_room(path):

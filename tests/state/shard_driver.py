@@ -332,17 +332,27 @@ class Driver:
         assert self.push_tables(push, rows, frames=frames) is None
         return self.shard.exchange.end_push(push)
 
-    def push_tables(self, push: Push, rows: Mapping[int, tuple[Any, Any]], *, frames: int = 1) -> Ticket | None:
-        """Push to the tables' block, in so many frames; where a number stands for a row, the row is full of it."""
+    def push_tables(
+        self, push: Push, rows: Mapping[int, tuple[Any, Any]], *, frames: int = 1, memory: bytearray | None = None
+    ) -> Ticket | None:
+        """Push to the tables' block, in so many frames; where a number stands for a row, the row is full of it.
+
+        memory: where the last frame lies, which is then lent.
+        """
         index = self.layout.tables_block(self.config.shard_index)
         assert index is not None
         ticket = None
         cut = [self.table_rows(table, ids, values) for table, (ids, values) in rows.items()]
         for frame in range(frames):
             share = [TableRows(t, ids[frame::frames], values[frame::frames].copy()) for t, ids, values in cut]
-            payload = memoryview(b"".join([r.ids.tobytes() for r in share] + [r.values.tobytes() for r in share]))
-            more = frame < frames - 1
-            ticket = self.shard.exchange.push_block(push, index, b"", payload, rows=parts_of(share), more=more)
+            payload = b"".join([r.ids.tobytes() for r in share] + [r.values.tobytes() for r in share])
+            more, is_lent = frame < frames - 1, memory is not None
+            if memory is not None and not more:
+                memory[:] = payload
+            place = memoryview(payload if memory is None or more else memory)
+            ticket = self.shard.exchange.push_block(
+                push, index, b"", place, is_lent=is_lent and not more, rows=parts_of(share), more=more
+            )
         return ticket
 
     def table_rows(self, table: int, ids: Any, values: Any) -> TableRows:

@@ -171,6 +171,82 @@ def test_rows_that_find_no_room_are_counted_when_there_is_some(monkeypatch, worl
     assert (driver.rows(0, [1]), driver.rows(1, [1])) == ([-world_size], [-world_size])
 
 
+def lend(driver, seat, rows, *, clock=0, **header):
+    """A push of rows alone that is lent, and its memory."""
+    push, memory = driver.begin_push(seat, clock, **header), bytearray()
+    assert driver.push_tables(push, rows, memory=memory) is None
+    return push, memory
+
+
+def close_round(driver, pushes):
+    """Let all answers be found, and the calls end, with their memory."""
+    exchange, tables = driver.shard.exchange, driver.core.job.tables
+    for push, _ in pushes:
+        exchange.read(tables, exchange.begin_answer(push))
+    for push, memory in pushes:
+        push.loan.end()
+        memory[:] = bytes(len(memory))
+
+
+@pytest.mark.parametrize("weights", [(1.0, 1.0, 1.0), (1.0, 3.0, 1.0), (0.0, 1.0, 1.0), (2.0, 1.0, 0.0)])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_rows_that_are_lent_make_the_same_update_as_copied_ones(weights, world_size):
+    """To the bit, for the mean and the sum, also of workers that have no row of a table."""
+    given = [{0: ([1, 2, 7], 0.1)}, {0: ([2, 3], 0.7), 1: ([4], 0.3)}, {0: ([3, 1], 0.2)}][:world_size]
+    for reduction in ("mean", "sum"):
+        found = []
+        for is_lent in (True, False):
+            driver = Driver(tables_spec(world_size, reduction=reduction, blocks=0))
+            seats = driver.start()
+            for clock in range(2):
+                pushes = []
+                for seat, rows, weight in zip(seats, given, weights, strict=False):
+                    if is_lent:
+                        pushes.append(lend(driver, seat, rows, clock=clock, weight=weight))
+                    else:
+                        driver.push_rows(seat, clock, rows, weight=weight)
+                close_round(driver, pushes)
+            assert driver.core.job.tables.version == 2
+            found.append((driver.rows(0, [1, 2, 3, 7]), driver.rows(1, [4])))
+        assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("leaver", [0, 1])
+def test_rows_of_a_call_that_ends_before_the_round_are_copied(leaver):
+    """Its memory is gone, and the round closes with what lay there."""
+    driver = Driver(tables_spec(3, reduction="sum", blocks=0))
+    seats = driver.start()
+    pushes = [lend(driver, seat, {0: ([1, 2], 2.0)}) for seat in seats[:2]]
+    push, memory = pushes.pop(leaver)
+    push.loan.end()
+    memory[:] = bytes(len(memory))
+
+    close_round(driver, [*pushes, lend(driver, seats[2], {0: ([1], 1.0)})])
+
+    assert driver.rows(0, [1, 2]) == [-5.0, -4.0]
+
+
+def test_lent_rows_that_find_no_room_are_copied_and_counted_later(monkeypatch):
+    """Whoever reads is told; the calls end, with their memory; and the round closes when there is room."""
+    driver = Driver(tables_spec(2, reduction="sum", blocks=0))
+    pushes = [lend(driver, seat, {0: ([1], 1.0), 1: ([1], 1.0)}) for seat in driver.start()]
+
+    def fails(*_):
+        raise ArenaFull("no room")
+
+    with monkeypatch.context() as full:
+        full.setattr(driver.core.job.tables.partitions[1].store, "_make_room", fails)
+        with pytest.raises(OutOfSpace, match="'s1'"):
+            close_round(driver, pushes)
+        for push, memory in pushes:
+            push.loan.end()
+            memory[:] = bytes(len(memory))
+        assert driver.core.job.tables.version == 0
+
+    driver.shard.tick()
+    assert (driver.rows(0, [1]), driver.rows(1, [1])) == ([-2.0], [-2.0])
+
+
 def test_rounds_that_everybody_skips_pass_without_a_step_of_the_tables():
     """A worker that says it is further on has no gradient in them."""
     driver = Driver(tables_spec(1))

@@ -100,7 +100,12 @@ def test_the_token_is_exchanged_for_a_cookie_over_tls_and_logged_nowhere(tmp_pat
                 async with call as reply:
                     return reply.status, reply.headers.get("Set-Cookie", "")
 
+            async def is_in():
+                async with session.get(f"{address}/api/enter") as reply:
+                    return await reply.json()
+
             return [
+                await is_in(),
                 await status("/"),
                 await status("/api/job"),
                 await status("/api/stream"),
@@ -109,10 +114,12 @@ def test_the_token_is_exchanged_for_a_cookie_over_tls_and_logged_nowhere(tmp_pat
                 await status("/api/job"),
                 await status("/api/enter", json.dumps({"token": TOKEN})),
                 await status("/api/job"),
+                await is_in(),
             ]
 
-    found = asyncio.run(visit())
+    before, *found, after = asyncio.run(visit())
 
+    assert (before, after) == ({"is_admitted": False}, {"is_admitted": True})
     assert [code for code, _ in found] == [200, 401, 401, 403, 400, 401, 200, 200]
     cookie = found[6][1]
     assert all(word in cookie for word in ("HttpOnly", "SameSite=Strict", "Secure"))

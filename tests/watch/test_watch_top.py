@@ -1,6 +1,7 @@
 """psdctl top: scripted looks, as text and in a terminal that Textual's pilot plays."""
 
 import asyncio
+import dataclasses
 import math
 import sys
 
@@ -50,6 +51,10 @@ def test_a_picture_as_text_says_all_in_the_width_there_is(job, width):
     ):
         assert words in text
     assert "shard 1 at host:7001 does not answer" in text
+    told = "host:7001 did not answer: UNAUTHENTICATED, this shard requires a token: pass token_file, or set PSD_TOKEN_FILE"
+    head = lines.head_lines(dataclasses.replace(job.sampler.now, problems=(told,)), width)
+    assert max(map(len, head)) <= width
+    assert head[-1].endswith("PSD_TOKEN_FILE"), "its end says what to do"
     rows = text[text.index("RANK") :].splitlines()
     assert rows[1].split()[:2] == ["7", "live"]
     assert len(rows) > 130

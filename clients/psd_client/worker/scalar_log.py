@@ -118,6 +118,8 @@ class ScalarLog:
             points = list(islice(self._unsent, BATCH_POINTS_MAX))
             if not points:
                 self._has_work.clear()
+                if self._stopped.is_set():  # close() may have set both a moment ago
+                    self._has_work.set()
             return points
 
     def _forget(self, number: int) -> None:

@@ -42,8 +42,10 @@ class Loan:
             take_over(self, round_)
 
 
-class _Lent(NamedTuple):
-    values: NDArray[Any]
+class Lent(NamedTuple):
+    """A gradient that is lent."""
+
+    values: Any
     weight: float
     loan: Loan
 
@@ -57,8 +59,8 @@ class RoundSum:
     def __init__(self, accumulators: Lender) -> None:
         self._accumulators = accumulators
         self._sum: Any = None
-        self._first: _Lent | None = None  # stands for the sum, as long as there is none
-        self._last: _Lent | None = None
+        self._first: Lent | None = None  # stands for the sum, as long as there is none
+        self._last: Lent | None = None
 
     @property
     def terms(self) -> tuple[NDArray[Any] | None, NDArray[Any] | None, float]:
@@ -75,14 +77,14 @@ class RoundSum:
         if self._sum is not None:
             psd_core.accumulate(self._sum, values, weight)
         elif loan is not None and weight == 1 and values.itemsize > HALF_BYTES:
-            self._first = _Lent(values, weight, loan)
+            self._first = Lent(values, weight, loan)
         else:
             self._begin(values, weight)
 
     def complete(self, values: NDArray[Any] | None, weight: float, loan: Loan) -> None:
         """Take the last gradient, which is lent: it is not added, but the second one of `terms`."""
         if values is not None:
-            self._last = _Lent(values, weight, loan)
+            self._last = Lent(values, weight, loan)
 
     def take_over(self, loan: Loan) -> None:
         """Copy, or add, what was lent by this loan. If it fails, nothing has changed."""

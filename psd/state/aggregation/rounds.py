@@ -269,7 +269,7 @@ class FastRound(Round):
     def take(self, part: Contribution) -> Taken:
         """See Round."""
         values, weight = self._values(part), self._weight(part)
-        if not self._setting.policy.closes(self._contributors | 1 << part.rank, self.waited()):
+        if not self._closes_with(part):
             self._sum.add(values, weight, part.loan)
         elif part.loan is not None:
             self._sum.complete(values, weight, part.loan)
@@ -278,6 +278,9 @@ class FastRound(Round):
             return Taken.LAST
         self._note(part)
         return Taken.DUE if self.is_due else Taken.OPEN
+
+    def _closes_with(self, part: Contribution) -> bool:
+        return self._setting.policy.closes(self._contributors | 1 << part.rank, self.waited())
 
     def _note(self, part: Contribution) -> None:
         self._touched = self._grown(self._touched, part)

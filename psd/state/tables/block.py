@@ -31,7 +31,7 @@ from psd.state.aggregation.trained import RoundServices, Trained
 from psd.state.counts import RoundTimes
 from psd.state.tables.own_rule import OwnRule, RowsFailed
 from psd.state.tables.pushes import RowChecks
-from psd.state.tables.rounds import ExactRowsRound, FastRowsRound, MeasuredRowsRound, SumsPool
+from psd.state.tables.rounds import ExactRowsRound, FastRowsRound, MeasuredRowsRound, SumsPool, TableSums
 from psd_core.arena import ArenaClosed, ArenaError, ArenaFull
 from psd_core.table import Mark, TableSnapshot, TableStore
 
@@ -211,12 +211,12 @@ class TablesBlock(Trained):
 
     def _write(self, update: Update, clock: int) -> int:
         gradient = update.gradient
-        sums: Any = gradient.accumulator
-        rows: Any = gradient.last
+        sums = gradient.accumulator if isinstance(gradient.accumulator, TableSums) else None
+        given: list[Any] = [rows for rows in (gradient.accumulator, gradient.last) if rows is not None and rows is not sums]
         lent = None
-        if rows is not None and gradient.weight != 1:  # it is rounded where it is summed, so that all shards have the same bits
+        if given and gradient.weight not in (0, 1):  # it is rounded where it is summed, so that all shards have the same bits
             sums = lent = self._pool.lend()
-            sums.add(rows, gradient.weight)
+            sums.add(given[0], gradient.weight)
         self._clock = max(self._clock, clock)
         now = int(self._wall())
         following: dict[int, NDArray[np.uint64]] = {}
@@ -227,12 +227,13 @@ class TablesBlock(Trained):
                 notes = following.get(id(partition.notes))
                 if notes is None:
                     notes = following[id(partition.notes)] = self._noted(partition.notes, update.sessions, clock)
+                more = None
                 if sums is not None:
                     table = sums.tables[number]
                     ids, values, is_distinct = table.ids, table.values, True
-                elif rows is not None:
-                    _, ids, values = rows.get(number, self._no_rows[number])
-                    is_distinct = False
+                elif given:
+                    (_, ids, values), *others = (rows.get(number, self._no_rows[number]) for rows in given)
+                    is_distinct, more = False, (others[0].ids, others[0].values) if others else None
                 else:
                     self._keep(partition, notes)
                     continue
@@ -248,6 +249,7 @@ class TablesBlock(Trained):
                     notes=notes,
                     distinct=is_distinct,
                     own=own,
+                    more=more,
                 )
                 partition.notes = notes
         except ArenaFull as error:

@@ -12,7 +12,7 @@ from typing import Any
 import psd_core
 from psd.contract.rows import TableRows
 from psd.state.aggregation.exact_rounds import ExactRound, MeasuredRound
-from psd.state.aggregation.lent import RoundSum
+from psd.state.aggregation.lent import Lent, Loan, RoundSum
 from psd.state.aggregation.rounds import Contribution, FastRound, Taken
 from psd.state.aggregation.rules import Gradient
 from psd.state.tables.pushes import Gradients
@@ -64,15 +64,32 @@ class SumsPool:
 
 
 class _RowsSum(RoundSum):
-    """Adds all gradients as they come: rows are not lent."""
+    """See RoundSum. The sum is a TableSums; what is lent, Gradients, is read by the push to the store itself."""
 
-    def add(self, values: Any, weight: float, loan: object = None) -> None:
+    def add(self, values: Any, weight: float, loan: Loan | None = None) -> None:
         """See RoundSum."""
-        del loan
-        if values is not None:
-            if self._sum is None:
-                self._sum = self._accumulators.lend()
+        if values is None:
+            return
+        if self._first is not None:
+            self._take_over_first()
+        if self._sum is not None:
             self._sum.add(values, weight)
+        elif loan is not None and weight == 1:
+            self._first = Lent(values, weight, loan)
+        else:
+            self._begin(values, weight)
+
+    def complete(self, values: Any, weight: float, loan: Loan) -> None:
+        """See RoundSum. It is added, too, where the two could not be pushed to the store as they are."""
+        if self._sum is None and (self._first is None or weight == 1):
+            super().complete(values, weight, loan)
+        else:
+            self.add(values, weight)
+
+    def _begin(self, values: Any, weight: float) -> None:
+        sums = self._accumulators.lend()
+        sums.add(values, weight)
+        self._sum = sums
 
 
 class FastRowsRound(FastRound):
@@ -82,14 +99,13 @@ class FastRowsRound(FastRound):
         return _RowsSum(self._setting.accumulators)
 
     def take(self, part: Contribution) -> Taken:
-        """See Round. The last of several is added to the sum, from which it cannot be taken back; so it counts at once, whether
-        there is space for the update or not."""
-        is_last = self._setting.policy.closes(self._contributors | 1 << part.rank, self.waited())
-        if is_last and not self._contributors:
-            return Taken.LAST
+        """See Round. The last of several, if it is not lent, is added to the sum, from which it cannot be taken back; so it
+        counts at once, whether there is space for the update or not."""
+        if part.loan is not None or not self._contributors or not self._closes_with(part):
+            return super().take(part)
         self._sum.add(self._values(part), self._weight(part))
         self._note(part)
-        return Taken.COMPLETE if is_last else Taken.OPEN
+        return Taken.COMPLETE
 
 
 class ExactRowsRound(ExactRound):

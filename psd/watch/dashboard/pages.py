@@ -112,6 +112,7 @@ class Pages:
         app.router.add_get("/static/{name}", self._file)
         app.router.add_get("/api/job", self._job)
         app.router.add_get("/api/stream", self._stream)
+        app.router.add_get("/api/enter", self._is_in)
         app.router.add_post("/api/enter", self._enter)
         return app
 
@@ -158,6 +159,10 @@ class Pages:
                 while (data := await queue.get()) is not None:
                     await response.write(data)
         return response
+
+    async def _is_in(self, request: web.Request) -> web.Response:
+        """Tell whether the browser is let in: a page that finds out by being refused leaves an error on its console."""
+        return web.json_response({"is_admitted": self._admission.is_admitted(request.cookies.get(self._cookie))})
 
     async def _enter(self, request: web.Request) -> web.Response:
         try:

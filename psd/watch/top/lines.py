@@ -5,9 +5,11 @@ Pure functions on snapshots and the past. Must not know terminals.
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Sequence
+from textwrap import wrap
 
 from psd.watch.history import History, Moment
 from psd.watch.snapshot import CurvePoint, Event, JobSnapshot
@@ -43,8 +45,8 @@ def head_lines(now: JobSnapshot, width: int) -> list[str]:
     if now.limit:
         lines.append(f"limit: {now.limit}")
     lines += [f"order: {order}" for order in now.orders]
-    lines += [f"problem: {problem}" for problem in now.problems]
-    return [_cut(line, width) for line in lines]
+    problems = [wrap(f"problem: {problem}", max(20, width), subsequent_indent="  ") for problem in now.problems]
+    return [*(_cut(line, width) for line in lines), *itertools.chain(*problems)]  # of a problem the end says what to do
 
 
 def spark_lines(moments: Sequence[Moment], width: int) -> list[str]:

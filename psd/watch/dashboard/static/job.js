@@ -14,11 +14,22 @@ export class Job {
     this.onLink = onLink;
     this.onToken = onToken;
     this.source = null;
+    this.attempts = 0;
     this.hasEnded = false;  // the server has said so; the browser tries again all the same
   }
 
-  connect() {
+  async connect() {
     this.source?.close();
+    this.source = null;
+    const attempt = ++this.attempts;
+    const reply = await fetch("/api/enter").catch(() => null);
+    const isRefused = reply?.ok && !(await reply.json()).is_admitted;
+    if (attempt !== this.attempts) return;
+    if (isRefused) this.onToken();
+    else this.listen();
+  }
+
+  listen() {
     const source = new EventSource("/api/stream");
     this.source = source;
     source.addEventListener("job", (event) => { this.takeAll(JSON.parse(event.data)); this.onLink("live"); this.onChange(); });
@@ -26,16 +37,9 @@ export class Job {
     source.addEventListener("end", () => { this.hasEnded = true; });
     source.addEventListener("error", () => {
       this.onLink(this.hasEnded ? "ended" : "lost");
-      if (source.readyState === EventSource.CLOSED) this.askWhy(source);
+      // A stream that was refused says nothing of the reason.
+      if (source.readyState === EventSource.CLOSED) setTimeout(() => { if (source === this.source) this.connect(); }, 2000);
     });
-  }
-
-  // A stream that was refused says nothing: a plain request tells whether the token is wanted.
-  async askWhy(source) {
-    const reply = await fetch("/api/job").catch(() => null);
-    if (source !== this.source) return;
-    if (reply?.status === 401) this.onToken();
-    else setTimeout(() => { if (source === this.source) this.connect(); }, 2000);
   }
 
   takeAll(all) {

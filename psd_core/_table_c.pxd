@@ -1,0 +1,124 @@
+"""What `_table.pyx` uses of the C store of a table's partition, csrc/table.h, and of arena.h."""
+
+from libc.stdint cimport int64_t, intptr_t, uint8_t, uint32_t, uint64_t
+
+
+cdef extern from "arena.h" nogil:
+    enum:
+        PSD_LARGE_PAGE
+    int psd_populate(void *, size_t) noexcept
+    int psd_make_large(void *) noexcept
+
+
+cdef extern from "table.h" nogil:
+    enum:
+        PSD_FLAGS_MAX
+        PSD_SCALARS_MAX
+        PSD_RULES
+        PSD_RULES_CHECKSUM
+        PSD_REGIONS
+        PSD_INDEX
+        PSD_HEADS
+        PSD_ROWS
+        PSD_REMOVED_MAX
+        PSD_CHUNK_BUCKETS
+        PSD_LOG_MAX
+        PSD_OWN_SLOTS_MAX
+    ctypedef struct psd_hyper:
+        uint8_t flags[PSD_FLAGS_MAX]
+        double scalars[PSD_SCALARS_MAX]
+    ctypedef struct psd_head:
+        uint64_t id
+        uint32_t used
+        uint32_t changed
+    ctypedef struct psd_root:
+        uint64_t step, version, rows, places, spares, current, buckets, next_buckets, moved
+        uint64_t created, evicted, expired, removed, refused, unadmitted, log_first, log_end
+    ctypedef struct psd_log_entry:
+        uint64_t from_step "from"
+        double scalars[PSD_SCALARS_MAX]
+    ctypedef struct psd_table_spec:
+        uint64_t dim, width, rows_max, push_max, notes, seed, admit_after, admit_below
+        int rule, rowwise, init, slots, evicts, catches_up, settles, rests, is_half
+        uint8_t rest_without[PSD_SCALARS_MAX]
+        int64_t decay_at
+        double a, b
+        psd_hyper flags
+        int64_t slot_at[PSD_OWN_SLOTS_MAX]
+        float slot_start[PSD_OWN_SLOTS_MAX]
+    ctypedef struct psd_region:
+        uint64_t at, size, backed
+    ctypedef struct psd_scratch:
+        pass
+    ctypedef struct psd_snapshot:
+        int is_active, is_failed
+        uint64_t version, saved
+    ctypedef struct psd_table:
+        psd_table_spec spec
+        psd_region region[PSD_REGIONS]
+        uint64_t size
+        char *base
+        psd_root *root
+        psd_scratch scratch
+        psd_snapshot snapshot
+        uint64_t reads, hits
+        void (*on_store)(void *, const char *) noexcept
+        void *context
+    ctypedef struct psd_part:
+        const uint64_t *ids
+        const float *values
+        intptr_t n
+    ctypedef struct psd_own_rule:
+        int (*apply)(void *, intptr_t) noexcept
+        void *context
+        intptr_t capacity, count
+        float *pieces
+        float *gradients
+        uint64_t *ids
+        uint64_t *places
+        double scale
+    ctypedef struct psd_push:
+        psd_hyper hyper
+        psd_own_rule *own
+        double scale
+        uint32_t clock
+        int distinct, whole
+        int64_t step
+        const uint32_t *clocks
+        const uint64_t *notes
+        const double *history
+        uint64_t entries, scalars
+    void psd_mix_all(const uint64_t *, uint64_t *, intptr_t) noexcept
+    uint64_t psd_slots_seed
+    void psd_initial_value(const psd_table_spec *, uint64_t, float *) noexcept
+    int psd_table_plan(psd_table *) noexcept
+    int psd_table_make_lock(psd_table *) noexcept
+    void psd_table_drop_lock(psd_table *) noexcept
+    void psd_table_format(psd_table *, uint64_t) noexcept
+    const char *psd_table_adopt(psd_table *) noexcept
+    int psd_table_lack(const psd_table *, uint64_t, uint64_t, uint64_t *) noexcept
+    psd_log_entry *psd_logged(const psd_table *, uint64_t) noexcept
+    uint64_t *psd_notes(const psd_table *) noexcept
+    uint32_t *psd_spares(const psd_table *) noexcept
+    uint64_t psd_index_scan(const psd_table *, uint64_t, uint64_t **, uint64_t, uint64_t *) noexcept
+    int psd_index_must_move(const psd_table *, uint64_t) noexcept
+    void psd_index_move(psd_table *, uint64_t) noexcept
+    int psd_table_read(psd_table *, const uint64_t *, intptr_t, float *, uint8_t *, int, int64_t) noexcept
+    uint64_t psd_table_walk(psd_table *, uint64_t, psd_head *, float *, uint64_t, uint64_t *) noexcept
+    int psd_table_push(psd_table *, const psd_push *, const psd_part *, int) noexcept
+    uint64_t psd_table_expire(psd_table *, uint64_t, uint32_t, uint32_t) noexcept
+    uint64_t psd_table_discard(psd_table *, const uint64_t *, intptr_t) noexcept
+    void psd_scratch_free(psd_scratch *) noexcept
+    void psd_snapshot_begin(psd_table *, int, uint32_t) noexcept
+    int psd_snapshot_next(psd_table *, psd_head *, float *, uint64_t, uint64_t *) noexcept
+    void psd_snapshot_end(psd_table *) noexcept
+    uint64_t psd_removals(const psd_root *) noexcept
+    uint64_t *psd_removal(const psd_table *, uint64_t) noexcept
+    uint64_t psd_first_removal(const psd_table *) noexcept
+    ctypedef struct psd_sums:
+        intptr_t count
+        uint64_t *ids
+        float *values
+    int psd_sums_add(psd_sums *, const uint64_t *, const float *, intptr_t, intptr_t, double) noexcept
+    void psd_sums_clear(psd_sums *) noexcept
+    void psd_sums_free(psd_sums *) noexcept
