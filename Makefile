@@ -32,7 +32,7 @@ help:
 	@echo "make test-browser   psdctl dashboard in headless Chromium (Debian's package chromium), beside a real job; half a minute"
 	@echo "make chaos   the long recovery tests: dozens of kills, broken connections, full-size memory (a quarter of an hour)"
 	@echo "make jepsen  jobs that are broken in every way that we know, for SECONDS, from SEED; failures are kept in build/jepsen"
-	@echo "make check-protocol   the real client and shards in every order of a small world's events, with one fault, and for PROTOCOL_SECONDS each with two (an hour)"
+	@echo "make check-protocol   the real client and shards in every order of a small world's events, with one fault, and for PROTOCOL_SECONDS each with two (an hour and a half)"
 	@echo "make fuzz    every decoder with FUZZ_EXAMPLES random inputs each, 2000 by default: minutes to half an hour"
 	@echo "make bench   the dense step against other systems, latency, overlap, kernels: tables of ratios, in 3 minutes on a quiet machine"
 	@echo "make lint    ruff and mypy alone"

@@ -38,9 +38,7 @@ def run(consistency: str, args: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     """Run both and print the table."""
-    parser = argparse.ArgumentParser(
-        description="Train the MNIST example in two modes and compare. Other options are the example's."
-    )
+    parser = argparse.ArgumentParser(description="Train the MNIST example in two modes; other options are the example's.")
     parser.add_argument("--steps", type=int, default=400, help="steps of each worker (default %(default)s)")
     parser.add_argument("--data", help="folder with MNIST's four IDX files, or 'digits' for scikit-learn's small digits")
     args, others = parser.parse_known_args()

@@ -3,11 +3,12 @@
     import psd.ray
 
     shards = psd.ray.start(shards=2, checkpoint_dir="s3://bucket/run-7", checkpoint_steps=1000)
-    trainer = TorchTrainer(train, train_loop_config={"servers": shards.servers, "run_id": shards.run_id}, ...)
+    trainer = TorchTrainer(train, train_loop_config={"shards": shards}, ...)
     trainer.fit()
     shards.stop()
 
-A worker connects with these, and with its rank: `psd_client.connect(**config, rank=..., world_size=...)`.
+A worker asks for the addresses as they are now: `psd_client.connect(shards.servers, run_id=shards.run_id)`; in Ray Train it has
+its rank from there, elsewhere it says `rank=` and `world_size=`.
 """
 
 from psd.cli.ray_shards import RayShards, start

@@ -135,7 +135,8 @@ class Pool:
     def take_back(self) -> None:
         """Note that a page has come back. Call with the lock held."""
         self._in_hands -= 1
-        self._call_if_unheld()
+        if self._when_unheld is not None:
+            self._call_if_unheld()
 
     def _call_if_unheld(self) -> None:
         if self._in_hands == 0 and self._when_unheld is not None:

@@ -13,7 +13,7 @@ from psd.cli import arguments
 from psd.cli.arguments import EXIT_FAILURE, EXIT_OK, Commands, seconds, whole_number
 from psd.cli.job_arguments import add_where, check
 from psd.cli.terminal import show
-from psd.contract.config import ConfigError
+from psd.contract.config import ConfigError, join_address
 from psd.contract.tls import TlsFiles
 from psd.contract.tokens import parse_token
 from psd.contract.watched import read_secret
@@ -130,10 +130,10 @@ def announcement(host: str, place: DashboardPlace) -> list[str]:
     """Lines that tell where the dashboard is, and how to get in."""
     from psd.watch.dashboard.admission import is_loopback
 
-    name = socket.gethostname() if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host  # noqa: S104
-    port = place.listener.getsockname()[1]
+    name = socket.gethostname() if host in ("0.0.0.0", "::") else host  # noqa: S104
+    address = join_address(name, place.listener.getsockname()[1])
     fragment = f"#token={place.token}" if place.is_token_new else ""
-    lines = [f"dashboard: {'http' if place.tls is None else 'https'}://{name}:{port}/{fragment}"]
+    lines = [f"dashboard: {'http' if place.tls is None else 'https'}://{address}/{fragment}"]
     if place.tls is None and not is_loopback(host):
         lines.append("dashboard: without --https-cert the token and what the page shows can be read on the network")
     return lines

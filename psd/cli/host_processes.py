@@ -19,6 +19,7 @@ from psd.cli.processes import Child
 from psd.cli.state import StateDirectory
 from psd.cli.sweep import end_processes
 from psd.cli.watchdog import Watchdog
+from psd.contract.config import join_address
 
 _WATCHDOGS_MAX = 4
 """Watchdogs started in one job at most. Whoever kills more of them means it."""
@@ -77,7 +78,7 @@ class HostProcesses:
         """
         plan = self._plan
         if name.kind == "shard":
-            listen = addresses[0] if addresses else f"[{self._host}]:0" if ":" in self._host else f"{self._host}:0"
+            listen = addresses[0] if addresses else join_address(self._host, 0)
             command = plan.shard_command(name.number, listen, self._state.shard(name.number))
             environ = plan.shard_environ
         elif name == DASHBOARD:

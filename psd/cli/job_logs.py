@@ -29,7 +29,8 @@ examples:
   psdctl logs 3 shard-0 --log-dir logs -n 100
   psdctl logs 3 --log-dir logs --follow
 
-On Kubernetes the cluster keeps the logs: kubectl logs NAME-workers-3-..., as kubectl get pods lists them.
+On Kubernetes the cluster keeps the logs: kubectl logs NAME-workers-3-..., as kubectl get pods lists them. On Ray
+it does, too: ray list actors lists NAME/worker-3 and the others, ray logs actor --id ID shows what one has written.
 
 exit status:
   0     shown

@@ -1,9 +1,11 @@
-"""psd-run --on ray: a job on a Ray cluster. Shards (psd/cli/ray_shards.py) and workers are actors, in one placement group.
+"""psd-run --on ray: a job on a Ray cluster. Shards (psd/cli/ray_shards.py) and workers
+(psd/cli/ray_worker.py) are actors, in one placement group.
 
     a worker's program fails     it is run again, while --max-restarts lasts; then the job ends with its status
     a worker's actor or node     Ray starts the actor again, elsewhere if need be; the program is run again as above
     a shard's node               Ray starts the shard elsewhere, with the newest checkpoint; all programs are run again, since
                                  their shards have other addresses now
+    a node, and no room is left  the job waits for room, and says what is missing
     psd-run itself               Ray ends all actors of the job, and these their processes
 
 Knows what a worker finds in its environment; nothing of what it does.
@@ -15,9 +17,6 @@ import argparse
 import contextlib
 import os
 import signal
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,10 +24,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from psd.cli import ray_room
 from psd.cli.arguments import EXIT_FAILURE, EXIT_OK, exit_status, refuse_given
-from psd.cli.ray_shards import RayShards, load, place_shards, wait_for
+from psd.cli.ray_shards import NAMESPACE, actor_resources, load, place_shards
+from psd.cli.ray_worker import WorkerProcess
+from psd.cli.summary import Summary
 from psd.cli.terminal import show
-from psd.cli.watchdog import Watchdog
 from psd.contract.config import ConfigError
 
 _NOT_WITH_RAY = {
@@ -38,65 +39,13 @@ _NOT_WITH_RAY = {
     "nnodes": "Ray finds the hosts",
     "hosts": "Ray finds the hosts",
     "rendezvous": "Ray finds the hosts",
+    "max_shard_restarts": "Ray starts shards again",
 }
+
+_SENT_BYTES_MAX = 10 << 20
 
 _LOOK_S = 1.0
 """Seconds between two looks at the shards' addresses."""
-
-
-class WorkerProcess:
-    """An actor: the place of one worker on a node. `run` is called for each of its lives."""
-
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def __repr__(self) -> str:
-        """Prefix of its lines in Ray's logs."""
-        return f"worker {self._rank}"
-
-    def run(self, command: Sequence[str], script: str | None, environ: Mapping[str, str]) -> int:
-        """Run the worker's command to its end; return its status, negative for a signal.
-
-        Args:
-            command: with the script's place taken by its first word, if there is a text of one.
-            script: text of the script; None: the command needs none. environ: beside this actor's own.
-        """
-        with tempfile.TemporaryDirectory(prefix="psd-run-") as folder:
-            words = list(command)
-            if script is not None:
-                file = Path(folder) / Path(words[0]).name
-                file.write_text(script)
-                words[0] = str(file)
-            if words[0] == "-m" or script is not None or words[0].endswith(".py"):
-                words = [sys.executable, "-u", *words]
-            # It ends what the worker has started, too, if this actor is killed.
-            mark = f"{environ['PSD_RUN_ID']}/worker-{self._rank}"
-            nothing = os.open(os.devnull, os.O_RDONLY)
-            watchdog = Watchdog(environ["PSD_RUN_ID"], nothing, mark)
-            os.close(nothing)
-            try:
-                self._process = subprocess.Popen(  # noqa: S603 - what the user asked for
-                    words,
-                    env={**os.environ, **environ, "PSD_NODE": mark},
-                    stdin=subprocess.DEVNULL,
-                    start_new_session=True,
-                )
-                watchdog.add(self._process.pid)
-                return self._process.wait()
-            finally:
-                watchdog.close()
-
-    def stop(self, grace_s: float) -> None:
-        """End the command: SIGTERM, after `grace_s` SIGKILL."""
-        process = self._process
-        if process is None or process.poll() is not None:
-            return
-        os.killpg(process.pid, signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(grace_s)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
 
 
 @dataclass(frozen=True)
@@ -119,23 +68,26 @@ class RayPlan:
     run_id: str
     shard_options: Mapping[str, Any]
     command: Sequence[str]
-    script: str | None
+    script: Mapping[str, bytes]
     environ: Mapping[str, str]
     worker_resources: Mapping[str, float]
 
     def run(self) -> int:
         """Run the job to its end; returns psd-run's exit status."""
         try:
+            os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # or of lines that are alike only one worker's is shown
             ray = load()
+            signal.signal(signal.SIGTERM, _interrupt)
             try:
                 ray.init(address=self.address, log_to_driver=True, logging_level="warning")
             except (ConnectionError, ValueError, RuntimeError) as error:
                 raise ConfigError(f"--address: cannot connect to Ray at {self.address}: {error}") from error
-            signal.signal(signal.SIGTERM, _interrupt)
             return _RayJob(self, ray).run()
         except ConfigError as error:
             _say(f"error: {error}")
             return EXIT_FAILURE
+        except KeyboardInterrupt as interrupt:
+            return _interrupted(interrupt)
 
 
 class _RayJob:
@@ -145,46 +97,47 @@ class _RayJob:
         self._plan, self._ray = plan, ray
         self._restarts_left = plan.restarts_max
         self._lives: dict[Any, int] = {}  # of programs that run: what Ray will say of each, and its rank
+        self._begun = [0] * plan.workers  # lives of each
+        self._summary = Summary(checkpoint_dir=plan.shard_options.get("checkpoint_dir", ""))
+        self._lacks_room_since: float | None = None
 
     def run(self) -> int:
         ray, plan = self._ray, self._plan
         shard_bundles = [{"CPU": 1.0}] * plan.shards
-        group = ray.util.placement_group([*shard_bundles, *[dict(plan.worker_resources)] * plan.workers], strategy="SPREAD")
-        self._shards = place_shards(group, 0, shard_bundles, plan.run_id, plan.shard_options)
-        self._actors = [self._place_worker(group, rank) for rank in range(plan.workers)]
         began_at = time.monotonic()
+        self._group = ray_room.reserve(ray, [*shard_bundles, *[plan.worker_resources] * plan.workers])
+        self._shards = place_shards(self._group, 0, shard_bundles, plan.run_id, plan.shard_options)
         try:
-            wait_for(group)
+            self._actors = [self._place_worker(rank) for rank in range(plan.workers)]
+            ray_room.wait_for(ray, self._group)
             servers = self._shards.servers
+            for index in range(plan.shards):
+                self._summary.on_start("shard", index, time.monotonic())
             _say(f"run {plan.run_id}; to look inside: psdctl status --servers {','.join(servers)}")
             status = self._train(servers)
         except KeyboardInterrupt as interrupt:
-            status = exit_status(interrupt.args[0] if interrupt.args else signal.SIGINT)
+            status = _interrupted(interrupt)
             _say(f"stopping the job, within {plan.grace_s:g} s")
         finally:
-            self._end(self._shards)
+            self._end()
         _say(f"the job has ended with status {status}" if status else "all workers have finished")
-        _say(f"{time.monotonic() - began_at:.1f} s; {plan.restarts_max - self._restarts_left} restarts of workers")
-        if place := plan.shard_options.get("checkpoint_dir"):
-            _say(f"checkpoints: {place}")
+        for line in self._summary.lines(time.monotonic() - began_at):
+            _say(line)
         return status
 
-    def _place_worker(self, group: Any, rank: int) -> Any:
-        ray, resources = self._ray, self._plan.worker_resources
-        return (
-            ray.remote(WorkerProcess)
-            .options(
-                num_cpus=resources.get("CPU", 0),
-                num_gpus=resources.get("GPU", 0),
-                resources={name: count for name, count in resources.items() if name not in ("CPU", "GPU")},
-                max_restarts=-1,
-                max_concurrency=4,
-                scheduling_strategy=ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
-                    group, self._plan.shards + rank
-                ),
-            )
-            .remote(rank)
+    def _place_worker(self, rank: int) -> Any:
+        ray, plan = self._ray, self._plan
+        place = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(self._group, plan.shards + rank)
+        actor = ray.remote(WorkerProcess).options(
+            name=f"{plan.run_id}/worker-{rank}",
+            namespace=NAMESPACE,
+            **actor_resources(plan.worker_resources),
+            max_restarts=-1,
+            max_task_retries=-1,
+            max_concurrency=4,
+            scheduling_strategy=place,
         )
+        return actor.remote(rank)
 
     def _train(self, servers: list[str]) -> int:
         """Run the workers' programs to their ends; returns the job's status."""
@@ -195,6 +148,8 @@ class _RayJob:
             ended, _ = self._ray.wait(list(self._lives), timeout=_LOOK_S)
             moved = self._shards.servers
             if moved != servers:
+                for index in (index for index in range(len(moved)) if moved[index] != servers[index]):
+                    self._summary.on_start("shard", index, time.monotonic())
                 servers = moved
                 _say(f"shards have moved; running all workers again, with {','.join(servers)}")
                 ranks = sorted(self._lives.values())
@@ -202,8 +157,10 @@ class _RayJob:
                 for rank in ranks:
                     self._begin(rank, servers)
                 continue
+            self._tell_of_room()
             for life in ended:
                 rank = self._lives.pop(life)
+                self._summary.on_exit("worker", time.monotonic())
                 failed = self._failure(life)
                 if not failed:
                     continue
@@ -221,10 +178,29 @@ class _RayJob:
         return status
 
     def _begin(self, rank: int, servers: Sequence[str]) -> None:
-        plan = self._plan
-        who = {"PSD_RANK": str(rank), "PSD_WORLD_SIZE": str(plan.workers), "PSD_RUN_ID": plan.run_id}
+        plan, actor = self._plan, self._actors[rank]
+        self._begun[rank] += 1
+        self._summary.on_start("worker", rank, time.monotonic())
+        # Ray shows to each worker the GPUs that are its own, so that it is the only one there.
+        who = {"PSD_RANK": str(rank), "RANK": str(rank), "LOCAL_RANK": "0"}
+        who |= {"PSD_WORLD_SIZE": str(plan.workers), "WORLD_SIZE": str(plan.workers), "PSD_RUN_ID": plan.run_id}
         environ = {**plan.environ, "PSD_SERVERS": ",".join(servers), "PYTHONUNBUFFERED": "1", **who}
-        self._lives[self._actors[rank].run.remote(list(plan.command), plan.script, environ)] = rank
+        # Once its actor is there: a call to one that Ray is just starting again would fail, as a life of the worker.
+        run = actor.run.options(max_task_retries=0)
+        life = run.remote(self._begun[rank], list(plan.command), plan.script, environ, actor.ready.remote())
+        self._lives[life] = rank
+
+    def _tell_of_room(self) -> None:
+        """Say once what is missing, if actors whose node was lost have no room elsewhere."""
+        if ray_room.state(self._ray, self._group) != "RESCHEDULING":
+            self._lacks_room_since = None
+            return
+        now = time.monotonic()
+        if self._lacks_room_since is None:
+            self._lacks_room_since = now
+        elif now >= self._lacks_room_since + ray_room.NOTICE_S:
+            _say(f"waiting for room on the Ray cluster: {ray_room.missing(self._ray, self._group)}")
+            self._lacks_room_since = float("inf")
 
     def _failure(self, life: Any) -> tuple[str, int] | None:
         """Tell what has become of a program, and the status for that; None: it has finished."""
@@ -242,16 +218,18 @@ class _RayJob:
 
     def _stop_workers(self) -> None:
         """End all programs, and forget them."""
-        stopped = [self._actors[rank].stop.remote(self._plan.grace_s) for rank in self._lives.values()]
-        self._ray.wait(stopped, num_returns=len(stopped), timeout=self._plan.grace_s + 5.0) if stopped else None
+        grace_s = self._plan.grace_s
+        stopped = [self._actors[rank].stop.remote(self._begun[rank], grace_s) for rank in self._lives.values()]
+        self._ray.wait(stopped, num_returns=len(stopped), timeout=grace_s + 5.0) if stopped else None
         self._lives.clear()
 
-    def _end(self, shards: RayShards) -> None:
+    def _end(self) -> None:
         """End the shards first if workers train: they take a last checkpoint then, if they take any."""
         with contextlib.suppress(self._ray.exceptions.RayError):
             if self._lives and not self._plan.shard_options.get("checkpoint_dir"):
                 self._stop_workers()
-            shards.stop(self._plan.grace_s)
+            for index, counted in enumerate(self._shards.stop(self._plan.grace_s)):
+                self._summary.on_line(index, counted)
             self._stop_workers()
         self._ray.shutdown()
 
@@ -270,12 +248,6 @@ def ray_plan(
     refuse_given(args, _NOT_WITH_RAY, "not with --on ray, where ")
     if args.on_worker_failure == "end":
         raise ConfigError("--on-worker-failure: not end with --on ray")
-    script = None
-    if words[0].endswith(".py") and not Path(words[0]).is_absolute():
-        try:
-            script = Path(words[0]).read_text()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"cannot read the script {words[0]}: {error}") from error
     return RayPlan(
         address=args.address,
         shards=args.shards,
@@ -286,10 +258,28 @@ def ray_plan(
         run_id=run_id,
         shard_options=shard_options,
         command=words,
-        script=script,
+        script=_script(words[0]),
         environ=environ,
         worker_resources=_resources(args.worker_resources),
     )
+
+
+def _script(word: str) -> dict[str, bytes]:
+    """The script with the Python files beside it, which it may import; empty: the nodes have what is to run."""
+    path = Path(word)
+    if path.suffix != ".py" or path.is_absolute():
+        return {}
+    try:
+        found = {file.name: file.read_bytes() for file in [path, *path.parent.glob("*.py")] if file.is_file() or file == path}
+    except OSError as error:
+        raise ConfigError(f"cannot read the script {word}: {error}") from error
+    size = sum(map(len, found.values()))
+    if size > _SENT_BYTES_MAX:
+        raise ConfigError(
+            f"the script {word} and the Python files beside it have {size:,} bytes; at most {_SENT_BYTES_MAX:,} are sent. "
+            "Give an absolute path, to where all nodes have them"
+        )
+    return found
 
 
 def _resources(text: str) -> dict[str, float]:
@@ -303,7 +293,14 @@ def _resources(text: str) -> dict[str, float]:
             found[name] = -1.0
         if not name or not 0 <= found[name] < float("inf"):
             raise ConfigError(f"--worker-resources: expected NAME=COUNT,NAME=COUNT, such as CPU=4,GPU=1, got {part!r}")
+    if not any(found.values()):
+        raise ConfigError(f"--worker-resources: expected at least one above 0, got {text!r}")
     return found
+
+
+def _interrupted(interrupt: KeyboardInterrupt) -> int:
+    """The exit status after Ctrl-C or SIGTERM."""
+    return exit_status(interrupt.args[0] if interrupt.args else signal.SIGINT)
 
 
 def _interrupt(signum: int, _frame: FrameType | None) -> None:

@@ -20,13 +20,19 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from psd.cli.arguments import flag_of
+from psd.cli import ray_room
+from psd.cli.arguments import EXIT_USAGE, flag_of
+from psd.cli.server import COUNTED_PATTERN
 from psd.cli.state import StateDirectory, clear_abandoned, private_path, remove_private
-from psd.contract.config import ConfigError
+from psd.cli.terminal import show
+from psd.contract.config import ConfigError, join_address
 from psd.contract.launching import READY_PATTERN, python_command
 
 READY_S = 120.0
-"""Seconds for a shard to be placed, started and ready."""
+"""Seconds for a shard that has its room, and for one whose node was lost, to be started and ready."""
+
+NAMESPACE = "psd"
+"""Ray's namespace of all jobs' actors, in which a name is given once: a job's shards keep a second job of that name out."""
 
 STARTS_MAX = 20
 """Starts of psd-server in a row that have not led to a shard that serves. More than psd-run's, since the one before, which ends
@@ -61,10 +67,12 @@ class ShardProcess:
         self._index, self._flags = index, ["--shard", f"{index}/{count}", "--run-id", run_id, *flags]
         self._port = self._state.path / "port"
         self._address, self._error = "", ""
+        self._last_line, self._counted = "", ""
         self._is_over = False
         self._changed = threading.Condition()
         self._process: subprocess.Popen[str] | None = None
-        threading.Thread(target=self._keep_running, daemon=True).start()
+        self._runner = threading.Thread(target=self._keep_running, daemon=True)
+        self._runner.start()
 
     def __repr__(self) -> str:
         """Prefix of its lines in Ray's logs."""
@@ -78,8 +86,12 @@ class ShardProcess:
                 raise ConfigError(self._error or f"shard {self._index} was not ready after {READY_S:g} s")
             return self._address
 
-    def stop(self, grace_s: float) -> None:
-        """End the shard in order, with a last checkpoint if it takes some; then remove what it held."""
+    def stop(self, grace_s: float) -> str:
+        """End the shard in order, with a last checkpoint if it takes some; then remove what it held.
+
+        Returns:
+            What it has said of the pushes that it has counted; empty: nothing.
+        """
         with self._changed:
             self._is_over = True
             process = self._process
@@ -89,8 +101,10 @@ class ShardProcess:
                 process.wait(grace_s + 5.0)
             process.kill()
             process.wait()
+        self._runner.join()
         self._state.close(keep=False)
         remove_private(self._state.path)
+        return self._counted
 
     def _keep_running(self) -> None:
         starts = 0
@@ -100,14 +114,19 @@ class ShardProcess:
                 starts = 0
             time.sleep(_AGAIN_S)
         with self._changed:
-            self._error = self._error or f"shard {self._index} ended {starts} times at its start; see its log"
+            self._error = f"shard {self._index} cannot be started: {self._last_line}"
             self._changed.notify_all()
 
     def _run_once(self) -> bool:
         """Run psd-server to its end; True if it has served."""
         port = self._port.read_text() if self._port.exists() else "0"
-        listen = f"[{self._host}]:{port}" if ":" in self._host else f"{self._host}:{port}"
-        place = ["--listen", listen, "--state-dir", str(self._state.shard(self._index)), "--exit-on-eof"]
+        place = [
+            "--listen",
+            join_address(self._host, port),
+            "--state-dir",
+            str(self._state.shard(self._index)),
+            "--exit-on-eof",
+        ]
         with self._changed:
             if self._is_over:
                 return False
@@ -115,6 +134,7 @@ class ShardProcess:
                 [*python_command("psd.cli.server"), *self._flags, *place],
                 stdin=subprocess.PIPE,  # its end is this actor's, however that ends
                 stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
                 text=True,
             )
             self._process = process
@@ -122,13 +142,17 @@ class ShardProcess:
         has_served = False
         for line in process.stdout:
             print(line, end="", flush=True)
-            if ready := re.fullmatch(READY_PATTERN, line.rstrip("\n")):
+            self._last_line = line.rstrip("\n")
+            if re.fullmatch(COUNTED_PATTERN, self._last_line):
+                self._counted = self._last_line
+            if ready := re.fullmatch(READY_PATTERN, self._last_line):
                 has_served = True
                 self._port.write_text(ready[3].rpartition(":")[2])
                 with self._changed:
                     self._address = ready[3]
                     self._changed.notify_all()
-        if process.wait() == 0 and has_served:
+        status = process.wait()
+        if status == EXIT_USAGE or (status == 0 and has_served):  # it would do the same again, or is done
             self._is_over = True
         return has_served
 
@@ -151,27 +175,50 @@ class RayShards:
             ConfigError: a shard cannot be started.
         """
         ray = load()
-        try:
-            return list(ray.get([actor.address.remote() for actor in self._actors], timeout=READY_S))
-        except ray.exceptions.RayTaskError as error:
-            raise ConfigError(str(error.cause)) from error
-        except ray.exceptions.GetTimeoutError as error:
-            raise ConfigError(f"not all shards have been placed and started within {READY_S:g} s") from error
+        asked = [actor.address.remote() for actor in self._actors]
+        began_at, has_told = time.monotonic(), False
+        while True:
+            try:
+                return list(ray.get(asked, timeout=ray_room.NOTICE_S))
+            except ray.exceptions.RayTaskError as error:
+                raise ConfigError(str(error.cause)) from error
+            except ray.exceptions.RayActorError as error:
+                raise ConfigError(f"the shards of {self.run_id} have ended, or could not be started: {error}") from error
+            except ray.exceptions.GetTimeoutError:
+                lacks_room = ray_room.state(ray, self._group) != "CREATED"
+            what = f"waiting for room on the Ray cluster: {ray_room.missing(ray, self._group)}" if lacks_room else "starting"
+            if lacks_room and not has_told:
+                has_told = True
+                show(f"psd: shards of {self.run_id}: {what}", is_error=True)
+            longest_s = ray_room.PLACED_S if lacks_room else READY_S
+            if time.monotonic() > began_at + longest_s:
+                raise ConfigError(f"not all shards of {self.run_id} were ready within {longest_s:g} s; still {what}")
 
     def environment(self, rank: int, world_size: int) -> dict[str, str]:
         """Variables for a worker, by which `psd_client.connect()` finds the shards and knows who it is."""
         who = {"PSD_RANK": str(rank), "PSD_WORLD_SIZE": str(world_size)}
         return {"PSD_SERVERS": ",".join(self.servers), "PSD_RUN_ID": self.run_id, **who}
 
-    def stop(self, grace_s: float = 10.0) -> None:
-        """End the shards, with a last checkpoint if they take some and workers train, and give back their resources."""
+    def stop(self, grace_s: float = 10.0) -> list[str]:
+        """End the shards, with a last checkpoint if they take some and workers train, and give back their resources.
+
+        Returns:
+            What each has said of the pushes that it has counted; empty where it has said nothing.
+        """
         ray = load()
-        for stopped in [actor.stop.remote(grace_s) for actor in self._actors]:
-            with contextlib.suppress(ray.exceptions.RayError):
-                ray.get(stopped, timeout=grace_s + 20.0)
+        found = [""] * len(self._actors)
+        stopped = [actor.stop.remote(grace_s) for actor in self._actors]
+        # All at once: they take a checkpoint together. Those that have never had room do not answer.
+        patience_s = grace_s + 20.0 if ray_room.state(ray, self._group) != "PENDING" else 0.0
+        ended, _ = ray.wait(stopped, num_returns=len(stopped), timeout=patience_s)
+        for index, task in enumerate(stopped):
+            if task in ended:
+                with contextlib.suppress(ray.exceptions.RayError):
+                    found[index] = ray.get(task)
         for actor in self._actors:
             ray.kill(actor)
         ray.util.remove_placement_group(self._group)
+        return found
 
 
 def start(shards: int = 1, *, run_id: str = "", resources: Mapping[str, float] | None = None, **options: Any) -> RayShards:
@@ -184,29 +231,22 @@ def start(shards: int = 1, *, run_id: str = "", resources: Mapping[str, float] |
         options: of psd-server, such as checkpoint_dir="s3://bucket/run", checkpoint_steps=1000, lease=20, insecure=True.
 
     Raises:
-        ConfigError: Ray is not installed, the cluster has not enough resources, or psd-server refuses an option; its own log
-            says why.
+        ConfigError: Ray is not installed, the cluster has no room, a job of this name runs on it, or psd-server refuses an
+            option.
     """
     ray = load()
+    if shards < 1:
+        raise ConfigError(f"shards: expected 1 or more, got {shards}")
     bundles = [dict(resources or {"CPU": 1.0})] * shards
-    group = ray.util.placement_group(bundles, strategy="SPREAD")
+    group = ray_room.reserve(ray, bundles)
     found = place_shards(group, 0, bundles, run_id or f"ray-{secrets.token_hex(6)}", options)
     try:
-        wait_for(group)
+        ray_room.wait_for(ray, group)
         _ = found.servers
-    except ConfigError:
+    except BaseException:
         found.stop(0.0)
         raise
     return found
-
-
-def wait_for(group: Any) -> None:
-    """Wait until a placement group has its resources; ConfigError if they do not come."""
-    ray = load()
-    try:
-        ray.get(group.ready(), timeout=READY_S)
-    except ray.exceptions.GetTimeoutError as error:
-        raise ConfigError(f"the cluster has had no room for {group.bundle_specs} within {READY_S:g} s") from error
 
 
 def place_shards(
@@ -220,15 +260,27 @@ def place_shards(
         for each in value if isinstance(value, (list, tuple)) else [value]:
             flags += [flag] if each is True else [f"{flag}={each}"] if each is not False else []
     actor = ray.remote(ShardProcess)
-    actors = [
-        actor.options(
-            num_cpus=bundle.get("CPU", 0),
-            resources={name: count for name, count in bundle.items() if name not in ("CPU", "GPU")},
-            max_restarts=-1,
-            max_task_retries=-1,
-            max_concurrency=8,
-            scheduling_strategy=ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(group, first + index),
-        ).remote(index, len(bundles), run_id, flags)
-        for index, bundle in enumerate(bundles)
-    ]
+    try:
+        actors = [
+            actor.options(
+                name=f"{run_id}/shard-{index}",
+                namespace=NAMESPACE,
+                **actor_resources(bundle),
+                max_restarts=-1,
+                max_task_retries=-1,
+                max_concurrency=8,
+                scheduling_strategy=ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(group, first + index),
+            ).remote(index, len(bundles), run_id, flags)
+            for index, bundle in enumerate(bundles)
+        ]
+    except ValueError as error:
+        ray.util.remove_placement_group(group)
+        raise ConfigError(f"run_id: a job with the name {run_id} runs on this Ray cluster: {error}") from error
     return RayShards(actors, run_id, group)
+
+
+def actor_resources(bundle: Mapping[str, float]) -> dict[str, Any]:
+    """Options of an actor that takes up a whole bundle."""
+    others = {name: count for name, count in bundle.items() if name not in ("CPU", "GPU", "memory")}
+    own = {"num_cpus": bundle.get("CPU", 0), "num_gpus": bundle.get("GPU", 0), "resources": others}
+    return {**own, "memory": bundle["memory"]} if "memory" in bundle else own

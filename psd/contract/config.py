@@ -40,6 +40,11 @@ def parse_address(text: str, what: str) -> tuple[str, int]:
     return match[1], int(match[2])
 
 
+def join_address(host: str, port: int | str) -> str:
+    """Join them as HOST:PORT, or [IPV6]:PORT, as parse_address takes it."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def is_loopback(address: str) -> bool:
     """True if only this machine reaches HOST:PORT; names other than localhost are not looked up, and count as reachable."""
     host = address.rpartition(":")[0].strip("[]")

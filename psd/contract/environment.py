@@ -23,8 +23,8 @@ NumberT = TypeVar("NumberT", int, float)
 
 VARIABLES = {
     "PSD_SERVERS": "addresses of the shards, in their order, separated by commas",
-    "PSD_RANK": "this worker's number, from 0; else what torchrun, mpirun, srun or Kubernetes says",
-    "PSD_WORLD_SIZE": "number of workers; else what torchrun, mpirun or srun says",
+    "PSD_RANK": "this worker's number, from 0; else what torchrun, mpirun, srun, Ray Train or Kubernetes says",
+    "PSD_WORLD_SIZE": "number of workers; else what torchrun, mpirun, srun or Ray Train says",
     "PSD_RUN_ID": "name of the job; others are refused",
     "PSD_CONSISTENCY": "sync, async or ssp:S, unless the script says which",
     "PSD_QUORUM": "workers whose gradients close a synchronous round, unless the script says how many",

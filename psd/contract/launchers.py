@@ -1,6 +1,7 @@
-"""Ranks from other launchers' environments: which worker a process is, where psd-run has not said it.
+"""Ranks that other launchers give: which worker a process is, where psd-run has not said it.
 
     PSD_RANK, PSD_WORLD_SIZE               psd-run's, and Kubernetes manifests'
+    ray.train.get_context()                Ray Train, whose word is a function's and not the environment's
     RANK, WORLD_SIZE                       torchrun
     OMPI_COMM_WORLD_RANK, ..._SIZE         mpirun of Open MPI
     PMI_RANK, PMI_SIZE                     mpirun of MPICH and Intel MPI
@@ -9,21 +10,24 @@
 
 The first that is there holds. torchrun comes before srun, which often starts one torchrun per host; its own tasks are not the
 workers then. torchrun and mpirun do not start each other: if they disagree, one's variables are left over from elsewhere, and
-nobody can say which. srun may set PMI_RANK as well, so that this one counts only outside of SLURM.
+nobody can say which. srun may set PMI_RANK as well, so that this one counts only outside of SLURM. Workers of Ray have the
+variables of whatever has started Ray on their node, srun often; these are not about them.
 
-Pure functions on a mapping; knows no connection.
+Pure functions on mappings; knows no connection, and imports no launcher.
 """
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from psd.contract.config import ConfigError
 
 
 class Launched(NamedTuple):
-    """Word of a launcher about this process: its rank, how many there are, if it says so, and the two variables."""
+    """Word of a launcher about this process: its rank, how many there are, if it says so, and what it calls the two."""
 
     rank: int
     world_size: int | None
@@ -43,12 +47,17 @@ _EXCLUSIVE = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 """Launchers of which one at most has started this process."""
 
 
-def launched(environ: Mapping[str, str]) -> Launched | None:
+def launched(environ: Mapping[str, str], modules: Mapping[str, Any] = sys.modules) -> Launched | None:
     """Read what the launcher of this process says; None if none of those above has started it.
+
+    Args:
+        environ: of this process. modules: what it has imported.
 
     Raises:
         ConfigError: two launchers disagree, or a variable is not a number.
     """
+    if "ray.train" in modules and (said := _ray_train(modules["ray.train"])):
+        return said
     found = [_read(environ, rank_name, size_name) for rank_name, size_name in _LAUNCHERS if _is_there(environ, rank_name)]
     first = found[0] if found else None
     for other in found[1:]:
@@ -60,6 +69,18 @@ def launched(environ: Mapping[str, str]) -> Launched | None:
                 "PSD_RANK and PSD_WORLD_SIZE"
             )
     return first
+
+
+def _ray_train(train: Any) -> Launched | None:
+    """The word of Ray Train; None in a process that is not one of its workers."""
+    try:
+        with warnings.catch_warnings():  # with which older versions say that it is none
+            warnings.simplefilter("ignore")
+            context = train.get_context()
+            rank, world_size = context.get_world_rank(), context.get_world_size()
+    except RuntimeError:
+        return None
+    return None if rank is None else Launched(rank, world_size, "Ray Train's rank", "Ray Train's number of workers")
 
 
 def _is_there(environ: Mapping[str, str], rank_name: str) -> bool:

@@ -248,5 +248,5 @@ class DataPlane:
         return push
 
     def _pass_gate(self, call: Push | Pull, clock: int, waiter: Waiter) -> None:
-        while (ticket := self._exchange.gate(call, clock)) is not None:
+        while call.job.policy.has_bound and (ticket := self._exchange.gate(call, clock)) is not None:
             waiter.wait(ticket)

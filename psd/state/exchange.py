@@ -250,7 +250,7 @@ class Exchange:
 
     def end_push(self, push: Push) -> data_pb2.PushReply:
         """Finish a push whose blocks have all come; moves the worker's clock."""
-        job = push.job
+        job, members = push.job, self._core.members
         if len(push.covered) < job.trained_count:
             raise InvalidRequest(
                 f"block: {job.lacking(push.covered)} is missing; the push of clock {push.clock} ended after "
@@ -261,7 +261,7 @@ class Exchange:
         clock = push.clock + 1
         with self._core.lock:
             self._check_session(push)
-            self._core.members.on_step(push.worker, clock)
+            members.on_step(push.worker, clock)
             if staged:
                 job.participant.on_staged(push.clock, push.worker.rank)
                 self._core.count_staged()
@@ -273,7 +273,7 @@ class Exchange:
                 self._core.counters.pushes_duplicate += 1
             self._core.open_gates(push.worker)
             overruled = job.agreement.overruled(push.clock, push.worker.rank)
-            wants = job.wants_buffers and wants_buffers(job, self._core.members, push.worker)
+            wants = job.wants_buffers and wants_buffers(job, members, push.worker)
             same = job.same_gradient_as(push.worker.rank, push.first_gradient) if push.first_gradient else None
             orders = self._core.orders.current()
         self._schedule.announce_due()

@@ -61,7 +61,13 @@ def script(tmp_path):
         (["--insecure", "true"], "--insecure: is for shards that other machines reach: --nnodes"),
         (["--on", "slurm", "true"], "--on slurm: this is no task of srun; write srun psd-run --on slurm"),
         (["--on", "ray", "--log-dir", "d", "true"], "--log-dir: not with --on ray, where Ray keeps a log of each actor"),
+        (["--on", "ray", "--max-shard-restarts", "3", "true"], "--max-shard-restarts: not with --on ray, where Ray starts"),
         (["--on", "ray", "--worker-resources", "GPU", "true"], "--worker-resources: expected NAME=COUNT"),
+        (
+            ["--on", "ray", "--worker-resources", "CPU=0", "true"],
+            "--worker-resources: expected at least one above 0, got 'CPU=0'",
+        ),
+        (["--on", "ray", "absent.py"], "cannot read the script absent.py"),
         (["--unknown", "true"], "unrecognized arguments: --unknown"),
     ],
 )

@@ -24,7 +24,7 @@ from psd_client.lanes.crew import Crew, Task
 FRAMES_MAX = 7
 """In one thread."""
 
-CALLS_MAX = {"shm": (145, 215), "tcp": (155, 215)}
+CALLS_MAX = {"shm": (145, 210), "tcp": (155, 210)}
 """Calls of Python functions in one small push_pull: on the worker, and on its shard. They are most of its time."""
 
 OURS = tuple(f"{Path(path)}/" for package in (psd, psd_client, psd_core) for path in package.__path__)

@@ -1,4 +1,4 @@
-"""Ranks of workers that torchrun, mpirun or srun has started."""
+"""Ranks of workers that torchrun, mpirun, srun or Ray Train has started."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import re
 import shutil
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
 
 from psd.contract.config import ConfigError
-from psd.contract.environment import client_config
+from psd.contract.environment import client_config, why_not_alone
 
 SERVERS = {"PSD_SERVERS": "127.0.0.1:7000"}
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4"}
@@ -19,9 +20,10 @@ OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4"}
 SRUN = {"SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "8"}
 
 WHO = """
+import sys
 from psd.contract.environment import client_config
 config = client_config(servers="127.0.0.1:7000")
-print("worker", config.rank, "of", config.world_size)
+sys.stdout.write(f"worker {config.rank} of {config.world_size}\\n")  # at once, beside the other's
 """
 
 
@@ -49,6 +51,37 @@ def who(environ: dict[str, str]) -> tuple[int, int]:
 def test_rank_when_a_launcher_has_given_it_then_it_is_understood(environ, found):
     """psd's own variables come first; then the launcher that is nearest to the process."""
     assert who(environ) == found
+
+
+@pytest.fixture
+def ray_train(monkeypatch) -> types.SimpleNamespace:
+    """The module as it is in a worker, number 1 of 2."""
+    train = types.SimpleNamespace(rank=1)
+    train.get_context = lambda: train
+    train.get_world_rank, train.get_world_size = lambda: train.rank, lambda: 2
+    monkeypatch.setitem(sys.modules, "ray.train", train)
+    return train
+
+
+def test_rank_when_ray_train_has_given_it_then_the_variables_of_whoever_has_started_ray_do_not_count(ray_train):
+    """Ray's workers have srun's variables if it has started Ray, the same on all of a node. A program that gives it wins."""
+    assert [who(environ) for environ in ({}, SRUN, {"PSD_RANK": "0", "PSD_WORLD_SIZE": "3"})] == [(1, 2), (1, 2), (0, 3)]
+    with pytest.raises(ConfigError, match=r"world_size: it is given as 3, but Ray Train's number of workers is 2"):
+        who({"PSD_WORLD_SIZE": "3"})
+    assert why_not_alone({}) == "Ray Train's number of workers is 2"
+
+
+def test_rank_when_ray_train_is_imported_outside_of_its_workers_then_it_has_no_word(ray_train):
+    """The program that starts the training, for one: newer versions raise an error there, older ones warn and say None."""
+    ray_train.rank = None
+    assert who(SRUN) == (3, 8)
+
+    def refuse():
+        raise RuntimeError("`get_context` cannot be used outside of a Ray Train training function")
+
+    ray_train.get_context = refuse
+    assert who(SRUN) == (3, 8)
+    assert why_not_alone({}) == ""
 
 
 @pytest.mark.parametrize(

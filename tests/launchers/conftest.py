@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import socket
@@ -13,9 +14,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from commands import Process
+from commands import Process, processes
 
 TIMEOUT_S = 120.0
+
+# Ray's name for "use the loopback address"; read when it is imported.
+os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
 
 TRAINING = """
 import os, sys, threading
@@ -122,6 +126,87 @@ class Sshd:
 def children(pid: int) -> list[int]:
     """Processes that a process has started."""
     return [int(text) for text in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+class RayNodes:
+    """A Ray cluster of three nodes with two CPUs each, beside the head, which has none; a node that was lost is replaced.
+
+    Attributes:
+        address: of the cluster.
+    """
+
+    def __init__(self) -> None:
+        from ray.cluster_utils import Cluster
+
+        self._cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+        self.address = self._cluster.address
+        for _ in range(3):
+            self._add()
+
+    def _add(self) -> None:
+        self._cluster.add_node(num_cpus=2, object_store_memory=100 << 20)
+
+    def lose(self, pid: int, *, is_replaced: bool = True) -> None:
+        """Kill the node of an actor's process."""
+        raylets = {node.all_processes["raylet"][0].process.pid: node for node in self._cluster.worker_nodes}
+        self._cluster.remove_node(raylets[parent(pid)], allow_graceful=False)
+        if is_replaced:
+            self._add()
+
+    def replace(self) -> None:
+        """Add the node that `lose` did not."""
+        self._add()
+
+    def close(self) -> None:
+        """End it."""
+        self._cluster.shutdown()
+
+
+@pytest.fixture(scope="module")
+def ray_nodes() -> Iterator[RayNodes]:
+    """The cluster of all tests in a file: it takes a while to start."""
+    found = RayNodes()
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def nodes(ray_nodes: RayNodes) -> Iterator[RayNodes]:
+    """The cluster, for a test that may connect to it."""
+    import ray
+
+    yield ray_nodes
+    ray.shutdown()
+
+
+def parent(pid: int) -> int:
+    """The process that has started another."""
+    return int(re.search(r"PPid:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())[1])
+
+
+def servers_of(run_id: str) -> dict[str, int]:
+    """Pids of the psd-servers of a job on Ray, by which of how many; the parent of each is the shard's actor."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            words = read(entry / "cmdline").split("\0")
+            if run_id in words and "--shard" in words:
+                found[words[words.index("--shard") + 1]] = int(entry.name)
+    return found
+
+
+def worker_of(run_id: str, rank: int) -> int:
+    """Pid of the program of a worker of psd-run; its parent is the worker's actor."""
+    (pid,) = (pid for pid in processes(run_id) if f"PSD_RANK={rank}" in read(Path(f"/proc/{pid}/environ")).split("\0"))
+    return pid
+
+
+def read(path: Path) -> str:
+    """Text of a file in /proc; empty if its process has ended."""
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
 
 
 @pytest.fixture

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,16 @@ def ids_of(numbers: NDArray[np.int64]) -> NDArray[np.int64]:
     return numbers * 0x5851F42D4C957F2D  # odd: no two have the same
 
 
+@contextmanager
+def breaking(barrier: threading.Barrier) -> Iterator[None]:
+    """Let nobody wait at a barrier for a worker that fails. How long the others take depends on the machine."""
+    try:
+        yield
+    except BaseException:
+        barrier.abort()
+        raise
+
+
 def work(
     servers: str,
     rank: int,
@@ -46,7 +57,7 @@ def work(
     **options: Any,
 ) -> tuple[set[float], NDArray[Any]]:
     """Trains and, when all workers have, pulls what there is: the tensor's values, and all rows."""
-    with psd_client.connect(servers, rank, WORLD_SIZE, transport=transport, retry_timeout=60) as ps:
+    with breaking(pushed), psd_client.connect(servers, rank, WORLD_SIZE, transport=transport, retry_timeout=60) as ps:
         table = psd_client.Table("t", DIM, psd_client.SGD(lr=1.0))
         ps.declare({"w": np.zeros(3)}, psd_client.SGD(lr=1.0), reduce="sum", tables=[table], **options)
         for step in range(steps):
@@ -59,7 +70,7 @@ def work(
                 ps.push_pull({"w": np.ones(3)}, tables={"t": (ids, grads)})
             on_step()
         ps.pull()
-        pushed.wait(100)
+        pushed.wait()
         return set(ps.pull()["w"].tolist()), ps.tables["t"].pull(ids_of(np.arange(rows)))
 
 

@@ -161,7 +161,7 @@ class Pages:
         return response
 
     async def _is_in(self, request: web.Request) -> web.Response:
-        """Whether the browser is let in: a page that finds out by being refused leaves an error on its console."""
+        """Tell whether the browser is let in: a page that finds out by being refused leaves an error on its console."""
         return web.json_response({"is_admitted": self._admission.is_admitted(request.cookies.get(self._cookie))})
 
     async def _enter(self, request: web.Request) -> web.Response:
