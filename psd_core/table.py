@@ -49,6 +49,7 @@ CRASH_POINTS = ("row", "record", "root", "commit", "flip", "backs", "applied", "
 """Names of the steps at which `crash_point` is called: before each store of the protocol. It returns or ends the process."""
 
 _UNIT_BYTES = 65536
+_GROWTH_BYTES_MAX = 1 << 20
 if checksum() != _table.RULES_CHECKSUM:
     raise ImportError("psd_core: its tables were built with another rules.py; build them again: pip install --editable .")
 
@@ -408,9 +409,8 @@ class TableStore:
 
     def _take(self, region: int, have: int, need: int) -> None:
         start, size = self._partition.regions[region]
-        step, large = max(_UNIT_BYTES, min(have // 32, LARGE_PAGE_BYTES)), LARGE_PAGE_BYTES
-        end = start + max(align(need, _UNIT_BYTES), have + align(step, _UNIT_BYTES))
-        end = min(start + size, align(end, large) if step == large else end)
+        step, large = max(_UNIT_BYTES, min(have // 32, _GROWTH_BYTES_MAX)), LARGE_PAGE_BYTES
+        end = start + min(size, max(align(need, _UNIT_BYTES), have + align(step, _UNIT_BYTES)))
         # What is complete with this goes to large pages, where the system has them: in half the time, if it is not reserved.
         for at in range(max(align(start, large), (start + have) // large * large), end - large + 1, large):
             self._file.reserve(max(at, start + have), 1)  # where all is a hole the kernel refuses
@@ -425,7 +425,7 @@ class TableStore:
         if not self._partition.is_moving:
             self._give_back(region, 0, nbytes)
             self._given_back = 0
-        elif nbytes - self._given_back >= LARGE_PAGE_BYTES:
+        elif nbytes - self._given_back >= _GROWTH_BYTES_MAX:
             # The first buckets may hold entries that found the last ones full.
             end = nbytes // _UNIT_BYTES * _UNIT_BYTES
             self._give_back(region, max(self._given_back, _UNIT_BYTES), end)
