@@ -5,8 +5,9 @@ $ psd-run --shards 2 --workers 2 examples/lda.py
 $ psd-run --shards 2 --workers 2 examples/lda.py --data docword.kos.txt.gz --topics 100 --sweeps 100
 
 Each worker has a share of the documents. It samples topics of their tokens with its own copy of the counts, then sends what has
-changed, and gets what the others have changed. The topics of the tokens are on the shards, too, and change with the counts, in
-one batch: the job goes on from a checkpoint with any number of workers. `--plain` samples in this process, without psd.
+changed, and gets what the others have changed. Every few sweeps it waits for workers that are behind. The topics of the tokens
+are on the shards, too, and change with the counts, in one batch: the job goes on from a checkpoint with any number of workers.
+`--plain` samples in this process, without psd.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ from sparse_data import Array, Documents
 from topic_sampler import TopicSampler, counts_of
 
 import psd_client
+
+APART = 5
+"""Sweeps after which workers wait for each other. With the counts of one that is far behind, topics fit less well."""
 
 
 class Shared:
@@ -100,6 +104,8 @@ def work(ps: Any, data: Documents, args: argparse.Namespace) -> dict[str, Any]:
         sampler.sweep(rng)
         sampled = time.perf_counter()
         shared.store(share.start, sampler.topics, sampler.own_counts - before, sweep)
+        if sweep % APART == 0:
+            ps.barrier("sweep")
         sampler.set_counts(shared.counts())
         sampling += sampled - began
         exchanging += time.perf_counter() - sampled

@@ -141,6 +141,40 @@ def test_lbfgs_and_topics_go_on_from_a_checkpoint_with_other_numbers_of_shards_a
     assert late["perplexity"] < early["perplexity"]
 
 
+def test_workers_that_sample_topics_wait_for_those_that_are_some_sweeps_behind(run_workers, monkeypatch):
+    """A worker that begins late fits its documents no worse, since the first one waits for it."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    lda, data = importlib.import_module("lda"), importlib.import_module("sparse_data").generated_documents()
+    topics = argparse.Namespace(topics=20, sweeps=50, alpha=0.1, beta=0.01, report=1000, seed=1)
+    is_waiting, ahead = threading.Event(), []
+
+    def worker(ps):
+        def barrier(name):
+            if name == "sweep":
+                is_waiting.set()
+            undisturbed_barrier(name)
+
+        undisturbed_barrier = ps.barrier
+        monkeypatch.setattr(ps, "barrier", barrier)
+        return lda.work(ps, data, topics)
+
+    def store(shared, first, topics, changes, sweep):
+        if first and sweep:  # the second worker
+            assert is_waiting.wait(60)
+        elif sweep and not is_waiting.is_set():
+            ahead.append(sweep)
+        undisturbed_store(shared, first, topics, changes, sweep)
+        if sweep == 50:
+            is_waiting.set()
+
+    undisturbed_store = lda.Shared.store
+    monkeypatch.setattr(lda.Shared, "store", store)
+    found, _ = run_workers(2, 1, worker)
+
+    assert max(ahead) == lda.APART
+    assert found["perplexity"] == pytest.approx(lda.alone(data, topics)["perplexity"], rel=0.02)
+
+
 def end(running):
     """Have the shards of a job that has ended store what they hold."""
     for shard in running.shards:
