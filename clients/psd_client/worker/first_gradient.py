@@ -44,12 +44,13 @@ class FirstGradient:
         if self._is_awaited:
             self._is_awaited = False
             self._look(tables)
-        for same in [reply.same_gradient_as for reply in replies if reply.HasField("same_gradient_as")][:1]:
+        same = [reply.same_gradient_as for reply in replies if reply.HasField("same_gradient_as")]
+        if same:
             logger.warning(
                 "psd: worker %d: its first gradient has the same bits as worker %d's. If both train on the same samples, the "
                 "job learns no faster than one process: give each worker its own, by optimizer.rank and optimizer.world_size",
                 self._rank,
-                same,
+                same[0],
             )
 
     def _look(self, tables: Iterable[Sequence[TableRows]]) -> None:
