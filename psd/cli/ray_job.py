@@ -199,7 +199,7 @@ class _RayJob:
         if self._lacks_room_since is None:
             self._lacks_room_since = now
         elif now >= self._lacks_room_since + ray_room.NOTICE_S:
-            _say(f"waiting for room on the Ray cluster: {ray_room.missing(self._ray, self._group)}")
+            _say(ray_room.waiting_text(self._ray, self._group))
             self._lacks_room_since = float("inf")
 
     def _failure(self, life: Any) -> tuple[str, int] | None:

@@ -35,7 +35,7 @@ def wait_for(ray: Any, group: Any) -> None:
     while not group.wait(_SLICE_S):
         seconds += _SLICE_S
         if seconds == NOTICE_S:
-            show(f"psd: waiting for room on the Ray cluster: {missing(ray, group)}", is_error=True)
+            show(f"psd: {waiting_text(ray, group)}", is_error=True)
         if seconds >= PLACED_S:
             raise ConfigError(f"the Ray cluster has had no room for this job within {PLACED_S:g} s: {missing(ray, group)}")
 
@@ -43,6 +43,11 @@ def wait_for(ray: Any, group: Any) -> None:
 def state(ray: Any, group: Any) -> str:
     """PENDING until a group has its room for the first time; CREATED while it has it; RESCHEDULING after the loss of a node."""
     return str(ray.util.placement_group_table(group).get("state"))
+
+
+def waiting_text(ray: Any, group: Any) -> str:
+    """Words for what a group waits for."""
+    return f"waiting for room on the Ray cluster: {missing(ray, group)}"
 
 
 def missing(ray: Any, group: Any) -> str:

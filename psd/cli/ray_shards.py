@@ -186,7 +186,7 @@ class RayShards:
                 raise ConfigError(f"the shards of {self.run_id} have ended, or could not be started: {error}") from error
             except ray.exceptions.GetTimeoutError:
                 lacks_room = ray_room.state(ray, self._group) != "CREATED"
-            what = f"waiting for room on the Ray cluster: {ray_room.missing(ray, self._group)}" if lacks_room else "starting"
+            what = ray_room.waiting_text(ray, self._group) if lacks_room else "starting"
             if lacks_room and not has_told:
                 has_told = True
                 show(f"psd: shards of {self.run_id}: {what}", is_error=True)
