@@ -109,19 +109,27 @@ class GrpcChannel:
         self, method: str, request: Message, reply: type[MessageT], timeout_s: float, *, is_wait: bool
     ) -> MessageT:
         """A call for which gRPC starts no thread; nothing but its deadline and `close` end it."""
+        result: MessageT = self._blocking(method, request, reply, timeout_s, is_wait=is_wait)
+        return result
+
+    def _blocking(
+        self, method: str, request: Message | bytes, reply: type[Message] | None, timeout_s: float, *, is_wait: bool
+    ) -> Any:
         try:
-            result: MessageT = self._begin("unary_unary", method, request, timeout_s, reply, is_blocking=True)
+            return self._begin("unary_unary", method, request, timeout_s, reply, is_blocking=True)
         except grpc.RpcError as error:
             failed: Any = error  # which is a grpc.Call, too
             raise self._failure(failed, None, is_wait=is_wait) from None
-        return result
 
     def frame(self, method: str, frame: bytes, call: Call) -> bytes:
-        """The frame that answers one frame; the call waits for other workers.
+        """The bytes that answer bytes; the call waits for other workers.
 
         `method` may be one of streams: on the wire a stream of one message is that message, but gRPC's threads take twice as
         long over it.
         """
+        if not can_start_threads():
+            result: bytes = self._blocking(method, frame, None, call.timeout_s, is_wait=True)
+            return result
         rpc = self._begin("unary_unary", method, frame, call.timeout_s, is_future=True)
         answer: bytes = self._result(rpc, call, is_wait=True)
         return answer
