@@ -30,11 +30,18 @@ FIELDS_MAX = 64
 """Fields of one frame, several times what any has. Each is looked at in Python: a message full of tiny ones would keep a shard
 busy for seconds."""
 
-WINDOW_BYTES = 2 << 20
-"""Frames that one gRPC stream may have under way to a side that does not read: half a block of the largest size, and more of
-one that is being read. The rest waits at the sender."""
+WINDOW_BYTES = 4 << 20
+"""Bytes that one gRPC stream may have under way to a side that does not read: a block of the largest size, and more of one that
+is being read. The rest waits at the sender. Half of it goes out at once; what is longer waits for the other side's word."""
 
-WINDOW_OPTIONS = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", WINDOW_BYTES))
+HTTP2_FRAME_BYTES = 1 << 20
+"""HTTP/2's frames. Of its default, 16 KiB, each is copied by itself at both ends; longer ones would hold up heartbeats."""
+
+WINDOW_OPTIONS = (
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.http2.lookahead_bytes", WINDOW_BYTES),
+    ("grpc.http2.max_frame_size", HTTP2_FRAME_BYTES),
+)
 """Options for both sides' channels: gRPC's own windows grow to tens of megabytes each, which a shard that is held back would
 have to keep for every worker."""
 
@@ -86,7 +93,7 @@ def _views(payload: Sequence[Piece]) -> tuple[list[memoryview], int]:
 
 
 def _front(head: bytes, payload_bytes: int, at: int) -> bytes:
-    """What stands before the payload of a frame that begins at that byte of a message."""
+    """The bytes before the payload, of a frame that begins at byte `at` of a message."""
     if not payload_bytes:
         return head
     prefix = bytes([_PAYLOAD_TAG]) + _varint(payload_bytes)
