@@ -55,6 +55,16 @@ def test_rows_and_gradients_are_those_of_torch(ids):
     torch.testing.assert_close(dense(tables, DIM), theirs.weight.grad)
 
 
+def test_the_output_may_be_changed_in_place():
+    """As by x += positions(...), or by layers that have inplace=True."""
+    mine, theirs, tables = pair()
+    ids = shuffled(3, 4)
+
+    check_same(*(nn.ReLU(inplace=True)(module(ids).add_(0.5)) for module in (mine, theirs)))
+
+    torch.testing.assert_close(dense(tables, DIM), theirs.weight.grad)
+
+
 def test_padding_is_zeros_and_has_no_gradient():
     """Nor is it asked for. In torch, too, the row of the padding is zeros at first, and stays so."""
     mine, theirs, tables = pair(padding_idx=3)

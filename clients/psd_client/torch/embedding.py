@@ -127,7 +127,7 @@ class TableModule(torch.nn.Module):
             values = in_numpy(gradient, dim)
             kept.add(handle, *found.without_padding(found.distinct.sum(values) if is_expanded else values))
 
-        return cast(torch.Tensor, Tracked.apply(handle, rows, collect))  # type: ignore[no-untyped-call]
+        return cast(torch.Tensor, Tracked.apply(handle, (rows,), collect))  # type: ignore[no-untyped-call]
 
     def output(self, rows: Rows, found: Wanted, ids: torch.Tensor, *more: Any) -> torch.Tensor:
         """The output of the module, from the rows pulled. more: the other arguments of the forward pass."""
@@ -191,8 +191,8 @@ class Embedding(TableModule):
 
     def output(self, rows: Rows, found: Wanted, ids: torch.Tensor) -> torch.Tensor:
         """See TableModule."""
-        expanded = torch.from_numpy(found.distinct.expand(rows))
-        return self.tracked(expanded, found, is_expanded=True).view(*ids.shape, self.spec.dim)
+        expanded = torch.from_numpy(found.distinct.expand(rows).reshape(*ids.shape, self.spec.dim))
+        return self.tracked(expanded, found, is_expanded=True)
 
 
 class EmbeddingBag(TableModule):
