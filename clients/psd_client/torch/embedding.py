@@ -242,6 +242,8 @@ class EmbeddingBag(TableModule):
             raise InvalidTensor(f"{where}: offsets: ids of 1 dimension need them, ids of 2 have none")
         if offsets is not None and offsets.dtype not in (torch.int64, torch.int32):
             raise InvalidTensor(f"{where}: offsets: dtype must be torch.int64 or torch.int32, got {offsets.dtype}")
+        if offsets is not None and not _are_offsets(offsets, len(ids)):
+            raise InvalidTensor(f"{where}: offsets: must be (bags,), rise from 0, and be at most {len(ids)}, the number of ids")
         if weights is not None and self.mode != "sum":
             raise InvalidRequest(f'{where}: per_sample_weights: only with mode="sum", and it is {self.mode!r}')
         if weights is not None and weights.shape != ids.shape:
@@ -266,6 +268,14 @@ class EmbeddingBag(TableModule):
     def extra_repr(self) -> str:
         """See torch.nn.Module."""
         return f"{super().extra_repr()}, mode={self.mode!r}"
+
+
+def _are_offsets(offsets: torch.Tensor, ids: int) -> bool:
+    """True if they are where bags begin; for some others torch itself reads memory that is not its own."""
+    if offsets.dim() != 1 or not len(offsets):
+        return offsets.dim() == 1 and ids == 0
+    begins = offsets.cpu()
+    return bool(begins[0] == 0 and begins[-1] <= ids and (begins[1:] >= begins[:-1]).all())
 
 
 class EmbeddingCollection(torch.nn.ModuleDict):
