@@ -290,14 +290,33 @@ def test_follower_when_the_leader_does_not_have_the_tokens_then_nothing_is_done_
 
 
 @pytest.mark.parametrize(
-    ("host", "why"), [("127.0.0.1", "has another host --node-rank 0, too?"), ("192.0.2.1", "is it an address of this host?")]
+    ("host", "where"),
+    [("127.0.0.1", r"127\.0.*:\d+, which only this machine reaches,"), ("::1", r"\[::1\]:\d+, which .*,")],
+)
+def test_gathering_when_node_0_listens_then_it_says_where_and_whether_others_reach_it(host, where, meeting):
+    with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
+        meeting.gathering.listen(listener, None)
+
+    ((_, text),) = meeting.told.words
+    assert re.fullmatch(rf"waiting at {where} for nodes 1, 2 of 3; there are 0 \(this host\)", text)
+
+
+@pytest.mark.parametrize(
+    ("host", "why"),
+    [
+        ("127.0.0.1", "has another host --node-rank 0, too?"),
+        ("192.0.2.1", "is it an address of this host?"),
+        ("[2001:db8::1]", "is it an address of this host?"),
+    ],
 )
 def test_rendezvous_when_node_0_cannot_listen_there_then_it_asks_what_may_be_wrong(host, why):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         where = f"{host}:{taken.getsockname()[1]}"
         plan = parse(["--nnodes", "2", "--node-rank", "0", "--rendezvous", where, "true"], {})
 
-        with pytest.raises(ConfigError, match=f"--rendezvous: node 0 cannot listen at {where}: .*; {re.escape(why)}"):
+        with pytest.raises(
+            ConfigError, match=rf"--rendezvous: node 0 cannot listen at {re.escape(where)}: .*; {re.escape(why)}"
+        ):
             rendezvous.run(plan, None)
 
 
