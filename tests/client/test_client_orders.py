@@ -50,9 +50,7 @@ def test_a_scaled_learning_rate_begins_at_one_step_for_all_workers_and_shards(
         assert overruled == 0
 
 
-def test_a_worker_that_joins_or_meets_a_restarted_shard_follows_what_was_ordered_before(
-    job: Restartable,
-) -> None:
+def test_a_worker_that_joins_or_meets_a_restarted_shard_follows_what_was_ordered_before(job: Restartable) -> None:
     with connect(job.servers, 0, 1) as ps:
         ps.declare(PARAMS, SGD(lr=1.0))
         ps.push_pull(ONES)
