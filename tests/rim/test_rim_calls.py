@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from raw_client import TIMEOUT_S, RawWorker, detail, failure, reason, spec
 
-from psd.v1 import control_pb2, data_pb2
+from psd.v1 import control_pb2, control_pb2_grpc, data_pb2
 
 
 def two_workers(shard, dial, job=None):
@@ -147,13 +147,19 @@ def test_a_caller_that_hangs_up_frees_its_ticket(cluster, dial, eventually, kind
     assert a.heartbeat().waits == []
 
 
+def begin_pull(shard, a, eventually):
+    """A pull of a's own update, which waits for the other worker."""
+    a.push(0, [[1.0] * 3])
+    call = a.data.Pull(a.pull_request(1), timeout=TIMEOUT_S)
+    eventually(lambda: len(shard.shard._core.waiting.open()) == 1, "the call waits")
+    return call
+
+
 def test_a_heartbeat_says_what_its_worker_waits_for(cluster, dial, eventually):
     """While a pull waits, the worker's heartbeat and everybody's status name the wait and the one that it lacks."""
     shard = cluster(1).shards[0]
     a, b = two_workers(shard, dial)
-    a.push(0, [[1.0] * 3])
-    call = a.data.Pull(a.pull_request(1), timeout=TIMEOUT_S)
-    eventually(lambda: len(shard.shard._core.waiting.open()) == 1, "the call waits")
+    call = begin_pull(shard, a, eventually)
 
     (wait,) = a.heartbeat(1).waits
     status = a.control.Status(control_pb2.StatusRequest(), timeout=TIMEOUT_S)
@@ -164,6 +170,15 @@ def test_a_heartbeat_says_what_its_worker_waits_for(cluster, dial, eventually):
     assert b.heartbeat().waits == []
     b.push(0, [[3.0] * 3])
     assert [np.frombuffer(f.payload, np.float32).tolist() for f in call] == [[-2.0] * 3]
+
+
+def test_status_when_the_name_of_a_directory_is_no_text_then_it_is_escaped(cluster, dial, tmp_path):
+    """A file system takes any bytes, a message does not."""
+    shard = cluster(1, checkpoint_dir=f"{tmp_path}/\udcff").shards[0]
+
+    status = control_pb2_grpc.ControlServiceStub(dial(shard.address)).Status(control_pb2.StatusRequest(), timeout=TIMEOUT_S)
+
+    assert status.checkpoint_dir == f"{tmp_path}/\\udcff"
 
 
 def test_status_counts_what_happened(cluster, dial):
@@ -194,9 +209,7 @@ def test_draining_ends_waits_and_refuses_new_work_but_hears_goodbyes(cluster, di
     """A shard that drains fails its waits, refuses pushes, pulls and barriers as Draining, and still takes leave and status."""
     shard = cluster(1).shards[0]
     a, b = two_workers(shard, dial)
-    a.push(0, [[1.0] * 3])
-    pull = a.data.Pull(a.pull_request(1), timeout=TIMEOUT_S)
-    eventually(lambda: len(shard.shard._core.waiting.open()) == 1, "the call waits")
+    pull = begin_pull(shard, a, eventually)
 
     shard.shard.drain()
 
