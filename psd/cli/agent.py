@@ -15,12 +15,13 @@ from psd.cli import run
 from psd.cli.arguments import EXIT_FAILURE
 from psd.cli.follower import Follower
 from psd.cli.node_link import Message, NodeLink
-from psd.cli.terminal import show
+from psd.cli.terminal import prepare_streams, show
 from psd.cli.wakeups import JOB_SIGNALS, Wakeups
 
 
 def main() -> int:
     """Take part in a job; returns its exit status."""
+    prepare_streams()
     link = NodeLink(os.dup(0), os.dup(1))
     nowhere = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nowhere, 0)

@@ -31,7 +31,7 @@ from psd.cli.arguments import EXIT_FAILURE, EXIT_OK, Commands, Parser, add_comma
 from psd.cli.job_arguments import add_where, check, check_seconds
 from psd.cli.report import as_json, as_text
 from psd.cli.shard_calls import CallFailed, call_shard
-from psd.cli.terminal import show
+from psd.cli.terminal import prepare_streams, show
 from psd.contract.printable import printable
 from psd.contract.waits import explained
 from psd.v1 import control_pb2
@@ -211,6 +211,7 @@ def _other_parsers() -> dict[str, Parser]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status."""
+    prepare_streams()
     parser = Parser("psdctl", _USAGE, _DESCRIPTION, _EPILOG)
     commands = parser.add_subparsers(metavar="COMMAND", required=True, help=argparse.SUPPRESS, title=argparse.SUPPRESS)
     _add_status(commands)

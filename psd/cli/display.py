@@ -13,7 +13,8 @@ import contextlib
 import os
 import re
 from collections.abc import Callable, Sequence
-from typing import BinaryIO
+
+from psd.cli.terminal import WholeWriter
 
 REDRAW_S = 0.1
 """Seconds between two drawings of the same rows: many bars together redraw themselves hundreds of times a second."""
@@ -23,7 +24,7 @@ _COMMANDS = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-ln-~]|[\x00-\x08\x0a-\x1a\x1c-\x1
 _NO_WRAP, _WRAP, _PLAIN = b"\x1b[?7l", b"\x1b[?7h", b"\x1b[0m"
 
 
-def is_terminal(stream: BinaryIO) -> bool:
+def is_terminal(stream: WholeWriter) -> bool:
     """True if rows can be redrawn there."""
     return stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
 
@@ -39,7 +40,7 @@ class Display:
         due: when to call `redraw`; None: there is no need.
     """
 
-    def __init__(self, stream: BinaryIO, rows: Callable[[], Sequence[bytes]]) -> None:
+    def __init__(self, stream: WholeWriter, rows: Callable[[], Sequence[bytes]]) -> None:
         self.is_live = is_terminal(stream)
         self.due: float | None = None
         self._stream = stream
@@ -47,7 +48,7 @@ class Display:
         self._drawn: list[bytes] = []
         self._drawn_at = float("-inf")
 
-    def write(self, lines: Sequence[bytes], now: float, elsewhere: BinaryIO | None = None) -> None:
+    def write(self, lines: Sequence[bytes], now: float, elsewhere: WholeWriter | None = None) -> None:
         """Write lines, with their ends, above the rows; `elsewhere`, such as standard error, may be the same terminal.
 
         Raises:
@@ -62,7 +63,6 @@ class Display:
             self._send(erased)
             with contextlib.suppress(OSError):  # a terminal that has been closed
                 elsewhere.write(b"".join(lines))
-                elsewhere.flush()
             self._send(drawn)
         self._drawn, self._drawn_at, self.due = rows, now, None
 
@@ -89,4 +89,3 @@ class Display:
     def _send(self, *parts: bytes) -> None:
         if data := b"".join(parts):
             self._stream.write(data)
-            self._stream.flush()

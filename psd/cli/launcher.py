@@ -8,6 +8,7 @@ Decides nothing about the job itself.
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
 import re
@@ -16,7 +17,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import BinaryIO
 
 from psd.cli.arguments import EXIT_FAILURE, EXIT_OK, exit_status
 from psd.cli.display import Display, is_terminal
@@ -29,11 +29,15 @@ from psd.cli.policy import Action, JobPolicy, Name, Phase, Say, Send
 from psd.cli.server import DONE_PATTERN, LAST_CHECKPOINT_PATTERN, STORED_PATTERN
 from psd.cli.state import shard_path
 from psd.cli.summary import Summary
+from psd.cli.terminal import WholeWriter
 from psd.cli.wakeups import JOB_SIGNALS, Wakeups
 from psd.contract.config import ConfigError
 from psd.contract.launching import READY_PATTERN
 
 _LOOPBACK = "127.0.0.1"
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Errors of a file that cannot grow at present. No reader has gone, who would not want the job to go on."""
 
 Meet = Callable[[selectors.BaseSelector, "Launcher"], Gathering]
 """Starts the meeting with other hosts; what comes of it is told to the launcher."""
@@ -66,11 +70,12 @@ class Launcher:
         self._lines: dict[Name, Lines] = {}
         self._addresses: dict[int, str] = {}
         names = [str(name) for name in sorted(name for node in range(places.nodes) for name in places.names(node))]
+        output, self._errors = WholeWriter(sys.stdout), WholeWriter(sys.stderr)
         colour = not os.environ.get("NO_COLOR")
-        self._prefixes = Prefixes(["psd-run", *names], colour=colour and is_terminal(sys.stdout.buffer))
-        self._own_prefixes = Prefixes(["psd-run", *names], colour=colour and is_terminal(sys.stderr.buffer))
-        self._display = Display(sys.stdout.buffer, self._rows)
-        self._reader_is_gone = False
+        self._prefixes = Prefixes(["psd-run", *names], colour=colour and is_terminal(output))
+        self._own_prefixes = Prefixes(["psd-run", *names], colour=colour and is_terminal(self._errors))
+        self._display = Display(output, self._rows)
+        self._reader_is_gone = self._has_no_room = False
         self._own_signals = self._signals = 0
         self._checkpoint = ""  # the last one that a shard has told of
         self._log_files: LogFiles | None = None
@@ -266,27 +271,32 @@ class Launcher:
 
     def say(self, text: str, quote: Name | None = None) -> None:
         """Tell the user; `quote` names the process whose last lines belong to it."""
-        lines = [text.encode()]
+        lines = [text.encode(errors="backslashreplace")]  # the name of a file may be no text
         if quote is not None and quote in self._lines and self._lines[quote].tail:
             lines[0] += b"; its last lines:"
             lines += [b"    " + line for line in self._lines[quote].tail]
         self._keep("psd-run", lines)
-        self._write([self._own_prefixes.line("psd-run", line) for line in lines], sys.stderr.buffer)
+        self._write([self._own_prefixes.line("psd-run", line) for line in lines], self._errors)
 
     def _rows(self) -> list[bytes]:
         """The unfinished lines of all processes."""
         found = ((str(name), row) for name in sorted(self._lines) for row in self._lines[name].rows)
         return [self._prefixes.row(name, row) for name, row in found]
 
-    def _write(self, lines: Sequence[bytes], elsewhere: BinaryIO | None = None) -> None:
+    def _write(self, lines: Sequence[bytes], elsewhere: WholeWriter | None = None) -> None:
         """Write lines, on standard output or elsewhere; without any, what is unfinished has changed."""
         try:
             if lines:
                 self._display.write(lines, time.monotonic(), elsewhere)
             else:
                 self._display.redraw(time.monotonic())
-        except OSError:  # psd-run | head, or a terminal that has been closed
-            self._reader_is_gone = True
+        except OSError as error:
+            if error.errno in _NO_ROOM:
+                if not self._has_no_room:
+                    self._has_no_room = True
+                    self.say(f"cannot write the output: {error.strerror}; the job goes on, and what has no room is lost")
+                return
+            self._reader_is_gone = True  # psd-run | head, or a terminal that has been closed
             nowhere = os.open(os.devnull, os.O_WRONLY)  # takes Python's own flush at exit
             os.dup2(nowhere, sys.stdout.fileno())
             os.close(nowhere)

@@ -55,6 +55,8 @@ class NodeLink:
         self._tls = tls
         os.set_blocking(reader, False)
         os.set_blocking(writer, False)
+        if tls is not None:
+            tls.setblocking(False)  # a timeout that it was dialled with would hold
         self._received = bytearray()
         self._unsent = bytearray()
         self._is_broken = False

@@ -37,7 +37,7 @@ from psd.cli.node_proof import key_of
 from psd.cli.plan import Meeting, MeetingTls, Plan
 from psd.cli.ray_job import RayPlan
 from psd.cli.state import kept_run_id, private_path
-from psd.cli.terminal import show
+from psd.cli.terminal import prepare_streams, show
 from psd.contract.config import ConfigError, Limits, ServerConfig
 from psd.contract.consistency import Consistency
 from psd.contract.errors import InvalidRequest
@@ -313,6 +313,7 @@ def plan_again(argv: Sequence[str], run_id: str | None, node: int) -> Plan:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a job; returns the exit status."""
+    prepare_streams()
     argv = sys.argv[1:] if argv is None else argv
     plan = parse(argv, os.environ)
     if not isinstance(plan, Plan):

@@ -37,6 +37,7 @@ from psd.cli.arguments import (
     values,
     whole_number,
 )
+from psd.cli.terminal import prepare_streams
 from psd.cli.wakeups import FIRST_WORD, Wakeups
 from psd.contract.config import ON_WORKER_FAILURE, ConfigError, Limits, ServerConfig, parse_shard
 from psd.contract.environment import crash_point
@@ -284,6 +285,7 @@ def parse(argv: Sequence[str] | None) -> tuple[ServerConfig, logs.Settings]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until told to end; returns the exit status."""
+    prepare_streams()
     config, log_settings = parse(argv)
     with Wakeups([signal.SIGTERM, signal.SIGINT, LAST_CHECKPOINT_SIGNAL]) as wakeups:
         if config.exit_on_eof:

@@ -55,8 +55,9 @@ def checked_value(name: str, value: Any) -> float:
 
 
 def _as_float(name: str, value: Any) -> float:
+    item = getattr(value, "item", None)  # of an array: float() takes one of no dimension alone
     try:
-        return float(value)
+        return float(value if item is None else item())
     except (TypeError, ValueError, RuntimeError):  # an array of several elements; a framework's word for it
         arguments.refuse(InvalidRequest, name, "a number", value)
     except OverflowError:  # an int beyond float64

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import psd
+from psd.contract.printable import printable
 from psd.contract.roster import Absence
 from psd.rim.checkpointer import CheckpointProgress
 from psd.state.counts import DATA_CALLS, Counters, total
@@ -125,7 +126,7 @@ def shard_status(shard: Shard, address: str, progress: CheckpointProgress | None
         reply.ages.extend(job.ages)
         if job.tables is not None:
             reply.tables.extend(control_pb2.TableStatus(**counts._asdict()) for counts in job.tables.counts)
-        reply.state_dir = str(now.directory)
+        reply.state_dir = printable(str(now.directory))
     vectors = shard.vectors.status()
     if vectors.number:
         reply.vectors.CopyFrom(control_pb2.VectorStatus(**vectors._asdict()))
@@ -133,10 +134,10 @@ def shard_status(shard: Shard, address: str, progress: CheckpointProgress | None
         reply.learning_rates.extend(now.orders.learning_rates)
         reply.ends_at = now.orders.ends_at
     if progress is not None:
-        reply.checkpoint_dir = progress.location
+        reply.checkpoint_dir = printable(progress.location)  # the name of a file may be no text
         reply.checkpoint_last = progress.last
         reply.checkpoint_age_s = shard.age_s(progress.last_at) if progress.last else 0.0
         reply.checkpoint_bytes = progress.last_bytes
         reply.checkpoint_took_s = progress.last_took_s
-        reply.checkpoint_error = progress.error
+        reply.checkpoint_error = printable(progress.error)
     return reply

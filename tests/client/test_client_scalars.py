@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 import torch
 from client_faults import connect_faulty
+from full_disk import full_disk
 
 from psd.contract.errors import InvalidRequest, ShardUnavailable
 from psd.v1 import control_pb2
 from psd_client import SGD, connect
 from psd_client.worker import scalar_log
-from psd_client.worker.scalar_files import ScalarFiles
+from psd_client.worker.scalar_files import LoggedScalars, ScalarFiles
 from psd_client.worker.scalar_log import ScalarLog
 
 
@@ -50,7 +51,7 @@ def test_scalars_go_in_batches_and_into_lines_of_json(made: Callable[[Wire], Sca
     wire = Wire()
     log = made(wire)
     log.add(np.int64(7), {"loss": torch.tensor(0.5, requires_grad=True), "accuracy": np.float32(0.25)})
-    log.add(8, {"loss": float("nan"), "gap": -math.inf, "huge": 10**400, "one": np.array([2.0])[0]})
+    log.add(8, {"loss": float("nan"), "gap": -math.inf, "huge": 10**400, "one": np.array([[2.0]])})
     log.flush()
 
     (request,) = wire.requests
@@ -151,13 +152,21 @@ def test_scalars_become_tensorboard_files(
     (tmp_path / "file").touch()
     monkeypatch.setenv("PSD_LOG_DIR", str(tmp_path / "file"))
     monkeypatch.setenv("PSD_TENSORBOARD", str(tmp_path / "board"))
-    servers = cluster().servers
-    with caplog.at_level(logging.WARNING), connect(servers, rank=0, world_size=1) as ps:
+    with caplog.at_level(logging.WARNING), connect(cluster().servers, rank=0, world_size=1) as ps:
         ps.log(1, loss=0.5)
 
     assert ["scalars cannot be written" in record.getMessage() for record in caplog.records] == [True]
-    monkeypatch.setenv("PSD_LOG_DIR", "")
-    with connect(servers, rank=0, world_size=1) as ps:
-        ps.log(1, loss=0.5)
     (events,) = (tmp_path / "board" / "worker-0").iterdir()
     assert b"loss" in events.read_bytes()
+
+
+def test_scalars_on_a_full_disk_are_lost_and_that_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The end included, at which files are written once more."""
+    files = ScalarFiles(0, str(tmp_path), "")
+
+    with caplog.at_level(logging.WARNING), full_disk():
+        for step in range(3):
+            files.write([LoggedScalars(1.0, 0, step, {"loss": 0.5})])
+        files.close()
+
+    assert ["scalars cannot be written: [Errno 27]" in record.getMessage() for record in caplog.records] == [True]

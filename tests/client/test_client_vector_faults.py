@@ -29,9 +29,8 @@ def connected(job: Restartable, **config: Any) -> tuple[ParameterServer, Faults]
 @pytest.mark.parametrize("index", [0, 1])
 @pytest.mark.parametrize("action", list(ACTIONS))
 def test_batch_when_its_reply_is_lost_then_it_is_answered_again_and_counts_once(
-    restartable: Callable[..., Restartable], action: str, index: int
+    job: Restartable, action: str, index: int
 ) -> None:
-    job = restartable()
     ps, faults = connected(job)
     with ps:
         x = ps.vector("x", SIZE)
@@ -47,10 +46,7 @@ def test_batch_when_its_reply_is_lost_then_it_is_answered_again_and_counts_once(
 
 
 @pytest.mark.parametrize("action", ["lost", "restarted"])
-def test_vector_when_the_reply_to_its_making_is_lost_then_it_is_made_once(
-    restartable: Callable[..., Restartable], action: str
-) -> None:
-    job = restartable()
+def test_vector_when_the_reply_to_its_making_is_lost_then_it_is_made_once(job: Restartable, action: str) -> None:
     ps, faults = connected(job)
     with ps:
         faults.lose_reply("change_vectors", shard=1, after=lambda: ACTIONS[action](job, 1))
@@ -64,10 +60,9 @@ def test_vector_when_the_reply_to_its_making_is_lost_then_it_is_made_once(
 
 
 def test_batch_when_the_program_calls_again_after_a_failure_then_it_counts_once(
-    restartable: Callable[..., Restartable],
+    job: Restartable,
 ) -> None:
     """One shard has run the batch, and the other has not heard of it."""
-    job = restartable()
     ps, faults = connected(job, retry_timeout_s=0)
     values = np.ones(SIZE)
     with ps:
@@ -82,9 +77,8 @@ def test_batch_when_the_program_calls_again_after_a_failure_then_it_counts_once(
 
 
 def test_batch_when_another_one_follows_its_failure_then_it_is_completed_first(
-    restartable: Callable[..., Restartable],
+    job: Restartable,
 ) -> None:
-    job = restartable()
     ps, faults = connected(job, retry_timeout_s=0)
     values = np.ones(SIZE)
     with ps:

@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from raw_client import TIMEOUT_S, RawWorker, detail, failure, reason, spec
 
-from psd.v1 import control_pb2, data_pb2
+from psd.v1 import control_pb2, control_pb2_grpc, data_pb2
 
 
 def two_workers(shard, dial, job=None):
@@ -164,6 +164,15 @@ def test_a_heartbeat_says_what_its_worker_waits_for(cluster, dial, eventually):
     assert b.heartbeat().waits == []
     b.push(0, [[3.0] * 3])
     assert [np.frombuffer(f.payload, np.float32).tolist() for f in call] == [[-2.0] * 3]
+
+
+def test_status_when_the_name_of_a_directory_is_no_text_then_it_is_escaped(cluster, dial, tmp_path):
+    """A file system takes any bytes, a message does not."""
+    shard = cluster(1, checkpoint_dir=f"{tmp_path}/\udcff").shards[0]
+
+    status = control_pb2_grpc.ControlServiceStub(dial(shard.address)).Status(control_pb2.StatusRequest(), timeout=TIMEOUT_S)
+
+    assert status.checkpoint_dir == f"{tmp_path}/\\udcff"
 
 
 def test_status_counts_what_happened(cluster, dial):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
@@ -51,11 +51,14 @@ class ScalarFiles:
 
     def write(self, records: Sequence[LoggedScalars]) -> None:
         """Write records, and let others see them."""
+        if records and self._log_dir:
+            self._try(self._write_lines, records)
+        if records and self._tensorboard_dir:
+            self._try(self._write_board, records)
+
+    def _try(self, action: Callable[..., None], *arguments: Any) -> None:
         try:
-            if records and self._log_dir:
-                self._write_lines(records)
-            if records and self._tensorboard_dir:
-                self._write_board(records)
+            action(*arguments)
         except (OSError, ImportError) as error:
             if not self._has_failed:
                 logger.warning("psd: %s: its scalars cannot be written: %s", self._name, error)
@@ -82,5 +85,5 @@ class ScalarFiles:
         """Close the files."""
         for file in (self._lines, self._board):
             if file is not None:
-                file.close()
+                self._try(file.close)
         self._lines = self._board = None

@@ -1,0 +1,64 @@
+"""Standard streams as they may be found: closed, full, of another locale, not blocking. psd/cli/terminal.py."""
+
+import io
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from psd.cli import terminal
+
+RUN = [sys.executable, "-m", "psd.cli.run"]
+
+
+def test_write_when_the_descriptor_does_not_block_then_all_of_it_arrives():
+    ours, its = os.pipe()
+    os.set_blocking(its, False)
+    received = []
+
+    with os.fdopen(ours, "rb") as reader, os.fdopen(its, "w") as stream:
+        reading = threading.Thread(target=lambda: received.append(reader.read(200_000)))
+        reading.start()
+        for letter in b"xy":
+            terminal.WholeWriter(stream).write(bytes([letter]) * 100_000)
+        reading.join()
+
+    assert received == [b"x" * 100_000 + b"y" * 100_000]
+
+
+def test_show_when_the_locale_lacks_a_character_then_it_is_escaped(monkeypatch):
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", stream)
+
+    terminal.prepare_streams()
+    terminal.show("step 3 · ▁▂")
+
+    assert stream.buffer.getvalue() == rb"step 3 \xb7 \u2581\u2582" + b"\n"
+
+
+@pytest.mark.process
+def test_job_when_the_disk_of_its_output_is_full_then_it_goes_on(tmp_path):
+    """In a directory whose name is no text."""
+    state_dir = os.fsencode(tmp_path) + b"/state-\xff"
+    command = [*RUN, b"--state-dir=" + state_dir, "--log-dir", tmp_path, "--", "sh", "-c", "echo done; exit 3"]
+
+    with Path("/dev/full").open("wb") as full:
+        job = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, check=False)
+
+    assert (job.returncode, (tmp_path / "worker-0.log").read_text()) == (3, "done\n")
+    assert job.stderr.count(b"cannot write the output: No space left on device; the job goes on") == 1
+    assert b"SIGPIPE" not in job.stderr
+    assert b"Traceback" not in job.stderr
+
+
+@pytest.mark.process
+def test_job_when_no_standard_stream_is_open_then_it_runs(tmp_path):
+    job = subprocess.run(
+        ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *RUN, "--log-dir", tmp_path, "--", "sh", "-c", "echo done; exit 3"],
+        check=False,
+    )
+
+    assert (job.returncode, (tmp_path / "worker-0.log").read_text()) == (3, "done\n")
