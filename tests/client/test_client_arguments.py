@@ -102,8 +102,8 @@ def test_optimizers_when_built_then_give_flags_constants_and_scalars() -> None:
 @pytest.mark.parametrize(
     ("change", "error", "match"),
     [
-        ({"lr": -1}, InvalidRequest, r"scalars\[0\].lr: must be >= 0"),
-        ({"lr": float("inf")}, InvalidRequest, r"scalars\[0\].lr: must be finite"),
+        ({"lr": -1}, InvalidRequest, r"^param_groups\[0\].lr: must be >= 0"),
+        ({"lr": float("inf")}, InvalidRequest, r"^param_groups\[0\].lr: must be finite"),
         ({"lr": None}, TypeError, r"param_groups\[0\]\['lr'\]: expected a number, got None"),
         ({"momentum": 0.5}, InvalidRequest, "declared without momentum"),
     ],
@@ -287,6 +287,7 @@ def test_connect_when_a_setting_is_wrong_then_names_it(
         (lambda ps: ps.declare(W, SGD(lr=1), clip_norm="1"), "clip_norm: expected a number, got '1'"),
         (lambda ps: ps.declare(W, SGD(lr=1), nan_policy=None), "nan_policy: expected one of refuse, skip, allow, got None"),
         (lambda ps: ps.declare(W, SGD(lr=1), staleness=None) and ps.push(W, weight="2"), "weight: expected a number, got '2'"),
+        (lambda ps: ps.push(W, weight=-1), r"weight: must be 0, or 1e-09 to 1e\+15, got -1"),
         (lambda ps: ps.barrier(3), "name: expected a string, got 3"),
         (lambda ps: ps.save_client_state("text"), "client state: expected bytes, got 'text'"),
     ],
