@@ -256,7 +256,7 @@ def test_change_of_what_was_declared_is_refused(run_workers, change, message):
         groups = [{"params": [model[0].weight], "momentum": 0.9, "nesterov": True}, {"params": [model[2].bias, model[0].bias]}]
         optimizer = psd.distribute(model, SGD(groups, lr=0.1), ps=ps)
         backward(model, *batch(0))
-        with pytest.raises(TypeError, match="closure: expected a function .* batch_size= .*, got 8"):
+        with pytest.raises(TypeError, match=r"closure: expected a function .* batch_size= .*, got 8"):
             optimizer.step(8)
         change(optimizer, model)
         with pytest.raises(InvalidRequest, match=message):
