@@ -16,7 +16,7 @@ from psd.contract.orders import orders_text
 from psd.contract.printable import printable
 from psd.v1 import control_pb2 as pb
 from psd.watch.merging import Answer, job_clock, merged_waits, merged_workers, problems
-from psd.watch.words import aligned, duration, shard_state, size, wait_text, worker_state
+from psd.watch.words import aligned, count_text, duration, shard_state, size, wait_text, worker_state
 
 _NAMES_64_BIT = frozenset({"incarnation", "session"})
 
@@ -117,7 +117,7 @@ def _job_line(replies: Sequence[pb.StatusReply], clock: int) -> str:
     restored = f", gone on from checkpoint {job.restored_from}" if job.restored_from else ""
     tables = f"{len(job.tables)} tables, " if job.tables else ""
     return (
-        f"run {run_id}: {job.consistency}, {job.reduction}, {job.world_size} workers{quorum}, clock {clock}, "
+        f"run {run_id}: {job.consistency}, {job.reduction}, {count_text(job.world_size, 'worker')}{quorum}, clock {clock}, "
         f"{job.tensor_count} tensors, {tables}{size(sum(reply.parameter_bytes for reply in replies))} parameters, "
         f"{size(sum(reply.slot_bytes for reply in replies))} slots{restored}"
     )
