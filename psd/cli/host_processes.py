@@ -62,6 +62,7 @@ class HostProcesses:
         self._selector = selector
         self._on_output, self._on_exit, self._say = on_output, on_exit, say
         self._children: dict[Name, Child] = {}
+        self._unborn: list[Name] = []
         self._watchdog: Watchdog | None = None
         self._watchdogs_left = _WATCHDOGS_MAX
         self._state = StateDirectory(
@@ -89,7 +90,8 @@ class HostProcesses:
             child = Child(command, environ)
         except OSError as error:
             self._say(f"cannot start {name}: {error}")
-            self._on_exit(name, CANNOT_START)
+            self._unborn.append(name)
+            signal.raise_signal(signal.SIGCHLD)  # told as any death: nobody expects one while it starts others
             return
         self._children[name] = child
         self._selector.register(child, selectors.EVENT_READ, functools.partial(self._read_output, name))
@@ -107,7 +109,10 @@ class HostProcesses:
         return sorted(self._children)
 
     def reap(self) -> None:
-        """Tell of those that have ended; to be called after SIGCHLD."""
+        """Tell of those that have ended, or could not be started; to be called after SIGCHLD."""
+        unborn, self._unborn = self._unborn, []
+        for name in unborn:
+            self._on_exit(name, CANNOT_START)
         for name in self.living:  # shards first: a worker's failure may be the consequence of theirs
             if name in self._children and self._children[name].has_ended():
                 self._bury(name)
