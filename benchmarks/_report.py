@@ -11,7 +11,7 @@ import re
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -124,6 +124,18 @@ def words(text: str) -> list[str]:
     return [word for word in text.split(",") if word]
 
 
+def some_of(known: Collection[str]) -> Callable[[str], list[str]]:
+    """The type of an argument "a,b,c" that names some of those that there are."""
+
+    def named(text: str) -> list[str]:
+        for word in (found := words(text)):
+            if word not in known:
+                raise argparse.ArgumentTypeError(f"there is no {word!r}; there are {', '.join(known)}")
+        return found
+
+    return named
+
+
 def whole_numbers(text: str) -> list[int]:
     """Convert an argument of the type "1,2,4"."""
     try:
@@ -135,11 +147,41 @@ def whole_numbers(text: str) -> list[int]:
     return numbers
 
 
-def parser(description: str | None, transports: str = "") -> argparse.ArgumentParser:
-    """A parser whose help is the benchmark's first lines, with --json, and with --transports if there is a default."""
+# Options that several benchmarks have: type and meaning.
+_SHARED: Mapping[str, tuple[Callable[[str], Any], str]] = {
+    "transports": (words, "of psd"),
+    "transport": (str, "of psd"),
+    "workers": (int, "of the job"),
+    "shards": (int, "of the job"),
+    "megabytes": (int, "of parameters"),
+    "rows": (int, "of the table"),
+    "dim": (int, "numbers of a row"),
+    "ids": (int, "drawn for a step"),
+    "minutes": (float, "in all"),
+    "rounds": (int, "turns of each"),
+    "seconds": (float, "of a turn, about"),
+    "steps": (int, "timed ones of each in a turn"),
+    "grown_mb": (float, "by which a process may grow"),
+}
+
+
+def parser(description: str | None, *, interpreters: bool = False, **defaults: object) -> argparse.ArgumentParser:
+    """A parser whose help is the benchmark's first lines, with --json.
+
+    Args:
+        interpreters: whether references run in interpreters that can be named.
+        defaults: shared options that the benchmark has. A text for a number means several numbers, such as "1,2".
+    """
     made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    if transports:
-        made.add_argument("--transports", type=words, default=transports, help="of psd (default: %(default)s)")
+    for name, default in defaults.items():
+        type_, meaning = _SHARED[name]
+        if type_ is int and isinstance(default, str):
+            type_ = whole_numbers
+        option = f"--{name.replace('_', '-')}"
+        made.add_argument(option, type=type_, default=default, help=f"{meaning} (default: %(default)s)")
+    if interpreters:
+        made.add_argument("--ray-python", metavar="PATH", help="interpreter that has Ray")
+        made.add_argument("--tensorflow-python", metavar="PATH", help="interpreter that has TensorFlow")
     made.add_argument("--json", type=Path, metavar="FILE", help='all figures, for programs; "-" for standard output')
     return made
 

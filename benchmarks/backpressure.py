@@ -120,9 +120,7 @@ def measure(transport: str, args: Namespace) -> list[dict[str, Any]]:
 
 def main() -> int:
     """Print the figures."""
-    parser = report.parser(__doc__, transports="grpc,tcp,shm")
-    parser.add_argument("--workers", type=int, default=8, help="default: %(default)s")
-    parser.add_argument("--megabytes", type=int, default=64, help="of parameters (default: %(default)s)")
+    parser = report.parser(__doc__, transports="grpc,tcp,shm", workers=8, megabytes=64)
     parser.add_argument("--seconds", type=float, default=30, help="about as long is the shard held back (default: %(default)s)")
     parser.add_argument("--in-flight-mb", type=int, default=16, help="per connection (default: %(default)s)")
     parser.add_argument("--own-mb", type=int, default=32, help="per process (default: %(default)s)")

@@ -90,10 +90,9 @@ def with_keras(
 
 def main() -> int:
     """Print the figures."""
-    parser = report.parser(__doc__)
+    parser = report.parser(__doc__, transport="shm")
     models = ["mnist", *(name for name in work.MODELS if name != "1kb")]
     parser.add_argument("--model", choices=models, default="mlp", help="shapes (default: %(default)s)")
-    parser.add_argument("--transport", default="shm", help="of psd (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=200, help="timed ones of each kind (default: %(default)s)")
     args = parser.parse_args()
     if os.environ.get(STARTED) is None:  # malloc reads its settings when a process begins

@@ -41,10 +41,8 @@ def criteria(median_s: dict[str, float]) -> list[Criterion]:
 
 def main() -> int:
     """Print the figures."""
-    parser = report.parser(__doc__, transports="grpc,tcp,shm")
+    parser = report.parser(__doc__, transports="grpc,tcp,shm", interpreters=True)
     parser.add_argument("--calls", type=int, default=2500, help="timed ones of each system (default: %(default)s)")
-    parser.add_argument("--ray-python", metavar="PATH", help="interpreter that has Ray")
-    parser.add_argument("--tensorflow-python", metavar="PATH", help="interpreter that has TensorFlow")
     args = parser.parse_args()
     if not ROUNDS <= args.calls <= work.STEPS_MAX - 100:
         parser.error(f"--calls: expected {ROUNDS} to {work.STEPS_MAX - 100}, got {args.calls}")

@@ -207,22 +207,15 @@ def _row(transport: str, kind: str, turns: dict[str, list[tuple[float, float]]],
 
 def main() -> int:
     """Print the figures."""
-    parser = report.parser(__doc__, transports="grpc,tcp,shm")
-    parser.add_argument("--workers", type=int, default=2, help="default: %(default)s")
+    parser = report.parser(__doc__, transports="grpc,tcp,shm", workers=2, rounds=20, seconds=1)
     parser.add_argument(
         "--model", choices=[m for m in work.MODELS if m != "1kb"], default="convnet", help="shapes (default: %(default)s)"
     )
-    parser.add_argument("--rounds", type=int, default=20, help="turns of each (default: %(default)s)")
-    parser.add_argument("--seconds", type=float, default=1, help="of a turn, about (default: %(default)s)")
+    watchers = ",".join(WATCHERS)
     parser.add_argument(
-        "--watchers",
-        type=lambda text: text.split(","),
-        default=list(WATCHERS),
-        help=f"which of {','.join(WATCHERS)} (default: all)",
+        "--watchers", type=report.some_of(WATCHERS), default=watchers, help=f"which of {watchers} (default: all)"
     )
     args = parser.parse_args()
-    if not set(args.watchers) <= set(WATCHERS):
-        parser.error(f"--watchers: expected some of {','.join(WATCHERS)}, got {','.join(args.watchers)}")
     about = report.machine()
     _, results, left_out, failed = over_transports(args.transports, lambda transport: measure(transport, args))
     print(f"{args.model}, {args.workers} workers, {args.rounds} rounds; ms per step, and ratios to the plain job")

@@ -83,8 +83,7 @@ def batch_of(size: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def main() -> int:
     """Print the figures."""
-    parser = report.parser(__doc__)
-    parser.add_argument("--transport", default="tcp", help="of psd (default: %(default)s)")
+    parser = report.parser(__doc__, transport="tcp")
     parser.add_argument("--steps", type=int, default=40, help="timed ones of each kind (default: %(default)s)")
     args = parser.parse_args()
     torch.set_num_threads(1)

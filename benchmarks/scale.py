@@ -38,10 +38,7 @@ CRITERIA = ((4, 4, 3.5), (8, 8, 6.5))
 
 def arguments() -> Namespace:
     """Parse the command line."""
-    parser = report.parser(__doc__, transports="tcp,grpc")
-    parser.add_argument("--workers", type=report.whole_numbers, default="1,2,4,8", metavar="W,W", help="default: %(default)s")
-    parser.add_argument("--shards", type=report.whole_numbers, default="1,2,4,8", metavar="S,S", help="default: %(default)s")
-    parser.add_argument("--megabytes", type=int, default=48, help="of parameters (default: %(default)s)")
+    parser = report.parser(__doc__, transports="tcp,grpc", workers="1,2,4,8", shards="1,2,4,8", megabytes=48)
     parser.add_argument("--mbit", type=int, default=300, help="of each link, each way, per second (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=STEPS_MIN, help="timed steps (default: %(default)s)")
     parser.add_argument("--quick", action="store_true", help="only those W and S that the criteria are about")

@@ -39,11 +39,9 @@ def speeds(text: str) -> list[int]:
 
 def arguments() -> Namespace:
     """Parse the command line."""
-    parser = report.parser(__doc__, transports="tcp,grpc")
+    parser = report.parser(__doc__, transports="tcp,grpc", workers="1,4", shards=2)
     parser.add_argument("--data", help="libsvm file, plain or gzipped, such as Farm Ads")
     parser.add_argument("--mbit", type=speeds, default="0,1000,100", metavar="M,M", help="default: %(default)s")
-    parser.add_argument("--workers", type=report.whole_numbers, default="1,4", metavar="W,W", help="default: %(default)s")
-    parser.add_argument("--shards", type=int, default=2, help="default: %(default)s")
     parser.add_argument("--steps", type=int, default=300, help="of each form (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each; the best counts (default: %(default)s)")
     return parser.parse_args()

@@ -145,12 +145,8 @@ def run(soak: Soak, seconds: float, every_s: float) -> list[tuple[float, dict[st
 
 def main() -> int:
     """Print the figures."""
-    parser = report.parser(__doc__)
-    parser.add_argument("--minutes", type=float, default=5, help="default: %(default)s")
-    parser.add_argument("--shards", type=int, default=2, help="default: %(default)s")
-    parser.add_argument("--transport", default="auto", help="of psd (default: %(default)s)")
+    parser = report.parser(__doc__, minutes=5, shards=2, transport="auto", grown_mb=8)
     parser.add_argument("--every", type=float, default=4, help="so many seconds a worker leaves, and one dies (default: 4)")
-    parser.add_argument("--grown-mb", type=float, default=8, help="by which a process may grow (default: %(default)s)")
     parser.add_argument("--grown-descriptors", type=float, default=4, help="likewise (default: %(default)s)")
     args = parser.parse_args()
     about = report.machine()

@@ -46,21 +46,23 @@ SKEW_SHARDS = 4
 
 def arguments() -> Namespace:
     """Parse the command line."""
-    parser = report.parser(__doc__, transports="shm,tcp,grpc")
-    parser.add_argument("--workers", type=report.whole_numbers, default="1,2", metavar="W,W", help="default: %(default)s")
-    parser.add_argument("--shards", type=int, default=1, help="default: %(default)s")
+    parser = report.parser(
+        __doc__,
+        transports="shm,tcp,grpc",
+        workers="1,2",
+        shards=1,
+        rows=1_000_000,
+        dim=64,
+        ids=10_000,
+        rounds=5,
+        steps=20,
+        interpreters=True,
+    )
     parser.add_argument("--consistency", choices=("sync", "async"), default="sync", help="of psd (default: %(default)s)")
-    parser.add_argument("--rows", type=int, default=1_000_000, help="of the table (default: %(default)s)")
-    parser.add_argument("--dim", type=int, default=64, help="numbers of a row (default: %(default)s)")
-    parser.add_argument("--ids", type=int, default=10_000, help="drawn for a step (default: %(default)s)")
     parser.add_argument("--zipf", type=float, default=1.05, help="exponent of Zipf's law (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=5, help="turns of each system (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=20, help="timed steps in each turn (default: %(default)s)")
     parser.add_argument("--without", type=report.words, default="", metavar="NAMES", help="references that are left out")
     parser.add_argument("--distinct", action="store_true", help="psd, too, gets each distinct id once")
     parser.add_argument("--two-round-trips", action="store_true", help="psd fetches rows in calls of their own")
-    parser.add_argument("--ray-python", metavar="PATH", help="interpreter that has Ray")
-    parser.add_argument("--tensorflow-python", metavar="PATH", help="interpreter that has TensorFlow")
     return parser.parse_args()
 
 

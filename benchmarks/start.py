@@ -113,9 +113,7 @@ def measure(transport: str, args: Namespace) -> list[dict[str, Any]]:
 
 def main() -> int:
     """Print the figures."""
-    parser = report.parser(__doc__, transports="shm,tcp,grpc")
-    parser.add_argument("--megabytes", type=int, default=1000, help="of parameters (default: %(default)s)")
-    parser.add_argument("--shards", type=report.whole_numbers, default="1,2", help="default: %(default)s")
+    parser = report.parser(__doc__, transports="shm,tcp,grpc", megabytes=1000, shards="1,2")
     parser.add_argument("--tensors", type=report.whole_numbers, default="1,300", help="default: %(default)s")
     parser.add_argument("--rounds", type=int, default=3, help="starts of each, of which the best counts (default: %(default)s)")
     parser.add_argument("--rule", choices=("sgd", "adam"), default="sgd", help="adam: two slots (default: %(default)s)")

@@ -57,26 +57,19 @@ REFERENCES = {
 
 def arguments() -> Namespace:
     """Parse the command line."""
-    parser = report.parser(__doc__, transports="grpc,tcp,shm")
-    parser.add_argument("--workers", type=report.whole_numbers, default="1,2", metavar="W,W", help="default: %(default)s")
-    parser.add_argument("--shards", type=report.whole_numbers, default="1", metavar="S,S", help="default: %(default)s")
+    parser = report.parser(__doc__, transports="grpc,tcp,shm", workers="1,2", shards="1", rounds=5, steps=4, interpreters=True)
     parser.add_argument(
         "--model", choices=[m for m in work.MODELS if m != "1kb"], default="resnet50", help="shapes (default: %(default)s)"
     )
     parser.add_argument("--consistency", choices=("sync", "async"), default="sync", help="of psd (default: %(default)s)")
     parser.add_argument("--half", action="store_true", help="psd also with float16 parameters: gradients of 16 bits")
-    parser.add_argument("--rounds", type=int, default=5, help="turns of each system (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=4, help="timed steps in each turn (default: %(default)s)")
-    parser.add_argument("--without", type=report.words, default="", metavar="NAMES", help="references that are left out")
-    parser.add_argument("--ray-python", metavar="PATH", help="interpreter that has Ray")
-    parser.add_argument("--tensorflow-python", metavar="PATH", help="interpreter that has TensorFlow")
+    parser.add_argument(
+        "--without", type=report.some_of(REFERENCES), default="", metavar="NAMES", help="those that are left out"
+    )
     parser.add_argument("--quick", action="store_true", help=f"{STEPS_MIN} timed steps in 3 turns; no grpc unary")
     args = parser.parse_args()
     if args.quick:
         args.rounds, args.steps, args.without = 3, 5, [*args.without, "grpc unary"]
-    unknown = sorted(set(args.without) - set(REFERENCES))
-    if unknown:
-        parser.error(f"--without: there is no {unknown[0]!r}; there are {', '.join(REFERENCES)}")
     if args.rounds < 1 or args.steps < 1:
         parser.error("--rounds, --steps: expected at least 1")
     if max(args.workers) > work.WORKERS_MAX:

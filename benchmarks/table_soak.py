@@ -102,12 +102,9 @@ def wrong_sums(steps: list[int], bits: list[list[int]]) -> list[str]:
 
 def main() -> int:
     """Print the figures."""
-    parser = report.parser(__doc__)
-    parser.add_argument("--minutes", type=float, default=5, help="default: %(default)s")
-    parser.add_argument("--transport", default="auto", help="of psd (default: %(default)s)")
+    parser = report.parser(__doc__, minutes=5, transport="auto", grown_mb=8)
     parser.add_argument("--every", type=float, default=8, help="seconds from one kill to the next (default: %(default)s)")
     parser.add_argument("--expire-steps", type=int, default=300, help="after which rows expire (default: %(default)s)")
-    parser.add_argument("--grown-mb", type=float, default=8, help="by which a process may grow (default: %(default)s)")
     args = parser.parse_args()
     about = report.machine()
     try:

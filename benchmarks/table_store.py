@@ -249,10 +249,7 @@ def text(speed: list[dict[str, Any]], tables: dict[str, dict[str, Any]]) -> str:
 
 def main() -> None:
     """Print the figures."""
-    parser = _report.parser(__doc__)
-    parser.add_argument("--rows", type=int, default=1_000_000, help="of the table (default %(default)s)")
-    parser.add_argument("--dim", type=int, default=64, help="numbers of a row (default %(default)s)")
-    parser.add_argument("--ids", type=int, default=10_000, help="drawn for a step (default %(default)s)")
+    parser = _report.parser(__doc__, rows=1_000_000, dim=64, ids=10_000)
     parser.add_argument("--steps", type=int, default=40, help="of a round (default %(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="of which the quickest counts (default %(default)s)")
     parser.add_argument("--recover", type=int, default=2_000_000, help="rows of the partition to recover (default %(default)s)")

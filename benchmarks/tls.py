@@ -35,10 +35,8 @@ def certificate(directory: Path) -> contenders.Tls:
 
 def main() -> int:
     """Print the figures."""
-    parser = report.parser(__doc__, transports="shm,tcp,grpc")
+    parser = report.parser(__doc__, transports="shm,tcp,grpc", rounds=10, steps=5)
     parser.add_argument("--model", default="resnet50", help="as in step.py (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=10, help="turns of each (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=5, help="in a turn (default: %(default)s)")
     args = parser.parse_args()
     if shutil.which("openssl") is None:
         print("tls.py cannot run here: there is no 'openssl' command", file=sys.stderr)

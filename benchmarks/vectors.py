@@ -144,9 +144,8 @@ def measure(args: Namespace) -> dict[str, Any]:
 
 def main() -> int:
     """Print the figures."""
-    parser = report.parser(__doc__)
+    parser = report.parser(__doc__, shards=2)
     parser.add_argument("--elements", type=int, default=25_000_000, help="of each vector (default: %(default)s)")
-    parser.add_argument("--shards", type=int, default=2, help="default: %(default)s")
     parser.add_argument("--history", type=int, default=10, help="pairs of L-BFGS (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="of which the fastest counts (default: %(default)s)")
     args = parser.parse_args()

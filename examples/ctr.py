@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 import sparse_data
 import torch
+from command_line import CommandLine
 from sparse_data import Array, Categories
 from torch import nn
 from torch.nn import functional as F  # noqa: N812 (its usual name)
@@ -123,16 +124,16 @@ def train(args: argparse.Namespace) -> None:
 
 def main() -> None:
     """Read the command line and train."""
-    parser = argparse.ArgumentParser(description="Predict clicks by DeepFM. Alone, or started by psd-run.")
+    parser = CommandLine("Predict clicks by DeepFM.")
     parser.add_argument(
         "--data", type=Path, help="diabetes130's zip, or a folder of open-bandit; without it, rows are generated"
     )
-    parser.add_argument("--epochs", type=int, default=3, help="passes over the data (default %(default)s)")
-    parser.add_argument("--batch-size", type=int, default=128, help="rows per worker and step (default %(default)s)")
-    parser.add_argument("--factors", type=int, default=8, help="of a category (default %(default)s)")
-    parser.add_argument("--lr", type=float, default=0.02, help="learning rate (default %(default)s)")
+    parser.number("--epochs", 3, "passes over the data")
+    parser.number("--batch-size", 128, "rows per worker and step")
+    parser.number("--factors", 8, "of a category")
+    parser.number("--lr", 0.02, "learning rate")
     parser.add_argument("--plain", action="store_true", help="train with torch alone, in this process")
-    sparse_data.run(train, parser.parse_args())
+    parser.run(train)
 
 
 if __name__ == "__main__":

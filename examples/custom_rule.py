@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from command_line import CommandLine
 from numpy.typing import NDArray
 from sklearn.datasets import load_digits
 
@@ -64,17 +64,11 @@ def train(args: argparse.Namespace) -> None:
 
 def main() -> None:
     """Read the command line and train."""
-    parser = argparse.ArgumentParser(description="Train with an update rule of your own. To be started by psd-run.")
-    parser.add_argument("--steps", type=int, default=300, help="steps of each worker (default %(default)s)")
-    parser.add_argument("--batch-size", type=int, default=64, help="images per worker and step (default %(default)s)")
-    parser.add_argument("--lr", type=float, default=0.02, help="learning rate (default %(default)s)")
-    args = parser.parse_args()
-    try:
-        train(args)
-    except psd_client.ConfigError as error:
-        sys.exit(f"{error}\nFor example: psd-run --shards 2 --workers 2 --rule yogi:Yogi {sys.argv[0]}")
-    except psd_client.InvalidRequest as error:
-        sys.exit(str(error))
+    parser = CommandLine("Train with an update rule of your own.")
+    parser.number("--steps", 300, "steps of each worker")
+    parser.number("--batch-size", 64, "images per worker and step")
+    parser.number("--lr", 0.02, "learning rate")
+    parser.run(train, "psd-run --shards 2 --workers 2 --rule yogi:Yogi")
 
 
 if __name__ == "__main__":

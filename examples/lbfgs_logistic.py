@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import sparse_data
+from command_line import CommandLine
 from scipy.optimize import minimize as scipy_minimize
 from scipy.sparse import csr_matrix, hstack
 from scipy.special import expit
@@ -48,6 +49,8 @@ def logistic_loss(features: csr_matrix, labels: Array) -> LossAndGrad:
 
 def train(args: argparse.Namespace) -> None:
     """Run one worker."""
+    if args.plain and args.l1:
+        raise ValueError("--plain: L-BFGS-B of SciPy has no --l1")
     name, rows, test = sparse_data.sparse_rows(args.data, args.test)
     size = 1 + max(int(rows.ids.max()), int(test.ids.max()))
     features, started = matrix(rows, size), time.perf_counter()
@@ -108,18 +111,15 @@ def report(name: str, result: psd_client.lbfgs.Result, test: csr_matrix, labels:
 
 def main() -> None:
     """Read the command line and train."""
-    parser = argparse.ArgumentParser(description="Logistic regression by L-BFGS. Alone, or started by psd-run.")
+    parser = CommandLine("Logistic regression by L-BFGS.")
     parser.add_argument("--data", type=Path, help="libsvm file, plain or gzipped; without it, rows are generated")
     parser.add_argument("--test", type=Path, help="libsvm file for testing; without it, every fifth row of the other")
-    parser.add_argument("--l2", type=float, default=1.0, help="weight of half the sum of squares (default %(default)s)")
-    parser.add_argument("--l1", type=float, default=0.0, help="weight of the sum of absolute values (default %(default)s)")
-    parser.add_argument("--iterations", type=int, default=500, help="the most of them (default %(default)s)")
-    parser.add_argument("--tolerance", type=float, default=1e-8, help="see minimize (default %(default)s)")
+    parser.number("--l2", 1.0, "weight of half the sum of squares")
+    parser.number("--l1", 0.0, "weight of the sum of absolute values")
+    parser.number("--iterations", 500, "the most of them")
+    parser.number("--tolerance", 1e-8, "see minimize")
     parser.add_argument("--plain", action="store_true", help="minimize in this process, by SciPy, without psd")
-    args = parser.parse_args()
-    if args.plain and args.l1:
-        parser.error("--plain: L-BFGS-B of SciPy has no --l1")
-    sparse_data.run(train, args)
+    parser.run(train)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import sparse_data
+from command_line import CommandLine
 from sparse_data import Array, Documents
 from topic_sampler import TopicSampler, counts_of
 
@@ -162,16 +163,16 @@ def run(args: argparse.Namespace) -> None:
 
 def main() -> None:
     """Read the command line and sample."""
-    parser = argparse.ArgumentParser(description="Topics of documents. Alone, or started by psd-run.")
+    parser = CommandLine("Topics of documents.")
     parser.add_argument("--data", type=Path, help="docword.*.txt.gz of UCI; without it, documents are generated")
-    parser.add_argument("--topics", type=int, default=20, help="number of topics (default %(default)s)")
-    parser.add_argument("--sweeps", type=int, default=50, help="times that each token is sampled (default %(default)s)")
-    parser.add_argument("--alpha", type=float, default=0.1, help="of documents over topics (default %(default)s)")
-    parser.add_argument("--beta", type=float, default=0.01, help="of topics over words (default %(default)s)")
-    parser.add_argument("--report", type=int, default=10, help="sweeps between two lines of progress (default %(default)s)")
-    parser.add_argument("--seed", type=int, default=1, help="of the random numbers (default %(default)s)")
+    parser.number("--topics", 20, "number of topics")
+    parser.number("--sweeps", 50, "times that each token is sampled")
+    parser.number("--alpha", 0.1, "of documents over topics")
+    parser.number("--beta", 0.01, "of topics over words")
+    parser.number("--report", 10, "sweeps between two lines of progress")
+    parser.number("--seed", 1, "of the random numbers")
     parser.add_argument("--plain", action="store_true", help="sample in this process, without psd")
-    sparse_data.run(run, parser.parse_args())
+    parser.run(run)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import sparse_data
+from command_line import CommandLine
 from one_process import OneProcess
 from sparse_data import Array
 
@@ -82,15 +83,15 @@ def train(args: argparse.Namespace) -> None:
 
 def main() -> None:
     """Read the command line and train."""
-    parser = argparse.ArgumentParser(description="Matrix factorization of ratings. Alone, or started by psd-run.")
+    parser = CommandLine("Matrix factorization of ratings.")
     parser.add_argument("--data", type=Path, help="ratings.dat of MovieTweetings; without it, ratings are generated")
-    parser.add_argument("--epochs", type=int, default=10, help="passes over the data (default %(default)s)")
-    parser.add_argument("--batch-size", type=int, default=100, help="ratings per worker and step (default %(default)s)")
-    parser.add_argument("--factors", type=int, default=8, help="of a user and an item (default %(default)s)")
-    parser.add_argument("--lr", type=float, default=0.1, help="learning rate (default %(default)s)")
-    parser.add_argument("--l2", type=float, default=0.3, help="weight of the squares of the rows (default %(default)s)")
+    parser.number("--epochs", 10, "passes over the data")
+    parser.number("--batch-size", 100, "ratings per worker and step")
+    parser.number("--factors", 8, "of a user and an item")
+    parser.number("--lr", 0.1, "learning rate")
+    parser.number("--l2", 0.3, "weight of the squares of the rows")
     parser.add_argument("--plain", action="store_true", help="train in this process, without psd")
-    sparse_data.run(train, parser.parse_args())
+    parser.run(train)
 
 
 if __name__ == "__main__":

@@ -5,14 +5,12 @@ Features keep their ids as they come: a table needs no vocabulary. NumPy and psd
 
 from __future__ import annotations
 
-import argparse
 import csv
 import gzip
 import io
-import sys
 import zipfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -289,13 +287,3 @@ def _numbers(text: bytes) -> Array:
 def _read(path: Path) -> bytes:
     data = path.read_bytes()
     return gzip.decompress(data) if path.suffix == ".gz" else data
-
-
-def run(
-    program: Callable[[argparse.Namespace], None], args: argparse.Namespace, command: str = "psd-run --shards 2 --workers 2"
-) -> None:
-    """Run an example's program; where it has no job or no data, end with what is wrong, and with a command that works."""
-    try:
-        program(args)
-    except (psd_client.ConfigError, FileNotFoundError, ValueError) as error:
-        sys.exit(f"{error}\nFor example: {command} {sys.argv[0]}")

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import sparse_data
+from command_line import CommandLine
 from one_process import OneProcess
 from sparse_data import Array, SparseRows
 
@@ -129,20 +130,20 @@ def train(args: argparse.Namespace) -> None:
 
 def main() -> None:
     """Read the command line and train."""
-    parser = argparse.ArgumentParser(description="Logistic regression on sparse rows. Alone, or started by psd-run.")
+    parser = CommandLine("Logistic regression on sparse rows.")
     parser.add_argument("--data", type=Path, help="libsvm file, plain or gzipped; without it, rows are generated")
     parser.add_argument("--test", type=Path, help="libsvm file of rows for testing; without it, every fifth row of --data")
-    parser.add_argument("--epochs", type=int, default=3, help="passes over the data (default %(default)s)")
+    parser.number("--epochs", 3, "passes over the data")
     parser.add_argument("--steps", type=int, help="steps of each worker at most")
-    parser.add_argument("--batch-size", type=int, default=1, help="rows per worker and step (default %(default)s)")
+    parser.number("--batch-size", 1, "rows per worker and step")
     parser.add_argument("--rule", choices=("adagrad", "ftrl"), default="adagrad", help="update rule (default %(default)s)")
-    parser.add_argument("--lr", type=float, default=0.05, help="learning rate (default %(default)s)")
-    parser.add_argument("--beta", type=float, default=1.0, help="of FTRL (default %(default)s)")
-    parser.add_argument("--l1", type=float, default=0.0, help="of FTRL (default %(default)s)")
-    parser.add_argument("--l2", type=float, default=0.0, help="of FTRL (default %(default)s)")
+    parser.number("--lr", 0.05, "learning rate")
+    parser.number("--beta", 1.0, "of FTRL")
+    parser.number("--l1", 0.0, "of FTRL")
+    parser.number("--l2", 0.0, "of FTRL")
     parser.add_argument("--dense", action="store_true", help="keep the weights in a dense tensor instead of a table")
     parser.add_argument("--plain", action="store_true", help="train in this process, without psd")
-    sparse_data.run(train, parser.parse_args(), "psd-run --shards 2 --workers 4")
+    parser.run(train, "psd-run --shards 2 --workers 4")
 
 
 if __name__ == "__main__":

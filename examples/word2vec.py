@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import sparse_data
+from command_line import CommandLine
 from one_process import OneProcess
 from sparse_data import Array
 
@@ -109,21 +110,19 @@ def train(args: argparse.Namespace) -> None:
 
 def main() -> None:
     """Read the command line and train."""
-    parser = argparse.ArgumentParser(description="Word vectors by skip-gram. Alone, or started by psd-run.")
+    parser = CommandLine("Word vectors by skip-gram.")
     parser.add_argument("--data", type=Path, help="text of lower-case words, plain or gzipped; without it, one is generated")
-    parser.add_argument("--min-count", type=int, default=5, help="words that are rarer are left out (default %(default)s)")
-    parser.add_argument(
-        "--subsample", type=float, default=1e-3, help="share above which words are thinned out (default %(default)s)"
-    )
-    parser.add_argument("--window", type=int, default=5, help="largest distance of a pair (default %(default)s)")
-    parser.add_argument("--negatives", type=int, default=5, help="words drawn by chance for a pair (default %(default)s)")
-    parser.add_argument("--dim", type=int, default=32, help="numbers of a word (default %(default)s)")
-    parser.add_argument("--epochs", type=int, default=3, help="passes over the data (default %(default)s)")
-    parser.add_argument("--batch-size", type=int, default=1000, help="pairs per worker and step (default %(default)s)")
-    parser.add_argument("--lr", type=float, default=0.1, help="learning rate (default %(default)s)")
+    parser.number("--min-count", 5, "words that are rarer are left out")
+    parser.number("--subsample", 1e-3, "share above which words are thinned out")
+    parser.number("--window", 5, "largest distance of a pair")
+    parser.number("--negatives", 5, "words drawn by chance for a pair")
+    parser.number("--dim", 32, "numbers of a word")
+    parser.number("--epochs", 3, "passes over the data")
+    parser.number("--batch-size", 1000, "pairs per worker and step")
+    parser.number("--lr", 0.1, "learning rate")
     parser.add_argument("--near", type=lambda text: text.split(","), help="words to show with their nearest ones")
     parser.add_argument("--plain", action="store_true", help="train in this process, without psd")
-    sparse_data.run(train, parser.parse_args(), "psd-run --shards 2 --workers 2 --consistency async")
+    parser.run(train, "psd-run --shards 2 --workers 2 --consistency async")
 
 
 if __name__ == "__main__":

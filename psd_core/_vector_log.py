@@ -94,9 +94,14 @@ class VectorLog:
             self._backed[region] = nbytes
 
     def _map_record(self, nbytes: int) -> None:
-        if self._record.size < nbytes:
-            self._record.extend(nbytes)
-        self._record.reserve(0, nbytes)
-        mapping: Any = self._record.map_shared(0, nbytes)
+        before = self._record.size
+        try:
+            if before < nbytes:
+                self._record.extend(nbytes)
+            self._record.reserve(0, nbytes)
+            mapping: Any = self._record.map_shared(0, nbytes)
+        except BaseException:
+            self._record.extend(before)  # or what was found would be taken, and the next process would want all of it
+            raise
         self._core.attach_record(mapping)
         self._map: NDArray[np.uint8] = np.frombuffer(mapping, np.uint8)

@@ -7,10 +7,13 @@ it is the same on every shard and machine, and after a row has been evicted. Mus
 from __future__ import annotations
 
 import dataclasses
-import math
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, ClassVar
+
+import numpy as np
+
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True)
@@ -23,8 +26,9 @@ class Initial:
 
     def __post_init__(self) -> None:
         for name, value in dataclasses.asdict(self).items():
-            if not isinstance(value, Real) or isinstance(value, bool) or not math.isfinite(value):
-                raise ValueError(f"{name}: expected a finite number, got {value!r}")
+            if not isinstance(value, Real) or isinstance(value, bool) or not abs(value) <= _LARGEST:
+                raise ValueError(f"{name}: expected a number that is finite as a float32, got {value!r}")
+            object.__setattr__(self, name, float(value))  # whatever kind of number it was, it is the same distribution
         if getattr(self, "std", 0) < 0:
             raise ValueError(f"std: must be >= 0, got {self.std}")  # type: ignore[attr-defined]
 

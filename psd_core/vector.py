@@ -83,7 +83,7 @@ class VectorStore:
         self._parts: dict[str, VectorPart] = {}
         self._arrays: dict[str, NDArray[Any]] = {}
         if is_new:
-            self._write_catalog(b"[]")
+            (directory / _CATALOG).write_bytes(b"[]")
         self._recover(core)
 
     @classmethod
@@ -136,7 +136,8 @@ class VectorStore:
             ArenaCorrupt: a file is not what was written; all are left alone.
         """
         final = Path(directory)
-        with files.lack_of_space(f"no space in {final}"):
+        final.stat()
+        with files.lack_of_space(f"no space in {final}"), _all_files():
             log = files.File(final / LOG_NAME, os.O_RDWR)
             try:
                 log.lock()
@@ -203,7 +204,8 @@ class VectorStore:
                 file.reserve(0, nbytes)
                 self._change_catalog(core, [*self._parts.values(), part], name)
             except BaseException:
-                path.unlink(missing_ok=True)
+                if core.applied == core.commit:  # else the record that names the file is to be finished
+                    path.unlink(missing_ok=True)
                 raise
             finally:
                 file.close()
@@ -344,9 +346,11 @@ class VectorStore:
 
     @contextlib.contextmanager
     def _used(self) -> Iterator[_vector.Vectors]:
-        with self._lock:
+        with self._lock, files.lack_of_space(f"no space for vectors in {self._directory}"):
             if self._open is None:
                 raise ArenaClosed(f"{self._directory} has been closed")
+            if self._open.applied != self._open.commit:  # the system has failed in the middle of the call before
+                self._finish(self._open)
             yield self._open
 
     def _part(self, vector: str) -> VectorPart:
@@ -370,8 +374,8 @@ class VectorStore:
             core.finish()
             answers = core.answer()
             core.set_applied()
-            self._log.shorten()
         self._sessions.note(claim)
+        self._log.shorten()
         return answers
 
     def _change_catalog(self, core: _vector.Vectors, parts: Sequence[VectorPart], name: BatchName | None) -> None:
@@ -379,12 +383,21 @@ class VectorStore:
         text = form.catalog_text(parts)
         program = programs.catalog_record(text, claim)
         self._log.make_room(program, claim)
+        self._prepare_catalog(text)
         self._log.write(program)
         core.commit_record()
-        self._apply_catalog(core, text)
+        self._finish(core)
+
+    def _finish(self, core: _vector.Vectors) -> None:
+        """Do what the committed record says; may be repeated."""
+        text = programs.catalog_in(self._log.record.data)
+        if text is not None:
+            self._apply_catalog(core, text)
+        else:
+            core.finish()
         core.answer()
         core.set_applied()
-        self._sessions.note(claim)
+        self._sessions.read()
 
     def _recover(self, core: _vector.Vectors) -> None:
         """Finish what a process that died was at."""
@@ -395,14 +408,7 @@ class VectorStore:
             problem = core.problem()
             if problem is not None:
                 raise ArenaCorrupt(problem)
-            text = programs.catalog_in(self._log.record.data)
-            if text is not None:
-                self._apply_catalog(core, text)
-            else:
-                core.finish()
-            core.answer()
-            core.set_applied()
-            self._sessions.read()
+            self._finish(core)
         self._log.shorten()
         self._remove_strangers()
 
@@ -426,17 +432,24 @@ class VectorStore:
                 self._parts[name] = part
 
     def _apply_catalog(self, core: _vector.Vectors, text: bytes) -> None:
-        """Do what the record says; may be repeated."""
         self._crash_point("catalog")
-        self._write_catalog(text)
+        if self._unfinished_catalog.exists():
+            self._unfinished_catalog.rename(self._directory / _CATALOG)
         self._attach(core, text)
         self._crash_point("unlink")
         self._remove_strangers()
 
-    def _write_catalog(self, text: bytes) -> None:
-        unfinished = self._directory / (_CATALOG + ".new")
-        unfinished.write_bytes(text)
-        unfinished.rename(self._directory / _CATALOG)
+    def _prepare_catalog(self, text: bytes) -> None:
+        """Write the next catalog beside the present one, so that nothing needs space once it is committed."""
+        try:
+            self._unfinished_catalog.write_bytes(text)
+        except BaseException:
+            self._unfinished_catalog.unlink(missing_ok=True)
+            raise
+
+    @property
+    def _unfinished_catalog(self) -> Path:
+        return self._directory / (_CATALOG + ".new")
 
     def _remove_strangers(self) -> None:
         known = {self._vector_name(part.number) for part in self._parts.values()}
@@ -451,3 +464,12 @@ class VectorStore:
     @staticmethod
     def _file_bytes(part: VectorPart) -> int:
         return align(max(part.end - part.begin, 1) * part.spec.itemsize, 4096)
+
+
+@contextlib.contextmanager
+def _all_files() -> Iterator[None]:
+    """Raise ArenaCorrupt for a file that is not there."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise ArenaCorrupt(f"{error.filename}: it is missing") from None

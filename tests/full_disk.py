@@ -1,7 +1,11 @@
-"""A disk on which nothing more can be written, by a limit of this process's own on files: it needs no rights."""
+"""Disks without room: nothing more can be written, or one call of the system finds none. They need no rights."""
 
 from __future__ import annotations
 
+import errno
+import functools
+import io
+import os
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,3 +20,21 @@ def full_disk(limit: int = 0) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (before, most))
+
+
+@contextmanager
+def no_room_at(failing, monkeypatch):
+    """The n-th call that could need room finds none; yields the calls that are made."""
+    names = ("open", "mkdir", "ftruncate", "posix_fallocate", "pwrite", "rename", "replace", "fsync")
+    made = []
+
+    def limited(*args, call, **kwargs):
+        made.append(call)
+        if len(made) == failing:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return call(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        for owner, name in ((io, "open"), *((os, name) for name in names)):
+            patch.setattr(owner, name, functools.partial(limited, call=getattr(owner, name)))
+        yield made

@@ -198,7 +198,10 @@ class CheckpointFailed(PsdError):
 
 
 class CheckpointCorrupt(PsdError):
-    """A checkpoint is damaged or incomplete; the message names the file and what is wrong with it."""
+    """A checkpoint is damaged or incomplete; the message names the file and what is wrong with it.
+
+    Detail, when a shard was to go back to it: instead, another checkpoint for all shards; empty: there is none.
+    """
 
     code = "DATA_LOSS"
 

@@ -177,7 +177,7 @@ class Layout:
             words += (group.staleness,) if group.staleness else ()
             digest.update(f"group {group.rule} {' '.join(words)}\n".encode())
         for tensor in self.spec.tensors:
-            digest.update(f"tensor {tensor.name!r} {tensor.shape} {tensor.dtype} {tensor.group}\n".encode())
+            digest.update(f"tensor {str(tensor.name)!r} {tensor.shape} {tensor.dtype} {tensor.group}\n".encode())
         for table in self.spec.tables:
             digest.update(f"{table}\n".encode())
         for space in self.spaces:

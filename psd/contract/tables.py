@@ -10,6 +10,7 @@ import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from numbers import Real
 
 from psd.contract.errors import InvalidRequest
 from psd.contract.printable import is_printable
@@ -81,7 +82,7 @@ class SparseTableSpec:
             if type(value) is not int or not low <= value <= high:
                 raise self._wrong(field, f"must be a whole number from {low} to {high}, got {value!r}")
         probability = self.admit_probability
-        if not (isinstance(probability, (int, float)) and 0 < probability <= 1):
+        if not (isinstance(probability, Real) and 0 < probability <= 1):
             raise self._wrong("admit_probability", f"must be > 0 and <= 1, got {probability!r}")
         if self.expire_steps and self.expire_s:
             raise self._wrong("expire_steps", f"is {self.expire_steps}, but rows expire by time already (expire_seconds)")
@@ -90,6 +91,10 @@ class SparseTableSpec:
                 raise self._wrong(field, f"must be one of {', '.join(allowed)}, got {getattr(self, field)!r}")
         if not isinstance(self.init, Initial):
             raise self._wrong("init", f"must be one of {', '.join(INITIALS)}, got {self.init!r}")
+        # NumPy's strings and numbers are equal to Python's, and so are the tables: their text is compared, too (Layout.digest).
+        for field in ("name", "dtype", "updates", "at_limit"):
+            object.__setattr__(self, field, str(getattr(self, field)))
+        object.__setattr__(self, "admit_probability", float(probability))
 
     def _wrong(self, field: str, problem: str) -> InvalidRequest:
         return InvalidRequest(f"table {self.name!r}: {_WORDS.get(field, field)}: {problem}")

@@ -122,6 +122,7 @@ typedef struct {
     uint32_t *slots; /* hash table: position + 1 */
     float *sums;
     psd_flip *sightings;
+    uint8_t *taken; /* of each bucket of sightings, the words that ids of this push have taken; zeros between pushes */
 } psd_scratch;
 
 /* A copy of the table as it was at one version, while that changes: rows that are about to be replaced or removed, and were not copied

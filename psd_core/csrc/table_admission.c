@@ -2,6 +2,7 @@
  *
  * Sightings lie in buckets of eight, by the id's hash; in a full one the id that was seen least makes room. So the count of an id may be
  * lost among many others, and it then begins anew; an id is never admitted too early, but for one in 2^48 or so that another's hash meets.
+ * What a push has counted is stored when it commits, so empty words that its ids take are marked until then: each id gets one of its own.
  */
 #include "portable.h"
 #include "table.h"
@@ -16,17 +17,31 @@ static int is_counted(const psd_table *t, uint64_t id)
     return psd_mix(psd_mix(t->spec.seed ^ 0x5bd1e995u) ^ psd_mix(id + psd_mix(t->root->step + 1))) >> 32 < t->spec.admit_below;
 }
 
-/* The word of an id in its bucket, or the one that gives way to it. */
-static uint64_t *sighting_of(const psd_table *t, uint64_t hash)
+static const uint64_t *sightings(const psd_table *t) { return (const uint64_t *)(t->base + t->region[PSD_SIGHTINGS].at); }
+
+static uint8_t *taken_beside(const psd_table *t, const uint64_t *word, uint8_t *bit)
 {
-    const uint64_t buckets = t->region[PSD_SIGHTINGS].size / 64;
-    uint64_t *const bucket = (uint64_t *)(t->base + t->region[PSD_SIGHTINGS].at) + psd_home(hash >> 32, buckets) * PSD_BUCKET;
-    uint64_t *least = bucket;
+    const uint64_t number = (uint64_t)(word - sightings(t));
+    *bit = (uint8_t)(1u << number % PSD_BUCKET);
+    return &t->scratch.taken[number / PSD_BUCKET];
+}
+
+/* The word of an id in its bucket, or the one that gives way to it: empty, or else one that another id of this push has taken, or else the
+ * one seen least. */
+static const uint64_t *sighting_of(const psd_table *t, uint64_t hash)
+{
+    const uint64_t number = psd_home(hash >> 32, t->region[PSD_SIGHTINGS].size / 64);
+    const uint64_t *const bucket = sightings(t) + number * PSD_BUCKET, *least = NULL;
+    const uint8_t taken = t->scratch.taken[number];
+    uint64_t fewest = ~(uint64_t)0;
     for (int i = 0; i < PSD_BUCKET; i++) {
+        const uint64_t seen = taken >> i & 1 ? 1 : 2 * (bucket[i] & COUNT);
         if (bucket[i] != 0 && (bucket[i] | COUNT) == (hash | COUNT))
             return &bucket[i];
-        if ((bucket[i] & COUNT) < (*least & COUNT))
+        if (seen < fewest) {
+            fewest = seen;
             least = &bucket[i];
+        }
     }
     return least;
 }
@@ -38,6 +53,8 @@ int64_t psd_table_admit(psd_table *t)
     s->sightings_count = 0;
     if (t->spec.admit_after <= 1 && t->spec.admit_below >> 32)
         return 0;
+    if (!s->taken && !(s->taken = calloc(t->region[PSD_SIGHTINGS].size / 64 + 1, 1)))
+        return -1;
     if (s->count > s->sightings_capacity) {
         psd_flip *const bigger = realloc(s->sightings, (size_t)s->capacity * sizeof(psd_flip));
         if (!bigger)
@@ -56,11 +73,19 @@ int64_t psd_table_admit(psd_table *t)
             is_admitted = seen >= t->spec.admit_after;
             s->sightings[s->sightings_count++] =
                 (psd_flip){(uint64_t)((const char *)word - t->base), is_admitted ? 0 : (hash & ~(uint64_t)COUNT) | seen};
+            if (*word == 0) {
+                uint8_t bit, *const taken = taken_beside(t, word, &bit);
+                *taken |= bit;
+            }
         }
         if (!is_admitted) {
             s->words[k] = PSD_PASSED_OVER;
             passed_over++;
         }
+    }
+    for (intptr_t i = 0; i < s->sightings_count; i++) {
+        uint8_t bit, *const taken = taken_beside(t, (const uint64_t *)(t->base + s->sightings[i].at), &bit);
+        *taken &= (uint8_t)~bit;
     }
     return passed_over;
 }

@@ -120,5 +120,6 @@ void psd_scratch_free(psd_scratch *s)
     free(s->slots);
     free(s->sums);
     free(s->sightings);
+    free(s->taken);
     memset(s, 0, sizeof *s);
 }

@@ -12,8 +12,8 @@ from scripted_shard import Script, ScriptedShard, ToldLane
 
 
 @pytest.fixture
-def restartable(cluster: Callable[..., Any], tmp_path: Path) -> Callable[..., Restartable]:
-    return lambda **config: Restartable(cluster, tmp_path, **config)
+def job(cluster: Callable[..., Any], tmp_path: Path) -> Restartable:
+    return Restartable(cluster, tmp_path)
 
 
 @pytest.fixture

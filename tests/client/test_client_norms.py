@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -70,11 +71,11 @@ def test_calls_whose_replies_are_lost_change_no_bit(cluster: Start, job: str, me
 @pytest.mark.parametrize("index", [0, 1])
 @pytest.mark.parametrize("method", ["commit", "measure", "pull"])
 def test_a_shard_that_is_restarted_between_the_phases_changes_no_bit(
-    cluster: Start, restartable: Callable[..., Restartable], job: str, index: int, method: str
+    cluster: Start, tmp_path: Path, job: str, index: int, method: str
 ) -> None:
     """Open rounds die with the shard; the workers send their gradients again, and the verdict is the same."""
     expected = undisturbed(cluster, job, world_size=2)
-    shards = restartable()
+    shards = Restartable(cluster, tmp_path)
     ps, faults = connect_faulty(shards.servers, 0, 2)
 
     def first() -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from client_faults import in_threads, until
+from client_faults import Restartable, in_threads, until
 
 from psd.checkpoint import CheckpointDirectory
 from psd.cli.ctl import main
@@ -50,19 +50,16 @@ def test_a_scaled_learning_rate_begins_at_one_step_for_all_workers_and_shards(
         assert overruled == 0
 
 
-def test_a_worker_that_joins_or_meets_a_restarted_shard_follows_what_was_ordered_before(
-    restartable: Callable[..., Any],
-) -> None:
-    started = restartable()
-    with connect(started.servers, 0, 1) as ps:
+def test_a_worker_that_joins_or_meets_a_restarted_shard_follows_what_was_ordered_before(job: Restartable) -> None:
+    with connect(job.servers, 0, 1) as ps:
         ps.declare(PARAMS, SGD(lr=1.0))
         ps.push_pull(ONES)
-        begins = started.shards[0].shard.scale_learning_rate(0.25).clock
+        begins = job.shards[0].shard.scale_learning_rate(0.25).clock
         while ps.clock < begins:
             ps.push_pull(ONES)
-        started.restart(0)
+        job.restart(0)
         assert ps.push_pull(ONES)["a"][0] == -begins - 0.25
-    with connect(started.servers, 0, 1) as ps:
+    with connect(job.servers, 0, 1) as ps:
         ps.declare(PARAMS, SGD(lr=1.0))
         assert ps.push_pull(ONES)["a"][0] == -begins - 0.5
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,13 @@ def declare_both(ps: ParameterServer, peer: ParameterServer, **options: Any) -> 
     other.result()
 
 
+@contextmanager
+def two_workers(job: Restartable, **options: Any) -> Iterator[tuple[ParameterServer, ParameterServer]]:
+    with connect(job.servers, 0, 2) as ps, connect(job.servers, 1, 2) as peer:
+        declare_both(ps, peer, **options)
+        yield ps, peer
+
+
 def gradient(value: float) -> dict[str, Any]:
     return {"w": np.full(SIZE, value, np.float32)}
 
@@ -51,12 +59,10 @@ def gradient(value: float) -> dict[str, Any]:
 @pytest.mark.parametrize("index", [0, 1])
 @pytest.mark.parametrize("aggregation", ["fast", "exact"])
 def test_pull_when_a_shard_was_restarted_after_the_push_then_the_gradient_counts_once(
-    restartable: Callable[..., Restartable], aggregation: str, index: int
+    job: Restartable, aggregation: str, index: int
 ) -> None:
     """The open round died with the shard; the client sends its gradient again, before it waits for the round."""
-    job = restartable()
-    with connect(job.servers, 0, 2) as ps, connect(job.servers, 1, 2) as peer:
-        declare_both(ps, peer, aggregation=aggregation)
+    with two_workers(job, aggregation=aggregation) as (ps, peer):
         ps.push(gradient(2.0))
 
         job.restart(index)
@@ -70,10 +76,9 @@ def test_pull_when_a_shard_was_restarted_after_the_push_then_the_gradient_counts
 
 @pytest.mark.parametrize("aggregation", ["fast", "exact"])
 def test_stats_when_a_shard_has_lost_a_gradient_then_they_say_what_became_of_it_in_the_end(
-    restartable: Callable[..., Restartable], aggregation: str
+    job: Restartable, aggregation: str
 ) -> None:
     """Also where its round was decided before the shard had it again."""
-    job = restartable()
     with connect(job.servers, 0, 1) as ps:
         declare(ps, aggregation=aggregation)
         ps.push(gradient(2.0))
@@ -89,12 +94,10 @@ def test_stats_when_a_shard_has_lost_a_gradient_then_they_say_what_became_of_it_
 @pytest.mark.parametrize("index", [0, 1])
 @pytest.mark.parametrize("aggregation", ["fast", "exact"])
 def test_push_when_the_round_before_is_open_then_keeps_its_gradient_until_it_has_closed(
-    restartable: Callable[..., Restartable], aggregation: str, index: int
+    job: Restartable, aggregation: str, index: int
 ) -> None:
     """The buffers are the only copy that survives the shard: the next push must not overwrite them before."""
-    job = restartable()
-    with connect(job.servers, 0, 2) as ps, connect(job.servers, 1, 2) as peer:
-        declare_both(ps, peer, aggregation=aggregation)
+    with two_workers(job, aggregation=aggregation) as (ps, peer):
         ps.push(gradient(2.0))
         second = Thread(lambda: ps.push(gradient(100.0)))
         until(lambda: all(shard.shard._core.waiting.open(0) for shard in job.shards[:1]))
@@ -112,10 +115,9 @@ def test_push_when_the_round_before_is_open_then_keeps_its_gradient_until_it_has
 @pytest.mark.parametrize("index", [0, 1])
 @pytest.mark.parametrize("aggregation", ["fast", "exact"])
 def test_close_when_a_shard_is_restarted_before_the_last_round_has_closed_then_the_gradient_counts(
-    restartable: Callable[..., Restartable], aggregation: str, index: int
+    job: Restartable, aggregation: str, index: int
 ) -> None:
     """The push was acknowledged, and is in no arena: the worker stays until it need not be sent again."""
-    job = restartable()
     with connect(job.servers, 1, 2) as peer:
         ps = connect(job.servers, 0, 2)
         declare_both(ps, peer, aggregation=aggregation)
@@ -132,11 +134,8 @@ def test_close_when_a_shard_is_restarted_before_the_last_round_has_closed_then_t
 
 
 @pytest.mark.parametrize("aggregation", ["fast", "exact"])
-def test_worker_when_forgotten_after_a_push_then_stays_until_the_round_has_closed(
-    restartable: Callable[..., Restartable], aggregation: str
-) -> None:
+def test_worker_when_forgotten_after_a_push_then_stays_until_the_round_has_closed(job: Restartable, aggregation: str) -> None:
     """As a program's own function does that connects, trains, and returns."""
-    job = restartable()
     with connect(job.servers, 1, 2) as peer:
         ps = connect(job.servers, 0, 2)
         declare_both(ps, peer, aggregation=aggregation)
@@ -157,10 +156,9 @@ def test_worker_when_forgotten_after_a_push_then_stays_until_the_round_has_close
 @pytest.mark.process
 @pytest.mark.parametrize("last", ["ps = train()", "train()"], ids=["kept", "forgotten"])
 def test_program_when_it_ends_after_a_push_then_stays_until_the_round_has_closed(
-    restartable: Callable[..., Restartable], tmp_path: Path, last: str
+    job: Restartable, tmp_path: Path, last: str
 ) -> None:
     """Without close(), too; the shard that was killed is sent the gradient again at the interpreter's exit."""
-    job = restartable()
     script = tmp_path / "program.py"
     script.write_text(PROGRAM.format(servers=job.servers, size=SIZE, last=last))
     with connect(job.servers, 1, 2) as peer, subprocess.Popen([sys.executable, str(script)]) as process:
@@ -235,11 +233,8 @@ def test_close_when_something_has_failed_then_waits_for_nobody(cluster: Start, f
 
 
 @pytest.mark.parametrize("consistency", ["async", "ssp:2"])
-def test_push_when_a_shard_is_restarted_again_and_again_then_sums_are_exact(
-    restartable: Callable[..., Restartable], consistency: str
-) -> None:
+def test_push_when_a_shard_is_restarted_again_and_again_then_sums_are_exact(job: Restartable, consistency: str) -> None:
     """Integers and lr 1: what was acknowledged is in, once; and what came with the last one is given to the next process."""
-    job = restartable()
     with connect(job.servers, 0, 1) as ps:
         declare(ps, consistency=consistency)
         for step in range(6):
@@ -255,11 +250,9 @@ def test_push_when_a_shard_is_restarted_again_and_again_then_sums_are_exact(
     assert successor.client_state == b"after 5"
 
 
-def test_barrier_when_shard_zero_is_restarted_while_it_waits_then_goes_on(restartable: Callable[..., Restartable]) -> None:
+def test_barrier_when_shard_zero_is_restarted_while_it_waits_then_goes_on(job: Restartable) -> None:
     """The arrival is sent again to the next incarnation."""
-    job = restartable()
-    with connect(job.servers, 0, 2) as ps, connect(job.servers, 1, 2) as peer:
-        declare_both(ps, peer)
+    with two_workers(job) as (ps, peer):
         waiting = Thread(lambda: ps.barrier("b"))
         until(lambda: bool(job.shards[0].shard._core.waiting.open(0)))
         job.restart(0)
@@ -317,11 +310,8 @@ def test_declare_when_the_initializer_was_superseded_on_the_way_then_the_values_
 
 
 @pytest.mark.parametrize("deaths", [1, REJOINS_MAX + 2])
-def test_declare_when_a_shard_dies_before_it_has_values_then_begins_anew(
-    restartable: Callable[..., Restartable], deaths: int
-) -> None:
+def test_declare_when_a_shard_dies_before_it_has_values_then_begins_anew(job: Restartable, deaths: int) -> None:
     """Nothing was lost that anybody had built on, so the job need not end."""
-    job = restartable()
     ps, faults = connect_faulty(job.servers, 0, 1)
     with ps:
         for _ in range(deaths):
@@ -332,12 +322,9 @@ def test_declare_when_a_shard_dies_before_it_has_values_then_begins_anew(
         assert set(ps.push_pull(gradient(1.0))["w"].tolist()) == {-1.0}
 
 
-def test_declare_when_shard_zero_dies_before_it_has_values_and_a_new_worker_comes_first_then_all_meet(
-    restartable: Callable[..., Restartable],
-) -> None:
+def test_declare_when_shard_zero_dies_before_it_has_values_and_a_new_worker_comes_first_then_all_meet(job: Restartable) -> None:
     """Nobody has named the run: the next life of shard 0 gives it another name, which neither the first worker nor shard 1
     know yet."""
-    job = restartable()
     early, faults = connect_faulty(job.servers, 0, 2)
     late: list[ParameterServer] = []
 
@@ -358,9 +345,8 @@ def test_declare_when_shard_zero_dies_before_it_has_values_and_a_new_worker_come
     assert len({shard.shard._core.run_id for shard in job.shards}) == 1
 
 
-def test_declare_when_the_others_have_begun_under_another_name_then_joins_them(restartable: Callable[..., Restartable]) -> None:
+def test_declare_when_the_others_have_begun_under_another_name_then_joins_them(job: Restartable) -> None:
     """As above, and this worker stands still between two shards for so long that the new name holds when it goes on."""
-    job = restartable()
     slow, faults = connect_faulty(job.servers, 1, 2)
     late: list[ParameterServer] = []
 
@@ -391,11 +377,8 @@ def test_rejoin_when_shard_zero_has_come_back_blank_then_is_told(cluster: Start)
             ps._worker._session.join()
 
 
-def test_rejoin_when_the_job_has_gone_back_meanwhile_then_is_told(
-    restartable: Callable[..., Restartable], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rejoin_when_the_job_has_gone_back_meanwhile_then_is_told(job: Restartable, monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker whose lease ran out over a rollback finds other parameters than it left: not a mere rejoin."""
-    job = restartable()
     with connect(job.servers, 0, 1) as ps:
         declare(ps)
         for server in job.shards:
@@ -410,9 +393,8 @@ def test_rejoin_when_the_job_has_gone_back_meanwhile_then_is_told(
     assert told == [{"timeline": 3}]
 
 
-def test_leave_when_a_shard_was_restarted_meanwhile_then_is_heard(restartable: Callable[..., Restartable]) -> None:
+def test_leave_when_a_shard_was_restarted_meanwhile_then_is_heard(job: Restartable) -> None:
     """The job is done, on the incarnation too that this worker had not met yet."""
-    job = restartable()
     ps = connect(job.servers, 0, 1)
     declare(ps)
     memberships = ps._worker._session.memberships
@@ -425,11 +407,8 @@ def test_leave_when_a_shard_was_restarted_meanwhile_then_is_heard(restartable: C
     assert job.shards[1].done.wait(10)
 
 
-def test_rejoin_when_the_round_it_had_committed_is_decided_later_then_all_shards_hear_of_it(
-    restartable: Callable[..., Restartable],
-) -> None:
+def test_rejoin_when_the_round_it_had_committed_is_decided_later_then_all_shards_hear_of_it(job: Restartable) -> None:
     """The new session begins after that round; the worker on whom it waited leaves, and tells nobody what was decided."""
-    job = restartable()
     peer = connect(job.servers, 1, 2)
     with connect(job.servers, 0, 2) as ps:
         declare_both(ps, peer, aggregation="exact")

@@ -351,11 +351,11 @@ def test_train_when_the_authority_is_changed_then_the_worker_reads_the_new_one(
 
 @pytest.mark.parametrize("transport", ["tcp", "grpc"])
 def test_train_when_a_shard_is_restarted_then_its_new_certificate_and_tokens_hold(
-    restartable: Callable[..., Restartable], place: Place, transport: str
+    cluster: Callable[..., Any], tmp_path: Path, place: Place, transport: str
 ) -> None:
     """A shard that comes back with another certificate and without the old token: resumed, and each gradient counted once."""
     config = {**place.certificate("shard", HOST), "token_file": place.at("tokens")}
-    job = restartable(**config)
+    job = Restartable(cluster, tmp_path, **config)
     with psd_client.connect(job.servers, 0, 1, transport=transport, **place.client()) as ps:
         declare(ps)
         train(ps, 1)

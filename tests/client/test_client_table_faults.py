@@ -44,10 +44,9 @@ def pair(servers: str, **options: Any) -> tuple[ParameterServer, Any, ParameterS
 @pytest.mark.parametrize("index", [0, 1])
 @pytest.mark.parametrize("aggregation", ["fast", "exact"])
 def test_pull_when_a_shard_was_restarted_after_the_push_then_the_rows_count_once(
-    restartable: Callable[..., Restartable], aggregation: str, index: int
+    job: Restartable, aggregation: str, index: int
 ) -> None:
     """The open round died with the shard; the worker sends its rows again, as they were, before it waits for the round."""
-    job = restartable()
     with connect(job.servers, 0, 2) as ps, connect(job.servers, 1, 2) as peer:
         in_threads(lambda: declare(ps, aggregation=aggregation), lambda: declare(peer, aggregation=aggregation))
         ids, grads = rows(2)

@@ -203,6 +203,26 @@ def test_join_when_a_shard_cannot_read_the_checkpoint_then_says_so() -> None:
     assert len(places(shards)) == 1
 
 
+def test_join_when_a_shard_names_a_checkpoint_instead_of_a_damaged_one_then_all_go_back_to_that() -> None:
+    """Two of three cannot read what they are asked to go back to, each another one; the third would have both."""
+
+    class Picky(FakeShard):
+        damaged = "c3"
+
+        def rollback(self, request: control_pb2.RollbackRequest, call: Any) -> None:
+            if request.checkpoint == self.damaged:
+                raise CheckpointCorrupt(self.damaged, instead=f"c{int(self.damaged[1]) - 1}")
+            super().rollback(request, call)
+
+    shards = [FakeShard(0, "c3", True), Picky(1, "c1"), Picky(1, "c1")]
+    shards[2].damaged = "c2"  # type: ignore[attr-defined]
+
+    bring_together(shards)
+
+    assert {(checkpoint, is_tentative) for _, checkpoint, is_tentative in places(shards)} == {("c1", False)}
+    assert len(places(shards)) == 1
+
+
 def test_join_when_it_never_comes_together_then_gives_up() -> None:
     """Two jobs that restore each other's shards for ever: an error instead of a loop."""
     shards = [FakeShard(0, "c1", True), FakeShard(0, "c1", True)]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from client_faults import Faults, Restartable, connect_faulty, expire
 
 from psd.contract.errors import ShardUnavailable
 from psd_client import ParameterServer
+from psd_client.vectors import Vector
 
 Start = Callable[..., Any]
 
@@ -26,12 +28,19 @@ def connected(job: Restartable, **config: Any) -> tuple[ParameterServer, Faults]
     return connect_faulty(job.servers, wait_timeout_s=20, **config)
 
 
+@contextmanager
+def impatient(job: Restartable) -> Iterator[tuple[Vector, Faults]]:
+    """A vector of a worker that does not try again."""
+    ps, faults = connected(job, retry_timeout_s=0)
+    with ps:
+        yield ps.vector("x", SIZE), faults
+
+
 @pytest.mark.parametrize("index", [0, 1])
 @pytest.mark.parametrize("action", list(ACTIONS))
 def test_batch_when_its_reply_is_lost_then_it_is_answered_again_and_counts_once(
-    restartable: Callable[..., Restartable], action: str, index: int
+    job: Restartable, action: str, index: int
 ) -> None:
-    job = restartable()
     ps, faults = connected(job)
     with ps:
         x = ps.vector("x", SIZE)
@@ -47,10 +56,7 @@ def test_batch_when_its_reply_is_lost_then_it_is_answered_again_and_counts_once(
 
 
 @pytest.mark.parametrize("action", ["lost", "restarted"])
-def test_vector_when_the_reply_to_its_making_is_lost_then_it_is_made_once(
-    restartable: Callable[..., Restartable], action: str
-) -> None:
-    job = restartable()
+def test_vector_when_the_reply_to_its_making_is_lost_then_it_is_made_once(job: Restartable, action: str) -> None:
     ps, faults = connected(job)
     with ps:
         faults.lose_reply("change_vectors", shard=1, after=lambda: ACTIONS[action](job, 1))
@@ -63,15 +69,10 @@ def test_vector_when_the_reply_to_its_making_is_lost_then_it_is_made_once(
         faults.assert_all_fired()
 
 
-def test_batch_when_the_program_calls_again_after_a_failure_then_it_counts_once(
-    restartable: Callable[..., Restartable],
-) -> None:
+def test_batch_when_the_program_calls_again_after_a_failure_then_it_counts_once(job: Restartable) -> None:
     """One shard has run the batch, and the other has not heard of it."""
-    job = restartable()
-    ps, faults = connected(job, retry_timeout_s=0)
-    values = np.ones(SIZE)
-    with ps:
-        x = ps.vector("x", SIZE)
+    with impatient(job) as (x, faults):
+        values = np.ones(SIZE)
         faults.fail("run_vectors", shard=1, error=ShardUnavailable("gone"))
         with pytest.raises(ShardUnavailable):
             x.add(values)
@@ -81,14 +82,9 @@ def test_batch_when_the_program_calls_again_after_a_failure_then_it_counts_once(
         assert x.sum() == SIZE
 
 
-def test_batch_when_another_one_follows_its_failure_then_it_is_completed_first(
-    restartable: Callable[..., Restartable],
-) -> None:
-    job = restartable()
-    ps, faults = connected(job, retry_timeout_s=0)
-    values = np.ones(SIZE)
-    with ps:
-        x = ps.vector("x", SIZE)
+def test_batch_when_another_one_follows_its_failure_then_it_is_completed_first(job: Restartable) -> None:
+    with impatient(job) as (x, faults):
+        values = np.ones(SIZE)
         for index in (0, 1):
             faults.fail("run_vectors", shard=index, error=ShardUnavailable("gone"))
         with pytest.raises(ShardUnavailable):

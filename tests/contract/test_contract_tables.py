@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 
 from psd.contract.config import Limits
@@ -90,6 +91,25 @@ def test_unknown_initial_values_are_refused():
     message.init = "Xavier"
     with pytest.raises(InvalidRequest, match="init: must be one of Zeros"):
         SparseTableSpec.from_message(message)
+
+
+@pytest.mark.parametrize(
+    ("fields", "of_numpy"),
+    [
+        ({"init": Constant(1.0), "admit_probability": 1.0}, {"init": Constant(1), "admit_probability": 1}),
+        ({"init": Normal(0.5)}, {"init": Normal(np.float64(0.5), np.float32(0))}),
+        ({"admit_probability": 0.5}, {"admit_probability": np.float64(0.5)}),
+        ({}, {"name": np.str_("user"), "dtype": np.str_("float32")}),
+    ],
+)
+def test_a_declaration_is_the_same_with_numbers_of_any_kind(fields, of_numpy):
+    """Shards compare the layout's digest with that of the worker, who may have computed its numbers with NumPy."""
+    plain, given = (dataclasses.replace(TABLE, **options) for options in (fields, of_numpy))
+
+    assert Layout(job(given), 1).digest == Layout(JobSpec.from_message(job(given).to_message()), 1).digest
+    assert Layout(job(given), 1).digest == Layout(job(plain), 1).digest
+    tensors = [TensorSpec(name, (5,)) for name in ("w", np.str_("w"))]
+    assert len({Layout(job(tensors=(tensor,), groups=(GroupSpec(),)), 1).digest for tensor in tensors}) == 1
 
 
 def test_layout_has_a_block_of_tables_on_each_shard():

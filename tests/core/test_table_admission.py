@@ -35,6 +35,16 @@ def test_an_id_gets_a_row_when_it_was_seen_often_enough(memory_path):
     assert store.read(np.array([1]))[0, 0] == 0  # a row that went is not admitted for what was seen before
 
 
+def test_ids_of_one_push_are_all_counted(memory_path):
+    """Many of them have neighbours among the sightings; there are words for all."""
+    store = make(memory_path, admit_after=3)
+    for ids in (np.arange(600), np.arange(600)[::-1], np.arange(600)):
+        assert store.counters()["rows"] == 0
+        push(store, ids, -1)
+
+    assert store.counters()["rows"] >= 595
+
+
 def test_rows_that_are_written_are_admitted(memory_path):
     store = make(memory_path, admit_after=3)
     push(store, [8], -1)

@@ -88,10 +88,12 @@ def test_the_normal_quantile_is_exact_and_the_distributions_have_their_moments(m
 def test_numbers_that_are_none_are_refused():
     for make, says in (
         (lambda: Normal(-1), "std: must be >= 0, got -1"),
-        (lambda: Uniform(0, float("nan")), "high: expected a finite number, got nan"),
-        (lambda: Uniform(2, 1), "low: must be at most high, which is 1, got 2"),
-        (lambda: Constant("x"), "value: expected a finite number, got 'x'"),
-        (lambda: Constant(None), "value: expected a finite number, got None"),
+        (lambda: Uniform(0, float("nan")), "high: expected a number that is finite as a float32, got nan"),
+        (lambda: Uniform(2, 1), "low: must be at most high, which is 1.0, got 2.0"),
+        (lambda: Constant(1e39), "value: expected a number that is finite as a float32, got 1e.39"),
+        (lambda: Constant(1e39), "value: expected a number that is finite as a float32, got 1e.39"),
+        (lambda: Constant("x"), "value: expected a number that is finite as a float32, got 'x'"),
+        (lambda: Constant(None), "value: expected a number that is finite as a float32, got None"),
     ):
         with pytest.raises(ValueError, match=says):
             make()

@@ -133,10 +133,10 @@ def trained(mode: str, workers: int, shards: int, ahead_s: float = 0.0) -> Clust
     return cluster
 
 
-def store(cluster: Cluster, directory: CheckpointDirectory) -> str:
+def store(cluster: Cluster, directory: CheckpointDirectory, cut_id: str = "a1") -> str:
     """Write all shards' parts as they are; the checkpoint's name."""
     for driver in cluster.drivers:
-        cut = Cut("a1", STEP, 0, driver.core.run_id, 5.0, driver.core.declared().layout)
+        cut = Cut(cut_id, STEP, 0, driver.core.run_id, 5.0, driver.core.declared().layout)
         driver.write_part(directory, cut)
     assert directory.complete(cut)
     return cut.name

@@ -3,14 +3,11 @@ when there is room again."""
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import functools
-import io
 import os
 
 import pytest
-from full_disk import full_disk
+from full_disk import full_disk, no_room_at
 from full_state import NO_ROOM, Hoarder, assert_disk_agrees
 from shard_driver import Driver, job_spec
 from stored_job import STEP, begun, spec_of, store, trained
@@ -23,12 +20,6 @@ from psd.state.life import Life
 
 LOCK_BYTES = 24
 """Enough for the line in the lock file, which is there and is only written over."""
-
-
-@pytest.fixture
-def driver_of(tmp_path):
-    """Makes drivers with a directory of their own."""
-    return lambda spec=None, **arguments: Driver(spec, state_dir=str(tmp_path / "state"), **arguments)
 
 
 # -- barriers --
@@ -165,25 +156,7 @@ def test_a_private_shard_keeps_no_notes(tmp_path):
 
 
 DECLARE_CALLS = 15
-"""Calls of the system that a declaration makes, of those below."""
-
-
-@contextlib.contextmanager
-def no_room_at(failing, monkeypatch):
-    """The n-th call that could need room finds none; yields the calls that are made."""
-    names = ("open", "mkdir", "ftruncate", "posix_fallocate", "pwrite", "rename", "replace", "fsync")
-    made = []
-
-    def limited(*args, call, **kwargs):
-        made.append(call)
-        if len(made) == failing:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return call(*args, **kwargs)
-
-    with monkeypatch.context() as patch:
-        for owner, name in ((io, "open"), *((os, name) for name in names)):
-            patch.setattr(owner, name, functools.partial(limited, call=getattr(owner, name)))
-        yield made
+"""Calls of the system that a declaration makes, of those that `no_room_at` counts."""
 
 
 def test_a_job_that_has_no_room_at_any_step_leaves_nothing_and_can_be_declared_again(driver_of, tmp_path, monkeypatch):

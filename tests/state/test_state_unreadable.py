@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from shard_driver import Driver
 from stored_job import STEP, begun, spec_of, store, trained
@@ -66,3 +68,25 @@ def test_a_shard_whose_only_checkpoint_it_is_begins_without_one(directory, monke
     assert (fresh.shard.restored_from, fresh.core.restored_from, fresh.core.is_tentative) == (None, "", False)
     fresh.start(value=3.0)
     assert set(fresh.values()) == {3.0}
+
+
+@pytest.mark.parametrize("how", ["damaged", "gone"])
+def test_a_shard_that_is_sent_to_a_checkpoint_that_it_cannot_read_names_another(directory, how):
+    """A shard that has lost everything has begun from it; this one lives on, and stays as it is. Then they can agree."""
+    job = trained("sync", 2, 2)
+    older, newer = store(job, directory, "a1"), store(job, directory, "b1")
+    lost, there = begun(directory, newer, "sync", 2, 2)
+    asked, other = (newer, older) if how == "damaged" else (older, newer)
+    for path in Path(directory.location, asked).iterdir():
+        if how == "gone":
+            path.unlink()
+        elif path.suffix != ".json":
+            path.write_bytes(bytes(path.stat().st_size))
+
+    with pytest.raises(CheckpointCorrupt) as refused:
+        there.rollback(asked, 2)
+
+    assert (refused.value.detail["instead"], there.core.restored_from, there.core.timeline) == (other, newer, 1)
+    for driver in (lost, there):
+        driver.rollback(other, 3)
+    assert {(driver.core.restored_from, driver.core.timeline) for driver in (lost, there)} == {(other, 3)}

@@ -12,7 +12,7 @@ import logging
 import random
 from collections.abc import Callable, Sequence
 
-from psd.contract.errors import StateLost
+from psd.contract.errors import CheckpointCorrupt, StateLost
 from psd.v1 import control_pb2
 from psd_client.lanes.shards import Shards
 from psd_client.lanes.transport import Call, Lane, Scope
@@ -44,9 +44,9 @@ def join_one_timeline(
 
     Raises:
         StateLost: the shards cannot be brought together: one of them has no state and there is no checkpoint.
-        CheckpointFailed, CheckpointCorrupt: a shard cannot read the checkpoint from which the others begin.
+        CheckpointFailed, CheckpointCorrupt: a shard cannot read the checkpoint from which the others begin, nor another one.
     """
-    has_looked_again = False
+    has_looked_again, instead = False, ""
     for _ in range(ATTEMPTS_MAX):
         replies = join_all()
         if _is_one_timeline(replies):
@@ -56,7 +56,13 @@ def join_one_timeline(
             Scope().sleep(LOOK_AGAIN_S * (1 + uniform()))
             continue
         has_looked_again = False
-        _bring_together(replies, shards)
+        try:
+            _bring_together(replies, shards, instead)
+        except CheckpointCorrupt as error:
+            instead = error.detail.get("instead", "")
+            if not instead:
+                raise
+            logger.warning("psd: %s. The shards go back to %s instead", error, instead)
     raise StateLost("the shards could not be brought onto one timeline; are checkpoints written by two jobs to one directory?")
 
 
@@ -65,11 +71,12 @@ def _is_one_timeline(replies: Sequence[control_pb2.JoinReply]) -> bool:
     return len({(reply.timeline, reply.checkpoint) for reply in replies}) == 1 and not any(r.is_tentative for r in replies)
 
 
-def _bring_together(replies: Sequence[control_pb2.JoinReply], shards: Shards) -> None:
+def _bring_together(replies: Sequence[control_pb2.JoinReply], shards: Shards, instead: str) -> None:
+    """Have all shards go back to one checkpoint: that `instead` of one that a shard could not read, if it has named any."""
     latest = max(reply.timeline for reply in replies)
     sources = [r for r in replies if r.is_tentative] or [r for r in replies if r.timeline == latest]
     # The oldest, if there are different ones: the newer may be damaged for some shards.
-    checkpoint = min((reply.checkpoint for reply in sources if reply.checkpoint), default=None)
+    checkpoint = instead or min((reply.checkpoint for reply in sources if reply.checkpoint), default=None)
     if checkpoint is None:
         raise StateLost("the shards are on different timelines, and none names a checkpoint to which all could go back")
     # A later one than any shard's: those that are on the latest already may have been trained since.

@@ -28,6 +28,7 @@ from psd.checkpoint import (
     parameter_blocks,
     table_values,
 )
+from psd.checkpoint.cut import CutName
 from psd.contract.config import ConfigError
 from psd.contract.errors import (
     CheckpointCorrupt,
@@ -172,7 +173,8 @@ class Restoration:
         the worker has found it.
 
         Raises:
-            CheckpointFailed, CheckpointCorrupt: the checkpoint cannot be read here; the shard is as it was.
+            CheckpointFailed, CheckpointCorrupt: the checkpoint cannot be read here; the shard is as it was. One that is damaged
+                or gone will not be read later either: its error names another.
         """
         core = self._core
         with core.job_lock:
@@ -189,11 +191,26 @@ class Restoration:
                     core.become(Life.RESTORED)
                     self._begin_incarnation()
             if not is_there:
-                manifest = self._readable(request.checkpoint).load(request.checkpoint)
-                self._load(manifest, Life.RESTORED, timeline=request.timeline, workers=request.workers)
+                try:
+                    manifest = self._readable(request.checkpoint).load(request.checkpoint)
+                    self._load(manifest, Life.RESTORED, timeline=request.timeline, workers=request.workers)
+                except CheckpointCorrupt as error:
+                    error.detail["instead"] = self._instead_of(request.checkpoint)
+                    raise
         # A shard that waited for this has said already what it starts from; another one gives up later steps.
         level = logging.DEBUG if is_there else logging.WARNING
         logger.log(level, "went back to checkpoint %s; timeline %d begins", request.checkpoint, request.timeline)
+
+    def _instead_of(self, checkpoint: str) -> str:
+        """The newest checkpoint before one that cannot be read here, or else the newest of all; "" if there is none."""
+        if CutName.of(checkpoint) is None:
+            return ""
+        try:
+            directory = self._readable(checkpoint)
+            found = directory.newest(before=checkpoint) or directory.newest()
+        except PsdError:
+            return ""
+        return found.name if found is not None and found.name != checkpoint else ""
 
     def redeclare(self, spec: JobSpec) -> None:
         """Let the first declaration after a restore change workers, consistency, reduction and the treatment of staleness.
