@@ -13,6 +13,7 @@ import selectors
 import signal
 from collections.abc import Callable, Sequence
 
+from psd.cli import descriptors
 from psd.cli.plan import Plan
 from psd.cli.policy import Name
 from psd.cli.processes import Child
@@ -28,6 +29,9 @@ _SWEEP_GRACE_S = 2.0
 """Seconds for processes that workers have left behind, once the workers themselves are gone."""
 
 DASHBOARD = Name("dashboard", 0)
+
+DESCRIPTORS_BESIDE = 64
+"""Open files of psd-run beside those of its processes."""
 
 CANNOT_START = 126
 """Status of a process that could not be started, as a shell has it."""
@@ -68,6 +72,7 @@ class HostProcesses:
         self._state = StateDirectory(
             plan.state_dirs[plan.node], plan.run_id, plan.places.shards, is_private=plan.is_state_private
         )
+        descriptors.allow(len(plan.places.names(plan.node)) + DESCRIPTORS_BESIDE)
         self._start_watchdog()
 
     def start(self, name: Name, addresses: Sequence[str]) -> None:
