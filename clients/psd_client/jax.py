@@ -23,6 +23,7 @@ from jax.experimental import io_callback
 from numpy.typing import NDArray
 
 from psd.contract.errors import InvalidRequest, InvalidTensor
+from psd.contract.rules import weight_of
 from psd.contract.staleness import parse_staleness
 from psd_client.client import ParameterServer, worker_of
 from psd_client.faces import check_connection, connection_of
@@ -110,7 +111,7 @@ def distribute(
         options = {**optimizer.option_values(), **stale_scalars}
         if learning_rate is not None:
             options["lr"] = learning_rate(worker.clock)
-        worker.push_pull_flat([scalar_values(spec, options, 0)], float(batch_size))
+        worker.push_pull_flat([scalar_values(spec, options, 0)], weight_of(batch_size, "batch_size"))
         return np.asarray(worker.clock, np.int32), *worker.parameters.views
 
     def init(params: Params) -> State:
