@@ -213,14 +213,14 @@ def as_row_ids(what: str, ids: Any) -> NDArray[Any]:
         numbers = np.asarray(ids, object).reshape(-1).tolist()
         if all(isinstance(number, (int, np.integer)) and -(1 << 63) <= number < 1 << 64 for number in numbers):
             return np.array([int(number) % (1 << 64) for number in numbers], np.uint64).reshape(array.shape)
-    hint = "; psd_client.hash_ids makes ids of strings" if array.dtype.kind in "OSU" else ""
+    hint = "; psd_client.hash_ids makes ids of strings" if array.dtype.kind in "SU" else ""
     raise InvalidTensor(f"{what}: dtype must be int64 or uint64, got {array.dtype}{hint}")
 
 
 def _as_array(what: str, values: Any, dtype: Any = None) -> NDArray[Any]:
     try:
         return np.asarray(values, dtype)
-    except (TypeError, ValueError) as error:  # such as lists of different lengths
+    except (TypeError, ValueError, RuntimeError) as error:  # lists of different lengths; a tensor of torch that requires grad
         raise InvalidTensor(f"{what}: NumPy makes no array of it: {error}") from None
 
 
