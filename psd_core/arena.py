@@ -112,6 +112,8 @@ class Arena:
         workers: int,
         crash_point: Callable[[str], None] = _no_crash,
         replace: bool = False,
+        instead: Arena | None = None,
+        prepare: Callable[[Arena], None] = lambda _: None,
     ) -> Arena:
         """Make an arena with no block published, with all words 0, in a directory that is made if need be.
 
@@ -122,6 +124,9 @@ class Arena:
             shapes: of the blocks. workers: ranks in the dedup window, members and decision masks.
             crash_point: called at each of CRASH_POINTS.
             replace: a finished arena too. What it held is lost.
+            instead: this process's arena in that directory, whose place it takes; that one then has no file any more, and is
+                not to be closed.
+            prepare: called before it appears, to set words and members.
 
         Raises:
             ArenaBusy: another live process holds the directory.
@@ -132,10 +137,13 @@ class Arena:
         form.check_shapes(shapes, workers)
         path = Path(directory)
         with files.lack_of_space(f"no space for an arena in {path}"):
-            held = files.take_lock(path, is_made=files.make_directory(path))
-            if (path / files.ARENA_NAME).exists() and not replace:
-                held.close()
-                raise ArenaError(f"{path} holds an arena already")
+            if instead is not None:
+                held = instead._directory  # noqa: SLF001 - of its own class
+            else:
+                held = files.take_lock(path, is_made=files.make_directory(path))
+                if (path / files.ARENA_NAME).exists() and not replace:
+                    held.close()
+                    raise ArenaError(f"{path} holds an arena already")
             file = None
             try:
                 front = form.Front(workers, tuple(shapes), bytes(meta))
@@ -145,6 +153,7 @@ class Arena:
                 file.write(front.pack(), 0)
                 arena = cls(held, file, front, crash_point)
                 arena._allocate()
+                prepare(arena)
                 crash_point("arena.create.before_rename")
                 (path / files.UNFINISHED_NAME).rename(path / files.ARENA_NAME)
                 crash_point("arena.create.after_rename")
@@ -152,7 +161,8 @@ class Arena:
                 if file is not None:
                     file.close()
                 held.remove(files.UNFINISHED_NAME)
-                held.close()
+                if instead is None:
+                    held.close()
                 raise
         return arena
 

@@ -46,6 +46,12 @@ class Cluster:
     def servers(self) -> str:
         return ",".join(shard.address for shard in self.shards)
 
+    def finish(self) -> None:
+        """Have the shards of a job that ends store what they hold."""
+        for shard in self.shards:
+            assert shard.done.wait(20)
+            shard.drain(5)
+
 
 @pytest.fixture(autouse=True)
 def _rules_of_locks_are_kept() -> Iterator[None]:

@@ -214,7 +214,7 @@ def as_row_ids(what: str, ids: Any) -> NDArray[Any]:
         numbers = np.asarray(ids, object).reshape(-1).tolist()
         if all(isinstance(number, (int, np.integer)) and -(1 << 63) <= number < 1 << 64 for number in numbers):
             return np.array([int(number) % (1 << 64) for number in numbers], np.uint64).reshape(array.shape)
-    hint = "; psd_client.hash_ids makes ids of strings" if array.dtype.kind in "OSU" else ""
+    hint = "; psd_client.hash_ids makes ids of strings" if array.dtype.kind in "SU" else ""
     raise InvalidTensor(f"{what}: dtype must be int64 or uint64, got {array.dtype}{hint}")
 
 

@@ -50,7 +50,7 @@ def as_array(what: str, value: Any, dtype: Any = None) -> NDArray[Any]:
         refuse(InvalidTensor, what, "an array", value)
     try:
         return np.asarray(value, None if hasattr(value, "dtype") else dtype)
-    except (TypeError, ValueError) as error:  # such as lists of different lengths
+    except (TypeError, ValueError, RuntimeError) as error:  # lists of different lengths; a tensor of torch that requires grad
         raise InvalidTensor(f"{what}: NumPy makes no array of it: {error}") from None
 
 

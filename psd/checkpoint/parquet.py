@@ -101,13 +101,25 @@ class ParquetTable:
         if not (is_list and pa.types.is_floating(types[1].value_type)):
             raise CheckpointFailed(f"{path}: column {rows!r}: expected lists of floating numbers, got {types[1]}")
         self.count = self._file.metadata.num_rows
-        first = next(self._file.iter_batches(1, columns=[rows]), None)
-        self.dim = types[1].list_size if pa.types.is_fixed_size_list(types[1]) else len(first[0][0]) if first else 1
+        self._errors = (OSError, pa.ArrowException)
+        if pa.types.is_fixed_size_list(types[1]):
+            self.dim = types[1].list_size
+        else:
+            first = next(self._batches(1, [rows]), None)
+            self.dim = 1 if first is None else len(first[0][0].as_py() or ())
+        if self.dim < 1:
+            raise CheckpointFailed(f"{path}: column {rows!r}: expected at least one number in each row, got none in the first")
+
+    def _batches(self, rows: int, columns: list[str]) -> Iterator[Any]:
+        try:
+            yield from self._file.iter_batches(rows, columns=columns)
+        except self._errors as error:
+            raise CheckpointFailed(f"{self.location}: {error}") from None
 
     def rows(self) -> Iterator[ValueRows]:
         """See ValueTable."""
         at = 0
-        for batch in self._file.iter_batches(max(1, PIECE_BYTES // (4 * self.dim)), columns=self._columns):
+        for batch in self._batches(max(1, PIECE_BYTES // (4 * self.dim)), self._columns):
             ids, rows = (batch.column(name) for name in self._columns)
             values = rows.flatten()
             lengths = np.diff(rows.offsets.to_numpy()) if hasattr(rows, "offsets") else np.full(len(rows), self.dim)
@@ -118,5 +130,6 @@ class ParquetTable:
             at += len(ids)
             keys = ids.to_numpy(zero_copy_only=False)
             keys = keys.view(np.uint64) if keys.dtype.itemsize == 8 else keys.astype(np.int64).view(np.uint64)
-            numbers = values.to_numpy(zero_copy_only=False).astype(np.float32, copy=False)
+            with np.errstate(over="ignore"):  # as in plain.py
+                numbers = values.to_numpy(zero_copy_only=False).astype(np.float32, copy=False)
             yield ValueRows(keys, numbers.reshape(len(keys), self.dim))

@@ -128,7 +128,7 @@ class PlainTable:
         (ids_type, ids_shape), (rows_type, rows_shape) = (file.entries[name][1:3] for name in self._names)
         if len(ids_shape) != 1 or ids_type not in ("I64", "U64"):
             raise CheckpointFailed(f"{file.location}: {ids!r}: expected ids, (n,) int64 or uint64, got {ids_shape} {ids_type}")
-        if len(rows_shape) != 2 or rows_shape[0] != ids_shape[0] or rows_type not in _FLOATS:
+        if len(rows_shape) != 2 or rows_shape[0] != ids_shape[0] or rows_shape[1] < 1 or rows_type not in _FLOATS:
             raise CheckpointFailed(
                 f"{file.location}: {rows!r}: expected rows, ({ids_shape[0]}, dim) floating, got {rows_shape} {rows_type}"
             )

@@ -24,6 +24,9 @@ EXIT_USAGE = 2
 EXIT_CHECKPOINT = 74
 """All is in order but the last checkpoint, which could not be stored: EX_IOERR of sysexits.h."""
 
+EXIT_HOST_LOST = 75
+"""A host of a job on several was lost, so that the same command may do better: EX_TEMPFAIL of sysexits.h."""
+
 LAST_CHECKPOINT_SIGNAL = signal.SIGUSR1
 """Tells a shard that the job is about to end: it takes the last checkpoint while the workers still train, and goes on."""
 

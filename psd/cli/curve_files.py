@@ -59,7 +59,7 @@ def read_run(path: Path) -> LoggedRun:
         for line in lines:
             try:
                 _add(curves, json.loads(line))
-            except (ValueError, KeyError, TypeError, AttributeError):
+            except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
                 skipped += 1
     if not curves:
         raise ConfigError(f"RUN: {path} has no scalars; it should be a --log-dir of psd-run whose program calls ps.log()")

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 
 import psd
-from psd.cli.arguments import EXIT_FAILURE, EXIT_OK, signal_name
+from psd.cli.arguments import EXIT_FAILURE, EXIT_HOST_LOST, EXIT_OK, signal_name
 from psd.cli.host_processes import HostProcesses
 from psd.cli.node_link import FLUSH_S, Message, NodeLink
 from psd.cli.node_proof import new_nonce, proof_of, what_is_wrong
@@ -79,7 +79,7 @@ class Follower:
             key.data()
         self._link.flush()
         if self._status is None and not self._link.beat(time.monotonic()):
-            self._give_up("the psd-run that leads the job has been silent for too long")
+            self._give_up("the psd-run that leads the job has been silent for too long", EXIT_HOST_LOST)
 
     def _receive(self) -> None:
         messages = self._link.receive()
@@ -98,7 +98,7 @@ class Follower:
                 f"error: {self._meeting.rendezvous} has ended the connection at once: is it the psd-run of node 0?{hint}"
             )
         else:
-            self._give_up("the connection to the psd-run that leads the job has ended")
+            self._give_up("the connection to the psd-run that leads the job has ended", EXIT_HOST_LOST)
 
     def _handle(self, message: Message) -> None:
         if "refused" in message:
@@ -193,9 +193,9 @@ class Follower:
         if not self._meeting.hosts:
             _say(text)
 
-    def _give_up(self, why: str) -> None:
-        """End all processes here in order, as nobody is left to say how."""
-        self._status = EXIT_FAILURE
+    def _give_up(self, why: str, status: int = EXIT_FAILURE) -> None:
+        """End all processes here in order, as nobody is left to say how. The status is for a job that has begun."""
+        self._status = status if self._processes is not None else EXIT_FAILURE
         living = self._processes.living if self._processes is not None else []
         _say(f"{why}; ending {len(living)} processes here" if living else why)
         if self._processes is None:

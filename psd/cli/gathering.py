@@ -36,6 +36,7 @@ from psd.cli.node_proof import new_nonce, proof_of
 from psd.cli.plan import Plan
 from psd.cli.policy import Name
 from psd.cli.state import is_run_id
+from psd.contract.config import is_loopback, join_address
 from psd.contract.printable import printable
 
 GATHER_S = 600.0
@@ -172,8 +173,10 @@ class Gathering:
         descriptors.allow(2 * self._plan.places.nodes + 8 * STRANGERS_MAX)
         listener.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ, functools.partial(self._accept, listener))
-        host, port = listener.getsockname()[:2]
-        self._leader.say(f"waiting at {host}:{port} for {self._admission.who_is_missing()}")
+        where = join_address(*listener.getsockname()[:2])
+        # A host's own name means 127.0.1.1 on some systems, and something else elsewhere.
+        reached = ", which only this machine reaches," if is_loopback(where) else ""
+        self._leader.say(f"waiting at {where}{reached} for {self._admission.who_is_missing()}")
 
     def add(self, peer: Peer) -> None:
         """Take a connection whose other side is about to say hello."""

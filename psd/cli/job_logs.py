@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import time
-from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TextIO
+from typing import BinaryIO
 
 from psd.cli import arguments
 from psd.cli.arguments import EXIT_FAILURE, EXIT_OK, Commands, whole_number
@@ -17,6 +17,8 @@ from psd.cli.terminal import show
 
 POLL_S = 0.3
 SUFFIX = ".log"
+
+_READ_BYTES = 1 << 16
 
 _DESCRIPTION = """\
 Show what the processes of a job have written last, from the files of psd-run --log-dir."""
@@ -59,34 +61,55 @@ def _run(args: argparse.Namespace) -> int:
         args.parser.error("--log-dir: expected the directory that psd-run --log-dir was given, here or in PSD_LOG_DIR")
     if args.lines < 0:
         args.parser.error(f"--lines: expected 0 or more, got {args.lines}")
-    known = {path.stem: path for path in sorted(Path(args.log_dir).glob(f"*{SUFFIX}"))}
+    known = _logs_of(args.log_dir)
     names = [f"worker-{name}" if name.isdigit() else name for name in args.processes] or list(known)
     if not known or (unknown := [name for name in names if name not in known]):
         have = f"there are {', '.join(known)}" if known else "psd-run --log-dir makes them"
         what = f"no log of {unknown[0]}" if known else "no logs"
         show(f"psdctl logs: error: {args.log_dir} has {what}; {have}", is_error=True)
         return EXIT_FAILURE
-    printer = _Printer(len(names) > 1, is_json=args.json)
-    files = {name: known[name].open(encoding="utf-8", errors="replace") for name in names}
-    try:
-        for name, file in files.items():
-            printer.show(name, deque(_new_lines(file), args.lines))
-        while args.follow:
-            time.sleep(POLL_S)
-            for name, file in files.items():
-                printer.show(name, _new_lines(file))
-    finally:
-        for file in files.values():
-            file.close()
+    printer = _Printer(len(names) > 1 or (args.follow and not args.processes), is_json=args.json)
+    with contextlib.ExitStack() as files:
+        try:
+            opened = {name: files.enter_context(known[name].open("rb")) for name in names}
+            for name, file in opened.items():
+                printer.show(name, _last_lines(file, args.lines))
+            while args.follow:
+                time.sleep(POLL_S)
+                more = {} if args.processes else _logs_of(args.log_dir)
+                opened |= {name: files.enter_context(more[name].open("rb")) for name in more.keys() - opened.keys()}
+                for name, file in opened.items():
+                    printer.show(name, _new_lines(file))
+        except OSError as error:
+            show(f"psdctl logs: error: {error.filename or args.log_dir}: {error.strerror or error}", is_error=True)
+            return EXIT_FAILURE
     return EXIT_OK
 
 
-def _new_lines(file: TextIO) -> Iterator[str]:
+def _logs_of(directory: str) -> dict[str, Path]:
+    """The files of a directory, by the names of their processes."""
+    return {path.stem: path for path in sorted(Path(directory).glob(f"*{SUFFIX}")) if path.is_file()}
+
+
+def _last_lines(file: BinaryIO, count: int) -> Sequence[bytes]:
+    """The last complete lines. The file is read from its end; what comes after them is left for the next time."""
+    begin = file.seek(0, os.SEEK_END)
+    data, nbytes = b"", _READ_BYTES
+    while begin and data.count(b"\n") <= count:
+        nbytes = min(begin, 2 * nbytes)
+        begin = file.seek(begin - nbytes)
+        data = file.read(nbytes) + data
+    end = data.rfind(b"\n") + 1
+    file.seek(begin + end)
+    return data[:end].split(b"\n")[:-1][-count:] if count else []
+
+
+def _new_lines(file: BinaryIO) -> Iterator[bytes]:
     """The lines that have come; one that is not complete yet is left for the next time."""
     while True:
         at = file.tell()
         line = file.readline()
-        if not line.endswith("\n"):
+        if not line.endswith(b"\n"):
             file.seek(at)
             return
         yield line
@@ -99,9 +122,9 @@ class _Printer:
         self._is_named = is_named
         self._is_json = is_json
 
-    def show(self, name: str, lines: Iterable[str]) -> None:
+    def show(self, name: str, lines: Iterable[bytes]) -> None:
         for line in lines:
-            text = line.rstrip("\r\n")
+            text = line.decode(errors="replace").rstrip("\r\n")
             if self._is_json:
                 print(json.dumps({"process": name, "line": text}), flush=True)
             else:

@@ -15,8 +15,9 @@ out. So each order of events is a plain unit test. The policy:
     SIGINT, SIGTERM, SIGHUP         the job is stopped, with status 128 + N. With a place for checkpoints, one is taken first,
                                     while workers train, for --grace at most; a second signal skips that. Then workers end,
                                     then shards; another signal kills everything at once
-    a host is lost                  its processes have died for good: the job is stopped, but with --on-worker-failure continue
-                                    the others go on, if there was no shard among them
+    a host is lost                  its processes have died for good: the job is stopped, with status 75, as it may do better
+                                    when it is run again; but with --on-worker-failure continue the others go on, if there was
+                                    no shard among them
     a shard ends with status 74     it could not store the last checkpoint: a job that is well but for that, or was told to
                                     end, has that status, too
 
@@ -37,7 +38,15 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from psd.cli.arguments import EXIT_CHECKPOINT, EXIT_FAILURE, EXIT_OK, LAST_CHECKPOINT_SIGNAL, exit_status, signal_name
+from psd.cli.arguments import (
+    EXIT_CHECKPOINT,
+    EXIT_FAILURE,
+    EXIT_HOST_LOST,
+    EXIT_OK,
+    LAST_CHECKPOINT_SIGNAL,
+    exit_status,
+    signal_name,
+)
 
 READY_TIMEOUT_S = 60.0
 """Seconds from the start of a shard to its ready line: loading gRPC on a crowded machine takes long."""
@@ -230,7 +239,8 @@ class JobPolicy:
         if self.phase not in (Phase.STARTING, Phase.RUNNING) or (has_begun and not gone):
             return [say, *self._advance(now)]
         if shards or not workers or self._on_worker_failure != "continue":
-            return self._fail(Say(f"{say.text}; stopping the job"), EXIT_FAILURE, now) + self._advance(now)
+            status = EXIT_HOST_LOST if gone else EXIT_FAILURE
+            return self._fail(Say(f"{say.text}; stopping the job"), status, now) + self._advance(now)
         self._workers_status = self._workers_status or EXIT_FAILURE
         return [say, *self._wind_down(now), *self._advance(now)]
 

@@ -25,7 +25,7 @@ from psd.cli.node_link import NodeLink
 from psd.cli.plan import Plan
 from psd.cli.terminal import show
 from psd.cli.wakeups import JOB_SIGNALS, Wakeups
-from psd.contract.config import ConfigError, parse_address
+from psd.contract.config import ConfigError, join_address, parse_address
 
 _DIAL_S = 0.2
 """Seconds between two attempts."""
@@ -85,7 +85,8 @@ def _listen(host: str, port: int, *, must: bool) -> socket.socket | None:
         if not must and error.errno in _HINTS:
             return None
         hint = _HINTS.get(error.errno or 0, "")
-        raise ConfigError(f"--rendezvous: node 0 cannot listen at {host}:{port}: {error.strerror or error}{hint}") from error
+        where = join_address(host, port)
+        raise ConfigError(f"--rendezvous: node 0 cannot listen at {where}: {error.strerror or error}{hint}") from error
     return listener
 
 
@@ -124,7 +125,7 @@ def _dial(host: str, port: int, tls: ssl.SSLContext | None) -> socket.socket:
         raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
     if tls is None:
         return connection
-    where = f"--rendezvous: {host}:{port}"
+    where = f"--rendezvous: {join_address(host, port)}"
     try:
         return tls.wrap_socket(connection, server_hostname=host)
     except ssl.SSLCertVerificationError as error:

@@ -95,7 +95,8 @@ On several hosts:
   --hosts a:4,b:4      this psd-run starts the others over ssh, which must not have to ask anything, and
                        leads them: 4 workers each. The same directory and Python must be there
   a host is lost       (its connection ends, or is silent for 30 s) its processes end; the job is stopped, or,
-                       if there were workers alone, goes on with --on-worker-failure continue
+                       if there were workers alone, goes on with --on-worker-failure continue. Status: 75 on
+                       all hosts that are left, if the job is stopped: the same command may do better
   Ctrl-C on any host   ends the job on all
 Shards that other machines reach need --tls-cert and --tls-key (and --token-file, with PSD_TLS_CA and
 PSD_TOKEN_FILE for the workers), or --insecure on a network that keeps strangers out. With --rendezvous these
@@ -120,6 +121,7 @@ exit status:
   1      a shard died for good, or could not start; or --state-dir is in use or not psd-run's
   2      the options are wrong
   74     all is well, or psd-run got a signal, but the last checkpoint could not be stored
+  75     a host of a job on several was lost while it ran; run it again
   128+N  psd-run got signal N: 130 for Ctrl-C, 143 for SIGTERM"""
 
 

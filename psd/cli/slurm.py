@@ -15,7 +15,7 @@ import subprocess
 from collections.abc import Mapping
 
 from psd.cli.arguments import refuse_given
-from psd.contract.config import ConfigError
+from psd.contract.config import ConfigError, join_address
 
 PORT_FIRST, PORTS = 20_000, 10_000
 """Ports for the meeting, by the job's number: below those that systems give to clients, and rarely the same for two jobs."""
@@ -41,7 +41,7 @@ def fill_in(args: argparse.Namespace, environ: Mapping[str, str]) -> None:
         return
     args.nnodes, args.node_rank = tasks, task
     if not args.rendezvous:
-        args.rendezvous = f"{_address(hosts)}:{PORT_FIRST + job % PORTS}"
+        args.rendezvous = join_address(_address(hosts), PORT_FIRST + job % PORTS)
 
 
 def _address(hosts: str) -> str:

@@ -59,10 +59,20 @@ def check_begun_as(session: int, caller: job_pb2.Caller) -> int:
     return session or caller.session
 
 
-@locks.guarded_by(Level.JOB, only=("make_job",))
+@locks.guarded_by(Level.JOB, only=("make_job", "shrink_job"))
 @locks.guarded_by(
     Level.SHARD,
-    only=("take_job", "become", "on_used", "check_caller", "on_session_end", "count_staged", "add_gate", "open_gates"),
+    only=(
+        "take_job",
+        "become",
+        "on_used",
+        "check_caller",
+        "on_session_end",
+        "count_staged",
+        "add_gate",
+        "open_gates",
+        "take_grown_job",
+    ),
 )
 class ShardCore:
     """The shared state of a shard. Its attributes are for the other modules of psd.state only.
@@ -137,22 +147,13 @@ class ShardCore:
             raise NotDeclared("the job has no initial values on this shard yet")
         return job
 
-    def begin_growing(self) -> bool:
-        """Give up a job of vectors alone, for one that trains something beside them; False if its life does not allow that."""
-        with self.lock:
-            grows = self.life.now in (Life.UNREAD, Life.SERVING)
-            if grows:
-                self.become(Life.EMPTY)
-                self.initial = self.new_initial()
-        return grows
-
-    def make_job(self, spec: JobSpec, members: Membership, restored_from: str = "", *, keeps_vectors: bool = False) -> Job:
+    def make_job(self, spec: JobSpec, members: Membership, restored_from: str = "", *, grows: bool = False) -> Job:
         """Make a job whose arena holds no values yet, in place of the present arena. Called with `job_lock`, not with `lock`.
 
-        keeps_vectors: those of the present job are the new one's.
+        grows: the present job is of vectors alone, which are the new one's, too.
 
         Raises:
-            OutOfSpace: there is no room for it; nothing was made.
+            OutOfSpace: there is no room for it; nothing was made. If it grows, nothing has changed.
         """
         count, limits = self.config.shard_count, self.config.limits
         specs = partition_specs(spec, count, notes_count(spec.world_size), limits, self.storage.free_bytes)
@@ -166,9 +167,23 @@ class ShardCore:
 
         def arena_of(layout: Layout, shapes: list[BlockShape]) -> Arena:
             stored.layout_digest = layout.digest
-            return self.storage.create(stored, shapes, spec.world_size, keeps_vectors=keeps_vectors)
+            if grows:
+                return self.storage.grow(stored, shapes, specs)
+            return self.storage.create(stored, shapes, spec.world_size)
 
-        return self._job(spec, members, arena_of, lambda: self.storage.create_tables(specs))
+        return self._job(spec, members, arena_of, lambda: self.storage.tables if grows else self.storage.create_tables(specs))
+
+    def take_grown_job(self, job: Job, members: Membership) -> None:
+        """Go over from a job of vectors alone to one that trains something beside them, and has no values yet."""
+        self.take_job(job, members)
+        self.become(Life.EMPTY)
+        self.initial = self.new_initial()
+
+    def shrink_job(self, spec: JobSpec, members: Membership) -> None:
+        """Go back to a job of vectors alone from one that has had no values. Called with `job_lock`, not with `lock`."""
+        job = self._job(spec, members, lambda *_: self.storage.shrink(), list)
+        with self.lock:
+            self.take_job(job, members)
 
     def take_job(self, job: Job, members: Membership) -> None:
         """Begin to serve a job that was made."""

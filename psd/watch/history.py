@@ -13,7 +13,11 @@ MOMENTS_MAX = 1200
 EVENTS_MAX = 500
 CURVES_MAX = 256
 POINTS_MAX = 8192
-"""Points that are kept of one curve, of all workers together."""
+"""Points that are kept of one curve, of all workers together,"""
+POINTS_MIN = 512
+"""and how many at least, when there are so many curves that all together"""
+ALL_POINTS_MAX = 1 << 17
+"""would be more than this: a browser is sent all of them when it comes, some 40 bytes each."""
 
 
 class Placed(Protocol):
@@ -131,8 +135,9 @@ class History:
         key = (point.rank, point.step)
         points.pop(key, None)
         points[key] = point
-        if len(points) > POINTS_MAX:
-            self._curves[curve] = {(p.rank, p.step): p for p in thinned([*points.values()], POINTS_MAX)}
+        limit = max(POINTS_MIN, min(POINTS_MAX, ALL_POINTS_MAX // len(self._curves)))
+        if len(points) > limit:
+            self._curves[curve] = {(p.rank, p.step): p for p in thinned([*points.values()], limit)}
 
     @property
     def curves(self) -> dict[str, Sequence[CurvePoint]]:

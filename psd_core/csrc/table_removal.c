@@ -63,15 +63,21 @@ static uint64_t oldest(uint64_t **words, const uint32_t *ages, uint64_t count, u
 }
 
 /* Nearly the least recently used: of each run of up to 2048 rows in the order of tags, the oldest quarter. What was used at this very
- * clock stays, so the rows of the push that needs the room do. Gives up after one way around. */
+ * clock stays, so the rows of the push that needs the room do. Goes around again as long as there are others. */
 uint64_t psd_table_evict(psd_table *t, uint64_t count, uint32_t clock)
 {
     uint64_t *words[PSD_REMOVED_MAX];
     uint32_t ages[PSD_REMOVED_MAX];
-    uint64_t done = 0, seen = 0;
-    const uint64_t all = t->root->rows;
-    while (done < count && seen < all) {
+    uint64_t done = 0, seen = 0, before = 0, all = t->root->rows;
+    while (done < count) {
         uint64_t found;
+        if (seen >= all) {
+            if (done == before)
+                break;
+            before = done;
+            seen = 0;
+            all = t->root->rows;
+        }
         const uint64_t tag = psd_index_scan(t, t->hand, words, PSD_REMOVED_MAX, &found);
         t->hand = tag >> 32 ? 0 : tag;
         ages_of(t, words, found, clock, ages);

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,17 +22,27 @@ def run(script: str, *flags: str, **environ: str) -> subprocess.CompletedProcess
     return subprocess.run(command, capture_output=True, text=True, timeout=110, check=False, env={**os.environ, **environ})
 
 
+@pytest.fixture
+def figures_of(tmp_path):
+    """figures_of(script, *flags) -> its figures, of which `stdout` is what it has printed."""
+
+    def figures(script: str, *flags: str) -> dict[str, Any]:
+        done = run(script, *flags, "--json", str(tmp_path / "figures"))
+        assert done.returncode == 0, done.stdout + done.stderr
+        return json.loads((tmp_path / "figures").read_text()) | {"stdout": done.stdout}
+
+    return figures
+
+
 @pytest.mark.process
-def test_step_when_a_transport_is_unknown_then_it_is_left_out_and_the_others_are_measured(tmp_path):
+def test_step_when_a_transport_is_unknown_then_it_is_left_out_and_the_others_are_measured(figures_of):
     """What connect refuses stands in the report with connect's own words."""
     slow = "sgd kernel,raw tcp in turns,grpc unary,gloo all-reduce,torch rpc,ray,tensorflow"
     size = ("--model", "mlp", "--workers", "2", "--rounds", "1", "--steps", "2")
 
-    done = run("step.py", "--transports", "grpc,warp", *size, "--without", slow, "--json", str(tmp_path / "figures"))
+    figures = figures_of("step.py", "--transports", "grpc,warp", *size, "--without", slow)
 
-    assert done.returncode == 0, done.stderr
-    assert "psd warp is left out: psd_client.connect refuses it: transport: expected one of" in done.stdout
-    figures = json.loads((tmp_path / "figures").read_text())
+    assert "psd warp is left out: psd_client.connect refuses it: transport: expected one of" in figures["stdout"]
     measured = [(r["system"], r["workers"], len(r["steps_s"])) for r in figures["results"]]
     assert measured == [
         ("psd grpc", 2, 2),
@@ -46,128 +57,109 @@ def test_step_when_a_transport_is_unknown_then_it_is_left_out_and_the_others_are
 
 
 @pytest.mark.process
-def test_backpressure_when_the_shard_is_held_back_then_every_process_is_watched(tmp_path):
+def test_backpressure_when_the_shard_is_held_back_then_every_process_is_watched(figures_of):
     """A suspended shard goes on, and what was pushed meanwhile is counted once."""
     size = ("--transports", "grpc", "--workers", "2", "--megabytes", "2", "--seconds", "1")
 
-    done = run("backpressure.py", *size, "--json", str(tmp_path / "figures"))
+    results = figures_of("backpressure.py", *size)["results"]
 
-    assert done.returncode == 0, done.stderr
-    results = json.loads((tmp_path / "figures").read_text())["results"]
     assert [r["process"] for r in results] == ["shard", "worker 0", "worker 1"]
     assert all(r["most_bytes_held"] >= r["most_bytes_free"] >= r["before_bytes"] > 0 for r in results)
 
 
 @pytest.mark.process
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="the certificate is made by the command openssl")
-def test_tls_when_it_runs_then_the_step_is_measured_with_and_without_it(tmp_path):
+def test_tls_when_it_runs_then_the_step_is_measured_with_and_without_it(figures_of):
     size = ("--transports", "tcp", "--model", "1kb", "--rounds", "1", "--steps", "2")
 
-    done = run("tls.py", *size, "--json", str(tmp_path / "figures"))
+    results = figures_of("tls.py", *size)["results"]
 
-    assert done.returncode == 0, done.stderr
-    results = json.loads((tmp_path / "figures").read_text())["results"]
     assert [(r["system"], len(r["steps_s"])) for r in results] == [("psd tcp", 2), ("psd tcp tls", 2)]
 
 
 @pytest.mark.process
-def test_abuse_when_connections_are_held_then_their_number_is_bounded_and_the_job_is_right(tmp_path):
+def test_abuse_when_connections_are_held_then_their_number_is_bounded_and_the_job_is_right(figures_of):
     """Two attacks, one after the other, on a job that goes on; what each has cost is in the figures."""
     size = ("--transports", "grpc", "--megabytes", "1", "--seconds", "0.2", "--rounds", "1")
 
-    done = run("abuse.py", *size, "--attacks", "silence tcp,calls nothing", "--json", str(tmp_path / "figures"))
+    results = figures_of("abuse.py", *size, "--attacks", "silence tcp,calls nothing")["results"]
 
-    assert done.returncode == 0, done.stderr
-    results = json.loads((tmp_path / "figures").read_text())["results"]
     assert [r["attack"] for r in results] == ["silence tcp", "calls nothing"]
     assert all(r["tried"] > 10 and r["kept"] > 0 for r in results)
     assert 0 < results[0]["grown_descriptors"] < 200
 
 
 @pytest.mark.process
-def test_soak_when_workers_leave_and_die_then_every_push_is_accounted_for(tmp_path):
+def test_soak_when_workers_leave_and_die_then_every_push_is_accounted_for(figures_of):
     """A few seconds of it: the counts are compared, the lines are drawn."""
-    done = run("soak.py", "--minutes", "0.06", "--every", "1", "--shards", "1", "--json", str(tmp_path / "figures"))
+    figures = figures_of("soak.py", "--minutes", "0.06", "--every", "1", "--shards", "1")
 
-    assert done.returncode == 0, done.stdout + done.stderr
-    figures = json.loads((tmp_path / "figures").read_text())
     assert figures["wrong"] == []
     assert figures["events"]["killed"] >= 1
     assert [r["process"] for r in figures["results"]] == ["shard 0", "worker 0", "worker 1"]
 
 
 @pytest.mark.process
-def test_table_soak_when_a_shard_is_killed_then_every_sum_and_counter_is_right(tmp_path):
+def test_table_soak_when_a_shard_is_killed_then_every_sum_and_counter_is_right(figures_of):
     """It exits with 1 otherwise."""
-    done = run("table_soak.py", "--minutes", "0.06", "--every", "1", "--json", str(tmp_path / "figures"))
+    figures = figures_of("table_soak.py", "--minutes", "0.06", "--every", "1")
 
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert json.loads((tmp_path / "figures").read_text())["kills"] >= 1
+    assert figures["kills"] >= 1
 
 
 @pytest.mark.process
-def test_slow_links_when_no_link_is_limited_then_both_forms_learn_the_same(tmp_path):
+def test_slow_links_when_no_link_is_limited_then_both_forms_learn_the_same(figures_of):
     """A table's bytes are a small part of those of the tensor."""
     size = ("--mbit", "0", "--workers", "1", "--shards", "1", "--transports", "tcp", "--steps", "40", "--rounds", "1")
 
-    done = run("slow_links.py", *size, "--json", str(tmp_path / "figures"))
+    (result,) = figures_of("slow_links.py", *size)["results"]
 
-    assert done.returncode == 0, done.stdout + done.stderr
-    (result,) = json.loads((tmp_path / "figures").read_text())["results"]
     assert result["times_fewer_bytes"] > 50
 
 
 @pytest.mark.process
-def test_overhead_when_metrics_are_scraped_then_both_jobs_are_timed_in_turns(tmp_path):
+def test_overhead_when_metrics_are_scraped_then_both_jobs_are_timed_in_turns(figures_of):
     """One transport, one round; each has a ratio; there were scrapes, and the dashboard has worked."""
     size = ("--transports", "shm", "--model", "mlp", "--rounds", "1", "--seconds", "0.1", "--watchers", "metrics,dashboard")
 
-    done = run("overhead.py", *size, "--json", str(tmp_path / "figures"))
+    metrics, dashboard = figures_of("overhead.py", *size)["results"]
 
-    assert done.returncode == 0, done.stderr
-    metrics, dashboard = json.loads((tmp_path / "figures").read_text())["results"]
     assert [len(result["ratios"]) for result in (metrics, dashboard)] == [1, 1]
     assert metrics["scrape_s"] > 0
     assert dashboard["cores"] > 0
 
 
 @pytest.mark.process
-def test_start_when_a_job_begins_then_each_call_is_timed_and_its_memory_measured(tmp_path):
+def test_start_when_a_job_begins_then_each_call_is_timed_and_its_memory_measured(figures_of):
     """What was declared is what comes back, at both workers."""
     size = ("--transports", "shm", "--megabytes", "2", "--shards", "1", "--tensors", "3", "--rounds", "1")
 
-    done = run("start.py", *size, "--json", str(tmp_path / "figures"))
+    (result,) = figures_of("start.py", *size)["results"]
 
-    assert done.returncode == 0, done.stderr
-    (result,) = json.loads((tmp_path / "figures").read_text())["results"]
     assert all(result[call]["s"] > 0 for call in ("provides", "fetches", "push_pull"))
     assert result["provides"]["after"]["pss"] < result["provides"]["after"]["rss"]
     assert result["provides"]["peak"] > result["provides"]["before"]["private"]
 
 
 @pytest.mark.process
-def test_table_store_when_it_is_small_then_every_part_is_measured(tmp_path):
+def test_table_store_when_it_is_small_then_every_part_is_measured(figures_of, tmp_path):
     """Reads and updates beside the loops in C, growth, and the recovery of what a process has left."""
     size = ("--rows", "2000", "--ids", "200", "--steps", "2", "--rounds", "1", "--recover", "100000")
 
-    done = run("table_store.py", *size, "--directory", str(tmp_path), "--json", str(tmp_path / "figures"))
+    figures = figures_of("table_store.py", *size, "--directory", str(tmp_path))
 
-    assert done.returncode == 0, done.stderr
-    figures = json.loads((tmp_path / "figures").read_text())
     assert len(figures["speed"]) == 9
     assert all(row["share"] > 0 for row in figures["speed"])
     assert (figures["growth"]["rows"], figures["recovery"]["rows"]) == (4000, 100_000)
 
 
 @pytest.mark.process
-def test_sparse_when_it_is_small_then_every_part_is_measured_and_verified(tmp_path):
+def test_sparse_when_it_is_small_then_every_part_is_measured_and_verified(figures_of):
     """A worker of psd beside a reference, many tables in one step, and the bytes of four shards."""
     size = ("--transports", "shm", "--workers", "1", "--rows", "2000", "--ids", "300", "--rounds", "1", "--steps", "2")
 
-    done = run("sparse.py", *size, "--without", "raw tcp,torch rpc,ray,tensorflow", "--json", str(tmp_path / "figures"))
+    figures = figures_of("sparse.py", *size, "--without", "raw tcp,torch rpc,ray,tensorflow")
 
-    assert done.returncode == 0, done.stderr
-    figures = json.loads((tmp_path / "figures").read_text())
     assert figures["left_out"] == {}
     assert [r["system"] for r in figures["results"]] == ["psd shm", "gather/scatter"]
     assert [r["system"] for r in figures["tables"]] == ["26 tables", "1 table"]

@@ -113,6 +113,7 @@ ROWS = np.ones((5, 3), np.float32)
         ({"user.ids": IDS}, "there is no tensor 'user.rows'"),
         ({"user.ids": IDS.astype(np.float32), "user.rows": ROWS}, "'user.ids': expected ids, (n,) int64 or uint64"),
         ({"user.ids": IDS[:4], "user.rows": ROWS}, "'user.rows': expected rows, (4, dim) floating, got (5, 3) F32"),
+        ({"user.ids": IDS, "user.rows": ROWS[:, :0].copy()}, "'user.rows': expected rows, (5, dim) floating, got (5, 0) F32"),
         ({"user.ids": IDS[[0, 1, 2, 3, 0]], "user.rows": ROWS}, "id 5 comes twice"),
         ({"user.ids": IDS, "user.rows": ROWS * np.float32(np.nan)}, "the row of id 5 holds NaN or infinity"),
     ],
@@ -121,6 +122,32 @@ def test_what_is_no_table_is_not_imported(tmp_path, tensors, words, capsys):
     safetensors.numpy.save_file(tensors, tmp_path / "a.safetensors")
 
     assert main(["import", str(tmp_path / "a.safetensors"), "--table", "user", "--to", str(tmp_path / "b.safetensors")]) == 1
+
+    assert words in capsys.readouterr().err
+    assert not (tmp_path / "b.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ([None, [1.0]], "column 'row': expected at least one number in each row, got none in the first"),
+        ([[], []], "column 'row': expected at least one number in each row, got none in the first"),
+        ([[1.0], None], "rows 0 to 2: expected an id and 1 numbers in each"),
+        ([[1.0], [1e300]], "the row of id 6 holds NaN or infinity"),
+        ("damaged", "a.parquet: "),
+    ],
+)
+def test_what_is_no_table_in_parquet_is_not_imported(tmp_path, rows, words, capsys):
+    pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    file = tmp_path / "a.parquet"
+    values = pa.array([[1.0], [2.0]] if rows == "damaged" else rows, pa.list_(pa.float64()))
+    parquet.write_table(pa.table({"id": [5, 6], "row": values}), file)
+    if rows == "damaged":
+        data = bytearray(file.read_bytes())
+        data[4:24] = b"\xff" * 20  # the first page, behind the file's magic bytes
+        file.write_bytes(data)
+
+    assert main(["import", str(file), "--table", "user", "--to", str(tmp_path / "b.safetensors")]) == 1
 
     assert words in capsys.readouterr().err
     assert not (tmp_path / "b.safetensors").exists()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from commands import Job, Process
@@ -21,6 +22,34 @@ def start() -> Iterator[Callable[..., Process]]:
     yield begin
     for process in started:
         process.close()
+
+
+@pytest.fixture
+def refusal(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """refusal(main, options) -> the one line with which a command refuses its options."""
+
+    def refused(main: Callable[[list[str]], Any], options: list[str]) -> str:
+        with pytest.raises(SystemExit) as exit_:
+            main(options)
+        assert exit_.value.code == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1
+        return error
+
+    return refused
+
+
+@pytest.fixture
+def help_of(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """help_of(main, *command) -> the help that it prints."""
+
+    def printed(main: Callable[[list[str]], Any], *command: str) -> str:
+        with pytest.raises(SystemExit) as exit_:
+            main([*command, "--help"])
+        assert exit_.value.code == 0
+        return capsys.readouterr().out
+
+    return printed
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from commands import Process, processes
 
 import psd
 from psd.cli import rendezvous
+from psd.cli.arguments import EXIT_HOST_LOST
 from psd.cli.follower import Follower
 from psd.cli.gathering import (
     END_S,
@@ -99,7 +100,7 @@ def test_policy_when_a_host_with_a_shard_is_lost_then_the_job_is_stopped():
 
     assert say.text == "node 1 is lost, and with it shard 1, worker 2; stopping the job"
     assert sent == [Send(Name("worker", 0), SIGTERM), Send(Name("worker", 1), SIGTERM)]
-    assert policy.status == 1
+    assert policy.status == EXIT_HOST_LOST
 
 
 @pytest.mark.parametrize(("word", "goes_on"), [("continue", True), ("wait", False), ("end", False)])
@@ -114,7 +115,7 @@ def test_policy_when_a_host_with_workers_alone_is_lost_then_the_others_go_on_if_
         policy.on_exit(Name("worker", rank), 0, 3.0)
     for index in range(2):
         policy.on_exit(Name("shard", index), 0, 4.0)
-    assert (policy.phase, policy.status) == (Phase.ENDED, 1)
+    assert (policy.phase, policy.status) == (Phase.ENDED, 1 if goes_on else EXIT_HOST_LOST)
 
 
 def test_policy_when_a_host_is_lost_before_the_job_has_begun_then_it_ends():
@@ -289,14 +290,33 @@ def test_follower_when_the_leader_does_not_have_the_tokens_then_nothing_is_done_
 
 
 @pytest.mark.parametrize(
-    ("host", "why"), [("127.0.0.1", "has another host --node-rank 0, too?"), ("192.0.2.1", "is it an address of this host?")]
+    ("host", "where"),
+    [("127.0.0.1", r"127\.0.*:\d+, which only this machine reaches,"), ("::1", r"\[::1\]:\d+, which .*,")],
+)
+def test_gathering_when_node_0_listens_then_it_says_where_and_whether_others_reach_it(host, where, meeting):
+    with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
+        meeting.gathering.listen(listener, None)
+
+    ((_, text),) = meeting.told.words
+    assert re.fullmatch(rf"waiting at {where} for nodes 1, 2 of 3; there are 0 \(this host\)", text)
+
+
+@pytest.mark.parametrize(
+    ("host", "why"),
+    [
+        ("127.0.0.1", "has another host --node-rank 0, too?"),
+        ("192.0.2.1", "is it an address of this host?"),
+        ("[2001:db8::1]", "is it an address of this host?"),
+    ],
 )
 def test_rendezvous_when_node_0_cannot_listen_there_then_it_asks_what_may_be_wrong(host, why):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         where = f"{host}:{taken.getsockname()[1]}"
         plan = parse(["--nnodes", "2", "--node-rank", "0", "--rendezvous", where, "true"], {})
 
-        with pytest.raises(ConfigError, match=f"--rendezvous: node 0 cannot listen at {where}: .*; {re.escape(why)}"):
+        with pytest.raises(
+            ConfigError, match=rf"--rendezvous: node 0 cannot listen at {re.escape(where)}: .*; {re.escape(why)}"
+        ):
             rendezvous.run(plan, None)
 
 
@@ -484,11 +504,10 @@ def test_nodes_when_one_is_killed_then_no_process_is_left_anywhere(nodes, killed
 
     (leader if killed == "leader" else follower).signal(SIGKILL)
 
-    leader.end()
-    status = follower.end()
+    ends = {"leader": leader.end(), "follower": follower.end()}
+    assert sorted(ends.values()) == [-SIGKILL, EXIT_HOST_LOST]
     if killed == "leader":
         assert "the connection to the psd-run that leads the job has ended; ending 1 processes here" in follower.output
-        assert status == 1
     else:
         assert "node 1" in leader.output
         assert "is lost: the connection has ended, and with it worker 2; stopping the job" in leader.output

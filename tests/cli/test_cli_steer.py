@@ -1,7 +1,9 @@
 """psdctl: what steers a job, workers, logs."""
 
 import json
+import os
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -121,3 +123,32 @@ def test_logs_shows_the_last_lines_of_processes_and_what_follows(tmp_path, capsy
     assert capsys.readouterr().out == "[worker-1] begun and done\n"
     assert main(["logs", "worker-9", *where]) == 1
     assert "no log of worker-9; there are shard-0, worker-0, worker-1" in capsys.readouterr().err
+
+
+def test_logs_follows_processes_that_begin_to_write_later(tmp_path, capsys, monkeypatch):
+    """A job that is followed from its beginning."""
+    (tmp_path / "psd-run.log").touch()
+    looks = iter(["worker-0.log"])
+
+    def begin(_):
+        for name in looks:
+            (tmp_path / name).write_text("one\ntwo\n")
+            return
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(job_logs.time, "sleep", begin)
+    assert main(["logs", "--follow", "--log-dir", str(tmp_path)]) == 130
+    assert capsys.readouterr().out == "[worker-0] one\n[worker-0] two\n"
+
+
+def test_logs_reads_long_files_from_their_ends_and_says_which_cannot_be_read(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(job_logs, "_READ_BYTES", 4)
+    (tmp_path / "worker-0.log").write_bytes(b"".join(b"%d \xff \xc3\xa9\n" % number for number in range(100)))
+    (tmp_path / "folder.log").mkdir()
+
+    for count in (1, 3, 99, 100, 1000):
+        assert main(["logs", "0", "-n", f"{count}", "--log-dir", str(tmp_path)]) == 0
+        assert capsys.readouterr().out == "".join(f"{number} \ufffd é\n" for number in range(max(0, 100 - count), 100))
+    monkeypatch.setattr(Path, "open", lambda path, mode: os.open(path / "no-folder", os.O_RDONLY))
+    assert main(["logs", "--log-dir", str(tmp_path)]) == 1
+    assert capsys.readouterr().err.endswith("worker-0.log/no-folder: Not a directory\n")

@@ -50,9 +50,7 @@ def test_a_scaled_learning_rate_begins_at_one_step_for_all_workers_and_shards(
         assert overruled == 0
 
 
-def test_a_worker_that_joins_or_meets_a_restarted_shard_follows_what_was_ordered_before(
-    job: Restartable,
-) -> None:
+def test_a_worker_that_joins_or_meets_a_restarted_shard_follows_what_was_ordered_before(job: Restartable) -> None:
     with connect(job.servers, 0, 1) as ps:
         ps.declare(PARAMS, SGD(lr=1.0))
         ps.push_pull(ONES)
@@ -213,6 +211,42 @@ def test_a_worker_that_is_kicked_while_it_waits_hears_of_it_at_once_and_the_last
             before = fresh.clock
             fresh.push_pull(ONES)
             assert fresh.clock == before + 1
+
+
+@pytest.mark.parametrize("mode", [{"quorum": 2}, {"consistency": "async"}], ids=["quorum", "async"])
+def test_who_is_left_when_others_are_kicked_goes_on_alone(mode: dict[str, Any], cluster: Callable[..., Any]) -> None:
+    """Fewer than the quorum, too: a round closes with all who are waited for. What the kicked ones have pushed counts."""
+    started = cluster(2, lease_s=60.0)
+    shard = started.shards[0].shard
+
+    def kick(rank: int) -> None:
+        session = shard.status().workers[rank].session
+        assert all(each.shard.admission.kick(rank, session) for each in started.shards)
+
+    def wait_and_kick(rank: int) -> None:
+        if "quorum" in mode:
+            until(lambda: any(wait.rank == 0 for wait in shard.status().waits))
+        kick(rank)
+
+    with (
+        connect(started.servers, 0, 3) as ps,
+        connect(started.servers, 1, 3) as second,
+        connect(started.servers, 2, 3) as third,
+    ):
+        in_threads(*(lambda each=each: each.declare(PARAMS, SGD(lr=1.0), **mode) for each in (ps, second, third)))
+        in_threads(lambda: ps.push_pull(ONES), lambda: second.push_pull(ONES))
+        kick(2)
+        in_threads(lambda: ps.push_pull(ONES), lambda: second.push_pull(ONES))
+        in_threads(lambda: ps.push_pull(ONES), lambda: wait_and_kick(1))
+        after = ps.push_pull(ONES)
+
+        assert float(after["a"][0]) == float(after["b"][0]) == (-4.0 if "quorum" in mode else -6.0)
+        for kicked in (second, third):
+            with pytest.raises(SessionFenced, match="was ended by an operator"):
+                kicked.push_pull(ONES)
+        with connect(started.servers, 2, 3) as fresh:
+            fresh.declare(PARAMS, SGD(lr=1.0), **mode)
+            in_threads(lambda: ps.push_pull(ONES), lambda: fresh.push_pull(ONES))
 
 
 @pytest.mark.parametrize("consistency", ["async", "ssp:1"])

@@ -322,9 +322,7 @@ def test_declare_when_a_shard_dies_before_it_has_values_then_begins_anew(job: Re
         assert set(ps.push_pull(gradient(1.0))["w"].tolist()) == {-1.0}
 
 
-def test_declare_when_shard_zero_dies_before_it_has_values_and_a_new_worker_comes_first_then_all_meet(
-    job: Restartable,
-) -> None:
+def test_declare_when_shard_zero_dies_before_it_has_values_and_a_new_worker_comes_first_then_all_meet(job: Restartable) -> None:
     """Nobody has named the run: the next life of shard 0 gives it another name, which neither the first worker nor shard 1
     know yet."""
     early, faults = connect_faulty(job.servers, 0, 2)
@@ -409,9 +407,7 @@ def test_leave_when_a_shard_was_restarted_meanwhile_then_is_heard(job: Restartab
     assert job.shards[1].done.wait(10)
 
 
-def test_rejoin_when_the_round_it_had_committed_is_decided_later_then_all_shards_hear_of_it(
-    job: Restartable,
-) -> None:
+def test_rejoin_when_the_round_it_had_committed_is_decided_later_then_all_shards_hear_of_it(job: Restartable) -> None:
     """The new session begins after that round; the worker on whom it waited leaves, and tells nobody what was decided."""
     peer = connect(job.servers, 1, 2)
     with connect(job.servers, 0, 2) as ps:

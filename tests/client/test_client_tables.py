@@ -85,6 +85,13 @@ def test_ids_when_whole_numbers_of_any_shape_then_are_64_bits(ids: Any, expected
     assert pulled(3, {0: found}).results()[0].shape == (*found.shape, 2)
 
 
+class OfTorch:
+    """What NumPy sees of a tensor that requires grad."""
+
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        raise RuntimeError("Can't call numpy() on Tensor that requires grad.")
+
+
 @pytest.mark.parametrize(
     ("ids", "match"),
     [
@@ -96,6 +103,7 @@ def test_ids_when_whole_numbers_of_any_shape_then_are_64_bits(ids: Any, expected
         ([1, 2**64 - 1, 0.5], "ids: dtype must be int64 or uint64, got float64"),
         ([[1], [2, 3]], "ids: NumPy makes no array of it: .*inhomogeneous"),
         ([True], "got bool"),
+        (OfTorch(), "ids: NumPy makes no array of it: Can't call numpy"),
     ],
 )
 def test_ids_when_not_whole_numbers_then_says_so(ids: Any, match: str) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from client_faults import Faults, Restartable, connect_faulty, expire
 
 from psd.contract.errors import ShardUnavailable
 from psd_client import ParameterServer
+from psd_client.vectors import Vector
 
 Start = Callable[..., Any]
 
@@ -24,6 +26,14 @@ ACTIONS: dict[str, Callable[[Restartable, int], object]] = {
 
 def connected(job: Restartable, **config: Any) -> tuple[ParameterServer, Faults]:
     return connect_faulty(job.servers, wait_timeout_s=20, **config)
+
+
+@contextmanager
+def impatient(job: Restartable) -> Iterator[tuple[Vector, Faults]]:
+    """A vector of a worker that does not try again."""
+    ps, faults = connected(job, retry_timeout_s=0)
+    with ps:
+        yield ps.vector("x", SIZE), faults
 
 
 @pytest.mark.parametrize("index", [0, 1])
@@ -59,14 +69,10 @@ def test_vector_when_the_reply_to_its_making_is_lost_then_it_is_made_once(job: R
         faults.assert_all_fired()
 
 
-def test_batch_when_the_program_calls_again_after_a_failure_then_it_counts_once(
-    job: Restartable,
-) -> None:
+def test_batch_when_the_program_calls_again_after_a_failure_then_it_counts_once(job: Restartable) -> None:
     """One shard has run the batch, and the other has not heard of it."""
-    ps, faults = connected(job, retry_timeout_s=0)
-    values = np.ones(SIZE)
-    with ps:
-        x = ps.vector("x", SIZE)
+    with impatient(job) as (x, faults):
+        values = np.ones(SIZE)
         faults.fail("run_vectors", shard=1, error=ShardUnavailable("gone"))
         with pytest.raises(ShardUnavailable):
             x.add(values)
@@ -76,13 +82,9 @@ def test_batch_when_the_program_calls_again_after_a_failure_then_it_counts_once(
         assert x.sum() == SIZE
 
 
-def test_batch_when_another_one_follows_its_failure_then_it_is_completed_first(
-    job: Restartable,
-) -> None:
-    ps, faults = connected(job, retry_timeout_s=0)
-    values = np.ones(SIZE)
-    with ps:
-        x = ps.vector("x", SIZE)
+def test_batch_when_another_one_follows_its_failure_then_it_is_completed_first(job: Restartable) -> None:
+    with impatient(job) as (x, faults):
+        values = np.ones(SIZE)
         for index in (0, 1):
             faults.fail("run_vectors", shard=index, error=ShardUnavailable("gone"))
         with pytest.raises(ShardUnavailable):

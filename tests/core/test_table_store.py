@@ -185,6 +185,17 @@ def test_at_the_limit_rows_not_used_for_long_make_room(path):
     check_places(store)
 
 
+def test_a_push_may_replace_all_rows_at_the_limit(path):
+    """All of them are older; what it has itself, and nothing else, is left."""
+    store = TableStore.create(path, TableSpec("t", 1, "sgd", max_bytes=200 * 33))
+    for clock, start in enumerate([0, 1000, 2000]):
+        store.push(start + np.arange(200 - clock), np.ones((200 - clock, 1), np.float32), SGD.named, clock=clock)
+
+    assert store.counters()["refused"] == 0
+    assert sum(id_ >= 2000 for id_ in rows_of(store)) == 198
+    check_places(store)
+
+
 @pytest.mark.parametrize("order", [1, -1])
 def test_of_rows_that_are_restored_into_less_room_those_used_last_stay(order, path):
     """Whether the older ones come first or last: each has the clock of its own last use."""

@@ -12,6 +12,18 @@ from source_tree import ROOT
 OURS = [page for page in pages() if page.relative_to(ROOT).as_posix() not in KERAS_PAGES]
 
 
+@pytest.fixture
+def page_of(tmp_path, monkeypatch):
+    """page_of(text) -> a page with that text."""
+    monkeypatch.setattr("markdown_blocks.ROOT", tmp_path)
+
+    def written(text):
+        (tmp_path / "page.md").write_text(text)
+        return tmp_path / "page.md"
+
+    return written
+
+
 def every_block() -> list[Block]:
     return [block for page in pages() for block in blocks(page)]
 
@@ -59,12 +71,9 @@ def test_most_blocks_are_run():
         ("<!-- not run -->\n```bash\nls\n```\n", "not run: expected something after the colon"),
     ],
 )
-def test_a_page_with_a_mistake_in_its_marks_is_refused(page, says, tmp_path, monkeypatch):
-    monkeypatch.setattr("markdown_blocks.ROOT", tmp_path)
-    (tmp_path / "page.md").write_text(page)
-
+def test_a_page_with_a_mistake_in_its_marks_is_refused(page, says, page_of):
     with pytest.raises(ValueError, match=says):
-        blocks(tmp_path / "page.md")
+        blocks(page_of(page))
 
 
 @pytest.mark.parametrize(
@@ -79,9 +88,6 @@ def test_a_page_with_a_mistake_in_its_marks_is_refused(page, says, tmp_path, mon
         ("```ruby\n1\n```\n", "no test knows what to do with 'ruby'"),
     ],
 )
-def test_a_block_that_does_not_work_is_named(page, says, tmp_path, monkeypatch):
-    monkeypatch.setattr("markdown_blocks.ROOT", tmp_path)
-    (tmp_path / "page.md").write_text(page)
-
+def test_a_block_that_does_not_work_is_named(page, says, page_of, tmp_path):
     with PageRunner(tmp_path) as runner, pytest.raises(AssertionError, match=re.escape(says)):
-        runner.run_page(tmp_path / "page.md")
+        runner.run_page(page_of(page))

@@ -11,15 +11,14 @@ from verdict import Verdict, shrink, try_plan
 
 AGAIN, OTHER = {"again": 1.0}, {"other": 1.0}
 
+SHORT = {"workers": 2, "shards": 2, "seconds": 3.0}
 PLANS = {
     "exact, waits that end too early, a shard killed, connections cut": Plan(
         seed=1,
         lane="grpc",
         mode="exact",
-        workers=2,
-        shards=2,
+        **SHORT,
         wait_s=0.5,
-        seconds=3.0,
         lease_s=4.0,
         styles=(Style(reactions=AGAIN, push_share=0.5), Style(reactions=AGAIN, pace_s=0.8)),
         faults=(
@@ -31,10 +30,8 @@ PLANS = {
         seed=2,
         lane="tcp",
         mode="fast",
-        workers=2,
-        shards=2,
+        **SHORT,
         size="medium",
-        seconds=3.0,
         lease_s=2.0,
         styles=(Style(reactions=OTHER, push_share=1.0, pause_s=0.3, ending="close"), Style(push_share=0.5, pause_s=0.3)),
         faults=(
@@ -47,10 +44,8 @@ PLANS = {
         seed=3,
         lane="shm",
         mode="ssp",
-        workers=2,
-        shards=2,
+        **SHORT,
         wait_s=0.5,
-        seconds=3.0,
         lease_s=2.0,
         styles=(Style(reactions=OTHER), Style(reactions=OTHER, pace_s=0.8)),
         faults=(Fault("shard-stop", 0.8, 1.0, shard=1), Fault("worker-kill", 2.2, 0.2, rank=1)),

@@ -10,10 +10,11 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from signal import SIGCONT, SIGSTOP
 
 import pytest
 from commands import processes
-from conftest import free_port, is_open, wait_until
+from conftest import free_port, is_open, parent, wait_until, worker_of
 
 PROGRAMS = ("slurmctld", "slurmd", "munged", "srun", "sbatch", "scontrol")
 
@@ -192,6 +193,25 @@ def test_slurm_when_a_nodes_daemon_dies_then_the_job_is_queued_again_and_goes_on
     assert len(begun) == 2, "all begin at step 0, and then at the checkpoint's"
     assert min(begun) == 0
     assert max(begun) >= 20
+
+
+def test_slurm_when_the_tasks_of_a_node_are_lost_and_not_the_node_then_the_job_file_queues_the_job_again(slurm, submit, script):
+    """As where the network between two nodes is gone, and SLURM still reaches both."""
+    job, output = submit(script, 10**6, 0.02)
+    wait_until(lambda: "stored checkpoint" in read(output), "the job has a checkpoint")
+    run_id = re.search(r"run (\S+); to look inside", read(output))[1]
+    lost = [parent(worker_of(run_id, rank)) for rank in (2, 3)]
+
+    for psd_run in lost:
+        os.kill(psd_run, SIGSTOP)
+    wait_until(lambda: "the job has ended with status 75" in read(output), "psd-run gives them up")
+    for psd_run in lost:
+        os.kill(psd_run, SIGCONT)
+
+    wait_until(lambda: slurm.state(job).endswith(" 1"), "the job is queued again")
+    slurm.ask("scancel", job)
+    wait_until(lambda: slurm.state(job).startswith("CANCELLED"), "the job ends")
+    wait_until(lambda: processes(run_id) == {}, "its processes end")
 
 
 def test_slurm_when_a_task_is_killed_then_the_job_fails_and_nothing_is_left(slurm, submit, script):

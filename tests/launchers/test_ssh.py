@@ -11,6 +11,8 @@ import pytest
 from commands import processes
 from conftest import wait_until
 
+from psd.cli.arguments import EXIT_HOST_LOST
+
 
 def workers_of(run_id):
     """Pids of the job's workers, by rank."""
@@ -78,7 +80,7 @@ def test_hosts_when_a_connection_is_lost_then_its_remote_processes_end_and_the_j
 
     sshd.cut("b")
 
-    assert started.end() == 1
+    assert started.end() == EXIT_HOST_LOST
     assert re.search(r"node 1 \(\S+\) is lost: the connection has ended, and with it shard 1, worker 1", started.output)
     wait_until(lambda: processes(started.run_id) == {}, "the processes of the lost host end")
 

@@ -59,9 +59,7 @@ def stored(
     path = tmp_path_factory.mktemp("stored")
     running = module_cluster(request.param, checkpoint_dir=str(path))
     run(running.servers, 2, 10, **EXACT)
-    for shard in running.shards:
-        assert shard.done.wait(10)
-        shard.drain(5)
+    running.finish()
     return path
 
 
@@ -230,9 +228,7 @@ def test_a_job_goes_on_with_other_workers_and_another_mode(cluster: Callable[...
     url = str(tmp_path / "checkpoints")
     first = cluster(2, checkpoint_dir=url)
     stored = run(first.servers, 2, 10, consistency="sync")
-    for shard in first.shards:
-        assert shard.done.wait(10)
-        shard.drain(5)
+    first.finish()
     second = cluster(3, checkpoint_dir=url)
 
     def look(rank: int) -> tuple[int, dict[str, Any]]:
@@ -273,9 +269,7 @@ def test_an_asynchronous_job_goes_on_as_a_synchronous_one(
         params = step(workers[update % 2], params, update)
     for ps in workers:
         ps.close()
-    for shard in first.shards:
-        assert shard.done.wait(10)
-        shard.drain(5)
+    first.finish()
 
     with psd_client.connect(cluster(3, checkpoint_dir=url).servers, 0, 1) as ps:
         params = ps.declare(initial_values(), rule, aggregation=aggregation)

@@ -122,9 +122,7 @@ def test_a_checkpoint_is_read_without_the_code_and_restored_only_with_it(cluster
     with psd_client.connect(first.servers, 0, 1) as ps:
         ps.declare({"w": np.zeros(5000, np.float32)}, psd_client.CustomRule(DRIFTING))
         ps.push_pull({"w": np.ones(5000, np.float32)})
-    for shard in first.shards:
-        assert shard.done.wait(10)
-        shard.drain(5)
+    first.finish()
 
     directory = CheckpointDirectory(url)
     manifest = directory.newest()
@@ -149,9 +147,7 @@ def test_the_running_mean_of_dc_adaptive_is_restored_on_other_shards(cluster: Ca
             ps.declare({"w": np.zeros(5000, np.float32)}, optimizer, **options)
             for _ in range(steps):
                 ps.push_pull({"w": np.ones(5000, np.float32)})
-        for shard in running.shards:
-            assert shard.done.wait(10)
-            shard.drain(5)
+        running.finish()
 
     def stored() -> list[float]:
         directory = CheckpointDirectory(url)

@@ -127,10 +127,10 @@ def test_lbfgs_and_topics_go_on_from_a_checkpoint_with_other_numbers_of_shards_a
 
     first = cluster(2, checkpoint_dir=checkpoints)
     (early, _) = run(first.servers, interrupted)
-    end(first)
+    first.finish()
     second = cluster(3, checkpoint_dir=checkpoints)
     results = run(second.servers, resumed)
-    end(second)
+    second.finish()
     third = cluster(1, checkpoint_dir=checkpoints)
     with psd_client.connect(third.servers, 0, 1) as ps:
         late = lda.work(ps, data, argparse.Namespace(sweeps=30, **topics))
@@ -173,10 +173,3 @@ def test_workers_that_sample_topics_wait_for_those_that_are_some_sweeps_behind(r
 
     assert max(ahead) == lda.APART
     assert found["perplexity"] == pytest.approx(lda.alone(data, topics)["perplexity"], rel=0.02)
-
-
-def end(running):
-    """Have the shards of a job that has ended store what they hold."""
-    for shard in running.shards:
-        assert shard.done.wait(20)
-        shard.drain(5)

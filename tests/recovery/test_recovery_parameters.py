@@ -31,9 +31,7 @@ def trained(cluster: Cluster, url: str) -> dict[str, Any]:
         ps.declare(values(1), Adam(lr=0.1))
         for seed in (2, 3, 4):
             last = ps.push_pull(values(seed))
-    for shard in shards.shards:
-        assert shard.done.wait(10)
-        shard.drain(5)
+    shards.finish()
     return last
 
 

@@ -110,9 +110,7 @@ def test_a_job_that_is_stopped_goes_on_elsewhere_with_the_same_bits(
     url = str(tmp_path / "checkpoints")
     first = cluster(before, checkpoint_dir=url, rules=(CUSTOM,))
     run(first.servers, *case, until=STOP)
-    for shard in first.shards:
-        assert shard.done.wait(10)
-        shard.drain(5)
+    first.finish()
 
     restored = run(cluster(after, checkpoint_dir=url, rules=(CUSTOM,)).servers, *case)
 
@@ -123,8 +121,7 @@ def test_a_checkpoint_with_another_constant_is_another_job(cluster: Callable[...
     url = str(tmp_path / "checkpoints")
     first = cluster(1, checkpoint_dir=url)
     run(first.servers, psd_client.Adagrad(initial_accumulator_value=0.25), until=STOP)
-    assert first.shards[0].done.wait(10)
-    first.shards[0].drain(5)
+    first.finish()
     second = cluster(1, checkpoint_dir=url)
 
     with pytest.raises(

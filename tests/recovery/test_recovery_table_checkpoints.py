@@ -52,12 +52,6 @@ def undisturbed(module_cluster: Callable[..., Any]) -> list[bytes]:
     return train(module_cluster(2).servers, 16)
 
 
-def finish(running: Any) -> None:
-    for shard in running.shards:
-        assert shard.done.wait(10)
-        shard.drain(5)
-
-
 @pytest.mark.parametrize(("stored_on", "restored_on"), [(1, 3), (3, 2), (2, 2)])
 def test_tables_go_on_from_a_checkpoint_on_any_number_of_shards(
     cluster: Callable[..., Any], tmp_path: Path, undisturbed: list[bytes], stored_on: int, restored_on: int
@@ -69,7 +63,7 @@ def test_tables_go_on_from_a_checkpoint_on_any_number_of_shards(
     url = str(tmp_path / "checkpoints")
     first = cluster(stored_on, checkpoint_dir=url)
     after_8 = train(first.servers, 8)[1][: 7 * 2 * 4]
-    finish(first)
+    first.finish()
 
     directory = CheckpointDirectory(url)
     directory.export(directory.newest(), str(tmp_path / "model.safetensors"))
@@ -164,7 +158,7 @@ def test_tables_that_are_not_the_checkpoints_are_refused(cluster: Callable[..., 
     url = str(tmp_path / "checkpoints")
     first = cluster(1, checkpoint_dir=url)
     train(first.servers, 1)
-    finish(first)
+    first.finish()
 
     with (
         psd_client.connect(cluster(1, checkpoint_dir=url).servers, 0, 1) as ps,

@@ -147,13 +147,19 @@ def test_a_caller_that_hangs_up_frees_its_ticket(cluster, dial, eventually, kind
     assert a.heartbeat().waits == []
 
 
+def begin_pull(shard, a, eventually):
+    """A pull of a's own update, which waits for the other worker."""
+    a.push(0, [[1.0] * 3])
+    call = a.data.Pull(a.pull_request(1), timeout=TIMEOUT_S)
+    eventually(lambda: len(shard.shard._core.waiting.open()) == 1, "the call waits")
+    return call
+
+
 def test_a_heartbeat_says_what_its_worker_waits_for(cluster, dial, eventually):
     """While a pull waits, the worker's heartbeat and everybody's status name the wait and the one that it lacks."""
     shard = cluster(1).shards[0]
     a, b = two_workers(shard, dial)
-    a.push(0, [[1.0] * 3])
-    call = a.data.Pull(a.pull_request(1), timeout=TIMEOUT_S)
-    eventually(lambda: len(shard.shard._core.waiting.open()) == 1, "the call waits")
+    call = begin_pull(shard, a, eventually)
 
     (wait,) = a.heartbeat(1).waits
     status = a.control.Status(control_pb2.StatusRequest(), timeout=TIMEOUT_S)
@@ -203,9 +209,7 @@ def test_draining_ends_waits_and_refuses_new_work_but_hears_goodbyes(cluster, di
     """A shard that drains fails its waits, refuses pushes, pulls and barriers as Draining, and still takes leave and status."""
     shard = cluster(1).shards[0]
     a, b = two_workers(shard, dial)
-    a.push(0, [[1.0] * 3])
-    pull = a.data.Pull(a.pull_request(1), timeout=TIMEOUT_S)
-    eventually(lambda: len(shard.shard._core.waiting.open()) == 1, "the call waits")
+    pull = begin_pull(shard, a, eventually)
 
     shard.shard.drain()
 

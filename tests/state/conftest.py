@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
-from shard_driver import close_all
+from shard_driver import Driver, close_all
 
 
 @pytest.fixture(autouse=True)
 def _shards_are_closed() -> Iterator[None]:
     yield
     close_all()
+
+
+@pytest.fixture
+def driver_of(tmp_path: Path) -> Callable[..., Driver]:
+    """Makes drivers whose shards outlive their process, in one directory: driver_of(spec, **arguments)."""
+    return lambda spec=None, **arguments: Driver(spec, state_dir=str(tmp_path / "state"), **arguments)

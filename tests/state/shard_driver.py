@@ -143,6 +143,8 @@ def end_process_of(core: ShardCore) -> None:
     for store in core.storage.tables:
         store._file.close()
         store._open = store._mapping = None
+    if core.storage.vectors is not None:
+        core.storage.vectors.close(remove=False)
 
 
 class Driver:

@@ -14,12 +14,6 @@ from psd.contract.errors import InvalidRequest, OutOfSpace
 from psd.v1 import data_pb2
 
 
-@pytest.fixture
-def driver_of(tmp_path):
-    """Makes drivers whose shards outlive their process: driver_of(spec, **arguments)."""
-    return lambda spec=None, **arguments: Driver(spec, state_dir=str(tmp_path / "state"), **arguments)
-
-
 def successor(driver: Driver, rank: int) -> tuple[Seat, int, bytes]:
     """Another process of the rank: its seat, where it takes part, and what it gets back."""
     seat = driver.join(rank)

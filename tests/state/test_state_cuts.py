@@ -89,14 +89,20 @@ def test_a_snapshot_has_what_workers_have_saved_with_the_pushes_that_it_counts()
     assert [snapshot.client_states for snapshot in taker.ready] == [{0: b"a after 1"}]
 
 
-def test_a_snapshot_is_complete_only_with_its_last_block():
-    """Half a push reaches the cut with one block; the snapshot waits for the other."""
+def half_a_push():
+    """A cut that one of two blocks has reached, and the push that goes on."""
     driver = Driver(job_spec(1, blocks=2))
     taker = Taker(driver)
     (a,) = driver.start()
     driver.learn_cuts([cut(step=1)])
     push = driver.begin_push(a, 0)
     driver.push_block(push, 0, 1.0)
+    return driver, taker, push
+
+
+def test_a_snapshot_is_complete_only_with_its_last_block():
+    """Half a push reaches the cut with one block; the snapshot waits for the other."""
+    driver, taker, push = half_a_push()
     assert taker.ready == []
     assert [c.id for c in driver.shard.cuts.open] == ["c1"]
 
@@ -216,12 +222,7 @@ def test_the_final_cut_takes_blocks_as_they_are_if_all_are_at_the_end(is_even):
 
 def test_going_back_gives_up_open_cuts():
     """Their versions will come again, in another timeline."""
-    driver = Driver(job_spec(1, blocks=2))
-    taker = Taker(driver)
-    (a,) = driver.start()
-    driver.learn_cuts([cut(step=1)])
-    push = driver.begin_push(a, 0)
-    driver.push_block(push, 0, 1.0)
+    driver, taker, push = half_a_push()
 
     driver.shard.cuts.forget(driver.core.job)
     driver.push_block(push, 1, 1.0)

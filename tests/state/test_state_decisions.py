@@ -19,12 +19,6 @@ def exact(world_size=2, **fields):
     return job_spec(world_size, aggregation="exact", **fields)
 
 
-@pytest.fixture
-def driver_of(tmp_path):
-    """Makes drivers whose shards outlive their process: driver_of(spec, **arguments)."""
-    return lambda spec, **arguments: Driver(spec, state_dir=str(tmp_path / "state"), **arguments)
-
-
 def commit(driver, seat, clock, **fields):
     """The ticket that a commit waits with, or its reply."""
     desk = driver.shard.settlement

@@ -22,12 +22,6 @@ LOCK_BYTES = 24
 """Enough for the line in the lock file, which is there and is only written over."""
 
 
-@pytest.fixture
-def driver_of(tmp_path):
-    """Makes drivers with a directory of their own."""
-    return lambda spec=None, **arguments: Driver(spec, state_dir=str(tmp_path / "state"), **arguments)
-
-
 # -- barriers --
 
 

@@ -6,17 +6,11 @@ import pytest
 from full_disk import full_disk
 from full_state import NO_ROOM, Hoarder, assert_disk_agrees
 from settling import bring, clipped, commit, decision, measure, push_all
-from shard_driver import Driver, job_spec
+from shard_driver import job_spec
 
 from psd.contract.errors import OutOfSpace
 from psd.state.aggregation.rounds import Outcome
 from psd.state.tickets import Ticket
-
-
-@pytest.fixture
-def driver_of(tmp_path):
-    """Makes drivers with a directory of their own."""
-    return lambda spec=None, **arguments: Driver(spec, state_dir=str(tmp_path / "state"), **arguments)
 
 
 def test_a_gradient_that_completes_a_round_without_room_is_refused_and_not_counted(driver_of, tmp_path):

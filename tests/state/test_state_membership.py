@@ -84,16 +84,20 @@ def test_a_foreign_run_is_refused_at_join_and_in_every_call():
         driver.shard.admission.heartbeat(control_pb2.HeartbeatRequest(caller=stranger))
 
 
-def test_a_caller_that_knew_an_earlier_incarnation_is_told_so():
-    """A request that names another life of the shard is refused, so that a blank shard is not taken for the old one."""
+@pytest.mark.parametrize(
+    ("field", "error", "detail"),
+    [("incarnation", ShardRestarted, {"shard": 0}), ("session", SessionFenced, {"cause": "expired"})],
+)
+def test_a_caller_that_knew_another_incarnation_or_never_joined_is_told_so(field, error, detail):
+    """So that a blank shard is not taken for the old one, and a session that this shard never saw may simply join."""
     driver = Driver()
     seat = driver.join(0)
-    seat.caller.incarnation += 1
+    setattr(seat.caller, field, getattr(seat.caller, field) + 1)
 
-    with pytest.raises(ShardRestarted) as caught:
+    with pytest.raises(error) as caught:
         driver.heartbeat(seat)
 
-    assert caught.value.detail == {"shard": 0}
+    assert detail.items() <= caught.value.detail.items()
 
 
 def test_a_second_join_of_a_rank_fences_the_first_as_superseded():
@@ -168,18 +172,6 @@ def test_an_older_session_cannot_join_a_shard_again():
     driver.join(0, session=9)
     with pytest.raises(SessionFenced):
         driver.join(0, session=5)
-
-
-def test_a_session_that_never_joined_is_refused_as_expired():
-    """A session that this shard never saw may simply join."""
-    driver = Driver()
-    seat = driver.join(0)
-    seat.caller.session += 1
-
-    with pytest.raises(SessionFenced) as caught:
-        driver.heartbeat(seat)
-
-    assert caught.value.detail["cause"] == "expired"
 
 
 def test_silence_expires_a_worker_and_heartbeats_keep_it():

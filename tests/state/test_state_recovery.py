@@ -15,12 +15,6 @@ from psd.state.tickets import Ticket
 from psd.state.workers.membership import WorkerState
 
 
-@pytest.fixture
-def driver_of(tmp_path):
-    """Makes drivers whose shards outlive their process: driver_of(spec, **arguments)."""
-    return lambda spec=None, **arguments: Driver(spec, state_dir=str(tmp_path / "state"), **arguments)
-
-
 def test_parameters_slots_versions_and_windows_are_as_they_were(driver_of):
     """What was applied is there again; a push that was counted is a duplicate; the next round goes on from it."""
     driver = driver_of(job_spec(2, blocks=2, flags=("momentum",)))

@@ -156,8 +156,8 @@ def test_a_shard_has_its_share_of_a_tables_rows(at_limit):
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        ({"rows_max": 2000}, "table 's1': rows_max: 2000 rows of 41 bytes on each .* do not fit: .*--max-table-bytes 100000"),
-        ({"rows_max": 10_000}, "table 's0': rows_max: 10000 rows on each .* are above the shard's --max-table-rows 5000"),
+        ({"rows_max": 2000}, "table 's1': max_rows: 2000 rows of 41 bytes on each .* do not fit: .*--max-table-bytes 100000"),
+        ({"rows_max": 10_000}, "table 's0': max_rows: 10000 rows on each .* are above the shard's --max-table-rows 5000"),
         ({"rows_max": 1200, "admit_after": 2}, None),
     ],
 )

@@ -21,12 +21,6 @@ def lamb_spec(world_size=1, **fields):
     return JobSpec(world_size, (TensorSpec("t", (3,), "float64"),), (GroupSpec("lamb"),), aggregation="exact", **fields)
 
 
-@pytest.fixture
-def driver_of(tmp_path):
-    """Makes drivers whose shards outlive their process."""
-    return lambda spec, **arguments: Driver(spec, state_dir=str(tmp_path / "state"), **arguments)
-
-
 # -- clipping --
 
 

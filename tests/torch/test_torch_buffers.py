@@ -76,12 +76,6 @@ def run(servers: str, world_size: int, **options: object) -> list[dict[int, dict
         return list(pool.map(worker, range(world_size)))
 
 
-def drain(running) -> None:
-    for shard in running.shards:
-        assert shard.done.wait(20)
-        shard.drain(5)
-
-
 def exported(url: str, path: str) -> dict[int, dict[str, torch.Tensor]]:
     """The valid checkpoints' tensors, as a program loads them, by step."""
     directory = CheckpointDirectory(url)
@@ -98,7 +92,7 @@ def test_checkpoints_then_have_the_first_workers_buffers_and_load_strictly(clust
     url = str(tmp_path / "checkpoints")
     running = cluster(shards, checkpoint_dir=url, checkpoint_steps=4, checkpoint_keep=9)
     first, second = run(running.servers, 2, steps=10, overlap=overlap)
-    drain(running)
+    running.finish()
 
     found = exported(url, str(tmp_path / "model.safetensors"))
 
@@ -115,7 +109,7 @@ def test_workers_of_a_restored_job_then_begin_with_the_buffers(cluster, tmp_path
     url = str(tmp_path / "checkpoints")
     running = cluster(3, checkpoint_dir=url)
     (first,) = run(running.servers, 1, steps=5, consistency=consistency)
-    drain(running)
+    running.finish()
 
     restored = run(cluster(2, checkpoint_dir=url).servers, 2, steps=5, consistency=consistency, buffers="mean")
 
@@ -127,7 +121,7 @@ def test_mean_of_all_workers_buffers_is_kept(cluster, tmp_path):
     url = str(tmp_path / "checkpoints")
     running = cluster(2, checkpoint_dir=url, checkpoint_steps=4)
     states = run(running.servers, 3, steps=5, buffers="mean")
-    drain(running)
+    running.finish()
 
     found = exported(url, str(tmp_path / "model.safetensors"))
 
@@ -142,7 +136,7 @@ def test_asynchronous_cut_then_waits_for_the_buffers(cluster, tmp_path):
     url = str(tmp_path / "checkpoints")
     running = cluster(2, checkpoint_dir=url, checkpoint_steps=3, checkpoint_keep=9)
     (states,) = run(running.servers, 1, steps=8, consistency="async")
-    drain(running)
+    running.finish()
 
     found = exported(url, str(tmp_path / "model.safetensors"))
 
@@ -162,7 +156,7 @@ def test_checkpoint_when_a_shard_has_frozen_parameters_alone_then_is_complete(cl
         for _ in range(6):
             model(torch.ones(2, 4)).sum().backward()
             optimizer.step()
-    drain(running)
+    running.finish()
 
     assert exported(url, str(tmp_path / "model.safetensors")).keys() == {4, 6}
 
@@ -212,6 +206,6 @@ def test_buffer_that_is_assigned_anew_is_stored_restored_and_checked(cluster, tm
             with pytest.raises(InvalidTensor, match=rf"buffer 'mean' {words}, and was declared with the shape \(6,\)"):
                 ps._worker.declared.buffers.fill(0)
         model.mean = last["mean"]
-    drain(running)
+    running.finish()
 
     assert_same(exported(url, str(tmp_path / "model.safetensors"))[2], last)

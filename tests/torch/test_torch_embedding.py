@@ -55,6 +55,16 @@ def test_rows_and_gradients_are_those_of_torch(ids):
     torch.testing.assert_close(dense(tables, DIM), theirs.weight.grad)
 
 
+def test_the_output_may_be_changed_in_place():
+    """As by x += positions(...), or by layers that have inplace=True."""
+    mine, theirs, tables = pair()
+    ids = shuffled(3, 4)
+
+    check_same(*(nn.ReLU(inplace=True)(module(ids).add_(0.5)) for module in (mine, theirs)))
+
+    torch.testing.assert_close(dense(tables, DIM), theirs.weight.grad)
+
+
 def test_padding_is_zeros_and_has_no_gradient():
     """Nor is it asked for. In torch, too, the row of the padding is zeros at first, and stays so."""
     mine, theirs, tables = pair(padding_idx=3)
@@ -309,6 +319,10 @@ def test_wrong_ids_are_named_before_anything_is_pulled():
         ((torch.tensor(1), None), "ids: must have 1 or 2 dimensions, got 0"),
         ((torch.tensor([[1]]), None, torch.ones(1)), r"per_sample_weights: shape must be \(1, 1\)"),
         ((torch.tensor([1]), torch.zeros(1)), "offsets: dtype"),
+        *(
+            ((torch.tensor([1, 2, 3]), torch.tensor(offsets, dtype=torch.int64)), r"offsets: .* be at most 3, the number of ids")
+            for offsets in ([1, 2], [0, 4], [0, 2, 1], [0, -1], [], [[0, 1]])
+        ),
     ]:
         with pytest.raises(InvalidTensor, match=message):
             bag(*arguments)

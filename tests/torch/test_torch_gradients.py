@@ -28,6 +28,14 @@ def distributed(ps: Any, model: Any = None, **options: Any) -> tuple[Any, Any]:
     return model, psd.distribute(model, SGD(model.parameters(), lr=0.1), ps=ps, **options)
 
 
+def trained(ps: Any, **options: Any) -> tuple[Any, Any]:
+    """A distributed model after a step."""
+    model, optimizer = distributed(ps, **options)
+    backward(model, *batch(0))
+    optimizer.step()
+    return model, optimizer
+
+
 def are_views(ps: Any, model: Any) -> list[bool]:
     """True for each parameter whose gradient is where pushes are sent from."""
     pairs = zip(model.parameters(), ps._worker.gradients.views, strict=True)
@@ -219,9 +227,7 @@ def test_step_when_a_frozen_parameter_has_a_gradient_then_refuses(run_workers, o
 @pytest.mark.parametrize("overlap", [False, True])
 def test_close_then_the_models_gradients_are_its_own_again(run_workers, overlap):
     def body(ps):
-        model, optimizer = distributed(ps, overlap=overlap)
-        backward(model, *batch(0))
-        optimizer.step()
+        model, optimizer = trained(ps, overlap=overlap)
         optimizer.close()
         views = [torch.from_numpy(view) for view in ps._worker.gradients.views]
         backward(model, *batch(1))
@@ -235,9 +241,7 @@ def test_close_then_the_models_gradients_are_its_own_again(run_workers, overlap)
 @pytest.mark.parametrize("overlap", [False, True])
 def test_distribute_when_the_optimizer_is_forgotten_then_it_is_collected_and_the_model_lives_on(run_workers, overlap):
     def body(ps):
-        model, optimizer = distributed(ps, overlap=overlap)
-        backward(model, *batch(0))
-        optimizer.step()
+        model, optimizer = trained(ps, overlap=overlap)
         forgotten = weakref.ref(optimizer), weakref.ref(optimizer._gradients)
         del optimizer
         gc.collect()

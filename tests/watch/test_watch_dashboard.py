@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import re
+import socket
 import ssl
 from importlib import resources
 
@@ -15,7 +16,8 @@ from certificates import Authority
 from scripted_job import ScriptedJob, logged
 
 from psd.contract.tls import server_files
-from psd.watch.dashboard import admission
+from psd.watch.dashboard import admission, server
+from psd.watch.dashboard.pages import Streams
 from psd.watch.dashboard.server import DashboardPlace, listen, serve
 
 TOKEN = "a-token-of-the-dashboard"
@@ -147,3 +149,55 @@ def test_the_page_loads_nothing_from_elsewhere():
     found, kind, outside = asyncio.run(headers())
     assert "default-src 'none'; script-src 'self'" in found["Content-Security-Policy"]
     assert (kind, outside) == ("text/javascript", 404)
+
+
+def test_a_browser_that_does_not_read_is_hung_up_on(monkeypatch):
+    """Its stream would otherwise hold all that it was to be sent for as long as the dashboard lives."""
+    left = asyncio.Event()
+
+    class Watched(Streams):
+        @contextlib.contextmanager
+        def joined(self):
+            with contextlib.ExitStack() as stack:
+                stack.callback(left.set)
+                yield stack.enter_context(super().joined())
+
+    monkeypatch.setattr(server, "STUCK_S", 0.2)
+    monkeypatch.setattr(server, "Streams", Watched)
+
+    async def stare():
+        async with dashboard(ScriptedJob()) as address:
+            with socket.socket() as browser:
+                browser.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                browser.connect(("127.0.0.1", int(address.rpartition(":")[2])))
+                browser.sendall(b"GET /api/stream HTTP/1.1\r\nHost: localhost\r\n\r\n")
+                await asyncio.wait_for(left.wait(), 30)
+
+    asyncio.run(stare())
+
+
+def test_what_is_no_request_is_refused_and_fills_no_log(caplog, capfd):
+    """Neither does who sends it need to be let in."""
+    enter = b"POST /api/enter HTTP/1.1\r\nHost: localhost\r\n%sContent-Length: %d\r\n\r\n%s"
+    requests = {
+        b"GET / HTTP/1.1\r\nHost: [::1\r\n\r\n": b"403",
+        b"GET / HTTP/1.1\r\n\r\n": b"400",
+        b"\x16\x03\x01\x02\x00\x01\xfc": b"400",
+        enter % (b"", 4000, b"[" * 4000): b"400",
+        enter % (b"Content-Encoding: gzip\r\n", 2, b"{}"): b"400",
+        enter % (b"Content-Type: text/plain; charset=none\r\n", 2, b"[]"): b"400",
+    }
+
+    async def answer(address, request):
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(address.rpartition(":")[2]))
+        writer.write(request)
+        status = (await reader.readline()).split()[1]
+        writer.close()
+        return status
+
+    async def ask():
+        async with dashboard(ScriptedJob()) as address:
+            return [await answer(address, request) for request in requests]
+
+    assert asyncio.run(ask()) == [*requests.values()]
+    assert (caplog.text, capfd.readouterr().err) == ("", "")

@@ -7,6 +7,7 @@ import pytest
 from scripted_job import EXPIRED, FINISHED, LIVE, ScriptedJob, logged
 
 from psd.v1 import control_pb2 as pb
+from psd.watch import history
 from psd.watch.history import EVENTS_MAX, MOMENTS_MAX, thinned
 from psd.watch.sampler import RATE_S
 from psd.watch.snapshot import CurvePoint
@@ -212,3 +213,16 @@ def test_what_peers_have_named_is_printable(job):
 
     assert now.run_id == "a\\x1b[2J"
     assert now.workers[0].host == "h\\n"
+
+
+def test_of_many_curves_fewer_points_are_kept_so_that_all_together_are_bounded(monkeypatch):
+    monkeypatch.setattr(history, "ALL_POINTS_MAX", 1000)
+    monkeypatch.setattr(history, "POINTS_MIN", 10)
+    seen = history.History()
+
+    for step in range(200):
+        for curve in range(20):
+            seen.add_point(f"{curve}", CurvePoint(0, step, 0.5, 0.0))
+
+    assert sum(map(len, seen.curves.values())) <= 1000
+    assert {(points[0].step, points[-1].step) for points in seen.curves.values()} == {(0, 199)}

@@ -63,7 +63,7 @@ class TorchLink(Link):
         def collect(gradient: torch.Tensor) -> Any:
             return rows.collect(array, gradient.detach().cpu().numpy())
 
-        return _Tracked.apply(handle.value, found, collect) if is_learning else found  # type: ignore[no-untyped-call]
+        return _Tracked.apply(handle.value, (found,), collect) if is_learning else found  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
         """See Link."""
@@ -72,13 +72,18 @@ class TorchLink(Link):
 
 
 class _Tracked(torch.autograd.Function):
-    """Rows that back-propagation gives gradients to. The handle's is what `collect` makes of theirs."""
+    """Rows that back-propagation gives gradients to. The handle's is what `collect` makes of theirs.
+
+    They come in a tuple, as those of torch/row_gradients.py do.
+    """
 
     @staticmethod
-    def forward(ctx: Any, handle: torch.Tensor, rows: torch.Tensor, collect: Callable[[torch.Tensor], Any]) -> torch.Tensor:
+    def forward(
+        ctx: Any, handle: torch.Tensor, rows: tuple[torch.Tensor], collect: Callable[[torch.Tensor], Any]
+    ) -> torch.Tensor:
         """See torch.autograd.Function."""
         ctx.collect, ctx.handle = collect, handle
-        return rows
+        return rows[0]
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:

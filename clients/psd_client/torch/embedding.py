@@ -127,7 +127,7 @@ class TableModule(torch.nn.Module):
             values = in_numpy(gradient, dim)
             kept.add(handle, *found.without_padding(found.distinct.sum(values) if is_expanded else values))
 
-        return cast(torch.Tensor, Tracked.apply(handle, rows, collect))  # type: ignore[no-untyped-call]
+        return cast(torch.Tensor, Tracked.apply(handle, (rows,), collect))  # type: ignore[no-untyped-call]
 
     def output(self, rows: Rows, found: Wanted, ids: torch.Tensor, *more: Any) -> torch.Tensor:
         """The output of the module, from the rows pulled. more: the other arguments of the forward pass."""
@@ -191,8 +191,8 @@ class Embedding(TableModule):
 
     def output(self, rows: Rows, found: Wanted, ids: torch.Tensor) -> torch.Tensor:
         """See TableModule."""
-        expanded = torch.from_numpy(found.distinct.expand(rows))
-        return self.tracked(expanded, found, is_expanded=True).view(*ids.shape, self.spec.dim)
+        expanded = torch.from_numpy(found.distinct.expand(rows).reshape(*ids.shape, self.spec.dim))
+        return self.tracked(expanded, found, is_expanded=True)
 
 
 class EmbeddingBag(TableModule):
@@ -242,6 +242,8 @@ class EmbeddingBag(TableModule):
             raise InvalidTensor(f"{where}: offsets: ids of 1 dimension need them, ids of 2 have none")
         if offsets is not None and offsets.dtype not in (torch.int64, torch.int32):
             raise InvalidTensor(f"{where}: offsets: dtype must be torch.int64 or torch.int32, got {offsets.dtype}")
+        if offsets is not None and not _are_offsets(offsets, len(ids)):
+            raise InvalidTensor(f"{where}: offsets: must be (bags,), rise from 0, and be at most {len(ids)}, the number of ids")
         if weights is not None and self.mode != "sum":
             raise InvalidRequest(f'{where}: per_sample_weights: only with mode="sum", and it is {self.mode!r}')
         if weights is not None and weights.shape != ids.shape:
@@ -266,6 +268,14 @@ class EmbeddingBag(TableModule):
     def extra_repr(self) -> str:
         """See torch.nn.Module."""
         return f"{super().extra_repr()}, mode={self.mode!r}"
+
+
+def _are_offsets(offsets: torch.Tensor, ids: int) -> bool:
+    """True if they are where bags begin; for some others torch itself reads memory that is not its own."""
+    if offsets.dim() != 1 or not len(offsets):
+        return offsets.dim() == 1 and ids == 0
+    begins = offsets.cpu()
+    return bool(begins[0] == 0 and begins[-1] <= ids and (begins[1:] >= begins[:-1]).all())
 
 
 class EmbeddingCollection(torch.nn.ModuleDict):

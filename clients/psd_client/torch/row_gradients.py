@@ -67,15 +67,19 @@ def summed(parts: list[tuple[Ids, Numbers]]) -> tuple[Ids, Numbers]:
 class Tracked(torch.autograd.Function):
     """Rows that back-propagation gives gradients to.
 
-    Args of `apply`: handle, whose requires_grad decides; rows, returned; collect, given the rows' gradient.
+    Args of `apply`: handle, whose requires_grad decides; rows, a tensor that is nobody else's, returned; collect, given the
+    rows' gradient. The rows come in a tuple, because what is an argument itself would come out as a view, which the program
+    could not change in place.
     """
 
     @staticmethod
-    def forward(ctx: Any, handle: torch.Tensor, rows: torch.Tensor, collect: Callable[[torch.Tensor], None]) -> torch.Tensor:
+    def forward(
+        ctx: Any, handle: torch.Tensor, rows: tuple[torch.Tensor], collect: Callable[[torch.Tensor], None]
+    ) -> torch.Tensor:
         """See torch.autograd.Function."""
         del handle
         ctx.collect = collect
-        return rows
+        return rows[0]
 
     @staticmethod
     @uncompiled

@@ -25,6 +25,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from google.protobuf.message import DecodeError
 
@@ -101,6 +102,14 @@ class Storage:
             arena.close(remove=False)
             raise ConfigError(f"--state-dir: {self.directory}: a block is missing; this shard cannot go on with it")
         is_believed = self._load(_BOOT_NAME) in (_CLOSED, _boot_id())
+        if not (arena.word("initialized") or arena.word("given_up")) and stored.HasField("grown_from") and is_believed:
+            self.arena = arena
+            stored = stored.grown_from
+            try:
+                arena = self.shrink()
+            except PsdError as error:
+                arena.close(remove=False)
+                raise ConfigError(f"--state-dir: {error}") from error
         if not (is_believed or self._config.checkpoint_dir) and arena.word("initialized"):
             arena.close(remove=False)
             raise ConfigError(
@@ -135,25 +144,74 @@ class Storage:
         if self._config.run_id and self._config.run_id != stored.run_id:
             raise ConfigError(f"holds run {stored.run_id!r}, not {self._config.run_id!r}")
 
-    def create(
-        self, stored: storage_pb2.StoredJob, shapes: Sequence[BlockShape], workers: int, *, keeps_vectors: bool = False
-    ) -> Arena:
-        """A new arena for a job, in place of the one that is there. keeps_vectors: that one's vectors stay.
+    def create(self, stored: storage_pb2.StoredJob, shapes: Sequence[BlockShape], workers: int) -> Arena:
+        """A new arena for a job, in place of the one that is there.
 
         Raises:
             OutOfSpace: the directory has no room for it.
             InternalError: it is no place for an arena, or another process's.
         """
         replace = self.arena is not None
-        self.close(keep=False, keeps_vectors=keeps_vectors)
+        self.close(keep=False)
+        arena = self._make(stored, shapes, workers, replace=replace)
+        if not self._is_private:
+            try:
+                self._note_boot(_boot_id())
+            except BaseException:
+                _remove_notes(self.directory)
+                arena.close(remove=True)
+                raise
+        return self._take(arena)
+
+    def grow(self, stored: storage_pb2.StoredJob, shapes: Sequence[BlockShape], tables: Sequence[TableSpec]) -> Arena:
+        """A new arena, and tables, for a job that takes the place of one of vectors alone; these, and all notes, stay.
+
+        Until the new job has its values, the next process finds the old one.
+
+        Raises:
+            OutOfSpace, InternalError: nothing has changed.
+        """
+        assert self.arena is not None
+        stored.grown_from.CopyFrom(storage_pb2.StoredJob.FromString(self.arena.meta))
+        made = create_stores(self.directory, tables, self._tables_crash_point)
         try:
-            arena = Arena.create(
+            arena = self._exchange(self.arena, stored, shapes)
+        except BaseException:
+            close_stores(made, remove=True)
+            raise
+        self.tables = made
+        return self._take(arena)
+
+    def shrink(self) -> Arena:
+        """The arena of the job of vectors alone again, whose place the present one has taken. Raises what `grow` does."""
+        assert self.arena is not None
+        stored = storage_pb2.StoredJob.FromString(self.arena.meta).grown_from
+        arena = self._exchange(self.arena, stored, (), initialized=1, timeline=self.arena.word("timeline"))
+        close_stores(self.tables, remove=True)
+        remove_stores(self.directory)
+        self.tables = []
+        return self._take(arena)
+
+    def _exchange(self, old: Arena, stored: storage_pb2.StoredJob, shapes: Sequence[BlockShape], **words: int) -> Arena:
+        """An arena with the same members that takes the old one's place."""
+
+        def prepare(arena: Arena) -> None:
+            for rank in range(old.workers):
+                arena.set_member(rank, *old.member(rank))
+            for name, value in words.items():
+                arena.set_word(name, value)
+
+        return self._make(stored, shapes, old.workers, instead=old, prepare=prepare)
+
+    def _make(self, stored: storage_pb2.StoredJob, shapes: Sequence[BlockShape], workers: int, **how: Any) -> Arena:
+        try:
+            return Arena.create(
                 self.directory,
                 meta=stored.SerializeToString(),
                 shapes=shapes,
                 workers=workers,
                 crash_point=self._crash_point,
-                replace=replace,
+                **how,
             )
         except ArenaFull as error:
             raise OutOfSpace(
@@ -162,17 +220,17 @@ class Storage:
             ) from error
         except (ArenaBusy, OSError) as error:
             raise InternalError(f"--state-dir: cannot use {self.directory}: {error}") from error
-        if not self._is_private:
-            try:
-                self._note_boot(_boot_id())
-            except BaseException:
-                _remove_notes(self.directory)
-                arena.close(remove=True)
-                raise
-        else:  # also when the shard is dropped without being closed
+
+    def _take(self, arena: Arena) -> Arena:
+        self._forget_clean_up()
+        if self._is_private:  # also when the shard is dropped without being closed
             self._clean_up = weakref.finalize(self, _abandon, arena, self.directory)
         self.arena = arena
         return arena
+
+    def _forget_clean_up(self) -> None:
+        if self._clean_up is not None:
+            self._clean_up.detach()  # or it would keep the arena, and the memory of all its pages
 
     @property
     def free_bytes(self) -> int:
@@ -327,26 +385,26 @@ class Storage:
         path = self.directory / name
         return path.read_bytes() if path.exists() else b""
 
-    def close(self, *, keep: bool, keeps_vectors: bool = False) -> None:
-        """Let go of the arena. It stays if the operator named its directory and `keep`. keeps_vectors: not of the vectors."""
+    def close(self, *, keep: bool) -> None:
+        """Let go of the arena. It stays if the operator named its directory and `keep`."""
         if self.arena is not None:
             is_removed = self._is_private or not keep
             if is_removed:
                 if self.tables or self.vectors is not None:
                     # Whoever finds the arena without them is to take it for one that was never complete.
+                    self.arena.set_word("given_up", 1)
                     self.arena.set_word("initialized", 0)
-                _remove_notes(self.directory, but_vectors=keeps_vectors)
+                _remove_notes(self.directory)
             else:
                 self._note_closed(self.arena)
             close_stores(self.tables, remove=is_removed)
             self.tables = []
-            if self.vectors is not None and not keeps_vectors:
+            if self.vectors is not None:
                 self.vectors.close(remove=is_removed)
                 self.vectors = None
             self.arena.close(remove=is_removed)
             self.arena = None
-            if self._clean_up is not None:
-                self._clean_up.detach()  # or it would keep the arena, and the memory of all its pages
+            self._forget_clean_up()
 
     def _note_closed(self, arena: Arena) -> None:
         try:
@@ -405,11 +463,10 @@ def _unlink(directory: Path, name: str) -> None:
         path.unlink(missing_ok=True)
 
 
-def _remove_notes(directory: Path, *, but_vectors: bool = False) -> None:
+def _remove_notes(directory: Path) -> None:
     """Delete what lies beside an arena."""
     remove_stores(directory)
-    if not but_vectors:
-        shutil.rmtree(directory / _VECTORS_NAME, ignore_errors=True)
+    shutil.rmtree(directory / _VECTORS_NAME, ignore_errors=True)
     for name in (_BARRIERS_NAME, _VERDICT_NAME, _BOOT_NAME):
         _unlink(directory, name)
     for path in directory.glob(f"{_CLIENT_STATE_PREFIX}*"):

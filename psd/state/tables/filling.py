@@ -57,7 +57,7 @@ def fill(
         raise OutOfSpace(f"table {name!r}: no room for its rows: {error.strerror}") from error
     lost = written - store.counters()["rows"]
     if lost > 0:
-        limits = "rows_max, --max-table-rows and --max-table-bytes"
+        limits = "max_rows, --max-table-rows and --max-table-bytes"
         logger.warning("table %r: %d of %d rows have found no room on this shard; %s limit it", name, lost, written, limits)
 
 

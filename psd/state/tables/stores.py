@@ -41,12 +41,12 @@ def partition_specs(spec: JobSpec, shard_count: int, notes: int, limits: Limits,
         rows = -(-table.rows_max // shard_count)
         if rows > limits.table_rows_max:
             raise InvalidRequest(
-                f"table {table.name!r}: rows_max: {rows} rows on each shard are above the shard's --max-table-rows "
+                f"table {table.name!r}: max_rows: {rows} rows on each shard are above the shard's --max-table-rows "
                 f"{limits.table_rows_max}"
             )
         if rows * row_bytes > left:
             raise OutOfSpace(
-                f"table {table.name!r}: rows_max: {rows} rows of {row_bytes} bytes on each shard do not fit: of the shard's "
+                f"table {table.name!r}: max_rows: {rows} rows of {row_bytes} bytes on each shard do not fit: of the shard's "
                 f"memory for tables ({whose}), {left} are left"
             )
         left -= rows * row_bytes

@@ -230,17 +230,24 @@ class Admission:
             members, job = self._core.members, self._core.job
             if spec.world_size != len(members.workers):
                 raise SpecMismatch(f"world_size: joined with {len(members.workers)}, declared {spec.world_size}")
-        if job is None or (job.spec.is_empty and not spec.is_empty and self._core.begin_growing()):
-            job = self._core.make_job(spec, members, keeps_vectors=job is not None)
+        grows = job is not None and job.spec.is_empty and not spec.is_empty
+        if job is None or (grows and self._core.life.now in (Life.UNREAD, Life.SERVING)):
+            new = self._core.make_job(spec, members, grows=grows)
             try:
-                has_values = self._give_values(job)
+                has_values = self._give_values(new)
             except BaseException:
-                self._core.storage.close(keep=False)
+                if job is not None:
+                    self._core.shrink_job(job.spec, members)
+                else:
+                    self._core.storage.close(keep=False)
                 raise
             with self._core.lock:
-                self._core.take_job(job, members)
+                if grows:
+                    self._core.take_grown_job(new, members)
+                else:
+                    self._core.take_job(new, members)
                 if has_values:
-                    job.arena.set_word("initialized", GIVEN)
+                    new.arena.set_word("initialized", GIVEN)
                     self._core.become(Life.UNREAD)
                     self._core.initial.on_set(GIVEN)
         elif job.spec != spec and spec.is_empty <= job.spec.is_empty and self._core.life.now is Life.RESTORED:

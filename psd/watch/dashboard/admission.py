@@ -62,7 +62,10 @@ class Doorkeeper:
 
     def is_known_host(self, host: str) -> bool:
         """True if a request may name this host, with or without a port."""
-        return self.asks or is_loopback(urlsplit(f"//{host}").hostname or "")
+        try:
+            return self.asks or is_loopback(urlsplit(f"//{host}").hostname or "")
+        except ValueError:  # brackets that do not close, say
+            return False
 
     def is_admitted(self, cookie: str | None) -> bool:
         """True if a request with this cookie may see the job."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import mimetypes
 from collections.abc import Awaitable, Callable, Iterator
 from importlib import resources
@@ -30,6 +31,8 @@ _HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-store",
 }
+
+logger = logging.getLogger("psd")
 
 Handler: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -127,6 +130,9 @@ class Pages:
             response = await handler(request)
         except web.HTTPException as error:
             return self._refusal(error.status, error.reason)
+        except Exception:
+            logger.exception("a page failed because of a defect in the dashboard")
+            return self._refusal(500, "a defect of the dashboard; its log has the traceback")
         if not response.prepared:
             response.headers.update(_HEADERS)
         return response
@@ -166,8 +172,8 @@ class Pages:
 
     async def _enter(self, request: web.Request) -> web.Response:
         try:
-            token = json.loads(await request.text()).get("token", "")
-        except (ValueError, AttributeError):
+            token = json.loads(await request.read()).get("token", "")
+        except (ValueError, AttributeError, RecursionError, web.RequestPayloadError):
             return self._refusal(400, 'expected {"token": "..."}')
         try:
             cookie = await self._admission.enter(str(token))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import logging
 import signal
 import socket
 import ssl
@@ -22,6 +23,9 @@ from psd.watch.dashboard import feed
 from psd.watch.dashboard.admission import Doorkeeper
 from psd.watch.dashboard.pages import Pages, Streams
 from psd.watch.sampler import Sampler
+
+STUCK_S = 30.0
+"""Seconds until a browser that takes nothing of what it is sent, or has vanished, is hung up on."""
 
 END_S = 2.0
 """Seconds that answers in progress have when the dashboard ends."""
@@ -47,11 +51,14 @@ def listen(host: str, port: int, *, is_firm: bool) -> socket.socket:
     """A socket at an address; at another port if that one is taken and need not be kept. OSError if there is none."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), family=family)
+        listener = socket.create_server((host, port), family=family)
     except OSError:
         if is_firm:
             raise
-        return socket.create_server((host, 0), family=family)
+        listener = socket.create_server((host, 0), family=family)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux; connections inherit it
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(STUCK_S * 1000))
+    return listener
 
 
 async def serve(sampler: Sampler, place: DashboardPlace, interval_s: float, on_ready: Callable[[], None]) -> None:
@@ -85,7 +92,9 @@ async def serve(sampler: Sampler, place: DashboardPlace, interval_s: float, on_r
         port = place.listener.getsockname()[1]
         admission = Doorkeeper(place.token)
         pages = Pages(admission, streams, whole, is_https=place.tls is not None, cookie=f"psd-dashboard-{port}")
-        runner = web.AppRunner(pages.app(), access_log=None, handle_signals=False, shutdown_timeout=END_S)
+        # Who sends what is no request is told so, and fills no log.
+        strangers = logging.Logger("strangers", logging.CRITICAL)
+        runner = web.AppRunner(pages.app(), access_log=None, logger=strangers, handle_signals=False, shutdown_timeout=END_S)
         await runner.setup()
         looking = asyncio.create_task(keep_looking())
         ending = asyncio.create_task(ended.wait())

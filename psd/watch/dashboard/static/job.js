@@ -2,6 +2,8 @@
 
 const MOMENTS_MAX = 1500;
 const POINTS_MAX = 8192;
+const POINTS_MIN = 512;
+const ALL_POINTS_MAX = 131072;
 const EVENTS_MAX = 500;
 
 export class Job {
@@ -66,7 +68,8 @@ export class Job {
       const key = `${point[0]} ${point[1]}`;
       points.delete(key);
       points.set(key, point);
-      if (points.size > POINTS_MAX) this.curves.set(name, keyed(thinned([...points.values()])));
+      const limit = Math.max(POINTS_MIN, Math.min(POINTS_MAX, ALL_POINTS_MAX / this.curves.size));
+      if (points.size > limit) this.curves.set(name, keyed(thinned([...points.values()])));
     }
   }
 
