@@ -280,7 +280,7 @@ class TableStore:
             history = as_history(history, len(self._scalars) if self.spec.catches_up else None)
         how = {"scalars": (), "scale": 1.0, "distinct": False, "whole": True, "step": -1 if step is None else step}
         how["history"] = history
-        latest = clock if clocks is None else int(clocks.max(initial=0))
+        latest = int(clock.max(initial=0)) if isinstance(clock, np.ndarray) else clock
         self._change(ids, values, latest, notes, None, clocks=clocks, **how)
 
     def _change(
