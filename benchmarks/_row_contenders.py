@@ -15,7 +15,7 @@ from _contenders import CORES, Contender, Starter
 from _processes import Peer, Shard, all_ready, free_ports, start_all
 from peers.rows import Shape
 
-__all__ = ["Starter", "join", "psd", "ray", "raw_tcp", "shared_memory", "tensorflow", "torch_rpc"]
+__all__ = ["Starter", "bare_grpc", "join", "psd", "ray", "raw_tcp", "shared_memory", "tensorflow", "torch_rpc"]
 
 
 def psd(
@@ -92,6 +92,19 @@ def raw_tcp(workers: int, shape: Shape) -> Starter:
         peers = _workers("raw_tcp_rows", workers, shape, {"address": address})
         all_ready(stack, peers)
         return Contender("raw tcp", workers, 0, "", peers, [server.pid])
+
+    return start
+
+
+def bare_grpc(workers: int, shape: Shape) -> Starter:
+    """A contender: the bytes of a step in one call of Python's gRPC."""
+
+    def start(stack: ExitStack) -> Contender:
+        server = Peer("bare_grpc_rows", {"shape": shape})
+        address = all_ready(stack, [server])[0]["address"]
+        peers = _workers("bare_grpc_rows", workers, shape, {"address": address})
+        all_ready(stack, peers)
+        return Contender("bare grpc", workers, 0, "", peers, [server.pid])
 
     return start
 

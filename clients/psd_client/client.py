@@ -15,7 +15,7 @@ from typing import Any, Literal, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from psd.contract.arguments import refuse
+from psd.contract.arguments import ByName, refuse
 from psd.contract.config import ClientConfig, ConfigError, is_loopback
 from psd.contract.credentials import Credentials
 from psd.contract.environment import client_config, why_not_alone
@@ -26,7 +26,7 @@ from psd_client.param_groups import ParamGroups
 from psd_client.reader import Reader
 from psd_client.standalone import PrivateShard
 from psd_client.tables import DeclaredTable, Table, gradients_of
-from psd_client.tensors import NamedTensors, check_named, fill, tensor_specs
+from psd_client.tensors import NamedTensors, check_params, fill, tensor_specs
 from psd_client.vector_batch import Batch
 from psd_client.vectors import Matrix, Vector, by_name, matrix_of, vector_of
 from psd_client.worker.flat_calls import FlatCalls
@@ -190,7 +190,7 @@ class ParameterServer:
     def __init__(self, config: ClientConfig, lanes: Sequence[Lane], on_end: Callable[[], None] = lambda: None) -> None:
         self._worker = FlatCalls(config, lanes, on_end)
         self._named: tuple[NamedTensors, ParamGroups] | None = None
-        self._tables: dict[str, DeclaredTable] = {}
+        self._tables: Mapping[str, DeclaredTable] = {}
 
     @property
     def rank(self) -> int:
@@ -284,7 +284,7 @@ class ParameterServer:
             InvalidRequest, InvalidTensor, NonFiniteGradient: an argument is wrong; nothing was declared.
             WaitTimeout: no worker has provided initial values within the wait timeout.
         """
-        check_named("params", params)
+        check_params(params)
         if not isinstance(tables, (list, tuple)) or not all(isinstance(table, Table) for table in tables):
             refuse(InvalidRequest, "tables", "a list of psd_client.Table", tables)
         if not params and not tables:
@@ -308,7 +308,8 @@ class ParameterServer:
         named = NamedTensors(specs, [np.asarray(value).dtype for value in params.values()], copy=copy)
         self._named = named, param_groups
         declared = enumerate(self._worker.gradients.layout.spec.tables)
-        self._tables = {spec.name: DeclaredTable(self._worker, i, spec, param_groups) for i, spec in declared}
+        named_tables = {spec.name: DeclaredTable(self._worker, i, spec, param_groups) for i, spec in declared}
+        self._tables = ByName("table", named_tables)
         return self._results()
 
     def push(self, grads: Mapping[str, Any], weight: float = 1, tables: Mapping[str, tuple[Any, Any]] = _NO_TABLES) -> None:

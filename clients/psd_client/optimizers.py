@@ -48,5 +48,5 @@ def scalar_values(group: GroupSpec, options: Mapping[str, object], index: int) -
             raise KeyError(f"param_groups[{index}]: {option!r} is missing")
         where, value = f"param_groups[{index}][{option!r}]", options[option]
         values.append(number(where, value) if rule.is_custom else scalar_of(name, where, value))
-    rule.check_scalars(values, group.flags, index)
+    rule.check_scalars(values, group.flags, f"param_groups[{index}]")
     return values

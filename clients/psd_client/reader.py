@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from psd.contract.arguments import ByName
 from psd.contract.config import ClientConfig
 from psd.contract.errors import CutMissed, InvalidRequest, LayoutMismatch, NotDeclared, WaitTimeout
 from psd.contract.jobspec import JobSpec
@@ -134,7 +135,8 @@ class Reader:
             NotDeclared: no job, or no initial values, within the wait timeout. ShardUnavailable: a shard could not be reached.
         """
         _, layout = self._patiently(self._described)
-        return {spec.name: ReadTable(spec, partial(self._rows_of, index)) for index, spec in enumerate(layout.spec.tables)}
+        tables = enumerate(layout.spec.tables)
+        return ByName("table", {spec.name: ReadTable(spec, partial(self._rows_of, index)) for index, spec in tables})
 
     @property
     def vectors(self) -> dict[str, Vector]:
@@ -145,7 +147,7 @@ class Reader:
         """
         replies = self._patiently(self._list_vectors)
         calls = ReadVectors(Fetches(self._shards, lambda: self._config.run_id, READ_TIMEOUT_S))
-        return {message.name: as_vector(spec_of(message), calls) for message in replies[0].vectors}
+        return ByName("vector", {message.name: as_vector(spec_of(message), calls) for message in replies[0].vectors})
 
     def _list_vectors(self) -> list[vectors_pb2.VectorListReply]:
         self._describe()  # which says that there is no job yet

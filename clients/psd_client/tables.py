@@ -17,6 +17,7 @@ from psd.contract.arguments import refuse, whole_number
 from psd.contract.errors import InvalidRequest, InvalidTensor
 from psd.contract.tables import SparseTableSpec
 from psd_client.param_groups import ParamGroups
+from psd_client.tensors import as_array
 from psd_client.worker.flat_calls import FlatCalls
 from psd_client.worker.rows import Gradients
 from psd_core.initial import Constant, Initial, Normal, TruncatedNormal, Uniform, Zeros
@@ -202,7 +203,7 @@ def gradients_of(specs: Sequence[SparseTableSpec], tables: Any) -> Gradients:
 
 def as_row_ids(what: str, ids: Any) -> NDArray[Any]:
     """Ids as an int64 or uint64 array of their shape. Raises InvalidTensor for other than whole numbers of 64 bits."""
-    array = _as_array(what, ids)
+    array = as_array(what, ids)
     if array.dtype in (np.int64, np.uint64):
         return array
     if array.dtype.kind in "iu":
@@ -217,18 +218,11 @@ def as_row_ids(what: str, ids: Any) -> NDArray[Any]:
     raise InvalidTensor(f"{what}: dtype must be int64 or uint64, got {array.dtype}{hint}")
 
 
-def _as_array(what: str, values: Any, dtype: Any = None) -> NDArray[Any]:
-    try:
-        return np.asarray(values, dtype)
-    except (TypeError, ValueError, RuntimeError) as error:  # lists of different lengths; a tensor of torch that requires grad
-        raise InvalidTensor(f"{what}: NumPy makes no array of it: {error}") from None
-
-
 def _row_gradients(
     of_ids: str, of_grads: str, spec: SparseTableSpec, ids: Any, grads: Any
 ) -> tuple[NDArray[Any], NDArray[Any]]:
     checked = as_row_ids(of_ids, ids)
-    array = _as_array(of_grads, grads, None if hasattr(grads, "dtype") else np.float32)
+    array = as_array(of_grads, grads, np.float32)
     shape = (*checked.shape, spec.dim)
     if not array.size and not hasattr(grads, "dtype"):  # an empty list has no shape of its own
         array = array.reshape(array.shape if checked.size else shape)

@@ -20,22 +20,38 @@ from psd_client.lanes.flat import FlatBuffers
 
 def tensor_specs(params: Mapping[str, Any], groups: Mapping[str, int]) -> list[TensorSpec]:
     """Declarations of named arrays, in their order; `groups` has the index of each one's group."""
-    check_named("params", params)
+    check_params(params)
     specs = []
     for name, value in params.items():
-        if not isinstance(name, str):
-            raise InvalidTensor(f"params: names must be strings, got {name!r}")
-        array = np.asarray(value)
+        array = as_array(f"params[{name!r}]", value)
         if array.dtype.name not in DTYPES:
             raise InvalidTensor(f"params[{name!r}]: dtype must be one of {', '.join(DTYPES)}, got {array.dtype}")
         specs.append(TensorSpec(name, array.shape, array.dtype.name, groups[name]))
     return specs
 
 
+def check_params(params: Any) -> None:
+    """Raise InvalidTensor unless these are values by names."""
+    check_named("params", params)
+    for name in params:
+        if not isinstance(name, str):
+            raise InvalidTensor(f"params: names must be strings, got {name!r}")
+
+
 def check_named(what: str, values: Any) -> None:
     """Raise InvalidTensor unless these are values by name."""
     if not isinstance(values, (dict, Mapping)):  # which finds a dict ten times as fast
         refuse(InvalidTensor, what, 'arrays by name, such as {"w": array}', values)
+
+
+def as_array(what: str, value: Any, dtype: Any = None) -> NDArray[Any]:
+    """An array; `dtype` is for what has none itself, such as a list. Raises InvalidTensor for what is none; `what`: for it."""
+    if value is None or isinstance(value, (dict, Mapping)):
+        refuse(InvalidTensor, what, "an array", value)
+    try:
+        return np.asarray(value, None if hasattr(value, "dtype") else dtype)
+    except (TypeError, ValueError, RuntimeError) as error:  # lists of different lengths; a tensor of torch that requires grad
+        raise InvalidTensor(f"{what}: NumPy makes no array of it: {error}") from None
 
 
 def fill(params: Mapping[str, Any]) -> Callable[[FlatBuffers], None]:
@@ -130,7 +146,11 @@ class NamedTensors:
 
 
 def _checked(spec: TensorSpec, declared: np.dtype[Any], value: Any) -> NDArray[Any]:
-    array = _of_number(spec, declared, value) if isinstance(value, (int, float)) else np.asarray(value)
+    array = (
+        _of_number(spec, declared, value)
+        if isinstance(value, (int, float))
+        else as_array(f"grads[{spec.name!r}]", value, declared)
+    )
     check_gradient("grads", spec, declared, array)
     return array
 

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
-from psd.contract.arguments import choice, whole_number, word
+from psd.contract.arguments import ByName, choice, whole_number, word
 from psd.contract.errors import InvalidRequest, SpecMismatch, UnknownVector
 from psd.contract.vectors import SIZE_MAX, shown
 from psd_client.vector_arguments import as_indices, as_row_numbers, stretch
@@ -256,7 +256,7 @@ def as_vector(spec: VectorSpec, calls: Calls) -> Vector:
 
 def by_name(calls: MakingCalls) -> dict[str, Vector]:
     """The vectors that there are."""
-    return {spec.name: as_vector(spec, calls) for spec in calls.listed()}
+    return ByName("vector", {spec.name: as_vector(spec, calls) for spec in calls.listed()})
 
 
 def vector_of(calls: MakingCalls, name: Any, size: Any, dtype: Any) -> Vector:

@@ -10,10 +10,12 @@ from __future__ import annotations
 import operator
 import os
 import reprlib
-from collections.abc import Iterable
-from typing import Any, NoReturn
+from collections.abc import Iterable, Mapping
+from typing import Any, NoReturn, TypeVar
 
 from psd_core.optimizer import number
+
+ItemT = TypeVar("ItemT")
 
 
 def refuse(error: type[Exception], name: str, expected: str, value: Any) -> NoReturn:
@@ -51,6 +53,21 @@ def real_number(error: type[Exception], name: str, value: Any) -> float:
         return number(name, value)
     except TypeError:
         refuse(error, name, "a number", value)
+
+
+class ByName(dict[str, ItemT]):
+    """Items by name, which say what there is when they are asked for another one.
+
+    Args:
+        kind: what an item is, for messages.
+    """
+
+    def __init__(self, kind: str, items: Mapping[str, ItemT]) -> None:
+        super().__init__(items)
+        self._kind = kind
+
+    def __missing__(self, name: Any) -> NoReturn:
+        raise KeyError(f"there is no {self._kind} {name!r}; there are {', '.join(self) or 'none'}")
 
 
 def path(error: type[Exception], name: str, value: Any) -> str:

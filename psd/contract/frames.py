@@ -2,15 +2,17 @@
 
 A frame on the wire is  [header fields] [padding, field 14] [tag and length of the payload, field 15] [payload].  It is the
 very bytes that protobuf would write for the same message (a test compares them), so any stock client can speak it. `join`
-makes one; `split` takes one apart whatever order a foreign serializer chose. The padding lets the payload start on an 8-byte
-boundary, which the kernels need; a frame without it costs a copy, nothing else.
+makes one; `split` takes one apart whatever order a foreign serializer chose; `join_nested` and `split_nested` do so with
+messages of frames. The padding lets the payload start on an 8-byte boundary, which the kernels need; a frame without it costs a
+copy, nothing else.
 
 Must not know what the fields mean.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,11 +30,18 @@ FIELDS_MAX = 64
 """Fields of one frame, several times what any has. Each is looked at in Python: a message full of tiny ones would keep a shard
 busy for seconds."""
 
-WINDOW_BYTES = 2 << 20
-"""Frames that one gRPC stream may have under way to a side that does not read: half a block of the largest size, and more of
-one that is being read. The rest waits at the sender."""
+WINDOW_BYTES = 4 << 20
+"""Bytes that one gRPC stream may have under way to a side that does not read: a block of the largest size, and more of one that
+is being read. The rest waits at the sender. Half of it goes out at once; what is longer waits for the other side's word."""
 
-WINDOW_OPTIONS = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", WINDOW_BYTES))
+HTTP2_FRAME_BYTES = 1 << 20
+"""HTTP/2's frames. Of its default, 16 KiB, each is copied by itself at both ends; longer ones would hold up heartbeats."""
+
+WINDOW_OPTIONS = (
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.http2.lookahead_bytes", WINDOW_BYTES),
+    ("grpc.http2.max_frame_size", HTTP2_FRAME_BYTES),
+)
 """Options for both sides' channels: gRPC's own windows grow to tens of megabytes each, which a shard that is held back would
 have to keep for every worker."""
 
@@ -53,56 +62,102 @@ def _varint(value: int) -> bytes:
     return bytes(out)
 
 
-def join(head: bytes, *payload: bytes | memoryview | NDArray[Any] | None) -> bytes:
-    """The frame of a serialized message without its payload, and of the payload: C-contiguous pieces, each copied once."""
+Piece: TypeAlias = bytes | memoryview | NDArray[Any] | None
+"""A piece of a payload, C-contiguous; None and an empty one are nothing."""
+
+
+def join(head: bytes, *payload: Piece) -> bytes:
+    """The frame of a serialized message without its payload, and of the payload, whose pieces are copied once."""
+    views, nbytes = _views(payload)
+    return b"".join((_front(head, nbytes, 0), *views)) if views else head
+
+
+def join_nested(parts: Iterable[tuple[int, bytes, Sequence[Piece]]]) -> bytes:
+    """The message whose fields are frames: of each part the number of its field, and what `join` takes."""
+    found: list[bytes | memoryview] = []
+    at = 0
+    for field, head, payload in parts:
+        views, nbytes = _views(payload)
+        # The padding depends on the length's own length. Where this guess is wrong the payload is copied once more, on arrival.
+        length_bytes = len(_varint(len(head) + nbytes + 2 * ALIGNMENT))
+        front = _front(head, nbytes, at + 1 + length_bytes)
+        opening = bytes([field << 3 | _LENGTH]) + _varint(len(front) + nbytes)
+        found += (opening, front, *views)
+        at += len(opening) + len(front) + nbytes
+    return b"".join(found)
+
+
+def _views(payload: Sequence[Piece]) -> tuple[list[memoryview], int]:
     views = [memoryview(piece).cast("B") for piece in payload if piece is not None and len(piece)]  # type: ignore[arg-type]
-    if not views:
+    return views, sum([view.nbytes for view in views])
+
+
+def _front(head: bytes, payload_bytes: int, at: int) -> bytes:
+    """The bytes before the payload, of a frame that begins at byte `at` of a message."""
+    if not payload_bytes:
         return head
-    prefix = bytes([_PAYLOAD_TAG]) + _varint(sum(view.nbytes for view in views))
-    padding = _PADDINGS[-(len(head) + len(prefix)) % ALIGNMENT]
-    return b"".join((head, padding, prefix, *views))
+    prefix = bytes([_PAYLOAD_TAG]) + _varint(payload_bytes)
+    return b"".join((head, _PADDINGS[-(at + len(head) + len(prefix)) % ALIGNMENT], prefix))
 
 
-def split(frame: bytes, what: str) -> tuple[bytes, memoryview]:
+def split(frame: bytes | memoryview, what: str) -> tuple[bytes, memoryview]:
     """Split a frame into the serialized message without the payload, and a view of the payload (empty if there is none).
 
     Raises:
         InvalidRequest: the bytes are no protobuf message, or have more than FIELDS_MAX fields; `what` names it.
     """
     view, payload = memoryview(frame), memoryview(b"")
-    heads: list[bytes] = []  # what stands before, between and behind payloads
-    position, end = 0, len(frame)
-    head_start = fields = 0
-    while position < end:
-        start, fields = position, fields + 1
-        if fields > FIELDS_MAX:
-            raise InvalidRequest(f"{what}: has more than {FIELDS_MAX} fields")
-        tag, position = _read_varint(frame, position, what)
-        wire_type = tag & 7
-        if wire_type == _LENGTH:
-            length, position = _read_varint(frame, position, what)
-            if length > end - position:
-                raise InvalidRequest(f"{what}: truncated: field {tag >> 3} says {length} bytes, {end - position} are there")
-            if tag == _PAYLOAD_TAG:
-                # A foreign serializer may put fields behind it. If it stands there again, the last one counts, as everywhere
-                # in protobuf.
-                payload = view[position : position + length]
-                heads.append(frame[head_start:start])
-                head_start = position + length
-            position += length
-        elif wire_type == _VARINT:
-            _, position = _read_varint(frame, position, what)
-        elif wire_type in (_FIXED64, _FIXED32):
-            position += 8 if wire_type == _FIXED64 else 4
-            if position > end:
-                raise InvalidRequest(f"{what}: truncated in field {tag >> 3}")
-        else:
-            raise InvalidRequest(f"{what}: not a protobuf message: field {tag >> 3} has wire type {wire_type}")
-    heads.append(frame[head_start:])
+    heads: list[memoryview] = []  # what stands before, between and behind payloads
+    head_start = 0
+    for tag, start, content, end in _fields(view, what, FIELDS_MAX):
+        if tag == _PAYLOAD_TAG:
+            # A foreign serializer may put fields behind it. If it stands there again, the last one counts, as everywhere
+            # in protobuf.
+            payload = view[content:end]
+            heads.append(view[head_start:start])
+            head_start = end
+    heads.append(view[head_start:])
     return b"".join(heads), payload
 
 
-def _read_varint(frame: bytes, position: int, what: str) -> tuple[int, int]:
+def split_nested(message: bytes, what: str, fields_max: int) -> Iterator[tuple[int, memoryview]]:
+    """Yield the fields of a message that are messages themselves: their numbers, and views of them.
+
+    Raises:
+        InvalidRequest: as `split`, or the message has more fields than `fields_max`.
+    """
+    view = memoryview(message)
+    for tag, _, content, end in _fields(view, what, fields_max):
+        if tag & 7 == _LENGTH:
+            yield tag >> 3, view[content:end]
+
+
+def _fields(data: memoryview, what: str, fields_max: int) -> Iterator[tuple[int, int, int, int]]:
+    """Yield tag, start, start of the content and end of each field."""
+    position, size, count = 0, len(data), 0
+    while position < size:
+        start, count = position, count + 1
+        if count > fields_max:
+            raise InvalidRequest(f"{what}: has more than {fields_max} fields")
+        tag, position = _read_varint(data, position, what)
+        content, wire_type = position, tag & 7
+        if wire_type == _LENGTH:
+            length, content = _read_varint(data, position, what)
+            if length > size - content:
+                raise InvalidRequest(f"{what}: truncated: field {tag >> 3} says {length} bytes, {size - content} are there")
+            position = content + length
+        elif wire_type == _VARINT:
+            _, position = _read_varint(data, position, what)
+        elif wire_type in (_FIXED64, _FIXED32):
+            position += 8 if wire_type == _FIXED64 else 4
+            if position > size:
+                raise InvalidRequest(f"{what}: truncated in field {tag >> 3}")
+        else:
+            raise InvalidRequest(f"{what}: not a protobuf message: field {tag >> 3} has wire type {wire_type}")
+        yield tag, start, content, position
+
+
+def _read_varint(frame: memoryview, position: int, what: str) -> tuple[int, int]:
     value = shift = 0
     while True:
         if position >= len(frame):

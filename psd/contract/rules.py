@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
+from psd.contract.arguments import real_number
 from psd.contract.config import is_rule_path
 from psd.contract.custom_rules import name_problem
 from psd.contract.errors import InvalidRequest
@@ -68,30 +70,34 @@ class RuleInfo(RuleFacts):
             if problem:
                 raise InvalidRequest(f"groups.constants: {name} {problem}")
 
-    def check_scalars(self, values: Sequence[float], flags: Collection[str], group: int) -> None:
-        """Raise InvalidRequest unless `values` are finite, in number and in range for this rule."""
+    def check_scalars(self, values: Sequence[float], flags: Collection[str], where: str) -> None:
+        """Raise InvalidRequest unless `values` are finite, in number and in range for this rule.
+
+        where: for messages, such as "scalars[0]".
+        """
         if len(values) != len(self.scalars):
             raise InvalidRequest(
-                f"scalars[{group}].values: rule {self.name!r} takes {len(self.scalars)} "
-                f"({', '.join(self.scalars)}), got {len(values)}"
+                f"{where}.values: rule {self.name!r} takes {len(self.scalars)} ({', '.join(self.scalars)}), got {len(values)}"
             )
         by_name = dict(zip(self.scalars, values, strict=True))
         for name, value in by_name.items():
             problem = self.problem(name, value)
             if problem:
-                raise InvalidRequest(f"scalars[{group}].{name}: {problem}")
+                raise InvalidRequest(f"{where}.{name}: {problem}")
             if value != 0 and name in self.flags and name not in flags:
                 raise InvalidRequest(
-                    f"scalars[{group}].{name}: is {value}, but the group was declared without {name} and has no slot for it"
+                    f"{where}.{name}: is {value}, but the group was declared without {name} and has no slot for it"
                 )
         for flag, problem in self.row.conflicts(flags, by_name):
-            raise InvalidRequest(f"scalars[{group}]: {flag} {problem}")
+            raise InvalidRequest(f"{where}: {flag} {problem}")
 
 
-def check_weight(weight: float) -> None:
-    """Raise InvalidRequest unless `weight` is valid for a gradient: 0, or WEIGHT_MIN to WEIGHT_MAX."""
+def weight_of(value: Any, name: str = "weight") -> float:
+    """The weight of a gradient: 0, or WEIGHT_MIN to WEIGHT_MAX. Raises InvalidRequest, naming `name`, for anything else."""
+    weight = real_number(InvalidRequest, name, value)
     if weight != 0 and not WEIGHT_MIN <= weight <= WEIGHT_MAX:  # also refuses NaN
-        raise InvalidRequest(f"weight: must be 0, or {WEIGHT_MIN:g} to {WEIGHT_MAX:g}, got {weight}")
+        raise InvalidRequest(f"{name}: must be 0, or {WEIGHT_MIN:g} to {WEIGHT_MAX:g}, got {weight}")
+    return weight
 
 
 STATIC = RuleInfo("static")

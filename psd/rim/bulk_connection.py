@@ -23,7 +23,7 @@ from psd.contract.rows import parts_of
 from psd.contract.wire import Disconnected, Kind, Stream
 from psd.rim.bulk_memory import WorkerMemory
 from psd.rim.calls import CallGuard, Waiter, forget_frames
-from psd.rim.data_plane import DataPlane, PulledBlock, PulledRows, PushedBlock, RowsAsked, RowsFrames
+from psd.rim.data_plane import LENT_BYTES_MIN, DataPlane, PulledBlock, PulledRows, PushedBlock, RowsAsked, RowsFrames
 from psd.rim.outbox import Outbox
 from psd.state.shard import Shard
 from psd.v1 import bulk_pb2, data_pb2, job_pb2
@@ -33,9 +33,6 @@ BLOCKS_FOR_TWO_THREADS = 4
 
 MessageT = TypeVar("MessageT", bound=Message)
 Admit = Callable[["ServedConnection", bytes], int]
-
-LENT_BYTES_MIN = 64 << 10
-"""Bytes of a gradient that rounds may read where the worker has it; to count a smaller one at once takes less."""
 
 HELLO_BYTES_MAX = 1024
 """Longest head until the ticket has been shown."""

@@ -68,11 +68,11 @@ def message_parser(kind: type[M]) -> Callable[[bytes], M | PsdError]:
     return parse
 
 
-def frame_parser(kind: type[M]) -> Callable[[bytes], Frame | PsdError]:
+def frame_parser(kind: type[M]) -> Callable[[bytes | memoryview], Frame | PsdError]:
     """A deserializer for frames; the payload is a view into the received bytes."""
     name = kind.DESCRIPTOR.name
 
-    def parse(data: bytes) -> Frame | PsdError:
+    def parse(data: bytes | memoryview) -> Frame | PsdError:
         try:
             head, payload = frames.split(data, name)
             return Frame(kind.FromString(head), payload)

@@ -24,6 +24,9 @@ from psd.state.tables.block import TablesBlock
 from psd.state.transfers import Found, Pull, Push
 from psd.v1 import data_pb2
 
+LENT_BYTES_MIN = 64 << 10
+"""Bytes of a gradient that rounds may read where it lies; to count a smaller one at once takes less."""
+
 _NO_VALUES: NDArray[Any] = np.empty(0, np.float32)
 
 

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 import grpc
+from numpy.typing import NDArray
 
 from psd.contract import frames
 from psd.contract.errors import CutMissed, InvalidRequest, Overloaded, WaitTimeout
 from psd.contract.rows import parts_of
 from psd.rim.calls import CallGuard, Frame, Waiter, checked, frame_parser, message_parser, wait_s
-from psd.rim.data_plane import DataPlane, PulledBlock, PulledRows, PushedBlock, RowsAsked, RowsFrames
+from psd.rim.data_plane import LENT_BYTES_MIN, DataPlane, PulledBlock, PulledRows, PushedBlock, RowsAsked, RowsFrames
 from psd.rim.strangers import CALLS_MAX, Strangers
 from psd.state.durability.cuts import Done
 from psd.state.shard import Shard
@@ -28,6 +29,10 @@ SERVICE = data_pb2.DESCRIPTOR.services_by_name["DataService"].full_name
 
 ROWS_FRAMES_MAX = 16
 """Frames of rows in one SmallPush."""
+
+_FRAMES, _AHEAD = data_pb2.SmallPush.FRAMES_FIELD_NUMBER, data_pb2.SmallPush.AHEAD_FIELD_NUMBER
+"""Fields of SmallPush, and those of SmallAnswer."""
+_PUSH_FRAME, _ROWS_REQUEST = frame_parser(data_pb2.PushFrame), frame_parser(data_pb2.RowsRequest)
 
 AnswerT = TypeVar("AnswerT")
 
@@ -61,11 +66,7 @@ class DataService:
                 "ReadRows": grpc.stream_stream_rpc_method_handler(
                     guard.stream(bounded(self.read_rows)), frame_parser(data_pb2.RowsRequest)
                 ),
-                "PushPullSmall": grpc.unary_unary_rpc_method_handler(
-                    guard.unary(self.push_pull_small),
-                    message_parser(data_pb2.SmallPush),
-                    data_pb2.SmallAnswer.SerializeToString,
-                ),
+                "PushPullSmall": grpc.unary_unary_rpc_method_handler(guard.unary(self.push_pull_small)),
                 "StoreBuffers": grpc.unary_unary_rpc_method_handler(
                     guard.unary(self.store_buffers),
                     message_parser(data_pb2.BuffersRequest),
@@ -152,47 +153,61 @@ class DataService:
         first = _first_rows(requests, "pull")
         pull, counts_no_use = first.head.pull, first.head.counts_no_use
         waiter = Waiter(self._shard, context)
-        yield from map(_rows_frame, self._plane.pull_rows(pull, _rows(first, requests), waiter, counts_no_use=counts_no_use))
+        for answer in self._plane.pull_rows(pull, _rows(first, requests), waiter, counts_no_use=counts_no_use):
+            head, numbers = _rows_frame(answer)
+            yield frames.join(head, *numbers)
 
     def read_rows(self, requests: Iterator[Frame], context: grpc.ServicerContext) -> Iterator[bytes]:
         """See DataService.ReadRows."""
         del context
         with self.reading("ReadRows"):
             first = _first_rows(requests, "read")
-            yield from map(_rows_frame, self._plane.read_rows(first.head.read, _rows(first, requests)))
+            for answer in self._plane.read_rows(first.head.read, _rows(first, requests)):
+                head, numbers = _rows_frame(answer)
+                yield frames.join(head, *numbers)
 
-    def push_pull_small(self, request: data_pb2.SmallPush, context: grpc.ServicerContext) -> data_pb2.SmallAnswer:
+    def push_pull_small(self, request: bytes, context: grpc.ServicerContext) -> bytes:
         """See DataService.PushPullSmall."""
-        job = self._shard.job  # None while a checkpoint is loaded; then the push is refused for that
-        count_max = len(request.frames)
-        if job is not None:
-            count_max = max(1, len(job.blocks) + (ROWS_FRAMES_MAX if job.tables is not None else 0))
-        if len(request.frames) > count_max:
-            raise InvalidRequest(f"frames: has {len(request.frames)} entries, the limit is {count_max}, for the shard's blocks")
-        if [frame.last for frame in request.frames] != [False] * (len(request.frames) - 1) + [True]:
+        frames_in, ahead = self._small(request)
+        if [frame.head.last for frame in frames_in] != [False] * (len(frames_in) - 1) + [True]:
             raise InvalidRequest("last: must stand on the last frame of a push, and on no other")
-        frames_in = (Frame(frame, memoryview(frame.payload)) for frame in request.frames)
-        first = _next(frames_in)
-        answer = data_pb2.SmallAnswer()
+        following = iter(frames_in)
+        first = next(following)
+        answer: list[tuple[int, bytes, Sequence[frames.Piece]]] = []
         sent = 0
-        ahead: RowsAsked | None = None
-        if request.HasField("ahead"):
-            ahead = request.ahead.rows, memoryview(request.ahead.payload), ()
-        for item in self._plane.push_pull(_header(first), _blocks(first, frames_in), Waiter(self._shard, context), ahead):
+        for item in self._plane.push_pull(_header(first), _blocks(first, following), Waiter(self._shard, context), ahead):
             if isinstance(item, PulledRows):
-                answer.ahead.rows.extend(parts_of(item.rows))
-                answer.ahead.version = item.version
-                answer.ahead.payload = b"".join(rows.values.data for rows in item.rows)
+                answer.append((_AHEAD, *_rows_frame(item)))
             elif isinstance(item, PulledBlock):
                 try:
-                    answer.frames.add(block=item.block, version=item.version, payload=item.values.tobytes())
+                    numbers = item.values.tobytes()  # while others are waited for no page is pinned
                 finally:
                     item.release()
-                sent += item.nbytes
+                head = data_pb2.PullFrame(block=item.block, version=item.version)
+                answer.append((_FRAMES, head.SerializeToString(), (numbers,)))
+                sent += len(numbers)
             else:
-                answer.frames.add(push=item)
+                answer.append((_FRAMES, data_pb2.PullFrame(push=item).SerializeToString(), ()))
         self._plane.counts.count_bytes(sent=sent)
-        return answer
+        return frames.join_nested(answer)
+
+    def _small(self, request: bytes) -> tuple[list[Frame], RowsAsked | None]:
+        """The frames of a small push, and the rows that it asks for ahead; views of the request."""
+        job = self._shard.job  # None while a checkpoint is loaded; then the push is refused for that
+        count_max = frames.FIELDS_MAX
+        if job is not None:
+            count_max = max(1, len(job.blocks) + (ROWS_FRAMES_MAX if job.tables is not None else 0))
+        found: list[Frame] = []
+        ahead: RowsAsked | None = None
+        for field, data in frames.split_nested(request, "SmallPush", count_max + 2):
+            if field == _FRAMES:
+                if len(found) == count_max:
+                    raise InvalidRequest(f"frames: has more than {count_max} entries, the limit for the shard's blocks")
+                found.append(checked(_PUSH_FRAME(data)))
+            elif field == _AHEAD:
+                asked = checked(_ROWS_REQUEST(data))
+                ahead = asked.head.rows, asked.payload, ()
+        return found, ahead
 
     def initialize(self, requests: Iterator[Frame], context: grpc.ServicerContext) -> data_pb2.InitializeReply:
         """See DataService.Initialize."""
@@ -255,9 +270,9 @@ def _rows(first: Frame, requests: Iterator[Frame]) -> RowsFrames:
                 raise InvalidRequest(f"{field}: stands on a frame that is not the first")
 
 
-def _rows_frame(answer: PulledRows) -> bytes:
+def _rows_frame(answer: PulledRows) -> tuple[bytes, list[NDArray[Any]]]:
     head = data_pb2.RowsFrame(rows=parts_of(answer.rows), version=answer.version)
-    return frames.join(head.SerializeToString(), *(rows.values for rows in answer.rows))
+    return head.SerializeToString(), [rows.values for rows in answer.rows]
 
 
 def _initial_blocks(first: Frame, requests: Iterator[Frame]) -> Iterator[PushedBlock]:
@@ -290,7 +305,8 @@ def _blocks(first: Frame, requests: Iterator[Frame]) -> Iterator[PushedBlock]:
     while True:
         head, payload = frame
         if head.HasField("block"):
-            yield PushedBlock(head.block, head.present, payload, rows=head.rows, more=head.more)
+            is_lent = bool(head.rows) or payload.nbytes >= LENT_BYTES_MIN  # each frame has memory of its own
+            yield PushedBlock(head.block, head.present, payload, is_lent, rows=head.rows, more=head.more)
         elif payload.nbytes or head.present or head.rows:
             raise InvalidRequest("block: absent, but the frame has a payload")
         if head.last:

@@ -16,7 +16,7 @@ from psd.contract import frames
 from psd.contract.errors import InvalidRequest, InvalidTensor
 from psd.contract.jobspec import JobSpec
 from psd.contract.rows import TableRows
-from psd.contract.rules import check_weight
+from psd.contract.rules import weight_of
 from psd.state.aggregation.agreement import Voice
 from psd.state.aggregation.block import BlockState
 from psd.state.aggregation.rounds import Contribution, Outcome
@@ -54,7 +54,7 @@ class Exchange:
             worker = self._core.check_caller(header.caller)
             job = self._core.initialized()
             job.check_digest(header.layout_digest)
-            check_weight(header.weight)
+            weight_of(header.weight)
             job.check_scalars(scalars)
             self._core.check_clock(worker, header.clock)
             decisions = job.participant.check(header.decisions)

@@ -203,7 +203,7 @@ class Job:
         if len(scalars) != len(self._infos):
             raise InvalidRequest(f"scalars: expected {len(self._infos)} groups, got {len(scalars)}")
         for index, (info, values) in enumerate(zip(self._infos, scalars, strict=True)):
-            info.check_scalars(values, self.spec.groups[index].flags, index)
+            info.check_scalars(values, self.spec.groups[index].flags, f"scalars[{index}]")
         self._fit_scalars = scalars
 
     def same_gradient_as(self, rank: int, digest: bytes) -> int | None:

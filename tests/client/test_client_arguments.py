@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import psd_client
+from psd.contract.arguments import ByName
 from psd.contract.errors import InvalidRequest, InvalidTensor
 from psd.contract.jobspec import GroupSpec, JobSpec, TensorSpec
 from psd.contract.layout import Layout
@@ -102,8 +103,8 @@ def test_optimizers_when_built_then_give_flags_constants_and_scalars() -> None:
 @pytest.mark.parametrize(
     ("change", "error", "match"),
     [
-        ({"lr": -1}, InvalidRequest, r"scalars\[0\].lr: must be >= 0"),
-        ({"lr": float("inf")}, InvalidRequest, r"scalars\[0\].lr: must be finite"),
+        ({"lr": -1}, InvalidRequest, r"^param_groups\[0\].lr: must be >= 0"),
+        ({"lr": float("inf")}, InvalidRequest, r"^param_groups\[0\].lr: must be finite"),
         ({"lr": None}, TypeError, r"param_groups\[0\]\['lr'\]: expected a number, got None"),
         ({"momentum": 0.5}, InvalidRequest, "declared without momentum"),
     ],
@@ -172,6 +173,8 @@ def test_param_groups_when_the_optimizer_is_something_else_then_says_what_is_exp
         ({3: np.zeros(2)}, "names must be strings, got 3"),
         ([np.zeros(2)], r'params: expected arrays by name, such as \{"w": array\}, got \[array'),
         (None, "params: expected arrays by name"),
+        ({"w": {"v": np.zeros(2)}}, r"params\['w'\]: expected an array, got {'v': array"),
+        ({"w": [[1.0], [1.0, 2.0]]}, r"params\['w'\]: NumPy makes no array of it"),
     ],
 )
 def test_tensor_specs_when_a_parameter_is_wrong_then_names_it(params: Any, match: str) -> None:
@@ -194,7 +197,8 @@ def named_tensors() -> tuple[NamedTensors, FlatBuffers]:
         ({"s": 1.0, "w": np.ones((2, 3))}, r"grads\['w'\]: dtype must be float32, got float64"),
         ({"s": 1.0, "w": np.ones((2, 3), np.int32)}, "got int32"),
         ([1.0], "grads: expected arrays by name"),
-        ({"s": 1.0, "w": None}, r"grads\['w'\]"),
+        ({"s": 1.0, "w": None}, r"grads\['w'\]: expected an array, got None"),
+        ({"s": 1.0, "w": [[1.0], [1.0, 2.0]]}, r"grads\['w'\]: NumPy makes no array of it"),
     ],
 )
 def test_write_gradients_when_one_is_wrong_then_names_it_and_writes_none(grads: dict[str, Any], match: str) -> None:
@@ -224,6 +228,8 @@ def test_write_gradients_when_arrays_are_unusual_then_takes_them() -> None:
     present = named.write_gradients({"w": np.ones((2, 3), np.float16), "s": np.float64(3)}, buffers)
     assert present is not None
     assert present.tolist() == [True, True, False, False]
+    named.write_gradients({"w": [[1, 2, 3], [4.5, 5, 6]]}, buffers)  # a list has no dtype of its own
+    assert buffers.views[0].tolist() == [[1, 2, 3], [4.5, 5, 6]]
 
 
 def test_copies_when_made_then_are_new_arrays_of_the_declared_dtype() -> None:
@@ -282,11 +288,17 @@ def test_connect_when_a_setting_is_wrong_then_names_it(
         (lambda ps: ps.declare(W, SGD(lr=1), staleness=3), 'staleness: expected "lr", "dc" or .* got 3'),
         (lambda ps: ps.declare(W, SGD(lr=1), consistency=["sync"]), r"consistency: expected a string, got \['sync'\]"),
         (lambda ps: ps.declare(W, SGD(lr=1), reduce=[]), r"reduce: expected one of mean, sum, got \[\]"),
+        (lambda ps: ps.declare({1: np.zeros(2)}, SGD(lr=1)), "params: names must be strings, got 1"),
+        (
+            lambda ps: ps.declare(W, SGD(lr=1), quorum=0),
+            r"quorum: must be 1 to world_size \(1\), .*, got 0",
+        ),
         (lambda ps: ps.declare(W, SGD(lr=1), quorum="1"), "quorum: expected a whole number, got '1'"),
         (lambda ps: ps.declare(W, SGD(lr=1), aggregation={}), "aggregation: expected one of fast, exact, got {}"),
         (lambda ps: ps.declare(W, SGD(lr=1), clip_norm="1"), "clip_norm: expected a number, got '1'"),
         (lambda ps: ps.declare(W, SGD(lr=1), nan_policy=None), "nan_policy: expected one of refuse, skip, allow, got None"),
         (lambda ps: ps.declare(W, SGD(lr=1), staleness=None) and ps.push(W, weight="2"), "weight: expected a number, got '2'"),
+        (lambda ps: ps.push(W, weight=-1), r"weight: must be 0, or 1e-09 to 1e\+15, got -1"),
         (lambda ps: ps.barrier(3), "name: expected a string, got 3"),
         (lambda ps: ps.save_client_state("text"), "client state: expected bytes, got 'text'"),
     ],
@@ -295,6 +307,12 @@ def test_calls_when_an_argument_is_of_the_wrong_kind_then_name_it(connected: Any
     """Not one of them is Python's own error from somewhere below, and what None may stand for, it does."""
     with pytest.raises(InvalidRequest, match=f"^{words}"):
         call(connected)
+
+
+def test_by_name_when_there_is_no_such_item_then_says_what_there_is() -> None:
+    """A typo in `ps.tables["usr"]`."""
+    with pytest.raises(KeyError, match="there is no table 'usr'; there are user, item"):
+        ByName("table", {"user": 1, "item": 2})["usr"]
 
 
 @pytest.mark.process

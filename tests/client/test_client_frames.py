@@ -65,13 +65,13 @@ class Depth:
         return "\n  handed over to another thread, ".join(chains)
 
 
-class Watched(grpc.UnaryUnaryClientInterceptor):  # type: ignore[misc]
+class Watched(grpc.UnaryStreamClientInterceptor):  # type: ignore[misc]
     """Between psd and gRPC."""
 
     def __init__(self, on_sent: Callable[[], None]) -> None:
         self._on_sent = on_sent
 
-    def intercept_unary_unary(self, continuation: Any, details: Any, request: Any) -> Any:
+    def intercept_unary_stream(self, continuation: Any, details: Any, request: Any) -> Any:
         self._on_sent()
         return continuation(details, request)
 

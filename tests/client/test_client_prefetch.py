@@ -11,6 +11,7 @@ from client_faults import connect_faulty, in_threads
 
 from psd.contract.errors import InvalidTensor
 from psd_client import SGD, ParameterServer, Table, connect
+from psd_client.lanes.grpc_channel import GrpcChannel
 from psd_client.lanes.shard_lane import ShardLane
 
 Start = Callable[..., Any]
@@ -72,6 +73,31 @@ def test_prefetched_rows_are_those_of_the_step_and_take_no_round_trip(
             assert asked != []
 
     in_threads(*(lambda rank=rank: worker(rank) for rank in range(world)))
+
+
+def test_a_step_of_much_over_grpc_is_one_message_each_way(cluster: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks, rows and the rows fetched ahead, far more than a socket's buffer holds; and what one message cannot hold."""
+    methods: list[str] = []
+    begin = GrpcChannel._begin
+
+    def begun(channel: GrpcChannel, kind: str, method: str, *args: Any) -> Any:
+        methods.append(method.rpartition("/")[2])
+        return begin(channel, kind, method, *args)
+
+    monkeypatch.setattr(GrpcChannel, "_begin", begun)
+    size, ids = 100_000, np.arange(3000)
+    with connect(cluster(1).servers, 0, 1, transport="grpc") as ps:
+        table = Table("a", 64, SGD(lr=1.0))
+        ps.declare({"w": np.zeros(size, np.float32)}, SGD(lr=1.0), tables=[table])
+
+        for step, wanted in ((1, ids), (2, np.arange(20_000))):
+            ps.tables["a"].prefetch(wanted)
+            methods.clear()
+            grads = {"a": (wanted, np.ones((len(wanted), 64), np.float32))}
+            assert set(ps.push_pull({"w": np.ones(size, np.float32)}, tables=grads)["w"].tolist()) == {-float(step)}
+            assert set(ps.tables["a"].pull(ids).reshape(-1).tolist()) == {-float(step)}
+            data = [method for method in methods if method != "Heartbeat"]
+            assert data == (["PushPullSmall"] if wanted is ids else ["PushPull", "PullRows"])
 
 
 def test_prefetch_that_does_not_fit_or_is_of_exact_rounds_is_pulled_later(cluster: Start, asked: list[int]) -> None:

@@ -125,7 +125,7 @@ def test_a_declared_rule_says_all_that_a_checkpoint_needs() -> None:
     assert JobSpec.from_message(spec.to_message()) == spec
     assert group().info.slots(()) == ("a", "b")
     assert group().info.slot_starts((), (0.5, 1.0)) == (0.5, 1.0)
-    group().info.check_scalars((0.1, -3.0), (), 0)
+    group().info.check_scalars((0.1, -3.0), (), "scalars[0]")
     assert Layout(spec, 1).digest != Layout(job(group(scalars=("lr",)), GroupSpec("sgd")), 1).digest
 
 
@@ -182,4 +182,4 @@ def test_a_staleness_that_makes_no_sense_is_refused(wrong: GroupSpec, mode: str,
 def test_scalars_of_the_staleness_have_ranges(values: tuple[float, ...], scalar: str) -> None:
     """They are checked as those of the rules are."""
     with pytest.raises(InvalidRequest, match=rf"scalars\[0\]\.{scalar}: must be"):
-        GroupSpec("sgd", staleness="dc-adaptive").info.check_scalars(values, (), 0)
+        GroupSpec("sgd", staleness="dc-adaptive").info.check_scalars(values, (), "scalars[0]")

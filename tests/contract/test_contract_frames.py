@@ -88,6 +88,28 @@ def test_split_is_the_inverse_of_join_and_of_protobuf(frame, payload, padding):
         assert bytes(view) == payload
 
 
+@given(st.lists(st.tuples(push_frames(), st.binary(max_size=300)), max_size=4), st.booleans())
+def test_nested_frames_are_what_protobuf_writes_and_reads(parts, is_long):
+    """A message of frames: the very bytes of the stock message, also behind one of another length; its payloads are aligned."""
+    if is_long:
+        parts = [*parts, (data_pb2.PushFrame(), bytes(20_000)), *parts]
+    data = frames.join_nested((1, frame.SerializeToString(), (payload,)) for frame, payload in parts)
+
+    stock = data_pb2.SmallPush.FromString(data)
+    assert stock.SerializeToString() == data
+    assert [frame.payload for frame in stock.frames] == [payload for _, payload in parts]
+    found = [(field, *frames.split(view, "PushFrame")) for field, view in frames.split_nested(data, "SmallPush", len(parts))]
+    assert [(field, bytes(payload)) for field, _, payload in found] == [(1, payload) for _, payload in parts]
+    for (_, head, payload), (frame, _) in zip(found, parts, strict=True):
+        parsed = data_pb2.PushFrame.FromString(head)
+        parsed.ClearField("padding")
+        assert parsed == frame
+        assert len(payload) < 1000 or np.frombuffer(payload, np.uint8).ctypes.data % 8 == 0
+    if parts:
+        with pytest.raises(InvalidRequest, match="SmallPush: has more than"):
+            list(frames.split_nested(data, "SmallPush", len(parts) - 1))
+
+
 @given(
     st.lists(
         st.sampled_from([b"\x7a\x02ab", b"\x7a\x00", b"\x10\x05", b"\x20\x01", b"\x1a\x01x", b"\xfa\x00\x01z"]), max_size=12

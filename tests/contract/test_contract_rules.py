@@ -101,4 +101,4 @@ def test_a_group_that_makes_no_sense_is_refused(group: tuple[Any, ...], match: s
 def test_scalars_out_of_range_are_refused_by_name(rule: str, flags: tuple[str, ...], values: Any, match: str) -> None:
     """What would divide by zero, or take a root of a negative number, never gets to a kernel."""
     with pytest.raises(InvalidRequest, match=match):
-        rule_info(rule).check_scalars(values, flags, 2)
+        rule_info(rule).check_scalars(values, flags, "scalars[2]")

@@ -216,6 +216,17 @@ def test_a_damaged_arena_is_refused_with_what_to_do(driver_of, tmp_path):
         Shard(ServerConfig(0, 1, state_dir=str(tmp_path / "state")))
 
 
+@pytest.mark.parametrize("note", ["barriers", "orders", "client-state-first"])
+def test_a_damaged_note_beside_the_arena_is_refused_with_what_to_do(driver_of, tmp_path, note):
+    """What a shard has promised by it is not known any more."""
+    driver = driver_of()
+    driver.start()
+    (tmp_path / "state" / note).write_bytes(b"no such message")
+
+    with pytest.raises(ConfigError, match=r"--state-dir: .*state: .*this shard cannot go on with it. Remove the directory"):
+        driver.restart()
+
+
 # -- resuming --------------------------------------------------------------------------------------------------------------
 
 

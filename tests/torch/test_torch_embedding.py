@@ -320,7 +320,10 @@ def test_wrong_ids_are_named_before_anything_is_pulled():
         ((torch.tensor([[1]]), None, torch.ones(1)), r"per_sample_weights: shape must be \(1, 1\)"),
         ((torch.tensor([1]), torch.zeros(1)), "offsets: dtype"),
         *(
-            ((torch.tensor([1, 2, 3]), torch.tensor(offsets, dtype=torch.int64)), r"offsets: .* be at most 3, the number of ids")
+            (
+                (torch.tensor([1, 2, 3]), torch.tensor(offsets, dtype=torch.int64)),
+                r"offsets: .* be at most 3, the number of ids",
+            )
             for offsets in ([1, 2], [0, 4], [0, 2, 1], [0, -1], [], [[0, 1]])
         ),
     ]:

@@ -88,6 +88,7 @@ def test_choice_of_torchs_kernel_is_ignored(run_workers, options):
             InvalidRequest,
             "clip_norm .*'async'.* leave one",
         ),
+        ({"consistancy": "async"}, TypeError, r"distribute\(\) got an unexpected .* 'consistancy'; did you mean 'consistency'"),
         ({"servers": 3}, ValueError, "servers: expected the shards' addresses"),
     ],
 )
@@ -230,6 +231,10 @@ def spoil_lr(optimizer, _model):
     optimizer.param_groups[1]["lr"] = float("nan")
 
 
+def spoil_batch_size(optimizer, _model):
+    optimizer.batch_size = -1
+
+
 def unfreeze(_optimizer, model):
     model[0].bias.requires_grad_(True)
     model[0].bias.grad = torch.zeros(8)
@@ -238,7 +243,8 @@ def unfreeze(_optimizer, model):
 LATE_CHANGES = {
     "nesterov": (change_nesterov, r"param_groups\[0\]: nesterov was on when the job was declared"),
     "momentum": (add_momentum, r"param_groups\[1\]: momentum was off when the job was declared"),
-    "lr": (spoil_lr, r"lr: must be finite"),
+    "lr": (spoil_lr, r"^param_groups\[1\].lr: must be finite"),
+    "batch_size": (spoil_batch_size, r"^batch_size: must be 0, or 1e-09 to 1e\+15, got -1"),
     "frozen": (unfreeze, r"'0\.bias' was frozen when the job was declared"),
 }
 
@@ -251,6 +257,8 @@ def test_change_of_what_was_declared_is_refused(run_workers, change, message):
         groups = [{"params": [model[0].weight], "momentum": 0.9, "nesterov": True}, {"params": [model[2].bias, model[0].bias]}]
         optimizer = psd.distribute(model, SGD(groups, lr=0.1), ps=ps)
         backward(model, *batch(0))
+        with pytest.raises(TypeError, match=r"closure: expected a function .* batch_size= .*, got 8"):
+            optimizer.step(8)
         change(optimizer, model)
         with pytest.raises(InvalidRequest, match=message):
             optimizer.step()

@@ -21,8 +21,8 @@ from typing import Any
 
 import keras
 
-from psd.contract.arguments import real_number
 from psd.contract.errors import InvalidRequest
+from psd.contract.rules import weight_of
 from psd.contract.staleness import parse_staleness
 from psd_client.client import ParameterServer
 from psd_client.faces import check_connection, connection_of
@@ -172,7 +172,7 @@ class _Distributed:
 
     @batch_size.setter
     def batch_size(self, value: float) -> None:
-        self._link.batch_size = real_number(InvalidRequest, "batch_size", value)
+        self._link.batch_size = weight_of(value, "batch_size")
 
     @property
     def error(self) -> BaseException | None:

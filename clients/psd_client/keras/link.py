@@ -92,7 +92,7 @@ class Link(ABC):
             scalars = self.declaration.scalars(learning_rate)
             write(self.worker.gradients)
             present = self.worker.gradients.present_but(missing)
-            self.worker.push_pull_flat(scalars, float(self.batch_size), present, self._row_gradients())
+            self.worker.push_pull_flat(scalars, self.batch_size, present, self._row_gradients())
             return self.ps.clock, self.ps.is_skipped
 
     def _row_gradients(self) -> dict[int, Gradients]:

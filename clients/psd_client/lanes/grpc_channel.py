@@ -20,9 +20,8 @@ from grpc.experimental import ChannelOptions
 
 from psd.contract import frames
 from psd.contract.credentials import Credentials
-from psd.contract.errors import PsdError, ShardUnavailable, TlsFailed, Unauthenticated, WrongShard
+from psd.contract.errors import InternalError, PsdError, ShardUnavailable, TlsFailed, Unauthenticated, WrongShard
 from psd.contract.tls import Pem
-from psd_client.lanes.crew import can_start_threads
 from psd_client.lanes.grpc_errors import may_be_tls, psd_error
 from psd_client.lanes.transport import Call, Cancelled, MessageT, Scope
 
@@ -47,14 +46,13 @@ CHANNEL_OPTIONS = (
     ("grpc.service_config_disable_resolution", 1),
     ("grpc.enable_http_proxy", 0),
     ("grpc.use_local_subchannel_pool", 1),  # two clients in one process do not share a connection
+    # Calls of one message need no thread of gRPC's: none to wait for, which takes half as long again where little is sent, and
+    # none to start, which an interpreter that exits may not do any more.
+    (ChannelOptions.SingleThreadedUnaryStream, 1),
 )
 
 UNREACHED_S = 2.0
 """Age in seconds at which a channel that cannot reach the shard is replaced."""
-
-WITHOUT_THREADS = ((ChannelOptions.SingleThreadedUnaryStream, 1),)
-"""Further options once no threads can be started any more: gRPC then makes blocking calls, and receives streams, without
-any."""
 
 
 def open_channel(address: str, pem: Pem | None, options: Any) -> grpc.Channel:
@@ -85,45 +83,24 @@ class GrpcChannel:
         self._lock = threading.Lock()
         self._channel: grpc.Channel | None = None
         self._closed = False
-        self._has_threads = True
-        self._retired: grpc.Channel | None = None
 
     # -- calls ---------------------------------------------------------------------------------------------------------
     # is_wait: the call waits for other workers, so that its deadline, if it passes, is theirs and not the shard's.
 
     def unary(self, method: str, request: Message, reply: type[MessageT], call: Call, *, is_wait: bool) -> MessageT:
         """The reply to one message."""
-        if not can_start_threads():
-            return self.blocking_unary(method, request, reply, call.timeout_s, is_wait=is_wait)
-        rpc = self._begin("unary_unary", method, request, call.timeout_s, reply)
-        return self._reply(rpc, reply, call, is_wait=is_wait)
+        return self.begin_unary(method, request, reply, call, is_wait=is_wait)()
 
-    def begin_unary(self, method: str, request: Message, reply: type[MessageT], timeout_s: float) -> Callable[[], MessageT]:
+    def begin_unary(
+        self, method: str, request: Message, reply: type[MessageT], call: Call, *, is_wait: bool = False
+    ) -> Callable[[], MessageT]:
         """Send one message; return a function that waits for the reply."""
-        if not can_start_threads():
-            return lambda: self.blocking_unary(method, request, reply, timeout_s, is_wait=False)
-        rpc = self._begin("unary_unary", method, request, timeout_s, reply)
-        return lambda: self._reply(rpc, reply, Call(timeout_s, Scope()), is_wait=False)
-
-    def blocking_unary(
-        self, method: str, request: Message, reply: type[MessageT], timeout_s: float, *, is_wait: bool
-    ) -> MessageT:
-        """A call for which gRPC starts no thread; nothing but its deadline and `close` end it."""
-        try:
-            result: MessageT = self._begin("unary_unary", method, request, timeout_s, reply, is_blocking=True)
-        except grpc.RpcError as error:
-            failed: Any = error  # which is a grpc.Call, too
-            raise self._failure(failed, None, is_wait=is_wait) from None
-        return result
+        rpc = self._begin("unary_stream", method, request, call.timeout_s, reply)
+        return lambda: self._only(rpc, call, is_wait=is_wait)
 
     def frame(self, method: str, frame: bytes, call: Call) -> bytes:
-        """The frame that answers one frame; the call waits for other workers.
-
-        `method` may be one of streams: on the wire a stream of one message is that message, but gRPC's threads take twice as
-        long over it.
-        """
-        rpc = self._begin("unary_unary", method, frame, call.timeout_s, is_future=True)
-        answer: bytes = self._result(rpc, call, is_wait=True)
+        """The bytes that answer bytes; the call waits for other workers."""
+        answer: bytes = self._only(self._begin("unary_stream", method, frame, call.timeout_s), call, is_wait=True)
         return answer
 
     def stream_out(
@@ -131,32 +108,33 @@ class GrpcChannel:
     ) -> MessageT:
         """The reply to a stream of messages."""
         rpc = self._begin("stream_unary", method, messages, call.timeout_s, reply)
-        return self._reply(rpc, reply, call, is_wait=is_wait)
+        with call.scope.entered(rpc.cancel):
+            try:
+                found: MessageT = rpc.result()
+            except (grpc.RpcError, grpc.FutureCancelledError):
+                raise self._failure(rpc, call.scope, is_wait=is_wait) from None
+        self._was_reached = True
+        return found
 
     def stream_in(self, method: str, request: Message | Iterator[bytes], call: Call) -> Iterator[bytes]:
         """The messages that answer one message, or a stream of them; the call waits for other workers."""
         kind = "unary_stream" if isinstance(request, Message) else "stream_stream"
-        rpc = self._begin(kind, method, request, call.timeout_s)
+        return self._answers(self._begin(kind, method, request, call.timeout_s), call, is_wait=True)
+
+    def _answers(self, rpc: Any, call: Call, *, is_wait: bool) -> Iterator[Any]:
         with call.scope.entered(rpc.cancel):
             try:
                 for message in rpc:  # noqa: UP028 - gRPC's object is no generator, and is not to be closed like one
                     yield message
             except (grpc.RpcError, grpc.FutureCancelledError):
-                raise self._failure(rpc, call.scope, is_wait=True) from None
+                raise self._failure(rpc, call.scope, is_wait=is_wait) from None
             self._was_reached = True
 
-    def _reply(self, rpc: Any, _: type[MessageT], call: Call, *, is_wait: bool) -> MessageT:
-        found: MessageT = self._result(rpc, call, is_wait=is_wait)
-        return found
-
-    def _result(self, rpc: Any, call: Call, *, is_wait: bool) -> Any:
-        with call.scope.entered(rpc.cancel):
-            try:
-                found = rpc.result()
-            except (grpc.RpcError, grpc.FutureCancelledError):
-                raise self._failure(rpc, call.scope, is_wait=is_wait) from None
-        self._was_reached = True
-        return found
+    def _only(self, rpc: Any, call: Call, *, is_wait: bool) -> Any:
+        answers = list(self._answers(rpc, call, is_wait=is_wait))
+        if len(answers) != 1:
+            raise InternalError(f"shard {self._shard} at {self._address}: has sent {len(answers)} answers, expected one")
+        return answers[0]
 
     def _begin(
         self,
@@ -165,20 +143,18 @@ class GrpcChannel:
         request: Message | Iterator[bytes] | bytes,
         timeout_s: float,
         reply: type[Message] | None = None,
-        *,
-        is_blocking: bool = False,
-        is_future: bool = False,
     ) -> Any:
         """A call on the channel, which is opened if need be; Cancelled if it was closed for good meanwhile.
 
         Args:
-            kind: what gRPC calls it. reply: None: the answer is bytes. is_future: one answer, which is to be waited for.
+            kind: what gRPC calls it. On the wire a stream of one message is that message, so all calls with one are
+                "unary_stream", which gRPC completes in the thread that waits. reply: None: the answer is bytes.
         """
         serialize = type(request).SerializeToString if isinstance(request, Message) else None
         while True:
             channel, metadata = self._open(), self._credentials.metadata()
             start = getattr(channel, kind)(method, serialize, None if reply is None else reply.FromString)
-            if is_future or (reply is not None and not is_blocking):
+            if kind == "stream_unary":
                 start = start.future
             try:
                 begun = start(request, timeout=timeout_s, metadata=metadata)
@@ -203,12 +179,9 @@ class GrpcChannel:
         with self._lock:
             if self._closed:
                 raise Cancelled
-            if self._channel is not None and self._has_threads and not can_start_threads():
-                self._retired, self._channel, self._has_threads = self._channel, None, False  # with what is under way on it
             if self._channel is None:
                 self._pem = self._credentials.pem()
-                options = CHANNEL_OPTIONS if self._has_threads else (*CHANNEL_OPTIONS, *WITHOUT_THREADS)
-                self._channel = open_channel(self._address, self._pem, options)
+                self._channel = open_channel(self._address, self._pem, CHANNEL_OPTIONS)
                 self._opened_at = time.monotonic()
             return self._channel
 
@@ -249,8 +222,6 @@ class GrpcChannel:
         """Close the channel; calls in progress end."""
         with self._lock:
             self._closed = True
-            channels = self._channel, self._retired
-            self._channel = self._retired = None
-        for channel in channels:
-            if channel is not None and os.getpid() == self._pid:
-                channel.close()
+            channel, self._channel = self._channel, None
+        if channel is not None and os.getpid() == self._pid:
+            channel.close()

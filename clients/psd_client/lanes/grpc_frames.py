@@ -19,9 +19,15 @@ from psd.contract.vector_batches import payload_parts
 from psd.v1 import data_pb2, vectors_pb2
 from psd_client.lanes.flat import FlatBuffers
 from psd_client.lanes.transport import GradientPart
+from psd_client.lanes.wanted_rows import WantedRows
+
+_FRAMES, _AHEAD = data_pb2.SmallPush.FRAMES_FIELD_NUMBER, data_pb2.SmallPush.AHEAD_FIELD_NUMBER
+"""Fields of SmallPush, and those of SmallAnswer."""
+
+PushMessage = tuple[data_pb2.PushFrame, list[NDArray[Any]]]
 
 
-def push_messages(part: GradientPart) -> Iterator[tuple[data_pb2.PushFrame, list[NDArray[Any]]]]:
+def push_messages(part: GradientPart) -> Iterator[PushMessage]:
     """The frames of one push as messages, each with the pieces of its payload."""
     header: data_pb2.PushHeader | None = part.header
     left = len(part.blocks)
@@ -41,6 +47,15 @@ def push_messages(part: GradientPart) -> Iterator[tuple[data_pb2.PushFrame, list
         message = data_pb2.PushFrame(push=header, block=part.tables_block, rows=parts_of(rows), more=not is_last, last=is_last)
         yield message, payload_of(rows)
         header = None
+
+
+def small_push(messages: Sequence[PushMessage], ahead: WantedRows | None) -> bytes:
+    """A SmallPush: all messages of a push, and the request for rows ahead, if any; each number is copied once."""
+    parts = [(_FRAMES, message.SerializeToString(), payload) for message, payload in messages]
+    if ahead is not None:
+        ((request, ids),) = ahead.messages(data_pb2.RowsRequest())
+        parts.append((_AHEAD, request.SerializeToString(), ids))
+    return frames.join_nested(parts)
 
 
 def initial_frames(first: data_pb2.InitializeFrame, blocks: Sequence[Block], values: FlatBuffers) -> Iterator[bytes]:
@@ -79,8 +94,22 @@ class BlockAnswer:
         self._parameters = parameters
         self._reply: data_pb2.PushReply | None = None
 
-    def take(self, message: data_pb2.PullFrame, payload: memoryview) -> None:
-        """Take one frame."""
+    def take_all(self, reply: bytes, ahead: WantedRows | None) -> None:
+        """Take a SmallAnswer, with the rows that were asked for ahead, if any."""
+        for field, data in frames.split_nested(reply, "SmallAnswer", len(self._awaited) + 2):
+            if field == _FRAMES:
+                self.take_frame(data)
+            elif field == _AHEAD and ahead is not None:
+                head, payload = frames.split(data, "RowsFrame")
+                ahead.fill(data_pb2.RowsFrame.FromString(head), payload)
+
+    def take_frame(self, frame: bytes | memoryview) -> None:
+        """Take one frame as it was received."""
+        head, payload = frames.split(frame, "PullFrame")
+        try:
+            message = data_pb2.PullFrame.FromString(head)
+        except DecodeError as error:
+            raise InternalError(f"{self._whose}: an answer is no PullFrame: {error}") from None
         if message.HasField("push"):
             self._reply = message.push
             return
@@ -93,15 +122,6 @@ class BlockAnswer:
                 target[...] = frames.numbers(payload, target.dtype, len(target), f"block {message.block}")
             self._parameters.received(message.block, message.version)
             self.received_bytes += nbytes
-
-    def take_frame(self, frame: bytes) -> None:
-        """Take one frame as it was received."""
-        head, payload = frames.split(frame, "PullFrame")
-        try:
-            message = data_pb2.PullFrame.FromString(head)
-        except DecodeError as error:
-            raise InternalError(f"{self._whose}: an answer is no PullFrame: {error}") from None
-        self.take(message, payload)
 
     def complete(self) -> data_pb2.PushReply | None:
         """The push's reply, if there was one; raises if a block is missing."""

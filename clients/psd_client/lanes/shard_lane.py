@@ -26,12 +26,12 @@ from psd_client.lanes.crew import can_start_threads
 from psd_client.lanes.feed import Aborted
 from psd_client.lanes.flat import FlatBuffers
 from psd_client.lanes.grpc_channel import MESSAGE_BYTES_MAX, GrpcChannel
-from psd_client.lanes.grpc_frames import BlockAnswer, initial_frames, push_messages, vector_frames
-from psd_client.lanes.transport import SMALL_BYTES, Call, GradientPart, Lane, MessageT, OutgoingBlocks, RowsAhead, Share
+from psd_client.lanes.grpc_frames import BlockAnswer, initial_frames, push_messages, small_push, vector_frames
+from psd_client.lanes.transport import Call, GradientPart, Lane, MessageT, OutgoingBlocks, RowsAhead, Scope, Share
 from psd_client.lanes.wanted_rows import WantedRows
 
 AT_ONCE_BYTES_MAX = MESSAGE_BYTES_MAX - (1 << 20)
-"""Limit of gradients or parameters in one message."""
+"""Limit of gradients or parameters in one message where no stream can be had."""
 
 AHEAD_BYTES_MAX = 512 << 10
 """Limit of ids of rows that come with a push_pull: they stand in the head of its message."""
@@ -87,12 +87,12 @@ class ShardLane(Lane):
         self, request: control_pb2.HeartbeatRequest, timeout_s: float
     ) -> Callable[[], control_pb2.HeartbeatReply]:
         """See Lane."""
-        return self._channel.begin_unary(f"{_CONTROL}Heartbeat", request, control_pb2.HeartbeatReply, timeout_s)
+        return self._channel.begin_unary(f"{_CONTROL}Heartbeat", request, control_pb2.HeartbeatReply, Call(timeout_s, Scope()))
 
     def leave(self, request: control_pb2.LeaveRequest, timeout_s: float) -> None:
         """See Lane."""
         self._channel.is_leaving = True
-        self._channel.blocking_unary(f"{_CONTROL}Leave", request, control_pb2.LeaveReply, timeout_s, is_wait=False)
+        self._channel.unary(f"{_CONTROL}Leave", request, control_pb2.LeaveReply, Call(timeout_s, Scope()), is_wait=False)
 
     # -- bulk calls ----------------------------------------------------------------------------------------------------
 
@@ -148,15 +148,15 @@ class ShardLane(Lane):
             message = bulk_pb2.BulkCall(method=bulk_pb2.BULK_METHOD_PUSH, push=part.header)
             return connection.transfer(message, part, {}, None, call).push
         if can_start_threads():
-            if not part.blocks and part.feed is None and part.nbytes <= frames.FRAME_BYTES_MAX:
+            if part.is_complete_within(frames.FRAME_BYTES_MAX) and len(part.blocks) + (part.tables_block is not None) == 1:
                 (frame,) = self._push_frames(part)
                 return data_pb2.PushReply.FromString(self._channel.frame(f"{_DATA}Push", frame, call))
             return self._channel.stream_out(f"{_DATA}Push", self._push_frames(part), data_pb2.PushReply, call, is_wait=True)
         if part.nbytes > AT_ONCE_BYTES_MAX:  # the shard refuses it with exact aggregation
             raise RuntimeError("gRPC cannot send this much at the end of the program with this Python; call close() earlier")
         # Whoever ends waits for the round, too.
-        reply = self._channel.unary(f"{_DATA}PushPullSmall", self._small(part), data_pb2.SmallAnswer, call, is_wait=True)
-        return self._answered(reply, part.answered, None)
+        reply = self._channel.frame(f"{_DATA}PushPullSmall", self._small(part, None), call)
+        return self._answered(reply, part.answered, None, None)
 
     def push_pull(
         self, part: GradientPart, parameters: FlatBuffers, call: Call, ahead: RowsAhead | None = None
@@ -169,16 +169,11 @@ class ShardLane(Lane):
             if ahead is not None and part.feed is None:
                 rows = self._ahead(ahead, connection.places)
             reply = connection.transfer(message, part, part.answered, parameters, call, rows).push
-        elif part.is_small:  # two copies more, but without what it costs to keep up a stream
-            small = self._small(part)
-            if ahead is not None and ahead.nbytes <= SMALL_BYTES and (rows := self._ahead(ahead)) is not None:
-                small.ahead.CopyFrom(rows.in_one())
-            answer = self._channel.unary(f"{_DATA}PushPullSmall", small, data_pb2.SmallAnswer, call, is_wait=True)
-            if rows is not None:
-                rows.fill(answer.ahead, memoryview(answer.ahead.payload))
-                self.traffic.received_bytes += rows.received_bytes
-                self.traffic.sent_bytes += rows.requests[0].nbytes
-            reply = self._answered(answer, part.answered, parameters)
+        elif part.is_complete_within(frames.FRAME_BYTES_MAX):  # a stream would cost more than it overlaps
+            if ahead is not None:
+                rows = self._ahead(ahead)
+            small = self._channel.frame(f"{_DATA}PushPullSmall", self._small(part, rows), call)
+            reply = self._answered(small, part.answered, parameters, rows)
         else:
             received = self._channel.stream_in(f"{_DATA}PushPull", self._push_frames(part), call)
             reply = self._with_reply(self._received(received, part.answered, parameters))
@@ -262,22 +257,21 @@ class ShardLane(Lane):
 
     # -- gRPC's messages -----------------------------------------------------------------------------------------------
 
-    def _small(self, part: GradientPart) -> data_pb2.SmallPush:
-        """All frames of a push in one message."""
-        message = data_pb2.SmallPush()
-        for frame, payload in push_messages(part):
-            message.frames.append(frame)
-            message.frames[-1].payload = b"".join(piece.data for piece in payload)
-        self.traffic.sent_bytes += sum(len(frame.payload) for frame in message.frames)
-        return message
+    def _small(self, part: GradientPart, ahead: WantedRows | None) -> bytes:
+        """A SmallPush: all frames of a push, and the request for rows ahead, if any."""
+        messages = list(push_messages(part))
+        self.traffic.sent_bytes += sum(piece.nbytes for _, payload in messages for piece in payload)
+        if ahead is not None:
+            self.traffic.sent_bytes += ahead.requests[0].nbytes
+        return small_push(messages, ahead)
 
     def _answered(
-        self, reply: data_pb2.SmallAnswer, awaited: Mapping[int, int], parameters: FlatBuffers | None
+        self, reply: bytes, awaited: Mapping[int, int], parameters: FlatBuffers | None, ahead: WantedRows | None
     ) -> data_pb2.PushReply:
+        """The push's reply, from a SmallAnswer; what else is in it goes where it belongs."""
         answer = BlockAnswer(self._name, awaited, parameters)
-        for answered in reply.frames:
-            answer.take(answered, memoryview(answered.payload))
-        self.traffic.received_bytes += answer.received_bytes
+        answer.take_all(reply, ahead)
+        self.traffic.received_bytes += answer.received_bytes + (ahead.received_bytes if ahead is not None else 0)
         return self._with_reply(answer.complete())
 
     def _received(
@@ -298,7 +292,7 @@ class ShardLane(Lane):
         asked = self._rows_frames(rows, first)
         try:
             answers: Iterable[bytes]
-            if len(rows.requests) == 1 and can_start_threads():
+            if len(rows.requests) == 1:
                 answers = (self._channel.frame(f"{_DATA}{method}", next(asked), call),)
             else:
                 answers = self._channel.stream_in(f"{_DATA}{method}", asked, call)

@@ -127,8 +127,12 @@ class OutgoingBlocks:
 
     @property
     def is_small(self) -> bool:
-        """True if the part is complete, and fits the buffers of a socket, or one message."""
-        return self.feed is None and self.nbytes <= SMALL_BYTES
+        """True if the part is complete, and fits the buffers of a socket."""
+        return self.is_complete_within(SMALL_BYTES)
+
+    def is_complete_within(self, nbytes: int) -> bool:
+        """True if nothing of the part is still being computed, and it has at most so many bytes."""
+        return self.feed is None and self.nbytes <= nbytes
 
     @property
     def nbytes(self) -> int:

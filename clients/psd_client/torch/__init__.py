@@ -21,9 +21,10 @@ import torch
 from torch.amp.grad_scaler import GradScaler
 from torch.optim.lr_scheduler import LRScheduler
 
-from psd.contract.arguments import real_number
+from psd.contract.arguments import refuse
 from psd.contract.environment import job_defaults
 from psd.contract.errors import InvalidRequest
+from psd.contract.rules import weight_of
 from psd.contract.staleness import parse_staleness
 from psd_client.client import ParameterServer, worker_of
 from psd_client.faces import check_connection, connection_of
@@ -277,9 +278,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             PsdError: what the shards or the connection refuse.
         """
         loss = None
-        size = self._size_of_step = real_number(
-            InvalidRequest, "batch_size", self.batch_size if batch_size is None else batch_size
-        )
+        if not callable(closure) and closure is not None:
+            refuse(TypeError, "closure", "a function that computes the loss, or batch_size= for the number of samples", closure)
+        size = self._size_of_step = weight_of(self.batch_size if batch_size is None else batch_size, "batch_size")
         try:
             if closure is not None:
                 with torch.enable_grad():
@@ -362,7 +363,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Overlap: begin the push when the first gradient is there, with the header as it is then."""
         self._parameters.check_unchanged()
         scalars = self._groups.scalars_now(self.param_groups)
-        size = float(self.batch_size) if self._size_of_step is None else self._size_of_step
+        size = weight_of(self.batch_size, "batch_size") if self._size_of_step is None else self._size_of_step
         self._sent = scalars, size
         # After the job has gone back the model may be of versions that do not exist any more.
         versions = [min(pair) for pair in zip(self._parameters.versions, self._worker.parameters.versions, strict=True)]

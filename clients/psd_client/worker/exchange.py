@@ -13,16 +13,15 @@ gRPC.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from psd.contract import arguments
 from psd.contract.errors import InvalidRequest, RolledBack
 from psd.contract.layout import Block, Layout
+from psd.contract.rules import weight_of
 from psd.contract.verdicts import members_mask
 from psd.v1 import control_pb2
 from psd_client.lanes.feed import Feed
@@ -270,9 +269,7 @@ class ParameterExchange:
         if skip and spec.nan_policy != "skip":
             raise InvalidRequest(f'skip: the job was declared with nan_policy="{spec.nan_policy}", not "skip"')
         self._session.orders.check_end(self._session.clock, is_begun=feed is not None)
-        weight = arguments.real_number(InvalidRequest, "weight", weight)
-        if not (math.isfinite(weight) and weight >= 0):
-            raise InvalidRequest(f"weight: must be finite and at least 0, got {weight}")
+        weight = weight_of(weight)
         rows, clock = self.rows.gradients(gradients or {}), self._session.clock
         name = check_finite(self.gradients, present, rows, self._rank, clock) if feed is None else None
         if name is not None and not skip:

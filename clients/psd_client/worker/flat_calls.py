@@ -64,6 +64,8 @@ class FlatCalls(WorkerConnection):
             mode = default.consistency_of(consistency)
             if quorum is None:
                 quorum = default.quorum if mode.has_rounds else 0
+            elif arguments.whole_number(InvalidRequest, "quorum", quorum) == 0:
+                raise InvalidRequest(f"quorum: must be 1 to world_size ({self.world_size}), or None for all workers, got 0")
             if clip_norm is not None and not arguments.real_number(InvalidRequest, "clip_norm", clip_norm) > 0:
                 raise InvalidRequest(f"clip_norm: must be > 0, or None for no clipping, got {clip_norm}")
             arguments.choice(InvalidRequest, "nan_policy", nan_policy, NAN_POLICIES)
@@ -79,7 +81,7 @@ class FlatCalls(WorkerConnection):
                 reduction=arguments.choice(
                     InvalidRequest, "reduce", reduce if reduce is not None else default.reduction, REDUCTIONS
                 ),
-                quorum=arguments.whole_number(InvalidRequest, "quorum", quorum),
+                quorum=int(quorum),
                 aggregation=arguments.choice(InvalidRequest, "aggregation", aggregation, AGGREGATIONS),
                 clip_norm=float(clip_norm or 0.0),
                 nan_policy=nan_policy,

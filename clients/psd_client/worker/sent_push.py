@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from psd.contract.errors import Draining, OutOfSpace, Overloaded, SessionFenced, ShardUnavailable, WaitTimeout
+from psd.contract.errors import Draining, OutOfSpace, Overloaded, PsdError, SessionFenced, ShardUnavailable, WaitTimeout
 from psd.contract.layout import Block
 from psd.contract.rows import TableRows
 from psd.v1 import data_pb2, job_pb2
@@ -22,8 +22,8 @@ from psd_client.lanes.flat import FlatBuffers
 from psd_client.lanes.transport import GradientPart
 from psd_client.worker.rows import RowGradients, is_same_rows
 
-PASSING = (ShardUnavailable, WaitTimeout, Overloaded, Draining, OutOfSpace, KeyboardInterrupt)
-"""Errors after which the very same push may succeed."""
+_PASSING = (ShardUnavailable, WaitTimeout, Overloaded, Draining, OutOfSpace)
+"""Errors of psd after which the very same push may succeed."""
 
 logger = logging.getLogger("psd_client")
 
@@ -101,7 +101,10 @@ class SentPush:
     @property
     def may_be_completed(self) -> bool:
         """True if the push itself was not refused, and is whole, so that the same numbers, sent again, complete it."""
-        is_passing = isinstance(self.error, PASSING) or (isinstance(self.error, SessionFenced) and not self.is_superseded)
+        if isinstance(self.error, SessionFenced):
+            is_passing = not self.is_superseded
+        else:  # what is not psd's refuses nothing: Ctrl-C, or what the program's own signal handler has raised
+            is_passing = isinstance(self.error, _PASSING) or not isinstance(self.error, PsdError)
         return is_passing and (self.feed is None or self.feed.is_finished)
 
     def on_failure(self, error: BaseException, blocks: Sequence[Block], buffers: FlatBuffers) -> None:
