@@ -158,7 +158,7 @@ def test_sparse_when_it_is_small_then_every_part_is_measured_and_verified(figure
     """A worker of psd beside a reference, many tables in one step, and the bytes of four shards."""
     size = ("--transports", "shm", "--workers", "1", "--rows", "2000", "--ids", "300", "--rounds", "1", "--steps", "2")
 
-    figures = figures_of("sparse.py", *size, "--without", "raw tcp,torch rpc,ray,tensorflow")
+    figures = figures_of("sparse.py", *size, "--without", "raw tcp,bare grpc,torch rpc,ray,tensorflow")
 
     assert figures["left_out"] == {}
     assert [r["system"] for r in figures["results"]] == ["psd shm", "gather/scatter"]
