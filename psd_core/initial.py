@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
 
@@ -26,7 +26,7 @@ class Initial:
 
     def __post_init__(self) -> None:
         for name, value in dataclasses.asdict(self).items():
-            if not isinstance(value, Real) or isinstance(value, bool) or not abs(value) <= _LARGEST:
+            if not isinstance(value, Real) or isinstance(value, bool) or not abs(cast("float", value)) <= _LARGEST:
                 raise ValueError(f"{name}: expected a number that is finite as a float32, got {value!r}")
             object.__setattr__(self, name, float(value))  # whatever kind of number it was, it is the same distribution
         if getattr(self, "std", 0) < 0:

@@ -273,15 +273,16 @@ class TableStore:
             ArenaFull: no space; nothing has changed.
         """
         values = as_values("rows", rows, len(ids), self.spec.layout.width)
-        clocks = clock if isinstance(clock, np.ndarray) else None
-        if clocks is not None and (clocks.dtype != np.uint32 or clocks.shape != (len(ids),)):
-            raise psd_core.InvalidArray(f"clock: expected {len(ids)} uint32, got {clocks.shape} of {clocks.dtype}")
+        clocks = None
+        if isinstance(clock, np.ndarray):
+            if clock.dtype != np.uint32 or clock.shape != (len(ids),):
+                raise psd_core.InvalidArray(f"clock: expected {len(ids)} uint32, got {clock.shape} of {clock.dtype}")
+            clocks, clock = clock, int(clock.max(initial=0))
         if history is not None and len(history) > 0:
             history = as_history(history, len(self._scalars) if self.spec.catches_up else None)
         how = {"scalars": (), "scale": 1.0, "distinct": False, "whole": True, "step": -1 if step is None else step}
         how["history"] = history
-        latest = clock if clocks is None else int(clocks.max(initial=0))
-        self._change(ids, values, latest, notes, None, clocks=clocks, **how)
+        self._change(ids, values, clock, notes, None, clocks=clocks, **how)
 
     def _change(
         self,

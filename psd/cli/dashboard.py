@@ -73,6 +73,7 @@ def add_command(commands: Commands) -> None:
 def _run(args: argparse.Namespace) -> int:
     """Serve until Ctrl-C; returns the exit status."""
     check(args)
+    args.host = args.host.strip("[]")
     try:
         from psd.watch.dashboard import server
     except ModuleNotFoundError as error:
@@ -130,7 +131,7 @@ def announcement(host: str, place: DashboardPlace) -> list[str]:
     """Lines that tell where the dashboard is, and how to get in."""
     from psd.watch.dashboard.admission import is_loopback
 
-    name = socket.gethostname() if host in ("0.0.0.0", "::") else host  # noqa: S104
+    name = socket.gethostname() if host in ("", "0.0.0.0", "::") else host  # noqa: S104
     address = join_address(name, place.listener.getsockname()[1])
     fragment = f"#token={place.token}" if place.is_token_new else ""
     lines = [f"dashboard: {'http' if place.tls is None else 'https'}://{address}/{fragment}"]

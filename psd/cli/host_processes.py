@@ -13,6 +13,7 @@ import selectors
 import signal
 from collections.abc import Callable, Sequence
 
+from psd.cli import descriptors
 from psd.cli.plan import Plan
 from psd.cli.policy import Name
 from psd.cli.processes import Child
@@ -28,6 +29,9 @@ _SWEEP_GRACE_S = 2.0
 """Seconds for processes that workers have left behind, once the workers themselves are gone."""
 
 DASHBOARD = Name("dashboard", 0)
+
+DESCRIPTORS_BESIDE = 64
+"""Open files of psd-run beside those of its processes."""
 
 CANNOT_START = 126
 """Status of a process that could not be started, as a shell has it."""
@@ -62,11 +66,13 @@ class HostProcesses:
         self._selector = selector
         self._on_output, self._on_exit, self._say = on_output, on_exit, say
         self._children: dict[Name, Child] = {}
+        self._unborn: list[Name] = []
         self._watchdog: Watchdog | None = None
         self._watchdogs_left = _WATCHDOGS_MAX
         self._state = StateDirectory(
             plan.state_dirs[plan.node], plan.run_id, plan.places.shards, is_private=plan.is_state_private
         )
+        descriptors.allow(len(plan.places.names(plan.node)) + DESCRIPTORS_BESIDE)
         self._start_watchdog()
 
     def start(self, name: Name, addresses: Sequence[str]) -> None:
@@ -89,7 +95,8 @@ class HostProcesses:
             child = Child(command, environ)
         except OSError as error:
             self._say(f"cannot start {name}: {error}")
-            self._on_exit(name, CANNOT_START)
+            self._unborn.append(name)
+            signal.raise_signal(signal.SIGCHLD)  # told as any death: nobody expects one while it starts others
             return
         self._children[name] = child
         self._selector.register(child, selectors.EVENT_READ, functools.partial(self._read_output, name))
@@ -107,7 +114,10 @@ class HostProcesses:
         return sorted(self._children)
 
     def reap(self) -> None:
-        """Tell of those that have ended; to be called after SIGCHLD."""
+        """Tell of those that have ended, or could not be started; to be called after SIGCHLD."""
+        unborn, self._unborn = self._unborn, []
+        for name in unborn:
+            self._on_exit(name, CANNOT_START)
         for name in self.living:  # shards first: a worker's failure may be the consequence of theirs
             if name in self._children and self._children[name].has_ended():
                 self._bury(name)

@@ -18,10 +18,11 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
+from psd.cli import descriptors
 from psd.cli.arguments import EXIT_FAILURE, EXIT_OK, exit_status
 from psd.cli.display import Display, is_terminal
 from psd.cli.gathering import Gathering
-from psd.cli.host_processes import DASHBOARD, HostProcesses
+from psd.cli.host_processes import DASHBOARD, DESCRIPTORS_BESIDE, HostProcesses
 from psd.cli.log_files import LogFiles
 from psd.cli.output import Lines, Prefixes
 from psd.cli.plan import Plan
@@ -70,6 +71,7 @@ class Launcher:
         self._lines: dict[Name, Lines] = {}
         self._addresses: dict[int, str] = {}
         names = [str(name) for name in sorted(name for node in range(places.nodes) for name in places.names(node))]
+        descriptors.allow(2 * len(names) + DESCRIPTORS_BESIDE)  # the output of each process, and its log file
         output, self._errors = WholeWriter(sys.stdout), WholeWriter(sys.stderr)
         colour = not os.environ.get("NO_COLOR")
         self._prefixes = Prefixes(["psd-run", *names], colour=colour and is_terminal(output))

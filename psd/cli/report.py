@@ -16,7 +16,7 @@ from psd.contract.orders import orders_text
 from psd.contract.printable import printable
 from psd.v1 import control_pb2 as pb
 from psd.watch.merging import Answer, job_clock, merged_waits, merged_workers, problems
-from psd.watch.words import aligned, duration, shard_state, size, wait_text, worker_state
+from psd.watch.words import aligned, count_text, duration, shard_state, size, wait_text, worker_state
 
 _NAMES_64_BIT = frozenset({"incarnation", "session"})
 
@@ -115,10 +115,11 @@ def _job_line(replies: Sequence[pb.StatusReply], clock: int) -> str:
     job = declared[0]
     quorum = f", quorum {job.quorum}" if 0 < job.quorum < job.world_size else ""
     restored = f", gone on from checkpoint {job.restored_from}" if job.restored_from else ""
-    tables = f"{len(job.tables)} tables, " if job.tables else ""
+    tables = f"{count_text(len(job.tables), 'table')}, " if job.tables else ""
     return (
-        f"run {run_id}: {job.consistency}, {job.reduction}, {job.world_size} workers{quorum}, clock {clock}, "
-        f"{job.tensor_count} tensors, {tables}{size(sum(reply.parameter_bytes for reply in replies))} parameters, "
+        f"run {run_id}: {job.consistency}, {job.reduction}, {count_text(job.world_size, 'worker')}{quorum}, clock {clock}, "
+        f"{count_text(job.tensor_count, 'tensor')}, {tables}"
+        f"{size(sum(reply.parameter_bytes for reply in replies))} parameters, "
         f"{size(sum(reply.slot_bytes for reply in replies))} slots{restored}"
     )
 

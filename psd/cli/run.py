@@ -23,13 +23,14 @@ import os
 import re
 import secrets
 import shutil
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from psd.cli import kubernetes, malloc, ray_job, rendezvous, run_options, slurm, ssh
-from psd.cli.arguments import CHECKPOINT_OPTIONS, EXIT_FAILURE, flag_of, values
+from psd.cli.arguments import CHECKPOINT_OPTIONS, EXIT_FAILURE, exit_status, flag_of, values
 from psd.cli.kubernetes import Deployment
 from psd.cli.launcher import Launcher
 from psd.cli.node_places import NodePlaces
@@ -314,7 +315,13 @@ def plan_again(argv: Sequence[str], run_id: str | None, node: int) -> Plan:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a job; returns the exit status."""
     prepare_streams()
-    argv = sys.argv[1:] if argv is None else argv
+    try:
+        return _run(sys.argv[1:] if argv is None else argv)
+    except KeyboardInterrupt:  # before there was anything to end, or when all of it had
+        return exit_status(signal.SIGINT)
+
+
+def _run(argv: Sequence[str]) -> int:
     plan = parse(argv, os.environ)
     if not isinstance(plan, Plan):
         return plan.run()

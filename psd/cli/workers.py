@@ -55,6 +55,8 @@ def _run(args: argparse.Namespace) -> int:
         print(json.dumps(found), flush=True)
     else:
         width = shutil.get_terminal_size((200, 24)).columns
-        lines = grid(WORKER_COLUMNS, workers, width).lines() if workers else ["no worker has joined yet"]
+        is_seen = any(shard.state != "no answer" for shard in now.shards)
+        nobody = "no worker has joined yet" if is_seen else "no shard answered"
+        lines = grid(WORKER_COLUMNS, workers, width).lines() if workers else [nobody]
         show("\n".join([*lines, *now.waits, *(f"problem: {problem}" for problem in now.problems)]))
     return EXIT_FAILURE if now.problems else EXIT_OK

@@ -36,7 +36,8 @@ def _state(now: JobSnapshot) -> tuple[str, str]:
     if workers and all(worker.state == "finished" for worker in workers):  # then the shards end, too
         return "finished", f"Finished at step {now.clock}"
     if len(silent) == len(now.shards):
-        return "unreachable", f"No shard answers; last seen at step {now.clock}" if workers else "No shard answers"
+        known = f": the job has ended, or they are away; last seen at step {now.clock}"
+        return "unreachable", f"No shard answers{known if workers else ''}"
     if silent:
         return "waiting", f"{_noun('Shard', silent)} {'does' if len(silent) == 1 else 'do'} not answer"
     if not now.consistency:

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator
 
 from psd.watch.snapshot import Event, JobSnapshot, ShardSnapshot, WorkerSnapshot
+from psd.watch.words import count_text
 
 
 def events_between(before: JobSnapshot | None, now: JobSnapshot) -> list[Event]:
@@ -51,7 +52,7 @@ def _of_shard(old: ShardSnapshot, new: ShardSnapshot, *, is_finished: bool) -> I
         yield "state", "warning" if new.state == "draining" else "info", f"shard {new.index} is {new.state}"
     refused = new.requests_refused - old.requests_refused
     if refused > 0 and old.state != "no answer":
-        yield "refused", "warning", f"shard {new.index} refused {refused} {'request' if refused == 1 else 'requests'}"
+        yield "refused", "warning", f"shard {new.index} refused {count_text(refused, 'request')}"
 
 
 def _of_worker(old: WorkerSnapshot | None, new: WorkerSnapshot) -> Iterator[tuple[str, str, str]]:

@@ -31,6 +31,11 @@ def _together(waits: Sequence[pb.Wait]) -> str:
     return f"workers {ranks_text([wait.rank for wait in waits])} wait {_wait_for(waits[0])}; so far {duration(longest)}"
 
 
+def count_text(count: int, noun: str) -> str:
+    """So many of something: 1 worker, 3 workers."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def ranks_text(ranks: Iterable[int]) -> str:
     """Ranks in their order, neighbours together: 0-3, 7."""
     runs: list[list[int]] = []

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import signal
+import socket
 import sys
 
 import aiohttp
@@ -53,6 +54,18 @@ def test_beyond_loopback_the_address_has_a_token_and_without_https_a_warning():
         *[True] * 4,
         *[False] * 3,
     ]
+
+
+@pytest.mark.parametrize("host", ["", "0.0.0.0", "::"])
+def test_on_all_addresses_it_is_reached_by_the_hosts_name(host):
+    """Whichever kind of address that stands for."""
+    with server.listen(host, 0, is_firm=True) as listener:
+        port = listener.getsockname()[1]
+        (line, _) = announcement(host, server.DashboardPlace(listener, "secret", is_token_new=True, tls=None))
+        with socket.create_connection(("127.0.0.1", port)):
+            pass
+
+    assert line == f"dashboard: http://{socket.gethostname()}:{port}/#token=secret"
 
 
 @pytest.mark.process

@@ -99,6 +99,16 @@ def test_a_command_that_cannot_be_done_says_what_to_type_next(job, cluster, caps
         assert message in line
 
 
+def test_workers_when_no_shard_answers_then_it_does_not_say_that_there_are_none(capsys, monkeypatch):
+    monkeypatch.setattr("psd.watch.sampler.MEASURED_S", 0.0)
+
+    assert main(["workers", "--servers", "127.0.0.1:1", "--timeout", "0.5"]) == 1
+
+    first, *problems = capsys.readouterr().out.splitlines()
+    assert first == "no shard answered"
+    assert problems[0].startswith("problem: 127.0.0.1:1 did not answer: ")
+
+
 def test_logs_shows_the_last_lines_of_processes_and_what_follows(tmp_path, capsys, monkeypatch):
     """A line that is still being written is shown when it is complete."""
     for name in ("worker-0", "worker-1", "shard-0"):

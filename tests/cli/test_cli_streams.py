@@ -2,6 +2,7 @@
 
 import io
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from psd.cli import terminal
+from psd.cli import run, terminal
 
 RUN = [sys.executable, "-m", "psd.cli.run"]
 
@@ -62,3 +63,26 @@ def test_job_when_no_standard_stream_is_open_then_it_runs(tmp_path):
     )
 
     assert (job.returncode, (tmp_path / "worker-0.log").read_text()) == (3, "done\n")
+
+
+@pytest.mark.process
+def test_job_when_it_has_more_processes_than_files_may_be_open_then_the_limit_is_raised(tmp_path):
+    """Each has a pipe and a log file."""
+    job = subprocess.run(
+        ["sh", "-c", 'ulimit -S -n 40; exec "$@"', "sh", *RUN, "--workers", "25", "--log-dir", tmp_path, "--", "true"],
+        capture_output=True,
+        check=False,
+    )
+
+    assert (job.returncode, b"Too many open files" in job.stderr) == (0, False)
+
+
+def test_main_when_it_is_interrupted_before_the_job_has_begun_then_that_is_its_status(monkeypatch):
+    """While the name of a rendezvous is looked up, say."""
+
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(socket, "getaddrinfo", interrupt)
+
+    assert run.main(["--nnodes", "2", "--rendezvous", "host:1", "true"]) == 130

@@ -99,6 +99,7 @@ def test_when_no_shard_answers_then_the_last_look_stays_and_says_so(job):
     now = job.look()
 
     assert (now.state, now.clock, len(now.workers), now.steps_per_s) == ("unreachable", 30, 2, 0.0)
+    assert now.headline == "No shard answers: the job has ended, or they are away; last seen at step 30"
     assert ScriptedJobSilent().look().state == "unreachable"
 
 

@@ -50,12 +50,13 @@ class DashboardPlace:
 def listen(host: str, port: int, *, is_firm: bool) -> socket.socket:
     """A socket at an address; at another port if that one is taken and need not be kept. OSError if there is none."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    both = host == "::" and socket.has_dualstack_ipv6()
     try:
-        listener = socket.create_server((host, port), family=family)
+        listener = socket.create_server((host, port), family=family, dualstack_ipv6=both)
     except OSError:
         if is_firm:
             raise
-        listener = socket.create_server((host, 0), family=family)
+        listener = socket.create_server((host, 0), family=family, dualstack_ipv6=both)
     if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux; connections inherit it
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(STUCK_S * 1000))
     return listener

@@ -14,7 +14,7 @@ from textwrap import wrap
 from psd.watch.history import History, Moment
 from psd.watch.snapshot import CurvePoint, Event, JobSnapshot
 from psd.watch.top.columns import SHARD_COLUMNS, WORKER_COLUMNS, grid, rate, seconds, sorted_workers
-from psd.watch.words import size
+from psd.watch.words import count_text, size
 
 SPARKS = "▁▂▃▄▅▆▇█"
 CURVES_MAX = 3
@@ -39,7 +39,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
 def head_lines(now: JobSnapshot, width: int) -> list[str]:
     """Headline: whether the job trains, how fast, and what limits it."""
     kind = " ".join(word for word in (now.consistency, now.reduction, now.aggregation) if word)
-    what = f"{len(now.shards)} {'shard' if len(now.shards) == 1 else 'shards'}, {now.world_size} workers"
+    what = f"{count_text(len(now.shards), 'shard')}, {count_text(now.world_size, 'worker')}"
     speed = f"{rate(now.steps_per_s)} steps/s"
     lines = [" · ".join(word for word in (now.headline, speed, now.run_id or "-", kind, what) if word)]
     if now.limit:
