@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from psd.cli.launcher import Launcher
 from psd.cli.run import main, parse
 from psd.cli.server import parse as parse_shard
 from psd.contract.environment import VARIABLES
@@ -202,3 +203,11 @@ def test_shard_command_when_options_are_for_shards_then_psd_server_takes_them(sc
     assert config.rules == ("mine:A", "mine:B")
     assert (config.from_checkpoint, config.parameters_only) == ("model.safetensors", True)
     assert config.rule_dir == str(Path(script).absolute().parent)
+
+
+def test_launcher_when_shards_tell_of_checkpoints_in_turns_then_each_is_shown_once():
+    """The second shard's output may be read when the first one has told of the next checkpoint."""
+    launcher = Launcher(parse(["true"], {}))
+    lines = [f"psd-server: INFO stored checkpoint timeline-00000-step-{step:012d}-a".encode() for step in (3, 4, 3, 4)]
+
+    assert [launcher._is_repeated(line) for line in lines] == [False, False, True, True]
