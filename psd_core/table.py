@@ -301,12 +301,13 @@ class TableStore:
             raise psd_core.InvalidArray(f"notes: expected {self.spec.notes} uint64, got {notes.shape} of {notes.dtype}")
         with self._writing:
             self._make_room(count, 1 if how.get("history") is None else len(how["history"]))
+            partition = self._partition
             if clock is None:
-                clock = self._partition.step + (not how["whole"])
+                clock = partition.step + (not how["whole"])
             if own is not None:
-                how["own"] = bound(own, self.spec, self._partition.step + 1, count)
-            created = self._partition.push(keys, values, clock=clock & 0xFFFFFFFF, notes=notes, **how)
-            if self._partition.is_moving:
+                how["own"] = bound(own, self.spec, partition.step + 1, count)
+            created = partition.push(keys, values, clock=clock & 0xFFFFFFFF, notes=notes, **how)
+            if partition.is_moving:
                 self._move_on(1 + created // 400)
 
     def _move_on(self, steps: int) -> None:
@@ -402,10 +403,11 @@ class TableStore:
 
     def _make_room(self, n: int, entries: int = 0) -> None:
         """Take space for a push of n ids and entries of the log, and let the index grow so far that it takes them."""
+        partition = self._partition
         while True:
-            while (lack := self._partition.lack(n, entries)) is not None:
+            while (lack := partition.lack(n, entries)) is not None:
                 self._take(*lack)
-            if not n or not self._partition.must_move(n):
+            if not n or not partition.must_move(n):
                 return
             self._move(n)
 
