@@ -22,7 +22,7 @@ def shards_of(const uint64_t[::1] ids not None, uint64_t shards, int64_t[::1] ou
 
 
 def first_elsewhere(list batches not None, uint64_t shards, uint64_t shard):
-    """The number of the batch, and the place in it, of the first id that is not of this shard; None if all are."""
+    """Find the first id that is not of this shard: the number of its batch, and its place there; None if all are."""
     cdef const uint64_t[::1] ids
     cdef intptr_t number, at
     assert 0 < shards < 4294967296
@@ -37,7 +37,7 @@ def first_elsewhere(list batches not None, uint64_t shards, uint64_t shard):
 
 
 def offsets(list arrays not None, uint64_t address, uint64_t nbytes):
-    """Where C-contiguous arrays begin behind an address; None if one of them is not wholly within so many bytes."""
+    """Find where C-contiguous arrays begin behind an address; None if one of them is not wholly within so many bytes."""
     cdef Py_buffer view
     cdef uint64_t start
     found = []

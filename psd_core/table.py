@@ -302,8 +302,7 @@ class TableStore:
         with self._writing:
             self._make_room(count, 1 if how.get("history") is None else len(how["history"]))
             partition = self._partition
-            if clock is None:
-                clock = partition.step + (not how["whole"])
+            clock = partition.step + (not how["whole"]) if clock is None else clock
             if own is not None:
                 how["own"] = bound(own, self.spec, partition.step + 1, count)
             created = partition.push(keys, values, clock=clock & 0xFFFFFFFF, notes=notes, **how)
@@ -403,11 +402,10 @@ class TableStore:
 
     def _make_room(self, n: int, entries: int = 0) -> None:
         """Take space for a push of n ids and entries of the log, and let the index grow so far that it takes them."""
-        partition = self._partition
         while True:
-            while (lack := partition.lack(n, entries)) is not None:
+            while (lack := self._partition.lack(n, entries)) is not None:
                 self._take(*lack)
-            if not n or not partition.must_move(n):
+            if not n or not self._partition.must_move(n):
                 return
             self._move(n)
 
