@@ -50,7 +50,11 @@ def add_command(commands: Commands) -> None:
     )
     how = parser.add_argument_group("output")
     how.add_argument("-n", "--lines", type=whole_number, default=20, metavar="N", help="of each (default: %(default)s)")
-    how.add_argument("--follow", action="store_true", help="go on with what is written from now on, also by processes that begin later, until Ctrl-C")
+    how.add_argument(
+        "--follow",
+        action="store_true",
+        help="go on with what is written from now on, also by processes that begin later, until Ctrl-C",
+    )
     how.add_argument("--json", action="store_true", help='for each line an object with "process" and "line"')
     parser.add_information()
     parser.set_defaults(run=_run, parser=parser)

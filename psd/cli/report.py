@@ -118,7 +118,8 @@ def _job_line(replies: Sequence[pb.StatusReply], clock: int) -> str:
     tables = f"{count_text(len(job.tables), 'table')}, " if job.tables else ""
     return (
         f"run {run_id}: {job.consistency}, {job.reduction}, {count_text(job.world_size, 'worker')}{quorum}, clock {clock}, "
-        f"{count_text(job.tensor_count, 'tensor')}, {tables}{size(sum(reply.parameter_bytes for reply in replies))} parameters, "
+        f"{count_text(job.tensor_count, 'tensor')}, {tables}"
+        f"{size(sum(reply.parameter_bytes for reply in replies))} parameters, "
         f"{size(sum(reply.slot_bytes for reply in replies))} slots{restored}"
     )
 

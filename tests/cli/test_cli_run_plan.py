@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from psd.cli.node_places import NodePlaces, spread
+from psd.cli.policy import Name
 from psd.cli.run import main, parse
 from psd.cli.server import parse as parse_shard
 from psd.contract.environment import VARIABLES
@@ -202,3 +204,27 @@ def test_shard_command_when_options_are_for_shards_then_psd_server_takes_them(sc
     assert config.rules == ("mine:A", "mine:B")
     assert (config.from_checkpoint, config.parameters_only) == ("model.safetensors", True)
     assert config.rule_dir == str(Path(script).absolute().parent)
+
+
+def test_places_when_there_are_several_nodes_then_ranks_are_in_a_row_and_shards_go_round():
+    places = NodePlaces(3, spread(5, 2))
+
+    assert [[str(name) for name in places.names(node)] for node in range(2)] == [
+        ["shard 0", "shard 2", "worker 0", "worker 1", "worker 2"],
+        ["shard 1", "worker 3", "worker 4"],
+    ]
+    assert [places.node_of(Name("worker", rank)) for rank in range(5)] == [0, 0, 0, 1, 1]
+    assert spread(1, 3) == (1, 0, 0)
+
+
+def test_plan_when_it_is_of_a_node_then_its_workers_have_local_ranks_and_its_state_a_place_of_its_own(tmp_path):
+    options = ["--nnodes", "2", "--rendezvous", "127.0.0.1:9", "--workers", "4", "--shards", "2", "--state-dir"]
+    plan = parse([*options, str(tmp_path), "true"], {"PSD_TOKEN_FILE": "t"}, "run-7", 1)
+
+    environ = plan.worker_environ(3, ["127.0.0.1:7000"])
+    assert (environ["PSD_RANK"], environ["LOCAL_RANK"], environ["PSD_WORLD_SIZE"]) == ("3", "1", "4")
+    assert (environ["PSD_RUN_ID"], environ["PSD_NODE"]) == ("run-7", "run-7/1")
+    assert "PSD_TOKEN_FILE" not in environ
+    assert plan.state_dirs == [tmp_path / "node-0", tmp_path / "node-1"]
+    assert plan.is_here(Name("worker", 2))
+    assert not plan.is_here(Name("shard", 0))

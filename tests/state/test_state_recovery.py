@@ -161,6 +161,22 @@ def test_a_shard_that_is_killed_before_it_has_values_comes_back_empty(driver_of,
     assert driver.values() == [3.0] * 3
 
 
+def test_a_shard_that_has_lost_everything_and_begun_anew_lets_nobody_resume_that_it_does_not_know(driver_of):
+    """Another worker was restarted, and has brought initial values: this one would train on without what it has pushed."""
+    driver = driver_of()
+    a, _ = driver.start()
+    driver.push(a, 0, 2.0)
+    driver.shard.close(keep=False)
+    driver.incarnation += 1
+    driver._start()
+    b = driver.join(1)
+    driver.declare(b)
+    driver.initialize(b)
+
+    with pytest.raises(StateLost, match="serves a job that worker 0 has never joined"):
+        driver.resume(a)
+
+
 def test_a_job_that_is_done_leaves_nothing(driver_of, tmp_path):
     """Without `keep` the arena goes, and with it the directory that was made for it."""
     driver = driver_of()
