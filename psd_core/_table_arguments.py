@@ -10,25 +10,31 @@ from numpy.typing import NDArray
 import psd_core
 from psd_core import _table
 
+_ID_DTYPES = (np.dtype(np.uint64), np.dtype(np.int64))
+_FLOAT32 = np.dtype(np.float32)
+_VALUE_DTYPES = (_FLOAT32, np.dtype(np.float16), np.dtype(np.uint16))
+
 
 def as_ids(ids: NDArray[Any]) -> NDArray[np.uint64]:
     """Return ids as uint64, contiguous. Raises InvalidArray."""
-    if not isinstance(ids, np.ndarray) or ids.dtype not in (np.int64, np.uint64) or ids.ndim != 1:
+    if not isinstance(ids, np.ndarray) or ids.dtype not in _ID_DTYPES or ids.ndim != 1:
         got = f"{ids.ndim}-D {ids.dtype}" if isinstance(ids, np.ndarray) else type(ids).__name__
         raise psd_core.InvalidArray(f"ids: expected a 1-D array of int64 or uint64, got {got}")
-    return np.ascontiguousarray(ids).view(np.uint64)
+    if not ids.flags.c_contiguous:
+        ids = np.ascontiguousarray(ids)
+    return ids if ids.dtype == _ID_DTYPES[0] else ids.view(_ID_DTYPES[0])
 
 
 def as_values(name: str, values: NDArray[Any], n: int, width: int | None = None) -> NDArray[np.float32]:
     """Return (n, width) float32 numbers, widened if they have 16 bits; any width by default. Raises InvalidArray."""
-    if not isinstance(values, np.ndarray) or values.dtype not in (np.float32, np.float16, np.uint16):
+    if not isinstance(values, np.ndarray) or values.dtype not in _VALUE_DTYPES:
         got = values.dtype if isinstance(values, np.ndarray) else type(values).__name__
         raise psd_core.InvalidArray(f"{name}: expected float32, float16 or uint16 (bfloat16), got {got}")
     shape = (n, width if width is not None or values.ndim != 2 else values.shape[1])
     if values.shape != shape or not (values.flags.c_contiguous and values.flags.aligned):
         wanted = f"({n}, {'dim' if width is None else width})"
         raise psd_core.InvalidArray(f"{name}: expected a C-contiguous aligned {wanted} array, got {values.shape}")
-    if values.dtype == np.float32:
+    if values.dtype == _FLOAT32:
         return values
     return psd_core.widened(values.reshape(-1)).reshape(values.shape)  # type: ignore[return-value]
 
@@ -36,9 +42,9 @@ def as_values(name: str, values: NDArray[Any], n: int, width: int | None = None)
 def as_out(out: NDArray[np.float32] | None, n: int, width: int) -> NDArray[np.float32]:
     """Return the (n, width) float32 array to be written, a new one if there is none. Raises InvalidArray."""
     if out is None:
-        return np.empty((n, width), np.float32)
+        return np.empty((n, width), _FLOAT32)
     if (
-        out.dtype != np.float32
+        out.dtype != _FLOAT32
         or out.shape != (n, width)
         or not (out.flags.c_contiguous and out.flags.aligned and out.flags.writeable)
     ):

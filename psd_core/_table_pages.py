@@ -15,7 +15,7 @@ from psd_core._arena_format import ArenaError, align
 from psd_core._table import ROWS, Partition
 
 _SHARE_MAX = 1 / 128
-"""What is taken ahead is at most this share of the rows: smaller tables wait, and keep to their bytes a row."""
+"""Largest share of the rows that is taken ahead: smaller tables wait, and keep to their bytes a row."""
 
 
 def take_space(file: files.File, partition: Partition, region: int, have: int, end: int) -> None:

@@ -6,6 +6,7 @@ Must not know stores, jobs or messages.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -42,11 +43,11 @@ class Distinct:
 
     Attributes:
         ids: (k,) uint64, grouped by shard; in a group in the order in which they came first.
-        starts: (shards + 1,) int64: those of shard s are ``ids[starts[s]:starts[s + 1]]``.
+        starts: shards + 1 numbers: those of shard s are ``ids[starts[s]:starts[s + 1]]``.
         inverse: (n,) int32: where each id of the batch is, so that ``ids[inverse]`` is the batch.
     """
 
-    def __init__(self, ids: NDArray[np.uint64], starts: NDArray[np.int64], inverse: NDArray[np.int32]) -> None:
+    def __init__(self, ids: NDArray[np.uint64], starts: list[int], inverse: NDArray[np.int32]) -> None:
         """Take over arrays that match; not for callers."""
         self.ids = ids
         self.starts = starts
@@ -68,7 +69,7 @@ class Distinct:
         if self._is_batch and out is None:
             return values
         sums = as_out(out, len(self.ids), values.shape[1])
-        _distinct.sum_rows(values, self.inverse, sums)
+        _distinct.sum_rows([values], [self.inverse], [sums])
         return sums
 
     def expand(self, rows: NDArray[Any], out: NDArray[np.float32] | None = None) -> NDArray[np.float32]:
@@ -83,7 +84,7 @@ class Distinct:
         """
         values = as_values("rows", rows, len(self.ids))
         out = as_out(out, len(self.inverse), values.shape[1])
-        _distinct.expand_rows(values, self.inverse, out)
+        _distinct.expand_rows([values], [self.inverse], [out])
         return out
 
 
@@ -99,13 +100,48 @@ def distinct(ids: NDArray[Any], shards: int = 1) -> Distinct:
 
     Cost: O(n) whatever the ids; GIL released.
     """
-    keys = as_ids(ids)
-    n = len(keys)
+    return distinct_of_each([ids], shards)[0]
+
+
+def distinct_of_each(batches: Sequence[NDArray[Any]], shards: int = 1) -> list[Distinct]:
+    """Return the distinct ids of each of several batches, such as those of the tables of one step; IDS_MAX ids in all."""
+    keys = [as_ids(ids) for ids in batches]
+    n = sum([len(ids) for ids in keys])
     if n > IDS_MAX:
         raise psd_core.InvalidArray(f"ids: expected at most {IDS_MAX}, got {n}")
-    found, starts, inverse = np.empty(n, np.uint64), np.empty(_checked(shards) + 1, np.int64), np.empty(n, np.int32)
-    count = _distinct.distinct(keys, _SEED, found, starts, inverse)
-    return Distinct(found[:count], starts, inverse)
+    all_ids, all_inverse = np.empty(n, np.uint64), np.empty(n, np.int32)
+    all_starts = np.empty((len(keys), _checked(shards) + 1), np.int64)
+    _distinct.distinct(keys, _SEED, all_ids, all_starts, all_inverse)
+    found, at, first = [], 0, 0
+    for ids, starts in zip(keys, all_starts.tolist(), strict=True):
+        end, last = at + starts[-1], first + len(ids)
+        found.append(Distinct(all_ids[at:end], starts, all_inverse[first:last]))
+        at, first = end, last
+    return found
+
+
+def sum_each(found: Sequence[Distinct], grads: Sequence[NDArray[Any]], out: Sequence[NDArray[np.float32]]) -> None:
+    """Set each array of `out`, which matches, to the sums of the gradients of one batch: see Distinct.sum."""
+    given = [as_values("grads", rows, len(batch.inverse)) for batch, rows in zip(found, grads, strict=True)]
+    _distinct.sum_rows(given, [batch.inverse for batch in found], list(out))
+
+
+def expand_each(found: Sequence[Distinct], rows: Sequence[NDArray[Any]]) -> list[NDArray[np.float32]]:
+    """Return the rows of the ids of each batch: see Distinct.expand."""
+    given = [as_values("rows", values, len(batch.ids)) for batch, values in zip(found, rows, strict=True)]
+    out = [np.empty((len(batch.inverse), values.shape[1]), np.float32) for batch, values in zip(found, given, strict=True)]
+    _distinct.expand_rows(given, [batch.inverse for batch in found], out)
+    return out
+
+
+def offsets(arrays: Sequence[NDArray[Any]], address: int, nbytes: int) -> list[int] | None:
+    """Return where C-contiguous arrays begin behind an address; None if one of them is not wholly within so many bytes."""
+    return _distinct.offsets(list(arrays), address, nbytes)
+
+
+def first_elsewhere(batches: Sequence[NDArray[np.uint64]], shards: int, shard: int) -> tuple[int, int] | None:
+    """Return the batch, and the place in it, of the first id that is not of this shard; None if all are: see shard_of."""
+    return _distinct.first_elsewhere(list(batches), _checked(shards), shard)
 
 
 def _checked(shards: int) -> int:

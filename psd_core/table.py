@@ -303,8 +303,7 @@ class TableStore:
             raise psd_core.InvalidArray(f"notes: expected {self.spec.notes} uint64, got {notes.shape} of {notes.dtype}")
         with self._writing:
             self._make_room(count, 1 if how.get("history") is None else len(how["history"]))
-            if clock is None:
-                clock = self._partition.step + (not how["whole"])
+            clock = self._partition.step + (not how["whole"]) if clock is None else clock
             if own is not None:
                 how["own"] = bound(own, self.spec, self._partition.step + 1, count)
             created = self._partition.push(keys, values, clock=clock & 0xFFFFFFFF, notes=notes, **how)

@@ -160,13 +160,14 @@ class Reader:
     def _read_rows(self, table: int, ids: NDArray[Any]) -> NDArray[np.float32]:
         run_id, layout = self._described()
         pull = RowPull(Batches(layout), {table: ids}, RowsMemory(None))
+        wanted_at = {lane.shard: pull.at(lane.shard) for lane in self._shards.lanes}
         request = data_pb2.ReadRequest(run_id=run_id, layout_digest=layout.digest)
 
         def read_at(lane: Lane, call: Call) -> None:
-            for rows in pull.at(lane.shard):
+            for rows in wanted_at[lane.shard]:
                 lane.read_rows(request, rows, call)
 
-        lanes = [lane for lane in self._shards.lanes if pull.concerns(lane.shard)]
+        lanes = [lane for lane in self._shards.lanes if wanted_at[lane.shard]]
         self._shards.run(read_at, READ_TIMEOUT_S + pull.transfer_s, lanes)
         return pull.results()[table]
 

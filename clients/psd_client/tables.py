@@ -181,13 +181,17 @@ class DeclaredTable:
             self._worker.declared.push(self._groups.scalars(), weight, present, rows)
 
 
+_IDS = (np.dtype(np.int64), np.dtype(np.uint64))
+_GRADIENTS = (np.dtype(np.float32), np.dtype(np.float16))
+
+
 def gradients_of(specs: Sequence[SparseTableSpec], tables: Any) -> Gradients:
     """The gradients of rows, by index, of {name: (ids, gradients)}.
 
     Raises:
         InvalidTensor: an unknown name, a wrong shape or a wrong dtype.
     """
-    if not isinstance(tables, Mapping):
+    if not isinstance(tables, (dict, Mapping)):
         refuse(InvalidTensor, "tables", 'pairs by name, such as {"user": (ids, grads)}', tables)
     index = {spec.name: number for number, spec in enumerate(specs)}
     found = {}
@@ -203,8 +207,8 @@ def gradients_of(specs: Sequence[SparseTableSpec], tables: Any) -> Gradients:
 
 def as_row_ids(what: str, ids: Any) -> NDArray[Any]:
     """Ids as an int64 or uint64 array of their shape. Raises InvalidTensor for other than whole numbers of 64 bits."""
-    array = as_array(what, ids)
-    if array.dtype in (np.int64, np.uint64):
+    array = ids if type(ids) is np.ndarray else as_array(what, ids)
+    if array.dtype in _IDS:
         return array
     if array.dtype.kind in "iu":
         return array.astype(np.int64)
@@ -222,7 +226,7 @@ def _row_gradients(
     of_ids: str, of_grads: str, spec: SparseTableSpec, ids: Any, grads: Any
 ) -> tuple[NDArray[Any], NDArray[Any]]:
     checked = as_row_ids(of_ids, ids)
-    array = as_array(of_grads, grads, np.float32)
+    array = grads if type(grads) is np.ndarray else as_array(of_grads, grads, np.float32)
     shape = (*checked.shape, spec.dim)
     if not array.size and not hasattr(grads, "dtype"):  # an empty list has no shape of its own
         array = array.reshape(array.shape if checked.size else shape)
@@ -230,7 +234,7 @@ def _row_gradients(
         raise InvalidTensor(
             f"{of_grads}: shape must be {shape}, that of the ids and the dim of table {spec.name!r}, got {array.shape}"
         )
-    if array.dtype not in (np.float32, np.float16):
+    if array.dtype not in _GRADIENTS:
         raise InvalidTensor(f"{of_grads}: dtype must be float32 or float16, got {array.dtype}; convert it with .astype()")
     return checked, array
 

@@ -47,11 +47,17 @@ class TableRows(NamedTuple):
 
 def in_frames(
     tables: Iterable[TableRows], nbytes_max: int = FRAME_BYTES_MAX, *, ids_alone: bool = False
-) -> Iterator[list[TableRows]]:
+) -> list[list[TableRows]]:
     """Cut rows into frames of at most so many bytes, or of one larger row: views of the arrays, in order. Of nothing, nothing.
 
     ids_alone: their numbers do not travel.
     """
+    some = [rows for rows in tables if len(rows.ids)]
+    nbytes = sum([rows.ids.nbytes + (0 if ids_alone else rows.values.nbytes) for rows in some])
+    return list(_cut(some, nbytes_max, ids_alone=ids_alone)) if nbytes > nbytes_max else [some] if some else []
+
+
+def _cut(tables: Iterable[TableRows], nbytes_max: int, *, ids_alone: bool) -> Iterator[list[TableRows]]:
     frame: list[TableRows] = []
     left = nbytes_max
     for table, ids, values in tables:
@@ -98,27 +104,34 @@ def rows_in(
     Raises:
         InvalidRequest: there is no such table, or the payload has another number of bytes. InvalidTensor: a wrong dtype.
     """
-    nbytes, travels = 0, not memory
+    nbytes, count, travels = 0, 0, not memory
+    described = []
     for part in parts:
+        table, rows = part.table, part.rows
         row_bytes = row_bytes_of(part, dims) if travels else 0
-        if part.rows > 1 and part.rows * (ID_BYTES + row_bytes) > FRAME_BYTES_MAX:
-            raise InvalidRequest(f"rows.rows: {part.rows} of table {part.table} are above {FRAME_BYTES_MAX} bytes in one frame")
-        nbytes += part.rows * (ID_BYTES + (row_bytes if has_values else 0))
+        if rows > 1 and rows * (ID_BYTES + row_bytes) > FRAME_BYTES_MAX:
+            raise InvalidRequest(f"rows.rows: {rows} of table {table} are above {FRAME_BYTES_MAX} bytes in one frame")
+        nbytes += rows * (ID_BYTES + (row_bytes if has_values else 0))
+        count += rows
+        described.append((table, (rows, dims[table]), DTYPES[part.dtype]))
     if nbytes != payload.nbytes:
         raise InvalidRequest(f"payload: has {payload.nbytes} bytes, expected {nbytes} for these rows")
-    at_ids, at_values = 0, sum(part.rows for part in parts) * ID_BYTES
+    at_ids, at_values = 0, count * ID_BYTES
     found = []
-    for number, part in enumerate(parts):
-        shape, dtype = (part.rows, dims[part.table]), DTYPES[part.dtype]
-        ids = _array(payload, at_ids, (part.rows,), _ID)
+    ids: NDArray[np.uint64]
+    values: NDArray[Any]
+    for number, (table, shape, dtype) in enumerate(described):
+        ids = np.ndarray(shape[:1], _ID, payload, at_ids)
         at_ids += ids.nbytes
-        values: NDArray[Any]
-        if travels:
-            values = _array(payload, at_values, shape, dtype) if has_values else np.empty(shape, dtype)
-            at_values += values.nbytes
-        else:
+        if not travels:
             values = np.ndarray(shape, dtype, memory[number])
-        found.append(TableRows(part.table, ids, values))
+        elif not has_values:
+            values = np.empty(shape, dtype)
+        else:
+            values = np.ndarray(shape, dtype, payload, at_values)
+            at_values += values.nbytes
+            values = values if values.flags.aligned else values.copy()
+        found.append(TableRows(table, ids if ids.flags.aligned else ids.copy(), values))
     return found
 
 
@@ -133,8 +146,3 @@ def row_bytes_of(part: data_pb2.RowsPart, dims: Sequence[int]) -> int:
     if part.dtype not in DTYPES:
         raise InvalidTensor(f"rows.dtype: expected float32, float16 or bfloat16, got number {part.dtype}")
     return dims[part.table] * DTYPES[part.dtype].itemsize
-
-
-def _array(payload: memoryview, start: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
-    array: NDArray[Any] = np.ndarray(shape, dtype, payload, start)
-    return array if array.flags.aligned else array.copy()

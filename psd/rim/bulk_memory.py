@@ -89,7 +89,8 @@ class WorkerMemory:
                 checked.append(None)
                 continue
             end = start + space.size * dtype.itemsize
-            WorkerMemory._check_range(f"{field}: a space", start, end, size)
+            if start < SPACE_ALIGN_BYTES or start % SPACE_ALIGN_BYTES or end > size:
+                raise _out_of_range(f"{field}: a space", start, end, size, SPACE_ALIGN_BYTES)
             checked.append(start)
         return checked
 
@@ -123,20 +124,14 @@ class WorkerMemory:
         """The memory of the numbers of each of these parts, which begin at these bytes of the file."""
         if len(starts) != len(parts):
             raise InvalidRequest(f"rows_at: has {len(starts)} entries for {len(parts)} parts")
-        found = []
+        found, size = [], len(self._bytes)
         for part, start in zip(parts, starts, strict=True):
             end = start + part.rows * row_bytes_of(part, self._dims)
-            self._check_range("rows_at: rows", start, end, len(self._bytes), DTYPES[part.dtype].itemsize)
+            align = DTYPES[part.dtype].itemsize
+            if start < SPACE_ALIGN_BYTES or start % align or end > size:
+                raise _out_of_range("rows_at: rows", start, end, size, align)
             found.append(self._bytes[start:end])
         return found
-
-    @staticmethod
-    def _check_range(what: str, start: int, end: int, size: int, align: int = SPACE_ALIGN_BYTES) -> None:
-        if start < SPACE_ALIGN_BYTES or start % align or end > size:
-            raise InvalidRequest(
-                f"{what} from byte {start} to {end} must begin at a multiple of {align}, at least {SPACE_ALIGN_BYTES}, and end "
-                f"within {size}"
-            )
 
     def _block(self, spaces: list[NDArray[Any] | None], index: int) -> NDArray[Any]:
         if not 0 <= index < len(self._layout.blocks):
@@ -146,6 +141,13 @@ class WorkerMemory:
         if space is None:
             raise InvalidRequest(f"blocks: {index} belongs to static group {block.group}, to which nothing is pushed")
         return space[block.offset : block.offset + block.length]
+
+
+def _out_of_range(what: str, start: int, end: int, size: int, align: int) -> InvalidRequest:
+    return InvalidRequest(
+        f"{what} from byte {start} to {end} must begin at a multiple of {align}, at least {SPACE_ALIGN_BYTES}, and end within "
+        f"{size}"
+    )
 
 
 def _places(starts: Sequence[int], spaces: int) -> Sequence[Sequence[int]]:

@@ -53,7 +53,7 @@ class PushedBlock(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes of all numbers and ids."""
-        return self.payload.nbytes + (sum(numbers.nbytes for numbers in self.memory) if self.memory else 0)
+        return self.payload.nbytes + (sum([numbers.nbytes for numbers in self.memory]) if self.memory else 0)
 
 
 RowsAsked: TypeAlias = tuple[Sequence[data_pb2.RowsPart], memoryview, Sequence[memoryview]]
@@ -183,8 +183,8 @@ class DataPlane:
         for parts, payload, memory in frames:
             version = tables.version
             rows = self._exchange.read_rows(tables, parts, payload, asked, clock, memory)
-            asked += sum(len(part.ids) for part in rows)
-            self.counts.count_bytes(received=payload.nbytes, sent=sum(part.values.nbytes for part in rows))
+            asked += sum([len(part.ids) for part in rows])
+            self.counts.count_bytes(received=payload.nbytes, sent=sum([part.values.nbytes for part in rows]))
             yield PulledRows(rows, version, bool(memory))
 
     def push_pull(
@@ -238,7 +238,7 @@ class DataPlane:
             if ahead is not None:
                 version = tables.version
                 self._exchange.fill_rows(tables, rows, pull.clock)
-                self.counts.count_bytes(received=ids.nbytes, sent=sum(part.values.nbytes for part in rows))
+                self.counts.count_bytes(received=ids.nbytes, sent=sum([part.values.nbytes for part in rows]))
                 yield PulledRows(rows, version, bool(memory))
         finally:
             push.loan.end()

@@ -19,6 +19,14 @@ PSD_KERNEL void psd_shards_of(const uint64_t *ids, intptr_t n, uint64_t shards, 
         out[i] = (int64_t)shard_of(ids[i], shards);
 }
 
+intptr_t psd_first_elsewhere(const uint64_t *ids, intptr_t n, uint64_t shards, uint64_t shard)
+{
+    for (intptr_t i = 0; i < n; i++)
+        if (shard_of(ids[i], shards) != shard)
+            return i;
+    return -1;
+}
+
 /* The distinct ids in the order in which they came first. */
 static intptr_t find(const uint64_t *ids, intptr_t n, uint64_t seed, uint32_t *slots, uint64_t mask, uint64_t *found, int32_t *inverse)
 {

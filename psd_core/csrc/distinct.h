@@ -7,6 +7,9 @@
 /* Sets shards[i] to that of ids[i]: the high half of the id's hash, scaled to the number of shards. */
 void psd_shards_of(const uint64_t *ids, intptr_t n, uint64_t shards, int64_t *out);
 
+/* The place of the first id that is not of this shard, or -1. */
+intptr_t psd_first_elsewhere(const uint64_t *ids, intptr_t n, uint64_t shards, uint64_t shard);
+
 /* Sets distinct[0, k) to the distinct ids by shard, in the order in which they came first; starts[0, shards] to where each shard's
  * begin; inverse[i] to where ids[i] is among them. `seed` keeps others from choosing ids that collide. Returns k, or -1 without
  * memory. Lengths: ids, distinct, inverse: n < 2^31; starts: shards + 1. */

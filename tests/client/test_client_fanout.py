@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from client_faults import Thread, until
 
+from psd.contract.errors import ShardUnavailable
 from psd_client.lanes import shards
 from psd_client.lanes.crew import Crew, Task, can_start_threads
 from psd_client.lanes.shards import RetryPolicy, Shards
@@ -85,6 +86,44 @@ def test_run_when_interrupted_then_cancels_the_others(fan: Shards, monkeypatch: 
         fan.run(at(wait, wait, wait), 60)
 
     assert len(ended) == 3
+
+
+def test_run_when_lanes_may_be_interrupted_then_makes_the_first_call_itself(
+    fan: Shards, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others run beside it; whichever fails ends them all."""
+    monkeypatch.setattr(FakeLane, "is_interruptible", True, raising=False)
+    here = threading.current_thread()
+    ended: list[int] = []
+
+    def wait(scope: Scope) -> None:
+        try:
+            scope.sleep(60)
+        except Cancelled:
+            ended.append(1)
+            raise
+
+    threads = fan.run(lambda lane, _: (lane.shard, threading.current_thread()), 60, is_bulk=True)
+    assert [(shard, thread is here) for shard, thread in threads] == [(0, True), (1, False), (2, False)]
+    with pytest.raises(ZeroDivisionError):
+        fan.run(at(wait, lambda _: fail(ZeroDivisionError()), wait), 60, is_bulk=True)
+    with pytest.raises(KeyboardInterrupt):
+        fan.run(at(lambda _: fail(KeyboardInterrupt()), wait, wait), 60, is_bulk=True)
+    assert len(ended) == 4
+
+
+def test_run_when_the_first_attempt_fails_then_goes_on_in_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it asks then must not be interrupted."""
+    monkeypatch.setattr(FakeLane, "is_interruptible", True, raising=False)
+    here, patient = threading.current_thread(), Shards(LANES, RetryPolicy(30, uniform=lambda: 0.0), ShardHealth(["", "", ""]))
+
+    def reach(_: Scope) -> bool:
+        if threading.current_thread() is here:
+            raise ShardUnavailable("gone", shard=0, address="")
+        return True
+
+    assert patient.run(at(reach, lambda _: 1, lambda _: 2), 60, is_bulk=True) == [True, 1, 2]
+    patient.close()
 
 
 def test_run_when_an_operation_does_not_end_then_goes_on_without_it(fan: Shards, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,30 +38,30 @@ def segment(monkeypatch: pytest.MonkeyPatch) -> Segment:
 def test_memory_is_lent_until_all_that_was_made_of_it_is_let_go(segment: Segment) -> None:
     memory, other = RowsMemory(segment), RowsMemory(segment)
     first, second = memory.arrays([(3, 5), (0, 2)], [F32, np.dtype(np.uint16)])
-    assert [segment.where(array) for array in (first, second, first[2:])] == [4096, 4096 + 64, 4096 + 40]
-    assert segment.where(other.arrays([(1, 1)], [F32])[0]) == 8192
+    assert segment.where([first, second, first[2:]]) == [4096, 4096 + 64, 4096 + 40]
+    assert segment.where(other.arrays([(1, 1)], [F32])) == [8192]
     kept = first[1:].reshape(-1).view(np.uint8)
 
     del first, second
     (elsewhere,) = memory.arrays([(3, 5)], [F32])
-    assert segment.where(elsewhere) is None
+    assert segment.where([kept, elsewhere]) == []
     del kept
     (again,) = memory.arrays([(3, 5)], [F32])
-    assert segment.where(again) == 4096
+    assert segment.where([again]) == [4096]
 
 
 def test_memory_that_is_too_small_or_given_up_is_ordinary(segment: Segment) -> None:
     memory = RowsMemory(segment)
 
-    assert segment.where(memory.arrays([(65, 16)], [F32])[0]) is None
+    assert segment.where(memory.arrays([(65, 16)], [F32])) == []
     (array,) = memory.arrays([(64, 16)], [F32])
-    assert segment.where(array) == 4096
+    assert segment.where([array]) == [4096]
     array[:] = 3
     segment.give_up([array])
     assert (array == 3).all()
-    assert segment.where(array) is None
+    assert segment.where([array]) == []
     del array
-    assert segment.where(memory.arrays([(1, 1)], [F32])[0]) is None
+    assert segment.where(memory.arrays([(1, 1)], [F32])) == []
 
 
 @pytest.mark.parametrize("room", [rows_memory.ROWS_BYTES, 4096], ids=["in memory", "too many"])
@@ -112,7 +112,7 @@ def test_call_when_cancelled_then_a_shard_that_holds_on_writes_no_rows_that_the_
         else:
             lane.pull_rows(data_pb2.PullRequest(), wanted, Call(30.0, scope))
 
-    start = segment.where(values)
+    (start,) = segment.where([values])
     assert start is not None
     calling = Thread(call)
     until(lambda: lane._bulk._open is not None and lane._bulk._open._wanted is not None)

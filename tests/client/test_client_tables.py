@@ -195,7 +195,7 @@ def test_push_when_a_sum_is_not_finite_then_table_and_id_are_named() -> None:
 
 
 def test_pull_when_large_then_is_cut_into_portions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of any tables together; a shard of which nothing is wanted has one that is empty, which only waits."""
+    """Of any tables together; a shard of which nothing is wanted has none."""
     monkeypatch.setattr(rows, "PULL_IDS_MAX", 10)
     pull = pulled(1, {0: np.arange(15), 1: np.arange(9)})
 
@@ -208,4 +208,4 @@ def test_pull_when_large_then_is_cut_into_portions(monkeypatch: pytest.MonkeyPat
             values[:] = (ids[:, None].astype(np.float32).view(np.uint32) >> 16) if table else ids[:, None]
     assert pull.results()[0][:, 1].tolist() == list(range(15))
     assert pull.results()[1][:, 2].tolist() == list(range(9))
-    assert list(pulled(1, {}).at(0)) == [[]]
+    assert pulled(1, {}).at(0) == []

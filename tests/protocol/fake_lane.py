@@ -10,7 +10,7 @@ from wire import Outcome, Request
 
 from psd.contract import frames
 from psd.contract.layout import Block
-from psd.contract.rows import TableRows, parts_of, payload_of
+from psd.contract.rows import TableRows, in_frames, parts_of, payload_of
 from psd.v1 import control_pb2, data_pb2, vectors_pb2
 from psd_client.lanes.flat import FlatBuffers
 from psd_client.lanes.transport import Call, GradientPart, Lane, RowsAhead, Scope
@@ -126,8 +126,9 @@ def _gradients(part: GradientPart) -> tuple[tuple[int, bytes, bytes], ...]:
         head = data_pb2.PushFrame(present=bits)
         found.append((block.index, _bytes(head), part.buffers.block(block.index).tobytes() if is_there else b""))
     if part.tables_block is not None:
-        for rows, is_last in part.outgoing_rows():
-            head = data_pb2.PushFrame(rows=parts_of(rows), more=not is_last)
+        framed = in_frames(part.outgoing_rows()) or [[]]
+        for rows in framed:
+            head = data_pb2.PushFrame(rows=parts_of(rows), more=rows is not framed[-1])
             found.append((part.tables_block, _bytes(head), b"".join(piece.tobytes() for piece in payload_of(rows))))
     return tuple(found)
 

@@ -18,7 +18,7 @@ from google.protobuf.message import DecodeError
 
 from psd.contract import frames
 from psd.contract.errors import InternalError, PsdError, ShardUnavailable, WaitTimeout, error_from
-from psd.contract.rows import TableRows, in_frames, parts_of, payload_of
+from psd.contract.rows import TableRows, parts_of, payload_of
 from psd.contract.wire import Disconnected, Kind, Stream
 from psd.v1 import bulk_pb2, data_pb2
 from psd_client.lanes.bracket import Bracket
@@ -28,7 +28,7 @@ from psd_client.lanes.flat import FlatBuffers
 from psd_client.lanes.grpc_errors import detail_of
 from psd_client.lanes.patience import Patience
 from psd_client.lanes.transport import CANCEL_S, SMALL_BYTES, Call, Cancelled, MessageT, OutgoingBlocks, Traffic
-from psd_client.lanes.wanted_rows import WantedRows
+from psd_client.lanes.wanted_rows import WantedRows, in_placed_frames
 
 logger = logging.getLogger("psd_client")
 
@@ -133,7 +133,7 @@ class BulkClient:
         """
         if ahead is not None:
             (request,) = ahead.requests
-            message.ahead.CopyFrom(ahead.in_one())
+            ahead.write_to(message.ahead)
             message.ahead_at.extend(request.starts)
             self._traffic.sent_bytes += request.nbytes
         if parameters is not None:
@@ -214,24 +214,13 @@ class BulkClient:
         if part.is_small:
             return True
         return self._has(part.buffers) and (
-            bool(self.places(part.tables)) or sum(rows.nbytes for rows in part.tables) <= SMALL_BYTES
+            bool(self.places(part.tables)) or sum([rows.nbytes for rows in part.tables]) <= SMALL_BYTES
         )
 
     def places(self, rows: Sequence[TableRows]) -> list[int]:
         """Offsets of the numbers of each of these in attached memory; none if some lie elsewhere."""
         segment = self._attached[0].segment if self._attached is not None else None
-        if segment is None:
-            return []
-        found: list[int] = []
-        for part in rows:
-            start = segment.where(part.values)
-            if start is None:
-                return []
-            found.append(start)
-        return found
-
-    def _cut(self, tables: Sequence[TableRows]) -> Iterator[list[TableRows]]:
-        return in_frames(tables, ids_alone=bool(self.places(tables)))
+        return segment.where([part.values for part in rows]) if segment is not None else []
 
     def _messages(self, part: OutgoingBlocks) -> Iterator[tuple[bytes, Sequence[Any], bool]]:
         """Heads and payloads of the messages that carry numbers, and whether another one follows at once.
@@ -249,14 +238,15 @@ class BulkClient:
             else:
                 yield from self._single_blocks(part, in_memory=in_memory)
             if part.tables_block is not None:
-                for rows, is_last in part.outgoing_rows(self._cut):
-                    starts = self.places(rows)
+                framed = in_placed_frames(part.outgoing_rows(), frames.FRAME_BYTES_MAX, self.places)
+                for rows, starts in framed:
+                    is_last = rows is framed[-1][0]
                     message = bulk_pb2.BulkBlocks(
                         blocks=(part.tables_block,), rows=parts_of(rows), rows_at=starts, more=not is_last, last=is_last
                     )
                     payload = [piece.ids for piece in rows] if starts else payload_of(rows)
                     yield message.SerializeToString(), payload, not is_last
-                    self._traffic.sent_bytes += sum(piece.nbytes for piece in rows)
+                    self._traffic.sent_bytes += sum([piece.ids.nbytes + piece.values.nbytes for piece in rows])
         except Aborted:
             self._cancel()  # the other thread waits for its answer
             raise

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from psd.contract import frames
 from psd.contract.errors import InternalError
 from psd.contract.layout import Block
-from psd.contract.rows import parts_of, payload_of
+from psd.contract.rows import in_frames, parts_of, payload_of
 from psd.contract.vector_batches import payload_parts
 from psd.v1 import data_pb2, vectors_pb2
 from psd_client.lanes.flat import FlatBuffers
@@ -43,7 +43,9 @@ def push_messages(part: GradientPart) -> Iterator[PushMessage]:
         header = None
     if part.tables_block is None:
         return
-    for rows, is_last in part.outgoing_rows():
+    frames_of_rows = in_frames(part.outgoing_rows()) or [[]]
+    for rows in frames_of_rows:
+        is_last = rows is frames_of_rows[-1]
         message = data_pb2.PushFrame(push=header, block=part.tables_block, rows=parts_of(rows), more=not is_last, last=is_last)
         yield message, payload_of(rows)
         header = None

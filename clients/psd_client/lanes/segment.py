@@ -18,6 +18,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from psd_core.distinct import offsets
+
 NONCE_BYTES = 16
 ALIGN_BYTES = 4096
 
@@ -68,10 +70,10 @@ class Segment:
         array: NDArray[Any] = np.ndarray((size,), dtype, self._mapping, start)
         return array
 
-    def where(self, array: NDArray[Any]) -> int | None:
-        """Offset of a C-contiguous array in the file, in bytes; None if it lies elsewhere, or the memory was given up."""
-        start = array.ctypes.data - self._address
-        return start if 0 < start <= self.nbytes - array.nbytes and not self.is_given_up else None
+    def where(self, arrays: list[NDArray[Any]]) -> list[int]:
+        """Offsets of C-contiguous arrays in the file, in bytes; nothing if one lies elsewhere, or the memory was given up."""
+        starts = offsets(arrays, self._address, self.nbytes) if not self.is_given_up else None
+        return starts or []
 
     def give_up(self, received: Sequence[NDArray[Any]]) -> None:
         """Make the memory private to this process, at the same address and with the same contents: others keep seeing the old

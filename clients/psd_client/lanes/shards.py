@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from psd.contract.errors import Draining, Overloaded, PsdError, ShardRestarted, ShardUnavailable
 from psd.contract.layout import Layout
@@ -159,6 +159,9 @@ class Operation(Generic[ResultT]):
                     self._health.failed(lane.shard)
                     pause = outage.pause_after(error)
                 self.scope.sleep(pause)
+        except BaseException:
+            self.scope.cancel()  # the caller may be in a call of its own
+            raise
         finally:
             self._health.end_asking(lane.shard, has_answered=has_answered)
 
@@ -191,22 +194,35 @@ class Shards:
         """
         lanes = self.lanes if lanes is None else lanes
         operation = Operation(action, timeout_s, self._policy, self._health, self.on_restart)
-        failed: PsdError | None = None
-        if is_bulk and len(lanes) == 1 and lanes[0].is_interruptible:
-            # Handing a small call to another thread and back costs as much as the call. So the first attempt is made here.
-            (lane,) = lanes
-            has_answered = False
-            self._health.begin_asking(lane.shard)
+        if not is_bulk or not lanes or not all(lane.is_interruptible for lane in lanes):
+            return self._in_parallel(operation.at, lanes, operation.scope)
+        # Handing a small call to another thread and back costs as much as the call. So one is made here, the first time.
+        own, *others = lanes
+        calls: _Parallel[ResultT] = _Parallel(self._crew, operation.scope)
+        has_answered = False
+        try:
+            for lane in others:
+                calls.begin(partial(operation.at, lane))
+            self._health.begin_asking(own.shard)
             try:
-                results = [action(lane, operation.call())]
+                result = action(own, operation.call())
                 has_answered = True
-            except _REPEATED as error:
-                failed = error
-            else:
-                return results
             finally:
-                self._health.end_asking(lane.shard, has_answered=has_answered)
-        return self._in_parallel(partial(operation.at, failed=failed), lanes, operation.scope)
+                self._health.end_asking(own.shard, has_answered=has_answered)
+        except _REPEATED as error:
+            at = partial(operation.at, failed=error)
+        except BaseException as error:
+            cause = calls.cancel()
+            if isinstance(error, Cancelled) and cause is not None:
+                raise cause from None
+            raise
+        else:
+            return [result, *calls.results()] if others else [result]
+        if not others:
+            return self._in_parallel(at, lanes, operation.scope)
+        calls.begin(partial(at, own))
+        *results, result = calls.results()
+        return [result, *results]
 
     def run_once(self, action: Callable[[Lane], None]) -> None:
         """Have `action`, which raises nothing, done at all shards."""
@@ -217,27 +233,14 @@ class Shards:
         # gRPC's Python code it leaves a lock behind that nobody releases. So the main thread only ever waits here.
         if len(lanes) == 1 and threading.current_thread() is not threading.main_thread():
             return [action(lanes[0])]
-        done: SimpleQueue[Task[Any]] = SimpleQueue()
-        tasks = [Task(partial(action, lane), done) for lane in lanes]
-        ended: list[Task[Any]] = []
-        begun, is_failed = 0, False
+        calls: _Parallel[ResultT] = _Parallel(self._crew, scope)
         try:
-            for task in tasks:
-                try:
-                    self._crew.begin(task)
-                except RuntimeError:  # the interpreter exits, and no longer has threads for anybody
-                    task.run()
-                begun += 1
-            while len(ended) < len(tasks) and not is_failed:
-                ended.append(done.get())
-                is_failed = ended[-1].error is not None
-        except BaseException:  # Ctrl-C: leave no thread behind that still writes into the caller's buffers
-            _cancel(scope, done, begun - len(ended))
+            for lane in lanes:
+                calls.begin(partial(action, lane))
+        except BaseException:  # Ctrl-C
+            calls.cancel()
             raise
-        if is_failed:
-            ended += _cancel(scope, done, begun - len(ended))
-            raise _first_cause([task for task in tasks if task in ended])
-        return [task.result for task in tasks]
+        return calls.results()
 
     def close(self) -> None:
         """End the threads and the connections."""
@@ -246,20 +249,49 @@ class Shards:
         self._crew.close()
 
 
-def _cancel(scope: Scope, done: SimpleQueue[Task[Any]], count: int) -> list[Task[Any]]:
-    """Cancel the tasks; the results of those of the `count` that end in time."""
-    scope.cancel()
-    deadline = time.monotonic() + ENDING_S
-    ended: list[Task[Any]] = []
-    while len(ended) < count:
+class _Parallel(Generic[ResultT]):
+    """Calls to some shards, in their order, each in a thread of its own."""
+
+    def __init__(self, crew: Crew, scope: Scope) -> None:
+        self._crew = crew
+        self._scope = scope
+        self._done: SimpleQueue[Task[ResultT]] = SimpleQueue()
+        self._tasks: list[Task[ResultT]] = []
+        self._ended: list[Task[ResultT]] = []
+
+    def begin(self, function: Callable[[], ResultT]) -> None:
+        """Begin a call."""
+        task = Task(function, self._done)
         try:
-            ended.append(done.get(timeout=max(0.0, deadline - time.monotonic())))
-        except Empty:
-            break
-    return ended
+            self._crew.begin(task)
+        except RuntimeError:  # the interpreter exits, and no longer has threads for anybody
+            task.run()
+        self._tasks.append(task)
 
+    def results(self) -> list[ResultT]:
+        """Wait for all of them, or until one has failed; raise the error then."""
+        try:
+            while len(self._ended) < len(self._tasks):
+                self._ended.append(self._done.get())
+                if self._ended[-1].error is not None:
+                    break
+        except BaseException:  # Ctrl-C: leave no thread behind that still writes into the caller's buffers
+            self.cancel()
+            raise
+        if self._ended and self._ended[-1].error is not None:
+            cause = self.cancel()
+            assert cause is not None
+            raise cause
+        return [task.result for task in self._tasks]
 
-def _first_cause(tasks: Sequence[Task[Any]]) -> BaseException:
-    """The error of the lowest shard that was not merely cancelled."""
-    errors = [task.error for task in tasks if task.error is not None]
-    return next((error for error in errors if not isinstance(error, Cancelled)), errors[0])
+    def cancel(self) -> BaseException | None:
+        """Cancel them, and wait for those that end in time; the error of the lowest shard that was not merely cancelled."""
+        self._scope.cancel()
+        deadline = time.monotonic() + ENDING_S
+        while len(self._ended) < len(self._tasks):
+            try:
+                self._ended.append(self._done.get(timeout=max(0.0, deadline - time.monotonic())))
+            except Empty:
+                break
+        errors = [task.error for task in self._tasks if task in self._ended and task.error is not None]
+        return next((error for error in errors if not isinstance(error, Cancelled)), errors[0] if errors else None)

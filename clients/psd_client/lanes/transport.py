@@ -20,7 +20,7 @@ from google.protobuf.message import Message
 from numpy.typing import NDArray
 
 from psd.contract.layout import Block
-from psd.contract.rows import TableRows, in_frames
+from psd.contract.rows import TableRows
 from psd.v1 import control_pb2, data_pb2, job_pb2, vectors_pb2
 from psd_client.lanes.bracket import Bracket
 from psd_client.lanes.feed import Feed, Outgoing
@@ -137,7 +137,7 @@ class OutgoingBlocks:
     @property
     def nbytes(self) -> int:
         """Bytes of the blocks' parameters and of the rows; without those of the feed."""
-        return sum(block.nbytes for block in self.blocks) + sum(rows.nbytes for rows in self.tables)
+        return sum([block.nbytes for block in self.blocks]) + sum([rows.nbytes for rows in self.tables])
 
     def outgoing(self) -> Iterator[Outgoing]:
         """The blocks in the order in which they are to be sent, each once; may wait for the next one."""
@@ -147,25 +147,13 @@ class OutgoingBlocks:
         for block in self.blocks:
             yield block, None if self.present is None else self.present[block.segment_tensors]
 
-    def outgoing_rows(
-        self, cut: Callable[[Sequence[TableRows]], Iterator[list[TableRows]]] = in_frames
-    ) -> Iterator[tuple[Sequence[TableRows], bool]]:
-        """The frames of the tables' block, at least one, each with whether it is the last; may wait for the first one.
-
-        cut: cuts rows into frames.
-        """
-        assert self.tables_block is not None
-        tables = self.tables
-        if self.feed is not None:
+    def outgoing_rows(self) -> Sequence[TableRows]:
+        """The gradients of rows; may wait for them."""
+        if self.feed is not None and self.tables_block is not None:
             self.feed.wait()
             if self.feed.tables:
-                tables = self.feed.tables[self.buffers.layout.shard_of(self.tables_block)]
-        frames = cut(tables)
-        frame: Sequence[TableRows] = next(frames, ())
-        for following in frames:
-            yield frame, False
-            frame = following
-        yield frame, True
+                return self.feed.tables[self.buffers.layout.shard_of(self.tables_block)]
+        return self.tables
 
 
 @dataclass

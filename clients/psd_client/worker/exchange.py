@@ -147,14 +147,16 @@ class ParameterExchange:
     def pull_rows(self, wanted: Mapping[int, NDArray[Any]], *, counts_no_use: bool = False) -> dict[int, NDArray[np.float32]]:
         """Fetch rows at the worker's clock, as `pull` fetches the trained blocks: see FlatCalls.pull_rows."""
         self._resolve()
-        if wanted and not counts_no_use and (fetched := self.rows.take(wanted)) is not None:
+        if not counts_no_use and (fetched := self.rows.take(wanted)):
             return fetched
         pull = self.rows.pull(wanted)
+        wanted_at = {lane.shard: pull.at(lane.shard) for lane in self._lanes}
 
         def pull_at(lane: Lane, call: Call) -> None:
             self._push_again(lane, call)
             request = self._requests.pull(lane.shard)
-            read = [lane.pull_rows(request, rows, call, counts_no_use=counts_no_use) for rows in pull.at(lane.shard)]
+            portions = wanted_at[lane.shard] or [[]]  # who wants none waits for the round
+            read = [lane.pull_rows(request, rows, call, counts_no_use=counts_no_use) for rows in portions]
             self._requests.rows_read[lane.shard] = min(read)
 
         for attempt in self._session.attempts():
@@ -162,7 +164,7 @@ class ParameterExchange:
                 self._learn()
                 # The tables' blocks alone are waited for; where nothing else is trained, that closes the round.
                 is_closing = self.is_unconfirmed and not self._trained
-                lanes = [lane for lane in self._lanes if is_closing or pull.concerns(lane.shard)]
+                lanes = [lane for lane in self._lanes if is_closing or wanted_at[lane.shard]]
                 self._shards.run(pull_at, self._timeout_s + pull.transfer_s, lanes, is_bulk=True)
                 if is_closing:
                     self._on_closed()
@@ -243,9 +245,10 @@ class ParameterExchange:
                 for attempt in self._session.attempts() if behind else ():
                     with attempt:
                         self._pull(behind)
-                if ahead is not None and not behind:
-                    self.counts["rows_pulled"] += self.rows.came(ahead)
-                    self._requests.rows_read |= ahead.versions
+                if ahead is not None and not behind and (versions := ahead.versions()):
+                    self.rows.came(ahead)
+                    self.counts["rows_pulled"] += ahead.pull.rows
+                    self._requests.rows_read |= versions
         except BaseException as error:
             self._on_failed(sent, error)
             raise

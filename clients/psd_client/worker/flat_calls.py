@@ -141,6 +141,9 @@ class FlatCalls(WorkerConnection):
             counts_no_use: the rows are not marked as used: for evaluation.
             turn: in a thread of the caller's, for which `take_turn` has reserved the connection.
         """
+        if self._turn is None and not counts_no_use and (found := self.declared.rows.take(wanted)):
+            self._check_usable("pull of rows")
+            return found
         with self.operation("pull of rows", turn=turn):
             return self.declared.pull_rows(wanted, counts_no_use=counts_no_use)
 

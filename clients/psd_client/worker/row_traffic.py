@@ -22,31 +22,19 @@ class PullAhead:
     """Rows that one push_pull is to fetch besides.
 
     Attributes:
-        at: what to ask of each shard.
+        pull: all of them. at: what to ask of each shard; nothing if it is too much for one round trip.
     """
 
     def __init__(self, pull: RowPull, shards: Sequence[int]) -> None:
-        self._pull = pull
-        self.at: dict[int, RowsAhead] = {}
-        for shard in shards:
-            portion, *others = pull.at(shard)
-            if others:  # too much for one round trip
-                self.at = {}
-                return
-            if pull.concerns(shard):
-                self.at[shard] = RowsAhead(portion)
+        self.pull = pull
+        portions = {shard: pull.at(shard) for shard in shards}
+        is_much = any(len(of_shard) > 1 for of_shard in portions.values())
+        self.at = {} if is_much else {shard: RowsAhead(of_shard[0]) for shard, of_shard in portions.items() if of_shard}
 
-    @property
-    def result(self) -> RowPull | None:
-        """All of it, if it has come."""
-        return self._pull if self.at and all(rows.version is not None for rows in self.at.values()) else None
-
-    @property
     def versions(self) -> dict[int, int]:
-        """Versions of the shards' tables, if all of it has come."""
-        if self.result is None:
-            return {}
-        return {shard: rows.version for shard, rows in self.at.items() if rows.version is not None}
+        """Versions of the shards' tables, if all of it has come; else nothing."""
+        found = {shard: rows.version for shard, rows in self.at.items() if rows.version is not None}
+        return found if len(found) == len(self.at) else {}
 
 
 class RowTraffic:
@@ -76,25 +64,23 @@ class RowTraffic:
 
     def prefetch(self, wanted: Mapping[int, NDArray[Any]]) -> None:
         """Have rows come with the next push_pull, for the `pull_rows` after it."""
-        self._wanted |= {table: ids.copy() for table, ids in wanted.items()}
+        for table, ids in wanted.items():
+            self._wanted[table] = ids.copy()
 
     def pull_ahead(self, shards: Sequence[int]) -> PullAhead | None:
         """Rows that the push_pull that begins now is to fetch besides, from these shards; None: none."""
         return PullAhead(self.pull(self._wanted), shards) if self._wanted else None
 
-    def came(self, ahead: PullAhead) -> int:
-        """Keep what has come of it, if all has; the number of rows."""
-        pull = ahead.result
-        if pull is None:
-            return 0
+    def came(self, ahead: PullAhead) -> None:
+        """Keep what has come of it, which is all."""
         self._ids, self._wanted = {table: ids.tobytes() for table, ids in self._wanted.items()}, {}
-        self._rows = pull.results()
-        return pull.rows
+        self._rows = ahead.pull.results()
 
-    def take(self, wanted: Mapping[int, NDArray[Any]]) -> dict[int, NDArray[np.float32]] | None:
-        """These rows, once, if all of them have come; else None."""
-        if not all(self._ids.get(table) == ids.tobytes() for table, ids in wanted.items()):
-            return None
+    def take(self, wanted: Mapping[int, NDArray[Any]]) -> dict[int, NDArray[np.float32]]:
+        """These rows, once, if all of them have come; else nothing."""
+        for table, ids in wanted.items():
+            if self._ids.get(table) != ids.tobytes():
+                return {}
         found = {}
         for table, ids in wanted.items():
             del self._ids[table]

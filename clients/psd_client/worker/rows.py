@@ -5,8 +5,8 @@ Each distinct id travels once. Must not know sessions, rounds or what tables are
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,27 +17,21 @@ from psd.contract.layout import Layout
 from psd.contract.rows import TableRows
 from psd_client.lanes.rows_memory import RowsMemory
 from psd_client.lanes.shards import THROUGHPUT_MIN
-from psd_core.distinct import Distinct, distinct
+from psd_core.distinct import Distinct, distinct_of_each, expand_each, sum_each
 
 PULL_IDS_MAX = 1 << 16
 """Ids of one call: larger pulls are made of several. A shard may be told to take fewer; it then says so."""
 
 REMEMBERED = 2
-"""Batches of a table whose distinct ids are remembered: where rows are fetched ahead, the next pull comes before a push."""
+"""Batches whose distinct ids are remembered: where rows are fetched ahead, the next pull comes before a push."""
 REMEMBERED_BYTES_MAX = 8 << 20
 """Bytes of ids of the largest batch that is remembered."""
+
+_FLOAT32, _UINT16 = np.dtype(np.float32), np.dtype(np.uint16)
 
 Gradients = Mapping[int, tuple[NDArray[Any], NDArray[Any]]]
 """Gradients of rows, by index of the table: ids, int64 or uint64, of any shape; and numbers of shape (*ids.shape, dim), in
 float32, float16, or uint16, the bits of bfloat16. They travel in their dtype."""
-
-
-class _Sums(NamedTuple):
-    """The gradients of one table's rows: the sum of each distinct id's."""
-
-    table: int
-    batch: Distinct
-    values: NDArray[Any]
 
 
 class Batches:
@@ -45,23 +39,32 @@ class Batches:
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
-        self._latest: dict[int, list[tuple[bytes, Distinct]]] = {}
+        self._dims = {number: table.dim for number, table in enumerate(layout.spec.tables)}
+        self._latest: list[tuple[list[tuple[int, bytes]], list[Distinct]]] = []
 
-    def of(self, table: int, ids: NDArray[Any]) -> Distinct:
-        """The distinct ids, by shard."""
-        latest, bits = self._latest.setdefault(table, []), ids.tobytes()
-        for known, batch in latest:
+    def dims(self, tables: Iterable[int]) -> list[int]:
+        """Numbers of a row of each table. Raises InvalidRequest if there is none such."""
+        try:
+            return [self._dims[table] for table in tables]
+        except KeyError as error:
+            raise InvalidRequest(f"rows: there is no table {error}; the job has {len(self._dims)}") from None
+
+    def of(self, ids: Mapping[int, NDArray[Any]]) -> list[Distinct]:
+        """The distinct ids of each table, by shard."""
+        bits = [(table, batch.tobytes()) for table, batch in ids.items()]
+        for known, found in self._latest:
             if known == bits:
-                return batch
-        batch = distinct(np.ascontiguousarray(ids).reshape(-1), self.layout.shard_count)
-        if len(bits) <= REMEMBERED_BYTES_MAX:
-            latest.insert(0, (bits, batch))
-            del latest[REMEMBERED:]
-        return batch
+                return found
+        flat = [np.ascontiguousarray(batch).reshape(-1) for batch in ids.values()]
+        found = distinct_of_each(flat, self.layout.shard_count)
+        if sum([batch.nbytes for batch in flat]) <= REMEMBERED_BYTES_MAX:
+            self._latest.insert(0, (bits, found))
+            del self._latest[REMEMBERED:]
+        return found
 
 
 class RowGradients:
-    """The gradients of rows in one push. The program may change its own arrays afterwards.
+    """The gradients of rows in one push: of each distinct id the sum. The program may change its own arrays afterwards.
 
     Args:
         gradients: see Gradients; may be empty. memory: for their sums.
@@ -72,30 +75,29 @@ class RowGradients:
 
     def __init__(self, batches: Batches, gradients: Gradients, memory: RowsMemory) -> None:
         self._layout = layout = batches.layout
-        tables = sorted(gradients)
-        given = [_numbers(layout, table, *gradients[table]) for table in tables]
-        found = [batches.of(table, gradients[table][0]) for table in tables]
-        shapes = [(len(batch.ids), numbers.shape[1]) for batch, numbers in zip(found, given, strict=True)]
-        sums = memory.arrays(shapes, [np.dtype(np.float32)] * len(tables))
-        for batch, numbers, out in zip(found, given, sums, strict=True):
-            batch.sum(numbers, out)
-        self._sums = [
-            _Sums(table, batch, total if numbers.dtype == total.dtype else _narrowed(total, numbers.dtype))
-            for table, batch, numbers, total in zip(tables, found, given, sums, strict=True)
+        self._tables = tables = sorted(gradients)
+        dims = batches.dims(tables)
+        self._found = found = batches.of({table: gradients[table][0] for table in tables})
+        given = [np.ascontiguousarray(gradients[table][1]).reshape(-1, dim) for table, dim in zip(tables, dims, strict=True)]
+        sums = memory.arrays([(len(batch.ids), dim) for batch, dim in zip(found, dims, strict=True)], [_FLOAT32] * len(tables))
+        sum_each(found, given, sums)
+        self._values = [
+            values if numbers.dtype == _FLOAT32 else _narrowed(values, numbers.dtype)
+            for values, numbers in zip(sums, given, strict=True)
         ]
         self.by_shard = [
-            [TableRows(table, *_slices(shard, batch, values)) for table, batch, values in self._sums]
-            for shard in range(layout.shard_count)
+            _rows_of(shard, layout.shard_count, tables, found, self._values) for shard in range(layout.shard_count)
         ]
-        self.transfer_s = sum(sums.batch.ids.nbytes + sums.values.nbytes for sums in self._sums) / THROUGHPUT_MIN
+        nbytes = sum([batch.ids.nbytes + values.nbytes for batch, values in zip(found, self._values, strict=True)])
+        self.transfer_s = nbytes / THROUGHPUT_MIN
 
     def squares(self) -> int | None:
         """The sum of the squares of all sums, see psd_core.square_sum."""
-        return psd_core.total_squares(psd_core.square_sum_of_rows(values) for _, _, values in self._sums)
+        return psd_core.total_squares(psd_core.square_sum_of_rows(values) for values in self._values)
 
     def first_nonfinite(self) -> tuple[str, int] | None:
         """The first table, and the id, whose sum holds NaN or infinity; None if all are finite."""
-        for table, batch, values in self._sums:
+        for table, batch, values in zip(self._tables, self._found, self._values, strict=True):
             element = psd_core.first_nonfinite(values.reshape(-1))
             if element >= 0:
                 return self._layout.spec.tables[table].name, int(batch.ids[element // values.shape[1]])
@@ -125,54 +127,53 @@ class RowPull:
     """
 
     def __init__(self, batches: Batches, wanted: Mapping[int, NDArray[Any]], memory: RowsMemory) -> None:
-        layout = batches.layout
-        self._shapes = {table: (*ids.shape, _dim(layout, table)) for table, ids in wanted.items()}
-        self._batches = {table: batches.of(table, ids) for table, ids in wanted.items()}
-        shapes = [(len(batch.ids), _dim(layout, table)) for table, batch in self._batches.items()]
+        self._layout = batches.layout
+        self._tables = tables = sorted(wanted)
+        dims, specs = batches.dims(tables), batches.layout.spec.tables
+        self._shapes = [(*wanted[table].shape, dim) for table, dim in zip(tables, dims, strict=True)]
+        self._found = batches.of({table: wanted[table] for table in tables})
         # What is stored in 16 bits loses nothing by travelling so.
-        dtypes = [np.dtype(np.uint16 if layout.spec.tables[table].dtype == "bfloat16" else np.float32) for table in wanted]
-        self._values: dict[int, NDArray[Any]] = dict(zip(wanted, memory.arrays(shapes, dtypes), strict=True))
-        self.rows = sum(len(batch.ids) for batch in self._batches.values())
-        self.transfer_s = sum(values.nbytes for values in self._values.values()) / THROUGHPUT_MIN
+        dtypes = [_UINT16 if specs[table].dtype == "bfloat16" else _FLOAT32 for table in tables]
+        shapes = [(len(batch.ids), dim) for batch, dim in zip(self._found, dims, strict=True)]
+        self._values = memory.arrays(shapes, dtypes)
+        self.rows = sum([rows for rows, _ in shapes])
+        self.transfer_s = sum([values.nbytes for values in self._values]) / THROUGHPUT_MIN
 
-    def concerns(self, shard: int) -> bool:
-        """True if rows of that shard are wanted."""
-        return any(batch.starts[shard] < batch.starts[shard + 1] for batch in self._batches.values())
-
-    def at(self, shard: int) -> Iterator[Sequence[TableRows]]:
-        """The rows of one shard, whose values are to be filled, in portions of PULL_IDS_MAX ids; at least one portion."""
-        portion: list[TableRows] = []
-        left = PULL_IDS_MAX
-        for table, batch in self._batches.items():
-            ids, values = _slices(shard, batch, self._values[table])
-            while len(ids):
-                portion.append(TableRows(table, ids[:left], values[:left]))
-                ids, values, left = ids[left:], values[left:], left - len(portion[-1].ids)
+    def at(self, shard: int) -> list[list[TableRows]]:
+        """The rows of one shard, whose values are to be filled, in portions of PULL_IDS_MAX ids; none if none are wanted."""
+        whole = _rows_of(shard, self._layout.shard_count, self._tables, self._found, self._values)
+        if self.rows <= PULL_IDS_MAX:
+            return [whole] if sum([len(rows.ids) for rows in whole]) else []
+        portions: list[list[TableRows]] = []
+        left = 0
+        for table, ids, values in whole:
+            begin = 0
+            while begin < len(ids):
                 if not left:
-                    yield portion
-                    portion, left = [], PULL_IDS_MAX
-        if portion or not self.concerns(shard):
-            yield portion
+                    portions.append([])
+                    left = PULL_IDS_MAX
+                end = min(begin + left, len(ids))
+                portions[-1].append(TableRows(table, ids[begin:end], values[begin:end]))
+                begin, left = end, left - (end - begin)
+        return portions
 
     def results(self) -> dict[int, NDArray[np.float32]]:
         """The rows of all ids (*ids.shape, dim), by table."""
-        return {table: batch.expand(self._values[table]).reshape(self._shapes[table]) for table, batch in self._batches.items()}
+        expanded = expand_each(self._found, self._values)
+        return {table: rows.reshape(shape) for table, rows, shape in zip(self._tables, expanded, self._shapes, strict=True)}
 
 
-def _dim(layout: Layout, table: int) -> int:
-    tables = layout.spec.tables
-    if not 0 <= table < len(tables):
-        raise InvalidRequest(f"rows: there is no table {table}; the job has {len(tables)}")
-    return tables[table].dim
-
-
-def _numbers(layout: Layout, table: int, ids: NDArray[Any], grads: NDArray[Any]) -> NDArray[Any]:
-    return np.ascontiguousarray(grads).reshape(ids.size, _dim(layout, table))
-
-
-def _slices(shard: int, batch: Distinct, values: NDArray[Any]) -> tuple[NDArray[np.uint64], NDArray[Any]]:
-    begin, end = batch.starts[shard], batch.starts[shard + 1]
-    return batch.ids[begin:end], values[begin:end]
+def _rows_of(
+    shard: int, shards: int, tables: Sequence[int], found: Sequence[Distinct], values: Sequence[NDArray[Any]]
+) -> list[TableRows]:
+    """One shard's part of the distinct ids of some tables, and of a row of numbers for each."""
+    if shards == 1:
+        return [TableRows(table, batch.ids, rows) for table, batch, rows in zip(tables, found, values, strict=True)]
+    cut = [slice(batch.starts[shard], batch.starts[shard + 1]) for batch in found]
+    return [
+        TableRows(table, batch.ids[part], rows[part])
+        for table, batch, rows, part in zip(tables, found, values, cut, strict=True)
+    ]
 
 
 def _narrowed(values: NDArray[np.float32], dtype: np.dtype[Any]) -> NDArray[Any]:

@@ -81,12 +81,13 @@ class Partition:
 
     Attributes:
         notes: as the store has them; shared by partitions that are alike, and never changed in place.
+        version: updates that it has.
         ages: the learning rate is divided by 1 + the age of a gradient.
         expired_at: clock at which old rows were removed last.
         own: the rule, if it is a user's own.
     """
 
-    __slots__ = ("_scalars", "_values", "ages", "expired_at", "group", "notes", "own", "spec", "store")
+    __slots__ = ("_scalars", "_values", "ages", "expired_at", "group", "notes", "own", "spec", "store", "version")
 
     def __init__(self, spec: SparseTableSpec, job: JobSpec, store: TableStore, rules: Mapping[str, ListedRule]) -> None:
         group = job.groups[spec.group]
@@ -95,15 +96,15 @@ class Partition:
         self.group = spec.group
         self.ages = group.staleness == RATE
         self.own = OwnRule(rules[group.rule]) if group.info.is_custom else None
-        self.notes = store.notes()
+        self.note(store.notes())
         self.expired_at = 0
         self._values: Sequence[float] = ()
         self._scalars: dict[str, float] = dict.fromkeys(group.info.scalars, 0.0)
 
-    @property
-    def version(self) -> int:
-        """Updates that it has."""
-        return int(self.notes[_VERSION])
+    def note(self, notes: NDArray[np.uint64]) -> None:
+        """Note what the store's notes are now."""
+        self.notes = notes
+        self.version = int(notes[_VERSION])
 
     def counted(self, rank: int) -> Counted:
         """The last push of a rank that it counts."""
@@ -220,9 +221,11 @@ class TablesBlock(Trained):
         self._clock = max(self._clock, clock)
         now = int(self._wall())
         following: dict[int, NDArray[np.uint64]] = {}
+        has_rounds = self._policy.has_rounds
         try:
             for number, partition in enumerate(self.partitions):
-                if self._has(partition, update, clock):
+                # It has the update if the process died before all had, or another one had no room.
+                if (partition.version > self.version) if has_rounds else self._counts(partition, update, clock):
                     continue
                 notes = following.get(id(partition.notes))
                 if notes is None:
@@ -232,8 +235,8 @@ class TablesBlock(Trained):
                     table = sums.tables[number]
                     ids, values, is_distinct = table.ids, table.values, True
                 elif given:
-                    (_, ids, values), *others = (rows.get(number, self._no_rows[number]) for rows in given)
-                    is_distinct, more = False, (others[0].ids, others[0].values) if others else None
+                    _, ids, values = given[0].get(number, self._no_rows[number])
+                    is_distinct, more = False, given[1].get(number, self._no_rows[number])[1:] if len(given) > 1 else None
                 else:
                     self._keep(partition, notes)
                     continue
@@ -251,7 +254,7 @@ class TablesBlock(Trained):
                     own=own,
                     more=more,
                 )
-                partition.notes = notes
+                partition.note(notes)
         except ArenaFull as error:
             raise OutOfSpace(f"table {partition.spec.name!r}: no room for its rows: {error.strerror}") from error
         except RowsFailed as failed:
@@ -261,12 +264,11 @@ class TablesBlock(Trained):
                 self._pool.give_back(lent)
         for rank, session in update.sessions.items():
             self._window[rank] = session, clock + 1
-        return min(partition.version for partition in self.partitions)
+        return min([partition.version for partition in self.partitions])
 
-    def _has(self, partition: Partition, update: Update, clock: int) -> bool:
-        """True if the update was written to this partition before the process died, or found no room in another one."""
-        if self._policy.has_rounds:
-            return partition.version > self.version
+    @staticmethod
+    def _counts(partition: Partition, update: Update, clock: int) -> bool:
+        """Without rounds: True if the partition counts the push."""
         ((rank, session),) = update.sessions.items()
         return partition.counted(rank) >= (session, clock + 1)
 
@@ -286,7 +288,7 @@ class TablesBlock(Trained):
             partition.store.write(_NO_IDS, rows, notes=notes)
         except ArenaFull as error:
             raise OutOfSpace(f"table {spec.name!r}: no room for its state: {error.strerror}") from error
-        partition.notes = notes
+        partition.note(notes)
 
     def _measured(self, under: Verdict | None) -> Squares | Unmeasured:
         return self._round.measure(None, under)

@@ -18,7 +18,7 @@ from psd.contract.errors import BlockOutOfRange, InvalidRequest, NonFiniteGradie
 from psd.contract.jobspec import JobSpec
 from psd.contract.rows import TableRows, rows_in
 from psd.v1 import data_pb2
-from psd_core.distinct import shard_of
+from psd_core.distinct import first_elsewhere, shard_of
 from psd_core.table import PUSH_MAX
 
 Gradients: TypeAlias = dict[int, TableRows]
@@ -68,19 +68,17 @@ class RowChecks:
         Raises:
             InvalidRequest, InvalidTensor: the frame is wrong, or has too many. BlockOutOfRange: an id is another shard's.
         """
-        count = before + sum(part.rows for part in parts)
+        count = before + sum([part.rows for part in parts])
         if count > self._ids_max:
             raise InvalidRequest(f"rows: {count} ids are above the shard's --max-push-ids {self._ids_max}")
         rows = rows_in(parts, payload, self._dims, has_values=has_values, memory=memory)
-        if self._shards > 1:
-            for table, ids, _ in rows:
-                owners = shard_of(ids, self._shards)
-                if (owners != self._shard).any():
-                    at = int(np.flatnonzero(owners != self._shard)[0])
-                    raise BlockOutOfRange(
-                        f"rows: id {ids[at]} of table {self._names[table]!r} is not on shard {self._shard}; shard {owners[at]} "
-                        "owns it"
-                    )
+        if self._shards > 1 and (found := first_elsewhere([part.ids for part in rows], self._shards, self._shard)) is not None:
+            table, ids, _ = rows[found[0]]
+            one = ids[found[1] :][:1]
+            owner = shard_of(one, self._shards)[0]
+            raise BlockOutOfRange(
+                f"rows: id {one[0]} of table {self._names[table]!r} is not on shard {self._shard}; shard {owner} owns it"
+            )
         return rows
 
     def stage(
@@ -109,10 +107,13 @@ class RowChecks:
         memory: Sequence[memoryview] = (),
     ) -> Gradients:
         """The rows of a push, with those of its last frame, which are read where they lie."""
-        pieces: dict[int, list[TableRows]] = {}
-        for rows in staged.rows + self.rows(parts, payload, staged.ids, has_values=True, memory=memory):
-            pieces.setdefault(rows.table, []).append(rows)
-        found = {table: rows[0] if len(rows) == 1 else _joined(rows) for table, rows in pieces.items()}
+        pieces = [*staged.rows, *self.rows(parts, payload, staged.ids, has_values=True, memory=memory)]
+        found = {rows.table: rows for rows in pieces}
+        if len(found) < len(pieces):
+            by_table: dict[int, list[TableRows]] = {table: [] for table in found}
+            for rows in pieces:
+                by_table[rows.table].append(rows)
+            found = {table: _joined(rows) for table, rows in by_table.items()}
         for table, ids, _ in found.values():
             if len(ids) > self._table_ids_max:
                 raise InvalidRequest(
@@ -137,6 +138,8 @@ class RowChecks:
 
 
 def _joined(pieces: Sequence[TableRows]) -> TableRows:
+    if len(pieces) == 1:
+        return pieces[0]
     values: list[NDArray[Any]] = [piece.values for piece in pieces]
     if len({part.dtype for part in values}) > 1:
         values = [psd_core.widened(part.reshape(-1)).reshape(part.shape) for part in values]
