@@ -16,6 +16,7 @@ import selectors
 import signal
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 
 from psd.cli import descriptors
@@ -36,6 +37,9 @@ from psd.contract.config import ConfigError
 from psd.contract.launching import READY_PATTERN
 
 _LOOPBACK = "127.0.0.1"
+
+CHECKPOINTS_TOLD = 16
+"""Last checkpoints that a shard has told of: another one's news of them may come later than that of the next."""
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Errors of a file that cannot grow at present. No reader has gone, who would not want the job to go on."""
@@ -79,7 +83,7 @@ class Launcher:
         self._display = Display(output, self._rows)
         self._reader_is_gone = self._has_no_room = False
         self._own_signals = self._signals = 0
-        self._checkpoint = ""  # the last one that a shard has told of
+        self._checkpoints: deque[str] = deque(maxlen=CHECKPOINTS_TOLD)
         self._log_files: LogFiles | None = None
         self._summary = Summary(is_continued=plan.kept_run_id is not None, checkpoint_dir=plan.checkpoint_dir)
 
@@ -261,8 +265,10 @@ class Launcher:
         stored = re.fullmatch(STORED_PATTERN, line.decode(errors="replace"))
         if stored is None:
             return False
-        earlier, self._checkpoint = self._checkpoint, stored[1]
-        return earlier == stored[1]
+        is_repeated = stored[1] in self._checkpoints
+        if not is_repeated:
+            self._checkpoints.append(stored[1])
+        return is_repeated
 
     def _say_what_runs(self) -> None:
         servers = ",".join(self._addresses[index] for index in range(self._plan.places.shards))

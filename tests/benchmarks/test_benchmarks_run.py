@@ -155,13 +155,13 @@ def test_table_store_when_it_is_small_then_every_part_is_measured(figures_of, tm
 
 @pytest.mark.process
 def test_sparse_when_it_is_small_then_every_part_is_measured_and_verified(figures_of):
-    """A worker of psd beside a reference, many tables in one step, and the bytes of four shards."""
+    """A worker of psd beside references, many tables in one step, and the bytes of four shards."""
     size = ("--transports", "shm", "--workers", "1", "--rows", "2000", "--ids", "300", "--rounds", "1", "--steps", "2")
 
-    figures = figures_of("sparse.py", *size, "--without", "raw tcp,torch rpc,ray,tensorflow")
+    figures = figures_of("sparse.py", *size, "--without", "raw tcp,bare grpc,torch rpc,ray,tensorflow")
 
     assert figures["left_out"] == {}
-    assert [r["system"] for r in figures["results"]] == ["psd shm", "gather/scatter"]
+    assert [r["system"] for r in figures["results"]] == ["psd shm", "gather/scatter", "bare grpc"]
     assert [r["system"] for r in figures["tables"]] == ["26 tables", "1 table"]
     assert len(figures["skew"]) == 4
     assert min(figures["skew"]) > 0

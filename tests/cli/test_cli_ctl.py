@@ -126,7 +126,7 @@ def test_status_when_a_worker_waits_for_another_then_it_says_so_in_text_and_json
 
     assert status == 0
     shown = capsys.readouterr().out
-    assert "run live-1: sync, mean, 2 workers, clock 1, 1 tensors, 1.1 MiB parameters, 1.1 MiB slots" in shown
+    assert "run live-1: sync, mean, 2 workers, clock 1, 1 tensor, 1.1 MiB parameters, 1.1 MiB slots" in shown
     assert "worker 0 waits in round 1 for worker 1 (last seen" in shown
     assert "at step 1); so far" in shown
     (wait,) = picture["waits"]

@@ -28,7 +28,7 @@ from psd.cli.gathering import (
     Gathering,
     Peer,
 )
-from psd.cli.node_link import SILENCE_S, NodeLink
+from psd.cli.node_link import NodeLink
 from psd.cli.node_proof import key_of, proof_of
 from psd.cli.policy import JobPolicy, Name, Phase, Send, Start
 from psd.cli.run import parse
@@ -371,31 +371,6 @@ def test_gathering_when_nodes_are_missing_then_it_says_which_again_and_again_unt
     meeting.gathering.on_time(began_at + GATHER_S + 1)
     why = "not all have joined within 600 s; missing: node 1 of 3; there are 0 (this host), 2 (h)"
     assert ("on_lost", [], why) in meeting.handle()
-
-
-def test_link_when_the_other_side_is_silent_then_it_is_lost_but_not_before():
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        link = NodeLink(ours.fileno(), ours.fileno())
-        began_at = link._heard_at
-
-        beat_at = link.beat_at()
-        link.flush()
-        assert link.beat_at() == beat_at, "nothing was sent, so that the other side still waits for a sign of life"
-        assert link.beat(beat_at)
-        assert NodeLink(theirs.fileno(), theirs.fileno()).receive() == [{}], "a sign of life"
-        assert link.beat(began_at + SILENCE_S - 1)
-        assert not link.beat(began_at + SILENCE_S)
-
-
-def test_link_when_this_side_was_held_up_then_what_has_come_meanwhile_counts():
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        link = NodeLink(ours.fileno(), ours.fileno())
-        NodeLink(theirs.fileno(), theirs.fileno()).send({})
-
-        assert link.beat(link._heard_at + 10 * SILENCE_S)
-        assert link.receive() == [{}]
 
 
 def test_gathering_when_its_loop_is_held_up_then_the_nodes_hear_that_it_is_there(meeting, monkeypatch):

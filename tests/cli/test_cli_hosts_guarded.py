@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import socket
-import ssl
-import threading
 from pathlib import Path
 
 import pytest
 from certificates import Authority
 from commands import Process, processes
-
-from psd.cli import rendezvous
-from psd.cli.node_link import CROWDED_BYTES, NodeLink
 
 WORKER = """
 import os
@@ -88,34 +83,3 @@ def test_nodes_when_there_are_certificates_and_tokens_then_they_train_and_nobody
     assert leader.output.count("trained to -7.5 with token") == 2
     assert leader.output.count("refused 127.0.0.1: its --token-file has other tokens") == 1
     assert processes(run_id) == {}
-
-
-def test_link_when_the_leader_does_not_read_for_a_while_then_nothing_waits_and_nothing_is_lost(tmp_path):
-    """As behind a terminal that was stopped."""
-    authority = Authority("ours")
-    files = authority.issue("127.0.0.1").write(tmp_path, "host")
-    theirs = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    theirs.load_cert_chain(files["tls_cert"], files["tls_key"])
-    ours = ssl.create_default_context(cadata=authority.pem.decode())
-    may_read, received = threading.Event(), []
-
-    def lead():
-        with theirs.wrap_socket(listener.accept()[0], server_side=True) as leader:
-            may_read.wait()
-            received.append(leader.makefile().readline())
-
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        leading = threading.Thread(target=lead)
-        leading.start()
-        with rendezvous._dial("127.0.0.1", listener.getsockname()[1], ours) as connection:
-            link = NodeLink(connection.fileno(), connection.fileno(), connection)
-            link.send({"said": "x" * (8 * CROWDED_BYTES)})
-            is_crowded = link.is_crowded
-            may_read.set()
-            while link.has_unsent:
-                link.flush()
-            connection.shutdown(socket.SHUT_WR)
-            leading.join()
-
-    assert is_crowded
-    assert len(received[0]) == 8 * CROWDED_BYTES + len('{"said": ""}\n')

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from psd.cli.launcher import Launcher
 from psd.cli.node_places import NodePlaces, spread
 from psd.cli.policy import Name
 from psd.cli.run import main, parse
@@ -228,3 +229,11 @@ def test_plan_when_it_is_of_a_node_then_its_workers_have_local_ranks_and_its_sta
     assert plan.state_dirs == [tmp_path / "node-0", tmp_path / "node-1"]
     assert plan.is_here(Name("worker", 2))
     assert not plan.is_here(Name("shard", 0))
+
+
+def test_launcher_when_shards_tell_of_checkpoints_in_turns_then_each_is_shown_once():
+    """The second shard's output may be read when the first one has told of the next checkpoint."""
+    launcher = Launcher(parse(["true"], {}))
+    lines = [f"psd-server: INFO stored checkpoint timeline-00000-step-{step:012d}-a".encode() for step in (3, 4, 3, 4)]
+
+    assert [launcher._is_repeated(line) for line in lines] == [False, False, True, True]

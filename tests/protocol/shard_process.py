@@ -38,6 +38,10 @@ from psd_core.arena import WORDS
 from psd_core.table import TableStore
 
 Key = tuple[Any, ...]
+
+LOSS_S = 1e-4
+"""Between two lives of a shard that loses everything, by the clock that sessions grow with: no session comes twice."""
+
 NO_STATE = ("restarts",)
 """Words that only count."""
 
@@ -175,8 +179,8 @@ class ShardProcess:
         self._handlers: dict[Key, Handler] = {}
         self._replies: list[tuple[Key, int]] = []
         self._now = 1000.0
-        self._lives = self._incarnations = 0
-        self._is_blank = self._has_died = self._is_watched = False
+        self._lives = self._incarnations = self._losses = 0
+        self._has_died = self._is_watched = False
         self._fuse = self._burnt = self.locks_held = self._locks = 0
         self._crash_points: dict[bytes, int] = {}
         self.history = History(setting, index)
@@ -198,7 +202,7 @@ class ShardProcess:
         self._shard = Shard(
             config,
             now=lambda: self._now,
-            wall=lambda: 0.0,
+            wall=lambda: LOSS_S * self._losses,
             incarnation=self.next_incarnation(),
             crash_point=self._crash_point,
             directory=CheckpointDirectory(self._checkpoints) if self._checkpoints else None,
@@ -303,7 +307,7 @@ class ShardProcess:
             case ("blank",):
                 assert shard is None
                 shutil.rmtree(self._directory, ignore_errors=True)
-                self._is_blank = True
+                self._losses += 1
                 self.history.on_blank()
                 self._start()
                 return
@@ -399,7 +403,7 @@ class ShardProcess:
         return ShardView(
             is_up=core is not None,
             lives=self._lives,
-            is_blank=self._is_blank,
+            is_blank=self._losses > 0,
             has_lost_round=core is not None and core.lost_round is not None,
             handlers=tuple(sorted((key, handler.is_ready) for key, handler in self._handlers.items())),
             live=tuple(w.session if w.state is WorkerState.LIVE else 0 for w in workers) or (0,) * len(self._setting.programs),

@@ -68,6 +68,7 @@ def test_when_a_shard_dies_while_it_stores_then_a_good_checkpoint_is_found_and_t
     """Goes on from its arena after each death, and from a checkpoint when the arenas of both shards are gone."""
     stop = crash_job.Stop()
     url = str(tmp_path / "disturbed")
+    Path(url).mkdir()  # or whichever shard starts first would make it, and shard 0 die of that
     flags = ("--checkpoint-steps", f"{STEPS_BETWEEN}", "--checkpoint-keep", "2")
     shards = shard_processes(2, "--checkpoint-dir", url, *flags, crash_points=[OPERATIONS[what][0]])
 
