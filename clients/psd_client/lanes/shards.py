@@ -194,15 +194,18 @@ class Shards:
         """
         lanes = self.lanes if lanes is None else lanes
         operation = Operation(action, timeout_s, self._policy, self._health, self.on_restart)
-        if not is_bulk or not lanes or not all(lane.is_interruptible for lane in lanes):
+        for lane in lanes:
+            is_bulk = is_bulk and lane.is_interruptible
+        if not is_bulk or not lanes:
             return self._in_parallel(operation.at, lanes, operation.scope)
         # Handing a small call to another thread and back costs as much as the call. So one is made here, the first time.
         own, *others = lanes
-        calls: _Parallel[ResultT] = _Parallel(self._crew, operation.scope)
+        calls: _Parallel[ResultT] | None = _Parallel(self._crew, operation.scope) if others else None
         has_answered = False
         try:
-            for lane in others:
-                calls.begin(partial(operation.at, lane))
+            if calls is not None:
+                for lane in others:
+                    calls.begin(partial(operation.at, lane))
             self._health.begin_asking(own.shard)
             try:
                 result = action(own, operation.call())
@@ -212,13 +215,13 @@ class Shards:
         except _REPEATED as error:
             at = partial(operation.at, failed=error)
         except BaseException as error:
-            cause = calls.cancel()
+            cause = calls.cancel() if calls is not None else None
             if isinstance(error, Cancelled) and cause is not None:
                 raise cause from None
             raise
         else:
-            return [result, *calls.results()] if others else [result]
-        if not others:
+            return [result, *calls.results()] if calls is not None else [result]
+        if calls is None:
             return self._in_parallel(at, lanes, operation.scope)
         calls.begin(partial(at, own))
         *results, result = calls.results()
