@@ -25,22 +25,13 @@ def psd(
     shards: int,
     shape: Shape,
     consistency: str,
-    *,
-    is_distinct: bool = False,
-    in_one: bool = False,
-    fetches_ahead: bool = True,
+    **how: bool,
 ) -> Starter:
-    """A contender: psd over one transport.
-
-    Args:
-        is_distinct: workers get each distinct id once. in_one: all tables' rows are in one table.
-        fetches_ahead: rows come in the round trip of the push before, and not in one of their own.
-    """
+    """A contender: psd over one transport. how: see `join`."""
 
     def start(stack: ExitStack) -> Contender:
         servers = [Shard("--lease", "120", "--insecure", index=index, count=shards) for index in range(shards)]
         start_all(stack, servers)
-        how = {"is_distinct": is_distinct, "in_one": in_one, "fetches_ahead": fetches_ahead}
         return join(stack, name, transport, workers, servers, shape, consistency, **how)
 
     return start
@@ -54,17 +45,17 @@ def join(
     servers: Sequence[Shard],
     shape: Shape,
     consistency: str,
-    *,
-    is_distinct: bool = False,
-    in_one: bool = False,
-    fetches_ahead: bool = True,
+    **how: bool,
 ) -> Contender:
-    """Start psd's workers of shards that serve already."""
+    """Start psd's workers of shards that serve already.
+
+    Args:
+        how: is_distinct: workers get each distinct id once. in_one: all tables' rows are in one table. fetches_ahead=False:
+            rows come in round trips of their own, and not in that of the push before.
+    """
     addresses = [server.address for server in servers]
-    told = {"servers": ",".join(addresses), "transport": transport, "consistency": consistency}
-    peers = _workers(
-        "psd_rows", workers, shape, {**told, "is_distinct": is_distinct, "in_one": in_one, "fetches_ahead": fetches_ahead}
-    )
+    told: dict[str, Any] = {"servers": ",".join(addresses), "transport": transport, "consistency": consistency}
+    peers = _workers("psd_rows", workers, shape, told | how)
     all_ready(stack, peers)
     return Contender(name, workers, len(servers), "", peers, [server.pid for server in servers], servers=addresses)
 

@@ -26,6 +26,7 @@ psd_slots_seed = int.from_bytes(os.urandom(8), "little")
 RULES_CHECKSUM = <uint32_t>PSD_RULES_CHECKSUM  # of the table of rules that this module was built with
 REMOVED_MAX = PSD_REMOVED_MAX
 LOG_MAX = PSD_LOG_MAX
+ROWS = PSD_ROWS  # number of the region
 
 
 def mixed(const uint64_t[::1] ids not None, uint64_t[::1] out not None):
@@ -193,6 +194,10 @@ cdef class Partition:
             with nogil:
                 psd_populate(self.table.base + place.at + place.backed, nbytes - place.backed)
         place.backed = nbytes
+
+    def rows_space(self):
+        """Bytes of the region of rows that have space, and those among them up to the last place that ever had a row."""
+        return self.table.region[PSD_ROWS].backed, self.table.root.places * self.table.spec.stored * 4
 
     def enlarge_page(self, uint64_t at):
         """Have one large page hold the file from byte `at` on, a multiple of its size, where it has space at least in part. Returns whether it does."""

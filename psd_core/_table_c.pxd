@@ -38,7 +38,7 @@ cdef extern from "table.h" nogil:
         uint64_t from_step "from"
         double scalars[PSD_SCALARS_MAX]
     ctypedef struct psd_table_spec:
-        uint64_t dim, width, rows_max, push_max, notes, seed, admit_after, admit_below
+        uint64_t dim, width, stored, rows_max, push_max, notes, seed, admit_after, admit_below
         int rule, rowwise, init, slots, evicts, catches_up, settles, rests, is_half
         uint8_t rest_without[PSD_SCALARS_MAX]
         int64_t decay_at

@@ -20,7 +20,7 @@ from psd_core.optimizer import RuleFacts, Slot
 from psd_core.rules import RULES
 
 MAGIC = b"PSDTABLE"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 SUPERBLOCK_BYTES = 4096
 _FRONT = struct.Struct("<8sIIQQ")  # magic, format, byte order mark, bytes of text, checksum of all with this 0
 

@@ -21,12 +21,12 @@ import psd_core
 from psd_core import _arena_file as files
 from psd_core import _table
 from psd_core import _table_format as form
-from psd_core._arena import LARGE_PAGE_BYTES
 from psd_core._arena_format import ArenaClosed, ArenaCorrupt, ArenaError, ArenaFull, align
 from psd_core._c_headers import checksum
 from psd_core._table_arguments import as_history, as_ids, as_out, as_values
 from psd_core._table_format import OWN, PUSH_MAX, ROWWISE_ADAGRAD, TableSpec
 from psd_core._table_own_rule import RowRule, bound
+from psd_core._table_pages import PageAhead, take_space
 from psd_core._table_snapshot import BATCH_ROWS, HEAD, Mark, Rows, TableSnapshot
 from psd_core.row_sums import RowSums
 
@@ -89,6 +89,7 @@ class TableStore:
         self._file = file
         self._writing = threading.Lock()
         self._given_back = 0
+        self._page_ahead = PageAhead(file, self._writing)
         self._snapshot: TableSnapshot | None = None
         self._crash_point = crash_point
         self._open: _table.Partition | None = _partition_of(spec, crash_point)
@@ -167,6 +168,7 @@ class TableStore:
 
         The file stays locked until reads that are under way have ended: the mapping holds the lock.
         """
+        self._page_ahead.end()
         with self._writing:
             if self._open is None:
                 return
@@ -306,6 +308,8 @@ class TableStore:
             if own is not None:
                 how["own"] = bound(own, self.spec, self._partition.step + 1, count)
             created = self._partition.push(keys, values, clock=clock & 0xFFFFFFFF, notes=notes, **how)
+            if created:
+                self._page_ahead.follow(self._partition)
             if self._partition.is_moving:
                 self._move_on(1 + created // 400)
 
@@ -411,14 +415,9 @@ class TableStore:
 
     def _take(self, region: int, have: int, need: int) -> None:
         start, size = self._partition.regions[region]
-        step, large = max(_UNIT_BYTES, min(have // 32, _GROWTH_BYTES_MAX)), LARGE_PAGE_BYTES
+        step = max(_UNIT_BYTES, min(have // 32, _GROWTH_BYTES_MAX))
         end = start + min(size, max(align(need, _UNIT_BYTES), have + align(step, _UNIT_BYTES)))
-        # What is complete with this goes to large pages, where the system has them: in half the time, if it is not reserved.
-        for at in range(max(align(start, large), (start + have) // large * large), end - large + 1, large):
-            self._file.reserve(max(at, start + have), 1)  # where all is a hole the kernel refuses
-            if not self._partition.enlarge_page(at):
-                break
-        self._file.reserve(start + have, end - start - have)
+        take_space(self._file, self._partition, region, have, end)
         self._partition.set_backed(region, end - start)
 
     def _move(self, n: int) -> None:

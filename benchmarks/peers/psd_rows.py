@@ -17,7 +17,7 @@ def main() -> None:
     """Join, and take turns."""
     turns = Turns()
     told = turns.arguments
-    turn = rows.Turn(told, as_drawn=not told["is_distinct"], in_one=told["in_one"])
+    turn = rows.Turn(told, as_drawn=not told.get("is_distinct"), in_one=told.get("in_one", False))
     where = told["servers"], told["rank"], told["workers"]
     adagrad = psd_client.Adagrad(lr=rows.LR, eps=rows.EPS)
     names = [f"t{number:02}" for number in range(turn.shape.tables)]
@@ -34,7 +34,7 @@ def main() -> None:
         def step() -> None:
             parts = turn.next()
             worker.pull_rows({number: ids for number, (ids, _) in enumerate(parts)})
-            if told["fetches_ahead"]:
+            if told.get("fetches_ahead", True):
                 worker.prefetch_rows({number: ids for number, (ids, _) in enumerate(turn.following())})
                 ps.push_pull({}, tables=dict(zip(names, parts, strict=True)))
             else:

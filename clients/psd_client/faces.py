@@ -5,15 +5,32 @@ Must not know frameworks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from difflib import get_close_matches
+from inspect import signature
 from typing import Any
 
 from psd_client.client import ParameterServer, connect
 
+OF_CONNECT = signature(connect).parameters.keys() - {"role"}
+OF_THE_JOB = {"consistency", "reduce", "quorum", "aggregation", "clip_norm", "nan_policy"}
+"""Keywords of every `distribute` that go to `connect`, and to the job's declaration."""
+
+
+def check_keywords(given: Iterable[str], known: Iterable[str]) -> None:
+    """Raise TypeError for a keyword of `distribute` that is none of the known, with the likeliest one."""
+    known = set(known)
+    for name in given:
+        if name not in known:
+            likely = get_close_matches(name, sorted(known | OF_THE_JOB), 1)
+            hint = f"; did you mean {likely[0]!r}?" if likely else ""
+            raise TypeError(f"distribute() got an unexpected keyword argument {name!r}{hint}")
+
 
 def check_connection(ps: Any, *others: str) -> None:
-    """Raise TypeError unless `ps` is a connection, or None. others: names of arguments that are given to make one."""
+    """Raise TypeError unless `ps` is a connection, or None. others: names of what `connect` is given to make one."""
+    check_keywords(others, OF_CONNECT)
     if ps is not None and others:
         raise TypeError(f"distribute: pass either ps or {', '.join(sorted(others))}; ps is connected already")
     if not isinstance(ps, ParameterServer | None):

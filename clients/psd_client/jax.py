@@ -26,7 +26,7 @@ from psd.contract.errors import InvalidRequest, InvalidTensor
 from psd.contract.rules import weight_of
 from psd.contract.staleness import parse_staleness
 from psd_client.client import ParameterServer, worker_of
-from psd_client.faces import check_connection, connection_of
+from psd_client.faces import OF_CONNECT, OF_THE_JOB, check_connection, check_keywords, connection_of
 from psd_client.optimizers import scalar_values, spec_of
 from psd_client.tensors import check_gradient, fill, tensor_specs, write_gradient
 from psd_core.optimizer import Optimizer
@@ -82,7 +82,10 @@ def distribute(
         raise TypeError(f"optimizer: expected one of psd_client's, such as psd_client.Adam(lr=1e-3), got {optimizer!r}")
     if "tables" in declare_args:
         raise TypeError("tables: this face takes none; psd_client.connect().declare does, and docs/jax.md has an example")
-    check_connection(ps, *(["connect_args"] if connect_args else []))
+    if misplaced := OF_CONNECT & declare_args.keys():
+        raise TypeError(f"{min(misplaced)}: goes into connect_args, such as connect_args={{'servers': 'host:7000', 'rank': 0}}")
+    check_keywords(declare_args, OF_THE_JOB)
+    check_connection(ps, *(connect_args or {}))
     stale, stale_scalars = parse_staleness(staleness)
     spec = replace(spec_of(optimizer), staleness=stale)
     if learning_rate is not None and "lr" not in spec.info.scalars:

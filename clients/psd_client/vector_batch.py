@@ -17,28 +17,9 @@ from psd.contract.arguments import refuse, whole_number
 from psd.contract.errors import InvalidRequest
 from psd.contract.vectors import ListedFunction, Operation, check_alike, check_function, is_custom
 from psd_client.vector_arguments import as_indices, as_number, as_row_numbers, as_stretch, as_values
+from psd_core import vector_operations as words
 from psd_core.reductions import Answer as Found
 from psd_core.vector import VectorSpec
-from psd_core.vector_operations import (
-    Add,
-    AddAt,
-    AddRows,
-    Axpy,
-    Combine,
-    Copy,
-    Dot,
-    Fill,
-    Gram,
-    Map,
-    Max,
-    Min,
-    Norm2,
-    Put,
-    Random,
-    Scale,
-    Sum,
-    Zip,
-)  # fmt: skip
 
 
 class Calls(Protocol):
@@ -160,19 +141,19 @@ class Batch:
 
     def fill(self, y: VectorHandle, value: float) -> None:
         """Set all elements of y to one value."""
-        self._note("fill", Fill(_name(y), as_number("value", value, y.spec)), y)
+        self._note("fill", words.Fill(_name(y), as_number("value", value, y.spec)), y)
 
     def copy(self, y: VectorHandle, x: VectorHandle) -> None:
         """Copy: y = x."""
-        self._note("copy", Copy(_name(y), _name(x)), y, x)
+        self._note("copy", words.Copy(_name(y), _name(x)), y, x)
 
     def scale(self, y: VectorHandle, alpha: float) -> None:
         """Multiply: y = alpha * y."""
-        self._note("scale", Scale(_name(y), as_number("alpha", alpha, y.spec)), y)
+        self._note("scale", words.Scale(_name(y), as_number("alpha", alpha, y.spec)), y)
 
     def axpy(self, y: VectorHandle, alpha: float, x: VectorHandle) -> None:
         """Add: y = y + alpha * x."""
-        self._note("axpy", Axpy(_name(y), as_number("alpha", alpha, y.spec), _name(x)), y, x)
+        self._note("axpy", words.Axpy(_name(y), as_number("alpha", alpha, y.spec), _name(x)), y, x)
 
     def combine(self, y: VectorHandle, coefficients: Sequence[float], vectors: Sequence[VectorHandle]) -> None:
         """Sum: y = coefficients[0] * vectors[0] + coefficients[1] * vectors[1] + ..., from left to right, in one pass.
@@ -182,7 +163,7 @@ class Batch:
         if len(coefficients) != len(vectors) or not vectors:
             raise InvalidRequest(f"coefficients: expected one for each of {len(vectors)} vectors, got {len(coefficients)}")
         numbers = [as_number(f"coefficients[{place}]", value, y.spec) for place, value in enumerate(coefficients)]
-        self._note("combine", Combine(_name(y), numbers, [_name(x) for x in vectors]), y, *vectors)
+        self._note("combine", words.Combine(_name(y), numbers, [_name(x) for x in vectors]), y, *vectors)
 
     def random(self, y: VectorHandle, seed: int, low: float = 0, high: float = 1) -> None:
         """Fill y with random numbers from `low` to below `high`; see Vector.random."""
@@ -191,7 +172,7 @@ class Batch:
             raise InvalidRequest(f"high: must be above low, {low}, got {high}")
         if not 0 <= whole_number(InvalidRequest, "seed", seed) < 1 << 64:
             raise InvalidRequest(f"seed: must be from 0 to 2**64 - 1, got {seed}")
-        self._note("random", Random(name, int(seed), *numbers), y)
+        self._note("random", words.Random(name, int(seed), *numbers), y)
 
     def map(self, y: VectorHandle, name: str, *arguments: float, of: VectorHandle | None = None) -> None:
         """Apply a function to each element: y = f(y), or y = f(of); see Vector.map."""
@@ -204,56 +185,56 @@ class Batch:
     def put(self, y: VectorHandle, values: Any, start: int | None = None) -> None:
         """Set all elements of y, or those from `start` on, to an array's; see Vector.put."""
         name = _name(y)
-        self._note("put", Put(name, *as_stretch(values, start, y.spec)), y)
+        self._note("put", words.Put(name, *as_stretch(values, start, y.spec)), y)
 
     def add(self, y: VectorHandle, values: Any, indices: Any = None) -> None:
         """Add an array's numbers to y, to all elements or to those at indices; see Vector.add."""
         name = _name(y)
         if indices is None:
-            self._note("add", Add(name, *as_stretch(values, None, y.spec)), y)
+            self._note("add", words.Add(name, *as_stretch(values, None, y.spec)), y)
         else:
             places = as_indices(indices, y.spec)
-            self._note("add", AddAt(name, places.reshape(-1), as_values(values, places.shape, y.spec).reshape(-1)), y)
+            self._note("add", words.AddAt(name, places.reshape(-1), as_values(values, places.shape, y.spec).reshape(-1)), y)
 
     def add_rows(self, y: VectorHandle, values: Any, rows: Any) -> None:
         """Add an array's rows to rows of y; see Matrix.add_rows."""
         name, numbers, columns = _name(y), as_row_numbers(rows, y.spec), y.spec.columns
         array = as_values(values, (*numbers.shape, columns), y.spec).reshape(-1, columns)
-        self._note("add_rows", AddRows(name, numbers.reshape(-1), array), y)
+        self._note("add_rows", words.AddRows(name, numbers.reshape(-1), array), y)
 
     # -- what finds something out about vectors --------------------------------------------------------------------------
 
     def dot(self, y: VectorHandle, x: VectorHandle) -> BatchAnswer:
         """Take the sum of products of x and y."""
-        return self._reduce("dot", Dot(_name(y), _name(x)), _sum(y), y, x)
+        return self._reduce("dot", words.Dot(_name(y), _name(x)), _sum(y), y, x)
 
     def gram(self, ys: Sequence[VectorHandle], xs: Sequence[VectorHandle] | None = None) -> BatchAnswer:
         """Take all dot products of several vectors, in one pass: an array of `ys[i].dot(xs[j])`, or of `ys[i].dot(ys[j])`."""
         if not ys or (xs is not None and not xs):
             raise InvalidRequest("gram: expected at least one vector, got none")
         others = [] if xs is None else [_name(x) for x in xs]
-        operation = Gram([_name(y) for y in ys], others)
+        operation = words.Gram([_name(y) for y in ys], others)
         return self._reduce("gram", operation, partial(_products, len(ys), len(others), _sum(ys[0])), *ys, *(xs or ()))
 
     def norm2(self, y: VectorHandle) -> BatchAnswer:
         """Take the Euclidean norm, the root of the sum of squares."""
-        return self._reduce("norm2", Norm2(_name(y)), lambda found: next(found).root(), y)
+        return self._reduce("norm2", words.Norm2(_name(y)), lambda found: next(found).root(), y)
 
     def sum(self, y: VectorHandle) -> BatchAnswer:
         """Take the sum of the elements."""
-        return self._reduce("sum", Sum(_name(y)), _sum(y), y)
+        return self._reduce("sum", words.Sum(_name(y)), _sum(y), y)
 
     def min(self, y: VectorHandle) -> BatchAnswer:
         """Take the smallest element; NaN if there is one."""
-        return self._reduce("min", Min(_name(y)), lambda found: next(found).value, y)
+        return self._reduce("min", words.Min(_name(y)), lambda found: next(found).value, y)
 
     def max(self, y: VectorHandle) -> BatchAnswer:
         """Take the largest element; NaN if there is one."""
-        return self._reduce("max", Max(_name(y)), lambda found: next(found).value, y)
+        return self._reduce("max", words.Max(_name(y)), lambda found: next(found).value, y)
 
     def argmax(self, y: VectorHandle) -> BatchAnswer:
         """Take the index of the largest element, the lowest of several, or of the first NaN."""
-        return self._reduce("argmax", Max(_name(y)), lambda found: next(found).index, y)
+        return self._reduce("argmax", words.Max(_name(y)), lambda found: next(found).index, y)
 
     def _note(self, kind: str, operation: Operation, *vectors: VectorHandle) -> None:
         if self._has_run:
@@ -279,9 +260,9 @@ class Batch:
         if is_custom(name):
             operation: Operation = ListedFunction(y.name, name, names, numbers)
         elif kind == "map":
-            operation = Map(y.name, name, names[0], numbers)
+            operation = words.Map(y.name, name, names[0], numbers)
         else:
-            operation = Zip(y.name, name, names[0], names[1], numbers)
+            operation = words.Zip(y.name, name, names[0], names[1], numbers)
         self._note(kind, operation, y, *of)
 
 

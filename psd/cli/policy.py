@@ -381,7 +381,10 @@ class JobPolicy:
             self._phase_ends_at = None
             return [Say(f"waiting for {self._names(self._alive)} to store the last checkpoint; a signal ends that")]
         late = late or self._living("shard")
-        text = f"all workers have ended, but not all have left {self._names(set(late))}; draining"
+        text = (
+            f"all workers have ended, but not all have joined and left {self._names(set(late))}, as a script does that calls "
+            "distribute() or connect() of psd_client; draining"
+        )
         return [Say(text), *self._stop_shards(now, late)]
 
     def _fail(self, say: Say, status: int, now: float) -> list[Action]:

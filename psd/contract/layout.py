@@ -49,7 +49,7 @@ class Space:
         group: index of the group; dtype: master dtype of all its tensors; size: elements.
         gradient_dtype: of their gradients, in memory and on the wire: their own; uint16, the bits, for bfloat16.
         tensors: indices of its tensors in the spec; starts: where each begins, in elements.
-        first_block, block_count, block_length: the blocks it is cut into; the last one may be shorter.
+        block_count, block_length: the blocks it is cut into; the last one may be shorter.
     """
 
     group: int
@@ -58,7 +58,6 @@ class Space:
     size: int
     tensors: NDArray[np.int64]
     starts: NDArray[np.int64]
-    first_block: int
     block_count: int
     block_length: int
 
@@ -144,7 +143,6 @@ class Layout:
             size=size,
             tensors=np.array(tensors, dtype=np.int64),
             starts=ends - sizes,
-            first_block=len(self.blocks),
             block_count=-(-size // length),
             block_length=length,
         )

@@ -242,11 +242,9 @@ class Checkpointer:
             )
         facts = {"checkpoint": cut.name, "bytes": nbytes, "took_s": round(took_s, 3)}
         logger.debug("stored this shard's part of a checkpoint", extra=facts)
-        if is_complete and vectors is not None:
-            self._directory.remove_batches(cut)
         if is_complete:  # known to the shard that was last: the job's logs have one line for a checkpoint
             logger.info("stored checkpoint %s", cut.name)
-            self._directory.collect_garbage()
+            self._clean_up(cut, has_notes=vectors is not None)
         stored = self._asked_for.get(cut.cut_id)
         if stored is not None:
             stored.set_result(cut.name)
@@ -259,6 +257,15 @@ class Checkpointer:
         return vectors_of_cut(
             self._gate, shard.vectors, self._directory, cut, self._config.shard_index, pause=self._stopping.wait, now=self._now
         )
+
+    def _clean_up(self, cut: Cut, *, has_notes: bool) -> None:
+        """Remove what a stored checkpoint has made superfluous; what fails there is logged, and no failure of that one."""
+        try:
+            if has_notes:
+                self._directory.remove_batches(cut)
+            self._directory.collect_garbage()
+        except PsdError as error:
+            logger.warning("what is older than checkpoint %s could not be removed: %s", cut.name, error)
 
     def _discard(self, cut: Cut) -> None:
         """Make room again; the next checkpoint removes what cannot be removed now."""

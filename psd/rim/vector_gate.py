@@ -103,12 +103,12 @@ def vectors_of_cut(
         if farthest:
             gate.hold(farthest)
         deadline = now() + HELD_S_MAX
-        while lacking := [s for s, number in desk.latest().items() if number < farthest.get(s, 0)]:
+        while lacking := [s for s, number in desk.latest_of(farthest).items() if number < farthest[s]]:
             if now() > deadline:
                 batch = f"batch {farthest[lacking[0]]} of session {lacking[0]}"
                 raise CheckpointFailed(f"{cut.name}: {batch}, which another shard has run, has not come")
             pause(POLL_S)
-        with desk.snapshot() as vectors:
+        with desk.snapshot(farthest) as vectors:
             gate.open()
             yield vectors
     finally:

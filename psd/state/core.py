@@ -273,10 +273,11 @@ class ShardCore:
             self.take_job(job, members)
             self.become(life)
         self.initial.choice = arena.word("initialized")
-        self.barriers.restore(self.storage.load_barriers())
-        with self.lock:
-            self.orders.restore(self.storage.load_orders())
-        self.client_states.recover(self.storage.load_client_states())
+        with self.storage.taking_over():
+            self.barriers.restore(self.storage.load_barriers())
+            with self.lock:
+                self.orders.restore(self.storage.load_orders())
+            self.client_states.recover(self.storage.load_client_states())
         return True
 
     def _job(

@@ -25,6 +25,13 @@ static uint64_t record_bytes(const psd_table *t, uint64_t n)
     return sizeof(psd_record) + (n > PSD_REMOVED_MAX ? n : PSD_REMOVED_MAX) * (flips * sizeof(psd_flip) + 4);
 }
 
+/* A word for every fourth row that there may be, up to 8 million: they take memory from the start, since any of them may be stored to. */
+static uint64_t sightings_bytes(uint64_t rows_max)
+{
+    const uint64_t buckets = rows_max / 32 + 64, most = 1u << 20;
+    return (buckets < most ? buckets : most) * 64;
+}
+
 int psd_table_plan(psd_table *t)
 {
     psd_table_spec *const s = &t->spec;
@@ -37,7 +44,7 @@ int psd_table_plan(psd_table *t)
     const uint64_t sizes[PSD_REGIONS] = {
         [PSD_CONTROL] = 128 + 2 * t->root_bytes,
         [PSD_RECORD] = record_bytes(t, s->push_max),
-        [PSD_SIGHTINGS] = s->admit_after > 1 ? (s->rows_max / 32 + 64) * 64 : 0,
+        [PSD_SIGHTINGS] = s->admit_after > 1 ? sightings_bytes(s->rows_max) : 0,
         [PSD_INDEX] = index,
         [PSD_OTHER_INDEX] = index,
         [PSD_HEADS] = places * sizeof(psd_head),

@@ -26,6 +26,7 @@
 
 #include "kernels.h"
 #include "mix.h"
+#include "on_store.h"
 
 enum { PSD_CONTROL, PSD_RECORD, PSD_INDEX, PSD_OTHER_INDEX, PSD_SIGHTINGS, PSD_HEADS, PSD_ROWS, PSD_SPARES, PSD_REMOVALS, PSD_LOG, PSD_REGIONS };
 enum { PSD_BUCKET = 8, PSD_SUPERBLOCK_BYTES = 4096, PSD_REGION_ALIGN = 65536, PSD_CHUNK_BUCKETS = 1024, PSD_REMOVED_MAX = 2048,
@@ -153,12 +154,6 @@ typedef struct psd_table {
     void (*on_store)(void *, const char *); /* for tests: called before each store of the protocol */
     void *context;
 } psd_table;
-
-#define PSD_BEFORE(t, what)                        \
-    do {                                           \
-        if (__builtin_expect(!!(t)->on_store, 0))  \
-            (t)->on_store((t)->context, what);     \
-    } while (0)
 
 static inline psd_head *psd_heads(const psd_table *t) { return (psd_head *)(t->base + t->region[PSD_HEADS].at); }
 static inline uint32_t *psd_spares(const psd_table *t) { return (uint32_t *)(t->base + t->region[PSD_SPARES].at); }

@@ -21,6 +21,7 @@
 #include <string.h>
 
 #include "mix.h"
+#include "on_store.h"
 
 enum { PSD_STRIPE = 4096, PSD_STRIPE_BYTES = PSD_STRIPE * 8, PSD_CHUNK = 64 /* stripes whose partials are added at a time */ };
 enum { PSD_V_CONTROL, PSD_V_SESSIONS, PSD_V_PARTIALS, PSD_V_SUMS, PSD_V_STAGING, PSD_V_ANSWERS, PSD_V_REGIONS };
@@ -131,12 +132,6 @@ typedef struct psd_vectors {
     psd_vector_snapshot snapshot;
     void *context;
 } psd_vectors;
-
-#define PSD_V_BEFORE(t, what)                      \
-    do {                                           \
-        if (__builtin_expect(!!(t)->on_store, 0))  \
-            (t)->on_store((t)->context, what);     \
-    } while (0)
 
 /* vector_f64.c, vector_f32.c, vector_i64.c: one operation on n elements of a stripe, the first of which is element `index` of the
  * vector. `in` and `out` may be the same. */

@@ -230,7 +230,7 @@ static void copy_staged(const program *p, const psd_vector_group *g, const place
             continue;
         if (t->snapshot.is_active)
             psd_vector_snapshot_save(t, operand->vector, w->stripe);
-        PSD_V_BEFORE(t, "copy");
+        PSD_BEFORE(t, "copy");
         memcpy(stripe_of(p, i, w->stripe), t->base + t->at[PSD_V_STAGING] + (operand->staging - 1) * PSD_STRIPE_BYTES,
                (size_t)w->n * item_bytes[t->dtypes[operand->vector]]);
     }
@@ -289,18 +289,18 @@ static int run(program *p, uint64_t from, int is_staged)
                         is_dirty = t->dirty[k];
                 }
                 if (is_dirty) {
-                    PSD_V_BEFORE(t, "staged");
+                    PSD_BEFORE(t, "staged");
                     psd_store_release(t->state, 2 * step + 1);
                 }
             }
             if (is_dirty)
                 copy_staged(p, g, &w);
             if (ends_chunk) {
-                PSD_V_BEFORE(t, "fold");
+                PSD_BEFORE(t, "fold");
                 fold(p, g, stripe, folds++);
             }
             if (is_dirty) {
-                PSD_V_BEFORE(t, "state");
+                PSD_BEFORE(t, "state");
                 psd_store_release(t->state, 2 * (step + 1));
             }
         }
@@ -339,12 +339,12 @@ void psd_vectors_commit(psd_vectors *t)
     program p = program_of(t, record);
     if (record->kind == 0)
         clear_sums(&p);
-    PSD_V_BEFORE(t, "record");
+    PSD_BEFORE(t, "record");
     record->commit = *t->commit + 1;
     psd_vector_seal(record);
-    PSD_V_BEFORE(t, "state");
+    PSD_BEFORE(t, "state");
     psd_store_release(t->state, 0);
-    PSD_V_BEFORE(t, "commit");
+    PSD_BEFORE(t, "commit");
     psd_store_release(t->commit, record->commit);
 }
 
@@ -368,7 +368,7 @@ uint64_t psd_vectors_answer(psd_vectors *t, const psd_vector_record *record, cha
         out = psd_vector_answer_at(t, record->slot, record->sequence);
     psd_vector_session *const s = psd_vector_session_at(t, record->slot);
     if (record->session) {
-        PSD_V_BEFORE(t, "entry");
+        PSD_BEFORE(t, "entry");
         psd_store_release(&s->entries[record->sequence % PSD_ENTRIES].sequence, 0);
     }
     const psd_vector_sum *const sums = sums_of(&p, folds);
@@ -378,9 +378,9 @@ uint64_t psd_vectors_answer(psd_vectors *t, const psd_vector_record *record, cha
                 bytes += psd_vector_pack(p.ops + i, sums + answer, out + bytes);
     if (record->session) {
         s->entries[record->sequence % PSD_ENTRIES].bytes = bytes;
-        PSD_V_BEFORE(t, "entry");
+        PSD_BEFORE(t, "entry");
         psd_store_release(&s->entries[record->sequence % PSD_ENTRIES].sequence, record->sequence);
-        PSD_V_BEFORE(t, "session");
+        PSD_BEFORE(t, "session");
         psd_store_release(&s->session, record->session);
     }
     return bytes;
@@ -388,9 +388,9 @@ uint64_t psd_vectors_answer(psd_vectors *t, const psd_vector_record *record, cha
 
 void psd_vectors_applied(psd_vectors *t)
 {
-    PSD_V_BEFORE(t, "applied");
+    PSD_BEFORE(t, "applied");
     psd_store_release(t->applied, *t->commit);
-    PSD_V_BEFORE(t, "done");
+    PSD_BEFORE(t, "done");
 }
 
 /* A store beyond its vector would be a store into somebody else's memory. */

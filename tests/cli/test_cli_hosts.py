@@ -1,4 +1,4 @@
-"""psd-run on several hosts: who runs what, how they meet, and what becomes of the job when one of them is lost."""
+"""psd-run on several hosts: how they meet, and what becomes of the job when one of them is lost."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ from psd.cli.gathering import (
     Peer,
 )
 from psd.cli.node_link import NodeLink
-from psd.cli.node_places import NodePlaces, spread
 from psd.cli.node_proof import key_of, proof_of
 from psd.cli.policy import JobPolicy, Name, Phase, Send, Start
 from psd.cli.run import parse
@@ -49,33 +48,6 @@ def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
-
-
-# -- who runs what ------------------------------------------------------------------------------------------------------
-
-
-def test_places_when_there_are_several_nodes_then_ranks_are_in_a_row_and_shards_go_round():
-    places = NodePlaces(3, spread(5, 2))
-
-    assert [[str(name) for name in places.names(node)] for node in range(2)] == [
-        ["shard 0", "shard 2", "worker 0", "worker 1", "worker 2"],
-        ["shard 1", "worker 3", "worker 4"],
-    ]
-    assert [places.node_of(Name("worker", rank)) for rank in range(5)] == [0, 0, 0, 1, 1]
-    assert spread(1, 3) == (1, 0, 0)
-
-
-def test_plan_when_it_is_of_a_node_then_its_workers_have_local_ranks_and_its_state_a_place_of_its_own(tmp_path):
-    options = ["--nnodes", "2", "--rendezvous", "127.0.0.1:9", "--workers", "4", "--shards", "2", "--state-dir"]
-    plan = parse([*options, str(tmp_path), "true"], {"PSD_TOKEN_FILE": "t"}, "run-7", 1)
-
-    environ = plan.worker_environ(3, ["127.0.0.1:7000"])
-    assert (environ["PSD_RANK"], environ["LOCAL_RANK"], environ["PSD_WORLD_SIZE"]) == ("3", "1", "4")
-    assert (environ["PSD_RUN_ID"], environ["PSD_NODE"]) == ("run-7", "run-7/1")
-    assert "PSD_TOKEN_FILE" not in environ
-    assert plan.state_dirs == [tmp_path / "node-0", tmp_path / "node-1"]
-    assert plan.is_here(Name("worker", 2))
-    assert not plan.is_here(Name("shard", 0))
 
 
 # -- what becomes of the job --------------------------------------------------------------------------------------------

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from psd.cli.launcher import Launcher
+from psd.cli.node_places import NodePlaces, spread
+from psd.cli.policy import Name
 from psd.cli.run import main, parse
 from psd.cli.server import parse as parse_shard
 from psd.contract.environment import VARIABLES
@@ -211,3 +213,27 @@ def test_launcher_when_shards_tell_of_checkpoints_in_turns_then_each_is_shown_on
     lines = [f"psd-server: INFO stored checkpoint timeline-00000-step-{step:012d}-a".encode() for step in (3, 4, 3, 4)]
 
     assert [launcher._is_repeated(line) for line in lines] == [False, False, True, True]
+
+
+def test_places_when_there_are_several_nodes_then_ranks_are_in_a_row_and_shards_go_round():
+    places = NodePlaces(3, spread(5, 2))
+
+    assert [[str(name) for name in places.names(node)] for node in range(2)] == [
+        ["shard 0", "shard 2", "worker 0", "worker 1", "worker 2"],
+        ["shard 1", "worker 3", "worker 4"],
+    ]
+    assert [places.node_of(Name("worker", rank)) for rank in range(5)] == [0, 0, 0, 1, 1]
+    assert spread(1, 3) == (1, 0, 0)
+
+
+def test_plan_when_it_is_of_a_node_then_its_workers_have_local_ranks_and_its_state_a_place_of_its_own(tmp_path):
+    options = ["--nnodes", "2", "--rendezvous", "127.0.0.1:9", "--workers", "4", "--shards", "2", "--state-dir"]
+    plan = parse([*options, str(tmp_path), "true"], {"PSD_TOKEN_FILE": "t"}, "run-7", 1)
+
+    environ = plan.worker_environ(3, ["127.0.0.1:7000"])
+    assert (environ["PSD_RANK"], environ["LOCAL_RANK"], environ["PSD_WORLD_SIZE"]) == ("3", "1", "4")
+    assert (environ["PSD_RUN_ID"], environ["PSD_NODE"]) == ("run-7", "run-7/1")
+    assert "PSD_TOKEN_FILE" not in environ
+    assert plan.state_dirs == [tmp_path / "node-0", tmp_path / "node-1"]
+    assert plan.is_here(Name("worker", 2))
+    assert not plan.is_here(Name("shard", 0))

@@ -34,6 +34,7 @@ def test_tables_come_back_from_their_message(init):
 @pytest.mark.parametrize(
     ("change", "error"),
     [
+        ({"name": 1000}, r"tables.name: expected a string, such as .* \(a table needs no number of rows\), got 1000"),
         ({"name": ""}, "tables.name: must have 1 to 256 printable bytes"),
         ({"name": "a\nb"}, "tables.name: must have 1 to 256 printable bytes"),
         ({"dim": 0}, "table 'user': dim: must be a whole number from 1 to 65536, got 0"),

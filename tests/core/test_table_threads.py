@@ -7,6 +7,10 @@ import pytest
 from helpers_rules import Case
 from table_model import SGD
 
+from psd_core import _table_pages as pages
+from psd_core import table
+from psd_core._arena_format import ArenaFull
+from psd_core._table import ROWS
 from psd_core.table import TableSpec, TableStore
 
 KEYS, DIM, PUSHES = np.arange(3000), 33, 150
@@ -104,3 +108,33 @@ def test_a_push_that_is_behind_does_not_make_a_row_older(memory_path):
     store.expire(60, 15)
 
     assert store.read_rows(ids)[1].all()
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+def test_a_push_waits_for_no_page_that_another_thread_takes_ahead(is_full, memory_path, monkeypatch):
+    """Where that finds no space the push takes it, as if nobody had tried."""
+    take_space, waits, aheads = pages.take_space, [], []
+
+    def noted(file, partition, region, have, end):
+        if region == ROWS:
+            is_ahead = threading.current_thread() is not threading.main_thread()
+            (aheads if is_ahead else waits).append(have)
+            if is_ahead and is_full:
+                raise ArenaFull("no space")
+        take_space(file, partition, region, have, end)
+
+    monkeypatch.setattr(pages, "_SHARE_MAX", 1.0)
+    monkeypatch.setattr(pages, "take_space", noted)
+    monkeypatch.setattr(table, "take_space", noted)
+    store = TableStore.create(memory_path / "table", TableSpec("t", 256, "sgd", max_bytes=1 << 26))
+    ids, ones = np.arange(20_000), np.ones((500, 256), np.float32)
+    for number, some in enumerate(ids.reshape(-1, 500)):
+        if number == 10:
+            waits.clear()  # a partition of less than a page waits
+        store.push(some, ones, {**SGD.named, "lr": -1.0})
+        store._page_ahead.end()
+
+    assert (len(waits) > 0) == is_full
+    assert len(aheads) > 5
+    assert (store.read(ids) == 1).all()
+    store.close(remove=True)

@@ -4,29 +4,8 @@ import math
 
 import numpy as np
 
+from psd_core import vector_operations as ops
 from psd_core.reductions import ExactSum, Extreme, unpack_answers
-from psd_core.vector_operations import (
-    STRIPE,
-    Add,
-    AddAt,
-    AddRows,
-    Apply,
-    Axpy,
-    Combine,
-    Copy,
-    Dot,
-    Fill,
-    Gram,
-    Map,
-    Max,
-    Min,
-    Norm2,
-    Put,
-    Random,
-    Scale,
-    Sum,
-    Zip,
-)  # fmt: skip
 
 MAPS = {
     "abs": np.abs, "neg": np.negative, "sign": lambda x: np.sign(x) + x.dtype.type(0), "square": np.square, "sqrt": np.sqrt,
@@ -69,8 +48,8 @@ def sum_of(products):
     if products.dtype == object:
         return ExactSum(sum(products.tolist()) << 1074)
     total = ExactSum()
-    for first in range(0, len(products), STRIPE):
-        stripe = products[first : first + STRIPE]
+    for first in range(0, len(products), ops.STRIPE):
+        stripe = products[first : first + ops.STRIPE]
         lanes = np.zeros(-(-len(stripe) // 16) * 16)
         lanes[: len(stripe)] = stripe
         s = np.add.reduce(np.vstack([np.zeros(16), lanes.reshape(-1, 16)]), axis=0)
@@ -109,43 +88,43 @@ class Model:
         out = a[o.out] if hasattr(o, "out") else None
         real = out.dtype.type if out is not None else None
         match o:
-            case Fill():
+            case ops.Fill():
                 out[:] = o.value
-            case Copy():
+            case ops.Copy():
                 out[:] = a[o.x]
-            case Scale():
+            case ops.Scale():
                 out[:] = real(o.a) * out
-            case Axpy():
+            case ops.Axpy():
                 out[:] = out + real(o.a) * a[o.x]
-            case Combine():
+            case ops.Combine():
                 terms = [real(c) * a[x] for c, x in zip(o.a, o.x, strict=True)]
                 out[:] = sum(terms[1:], start=terms[0])
-            case Random():
+            case ops.Random():
                 out[:] = random_numbers(o.seed, len(out), out.dtype.name, o.low, o.high)
-            case Map():
+            case ops.Map():
                 wider = a[o.x].astype(np.float64) if o.function in INEXACT else a[o.x]
                 out[:] = MAPS[o.function](wider, *map(real, o.arguments))
-            case Zip():
+            case ops.Zip():
                 out[:] = ZIPS[o.function](a[o.x], a[o.y], *map(real, o.arguments))
-            case Apply():
+            case ops.Apply():
                 out[:] = o.function(*(a[x] for x in o.x))
-            case Put():
+            case ops.Put():
                 out[o.start : o.start + len(o.values)] = o.values
-            case Add():
+            case ops.Add():
                 out[o.start : o.start + len(o.values)] += o.values
-            case AddAt():
+            case ops.AddAt():
                 np.add.at(out, o.indices, o.values)
-            case AddRows():
+            case ops.AddRows():
                 np.add.at(out.reshape(-1, self.specs[o.out].columns), o.rows, o.values)
-            case Dot():
+            case ops.Dot():
                 return [sum_of(wide(a[o.x]) * wide(a[o.y]))]
-            case Norm2():
+            case ops.Norm2():
                 return [sum_of(wide(a[o.x]) ** 2 if a[o.x].dtype.kind == "i" else wide(a[o.x]) * wide(a[o.x]))]
-            case Sum():
+            case ops.Sum():
                 return [sum_of(wide(a[o.x]))]
-            case Min() | Max():
-                return [extreme(a[o.x], greatest=isinstance(o, Max))]
-            case Gram():
+            case ops.Min() | ops.Max():
+                return [extreme(a[o.x], greatest=isinstance(o, ops.Max))]
+            case ops.Gram():
                 pairs = [(x, y) for x in o.x for y in o.y] or [(x, y) for i, x in enumerate(o.x) for y in o.x[: i + 1]]
                 return [sum_of(wide(a[x]) * wide(a[y])) for x, y in pairs]
         return []
@@ -199,36 +178,36 @@ def random_operation(rng, group):
 
     def mapped():
         function = str(rng.choice(WHOLE_MAPS if is_whole else REAL_MAPS))
-        return Map(pick(), function, pick(), MAP_ARGUMENTS.get(function, ()))
+        return ops.Map(pick(), function, pick(), MAP_ARGUMENTS.get(function, ()))
 
     def zipped():
         function = str(rng.choice(WHOLE_ZIPS if is_whole else list(ZIPS)))
-        return Zip(pick(), function, pick(), pick(), ZIP_ARGUMENTS.get(function, ()))
+        return ops.Zip(pick(), function, pick(), pick(), ZIP_ARGUMENTS.get(function, ()))
 
     def rows():
         spec = group[0]
         if not spec.columns:
-            return AddAt(pick(), rng.integers(0, size, 9), values(9))
-        return AddRows(spec.name, rng.integers(0, size // spec.columns, 4), values(4, spec.columns))
+            return ops.AddAt(pick(), rng.integers(0, size, 9), values(9))
+        return ops.AddRows(spec.name, rng.integers(0, size // spec.columns, 4), values(4, spec.columns))
 
     makers = [
-        lambda: Fill(pick(), number()),
-        lambda: Copy(pick(), pick()),
-        lambda: Scale(pick(), number()),
-        lambda: Axpy(pick(), number(), pick()),
-        lambda: Combine(pick(), [number(), number(), number()], [pick(), pick(), pick()]),
-        lambda: Random(pick(), int(rng.integers(1 << 32)), *((-9, 9) if is_whole else (-1.0, 1.0))),
+        lambda: ops.Fill(pick(), number()),
+        lambda: ops.Copy(pick(), pick()),
+        lambda: ops.Scale(pick(), number()),
+        lambda: ops.Axpy(pick(), number(), pick()),
+        lambda: ops.Combine(pick(), [number(), number(), number()], [pick(), pick(), pick()]),
+        lambda: ops.Random(pick(), int(rng.integers(1 << 32)), *((-9, 9) if is_whole else (-1.0, 1.0))),
         mapped,
         zipped,
-        lambda: Put(pick(), start, values(count)),
-        lambda: Add(pick(), start, values(count)),
-        lambda: AddAt(pick(), rng.integers(0, size, 9), values(9)),
+        lambda: ops.Put(pick(), start, values(count)),
+        lambda: ops.Add(pick(), start, values(count)),
+        lambda: ops.AddAt(pick(), rng.integers(0, size, 9), values(9)),
         rows,
-        lambda: Dot(pick(), pick()),
-        lambda: Sum(pick()),
-        lambda: Norm2(pick()),
-        lambda: Min(pick()),
-        lambda: Max(pick()),
-        lambda: Gram([pick(), pick(), pick()], [pick()] * int(rng.integers(6))),
+        lambda: ops.Dot(pick(), pick()),
+        lambda: ops.Sum(pick()),
+        lambda: ops.Norm2(pick()),
+        lambda: ops.Min(pick()),
+        lambda: ops.Max(pick()),
+        lambda: ops.Gram([pick(), pick(), pick()], [pick()] * int(rng.integers(6))),
     ]
     return makers[rng.integers(len(makers))]()

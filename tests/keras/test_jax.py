@@ -198,7 +198,10 @@ def test_errors_keep_their_type_outside_of_jit(run_workers):
     ("arguments", "error", "message"),
     [
         ({"optimizer": 0.1}, TypeError, "expected one of psd_client's, such as psd_client.Adam"),
-        ({"ps": object(), "connect_args": {"servers": "x:1"}}, TypeError, "pass either ps or connect_args"),
+        ({"ps": object(), "connect_args": {"servers": "x:1"}}, TypeError, "pass either ps or servers"),
+        ({"servers": "x:1"}, TypeError, "servers: goes into connect_args, such as"),
+        ({"consistancy": "async"}, TypeError, r"distribute\(\) got .* 'consistancy'; did you mean 'consistency'"),
+        ({"connect_args": {"server": "x:1"}}, TypeError, "'server'; did you mean 'servers'"),
         ({"ps": object()}, TypeError, "ps: expected what psd_client.connect"),
         ({"tables": []}, TypeError, "tables: this face takes none"),
         ({"params": {}}, psd_client.InvalidTensor, "params: has no leaves"),

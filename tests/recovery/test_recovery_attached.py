@@ -65,7 +65,7 @@ def test_shard_when_workers_are_killed_in_mid_push_then_lets_go_of_their_memory(
     assert_comes_to_hold(shard.pid, before)
 
 
-@pytest.mark.parametrize("kills", [2, pytest.param(50, marks=pytest.mark.chaos)])
+@pytest.mark.parametrize("kills", [2, pytest.param(50, marks=[pytest.mark.chaos, pytest.mark.timeout(600)])])
 def test_worker_when_its_shard_is_killed_then_attaches_again_and_keeps_nothing_of_before(
     shard_processes: Callable[..., list[ShardProcess]], kills: int
 ) -> None:

@@ -165,7 +165,7 @@ class Target:
         """The answer's messages; raises Aborted."""
         details = type("Details", (), {"method": request.method, "invocation_metadata": ()})()
         handler = next(h for h in (x.service(details) for x in self._handlers) if h is not None)
-        parsed = map(handler.request_deserializer, request.messages)
+        parsed = map(handler.request_deserializer or bytes, request.messages)
         if handler.request_streaming and handler.response_streaming:
             return list(handler.stream_stream(parsed, Context()))
         if handler.request_streaming:

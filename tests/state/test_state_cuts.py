@@ -129,16 +129,22 @@ def test_static_blocks_belong_to_a_cut_as_they_are():
     assert {index: page.version for index, page in taker.ready[0].pages.items()} == {0: 1, 1: 0}
 
 
-@pytest.mark.parametrize("is_ahead", [1, 2])
-def test_a_cut_that_comes_too_late_is_missed_and_nothing_stays_pinned(is_ahead):
-    """A block that is beyond the cut's version has no page of it any more: that cut fails, by name, and training goes on."""
+def in_the_second_round(blocks):
+    """A job of one worker that has pushed one step, and so many blocks of the next."""
     driver = Driver(job_spec(1, blocks=2))
     taker = Taker(driver)
     (a,) = driver.start()
     driver.push(a, 0, 1.0)
     push = driver.begin_push(a, 1)
-    for block in range(is_ahead):
+    for block in range(blocks):
         driver.push_block(push, block, 1.0)
+    return driver, taker, a
+
+
+@pytest.mark.parametrize("is_ahead", [1, 2])
+def test_a_cut_that_comes_too_late_is_missed_and_nothing_stays_pinned(is_ahead):
+    """A block that is beyond the cut's version has no page of it any more: that cut fails, by name, and training goes on."""
+    driver, taker, a = in_the_second_round(is_ahead)
 
     driver.learn_cuts([cut(step=1)])
 
@@ -202,13 +208,7 @@ def test_a_shard_that_stores_nothing_takes_no_part():
 @pytest.mark.parametrize("is_even", [True, False])
 def test_the_final_cut_takes_blocks_as_they_are_if_all_are_at_the_end(is_even):
     """After an orderly end all blocks are at the last round; else there is no final checkpoint, and the reason is said."""
-    driver = Driver(job_spec(1, blocks=2))
-    taker = Taker(driver)
-    (a,) = driver.start()
-    driver.push(a, 0, 1.0)
-    push = driver.begin_push(a, 1)
-    for block in range(2 if is_even else 1):
-        driver.push_block(push, block, 1.0)
+    driver, taker, a = in_the_second_round(2 if is_even else 1)
     driver.leave(a)
 
     driver.shard.schedule.announce_final()

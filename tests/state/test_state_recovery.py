@@ -161,6 +161,22 @@ def test_a_shard_that_is_killed_before_it_has_values_comes_back_empty(driver_of,
     assert driver.values() == [3.0] * 3
 
 
+def test_a_shard_that_has_lost_everything_and_begun_anew_lets_nobody_resume_that_it_does_not_know(driver_of):
+    """Another worker was restarted, and has brought initial values: this one would train on without what it has pushed."""
+    driver = driver_of()
+    a, _ = driver.start()
+    driver.push(a, 0, 2.0)
+    driver.shard.close(keep=False)
+    driver.incarnation += 1
+    driver._start()
+    b = driver.join(1)
+    driver.declare(b)
+    driver.initialize(b)
+
+    with pytest.raises(StateLost, match="serves a job that worker 0 has never joined"):
+        driver.resume(a)
+
+
 def test_a_job_that_is_done_leaves_nothing(driver_of, tmp_path):
     """Without `keep` the arena goes, and with it the directory that was made for it."""
     driver = driver_of()
@@ -214,6 +230,17 @@ def test_a_damaged_arena_is_refused_with_what_to_do(driver_of, tmp_path):
 
     with pytest.raises(ConfigError, match=r"--state-dir: .*this shard cannot go on with it. Remove the directory"):
         Shard(ServerConfig(0, 1, state_dir=str(tmp_path / "state")))
+
+
+@pytest.mark.parametrize("note", ["barriers", "orders", "client-state-first"])
+def test_a_damaged_note_beside_the_arena_is_refused_with_what_to_do(driver_of, tmp_path, note):
+    """What a shard has promised by it is not known any more."""
+    driver = driver_of()
+    driver.start()
+    (tmp_path / "state" / note).write_bytes(b"no such message")
+
+    with pytest.raises(ConfigError, match=r"--state-dir: .*state: .*this shard cannot go on with it. Remove the directory"):
+        driver.restart()
 
 
 # -- resuming --------------------------------------------------------------------------------------------------------------

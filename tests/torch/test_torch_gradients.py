@@ -120,7 +120,25 @@ def replace_then_accumulate(model: Any) -> None:
     model(batch(1)[0]).sum().backward()
 
 
-@pytest.mark.parametrize("change", [clip, scale_in_place, accumulate, replace, set_by_hand, replace_then_accumulate])
+def give_other_memory(model: Any) -> None:
+    backward(model, *batch(0))
+    for parameter in model.parameters():
+        parameter.grad.data = 0.5 * parameter.grad.data
+
+
+def convert_and_back(model: Any) -> None:
+    """By torch's conversions of a model, which give gradients other memory, too."""
+    backward(model, *batch(0))
+    model.double()
+    model.float()
+    model.zero_grad()
+    backward(model, *batch(1))
+
+
+CHANGES = [clip, scale_in_place, accumulate, replace, set_by_hand, replace_then_accumulate, give_other_memory, convert_and_back]
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_step_when_the_program_works_on_gradients_then_does_as_torch(run_workers, change):
     assert_close(step_here(run_workers, change), step_alone(change))
 

@@ -137,6 +137,8 @@ def test_load_parameters_of_what_does_not_fit_then_is_refused_and_nothing_is_set
         spoil(state)
         with pytest.raises(error, match=text):
             optimizer.load_parameters(state)
+        with pytest.raises(InvalidRequest, match=r"state_dict: expected tensors by name, .* got 'model\.pt'"):
+            optimizer.load_parameters("model.pt")
         optimizer.pull()
         assert_close(values(model), before, 0)
 

@@ -88,6 +88,7 @@ def test_choice_of_torchs_kernel_is_ignored(run_workers, options):
             InvalidRequest,
             "clip_norm .*'async'.* leave one",
         ),
+        ({"consistancy": "async"}, TypeError, r"distribute\(\) got an unexpected .* 'consistancy'; did you mean 'consistency'"),
         ({"servers": 3}, ValueError, "servers: expected the shards' addresses"),
     ],
 )

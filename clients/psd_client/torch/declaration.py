@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from psd.contract.arguments import refuse
 from psd.contract.errors import InvalidRequest, InvalidTensor
 from psd.contract.jobspec import GroupSpec, TensorSpec
 from psd.contract.rules import BUFFERS, STATIC
@@ -169,6 +170,8 @@ def state_values(declaration: TorchDeclaration, state: Mapping[str, torch.Tensor
     Raises:
         InvalidRequest, InvalidTensor: one is missing, unexpected, or of another shape.
     """
+    if not isinstance(state, Mapping):
+        refuse(InvalidRequest, "state_dict", "tensors by name, as model.state_dict() has them", state)
     (named,) = _plain_names(state.items())
     given = dict(named)
     values = []

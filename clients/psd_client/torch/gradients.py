@@ -103,6 +103,7 @@ class Gradients:
             InvalidTensor, InvalidRequest: a gradient is sparse, or a frozen parameter has one.
         """
         declaration = self._declaration
+        self._places.renew(range(len(self._views)))
         sources, targets, missing = [], [], []
         if gradients is None:
             gradients = [parameter.grad for parameter in self._parameters]
@@ -136,6 +137,7 @@ class Gradients:
         missing = []
         with self.abandoned_on_error():
             self._check_frozen()
+            self._places.renew(range(len(self._views)))
             for number, (parameter, view) in enumerate(zip(self._parameters, self._views, strict=True)):
                 if number in push.sent:
                     self._check_unchanged(number, *push.sent[number])
@@ -220,6 +222,7 @@ class Gradients:
     # -- during back-propagation ---------------------------------------------------------------------------------------
 
     def _on_gradient(self, number: int, parameter: torch.Tensor) -> None:
+        self._places.renew((number,))
         gradient, view = parameter.grad, self._views[number]
         if gradient is None or gradient.requires_grad:  # create_graph=True: the graph hangs on that very tensor
             return

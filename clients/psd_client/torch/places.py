@@ -1,14 +1,16 @@
 """The places of gradients in the flat buffer: which lie there, and that none lies in another parameter's place.
 
 A parameter's `.grad` is a view of its own place in the buffer, once a hook has put it there; the program may then give it to
-another parameter, or to several. Before anything is written to such a place, what was moved becomes memory of its own.
+another parameter, or to several. Before anything is written to such a place, what was moved becomes memory of its own. The
+program may also give the view itself other memory, by `.grad.data =`, or by `model.half()`, which does so: the place then gets
+another view.
 
 Must not know shards, pushes or hooks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -19,19 +21,27 @@ class Places:
     """The places of some parameters' gradients.
 
     Args:
-        views: of the buffer, one for each parameter. spaces: the buffer's memory.
+        views: of the buffer, one for each parameter; renewed here. spaces: the buffer's memory.
     """
 
-    def __init__(
-        self, parameters: Sequence[torch.Tensor], views: Sequence[torch.Tensor], spaces: Sequence[NDArray[Any]]
-    ) -> None:
+    def __init__(self, parameters: Sequence[torch.Tensor], views: list[torch.Tensor], spaces: Sequence[NDArray[Any]]) -> None:
         self._parameters = parameters
         self._views = views
+        self._kept = [(view.detach(), view.data_ptr()) for view in views]  # what no program has in its hands
         self._own = {id(view) for view in views}
         self._taken: set[int] = set()  # places that are, or may be, somebody's gradient
         self._moved: list[torch.Tensor] = []  # gradients that were in the buffer, and now are not
         starts = [space.__array_interface__["data"][0] for space in spaces]
         self._ranges = [(start, start + space.nbytes) for start, space in zip(starts, spaces, strict=True)]
+
+    def renew(self, numbers: Iterable[int]) -> None:
+        """Make new views of the places whose views have got other memory."""
+        for number in numbers:
+            kept, address = self._kept[number]
+            if self._views[number].data_ptr() != address:
+                self._views[number] = kept.detach()
+                self._own = {id(view) for view in self._views}
+                self._taken.discard(number)
 
     def put(self, number: int) -> None:
         """Put a parameter's gradient into its place, unless the program has moved it: several parameters may have it then, and

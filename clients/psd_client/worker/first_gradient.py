@@ -48,7 +48,7 @@ class FirstGradient:
         if same:
             logger.warning(
                 "psd: worker %d: its first gradient has the same bits as worker %d's. If both train on the same samples, the "
-                "job learns no faster than one process: give each worker its own, by optimizer.rank and optimizer.world_size",
+                "job learns no faster than one process: give each worker its own, by its rank and world_size",
                 self._rank,
                 same[0],
             )

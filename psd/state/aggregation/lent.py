@@ -1,4 +1,4 @@
-"""Gradients that are lent: they are not copied, but read where they lie, in memory that shard and worker share.
+"""Gradients that are lent: they are not copied, but read where they lie, in memory that shard and worker share or in a message.
 
 A call that waits for its round lends its gradients (`Loan`). A round reads two of them in place (`RoundSum`): the first one,
 instead of beginning a sum with a copy of it, and the one that completes the round, in the pass that applies the update. Any of

@@ -257,7 +257,7 @@ class Storage:
         Raises:
             ConfigError: one of them cannot be used.
         """
-        with self._taking_over():
+        with self.taking_over():
             self.tables = open_stores(self.directory, count, self._tables_crash_point)
         return self.tables
 
@@ -288,18 +288,19 @@ class Storage:
         Raises:
             ConfigError: they cannot be used.
         """
-        with self._taking_over(), contextlib.suppress(FileNotFoundError):
+        with self.taking_over(), contextlib.suppress(FileNotFoundError):
             self.vectors = VectorStore.open(self.directory / _VECTORS_NAME, crash_point=self._tables_crash_point)
 
     @contextlib.contextmanager
-    def _taking_over(self) -> Iterator[None]:
-        """Inside, files beside the arena that was found are opened. If they cannot be, the arena is closed: ConfigError."""
+    def taking_over(self) -> Iterator[None]:
+        """Inside, what lies beside the arena that was found is read. If it cannot be, the arena is closed: ConfigError."""
         try:
             yield
-        except (ArenaError, OSError) as error:
+        except (ArenaError, OSError, DecodeError, ValueError) as error:
             if self.arena is not None:
                 self.arena.close(remove=False)
-            raise ConfigError(f"--state-dir: {error}; {_CANNOT_GO_ON}") from error
+            place = "" if isinstance(error, (ArenaError, OSError)) else f"{self.directory}: "
+            raise ConfigError(f"--state-dir: {place}{error}; {_CANNOT_GO_ON}") from error
 
     def save_barriers(self, opened: bytes) -> None:
         """Store the opened barriers beside the arena; does nothing before there is an arena.

@@ -7,7 +7,7 @@ next session, is answered and not run again. Must not know messages' carriers, f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
@@ -60,11 +60,12 @@ class VectorsCut:
 
 
 class _Seat:
-    """A rank's place among those that send batches: one batch at a time, and the session that the last one began in."""
+    """A rank's place among those that send batches: one batch at a time, the session that the last one began in, and the
+    connection of the program that sent it."""
 
     def __init__(self) -> None:
         self.lock = locks.new(Level.LEAF)
-        self.session = 0
+        self.session = self.connection = 0
 
 
 class VectorDesk:
@@ -183,18 +184,29 @@ class VectorDesk:
         return self._core.storage.vectors is not None
 
     def latest(self) -> dict[int, int]:
-        """The number of the latest batch of each live worker, by session; 0 for one that has sent none."""
-        vectors = self._core.storage.vectors
+        """The number of the latest batch of each live worker, by session; 0 for one that has sent none. A program that has
+        joined anew may have a batch of its earlier session to complete, and so both sessions are there."""
         with self._core.lock:
-            sessions = [worker.session for worker in self._core.members.workers if worker.state is WorkerState.LIVE]
-        if vectors is None:
-            return dict.fromkeys(sessions, 0)
-        known = vectors.sessions()
+            live = [worker for worker in self._core.members.workers if worker.state is WorkerState.LIVE]
+        sessions = {worker.session for worker in live}
+        for worker in live:
+            seat = self._seats.get(worker.rank)
+            if seat is not None and seat.session and worker.connection and seat.connection == worker.connection:
+                sessions.add(seat.session)
+        return self.latest_of(sessions)
+
+    def latest_of(self, sessions: Collection[int]) -> dict[int, int]:
+        """The number of the latest batch of these sessions; 0 for one that is not known, or not any more."""
+        vectors = self._core.storage.vectors
+        known = {} if vectors is None else vectors.sessions()
         return {session: known.get(session, 0) for session in sessions}
 
     @contextmanager
-    def snapshot(self) -> Iterator[VectorsCut | None]:
+    def snapshot(self, sessions: Collection[int] | None = None) -> Iterator[VectorsCut | None]:
         """All vectors as they are now, for a checkpoint; None if there are none.
+
+        Args:
+            sessions: whose batches all shards' parts are to agree on; those of `latest` unless shards have agreed on them.
 
         Raises:
             CheckpointFailed: the shard goes back to a checkpoint.
@@ -204,10 +216,10 @@ class VectorDesk:
             if vectors is None or not vectors.vectors():
                 yield None
                 return
-            latest = self.latest()
+            sessions = self.latest() if sessions is None else sessions
             with vectors.snapshot() as snapshot:
                 known = snapshot.sessions
-                yield VectorsCut(snapshot, {session: known.get(session, 0) for session in latest})
+                yield VectorsCut(snapshot, {session: known.get(session, 0) for session in sessions})
         except ArenaClosed:
             raise CheckpointFailed("vectors: the job goes back to a checkpoint") from None
 
@@ -232,6 +244,7 @@ class VectorDesk:
         with seat.lock:
             if name.session < seat.session:
                 raise worker.replaced(name.session)
+            seat.connection = worker.connection
             if name.session > seat.session:
                 vectors.forget(seat.session)  # whose last batch was answered, or this one would be that
                 seat.session = name.session

@@ -126,6 +126,12 @@ class Admission:
                 )
             members = self._membership_for(request.world_size)
             before = members.worker(request.rank)
+            if request.resume and not before.session:
+                raise StateLost(
+                    f"shard {config.shard_index} has come back without the parameters that it held, and serves a job that "
+                    f"worker {request.rank} has never joined",
+                    shard=config.shard_index,
+                )
             if request.connection and before.kicked == request.connection:
                 raise before.kicked_out()
             earlier, was_absent = before.session, before.state is WorkerState.ABSENT
