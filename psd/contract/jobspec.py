@@ -412,9 +412,10 @@ class JobSpec:
             for what, value, value_there in table.differences(theirs_of_tables[name]):
                 yield f"{what} of table {name!r}", value, value_there
         yield "number of parameter groups", len(groups), len(groups_there)
+        of_tables = {table.group: f"table {name!r}" for name, table in tables.items()}
         for index, (group, group_there) in enumerate(zip(groups, groups_there, strict=True)):
             for what, value, value_there in group.differences(group_there):
-                yield f"{what} of parameter group {index}", value, value_there
+                yield f"{what} of {of_tables.get(index, f'parameter group {index}')}", value, value_there
         for name, tensor in mine.items():
             yield f"group of parameter {name!r}", tensor.group, theirs[name].group
 

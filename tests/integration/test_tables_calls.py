@@ -100,7 +100,7 @@ def test_a_table_that_two_workers_declare_otherwise_is_refused_by_name(cluster: 
             ({"init": Normal(2.0)}, "init of table 'user'"),
             ({"updates": "catch_up"}, "updates of table 'user'"),
             ({"max_rows": 9}, "max_rows of table 'user'"),
-            ({"optimizer": SGD(lr=0.1)}, "optimizer of parameter group 0: adagrad in the job, sgd"),
+            ({"optimizer": SGD(lr=0.1)}, "optimizer of table 'user': adagrad in the job, sgd"),
             ({"name": "item"}, "table 'user': is in the job, is not in this worker's declaration"),
         ]:
             with psd_client.connect(servers, 1, 2) as second, pytest.raises(SpecMismatch, match=difference):
