@@ -244,7 +244,7 @@ class TableStore:
             raise ValueError(f"own: expected a rule if, and only if, the table's is {OWN!r}, which is {self.spec.rule!r}")
         if scalars.keys() != self._scalar_names:
             raise ValueError(f"scalars: expected {', '.join(self._scalars)}, got {', '.join(scalars)}")
-        numbers = tuple([float(scalars[name]) for name in self._scalars])
+        numbers = tuple(map(float, map(scalars.__getitem__, self._scalars)))
         values = as_values("grads", grads, len(ids), self.spec.dim)
         how: dict[str, Any] = {"scalars": numbers, "scale": scale, "distinct": distinct, "whole": False}
         if more is not None:

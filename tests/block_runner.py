@@ -13,7 +13,6 @@ import os
 import queue
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -21,6 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
+from free_ports import free_port
 from markdown_blocks import Block, blocks
 from source_tree import ROOT
 
@@ -43,13 +43,6 @@ with psd_client.connect(wait_timeout=30) as ps:
         params = ps.push_pull({"w": np.ones(8, np.float32)})
 """
 """train.py, where a page does not show one: a few steps, whatever its arguments."""
-
-
-def free_port() -> int:
-    """A TCP port that nobody uses now."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 class PageRunner:

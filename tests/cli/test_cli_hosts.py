@@ -13,6 +13,7 @@ from signal import SIGINT, SIGKILL, SIGTERM
 
 import pytest
 from commands import Process, processes
+from free_ports import free_port
 
 import psd
 from psd.cli import rendezvous
@@ -42,12 +43,6 @@ if sys.argv[1:] == ["wait"]:
     signal.pause()
 """
 """Says who it is; then ends, or waits to be ended."""
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 # -- what becomes of the job --------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from free_ports import free_port
 from name_server import HOST, NameServer
 
 import psd_client
@@ -60,8 +61,7 @@ def names(monkeypatch: pytest.MonkeyPatch) -> Iterator[AskedServer]:
 def life(tmp_path: Path) -> Iterator[Callable[..., ShardServer]]:
     """Starts a shard, or starts it again at another address, at the same port, once it has been stopped."""
     lives: list[ShardServer] = []
-    with socket.create_server((ADDRESSES[0], 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
 
     def start(host: str, index: int = 0, count: int = 1) -> ShardServer:
         state_dir = str(tmp_path / f"arena-{index}")

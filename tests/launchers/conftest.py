@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from commands import Process, processes
+from free_ports import free_port
 
 TIMEOUT_S = 120.0
 
@@ -39,13 +40,6 @@ with psd_client.connect() as ps:
 print("trained to", params["w"][0], params["w"][-1])
 """
 """So many steps, with a pause after each; makes a file when it trains. The mean gradient of two workers is 1.5."""
-
-
-def free_port() -> int:
-    """A TCP port that nobody uses now."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def wait_until(is_so: Callable[[], bool], what: str) -> None:

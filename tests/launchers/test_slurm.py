@@ -14,7 +14,8 @@ from signal import SIGCONT, SIGSTOP
 
 import pytest
 from commands import processes
-from conftest import free_port, is_open, parent, wait_until, worker_of
+from conftest import is_open, parent, wait_until, worker_of
+from free_ports import free_port
 
 PROGRAMS = ("slurmctld", "slurmd", "munged", "srun", "sbatch", "scontrol")
 

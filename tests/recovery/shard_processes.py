@@ -6,13 +6,13 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import grpc
+from free_ports import free_port
 
 from psd.v1 import control_pb2, control_pb2_grpc
 
@@ -27,8 +27,8 @@ class ShardProcess:
         self.index = index
         self.count = count
         self.directory = directory
-        self.address = f"{HOST}:0"
-        self.bulk_port = _free_port()
+        self.address = f"{HOST}:{free_port()}"
+        self.bulk_port = free_port()
         self._flags = flags
         self._process: subprocess.Popen[str] | None = None
 
@@ -106,11 +106,6 @@ class ShardProcess:
     def close(self) -> None:
         if self._process is not None:
             self.kill()
-
-
-def _free_port() -> int:
-    with socket.create_server((HOST, 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 def servers_of(shards: Sequence[ShardProcess]) -> str:

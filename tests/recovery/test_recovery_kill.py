@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from shard_processes import ShardProcess
 
 import psd_client
-from psd.contract.errors import SessionFenced
 from psd_client.worker.session import Session
 
 pytestmark = pytest.mark.process
@@ -97,7 +96,7 @@ def test_a_shard_that_is_killed_between_join_and_declaration_is_joined_anew(
         assert [f.result(60)["w"].tolist() for f in found] == [[-1.0] * 3] * 2
 
 
-def test_a_worker_that_is_fenced_before_it_declares_finds_the_run_that_others_have_begun(
+def test_a_worker_whose_shard_was_killed_before_it_declares_finds_the_run_that_others_have_begun(
     shard_processes: Callable[..., list[ShardProcess]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another worker has given the restarted shard its values, and reads them between the refusal and the new join."""
@@ -113,15 +112,15 @@ def test_a_worker_that_is_fenced_before_it_declares_finds_the_run_that_others_ha
         shard.start()
         other = connect(1)
         other.declare(initial, sgd)
-        rejoin = Session.rejoin
+        join_anew, joined = Session.join_anew, []
 
-        def rejoin_late(session: Session, error: SessionFenced) -> None:
-            other.pull()
-            rejoin(session, error)
+        def join_late(session: Session) -> None:
+            joined.append(other.pull())
+            join_anew(session)
 
-        monkeypatch.setattr(Session, "rejoin", rejoin_late)
+        monkeypatch.setattr(Session, "join_anew", join_late)
         ps.declare(initial, sgd)
         found = [pool.submit(w.push_pull, {"w": np.ones(3, np.float32)}) for w in (ps, other)]
 
         assert [f.result(60)["w"].tolist() for f in found] == [[-1.0] * 3] * 2
-        assert ps.stats()["rejoins"] == 1
+        assert len(joined) == 1

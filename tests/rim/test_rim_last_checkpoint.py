@@ -103,12 +103,20 @@ def test_shards_that_end_when_one_of_them_has_stored_half_a_cut_leave_no_half(
     running = cluster(2, checkpoint_dir=str(tmp_path), lease_s=600)
     first, second = (server.shard for server in running.shards)
 
+    has_counted, end_push = threading.Event(), first.exchange.end_push
+
+    def count(*args: Any) -> Any:
+        found = end_push(*args)
+        has_counted.set()
+        return found
+
     def refuse(header: data_pb2.PushHeader) -> None:
+        assert has_counted.wait(30)  # else the worker would have ended its call to the first shard
         raise InvalidRequest("the worker has died")
 
     with connected(running.servers, 0, 1, mode) as ps:
         first.cuts.learn(first.declared(), [data_pb2.Cut(id="half", step=1)])
-        second.exchange.begin_push = refuse  # type: ignore[assignment]
+        first.exchange.end_push, second.exchange.begin_push = count, refuse  # type: ignore[assignment, method-assign]
         with pytest.raises(InvalidRequest):
             ps.push({"w": np.ones(SIZE, np.float32)})
         assert running.shards[0]._checkpointer.await_written(30)

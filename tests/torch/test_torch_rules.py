@@ -120,8 +120,8 @@ def test_steps_count_updates_of_each_tensor(run_workers):
     ("rule", "change", "message"),
     [
         (optim.Adam, {"amsgrad": True}, r"param_groups\[0\]: amsgrad was off when the job was declared"),
-        (optim.Adam, {"betas": (0.9, 1.0)}, r"scalars\[0\]\.beta2: must be >= 0 and < 1, got 1.0"),
-        (optim.Adam, {"eps": -1e-8}, r"scalars\[0\]\.eps: must be >= 0"),
+        (optim.Adam, {"betas": (0.9, 1.0)}, r"param_groups\[0\]\.beta2: must be >= 0 and < 1, got 1.0"),
+        (optim.Adam, {"eps": -1e-8}, r"param_groups\[0\]\.eps: must be >= 0"),
         (optim.Adagrad, {"initial_accumulator_value": 1.0}, r"initial_accumulator_value was 0\.0 when the job was declared"),
     ],
 )

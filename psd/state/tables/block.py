@@ -221,11 +221,9 @@ class TablesBlock(Trained):
         self._clock = max(self._clock, clock)
         now = int(self._wall())
         following: dict[int, NDArray[np.uint64]] = {}
-        has_rounds = self._policy.has_rounds
         try:
             for number, partition in enumerate(self.partitions):
-                # It has the update if the process died before all had, or another one had no room.
-                if (partition.version > self.version) if has_rounds else self._counts(partition, update, clock):
+                if self._has(partition, update, clock):
                     continue
                 notes = following.get(id(partition.notes))
                 if notes is None:
@@ -266,9 +264,10 @@ class TablesBlock(Trained):
             self._window[rank] = session, clock + 1
         return min([partition.version for partition in self.partitions])
 
-    @staticmethod
-    def _counts(partition: Partition, update: Update, clock: int) -> bool:
-        """Without rounds: True if the partition counts the push."""
+    def _has(self, partition: Partition, update: Update, clock: int) -> bool:
+        """True if the update was written to this partition before the process died, or found no room in another one."""
+        if self._policy.has_rounds:
+            return partition.version > self.version
         ((rank, session),) = update.sessions.items()
         return partition.counted(rank) >= (session, clock + 1)
 
