@@ -33,6 +33,10 @@ from psd_client.lanes.wanted_rows import WantedRows
 AT_ONCE_BYTES_MAX = MESSAGE_BYTES_MAX - (1 << 20)
 """Limit of gradients or parameters in one message where no stream can be had."""
 
+BLOCKS_AT_ONCE_BYTES_MAX = 3 << 19
+"""Limit of the parameters of a push_pull over gRPC with one message each way; with more a stream is faster, since blocks
+overlap. Rows do not, and have the limit of a frame."""
+
 AHEAD_BYTES_MAX = 512 << 10
 """Limit of ids of rows that come with a push_pull: they stand in the head of its message."""
 
@@ -169,7 +173,9 @@ class ShardLane(Lane):
             if ahead is not None and part.feed is None:
                 rows = self._ahead(ahead, connection.places)
             reply = connection.transfer(message, part, part.answered, parameters, call, rows).push
-        elif part.is_complete_within(frames.FRAME_BYTES_MAX):  # a stream would cost more than it overlaps
+        elif part.is_complete_within(frames.FRAME_BYTES_MAX) and (
+            sum([block.nbytes for block in part.blocks]) <= BLOCKS_AT_ONCE_BYTES_MAX
+        ):
             if ahead is not None:
                 rows = self._ahead(ahead)
             small = self._channel.frame(f"{_DATA}PushPullSmall", self._small(part, rows), call)
