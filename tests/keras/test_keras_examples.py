@@ -74,11 +74,18 @@ def test_example_that_may_not_train_alone_says_how_to_start_it(script):
 def test_the_page_names_what_there_is():
     """Every option of psd's command lines and of the examples, and every file, that docs/migrating.md names."""
     page = (ROOT / "docs/migrating.md").read_text()
-    tensorflow_1 = {"--ps_hosts", "--worker_hosts", "--job_name", "--task_index", "--issync"}
+    of_others = {
+        "--ps_hosts",
+        "--worker_hosts",
+        "--job_name",
+        "--task_index",
+        "--issync",
+        "--nproc-per-node",
+    }  # the last: torchrun's
     known = "".join(run("-m", f"psd.cli.{name}", "--help").stdout for name in ("run", "server"))
     known += "".join(run(str(path), "--help", backend="torch").stdout for path in (ROOT / "examples").glob("keras_*.py"))
 
-    options = set(re.findall(r"--[a-z][a-z_-]+", page)) - tensorflow_1
+    options = set(re.findall(r"--[a-z][a-z_-]+", page)) - of_others
     files = re.findall(r"\]\(([^)#h][^)#]*)\)", page)
 
     assert len(options) > 10
