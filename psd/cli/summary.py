@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 
 from psd.cli.server import COUNTED_PATTERN
+from psd.watch.words import count_text
 
 
 class Summary:
@@ -71,4 +72,4 @@ class Summary:
 
     def _restarts(self, kind: str) -> str:
         count = sum(starts - 1 for (started, _), starts in self._starts.items() if started == kind)
-        return f"{count} {'restart' if count == 1 else 'restarts'} of {kind}s" if count else ""
+        return f"{count_text(count, 'restart')} of {kind}s" if count else ""

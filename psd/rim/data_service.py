@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
@@ -153,18 +153,14 @@ class DataService:
         first = _first_rows(requests, "pull")
         pull, counts_no_use = first.head.pull, first.head.counts_no_use
         waiter = Waiter(self._shard, context)
-        for answer in self._plane.pull_rows(pull, _rows(first, requests), waiter, counts_no_use=counts_no_use):
-            head, numbers = _rows_frame(answer)
-            yield frames.join(head, *numbers)
+        yield from _rows_frames(self._plane.pull_rows(pull, _rows(first, requests), waiter, counts_no_use=counts_no_use))
 
     def read_rows(self, requests: Iterator[Frame], context: grpc.ServicerContext) -> Iterator[bytes]:
         """See DataService.ReadRows."""
         del context
         with self.reading("ReadRows"):
             first = _first_rows(requests, "read")
-            for answer in self._plane.read_rows(first.head.read, _rows(first, requests)):
-                head, numbers = _rows_frame(answer)
-                yield frames.join(head, *numbers)
+            yield from _rows_frames(self._plane.read_rows(first.head.read, _rows(first, requests)))
 
     def push_pull_small(self, request: bytes, context: grpc.ServicerContext) -> bytes:
         """See DataService.PushPullSmall."""
@@ -268,6 +264,12 @@ def _rows(first: Frame, requests: Iterator[Frame]) -> RowsFrames:
         for field in ("pull", "read"):
             if frame.head.HasField(field):
                 raise InvalidRequest(f"{field}: stands on a frame that is not the first")
+
+
+def _rows_frames(answers: Iterable[PulledRows]) -> Iterator[bytes]:
+    for answer in answers:
+        head, numbers = _rows_frame(answer)
+        yield frames.join(head, *numbers)
 
 
 def _rows_frame(answer: PulledRows) -> tuple[bytes, list[NDArray[Any]]]:

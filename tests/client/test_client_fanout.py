@@ -48,6 +48,19 @@ def fail(error: BaseException) -> None:
     raise error
 
 
+def until_cancelled(ended: list[int]) -> Callable[[Scope], None]:
+    """An action that ends when it is cancelled, and notes it."""
+
+    def wait(scope: Scope) -> None:
+        try:
+            scope.sleep(60)
+        except Cancelled:
+            ended.append(1)
+            raise
+
+    return wait
+
+
 def test_run_when_all_end_then_gives_their_results_in_order(fan: Shards) -> None:
     """Whichever is the first."""
     first = threading.Event()
@@ -67,13 +80,7 @@ def test_run_when_one_fails_then_cancels_the_others_and_raises_the_first_cause(f
 def test_run_when_interrupted_then_cancels_the_others(fan: Shards, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C strikes the thread that waits for them."""
     ended: list[int] = []
-
-    def wait(scope: Scope) -> None:
-        try:
-            scope.sleep(60)
-        except Cancelled:
-            ended.append(1)
-            raise
+    wait = until_cancelled(ended)
 
     class Interrupted(shards.SimpleQueue):  # type: ignore[type-arg]
         def get(self, block: bool = True, timeout: float | None = None) -> Any:
@@ -95,13 +102,7 @@ def test_run_when_lanes_may_be_interrupted_then_makes_the_first_call_itself(
     monkeypatch.setattr(FakeLane, "is_interruptible", True, raising=False)
     here = threading.current_thread()
     ended: list[int] = []
-
-    def wait(scope: Scope) -> None:
-        try:
-            scope.sleep(60)
-        except Cancelled:
-            ended.append(1)
-            raise
+    wait = until_cancelled(ended)
 
     threads = fan.run(lambda lane, _: (lane.shard, threading.current_thread()), 60, is_bulk=True)
     assert [(shard, thread is here) for shard, thread in threads] == [(0, True), (1, False), (2, False)]

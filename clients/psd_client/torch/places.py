@@ -39,8 +39,9 @@ class Places:
         for number in numbers:
             kept, address = self._kept[number]
             if self._views[number].data_ptr() != address:
+                self._own.discard(id(self._views[number]))
                 self._views[number] = kept.detach()
-                self._own = {id(view) for view in self._views}
+                self._own.add(id(self._views[number]))
                 self._taken.discard(number)
 
     def put(self, number: int) -> None:

@@ -79,7 +79,7 @@ class RowTraffic:
     def take(self, wanted: Mapping[int, NDArray[Any]]) -> dict[int, NDArray[np.float32]]:
         """These rows, once, if all of them have come; else nothing."""
         for table, ids in wanted.items():
-            if self._ids.get(table) != ids.tobytes():
+            if table not in self._ids or self._ids[table] != ids.tobytes():  # where nothing has come no ids are copied
                 return {}
         found = {}
         for table, ids in wanted.items():
