@@ -99,8 +99,19 @@ def test_calls_are_few_at_a_time(
     """One more is refused instead of queued. On another connection: on the same one gRPC would let it wait."""
     shard = cluster(1, limits=Limits(calls=2)).shards[0]
     workers = [RawWorker(dial(shard.address), rank, 3) for rank in range(2)]
-    waiting = [worker.control.Barrier.future(worker.barrier_request("b"), timeout=TIMEOUT_S) for worker in workers]
-    eventually(lambda: len(shard.shard._core.waiting.open()) == 2, "two calls wait")
+    calls = shard.shard._core.waiting.open
+    waiting: list[grpc.Future] = []
+
+    def one_more_waits() -> bool:
+        """An ended call takes room for a moment after its answer, so that the next may be refused."""
+        if waiting[-1].done():
+            waiting[-1] = worker.control.Barrier.future(request, timeout=TIMEOUT_S)
+        return len(calls()) == len(waiting)
+
+    for worker in workers:
+        request = worker.barrier_request("b")
+        waiting.append(worker.control.Barrier.future(request, timeout=TIMEOUT_S))
+        eventually(one_more_waits, f"{len(waiting)} calls wait")
 
     assert RawStatus(dial(shard.address)).code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     for call in waiting:

@@ -44,6 +44,9 @@ OF_SHARDS = {
 IN_STATUS = {"updates": "rounds", "rounds": "version_max"}
 """Those that psdctl status has by another name."""
 
+LOGGED = 12
+"""Losses that `train` logs; a thread of each worker sends them when it can."""
+
 OF_TABLES = ("rows", "bytes", "reads", "hits")
 
 
@@ -154,8 +157,8 @@ def test_all_four_say_the_same_of_one_job(
             sampler = Sampler(Asker(parse_servers(started.servers), Credentials()))
 
         async with dashboard(Job) as address, aiohttp.ClientSession() as session:
-            found: dict[str, Any] = {"now": None}
-            while found["now"] is None or not found["curves"]:
+            found: dict[str, Any] = {"now": None, "curves": {}}
+            while found["now"] is None or len(found["curves"].get("loss", ())) < LOGGED:
                 async with session.get(f"{address}/api/job") as reply:
                     found = await reply.json()
             return found
