@@ -233,9 +233,10 @@ class ShardCore:
             return "The job goes on from --state-dir; to begin another one, remove that directory, or name another"
         return "All workers of a job declare the same; to begin another job, start other shards, as psd-run does each time"
 
-    def recover(self) -> bool:
-        """Go on with the job that an earlier process of this shard held; False if there is none."""
-        found = self.storage.recover()
+    def recover(self, can_go_back: Callable[[], bool]) -> bool:
+        """Go on with the job that an earlier process of this shard held; False if there is none, or if it is damaged and
+        `can_go_back`."""
+        found = self.storage.recover(can_go_back)
         if found is None:
             return False
         stored, arena = found

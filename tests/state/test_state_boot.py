@@ -8,7 +8,7 @@ import pytest
 from shard_driver import Driver
 
 from psd.contract.config import ConfigError, ServerConfig
-from psd.state.durability import storage
+from psd.state.durability import notes, storage
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def test_a_shard_that_has_ended_in_order_is_believed_on_any_machine(driver):
 def test_a_system_that_does_not_say_is_believed(driver):
     """Elsewhere than on Linux."""
     driver.boot_id.unlink()
-    (driver.shard._core.storage.directory / "boot").write_bytes(b"")
+    (driver.shard._core.storage.directory / "boot").unlink()
 
     driver.restart(*driver.seats)
 
@@ -77,9 +77,9 @@ def test_a_system_that_does_not_say_is_believed(driver):
 
 def test_orders_of_a_job_that_is_over_are_not_the_next_ones(tmp_path):
     """Its arena has gone; the directory is the operator's, and stays."""
-    (tmp_path / "orders").write_bytes(b"orders")
+    notes.write(tmp_path, "orders", b"orders")
     found = storage.Storage(ServerConfig(0, 1, state_dir=str(tmp_path)), None)
 
     assert found.load_orders() == b"orders"
-    assert found.recover() is None
+    assert found.recover(lambda: False) is None
     assert found.load_orders() == b""
