@@ -239,7 +239,14 @@ class ShardCore:
         found = self.storage.recover(can_go_back)
         if found is None:
             return False
-        stored, arena = found
+        try:
+            self._go_on(*found)
+        except BaseException:
+            self.storage.close(keep=True)
+            raise
+        return True
+
+    def _go_on(self, stored: storage_pb2.StoredJob, arena: Arena) -> None:
         spec = JobSpec.from_message(stored.spec)
         members = self.new_members(spec.world_size)
         for rank in range(spec.world_size):
@@ -279,7 +286,6 @@ class ShardCore:
             with self.lock:
                 self.orders.restore(self.storage.load_orders())
             self.client_states.recover(self.storage.load_client_states())
-        return True
 
     def _job(
         self,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import socket
 
 import pytest
 from shard_driver import Driver
 
 from psd.contract.config import ConfigError, ServerConfig
+from psd.rim.server import ShardServer
 from psd.state.durability import notes, storage
 
 
@@ -63,6 +65,31 @@ def test_a_shard_that_has_ended_in_order_is_believed_on_any_machine(driver):
     driver.boot_id.write_text("third\n")
     with pytest.raises(ConfigError, match="the machine went down"):
         driver.restart()
+
+
+def test_a_shard_that_could_not_start_leaves_what_the_one_before_had_left_in_order(driver):
+    """It has had the files in use for a moment. If the machine goes down then, they are believed all the same."""
+    driver.shard.close(keep=True)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        config = dataclasses.replace(driver.config, listen=f"127.0.0.1:{taken.getsockname()[1]}")
+        with pytest.raises(OSError, match="cannot bind"):
+            ShardServer(config).start()
+    driver.boot_id.write_text("second\n")
+
+    driver.restart(*driver.seats)
+
+    assert driver.shard.is_recovered
+
+
+def test_a_shard_that_could_not_go_on_leaves_what_the_one_before_had_left_in_order(driver, tmp_path):
+    """The same, where it is a note that makes no sense: that is what is said, and not that the machine went down."""
+    notes.write(tmp_path / "state", "barriers", b"no such message")
+    driver.shard.close(keep=True)
+
+    for boot in ("first", "second"):
+        driver.boot_id.write_text(f"{boot}\n")
+        with pytest.raises(ConfigError, match=r"state: .*; this shard cannot go on with it"):
+            driver._start()
 
 
 def test_a_system_that_does_not_say_is_believed(driver):

@@ -134,14 +134,18 @@ class Storage:
             # Else the process died before the job had its values; nobody can have built on it.
             arena.close(remove=True)
             return None
-        self.arena = arena
         try:
             self._note_boot(StoredBoot(boot_id=_boot_id()))  # before anything changes
-            if has_grown:
-                stored, arena = stored.grown_from, self.shrink()
         except PsdError as error:
             arena.close(remove=False)
             raise ConfigError(f"--state-dir: {error}") from error
+        self.arena = arena
+        if has_grown:
+            try:
+                stored, arena = stored.grown_from, self.shrink()
+            except PsdError as error:
+                self.close(keep=True)
+                raise ConfigError(f"--state-dir: {error}") from error
         return stored, arena
 
     def check_usable(self) -> None:
@@ -335,12 +339,10 @@ class Storage:
 
     @contextlib.contextmanager
     def taking_over(self) -> Iterator[None]:
-        """Inside, what lies beside the arena that was found is read. If it cannot be, the arena is closed: ConfigError."""
+        """Inside, what lies beside the arena that was found is read. If it cannot be: ConfigError."""
         try:
             yield
         except (ArenaError, OSError, DecodeError, ValueError) as error:
-            if self.arena is not None:
-                self.arena.close(remove=False)
             place = "" if isinstance(error, (ArenaError, OSError)) else f"{self.directory}: "
             raise ConfigError(f"--state-dir: {place}{error}; {_CANNOT_GO_ON}") from error
 
