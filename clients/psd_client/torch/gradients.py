@@ -70,7 +70,8 @@ class Gradients:
         self._may_view = [
             is_alike(p, view) and not self._in_background for p, view in zip(self._parameters, self._views, strict=True)
         ]
-        self._places = Places(self._parameters, self._views, buffers.spaces)
+        arrays = [buffers.views[i] for i in declaration.trained]
+        self._places = Places(self._parameters, self._views, arrays, buffers.spaces)
         self._is_syncing = True
         self._push: _Push | None = None
         self._going_on: _Push | None = None  # of the step before

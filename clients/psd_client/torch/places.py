@@ -2,8 +2,8 @@
 
 A parameter's `.grad` is a view of its own place in the buffer, once a hook has put it there; the program may then give it to
 another parameter, or to several. Before anything is written to such a place, what was moved becomes memory of its own. The
-program may also give the view itself other memory, by `.grad.data =`, or by `model.half()`, which does so: the place then gets
-another view.
+program may also give the view itself other memory, by `.grad.data =`, or by `model.half()`, which does so, or move the memory
+of all tensors that share it, by `model.share_memory()` or a queue of torch.multiprocessing: the place then gets another view.
 
 Must not know shards, pushes or hooks.
 """
@@ -16,18 +16,27 @@ from typing import Any
 import torch
 from numpy.typing import NDArray
 
+from psd_client.torch.parameters import as_tensor
+
 
 class Places:
     """The places of some parameters' gradients.
 
     Args:
-        views: of the buffer, one for each parameter; renewed here. spaces: the buffer's memory.
+        views: of the buffer, one for each parameter; renewed here. arrays: the same of NumPy, which no program has in its
+            hands. spaces: the buffer's memory.
     """
 
-    def __init__(self, parameters: Sequence[torch.Tensor], views: list[torch.Tensor], spaces: Sequence[NDArray[Any]]) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[torch.Tensor],
+        views: list[torch.Tensor],
+        arrays: Sequence[NDArray[Any]],
+        spaces: Sequence[NDArray[Any]],
+    ) -> None:
         self._parameters = parameters
         self._views = views
-        self._kept = [(view.detach(), view.data_ptr()) for view in views]  # what no program has in its hands
+        self._kept = [(array, view.data_ptr()) for array, view in zip(arrays, views, strict=True)]
         self._own = {id(view) for view in views}
         self._taken: set[int] = set()  # places that are, or may be, somebody's gradient
         self._moved: list[torch.Tensor] = []  # gradients that were in the buffer, and now are not
@@ -37,10 +46,10 @@ class Places:
     def renew(self, numbers: Iterable[int]) -> None:
         """Make new views of the places whose views have got other memory."""
         for number in numbers:
-            kept, address = self._kept[number]
+            array, address = self._kept[number]
             if self._views[number].data_ptr() != address:
                 self._own.discard(id(self._views[number]))
-                self._views[number] = kept.detach()
+                self._views[number] = as_tensor(array)
                 self._own.add(id(self._views[number]))
                 self._taken.discard(number)
 
