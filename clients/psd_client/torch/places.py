@@ -4,12 +4,15 @@ A parameter's `.grad` is a view of its own place in the buffer, once a hook has 
 another parameter, or to several. Before anything is written to such a place, what was moved becomes memory of its own. The
 program may also give the view itself other memory, by `.grad.data =`, or by `model.half()`, which does so, or move the memory
 of all tensors that share it, by `model.share_memory()` or a queue of torch.multiprocessing: the place then gets another view.
+So it does when the program has kept a gradient, and the parameter has none any more, or another one: what was kept gets memory
+of its own.
 
 Must not know shards, pushes or hooks.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -17,6 +20,9 @@ import torch
 from numpy.typing import NDArray
 
 from psd_client.torch.parameters import as_tensor
+
+_REFERENCES = 2
+"""Number of references to a view that nobody else holds: that of the list, and the argument of the function that counts."""
 
 
 class Places:
@@ -67,13 +73,13 @@ class Places:
             self._taken.add(number)
 
     def clear(self, number: int) -> None:
-        """Remove another parameter's gradient from a parameter's place."""
+        """Remove another parameter's gradient, or one that the program has kept, from a parameter's place."""
         if number in self._taken and self._parameters[number].grad is not self._views[number]:
             self.part()
 
     @torch.no_grad()
     def part(self) -> None:
-        """Remove gradients from the places of other parameters."""
+        """Remove from all places the gradients of other parameters, and those that the program has kept."""
         taken: set[int] = set()
         apart: dict[int, torch.Tensor] = {}
         for number, (parameter, view) in enumerate(zip(self._parameters, self._views, strict=True)):
@@ -82,9 +88,14 @@ class Places:
                 taken.add(number)
             elif gradient is not None and (id(gradient) in self._own or self.has(gradient)):
                 apart[id(gradient)] = gradient.clone()
-        self._taken = taken
+        left, self._taken = self._taken - taken, taken
         if apart or self._moved:
             self._part(apart)
+        del parameter, view, gradient  # which hold one of the views
+        for number in left:
+            if sys.getrefcount(self._views[number]) > _REFERENCES:
+                self._views[number].data = self._views[number].clone()
+                self.renew((number,))
 
     def _part(self, apart: dict[int, torch.Tensor]) -> None:
         """Replace gradients, by their id, wherever they are."""
