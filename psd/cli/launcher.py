@@ -76,7 +76,8 @@ class Launcher:
         self._addresses: dict[int, str] = {}
         names = [str(name) for name in sorted(name for node in range(places.nodes) for name in places.names(node))]
         descriptors.allow(2 * len(names) + DESCRIPTORS_BESIDE)  # the output of each process, and its log file
-        output, self._errors = WholeWriter(sys.stdout), WholeWriter(sys.stderr)
+        self._wakeups: Wakeups | None = None
+        output, self._errors = (WholeWriter(stream, self._is_told_to_end) for stream in (sys.stdout, sys.stderr))
         colour = not os.environ.get("NO_COLOR")
         self._prefixes = Prefixes(["psd-run", *names], colour=colour and is_terminal(output))
         self._own_prefixes = Prefixes(["psd-run", *names], colour=colour and is_terminal(self._errors))
@@ -90,8 +91,8 @@ class Launcher:
     def run(self) -> int:
         """Run the job to its end; returns psd-run's exit status."""
         started_at = time.monotonic()
-        with Wakeups(JOB_SIGNALS) as wakeups:
-            self._selector.register(wakeups, selectors.EVENT_READ, functools.partial(self._read_signals, wakeups))
+        with Wakeups(JOB_SIGNALS) as self._wakeups:
+            self._selector.register(self._wakeups, selectors.EVENT_READ, functools.partial(self._read_signals, self._wakeups))
             try:
                 self._begin()
                 while self._policy.phase is not Phase.ENDED:
@@ -152,6 +153,10 @@ class Launcher:
                 self.on_signal(signum, self._own_signals)
         if signal.SIGCHLD in signums and self._processes is not None:  # one byte may stand for several
             self._processes.reap()
+
+    def _is_told_to_end(self) -> bool:
+        """True if a signal has come that ends the job, handled or not: the loop may be held up by a reader of the output."""
+        return self._signals > 0 or (self._wakeups is not None and self._wakeups.has_told(signal.SIGCHLD))
 
     def on_nodes_ready(self, plan: Plan, address: str) -> None:
         """Begin, as all hosts are ready.
