@@ -8,7 +8,6 @@ Decides nothing about the job itself.
 
 from __future__ import annotations
 
-import errno
 import functools
 import os
 import re
@@ -31,7 +30,7 @@ from psd.cli.policy import Action, JobPolicy, Name, Phase, Say, Send
 from psd.cli.server import DONE_PATTERN, LAST_CHECKPOINT_PATTERN, STORED_PATTERN
 from psd.cli.state import shard_path
 from psd.cli.summary import Summary
-from psd.cli.terminal import WholeWriter
+from psd.cli.terminal import NO_ROOM, WholeWriter, discard
 from psd.cli.wakeups import JOB_SIGNALS, Wakeups
 from psd.contract.config import ConfigError
 from psd.contract.launching import READY_PATTERN
@@ -40,9 +39,6 @@ _LOOPBACK = "127.0.0.1"
 
 CHECKPOINTS_TOLD = 16
 """Last checkpoints that a shard has told of: another one's news of them may come later than that of the next."""
-
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""Errors of a file that cannot grow at present. No reader has gone, who would not want the job to go on."""
 
 Meet = Callable[[selectors.BaseSelector, "Launcher"], Gathering]
 """Starts the meeting with other hosts; what comes of it is told to the launcher."""
@@ -304,13 +300,11 @@ class Launcher:
             else:
                 self._display.redraw(time.monotonic())
         except OSError as error:
-            if error.errno in _NO_ROOM:
+            if error.errno in NO_ROOM:
                 if not self._has_no_room:
                     self._has_no_room = True
                     self.say(f"cannot write the output: {error.strerror}; the job goes on, and what has no room is lost")
                 return
             self._reader_is_gone = True  # psd-run | head, or a terminal that has been closed
-            nowhere = os.open(os.devnull, os.O_WRONLY)  # takes Python's own flush at exit
-            os.dup2(nowhere, sys.stdout.fileno())
-            os.close(nowhere)
+            discard(sys.stdout)
             self._perform(self._policy.on_signal(signal.SIGPIPE, time.monotonic()))

@@ -5,6 +5,7 @@ given, whatever the locale, and whoever has opened them.
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import os
 import select
@@ -16,6 +17,9 @@ from typing import TextIO
 from google.protobuf.message import Message
 
 from psd.contract.printable import printable, printable_lines
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Errors of a file that cannot grow at present. No reader has gone, who would not want anything any more."""
 
 ROOM_S = 5.0
 """Seconds without any room until a process that is told to end no longer waits for whoever reads its output."""
@@ -39,6 +43,13 @@ def prepare_streams() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+
+
+def discard(stream: TextIO) -> None:
+    """Have a stream lead nowhere that could not be written to: at exit Python would fail to flush it, and change the status."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
 
 
 class WholeWriter:
@@ -85,8 +96,9 @@ class WholeWriter:
 
 
 def show(text: str, *, is_error: bool = False) -> None:
-    """Print lines, on standard output or standard error."""
-    print(printable_lines(text), file=sys.stderr if is_error else sys.stdout, flush=True)
+    """Print lines, on standard output or standard error; that the latter cannot be written to, nobody could be told."""
+    with contextlib.suppress(OSError) if is_error else contextlib.nullcontext():
+        print(printable_lines(text), file=sys.stderr if is_error else sys.stdout, flush=True)
 
 
 def make_printable(message: Message) -> None:

@@ -76,6 +76,25 @@ def test_job_when_the_disk_of_its_output_is_full_then_it_goes_on(tmp_path):
 
 
 @pytest.mark.process
+@pytest.mark.parametrize(
+    ("command", "status"),
+    [
+        (["psd.cli.server", "--shard", "0/1", "--listen", "127.0.0.1:0", "--exit-on-eof"], 0),
+        (["psd.cli.ctl", "status", "--servers", "127.0.0.1:1", "--timeout", "0.2"], 1),
+    ],
+)
+def test_command_when_the_disk_of_its_output_is_full_then_it_says_so_and_ends_as_it_would(command, status):
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", *command], stdin=subprocess.DEVNULL, stdout=full, stderr=subprocess.PIPE, check=False
+        )
+
+    assert done.returncode == status
+    assert b"No space left on device" in done.stderr
+    assert b"Traceback" not in done.stderr
+
+
+@pytest.mark.process
 def test_job_when_no_standard_stream_is_open_then_it_runs(tmp_path):
     job = subprocess.run(
         ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *RUN, "--log-dir", tmp_path, "--", "sh", "-c", "echo done; exit 3"],
