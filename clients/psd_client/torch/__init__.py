@@ -251,7 +251,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
     @overload
     def step(self, closure: Callable[[], float], *, batch_size: float | None = None, grad_scaler: None = None) -> float: ...
     @uncompiled
-    @torch.no_grad()
     def step(
         self,
         closure: Callable[[], float] | None = None,
@@ -294,6 +293,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._groups.schedule.on_optimizer_step()
         return loss
 
+    @torch.no_grad()
     def _exchange(self, size: float, grad_scaler: GradScaler | None) -> None:
         """Push the gradients, and pull into the model."""
         torch_amp.check(grad_scaler, self, self.ps.nan_policy)
@@ -406,7 +406,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._groups.take_over(self)
 
     def keep_schedule(self, given: LRScheduler, every: int) -> DistributedScheduler:
-        """See `scheduler`, which calls this."""
+        """Keep a schedule at the job's clock, for `scheduler`; not for programs."""
         connection = self.ps
         return self._groups.keep(given, lambda: connection.clock, every)
 
