@@ -55,6 +55,10 @@ def local(shards: int = 1, workers: int = 1) -> LocalCluster:
 
     A context manager: at its end, and with this process however that ends, the shards end, and what they held is gone.
 
+    Args:
+        shards: number of shards.
+        workers: number of workers that each `run` starts.
+
     Raises:
         ConfigError: a number is wrong. ShardUnavailable: a shard could not be started.
     """

@@ -115,9 +115,10 @@ def distribute(
         buffers: whose buffers checkpoints, exports and readers have, such as BatchNorm's running statistics: of those in the
             model's state_dict. "first": those of the first worker that is there. "mean": the mean over all workers, of integers
             the first one's. "local": nobody's. Each worker computes with its own, which begin as the job's.
+        connect_args: servers, rank, world_size and so on, of psd_client.connect.
 
     Raises:
-        TypeError: an optimizer that is not supported yet, or arguments that exclude each other.
+        TypeError: an optimizer that psd does not have, or arguments that exclude each other.
         InvalidRequest, InvalidTensor: an option or a parameter that psd cannot train; the message names it.
         SpecMismatch: another worker has declared something else.
     """
