@@ -152,22 +152,7 @@ def _plan(
         **for_workers,
     }
 
-    options = {
-        "--run-id": run_id,
-        "--lease": args.lease_s,
-        # A job that is to end is ended here, with the status of the worker that has failed; the others wait meanwhile.
-        "--on-worker-failure": "continue" if args.on_worker_failure == "continue" else "wait",
-        "--grace": args.grace_s,
-        "--max-workers": max(args.workers, Limits().workers_max),
-        "--log-level": args.log_level,
-        **{flag_of(name): value for name, value in values(args, CHECKPOINT_OPTIONS).items()},
-    }
-    shard_flags = ["--exit-when-done", *(f"{name}={value}" for name, value in options.items())]
-    shard_flags += ["--parameters-only"] if args.parameters_only else []
-    shard_flags += ["--insecure"] if args.insecure else []
-    for name in ("tls_cert", "tls_key", "token_file"):
-        shard_flags += [f"{flag_of(name)}={getattr(args, name)}"] if getattr(args, name) else []
-    shard_flags += [f"--rule={rule}" for rule in args.rules] + [f"--rule-dir={_module_dir(words)}"]
+    shard_flags = _shard_flags(args, run_id, words)
 
     def worker_environ(rank: int, servers: Sequence[str]) -> dict[str, str]:
         who = {"PSD_RANK": str(rank), "RANK": str(rank), "LOCAL_RANK": str(rank - first)}
@@ -201,6 +186,26 @@ def _plan(
         shard_environ=shared,
         worker_environ=worker_environ,
     )
+
+
+def _shard_flags(args: argparse.Namespace, run_id: str, words: Sequence[str]) -> list[str]:
+    """Options of psd-server that all shards share."""
+    options = {
+        "--run-id": run_id,
+        "--lease": args.lease_s,
+        # A job that is to end is ended here, with the status of the worker that has failed; the others wait meanwhile.
+        "--on-worker-failure": "continue" if args.on_worker_failure == "continue" else "wait",
+        "--grace": args.grace_s,
+        "--max-workers": max(args.workers, Limits().workers_max),
+        "--log-level": args.log_level,
+        **{flag_of(name): value for name, value in values(args, CHECKPOINT_OPTIONS).items()},
+    }
+    flags = ["--exit-when-done", *(f"{name}={value}" for name, value in options.items())]
+    flags += ["--parameters-only"] if args.parameters_only else []
+    flags += ["--insecure"] if args.insecure else []
+    for name in ("tls_cert", "tls_key", "token_file"):
+        flags += [f"{flag_of(name)}={getattr(args, name)}"] if getattr(args, name) else []
+    return [*flags, *(f"--rule={rule}" for rule in args.rules), f"--rule-dir={_module_dir(words)}"]
 
 
 def _ray_options(args: argparse.Namespace) -> dict[str, Any]:

@@ -113,7 +113,7 @@ anybody on the network path can read and change everything, tokens included. So 
 requires TLS, or --insecure. A token file has lines such as
   worker 3f786850e387550fdab836ed7e6dc881      what training needs
   reader 89e6c98d92887913cadf06b2adb97f26      describe, status, read
-  admin  fac1ba4e4b1b2dc7a3e6a3e9d6a5b1c0      everything, also checkpoints on demand
+  admin  fac1ba4e4b1b2dc7a3e6a3e9d6a5b1c0      everything, also checkpoints and orders by psdctl
 A role may have several lines, so that tokens can be changed. A client's own token is in a file of its own,
 named by PSD_TOKEN_FILE.
 
