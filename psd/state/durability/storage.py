@@ -6,7 +6,8 @@ it is a private one in memory (/dev/shm), removed at the end; what killed shards
 
 The kernel keeps what a killed process has written. A machine that goes down keeps some pages of it and not others; when it, or
 another machine that has taken over the disk, comes up, the arena would look whole and be of several moments. So a note says in
-which life of the machine the arena is in use, or that it was closed in order.
+which life of the machine the arena is in use, or that it was closed in order, with the seals of all files (seals.py), which are
+checked before a byte is used.
 
 What cannot be written for lack of room is refused by name, and is as it was, here and in the directory; the same call succeeds
 when there is room again.
