@@ -178,6 +178,7 @@ class Shard:
             progress=self.schedule.progress,
             has_blocks=job.trained_count > 0,
             timeline=self._core.timeline,
+            push_ids_max=self._core.config.limits.push_ids_max,
         )
 
     def begin_read(self, request: data_pb2.ReadRequest, done: Done) -> Snapshot:
