@@ -37,7 +37,7 @@ from psd.cli.arguments import (
     values,
     whole_number,
 )
-from psd.cli.terminal import prepare_streams
+from psd.cli.terminal import discard, prepare_streams
 from psd.cli.wakeups import FIRST_WORD, Wakeups
 from psd.contract.config import ON_WORKER_FAILURE, ConfigError, Limits, ServerConfig, parse_shard
 from psd.contract.environment import crash_point
@@ -64,7 +64,7 @@ FINAL_CHECKPOINT_S_MAX = 3600.0
 """Seconds to store the parameters of a job that is done. Only a store that does not answer takes as long."""
 
 STORE_PATIENCE_S = 5.0
-"""Seconds at the start for the place of the checkpoints to be tried, and read, until that is said."""
+"""Seconds at the start for the shard's files to be read, and the place of the checkpoints tried, until that is said."""
 
 DONE_GRACE_S = 1.0
 """Grace in seconds after the last worker has left, when only its own last reply and a psdctl can still be under way."""
@@ -96,11 +96,11 @@ examples:
 When the shard serves, it prints one line on standard output, and its gRPC health status is SERVING:
   psd-server: shard 0/2 ready at 127.0.0.1:7000
 
-SIGTERM or SIGINT drains it, within --grace: with --checkpoint-dir it takes a last checkpoint, for half of
-that time while workers train; then new requests are refused, waiting ones end with the error Draining, and
-running ones may finish. If the workers did not train up to the checkpoint, shards that end together store
-what they hold, if that is of one round. A second signal ends it at once. SIGUSR1 says that the job is about
-to end: the shard takes the last checkpoint at once, says so, and serves on.
+SIGTERM, SIGINT or SIGHUP (without nohup) drains it, within --grace: with --checkpoint-dir it takes a last
+checkpoint, for half of that time while workers train; then new requests are refused, waiting ones end with
+the error Draining, and running ones may finish. If the workers did not train up to the checkpoint, shards
+that end together store what they hold, if that is of one round. A second signal ends it at once. SIGUSR1 says
+that the job is about to end: the shard takes the last checkpoint at once, says so, and serves on.
 
 Without --state-dir the parameters are gone when the process ends. With it they stay, even after kill -9,
 and the same command continues with them: workers wait for the shard and repeat unanswered requests. They
@@ -113,14 +113,14 @@ anybody on the network path can read and change everything, tokens included. So 
 requires TLS, or --insecure. A token file has lines such as
   worker 3f786850e387550fdab836ed7e6dc881      what training needs
   reader 89e6c98d92887913cadf06b2adb97f26      describe, status, read
-  admin  fac1ba4e4b1b2dc7a3e6a3e9d6a5b1c0      everything, also checkpoints on demand
+  admin  fac1ba4e4b1b2dc7a3e6a3e9d6a5b1c0      everything, also checkpoints and orders by psdctl
 A role may have several lines, so that tokens can be changed. A client's own token is in a file of its own,
 named by PSD_TOKEN_FILE.
 
 exit status:
   0     drained after a signal, or done (--exit-when-done)
   1     failed: the address cannot be bound, --state-dir holds something else or is damaged,
-        --checkpoint-dir cannot be written to, a --rule cannot be imported, a file of certificates or
+        --state-dir or --checkpoint-dir cannot be written to, a --rule cannot be imported, a file of certificates or
         tokens cannot be used, the drain does not end, or a defect, with a traceback
   2     the options are wrong
   74    ended in order, but the latest checkpoint could not be stored
@@ -287,7 +287,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Serve until told to end; returns the exit status."""
     prepare_streams()
     config, log_settings = parse(argv)
-    with Wakeups([signal.SIGTERM, signal.SIGINT, LAST_CHECKPOINT_SIGNAL]) as wakeups:
+    with Wakeups([signal.SIGTERM, signal.SIGINT, signal.SIGHUP, LAST_CHECKPOINT_SIGNAL]) as wakeups:
         if config.exit_on_eof:
             threading.Thread(target=_watch_input, args=(wakeups,), daemon=True).start()
         say = logs.configure("psd-server", log_settings, shard=config.shard_index)
@@ -298,9 +298,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Only here: gRPC takes a while to load, and wrong options should be reported at once.
         from psd.rim.server import ShardServer
 
-        patience = threading.Timer(STORE_PATIENCE_S, say, ["psd-server: still trying, or reading, --checkpoint-dir"])
+        patience = threading.Timer(
+            STORE_PATIENCE_S, say, ["psd-server: still reading --state-dir, or trying or reading --checkpoint-dir"]
+        )
         patience.daemon = True
-        if config.checkpoint_dir:
+        if config.checkpoint_dir or config.state_dir:
             patience.start()
         try:
             server = ShardServer(config, crash_point=crash_point())
@@ -310,7 +312,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             return EXIT_FAILURE
         finally:
             patience.cancel()
-        print(f"psd-server: shard {config.shard_index}/{config.shard_count} ready at {server.address}", flush=True)
+        try:
+            print(f"psd-server: shard {config.shard_index}/{config.shard_count} ready at {server.address}", flush=True)
+        except OSError as error:  # whoever wants to know can ask for its health
+            say(f"psd-server: cannot write to standard output: {error.strerror}; serving all the same")
+            discard(sys.stdout)
         return _serve(server, config, wakeups, say)
 
 

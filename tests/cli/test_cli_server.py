@@ -4,7 +4,7 @@ import json
 import platform
 import re
 import resource
-from signal import SIGINT, SIGTERM
+from signal import SIGHUP, SIGINT, SIGTERM
 
 import grpc
 import pytest
@@ -182,7 +182,7 @@ def test_server_when_it_is_to_log_json_then_every_line_of_the_log_is_an_object(s
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("signum", [SIGTERM, SIGINT])
+@pytest.mark.parametrize("signum", [SIGHUP, SIGINT])
 def test_server_when_signalled_then_it_drains_and_ends_with_status_0(start, signum):
     server, _ = ready(start)
 
