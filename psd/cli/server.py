@@ -65,7 +65,7 @@ FINAL_CHECKPOINT_S_MAX = 3600.0
 """Seconds to store the parameters of a job that is done. Only a store that does not answer takes as long."""
 
 STORE_PATIENCE_S = 5.0
-"""Seconds at the start for the place of the checkpoints to be tried, and read, until that is said."""
+"""Seconds at the start for the shard's files to be read, and the place of the checkpoints tried, until that is said."""
 
 DONE_GRACE_S = 1.0
 """Grace in seconds after the last worker has left, when only its own last reply and a psdctl can still be under way."""
@@ -121,7 +121,7 @@ named by PSD_TOKEN_FILE.
 exit status:
   0     drained after a signal, or done (--exit-when-done)
   1     failed: the address cannot be bound, --state-dir holds something else or is damaged,
-        --checkpoint-dir cannot be written to, a --rule cannot be imported, a file of certificates or
+        --state-dir or --checkpoint-dir cannot be written to, a --rule cannot be imported, a file of certificates or
         tokens cannot be used, the drain does not end, or a defect, with a traceback
   2     the options are wrong
   74    ended in order, but the latest checkpoint could not be stored
@@ -296,9 +296,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         descriptors.allow(DESCRIPTORS_PER_WORKER * config.limits.workers_max + DESCRIPTORS_BESIDE)
 
         os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # or each stranger's handshake that fails writes to the log
-        patience = threading.Timer(STORE_PATIENCE_S, say, ["psd-server: still trying, or reading, --checkpoint-dir"])
+        patience = threading.Timer(
+            STORE_PATIENCE_S, say, ["psd-server: still reading --state-dir, or trying or reading --checkpoint-dir"]
+        )
         patience.daemon = True
-        if config.checkpoint_dir:
+        if config.checkpoint_dir or config.state_dir:
             patience.start()
         try:
             server, heard = _start(config, wakeups, say)

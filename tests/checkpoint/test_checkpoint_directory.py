@@ -59,6 +59,13 @@ def test_directory_when_the_url_is_none_that_can_be_used_then_says_why():
     assert "secret" not in str(raised.value)
 
 
+def test_directory_when_its_path_has_odd_characters_then_it_is_the_one_that_was_named(tmp_path):
+    for name in ("run::1", "run::2", "a b", "#?*[1]", "50%20", "ü", "a:b", "a@b", "-x"):
+        CheckpointDirectory(f"{tmp_path}/{name}").storage.write("there", "file", [name.encode()])
+
+        assert (tmp_path / name / "there" / "file").read_text() == name
+
+
 @pytest.mark.parametrize("url", ["{}/made/anew", "memory://checked"])
 def test_check_when_the_place_takes_files_then_nothing_is_left_of_it(tmp_path, url):
     directory = CheckpointDirectory(url.format(tmp_path))

@@ -67,6 +67,14 @@ def test_matrix_when_rows_are_shared_by_shards_then_pulls_and_adds_see_whole_row
         np.testing.assert_array_equal(counts.pull_rows(rows), expected[rows])
         np.testing.assert_array_equal(counts.pull(indices=places), expected[places])
         assert counts.pull_rows([]).shape == (0, 100)
+
+        counts.fill(0)
+        counts.put([2_200_000_000, 2_200_000_000, -1], 0)  # their squares add up to a number between 2**63 and 2**64
+        ones = ps.matrix("ones", rows=200, cols=100, dtype="int64")
+        ones.put([-1], 0)
+        with ps.batch() as batch:
+            gram = batch.gram([counts, ones])
+        assert gram.value.tolist() == [[2 * 2_200_000_000**2 + 1, -2_200_000_000], [-2_200_000_000, 1]]
         assert isinstance(ps.vectors["counts"], psd_client.Matrix)
 
 

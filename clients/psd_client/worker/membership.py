@@ -55,14 +55,16 @@ class Memberships:
     """The present membership of a worker, and the one that it is about to get: leases run from the first shard's answer on.
 
     Attributes:
-        on_joining: called when there is a new one, whose leases are to be renewed.
+        on_joining: called when there is a new one, whose leases are to be renewed. on_restart: called when another life of a
+            shard has taken over the session; from any thread.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._held: JobMembership | None = None
         self._joining: JobMembership | None = None
-        self.on_joining: Callable[[], None] = _nothing
+        self.on_joining: Callable[[], None] = nothing
+        self.on_restart: Callable[[], None] = nothing
 
     @property
     def latest(self) -> JobMembership | None:
@@ -125,7 +127,10 @@ class Memberships:
         with self._lock:
             before = (self._held, self._joining)
             self._held, self._joining = changed(self._held), changed(self._joining)
-            return before != (self._held, self._joining)
+            has_changed = before != (self._held, self._joining)
+        if has_changed:
+            self.on_restart()
+        return has_changed
 
     def end(self) -> Callable[[int], JobMembership | None]:
         """Leave: drop both memberships. Returns as whom each shard has known the worker last."""
@@ -139,5 +144,5 @@ class Memberships:
         return known_as
 
 
-def _nothing() -> None:
-    pass
+def nothing() -> None:
+    """Do nothing: `on_joining` and `on_restart` unless they are set."""

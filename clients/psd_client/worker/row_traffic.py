@@ -73,8 +73,12 @@ class RowTraffic:
 
     def came(self, ahead: PullAhead) -> None:
         """Keep what has come of it, which is all."""
-        self._ids, self._wanted = {table: ids.tobytes() for table, ids in self._wanted.items()}, {}
+        self._ids = {table: ids.tobytes() for table, ids in self._wanted.items()}
         self._rows = ahead.pull.results()
+
+    def want_nothing(self) -> None:
+        """Note that a push_pull has ended: the next one is asked for no rows of this one's, whether they have come or not."""
+        self._wanted = {}
 
     def take(self, wanted: Mapping[int, NDArray[Any]]) -> dict[int, NDArray[np.float32]]:
         """These rows, once, if all of them have come; else nothing."""
