@@ -31,6 +31,7 @@ from psd_core.vector_operations import DTYPES, STRIPE, Operation, extent
 
 __all__ = [
     "CRASH_POINTS",
+    "LOG_NAME",
     "WINDOW",
     "BatchForgotten",
     "BatchName",

@@ -15,7 +15,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, NoReturn
 
 from psd.cli import descriptors, logs, malloc
 from psd.cli.arguments import (
@@ -75,7 +76,7 @@ DRAIN_SLACK_S = 5.0
 DESCRIPTORS_PER_WORKER, DESCRIPTORS_BESIDE = 4, 1024
 """Descriptors to ask for: more than the server accepts connections."""
 
-_DONE, _DRAINED, _FAILED, _ALONE = range(FIRST_WORD, FIRST_WORD + 4)  # what the threads say to the main one
+_STARTED, _DONE, _DRAINED, _FAILED, _ALONE = range(FIRST_WORD, FIRST_WORD + 5)  # what the threads say to the main one
 
 _USAGE = "psd-server --shard INDEX/COUNT [options]"
 
@@ -295,9 +296,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         descriptors.allow(DESCRIPTORS_PER_WORKER * config.limits.workers_max + DESCRIPTORS_BESIDE)
 
         os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # or each stranger's handshake that fails writes to the log
-        # Only here: gRPC takes a while to load, and wrong options should be reported at once.
-        from psd.rim.server import ShardServer
-
         patience = threading.Timer(
             STORE_PATIENCE_S, say, ["psd-server: still reading --state-dir, or trying or reading --checkpoint-dir"]
         )
@@ -305,8 +303,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if config.checkpoint_dir or config.state_dir:
             patience.start()
         try:
-            server = ShardServer(config, crash_point=crash_point())
-            server.start()
+            server, heard = _start(config, wakeups, say)
         except (OSError, ConfigError, PsdError) as error:
             say(f"psd-server: error: {error}")
             return EXIT_FAILURE
@@ -317,7 +314,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         except OSError as error:  # whoever wants to know can ask for its health
             say(f"psd-server: cannot write to standard output: {error.strerror}; serving all the same")
             discard(sys.stdout)
-        return _serve(server, config, wakeups, say)
+        return _serve(server, config, wakeups, heard, say)
 
 
 def _watch_input(wakeups: Wakeups) -> None:
@@ -326,9 +323,52 @@ def _watch_input(wakeups: Wakeups) -> None:
     wakeups.send(_ALONE)
 
 
-def _serve(server: ShardServer, config: ServerConfig, wakeups: Wakeups, say: Callable[[str], None]) -> int:
-    """Wait for the first reason to end, drain, and return the exit status."""
-    name = f"psd-server: shard {config.shard_index}/{config.shard_count}"
+def _start(config: ServerConfig, wakeups: Wakeups, say: Callable[[str], None]) -> tuple[ShardServer, list[int]]:
+    """Start the server, in a thread of its own, as a store may never answer; return it, and what was heard meanwhile.
+
+    Raises:
+        OSError, ConfigError, PsdError: it cannot serve.
+    """
+    # Only here: gRPC takes a while to load, and wrong options should be reported at once.
+    from psd.rim.server import ShardServer
+
+    started: Future[ShardServer] = Future()
+
+    def start() -> None:
+        try:
+            server = ShardServer(config, crash_point=crash_point())
+            server.start()
+            started.set_result(server)
+        except BaseException as error:  # noqa: BLE001 - raised where it is waited for
+            started.set_exception(error)
+        wakeups.send(_STARTED)
+
+    threading.Thread(target=start, daemon=True).start()
+    heard: list[int] = []
+    is_told = False
+    while _STARTED not in heard:
+        heard += wakeups.wait()
+        signums = [word for word in heard if word < FIRST_WORD and word != LAST_CHECKPOINT_SIGNAL]
+        if len(signums) > 1:
+            _end_at_once(signums[1], config, say)
+        if signums and not is_told:
+            is_told = True
+            say(f"{_name(config)} got {signal_name(signums[0])}: draining when it has started; a second signal ends it at once")
+    return started.result(), [word for word in heard if word != _STARTED]
+
+
+def _name(config: ServerConfig) -> str:
+    return f"psd-server: shard {config.shard_index}/{config.shard_count}"
+
+
+def _end_at_once(signum: int, config: ServerConfig, say: Callable[[str], None]) -> NoReturn:
+    say(f"{_name(config)} got {signal_name(signum)}: ending at once")
+    os._exit(exit_status(signum))  # no clean-up that could wait for anything
+
+
+def _serve(server: ShardServer, config: ServerConfig, wakeups: Wakeups, heard: list[int], say: Callable[[str], None]) -> int:
+    """Wait for the first reason to end, drain, and return the exit status. `heard` is what was heard before."""
+    name = _name(config)
 
     def watch() -> None:
         server.done.wait()
@@ -352,10 +392,11 @@ def _serve(server: ShardServer, config: ServerConfig, wakeups: Wakeups, say: Cal
             say(f"{name} takes no checkpoint while workers train: {error}")
 
     taking = threading.Thread(target=take_last_checkpoint, daemon=True)
-    while not (words := [word for word in wakeups.wait() if word != LAST_CHECKPOINT_SIGNAL]):
-        if taking.ident is None:
+    while not (words := [word for word in heard if word != LAST_CHECKPOINT_SIGNAL]):
+        if heard and taking.ident is None:
             server.expect_end()
             taking.start()
+        heard = wakeups.wait()
     first, *more = words
     grace_s = config.grace_s
     give_up_at = time.monotonic() + grace_s + DRAIN_SLACK_S
@@ -382,8 +423,7 @@ def _serve(server: ShardServer, config: ServerConfig, wakeups: Wakeups, say: Cal
         more = [word for word in wakeups.wait(left_s) if word not in (_DONE, _ALONE, LAST_CHECKPOINT_SIGNAL)]
     second = more[0]
     if second < FIRST_WORD:
-        say(f"{name} got {signal_name(second)}: ending at once")
-        os._exit(exit_status(second))  # no clean-up that could wait for anything
+        _end_at_once(second, config, say)
     if second == _DRAINED and server.has_failed_to_store:
         return EXIT_CHECKPOINT
     return EXIT_OK if second == _DRAINED else EXIT_FAILURE

@@ -178,6 +178,7 @@ class Shard:
             progress=self.schedule.progress,
             has_blocks=job.trained_count > 0,
             timeline=self._core.timeline,
+            push_ids_max=self._core.config.limits.push_ids_max,
         )
 
     def begin_read(self, request: data_pb2.ReadRequest, done: Done) -> Snapshot:
@@ -258,7 +259,9 @@ class Shard:
         self._core.check_is_first("orders are given to")
         job = self._core.initialized()
         if not job.trained_count:
-            raise InvalidRequest("shard 0 has no trained blocks, by whose replies workers would hear of it; use fewer shards")
+            raise InvalidRequest(
+                "shard 0 has no trained blocks, and workers hear of orders by its replies to pushes; use fewer shards"
+            )
         return self.schedule.progress + AHEAD if job.policy.has_rounds else 0
 
     # -- curves --------------------------------------------------------------------------------------------------------

@@ -272,6 +272,23 @@ def test_discard_when_a_cut_failed_then_its_files_go_but_never_those_of_a_valid_
     assert directory.newest().name == newer.name
 
 
+def test_discard_when_another_shard_completes_the_checkpoint_meanwhile_then_it_stays(tmp_path):
+    """That one may have removed the older ones already."""
+    cut = cut_of(small_spec(), 2, 7)
+    other = CheckpointDirectory(str(tmp_path), keep=1)
+    for index in range(2):
+        other.write_part(cut, index, parts(cut, index))
+
+    def complete_first(step):
+        if step.startswith("remove "):
+            assert other.complete(cut)
+            other.collect_garbage()
+
+    assert not CheckpointDirectory(str(tmp_path), crash_point=complete_first).discard(cut)
+    assert other.newest().name == cut.name
+    assert other.verify(cut.name) == []
+
+
 # -- the cut -----------------------------------------------------------------------------------------------------------
 
 

@@ -203,6 +203,18 @@ def test_a_directory_that_is_tried_at_the_start_is_left_as_it_was(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("name", ["orders", "table-users.csv", "vectors/mine", "vectors", "client-state-of-mine"])
+def test_a_directory_with_files_of_somebody_else_is_refused_before_one_is_lost(tmp_path, name):
+    """What has a name that a shard would use would be removed by the first job."""
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("mine")
+
+    with pytest.raises(ConfigError, match="is no file of a shard, and has the name of one; name an empty directory"):
+        Driver(state_dir=str(tmp_path))
+    assert path.read_text() == "mine"
+
+
 def test_a_directory_that_another_shard_was_faster_to_take_is_named_to_whoever_declares_a_job(tmp_path):
     """Both were started when it was free."""
     faster, driver = (Driver(state_dir=str(tmp_path / "shared")) for _ in range(2))

@@ -21,7 +21,6 @@ import logging
 import os
 import secrets
 import shutil
-import tempfile
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -33,14 +32,14 @@ from google.protobuf.message import DecodeError
 from psd.contract.config import ConfigError, ServerConfig
 from psd.contract.environment import memory_directory
 from psd.contract.errors import InternalError, OutOfSpace, PsdError
-from psd.state.durability import notes, seals
+from psd.state.durability import notes, places, seals
 from psd.state.durability.notes import StateDamaged, StateUnsupported
 from psd.state.tables.stores import close_stores, create_stores, open_stores, remove_stores, store_paths
 from psd.v1 import storage_pb2
 from psd.v1.storage_pb2 import StoredBoot
 from psd_core.arena import Arena, ArenaBusy, ArenaCorrupt, ArenaError, ArenaFull, BlockShape
 from psd_core.table import TableSpec, TableStore
-from psd_core.vector import VectorStore
+from psd_core.vector import LOG_NAME, VectorStore
 
 logger = logging.getLogger(__name__)
 
@@ -103,6 +102,11 @@ class Storage:
             raise ConfigError(f"--state-dir: cannot use {self.directory}: {error.strerror or error}") from error
         if arena is None:
             if self.directory.is_dir():
+                log = self.directory / _VECTORS_NAME / LOG_NAME
+                vectors = log if log.exists() else log.parent
+                places.check_unclaimed(
+                    [vectors, self.directory / _BOOT_NAME, *self._note_paths(), *store_paths(self.directory)]
+                )
                 notes.remove(self.directory, _ORDERS_NAME)  # an earlier job's
             return None
         try:
@@ -149,19 +153,8 @@ class Storage:
         return stored, arena
 
     def check_usable(self) -> None:
-        """Raise ConfigError if no file can be made in the directory: better at the start than when a job is declared."""
-        try:
-            is_made = not self.directory.exists()
-            if is_made:
-                self.directory.mkdir(mode=0o700, parents=True)
-            try:
-                with tempfile.TemporaryFile(dir=self.directory):
-                    pass
-            finally:
-                if is_made:
-                    self.directory.rmdir()
-        except OSError as error:
-            raise ConfigError(f"--state-dir: cannot use {self.directory}: {error.strerror or error}") from error
+        """Raise ConfigError if the directory is no place for files."""
+        places.check_usable(self.directory)
 
     def _check(self) -> None:
         """Raise StateDamaged for a byte that is not what was written, as far as that can be told."""

@@ -146,6 +146,7 @@ class Admission:
                 is_tentative=self._core.is_tentative,
                 workers=[member.state.value for member in members.workers],  # type: ignore[misc]
                 orders=self._core.orders.current(),
+                push_ids_max=config.limits.push_ids_max,
             )
         self._core.settle()
         return reply
