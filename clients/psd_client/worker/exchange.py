@@ -91,7 +91,7 @@ class ParameterExchange:
         self._unconfirmed: SentPush | None = None  # the last push, while its round may be open
         self._failed: SentPush | None = None  # the push of the last call, if that has failed
         self._verdicts: VerdictSearch | None = None
-        if layout.spec.has_verdicts:
+        if layout.spec.has_verdicts and self._lanes:  # else there is no gradient to measure
             self._verdicts = VerdictSearch(session, shards, self._lanes, self._timeout_s, self._push_again)
         self._attendance = Attendance(rank, layout.spec)
         self.is_skipped = False
@@ -99,7 +99,7 @@ class ParameterExchange:
         segment = share_memory(layout, lent_places(layout) if is_lending else 1) if sharing else None
         self.gradients = FlatBuffers(layout, segment=segment, of_gradients=True)
         self.places = ParameterPlaces(layout, segment, is_lending=is_lending)
-        self.parameters, self.rows = self.places.current, RowTraffic(layout, segment)
+        self.parameters, self.rows = self.places.current, RowTraffic(layout, segment, lambda: session.push_ids_max)
         self._first = FirstGradient(rank, layout.spec.world_size, self.gradients)
         self._requests = DataRequests(session, self.gradients, self._first, self._attendance, self._verdicts)
         self.buffers = BufferKeeper(session, shards, layout, self.parameters, self._timeout_s)
@@ -233,7 +233,7 @@ class ParameterExchange:
         feed: gives blocks and rows, and which tensors have a gradient; the shards look for NaN. versions_read: see SentPush.
         """
         sent = self._begin(scalars, weight, present, rows, skip=skip, feed=feed, versions_read=versions_read)
-        ahead = self.rows.pull_ahead([lane.shard for lane in self._lanes])
+        ahead = None if self._is_exact or sent.is_finished else self.rows.pull_ahead([lane.shard for lane in self._lanes])
 
         def push_pull_at(lane: Lane, call: Call) -> None:
             rows = ahead.at.get(lane.shard) if ahead is not None else None
@@ -259,6 +259,7 @@ class ParameterExchange:
                     self.rows.came(ahead)
                     self.counts["rows_pulled"] += ahead.pull.rows
                     self._requests.rows_read |= versions
+            self.rows.want_nothing()
         except BaseException as error:
             self._on_failed(sent, error)
             raise
@@ -384,8 +385,7 @@ class ParameterExchange:
                 sent.incarnations[lane.shard] = incarnation
 
         self._shards.run(push_at, self._timeout_s + sent.rows.transfer_s, self._lanes, is_bulk=True)
-        if self._has_rounds:
-            self._unconfirmed = sent
+        self._unconfirmed = sent if self._has_rounds else None
 
     def _finish(self, sent: SentPush) -> None:
         """Every shard has the push: go on at the largest clock, which lies beyond the next one where it came late."""

@@ -80,11 +80,6 @@ class Memberships:
             raise Cancelled
         return held
 
-    @property
-    def is_held(self) -> bool:
-        """True if the worker has joined, and not left."""
-        return self._held is not None
-
     def begin(self, first: JobMembership) -> None:
         """Begin a membership with the session that shard 0 has issued; an earlier one in the making is given up."""
         with self._lock:

@@ -53,6 +53,7 @@ class Session:
         decisions: exact aggregation: the latest that shard 0 has told, for the next push and pull.
         cuts: to be carried to all shards with the next push.
         orders: an operator's, which it follows.
+        push_ids_max: the most ids of rows that each shard takes in one push, or one pull.
         stored_state: what a worker of this rank had saved for itself, as of the last declaration.
         rejoins: how often it has become a new session since the first, other than to go back to a checkpoint.
         memberships: for the heartbeats. resume: see Entrance. now: as given.
@@ -75,6 +76,7 @@ class Session:
         self.decisions: list[job_pb2.Decision] = []
         self.cuts: list[data_pb2.Cut] = []
         self.orders = FollowedOrders(config.rank)
+        self.push_ids_max = 1
         self.stored_state = b""
         self.is_leaving = self.has_failed = False
         self.rejoins = 0
@@ -122,6 +124,7 @@ class Session:
             self.clock = max(reply.clock for reply in replies)
             self.decisions = list(replies[0].decisions)
             self.orders.hear(replies[0].orders)
+            self.push_ids_max = min(reply.push_ids_max for reply in replies)
             self._entrance.run_id = self.memberships.complete().run_id
         finally:
             self.memberships.give_up()
