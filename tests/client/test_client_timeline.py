@@ -71,7 +71,7 @@ class FakeShards:
         return results
 
 
-def bring_together(shards: Sequence[FakeShard], between: tuple[int, Callable[[], object]] | None = None) -> Any:
+def bring_together(shards: Sequence[FakeShard], between: tuple[int, Callable[[], object]] | None = None, known: int = 0) -> Any:
     joins = []
 
     def join_all() -> list[control_pb2.JoinReply]:
@@ -79,7 +79,7 @@ def bring_together(shards: Sequence[FakeShard], between: tuple[int, Callable[[],
         return [shard.join() for shard in shards]
 
     fakes: Any = FakeShards(shards, between)
-    return join_one_timeline(join_all, fakes, uniform=lambda: -1.0), len(joins)
+    return join_one_timeline(join_all, fakes, known, uniform=lambda: -1.0), len(joins)
 
 
 def places(shards: Sequence[FakeShard]) -> set[tuple[int, str, bool]]:
@@ -123,6 +123,15 @@ def test_join_when_shards_are_mixed_then_all_go_back_to_one_checkpoint(
 
     assert places(shards) == {end}
     assert {(reply.timeline, reply.checkpoint, reply.is_tentative) for reply in replies} == {end}
+
+
+def test_join_when_all_shards_have_forgotten_a_timeline_then_a_later_one_begins() -> None:
+    """Others who were on it would take a new one of its number for their own, and train on with what they had before."""
+    shards = [FakeShard(0, "c1", True), FakeShard(0, "c1", True)]
+
+    bring_together(shards, known=1)
+
+    assert places(shards) == {(2, "c1", False)}
 
 
 def test_join_when_another_worker_is_putting_it_in_order_then_leaves_it_to_it() -> None:

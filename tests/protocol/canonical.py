@@ -321,7 +321,8 @@ class Walker:
 
 def _how(kind: type) -> Callable[[Walker, Any], None]:
     """How values of a type are written down."""
-    if any(base.__name__ in LEFT_OUT_TYPES for base in kind.__mro__) or issubclass(kind, (*_LOCKS, *_CALLABLES)):
+    nothing = (*_LOCKS, *_CALLABLES, types.TracebackType)
+    if any(base.__name__ in LEFT_OUT_TYPES for base in kind.__mro__) or issubclass(kind, nothing):
         return Walker._nothing
     for base, how in _BY_BASE:
         if issubclass(kind, base):

@@ -32,13 +32,20 @@ class Invariants:
             if waiting:
                 if not self._is_to_begin_anew(state):
                     wrong.append(f"processes {waiting} wait for what cannot come: {self._waits(state)}")
-            elif all(mode != STALLED for mode in state.modes):
+            elif all(mode != STALLED for mode in state.modes) and not self._has_gone_back_unnoticed(state):
                 wrong += self._books(state)
         return wrong
 
     def _is_to_begin_anew(self, state: State) -> bool:
         """True if somebody has ended who has no successor here, because the job is lost: all are to be started again."""
         return any(node.view.ended == StateLost.__name__ for node in state.workers)
+
+    def _has_gone_back_unnoticed(self, state: State) -> bool:
+        """True if a shard has lost what it held when everybody had left: whoever comes next goes on from the checkpoint."""
+        views = [node.view for node in state.shards]
+        return self._setting.has_checkpoint and any(
+            view.is_blank and not any(updates for _, updates in view.history) for view in views
+        )
 
     def _must_happen(self, state: State, action: Action) -> bool:
         """False for what nobody may rely on: a late message, the end of a worker's stall, a successor."""

@@ -31,6 +31,7 @@ from psd.state import shard as state_shard
 from psd.state.aggregation.settlement import KEPT
 from psd.state.durability import restoration as state_restoration
 from psd.state.durability.storage import Storage
+from psd.state.life import Life
 from psd.state.shard import Shard
 from psd.state.tables.stores import close_stores
 from psd.state.workers.membership import WorkerState
@@ -404,7 +405,7 @@ class ShardProcess:
             is_up=core is not None,
             lives=self._lives,
             is_blank=self._losses > 0,
-            has_lost_round=core is not None and core.lost_round is not None,
+            has_lost_round=core is not None and core.life.now is Life.DAMAGED,
             handlers=tuple(sorted((key, handler.is_ready) for key, handler in self._handlers.items())),
             live=tuple(w.session if w.state is WorkerState.LIVE else 0 for w in workers) or (0,) * len(self._setting.programs),
             history=self.history.summary(),

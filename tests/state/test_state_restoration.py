@@ -247,6 +247,16 @@ def test_a_damaged_newest_checkpoint_is_passed_over(directory, tmp_path, caplog)
     assert any(newest in message and "going back to the one before" in message for message in caplog.messages)
 
 
+def test_a_worker_that_was_on_another_timeline_of_the_same_number_is_told(directory):
+    """All shards had lost that one, and began this from the checkpoint: the worker goes on, and from there."""
+    _, seats, name = trained(directory)
+    fresh = Driver(spec_of(), directory=directory)
+    rollback(fresh, name, 1)
+
+    with pytest.raises(RolledBack, match=name):
+        fresh.resume(seats[0], timeline=1)
+
+
 def test_a_restored_shard_that_is_killed_knows_its_timeline(directory, tmp_path):
     """Timeline, checkpoint, and being tentative are kept in the arena."""
     trained(directory)

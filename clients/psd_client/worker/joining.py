@@ -46,7 +46,8 @@ class Entrance:
     def join(self) -> list[control_pb2.JoinReply]:
         """Join as a new session, with all shards on one timeline; return their replies. The memberships have it as being
         made."""
-        return join_one_timeline(self._join_all, self._shards)
+        before = self._memberships.latest
+        return join_one_timeline(self._join_all, self._shards, 0 if before is None else before.timeline)
 
     def _join_all(self) -> list[control_pb2.JoinReply]:
         lanes, timeout_s = self._shards.lanes, JOIN_TIMEOUT_S + self._config.retry_timeout_s

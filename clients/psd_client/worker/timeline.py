@@ -38,9 +38,13 @@ _STATES = (
 def join_one_timeline(
     join_all: Callable[[], list[control_pb2.JoinReply]],
     shards: Shards,
+    known: int = 0,
     uniform: Callable[[], float] = random.random,
 ) -> list[control_pb2.JoinReply]:
     """The replies of `join_all`, once all shards are on one timeline.
+
+    Args:
+        known: the latest timeline that the worker knows, which the shards may all have forgotten.
 
     Raises:
         StateLost: the shards cannot be brought together: one of them has no state and there is no checkpoint.
@@ -57,7 +61,7 @@ def join_one_timeline(
             continue
         has_looked_again = False
         try:
-            _bring_together(replies, shards, instead)
+            _bring_together(replies, shards, instead, known)
         except CheckpointCorrupt as error:
             instead = error.detail.get("instead", "")
             if not instead:
@@ -71,7 +75,7 @@ def _is_one_timeline(replies: Sequence[control_pb2.JoinReply]) -> bool:
     return len({(reply.timeline, reply.checkpoint) for reply in replies}) == 1 and not any(r.is_tentative for r in replies)
 
 
-def _bring_together(replies: Sequence[control_pb2.JoinReply], shards: Shards, instead: str) -> None:
+def _bring_together(replies: Sequence[control_pb2.JoinReply], shards: Shards, instead: str, known: int) -> None:
     """Have all shards go back to one checkpoint: that `instead` of one that a shard could not read, if it has named any."""
     latest = max(reply.timeline for reply in replies)
     sources = [r for r in replies if r.is_tentative] or [r for r in replies if r.timeline == latest]
@@ -79,10 +83,11 @@ def _bring_together(replies: Sequence[control_pb2.JoinReply], shards: Shards, in
     checkpoint = instead or min((reply.checkpoint for reply in sources if reply.checkpoint), default=None)
     if checkpoint is None:
         raise StateLost("the shards are on different timelines, and none names a checkpoint to which all could go back")
-    # A later one than any shard's: those that are on the latest already may have been trained since.
-    timeline = latest + 1
-    known = zip(*(reply.workers for reply in replies if not reply.is_tentative), strict=False)
-    workers = [next((state for state in _STATES if state in states), control_pb2.WORKER_STATE_ABSENT) for states in known]
+    # A later one than any shard's: those that are on the latest already may have been trained since. And than any that a worker
+    # was on, who else would not be told that the job has gone back.
+    timeline = max(latest, known) + 1
+    of_ranks = list(zip(*(reply.workers for reply in replies if not reply.is_tentative), strict=False))
+    workers = [next((state for state in _STATES if state in states), control_pb2.WORKER_STATE_ABSENT) for states in of_ranks]
     # Where no shard has gone on, a job begins from its checkpoint, as it was meant to.
     level = logging.INFO if all(reply.is_tentative for reply in replies) else logging.WARNING
     logger.log(level, "psd: the shards go back to checkpoint %s, timeline %d", checkpoint, timeline)

@@ -98,11 +98,7 @@ class Admission:
             if request.resume and (self._core.is_tentative or is_behind or is_loading):
                 if self._core.membership is not None:
                     self._core.membership.on_heard_again(request.rank, self._core.now())
-                raise RolledBack(
-                    f"shard {config.shard_index} has gone back to checkpoint {self._core.restored_from}",
-                    timeline=self._core.timeline,
-                    checkpoint=self._core.restored_from,
-                )
+                raise self._gone_back()
             if request.resume and not self._core.life.has_values:
                 raise StateLost(
                     f"shard {config.shard_index} has come back without the parameters that it held; the job cannot go on",
@@ -110,6 +106,8 @@ class Admission:
                 )
             members = self._membership_for(request.world_size)
             before = members.worker(request.rank)
+            if request.resume and not before.session and self._core.restored_from:
+                raise self._gone_back()  # it comes from a timeline of the same number, which nobody else knew any more
             if request.resume and not before.session:
                 raise StateLost(
                     f"shard {config.shard_index} has come back without the parameters that it held, and serves a job that "
@@ -150,6 +148,11 @@ class Admission:
             )
         self._core.settle()
         return reply
+
+    def _gone_back(self) -> RolledBack:
+        core = self._core
+        text = f"shard {core.config.shard_index} has gone back to checkpoint {core.restored_from}"
+        return RolledBack(text, timeline=core.timeline, checkpoint=core.restored_from)
 
     def _check_join(self, request: control_pb2.JoinRequest) -> None:
         """Raise unless what the request says by itself is right."""
