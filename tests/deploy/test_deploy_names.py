@@ -112,7 +112,7 @@ def test_a_channel_that_does_not_reach_its_shard_is_replaced(names, life, monkey
     names.on_open = lambda count: count == 2 and names.names.update({NAME: ADDRESSES[0]})
 
     with psd_client.connect(f"{NAME}:{shard.address.rpartition(':')[2]}", 0, 1, retry_timeout=10):
-        assert names.opened == 2
+        assert names.opened >= 2
 
 
 def test_an_address_that_only_python_still_has_from_before_does_not_end_the_tcp_lane(names, life):
