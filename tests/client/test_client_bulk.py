@@ -70,7 +70,7 @@ def test_train_when_the_workers_transports_differ_then_they_train_together(clust
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_status_when_a_worker_trains_then_shows_its_transport(cluster: Callable[..., Any], transport: str) -> None:
-    running = cluster(1, lease_s=0.3)
+    running = cluster(1, lease_s=2.0)
     with psd_client.connect(running.servers, 0, 1, transport=transport) as ps:
         ps.declare(SMALL, psd_client.SGD(lr=1.0))
         worker = running.shards[0].shard._core.members.worker(0)
