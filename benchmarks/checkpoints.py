@@ -1,6 +1,6 @@
 """Measures what checkpoints and recovery cost, on this machine, with a real psd-server.
 
-    python benchmarks/checkpoints.py [--megabytes 256] [--recovery-megabytes 1000] [--rows 5000000] [--directory DIR] [--json]
+    python benchmarks/checkpoints.py [--megabytes 256] [--recovery-megabytes 1000] [--rows 5000000] [--directory DIR]
 
 slow-down   one worker trains; its step times while checkpoints are written, against those of the same run while none is
 bandwidth   of those checkpoints, against a plain write and fsync of as many bytes to the same directory, in turns
@@ -15,8 +15,6 @@ within one run are the figures to compare; seconds are this machine's. State dir
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import statistics
 import tempfile
@@ -27,6 +25,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import _report
 import numpy as np
 from _processes import Shard, cleanly, resident_bytes
 from numpy.typing import NDArray
@@ -265,13 +264,12 @@ def table(checkpoints: dict[str, Any], recovery: dict[str, Any], rows: dict[str,
 
 def main() -> None:
     """Print the figures."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = _report.parser(__doc__)
     parser.add_argument("--megabytes", type=int, default=256, help="of the job whose checkpoints are measured")
     parser.add_argument("--recovery-megabytes", type=int, default=1000, help="of the shard that is killed")
     parser.add_argument("--rows", type=int, default=5_000_000, help="of the table whose checkpoint is measured")
     parser.add_argument("--count", type=int, default=5, help="checkpoints, and kills")
     parser.add_argument("--directory", type=Path, help="on the disk to be measured (default: the system's temporary one)")
-    parser.add_argument("--json", action="store_true", help="for programs")
     args = parser.parse_args()
     with (
         tempfile.TemporaryDirectory(dir=args.directory, prefix="psd-benchmark-") as directory,
@@ -281,10 +279,8 @@ def main() -> None:
         checkpoints = measure_checkpoints(stack, args.megabytes, args.count, Path(directory), Path(memory))
         recovery = measure_recovery(stack, args.recovery_megabytes, args.count, Path(memory))
         rows = measure_table(stack, args.rows, Path(directory))
-    if args.json:
-        print(json.dumps({"checkpoints": checkpoints, "recovery": recovery, "table": rows}, indent=2))
-    else:
-        print(table(checkpoints, recovery, rows))
+    print(table(checkpoints, recovery, rows))
+    _report.write_json(args.json, {"checkpoints": checkpoints, "recovery": recovery, "table": rows}, [])
 
 
 if __name__ == "__main__":

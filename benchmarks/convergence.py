@@ -1,6 +1,6 @@
 """Measures what staleness costs: accuracy at equal samples, and steps per second, with 4 workers of which one is slow.
 
-    python benchmarks/convergence.py [--data DIR] [--pushes 1500] [--seeds 3] [--only async] [--json]
+    python benchmarks/convergence.py [--data DIR] [--pushes 1500] [--seeds 3] [--only async] [--json FILE]
 
 Trains the ConvNet of examples/mnist.py. All runs end when the workers have pushed so many gradients together; under sync four
 of them make one update, and are added up (Adam: averaged), so that the same learning rate suits all modes. A step of a worker

@@ -1,6 +1,6 @@
 """Measures the kernels of psd_core on one thread, against a copy of memory in the same pattern and against torch's fused ones.
 
-    python benchmarks/kernels.py [--megabytes 32] [--rounds 30] [--rule adam] [--json]
+    python benchmarks/kernels.py [--megabytes 32] [--rounds 30] [--rule adam] [--json FILE]
 
 rules     an update of all blocks as a shard does it: each from its page to the spare one, which then is the page that was free
           last. Bytes are those that must be read and written: gradient, parameters and slots, the latter two twice.

@@ -1,7 +1,7 @@
 """Measures the store of a sparse table's partition on one thread, against reads and updates at known places.
 
     python benchmarks/table_store.py [--rows 1000000] [--dim 64] [--ids 10000] [--steps 40] [--rounds 5]
-                                     [--recover ROWS] [--directory /dev/shm] [--json]
+                                     [--recover ROWS] [--directory /dev/shm] [--json FILE]
 
 read, update   one step's ids: a draw of --ids from Zipf's law, each distinct id once, as a worker sends them; Adagrad
 reference      the same rows, at places that are known, by a loop in C that prefetches: no index, and, for updates, in place,

@@ -16,7 +16,6 @@ autodoc_mock_imports = ["torch", "jax"]
 keras = ModuleType("keras")
 keras.optimizers = SimpleNamespace(Optimizer=type("Optimizer", (), {}), LossScaleOptimizer=type("LossScaleOptimizer", (), {}))
 keras.layers = SimpleNamespace(Layer=type("Layer", (), {}))
-keras.layers = SimpleNamespace(Layer=type("Layer", (), {}))
 keras.saving = SimpleNamespace(register_keras_serializable=lambda **_: lambda kind: kind)
 sys.modules["keras"] = keras
 

@@ -130,7 +130,7 @@ def main() -> None:
     )
     parser.number("--epochs", 3, "passes over the data")
     parser.number("--batch-size", 128, "rows per worker and step")
-    parser.number("--factors", 8, "of a category")
+    parser.number("--factors", 8, "factors of each category")
     parser.number("--lr", 0.02, "learning rate")
     parser.add_argument("--plain", action="store_true", help="train with torch alone, in this process")
     parser.run(train)

@@ -40,7 +40,7 @@ def main() -> None:
     """Run both and print the table."""
     parser = argparse.ArgumentParser(description="Train the MNIST example in two modes; other options are the example's.")
     parser.add_argument("--steps", type=int, default=400, help="steps of each worker (default %(default)s)")
-    parser.add_argument("--data", help="folder with MNIST's four IDX files, or 'digits' for scikit-learn's small digits")
+    parser.add_argument("--data", help="folder of MNIST's four files, or 'digits', scikit-learn's (default: downloads MNIST)")
     args, others = parser.parse_known_args()
     args.others = others
     args.data = args.data or datasets.find()

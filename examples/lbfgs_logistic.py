@@ -116,8 +116,8 @@ def main() -> None:
     parser.add_argument("--test", type=Path, help="libsvm file for testing; without it, every fifth row of the other")
     parser.number("--l2", 1.0, "weight of half the sum of squares")
     parser.number("--l1", 0.0, "weight of the sum of absolute values")
-    parser.number("--iterations", 500, "the most of them")
-    parser.number("--tolerance", 1e-8, "see minimize")
+    parser.number("--iterations", 500, "most iterations")
+    parser.number("--tolerance", 1e-8, "of psd_client.lbfgs.minimize")
     parser.add_argument("--plain", action="store_true", help="minimize in this process, by SciPy, without psd")
     parser.run(train)
 

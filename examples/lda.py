@@ -33,8 +33,7 @@ APART = 5
 class Shared:
     """Vectors on the shards: counts of words by topic, topics of the tokens, and what workers tell each other.
 
-    A topic that was not drawn yet is 0, and the first one is 1. Who has a share of the tokens also has the counts right, since
-    both change in one batch.
+    A token's topic is 0 until it is drawn; the first topic is 1. Topics and counts change in one batch, so they always agree.
     """
 
     def __init__(self, ps: Any, data: Documents, topic_count: int) -> None:
@@ -167,10 +166,10 @@ def main() -> None:
     parser.add_argument("--data", type=Path, help="docword.*.txt.gz of UCI; without it, documents are generated")
     parser.number("--topics", 20, "number of topics")
     parser.number("--sweeps", 50, "times that each token is sampled")
-    parser.number("--alpha", 0.1, "of documents over topics")
-    parser.number("--beta", 0.01, "of topics over words")
+    parser.number("--alpha", 0.1, "prior of the topics of a document")
+    parser.number("--beta", 0.01, "prior of the words of a topic")
     parser.number("--report", 10, "sweeps between two lines of progress")
-    parser.number("--seed", 1, "of the random numbers")
+    parser.number("--seed", 1, "seed of the random numbers")
     parser.add_argument("--plain", action="store_true", help="sample in this process, without psd")
     parser.run(run)
 

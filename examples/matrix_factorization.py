@@ -87,7 +87,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, help="ratings.dat of MovieTweetings; without it, ratings are generated")
     parser.number("--epochs", 10, "passes over the data")
     parser.number("--batch-size", 100, "ratings per worker and step")
-    parser.number("--factors", 8, "of a user and an item")
+    parser.number("--factors", 8, "factors of each user and item")
     parser.number("--lr", 0.1, "learning rate")
     parser.number("--l2", 0.3, "weight of the squares of the rows")
     parser.add_argument("--plain", action="store_true", help="train in this process, without psd")

@@ -109,7 +109,7 @@ def main() -> None:
         default=0.0,
         help="SGD's momentum (default %(default)s); above 0.5 it may diverge in async mode",
     )
-    parser.add_argument("--data", help="folder with MNIST's four IDX files, or 'digits' for scikit-learn's small digits")
+    parser.add_argument("--data", help="folder of MNIST's four files, or 'digits', scikit-learn's (default: downloads MNIST)")
     args = parser.parse_args()
     try:
         train(args)

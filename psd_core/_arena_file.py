@@ -148,11 +148,6 @@ class File(_Descriptor):
         with self._used(f"no memory to map {nbytes} bytes") as fd:
             return _arena.LargeMap(fd, nbytes)
 
-    def sync(self) -> None:
-        """Have all that was written reach the disk, if the file lies on one. Returns when it has."""
-        with self._used() as fd:
-            os.fsync(fd)
-
 
 class Directory(_Descriptor):
     """A directory that this process has locked until `close`. `is_made`: it was made for an arena, and goes with it."""

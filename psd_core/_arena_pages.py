@@ -119,8 +119,13 @@ class Pool:
         self._is_closed = False
         self._when_unheld: Callable[[], None] | None = None
 
+    def stop(self) -> None:
+        """Give no page out any more."""
+        with self.lock:
+            self._is_closed = True
+
     def close(self, when_unheld: Callable[[], None]) -> None:
-        """Give no page out any more; call `when_unheld` when nobody holds one, now or later."""
+        """Do what `stop` does, and call `when_unheld` when nobody holds a page, now or later."""
         with self.lock:
             self._is_closed = True
             self._when_unheld = when_unheld

@@ -177,6 +177,7 @@ class Arena:
         directory: str | os.PathLike[str],
         *,
         crash_point: Callable[[str], None] = _no_crash,
+        check: Callable[[], None] = lambda: None,
         read: recovery.Read = files.File.read,
     ) -> Arena | None:
         """Take over the arena that a process has left in a directory by dying, or by `close(remove=False)`.
@@ -184,6 +185,8 @@ class Arena:
         Everything but parameters and slots is verified. An unfinished arena is removed.
 
         Args:
+            check: called when the directory is locked, if there is an arena, before anything of it is read or changed. What it
+                raises passes.
             read: how bytes are read before they are trusted, for tests that count or change them.
 
         Returns:
@@ -205,6 +208,7 @@ class Arena:
             if not (path / files.ARENA_NAME).exists():
                 held.close()
                 return None
+            check()
             file = files.File(path / files.ARENA_NAME, os.O_RDWR)
             arena = cls(held, file, recovery.read_front(file, read), crash_point)
             blocks = arena._blocks
@@ -220,6 +224,16 @@ class Arena:
             raise
         return arena
 
+    @staticmethod
+    def remove_from(directory: str | os.PathLike[str], first: Callable[[], None]) -> None:
+        """Delete an arena that `open` refuses, after what `first` deletes. Raises ArenaBusy, OSError."""
+        held = files.take_lock(Path(directory), is_made=False)
+        try:
+            first()
+            held.remove(files.ARENA_NAME)
+        finally:
+            held.close()
+
     def _allocate(self) -> None:
         """Make the first extents: a page per block and a few to update into, faulted in now rather than in the first steps."""
         pool = self._blocks.pool
@@ -228,9 +242,20 @@ class Arena:
             count = blocks + min(SPARE_PAGES_KEPT, 2 + blocks // 16)
             pool.back_all(pool.add_extent(kind, count, publish=True))
 
-    def sync(self) -> None:
-        """Have all that was written reach the disk, if the arena lies on one. Returns when it has."""
-        self._file.sync()
+    def stop(self) -> None:
+        """Refuse from now on, with ArenaClosed, whatever would change a byte that counts. Idempotent."""
+        self._records.close()
+        self._blocks.pool.stop()
+
+    @property
+    def path(self) -> Path:
+        """Name of the file."""
+        return self._directory.path / files.ARENA_NAME
+
+    def used_stretches(self) -> list[tuple[int, int]]:
+        """The bytes of the file that count, first and how many: its front, and the current pages."""
+        pages = [page for page in map(self._blocks.current, range(len(self.shapes))) if page is not None]
+        return [(0, self._front.size), *((page.place.offset, page.place.kind.size) for page in pages)]
 
     def close(self, *, remove: bool) -> None:
         """Close the arena, even if pages of it are still held. Idempotent.
@@ -243,7 +268,7 @@ class Arena:
         """
         if self._file.is_closed:
             return
-        self._records.close()
+        self.stop()
         if remove:
             self.abandon()
         self._blocks.pool.close(when_unheld=self._directory.close)

@@ -45,7 +45,7 @@ class Initial:
 
 @dataclass(frozen=True)
 class Zeros(Initial):
-    """Zeros."""
+    """Zeros everywhere."""
 
     number: ClassVar[int] = 0
     _arguments = "", ""
@@ -53,7 +53,14 @@ class Zeros(Initial):
 
 @dataclass(frozen=True)
 class Constant(Initial):
-    """One value everywhere."""
+    """One value everywhere.
+
+    Args:
+        value: finite as a float32.
+
+    Raises:
+        ValueError: it is not.
+    """
 
     number: ClassVar[int] = 1
     _arguments = "value", ""
@@ -63,7 +70,14 @@ class Constant(Initial):
 
 @dataclass(frozen=True)
 class Uniform(Initial):
-    """Uniform from `low` to `high`."""
+    """Uniform distribution.
+
+    Args:
+        low, high: from `low` to `high`; finite as a float32.
+
+    Raises:
+        ValueError: a number is not finite, or `low` is above `high`.
+    """
 
     number: ClassVar[int] = 2
     _arguments = "low", "high"
@@ -79,7 +93,15 @@ class Uniform(Initial):
 
 @dataclass(frozen=True)
 class Normal(Initial):
-    """Normal distribution."""
+    """Normal distribution.
+
+    Args:
+        std: standard deviation, >= 0.
+        mean: the mean.
+
+    Raises:
+        ValueError: a number is not finite as a float32, or `std` is negative.
+    """
 
     number: ClassVar[int] = 3
     _arguments = "mean", "std"
@@ -90,7 +112,14 @@ class Normal(Initial):
 
 @dataclass(frozen=True)
 class TruncatedNormal(Initial):
-    """Normal distribution around 0 without what lies beyond two standard deviations."""
+    """Normal distribution around 0 without what lies beyond two standard deviations.
+
+    Args:
+        std: standard deviation before the ends are cut off, >= 0.
+
+    Raises:
+        ValueError: `std` is not finite as a float32, or negative.
+    """
 
     number: ClassVar[int] = 4
     _arguments = "", "std"

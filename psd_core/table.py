@@ -177,10 +177,6 @@ class TableStore:
             self._file.close()
             self._open = None
 
-    def sync(self) -> None:
-        """Have all that was written reach the disk, if the file lies on one. Returns when it has."""
-        self._file.sync()
-
     # Rows.
 
     def read(

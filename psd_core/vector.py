@@ -24,13 +24,14 @@ from psd_core import _vector_format as form
 from psd_core import _vector_program as programs
 from psd_core._arena_format import ArenaClosed, ArenaCorrupt, ArenaError, align
 from psd_core._vector_format import BatchForgotten, NoSuchVector, VectorError, VectorPart, VectorSpec
-from psd_core._vector_log import LOG_NAME, RECORD_NAME, VectorLog
+from psd_core._vector_log import LOG_NAME, VectorLog
 from psd_core._vector_sessions import WINDOW, BatchName, VectorSessions
 from psd_core._vector_snapshot import Piece, VectorSnapshot
 from psd_core.vector_operations import DTYPES, STRIPE, Operation, extent
 
 __all__ = [
     "CRASH_POINTS",
+    "LOG_NAME",
     "WINDOW",
     "BatchForgotten",
     "BatchName",
@@ -160,14 +161,6 @@ class VectorStore:
                 shutil.rmtree(self._directory, ignore_errors=True)
             self._log.close()
             del self._log, self._sessions  # and with them the maps, which hold the lock of the file
-
-    def sync(self) -> None:
-        """Have all that was written reach the disk, if the files lie on one. Returns when it has."""
-        with self._used():
-            for name in (*(self._vector_name(part.number) for part in self._parts.values()), RECORD_NAME, _CATALOG, LOG_NAME):
-                file = files.File(self._directory / name, os.O_RDWR)
-                file.sync()
-                file.close()
 
     # Vectors.
 

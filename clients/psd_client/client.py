@@ -111,10 +111,10 @@ def connect(
 
     Raises:
         ConfigError: a value is wrong or missing, a file cannot be used, or the transport does not work here.
-        TlsFailed: a certificate is not accepted, by this side or the other, or one side does without TLS; says which and why.
-        Unauthenticated, PermissionDenied: the token is unknown, or its role may not take part so.
+        TlsFailed: one side does not accept the other's certificate, or only one side uses TLS; says which and why.
+        Unauthenticated, PermissionDenied: the token is unknown, or does not allow this role.
         ShardUnavailable: a shard could not be reached within the retry timeout.
-        WrongShard, ForeignRun, SpecMismatch: the shards belong to another job, or stand in another order.
+        WrongShard, ForeignRun, SpecMismatch: the shards belong to another job, or are listed in another order.
     """
     if role not in ("worker", "reader"):
         raise ConfigError(f'role: expected "worker" or "reader", got {role!r}')
@@ -227,8 +227,7 @@ class ParameterServer:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """One dict per group: "params" or "tables", the names, and the current scalars; a new value takes effect at the next
-        push."""
+        """One dict per group: its names ("params" or "tables") and scalars; a new value takes effect at the next push."""
         return self._by_name[1].groups
 
     @property
@@ -324,7 +323,7 @@ class ParameterServer:
         Raises:
             InvalidTensor, NonFiniteGradient, InvalidRequest: an argument is wrong; nothing was sent.
             WaitTimeout: synchronous: the previous round has not closed within the wait timeout.
-            ShardUnavailable, SessionFenced, ShardRestarted: not all shards have it.
+            ShardUnavailable, SessionFenced, ShardRestarted: not all shards have it; see docs/guarantees.md for what to do.
         """
         with self._worker.operation("push"):
             named, groups = self._by_name
@@ -335,9 +334,9 @@ class ParameterServer:
             exchange.push(groups.scalars(), weight, present, rows)
 
     def pull(self) -> dict[str, NDArray[Any]]:
-        """Fetch the parameters, as new arrays; in synchronous jobs after the round of this worker's last push.
+        """Fetch the parameters, in synchronous jobs after the round of this worker's last push.
 
-        With `copy=False` in `declare`, always as the same arrays.
+        Returns new arrays; with `copy=False` in `declare`, always the same ones.
 
         Raises:
             WaitTimeout: the workers that it names have not pushed within the wait timeout.
@@ -351,7 +350,7 @@ class ParameterServer:
     def push_pull(
         self, grads: Mapping[str, Any], weight: float = 1, tables: Mapping[str, tuple[Any, Any]] = _NO_TABLES
     ) -> dict[str, NDArray[Any]]:
-        """`push`, then `pull`, in one round trip."""
+        """`push`, then `pull`, in one round trip; arguments, result and errors are those of both."""
         with self._worker.operation("push_pull"):
             named, groups = self._by_name
             exchange = self._worker.declared
@@ -368,12 +367,12 @@ class ParameterServer:
 
         Args:
             name: 1 to 256 bytes of UTF-8, printable.
-            size: elements; None: it is there, and has the size and dtype that it has.
+            size: number of elements; None finds a vector that is there already, whatever its size and dtype.
             dtype: "float64", "float32" or "int64".
 
         Raises:
             SpecMismatch: there is one of that name with another size, dtype or row length.
-            InvalidRequest: an argument is wrong, or above a limit of the shards. UnknownVector: there is none, and no size.
+            InvalidRequest: an argument is wrong, or above a limit of the shards. UnknownVector: no such vector, and no size.
             OutOfSpace: a shard has no room for it.
         """
         return vector_of(self._worker.vectors, name, size, dtype)
@@ -382,7 +381,7 @@ class ParameterServer:
         """Make a matrix of zeros on the shards, or find the one of that name: a vector with a row length.
 
         Args:
-            rows, cols: both or neither, as the size of `vector`. name, dtype: as there.
+            rows, cols: the shape; neither finds a matrix that is there already. name, dtype: as in `vector`.
 
         Raises:
             SpecMismatch, InvalidRequest, UnknownVector, OutOfSpace: as `vector`.
@@ -402,6 +401,7 @@ class ParameterServer:
         """Wait until all workers that are in the job have called barrier with this name.
 
         Raises:
+            InvalidRequest: the name is not 1 to 256 bytes of printable UTF-8.
             BarrierTimeout: the workers that it names have not arrived within the wait timeout.
         """
         self._worker.barrier(name)
@@ -451,6 +451,8 @@ class ParameterServer:
         `client_state` gives it back to the rank's next process, and after a restore. At most 1 MiB; it travels with the next
         push, and is written to the state directory of one shard. With overlap, where the push begins in backward(), call it
         before that.
+
+        Raises InvalidRequest for what is not bytes, or more than 1 MiB.
         """
         self._worker.save_client_state(state)
 

@@ -28,7 +28,7 @@ from psd.contract.staleness import parse_staleness
 from psd_client.client import ParameterServer, worker_of
 from psd_client.faces import OF_CONNECT, OF_THE_JOB, check_connection, check_keywords, connection_of
 from psd_client.optimizers import scalar_values, spec_of
-from psd_client.tensors import check_gradient, fill, tensor_specs, write_gradient
+from psd_client.tensors import as_array, check_gradient, fill, tensor_specs, write_gradient
 from psd_core.optimizer import Optimizer
 
 __all__ = ["distribute", "GradientTransformation"]
@@ -93,7 +93,9 @@ def distribute(
     paths, tree = jax.tree_util.tree_flatten_with_path(params)
     if not paths:
         raise InvalidTensor("params: has no leaves; there must be at least one parameter to train")
-    arrays = {jax.tree_util.keystr(path, simple=True, separator="/") or "params": np.asarray(leaf) for path, leaf in paths}
+    leaves = [jax.numpy.asarray(leaf) for _, leaf in paths]  # in JAX's dtypes: without jax_enable_x64 none has 64 bits
+    names = [jax.tree_util.keystr(path, simple=True, separator="/") or "params" for path, _ in paths]
+    arrays = dict(zip(names, map(np.asarray, leaves), strict=True))
     if len(arrays) < len(paths):
         raise InvalidTensor("params: two leaves have the same path; rename a key")
     tensors = tensor_specs(arrays, dict.fromkeys(arrays, 0))
@@ -122,9 +124,15 @@ def distribute(
         return jax.numpy.asarray(worker.clock, "int32")
 
     def update(gradients: Params, state: State, params: Params = None, *, batch_size: Any = 1.0) -> tuple[Params, State]:
-        given, old = _leaves(gradients, tree, "gradients"), _leaves(params, tree, "params")
-        for tensor, dtype, leaf in zip(tensors, dtypes, given, strict=True):
+        old = [jax.numpy.asarray(leaf) for leaf in _leaves(params, tree, "params")]
+        given = _leaves(gradients, tree, "gradients")
+        for index, (tensor, dtype, leaf) in enumerate(zip(tensors, dtypes, given, strict=True)):
+            if not hasattr(leaf, "dtype"):
+                leaf = given[index] = as_array(f"gradients[{tensor.name!r}]", leaf, dtype)
             check_gradient("gradients", tensor, dtype, leaf)
+        for tensor, leaf in zip(tensors, old, strict=True):
+            if tuple(leaf.shape) != tensor.shape:
+                raise InvalidTensor(f"params[{tensor.name!r}]: shape must be {tensor.shape}, got {tuple(leaf.shape)}")
         if any(isinstance(leaf, jax.core.Tracer) for leaf in (*given, *old, state, batch_size)):
             clock = jax.ShapeDtypeStruct((), "int32")
             state, *new = io_callback(step, (clock, *shapes), batch_size, *given, ordered=True)
@@ -134,7 +142,6 @@ def distribute(
             new = pulled(old)
         return jax.tree.unflatten(tree, [value - leaf for value, leaf in zip(new, old, strict=True)]), state
 
-    leaves = [jax.numpy.asarray(leaf) for _, leaf in paths]
     return jax.tree.unflatten(tree, pulled(leaves)), GradientTransformation(init, update)
 
 

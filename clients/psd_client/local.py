@@ -55,6 +55,10 @@ def local(shards: int = 1, workers: int = 1) -> LocalCluster:
 
     A context manager: at its end, and with this process however that ends, the shards end, and what they held is gone.
 
+    Args:
+        shards: number of shards.
+        workers: number of workers that each `run` starts.
+
     Raises:
         ConfigError: a number is wrong. ShardUnavailable: a shard could not be started.
     """
@@ -95,7 +99,7 @@ class LocalCluster:
             shard.close()
 
     def run(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
-        """Call `fn(*args, **kwargs)` in each worker at a time; return what the calls return, in the order of the ranks.
+        """Call `fn(*args, **kwargs)` in all workers at once; return what the calls return, in the order of the ranks.
 
         Each worker is a process of its own with the environment that psd-run gives to a script, so that `connect()` and
         `distribute` join this cluster, and `rank` and `world_size` of a connection say who is who. What they print is shown
@@ -105,6 +109,7 @@ class LocalCluster:
             RunFailed: a worker has raised an error, or died; the others are ended.
             KeyboardInterrupt: Ctrl-C; all workers are ended, and so is the cluster.
             TypeError: the function or an argument cannot be sent to another process.
+            RuntimeError: the cluster is closed.
         """
         if self._is_closed:
             raise RuntimeError("psd: this local cluster is closed; begin another one with psd_client.local()")

@@ -134,7 +134,7 @@ class Reader:
         Raises:
             NotDeclared: no job, or no initial values, within the wait timeout. ShardUnavailable: a shard could not be reached.
         """
-        _, layout = self._patiently(self._described)
+        layout = self._patiently(lambda: self._layout_of(self._describe()))
         tables = enumerate(layout.spec.tables)
         return ByName("table", {spec.name: ReadTable(spec, partial(self._rows_of, index)) for index, spec in tables})
 
@@ -158,10 +158,11 @@ class Reader:
         return self._patiently(lambda: self._read_rows(table, ids))
 
     def _read_rows(self, table: int, ids: NDArray[Any]) -> NDArray[np.float32]:
-        run_id, layout = self._described()
-        pull = RowPull(Batches(layout), {table: ids}, RowsMemory(None))
+        replies = self._describe()
+        layout = self._layout_of(replies)
+        pull = RowPull(Batches(layout), {table: ids}, RowsMemory(None), min([reply.push_ids_max for reply in replies]))
         wanted_at = {lane.shard: pull.at(lane.shard) for lane in self._shards.lanes}
-        request = data_pb2.ReadRequest(run_id=run_id, layout_digest=layout.digest)
+        request = data_pb2.ReadRequest(run_id=replies[0].run_id, layout_digest=layout.digest)
 
         def read_at(lane: Lane, call: Call) -> None:
             for rows in wanted_at[lane.shard]:
@@ -240,11 +241,6 @@ class Reader:
             ),
             DESCRIBE_TIMEOUT_S + self._config.retry_timeout_s,
         )
-
-    def _described(self) -> tuple[str, Layout]:
-        """Name of the run, and the layout of its job."""
-        replies = self._describe()
-        return replies[0].run_id, self._layout_of(replies)
 
     def _layout_of(self, replies: list[control_pb2.DescribeReply]) -> Layout:
         digests = {reply.layout_digest for reply in replies}

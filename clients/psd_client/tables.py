@@ -53,16 +53,16 @@ class Table:
         dtype: in which values are stored: "float32", or "bfloat16", rounded stochastically.
         updates: "lazy": a row rests in steps that do not touch it; or "catch_up": weight decay, momentum and the like come out
             as under the dense rule.
-        admit_after: an id gets a row with its n-th gradient; those before are counted and dropped.
-        admit_probability: share of the gradients that count for that.
+        admit_after: n: an id gets a row with its n-th gradient; those before are counted and dropped.
+        admit_probability: chance that a gradient counts for `admit_after`, above 0 and at most 1.
         expire_steps, expire_seconds: a row that nobody has used for so long is removed; 0: never. One of the two.
-        max_rows: of all shards together; 0: as many as the shards' memory allows.
+        max_rows: limit of rows, of all shards together; 0: as many as the shards' memory allows.
         at_limit: "evict": rows that were not used for long make room; or "refuse": gradients for new rows are counted and
             dropped.
 
     Raises:
         InvalidRequest: a value is wrong; the message names it.
-        TypeError: `optimizer` is none.
+        TypeError: `optimizer` is not a rule of psd_client.
     """
 
     name: str
@@ -108,7 +108,7 @@ class Table:
 
 
 class DeclaredTable:
-    """Table of a job, with its rows; an item of `ParameterServer.tables`.
+    """A table of the job, through which a worker reads and trains its rows; an item of `ParameterServer.tables`.
 
     Attributes:
         name: as declared. dim: numbers of a row.
@@ -212,9 +212,8 @@ def as_row_ids(what: str, ids: Any) -> NDArray[Any]:
         return array
     if array.dtype.kind in "iu":
         return array.astype(np.int64)
-    if (
-        not hasattr(ids, "dtype") and array.dtype.kind in "fO"
-    ):  # NumPy finds none for an empty list, nor for small numbers beside such as 2**64 - 1
+    # NumPy makes floats of an empty list, and of a list with numbers on both sides of 2**63.
+    if not hasattr(ids, "dtype") and array.dtype.kind in "fO":
         numbers = np.asarray(ids, object).reshape(-1).tolist()
         if all(isinstance(number, (int, np.integer)) and -(1 << 63) <= number < 1 << 64 for number in numbers):
             return np.array([int(number) % (1 << 64) for number in numbers], np.uint64).reshape(array.shape)

@@ -48,6 +48,8 @@ def as_array(what: str, value: Any, dtype: Any = None) -> NDArray[Any]:
     """An array; `dtype` is for what has none itself, such as a list. Raises InvalidTensor for what is none; `what`: for it."""
     if value is None or isinstance(value, (dict, Mapping)):
         refuse(InvalidTensor, what, "an array", value)
+    if isinstance(value, np.ma.MaskedArray):
+        raise InvalidTensor(f"{what}: is a masked array, whose masked elements would count; fill them, by .filled(0) say")
     try:
         return np.asarray(value, None if hasattr(value, "dtype") else dtype)
     except (TypeError, ValueError, RuntimeError) as error:  # lists of different lengths; a tensor of torch that requires grad

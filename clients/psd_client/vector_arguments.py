@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from psd.contract.arguments import real_number, whole_number
 from psd.contract.errors import InvalidRequest, InvalidTensor
+from psd_client.tensors import as_array
 from psd_core.vector import VectorSpec
 
 _INT64 = np.iinfo(np.int64)
@@ -84,7 +85,7 @@ def stretch(start: Any, stop: Any, size: int) -> tuple[int, int]:
 
 
 def _array(name: str, values: Any, spec: VectorSpec) -> NDArray[Any]:
-    array = np.asarray(values)
+    array = as_array(name, values)
     kinds = "iu" if spec.dtype == "int64" else "iuf"
     if array.dtype.kind not in kinds and array.size:
         raise InvalidTensor(f"{name}: dtype {array.dtype} does not go into vector {spec.name!r}, which is {spec.dtype}")
@@ -94,7 +95,7 @@ def _array(name: str, values: Any, spec: VectorSpec) -> NDArray[Any]:
 
 
 def _within(name: str, values: Any, limit: int, spec: VectorSpec) -> NDArray[np.int64]:
-    array = np.asarray(values)
+    array = as_array(name, values)
     if array.dtype.kind not in "iu" and array.size:
         raise InvalidRequest(f"{name}: expected whole numbers, got {array.dtype}")
     if array.size:

@@ -209,7 +209,10 @@ class Batch:
         return self._reduce("dot", words.Dot(_name(y), _name(x)), _sum(y), y, x)
 
     def gram(self, ys: Sequence[VectorHandle], xs: Sequence[VectorHandle] | None = None) -> BatchAnswer:
-        """Take all dot products of several vectors, in one pass: an array of `ys[i].dot(xs[j])`, or of `ys[i].dot(ys[j])`."""
+        """Take all dot products of several vectors, in one pass: an array of `ys[i].dot(xs[j])`, or of `ys[i].dot(ys[j])`.
+
+        Of int64 vectors it has Python's whole numbers (dtype object) if one of them does not fit int64.
+        """
         if not ys or (xs is not None and not xs):
             raise InvalidRequest("gram: expected at least one vector, got none")
         others = [] if xs is None else [_name(x) for x in xs]
@@ -283,9 +286,15 @@ def _sum(y: VectorHandle) -> Callable[[Iterator[Any]], float]:
 
 
 def _products(rows: int, cols: int, take: Callable[[Iterator[Any]], float], found: Iterator[Any]) -> NDArray[Any]:
-    """The array of a gram: all pairs, or, without other vectors, those of the lower triangle."""
-    if cols:
-        return np.array([[take(found) for _ in range(cols)] for _ in range(rows)])
-    products = np.array([[take(found) if other <= row else 0 for other in range(rows)] for row in range(rows)])
-    both: NDArray[Any] = products + np.tril(products, -1).T
-    return both
+    """The array of a gram: all pairs, or, without other vectors, those of the lower triangle.
+
+    Whole numbers that int64 does not hold stay Python's: NumPy would round them where others are negative.
+    """
+    pairs = [[take(found) for _ in range(cols or row + 1)] for row in range(rows)]
+    if not cols:
+        pairs = [[pairs[max(row, col)][min(row, col)] for col in range(rows)] for row in range(rows)]
+    products = np.array(pairs, object)
+    try:
+        return products.astype(np.int64 if isinstance(pairs[0][0], int) else np.float64)
+    except OverflowError:
+        return products

@@ -17,7 +17,7 @@ import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from psd.checkpoint import batch_notes, ends, writing
-from psd.checkpoint.cut import MANIFEST, WHOLE_KEPT, CheckpointInfo, CheckpointState, Cut, CutName
+from psd.checkpoint.cut import MANIFEST, WHOLE_KEPT, CheckpointInfo, CheckpointState, Cut, CutName, part_file
 from psd.checkpoint.ends import EndNote
 from psd.checkpoint.export import ExportProgress, export_tensors
 from psd.checkpoint.loading import Incomplete, load
@@ -271,13 +271,23 @@ class CheckpointDirectory:
         return [info.name for info in doomed]
 
     def discard(self, cut: Cut) -> bool:
-        """Remove the remains of a cut that will not be completed, to free the disk.
+        """Remove the remains of a cut that this shard could not complete, to free the disk.
 
         Returns:
-            False if the checkpoint is valid; then it stays.
+            False if the checkpoint is valid, because another shard has completed it; then it stays.
         """
         if self._inspect(cut.name).state is CheckpointState.VALID:
             return False
+        file = part_file(0, cut.shard_count)
+        try:
+            document = self.storage.read(cut.name, file)
+        except FileNotFoundError:
+            document = b""
+        self.storage.remove(cut.name, file)  # without it nobody completes the checkpoint from here on
+        if document and MANIFEST in self.storage.files(cut.name):
+            self.storage.write(cut.name, file, [document])
+            if self._inspect(cut.name).state is CheckpointState.VALID:
+                return False
         self._remove(cut.name)
         return True
 

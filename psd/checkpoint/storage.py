@@ -86,6 +86,8 @@ def open_storage(url: str, crash_point: CrashPoint = no_crash) -> FileStore:
     shown = re.sub(r"//[^/@]*@", "//", url)
     if not url:
         raise ConfigError("checkpoint directory: expected a path or a URL, got an empty string")
+    if "::" in url and "://" not in url:  # a path; fsspec would take it for a chain of URLs, and its first part for the place
+        return LocalStorage(Path(url).expanduser().absolute(), crash_point)
     try:
         file_system, path = fsspec.core.url_to_fs(url)
     except ImportError as error:

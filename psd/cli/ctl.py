@@ -31,7 +31,7 @@ from psd.cli.arguments import EXIT_FAILURE, EXIT_OK, Commands, Parser, add_comma
 from psd.cli.job_arguments import add_where, check, check_seconds
 from psd.cli.report import as_json, as_text
 from psd.cli.shard_calls import CallFailed, call_shard
-from psd.cli.terminal import prepare_streams, show
+from psd.cli.terminal import NO_ROOM, discard, prepare_streams, show
 from psd.contract.printable import printable
 from psd.contract.waits import explained
 from psd.v1 import control_pb2
@@ -233,7 +233,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # psdctl | head
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        discard(sys.stdout)
+        return EXIT_FAILURE
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        show(f"psdctl: error: cannot write the output: {error.strerror}", is_error=True)
+        discard(sys.stdout)
         return EXIT_FAILURE
     assert isinstance(status, int)
     return status

@@ -8,7 +8,6 @@ Decides nothing about the job itself.
 
 from __future__ import annotations
 
-import errno
 import functools
 import os
 import re
@@ -31,7 +30,7 @@ from psd.cli.policy import Action, JobPolicy, Name, Phase, Say, Send
 from psd.cli.server import DONE_PATTERN, LAST_CHECKPOINT_PATTERN, STORED_PATTERN
 from psd.cli.state import shard_path
 from psd.cli.summary import Summary
-from psd.cli.terminal import WholeWriter
+from psd.cli.terminal import NO_ROOM, WholeWriter, discard
 from psd.cli.wakeups import JOB_SIGNALS, Wakeups
 from psd.contract.config import ConfigError
 from psd.contract.launching import READY_PATTERN
@@ -40,9 +39,6 @@ _LOOPBACK = "127.0.0.1"
 
 CHECKPOINTS_TOLD = 16
 """Last checkpoints that a shard has told of: another one's news of them may come later than that of the next."""
-
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""Errors of a file that cannot grow at present. No reader has gone, who would not want the job to go on."""
 
 Meet = Callable[[selectors.BaseSelector, "Launcher"], Gathering]
 """Starts the meeting with other hosts; what comes of it is told to the launcher."""
@@ -76,7 +72,8 @@ class Launcher:
         self._addresses: dict[int, str] = {}
         names = [str(name) for name in sorted(name for node in range(places.nodes) for name in places.names(node))]
         descriptors.allow(2 * len(names) + DESCRIPTORS_BESIDE)  # the output of each process, and its log file
-        output, self._errors = WholeWriter(sys.stdout), WholeWriter(sys.stderr)
+        self._wakeups: Wakeups | None = None
+        output, self._errors = (WholeWriter(stream, self._is_told_to_end) for stream in (sys.stdout, sys.stderr))
         colour = not os.environ.get("NO_COLOR")
         self._prefixes = Prefixes(["psd-run", *names], colour=colour and is_terminal(output))
         self._own_prefixes = Prefixes(["psd-run", *names], colour=colour and is_terminal(self._errors))
@@ -90,8 +87,8 @@ class Launcher:
     def run(self) -> int:
         """Run the job to its end; returns psd-run's exit status."""
         started_at = time.monotonic()
-        with Wakeups(JOB_SIGNALS) as wakeups:
-            self._selector.register(wakeups, selectors.EVENT_READ, functools.partial(self._read_signals, wakeups))
+        with Wakeups(JOB_SIGNALS) as self._wakeups:
+            self._selector.register(self._wakeups, selectors.EVENT_READ, functools.partial(self._read_signals, self._wakeups))
             try:
                 self._begin()
                 while self._policy.phase is not Phase.ENDED:
@@ -152,6 +149,10 @@ class Launcher:
                 self.on_signal(signum, self._own_signals)
         if signal.SIGCHLD in signums and self._processes is not None:  # one byte may stand for several
             self._processes.reap()
+
+    def _is_told_to_end(self) -> bool:
+        """True if a signal has come that ends the job, handled or not: the loop may be held up by a reader of the output."""
+        return self._signals > 0 or (self._wakeups is not None and self._wakeups.has_told(signal.SIGCHLD))
 
     def on_nodes_ready(self, plan: Plan, address: str) -> None:
         """Begin, as all hosts are ready.
@@ -299,13 +300,11 @@ class Launcher:
             else:
                 self._display.redraw(time.monotonic())
         except OSError as error:
-            if error.errno in _NO_ROOM:
+            if error.errno in NO_ROOM:
                 if not self._has_no_room:
                     self._has_no_room = True
                     self.say(f"cannot write the output: {error.strerror}; the job goes on, and what has no room is lost")
                 return
             self._reader_is_gone = True  # psd-run | head, or a terminal that has been closed
-            nowhere = os.open(os.devnull, os.O_WRONLY)  # takes Python's own flush at exit
-            os.dup2(nowhere, sys.stdout.fileno())
-            os.close(nowhere)
+            discard(sys.stdout)
             self._perform(self._policy.on_signal(signal.SIGPIPE, time.monotonic()))

@@ -21,6 +21,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NamedTuple
 
+from psd.cli.terminal import show
 from psd.contract.printable import printable, printable_lines
 
 LEVELS = ("debug", "info", "warning", "error")
@@ -102,7 +103,7 @@ def configure(prog: str, settings: Settings, *, shard: int) -> Callable[[str], N
             record = logging.makeLogRecord({"name": prog, "levelno": logging.INFO, "levelname": "INFO", "msg": text})
             handler.handle(record)
         else:
-            print(printable(text), file=sys.stderr, flush=True)
+            show(printable(text), is_error=True)
 
     return say
 

@@ -18,7 +18,7 @@ from psd.cli.terminal import show
 from psd.contract.orders import NEXT_PUSH, end_text, scale_text
 from psd.v1 import control_pb2
 from psd.watch.asking import Asker
-from psd.watch.merging import Answer, merged_workers
+from psd.watch.merging import Answer, merged_workers, misfits
 
 _EXIT = """
 --json prints "message", what is said here; for set-lr "scale", for drain and set-lr "step" (null: each worker's next
@@ -131,6 +131,8 @@ def _step(clock: int) -> int | None:
 def _run_kick(args: argparse.Namespace) -> dict[str, Any]:
     with Asker(args.servers, args.credentials) as asker:
         answers = asker.ask(args.timeout)
+    if wrong := misfits(answers):  # nobody may be told that a worker has ended who goes on at shards that were not named
+        raise CallFailed(f"{'; '.join(wrong)}; name all shards of the job in their order, as psd-run prints them")
     worker = next((w for w in merged_workers([a.reply for a in answers if a.reply is not None]) if w.rank == args.rank), None)
     if worker is None:
         _raise_unknown(args.rank, answers)

@@ -138,7 +138,7 @@ def _draw(runs: dict[str, LoggedRun], names: Sequence[str], args: argparse.Names
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise ConfigError("matplotlib is not installed, which draws; pip install 'psd[plot]'") from None
+        raise ConfigError("it needs matplotlib, which is not installed: pip install 'psd[plot]'") from None
     columns = min(len(names), 2)
     rows = -(-len(names) // columns)
     figure = Figure(figsize=(6.4 * columns, 3.6 * rows), layout="constrained")

@@ -48,8 +48,9 @@ from psd.cli.arguments import (
     signal_name,
 )
 
-READY_TIMEOUT_S = 60.0
-"""Seconds from the start of a shard to its ready line: loading gRPC on a crowded machine takes long."""
+READY_TIMEOUT_S = 3600.0
+"""Seconds from the start of a shard to its ready line. It first reads its part of a checkpoint, or what it has kept: with many
+gigabytes, or a slow store, for minutes. Only a store that does not answer takes as long."""
 
 READY_REPORT_S = 5.0
 """Seconds from the start of a shard to the line that says that psd-run waits for it."""

@@ -22,13 +22,14 @@ from typing import Any
 
 from psd.cli import ray_room
 from psd.cli.arguments import EXIT_USAGE, flag_of
+from psd.cli.policy import READY_TIMEOUT_S
 from psd.cli.server import COUNTED_PATTERN
 from psd.cli.state import StateDirectory, clear_abandoned, private_path, remove_private
 from psd.cli.terminal import show
 from psd.contract.config import ConfigError, join_address
 from psd.contract.launching import READY_PATTERN, python_command
 
-READY_S = 120.0
+READY_S = READY_TIMEOUT_S
 """Seconds for a shard that has its room, and for one whose node was lost, to be started and ready."""
 
 NAMESPACE = "psd"

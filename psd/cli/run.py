@@ -106,7 +106,7 @@ def parse(
             return ray_job.ray_plan(
                 args, words, _run_id(words), _ray_options(args), {**malloc.environment(), **for_workers, **for_all}
             )
-        return _plan(args, _worker_command(words), places, environ, for_all, for_workers, run_id, node)
+        return _plan(args, words, places, environ, for_all, for_workers, run_id, node)
     except InvalidRequest as error:
         parser.error(f"--{error}")
     except ConfigError as error:
@@ -115,7 +115,7 @@ def parse(
 
 def _plan(
     args: argparse.Namespace,
-    command: Sequence[str],
+    words: Sequence[str],
     places: NodePlaces,
     environ: Mapping[str, str],
     for_all: Mapping[str, str],
@@ -124,12 +124,13 @@ def _plan(
     node: int | None,
 ) -> Plan:
     """The plan for machines that run psd-run."""
-    meeting = _meeting(args, node, command, environ, for_all)
+    command = _worker_command(words)
+    meeting = _meeting(args, node, words, environ, for_all)
     if meeting is None:
         run_options.check_one_host(args)
     if node is None:
         node = -1 if args.hosts else args.node_rank or 0
-    new_id = run_id or _run_id(command)
+    new_id = run_id or _run_id(words)
     state_dirs = [_state_dir(args, new_id, number if meeting is not None else None) for number in range(places.nodes)]
     kept = kept_run_id(state_dirs[node]) if node >= 0 else None
     run_id = run_id or kept or new_id
@@ -151,22 +152,7 @@ def _plan(
         **for_workers,
     }
 
-    options = {
-        "--run-id": run_id,
-        "--lease": args.lease_s,
-        # A job that is to end is ended here, with the status of the worker that has failed; the others wait meanwhile.
-        "--on-worker-failure": "continue" if args.on_worker_failure == "continue" else "wait",
-        "--grace": args.grace_s,
-        "--max-workers": max(args.workers, Limits().workers_max),
-        "--log-level": args.log_level,
-        **{flag_of(name): value for name, value in values(args, CHECKPOINT_OPTIONS).items()},
-    }
-    shard_flags = ["--exit-when-done", *(f"{name}={value}" for name, value in options.items())]
-    shard_flags += ["--parameters-only"] if args.parameters_only else []
-    shard_flags += ["--insecure"] if args.insecure else []
-    for name in ("tls_cert", "tls_key", "token_file"):
-        shard_flags += [f"{flag_of(name)}={getattr(args, name)}"] if getattr(args, name) else []
-    shard_flags += [f"--rule={rule}" for rule in args.rules] + [f"--rule-dir={_module_dir(command)}"]
+    shard_flags = _shard_flags(args, run_id, words)
 
     def worker_environ(rank: int, servers: Sequence[str]) -> dict[str, str]:
         who = {"PSD_RANK": str(rank), "RANK": str(rank), "LOCAL_RANK": str(rank - first)}
@@ -202,6 +188,26 @@ def _plan(
     )
 
 
+def _shard_flags(args: argparse.Namespace, run_id: str, words: Sequence[str]) -> list[str]:
+    """Options of psd-server that all shards share."""
+    options = {
+        "--run-id": run_id,
+        "--lease": args.lease_s,
+        # A job that is to end is ended here, with the status of the worker that has failed; the others wait meanwhile.
+        "--on-worker-failure": "continue" if args.on_worker_failure == "continue" else "wait",
+        "--grace": args.grace_s,
+        "--max-workers": max(args.workers, Limits().workers_max),
+        "--log-level": args.log_level,
+        **{flag_of(name): value for name, value in values(args, CHECKPOINT_OPTIONS).items()},
+    }
+    flags = ["--exit-when-done", *(f"{name}={value}" for name, value in options.items())]
+    flags += ["--parameters-only"] if args.parameters_only else []
+    flags += ["--insecure"] if args.insecure else []
+    for name in ("tls_cert", "tls_key", "token_file"):
+        flags += [f"{flag_of(name)}={getattr(args, name)}"] if getattr(args, name) else []
+    return [*flags, *(f"--rule={rule}" for rule in args.rules), f"--rule-dir={_module_dir(words)}"]
+
+
 def _ray_options(args: argparse.Namespace) -> dict[str, Any]:
     """Options of psd-server for shards that Ray starts."""
     names = ("lease_s", "grace_s", *CHECKPOINT_OPTIONS, "parameters_only", "insecure", "tls_cert", "tls_key", "token_file")
@@ -220,14 +226,14 @@ def _check_credentials(args: argparse.Namespace, environ: Mapping[str, str]) -> 
 
 
 def _meeting(
-    args: argparse.Namespace, node: int | None, command: Sequence[str], environ: Mapping[str, str], for_all: Mapping[str, str]
+    args: argparse.Namespace, node: int | None, words: Sequence[str], environ: Mapping[str, str], for_all: Mapping[str, str]
 ) -> Meeting | None:
     """The way in which hosts meet; None: there is one."""
     if not args.hosts and (args.nnodes or 1) == 1:
         return None
     told = {name: value for name, value in vars(args).items() if name not in _OF_EACH_HOST}
     told |= {name: bool(told[name]) for name in _FILES_OF_EACH_HOST}
-    told["command"] = [*command[command[0] == sys.executable :]]
+    told["command"] = [*words]
     tls = None
     if args.rendezvous and args.tls_cert:
         found = {**environ, **for_all}
@@ -269,32 +275,35 @@ def _words(module: Sequence[str] | None, command: Sequence[str]) -> list[str]:
     return list(command)
 
 
-def _worker_command(command: Sequence[str]) -> list[str]:
+def _worker_command(words: Sequence[str]) -> list[str]:
     """The command of a worker, checked before anything is started."""
-    if command[0] == "-m":
-        return [sys.executable, "-u", *command]
-    if command[0].endswith(".py"):
-        if not Path(command[0]).is_file():
-            raise ConfigError(f"there is no script {command[0]!r}")
-        return [sys.executable, "-u", *command]
-    if shutil.which(command[0]) is None:
-        raise ConfigError(f"{command[0]!r} is neither a script (.py) nor a command that can be executed")
-    return list(command)
+    if words[0] == "-m":
+        return [sys.executable, "-u", *words]
+    if _is_script(words):
+        if not Path(words[0]).is_file():
+            raise ConfigError(f"there is no script {words[0]!r}")
+        return [sys.executable, "-u", *words]
+    if shutil.which(words[0]) is None:
+        hint = f"; name what runs it, such as: psd-run -- python {words[0]}" if Path(words[0]).exists() else ""
+        raise ConfigError(f"{words[0]!r} is neither a script (.py) nor a command that can be executed{hint}")
+    return list(words)
 
 
-def _module_dir(command: Sequence[str]) -> Path:
+def _is_script(words: Sequence[str]) -> bool:
+    """True if what is to be run is a script, which this Python runs."""
+    return words[0].endswith(".py")
+
+
+def _module_dir(words: Sequence[str]) -> Path:
     """The directory with the modules of a worker's program: the script's, as in Python, or the present one."""
-    is_script = command[0] == sys.executable and command[2] != "-m"
-    return Path(command[2]).absolute().parent if is_script else Path.cwd()
+    return Path(words[0]).absolute().parent if _is_script(words) else Path.cwd()
 
 
-def _run_id(command: Sequence[str]) -> str:
+def _run_id(words: Sequence[str]) -> str:
     """A unique name that tells the program."""
-    if command[0] == sys.executable:
-        command = command[2:]
-    what = command[1] if command[0] == "-m" else command[0]
-    stem = re.sub(r"[^A-Za-z0-9_.]+", "-", Path(what).stem)[:32]
-    return f"{stem}-{secrets.token_hex(6)}"
+    what = words[1] if words[0] == "-m" else words[0]
+    stem = re.sub(r"[^A-Za-z0-9_.]+", "-", Path(what).stem).strip("-")[:32]
+    return f"{stem or 'job'}-{secrets.token_hex(6)}"
 
 
 def _cores() -> int:

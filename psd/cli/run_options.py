@@ -66,7 +66,9 @@ fresh memory for each message. All output goes to standard output, psd-run's own
 On a terminal progress bars are redrawn in place, below the lines, and each process has a colour; a file gets
 one state a second, and no colours. NO_COLOR=1 turns colours off. With --log-dir each process's output is in a
 file of its own as well; runs add to these files, and never empty them. A full disk ends no job: psd-run says so,
-and what has no room is lost. When nobody reads the output any more, as after psd-run ... | head, the job ends.
+and what has no room is lost. When nobody reads the output any more, as after psd-run ... | head, the job ends;
+while a pager holds it up, the job waits, and a signal ends it all the same. Shards and workers read nothing from
+standard input.
 
 The shards listen on 127.0.0.1 alone, without TLS and tokens: other machines cannot reach them, but all users
 of this machine can. PSD_TLS_* and PSD_TOKEN_FILE are for shards elsewhere, and are not passed on to the

@@ -15,7 +15,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, NoReturn
 
 from psd.cli import descriptors, logs, malloc
 from psd.cli.arguments import (
@@ -37,7 +38,7 @@ from psd.cli.arguments import (
     values,
     whole_number,
 )
-from psd.cli.terminal import prepare_streams
+from psd.cli.terminal import discard, prepare_streams
 from psd.cli.wakeups import FIRST_WORD, Wakeups
 from psd.contract.config import ON_WORKER_FAILURE, ConfigError, Limits, ServerConfig, parse_shard
 from psd.contract.environment import crash_point
@@ -64,7 +65,7 @@ FINAL_CHECKPOINT_S_MAX = 3600.0
 """Seconds to store the parameters of a job that is done. Only a store that does not answer takes as long."""
 
 STORE_PATIENCE_S = 5.0
-"""Seconds at the start for the place of the checkpoints to be tried, and read, until that is said."""
+"""Seconds at the start for the shard's files to be read, and the place of the checkpoints tried, until that is said."""
 
 DONE_GRACE_S = 1.0
 """Grace in seconds after the last worker has left, when only its own last reply and a psdctl can still be under way."""
@@ -75,7 +76,7 @@ DRAIN_SLACK_S = 5.0
 DESCRIPTORS_PER_WORKER, DESCRIPTORS_BESIDE = 4, 1024
 """Descriptors to ask for: more than the server accepts connections."""
 
-_DONE, _DRAINED, _FAILED, _ALONE = range(FIRST_WORD, FIRST_WORD + 4)  # what the threads say to the main one
+_STARTED, _DONE, _DRAINED, _FAILED, _ALONE = range(FIRST_WORD, FIRST_WORD + 5)  # what the threads say to the main one
 
 _USAGE = "psd-server --shard INDEX/COUNT [options]"
 
@@ -96,11 +97,11 @@ examples:
 When the shard serves, it prints one line on standard output, and its gRPC health status is SERVING:
   psd-server: shard 0/2 ready at 127.0.0.1:7000
 
-SIGTERM or SIGINT drains it, within --grace: with --checkpoint-dir it takes a last checkpoint, for half of
-that time while workers train; then new requests are refused, waiting ones end with the error Draining, and
-running ones may finish. If the workers did not train up to the checkpoint, shards that end together store
-what they hold, if that is of one round. A second signal ends it at once. SIGUSR1 says that the job is about
-to end: the shard takes the last checkpoint at once, says so, and serves on.
+SIGTERM, SIGINT or SIGHUP (without nohup) drains it, within --grace: with --checkpoint-dir it takes a last
+checkpoint, for half of that time while workers train; then new requests are refused, waiting ones end with
+the error Draining, and running ones may finish. If the workers did not train up to the checkpoint, shards
+that end together store what they hold, if that is of one round. A second signal ends it at once. SIGUSR1 says
+that the job is about to end: the shard takes the last checkpoint at once, says so, and serves on.
 
 Without --state-dir the parameters are gone when the process ends. With it they stay, even after kill -9,
 and the same command continues with them: workers wait for the shard and repeat unanswered requests. They
@@ -113,14 +114,14 @@ anybody on the network path can read and change everything, tokens included. So 
 requires TLS, or --insecure. A token file has lines such as
   worker 3f786850e387550fdab836ed7e6dc881      what training needs
   reader 89e6c98d92887913cadf06b2adb97f26      describe, status, read
-  admin  fac1ba4e4b1b2dc7a3e6a3e9d6a5b1c0      everything, also checkpoints on demand
+  admin  fac1ba4e4b1b2dc7a3e6a3e9d6a5b1c0      everything, also checkpoints and orders by psdctl
 A role may have several lines, so that tokens can be changed. A client's own token is in a file of its own,
 named by PSD_TOKEN_FILE.
 
 exit status:
   0     drained after a signal, or done (--exit-when-done)
   1     failed: the address cannot be bound, --state-dir holds something else or is damaged,
-        --checkpoint-dir cannot be written to, a --rule cannot be imported, a file of certificates or
+        --state-dir or --checkpoint-dir cannot be written to, a --rule cannot be imported, a file of certificates or
         tokens cannot be used, the drain does not end, or a defect, with a traceback
   2     the options are wrong
   74    ended in order, but the latest checkpoint could not be stored
@@ -287,7 +288,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Serve until told to end; returns the exit status."""
     prepare_streams()
     config, log_settings = parse(argv)
-    with Wakeups([signal.SIGTERM, signal.SIGINT, LAST_CHECKPOINT_SIGNAL]) as wakeups:
+    with Wakeups([signal.SIGTERM, signal.SIGINT, signal.SIGHUP, LAST_CHECKPOINT_SIGNAL]) as wakeups:
         if config.exit_on_eof:
             threading.Thread(target=_watch_input, args=(wakeups,), daemon=True).start()
         say = logs.configure("psd-server", log_settings, shard=config.shard_index)
@@ -295,23 +296,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         descriptors.allow(DESCRIPTORS_PER_WORKER * config.limits.workers_max + DESCRIPTORS_BESIDE)
 
         os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # or each stranger's handshake that fails writes to the log
-        # Only here: gRPC takes a while to load, and wrong options should be reported at once.
-        from psd.rim.server import ShardServer
-
-        patience = threading.Timer(STORE_PATIENCE_S, say, ["psd-server: still trying, or reading, --checkpoint-dir"])
+        patience = threading.Timer(
+            STORE_PATIENCE_S, say, ["psd-server: still reading --state-dir, or trying or reading --checkpoint-dir"]
+        )
         patience.daemon = True
-        if config.checkpoint_dir:
+        if config.checkpoint_dir or config.state_dir:
             patience.start()
         try:
-            server = ShardServer(config, crash_point=crash_point())
-            server.start()
+            server, heard = _start(config, wakeups, say)
         except (OSError, ConfigError, PsdError) as error:
             say(f"psd-server: error: {error}")
             return EXIT_FAILURE
         finally:
             patience.cancel()
-        print(f"psd-server: shard {config.shard_index}/{config.shard_count} ready at {server.address}", flush=True)
-        return _serve(server, config, wakeups, say)
+        try:
+            print(f"psd-server: shard {config.shard_index}/{config.shard_count} ready at {server.address}", flush=True)
+        except OSError as error:  # whoever wants to know can ask for its health
+            say(f"psd-server: cannot write to standard output: {error.strerror}; serving all the same")
+            discard(sys.stdout)
+        return _serve(server, config, wakeups, heard, say)
 
 
 def _watch_input(wakeups: Wakeups) -> None:
@@ -320,9 +323,52 @@ def _watch_input(wakeups: Wakeups) -> None:
     wakeups.send(_ALONE)
 
 
-def _serve(server: ShardServer, config: ServerConfig, wakeups: Wakeups, say: Callable[[str], None]) -> int:
-    """Wait for the first reason to end, drain, and return the exit status."""
-    name = f"psd-server: shard {config.shard_index}/{config.shard_count}"
+def _start(config: ServerConfig, wakeups: Wakeups, say: Callable[[str], None]) -> tuple[ShardServer, list[int]]:
+    """Start the server, in a thread of its own, as a store may never answer; return it, and what was heard meanwhile.
+
+    Raises:
+        OSError, ConfigError, PsdError: it cannot serve.
+    """
+    # Only here: gRPC takes a while to load, and wrong options should be reported at once.
+    from psd.rim.server import ShardServer
+
+    started: Future[ShardServer] = Future()
+
+    def start() -> None:
+        try:
+            server = ShardServer(config, crash_point=crash_point())
+            server.start()
+            started.set_result(server)
+        except BaseException as error:  # noqa: BLE001 - raised where it is waited for
+            started.set_exception(error)
+        wakeups.send(_STARTED)
+
+    threading.Thread(target=start, daemon=True).start()
+    heard: list[int] = []
+    is_told = False
+    while _STARTED not in heard:
+        heard += wakeups.wait()
+        signums = [word for word in heard if word < FIRST_WORD and word != LAST_CHECKPOINT_SIGNAL]
+        if len(signums) > 1:
+            _end_at_once(signums[1], config, say)
+        if signums and not is_told:
+            is_told = True
+            say(f"{_name(config)} got {signal_name(signums[0])}: draining when it has started; a second signal ends it at once")
+    return started.result(), [word for word in heard if word != _STARTED]
+
+
+def _name(config: ServerConfig) -> str:
+    return f"psd-server: shard {config.shard_index}/{config.shard_count}"
+
+
+def _end_at_once(signum: int, config: ServerConfig, say: Callable[[str], None]) -> NoReturn:
+    say(f"{_name(config)} got {signal_name(signum)}: ending at once")
+    os._exit(exit_status(signum))  # no clean-up that could wait for anything
+
+
+def _serve(server: ShardServer, config: ServerConfig, wakeups: Wakeups, heard: list[int], say: Callable[[str], None]) -> int:
+    """Wait for the first reason to end, drain, and return the exit status. `heard` is what was heard before."""
+    name = _name(config)
 
     def watch() -> None:
         server.done.wait()
@@ -346,10 +392,11 @@ def _serve(server: ShardServer, config: ServerConfig, wakeups: Wakeups, say: Cal
             say(f"{name} takes no checkpoint while workers train: {error}")
 
     taking = threading.Thread(target=take_last_checkpoint, daemon=True)
-    while not (words := [word for word in wakeups.wait() if word != LAST_CHECKPOINT_SIGNAL]):
-        if taking.ident is None:
+    while not (words := [word for word in heard if word != LAST_CHECKPOINT_SIGNAL]):
+        if heard and taking.ident is None:
             server.expect_end()
             taking.start()
+        heard = wakeups.wait()
     first, *more = words
     grace_s = config.grace_s
     give_up_at = time.monotonic() + grace_s + DRAIN_SLACK_S
@@ -376,8 +423,7 @@ def _serve(server: ShardServer, config: ServerConfig, wakeups: Wakeups, say: Cal
         more = [word for word in wakeups.wait(left_s) if word not in (_DONE, _ALONE, LAST_CHECKPOINT_SIGNAL)]
     second = more[0]
     if second < FIRST_WORD:
-        say(f"{name} got {signal_name(second)}: ending at once")
-        os._exit(exit_status(second))  # no clean-up that could wait for anything
+        _end_at_once(second, config, say)
     if second == _DRAINED and server.has_failed_to_store:
         return EXIT_CHECKPOINT
     return EXIT_OK if second == _DRAINED else EXIT_FAILURE

@@ -66,7 +66,7 @@ def _run(args: argparse.Namespace) -> int:
         try:
             from psd.watch.top.app import TopApp
         except ImportError:
-            args.parser.error("Textual is not installed, which draws; pip install 'psd[ui]', or use --once")
+            args.parser.error("it needs Textual, which is not installed: pip install 'psd[ui]', or use --once")
         TopApp(sampler, args.interval, args.sort).run()
     return EXIT_OK
 

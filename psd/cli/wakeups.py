@@ -53,6 +53,13 @@ class Wakeups:
         except BlockingIOError:
             return []
 
+    def has_told(self, *but: int) -> bool:
+        """True if a signal has come that was not read yet, others than these."""
+        try:
+            return not set(self._reader.recv(4096, socket.MSG_PEEK)) <= set(but)
+        except BlockingIOError:
+            return False
+
     def wait(self, timeout_s: float | None = None) -> list[int]:
         """Sleep until something comes; return it, or nothing if nothing came in time."""
         select.select([self._reader], [], [], timeout_s)

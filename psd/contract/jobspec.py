@@ -277,7 +277,7 @@ class JobSpec:
 
     def _check_tensor(self, tensor: TensorSpec) -> None:
         for field, name in (("name", tensor.name), *(("aliases", alias) for alias in tensor.aliases)):
-            name_bytes = len(name.encode())
+            name_bytes = len(name.encode(errors="surrogatepass"))
             if not 1 <= name_bytes <= NAME_BYTES_MAX:
                 raise InvalidTensor(f"tensors.{field}: must have 1 to {NAME_BYTES_MAX} bytes, got {name_bytes}: {name[:40]!r}")
             if not is_printable(name):

@@ -50,7 +50,7 @@ _DTYPE_NAMES = {number: name for name, number in _DTYPES.items()}
 
 def check_spec(spec: VectorSpec) -> VectorSpec:
     """The declaration; raises InvalidRequest if there can be no such vector."""
-    name_bytes = len(spec.name.encode())
+    name_bytes = len(spec.name.encode(errors="surrogatepass"))
     if not 1 <= name_bytes <= NAME_BYTES_MAX:
         raise InvalidRequest(f"vector.name: must have 1 to {NAME_BYTES_MAX} bytes, got {name_bytes}: {spec.name[:40]!r}")
     if not is_printable(spec.name):

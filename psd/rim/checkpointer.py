@@ -96,7 +96,7 @@ class Checkpointer:
         ]
 
     def start(self) -> None:
-        """Start the thread that writes snapshots."""
+        """Start the threads that take snapshots and write them."""
         for thread in self._threads:
             thread.start()
 

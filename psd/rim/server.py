@@ -157,8 +157,15 @@ class ShardServer:
         """Bind and serve.
 
         Raises:
-            OSError: the address cannot be bound.
+            OSError: the address cannot be bound. The shard has let go of what it held, which stays.
         """
+        try:
+            self._start()
+        except BaseException:
+            self.shard.close(keep=True)
+            raise
+
+    def _start(self) -> None:
         if self._tls is None and self._config.token_file and not is_loopback(self._config.listen):
             logger.warning("--insecure: tokens cross the network unencrypted, where anybody who listens can take them")
         host, port = parse_address(self._config.listen, "--listen")

@@ -233,12 +233,20 @@ class ShardCore:
             return "The job goes on from --state-dir; to begin another one, remove that directory, or name another"
         return "All workers of a job declare the same; to begin another job, start other shards, as psd-run does each time"
 
-    def recover(self) -> bool:
-        """Go on with the job that an earlier process of this shard held; False if there is none."""
-        found = self.storage.recover()
+    def recover(self, can_go_back: Callable[[], bool]) -> bool:
+        """Go on with the job that an earlier process of this shard held; False if there is none, or if it is damaged and
+        `can_go_back`."""
+        found = self.storage.recover(can_go_back)
         if found is None:
             return False
-        stored, arena = found
+        try:
+            self._go_on(*found)
+        except BaseException:
+            self.storage.close(keep=True)
+            raise
+        return True
+
+    def _go_on(self, stored: storage_pb2.StoredJob, arena: Arena) -> None:
         spec = JobSpec.from_message(stored.spec)
         members = self.new_members(spec.world_size)
         for rank in range(spec.world_size):
@@ -278,7 +286,6 @@ class ShardCore:
             with self.lock:
                 self.orders.restore(self.storage.load_orders())
             self.client_states.recover(self.storage.load_client_states())
-        return True
 
     def _job(
         self,

@@ -65,8 +65,8 @@ class Shard:
         directory: of checkpoints to restore from.
 
     Raises:
-        ConfigError: --state-dir is another shard's or run's, in use, or damaged; or --checkpoint-dir cannot be written to. A
-            shard that goes on with what it has does so without.
+        ConfigError: --state-dir is another shard's or run's, in use, damaged, or no place for files; or --checkpoint-dir cannot
+            be written to. A shard that goes on with what it has does so without.
 
     Attributes:
         is_recovered: the shard goes on with what an earlier process of it held.
@@ -88,14 +88,15 @@ class Shard:
         self.config = config
         self.now = now
         has_checkpoints = directory is not None or bool(config.from_checkpoint and not config.parameters_only)
-        self._core = ShardCore(
-            config, Storage(config, crash_point), now, incarnation, wall=wall, has_checkpoints=has_checkpoints
-        )
+        storage = Storage(config, crash_point)
+        self._core = ShardCore(config, storage, now, incarnation, wall=wall, has_checkpoints=has_checkpoints)
         self.cuts = Cuts(self._describe)
         self.restoration = Restoration(self._core, self.cuts, directory)
-        self.is_recovered = self._core.recover()
-        if directory is not None and not self.is_recovered:
-            check_writable(directory)
+        self.is_recovered = self._core.recover(self.restoration.has_checkpoint)
+        if not self.is_recovered:
+            storage.check_usable()
+            if directory is not None:
+                check_writable(directory)
         with self._core.job_lock:
             self.restored_from = None if self.is_recovered else self.restoration.begin()
         self.admission = Admission(self._core, wall, self.restoration.redeclare, self.restoration.give_values)
@@ -177,6 +178,7 @@ class Shard:
             progress=self.schedule.progress,
             has_blocks=job.trained_count > 0,
             timeline=self._core.timeline,
+            push_ids_max=self._core.config.limits.push_ids_max,
         )
 
     def begin_read(self, request: data_pb2.ReadRequest, done: Done) -> Snapshot:
@@ -257,7 +259,9 @@ class Shard:
         self._core.check_is_first("orders are given to")
         job = self._core.initialized()
         if not job.trained_count:
-            raise InvalidRequest("shard 0 has no trained blocks, by whose replies workers would hear of it; use fewer shards")
+            raise InvalidRequest(
+                "shard 0 has no trained blocks, and workers hear of orders by its replies to pushes; use fewer shards"
+            )
         return self.schedule.progress + AHEAD if job.policy.has_rounds else 0
 
     # -- curves --------------------------------------------------------------------------------------------------------

@@ -120,6 +120,7 @@ class History:
         self.moments: list[Moment] = []
         self.events: deque[Event] = deque(maxlen=EVENTS_MAX)
         self._curves: dict[str, dict[tuple[int, int], CurvePoint]] = {}
+        self._left: dict[tuple[str, int], int] = {}  # by curve and rank: the last step that was logged before the job went back
 
     def add(self, snapshot: JobSnapshot | None, events: Iterable[Event]) -> None:
         """Note a look, and what has happened since the one before. None: a first look, which knows no rates."""
@@ -127,17 +128,35 @@ class History:
             self.moments = thinned([*self.moments, moment_of(snapshot)], MOMENTS_MAX)
         self.events.extend(events)
 
-    def add_point(self, curve: str, point: CurvePoint) -> None:
-        """Note a point; another one of the same worker and step takes its place."""
+    def go_back(self) -> None:
+        """Note that the job trains anew what it has trained already, from an earlier step on or as another job.
+
+        What steps are is the program's own: each worker leaves its points from the next earlier step on that it logs.
+        """
+        self._left = {(name, rank): step for name, points in self._curves.items() for rank, step in points}
+
+    def add_point(self, curve: str, point: CurvePoint) -> bool:
+        """Note a point; another one of the same worker and step takes its place.
+
+        Returns:
+            Whether the worker's points from there on were dropped, as the job has gone back.
+        """
         if curve not in self._curves and len(self._curves) >= CURVES_MAX:
-            return
+            return False
         points = self._curves.setdefault(curve, {})
         key = (point.rank, point.step)
+        left = self._left.get((curve, point.rank))
+        has_gone_back = left is not None and point.step <= left
+        if has_gone_back:
+            del self._left[curve, point.rank]
+            points = {(rank, step): p for (rank, step), p in points.items() if rank != point.rank or step < point.step}
+            self._curves[curve] = points
         points.pop(key, None)
         points[key] = point
         limit = max(POINTS_MIN, min(POINTS_MAX, ALL_POINTS_MAX // len(self._curves)))
         if len(points) > limit:
             self._curves[curve] = {(p.rank, p.step): p for p in thinned([*points.values()], limit)}
+        return has_gone_back
 
     @property
     def curves(self) -> dict[str, Sequence[CurvePoint]]:

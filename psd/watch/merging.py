@@ -47,7 +47,13 @@ def reason(answer: Answer) -> str:
 
 def problems(answers: Sequence[Answer]) -> list[str]:
     """Problems of the picture itself; empty if all shards answered and belong together."""
-    found = [f"{answer.server} did not answer: {reason(answer)}" for answer in answers if answer.reply is None]
+    silent = [f"{answer.server} did not answer: {reason(answer)}" for answer in answers if answer.reply is None]
+    return silent + misfits(answers)
+
+
+def misfits(answers: Sequence[Answer]) -> list[str]:
+    """Shards that have answered, and are not those of one job in their order."""
+    found = []
     replies = [(a.server, a.reply) for a in answers if a.reply is not None]
     for index, answer in enumerate(answers):
         reply = answer.reply

@@ -71,6 +71,7 @@ class Sampler:
     Attributes:
         history: of all looks so far. now: the last look; None before the first.
         answers: what the last look is made of. points: that it has found, with the names of their curves.
+        has_gone_back: with these points others were dropped, which the job has left by going back.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class Sampler:
         self.now: JobSnapshot | None = None
         self.answers: list[Answer] = []
         self.points: list[tuple[str, CurvePoint]] = []
+        self.has_gone_back = False
         self._asker = asker
         self._answer_s = answer_s
         self._clock = clock
@@ -99,7 +101,10 @@ class Sampler:
         before, now = self.now, self._snapshot(self.answers)
         self._events = events_between(before, now)
         self.history.add(now if before is not None else None, self._events)
+        if before is not None and _has_gone_back(before, now):
+            self.history.go_back()
         self.points = self._new_points() if self.answers[0].reply is not None else []
+        self.has_gone_back = sum(self.history.add_point(name, point) for name, point in self.points) > 0  # all are added
         self.now = now
         return now
 
@@ -271,9 +276,13 @@ class Sampler:
                 found += [(name, CurvePoint(curve.rank, step, value, now - ago_s)) for step, value, ago_s in columns]
             if not reply.more:
                 break
-        for name, point in found:
-            self.history.add_point(name, point)
         return found
+
+
+def _has_gone_back(before: JobSnapshot, now: JobSnapshot) -> bool:
+    """True if a job may train steps again: it has gone back, or is another one."""
+    (old, new) = (max((worker.clock for worker in each.workers), default=0) for each in (before, now))
+    return (now.run_id, now.timeline) != (before.run_id, before.timeline) or new < old
 
 
 def _is_missing(rank: int, wait: pb.Wait) -> bool:

@@ -14,16 +14,17 @@ void FN(psd_prepare_rows)(psd_row_rule *r, int id, const psd_hyper *hyper, uint6
     rule->prepare(hyper, step < rule->steps_alike_from ? step : rule->steps_alike_from, r->constants);
 }
 
-/* Squares are added in 16 lanes and these in one tree, in double: the same bits for every vector width. */
-PSD_KERNEL void FN(psd_rowwise_tile)(const real *p_in, real *p_out, const real *g_in, const real *sum_in, real *sum_out, intptr_t n,
-                                     const void *k)
+/* A whole row. Squares are added in 16 lanes and these in one tree, in double: the same bits for every vector width. */
+PSD_KERNEL void FN(psd_rowwise_step)(const real *p_in, real *p_out, const real *g_in, const real *sum_in, real *sum_out, intptr_t n,
+                                     const psd_row_rule *r)
 {
-    const FN(adagrad) c = *(const FN(adagrad) *)k;
+    const FN(adagrad) c = *(const FN(adagrad) *)r->constants;
+    const real scale = (real)r->scale;
     const real decay = c.decays ? c.weight_decay : 0;
     double lanes[16] = {0};
     for (intptr_t i = 0; i < n; i += 16)
         for (intptr_t j = 0; j < 16 && j < n - i; j++) {
-            const real g = FN(directed)(g_in[i + j], c.sign, p_in[i + j], decay, 1);
+            const real g = FN(directed)(scale * g_in[i + j], c.sign, p_in[i + j], decay, 1);
             lanes[j] += (double)g * (double)g;
         }
     for (int width = 8; width; width /= 2)
@@ -33,7 +34,7 @@ PSD_KERNEL void FN(psd_rowwise_tile)(const real *p_in, real *p_out, const real *
     *sum_out = sum;
     PSD_ELEMENTWISE
     for (intptr_t i = 0; i < n; i++) {
-        const real p = p_in[i], g = FN(directed)(g_in[i], c.sign, p, decay, 1);
+        const real p = p_in[i], g = FN(directed)(scale * g_in[i], c.sign, p, decay, 1);
         p_out[i] = p - (c.rate * g) / root;
     }
 }
@@ -44,8 +45,8 @@ void FN(psd_step_row)(const psd_row_rule *r, const real *in, real *out, const re
     _Alignas(64) real scratch[TILE];
     const real *slots_in[PSD_SLOTS_MAX] = {NULL};
     real *slots_out[PSD_SLOTS_MAX] = {NULL};
-    if (r->rowwise && (real)r->scale == 1) {
-        FN(psd_rowwise_tile)(in, out, grad, in + slot_at[0], out + slot_at[0], dim, r->constants);
+    if (r->rowwise) {
+        FN(psd_rowwise_step)(in, out, grad, in + slot_at[0], out + slot_at[0], dim, r);
         return;
     }
     for (intptr_t begin = 0; begin < dim; begin += TILE) {

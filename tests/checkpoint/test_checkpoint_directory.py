@@ -59,6 +59,13 @@ def test_directory_when_the_url_is_none_that_can_be_used_then_says_why():
     assert "secret" not in str(raised.value)
 
 
+def test_directory_when_its_path_has_odd_characters_then_it_is_the_one_that_was_named(tmp_path):
+    for name in ("run::1", "run::2", "a b", "#?*[1]", "50%20", "ü", "a:b", "a@b", "-x"):
+        CheckpointDirectory(f"{tmp_path}/{name}").storage.write("there", "file", [name.encode()])
+
+        assert (tmp_path / name / "there" / "file").read_text() == name
+
+
 @pytest.mark.parametrize("url", ["{}/made/anew", "memory://checked"])
 def test_check_when_the_place_takes_files_then_nothing_is_left_of_it(tmp_path, url):
     directory = CheckpointDirectory(url.format(tmp_path))
@@ -263,6 +270,23 @@ def test_discard_when_a_cut_failed_then_its_files_go_but_never_those_of_a_valid_
 
     assert not (tmp_path / failed.name).exists()
     assert directory.newest().name == newer.name
+
+
+def test_discard_when_another_shard_completes_the_checkpoint_meanwhile_then_it_stays(tmp_path):
+    """That one may have removed the older ones already."""
+    cut = cut_of(small_spec(), 2, 7)
+    other = CheckpointDirectory(str(tmp_path), keep=1)
+    for index in range(2):
+        other.write_part(cut, index, parts(cut, index))
+
+    def complete_first(step):
+        if step.startswith("remove "):
+            assert other.complete(cut)
+            other.collect_garbage()
+
+    assert not CheckpointDirectory(str(tmp_path), crash_point=complete_first).discard(cut)
+    assert other.newest().name == cut.name
+    assert other.verify(cut.name) == []
 
 
 # -- the cut -----------------------------------------------------------------------------------------------------------

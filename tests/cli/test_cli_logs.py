@@ -1,5 +1,6 @@
 """Logs of a process, as text and as JSON: one line a record, whatever peers have put into it."""
 
+import io
 import json
 import logging
 import re
@@ -79,6 +80,14 @@ def test_say_when_the_level_is_high_then_it_is_heard_all_the_same(configure, cap
 
     (line,) = capsys.readouterr().err.splitlines()
     assert (json.loads(line)["message"] if is_json else line) == "draining"
+
+
+@pytest.mark.parametrize("is_json", [False, True])
+def test_say_when_nothing_can_be_written_then_the_process_goes_on(configure, monkeypatch, is_json):
+    """A shard that is told to end says so before it takes the last checkpoint."""
+    with io.TextIOWrapper(io.FileIO("/dev/full", "w"), write_through=True) as full:
+        monkeypatch.setattr(sys, "stderr", full)
+        configure(is_json, "error")("draining")
 
 
 def test_text_when_a_field_has_control_characters_then_the_record_is_one_line(configure, capsys):

@@ -71,7 +71,7 @@ def test_plot_draws_a_panel_for_each_scalar_and_a_line_for_each_run(run, tmp_pat
         (["--scalar", "speed"], "--scalar: no run has 'speed'; there are loss"),
         (["nowhere"], "nowhere cannot be read: No such file or directory"),
         (["--to", "no/such/place.svg"], "--to: no/such/place.svg: No such file or directory"),
-        ([], "matplotlib is not installed, which draws; pip install 'psd[plot]'"),
+        ([], "it needs matplotlib, which is not installed: pip install 'psd[plot]'"),
     ],
 )
 def test_plot_when_it_cannot_draw_then_one_line_says_why(options, message, run, refusal, monkeypatch):

@@ -247,7 +247,7 @@ def test_on_deadline_when_a_shard_does_not_serve_again_in_time_then_the_job_stop
     assert policy.deadline == 10 + READY_TIMEOUT_S
     actions = policy.on_deadline(10 + READY_TIMEOUT_S)
 
-    assert waiting == [Say("waiting for shard 0, shard 1 to be ready, for at most 60 s")]
+    assert waiting == [Say("waiting for shard 0, shard 1 to be ready, for at most 3600 s")]
     assert "shard 0 was not ready" in said(actions)
     assert deeds(actions) == [Send(worker, SIGTERM) for worker in WORKERS]
 
@@ -296,7 +296,7 @@ def test_on_deadline_when_a_shard_is_not_ready_in_time_then_the_job_stops():
     policy.on_ready(SHARDS[0], 1)
 
     assert policy.deadline == READY_REPORT_S
-    assert policy.on_deadline(READY_REPORT_S) == [Say("waiting for shard 1 to be ready, for at most 60 s")]
+    assert policy.on_deadline(READY_REPORT_S) == [Say("waiting for shard 1 to be ready, for at most 3600 s")]
     assert policy.deadline == READY_TIMEOUT_S
     actions = policy.on_deadline(READY_TIMEOUT_S)
 

@@ -29,6 +29,10 @@ def script(tmp_path):
         ([], "expected a script, -m and a module, or a command"),
         (["nowhere.py"], "there is no script 'nowhere.py'"),
         (["no-such-command"], "'no-such-command' is neither a script (.py) nor a command"),
+        (
+            ["."],
+            "'.' is neither a script (.py) nor a command that can be executed; name what runs it, such as: psd-run -- python .",
+        ),
         (["-m"], "-m: expected the name of a Python module"),
         (["--shards", "0", "true"], "--shards: expected 1 to 256, got 0"),
         (["--workers", "two", "true"], "--workers: expected a whole number, got 'two'"),
@@ -102,6 +106,8 @@ def test_parse_when_a_script_is_given_then_all_after_it_is_its_own(script):
     [
         (["-m", "package.train", "--shards", "9"], [sys.executable, "-u", "-m", "package.train", "--shards", "9"]),
         (["--", "echo", "--", "x"], ["echo", "--", "x"]),
+        (["--", sys.executable, "app.zip"], [sys.executable, "app.zip"]),
+        ([sys.executable], [sys.executable]),
         (["echo", "-m", "x"], ["echo", "-m", "x"]),
     ],
 )

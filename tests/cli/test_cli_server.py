@@ -1,10 +1,12 @@
 """psd-server as a process: options, the ready line, drains, exit statuses."""
 
 import json
+import os
 import platform
 import re
 import resource
-from signal import SIGINT, SIGTERM
+import threading
+from signal import SIGHUP, SIGINT, SIGTERM, raise_signal
 
 import grpc
 import pytest
@@ -12,8 +14,9 @@ from certificates import Authority
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from psd.cli import descriptors, malloc
-from psd.cli.server import main, parse
-from psd.contract.config import ConfigError
+from psd.cli.server import _start, main, parse
+from psd.cli.wakeups import Wakeups
+from psd.contract.config import ConfigError, ServerConfig
 from psd.contract.launching import READY_PATTERN
 from psd.rim.server import ShardServer
 from psd.v1 import control_pb2, control_pb2_grpc
@@ -181,8 +184,31 @@ def test_server_when_it_is_to_log_json_then_every_line_of_the_log_is_an_object(s
     assert "has counted 0 pushes, 0 late, up to step 0 from 0" in log[-1]["message"]
 
 
+def test_server_when_signalled_twice_while_a_store_does_not_answer_then_it_ends_at_once(monkeypatch):
+    answers = threading.Event()
+
+    def leave(status):
+        answers.set()
+        raise SystemExit(status)
+
+    monkeypatch.setattr("psd.rim.server.ShardServer", lambda *_, **__: answers.wait())
+    monkeypatch.setattr(os, "_exit", leave)
+    said = []
+    with Wakeups([SIGTERM]) as wakeups:
+        raise_signal(SIGTERM)
+        raise_signal(SIGTERM)
+        with pytest.raises(SystemExit) as ended:
+            _start(ServerConfig(0, 1), wakeups, said.append)
+        wakeups.wait()  # for the thread's end
+    wakeups._reader.close()
+    wakeups._writer.close()
+
+    assert ended.value.code == 128 + SIGTERM
+    assert said == ["psd-server: shard 0/1 got SIGTERM: ending at once"]
+
+
 @pytest.mark.process
-@pytest.mark.parametrize("signum", [SIGTERM, SIGINT])
+@pytest.mark.parametrize("signum", [SIGHUP, SIGINT])
 def test_server_when_signalled_then_it_drains_and_ends_with_status_0(start, signum):
     server, _ = ready(start)
 

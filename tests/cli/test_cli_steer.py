@@ -83,6 +83,10 @@ def test_a_command_that_cannot_be_done_says_what_to_type_next(job, cluster, caps
     lonely = cluster(1).servers
     psd_client.connect(lonely, 0, 2).close()
     for words, message in [
+        (
+            ["kick", "1", "--servers", servers.partition(",")[0]],
+            "is shard 0/2, but was given as 0/1; name all shards of the job",
+        ),
         (["kick", "7", "--servers", servers], "there is no worker 7 in the job (psdctl workers lists them)"),
         (
             ["kick", "1", "--servers", lonely],

@@ -2,6 +2,7 @@
 
 import io
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -11,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from psd.cli import run, terminal
+from psd.cli.launcher import Launcher
+from psd.cli.wakeups import Wakeups
 
 RUN = [sys.executable, "-m", "psd.cli.run"]
 
@@ -28,6 +31,23 @@ def test_write_when_the_descriptor_does_not_block_then_all_of_it_arrives():
         reading.join()
 
     assert received == [b"x" * 100_000 + b"y" * 100_000]
+
+
+def test_launcher_when_its_output_is_not_read_then_it_hears_a_signal_all_the_same(monkeypatch):
+    """A pager that waits for its own reader, say."""
+    monkeypatch.setattr(terminal, "ROOM_S", 0.0)
+    ours, its = os.pipe()
+    with os.fdopen(ours, "rb"), os.fdopen(its, "w") as stream, Wakeups([signal.SIGTERM]) as wakeups:
+        monkeypatch.setattr(sys, "stderr", stream)
+        launcher = Launcher(run.parse(["true"], {}))
+        launcher._wakeups = wakeups
+        signal.raise_signal(signal.SIGTERM)
+        launcher.say("x" * 200_000)
+
+        assert wakeups.read() == [signal.SIGTERM]
+        launcher.say("nobody waits for room any more")
+    wakeups._reader.close()
+    wakeups._writer.close()
 
 
 def test_show_when_the_locale_lacks_a_character_then_it_is_escaped(monkeypatch):
@@ -53,6 +73,25 @@ def test_job_when_the_disk_of_its_output_is_full_then_it_goes_on(tmp_path):
     assert job.stderr.count(b"cannot write the output: No space left on device; the job goes on") == 1
     assert b"SIGPIPE" not in job.stderr
     assert b"Traceback" not in job.stderr
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("command", "status"),
+    [
+        (["psd.cli.server", "--shard", "0/1", "--listen", "127.0.0.1:0", "--exit-on-eof"], 0),
+        (["psd.cli.ctl", "status", "--servers", "127.0.0.1:1", "--timeout", "0.2"], 1),
+    ],
+)
+def test_command_when_the_disk_of_its_output_is_full_then_it_says_so_and_ends_as_it_would(command, status):
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", *command], stdin=subprocess.DEVNULL, stdout=full, stderr=subprocess.PIPE, check=False
+        )
+
+    assert done.returncode == status
+    assert b"No space left on device" in done.stderr
+    assert b"Traceback" not in done.stderr
 
 
 @pytest.mark.process

@@ -199,6 +199,7 @@ def named_tensors() -> tuple[NamedTensors, FlatBuffers]:
         ([1.0], "grads: expected arrays by name"),
         ({"s": 1.0, "w": None}, r"grads\['w'\]: expected an array, got None"),
         ({"s": 1.0, "w": [[1.0], [1.0, 2.0]]}, r"grads\['w'\]: NumPy makes no array of it"),
+        ({"s": 1.0, "w": np.ma.masked_equal(np.eye(2, 3, dtype=np.float32), 0)}, r"grads\['w'\]: is a masked array"),
     ],
 )
 def test_write_gradients_when_one_is_wrong_then_names_it_and_writes_none(grads: dict[str, Any], match: str) -> None:

@@ -137,13 +137,22 @@ def test_gradient_that_is_not_the_losss_fails_the_line_search():
     assert result.x.tolist() == [1, 1, 1, 1]
 
 
-def test_infinite_loss_shortens_the_step():
-    """The logarithm's domain ends before the first step does."""
-    (result,) = Space().minimize(
-        np.full(3, 1e-3), losses=[lambda x: (np.sum(x - np.log(x)), 1 - 1 / x) if (x > 0).all() else (np.inf, x * np.nan)]
-    )
+@pytest.mark.parametrize("beyond", [np.inf, 1.2e308])
+def test_infinite_loss_shortens_the_step(beyond):
+    """The logarithm's domain ends before the first step does; also where two workers' losses are infinite only together."""
+
+    steps_beyond = []
+
+    def loss(x):
+        if (x > 0).all():
+            return np.sum(x - np.log(x)), 1 - 1 / x
+        steps_beyond.append(x)
+        return beyond, np.ones(3)
+
+    result, _ = Space(2).minimize(np.full(3, 30.0), losses=[loss, loss])
 
     np.testing.assert_allclose(result.x, 1, rtol=1e-4)
+    assert steps_beyond
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import pytest
 
 import psd_client
 from psd_client.client import worker_of
+from psd_client.lanes.segment import ALIGN_BYTES, Segment
 
 ELEMENTS = 300_000
 
@@ -98,3 +99,18 @@ def test_the_system_calls_what_watches_forks(monkeypatch: pytest.MonkeyPatch) ->
     os.waitpid(child, 0)
 
     assert places.forks == 1
+
+
+def test_a_forked_child_writes_to_memory_of_its_own() -> None:
+    """Such as one that evaluates, and sets gradients to zero: those are its parent's to send."""
+    segment = Segment(1 << 20)
+    array, _ = segment.zeros(1 << 18, np.dtype(np.float32))
+    array[:] = 1
+    child = os.fork()
+    if child == 0:
+        array[:] += 1
+        os._exit(int(array.sum() != 2 * array.size))
+
+    assert os.waitpid(child, 0)[1] == 0
+    assert (array == 1).all()
+    assert segment.where([array]) == [ALIGN_BYTES]

@@ -11,6 +11,7 @@ from client_faults import connect_faulty, in_threads
 
 from psd.contract.errors import InvalidTensor
 from psd_client import SGD, ParameterServer, Table, connect
+from psd_client.client import worker_of
 from psd_client.lanes.grpc_channel import GrpcChannel
 from psd_client.lanes.shard_lane import ShardLane
 
@@ -111,6 +112,7 @@ def test_prefetch_that_does_not_fit_or_is_of_exact_rounds_is_pulled_later(cluste
             assert table.pull(ids)[:30].tolist() == [[-1.0] * 3] * 30
             assert asked != []
             asked.clear()
+            assert worker_of(ps).declared.rows.pull_ahead([0]) is None  # the next push_pull does not ask for it again
             with pytest.raises(InvalidTensor, match="ids: dtype must be int64"):
                 table.prefetch(["x"])
 

@@ -253,12 +253,20 @@ def test_push_when_a_shard_is_restarted_again_and_again_then_sums_are_exact(job:
     assert successor.client_state == b"after 5"
 
 
-def test_barrier_when_shard_zero_is_restarted_while_it_waits_then_goes_on(job: Restartable) -> None:
-    """The arrival is sent again to the next incarnation."""
-    with two_workers(job) as (ps, peer):
+@pytest.mark.parametrize("index", [0, 1])
+@pytest.mark.parametrize("aggregation", ["fast", "exact"])
+def test_barrier_when_a_shard_is_restarted_while_it_waits_then_the_shard_has_the_push_again(
+    cluster: Start, tmp_path: Path, aggregation: str, index: int
+) -> None:
+    """The others wait for its round there, and come to the barrier only then."""
+    job = Restartable(cluster, tmp_path, lease_s=1.0)
+    with two_workers(job, aggregation=aggregation) as (ps, peer):
+        ps.push(gradient(2.0))
         waiting = Thread(lambda: ps.barrier("b"))
         until(lambda: bool(job.shards[0].shard._core.waiting.open(0)))
-        job.restart(0)
+        job.restart(index)
+
+        assert set(peer.push_pull(gradient(4.0))["w"].tolist()) == {-3.0}
         peer.barrier("b")
         waiting.result()
 

@@ -180,16 +180,15 @@ def test_calls_when_arguments_are_wrong_then_nothing_has_happened(cluster: Start
         assert (ps.clock, ps.stats()["rows_pushed"], ps.stats()["rows_pulled"]) == (1, 0, 0)
 
 
-def test_push_when_it_has_too_many_ids_then_the_flag_is_named_and_pulls_are_cut(
-    cluster: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("psd_client.worker.rows.PULL_IDS_MAX", 16)
-    with connect(cluster(2, limits=Limits(push_ids_max=16)).servers, 0, 1) as ps:
+def test_push_when_it_has_too_many_ids_then_the_flag_is_named_and_pulls_are_cut(cluster: Start) -> None:
+    servers = cluster(2, limits=Limits(push_ids_max=16)).servers
+    with connect(servers, 0, 1) as ps, connect(servers, role="reader") as reader:
         declare(ps)
         with pytest.raises(ValueError, match="--max-push-ids"):
             ps.tables["t"].push(*rows(1))
         ps.tables["t"].push(IDS[:16], rows(1)[1][:16])
         assert ps.tables["t"].pull(IDS)[:, 0].tolist() == [-1.0] * 16 + [0.0] * 24
+        assert reader.tables["t"].pull(IDS)[:, 0].tolist() == [-1.0] * 16 + [0.0] * 24
 
 
 def test_reader_reads_rows_and_marks_nothing(cluster: Start) -> None:

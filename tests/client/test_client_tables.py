@@ -16,7 +16,6 @@ from psd_client import SGD, Adagrad, Table
 from psd_client.lanes.rows_memory import RowsMemory
 from psd_client.param_groups import ParamGroups
 from psd_client.tables import as_row_ids, gradients_of
-from psd_client.worker import rows
 from psd_client.worker.rows import Batches, RowGradients, RowPull, is_same_rows
 from psd_core.distinct import shard_of
 
@@ -31,8 +30,8 @@ def pushed(shards: int, gradients: Any) -> RowGradients:
     return RowGradients(Batches(layout(shards)), gradients, RowsMemory(None))
 
 
-def pulled(shards: int, wanted: Any) -> RowPull:
-    return RowPull(Batches(layout(shards)), wanted, RowsMemory(None))
+def pulled(shards: int, wanted: Any, ids_max: int = 1 << 20) -> RowPull:
+    return RowPull(Batches(layout(shards)), wanted, RowsMemory(None), ids_max)
 
 
 @pytest.mark.parametrize(
@@ -194,10 +193,9 @@ def test_push_when_a_sum_is_not_finite_then_table_and_id_are_named() -> None:
     assert pushed(2, {0: (np.array([7, 8, 7]), grads)}).first_nonfinite() == ("user", 7)
 
 
-def test_pull_when_large_then_is_cut_into_portions(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pull_when_large_then_is_cut_into_portions() -> None:
     """Of any tables together; a shard of which nothing is wanted has none."""
-    monkeypatch.setattr(rows, "PULL_IDS_MAX", 10)
-    pull = pulled(1, {0: np.arange(15), 1: np.arange(9)})
+    pull = pulled(1, {0: np.arange(15), 1: np.arange(9)}, ids_max=10)
 
     portions = [[(table, len(ids)) for table, ids, _ in portion] for portion in pull.at(0)]
 

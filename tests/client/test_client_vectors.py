@@ -67,6 +67,14 @@ def test_matrix_when_rows_are_shared_by_shards_then_pulls_and_adds_see_whole_row
         np.testing.assert_array_equal(counts.pull_rows(rows), expected[rows])
         np.testing.assert_array_equal(counts.pull(indices=places), expected[places])
         assert counts.pull_rows([]).shape == (0, 100)
+
+        counts.fill(0)
+        counts.put([2_200_000_000, 2_200_000_000, -1], 0)  # their squares add up to a number between 2**63 and 2**64
+        ones = ps.matrix("ones", rows=200, cols=100, dtype="int64")
+        ones.put([-1], 0)
+        with ps.batch() as batch:
+            gram = batch.gram([counts, ones])
+        assert gram.value.tolist() == [[2 * 2_200_000_000**2 + 1, -2_200_000_000], [-2_200_000_000, 1]]
         assert isinstance(ps.vectors["counts"], psd_client.Matrix)
 
 
@@ -178,6 +186,8 @@ def bad_calls() -> dict[str, tuple[type[PsdError], str, Callable[[Any, Any, Any,
         "negative": (InvalidRequest, "indices: -1 is out of range", lambda ps, x, k, m: x.pull(indices=[-1])),
         "row": (InvalidRequest, "rows: 10 is out of range", lambda ps, x, k, m: m.pull_rows([10])),
         "shape": (InvalidTensor, r"values: shape must be \(100,\), that of 'x'", lambda ps, x, k, m: x.put(np.ones(99))),
+        "ragged": (InvalidTensor, "values: NumPy makes no array of it", lambda ps, x, k, m: x.put([1.0, [2.0]])),
+        "name of bytes": (InvalidRequest, "name: .* has control characters", lambda ps, x, k, m: ps.vector("a\udcff", 5)),
         "start": (InvalidRequest, "start: 2 elements from 99 on do not lie", lambda ps, x, k, m: x.put([1.0, 2.0], 99)),
         "kind": (InvalidTensor, "dtype float64 does not go into vector 'k'", lambda ps, x, k, m: k.add(np.ones(100))),
         "whole": (InvalidRequest, "alpha .vector 'k' is int64.: expected a whole", lambda ps, x, k, m: k.scale(0.5)),

@@ -60,7 +60,7 @@ def test_the_text_of_every_error_is_printable() -> None:
     assert found.detail == {"tensor": "a\x1b"}
 
 
-@pytest.mark.parametrize("name", ["w\x1b[31m", "w\n", "\u202ew", "w\u200b"])
+@pytest.mark.parametrize("name", ["w\x1b[31m", "w\n", "\u202ew", "w\u200b", "w\udcff"])
 def test_a_tensor_with_such_a_name_is_refused(name: str) -> None:
     """Both the worker itself refuses it when it is declared, and the shard."""
     with pytest.raises(InvalidTensor, match=r"tensors\.name: '.*' has control characters") as caught:

@@ -102,7 +102,6 @@ def test_nothing_of_a_closed_arena_can_be_changed_or_begun(memory_path):
         lambda: arena.set_word("timeline", 4),
         lambda: arena.set_member(1, 8, 0, 2),
         lambda: arena.record_decision(5, 0b1),
-        arena.sync,
     ):
         with pytest.raises(ArenaClosed, match="has been closed"):
             change()

@@ -54,15 +54,16 @@ def test_a_long_row_with_a_scale_is_worked_off_in_tiles(path, rng):
 
 
 def test_rowwise_adagrad_keeps_one_sum_for_a_row(path):
-    """As FBGEMM: the mean of the squares is added, and its root divides."""
+    """As FBGEMM: the mean of the squares is added, and its root divides; also of the mean of several workers' gradients."""
     spec = TableSpec("t", 3, ROWWISE_ADAGRAD, constants={"initial_accumulator_value": 1.0})
     store = TableStore.create(path, spec)
-    store.push(np.array([8]), np.array([[3, 0, 0]], np.float32), {"lr": 0.5, "lr_decay": 0, "weight_decay": 0, "eps": 0})
+    sums = np.array([[12, 0, 0], [0, -12, 0]], np.float32)
+    store.push(np.array([8, 9]), sums, {"lr": 0.5, "lr_decay": 0, "weight_decay": 0, "eps": 0}, scale=0.25)
 
-    rows, found = store.read_rows(np.array([8, 9]))
+    rows, found = store.read_rows(np.array([8, 9, 10]))
 
-    assert found.tolist() == [True, False]
-    assert rows.tolist() == [[-0.75, 0, 0, 4], [0, 0, 0, 1]]
+    assert found.tolist() == [True, True, False]
+    assert rows.tolist() == [[-0.75, 0, 0, 4], [0, 0.75, 0, 4], [0, 0, 0, 1]]
 
 
 @pytest.mark.parametrize("seed", range(3))

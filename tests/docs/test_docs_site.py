@@ -57,8 +57,8 @@ def test_no_mark_of_a_test_and_no_directive_is_left_in_a_page(site):
 
 
 def test_the_reference_has_every_public_name(site):
-    """Classes and functions of psd_client with an anchor of their own, errors in their table."""
-    anchors = set(re.findall(r'id="([\w.]+)"', (site / "reference/psd_client.html").read_text()))
+    """Classes, functions and methods of psd_client with an anchor of their own, errors in their table."""
+    anchors = anchors_of(site / "reference/psd_client.html")
     errors = text(site / "reference/errors.html")
     names = [name for name in psd_client.__all__ if name != "ConfigError"]
     missing = [
@@ -68,7 +68,44 @@ def test_the_reference_has_every_public_name(site):
     ]
 
     assert missing == []
+    assert methods_without_anchor(psd_client, METHODS_OF, anchors) == []
     assert "ConfigError" in errors
+
+
+def test_the_reference_has_every_public_name_of_the_face_of_torch(site):
+    face = pytest.importorskip("psd_client.torch")
+    anchors = anchors_of(site / "reference/torch.html")
+
+    assert [name for name in face.__all__ if f"psd_client.torch.{name}" not in anchors] == []
+    assert methods_without_anchor(face, ["DistributedOptimizer"], anchors) == []
+
+
+METHODS_OF = [
+    "ParameterServer",
+    "Reader",
+    "DeclaredTable",
+    "ReadTable",
+    "Vector",
+    "Matrix",
+    "Batch",
+    "BatchAnswer",
+    "LocalCluster",
+]
+
+
+def anchors_of(page: Path) -> set[str]:
+    return set(re.findall(r'id="([\w.]+)"', page.read_text()))
+
+
+def methods_without_anchor(module, classes: list[str], anchors: set[str]) -> list[str]:
+    """Public methods and properties of some classes that a page lacks, but for those that are "not for programs"."""
+    return [
+        f"{name}.{method}"
+        for name in classes
+        for method, value in vars(getattr(module, name)).items()
+        if not method.startswith("_") and "not for programs" not in (value.__doc__ or "")
+        if f"{module.__name__}.{name}.{method}" not in anchors
+    ]
 
 
 def is_error(value: object) -> bool:

@@ -156,6 +156,15 @@ def test_a_shard_without_parameters_measures_nothing(cluster: Callable[..., Any]
     np.testing.assert_allclose(params["w"], [-0.6, -0.8], rtol=1e-6)
 
 
+def test_parameters_without_elements_have_nothing_to_measure(cluster: Callable[..., Any]) -> None:
+    with psd_client.connect(cluster(2).servers, 0, 1) as ps:
+        ps.declare({"w": np.zeros((0, 3))}, psd_client.LAMB(), clip_norm=1)
+        for _ in range(2):
+            assert ps.push_pull({"w": np.zeros((0, 3))})["w"].shape == (0, 3)
+
+        assert ps.clock == 2
+
+
 def test_a_sum_that_overflows_is_skipped_on_all_shards(cluster: Callable[..., Any], caplog: Any) -> None:
     """Finite on each worker, infinite together: no norm, so no update; said on the log."""
     servers = cluster(2).servers

@@ -154,20 +154,20 @@ def test_training_equals_one_process_of_torch(run_workers: Callable[..., Any], w
 
 
 def test_rowwise_adagrad_equals_its_definition(run_workers: Callable[..., Any]) -> None:
-    """One sum a row, of the mean of the gradient's squares, as FBGEMM and TorchRec have it."""
+    """One sum a row, of the mean of the squares of the workers' gradient, as FBGEMM and TorchRec have it."""
 
     def worker(ps: psd_client.ParameterServer) -> Any:
         ps.declare({}, tables=[Table("t", DIM, RowwiseAdagrad(lr=0.1, eps=1e-8))])
         for step in range(STEPS):
-            ps.tables["t"].push(*batch(step, 0))
+            ps.tables["t"].push(*batch(step, ps.rank))
         return ps.tables["t"].pull(np.arange(ROWS))
 
     rows, sums = np.zeros((ROWS, DIM)), np.zeros((ROWS, 1))
     for step in range(STEPS):
-        gradient = dense(*batch(step, 0)).astype(np.float64)
+        gradient = np.mean([dense(*batch(step, rank)) for rank in range(2)], 0, np.float64)
         sums += (gradient**2).mean(1, keepdims=True)
         rows -= 0.1 * gradient / (np.sqrt(sums) + 1e-8)
-    np.testing.assert_allclose(run_workers(1, 2, worker)[0], rows, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(run_workers(2, 2, worker)[0], rows, rtol=1e-5, atol=1e-6)
 
 
 def whole_numbers(step: int, rank: int) -> tuple[Any, Any]:

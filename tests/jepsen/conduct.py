@@ -130,14 +130,19 @@ def _is_fault_of_shards_alone(histories: Histories) -> bool:
 
 
 def _statuses(histories: Histories, exit_: dict[str, Any]) -> set[int]:
-    """With which a shard may end: -15 if it was told twice, and 74, without a last checkpoint, if the others went on."""
-    name = exit_["name"]
-    began = max(record["t"] for record in histories.of("start") if record["name"] == name and record["t"] <= exit_["t"])
-    told = [
-        r for r in histories.of("signal") if (r["name"], r["signal"]) == (name, "SIGTERM") and began <= r["t"] <= exit_["t"]
-    ]
+    """With which a shard may end: 143 if it was told twice, -15 if its program had not begun then, and 74, without a last
+    checkpoint, if the others went on."""
+    own = [record for record in histories.timeline if record.get("name") == exit_["name"] and record["t"] <= exit_["t"]]
+    life = own[max(i for i, record in enumerate(own) if record["what"] == "start") :]
+    told = [record for record in life if record.get("signal") == "SIGTERM"]
+    was_ready = any(record["what"] == "ready" and record["t"] <= told[0]["t"] for record in life if told)
     ends_alone = histories.plan.checkpoint_steps and histories.faults("shard-terminate")
-    return {0, -9} | ({-15} if len(told) > 1 else set()) | ({74} if ends_alone else set())
+    return (
+        {0, -9}
+        | ({143} if len(told) > 1 else set())
+        | ({-15} if told and not was_ready else set())
+        | ({74} if ends_alone else set())
+    )
 
 
 def _shards(histories: Histories) -> Iterator[Failure]:

@@ -130,7 +130,9 @@ class ShardActor:
         return f"{HOST}:{self.control}"
 
     def start(self) -> None:
-        """Begin a life."""
+        """Begin a life, unless one has begun: two faults may have ended the one before, and each heals what it has done."""
+        if self.process is not None and self.process.status is None:
+            return
         self._out.unlink(missing_ok=True)
         self.process = Process(f"shard {self.index}", self._command, self._out, self.log, self._timeline)
         self._is_ready = False

@@ -305,13 +305,14 @@ def test_checks_when_a_worker_does_not_read_its_own_gradient_then_they_find_it(s
 
 @pytest.mark.parametrize(
     ("status", "signals", "checkpoints", "is_right"),
-    [(-15, 2, 0, True), (-15, 1, 0, False), (74, 1, 5, True), (74, 1, 0, False)],
+    [(143, 2, 0, True), (143, 1, 0, False), (-15, 1, 0, False), (74, 1, 5, True), (74, 1, 0, False)],
 )
 def test_checks_when_a_shard_was_told_to_end_then_its_status_says_how(
     tmp_path: Path, status: int, signals: int, checkpoints: int, is_right: bool
 ) -> None:
     """A second signal ends it at once; while the others go on there is no last checkpoint."""
     story = Story(tmp_path, checkpoint_steps=checkpoints)
+    story.note("ready", name="shard 1")
     story.fault("shard-terminate")
     for _ in range(signals):
         story.note("signal", name="shard 1", signal="SIGTERM")

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
+import processes
 import pytest
 from counting import Failure
 from plan import Fault, Plan, Style
+from processes import ShardActor, Timeline
 from verdict import Verdict, shrink, try_plan
 
 AGAIN, OTHER = {"again": 1.0}, {"other": 1.0}
@@ -60,6 +63,29 @@ def test_a_trial_when_much_goes_wrong_then_what_was_acknowledged_counts_once(tmp
 
     assert verdict.failures == [], verdict.report()
     assert verdict.counts["pushes"] > 0
+
+
+def test_shard_when_two_faults_have_ended_it_then_it_begins_one_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Terminations may overlap, and each starts again what it has ended; a second process would be refused the state."""
+    lives: list[SimpleNamespace] = []
+
+    def begin(*_: object) -> SimpleNamespace:
+        lives.append(SimpleNamespace(status=None))
+        return lives[-1]
+
+    monkeypatch.setattr(processes, "Process", begin)
+    timeline = Timeline(tmp_path / "timeline.jsonl")
+    shard = ShardActor(Plan(1, "grpc", "fast", 1, 1), 0, tmp_path, timeline)
+    shard.start()
+    lives[0].status = 0
+
+    shard.start()
+    shard.start()
+
+    assert len(lives) == 2
+    lives[1].status = 0
+    shard.close()
+    timeline.close()
 
 
 def test_shrink_when_one_fault_is_to_blame_then_it_alone_is_left(tmp_path: Path) -> None:

@@ -189,9 +189,23 @@ def test_errors_keep_their_type_outside_of_jit(run_workers):
             transformation.update({"a": bad["a"]}, state, params)
         with pytest.raises(psd_client.InvalidTensor, match=r"gradients\['a'\]: shape must be \(3,\), got \(1,\)"):
             transformation.update({**params, "a": jnp.ones(1)}, state, params)
+        with pytest.raises(psd_client.InvalidTensor, match=r"params\['a'\]: shape must be \(3,\), got \(\)"):
+            transformation.update(params, state, {**params, "a": 0.0})
         return ps.clock
 
     assert run_workers(1, 1, worker) == [0]
+
+
+def test_numbers_of_python_are_arrays_without_dimensions(run_workers):
+    """In the parameters, and in gradients, which jax.grad does not make so but programs may."""
+
+    def worker(ps):
+        params, transformation = psd.distribute({"a": 1.0}, psd_client.SGD(lr=0.5), ps=ps)
+        for update in (transformation.update, jax.jit(transformation.update)):
+            updates, _ = update({"a": 2.0}, transformation.init(params), {"a": 0.5})
+        return updates["a"].item()
+
+    assert run_workers(1, 1, worker) == [1.0 - 2 * 0.5 * 2.0 - 0.5]
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,6 @@ from conftest import wait_until
 from psd.cli.arguments import EXIT_HOST_LOST
 
 
-def workers_of(run_id):
-    """Pids of the job's workers, by rank."""
-    return {command.split()[-1]: pid for pid, command in processes(run_id).items() if "train.py" in command}
-
-
 @pytest.fixture
 def job(run, sshd, script):
     """A job of two shards and two workers on both hosts, that trains for so many steps."""

@@ -37,6 +37,13 @@ SETTINGS = (
     Setting("push-then-pull", programs=("push_then_pull", "push_pull")),
     Setting("push-then-pull-exact", aggregation="exact", programs=("push_then_pull", "push_pull")),
     Setting("push-only-exact", aggregation="exact", programs=("push_only", "push_pull")),
+    Setting("barrier", programs=("push_only_barrier", "push_pull_barrier"), successor="push_pull_barrier"),
+    Setting(
+        "barrier-exact",
+        aggregation="exact",
+        programs=("push_only_barrier", "push_pull_barrier"),
+        successor="push_pull_barrier",
+    ),
     Setting("schedule", has_schedule=True),
     Setting("slow-heartbeats", has_slow_beats=True, faults=frozenset({"kill", "stall", "timeout"})),
     Setting("tables", tables=2),

@@ -75,11 +75,6 @@ class Explorer:
         self.findings: list[Finding] = []
         self._kinds: set[str] = set()  # of findings, whatever the numbers in them
 
-    @property
-    def is_complete(self) -> bool:
-        """True if there is nothing else to see."""
-        return not any(self._stacks) and not self.findings
-
     def run(self) -> None:
         """Until everything is seen, or the findings are enough, or the time is over."""
         state, chain = self.set_up()

@@ -231,19 +231,31 @@ def push_only(program: Program) -> None:
         _until_it_is_done(program, lambda: program.push(gradient))  # noqa: B023 - called at once
 
 
+def push_only_barrier(program: Program) -> None:
+    """No pull at all, and a barrier in the end."""
+    push_only(program)
+    _until_it_is_done(program, program.barrier)
+
+
 def push_pull_barrier(program: Program) -> None:
     """One call per step, and a barrier in the end."""
     push_pull(program)
     _until_it_is_done(program, program.barrier)
 
 
+_MAY = ("again", "other", "end")
+
+
 def _until_it_is_done(program: Program, call: Callable[[], None]) -> bool:
-    """Make a call, again after an error if the program decides so; False if it goes on with something else."""
+    """Make a call, again after an error if the program decides so; False if it goes on with something else.
+
+    With a barrier it does not: a gradient that is given up may be a step, and the next one would be one more than others make.
+    """
     while True:
         try:
             call()
         except (*MAY_GO_ON, RolledBack) as error:
-            if program.after(error, ("again", "other", "end")) == "other":
+            if program.after(error, ("again", "end") if "barrier" in program.script else _MAY) == "other":
                 return False
         else:
             return True
@@ -253,5 +265,6 @@ SCRIPTS: dict[str, Callable[[Program], None]] = {
     "push_pull": push_pull,
     "push_then_pull": push_then_pull,
     "push_only": push_only,
+    "push_only_barrier": push_only_barrier,
     "push_pull_barrier": push_pull_barrier,
 }

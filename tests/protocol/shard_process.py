@@ -101,8 +101,8 @@ class WatchedStorage(Storage):
     def create(self, *arguments: Any, **options: Any) -> Any:
         return self._watched(super().create(*arguments, **options))
 
-    def recover(self) -> Any:
-        found = super().recover()
+    def recover(self, can_go_back: Callable[[], bool]) -> Any:
+        found = super().recover(can_go_back)
         return None if found is None else (found[0], self._watched(found[1]))
 
     @staticmethod
@@ -445,7 +445,7 @@ class ShardProcess:
         storage = Storage(
             ServerConfig(self._index, self._setting.shards, run_id="run", state_dir=str(self._directory)), lambda _: None
         )
-        found = storage.recover()
+        found = storage.recover(lambda: False)
         if found is not None:
             self._walk_arena(walker, found[1])
             walker.walk([storage.load_barriers(), storage.load_verdict()])

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import socket
 
 import pytest
 from shard_driver import Driver
 
 from psd.contract.config import ConfigError, ServerConfig
-from psd.state.durability import storage
+from psd.rim.server import ShardServer
+from psd.state.durability import notes, storage
 
 
 @pytest.fixture
@@ -65,10 +67,35 @@ def test_a_shard_that_has_ended_in_order_is_believed_on_any_machine(driver):
         driver.restart()
 
 
+def test_a_shard_that_could_not_start_leaves_what_the_one_before_had_left_in_order(driver):
+    """It has had the files in use for a moment. If the machine goes down then, they are believed all the same."""
+    driver.shard.close(keep=True)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        config = dataclasses.replace(driver.config, listen=f"127.0.0.1:{taken.getsockname()[1]}")
+        with pytest.raises(OSError, match="cannot bind"):
+            ShardServer(config).start()
+    driver.boot_id.write_text("second\n")
+
+    driver.restart(*driver.seats)
+
+    assert driver.shard.is_recovered
+
+
+def test_a_shard_that_could_not_go_on_leaves_what_the_one_before_had_left_in_order(driver, tmp_path):
+    """The same, where it is a note that makes no sense: that is what is said, and not that the machine went down."""
+    notes.write(tmp_path / "state", "barriers", b"no such message")
+    driver.shard.close(keep=True)
+
+    for boot in ("first", "second"):
+        driver.boot_id.write_text(f"{boot}\n")
+        with pytest.raises(ConfigError, match=r"state: .*; this shard cannot go on with it"):
+            driver._start()
+
+
 def test_a_system_that_does_not_say_is_believed(driver):
     """Elsewhere than on Linux."""
     driver.boot_id.unlink()
-    (driver.shard._core.storage.directory / "boot").write_bytes(b"")
+    (driver.shard._core.storage.directory / "boot").unlink()
 
     driver.restart(*driver.seats)
 
@@ -77,9 +104,9 @@ def test_a_system_that_does_not_say_is_believed(driver):
 
 def test_orders_of_a_job_that_is_over_are_not_the_next_ones(tmp_path):
     """Its arena has gone; the directory is the operator's, and stays."""
-    (tmp_path / "orders").write_bytes(b"orders")
+    notes.write(tmp_path, "orders", b"orders")
     found = storage.Storage(ServerConfig(0, 1, state_dir=str(tmp_path)), None)
 
     assert found.load_orders() == b"orders"
-    assert found.recover() is None
+    assert found.recover(lambda: False) is None
     assert found.load_orders() == b""

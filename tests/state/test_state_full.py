@@ -182,17 +182,48 @@ def test_a_job_that_has_no_room_at_any_step_leaves_nothing_and_can_be_declared_a
     assert_disk_agrees(driver, tmp_path)
 
 
-def test_a_directory_that_is_not_fit_for_a_job_is_named_to_whoever_declares_it(tmp_path):
-    """One that cannot be made, and one that another shard was faster to take."""
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("file", "Not a directory"), ("file/state", "Not a directory"), ("/proc/self", None), ("/proc/self/state", None)],
+)
+def test_a_directory_in_which_no_file_can_be_made_is_refused_at_the_start(tmp_path, name, words):
+    """Not when the first job is declared; /proc takes nobody's files, not even root's."""
     (tmp_path / "file").touch()
-    drivers = [Driver(state_dir=str(tmp_path / name)) for name in ("file/state", "shared", "shared")]
-    drivers[1].start()
 
-    for driver, words in ((drivers[0], "Not a directory"), (drivers[2], "is in use by process")):
-        seat = driver.join(0)
-        with pytest.raises(InternalError, match=rf"--state-dir: cannot use {tmp_path}.*{words}"):
-            driver.declare(seat)
-        assert driver.core.job is None
+    with pytest.raises(ConfigError, match=rf"--state-dir: cannot use {tmp_path / name}: {words or '.+'}"):
+        Driver(state_dir=str(tmp_path / name))
+
+
+def test_a_directory_that_is_tried_at_the_start_is_left_as_it_was(tmp_path):
+    """Also on a disk that is merely full, which may have room when a job is declared."""
+    Driver(state_dir=str(tmp_path / "new"))
+    with full_disk():
+        Driver(state_dir=str(tmp_path / "full"))
+
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["orders", "table-users.csv", "vectors/mine", "vectors", "client-state-of-mine"])
+def test_a_directory_with_files_of_somebody_else_is_refused_before_one_is_lost(tmp_path, name):
+    """What has a name that a shard would use would be removed by the first job."""
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("mine")
+
+    with pytest.raises(ConfigError, match="is no file of a shard, and has the name of one; name an empty directory"):
+        Driver(state_dir=str(tmp_path))
+    assert path.read_text() == "mine"
+
+
+def test_a_directory_that_another_shard_was_faster_to_take_is_named_to_whoever_declares_a_job(tmp_path):
+    """Both were started when it was free."""
+    faster, driver = (Driver(state_dir=str(tmp_path / "shared")) for _ in range(2))
+    faster.start()
+    seat = driver.join(0)
+
+    with pytest.raises(InternalError, match=rf"--state-dir: cannot use {tmp_path}.*is in use by process"):
+        driver.declare(seat)
+    assert driver.core.job is None
 
 
 def test_initial_values_that_have_no_room_are_refused_all_together(driver_of, tmp_path):

@@ -9,6 +9,7 @@ from shard_driver import INCARNATION, Driver, Fuse, Killed, job_spec
 
 from psd.contract.config import ConfigError, ServerConfig
 from psd.contract.errors import NotDeclared, RolledBack, SessionFenced, ShardRestarted, StateLost
+from psd.state.durability import notes
 from psd.state.life import Life
 from psd.state.shard import Shard
 from psd.state.tickets import Ticket
@@ -237,7 +238,7 @@ def test_a_damaged_note_beside_the_arena_is_refused_with_what_to_do(driver_of, t
     """What a shard has promised by it is not known any more."""
     driver = driver_of()
     driver.start()
-    (tmp_path / "state" / note).write_bytes(b"no such message")
+    notes.write(tmp_path / "state", note, b"no such message")
 
     with pytest.raises(ConfigError, match=r"--state-dir: .*state: .*this shard cannot go on with it. Remove the directory"):
         driver.restart()

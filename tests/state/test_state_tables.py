@@ -193,3 +193,18 @@ def test_rows_that_come_from_a_file_are_as_old_as_the_job(tmp_path):
     driver.shard.tick()
 
     assert driver.rows(0, range(5)) == [0.0, 1.0, 1.0, 0.0, 0.0]
+
+
+def test_rows_expire_also_after_the_machines_clock_was_ahead_for_a_while():
+    """What was looked at in that year is looked at again when the clock has been set right."""
+    driver = Driver(tables_spec(1, tables=1, table={"expire_s": 100}))
+    (seat,) = driver.start()
+    driver.time.value += 1e7
+    driver.shard.tick()
+    driver.time.value -= 1e7
+    driver.push_rows(seat, 0, {0: ([1], 1.0)})
+    driver.time.value += 200
+    driver.heartbeat(seat)
+    driver.shard.tick()
+
+    assert driver.rows(0, [1]) == [0.0]

@@ -93,7 +93,7 @@ def test_param_groups_and_schedulers_are_torchs(cluster):
 def test_rules_that_torch_lacks_are_there_too(cluster):
     """Lion's first step is lr times the sign of the gradient."""
     start = values(small_model(torch.float64))
-    model, _ = run(cluster, psd_client.Lion(lr=0.25), steps=1)
+    model, _ = run(cluster, psd_client.Lion(lr=0.25), params=lambda model: model.named_parameters(), steps=1)
 
     for before, parameter in zip(start, model.parameters(), strict=True):
         assert torch.equal(parameter.detach(), before - 0.25 * parameter.grad.sign())

@@ -127,7 +127,11 @@ def test_rows_are_of_the_modules_dtype():
     check_same(output, theirs.half()(ids))
 
     torch.testing.assert_close(dense(tables, DIM), theirs.weight.grad.float(), rtol=2e-3, atol=2e-3)
-    assert mine.double()(ids).dtype == torch.float64
+
+    mine, theirs, tables = pair()
+    check_same(mine.double()(ids), theirs.double()(ids))
+    torch.testing.assert_close(dense(tables, DIM), theirs.weight.grad.float())
+    torch.testing.assert_close(mine.handle.grad, theirs.weight.grad.norm(), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])

@@ -135,7 +135,17 @@ def convert_and_back(model: Any) -> None:
     backward(model, *batch(1))
 
 
-CHANGES = [clip, scale_in_place, accumulate, replace, set_by_hand, replace_then_accumulate, give_other_memory, convert_and_back]
+def share(model: Any) -> None:
+    """As a queue of torch.multiprocessing does: it moves the memory itself, under all tensors that share it."""
+    backward(model, *batch(0))
+    model.share_memory()
+    model.zero_grad()
+    backward(model, *batch(1))
+
+
+CHANGES = [
+    clip, scale_in_place, accumulate, replace, set_by_hand, replace_then_accumulate, give_other_memory, convert_and_back, share
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("change", CHANGES)

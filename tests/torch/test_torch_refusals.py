@@ -240,7 +240,13 @@ def unfreeze(_optimizer, model):
     model[0].bias.grad = torch.zeros(8)
 
 
+def move_to_another_group(optimizer, _model):
+    first, second = optimizer.param_groups
+    first["params"].append(second["params"].pop(0))
+
+
 LATE_CHANGES = {
+    "params": (move_to_another_group, r"param_groups\[0\]\['params'\]: has changed since the job was declared"),
     "nesterov": (change_nesterov, r"param_groups\[0\]: nesterov was on when the job was declared"),
     "momentum": (add_momentum, r"param_groups\[1\]: momentum was off when the job was declared"),
     "lr": (spoil_lr, r"^param_groups\[1\].lr: must be finite"),

@@ -168,3 +168,33 @@ def test_overlap_when_gradients_change_after_they_were_sent_then_refuses(run_wor
         return True
 
     assert run_workers(1, 1, worker) == [True]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_gradients_that_the_program_keeps_then_stay_as_they_are(run_workers, overlap):
+    """As in a method that weighs the gradients of several losses, or of several steps; else their place is used again."""
+
+    def program(model, optimizer):
+        kept = []
+        for factor in (1.0, 0.5):
+            optimizer.zero_grad()
+            backward(model, factor)
+            kept.append([parameter.grad for parameter in model.parameters()])
+            optimizer.step()
+        for parameter, first, second in zip(model.parameters(), *kept, strict=True):
+            parameter.grad = first - 3 * second
+        optimizer.step()
+        model[0].weight.grad, model[1].weight.grad = None, kept[1][1] - kept[0][1]
+        optimizer.step()
+        model[0].weight.grad, model[1].weight.grad = kept[1][0], kept[0][0]
+        optimizer.step()
+        kept.clear()
+        ids = set()
+        for factor in (1.0, 0.5):
+            optimizer.zero_grad()
+            backward(model, factor)
+            ids |= {id(parameter.grad) for parameter in model.parameters()}
+            optimizer.step()
+        assert isinstance(optimizer, SGD) or len(ids) == 3, "what is not kept gets no other memory"
+
+    check(run_workers, program, overlap=overlap)

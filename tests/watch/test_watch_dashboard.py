@@ -46,6 +46,7 @@ async def events(reply):
 
 
 def test_a_browser_gets_everything_once_and_then_each_look():
+    """When the job has gone back, everything anew: some points are gone."""
     job = ScriptedJob()
     job.curve_replies = [logged(7, 2, [1, 2], [math.nan, 0.5])]
     job.train(3)
@@ -55,9 +56,14 @@ def test_a_browser_gets_everything_once_and_then_each_look():
             stream = events(reply)
             first, second = await anext(stream), await anext(stream)
             async with session.get(f"{address}/api/job") as whole:
-                return first, second, await whole.json()
+                found = await whole.json()
+            job.replies[0].timeline = 1
+            job.curve_replies = [logged(7, 3, [1], [0.7])]
+            while (third := await anext(stream))[0] != "job":
+                pass
+            return first, second, found, third[1]
 
-    (kind, first), (other, look), whole = asyncio.run(watch())
+    (kind, first), (other, look), whole, anew = asyncio.run(watch())
 
     assert (kind, other) == ("job", "look")
     assert first["now"]["headline"].startswith("Training, step 30")
@@ -65,7 +71,8 @@ def test_a_browser_gets_everything_once_and_then_each_look():
     assert {len(column) for column in first["history"].values()} == {len(first["history"]["at"])}
     assert look["moment"].keys() == first["history"].keys()
     assert len(look["moment"]["awaited"]) == 2
-    assert whole.keys() == first.keys()
+    assert whole.keys() == first.keys() == anew.keys()
+    assert [point[:3] for point in anew["curves"]["loss"]] == [[1, 1, 0.7]]
 
 
 def test_on_loopback_only_names_of_this_machine_are_answered():

@@ -181,6 +181,31 @@ def test_points_are_asked_for_once_and_anew_when_shard_0_has_restarted(job):
     assert [name for name, _ in job.sampler.points] == ["loss"]
 
 
+@pytest.mark.parametrize("what", ["timeline", "run_id", "clock"])
+def test_when_the_job_goes_back_then_a_worker_leaves_the_points_from_its_next_one_on(job, what):
+    """The next points may come late, beside the last ones of before. A job may be another one of the same name."""
+    job.curve_replies = [logged(7, 40, [*range(40)], [1.0] * 40)]
+    job.train(4)
+    for reply in job.replies:
+        reply.timeline += what == "timeline"
+        reply.run_id += "2" * (what == "run_id")
+        for worker in reply.workers:
+            worker.clock = 20 if what == "clock" else worker.clock
+    job.curve_replies = [logged(7, 41, [40], [1.0])]
+    job.look()
+    assert not job.sampler.has_gone_back
+
+    job.curve_replies = [logged(7, 43, [20, 21], [0.5, 0.5])]
+    job.look()
+
+    assert job.sampler.has_gone_back
+    points = job.sampler.history.curves["loss"]
+    assert [(point.step, point.value) for point in points[19:]] == [(19, 1.0), (20, 0.5), (21, 0.5)]
+    job.curve_replies = [logged(7, 44, [15], [0.5])]
+    job.look()
+    assert len(job.sampler.history.curves["loss"]) == 22, "a program may log an earlier step"
+
+
 def test_the_history_is_bounded_and_goes_back_to_the_beginning():
     job = ScriptedJob(shards=1, workers=1)
     for step in range(MOMENTS_MAX + 1000):

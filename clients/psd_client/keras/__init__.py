@@ -70,6 +70,7 @@ def distribute(
         clip_norm: the largest norm of the mean (or sum) of all workers' gradients, over all variables.
         nan_policy: treatment of NaN and infinity: "refuse", "skip" or "allow". Loss scaling (the policy "mixed_float16")
             needs "skip".
+        connect_args: servers, rank, world_size and so on, of psd_client.connect.
 
     Raises:
         TypeError: an optimizer that psd does not have, or arguments that exclude each other.

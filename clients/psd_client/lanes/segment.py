@@ -1,11 +1,12 @@
 """Memory that a worker shares with the shards on its machine: an anonymous file, gone when the last of them lets go of it.
 
 It has no name in any file system, so nothing is left behind, whoever dies. It is sealed against shrinking, which shards insist
-on. Must not know layouts, sockets or shards.
+on. A forked child has it as it has all other memory: what it writes there is its own. Must not know layouts, sockets or shards.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import mmap
@@ -53,6 +54,7 @@ class Segment:
         self._mapping[:NONCE_BYTES] = self.nonce
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
         self._end = ALIGN_BYTES
+        _segments.add(self)
 
     def zeros(self, size: int, dtype: np.dtype[Any]) -> tuple[NDArray[Any], int]:
         """A (size,) array and its offset in bytes. It keeps the memory, not the descriptor. Unused pages cost nothing."""
@@ -93,6 +95,18 @@ class Segment:
                 np.bitwise_or(pages, 0, out=pages)
         self._finalizer()
 
+
+_segments: weakref.WeakSet[Segment] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    for segment in list(_segments):
+        if not segment.is_given_up:
+            with contextlib.suppress(OSError):
+                segment.give_up(())
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
 
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _MAP_NORESERVE = 0x4000  # most of it is never written, and may be more than the system would promise

@@ -153,7 +153,7 @@ class Iterations:
                 b.map(self._vector("scratch"), "abs", of=x)
                 terms.append((state.l1, b.sum(self._vector("scratch"))))
             along = b.dot(g, self._vector("direction"))
-        return math.fsum([*losses, *(factor * float(value) for factor, value in terms)]), float(along)
+        return _total([*losses, *(factor * float(value) for factor, value in terms)]), float(along)
 
     def _accept(self, pair: int) -> None:
         """Enter the pair of the step that was taken into the history, if it is of use, and prepare the next direction."""
@@ -188,3 +188,11 @@ class Iterations:
         for rows, columns, answer in found:
             self._products.enter(rows, columns, answer.value)
         state.gradient_norm = max(-float(low), float(high))
+
+
+def _total(terms: list[float]) -> float:
+    """The sum, rounded once; infinite beyond the range of float64, as a loss is at a step too long."""
+    try:
+        return math.fsum(terms)
+    except OverflowError:
+        return math.inf

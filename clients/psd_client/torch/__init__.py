@@ -115,9 +115,10 @@ def distribute(
         buffers: whose buffers checkpoints, exports and readers have, such as BatchNorm's running statistics: of those in the
             model's state_dict. "first": those of the first worker that is there. "mean": the mean over all workers, of integers
             the first one's. "local": nobody's. Each worker computes with its own, which begin as the job's.
+        connect_args: servers, rank, world_size and so on, of psd_client.connect.
 
     Raises:
-        TypeError: an optimizer that is not supported yet, or arguments that exclude each other.
+        TypeError: an optimizer that psd does not have, or arguments that exclude each other.
         InvalidRequest, InvalidTensor: an option or a parameter that psd cannot train; the message names it.
         SpecMismatch: another worker has declared something else.
     """
@@ -251,7 +252,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
     @overload
     def step(self, closure: Callable[[], float], *, batch_size: float | None = None, grad_scaler: None = None) -> float: ...
     @uncompiled
-    @torch.no_grad()
     def step(
         self,
         closure: Callable[[], float] | None = None,
@@ -294,6 +294,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._groups.schedule.on_optimizer_step()
         return loss
 
+    @torch.no_grad()
     def _exchange(self, size: float, grad_scaler: GradScaler | None) -> None:
         """Push the gradients, and pull into the model."""
         torch_amp.check(grad_scaler, self, self.ps.nan_policy)
@@ -406,7 +407,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._groups.take_over(self)
 
     def keep_schedule(self, given: LRScheduler, every: int) -> DistributedScheduler:
-        """See `scheduler`, which calls this."""
+        """Keep a schedule at the job's clock, for `scheduler`; not for programs."""
         connection = self.ps
         return self._groups.keep(given, lambda: connection.clock, every)
 

@@ -103,10 +103,11 @@ class Options(torch.optim.Optimizer):
     def __init__(self, rule: Optimizer, params: Iterable[Any]) -> None:
         super().__init__(params, rule.option_values())
         for index, group in enumerate(self.param_groups):
-            unknown = sorted(group.keys() - {"params"} - self.defaults.keys())
+            options = {name: value for name, value in group.items() if name not in ("params", "param_names")}
+            unknown = sorted(options.keys() - self.defaults.keys())
             if unknown:
                 raise InvalidRequest(f"params[{index}]: no option {unknown[0]!r}; there are {', '.join(sorted(self.defaults))}")
-            rule.with_options({name: value for name, value in group.items() if name != "params"})
+            rule.with_options(options)
 
 
 def read_declaration(

@@ -70,7 +70,8 @@ class Gradients:
         self._may_view = [
             is_alike(p, view) and not self._in_background for p, view in zip(self._parameters, self._views, strict=True)
         ]
-        self._places = Places(self._parameters, self._views, buffers.spaces)
+        arrays = [buffers.views[i] for i in declaration.trained]
+        self._places = Places(self._parameters, self._views, arrays, buffers.spaces)
         self._is_syncing = True
         self._push: _Push | None = None
         self._going_on: _Push | None = None  # of the step before
@@ -103,10 +104,10 @@ class Gradients:
             InvalidTensor, InvalidRequest: a gradient is sparse, or a frozen parameter has one.
         """
         declaration = self._declaration
-        self._places.renew(range(len(self._views)))
-        sources, targets, missing = [], [], []
         if gradients is None:
             gradients = [parameter.grad for parameter in self._parameters]
+        self._make_room(gradients)
+        sources, targets, missing = [], [], []
         for index, gradient, view in zip(declaration.trained, gradients, self._views, strict=True):
             if gradient is None:
                 missing.append(index)
@@ -137,7 +138,7 @@ class Gradients:
         missing = []
         with self.abandoned_on_error():
             self._check_frozen()
-            self._places.renew(range(len(self._views)))
+            self._make_room([parameter.grad for parameter in self._parameters])
             for number, (parameter, view) in enumerate(zip(self._parameters, self._views, strict=True)):
                 if number in push.sent:
                     self._check_unchanged(number, *push.sent[number])
@@ -153,6 +154,13 @@ class Gradients:
             take(push.next_block)
         if not self._in_background:
             self._going_on = None
+
+    def _make_room(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Free the places of gradients that are elsewhere, or missing, to be written to."""
+        self._places.renew(range(len(self._views)))
+        for number in range(len(self._views)):
+            if gradients[number] is not self._views[number]:
+                self._places.clear(number)
 
     def settle(self) -> None:
         """Wait until the push under way has ended; raise its error."""
@@ -223,12 +231,10 @@ class Gradients:
 
     def _on_gradient(self, number: int, parameter: torch.Tensor) -> None:
         self._places.renew((number,))
-        gradient, view = parameter.grad, self._views[number]
+        gradient = parameter.grad
         if gradient is None or gradient.requires_grad:  # create_graph=True: the graph hangs on that very tensor
             return
-        # The model may have been moved since, to a device or a dtype where `.grad` cannot be the view.
-        is_alike_now = gradient.layout is torch.strided and (gradient.dtype, gradient.device) == (view.dtype, view.device)
-        if self._may_view[number] and gradient is not view and is_alike_now:
+        if self._may_view[number] and gradient is not self._views[number] and self._is_alike_now(number, gradient):
             if self._going_on is not None:
                 with self._lock:
                     self.settle()
@@ -244,6 +250,11 @@ class Gradients:
                 )
             self._send(number, push)
 
+    def _is_alike_now(self, number: int, gradient: torch.Tensor) -> bool:
+        """True unless the model has been moved, to a device or a dtype where `.grad` cannot be the view."""
+        view = self._views[number]
+        return gradient.layout is torch.strided and (gradient.dtype, gradient.device) == (view.dtype, view.device)
+
     def _pushing(self) -> _Push:
         assert self._overlap is not None
         if self._is_broken:
@@ -256,8 +267,8 @@ class Gradients:
         return self._push
 
     def _send(self, number: int, push: _Push) -> None:
-        index, parameter, view = self._declaration.trained[number], self._parameters[number], self._views[number]
         self._places.clear(number)
+        index, parameter, view = self._declaration.trained[number], self._parameters[number], self._views[number]
         gradient = parameter.grad
         assert gradient is not None
         if gradient is not view:

@@ -37,6 +37,7 @@ class SharedGroups:
         self._given = given
         self._declaration = declaration
         self._dicts = list(given.param_groups)
+        self._members = [list(map(id, group["params"])) for group in self._dicts]
         take_over = WeakMethod(self.take_over)
 
         def share(given: torch.optim.Optimizer) -> None:
@@ -75,7 +76,8 @@ class SharedGroups:
         """The scalars of a push, per group; `own`: the distributed optimizer's param_groups.
 
         Raises:
-            InvalidRequest: an option that is fixed for the job has changed; or there are other groups than were declared.
+            InvalidRequest: an option that is fixed for the job has changed; or there are other groups than were declared, or
+                other parameters in them.
         """
         specs = self._declaration.groups
         for groups in (own, self._given.param_groups):
@@ -86,7 +88,12 @@ class SharedGroups:
                     "param_groups: were replaced by other dicts, in the optimizer given to distribute() or in its result; the "
                     "two share them, so that schedulers may hold either. Change what is in them"
                 )
-        for index, group in enumerate(own):
+        for index, (group, members) in enumerate(zip(own, self._members, strict=True)):
+            if list(map(id, group["params"])) != members:
+                raise InvalidRequest(
+                    f"param_groups[{index}]['params']: has changed since the job was declared; arrange the groups before "
+                    "distribute(). A parameter whose `.grad` is None is not stepped"
+                )
             now = group_spec(specs[index], self._declaration.always, group)
             declared, flags = set(specs[index].flags), set(now.flags)
             # Momentum that has become 0 keeps its slot; the other way round there is none.

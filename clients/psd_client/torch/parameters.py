@@ -12,9 +12,11 @@ Must not know shards, sessions or gradients.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from psd.contract.errors import InvalidRequest
 from psd_client.lanes.flat import FlatBuffers
@@ -23,10 +25,12 @@ from psd_client.torch.declaration import TorchDeclaration
 
 def as_tensors(buffers: FlatBuffers) -> list[torch.Tensor]:
     """Torch's views of the buffers, one per tensor of the spec."""
-    return [
-        torch.from_numpy(view).view(torch.bfloat16) if view.dtype == np.uint16 else torch.from_numpy(view)
-        for view in buffers.views
-    ]
+    return [as_tensor(view) for view in buffers.views]
+
+
+def as_tensor(view: NDArray[Any]) -> torch.Tensor:
+    """Torch's view of an array's memory; of 16 bits that are bfloat16's in their dtype."""
+    return torch.from_numpy(view).view(torch.bfloat16) if view.dtype == np.uint16 else torch.from_numpy(view)
 
 
 @torch.no_grad()

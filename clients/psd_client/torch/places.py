@@ -2,32 +2,47 @@
 
 A parameter's `.grad` is a view of its own place in the buffer, once a hook has put it there; the program may then give it to
 another parameter, or to several. Before anything is written to such a place, what was moved becomes memory of its own. The
-program may also give the view itself other memory, by `.grad.data =`, or by `model.half()`, which does so: the place then gets
-another view.
+program may also give the view itself other memory, by `.grad.data =`, or by `model.half()`, which does so, or move the memory
+of all tensors that share it, by `model.share_memory()` or a queue of torch.multiprocessing: the place then gets another view.
+So it does when the program has kept a gradient, and the parameter has none any more, or another one: what was kept gets memory
+of its own.
 
 Must not know shards, pushes or hooks.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from numpy.typing import NDArray
 
+from psd_client.torch.parameters import as_tensor
+
+_REFERENCES = 2
+"""Number of references to a view that nobody else holds: that of the list, and the argument of the function that counts."""
+
 
 class Places:
     """The places of some parameters' gradients.
 
     Args:
-        views: of the buffer, one for each parameter; renewed here. spaces: the buffer's memory.
+        views: of the buffer, one for each parameter; renewed here. arrays: the same of NumPy, which no program has in its
+            hands. spaces: the buffer's memory.
     """
 
-    def __init__(self, parameters: Sequence[torch.Tensor], views: list[torch.Tensor], spaces: Sequence[NDArray[Any]]) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[torch.Tensor],
+        views: list[torch.Tensor],
+        arrays: Sequence[NDArray[Any]],
+        spaces: Sequence[NDArray[Any]],
+    ) -> None:
         self._parameters = parameters
         self._views = views
-        self._kept = [(view.detach(), view.data_ptr()) for view in views]  # what no program has in its hands
+        self._kept = [(array, view.data_ptr()) for array, view in zip(arrays, views, strict=True)]
         self._own = {id(view) for view in views}
         self._taken: set[int] = set()  # places that are, or may be, somebody's gradient
         self._moved: list[torch.Tensor] = []  # gradients that were in the buffer, and now are not
@@ -37,10 +52,10 @@ class Places:
     def renew(self, numbers: Iterable[int]) -> None:
         """Make new views of the places whose views have got other memory."""
         for number in numbers:
-            kept, address = self._kept[number]
+            array, address = self._kept[number]
             if self._views[number].data_ptr() != address:
                 self._own.discard(id(self._views[number]))
-                self._views[number] = kept.detach()
+                self._views[number] = as_tensor(array)
                 self._own.add(id(self._views[number]))
                 self._taken.discard(number)
 
@@ -58,13 +73,13 @@ class Places:
             self._taken.add(number)
 
     def clear(self, number: int) -> None:
-        """Remove another parameter's gradient from a parameter's place."""
+        """Remove another parameter's gradient, or one that the program has kept, from a parameter's place."""
         if number in self._taken and self._parameters[number].grad is not self._views[number]:
             self.part()
 
     @torch.no_grad()
     def part(self) -> None:
-        """Remove gradients from the places of other parameters."""
+        """Remove from all places the gradients of other parameters, and those that the program has kept."""
         taken: set[int] = set()
         apart: dict[int, torch.Tensor] = {}
         for number, (parameter, view) in enumerate(zip(self._parameters, self._views, strict=True)):
@@ -73,9 +88,14 @@ class Places:
                 taken.add(number)
             elif gradient is not None and (id(gradient) in self._own or self.has(gradient)):
                 apart[id(gradient)] = gradient.clone()
-        self._taken = taken
+        left, self._taken = self._taken - taken, taken
         if apart or self._moved:
             self._part(apart)
+        del parameter, view, gradient  # which hold one of the views
+        for number in left:
+            if sys.getrefcount(self._views[number]) > _REFERENCES:
+                self._views[number].data = self._views[number].clone()
+                self.renew((number,))
 
     def _part(self, apart: dict[int, torch.Tensor]) -> None:
         """Replace gradients, by their id, wherever they are."""

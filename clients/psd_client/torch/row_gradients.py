@@ -36,7 +36,7 @@ class CollectedGradients:
         """Add gradients (k, dim) of distinct ids (k,), which may be kept, to what is there."""
         before = self.take(handle)
         self._rows = (ids, gradients) if before is None else summed([before, (ids, gradients)])
-        norm = torch.linalg.vector_norm(torch.from_numpy(self._rows[1]))
+        norm = torch.linalg.vector_norm(torch.from_numpy(self._rows[1])).double()
         if norm.isfinite():
             norm.clamp_(max=torch.finfo(handle.dtype).max)
         if handle.grad is None:

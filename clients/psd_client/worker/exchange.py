@@ -91,7 +91,7 @@ class ParameterExchange:
         self._unconfirmed: SentPush | None = None  # the last push, while its round may be open
         self._failed: SentPush | None = None  # the push of the last call, if that has failed
         self._verdicts: VerdictSearch | None = None
-        if layout.spec.has_verdicts:
+        if layout.spec.has_verdicts and self._lanes:  # else there is no gradient to measure
             self._verdicts = VerdictSearch(session, shards, self._lanes, self._timeout_s, self._push_again)
         self._attendance = Attendance(rank, layout.spec)
         self.is_skipped = False
@@ -99,7 +99,7 @@ class ParameterExchange:
         segment = share_memory(layout, lent_places(layout) if is_lending else 1) if sharing else None
         self.gradients = FlatBuffers(layout, segment=segment, of_gradients=True)
         self.places = ParameterPlaces(layout, segment, is_lending=is_lending)
-        self.parameters, self.rows = self.places.current, RowTraffic(layout, segment)
+        self.parameters, self.rows = self.places.current, RowTraffic(layout, segment, lambda: session.push_ids_max)
         self._first = FirstGradient(rank, layout.spec.world_size, self.gradients)
         self._requests = DataRequests(session, self.gradients, self._first, self._attendance, self._verdicts)
         self.buffers = BufferKeeper(session, shards, layout, self.parameters, self._timeout_s)
@@ -114,7 +114,7 @@ class ParameterExchange:
 
     def pull_all(self) -> None:
         """Fetch every block, static ones too."""
-        self._resolve()
+        self.resolve()
         layout = self._layout
         self._fetch([lane for lane in self._shards.lanes if layout.blocks_of(lane.shard) or layout.spec.tables], is_all=True)
         self._failed = None
@@ -140,13 +140,13 @@ class ParameterExchange:
 
     def pull(self) -> None:
         """Fetch the trained blocks, at the worker's clock. What a call that failed has begun to push is completed first."""
-        self._resolve()
+        self.resolve()
         self._fetch(self._lanes)
         self._failed = None
 
     def pull_rows(self, wanted: Mapping[int, NDArray[Any]], *, counts_no_use: bool = False) -> dict[int, NDArray[np.float32]]:
         """Fetch rows at the worker's clock, as `pull` fetches the trained blocks: see FlatCalls.pull_rows."""
-        self._resolve()
+        self.resolve()
         if not counts_no_use and (fetched := self.rows.take(wanted)):
             return fetched
         pull = self.rows.pull(wanted)
@@ -177,9 +177,19 @@ class ParameterExchange:
 
         What a call that failed has begun to push is completed first.
         """
-        self._resolve()
+        self.resolve()
         if self._unconfirmed is not None:
-            self._await_closed()
+            self._fetch(self._lanes, versions_only=True)
+
+    def keep(self) -> None:
+        """Let shards that were restarted have the last push again, and shard 0 its commit, without waiting for its round."""
+        sent = self._unconfirmed
+        if sent is not None and self._session.clock > sent.header.clock + 1:  # late: no round is to wait for this worker
+            self._fetch(self._lanes, versions_only=True)
+        else:
+            self._shards.run(self._push_again, self._timeout_s, self._lanes, is_bulk=True)
+            if self._is_exact and sent is not None and not sent.is_decided:
+                self._commit(sent, without_waiting=True)
 
     @property
     def is_unconfirmed(self) -> bool:
@@ -223,7 +233,7 @@ class ParameterExchange:
         feed: gives blocks and rows, and which tensors have a gradient; the shards look for NaN. versions_read: see SentPush.
         """
         sent = self._begin(scalars, weight, present, rows, skip=skip, feed=feed, versions_read=versions_read)
-        ahead = self.rows.pull_ahead([lane.shard for lane in self._lanes])
+        ahead = None if self._is_exact or sent.is_finished else self.rows.pull_ahead([lane.shard for lane in self._lanes])
 
         def push_pull_at(lane: Lane, call: Call) -> None:
             rows = ahead.at.get(lane.shard) if ahead is not None else None
@@ -249,6 +259,7 @@ class ParameterExchange:
                     self.rows.came(ahead)
                     self.counts["rows_pulled"] += ahead.pull.rows
                     self._requests.rows_read |= versions
+            self.rows.want_nothing()
         except BaseException as error:
             self._on_failed(sent, error)
             raise
@@ -279,8 +290,7 @@ class ParameterExchange:
             what = "the gradient of %s at step %d holds NaN or infinity; the round is skipped"
             logger.warning("psd: worker %d: " + what, self._rank, name, clock)
         if skip or name is not None:
-            skip, weight, present = True, 0.0, np.zeros(len(self._layout.spec.tensors), np.bool_)
-            rows = self.rows.gradients({})
+            skip, weight, present, rows = True, 0.0, np.zeros(len(spec.tensors), np.bool_), self.rows.gradients({})
         failed = self._failed
         if failed is not None:
             if feed is not None:
@@ -302,7 +312,7 @@ class ParameterExchange:
         verdicts = self._verdicts
         if verdicts is not None and verdicts.applied < verdicts.latest < self._session.clock:
             # Whoever made that round may be gone before all shards had its verdict; nobody could push the next one.
-            self._await_closed()
+            self._fetch(self._lanes, versions_only=True)
         self.buffers.before_push()
         header = self._requests.header(scalars, weight, rows, is_finite=feed is None and spec.nan_policy != "allow")
         self.is_skipped = skip and not self._has_rounds
@@ -322,14 +332,13 @@ class ParameterExchange:
         if self._unconfirmed is None:
             self._session.pushing = None
 
-    def _resolve(self) -> None:
+    def resolve(self) -> None:
         """Complete the push that a failed call has left behind, if its gradient is still there to be sent."""
         failed = self._failed
         if failed is None or (failed.is_finished and failed is not self._unconfirmed):
             return
         present = failed.present if failed.feed is None else failed.feed.present
-        may_go_on = failed.is_finished or failed.may_be_completed
-        if may_go_on and failed.is_unchanged(self._trained, self.gradients, present):
+        if (failed.is_finished or failed.may_be_completed) and failed.is_unchanged(self._trained, self.gradients, present):
             self._complete(failed)
         else:
             self._give_up(failed)
@@ -340,8 +349,7 @@ class ParameterExchange:
         if failed.is_superseded:
             assert failed.error is not None
             raise failed.error
-        is_open = failed is self._unconfirmed
-        if not failed.is_finished or is_open:
+        if not failed.is_finished or failed is self._unconfirmed:
             self._session.begin_anew()
         self._unconfirmed = self._failed = self._session.pushing = None
         if failed.is_finished:
@@ -377,8 +385,7 @@ class ParameterExchange:
                 sent.incarnations[lane.shard] = incarnation
 
         self._shards.run(push_at, self._timeout_s + sent.rows.transfer_s, self._lanes, is_bulk=True)
-        if self._has_rounds:
-            self._unconfirmed = sent
+        self._unconfirmed = sent if self._has_rounds else None
 
     def _finish(self, sent: SentPush) -> None:
         """Every shard has the push: go on at the largest clock, which lies beyond the next one where it came late."""
@@ -457,18 +464,11 @@ class ParameterExchange:
         if self._verdicts is not None:
             self._verdicts.find()
 
-    def _fetch(self, lanes: Sequence[Lane], *, is_all: bool = False) -> None:
-        """Have the round of the last push closed, and fetch the trained blocks, or all."""
+    def _fetch(self, lanes: Sequence[Lane], *, is_all: bool = False, versions_only: bool = False) -> None:
+        """Have the round of the last push closed, and fetch the trained blocks, or all, or none."""
         for attempt in self._session.attempts():
             with attempt:
-                self._pull(lanes, is_all=is_all)
-                self._on_closed()
-
-    def _await_closed(self) -> None:
-        """Wait until all shards have closed the round of the last push."""
-        for attempt in self._session.attempts():
-            with attempt:
-                self._pull(self._lanes, versions_only=True)
+                self._pull(lanes, is_all=is_all, versions_only=versions_only)
                 self._on_closed()
 
     def _pull(self, lanes: Sequence[Lane], *, is_all: bool = False, versions_only: bool = False) -> None:

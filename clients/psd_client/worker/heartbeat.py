@@ -1,4 +1,4 @@
-"""The one background thread of a client: renews the worker's lease, and lets waiting.py explain long waits.
+"""The heartbeat, a thread of each client: renews the worker's lease, and lets waiting.py explain long waits.
 
 Every third of the lease it sends a heartbeat to every shard at once, with the worker's clock. A shard that does not answer is
 logged once per outage; it is never fatal, because the operation that needs the shard has its own retries and raises the error.

@@ -120,5 +120,11 @@ class Entrance:
 
 def _check(reply: control_pb2.JoinReply, lane: Lane) -> None:
     """Raise InternalError for a reply that no shard sends."""
-    if not (reply.incarnation and reply.session and reply.timeline < TIMELINE_MAX and 0 < reply.lease_s < math.inf):
+    if not (
+        reply.incarnation
+        and reply.session
+        and reply.push_ids_max
+        and reply.timeline < TIMELINE_MAX
+        and 0 < reply.lease_s < math.inf
+    ):
         raise InternalError(f"shard {lane.shard} at {lane.address}: its answer to a worker that joins makes no sense")

@@ -55,14 +55,16 @@ class Memberships:
     """The present membership of a worker, and the one that it is about to get: leases run from the first shard's answer on.
 
     Attributes:
-        on_joining: called when there is a new one, whose leases are to be renewed.
+        on_joining: called when there is a new one, whose leases are to be renewed. on_restart: called when another life of a
+            shard has taken over the session; from any thread.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._held: JobMembership | None = None
         self._joining: JobMembership | None = None
-        self.on_joining: Callable[[], None] = _nothing
+        self.on_joining: Callable[[], None] = nothing
+        self.on_restart: Callable[[], None] = nothing
 
     @property
     def latest(self) -> JobMembership | None:
@@ -77,11 +79,6 @@ class Memberships:
         if held is None:
             raise Cancelled
         return held
-
-    @property
-    def is_held(self) -> bool:
-        """True if the worker has joined, and not left."""
-        return self._held is not None
 
     def begin(self, first: JobMembership) -> None:
         """Begin a membership with the session that shard 0 has issued; an earlier one in the making is given up."""
@@ -125,7 +122,10 @@ class Memberships:
         with self._lock:
             before = (self._held, self._joining)
             self._held, self._joining = changed(self._held), changed(self._joining)
-            return before != (self._held, self._joining)
+            has_changed = before != (self._held, self._joining)
+        if has_changed:
+            self.on_restart()
+        return has_changed
 
     def end(self) -> Callable[[int], JobMembership | None]:
         """Leave: drop both memberships. Returns as whom each shard has known the worker last."""
@@ -139,5 +139,5 @@ class Memberships:
         return known_as
 
 
-def _nothing() -> None:
-    pass
+def nothing() -> None:
+    """Do nothing: `on_joining` and `on_restart` unless they are set."""

@@ -5,7 +5,7 @@ Must not know sessions, rounds or how anything travels.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -42,11 +42,13 @@ class RowTraffic:
 
     Args:
         segment: memory that shards see, with room for rows; None: there is none.
+        ids_max: the most ids that each shard takes in one pull, as they say now.
     """
 
-    def __init__(self, layout: Layout, segment: Segment | None) -> None:
+    def __init__(self, layout: Layout, segment: Segment | None, ids_max: Callable[[], int]) -> None:
         shared = segment if layout.spec.tables else None
         self._batches = Batches(layout)
+        self._ids_max = ids_max
         self._pushed, self._pulled = RowsMemory(shared), RowsMemory(shared)
         self._no_gradients = RowGradients(self._batches, {}, self._pushed)
         self._wanted: dict[int, NDArray[Any]] = {}
@@ -60,7 +62,7 @@ class RowTraffic:
 
     def pull(self, wanted: Mapping[int, NDArray[Any]]) -> RowPull:
         """A pull that is to be made."""
-        return RowPull(self._batches, wanted, self._pulled)
+        return RowPull(self._batches, wanted, self._pulled, self._ids_max())
 
     def prefetch(self, wanted: Mapping[int, NDArray[Any]]) -> None:
         """Have rows come with the next push_pull, for the `pull_rows` after it."""
@@ -73,8 +75,12 @@ class RowTraffic:
 
     def came(self, ahead: PullAhead) -> None:
         """Keep what has come of it, which is all."""
-        self._ids, self._wanted = {table: ids.tobytes() for table, ids in self._wanted.items()}, {}
+        self._ids = {table: ids.tobytes() for table, ids in self._wanted.items()}
         self._rows = ahead.pull.results()
+
+    def want_nothing(self) -> None:
+        """Note that a push_pull has ended: the next one is asked for no rows of this one's, whether they have come or not."""
+        self._wanted = {}
 
     def take(self, wanted: Mapping[int, NDArray[Any]]) -> dict[int, NDArray[np.float32]]:
         """These rows, once, if all of them have come; else nothing."""

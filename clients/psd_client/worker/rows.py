@@ -20,7 +20,7 @@ from psd_client.lanes.shards import THROUGHPUT_MIN
 from psd_core.distinct import Distinct, distinct_of_each, expand_each, sum_each
 
 PULL_IDS_MAX = 1 << 16
-"""Ids of one call: larger pulls are made of several. A shard may be told to take fewer; it then says so."""
+"""Ids of one call, or fewer where a shard takes no more: larger pulls are made of several."""
 
 REMEMBERED = 2
 """Batches whose distinct ids are remembered: where rows are fetched ahead, the next pull comes before a push."""
@@ -121,13 +121,15 @@ class RowPull:
 
     Args:
         wanted: by index of the table, ids: int64 or uint64, of any shape. memory: for what comes.
+        ids_max: the most that each shard takes in one call.
 
     Attributes:
         rows: number of distinct ids, of all tables. transfer_s: seconds that they may take.
     """
 
-    def __init__(self, batches: Batches, wanted: Mapping[int, NDArray[Any]], memory: RowsMemory) -> None:
+    def __init__(self, batches: Batches, wanted: Mapping[int, NDArray[Any]], memory: RowsMemory, ids_max: int) -> None:
         self._layout = batches.layout
+        self._portion = min(PULL_IDS_MAX, ids_max)
         self._tables = tables = sorted(wanted)
         dims, specs = batches.dims(tables), batches.layout.spec.tables
         self._shapes = [(*wanted[table].shape, dim) for table, dim in zip(tables, dims, strict=True)]
@@ -140,9 +142,9 @@ class RowPull:
         self.transfer_s = sum([values.nbytes for values in self._values]) / THROUGHPUT_MIN
 
     def at(self, shard: int) -> list[list[TableRows]]:
-        """The rows of one shard, whose values are to be filled, in portions of PULL_IDS_MAX ids; none if none are wanted."""
+        """The rows of one shard, whose values are to be filled, in portions for one call each; none if none are wanted."""
         whole = _rows_of(shard, self._layout.shard_count, self._tables, self._found, self._values)
-        if self.rows <= PULL_IDS_MAX:
+        if self.rows <= self._portion:
             return [whole] if sum([len(rows.ids) for rows in whole]) else []
         portions: list[list[TableRows]] = []
         left = 0
@@ -151,7 +153,7 @@ class RowPull:
             while begin < len(ids):
                 if not left:
                     portions.append([])
-                    left = PULL_IDS_MAX
+                    left = self._portion
                 end = min(begin + left, len(ids))
                 portions[-1].append(TableRows(table, ids[begin:end], values[begin:end]))
                 begin, left = end, left - (end - begin)

@@ -21,7 +21,7 @@ from psd_client.lanes.shards import Shards
 from psd_client.lanes.transport import Call, Cancelled, Lane, Scope, Share
 from psd_client.worker.declaration import JobDeclaration
 from psd_client.worker.joining import JOIN_TIMEOUT_S, Entrance
-from psd_client.worker.membership import JobMembership, Memberships
+from psd_client.worker.membership import JobMembership, Memberships, nothing
 from psd_client.worker.orders import FollowedOrders
 
 logger = logging.getLogger("psd_client")
@@ -33,6 +33,9 @@ REJOINS_MAX = 5
 """Rejoins in one operation after its wait timeout; more mean that the lease is too short for this network or this worker."""
 
 REJOIN_PAUSE_S = 0.1
+
+LATE_S = 1.0
+"""Seconds that a wait gets which goes on after its deadline, so that the shard can say for whom it was."""
 
 
 class Session:
@@ -50,6 +53,7 @@ class Session:
         decisions: exact aggregation: the latest that shard 0 has told, for the next push and pull.
         cuts: to be carried to all shards with the next push.
         orders: an operator's, which it follows.
+        push_ids_max: the most ids of rows that each shard takes in one push, or one pull.
         stored_state: what a worker of this rank had saved for itself, as of the last declaration.
         rejoins: how often it has become a new session since the first, other than to go back to a checkpoint.
         memberships: for the heartbeats. resume: see Entrance. now: as given.
@@ -72,6 +76,7 @@ class Session:
         self.decisions: list[job_pb2.Decision] = []
         self.cuts: list[data_pb2.Cut] = []
         self.orders = FollowedOrders(config.rank)
+        self.push_ids_max = 1
         self.stored_state = b""
         self.is_leaving = self.has_failed = False
         self.rejoins = 0
@@ -119,6 +124,7 @@ class Session:
             self.clock = max(reply.clock for reply in replies)
             self.decisions = list(replies[0].decisions)
             self.orders.hear(replies[0].orders)
+            self.push_ids_max = min(reply.push_ids_max for reply in replies)
             self._entrance.run_id = self.memberships.complete().run_id
         finally:
             self.memberships.give_up()
@@ -265,8 +271,11 @@ class Session:
         (reply,) = self._shards.run(ask, timeout_s, self._shards.lanes[:1])
         self.decisions, self.clock = list(reply.decisions), max(self.clock, reply.clock)
 
-    def barrier(self, name: str) -> None:
-        """Wait at shard 0 until every worker that is in the job has arrived."""
+    def barrier(self, name: str, keep_push: Callable[[], None] | None = None) -> None:
+        """Wait at shard 0 until every worker that is in the job has arrived.
+
+        keep_push: sends the last push to shards that have lost it. Others may wait for its round there, and arrive only then.
+        """
         begun = self._open_barrier
         if begun is None or begun[0] != name:  # else the same call again: the barrier may have opened without our hearing of it
             self._barrier_seq += 1
@@ -280,11 +289,37 @@ class Session:
         try:
             for attempt in self.attempts():
                 with attempt:
-                    self._shards.run(arrive, self._config.wait_timeout_s, self._shards.lanes[:1])
+                    if keep_push is None:
+                        self._shards.run(arrive, self._config.wait_timeout_s, self._shards.lanes[:1])
+                    else:
+                        self._arrive(arrive, keep_push)
         except (BarrierTimeout, RolledBack):  # the arrival was withdrawn, or nobody's counts any more
             self._open_barrier = None
             raise
         self._open_barrier = None
+
+    def _arrive(self, arrive: Callable[[Lane, Call], object], keep_push: Callable[[], None]) -> None:
+        """Wait at a barrier; each time that a shard was restarted, leave it, have the last push kept, and arrive again."""
+        deadline = self.now() + self._config.wait_timeout_s
+        while True:
+            known = self.memberships.held.incarnations
+
+            def wait(lane: Lane, call: Call, known: tuple[int, ...] = known) -> None:
+                self.memberships.on_restart = call.scope.cancel
+                if self.memberships.held.incarnations != known:
+                    raise Cancelled
+                arrive(lane, call)
+
+            try:
+                keep_push()
+                self._shards.run(wait, max(deadline - self.now(), LATE_S), self._shards.lanes[:1])
+            except Cancelled:
+                if self.memberships.held.incarnations == known:
+                    raise
+            else:
+                return
+            finally:
+                self.memberships.on_restart = nothing
 
     def log(self, request: control_pb2.LogRequest, timeout_s: float) -> None:
         """Report scalars to shard 0, once; from any thread. The request lacks its caller."""

@@ -104,8 +104,11 @@ class WorkerConnection:
     def barrier(self, name: str) -> None:
         """See ParameterServer.barrier."""
         arguments.word(InvalidRequest, "name", name)
+        exchange = self._exchange
         with self.operation(f"barrier {name!r}"):
-            self._session.barrier(name)
+            if exchange is not None:
+                exchange.resolve()
+            self._session.barrier(name, exchange.keep if exchange is not None and exchange.is_unconfirmed else None)
 
     def log(self, step: int, scalars: Mapping[str, Any]) -> None:
         """See ParameterServer.log."""

@@ -73,6 +73,10 @@ class Restoration:
             self._directories.append(directory_at(config.from_checkpoint))
         self._parameters: ParameterSource | None = None
 
+    def has_checkpoint(self) -> bool:
+        """True if there is one to begin with. Raises CheckpointFailed, CheckpointUnsupported: that cannot be told."""
+        return any(directory.newest() is not None for directory in self._directories)
+
     def begin(self) -> str | None:
         """Take up, at the start of a shard that holds nothing, what there is to begin with; return the name of the checkpoint
         that is loaded, if any.

@@ -32,11 +32,14 @@ from google.protobuf.message import DecodeError
 from psd.contract.config import ConfigError, ServerConfig
 from psd.contract.environment import memory_directory
 from psd.contract.errors import InternalError, OutOfSpace, PsdError
-from psd.state.tables.stores import close_stores, create_stores, open_stores, remove_stores
+from psd.state.durability import notes, places, seals
+from psd.state.durability.notes import StateDamaged, StateUnsupported
+from psd.state.tables.stores import close_stores, create_stores, open_stores, remove_stores, store_paths
 from psd.v1 import storage_pb2
-from psd_core.arena import NO_SPACE, Arena, ArenaBusy, ArenaCorrupt, ArenaError, ArenaFull, BlockShape
+from psd.v1.storage_pb2 import StoredBoot
+from psd_core.arena import Arena, ArenaBusy, ArenaCorrupt, ArenaError, ArenaFull, BlockShape
 from psd_core.table import TableSpec, TableStore
-from psd_core.vector import VectorStore
+from psd_core.vector import LOG_NAME, VectorStore
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +50,6 @@ _BOOT_NAME = "boot"
 _CANNOT_GO_ON = "this shard cannot go on with it. Remove the directory to start without it"
 _VECTORS_NAME = "vectors"
 _CLIENT_STATE_PREFIX = "client-state-"
-_CLOSED = b"closed"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _PRIVATE_PREFIX = f"psd-{os.getuid()}-"
 _MAKING_S_MAX = 60.0
@@ -70,8 +72,11 @@ class Storage:
         self.vectors: VectorStore | None = None
         self._clean_up: weakref.finalize[..., Storage] | None = None
 
-    def recover(self) -> tuple[storage_pb2.StoredJob, Arena] | None:
+    def recover(self, can_go_back: Callable[[], bool]) -> tuple[storage_pb2.StoredJob, Arena] | None:
         """The job that an earlier process of this shard held, or None.
+
+        Args:
+            can_go_back: tells, where a file is damaged, whether there is a checkpoint instead; then all of it is removed.
 
         Raises:
             ConfigError: the directory is another shard's, another run's, in use, or damaged, or there is no room to go on.
@@ -80,16 +85,29 @@ class Storage:
             self._clear_abandoned()
             return None
         try:
-            arena = Arena.open(self.directory, crash_point=self._crash_point)
+            arena = Arena.open(self.directory, crash_point=self._crash_point, check=self._check)
         except ArenaBusy as error:
             raise ConfigError(f"--state-dir: {error}") from error
-        except ArenaCorrupt as error:
+        except StateDamaged as error:
+            if not can_go_back():
+                raise ConfigError(f"--state-dir: {error}; {_CANNOT_GO_ON}") from error
+            logger.error("--state-dir: %s; going back to a checkpoint", error)  # noqa: TRY400 - the reason says it all
+            Arena.remove_from(self.directory, first=self._remove_beside)
+            return None
+        except (ArenaCorrupt, StateUnsupported) as error:
             raise ConfigError(f"--state-dir: {error}; {_CANNOT_GO_ON}") from error
         except ArenaFull as error:
             raise ConfigError(f"--state-dir: {error.strerror}") from error
+        except OSError as error:
+            raise ConfigError(f"--state-dir: cannot use {self.directory}: {error.strerror or error}") from error
         if arena is None:
             if self.directory.is_dir():
-                _unlink(self.directory, _ORDERS_NAME)  # an earlier job's
+                log = self.directory / _VECTORS_NAME / LOG_NAME
+                vectors = log if log.exists() else log.parent
+                places.check_unclaimed(
+                    [vectors, self.directory / _BOOT_NAME, *self._note_paths(), *store_paths(self.directory)]
+                )
+                notes.remove(self.directory, _ORDERS_NAME)  # an earlier job's
             return None
         try:
             stored = storage_pb2.StoredJob.FromString(arena.meta)
@@ -101,15 +119,8 @@ class Storage:
         if arena.word("initialized") and not is_whole:
             arena.close(remove=False)
             raise ConfigError(f"--state-dir: {self.directory}: a block is missing; this shard cannot go on with it")
-        is_believed = self._load(_BOOT_NAME) in (_CLOSED, _boot_id())
-        if not (arena.word("initialized") or arena.word("given_up")) and stored.HasField("grown_from") and is_believed:
-            self.arena = arena
-            stored = stored.grown_from
-            try:
-                arena = self.shrink()
-            except PsdError as error:
-                arena.close(remove=False)
-                raise ConfigError(f"--state-dir: {error}") from error
+        is_believed = _is_believed(self._boot())
+        has_grown = not (arena.word("initialized") or arena.word("given_up")) and stored.HasField("grown_from")
         if not (is_believed or self._config.checkpoint_dir) and arena.word("initialized"):
             arena.close(remove=False)
             raise ConfigError(
@@ -122,19 +133,47 @@ class Storage:
                 "a checkpoint",
                 extra={"state_dir": str(self.directory)},
             )
-        if not (is_believed and arena.word("initialized")):
-            _remove_notes(self.directory)
-            _unlink(self.directory, _ORDERS_NAME)
+        if not (is_believed and (arena.word("initialized") or has_grown)):
+            self._remove_beside()
             # Else the process died before the job had its values; nobody can have built on it.
             arena.close(remove=True)
             return None
         try:
-            self._note_boot(_boot_id())
+            self._note_boot(StoredBoot(boot_id=_boot_id()))  # before anything changes
         except PsdError as error:
             arena.close(remove=False)
             raise ConfigError(f"--state-dir: {error}") from error
         self.arena = arena
+        if has_grown:
+            try:
+                stored, arena = stored.grown_from, self.shrink()
+            except PsdError as error:
+                self.close(keep=True)
+                raise ConfigError(f"--state-dir: {error}") from error
         return stored, arena
+
+    def check_usable(self) -> None:
+        """Raise ConfigError if the directory is no place for files."""
+        places.check_usable(self.directory)
+
+    def _check(self) -> None:
+        """Raise StateDamaged for a byte that is not what was written, as far as that can be told."""
+        boot = self._boot()
+        seals.check(self.directory, boot.files)
+        if _is_believed(boot):
+            for path in self._note_paths():
+                notes.read(path)
+
+    def _note_paths(self) -> list[Path]:
+        """The notes that are there, but that on the boot."""
+        found = (
+            notes.paths(self.directory, name) for name in (_BARRIERS_NAME, _ORDERS_NAME, _VERDICT_NAME, _CLIENT_STATE_PREFIX)
+        )
+        return [path for paths in found for path in paths]
+
+    def _remove_beside(self) -> None:
+        _remove_notes(self.directory)
+        notes.remove(self.directory, _ORDERS_NAME)
 
     def _check_owner(self, stored: storage_pb2.StoredJob) -> None:
         mine = (self._config.shard_index, self._config.shard_count)
@@ -156,7 +195,7 @@ class Storage:
         arena = self._make(stored, shapes, workers, replace=replace)
         if not self._is_private:
             try:
-                self._note_boot(_boot_id())
+                self._note_boot(StoredBoot(boot_id=_boot_id()))
             except BaseException:
                 _remove_notes(self.directory)
                 arena.close(remove=True)
@@ -293,12 +332,10 @@ class Storage:
 
     @contextlib.contextmanager
     def taking_over(self) -> Iterator[None]:
-        """Inside, what lies beside the arena that was found is read. If it cannot be, the arena is closed: ConfigError."""
+        """Inside, what lies beside the arena that was found is read. If it cannot be: ConfigError."""
         try:
             yield
         except (ArenaError, OSError, DecodeError, ValueError) as error:
-            if self.arena is not None:
-                self.arena.close(remove=False)
             place = "" if isinstance(error, (ArenaError, OSError)) else f"{self.directory}: "
             raise ConfigError(f"--state-dir: {place}{error}; {_CANNOT_GO_ON}") from error
 
@@ -342,49 +379,23 @@ class Storage:
 
     def load_client_states(self) -> dict[str, bytes]:
         """The states that are kept, by name."""
-        paths = [path for path in self.directory.glob(f"{_CLIENT_STATE_PREFIX}*") if path.suffix != ".new"]
-        return {path.name.removeprefix(_CLIENT_STATE_PREFIX): path.read_bytes() for path in paths}
+        paths = notes.paths(self.directory, _CLIENT_STATE_PREFIX)
+        return {path.name.removeprefix(_CLIENT_STATE_PREFIX): notes.read(path) for path in paths}
 
     def _save(self, name: str, content: bytes, what: str = "") -> None:
         if self.arena is not None and not self._is_private:  # a private arena has no next process
-            self._write(name, content, lambda step: self._crash_point(f"storage.{what or name}.{step}"))
-
-    def _note_boot(self, content: bytes) -> None:
-        """Record the machine's boot on the disk, before the files that depend on it."""
-        if self._load(_BOOT_NAME) != content:
-            self._write(_BOOT_NAME, content, lambda _: None, is_durable=True)
-
-    def _write(self, name: str, content: bytes, crash_point: Callable[[str], None], *, is_durable: bool = False) -> None:
-        """Put a small file in place of another, whole or not at all."""
-        path, temporary = self.directory / name, self.directory / f"{name}.new"
-        try:
-            crash_point("before")
-            with temporary.open("wb") as file:
-                file.write(content)
-                if is_durable:
-                    file.flush()
-                    os.fsync(file.fileno())
-            temporary.replace(path)
-            if is_durable:
-                self._sync_directory()
-        except OSError as error:
-            with contextlib.suppress(OSError):
-                temporary.unlink()
-            if error.errno in NO_SPACE:
-                raise OutOfSpace(f"{self.directory} has no room for the shard's notes: {error.strerror}") from error
-            raise InternalError(f"{path} cannot be written: {error.strerror or error}") from error
-        crash_point("after")
-
-    def _sync_directory(self) -> None:
-        descriptor = os.open(self.directory, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+            notes.write(self.directory, name, content, lambda step: self._crash_point(f"storage.{what or name}.{step}"))
 
     def _load(self, name: str) -> bytes:
-        path = self.directory / name
-        return path.read_bytes() if path.exists() else b""
+        return notes.read(self.directory / name)
+
+    def _boot(self) -> StoredBoot:
+        return StoredBoot.FromString(self._load(_BOOT_NAME))
+
+    def _note_boot(self, boot: StoredBoot) -> None:
+        """Record the machine's boot on the disk, before the files that depend on it."""
+        if self._boot() != boot:
+            notes.write(self.directory, _BOOT_NAME, boot.SerializeToString(), is_durable=True)
 
     def close(self, *, keep: bool) -> None:
         """Let go of the arena. It stays if the operator named its directory and `keep`."""
@@ -396,25 +407,24 @@ class Storage:
                     self.arena.set_word("given_up", 1)
                     self.arena.set_word("initialized", 0)
                 _remove_notes(self.directory)
-            else:
-                self._note_closed(self.arena)
             close_stores(self.tables, remove=is_removed)
             self.tables = []
             if self.vectors is not None:
                 self.vectors.close(remove=is_removed)
                 self.vectors = None
+            if not is_removed:
+                self._note_closed(self.arena)
             self.arena.close(remove=is_removed)
             self.arena = None
             self._forget_clean_up()
 
     def _note_closed(self, arena: Arena) -> None:
+        """Seal all that is left, when nothing changes it any more."""
+        arena.stop()
+        others = [*store_paths(self.directory), *(self.directory / _VECTORS_NAME).glob("*"), *self._note_paths()]
         try:
-            arena.sync()
-            for store in self.tables:
-                store.sync()
-            if self.vectors is not None:
-                self.vectors.sync()
-            self._note_boot(_CLOSED)
+            found = seals.seal(self.directory, arena.path, arena.used_stretches(), others)
+            self._note_boot(StoredBoot(is_closed=True, files=found))
         except (PsdError, OSError) as error:
             logger.error(  # noqa: TRY400 - the reason says it all
                 "the parameters stay in %s, but this cannot be recorded, so they will not be used if the machine goes down: %s",
@@ -459,9 +469,8 @@ def _abandon(arena: Arena, directory: Path) -> None:
     arena.abandon()
 
 
-def _unlink(directory: Path, name: str) -> None:
-    for path in (directory / name, directory / f"{name}.new"):
-        path.unlink(missing_ok=True)
+def _is_believed(boot: StoredBoot) -> bool:
+    return boot.is_closed or boot.boot_id == _boot_id()
 
 
 def _remove_notes(directory: Path) -> None:
@@ -469,6 +478,6 @@ def _remove_notes(directory: Path) -> None:
     remove_stores(directory)
     shutil.rmtree(directory / _VECTORS_NAME, ignore_errors=True)
     for name in (_BARRIERS_NAME, _VERDICT_NAME, _BOOT_NAME):
-        _unlink(directory, name)
+        notes.remove(directory, name)
     for path in directory.glob(f"{_CLIENT_STATE_PREFIX}*"):
         path.unlink(missing_ok=True)

@@ -345,7 +345,8 @@ class TablesBlock(Trained):
             spec = partition.spec
             age = spec.expire_s or spec.expire_steps
             clock = int(self._wall()) if spec.expire_s else self._clock
-            if age and clock - partition.expired_at > age // 8:
+            # A clock that was ahead, and has been set right, must not put this off until it is there again.
+            if age and not 0 <= clock - partition.expired_at <= age // 8:
                 partition.expired_at = clock
                 partition.store.expire(clock, age)
 

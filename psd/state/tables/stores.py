@@ -132,7 +132,12 @@ def close_stores(stores: Sequence[TableStore], *, remove: bool) -> None:
         store.close(remove=remove)
 
 
+def store_paths(directory: Path) -> list[Path]:
+    """The files of tables."""
+    return sorted(directory.glob(f"{_PREFIX}*"))
+
+
 def remove_stores(directory: Path) -> None:
     """Delete the files of tables that nobody has open."""
-    for path in directory.glob(f"{_PREFIX}*"):
+    for path in store_paths(directory):
         path.unlink(missing_ok=True)

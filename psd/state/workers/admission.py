@@ -88,23 +88,7 @@ class Admission:
     def join(self, request: control_pb2.JoinRequest) -> control_pb2.JoinReply:
         """Enter a worker; see ControlService.Join."""
         config = self._core.config
-        self._core.check_address(request.shard_index, request.shard_count)
-        if not 1 <= request.world_size <= config.limits.workers_max:
-            raise InvalidRequest(
-                f"world_size: must be 1 to {config.limits.workers_max} (the shard's --max-workers), got {request.world_size}"
-            )
-        if request.rank >= request.world_size:
-            raise InvalidRequest(f"rank: {request.rank} is not below world_size {request.world_size}")
-        if (request.session == 0) != (config.shard_index == 0 and not request.resume):
-            raise InvalidRequest(
-                f"session: {request.session} at shard {config.shard_index}; shard 0 issues sessions, so it is 0 there, and "
-                "that session at the others, and in a worker that resumes"
-            )
-        for name, text, limit in (("host", request.host, HOST_BYTES_MAX), ("run_id", request.run_id, RUN_ID_BYTES_MAX)):
-            if len(text.encode()) > limit:
-                raise InvalidRequest(f"{name}: has {len(text.encode())} bytes, the limit is {limit}")
-            if not is_printable(text):
-                raise InvalidRequest(f"{name}: {text!r} has control characters")
+        self._check_join(request)
         # Who resumes does not wait for a checkpoint to be loaded: its session has ended by that.
         with contextlib.nullcontext() if request.resume else self._core.job_lock, self._core.lock:
             if request.run_id:
@@ -162,9 +146,31 @@ class Admission:
                 is_tentative=self._core.is_tentative,
                 workers=[member.state.value for member in members.workers],  # type: ignore[misc]
                 orders=self._core.orders.current(),
+                push_ids_max=config.limits.push_ids_max,
             )
         self._core.settle()
         return reply
+
+    def _check_join(self, request: control_pb2.JoinRequest) -> None:
+        """Raise unless what the request says by itself is right."""
+        config = self._core.config
+        self._core.check_address(request.shard_index, request.shard_count)
+        if not 1 <= request.world_size <= config.limits.workers_max:
+            raise InvalidRequest(
+                f"world_size: must be 1 to {config.limits.workers_max} (the shard's --max-workers), got {request.world_size}"
+            )
+        if request.rank >= request.world_size:
+            raise InvalidRequest(f"rank: {request.rank} is not below world_size {request.world_size}")
+        if (request.session == 0) != (config.shard_index == 0 and not request.resume):
+            raise InvalidRequest(
+                f"session: {request.session} at shard {config.shard_index}; shard 0 issues sessions, so it is 0 there, and "
+                "that session at the others, and in a worker that resumes"
+            )
+        for name, text, limit in (("host", request.host, HOST_BYTES_MAX), ("run_id", request.run_id, RUN_ID_BYTES_MAX)):
+            if len(text.encode()) > limit:
+                raise InvalidRequest(f"{name}: has {len(text.encode())} bytes, the limit is {limit}")
+            if not is_printable(text):
+                raise InvalidRequest(f"{name}: {text!r} has control characters")
 
     def _membership_for(self, world_size: int) -> Membership:
         members = self._core.membership

@@ -1,4 +1,4 @@
-"""Messages for browsers: the whole past once, then each look. Plain JSON, without NaN, which JSON does not have: null instead.
+"""Messages for browsers: the whole past, then each look. Plain JSON, without NaN, which JSON does not have: null instead.
 
 Knows the values of psd/watch; neither requests nor sockets.
 """

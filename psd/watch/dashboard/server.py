@@ -77,14 +77,14 @@ async def serve(sampler: Sampler, place: DashboardPlace, interval_s: float, on_r
     with ThreadPoolExecutor(1, "psd-look") as thread:
         in_thread = functools.partial(loop.run_in_executor, thread)
 
-        def look() -> str:
+        def look() -> tuple[str, str]:
             sampler.look()
-            return feed.look(sampler)
+            return ("job", feed.whole(sampler)) if sampler.has_gone_back else ("look", feed.look(sampler))
 
         async def keep_looking() -> None:
             while True:
                 due = loop.time() + interval_s
-                streams.send("look", await in_thread(look))
+                streams.send(*await in_thread(look))
                 await asyncio.sleep(max(0.0, due - loop.time()))
 
         async def whole() -> str:

@@ -1,4 +1,5 @@
-// The job as the server tells it: everything once, then each look. Keeps the past bounded, as the server does.
+// The job as the server tells it: everything, then each look; everything anew when some of it is gone. Keeps the past bounded,
+// as the server does.
 
 const MOMENTS_MAX = 1500;
 const POINTS_MAX = 8192;

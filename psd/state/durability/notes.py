@@ -1,0 +1,99 @@
+"""The small files that a shard keeps beside its arena: each is replaced whole, and shows whether it is what was written.
+
+    8 bytes    magic "PSDNOTE1"
+    4 bytes    CRC-32 of what follows, little-endian
+    content    whatever its writer means by it
+
+Must not know what notes say.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+from psd.contract.errors import InternalError, OutOfSpace
+from psd_core.arena import NO_SPACE, ArenaError
+
+MAGIC = b"PSDNOTE1"
+_CHECK_BYTES = 4
+_UNFINISHED = ".new"
+
+
+class StateDamaged(ArenaError):
+    """A file of a state directory differs from what was written; the message names it."""
+
+
+class StateUnsupported(ArenaError):
+    """A file of a state directory is in no format that this release knows; the message names it."""
+
+
+def write(
+    directory: Path, name: str, content: bytes, crash_point: Callable[[str], None] = lambda _: None, *, is_durable: bool = False
+) -> None:
+    """Put a note in place of an earlier one, whole or not at all.
+
+    Args:
+        crash_point: called with "before" and "after". is_durable: on the disk, too, when this returns.
+
+    Raises:
+        OutOfSpace, InternalError: it cannot be written; what was there still is.
+    """
+    path, temporary = directory / name, directory / f"{name}{_UNFINISHED}"
+    try:
+        crash_point("before")
+        with temporary.open("wb") as file:
+            file.write(MAGIC + zlib.crc32(content).to_bytes(_CHECK_BYTES, "little") + content)
+            if is_durable:
+                file.flush()
+                os.fsync(file.fileno())
+        temporary.replace(path)
+        if is_durable:
+            sync_directory(directory)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        if error.errno in NO_SPACE:
+            raise OutOfSpace(f"{directory} has no room for the shard's notes: {error.strerror}") from error
+        raise InternalError(f"{path} cannot be written: {error.strerror or error}") from error
+    crash_point("after")
+
+
+def read(path: Path) -> bytes:
+    """The content of a note; empty if there is none.
+
+    Raises:
+        StateDamaged: it is not what was written. StateUnsupported: it does not begin as a note of this release does.
+    """
+    if not path.exists():
+        return b""
+    data = path.read_bytes()
+    start = len(MAGIC) + _CHECK_BYTES
+    if not data.startswith(MAGIC):
+        raise StateUnsupported(f"{path}: does not begin with {MAGIC!r}: another release wrote it, or it was changed")
+    if len(data) < start or zlib.crc32(data[start:]).to_bytes(_CHECK_BYTES, "little") != data[len(MAGIC) : start]:
+        raise StateDamaged(f"{path}: is cut off or was changed: its checksum does not match")
+    return data[start:]
+
+
+def paths(directory: Path, prefix: str) -> list[Path]:
+    """The notes that are there whose names begin like this."""
+    return [path for path in directory.glob(f"{prefix}*") if path.suffix != _UNFINISHED]
+
+
+def remove(directory: Path, name: str) -> None:
+    """Delete a note, if it is there, and what a killed process has left of the next one."""
+    for path in (directory / name, directory / f"{name}{_UNFINISHED}"):
+        path.unlink(missing_ok=True)
+
+
+def sync_directory(directory: Path) -> None:
+    """Have the names in a directory reach the disk."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,42 @@
+"""A directory for a shard's files, before there are any: whether it can be used, and whether something else is in their way.
+
+Must not know how the files are made or opened.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+from psd.contract.config import ConfigError
+
+_MAGIC = b"PSD"
+"""First bytes of every file of a shard, whatever else it begins with."""
+
+
+def check_usable(directory: Path) -> None:
+    """Raise ConfigError if no file can be made in the directory: better at the start than when a job is declared."""
+    try:
+        is_made = not directory.exists()
+        if is_made:
+            directory.mkdir(mode=0o700, parents=True)
+        try:
+            with tempfile.TemporaryFile(dir=directory):
+                pass
+        finally:
+            if is_made:
+                directory.rmdir()
+    except OSError as error:
+        raise ConfigError(f"--state-dir: cannot use {directory}: {error.strerror or error}") from error
+
+
+def check_unclaimed(paths: Iterable[Path]) -> None:
+    """Raise ConfigError for what has a name of a shard's file and is none: it would be removed, or written over."""
+    for path in paths:
+        if path.is_file():
+            with path.open("rb") as file:
+                if file.read(len(_MAGIC)) == _MAGIC:
+                    continue
+        if path.exists():
+            raise ConfigError(f"--state-dir: {path} is no file of a shard, and has the name of one; name an empty directory")

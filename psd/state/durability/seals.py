@@ -1,0 +1,115 @@
+"""The seal of a state directory whose shard has ended in order: how long each run of bytes in its files was, and its CRC-32.
+
+While a shard lives its files are memory, and change with every push; no checksum of them would hold for long. So they are
+sealed when nothing changes them any more, and checked before the next process believes a byte. Holes are not sealed, nor what
+the arena does not use. Must not know what the files hold.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from psd.state.durability.notes import StateDamaged, sync_directory
+from psd.v1.storage_pb2 import SealedFile
+
+RUN_BYTES = 4 << 20
+"""Length of most runs; the last one of a stretch is shorter."""
+
+_READ_BYTES = 1 << 20
+_THREADS = 4
+
+Stretch = tuple[int, int]
+"""First byte, and length."""
+
+
+def seal(directory: Path, arena: Path, used: Sequence[Stretch], others: Iterable[Path]) -> list[SealedFile]:
+    """The seals of an arena, as far as it is used, and of other files, when all of them have reached the disk.
+
+    Raises:
+        OSError: one of them cannot be read, or does not reach the disk.
+    """
+    found = [_seal(directory, arena, used), *(_seal(directory, path) for path in others)]
+    for place in {directory.absolute().parent, *((directory / file.name).parent for file in found)}:
+        sync_directory(place)
+    return found
+
+
+def check(directory: Path, files: Iterable[SealedFile]) -> None:
+    """Read all that was sealed.
+
+    Raises:
+        StateDamaged: a byte has changed since, or the disk does not give it back. OSError: a file may not be read, for now.
+    """
+    for file in files:
+        path = directory / file.name
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                found = _checksums(descriptor, [(run.start, run.nbytes) for run in file.runs])
+            finally:
+                os.close(descriptor)
+        except FileNotFoundError:
+            raise StateDamaged(f"{path}: is missing") from None
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            raise StateDamaged(f"{path}: cannot be read: {error.strerror or error}") from error
+        for run, crc32 in zip(file.runs, found, strict=True):
+            if crc32 != run.crc32:
+                raise StateDamaged(
+                    f"{path}: the bytes {run.start} to {run.start + run.nbytes} have changed, or were cut off, since the shard "
+                    "ended: their checksum does not match"
+                )
+
+
+def _seal(directory: Path, path: Path, stretches: Iterable[Stretch] = ()) -> SealedFile:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+        runs = [run for stretch in stretches or _data(descriptor) for run in _runs(*stretch)]
+        checksums = _checksums(descriptor, runs)
+    finally:
+        os.close(descriptor)
+    found = SealedFile(name=str(path.relative_to(directory)))
+    for (start, nbytes), crc32 in zip(runs, checksums, strict=True):
+        found.runs.add(start=start, nbytes=nbytes, crc32=crc32)
+    return found
+
+
+def _runs(start: int, nbytes: int) -> Iterator[Stretch]:
+    for at in range(start, start + nbytes, RUN_BYTES):
+        yield at, min(RUN_BYTES, start + nbytes - at)
+
+
+def _data(descriptor: int) -> Iterator[Stretch]:
+    """Stretches that are no holes."""
+    end, size = 0, os.fstat(descriptor).st_size
+    while end < size:
+        try:
+            start = os.lseek(descriptor, end, os.SEEK_DATA)
+        except OSError as error:
+            if error.errno != errno.ENXIO:
+                raise
+            return  # a hole up to the end
+        end = os.lseek(descriptor, start, os.SEEK_HOLE)
+        yield start, end - start
+
+
+def _checksums(descriptor: int, runs: Sequence[Stretch]) -> list[int]:
+    """The CRC-32 of each run; -1 of one that is cut off."""
+
+    def checksum(run: Stretch) -> int:
+        (at, left), crc32 = run, 0
+        while left > 0 and (data := os.pread(descriptor, min(left, _READ_BYTES), at)):
+            crc32, at, left = zlib.crc32(data, crc32), at + len(data), left - len(data)
+        return -1 if left else crc32
+
+    if len(runs) < _THREADS:
+        return [checksum(run) for run in runs]
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="psd-seal") as pool:
+        return list(pool.map(checksum, runs))
