@@ -27,7 +27,7 @@ from source_tree import ROOT
 from psd.contract.config import ServerConfig
 from psd.rim.server import ShardServer
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 100.0
 
 KERAS_PAGES = ("docs/keras.md", "docs/jax.md", "docs/migrating.md")
 """Pages whose blocks need the environment of make test-keras."""

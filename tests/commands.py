@@ -14,7 +14,7 @@ from pathlib import Path
 
 from psd.cli.state import private_path
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 100.0
 
 # A shell that runs the tests in the background has them ignore SIGINT, and processes that they start would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)

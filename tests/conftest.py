@@ -7,7 +7,7 @@ import gc
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,6 +103,22 @@ def module_cluster() -> Iterator[Callable[..., Cluster]]:
     """The fixture `_clusters` for all tests of a module: all need it, and none of them changes it."""
     with _clusters() as start:
         yield start
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> Callable[[], AbstractContextManager[None]]:
+    """`with impatient():` shards of this process end each wait that begins after 0.1 s, as if its caller's deadline were near.
+
+    A caller's own short deadline would also end what is only slow, and on a busy machine pass before the shard's answer came.
+    """
+
+    @contextmanager
+    def ending_waits() -> Iterator[None]:
+        with monkeypatch.context() as patch:
+            patch.setattr("psd.rim.calls.WAIT_S_MAX", 0.1)
+            yield
+
+    return ending_waits
 
 
 RunWorkers = Callable[..., list[Any]]

@@ -70,7 +70,7 @@ def test_train_when_the_workers_transports_differ_then_they_train_together(clust
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_status_when_a_worker_trains_then_shows_its_transport(cluster: Callable[..., Any], transport: str) -> None:
-    running = cluster(1, lease_s=0.3)
+    running = cluster(1, lease_s=2.0)
     with psd_client.connect(running.servers, 0, 1, transport=transport) as ps:
         ps.declare(SMALL, psd_client.SGD(lr=1.0))
         worker = running.shards[0].shard._core.members.worker(0)
@@ -189,18 +189,12 @@ def test_pull_when_the_connection_breaks_while_it_waits_then_goes_on(cluster: Ca
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_push_pull_when_nobody_else_comes_then_times_out_and_may_be_called_again(
-    cluster: Callable[..., Any], transport: str
+    cluster: Callable[..., Any], transport: str, impatient: Any
 ) -> None:
     running = cluster(1)
-
-    def work(rank: int, wait_timeout: float) -> psd_client.ParameterServer:
-        ps = psd_client.connect(running.servers, rank, 2, transport=transport, wait_timeout=wait_timeout)
-        ps.declare({"w": np.zeros(ELEMENTS)}, psd_client.SGD(lr=1.0), reduce="sum")
-        return ps
-
-    first, second = (Thread(lambda rank=rank: work(rank, 1.5)) for rank in range(2))
-    with first.result() as ps, second.result() as other:
-        with pytest.raises(WaitTimeout, match="worker 1"):
+    pair = [Thread(lambda rank=rank: _declared(running.servers, rank, transport, reduce="sum")) for rank in range(2)]
+    with pair[0].result() as ps, pair[1].result() as other:
+        with impatient(), pytest.raises(WaitTimeout, match="worker 1"):
             ps.push_pull({"w": np.full(ELEMENTS, -1.0)})
         late = Thread(lambda: other.push_pull({"w": np.full(ELEMENTS, -1.0)}))
 
@@ -210,14 +204,14 @@ def test_push_pull_when_nobody_else_comes_then_times_out_and_may_be_called_again
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_push_pull_when_it_has_failed_then_the_gradient_that_counts_is_the_one_that_was_pushed(
-    cluster: Callable[..., Any], transport: str
+    cluster: Callable[..., Any], transport: str, impatient: Any
 ) -> None:
     """Also if the worker's own memory, from which a shard on the same machine reads, changes before the round closes."""
     running = cluster(1)
-    pair = [Thread(lambda rank=rank: _declared(running.servers, rank, transport, wait_timeout=1.5)) for rank in range(2)]
+    pair = [Thread(lambda rank=rank: _declared(running.servers, rank, transport)) for rank in range(2)]
     ps, other = (thread.result() for thread in pair)
     with ps, other:
-        with pytest.raises(WaitTimeout, match="worker 1"):
+        with impatient(), pytest.raises(WaitTimeout, match="worker 1"):
             ps.push_pull({"w": np.full(ELEMENTS, -1.0)})
         for space in ps._worker.gradients.spaces:
             space[...] = 77
@@ -241,8 +235,8 @@ def test_close_when_another_thread_waits_then_ends_its_call(cluster: Callable[..
 
 
 def _declared(servers: str, rank: int, transport: str, **options: Any) -> psd_client.ParameterServer:
-    ps = psd_client.connect(servers, rank, 2, transport=transport, **options)
-    ps.declare({"w": np.zeros(ELEMENTS)}, psd_client.SGD(lr=1.0))
+    ps = psd_client.connect(servers, rank, 2, transport=transport)
+    ps.declare({"w": np.zeros(ELEMENTS)}, psd_client.SGD(lr=1.0), **options)
     return ps
 
 

@@ -183,22 +183,22 @@ def test_barrier_when_workers_come_one_by_one_then_opens_for_all(cluster: Start)
     assert in_threads(*[lambda rank=rank: work(rank) for rank in range(4)]) == [0, 1, 2, 3]
 
 
-def test_barrier_when_a_worker_stays_away_then_names_it(cluster: Start) -> None:
+def test_barrier_when_a_worker_stays_away_then_names_it(cluster: Start, impatient: Any) -> None:
     """The time-out says who is missing."""
-    with connect(cluster(1).servers, 0, 2, wait_timeout=0.3) as ps, pytest.raises(BarrierTimeout, match="worker 1") as caught:
+    with connect(cluster(1).servers, 0, 2) as ps, impatient(), pytest.raises(BarrierTimeout, match="worker 1") as caught:
         ps.barrier("epoch")
 
     assert caught.value.detail["missing"] == [1]
 
 
-def test_pull_when_a_round_stays_open_then_names_who_is_missing(cluster: Start) -> None:
+def test_pull_when_a_round_stays_open_then_names_who_is_missing(cluster: Start, impatient: Any) -> None:
     """Never a silent hang: the wait ends at its deadline, with names; then the same call may be made again."""
     servers = cluster(2).servers
     other = Thread(lambda: declared(servers, 1, 2))
-    with connect(servers, 0, 2, wait_timeout=0.5) as ps:
+    with connect(servers, 0, 2) as ps:
         ps.declare({"w": np.zeros(20_000, np.float32), "s": np.float32(0)}, SGD(lr=1.0))
         ps.push(ones())
-        with pytest.raises(WaitTimeout, match="worker 1") as caught:
+        with impatient(), pytest.raises(WaitTimeout, match="worker 1") as caught:
             ps.pull()
         assert caught.value.detail["missing"] == [1]
 

@@ -172,31 +172,34 @@ def test_program_when_it_ends_after_a_push_then_stays_until_the_round_has_closed
         assert set(peer.pull()["w"].tolist()) == {-3.0}
 
 
-def test_close_when_the_others_do_not_push_then_gives_up_and_says_so(cluster: Start, caplog: pytest.LogCaptureFixture) -> None:
+def test_close_when_the_others_do_not_push_then_gives_up_and_says_so(
+    cluster: Start, impatient: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     """Bounded by the wait timeout."""
     servers = cluster(2).servers
     with connect(servers, 1, 2) as peer:
-        ps = connect(servers, 0, 2, wait_timeout=0.3)
+        ps = connect(servers, 0, 2)
         declare(ps)
         declare(peer)
         ps.push(gradient(1.0))
 
-        ps.close()
+        with impatient():
+            ps.close()
 
     assert [m for m in caplog.messages if "worker 0: ends without knowing whether its last push was applied" in m]
 
 
 def test_close_when_a_call_has_failed_since_the_push_then_says_that_it_may_be_lost(
-    cluster: Start, caplog: pytest.LogCaptureFixture
+    cluster: Start, impatient: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Nothing is waited for then; but the push was acknowledged, and a shard that is killed now loses it."""
     servers = cluster(2).servers
     with connect(servers, 1, 2) as peer:
-        ps = connect(servers, 0, 2, wait_timeout=0.3)
+        ps = connect(servers, 0, 2)
         declare(ps)
         declare(peer)
         ps.push(gradient(1.0))
-        with pytest.raises(WaitTimeout):
+        with impatient(), pytest.raises(WaitTimeout):
             ps.pull()
 
         ps.close()
@@ -206,7 +209,7 @@ def test_close_when_a_call_has_failed_since_the_push_then_says_that_it_may_be_lo
 
 def test_close_when_the_others_wait_at_a_barrier_then_they_do_not_wait_for_this_worker(cluster: Start) -> None:
     """Uneven data: the last push of the longer one meets nobody, and must not stop those who have finished."""
-    servers = cluster(2, lease_s=0.5).servers
+    servers = cluster(2, lease_s=3.0).servers
     with connect(servers, 1, 2) as peer:
         ps = connect(servers, 0, 2)
         declare(ps)

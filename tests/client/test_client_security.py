@@ -98,16 +98,16 @@ def test_train_when_there_are_tls_and_tokens_then_every_lane_works(
 
 
 def test_train_when_much_goes_both_ways_at_once_over_tls_then_every_number_arrives(
-    cluster: Callable[..., Any], place: Place
+    cluster: Callable[..., Any], place: Place, impatient: Any
 ) -> None:
     """Each side sends and receives from threads of its own, in 7 blocks; and a wait that ends, ends the call and no more."""
     shard = serve(cluster, place).shards[0]
     values = np.arange(1_600_000, dtype=np.float32) % 1000
     job = {"optimizer": psd_client.SGD(lr=1.0), "reduce": "sum"}
 
-    with psd_client.connect(shard.address, 0, 2, transport="tcp", wait_timeout=0.5, **place.client()) as first:
+    with psd_client.connect(shard.address, 0, 2, transport="tcp", **place.client()) as first:
         first.declare({"w": values}, **job)
-        with pytest.raises(psd_client.WaitTimeout):
+        with impatient(), pytest.raises(psd_client.WaitTimeout):
             first.push_pull({"w": values})
         with psd_client.connect(shard.address, 1, 2, transport="tcp", **place.client()) as second:
             second.declare({"w": values}, **job)

@@ -49,7 +49,7 @@ class Cluster:
         for pod in list(self.pods.values()):
             pod.close()
         for thread in self._jobs.values():
-            thread.join(30)
+            thread.join(100)
         self.dns.close()
 
     @property
@@ -89,7 +89,7 @@ class Cluster:
         starting = threading.Event()
         self._jobs[name] = threading.Thread(target=self._keep_job, args=(job, starting), daemon=True)
         self._jobs[name].start()
-        assert starting.wait(30)
+        assert starting.wait(100)
 
     def _keep_job(self, job: dict[str, Any], started: threading.Event) -> None:
         name, spec = job["metadata"]["name"], job["spec"]
@@ -190,7 +190,7 @@ class Cluster:
         with ThreadPoolExecutor(len(pods)) as pool:
             list(pool.map(Pod.delete, pods.values()))
         for thread in self._jobs.values():
-            thread.join(30)
+            thread.join(100)
         self._jobs.clear()
 
     def has_ended(self, name: str) -> bool:
@@ -227,7 +227,7 @@ class Cluster:
         else:
             self.objects.pop((_KINDS[words[0]], words[1]), None)
             if words[0] == "job" and words[1] in self._jobs:
-                self._jobs.pop(words[1]).join(30)
+                self._jobs.pop(words[1]).join(100)
             if "--cascade=foreground" in args:
                 self._end(pod for pod in self.pods.values() if pod.name.rpartition("-")[0] == words[1])
         return _done("")

@@ -141,7 +141,7 @@ class Pod:
         self._process.send_signal(signal.SIGTERM)
         if not self.ended.wait(self._spec["terminationGracePeriodSeconds"] if grace_s is None else grace_s):
             self._process.kill()
-            assert self.ended.wait(30)
+            assert self.ended.wait(100)
         return time.monotonic() - began
 
     def close(self) -> None:
@@ -149,7 +149,7 @@ class Pod:
             self._is_deleted = True
         if self._process.poll() is None:
             self._process.kill()
-        assert self.ended.wait(30)
+        assert self.ended.wait(100)
 
     def execute(self, words: list[str]) -> subprocess.CompletedProcess[str]:
         """Run a command like kubectl exec."""

@@ -84,10 +84,10 @@ def test_a_shard_that_returns_at_another_address_is_found_there_and_has_lost_not
 
     def work() -> np.ndarray:
         servers = f"{NAME}:{shard.address.rpartition(':')[2]}"
-        with psd_client.connect(servers, 0, 1, transport=transport, retry_timeout=20) as ps:
+        with psd_client.connect(servers, 0, 1, transport=transport, retry_timeout=60) as ps:
             params = ps.declare({"w": np.zeros(8, np.float32)}, psd_client.SGD(lr=1.0))
             for _ in range(last):
-                assert may_go_on.acquire(timeout=30)
+                assert may_go_on.acquire(timeout=100)
                 params = ps.push_pull({"w": np.ones(8, np.float32)})
             assert ps.transports[0].startswith(transport)
         return params["w"]
@@ -111,15 +111,15 @@ def test_a_channel_that_does_not_reach_its_shard_is_replaced(names, life, monkey
     shard = life(ADDRESSES[0])
     names.on_open = lambda count: count == 2 and names.names.update({NAME: ADDRESSES[0]})
 
-    with psd_client.connect(f"{NAME}:{shard.address.rpartition(':')[2]}", 0, 1, retry_timeout=10):
-        assert names.opened == 2
+    with psd_client.connect(f"{NAME}:{shard.address.rpartition(':')[2]}", 0, 1, retry_timeout=60):
+        assert names.opened >= 2
 
 
 def test_an_address_that_only_python_still_has_from_before_does_not_end_the_tcp_lane(names, life):
     """Each resolver has its own memory: gRPC may know already where the shard is now. TCP is tried again until it is right."""
     shard = life(ADDRESSES[0])
     names.names[NAME] = ADDRESSES[0]
-    with psd_client.connect(f"{NAME}:{shard.address.rpartition(':')[2]}", 0, 1, transport="tcp", retry_timeout=20) as ps:
+    with psd_client.connect(f"{NAME}:{shard.address.rpartition(':')[2]}", 0, 1, transport="tcp", retry_timeout=60) as ps:
         ps.declare({"w": np.zeros(8, np.float32)}, psd_client.SGD(lr=1.0))
         ps.push_pull({"w": np.ones(8, np.float32)})
         shard.stop()
@@ -141,7 +141,7 @@ def test_shards_that_have_exchanged_their_addresses_are_told_apart(names, life, 
     port = lives[0].address.rpartition(":")[2]
     servers = [f"psd-{index}.psd" for index in range(2)]
     names.names.update(zip(servers, ADDRESSES, strict=False))
-    with psd_client.connect(",".join(f"{s}:{port}" for s in servers), 0, 1, transport=transport, retry_timeout=20) as ps:
+    with psd_client.connect(",".join(f"{s}:{port}" for s in servers), 0, 1, transport=transport, retry_timeout=60) as ps:
         ps.declare({"w": np.zeros(1000, np.float32)}, psd_client.SGD(lr=1.0))
         ps.push_pull({"w": np.ones(1000, np.float32)})
         for shard in lives:

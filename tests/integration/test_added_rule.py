@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -87,11 +88,15 @@ print(psd_core.__file__)
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory) -> Path:
-    """A folder with psd_core and the rule, built."""
+    """A folder with psd_core and the rule; the extensions that have a kernel of each rule are built, the others copied."""
     folder = tmp_path_factory.mktemp("added_rule")
-    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder)
-    shutil.copytree(ROOT / "psd_core", folder / "psd_core", ignore=shutil.ignore_patterns("*.so", "_*.c", "__pycache__"))
+    setup, count = re.subn(r"(?m)^EXTENSIONS = .*", "EXTENSIONS = [kernels, table]", (ROOT / "setup.py").read_text())
+    assert count == 1
+    (folder / "setup.py").write_text(setup)
+    ignored = shutil.ignore_patterns("_kernels.*.so", "_table.*.so", "_*.c", "__pycache__")
+    shutil.copytree(ROOT / "psd_core", folder / "psd_core", ignore=ignored)
     (folder / "psd_core/csrc/rule_drift.h").write_text(HEADER)
     table = folder / "psd_core/rules.py"
     names, rows = table.read_text().replace("__all__ = [", '__all__ = ["Drift", ').split("RULES = {")

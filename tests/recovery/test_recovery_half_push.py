@@ -22,8 +22,8 @@ pytestmark = pytest.mark.process
 WORLD_SIZE = 3
 STEPS_TOGETHER = 3
 STEPS = 6
-LEASE_S = 2
-SLACK_S = 4
+LEASE_S = 4
+SLACK_S = 30
 """Seconds for shards to look at leases, and for a busy machine."""
 
 

@@ -52,7 +52,7 @@ class BulkWorker(RawWorker):
 
     def call(self, method: int, clock: int = 0, **fields: Any) -> bytes:
         header = self.frames(clock, [[]] * BLOCKS)[0].push
-        message = bulk_pb2.BulkCall(method=method, push=header, pull=self.pull_request(clock), timeout_s=10, **fields)
+        message = bulk_pb2.BulkCall(method=method, push=header, pull=self.pull_request(clock), timeout_s=30, **fields)
         return message.SerializeToString()
 
     def attach(self, stream: Stream, fd: int, **fields: Any) -> bytes:

@@ -165,7 +165,7 @@ def test_wrong_initial_values_are_refused_by_name_and_the_connection_goes_on(
     worker = join()
     stream = worker.connect()
     offer = data_pb2.InitializeFrame(caller=worker.caller, layout_digest=worker.digest, choice=9)
-    call = bulk_pb2.BulkCall(method=bulk_pb2.BULK_METHOD_INITIALIZE, initialize=offer, timeout_s=10)
+    call = bulk_pb2.BulkCall(method=bulk_pb2.BULK_METHOD_INITIALIZE, initialize=offer, timeout_s=30)
 
     for sent in (head, blocks([1])):
         stream.send(Kind.CALL, call.SerializeToString())

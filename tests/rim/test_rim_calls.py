@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import grpc
 import numpy as np
@@ -13,6 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from raw_client import TIMEOUT_S, RawWorker, detail, failure, reason, spec
 
+from psd.rim.calls import wait_s
 from psd.v1 import control_pb2, control_pb2_grpc, data_pb2
 
 
@@ -71,15 +73,16 @@ def test_blocks_may_come_in_any_order(cluster, dial):
     assert worker.pull(1) == {0: [-3.0] * 3, 1: [-2.0] * 3, 2: [-1.0] * 3}
 
 
-def test_a_deadline_ends_a_wait_with_the_missing_workers_name(cluster, dial):
+def test_a_deadline_ends_a_wait_with_the_missing_workers_name(cluster, dial, impatient):
     """A pull, an early push, a barrier and a declaration that wait end at their deadline and name whom they lack."""
     shard = cluster(1).shards[0]
     a, _b = two_workers(shard, dial)
     a.push(0, [[1.0] * 3])
 
-    pull = failure(a.pull, 1, timeout=0.5)
-    push = failure(a.push, 1, [[1.0] * 3], timeout=0.5)
-    barrier = failure(a.control.Barrier, a.barrier_request("epoch-1"), timeout=0.5)
+    with impatient():
+        pull = failure(a.pull, 1)
+        push = failure(a.push, 1, [[1.0] * 3])
+        barrier = failure(a.control.Barrier, a.barrier_request("epoch-1"), timeout=TIMEOUT_S)
 
     for error, name, words in (
         (pull, "WaitTimeout", "step 0: waiting for worker 1, last seen"),
@@ -94,13 +97,20 @@ def test_a_deadline_ends_a_wait_with_the_missing_workers_name(cluster, dial):
     assert shard.shard._core.barriers._barriers["epoch-1"].arrived == {}
 
 
-def test_a_declaration_that_waits_names_the_initializer(cluster, dial):
+@pytest.mark.parametrize(("remaining", "waits"), [(None, 3600), (1e9, 3600), (100, 99), (0.5, 0.45), (-1, 0)])
+def test_a_wait_ends_in_time_for_the_answer(remaining, waits):
+    """A tenth of the caller's time is left for it, a second at most."""
+    assert wait_s(SimpleNamespace(time_remaining=lambda: remaining)) == pytest.approx(waits)
+
+
+def test_a_declaration_that_waits_names_the_initializer(cluster, dial, impatient):
     """A worker that waits for initial values learns at its deadline from whom."""
     channel = dial(cluster(1).shards[0].address)
     a, b = RawWorker(channel, 0), RawWorker(channel, 1)
     a.control.Declare(control_pb2.DeclareRequest(caller=a.caller, spec=spec()), timeout=TIMEOUT_S)
 
-    error = failure(b.control.Declare, control_pb2.DeclareRequest(caller=b.caller, spec=spec()), timeout=0.5)
+    with impatient():
+        error = failure(b.control.Declare, control_pb2.DeclareRequest(caller=b.caller, spec=spec()), timeout=TIMEOUT_S)
 
     assert reason(error) == "WaitTimeout"
     assert "initial values from worker 0" in error.details()

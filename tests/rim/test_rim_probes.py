@@ -6,6 +6,7 @@ import grpc
 import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from raw_client import TIMEOUT_S
 
 import psd_client
 from psd.contract.config import ConfigError, ServerConfig
@@ -28,7 +29,7 @@ def test_probes_hear_of_process_and_job(probed):
     stub = health_pb2_grpc.HealthStub(channel)
 
     def status(service: str) -> int:
-        return stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=5).status
+        return stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=TIMEOUT_S).status
 
     assert status("") == health_pb2.HealthCheckResponse.SERVING
     assert status(READY) == health_pb2.HealthCheckResponse.NOT_SERVING
@@ -42,8 +43,8 @@ def test_probes_hear_of_process_and_job(probed):
 @pytest.mark.parametrize(
     "call",
     [
-        lambda channel: control_pb2_grpc.ControlServiceStub(channel).Status(control_pb2.StatusRequest(), timeout=5),
-        lambda channel: next(health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=5)),
+        lambda channel: control_pb2_grpc.ControlServiceStub(channel).Status(control_pb2.StatusRequest(), timeout=TIMEOUT_S),
+        lambda channel: next(health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S)),
     ],
 )
 def test_nothing_else_is_answered_there(probed, call):

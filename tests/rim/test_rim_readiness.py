@@ -18,7 +18,7 @@ from psd.rim.server import READY
 
 def test_a_shard_is_ready_when_the_job_has_its_values_and_not_while_it_drains(cluster: Callable[..., Any]) -> None:
     """EMPTY: not ready. SERVING: ready. DRAINING: not ready."""
-    running = cluster(1, lease_s=0.4)
+    running = cluster(1, lease_s=2.0)
     serving, not_serving = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
     with grpc.insecure_channel(running.servers) as channel:
         watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=READY), timeout=30)

@@ -174,7 +174,7 @@ def test_wrong_rows_are_refused_by_their_field_and_change_nothing(worker: RowsWo
 
 def push(stream: Stream, worker: RowsWorker, frames: Sequence[data_pb2.PushFrame]) -> bulk_pb2.BulkReply:
     """The same push over a bulk connection."""
-    call = bulk_pb2.BulkCall(method=bulk_pb2.BULK_METHOD_PUSH, push=frames[0].push, timeout_s=10)
+    call = bulk_pb2.BulkCall(method=bulk_pb2.BULK_METHOD_PUSH, push=frames[0].push, timeout_s=30)
     stream.send(Kind.CALL, call.SerializeToString())
     for frame in frames:
         present = [frame.present] if frame.present else []
@@ -227,7 +227,7 @@ def test_a_push_whose_worker_hangs_up_among_its_rows_has_changed_none(worker: Ro
         assert "last: the stream ended" in error.details()
     else:
         stream = worker.connect()
-        call = bulk_pb2.BulkCall(method=bulk_pb2.BULK_METHOD_PUSH, push=frames[0].push, timeout_s=10)
+        call = bulk_pb2.BulkCall(method=bulk_pb2.BULK_METHOD_PUSH, push=frames[0].push, timeout_s=30)
         stream.send(Kind.CALL, call.SerializeToString())
         for frame in frames[:-1]:
             message = bulk_pb2.BulkBlocks(blocks=[frame.block], rows=frame.rows, more=frame.more)
@@ -251,7 +251,7 @@ def test_rows_come_with_a_push_pull_and_wrong_ones_are_refused_before_it_counts(
         if is_small:
             return worker.data.PushPullSmall(data_pb2.SmallPush(frames=frames, ahead=ahead), timeout=TIMEOUT_S).ahead
         method = bulk_pb2.BULK_METHOD_PUSH_PULL
-        call = bulk_pb2.BulkCall(method=method, push=frames[0].push, timeout_s=10, ahead=ahead)
+        call = bulk_pb2.BulkCall(method=method, push=frames[0].push, timeout_s=30, ahead=ahead)
         stream.send(Kind.CALL, call.SerializeToString())
         stream.send(Kind.BLOCKS, bulk_pb2.BulkBlocks(blocks=[0]).SerializeToString(), frames[0].payload)
         of_rows = bulk_pb2.BulkBlocks(blocks=[TABLES_BLOCK], rows=frames[1].rows, last=True)
@@ -293,7 +293,7 @@ def test_rows_in_attached_memory_are_read_and_written_there(worker: RowsWorker, 
     os.pwrite(memory, np.array([[1] * 3, [2] * 3], np.float32).tobytes(), 1024)
     os.pwrite(memory, np.array([[4] * 3], np.float32).tobytes(), 2052)
     sharing.send(
-        Kind.CALL, bulk_pb2.BulkCall(method=bulk_pb2.BULK_METHOD_PUSH, push=push[0].push, timeout_s=10).SerializeToString()
+        Kind.CALL, bulk_pb2.BulkCall(method=bulk_pb2.BULK_METHOD_PUSH, push=push[0].push, timeout_s=30).SerializeToString()
     )
     sharing.send(Kind.BLOCKS, bulk_pb2.BulkBlocks(blocks=[0]).SerializeToString(), push[0].payload)
     sharing.send(Kind.BLOCKS, *in_memory([7, 8], 1024, last=False, more=True, **of_rows))
@@ -343,7 +343,7 @@ def test_when_a_worker_vanishes_in_mid_push_nothing_counts_of_rows_in_its_memory
     """And the shard lets go of the memory."""
     os.pwrite(memory, np.ones(6, np.float32).tobytes(), 1024)
     header = worker.push_frames(0, rows([]))[0].push
-    sharing.send(Kind.CALL, bulk_pb2.BulkCall(method=bulk_pb2.BULK_METHOD_PUSH, push=header, timeout_s=10).SerializeToString())
+    sharing.send(Kind.CALL, bulk_pb2.BulkCall(method=bulk_pb2.BULK_METHOD_PUSH, push=header, timeout_s=30).SerializeToString())
     sharing.send(Kind.BLOCKS, *in_memory([7, 8], 1024, last=False, more=True, blocks=[TABLES_BLOCK]))
 
     sharing.close()

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from psd_client.torch.tables import Tables
+from psd_client.worker.worker import Turn
 
 IDS = 50
 
@@ -26,9 +27,11 @@ class RowsInMemory:
         self.clock = self.times_gone_back = 0
         self.pulls: list[tuple[dict[int, list[int]], bool]] = []
         self.error: Exception | None = None
+        self.turn: Turn | None = None
 
-    def take_turn(self, turn: object) -> None:
+    def take_turn(self, turn: Turn) -> None:
         """See FlatCalls."""
+        turn.before, self.turn = self.turn, turn
 
     def pull_rows(self, wanted, *, counts_no_use=False, turn=None):
         self.pulls.append(({table: sorted(map(int, ids)) for table, ids in wanted.items()}, counts_no_use))

@@ -247,6 +247,7 @@ def test_without_rounds_rows_are_prefetched_at_once_and_are_one_step_older():
     torch.testing.assert_close(user(ids), before[ids])
 
     user.prefetch(ids)
+    tables.settle()
     for _ in range(2):
         rows.clock += 1
         tables.on_step()

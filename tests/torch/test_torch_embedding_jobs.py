@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -14,6 +16,7 @@ import psd_client  # noqa: E402
 import psd_client.torch as psd  # noqa: E402
 from psd.contract.errors import InvalidRequest, NonFiniteGradient  # noqa: E402
 from psd_client import Normal  # noqa: E402
+from psd_client.worker.flat_calls import FlatCalls  # noqa: E402
 
 IDS, DIM, STEPS, BATCH = 40, 5, 8, 12
 
@@ -231,8 +234,18 @@ def test_prefetched_rows_have_the_same_bits(run_workers):
     assert all(map(torch.equal, ahead[0], ahead[1]))
 
 
-@pytest.mark.parametrize("overlap", [False, "forward"])
-def test_without_rounds_prefetching_goes_on_beside_everything_else(run_workers, overlap):
+@pytest.mark.parametrize(("overlap", "is_late"), [(False, False), ("forward", False), ("forward", True)])
+def test_without_rounds_prefetching_goes_on_beside_everything_else(run_workers, monkeypatch, overlap, is_late):
+    """Also if the thread of the push begins when the rows that are prefetched after it are already asked for."""
+    push, pause = FlatCalls.push_pull_feed, threading.Event()
+
+    def push_late(self, scalars, weight, feed, *arguments):
+        while is_late and self.clock % 2 == 0 and self._turn is feed:  # what it leaves out, the next step waits for
+            pause.wait(0.001)
+        push(self, scalars, weight, feed, *arguments)
+
+    monkeypatch.setattr(FlatCalls, "push_pull_feed", push_late)
+
     def worker(ps):
         model = sharded()
         optimizer = psd.distribute(

@@ -116,7 +116,7 @@ def test_load_parameters_of_other_values_than_another_worker_then_nothing_is_set
         assert_close(values(model), before, 0)
         return str(error.value)
 
-    assert any("was given other values" in text for text in run_workers(2, 1, worker, wait_timeout=1))
+    assert any("was given other values" in text for text in run_workers(2, 1, worker, wait_timeout=5))
 
 
 @pytest.mark.parametrize(

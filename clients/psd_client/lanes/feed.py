@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 import threading
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,10 +34,12 @@ class Feed:
         tables: by shard, the gradients of rows then; empty: none on any.
         ended: set when its push has ended, well or not.
         in_background: when it is finished, the program does not wait for its push.
+        before: see psd_client.worker.worker.Turn.
     """
 
     def __init__(self, layout: Layout, *, in_background: bool = False) -> None:
         self.in_background = in_background
+        self.before: Any = None
         self.is_finished = False
         self.present: NDArray[np.bool_] | None = None
         self.tables: Sequence[Sequence[TableRows]] = ()

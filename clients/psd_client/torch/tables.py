@@ -147,7 +147,7 @@ class Tables:
     def _fetch(self) -> None:
         lookups, self._next = self._next, []
         if lookups:
-            self._fetches.append(_Fetch(self._worker, lookups, self._fetches[-1] if self._fetches else None))
+            self._fetches.append(_Fetch(self._worker, lookups))
 
     def _fetched(self, learner: Learner, place: Wanted) -> Rows | None:
         """The rows that were brought for this very lookup; None if there are none."""
@@ -180,28 +180,28 @@ class _Fetch:
     Attributes:
         lookups: what for; and rows, of each. error: what it has failed with.
         clock, times_gone_back: the worker's when they were asked for.
-        is_finished, in_background, ended: see psd_client.worker.worker.Turn.
+        is_finished, in_background, ended, before: see psd_client.worker.worker.Turn.
     """
 
     is_finished = in_background = True
+    before: Turn | None = None
 
-    def __init__(self, worker: FlatCalls, lookups: list[Lookup], before: _Fetch | None) -> None:
+    def __init__(self, worker: FlatCalls, lookups: list[Lookup]) -> None:
         self.lookups = lookups
         self.rows: list[Rows] = []
         self.error: BaseException | None = None
         self.clock, self.times_gone_back = worker.clock, worker.times_gone_back
         self.ended = threading.Event()
         self._worker = worker
-        self._before = before
         worker.take_turn(self)
         # A daemon: the end of the program, which closes the connection, ends it.
         threading.Thread(target=self._run, name="psd-prefetch", daemon=True).start()
 
     def _run(self) -> None:
         try:
-            if self._before is not None:
-                self._before.ended.wait()
-                self._before = None
+            if self.before is not None:
+                self.before.ended.wait()
+                self.before = None
             self.rows = pull_rows(self._worker, [place for _, place in self.lookups], turn=self)
         except BaseException as error:  # noqa: BLE001 - raised by wait
             self.error = error

@@ -185,13 +185,14 @@ class FlatCalls(WorkerConnection):
             self.declared.push_pull(scalars, weight, present, rows, skip=skip)
 
     def take_turn(self, turn: Turn) -> None:
-        """Reserve the connection, before the thread begins that makes the call: later calls come after it."""
-        self._turn = turn
+        """Reserve the connection, before the thread begins that makes the call: between the calls before and after this one."""
+        turn.before, self._turn = self._turn, turn
 
     def begin_feed(self, feed: Feed) -> None:
         """Reserve the connection, before the thread begins that calls `push_pull_feed`: later calls come after it."""
         self._session.orders.check_end(self.clock)
-        self._turn, self._untold = feed, None
+        self.take_turn(feed)
+        self._untold = None
 
     def push_pull_feed(
         self,

@@ -46,11 +46,13 @@ class Turn(Protocol):
     Attributes:
         is_finished: it waits for nothing that the program does. in_background: the program does not wait for it.
         ended: set when it has ended, well or not.
+        before: the turn that was taken before, until that has ended: this one's call comes after it.
     """
 
     is_finished: bool
     in_background: bool
     ended: threading.Event
+    before: Turn | None
 
     def abort(self) -> None:
         """Give it up, unless it ends with the connection."""
@@ -186,12 +188,12 @@ class WorkerConnection:
 
     def _end_turn(self, is_success: bool) -> None:
         turn = self._turn
-        if turn is None:
-            return
-        if turn.in_background and turn.is_finished and is_success:
-            turn.ended.wait()
-        else:
-            turn.abort()
+        while turn is not None:
+            if turn.in_background and turn.is_finished and is_success:
+                turn.ended.wait()
+            else:
+                turn.abort()
+            turn = turn.before
 
     def _confirm_last(self, exchange: ParameterExchange) -> None:
         """Keep the last push until its round has closed; not after a failure, nor if another thread uses the connection."""
@@ -273,9 +275,11 @@ class WorkerConnection:
     def _begin_operation(self, what_and_turn: tuple[str, Turn | None]) -> None:
         what, turn = what_and_turn
         self._check_usable(what)
-        before = self._turn
-        if turn is None and before is not None and before.is_finished:
+        before = self._turn if turn is None else turn.before
+        if before is not None and before.is_finished:
             before.ended.wait()
+        if turn is not None:
+            turn.before = None
         if not self._busy.acquire(blocking=turn is not None):
             raise RuntimeError(f"psd: {what}: another thread is using this ParameterServer; each thread needs its own")
         self._last_failed = True
