@@ -64,7 +64,8 @@ class PlainFile:
         CheckpointFailed: there is none, or it cannot be read. CheckpointCorrupt: it is not one.
 
     Attributes:
-        location: for messages. entries: its tensors, but those of types that psd does not know. shapes: by name.
+        location: for messages. all_entries: its tensors. entries: those of types that psd can compute with, by name. shapes:
+            theirs.
     """
 
     def __init__(self, url: str) -> None:
@@ -73,12 +74,12 @@ class PlainFile:
         try:
             length = safetensors.header_length(self._read(0, safetensors.PREFIX_BYTES))
             self._begin = safetensors.PREFIX_BYTES + length
-            entries, _ = safetensors.parse_header(self._read(safetensors.PREFIX_BYTES, self._begin))
+            self.all_entries, _ = safetensors.parse_header(self._read(safetensors.PREFIX_BYTES, self._begin))
         except FileNotFoundError:
             raise CheckpointFailed(f"there is no file {self.location}") from None
         except ValueError as error:
             raise CheckpointCorrupt(f"{self.location}: {error}") from None
-        self.entries = {entry.name: entry for entry in entries if entry.dtype in DTYPES}
+        self.entries = {entry.name: entry for entry in self.all_entries if entry.dtype in DTYPES}
         self.shapes = {name: entry.shape for name, entry in self.entries.items()}
 
     def _read(self, start: int, stop: int) -> bytes:
@@ -88,11 +89,20 @@ class PlainFile:
         """Elements as they are stored; bfloat16 as its bits."""
         entry = self.entries[run.name]
         dtype = DTYPES[entry.dtype]
-        start = self._begin + entry.start + run.start * dtype.itemsize
-        data = self._read(start, start + run.length * dtype.itemsize)
-        if len(data) != run.length * dtype.itemsize:
-            raise CheckpointCorrupt(f"{self.location}: ends in the middle of tensor {run.name!r}")
-        return np.frombuffer(data, dtype)
+        return np.frombuffer(self._content(entry, run.start * dtype.itemsize, run.length * dtype.itemsize), dtype)
+
+    def copied(self, entry: safetensors.Entry) -> Iterator[bytes]:
+        """The bytes of a tensor of any type, in pieces of some MiB."""
+        nbytes = entry.stop - entry.start
+        for first in range(0, nbytes, PIECE_BYTES):
+            yield self._content(entry, first, min(PIECE_BYTES, nbytes - first))
+
+    def _content(self, entry: safetensors.Entry, first: int, nbytes: int) -> bytes:
+        start = self._begin + entry.start + first
+        data = self._read(start, start + nbytes)
+        if len(data) != nbytes:
+            raise CheckpointCorrupt(f"{self.location}: ends in the middle of tensor {entry.name!r}")
+        return data
 
     def read(self, runs: Sequence[Run]) -> Iterator[NDArray[Any]]:
         """See ParameterSource."""
@@ -153,9 +163,10 @@ def write_file(target: FileStore, file: str, table: ValueTable, name: str, other
         CheckpointFailed: a file cannot be read or written.
     """
     own = {f"{name}{IDS_SUFFIX}": ("I64", (table.count,)), f"{name}{ROWS_SUFFIX}": ("F32", (table.count, table.dim))}
-    kept = {} if others is None else {e.name: (e.dtype, e.shape) for e in others.entries.values() if e.name not in own}
-    tensors = sorted((own | kept).items(), key=lambda item: -safetensors.ITEM_BYTES[item[1][0]])
-    entries = safetensors.lay_out((name, *facts) for name, facts in tensors)
+    kept = {} if others is None else {entry.name: entry for entry in others.all_entries if entry.name not in own}
+    facts = own | {name: (entry.dtype, entry.shape) for name, entry in kept.items()}
+    tensors = sorted(facts.items(), key=lambda item: -safetensors.ITEM_BYTES[item[1][0]])
+    entries = safetensors.lay_out((name, *of_it) for name, of_it in tensors)
 
     def chunks() -> Iterator[memoryview | bytes]:
         yield safetensors.header(entries, {"format": "pt"})
@@ -166,9 +177,6 @@ def write_file(target: FileStore, file: str, table: ValueTable, name: str, other
                     yield np.ascontiguousarray(array).data.cast("B")
                 continue
             assert others is not None
-            item_bytes = safetensors.ITEM_BYTES[entry.dtype]
-            size = (entry.stop - entry.start) // item_bytes
-            for first in range(0, size, PIECE_BYTES // item_bytes):
-                yield others.raw(Run(entry.name, first, min(PIECE_BYTES // item_bytes, size - first))).data.cast("B")
+            yield from others.copied(kept[entry.name])
 
     target.write("", file, chunks())

@@ -92,16 +92,20 @@ def test_a_table_goes_to_parquet_and_back(place, capsys):
 
 
 def test_ids_and_rows_of_other_names_and_dtypes_are_imported(tmp_path):
+    """And all other tensors with them, of whatever type."""
     rows = np.random.default_rng(0).standard_normal((5, 3)).astype(np.float16)
-    safetensors.numpy.save_file({"keys": IDS, "weight": rows}, tmp_path / "a.safetensors")
-    start = tmp_path / "start.safetensors"
+    given, start = tmp_path / "a.safetensors", tmp_path / "start.safetensors"
+    others = {"scale": np.array([1 + 2j, 3j], np.complex64), "count": np.arange(7, dtype=np.uint16)}
+    safetensors.numpy.save_file({"keys": IDS, "weight": rows, **others}, given)
 
-    command = ["import", str(tmp_path / "a.safetensors"), "--table", "user", "--ids", "keys", "--rows", "weight"]
+    command = ["import", str(given), "--table", "user", "--ids", "keys", "--rows", "weight", "--with", str(given)]
     assert main([*command, "--to", str(start)]) == 0
 
     found = safetensors.numpy.load_file(start)
     np.testing.assert_array_equal(found["user.ids"].view(np.uint64), IDS)
     np.testing.assert_array_equal(found["user.rows"], rows.astype(np.float32))
+    for name, value in others.items():
+        np.testing.assert_array_equal(found[name], value, strict=True)
 
 
 ROWS = np.ones((5, 3), np.float32)
