@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import os
+import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
@@ -13,6 +14,7 @@ from typing import Any
 
 import checked_locks
 import pytest
+from free_ports import claimed_port
 from hypothesis import HealthCheck, settings
 
 import psd_client
@@ -74,11 +76,17 @@ def _no_arena_is_left() -> Iterator[None]:
 def _clusters() -> Iterator[Callable[..., Cluster]]:
     """Starts shards: cluster(shard_count, **ServerConfig fields) -> Cluster; `only`: one of them. Stopped in the end."""
     started: list[ShardServer] = []
+    claims: list[socket.socket] = []
 
-    def start(shard_count: int = 1, *, only: int | None = None, listen: str = "127.0.0.1:0", **config: Any) -> Cluster:
+    def any_address() -> str:
+        port, claim = claimed_port()
+        claims.append(claim)
+        return f"127.0.0.1:{port}"
+
+    def start(shard_count: int = 1, *, only: int | None = None, listen: str = "", **config: Any) -> Cluster:
         config.setdefault("on_worker_failure", "continue")  # so that no test lets a lease pass for a session that has failed
         shards = [
-            ShardServer(ServerConfig(shard_index=i, shard_count=shard_count, listen=listen, **config))
+            ShardServer(ServerConfig(shard_index=i, shard_count=shard_count, listen=listen or any_address(), **config))
             for i in (range(shard_count) if only is None else [only])
         ]
         for shard in shards:
@@ -89,6 +97,8 @@ def _clusters() -> Iterator[Callable[..., Cluster]]:
     yield start
     for shard in started:
         shard.stop()
+    for claim in claims:
+        claim.close()
 
 
 @pytest.fixture
