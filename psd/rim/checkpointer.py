@@ -218,7 +218,7 @@ class Checkpointer:
                     vectors=vectors,
                 )
             if self._config.shard_index == 0 and vectors is None:
-                # Workers do not push to shards without blocks, which hear of no cut therefore; their parts say just that.
+                # Workers do not push to shards without blocks, which may hear of a cut too late; their parts say just that.
                 for index in range(job.layout.shard_count):
                     if not job.spec.tables and not job.layout.blocks_of(index):
                         self._directory.write_part(cut, index, ())

@@ -132,7 +132,7 @@ def test_job_when_all_workers_train_to_the_end_then_the_status_is_0_and_the_shar
     files = ("--log-dir", str(logs), "--tensorboard", str(tmp_path / "board"))
     run = job(TRAINING, "--shards", "2", "--workers", "3", "--reduce", "sum", *checkpoints, *files)
 
-    assert run.end() == 0
+    assert run.end() == 0, run.output
     assert re.search(r"\[psd-run\]  \d+\.\d s; step 4, \S+ steps/s; 12 pushes accepted, 0 late", run.output)
     assert run.lines[-1] == f"[psd-run]  checkpoints: {tmp_path / 'checkpoints'}"
     assert (logs / "worker-2.log").read_text().endswith("trained to -12.0\n")
@@ -160,7 +160,7 @@ def test_job_when_all_workers_train_to_the_end_then_the_status_is_0_and_the_shar
 def test_job_when_workers_never_join_then_the_shards_are_drained(job):
     run = job("print('no training here')", "--workers", "2")
 
-    assert run.end() == 0
+    assert run.end() == 0, run.output
     assert (
         "all workers have ended, but not all have joined and left shard 0, as a script does that calls distribute() or"
         in run.output
@@ -203,7 +203,7 @@ def test_job_when_a_worker_that_has_failed_may_be_restarted_then_no_step_is_made
 
     run = job(TRAINING, *options, args=(str(marker), how))
 
-    assert run.end() == 0
+    assert run.end() == 0, run.output
     assert re.search(rf"worker 1 {death}.*; starting it again \(no restarts left\)", run.output)
     for rank in range(2):
         assert f"[worker {rank}] trained to -8.0" in run.output

@@ -82,7 +82,7 @@ def test_job_when_its_shards_are_killed_one_by_one_then_training_ends_as_if_noth
 
     run = job(TRAINING, *options.split(), args=(str(int(signum)), "4", "0"))
 
-    assert run.end() == 0
+    assert run.end() == 0, run.output
     assert re.search(r"shard 0 .*; starting it again, its state is in \S+/shard-0 \(99 restarts left\)", run.output)
     assert re.search(r"shard 1 .*; starting it again, its state is in \S+/shard-1 \(98 restarts left\)", run.output)
     assert re.search(r"shard 1 serves again, \d+\.\d s after its end", run.output)
@@ -99,7 +99,7 @@ def test_example_when_its_shard_is_killed_while_it_runs_then_it_fits_the_line_al
 
     os.kill(run.shard_pid(0), SIGKILL)
 
-    assert run.end() == 0
+    assert run.end() == 0, run.output
     assert "shard 0 was killed by SIGKILL" in run.output
     weight, bias = re.search(r"step +600  weight +(\S+)  bias +(\S+) ", run.output).groups()
     assert float(weight) == pytest.approx(2, abs=0.2)

@@ -195,6 +195,17 @@ def test_workers_carry_cuts_from_shard_to_shard():
     assert [snapshot.pages[1].version for snapshot in taker.ready] == [3], "known cuts are not begun again"
 
 
+def test_a_shard_without_blocks_takes_part_in_all_cuts_at_once():
+    """It pins nothing. Workers that are slow bring it several in one heartbeat: no pace is too fast for it."""
+    driver = Driver(job_spec(1), shard=1, shards=2)
+    taker = Taker(driver)
+    driver.declare(driver.join(0, session=1))
+
+    driver.learn_cuts([cut(f"c{step}", step) for step in range(CUTS_MAX)])
+
+    assert (len(taker.ready), taker.missed) == (CUTS_MAX, [])
+
+
 def test_a_shard_that_stores_nothing_takes_no_part():
     """Without --checkpoint-dir it ignores cuts."""
     driver = Driver(job_spec(1))

@@ -35,7 +35,8 @@ AHEAD = 3
 reply to its push of round r + 1 at the latest, and tells the others with its push of round r + 2, before that can close."""
 
 UNWRITTEN_MAX = 2
-"""Snapshots to be stored: one that is being written and one that waits. Each may pin another version of every block."""
+"""Snapshots to be stored: one that is being written and one that waits. Each may pin another version of every block; what pins
+nothing is not limited by it."""
 
 FINAL_ID = "final"
 """Id of the cut taken when all workers have left."""
@@ -301,7 +302,8 @@ class Cuts:
                 snapshot.is_complete = len(snapshot.pages) == len(snapshot.job.blocks) and not snapshot.awaits_tables
             if snapshot.is_complete and is_open:
                 del self._open[snapshot]
-                is_taken = not is_to_store or self._unwritten < UNWRITTEN_MAX or snapshot.cut.id == FINAL_ID
+                has_room = self._unwritten < UNWRITTEN_MAX or not (snapshot.pages or snapshot.tables)
+                is_taken = not is_to_store or has_room or snapshot.cut.id == FINAL_ID
                 is_taken = is_taken and not snapshot.lacks_tables
                 self._unwritten += is_to_store and is_taken
         if not is_open:
