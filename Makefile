@@ -25,7 +25,7 @@ SOURCES := pyproject.toml setup.py .ci/setup .ci/constraints.txt \
 help:
 	@echo "make demo    train the MNIST example synchronously and asynchronously on 2 shards x 2 workers"
 	@echo "make docs    the pages of docs/ as a site, in build/site"
-	@echo "make test    lint and run all tests but those of the next four; ten minutes on two cores"
+	@echo "make test    lint and run all tests but those of the next five; eight minutes on two cores"
 	@echo "make test-keras   the tests of the Keras and JAX faces, in an environment of their own with TensorFlow, .venv-keras"
 	@echo "make test-launchers   jobs over ssh, under SLURM and on Ray, as far as these are installed; Ray in .venv-launchers; ten minutes"
 	@echo "make test-install   sdist and wheel, installed into an empty environment of each Python that is here; a minute each"
