@@ -29,9 +29,6 @@ from psd.cli.terminal import show
 from psd.contract.config import ConfigError, join_address
 from psd.contract.launching import READY_PATTERN, python_command
 
-READY_S = READY_TIMEOUT_S
-"""Seconds for a shard that has its room, and for one whose node was lost, to be started and ready."""
-
 NAMESPACE = "psd"
 """Ray's namespace of all jobs' actors, in which a name is given once: a job's shards keep a second job of that name out."""
 
@@ -82,9 +79,9 @@ class ShardProcess:
     def address(self) -> str:
         """Address at which it serves; waits until it does. ConfigError if it cannot."""
         with self._changed:
-            self._changed.wait_for(lambda: self._address or self._error, READY_S)
+            self._changed.wait_for(lambda: self._address or self._error, READY_TIMEOUT_S)
             if not self._address:
-                raise ConfigError(self._error or f"shard {self._index} was not ready after {READY_S:g} s")
+                raise ConfigError(self._error or f"shard {self._index} was not ready after {READY_TIMEOUT_S:g} s")
             return self._address
 
     def stop(self, grace_s: float) -> str:
@@ -191,7 +188,7 @@ class RayShards:
             if lacks_room and not has_told:
                 has_told = True
                 show(f"psd: shards of {self.run_id}: {what}", is_error=True)
-            longest_s = ray_room.PLACED_S if lacks_room else READY_S
+            longest_s = ray_room.PLACED_S if lacks_room else READY_TIMEOUT_S
             if time.monotonic() > began_at + longest_s:
                 raise ConfigError(f"not all shards of {self.run_id} were ready within {longest_s:g} s; still {what}")
 

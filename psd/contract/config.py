@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from psd.contract.arguments import refuse
-from psd.contract.printable import is_printable
+from psd.contract.printable import is_printable, utf8_size
 from psd.contract.waits import REPORT_AFTER_S
 
 TRANSPORTS = ("auto", "shm", "tcp", "grpc")
@@ -277,7 +277,7 @@ class ServerConfig:
             )
         if self.metrics_port is not None:
             _check_count("--metrics-port", self.metrics_port, 0, 65535)
-        if len(self.run_id.encode()) > RUN_ID_BYTES_MAX:
+        if utf8_size(self.run_id) > RUN_ID_BYTES_MAX:
             raise ConfigError(f"--run-id: expected at most {RUN_ID_BYTES_MAX} bytes")
         if not is_printable(self.run_id):
             raise ConfigError(f"--run-id: {self.run_id!r} has control characters")

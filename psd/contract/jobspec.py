@@ -17,7 +17,7 @@ from itertools import chain
 from psd.contract.config import Limits
 from psd.contract.consistency import SYNC, Consistency
 from psd.contract.errors import InvalidRequest, InvalidTensor
-from psd.contract.printable import is_printable
+from psd.contract.printable import is_printable, utf8_size
 from psd.contract.rules import BUFFERS, STATIC, TABLE_RULES, RuleInfo, rule_info
 from psd.contract.staleness import RATE, STALENESS
 from psd.contract.tables import SparseTableSpec
@@ -277,7 +277,7 @@ class JobSpec:
 
     def _check_tensor(self, tensor: TensorSpec) -> None:
         for field, name in (("name", tensor.name), *(("aliases", alias) for alias in tensor.aliases)):
-            name_bytes = len(name.encode(errors="surrogatepass"))
+            name_bytes = utf8_size(name)
             if not 1 <= name_bytes <= NAME_BYTES_MAX:
                 raise InvalidTensor(f"tensors.{field}: must have 1 to {NAME_BYTES_MAX} bytes, got {name_bytes}: {name[:40]!r}")
             if not is_printable(name):

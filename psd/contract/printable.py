@@ -31,6 +31,11 @@ def is_printable(text: str) -> bool:
     return text.isprintable() or not any(map(_is_control, text))
 
 
+def utf8_size(text: str) -> int:
+    """Bytes of a text in UTF-8, also where it has half characters, which cannot be sent: what is not printable is refused."""
+    return len(text.encode(errors="surrogatepass"))
+
+
 def _is_control(character: str) -> bool:
     return unicodedata.category(character) in _ESCAPED
 

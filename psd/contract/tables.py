@@ -14,7 +14,7 @@ from numbers import Real
 
 from psd.contract.arguments import refuse
 from psd.contract.errors import InvalidRequest
-from psd.contract.printable import is_printable
+from psd.contract.printable import is_printable, utf8_size
 from psd.v1 import job_pb2
 from psd_core.initial import INITIALS, Initial, Zeros
 
@@ -70,7 +70,7 @@ class SparseTableSpec:
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
             refuse(InvalidRequest, "tables.name", 'a string, such as "user" (a table needs no number of rows)', self.name)
-        if not 1 <= len(self.name.encode(errors="surrogatepass")) <= NAME_BYTES_MAX or not is_printable(self.name):
+        if not 1 <= utf8_size(self.name) <= NAME_BYTES_MAX or not is_printable(self.name):
             raise InvalidRequest(f"tables.name: must have 1 to {NAME_BYTES_MAX} printable bytes, got {self.name!r:.60}")
         for field, low, high in (
             ("dim", 1, DIM_MAX),

@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeAlias
 
 from psd.contract.config import is_rule_path
 from psd.contract.errors import InvalidRequest, SpecMismatch
-from psd.contract.printable import is_printable
+from psd.contract.printable import is_printable, utf8_size
 from psd.v1 import job_pb2, vectors_pb2
 from psd_core import vector_operations as words
 from psd_core.vector import VectorSpec
@@ -50,7 +50,7 @@ _DTYPE_NAMES = {number: name for name, number in _DTYPES.items()}
 
 def check_spec(spec: VectorSpec) -> VectorSpec:
     """The declaration; raises InvalidRequest if there can be no such vector."""
-    name_bytes = len(spec.name.encode(errors="surrogatepass"))
+    name_bytes = utf8_size(spec.name)
     if not 1 <= name_bytes <= NAME_BYTES_MAX:
         raise InvalidRequest(f"vector.name: must have 1 to {NAME_BYTES_MAX} bytes, got {name_bytes}: {spec.name[:40]!r}")
     if not is_printable(spec.name):

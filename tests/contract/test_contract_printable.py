@@ -73,6 +73,8 @@ def test_a_run_with_such_a_name_is_refused() -> None:
     """It would be in every status."""
     with pytest.raises(ConfigError, match=r"--run-id: 'r\\x1b' has control characters"):
         ServerConfig(0, 1, run_id="r\x1b")
+    with pytest.raises(ConfigError, match=r"--run-id: 'r\\udcff' has control characters"):
+        ServerConfig(0, 1, run_id="r\udcff")  # a byte of the command line that is no text
 
 
 def test_records_are_made_printable_with_their_arguments(caplog: pytest.LogCaptureFixture) -> None:
