@@ -33,7 +33,7 @@ help:
 	@echo "make chaos   the long recovery tests: dozens of kills, broken connections, full-size memory (a quarter of an hour)"
 	@echo "make jepsen  jobs that are broken in every way that we know, for SECONDS, from SEED; failures are kept in build/jepsen"
 	@echo "make check-protocol   the real client and shards in every order of a small world's events, with one fault, and for PROTOCOL_SECONDS each with two (an hour and a half)"
-	@echo "make fuzz    every decoder with FUZZ_EXAMPLES random inputs each, 2000 by default: minutes to half an hour"
+	@echo "make fuzz    every decoder, and lives of a state directory, with FUZZ_EXAMPLES random inputs each, 2000 by default: up to half an hour"
 	@echo "make bench   the dense step against other systems, latency, overlap, kernels: tables of ratios, in 3 minutes on a quiet machine"
 	@echo "make lint    ruff and mypy alone"
 	@echo "make setup   only make .venv and build the kernels into it"
@@ -99,7 +99,7 @@ test-launchers: $(INSTALLED_LAUNCHERS)
 
 # What users install; it needs the package index. The wheel and its contents are looked at here, too.
 test-install: $(INSTALLED)
-	@$(BIN)/python -m pytest --timeout 600 tests/install $(PYTEST_FLAGS)
+	@$(BIN)/python -m pytest --timeout 1800 tests/install $(PYTEST_FLAGS)
 
 # A browser is no dependency of psd: without one this skips. PSD_PICTURES=DIR saves pictures of the page.
 test-browser: $(INSTALLED)

@@ -34,7 +34,10 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from psd_core import _kernels
+from psd_core import (
+    _checkout,  # noqa: F401 - first of all: it says what to do where nothing was built
+    _kernels,
+)
 from psd_core._kernels import InvalidArray
 from psd_core._norms import RUN, square_root, square_sum, square_sum_of_rows, total_squares, trust_ratio
 from psd_core._step_block import GradientArray, RealArray, step_block

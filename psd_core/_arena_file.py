@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
-from psd_core import _arena
+from psd_core import _arena, private_files
 from psd_core._arena_format import NO_SPACE, ArenaBusy, ArenaClosed, ArenaFull
 
 ARENA_NAME = "arena"
@@ -61,14 +61,16 @@ class _Descriptor:
 
 
 class File(_Descriptor):
-    """An open file. Thread-safe: one call at a time uses the descriptor, as the kernel would have it anyway.
+    """An open file, of this user alone; with O_EXCL a new one, in place of what a killed process has left.
+
+    Thread-safe: one call at a time uses the descriptor, as the kernel would have it anyway.
 
     Raises:
         ArenaClosed: from every method, after `close`, unless it says otherwise.
     """
 
     def __init__(self, path: Path, flags: int) -> None:
-        super().__init__(os.open(path, flags | os.O_CLOEXEC, 0o600))
+        super().__init__(private_files.create(path) if flags & os.O_EXCL else private_files.open_own(path, flags))
         self._place = path.parent
         self._lock = threading.Lock()
 
@@ -189,7 +191,7 @@ def take_lock(path: Path, *, is_made: bool) -> Directory:
     lock = path / LOCK_NAME
     while True:
         try:
-            fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            fd = private_files.open_own(lock, os.O_RDWR | os.O_CREAT)
         except OSError:
             if is_made:
                 with contextlib.suppress(OSError):

@@ -69,6 +69,10 @@ class ArenaCorrupt(ArenaError):
     """An arena file differs from what was written; the message says where and how."""
 
 
+class ArenaForeign(ArenaCorrupt):
+    """A file is none of this release's: another release's, or something else that has the name of one."""
+
+
 class ArenaClosed(ArenaError):
     """The arena has been closed, or replaced by another one, and does not change any more."""
 
@@ -225,11 +229,11 @@ class Front:
 
 
 def check_front(found: tuple[bytes, int, int], magic: bytes, version: int, what: str) -> None:
-    """Raise ArenaCorrupt unless a superblock begins with this magic and version, and this machine's byte order."""
+    """Raise ArenaForeign unless a superblock begins with this magic and version; ArenaCorrupt for another byte order."""
     if found[0] != magic:
-        raise ArenaCorrupt(f"superblock: expected magic {magic!r}, got {found[0]!r}: not {what}")
+        raise ArenaForeign(f"superblock: expected magic {magic!r}, got {found[0]!r}: not {what}")
     if found[1] != version:
-        raise ArenaCorrupt(f"superblock: expected format {version}, got {found[1]}: another release wrote it")
+        raise ArenaForeign(f"superblock: expected format {version}, got {found[1]}: another release wrote it")
     if found[2] != BYTE_ORDER_MARK:
         raise ArenaCorrupt(f"superblock: expected byte order mark {BYTE_ORDER_MARK:#x}, got {found[2]:#x}")
 
@@ -239,7 +243,7 @@ def fixed_bytes(superblock: bytes) -> int:
     magic, version, order, _workers, block_count, words, meta_bytes, _check = SUPERBLOCK.unpack(superblock)
     check_front((magic, version, order), MAGIC, FORMAT_VERSION, "an arena")
     if words != WORD_SLOTS:
-        raise ArenaCorrupt(f"superblock: expected {WORD_SLOTS} words, got {words}: another release wrote it")
+        raise ArenaForeign(f"superblock: expected {WORD_SLOTS} words, got {words}: another release wrote it")
     return SUPERBLOCK.size + SHAPE.size * int(block_count) + align(int(meta_bytes), 8)
 
 

@@ -14,7 +14,8 @@ from psd_core import _arena
 from psd_core import _arena_format as form
 from psd_core._arena import Words
 
-_NAMED = ("initialized", "timeline", "decided", "tentative", "restarts", "undeclared", "loaded", "given_up")
+_SET = ("loaded", "loaded_slots")
+_NAMED = ("initialized", "timeline", "decided", "tentative", "restarts", "undeclared", *_SET, "given_up", "cut_order")
 WORDS = (*_NAMED, *(f"spare_{i}" for i in range(len(_NAMED), form.WORD_SLOTS)))
 """Names of the durable words, in file order."""
 

@@ -26,7 +26,7 @@ psd_slots_seed = int.from_bytes(os.urandom(8), "little")
 RULES_CHECKSUM = <uint32_t>PSD_RULES_CHECKSUM  # of the table of rules that this module was built with
 REMOVED_MAX = PSD_REMOVED_MAX
 LOG_MAX = PSD_LOG_MAX
-ROWS = PSD_ROWS  # number of the region
+OTHER_INDEX, ROWS = PSD_OTHER_INDEX, PSD_ROWS  # numbers of regions
 
 
 def mixed(const uint64_t[::1] ids not None, uint64_t[::1] out not None):
@@ -43,6 +43,7 @@ cdef class Sums:
 
     cdef psd_sums sums
     cdef readonly intptr_t dim
+    cdef bint is_ready
 
     def __cinit__(self, intptr_t dim):
         assert dim > 0
@@ -54,17 +55,26 @@ cdef class Sums:
     def __len__(self):
         return self.sums.count
 
-    def add(self, const uint64_t[::1] ids not None, const float[:, ::1] grads not None, double weight):
-        """Add weight * gradient to the sum of each id."""
+    def prepare(self, const uint64_t[::1] ids not None, const float[:, ::1] grads not None):
+        """Make ready gradients for `add`; the caller keeps them until then."""
         cdef intptr_t n = ids.shape[0]
         cdef int status
         assert grads.shape[0] == n and grads.shape[1] == self.dim
+        self.is_ready = False
         if n == 0:
             return
         with nogil:
-            status = psd_sums_add(&self.sums, &ids[0], &grads[0, 0], n, self.dim, weight)
+            status = psd_sums_prepare(&self.sums, &ids[0], &grads[0, 0], n, self.dim)
         if status != 0:
             raise MemoryError(f"no memory to add {n} rows")
+        self.is_ready = True
+
+    def add(self, double weight):
+        """Add weight * gradient to the sum of each id that was made ready."""
+        if self.is_ready:
+            self.is_ready = False
+            with nogil:
+                psd_sums_add(&self.sums, self.dim, weight)
 
     def clear(self):
         """Forget all sums, and keep the memory."""
@@ -136,7 +146,7 @@ cdef class Partition:
             spec.flags.flags[i] = flags[i]
         for i in range(spec.slots):
             spec.slot_at[i], spec.slot_start[i] = slot_at[i], slot_start[i]
-            assert spec.slot_at[i] < 0 or spec.slot_at[i] + <int64_t>(1 if rowwise else dim) <= <int64_t>width - catches_up
+            assert spec.slot_at[i] < 0 or spec.slot_at[i] + <int64_t>(1 if rowwise else dim) <= <int64_t>width - 2 * catches_up
         if not psd_table_plan(&self.table):
             raise ValueError(f"rows_max: too many, got {rows_max}")
         if psd_table_make_lock(&self.table) != 0:
@@ -148,6 +158,7 @@ cdef class Partition:
 
     def __dealloc__(self):
         psd_scratch_free(&self.table.scratch)
+        psd_oldest_free(&self.table.oldest)
         if self.table.snapshot.is_active:
             psd_snapshot_end(&self.table)
         if self.has_lock:
@@ -262,12 +273,12 @@ cdef class Partition:
             raise MemoryError(f"no memory to bring {n} rows up to date")
 
     def push(
-        self, const uint64_t[::1] ids not None, const float[:, ::1] values not None, *, tuple scalars, double scale, uint32_t clock,
+        self, const uint64_t[::1] ids not None, const float[:, ::1] values not None, *, tuple scalars, double scale, uint64_t clock,
         const uint64_t[::1] notes, bint distinct, bint whole, int64_t step=-1,
-        const uint32_t[::1] clocks=None, const double[:, ::1] history=None, OwnRule own=None,
+        const uint64_t[::1] clocks=None, const double[:, ::1] history=None, OwnRule own=None,
         const uint64_t[::1] more_ids=None, const float[:, ::1] more_values=None,
     ):
-        """Apply the rule, or store whole rows, for which there is room; returns how many rows are new. More ids, and their values, are added to the push."""
+        """Apply the rule, or store whole rows, for which there is room, so that only `commit` is left to do. More ids, and their values, are added to the push."""
         cdef psd_push push
         cdef int i, status
         cdef intptr_t n = ids.shape[0]
@@ -285,7 +296,6 @@ cdef class Partition:
         assert <uint64_t>n <= self.table.spec.push_max and len(scalars) <= PSD_SCALARS_MAX
         assert psd_table_lack(&self.table, n, history.shape[0] if history is not None else 0, &nbytes) < 0 and not psd_index_must_move(&self.table, n)
         assert notes is None or <uint64_t>notes.shape[0] == self.table.spec.notes
-        cdef uint64_t created = self.table.root.created
         memset(&push, 0, sizeof(push))
         push.hyper = self.table.spec.flags
         for i in range(len(scalars)):
@@ -293,9 +303,10 @@ cdef class Partition:
         push.scale, push.clock, push.distinct, push.whole, push.step = scale, clock, distinct, whole, step
         assert clocks is None or (whole and clocks.shape[0] == n)
         push.clocks = &clocks[0] if clocks is not None and n else NULL
-        if history is not None and history.shape[0]:
+        if history is not None and (history.shape[0] or self.table.spec.catches_up):
             assert whole and self.table.spec.catches_up and history.shape[0] <= PSD_LOG_MAX and history.shape[1] <= 1 + PSD_SCALARS_MAX
-            push.history, push.entries, push.scalars = &history[0, 0], history.shape[0], history.shape[1] - 1
+            push.history = &history[0, 0] if history.shape[0] else &scale  # not NULL: the log is empty from now on
+            push.entries, push.scalars = history.shape[0], history.shape[1] - 1
         assert (own is not None) == (self.table.spec.rule < 0 and not whole)
         if own is not None:
             assert (own.dim, own.width) == (self.table.spec.dim, self.table.spec.width)
@@ -307,6 +318,12 @@ cdef class Partition:
             raise own.error
         if status != 0:
             raise MemoryError(f"no memory to sort {n} ids")
+
+    def commit(self):
+        """Commit the push that was made last, since when nothing else has changed; returns how many rows are new."""
+        cdef uint64_t created = self.table.root.created
+        with nogil:
+            psd_table_commit_push(&self.table)
         return self.table.root.created - created
 
     def walk(self, uint64_t tag, psd_head[::1] heads not None, float[:, ::1] rows not None):
@@ -317,10 +334,10 @@ cdef class Partition:
             tag = psd_table_walk(&self.table, tag, &heads[0], &rows[0, 0], heads.shape[0], &count)
         return count, tag
 
-    def begin_snapshot(self, bint is_full, uint32_t since):
+    def begin_snapshot(self, bint is_full, uint64_t since, uint64_t since_clock):
         """Begin a snapshot of the table as it is now; returns its version."""
         assert not self.table.snapshot.is_active
-        psd_snapshot_begin(&self.table, is_full, since)
+        psd_snapshot_begin(&self.table, is_full, since, since_clock)
         return self.table.snapshot.version
 
     def next_of_snapshot(self, psd_head[::1] heads not None, float[:, ::1] rows not None):
@@ -350,11 +367,19 @@ cdef class Partition:
         for i in range(<uint64_t>out.shape[0]):
             out[i] = psd_removal(&self.table, first + i)[0]
 
-    def expire(self, uint64_t tag, uint32_t clock, uint32_t age):
-        """Remove, among the rows that come next, those not used for more than `age`; returns the tag to go on from."""
+    def expire(self, uint64_t clock, uint64_t age):
+        """Remove some of the rows that were not used for more than `age`; returns whether there may be more."""
+        cdef int status
         with nogil:
-            tag = psd_table_expire(&self.table, tag, clock, age)
-        return tag
+            status = psd_table_expire(&self.table, clock, age)
+        if status < 0:
+            raise MemoryError("no memory to look for old rows")
+        return status != 0
+
+    @property
+    def used_since(self):
+        """Clock before which no row was used; of one that was written since as used earlier it need not be true."""
+        return psd_oldest_used(&self.table.oldest)
 
     def discard(self, const uint64_t[::1] ids not None):
         """Remove rows by id; returns how many there were."""
@@ -375,6 +400,11 @@ cdef class Partition:
     def logged(self):
         """Number of entries of the log."""
         return self.table.root.log_end - self.table.root.log_first
+
+    @property
+    def fresh_moves(self):
+        """True if a step has changed rows that nobody has trained, where rows catch up."""
+        return bool(self.table.root.fresh_moves)
 
     def history(self, double[:, ::1] out not None):
         """Copy the log: of each entry the step and the scalars."""
@@ -401,7 +431,7 @@ cdef class Partition:
         """Numbers of the valid root, and of reads since the partition was opened."""
         cdef psd_root *root = self.table.root
         return {
-            "step": root.step, "version": root.version, "rows": root.rows, "spares": root.spares, "buckets": root.buckets, "created": root.created,
+            "step": root.step, "version": root.version, "clock": root.clock, "rows": root.rows, "spares": root.spares, "buckets": root.buckets, "created": root.created,
             "evicted": root.evicted, "expired": root.expired, "removed": root.removed, "refused": root.refused,
             "unadmitted": root.unadmitted,
             "reads": self.table.reads, "hits": self.table.hits,

@@ -12,6 +12,10 @@ from psd_core import _table
 
 _ID_DTYPES = (np.dtype(np.uint64), np.dtype(np.int64))
 _FLOAT32 = np.dtype(np.float32)
+STEP_MAX = 1 << 53
+"""Largest step of a table, the last up to which float64, in which a history has them, tells all from each other."""
+CLOCK_MAX = (1 << 63) - 1
+"""Largest clock of a table, by which rows are marked as used."""
 _VALUE_DTYPES = (_FLOAT32, np.dtype(np.float16), np.dtype(np.uint16))
 
 
@@ -60,6 +64,6 @@ def as_history(history: NDArray[Any], scalars: int | None) -> NDArray[np.float64
     if scalars is None or history.dtype != np.float64 or history.shape != shape or len(history) > _table.LOG_MAX:
         expected = "none" if scalars is None else f"at most {_table.LOG_MAX} rows of {shape[1]} float64"
         raise psd_core.InvalidArray(f"history: expected {expected}, got {history.shape} of {history.dtype}")
-    if not (np.diff(history[:, 0], prepend=0) > 0).all():
-        raise psd_core.InvalidArray("history: expected steps from 1 on that rise")
+    if not (np.diff(history[:, 0], prepend=0) > 0).all() or not (history[:, 0] <= STEP_MAX).all():
+        raise psd_core.InvalidArray(f"history: expected steps from 1 on that rise, up to {STEP_MAX}")
     return np.ascontiguousarray(history)

@@ -18,6 +18,7 @@ cdef extern from "table.h" nogil:
         PSD_RULES_CHECKSUM
         PSD_REGIONS
         PSD_INDEX
+        PSD_OTHER_INDEX
         PSD_HEADS
         PSD_ROWS
         PSD_REMOVED_MAX
@@ -29,11 +30,11 @@ cdef extern from "table.h" nogil:
         double scalars[PSD_SCALARS_MAX]
     ctypedef struct psd_head:
         uint64_t id
-        uint32_t used
-        uint32_t changed
+        uint64_t used
+        uint64_t changed
     ctypedef struct psd_root:
-        uint64_t step, version, rows, places, spares, current, buckets, next_buckets, moved
-        uint64_t created, evicted, expired, removed, refused, unadmitted, log_first, log_end
+        uint64_t step, version, clock, rows, places, spares, current, buckets, next_buckets, moved
+        uint64_t created, evicted, expired, removed, refused, unadmitted, log_first, log_end, fresh_moves
     ctypedef struct psd_log_entry:
         uint64_t from_step "from"
         double scalars[PSD_SCALARS_MAX]
@@ -53,6 +54,8 @@ cdef extern from "table.h" nogil:
     ctypedef struct psd_snapshot:
         int is_active, is_failed
         uint64_t version, saved
+    ctypedef struct psd_oldest:
+        pass
     ctypedef struct psd_table:
         psd_table_spec spec
         psd_region region[PSD_REGIONS]
@@ -61,6 +64,7 @@ cdef extern from "table.h" nogil:
         psd_root *root
         psd_scratch scratch
         psd_snapshot snapshot
+        psd_oldest oldest
         uint64_t reads, hits
         void (*on_store)(void *, const char *) noexcept
         void *context
@@ -81,10 +85,10 @@ cdef extern from "table.h" nogil:
         psd_hyper hyper
         psd_own_rule *own
         double scale
-        uint32_t clock
+        uint64_t clock
         int distinct, whole
         int64_t step
-        const uint32_t *clocks
+        const uint64_t *clocks
         const uint64_t *notes
         const double *history
         uint64_t entries, scalars
@@ -106,10 +110,13 @@ cdef extern from "table.h" nogil:
     int psd_table_read(psd_table *, const uint64_t *, intptr_t, float *, uint8_t *, int, int64_t) noexcept
     uint64_t psd_table_walk(psd_table *, uint64_t, psd_head *, float *, uint64_t, uint64_t *) noexcept
     int psd_table_push(psd_table *, const psd_push *, const psd_part *, int) noexcept
-    uint64_t psd_table_expire(psd_table *, uint64_t, uint32_t, uint32_t) noexcept
+    void psd_table_commit_push(psd_table *) noexcept
+    int psd_table_expire(psd_table *, uint64_t, uint64_t) noexcept
     uint64_t psd_table_discard(psd_table *, const uint64_t *, intptr_t) noexcept
     void psd_scratch_free(psd_scratch *) noexcept
-    void psd_snapshot_begin(psd_table *, int, uint32_t) noexcept
+    uint64_t psd_oldest_used(const psd_oldest *) noexcept
+    void psd_oldest_free(psd_oldest *) noexcept
+    void psd_snapshot_begin(psd_table *, int, uint64_t, uint64_t) noexcept
     int psd_snapshot_next(psd_table *, psd_head *, float *, uint64_t, uint64_t *) noexcept
     void psd_snapshot_end(psd_table *) noexcept
     uint64_t psd_removals(const psd_root *) noexcept
@@ -119,6 +126,7 @@ cdef extern from "table.h" nogil:
         intptr_t count
         uint64_t *ids
         float *values
-    int psd_sums_add(psd_sums *, const uint64_t *, const float *, intptr_t, intptr_t, double) noexcept
+    int psd_sums_prepare(psd_sums *, const uint64_t *, const float *, intptr_t, intptr_t) noexcept
+    void psd_sums_add(psd_sums *, intptr_t, double) noexcept
     void psd_sums_clear(psd_sums *) noexcept
     void psd_sums_free(psd_sums *) noexcept

@@ -20,7 +20,7 @@ from psd_core.optimizer import RuleFacts, Slot
 from psd_core.rules import RULES
 
 MAGIC = b"PSDTABLE"
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 SUPERBLOCK_BYTES = 4096
 _FRONT = struct.Struct("<8sIIQQ")  # magic, format, byte order mark, bytes of text, checksum of all with this 0
 
@@ -34,7 +34,7 @@ NAME_BYTES_MAX = 256
 ROWS_MAX = 1 << 31
 PUSH_MAX = 1 << 24
 """Largest number of ids that a push may have."""
-OVERHEAD_BYTES = 29
+OVERHEAD_BYTES = 37
 """Largest number of bytes that a row takes beside value and slots: head, and index entry at the lowest load after growth."""
 AT_LIMIT = ("evict", "refuse")
 UPDATES = ("lazy", "catch_up")
@@ -44,7 +44,7 @@ DTYPES = ("float32", "bfloat16")
 class RowLayout(NamedTuple):
     """Positions in a row, in floats: `slots` are offsets by the kernel's slots, -1 for one that is not kept.
 
-    Where rows catch up, the last number's bits are those of a uint32: the step that the row is at, modulo 2**32.
+    Where rows catch up, the last two numbers' bits are those of a uint64: the step that the row is at.
     """
 
     slots: tuple[int, ...]
@@ -159,7 +159,7 @@ class TableSpec:
             places.append(at if slot.name in kept else -1)
             starts.append(float(constants.get(slot.start, 0.0)))
             at += 0 if slot.name not in kept else 1 if self.rule == ROWWISE_ADAGRAD else self.dim
-        return RowLayout(tuple(places), tuple(starts), at + self.catches_up)
+        return RowLayout(tuple(places), tuple(starts), at + 2 * self.catches_up)
 
     @property
     def catches_up(self) -> bool:

@@ -42,25 +42,34 @@ class PageAhead:
         self._file = file
         self._lock = lock
         self._thread: threading.Thread | None = None
+        self._has_ended = False
 
     def follow(self, partition: Partition) -> None:
-        """Begin, if less than a large page is left for rows that are to come. Under the lock."""
+        """Begin, if less than a large page is left for rows that are to come. Under the lock.
+
+        Where the system has no room for a thread, the push that needs the space takes it.
+        """
         have, used = partition.rows_space()
-        if have * _SHARE_MAX < LARGE_PAGE_BYTES or have - used >= LARGE_PAGE_BYTES:
+        if self._has_ended or have * _SHARE_MAX < LARGE_PAGE_BYTES or have - used >= LARGE_PAGE_BYTES:
             return
         if have < partition.regions[ROWS][1] and not (self._thread is not None and self._thread.is_alive()):
-            self._thread = threading.Thread(target=self._take, args=(partition, have), name="psd-table-page", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._take, args=(partition, have), name="psd-table-page", daemon=True)
+            with contextlib.suppress(RuntimeError):
+                thread.start()
+                self._thread = thread  # not before: `end` waits for it, and cannot for one that has not started
 
     def end(self) -> None:
-        """Wait until nothing is under way. Not under the lock."""
-        if self._thread is not None:
-            self._thread.join()
+        """Begin nothing any more, and wait until nothing is under way. Not under the lock."""
+        with self._lock:
+            self._has_ended = True
+            thread = self._thread
+        if thread is not None:
+            thread.join()
 
     def _take(self, partition: Partition, have: int) -> None:
         start, size = partition.regions[ROWS]
         end = min(start + size, align(start + have + 1, LARGE_PAGE_BYTES))
-        with contextlib.suppress(ArenaError):  # the push that needs the space says so
+        with contextlib.suppress(ArenaError, OSError):  # the push that needs the space says so
             take_space(self._file, partition, ROWS, have, end)
             with self._lock:
                 if partition.rows_space()[0] == have:  # else a push could not wait, and has taken it

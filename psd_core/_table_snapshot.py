@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from psd_core import _table
 
-HEAD = np.dtype([("id", "u8"), ("used", "u4"), ("changed", "u4")])
-"""Heads of rows: id, clock of the last use, low bits of the table's version that the row came with."""
+HEAD = np.dtype([("id", "u8"), ("used", "u8"), ("changed", "u8")])
+"""Heads of rows: id, clock of the last use, version of the table that the row came with."""
 
 BATCH_ROWS = 4096
 
@@ -28,10 +28,11 @@ class Rows(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """A moment in the life of a partition: its version, and how many rows had been removed."""
+    """A moment in the life of a partition: its version, how many rows had been removed, and the clock of its last push."""
 
     version: int
     removals: int
+    clock: int
 
 
 class TableSnapshot:
@@ -40,11 +41,11 @@ class TableSnapshot:
     Rows that are replaced before they were copied are saved in ordinary memory meanwhile.
 
     Attributes:
-        mark: the moment, for the `since` of a later snapshot. step: of the table then. notes: the caller's, then.
+        mark: the moment, for the `since` of a later snapshot. step, clock: of the table then. notes: the caller's, then.
         history: where rows catch up, (m, 1 + scalars) float64: steps from which others held, and these scalars; for `write`.
         since: as it was given. count: of all rows that there were then. width: numbers of a row.
         removed: ids of rows that were removed since `since`; those that have come back are among the rows, too. Empty if full.
-        is_full: it has all rows, not only those that came after `since`.
+        is_full: it has all rows, not only those that came, or were used, after `since`.
     """
 
     def __init__(
@@ -62,9 +63,10 @@ class TableSnapshot:
         partition.history(self.history)
         self.step = partition.step
         self.since = since
-        self.count = partition.counters()["rows"]
-        version = partition.begin_snapshot(self.is_full, 0 if since is None else since.version & 0xFFFFFFFF)
-        self.mark = Mark(version, removals)
+        counters = partition.counters()
+        self.count, self.clock = counters["rows"], counters["clock"]
+        version = partition.begin_snapshot(self.is_full, since.version if since else 0, since.clock if since else 0)
+        self.mark = Mark(version, removals, self.clock)
         self._partition: _table.Partition | None = partition
         self._writing = writing
         self.width = width

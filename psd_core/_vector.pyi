@@ -17,7 +17,7 @@ class Vectors:
         *,
         answers_max: int,
         operands_max: int,
-        sessions_max: int,
+        senders: int,
         capacity: int,
         on_store: Callable[[str], None] | None = None,
     ) -> None: ...

@@ -110,12 +110,12 @@ cdef class Vectors:
     cdef uint64_t sizes[6]
     cdef object on_store, log, record, function, error
     cdef dict held
-    cdef uint64_t sessions_max
+    cdef uint64_t senders
 
-    def __cinit__(self, *, uint64_t answers_max, uint64_t operands_max, uint64_t sessions_max, uint64_t capacity, on_store=None):
+    def __cinit__(self, *, uint64_t answers_max, uint64_t operands_max, uint64_t senders, uint64_t capacity, on_store=None):
         cdef psd_vectors *t = &self.vectors
-        t.answers_max, t.operands_max, t.capacity, self.sessions_max = answers_max, operands_max, capacity, sessions_max
-        psd_vectors_plan(t, sessions_max, self.sizes)
+        t.answers_max, t.operands_max, t.capacity, self.senders = answers_max, operands_max, capacity, senders
+        psd_vectors_plan(t, senders, self.sizes)
         self.held = {}
         t.bases = <char **>calloc(capacity, sizeof(char *))
         t.elements = <uint64_t *>calloc(capacity, 8)
@@ -239,17 +239,17 @@ cdef class Vectors:
     def sessions(self):
         """The session of each slot, 0 for none."""
         cdef uint64_t slot
-        return [psd_vector_session_at(&self.vectors, slot).session for slot in range(self.sessions_max)]
+        return [psd_vector_session_at(&self.vectors, slot).session for slot in range(self.senders)]
 
     def sequences(self, uint64_t slot):
         """Sequence numbers in the entries of a slot."""
-        assert slot < self.sessions_max
+        assert slot < self.senders
         return [psd_vector_session_at(&self.vectors, slot).entries[i].sequence for i in range(PSD_ENTRIES)]
 
     def kept(self, uint64_t slot, uint64_t sequence):
         """The answers in an entry."""
         cdef psd_vector_session *session = psd_vector_session_at(&self.vectors, slot)
-        assert slot < self.sessions_max and session.entries[sequence % PSD_ENTRIES].sequence == sequence
+        assert slot < self.senders and session.entries[sequence % PSD_ENTRIES].sequence == sequence
         return PyBytes_FromStringAndSize(
             psd_vector_answer_at(&self.vectors, slot, sequence), session.entries[sequence % PSD_ENTRIES].bytes
         )
@@ -257,7 +257,7 @@ cdef class Vectors:
     def clear_session(self, uint64_t slot):
         """Give a slot to nobody."""
         cdef psd_vector_session *session = psd_vector_session_at(&self.vectors, slot)
-        assert slot < self.sessions_max
+        assert slot < self.senders
         session.session = 0
         memset(session, 0, sizeof(psd_vector_session))
 

@@ -12,16 +12,12 @@ from typing import Any, NamedTuple
 
 from psd_core import _arena
 from psd_core._arena_format import BYTE_ORDER_MARK, ArenaCorrupt, check_front
-from psd_core.vector_operations import DTYPES, extent
+from psd_core.vector_operations import DTYPES, NAME_BYTES_MAX, SIZE_MAX, extent
 
 MAGIC = b"PSDVECTS"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 SUPERBLOCK_BYTES = 4096
-_FRONT = struct.Struct("=8sIIQQQQ")  # magic, format, byte order mark, shard, shards, sessions, checksum of those
-
-NAME_BYTES_MAX = 256
-SIZE_MAX = 1 << 40
-VECTORS_MAX = 1 << 14
+_FRONT = struct.Struct("=8sIIQQQQ")  # magic, format, byte order mark, shard, shards, senders, checksum of those
 
 
 class VectorError(ValueError):
@@ -83,7 +79,7 @@ class Superblock(NamedTuple):
 
     shard: int
     shards: int
-    sessions_max: int
+    senders: int
 
     def pack(self) -> bytes:
         """The superblock."""
@@ -95,9 +91,9 @@ def unpack_superblock(data: bytes) -> Superblock:
     """The inverse of Superblock.pack. Raises ArenaCorrupt."""
     if len(data) < SUPERBLOCK_BYTES:
         raise ArenaCorrupt(f"superblock: the log has {len(data)} bytes, fewer than {SUPERBLOCK_BYTES}: truncated")
-    magic, version, order, shard, shards, sessions_max, check = _FRONT.unpack_from(data)
+    magic, version, order, shard, shards, senders, check = _FRONT.unpack_from(data)
     check_front((magic, version, order), MAGIC, FORMAT_VERSION, "a log of vectors")
-    found = Superblock(shard, shards, sessions_max)
+    found = Superblock(shard, shards, senders)
     if check != _FRONT.unpack_from(found.pack())[-1]:
         raise ArenaCorrupt(f"superblock: it does not have the checksum {check:#x}")
     return found

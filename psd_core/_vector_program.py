@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from psd_core import vector_operations as op
 from psd_core._vector_format import NoSuchVector, VectorError, VectorPart
-from psd_core.vector_operations import DTYPES, MAP_FUNCTIONS, STRIPE, ZIP_FUNCTIONS, Operation
+from psd_core.vector_operations import DTYPES, MAP_FUNCTIONS, OPERATIONS_MAX, STRIPE, ZIP_FUNCTIONS, Operation
 
 INPUTS_MAX = 1024
 """Vectors that one operation may read."""
@@ -24,8 +24,6 @@ ANSWERS_MAX = 1024
 """Scalars that one batch may answer."""
 OPERANDS_MAX = 512
 """Vectors that one batch may name."""
-OPERATIONS_MAX = 1 << 16
-"""Operations of a batch."""
 
 _NONE = 0xFFFFFFFF
 # check, head, size, commit, kind; slot, session, sequence; groups, operands, ops, inputs, answers

@@ -42,6 +42,7 @@ from psd_core import _arena_format as form
 from psd_core import _arena_recovery as recovery
 from psd_core._arena_accumulators import Accumulators
 from psd_core._arena_blocks import Blocks, Page
+from psd_core._arena_file import ARENA_NAME, LOCK_NAME
 from psd_core._arena_format import (
     CRASH_POINTS,
     NO_SPACE,
@@ -49,6 +50,7 @@ from psd_core._arena_format import (
     ArenaClosed,
     ArenaCorrupt,
     ArenaError,
+    ArenaForeign,
     ArenaFull,
     BlockShape,
 )
@@ -56,7 +58,9 @@ from psd_core._arena_pages import SPARE_PAGES_KEPT
 from psd_core._arena_records import WORDS, Records
 
 __all__ = [
+    "ARENA_NAME",
     "CRASH_POINTS",
+    "LOCK_NAME",
     "NO_SPACE",
     "WORDS",
     "Arena",
@@ -64,6 +68,7 @@ __all__ = [
     "ArenaClosed",
     "ArenaCorrupt",
     "ArenaError",
+    "ArenaForeign",
     "ArenaFull",
     "BlockShape",
     "Page",
@@ -141,13 +146,13 @@ class Arena:
                 held = instead._directory  # noqa: SLF001 - of its own class
             else:
                 held = files.take_lock(path, is_made=files.make_directory(path))
-                if (path / files.ARENA_NAME).exists() and not replace:
+                if (path / ARENA_NAME).exists() and not replace:
                     held.close()
                     raise ArenaError(f"{path} holds an arena already")
             file = None
             try:
                 front = form.Front(workers, tuple(shapes), bytes(meta))
-                file = files.File(path / files.UNFINISHED_NAME, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+                file = files.File(path / files.UNFINISHED_NAME, os.O_RDWR | os.O_CREAT | os.O_EXCL)
                 file.extend(front.size)
                 file.reserve(0, front.size)
                 file.write(front.pack(), 0)
@@ -155,7 +160,7 @@ class Arena:
                 arena._allocate()
                 prepare(arena)
                 crash_point("arena.create.before_rename")
-                (path / files.UNFINISHED_NAME).rename(path / files.ARENA_NAME)
+                (path / files.UNFINISHED_NAME).rename(path / ARENA_NAME)
                 crash_point("arena.create.after_rename")
             except BaseException:
                 if file is not None:
@@ -169,7 +174,7 @@ class Arena:
     @staticmethod
     def is_in(directory: str | os.PathLike[str]) -> bool:
         """True if a directory holds a finished arena, of whatever process. Takes no lock."""
-        return (Path(directory) / files.ARENA_NAME).exists()
+        return (Path(directory) / ARENA_NAME).exists()
 
     @classmethod
     def open(
@@ -205,11 +210,11 @@ class Arena:
         file = None
         try:
             (path / files.UNFINISHED_NAME).unlink(missing_ok=True)
-            if not (path / files.ARENA_NAME).exists():
+            if not (path / ARENA_NAME).exists():
                 held.close()
                 return None
             check()
-            file = files.File(path / files.ARENA_NAME, os.O_RDWR)
+            file = files.File(path / ARENA_NAME, os.O_RDWR)
             arena = cls(held, file, recovery.read_front(file, read), crash_point)
             blocks = arena._blocks
             arena._records.verify()
@@ -220,7 +225,7 @@ class Arena:
                 file.close()
             held.close()
             if isinstance(error, ArenaCorrupt):
-                raise ArenaCorrupt(f"{path / files.ARENA_NAME}: {error}") from None
+                raise type(error)(f"{path / ARENA_NAME}: {error}") from None
             raise
         return arena
 
@@ -230,7 +235,7 @@ class Arena:
         held = files.take_lock(Path(directory), is_made=False)
         try:
             first()
-            held.remove(files.ARENA_NAME)
+            held.remove(ARENA_NAME)
         finally:
             held.close()
 
@@ -250,7 +255,7 @@ class Arena:
     @property
     def path(self) -> Path:
         """Name of the file."""
-        return self._directory.path / files.ARENA_NAME
+        return self._directory.path / ARENA_NAME
 
     def used_stretches(self) -> list[tuple[int, int]]:
         """The bytes of the file that count, first and how many: its front, and the current pages."""
@@ -265,20 +270,27 @@ class Arena:
 
         Args:
             remove: delete the arena, and the directory if `create` had made it and nothing else is in it.
+
+        Raises:
+            OSError: a file cannot be deleted; the arena is closed all the same.
         """
         if self._file.is_closed:
             return
         self.stop()
-        if remove:
-            self.abandon()
-        self._blocks.pool.close(when_unheld=self._directory.close)
-        self._file.close()
+        try:
+            if remove:
+                self.abandon()
+        finally:
+            self._blocks.pool.close(when_unheld=self._directory.close)
+            self._file.close()
 
     def abandon(self) -> None:
         """Delete the arena's files as `close` does, and nothing else: at the end of the process, and in finalizers, which may
         strike amid any call. Takes no lock."""
-        self._directory.remove(files.ARENA_NAME)
-        self._directory.close()
+        try:
+            self._directory.remove(ARENA_NAME)
+        finally:
+            self._directory.close()
 
     @property
     def is_closed(self) -> bool:

@@ -25,6 +25,7 @@ class RowSums:
     def __init__(self, dim: int) -> None:
         self.dim = dim
         self._sums = _table.Sums(dim)
+        self._prepared: tuple[NDArray[np.uint64], NDArray[np.float32]] | None = None  # read where they lie
 
     def __len__(self) -> int:
         return len(self._sums)
@@ -39,11 +40,26 @@ class RowSums:
 
         Raises:
             InvalidArray: naming the argument; nothing has changed.
+            MemoryError: likewise.
         """
-        self._sums.add(as_ids(ids), as_values("grads", grads, len(ids), self.dim), weight)
+        self.prepare(ids, grads)
+        self.add_prepared(weight)
+
+    def prepare(self, ids: NDArray[Any], grads: NDArray[Any]) -> None:
+        """Do all of `add` that may fail; no sum changes. The gradients stay as they are until `add_prepared`.
+
+        Where gradients for several tables are one, all of them are prepared before the first one is added.
+        """
+        self._prepared = as_ids(ids), as_values("grads", grads, len(ids), self.dim)
+        self._sums.prepare(*self._prepared)
+
+    def add_prepared(self, weight: float = 1.0) -> None:
+        """Add what was prepared last; see `add`."""
+        self._sums.add(weight)
+        self._prepared = None
 
     def clear(self) -> None:
-        """Forget all sums, and keep the memory for the next round."""
+        """Forget all sums, and keep the memory for the next round, unless the last 256 have needed far less."""
         self._sums.clear()
 
     @property

@@ -12,7 +12,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,20 +21,24 @@ import psd_core
 from psd_core import _arena_file as files
 from psd_core import _table
 from psd_core import _table_format as form
-from psd_core._arena_format import ArenaClosed, ArenaCorrupt, ArenaError, ArenaFull, align
+from psd_core._arena_format import ArenaCorrupt, ArenaError, ArenaFull, align
 from psd_core._c_headers import checksum
-from psd_core._table_arguments import as_history, as_ids, as_out, as_values
+from psd_core._closed import Closed
+from psd_core._table_arguments import CLOCK_MAX, STEP_MAX, as_history, as_ids, as_out, as_values
 from psd_core._table_format import OWN, PUSH_MAX, ROWWISE_ADAGRAD, TableSpec
 from psd_core._table_own_rule import RowRule, bound
 from psd_core._table_pages import PageAhead, take_space
+from psd_core._table_plan import GROWTH_BYTES_MAX, bytes_max, mixed, partition_of
 from psd_core._table_snapshot import BATCH_ROWS, HEAD, Mark, Rows, TableSnapshot
 from psd_core.row_sums import RowSums
 
 __all__ = [
+    "CLOCK_MAX",
     "CRASH_POINTS",
     "OWN",
     "PUSH_MAX",
     "ROWWISE_ADAGRAD",
+    "STEP_MAX",
     "Mark",
     "RowRule",
     "RowSums",
@@ -42,6 +46,7 @@ __all__ = [
     "TableSnapshot",
     "TableSpec",
     "TableStore",
+    "bytes_max",
     "mixed",
 ]
 
@@ -49,21 +54,8 @@ CRASH_POINTS = ("row", "record", "root", "commit", "flip", "backs", "applied", "
 """Names of the steps at which `crash_point` is called: before each store of the protocol. It returns or ends the process."""
 
 _UNIT_BYTES = 65536
-_GROWTH_BYTES_MAX = 1 << 20
 if checksum() != _table.RULES_CHECKSUM:
     raise ImportError("psd_core: its tables were built with another rules.py; build them again: pip install --editable .")
-
-
-def mixed(ids: NDArray[Any]) -> NDArray[np.uint64]:
-    """Return 64-bit hashes of ids, a bijection and part of every format: SplitMix64's finalizer.
-
-    Args:
-        ids: any shape of int64|uint64.
-    """
-    flat = as_ids(np.asarray(ids).reshape(-1))
-    out = np.empty_like(flat)
-    _table.mixed(flat, out)
-    return out.reshape(np.shape(ids))
 
 
 class TableStore:
@@ -72,7 +64,7 @@ class TableStore:
     Thread-safe: changes come one after the other, and reads go on beside them. A read sees each row whole; one of at most 4096
     ids sees each push whole or not at all.
 
-    Clocks are whatever rises with use, steps or seconds, modulo 2**32: they tell which rows were used last.
+    Clocks are whatever never falls, from 0 to 2**63 - 1: steps, pushes or time. They tell which rows were used last.
 
     Raises:
         ArenaClosed: from every method, after `close`.
@@ -89,10 +81,11 @@ class TableStore:
         self._file = file
         self._writing = threading.Lock()
         self._given_back = 0
+        self._used_since = 0  # no row was used before this clock
         self._page_ahead = PageAhead(file, self._writing)
         self._snapshot: TableSnapshot | None = None
         self._crash_point = crash_point
-        self._open: _table.Partition | None = _partition_of(spec, crash_point)
+        self._partition = partition_of(spec, crash_point)
         size = self._partition.size
         if salt is not None:
             file.extend(size)
@@ -131,7 +124,7 @@ class TableStore:
             raise ArenaError(f"{final} holds a table already")
         unfinished = final.with_name(final.name + ".new")
         with files.lack_of_space(f"no space for a table in {final.parent}"):
-            file = files.File(unfinished, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+            file = files.File(unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL)
             try:
                 file.lock()
                 salt = int.from_bytes(os.urandom(8), "little") if salt is None else salt
@@ -160,22 +153,27 @@ class TableStore:
             except BaseException as error:
                 file.close()
                 if isinstance(error, ArenaCorrupt):
-                    raise ArenaCorrupt(f"{final}: {error}") from None
+                    raise type(error)(f"{final}: {error}") from None
                 raise
 
     def close(self, *, remove: bool) -> None:
         """Close the store. Idempotent. remove: delete the file, too.
 
         The file stays locked until reads that are under way have ended: the mapping holds the lock.
+
+        Raises:
+            OSError: the file cannot be deleted; the store is closed all the same.
         """
         self._page_ahead.end()
         with self._writing:
-            if self._open is None:
+            if isinstance(self._partition, Closed):
                 return
-            if remove:
-                self._path.unlink(missing_ok=True)
-            self._file.close()
-            self._open = None
+            try:
+                if remove:
+                    self._path.unlink(missing_ok=True)
+            finally:
+                self._file.close()
+                self._partition = cast(_table.Partition, Closed(self._path))
 
     # Rows.
 
@@ -194,7 +192,7 @@ class TableStore:
         """
         keys = as_ids(ids)
         out = as_out(out, len(keys), self.spec.dim)
-        self._partition.read(keys, out, None, False, -1 if clock is None else clock & 0xFFFFFFFF)
+        self._partition.read(keys, out, None, False, -1 if clock is None else clock)
         return out
 
     def read_rows(self, ids: NDArray[Any]) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
@@ -216,6 +214,7 @@ class TableStore:
         distinct: bool = False,
         own: RowRule | None = None,
         more: tuple[NDArray[Any], NDArray[Any]] | None = None,
+        is_held: bool = False,
     ) -> None:
         """Apply the rule to rows, as the table's next step; one transaction.
 
@@ -232,9 +231,10 @@ class TableStore:
             distinct: no id comes twice; saves sorting them out.
             own: the rule, if the spec's is OWN; it has no scalars but what it knows itself.
             more: ids and gradients that follow these, as if they stood in the same arrays; not with `distinct`.
+            is_held: the caller has called `hold`; the push takes effect with `commit`.
 
         Raises:
-            ArenaFull: no space; nothing has changed.
+            ArenaFull, MemoryError: no space; nothing has changed.
         """
         if (own is not None) != (self.spec.rule == OWN):
             raise ValueError(f"own: expected a rule if, and only if, the table's is {OWN!r}, which is {self.spec.rule!r}")
@@ -246,41 +246,44 @@ class TableStore:
         if more is not None:
             how["more_ids"] = as_ids(more[0])
             how["more_values"] = as_values("more", more[1], len(more[0]), self.spec.dim)
-        self._change(ids, values, clock, notes, own, **how)
+        self._change(ids, values, clock, notes, own, is_held, **how)
 
     def write(
         self,
         ids: NDArray[Any],
         rows: NDArray[Any],
         *,
-        clock: int | NDArray[np.uint32] | None = None,
+        clock: int | NDArray[np.uint64] | None = None,
         notes: NDArray[np.uint64] | None = None,
         step: int | None = None,
         history: NDArray[np.float64] | None = None,
+        is_held: bool = False,
     ) -> None:
         """Store whole rows (n, width), value and slots, as one transaction. Of repeated ids the last counts.
 
         Args:
-            ids, notes: as for `push`.
-            clock: of the last use, of all rows or of each; the step by default.
+            ids, notes, is_held: as for `push`.
+            clock: of the last use, of all rows, the step by default; or of each, by which the table's own clock does not move.
             step: what the table's step is from now on, where rows are restored; by default as it is.
             history: that of the rows' snapshot, in place of what the table has; only where rows catch up, with `step`. The
                 last number of a row says which step it is at.
 
         Raises:
-            ArenaFull: no space; nothing has changed.
+            ArenaFull, MemoryError: no space; nothing has changed.
         """
         values = as_values("rows", rows, len(ids), self.spec.layout.width)
         clocks = None
+        if step is not None and not 0 <= step <= STEP_MAX:
+            raise psd_core.InvalidArray(f"step: expected 0 to {STEP_MAX}, got {step}")
         if isinstance(clock, np.ndarray):
-            if clock.dtype != np.uint32 or clock.shape != (len(ids),):
-                raise psd_core.InvalidArray(f"clock: expected {len(ids)} uint32, got {clock.shape} of {clock.dtype}")
+            if clock.dtype != np.uint64 or clock.shape != (len(ids),):
+                raise psd_core.InvalidArray(f"clock: expected {len(ids)} uint64, got {clock.shape} of {clock.dtype}")
             clocks, clock = clock, int(clock.max(initial=0))
         if history is not None and len(history) > 0:
             history = as_history(history, len(self._scalars) if self.spec.catches_up else None)
         how = {"scalars": (), "scale": 1.0, "distinct": False, "whole": True, "step": -1 if step is None else step}
         how["history"] = history
-        self._change(ids, values, clock, notes, None, clocks=clocks, **how)
+        self._change(ids, values, clock, notes, None, is_held, clocks=clocks, **how)
 
     def _change(
         self,
@@ -289,31 +292,67 @@ class TableStore:
         clock: int | None,
         notes: NDArray[np.uint64] | None,
         own: RowRule | None,
+        is_held: bool,
         **how: Any,
     ) -> None:
         keys = as_ids(ids)
         count = len(keys) + len(how.get("more_ids", ()))
-        if count > self.spec.push_max:
-            raise psd_core.InvalidArray(f"ids: expected at most {self.spec.push_max} in a push, got {count}")
         if notes is not None and (notes.dtype != np.uint64 or notes.shape != (self.spec.notes,)):
             raise psd_core.InvalidArray(f"notes: expected {self.spec.notes} uint64, got {notes.shape} of {notes.dtype}")
-        with self._writing:
-            self._make_room(count, 1 if how.get("history") is None else len(how["history"]))
+        if not is_held:
+            self.hold(count, 1 if how.get("history") is None else len(how["history"]))
+        try:
             clock = self._partition.step + (not how["whole"]) if clock is None else clock
+            if count and (how["whole"] or clock < self._used_since):
+                self._used_since = 0
             if own is not None:
                 how["own"] = bound(own, self.spec, self._partition.step + 1, count)
-            created = self._partition.push(keys, values, clock=clock & 0xFFFFFFFF, notes=notes, **how)
-            if created:
-                self._page_ahead.follow(self._partition)
-            if self._partition.is_moving:
-                self._move_on(1 + created // 400)
+            self._partition.push(keys, values, clock=clock, notes=notes, **how)
+            if not is_held:
+                self.commit()
+        finally:
+            if not is_held:
+                self.let_go()
+
+    # Changes of several stores together: all are held, then all pushes are made, then all are committed, which cannot fail.
+
+    def hold(self, n: int, entries: int = 1) -> None:
+        """Keep everybody else from changing the store until `let_go`, and take room for a push of n ids, or a write.
+
+        Args:
+            entries: of the history that is written.
+
+        Raises:
+            ArenaFull: no space; the store is not held.
+        """
+        if n > self.spec.push_max:
+            raise psd_core.InvalidArray(f"ids: expected at most {self.spec.push_max} in a push, got {n}")
+        self._writing.acquire()
+        try:
+            self._make_room(n, entries)
+        except BaseException:
+            self._writing.release()
+            raise
+
+    def commit(self) -> None:
+        """Let the push or write that was made since `hold` take effect. Nothing fails here: it has been made."""
+        partition = self._partition
+        created = partition.commit()
+        if created:
+            self._page_ahead.follow(partition)
+        if partition.is_moving:
+            self._move_on(1 + created // 400)
+
+    def let_go(self) -> None:
+        """End what `hold` has begun. What was not committed has changed nothing, but that rows were evicted to make room."""
+        self._writing.release()
 
     def _move_on(self, steps: int) -> None:
         """Let the index grow by some steps, each of 1024 buckets: so it has grown when a tenth more rows have come.
 
         If there is no space for that now, a later push says so: the one before this has been made.
         """
-        with contextlib.suppress(ArenaFull):
+        with contextlib.suppress(ArenaFull, OSError):
             for _ in range(steps):
                 if self._partition.is_moving:
                     self._make_room(0)
@@ -340,12 +379,15 @@ class TableStore:
         return removed
 
     def expire(self, clock: int, age: int) -> None:
-        """Remove the rows that were not used for more than `age` clocks, a few at a time, so that others go on meanwhile."""
-        tag = 0
-        while tag < 1 << 32:
+        """Remove the rows that were not used for more than `age` clocks, a few at a time. ArenaFull: some may be gone.
+
+        Costs next to nothing where none can be so old.
+        """
+        while clock - age > self._used_since:
             with self._writing:
                 self._make_room(0)
-                tag = self._partition.expire(tag, clock & 0xFFFFFFFF, age)
+                if not self._partition.expire(clock, age):
+                    self._used_since = max(clock - age, self._partition.used_since)
 
     def walk(self) -> Iterator[Rows]:
         """All rows as they lie, in no order that means anything; one there throughout comes once, others may or may not."""
@@ -360,8 +402,8 @@ class TableStore:
         """Begin a snapshot of the partition as it is now; one at a time, and to be closed.
 
         Args:
-            since: mark of an earlier snapshot: only rows that were written after it, and the ids of those removed. If more were
-                removed since than are remembered, about a quarter of the limit of rows, the snapshot is full.
+            since: mark of an earlier snapshot: only rows that were written or used after it, and the ids of those removed. If
+                more were removed since than are remembered, about a quarter of the limit of rows, the snapshot is full.
 
         Raises:
             ArenaError: another one is not closed.
@@ -386,11 +428,16 @@ class TableStore:
         """Numbers of the partition.
 
         Returns:
-            Its step and version; the rows that there are, and that were created, evicted, expired, removed or refused;
+            Its step, version and clock; the rows that there are, and that were created, evicted, expired, removed or refused;
             gradients of ids not admitted; and, since it was opened, reads of rows, and those among them that found one.
         """
         with self._writing:
             return dict(self._partition.counters())
+
+    @property
+    def moves_untrained(self) -> bool:
+        """True if steps have changed rows that nobody has trained, by weight decay say: where rows catch up."""
+        return self._partition.fresh_moves
 
     @property
     def used_bytes(self) -> int:
@@ -401,16 +448,17 @@ class TableStore:
 
     def _make_room(self, n: int, entries: int = 0) -> None:
         """Take space for a push of n ids and entries of the log, and let the index grow so far that it takes them."""
+        partition = self._partition
         while True:
-            while (lack := self._partition.lack(n, entries)) is not None:
+            while (lack := partition.lack(n, entries)) is not None:
                 self._take(*lack)
-            if not n or not self._partition.must_move(n):
+            if not n or not partition.must_move(n):
                 return
             self._move(n)
 
     def _take(self, region: int, have: int, need: int) -> None:
         start, size = self._partition.regions[region]
-        step = max(_UNIT_BYTES, min(have // 32, _GROWTH_BYTES_MAX))
+        step = max(_UNIT_BYTES, min(have // 32, GROWTH_BYTES_MAX))
         end = start + min(size, max(align(need, _UNIT_BYTES), have + align(step, _UNIT_BYTES)))
         take_space(self._file, self._partition, region, have, end)
         self._partition.set_backed(region, end - start)
@@ -421,7 +469,7 @@ class TableStore:
         if not self._partition.is_moving:
             self._give_back(region, 0, nbytes)
             self._given_back = 0
-        elif nbytes - self._given_back >= _GROWTH_BYTES_MAX:
+        elif nbytes - self._given_back >= GROWTH_BYTES_MAX:
             # The first buckets may hold entries that found the last ones full.
             end = nbytes // _UNIT_BYTES * _UNIT_BYTES
             self._give_back(region, max(self._given_back, _UNIT_BYTES), end)
@@ -445,50 +493,3 @@ class TableStore:
         if not self._partition.is_moving:
             region, nbytes = self._partition.behind()
             self._give_back(region, 0, nbytes)
-
-    # Arguments.
-
-    @property
-    def _partition(self) -> _table.Partition:
-        partition = self._open
-        if partition is None:
-            raise ArenaClosed(f"{self._path} has been closed")
-        return partition
-
-
-def _partition_of(spec: TableSpec, crash_point: Any) -> _table.Partition:
-    facts = spec.facts
-    low, high = spec.init.numbers
-    return _table.Partition(
-        dim=spec.dim,
-        width=spec.layout.width,
-        rows_max=spec.rows_max,
-        push_max=spec.push_max,
-        notes=spec.notes,
-        seed=_seed_of(spec),
-        rule=facts.number,
-        rowwise=spec.rule == ROWWISE_ADAGRAD,
-        init=spec.init.number,
-        a=low,
-        b=high,
-        admit_after=spec.admit_after,
-        admit_below=max(1, round(spec.admit_probability * 2**32)),
-        evicts=spec.at_limit == "evict",
-        flags=tuple(flag in spec.flags for flag in facts.flags),
-        slot_at=spec.layout.slots,
-        slot_start=spec.layout.starts,
-        is_half=spec.dtype == "bfloat16",
-        catches_up=spec.catches_up,
-        settles=facts.row.settles,
-        rest_without=tuple(name in facts.row.rests_without for name in facts.scalars),
-        decay_at=facts.scalars.index("weight_decay") if "weight_decay" in facts.scalars else -1,
-        on_store=crash_point,
-    )
-
-
-def _seed_of(spec: TableSpec) -> int:
-    """The seed of a table, its name included: FNV-1a of the name, on the seed's hash."""
-    value = int(mixed(np.array([spec.seed], np.uint64))[0])
-    for byte in spec.name.encode():
-        value = (value ^ byte) * 0x100000001B3 & 0xFFFFFFFFFFFFFFFF
-    return value

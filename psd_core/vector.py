@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from psd_core import _arena_file as files
-from psd_core import _vector
+from psd_core import _vector, private_files
 from psd_core import _vector_format as form
 from psd_core import _vector_program as programs
 from psd_core._arena_format import ArenaClosed, ArenaCorrupt, ArenaError, align
@@ -27,7 +27,7 @@ from psd_core._vector_format import BatchForgotten, NoSuchVector, VectorError, V
 from psd_core._vector_log import LOG_NAME, VectorLog
 from psd_core._vector_sessions import WINDOW, BatchName, VectorSessions
 from psd_core._vector_snapshot import Piece, VectorSnapshot
-from psd_core.vector_operations import DTYPES, STRIPE, Operation, extent
+from psd_core.vector_operations import DTYPES, STRIPE, VECTORS_MAX, Operation, extent
 
 __all__ = [
     "CRASH_POINTS",
@@ -74,8 +74,8 @@ class VectorStore:
         core = _vector.Vectors(
             answers_max=programs.ANSWERS_MAX,
             operands_max=programs.OPERANDS_MAX,
-            sessions_max=front.sessions_max,
-            capacity=form.VECTORS_MAX,
+            senders=front.senders,
+            capacity=VECTORS_MAX,
             on_store=crash_point,
         )
         self._open: _vector.Vectors | None = core
@@ -84,7 +84,7 @@ class VectorStore:
         self._parts: dict[str, VectorPart] = {}
         self._arrays: dict[str, NDArray[Any]] = {}
         if is_new:
-            (directory / _CATALOG).write_bytes(b"[]")
+            private_files.write(directory / _CATALOG, b"[]")
         self._recover(core)
 
     @classmethod
@@ -94,13 +94,13 @@ class VectorStore:
         *,
         shard: int,
         shards: int,
-        sessions_max: int = 1024,
+        senders: int = 1024,
         crash_point: Callable[[str], None] | None = None,
     ) -> VectorStore:
         """Make an empty store, in a directory that is not there yet.
 
         Args:
-            sessions_max: how many sessions' answers are kept.
+            senders: how many there may be, of each of whose latest session answers are kept.
             crash_point: called at each of CRASH_POINTS.
 
         Raises:
@@ -115,10 +115,10 @@ class VectorStore:
         shutil.rmtree(unfinished, ignore_errors=True)
         with files.lack_of_space(f"no space for vectors in {final.parent}"):
             unfinished.mkdir(mode=0o700, parents=True)
-            log = files.File(unfinished / LOG_NAME, os.O_RDWR | os.O_CREAT)
+            log = files.File(unfinished / LOG_NAME, os.O_RDWR | os.O_CREAT | os.O_EXCL)
             try:
                 log.lock()
-                front = form.Superblock(shard, shards, sessions_max)
+                front = form.Superblock(shard, shards, senders)
                 store = cls(unfinished, log, front, is_new=True, crash_point=crash_point)
                 unfinished.rename(final)
             except BaseException:
@@ -147,7 +147,7 @@ class VectorStore:
             except BaseException as error:
                 log.close()
                 if isinstance(error, ArenaCorrupt):
-                    raise ArenaCorrupt(f"{final}: {error}") from None
+                    raise type(error)(f"{final}: {error}") from None
                 raise
 
     def close(self, *, remove: bool) -> None:
@@ -183,14 +183,14 @@ class VectorStore:
             if found is not None:
                 self._run(core, (), name)
                 return
-            if len(self._parts) == form.VECTORS_MAX:
-                raise VectorError(f"vectors: at most {form.VECTORS_MAX}")
+            if len(self._parts) == VECTORS_MAX:
+                raise VectorError(f"vectors: at most {VECTORS_MAX}")
             taken = {part.number for part in self._parts.values()}
-            number = next(n for n in range(form.VECTORS_MAX) if n not in taken)
+            number = next(n for n in range(VECTORS_MAX) if n not in taken)
             part = VectorPart(spec, number, *extent(spec.size, self.shard, self.shards))
             path = self._directory / self._vector_name(number)
             self._crash_point("file")
-            file = files.File(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+            file = files.File(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
             try:
                 nbytes = self._file_bytes(part)
                 file.extend(nbytes)
@@ -264,10 +264,10 @@ class VectorStore:
         with self._used():
             return self._sessions.latest()
 
-    def forget(self, session: int) -> None:
-        """Forget a session that sends nothing any more, if it is known."""
+    def session_of(self, sender: int) -> int:
+        """The latest session of a sender; 0: none is known."""
         with self._used():
-            self._sessions.forget(session)
+            return self._sessions.of_sender(sender)
 
     # Reads. Each returns the elements that are here, in the order in which they are asked for.
 
@@ -394,7 +394,7 @@ class VectorStore:
 
     def _recover(self, core: _vector.Vectors) -> None:
         """Finish what a process that died was at."""
-        self._attach(core, (self._directory / _CATALOG).read_bytes())
+        self._attach(core, private_files.read(self._directory / _CATALOG))
         if core.applied != core.commit:
             if core.applied + 1 != core.commit:
                 raise ArenaCorrupt("applied: it is neither commit nor the one before")
@@ -435,7 +435,7 @@ class VectorStore:
     def _prepare_catalog(self, text: bytes) -> None:
         """Write the next catalog beside the present one, so that nothing needs space once it is committed."""
         try:
-            self._unfinished_catalog.write_bytes(text)
+            private_files.write(self._unfinished_catalog, text)
         except BaseException:
             self._unfinished_catalog.unlink(missing_ok=True)
             raise

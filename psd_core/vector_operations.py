@@ -13,6 +13,14 @@ from numpy.typing import NDArray
 
 STRIPE = 4096
 """Elements of a stripe, whatever the dtype: what is cut, computed and summed as one."""
+NAME_BYTES_MAX = 256
+"""Largest number of bytes of a vector's name, in UTF-8."""
+SIZE_MAX = 1 << 40
+"""Largest number of elements of a vector."""
+VECTORS_MAX = 1 << 14
+"""Largest number of vectors in a store."""
+OPERATIONS_MAX = 1 << 16
+"""Largest number of operations in a batch."""
 DTYPES = ("float64", "float32", "int64")
 """The dtypes of vectors."""
 MAP_FUNCTIONS = {

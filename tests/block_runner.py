@@ -37,7 +37,7 @@ import sys
 import numpy as np
 import psd_client
 
-with psd_client.connect(wait_timeout=30) as ps:
+with psd_client.connect(wait_timeout=60) as ps:
     params = ps.declare({"w": np.zeros(8, np.float32)}, optimizer=psd_client.SGD(lr=0.1))
     for step in range(5):
         params = ps.push_pull({"w": np.ones(8, np.float32)})

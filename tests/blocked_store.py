@@ -10,7 +10,7 @@ from typing import Any
 
 from psd.checkpoint import CheckpointDirectory
 
-PATIENCE_S = 20.0
+PATIENCE_S = 100.0
 """For what happens at once; a test that waits so long has failed."""
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import checked_locks
@@ -27,6 +29,14 @@ settings.register_profile("psd", deadline=None, suppress_health_check=[HealthChe
 settings.load_profile("psd")
 
 checked_locks.install()
+
+
+def pytest_configure() -> None:
+    """Signals that this process was told to ignore, in the background or under nohup, would be ignored by the commands, too."""
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -51,7 +61,7 @@ class Cluster:
     def finish(self) -> None:
         """Have the shards of a job that ends store what they hold."""
         for shard in self.shards:
-            assert shard.done.wait(20)
+            assert shard.done.wait(100)
             shard.drain(5)
 
 
@@ -69,7 +79,15 @@ def _no_arena_is_left() -> Iterator[None]:
     yield
     gc.collect()
     arenas = [arena.parent for arena in memory_directory().glob(f"psd-{os.getuid()}-*/arena")]
-    assert [str(path) for path in arenas if (path / "lock").read_bytes()[:16].strip() == b"%d" % os.getpid()] == []
+    assert [str(path) for path in arenas if _owner(path) == os.getpid()] == []
+
+
+def _owner(arena: Path) -> int | None:
+    """Process that has an arena, if it is still there: other processes' come and go."""
+    try:
+        return int((arena / "lock").read_bytes()[:16])
+    except (FileNotFoundError, ValueError):
+        return None
 
 
 @contextmanager
@@ -85,6 +103,7 @@ def _clusters() -> Iterator[Callable[..., Cluster]]:
 
     def start(shard_count: int = 1, *, only: int | None = None, listen: str = "", **config: Any) -> Cluster:
         config.setdefault("on_worker_failure", "continue")  # so that no test lets a lease pass for a session that has failed
+        config.setdefault("lease_s", 60.0)  # a busy machine must not look like a dead worker
         shards = [
             ShardServer(ServerConfig(shard_index=i, shard_count=shard_count, listen=listen or any_address(), **config))
             for i in (range(shard_count) if only is None else [only])
@@ -142,10 +161,10 @@ def run_workers(cluster: Callable[..., Cluster]) -> RunWorkers:
     """
 
     def run(world_size: int, shards: int, worker: Callable[[psd_client.ParameterServer], Any], **options: Any) -> list[Any]:
-        servers = cluster(shards, lease_s=60.0).servers  # a busy machine must not look like a dead worker
+        servers = cluster(shards).servers
 
         def connected(rank: int) -> Any:
-            with psd_client.connect(servers, rank, world_size, **{"wait_timeout": 20, **options}) as ps:
+            with psd_client.connect(servers, rank, world_size, **{"wait_timeout": 120, **options}) as ps:
                 return worker(ps)
 
         with ThreadPoolExecutor(world_size) as pool:

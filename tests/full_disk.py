@@ -1,4 +1,4 @@
-"""Disks without room: nothing more can be written, or one call of the system finds none. They need no rights."""
+"""Disks without room: nothing more can be written, or one call of the system finds none, or fails. They need no rights."""
 
 from __future__ import annotations
 
@@ -22,16 +22,24 @@ def full_disk(limit: int = 0) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (before, most))
 
 
+_WRITING = ("open", "mkdir", "ftruncate", "posix_fallocate", "pwrite", "rename", "replace", "fsync")
+_REMOVING = ("unlink", "rmdir")
+
+
 @contextmanager
-def no_room_at(failing, monkeypatch):
-    """The n-th call that could need room finds none; yields the calls that are made."""
-    names = ("open", "mkdir", "ftruncate", "posix_fallocate", "pwrite", "rename", "replace", "fsync")
+def no_room_at(failing, monkeypatch, error=errno.ENOSPC):
+    """The n-th call that could need room finds none; yields the calls that are made. Another error: also removals."""
+    names = _WRITING if error == errno.ENOSPC else _WRITING + _REMOVING
     made = []
 
+    os_open = os.open
+
     def limited(*args, call, **kwargs):
+        if call is os_open and not args[1] & os.O_CREAT:  # what is there needs no room
+            return call(*args, **kwargs)
         made.append(call)
         if len(made) == failing:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            raise OSError(error, os.strerror(error))
         return call(*args, **kwargs)
 
     with monkeypatch.context() as patch:

@@ -17,11 +17,11 @@ LAYERS = {
     "psd.state": ("psd.checkpoint", "psd.contract", "psd.v1", "psd_core"),
     "psd.rim": ("psd.state", "psd.checkpoint", "psd.contract", "psd.v1"),
     "psd.watch": ("psd.contract", "psd.v1"),
-    "psd.cli": ("psd.watch", "psd.rim", "psd.state", "psd.checkpoint", "psd.contract", "psd.v1"),
+    "psd.cli": ("psd.watch", "psd.rim", "psd.state", "psd.checkpoint", "psd.contract", "psd.v1", "psd_core"),
     "psd_client": ("psd.contract", "psd.v1", "psd_core"),
     "psd_client.lanes": ("psd.contract", "psd.v1", "psd_core"),
     "psd_client.worker": ("psd_client.lanes", "psd.contract", "psd.v1", "psd_core"),
-    "psd.v1": (),
+    "psd.v1": ("psd_core",),
     "psd.ray": ("psd.cli",),
     "psd": (),
 }
@@ -60,6 +60,7 @@ OUTSIDE = {
     "socket": (
         "psd.cli",
         "psd.watch.dashboard.server",
+        "psd.watch.dashboard.visitors",
         "psd.rim",
         "psd_client",
         "psd.contract.wire",
@@ -70,6 +71,7 @@ OUTSIDE = {
     "ssl": (
         "psd.rim",
         "psd.watch.dashboard.server",
+        "psd.watch.dashboard.visitors",
         "psd_client",
         "psd.contract.tls",
         "psd.contract.tls_socket",

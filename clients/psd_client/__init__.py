@@ -12,6 +12,7 @@ Importing it imports no framework and opens nothing.
 import logging
 
 from psd import __version__ as __version__
+from psd.contract import environment as _environment  # noqa: F401 - before gRPC is loaded: it says what that is to print
 from psd.contract.config import ConfigError
 from psd.contract.errors import (
     BarrierTimeout,
@@ -49,7 +50,8 @@ from psd.contract.errors import (
 )
 from psd.contract.printable import PrintableRecords
 from psd_client import lbfgs as lbfgs
-from psd_client.client import ParameterServer, connect
+from psd_client.client import ParameterServer
+from psd_client.connecting import connect
 from psd_client.custom_rule import CustomRule
 from psd_client.local import LocalCluster, RunFailed, local
 from psd_client.reader import Reader, ReadTable

@@ -11,7 +11,8 @@ from difflib import get_close_matches
 from inspect import signature
 from typing import Any
 
-from psd_client.client import ParameterServer, connect
+from psd_client.client import ParameterServer
+from psd_client.connecting import connect
 
 OF_CONNECT = signature(connect).parameters.keys() - {"role"}
 OF_THE_JOB = {"consistency", "reduce", "quorum", "aggregation", "clip_norm", "nan_policy"}

@@ -46,8 +46,8 @@ class GradientTransformation(NamedTuple):
     """A transformation like optax's: `init(params) -> state`, `update(gradients, state, params, batch_size=1) -> (updates,
     state)`.
 
-    The state is the worker's clock. batch_size: samples behind the gradients. Outside of jax.jit `update` raises psd's errors;
-    inside, JAX raises its own, with their text.
+    The state is the worker's clock, up to what JAX's whole numbers hold: 2**31 - 1 without jax_enable_x64. batch_size: samples
+    behind the gradients. Outside of jax.jit `update` raises psd's errors; inside, JAX raises its own, with their text.
     """
 
     init: Callable[[Params], State]
@@ -117,11 +117,16 @@ def distribute(
         if learning_rate is not None:
             options["lr"] = learning_rate(worker.clock)
         worker.push_pull_flat([scalar_values(spec, options, 0)], weight_of(batch_size, "batch_size"))
-        return np.asarray(worker.clock, np.int32), *worker.parameters.views
+        return state_of(), *worker.parameters.views
+
+    def state_of() -> NDArray[Any]:
+        """The clock, in JAX's whole numbers; one that has no room there is the largest of them."""
+        dtype = jax.dtypes.canonicalize_dtype(np.int64)
+        return np.asarray(min(worker.clock, np.iinfo(dtype).max), dtype)
 
     def init(params: Params) -> State:
         _leaves(params, tree, "params")
-        return jax.numpy.asarray(worker.clock, "int32")
+        return jax.numpy.asarray(state_of())
 
     def update(gradients: Params, state: State, params: Params = None, *, batch_size: Any = 1.0) -> tuple[Params, State]:
         old = [jax.numpy.asarray(leaf) for leaf in _leaves(params, tree, "params")]
@@ -134,7 +139,7 @@ def distribute(
             if tuple(leaf.shape) != tensor.shape:
                 raise InvalidTensor(f"params[{tensor.name!r}]: shape must be {tensor.shape}, got {tuple(leaf.shape)}")
         if any(isinstance(leaf, jax.core.Tracer) for leaf in (*given, *old, state, batch_size)):
-            clock = jax.ShapeDtypeStruct((), "int32")
+            clock = jax.ShapeDtypeStruct((), jax.dtypes.canonicalize_dtype(np.int64))
             state, *new = io_callback(step, (clock, *shapes), batch_size, *given, ordered=True)
             new = [value.astype(leaf.dtype) for value, leaf in zip(new, old, strict=True)]
         else:

@@ -1,8 +1,9 @@
 """A reader: fetches consistent copies of the parameters while training continues, and takes part in nothing.
 
 It names the same cut to all shards, a few rounds ahead; each shard pins its blocks' pages as they reach it. So the copy is one
-version throughout, no worker waits, and no round counts the reader. Rows of tables it reads as they are. One that has to wait
-itself, for a job that has not begun, says so on the log. Must not know sessions, clocks or gradients.
+version throughout, no worker waits, and no round counts the reader. In jobs without rounds the workers' positions make the cut,
+as they do for checkpoints, and the copy is the state after some pushes of each. Rows of tables it reads as they are. One that
+has to wait itself, for a job that has not begun, says so on the log. Must not know sessions, clocks or gradients.
 """
 
 from __future__ import annotations
@@ -45,6 +46,9 @@ AHEAD = 2
 
 PATIENCE_S = 1.0
 """Seconds without a closed round after which training is at rest, and the reader takes the blocks as they are."""
+
+POSITIONS_PATIENCE_S = 60.0
+"""The same in jobs without rounds, for the workers' positions: one that is lost is waited for as long as its lease."""
 
 DESCRIBE_TIMEOUT_S = READ_TIMEOUT_S = 10.0
 
@@ -146,7 +150,7 @@ class Reader:
             NotDeclared: no job within the wait timeout. ShardUnavailable: a shard could not be reached.
         """
         replies = self._patiently(self._list_vectors)
-        calls = ReadVectors(Fetches(self._shards, lambda: self._config.run_id, READ_TIMEOUT_S))
+        calls = ReadVectors(Fetches(self._shards, lambda _: {"run_id": self._config.run_id}, READ_TIMEOUT_S))
         return ByName("vector", {message.name: as_vector(spec_of(message), calls) for message in replies[0].vectors})
 
     def _list_vectors(self) -> list[vectors_pb2.VectorListReply]:
@@ -190,7 +194,7 @@ class Reader:
     def pull(self) -> dict[str, NDArray[Any]]:
         """The parameters as new arrays by name, float16 and bfloat16 ones as float32; all of one version if the job has rounds.
 
-        In asynchronous jobs each shard's part is of one instant.
+        Else they are what some first pushes of each worker have made of them, the same of all shards.
 
         Raises:
             NotDeclared: no job, or no initial values, within the wait timeout.
@@ -216,9 +220,12 @@ class Reader:
                 progress = max((reply.progress for reply in replies if reply.has_blocks), default=0)
                 rests = progress == seen
                 step, seen = (progress if rests else progress + ahead), progress
-                found = self._read(replies[0].run_id, layout, step, min(PATIENCE_S, deadline - clock()))
+                patience_s = PATIENCE_S if layout.spec.consistency.has_rounds else POSITIONS_PATIENCE_S
+                found = self._read(replies[0].run_id, layout, step, min(patience_s, deadline - clock()))
             except CutMissed as error:
-                if rests:
+                if self._layout is not None and not self._layout.spec.consistency.has_rounds:
+                    Scope().sleep(POLL_S)
+                elif rests:
                     seen = -1  # training goes on after all
                 else:
                     ahead *= 2
@@ -259,12 +266,15 @@ class Reader:
             cut=data_pb2.Cut(id=secrets.token_hex(8), step=step),
         )
         buffers = FlatBuffers(layout)
-        lanes = [lane for lane in self._shards.lanes if layout.blocks_of(lane.shard)]
+        # Without rounds, workers choose their positions when every shard waits for them.
+        lanes = [lane for lane in self._shards.lanes if layout.blocks_of(lane.shard) or not layout.spec.consistency.has_rounds]
 
-        def read_at(lane: Lane, call: Call) -> None:
-            lane.read(request, layout.blocks_of(lane.shard), buffers, call)
+        def read_at(lane: Lane, call: Call) -> set[int]:
+            return lane.read(request, layout.blocks_of(lane.shard), buffers, call)
 
-        self._shards.run(read_at, max(0.1, patience_s) + transfer_s(layout, lanes), lanes)
+        found = self._shards.run(read_at, max(0.1, patience_s) + transfer_s(layout, lanes), lanes)
+        if len(set().union(*found)) > 1:
+            raise CutMissed("workers have joined, or were lost, while their positions were asked for")
         return {
             tensor.name: np.array(view, np.bool_ if tensor.dtype == "bool" else view.dtype)
             for tensor, view in zip(layout.spec.tensors, buffers.views, strict=True)

@@ -55,7 +55,9 @@ class Table:
             as under the dense rule.
         admit_after: n: an id gets a row with its n-th gradient; those before are counted and dropped.
         admit_probability: chance that a gradient counts for `admit_after`, above 0 and at most 1.
-        expire_steps, expire_seconds: a row that nobody has used for so long is removed; 0: never. One of the two.
+        expire_steps, expire_seconds: a row that nobody has used for so long is removed; 0: never. One of the two. Without
+            rounds a step is as many pushes as there are workers. Seconds are the shards' own: no run has the bits of another,
+            with aggregation="exact" neither.
         max_rows: limit of rows, of all shards together; 0: as many as the shards' memory allows.
         at_limit: "evict": rows that were not used for long make room; or "refuse": gradients for new rows are counted and
             dropped.

@@ -118,11 +118,29 @@ class NamedTensors:
         present[list(arrays)] = True
         return present
 
-    def _find(self, name: str) -> int:
+    def whole(self, params: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
+        """All of the tensors, in their order.
+
+        Raises:
+            InvalidTensor: one is missing, unknown, or of another shape.
+        """
+        check_named("params", params)
+        found = {}
+        for spec, dtype in zip(self._specs, self._dtypes, strict=True):
+            if spec.name not in params:
+                raise InvalidTensor(f"params[{spec.name!r}]: is missing; all that were declared are set")
+            array = found[spec.name] = as_array(f"params[{spec.name!r}]", params[spec.name], dtype)
+            if array.shape != spec.shape:
+                raise InvalidTensor(f"params[{spec.name!r}]: shape must be {spec.shape}, got {array.shape}")
+        for name in params:
+            self._find(name, "params")
+        return found
+
+    def _find(self, name: str, what: str = "grads") -> int:
         index = self._index.get(name)
         if index is None:
             known = ", ".join(list(self._index)[:8]) + (", ..." if len(self._index) > 8 else "")
-            raise InvalidTensor(f"grads: no parameter {name!r} was declared; there are {known or 'none'}")
+            raise InvalidTensor(f"{what}: no parameter {name!r} was declared; there are {known or 'none'}")
         return index
 
     def results(self, buffers: FlatBuffers, lent: Sequence[NDArray[Any] | None]) -> dict[str, NDArray[Any]]:

@@ -21,11 +21,11 @@ from numpy.typing import NDArray
 
 from psd.contract.arguments import ByName, choice, whole_number, word
 from psd.contract.errors import InvalidRequest, SpecMismatch, UnknownVector
-from psd.contract.vectors import SIZE_MAX, shown
+from psd.contract.vectors import shown
 from psd_client.vector_arguments import as_indices, as_row_numbers, stretch
 from psd_client.vector_batch import Batch, BatchAnswer, Calls, VectorHandle
 from psd_core.vector import VectorSpec
-from psd_core.vector_operations import DTYPES
+from psd_core.vector_operations import DTYPES, SIZE_MAX
 
 
 class Vector(VectorHandle):

@@ -23,6 +23,18 @@ def write_batches(storage: FileStore, cut: Cut, stage: str, shard_index: int, la
     storage.write(cut.name, _file(cut, stage, shard_index), [seal({**head, "latest": [*latest.items()]})])
 
 
+def count_batches(storage: FileStore, cut: Cut, stage: str) -> int:
+    """Number of the shards that have come to a stage."""
+    files = storage.files(cut.name)
+    return sum(_file(cut, stage, index) in files for index in range(cut.shard_count))
+
+
+def has_batches(storage: FileStore, name: str, stage: str) -> bool:
+    """True if some shard has come to a stage of the cut of that name."""
+    found = map(_NOTE.fullmatch, storage.files(name))
+    return any(note[1] == stage for note in found if note)
+
+
 def read_batches(storage: FileStore, cut: Cut, stage: str) -> list[dict[int, int]] | None:
     """The notes of all shards about a stage, in their order; None while some are missing."""
     names = [_file(cut, stage, index) for index in range(cut.shard_count)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import re
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from psd.contract.jobspec import JobSpec
 from psd.contract.layout import Layout
@@ -21,12 +22,22 @@ WHOLE_KEPT = 2
 TIME_S_MAX = 253_402_300_799.0
 """The last second of the year 9999: no cut is of a later one."""
 
-_NAME = re.compile(r"timeline-(\d{5,})-step-(\d{12,})-([0-9A-Za-z]{1,64})")
+FINAL_ID = "final"
+"""Id of the cut taken when all workers have left."""
+
+ORDER_MAX = 10**12
+"""Largest order of a cut."""
+
+_NAME = re.compile(r"timeline-(\d{5,})(?:-cut-(\d{9,}))?-step-(\d{12,})-([0-9A-Za-z]{1,64})")
+
+STEP_MAX = (1 << 56) - 1
+"""Largest step of a checkpoint that a job can go on from: shards keep a worker's clock in 56 bits."""
 
 
-def name_of(timeline: int, step: int, cut_id: str) -> str:
+def name_of(timeline: int, step: int, cut_id: str, order: int = 0) -> str:
     """Name of the directory of a cut's checkpoint."""
-    return f"timeline-{timeline:05}-step-{step:012}-{cut_id}"
+    cut = f"-cut-{order:09}" if order else ""
+    return f"timeline-{timeline:05}{cut}-step-{step:012}-{cut_id}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,6 +50,8 @@ class Cut:
         timeline: grows whenever the job goes back to an older state, so that what came after counts as newer.
         run_id: the run's name. created_at: seconds since 1970, UTC.
         layout: of the job, for its number of shards.
+        order: greater than an earlier cut's of the timeline where the step alone would not say which is the later one: workers
+            may come and go, and the slowest be at an earlier clock than before.
     """
 
     cut_id: str
@@ -47,12 +60,14 @@ class Cut:
     run_id: str
     created_at: float
     layout: Layout
+    order: int = 0
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[0-9A-Za-z]{1,64}", self.cut_id):
             raise ValueError(f"cut_id: expected 1 to 64 ASCII letters and digits, got {self.cut_id!r}")
-        if self.step < 0 or self.timeline < 0:
-            raise ValueError(f"step and timeline: must not be negative, got {self.step} and {self.timeline}")
+        if self.step < 0 or self.timeline < 0 or self.order < 0:
+            numbers = f"{self.step}, {self.timeline} and {self.order}"
+            raise ValueError(f"step, timeline and order: must not be negative, got {numbers}")
 
     @property
     def spec(self) -> JobSpec:
@@ -66,20 +81,29 @@ class Cut:
 
     @property
     def name(self) -> str:
-        """Name of the checkpoint's directory; names sort by timeline, then by step."""
-        return name_of(self.timeline, self.step, self.cut_id)
+        """Name of the checkpoint's directory; see CutName."""
+        return name_of(self.timeline, self.step, self.cut_id, self.order)
 
 
-class CutName(tuple[int, int, str]):
-    """The timeline, step and cut id in a checkpoint's name. Later ones compare as greater."""
+class CutName(NamedTuple):
+    """The parts of a checkpoint's name. Later ones compare as greater: by timeline, then by order, then by step.
 
-    __slots__ = ()
+    What is stored when all workers have left is the last of its timeline.
+    """
+
+    timeline: int
+    is_final: bool
+    order: int
+    step: int
+    cut_id: str
 
     @classmethod
     def of(cls, name: str) -> CutName | None:
         """Parse a name; None if it is not a checkpoint's."""
         match = _NAME.fullmatch(name)
-        return cls((int(match[1]), int(match[2]), match[3])) if match else None
+        if match is None:
+            return None
+        return cls(int(match[1]), match[4] == FINAL_ID, int(match[2] or 0), int(match[3]), match[4])
 
 
 class CheckpointState(str, enum.Enum):

@@ -12,6 +12,7 @@ CheckpointFailed and leave what was valid valid. Must not know shards, blocks in
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -130,6 +131,21 @@ class CheckpointDirectory:
             vectors,
         )
 
+    def stored(self, cut: Cut, shard_index: int) -> Cut | None:
+        """The cut of that id of which a shard's part is stored, with what its name says there."""
+        for name in self._names():
+            its = _cut_name(name)
+            if its.cut_id == cut.cut_id:
+                found = dataclasses.replace(cut, timeline=its.timeline, step=its.step, order=its.order)
+                if writing.is_written(self.storage, found, shard_index, self.storage.files(name)):
+                    return found
+        return None
+
+    def has_later(self, cut: Cut) -> bool:
+        """True if a checkpoint of a cut that was announced after this one is valid."""
+        times = (info.created_at for info in self.checkpoints() if info.state is CheckpointState.VALID)
+        return any(time is not None and time > cut.created_at for time in times)
+
     def complete(self, cut: Cut) -> bool:
         """Write the manifest if all parts are there. Any shard may, at any time, also several at once.
 
@@ -147,6 +163,15 @@ class CheckpointDirectory:
     def write_batches(self, cut: Cut, stage: str, shard_index: int, latest: Mapping[int, int]) -> None:
         """Note that a shard has come to a stage of a cut, and the number of the latest batch of each session there."""
         batch_notes.write_batches(self.storage, cut, stage, shard_index, latest)
+
+    def count_batches(self, cut: Cut, stage: str) -> int:
+        """Number of the shards that have come to a stage of a cut."""
+        return batch_notes.count_batches(self.storage, cut, stage)
+
+    def has_batches(self, cut: Cut, stage: str) -> bool:
+        """True if some shard has come to a stage of a cut, whatever step that has there."""
+        names = [name for name in self._names() if _cut_name(name).cut_id == cut.cut_id]
+        return any(batch_notes.has_batches(self.storage, name, stage) for name in names)
 
     def read_batches(self, cut: Cut, stage: str) -> list[dict[int, int]] | None:
         """Notes of all shards about a stage; None while some are missing."""
@@ -218,7 +243,7 @@ class CheckpointDirectory:
         return bool(CutName.of(name) and self.storage.files(name))
 
     def _inspect(self, name: str) -> CheckpointInfo:
-        timeline, step, _ = _cut_name(name)
+        timeline, step = _cut_name(name).timeline, _cut_name(name).step
         files = self.storage.files(name)
         nbytes = sum(files.values())
         try:
@@ -266,7 +291,7 @@ class CheckpointDirectory:
         if doomed:
             for info in kept:
                 self.storage.sync(info.name)
-        for info in sorted(doomed, key=lambda info: (not info.base, info.timeline, info.step)):
+        for info in sorted(doomed, key=lambda info: (not info.base, _cut_name(info.name))):
             self._remove(info.name)
         return [info.name for info in doomed]
 

@@ -35,7 +35,9 @@ class EndNote:
         nonce: differs from end to end, so that no two ends make a cut of one name.
         run_id, timeline, layout_digest: of the job; the digest as hexadecimal digits.
         step: progress of the job, as this shard knows it. versions: with rounds, those of its trained blocks, each once.
-        ended_at: seconds since 1970.
+        pushes: without rounds, (rank, session, clock) of each worker's last push that counts here, twice if not all blocks
+            have it; but for workers whose leases have run out, of whom what has counted counts.
+        order: of the last cut that it knows; see Cut. ended_at: seconds since 1970.
     """
 
     nonce: str
@@ -44,6 +46,8 @@ class EndNote:
     layout_digest: str
     step: int
     versions: tuple[int, ...]
+    pushes: tuple[tuple[int, int, int], ...]
+    order: int
     ended_at: float
 
     def is_of_one_job(self, other: EndNote) -> bool:
@@ -51,7 +55,7 @@ class EndNote:
         return dataclasses.replace(self, **_OWN) == dataclasses.replace(other, **_OWN)
 
 
-_OWN: dict[str, Any] = {"nonce": "", "step": 0, "versions": (), "ended_at": 0.0}
+_OWN: dict[str, Any] = {"nonce": "", "step": 0, "versions": (), "pushes": (), "order": 0, "ended_at": 0.0}
 
 
 def note_document(note: EndNote) -> bytes:
@@ -65,12 +69,13 @@ def parse_note(data: bytes, file: str) -> EndNote:
     document = unseal(data, file)
     try:
         note = EndNote(**{field.name: document[field.name] for field in dataclasses.fields(EndNote)})
-        numbers = [note.timeline, note.step, *note.versions]
+        pushes = tuple((rank, session, clock) for rank, session, clock in note.pushes)
+        numbers = [note.timeline, note.step, note.order, *note.versions, *(number for push in pushes for number in push)]
         texts = [note.nonce, note.run_id, note.layout_digest]
         is_whole = all(type(number) is int and 0 <= number <= _NUMBER_MAX for number in numbers)
         if is_whole and all(type(text) is str for text in texts) and 0 <= note.ended_at <= TIME_S_MAX:
-            return dataclasses.replace(note, versions=tuple(note.versions), ended_at=float(note.ended_at))
-    except (ArithmeticError, LookupError, TypeError) as error:
+            return dataclasses.replace(note, versions=tuple(note.versions), pushes=pushes, ended_at=float(note.ended_at))
+    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
         raise CheckpointCorrupt(f"{file}: has unexpected contents: {error!r}") from error
     raise CheckpointCorrupt(f"{file}: has unexpected contents: {note}")
 
@@ -108,17 +113,25 @@ def common_cut(notes: Mapping[int, EndNote], layout: Layout) -> Cut:
     """The cut that all these shards hold; the same for whoever reads the same notes.
 
     Raises:
-        CheckpointFailed: their blocks are of different rounds.
+        CheckpointFailed: their blocks are of different rounds, or have counted different pushes of a worker.
     """
+    counted: dict[int, set[tuple[int, int]]] = {}
+    for note in notes.values():
+        for rank, session, clock in note.pushes:
+            counted.setdefault(rank, set()).add((session, clock))
+    if halves := sorted(rank for rank, pushes in counted.items() if len(pushes) > 1):
+        raise CheckpointFailed(f"the shards ended in the middle of pushes: not all have counted the last of workers {halves}")
     versions = sorted({version for note in notes.values() for version in note.versions})
     if len(versions) > 1:
         raise CheckpointFailed(f"the shards ended in the middle of a round: their blocks are at versions {versions}")
     ordered = [notes[index] for index in sorted(notes)]
+    counting = [note for note in ordered if note.pushes] or ordered  # a shard that has vectors alone hears late of clocks
     return Cut(
         cut_id="end" + hashlib.sha256("".join(note.nonce for note in ordered).encode()).hexdigest()[:8],
-        step=versions[0] if versions else min(note.step for note in ordered),
+        step=versions[0] if versions else min(note.step for note in counting),
         timeline=ordered[0].timeline,
         run_id=ordered[0].run_id,
         created_at=max(note.ended_at for note in ordered),
         layout=layout,
+        order=1 + max(note.order for note in ordered),
     )

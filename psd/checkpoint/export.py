@@ -24,6 +24,7 @@ from psd.checkpoint.reading import RecordReader, TensorPlace, overlapping, tenso
 from psd.checkpoint.row_values import StoredValues
 from psd.checkpoint.storage import Chunk, FileStore, open_parent
 from psd.contract.errors import CheckpointFailed
+from psd.contract.locations import shown
 
 ExportProgress = Callable[[int, int], None]
 """A callback that takes the bytes written so far and the total."""
@@ -48,7 +49,7 @@ def export_tensors(storage: FileStore, manifest: Manifest, path: str, progress: 
     target, file = open_parent(path)
     if path.endswith(parquet.SUFFIX):
         if len(tables) != 1 or not table:
-            raise CheckpointFailed(f"{path}: a Parquet file takes one table, and none was named")
+            raise CheckpointFailed(f"{shown(path)}: a Parquet file takes one table, and none was named")
         target.write("", file, parquet.encode(tables[table].rows(), tables[table].dim))
         return
     # Wide elements first, so that each tensor starts on a multiple of its item size.

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from google.protobuf.message import DecodeError
 
 import psd
-from psd.checkpoint.cut import MANIFEST, Cut, data_file, part_file, rows_file, vectors_file
+from psd.checkpoint.cut import MANIFEST, STEP_MAX, Cut, data_file, part_file, rows_file, vectors_file
 from psd.checkpoint.records import Record, StoredSpace, stored_spaces
 from psd.checkpoint.safetensors import ITEM_BYTES
 from psd.checkpoint.sealing import FORMAT, FORMAT_VERSION, TABLES_VERSION, VECTORS_VERSION, seal, unseal
@@ -325,6 +325,8 @@ class ManifestDocument:
         self._document = unseal(data, self.file)
         try:
             _check_identity(self._document, self.file, {"name": name})
+            if not 0 <= self._document["step"] <= STEP_MAX:
+                raise CheckpointCorrupt(f"{self.file}: step: expected 0 to {STEP_MAX}, got {self._document['step']}")
             self.identity = {key: self._document[key] for key in _IDENTITY}
             self.parts = [PartEntry(**entry) for entry in self._document["parts"]]
             base = self._document.get("base")

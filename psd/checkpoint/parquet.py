@@ -13,6 +13,7 @@ import numpy as np
 from psd.checkpoint.plain import PIECE_BYTES, ValueRows
 from psd.contract.config import ConfigError
 from psd.contract.errors import CheckpointFailed
+from psd.contract.locations import cleared, shown
 
 SUFFIX = ".parquet"
 IDS, ROWS = "id", "row"
@@ -84,22 +85,22 @@ class ParquetTable:
 
     def __init__(self, path: str, ids: str, rows: str) -> None:
         pa, pq = _packages()
-        self.location = path
+        self.location = shown(path)
         self._columns = [ids, rows]
         try:
             self._file = pq.ParquetFile(path)
         except (OSError, pa.ArrowException) as error:
-            raise CheckpointFailed(f"{path}: {error}") from None
+            raise CheckpointFailed(f"{self.location}: {cleared(str(error), path)}") from None
         schema = self._file.schema_arrow
         for name in self._columns:
             if name not in schema.names:
-                raise CheckpointFailed(f"{path}: there is no column {name!r}; there are {', '.join(schema.names)}")
+                raise CheckpointFailed(f"{self.location}: there is no column {name!r}; there are {', '.join(schema.names)}")
         types = [schema.field(name).type for name in self._columns]
         if not pa.types.is_integer(types[0]):
-            raise CheckpointFailed(f"{path}: column {ids!r}: expected whole numbers, got {types[0]}")
+            raise CheckpointFailed(f"{self.location}: column {ids!r}: expected whole numbers, got {types[0]}")
         is_list = any(check(types[1]) for check in (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list))
         if not (is_list and pa.types.is_floating(types[1].value_type)):
-            raise CheckpointFailed(f"{path}: column {rows!r}: expected lists of floating numbers, got {types[1]}")
+            raise CheckpointFailed(f"{self.location}: column {rows!r}: expected lists of floating numbers, got {types[1]}")
         self.count = self._file.metadata.num_rows
         self._errors = (OSError, pa.ArrowException)
         if pa.types.is_fixed_size_list(types[1]):
@@ -108,7 +109,8 @@ class ParquetTable:
             first = next(self._batches(1, [rows]), None)
             self.dim = 1 if first is None else len(first[0][0].as_py() or ())
         if self.dim < 1:
-            raise CheckpointFailed(f"{path}: column {rows!r}: expected at least one number in each row, got none in the first")
+            expected = "expected at least one number in each row, got none in the first"
+            raise CheckpointFailed(f"{self.location}: column {rows!r}: {expected}")
 
     def _batches(self, rows: int, columns: list[str]) -> Iterator[Any]:
         try:
@@ -120,6 +122,8 @@ class ParquetTable:
         """See ValueTable."""
         at = 0
         for batch in self._batches(max(1, PIECE_BYTES // (4 * self.dim)), self._columns):
+            if not len(batch):
+                continue
             ids, rows = (batch.column(name) for name in self._columns)
             values = rows.flatten()
             lengths = np.diff(rows.offsets.to_numpy()) if hasattr(rows, "offsets") else np.full(len(rows), self.dim)

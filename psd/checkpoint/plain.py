@@ -53,7 +53,7 @@ class ValueTable(Protocol):
     location: str
 
     def rows(self) -> Iterator[ValueRows]:
-        """All rows, in pieces of some MiB."""
+        """All rows, in pieces of some MiB, none of them without a row."""
         ...
 
 

@@ -25,10 +25,12 @@ from psd_core.distinct import shard_of
 
 
 class StoredTable:
-    """A table in a checkpoint, as far as one of `shard_count` shards is to have it. An iterable of StoredRows, from the files.
+    """A table in a checkpoint, as far as one of `shard_count` shards is to have it. An iterable of StoredRows, from the files,
+    none of them without a row.
 
     Attributes:
         step: of the table. Where parts differ, the largest, because with it no rule takes a larger step than it would have.
+        clock: of the last push, by which rows are marked as used; the largest likewise, since no row is used after it.
         count: of the rows that will come; about, where it shares parts with other shards.
         width: numbers of a row. history: as of the part with that step.
     """
@@ -52,6 +54,7 @@ class StoredTable:
         )
         latest = max(manifest.parts, key=lambda part: part.tables[table].step)
         self.step = latest.tables[table].step
+        self.clock = max(part.tables[table].clock for part in manifest.parts)
         self.count = int(sum(part.tables[table].rows * self._share(part.shard_index) for part in self._parts))
         self.width = latest.tables[table].width
         self.history = self._history(latest)
@@ -74,11 +77,11 @@ class StoredTable:
             found = 0
             for batch in self._all_of(part):
                 found += len(batch.ids)
-                if self._is_all_ours:
-                    yield batch
-                else:
+                if not self._is_all_ours:
                     index, count = self._shard
-                    yield _where(batch, shard_of(batch.ids, count) == index)
+                    batch = _where(batch, shard_of(batch.ids, count) == index)
+                if len(batch.ids):  # all may have changed since, or be another shard's
+                    yield batch
             if found != part.tables[self._table].rows:
                 raise CheckpointCorrupt(
                     f"{self._manifest.name}: part {part.shard_index} has {found} rows of table {self._table}, and its document "

@@ -42,7 +42,7 @@ class StoredValues:
                 yield self._caught_up(Path(place) / "table", batch)
 
     def _caught_up(self, path: Path, batch: StoredRows) -> ValueRows:
-        group, n = self._group, max(1, len(batch.ids))
+        group, n = self._group, len(batch.ids)
         spec = TableSpec(
             self._spec.name,
             self.dim,

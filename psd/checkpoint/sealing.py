@@ -21,9 +21,9 @@ from psd.contract.errors import CheckpointCorrupt, CheckpointUnsupported
 
 FORMAT = "psd-checkpoint"
 FORMAT_VERSION = 1
-TABLES_VERSION = 2
+TABLES_VERSION = 4
 """Version of the documents of jobs with tables, which an older psd must not take for jobs without."""
-VECTORS_VERSION = 3
+VECTORS_VERSION = 5
 """Version of the documents of checkpoints with server-side vectors, likewise."""
 _VERSIONS = (FORMAT_VERSION, TABLES_VERSION, VECTORS_VERSION)
 
@@ -63,6 +63,6 @@ def unseal(data: bytes, file: str) -> dict[str, Any]:
         raise CheckpointUnsupported(
             f"{file}: is of format {document.get('format')!r}, version {document.get('format_version')!r}, written by psd "
             f"{document.get('psd_version')}; this is psd {psd.__version__}, which reads {FORMAT!r}, "
-            f"versions {min(_VERSIONS)} to {max(_VERSIONS)}"
+            f"versions {', '.join(map(str, _VERSIONS))}"
         )
     return document

@@ -5,7 +5,8 @@ knows.
 
     LocalStorage    writes a temporary name, fsync, rename, fsync of the directory; readers ignore temporary names
     ObjectStorage   puts one object, which such stores show when it is complete. Where a store (memory, SFTP) shows what is
-                    there so far, the sizes and checksums in the manifest, which is written last, tell
+                    there so far, the sizes and checksums in the manifest, which is written last, tell. A file system that
+                    is not made for several threads, such as SFTP's one connection, is asked by one at a time
 
 `crash_point` is called with a few words before each operation that changes a file; a test makes it kill the process or raise
 OSError there. What the system refuses is raised as CheckpointFailed with its words; a file that is not there is a
@@ -17,17 +18,20 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import re
 import secrets
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import fsspec
+from fsspec.asyn import AsyncFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
 from psd.contract.config import ConfigError
 from psd.contract.errors import CheckpointFailed, PsdError
+from psd.contract.locations import cause, cleared, shown
 
 CrashPoint = Callable[[str], None]
 Chunk = bytes | memoryview
@@ -73,7 +77,7 @@ class FileStore(Protocol):
         ...
 
     def sync(self, directory: str) -> None:
-        """Make the directory's entries durable, whoever wrote them."""
+        """Make the directory's entries durable, whoever wrote them; another shard may be removing it at this moment."""
         ...
 
 
@@ -83,7 +87,7 @@ def open_storage(url: str, crash_point: CrashPoint = no_crash) -> FileStore:
     Raises:
         ConfigError: fsspec does not know such URLs, or lacks the package for them, or the store does not take the connection.
     """
-    shown = re.sub(r"//[^/@]*@", "//", url)
+    place = f"checkpoint directory {shown(url)}"
     if not url:
         raise ConfigError("checkpoint directory: expected a path or a URL, got an empty string")
     if "::" in url and "://" not in url:  # a path; fsspec would take it for a chain of URLs, and its first part for the place
@@ -91,14 +95,15 @@ def open_storage(url: str, crash_point: CrashPoint = no_crash) -> FileStore:
     try:
         file_system, path = fsspec.core.url_to_fs(url)
     except ImportError as error:
-        raise ConfigError(f"checkpoint directory {shown}: {error}") from error
+        raise ConfigError(f"{place}: {error}") from error
     except ValueError as error:
-        raise ConfigError(f"checkpoint directory {shown}: expected a path or a URL that fsspec knows: {error}") from error
-    except Exception as error:  # such as SFTP, which dials at once: whatever its package raises
-        raise ConfigError(f"checkpoint directory {shown}: {str(error) or type(error).__name__}") from error
+        expected = "expected a path or a URL that fsspec knows"
+        raise ConfigError(f"{place}: {expected}: {cleared(str(error), url)}") from cause(error, url)
+    except Exception as error:  # noqa: BLE001 - such as SFTP, which dials at once: whatever its package raises
+        raise ConfigError(f"{place}: {cleared(str(error), url) or type(error).__name__}") from cause(error, url)
     if isinstance(file_system, LocalFileSystem):
         return LocalStorage(Path(path), crash_point)
-    return ObjectStorage(file_system, path.rstrip("/"), shown, crash_point)
+    return ObjectStorage(file_system, path.rstrip("/"), url, crash_point)
 
 
 def open_parent(url: str) -> tuple[FileStore, str]:
@@ -108,8 +113,10 @@ def open_parent(url: str) -> tuple[FileStore, str]:
 
 
 @contextlib.contextmanager
-def _surfacing(what: str, kind: type[Exception] = OSError, *, missing_is_failure: bool = False) -> Iterator[None]:
-    """Turn errors of a kind into CheckpointFailed; FileNotFoundError only on request."""
+def _surfacing(
+    what: str, kind: type[Exception] = OSError, *, missing_is_failure: bool = False, url: str = ""
+) -> Iterator[None]:
+    """Turn errors of a kind into CheckpointFailed, without the secrets of the URL; FileNotFoundError only on request."""
     try:
         yield
     except (PsdError, AssertionError):
@@ -118,7 +125,7 @@ def _surfacing(what: str, kind: type[Exception] = OSError, *, missing_is_failure
         if isinstance(error, FileNotFoundError) and not missing_is_failure:
             raise
         words = error.strerror if isinstance(error, OSError) and error.strerror else str(error) or type(error).__name__
-        raise CheckpointFailed(f"{what}: {words}") from error
+        raise CheckpointFailed(cleared(f"{what}: {words}", url)) from cause(error, url)
 
 
 class LocalStorage:
@@ -198,7 +205,7 @@ class LocalStorage:
 
     def sync(self, directory: str) -> None:
         """See FileStore."""
-        with _surfacing(f"cannot sync {self._root / directory}", missing_is_failure=True):
+        with _surfacing(f"cannot sync {self._root / directory}"), contextlib.suppress(FileNotFoundError):
             self._fsync(self._root / directory)
             if directory:
                 self._fsync(self._root)
@@ -230,20 +237,26 @@ def _write_all(descriptor: int, chunk: Chunk) -> None:
 
 
 class ObjectStorage:
-    """A prefix in a store that fsspec knows."""
+    """A prefix in a store that fsspec knows.
 
-    def __init__(self, file_system: Any, path: str, location: str, crash_point: CrashPoint = no_crash) -> None:
-        self.location = location
+    Args:
+        file_system, path: of fsspec. url: both, as the user has given them.
+    """
+
+    def __init__(self, file_system: Any, path: str, url: str, crash_point: CrashPoint = no_crash) -> None:
+        self.location = shown(url)
         self._file_system = file_system
         self._path = path
+        self._url = url
         self._crash_point = crash_point
+        self._turn = _turn(file_system)
 
     def _join(self, *names: str) -> str:
         return "/".join(name for name in (self._path, *names) if name)
 
     def _list(self, directory: str) -> list[dict[str, Any]]:
         path = self._join(directory)
-        with _surfacing(f"cannot list {path}", Exception):
+        with _surfacing(f"cannot list {path}", Exception, url=self._url), self._turn:
             try:
                 self._file_system.invalidate_cache()
                 return list(self._file_system.ls(path, detail=True))
@@ -261,44 +274,81 @@ class ObjectStorage:
     def read(self, directory: str, file: str, start: int = 0, stop: int | None = None) -> bytes:
         """See FileStore."""
         path = self._join(directory, file)
-        with _surfacing(f"cannot read {path}", Exception):
+        with _surfacing(f"cannot read {path}", Exception, url=self._url), self._turn:
             return bytes(self._file_system.cat_file(path, start=start, end=stop))
 
     def write(self, directory: str, file: str, chunks: Iterable[Chunk]) -> None:
         """See FileStore."""
         path = self._join(directory, file)
-        with _surfacing(f"cannot write {path}", Exception, missing_is_failure=True):
+        with _surfacing(f"cannot write {path}", Exception, missing_is_failure=True, url=self._url):
             self._crash_point(f"create {file}")
+            with self._turn:
+                stream = self._open_new(directory, path)
             try:
-                stream = self._file_system.open(path, "wb")
-            except FileNotFoundError:  # a store with real directories, such as SFTP
-                self._file_system.makedirs(self._join(directory), exist_ok=True)
-                stream = self._file_system.open(path, "wb")
-            try:
-                with stream:
-                    for chunk in chunks:
-                        self._crash_point(f"write {file}")
+                # A turn for each chunk, not for all: the chunks may come from files that other threads read there meanwhile.
+                for chunk in chunks:
+                    self._crash_point(f"write {file}")
+                    with self._turn:
                         stream.write(chunk)
-                    self._crash_point(f"put {file}")
+                self._crash_point(f"put {file}")
+                with self._turn:
+                    stream.close()
             except BaseException:
-                with contextlib.suppress(Exception):  # closing may have put what there was
+                with contextlib.suppress(Exception), self._turn:  # closing may have put what there was
+                    with contextlib.suppress(Exception):
+                        stream.close()
                     self._file_system.rm_file(path)
                 raise
+
+    def _open_new(self, directory: str, path: str) -> Any:
+        """A file to write to, in a directory that other shards may be making at this moment."""
+        try:
+            return self._file_system.open(path, "wb")
+        except FileNotFoundError:  # a store with real directories, such as SFTP
+            parent = self._join(directory)
+        for left in reversed(range(parent.count("/") + 1)):
+            try:
+                self._file_system.makedirs(parent, exist_ok=True)
+                break
+            except Exception:
+                # It looks, and then makes: another may have made the directory, or one above it, in between.
+                self._file_system.invalidate_cache()
+                if self._file_system.isdir(parent):
+                    break
+                if not left:
+                    raise
+        return self._file_system.open(path, "wb")
 
     def remove(self, directory: str, file: str) -> None:
         """See FileStore."""
         path = self._join(directory, file)
-        with _surfacing(f"cannot remove {path}", Exception), contextlib.suppress(FileNotFoundError):
+        with _surfacing(f"cannot remove {path}", Exception, url=self._url), contextlib.suppress(FileNotFoundError):
             self._crash_point(f"remove {file}")
-            self._file_system.rm_file(path)
+            with self._turn:
+                self._file_system.rm_file(path)
 
     def remove_directory(self, directory: str) -> None:
         """See FileStore. In most stores a directory is gone with its last file, and there is nothing to remove."""
-        with contextlib.suppress(OSError, NotImplementedError):
+        with contextlib.suppress(OSError, NotImplementedError), self._turn:
             self._file_system.rmdir(self._join(directory))
 
     def sync(self, directory: str) -> None:
         """See FileStore. What such a store shows is durable."""
+
+
+_turns: WeakKeyDictionary[Any, threading.Lock] = WeakKeyDictionary()
+"""Locks by file system: fsspec gives a thread the same one again for the same URL."""
+
+_turns_lock = threading.Lock()
+
+
+def _turn(file_system: Any) -> contextlib.AbstractContextManager[Any]:
+    """A lock for whoever asks a file system, unless it, and the one that it wraps, is made for several threads."""
+    inner = getattr(file_system, "fs", None)
+    if isinstance(file_system, AsyncFileSystem) and (inner is None or isinstance(inner, AsyncFileSystem)):
+        return contextlib.nullcontext()
+    with _turns_lock:
+        return _turns.setdefault(file_system, threading.Lock())
 
 
 def _name(entry: dict[str, Any]) -> str:

@@ -1,6 +1,6 @@
 """A checkpoint's facts about tables, and their layout in a shard's `.rows` file: *chunks*, one behind the other.
 
-    rows       ids (n,) u64, last use (n,) u32, zeros up to a multiple of 8 bytes, rows (n, width) f32: value and slots
+    rows       ids (n,) u64, last use (n,) u64, rows (n, width) f32: value and slots
     removed    ids (n,) u64 of rows that are not there any more
     history    (n, k) f64: where rows catch up, from which step on which scalars held
 
@@ -21,6 +21,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from psd_core.table import CLOCK_MAX, STEP_MAX
+
 CHUNK_BYTES = 4 << 20
 """Bytes of rows from which on a chunk is written."""
 
@@ -28,10 +30,10 @@ ROWS, REMOVED, HISTORY = "rows", "removed", "history"
 
 
 class StoredRows(NamedTuple):
-    """Rows of a table. `ids`: (n,) uint64; `used`: (n,) uint32, clock of the last use; `rows`: (n, width) float32."""
+    """Rows of a table. `ids`: (n,) uint64; `used`: (n,) uint64, clock of the last use; `rows`: (n, width) float32."""
 
     ids: NDArray[np.uint64]
-    used: NDArray[np.uint32]
+    used: NDArray[np.uint64]
     rows: NDArray[np.float32]
 
 
@@ -46,11 +48,12 @@ class TablePart(Protocol):
     """A table's partition at the cut, as its shard hands it over: a psd_core.table.TableSnapshot, iterated once.
 
     Attributes:
-        step: of the table. count: of all its rows on the shard. width: numbers of a row.
+        step: of the table. clock: of its last push. count: of all its rows on the shard. width: numbers of a row.
         is_full: it has all rows; else those that came after a mark. removed: ids that went after it.
     """
 
     step: int
+    clock: int
     count: int
     width: int
     is_full: bool
@@ -63,6 +66,7 @@ class TableRecord(NamedTuple):
     """The entry of a table in a part's document. `rows`: how many there are on the shard; else see TablePart."""
 
     step: int
+    clock: int
     rows: int
     width: int
     is_full: bool
@@ -86,11 +90,7 @@ class Chunk(NamedTuple):
 
 def rows_nbytes(count: int, width: int) -> int:
     """Bytes of a chunk of rows."""
-    return 8 * count + _used_nbytes(count) + 4 * count * width
-
-
-def _used_nbytes(count: int) -> int:
-    return 8 * (-(-count // 2))
+    return 16 * count + 4 * count * width
 
 
 def encode_tables(parts: Iterable[TablePart], chunks: list[Chunk]) -> Iterator[bytes | memoryview]:
@@ -129,28 +129,28 @@ def _chunks_of(part: TablePart) -> Iterator[tuple[str, int, list[NDArray[Any]]]]
 
 def _rows_chunk(batches: list[_Batch]) -> tuple[str, int, list[NDArray[Any]]]:
     ids = np.concatenate([batch.heads["id"] for batch in batches])
-    used = np.zeros(_used_nbytes(len(ids)) // 4, np.uint32)
-    np.concatenate([batch.heads["used"] for batch in batches], out=used[: len(ids)])
+    used = np.concatenate([batch.heads["used"] for batch in batches])
     return ROWS, len(ids), [ids, used, *(batch.rows for batch in batches if batch.rows.size)]
 
 
 def decode_rows(chunk: Chunk, data: bytes, width: int) -> StoredRows:
     """A chunk's rows, as read-only views of its bytes."""
-    used_at = 8 * chunk.rows
-    rows_at = used_at + _used_nbytes(chunk.rows)
     return StoredRows(
         np.frombuffer(data, "<u8", chunk.rows),
-        np.frombuffer(data, "<u4", chunk.rows, used_at),
-        np.frombuffer(data, "<f4", chunk.rows * width, rows_at).reshape(chunk.rows, width),
+        np.frombuffer(data, "<u8", chunk.rows, 8 * chunk.rows),
+        np.frombuffer(data, "<f4", chunk.rows * width, 16 * chunk.rows).reshape(chunk.rows, width),
     )
 
 
 def problem_of(records: tuple[TableRecord, ...], chunks: tuple[Chunk, ...], nbytes: int) -> str:
     """The first way in which a part's document contradicts itself, in words; empty if it does not."""
-    numbers = [n for r in records for n in (r.step, r.rows, r.width)]
+    numbers = [n for r in records for n in (r.step, r.clock, r.rows, r.width)]
     numbers += [n for c in chunks for n in (c.table, c.rows, c.start, c.nbytes, c.crc32)]
     if not all(type(n) is int and n >= 0 for n in numbers) or not all(type(r.is_full) is bool and r.width for r in records):
         return "describes tables wrongly"
+    for table, record in enumerate(records):
+        if record.step > STEP_MAX or record.clock > CLOCK_MAX:
+            return f"has table {table} at step {record.step} and clock {record.clock}, from which no table goes on"
     end = 0
     found = [0] * len(records)
     for chunk in chunks:

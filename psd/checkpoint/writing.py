@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 
 import psd
 from psd.checkpoint import manifest as documents
@@ -43,7 +44,7 @@ def write_part(
 ) -> int:
     """See CheckpointDirectory.write_part."""
     files = storage.files(cut.name)
-    if _is_written(storage, cut, shard_index, files):
+    if is_written(storage, cut, shard_index, files):
         return 0
     if len(tables) != len(cut.spec.tables):
         raise CheckpointFailed(f"{cut.name}: shard {shard_index} has {len(tables)} tables of {len(cut.spec.tables)}")
@@ -77,7 +78,7 @@ def write_part(
         client_states=client_states,
         learning_rates=tuple(learning_rates),
         psd_version=psd.__version__,
-        tables=tuple(TableRecord(table.step, table.count, table.width, table.is_full) for table in tables),
+        tables=tuple(TableRecord(table.step, table.clock, table.count, table.width, table.is_full) for table in tables),
         chunks=tuple(chunks),
         rows_bytes=sum(chunk.nbytes for chunk in chunks),
         base=base,
@@ -102,7 +103,7 @@ def _base_of(storage: FileStore, cut: Cut, name: str) -> tuple[BaseEntry, Manife
     return BaseEntry(name, sha256), manifest
 
 
-def _is_written(storage: FileStore, cut: Cut, shard_index: int, files: Mapping[str, int]) -> bool:
+def is_written(storage: FileStore, cut: Cut, shard_index: int, files: Mapping[str, int]) -> bool:
     """True if the part is there and whole: some object stores show the remains of an interrupted put."""
     file = part_file(shard_index, cut.shard_count)
     if file not in files:
@@ -188,9 +189,26 @@ def complete(storage: FileStore, cut: Cut) -> bool:
     parts = [_read_part(cut, index, text, files) for index, text in enumerate(texts)]
     if difference := difference_of([(part.vectors, part.sessions) for part in parts]):
         raise CheckpointFailed(f"{cut.name}: batches on vectors were under way at the cut: {difference}")
+    if difference := _difference_of_positions(cut, parts):
+        raise CheckpointFailed(f"{cut.name}: its parts are no cut: {difference}", parts="differ")
     entry, base = _base_of(storage, cut, next((part.base for part in parts if part.base), "")) or (None, None)
     manifest = documents.manifest_document(cut, parts, texts, entry)
     ManifestDocument(manifest, cut.name).with_parts(parts, base)  # raises unless readers will take it
     storage.sync(cut.name)  # the other shards' files, before the word that they are there
     storage.write(cut.name, MANIFEST, [manifest])
     return True
+
+
+def _difference_of_positions(cut: Cut, parts: Sequence[Part]) -> str:
+    """The first worker in whose pushes the parts differ, in a job without rounds; empty if there is none. Workers may have come
+    and gone while positions were asked for."""
+    if cut.spec.consistency.has_rounds:
+        return ""
+    layout = cut.layout
+    trained = [p for p in parts if cut.spec.tables or any(block.trained for block in layout.blocks_of(p.shard_index))]
+    for first, part in pairwise(trained):
+        for rank in sorted(first.worker_clocks.keys() | part.worker_clocks.keys()):
+            ours, theirs = first.worker_clocks.get(rank), part.worker_clocks.get(rank)
+            if ours != theirs:
+                return f"worker {rank} is at step {ours} on shard {first.shard_index}, at {theirs} on shard {part.shard_index}"
+    return ""

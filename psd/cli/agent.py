@@ -1,7 +1,8 @@
 """psd-run's other side on a host that it reaches over ssh: is told the command line that psd-run was given, and takes part in
 the job.
 
-Its standard input and output are the connection, so that nothing else may be printed there.
+Its standard input and output are the connection, so that nothing else may be printed there from now on. What the login shell
+has printed comes before the first message, and its last line may have no end.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from psd.cli.wakeups import JOB_SIGNALS, Wakeups
 def main() -> int:
     """Take part in a job; returns its exit status."""
     prepare_streams()
+    os.write(1, b"\n")
     link = NodeLink(os.dup(0), os.dup(1))
     nowhere = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nowhere, 0)

@@ -11,11 +11,13 @@ import argparse
 import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import psd
 from psd.cli.terminal import show
 from psd.contract.config import ConfigError, ServerConfig
+from psd.contract.locations import shown
 from psd.contract.printable import printable
 
 EXIT_OK = 0
@@ -73,7 +75,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print one line and exit with status 2."""
-        show(f"{self.prog}: error: {printable(message)} ({self.prog} --help explains)", is_error=True)
+        show(f"{self.prog}: error: {printable(shown(message))} ({self.prog} --help explains)", is_error=True)
         raise SystemExit(EXIT_USAGE)
 
     def add_information(self) -> None:
@@ -117,6 +119,17 @@ def seconds(text: str) -> float:
         raise argparse.ArgumentTypeError(f"expected seconds, such as 10 or 0.5, got {text!r}") from None
 
 
+def location(text: str) -> str:
+    """A converter for argparse: a path or a URL; of @FILE what the file holds, so that no secret is among the arguments."""
+    if not text.startswith("@"):
+        return text
+    try:
+        return Path(text[1:]).read_text().strip()
+    except (OSError, ValueError) as error:
+        words = error.strerror if isinstance(error, OSError) else "it holds no text"
+        raise argparse.ArgumentTypeError(f"cannot read {text[1:]}: {words}") from None
+
+
 class Option(NamedTuple):
     """A flag that takes a value. Its help shows the default, unless that is empty or the help names it."""
 
@@ -156,8 +169,9 @@ SERVER_DEFAULTS = vars(ServerConfig(0, 1))
 CHECKPOINT_OPTIONS: Options = {
     "checkpoint_dir": Option(
         "URL",
-        "where checkpoints are stored, and looked for at the start: a path, or any URL that fsspec knows (default: no "
-        "checkpoints)",
+        "where checkpoints are stored, and looked for at the start: a path, any URL that fsspec knows, or @FILE, a file that "
+        "holds the URL, if that has a password (default: no checkpoints)",
+        location,
     ),
     "checkpoint_secs": Option("S", "take one every S seconds; 0: not by time", seconds),
     "checkpoint_steps": Option("N", "take one every N steps; 0: not by steps", whole_number),
@@ -166,9 +180,13 @@ CHECKPOINT_OPTIONS: Options = {
         "URL",
         "begin with this checkpoint, or the newest in this directory, if there is nothing to continue with: neither a state "
         "directory nor a checkpoint in --checkpoint-dir. With --parameters-only also a plain .safetensors file",
+        location,
     ),
 }
 """Options of psd-server that psd-run passes on to it; fields of ServerConfig."""
+
+LOCATION_OPTIONS = tuple(name for name, option in CHECKPOINT_OPTIONS.items() if option.type is location)
+"""Those of them that may have a secret in them."""
 
 
 def add_checkpoint_options(parser: argparse.ArgumentParser) -> None:

@@ -14,11 +14,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from psd.checkpoint import CheckpointDirectory, CheckpointInfo, CheckpointState, import_table
-from psd.cli.arguments import EXIT_FAILURE, EXIT_OK, Commands, Parser, add_command
+from psd.cli.arguments import EXIT_FAILURE, EXIT_OK, Commands, Parser, add_command, location
 from psd.cli.report import table
 from psd.cli.terminal import show
 from psd.contract.config import ConfigError
 from psd.contract.errors import PsdError
+from psd.contract.locations import shown
 from psd.contract.printable import printable
 from psd.watch.words import size
 
@@ -49,7 +50,8 @@ BUILDS ON names the step of the checkpoint that is needed, too: this one has the
 changed since. It is kept for that. LR SCALE is shown where psdctl set-lr has scaled the learning rate; a job
 that goes on from there has the same scale.
 
-A timeline begins whenever a job goes back to a checkpoint; a later timeline counts as newer, whatever the step.
+A timeline begins whenever a job goes back to a checkpoint; a later timeline counts as newer, whatever the step. So
+does, in a timeline, a later cut, where names have its number.
 
 exit status:
   0     there is a valid checkpoint, and none is damaged
@@ -133,25 +135,28 @@ def add_commands(commands: Commands) -> None:
     parser = add_command(commands, "export", "URL [NAME] --to FILE", _EXPORT_DESCRIPTION, _EXPORT_EPILOG)
     _where(parser, "one checkpoint, as psdctl checkpoints shows it (default: the newest valid one)")
     what = parser.add_argument_group("what to write")
-    what.add_argument("--to", required=True, metavar="FILE", help="path or URL of the file to write")
+    what.add_argument("--to", required=True, metavar="FILE", type=location, help="path or URL of the file to write")
     what.add_argument("--table", default="", metavar="NAME", help="write this table alone, and no tensors")
     _finish(parser, _run_export)
 
     parser = add_command(commands, "import", "FILE --table NAME --to FILE", _IMPORT_DESCRIPTION, _IMPORT_EPILOG)
     what = parser.add_argument_group("what to read")
-    what.add_argument("source", metavar="FILE", help="a .parquet file, or path or URL of a safetensors file")
+    what.add_argument("source", metavar="FILE", type=location, help="a .parquet file, or path or URL of a safetensors file")
     what.add_argument("--ids", default="", metavar="NAME", help="the column or tensor of ids (default: see below)")
     what.add_argument("--rows", default="", metavar="NAME", help="the column or tensor of rows (default: see below)")
     what = parser.add_argument_group("what to write")
     what.add_argument("--table", required=True, metavar="NAME", help="name of the table in the job")
-    what.add_argument("--to", required=True, metavar="FILE", help="path or URL of the safetensors file to write")
-    what.add_argument("--with", dest="others", default="", metavar="FILE", help="copy the other tensors of this file")
+    what.add_argument("--to", required=True, metavar="FILE", type=location, help="path or URL of the safetensors file to write")
+    what.add_argument(
+        "--with", dest="others", default="", metavar="FILE", type=location, help="copy the other tensors of this file"
+    )
     _guard(parser, _run_import)
 
 
 def _where(parser: Parser, name_help: str | None) -> None:
     group = parser.add_argument_group("which checkpoints" if name_help is None else "which checkpoint")
-    group.add_argument("url", metavar="URL", help="a local path, or any URL that fsspec takes: s3://, gs://, hdfs://, ...")
+    where = "a local path, any URL that fsspec takes: s3://, gs://, hdfs://, ..., or @FILE, a file that holds one"
+    group.add_argument("url", metavar="URL", type=location, help=where)
     if name_help is not None:
         group.add_argument("name", metavar="NAME", nargs="?", help=name_help)
 
@@ -285,16 +290,16 @@ def _run_export(directory: CheckpointDirectory, args: argparse.Namespace) -> int
     if manifest is None:
         show(f"psdctl export: error: there is no valid checkpoint in {directory.location}", is_error=True)
         return EXIT_FAILURE
-    directory.export(manifest, args.to, _progress(f"writing {args.to}"), args.table)
+    directory.export(manifest, args.to, _progress(f"writing {shown(args.to)}"), args.table)
     tables = [args.table] if args.table else [table.name for table in manifest.spec.tables]
     what = "" if args.table else f"{len(manifest.spec.tensors)} tensors"
     what += " and " * bool(what and tables) + (f"table{'s' * (len(tables) > 1)} {', '.join(tables)}" if tables else "")
     if args.json:
         tensors = 0 if args.table else len(manifest.spec.tensors)
-        done = {"to": args.to, "name": manifest.name, "step": manifest.step, "tensors": tensors, "tables": tables}
+        done = {"to": shown(args.to), "name": manifest.name, "step": manifest.step, "tensors": tensors, "tables": tables}
         print(json.dumps(done), flush=True)
     else:
-        show(f"{args.to}: {what} of step {manifest.step}, from {manifest.name}")
+        show(f"{shown(args.to)}: {what} of step {manifest.step}, from {manifest.name}")
     return EXIT_OK
 
 
@@ -304,9 +309,9 @@ def _run_export(directory: CheckpointDirectory, args: argparse.Namespace) -> int
 def _run_import(args: argparse.Namespace) -> int:
     found = import_table(args.source, args.to, args.table, ids=args.ids, rows=args.rows, others=args.others)
     if args.json:
-        print(json.dumps({"to": args.to, "table": args.table, "rows": found.count, "dim": found.dim}), flush=True)
+        print(json.dumps({"to": shown(args.to), "table": args.table, "rows": found.count, "dim": found.dim}), flush=True)
     else:
-        show(f"{args.to}: table {args.table} with {found.count} rows of {found.dim} numbers, from {args.source}")
+        show(f"{shown(args.to)}: table {args.table} with {found.count} rows of {found.dim} numbers, from {shown(args.source)}")
     return EXIT_OK
 
 

@@ -29,6 +29,7 @@ from psd.cli import (
 )
 from psd.cli.arguments import EXIT_FAILURE, EXIT_OK, Commands, Parser, add_command, seconds
 from psd.cli.job_arguments import add_where, check, check_seconds
+from psd.cli.own_arguments import hide_secrets
 from psd.cli.report import as_json, as_text
 from psd.cli.shard_calls import CallFailed, call_shard
 from psd.cli.terminal import NO_ROOM, discard, prepare_streams, show
@@ -212,6 +213,7 @@ def _other_parsers() -> dict[str, Parser]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status."""
     prepare_streams()
+    hide_secrets()
     parser = Parser("psdctl", _USAGE, _DESCRIPTION, _EPILOG)
     commands = parser.add_subparsers(metavar="COMMAND", required=True, help=argparse.SUPPRESS, title=argparse.SUPPRESS)
     _add_status(commands)

@@ -1,6 +1,6 @@
 """A host's part of a job that another host leads: runs what that one says of the command that it was itself started with.
 
-    join -> nonce -> hello -> welcome, begin -> ready; then start, signal -> output, exit; until end
+    join -> nonce -> hello -> welcome, begin -> ready; then start, signal, tell -> output, exit; until end
 
 It ends everything here when the connection has ended, whoever was to blame, since nobody else would: a job that has lost its
 leader cannot go on. The other side is psd/cli/gathering.py; psd/cli/agent.py begins it over ssh.
@@ -110,6 +110,8 @@ class Follower:
             self._introduce(message)
         elif "start" in message:
             self._running.start(self._name(message["start"]), message["addresses"])
+        elif "tell" in message:
+            self._running.tell(self._name(message["tell"]), str(message["line"]))
         elif "signal" in message:
             self._running.signal(self._name(message["signal"]), signal.Signals(message["signum"]))
         elif "begin" in message:

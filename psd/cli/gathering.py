@@ -3,7 +3,7 @@
     join            from a node: its version of psd                                 ->   nonce
     hello           from a node: its proof, what it was asked to run, which number it wants, its address   ->   welcome, a proof
     begin           to all, when all are there: the run's id, each one's number     ->   ready, or failed, and why
-    start, signal                                                                   ->   output, exit, say
+    start, signal, tell                                                             ->   output, exit, say
     told            from a node that got Ctrl-C: the job is to end everywhere
     end             to all: the job's status; they clear away, and end
 
@@ -55,6 +55,9 @@ STRANGERS_MESSAGE_BYTES_MAX = 16 << 10
 
 _REFUSALS_SAID_MAX = 20
 """Different refusals that the user is told of; whoever dials on and on is to fill no log."""
+
+PRINTED_MAX = 200
+"""Characters of a line that are quoted, of those that a host prints before its psd-run speaks."""
 
 END_S = 20.0
 """Seconds for nodes to clear away in the end, before their connections are closed."""
@@ -200,6 +203,10 @@ class Gathering:
         """Have a process signalled."""
         self._send(name, {"signal": [name.kind, name.number], "signum": signum})
 
+    def tell(self, name: Name, line: str) -> None:
+        """Have a shard told something."""
+        self._send(name, {"tell": [name.kind, name.number], "line": line})
+
     def close(self, status: int) -> None:
         """Tell all nodes that the job is over, and wait until they have cleared away, but not for long."""
         self._gather_by, self._is_over = None, True
@@ -301,7 +308,8 @@ class Gathering:
         if peer.has_joined:
             self._leader.on_lost(self._plan.places.names(peer.number), f"node {peer.number}{host} is lost: {why}")
         else:
-            self._leader.on_lost([], f"node {peer.number}{host} has not joined: {end or why}")
+            words = "".join(f"; it printed: {printable(line[:PRINTED_MAX])}" for line in peer.link.preamble)
+            self._leader.on_lost([], f"node {peer.number}{host} has not joined: {end or why}{words}")
 
     def _meet(self, peer: Peer, message: Message) -> None:
         """Handle what one says that has not joined yet; begin when all are there. NotAdmittedError: it cannot join."""

@@ -70,7 +70,11 @@ class HostProcesses:
         self._watchdog: Watchdog | None = None
         self._watchdogs_left = _WATCHDOGS_MAX
         self._state = StateDirectory(
-            plan.state_dirs[plan.node], plan.run_id, plan.places.shards, is_private=plan.is_state_private
+            plan.state_dirs[plan.node],
+            plan.run_id,
+            plan.places.shards,
+            is_private=plan.is_state_private,
+            urls=plan.urls,
         )
         descriptors.allow(len(plan.places.names(plan.node)) + DESCRIPTORS_BESIDE)
         self._start_watchdog()
@@ -92,7 +96,7 @@ class HostProcesses:
         else:
             command, environ = plan.worker_command, plan.worker_environ(name.number, addresses)
         try:
-            child = Child(command, environ)
+            child = Child(command, environ, is_told=name.kind == "shard")
         except OSError as error:
             self._say(f"cannot start {name}: {error}")
             self._unborn.append(name)
@@ -107,6 +111,11 @@ class HostProcesses:
         """Signal a process, with all that it has started; nothing if it has ended."""
         if name in self._children:
             self._children[name].signal(signum)
+
+    def tell(self, name: Name, line: str) -> None:
+        """Tell a shard something, on its standard input; nothing if it has ended."""
+        if name in self._children:
+            self._children[name].tell(line)
 
     @property
     def living(self) -> list[Name]:
@@ -166,7 +175,7 @@ class HostProcesses:
                 self._state.lock_fd,
                 node_mark=self._plan.node_mark,
                 groups=[child.pid for child in self._children.values()],
-                directories=[self._state.path] if self._state.is_private else [],
+                paths=[self._state.path] if self._state.is_private else self._state.url_files,
             )
         except OSError as error:
             self._say(f"cannot start the watchdog ({error}); if psd-run is killed, its processes may be left behind")

@@ -19,6 +19,7 @@ from psd.cli.credentials import secrets_of
 from psd.cli.manifests import Manifest
 from psd.cli.terminal import show
 from psd.contract.config import ConfigError
+from psd.contract.locations import shown
 
 
 class Kubectl:
@@ -102,8 +103,8 @@ def _make_room(kubectl: Kubectl, name: str, replicas: int, checkpoint_dir: str) 
     config = kubectl.get("configmap", name)
     stored = config["data"].get("CHECKPOINT_DIR", "") if config is not None else ""
     if stored != checkpoint_dir:
-        raise ConfigError(f"--checkpoint-dir: the running shards have {stored!r}, not {checkpoint_dir!r}")
-    _say(f"taking a checkpoint of {replicas} shards in {stored}")
+        raise ConfigError(f"--checkpoint-dir: the running shards have {shown(stored)!r}, not {shown(checkpoint_dir)!r}")
+    _say(f"taking a checkpoint of {replicas} shards in {shown(stored)}")
     checkpoint = kubectl("exec", f"{name}-0", "--container", "shard", "--", "psdctl", "checkpoint").strip()
     _say(f"stored {checkpoint}; removing workers and shards")
     kubectl("delete", "job", f"{name}-worker", "--ignore-not-found", "--cascade=foreground")

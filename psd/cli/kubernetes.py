@@ -20,6 +20,7 @@ from psd.cli.logs import LOG_LEVEL
 from psd.cli.manifests import Manifest
 from psd.cli.terminal import show
 from psd.contract.config import ConfigError, Limits, ServerConfig
+from psd.contract.locations import has_secret, shown
 
 SCRIPT_BYTES_MAX = 1 << 20
 """The limit of a ConfigMap."""
@@ -72,6 +73,7 @@ class Deployment:
                 f"--checkpoint-dir: {self.checkpoint_dir!r} would be a different place in each pod; expected a URL that all "
                 "shards reach, such as s3://bucket/run-7"
             )
+        check_no_secret("--checkpoint-dir", self.checkpoint_dir)
         if self.is_rescale and not self.checkpoint_dir:
             raise ConfigError("--rescale: needs --checkpoint-dir; the new shards start from a checkpoint")
 
@@ -228,7 +230,17 @@ def _beginning(args: argparse.Namespace) -> list[str]:
         raise ConfigError(
             f"--from-checkpoint: {args.from_checkpoint!r} would be a different place in each pod; expected a URL that all reach"
         )
+    check_no_secret("--from-checkpoint", args.from_checkpoint)
     return [f"--from-checkpoint={args.from_checkpoint}", *(["--parameters-only"] if args.parameters_only else [])]
+
+
+def check_no_secret(option: str, url: str) -> None:
+    """Raise ConfigError for a URL that would stand in the manifests, and so in the cluster, with a secret in it."""
+    if has_secret(url):
+        raise ConfigError(
+            f"{option}: {shown(url)} is given with a password or key, which everybody could read in the manifests; give it "
+            "to the pods in a Secret, such as AWS_SECRET_ACCESS_KEY or FSSPEC_SFTP_PASSWORD in the shards' environment"
+        )
 
 
 def worker_command(words: Sequence[str]) -> tuple[Path | None, list[str]]:

@@ -26,8 +26,8 @@ from psd.cli.host_processes import DASHBOARD, DESCRIPTORS_BESIDE, HostProcesses
 from psd.cli.log_files import LogFiles
 from psd.cli.output import Lines, Prefixes
 from psd.cli.plan import Plan
-from psd.cli.policy import Action, JobPolicy, Name, Phase, Say, Send
-from psd.cli.server import DONE_PATTERN, LAST_CHECKPOINT_PATTERN, STORED_PATTERN
+from psd.cli.policy import Action, JobPolicy, Name, Phase, Say, Send, Tell
+from psd.cli.server import DONE_PATTERN, HAS_STORED, LAST_CHECKPOINT_PATTERN, STORED_PATTERN
 from psd.cli.state import shard_path
 from psd.cli.summary import Summary
 from psd.cli.terminal import NO_ROOM, WholeWriter, discard
@@ -137,6 +137,9 @@ class Launcher:
             self._write([])
         if gathering is not None:
             gathering.on_time(now)
+        if self._policy.deadline is not None and self._policy.deadline <= now:
+            for key, _ in self._selector.select(0):  # what has come in time counts, though all else has kept us from it
+                key.data()
         # Again after each: what one event decides may change what the next one means.
         if self._policy.deadline is not None and self._policy.deadline <= now:
             self._perform(self._policy.on_deadline(now))
@@ -178,7 +181,6 @@ class Launcher:
         if name == DASHBOARD:  # the job goes on without it
             self.say(f"the dashboard has ended with status {returncode}")
             return
-        self._summary.on_exit(name.kind, time.monotonic())
         self._perform(self._policy.on_exit(name, returncode, time.monotonic()))
 
     def on_signal(self, signum: int, count: int) -> None:
@@ -209,9 +211,11 @@ class Launcher:
             assert where is not None
             if isinstance(action, Send):
                 where.signal(action.name, action.signum)
+            elif isinstance(action, Tell):
+                where.tell(action.name, action.line)
             else:
                 self._lines[action.name] = Lines(is_live=self._display.is_live)
-                self._summary.on_start(action.name.kind, action.name.number, time.monotonic())
+                self._summary.on_start(action.name.kind, action.name.number)
                 where.start(action.name, self._addresses_for(action.name))
 
     def _addresses_for(self, name: Name) -> list[str]:
@@ -252,8 +256,8 @@ class Launcher:
                 self._perform(self._policy.on_ready(name, time.monotonic()))
             elif re.fullmatch(DONE_PATTERN, text):
                 self._policy.on_done(name)
-            elif re.fullmatch(LAST_CHECKPOINT_PATTERN, text):
-                self._perform(self._policy.on_saved(time.monotonic()))
+            elif answer := re.fullmatch(LAST_CHECKPOINT_PATTERN, text):
+                self._perform(self._policy.on_saved(time.monotonic(), is_stored=answer[1] == HAS_STORED))
 
     def _keep(self, name: str, lines: Sequence[bytes]) -> None:
         """Add lines to the log files, if there are any."""

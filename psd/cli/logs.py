@@ -22,6 +22,7 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 from psd.cli.terminal import show
+from psd.contract.locations import shown
 from psd.contract.printable import printable, printable_lines
 
 LEVELS = ("debug", "info", "warning", "error")
@@ -53,10 +54,10 @@ class _TextFormatter(logging.Formatter):
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802, logging's name
         fields = " ".join(f"{name}={value}" for name, value in _fields(record).items())
         line = super().formatMessage(record)
-        return printable(f"{line}  {fields}" if fields else line)
+        return printable(shown(f"{line}  {fields}" if fields else line))
 
     def formatException(self, ei: Any) -> str:  # noqa: N802, logging's name
-        return printable_lines(super().formatException(ei))
+        return printable_lines(shown(super().formatException(ei)))
 
 
 class _JsonFormatter(logging.Formatter):
@@ -80,7 +81,7 @@ class _JsonFormatter(logging.Formatter):
             line.setdefault(name, value if is_plain else str(value))
         if record.exc_info and record.exc_info[0] is not None:
             line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line)  # which escapes whatever is not printable ASCII
+        return shown(json.dumps(line))  # which escapes whatever is not printable ASCII
 
 
 def configure(prog: str, settings: Settings, *, shard: int) -> Callable[[str], None]:

@@ -16,6 +16,7 @@ import select
 import ssl
 import threading
 import time
+from collections import deque
 from typing import Any, TypeAlias
 
 Message: TypeAlias = dict[str, Any]
@@ -32,9 +33,20 @@ FLUSH_S = 0.05
 MESSAGE_BYTES_MAX = 1 << 20
 """Limit of a line that is received; the largest are pieces of output."""
 
+PREAMBLE_LINES = 3
+
 CROWDED_BYTES = 1 << 20
 
 _READ_BYTES = 1 << 16
+
+
+def _parsed(line: bytes | bytearray) -> Message | None:
+    """The message that a line is; None: it is none."""
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):  # brackets in brackets in brackets
+        return None
+    return found if isinstance(found, dict) else None
 
 
 class NodeLink:
@@ -43,12 +55,16 @@ class NodeLink:
     Args:
         reader, writer: descriptors, made non-blocking; the same one for a socket. Who has opened them closes them.
         tls: of that socket; None: without.
+        has_preamble: lines that are no messages may come before the first message, such as those of a login shell.
 
     Attributes:
         message_bytes_max: limit of a line that is received. silence_s: seconds of silence after which the other side is lost.
+        preamble: the last of those lines.
     """
 
-    def __init__(self, reader: int, writer: int, tls: ssl.SSLSocket | None = None) -> None:
+    def __init__(self, reader: int, writer: int, tls: ssl.SSLSocket | None = None, *, has_preamble: bool = False) -> None:
+        self.preamble: deque[str] = deque(maxlen=PREAMBLE_LINES)
+        self._is_in_preamble = has_preamble
         self.reader, self.writer = reader, writer
         self.message_bytes_max = MESSAGE_BYTES_MAX
         self.silence_s = SILENCE_S
@@ -114,11 +130,17 @@ class NodeLink:
         self._received = bytearray(rest)
         if not data or any(len(line) > self.message_bytes_max for line in (*lines, rest)):
             return None
-        try:
-            found = [json.loads(line) for line in lines]
-        except (ValueError, RecursionError):  # brackets in brackets in brackets
-            return None
-        return found if all(isinstance(message, dict) for message in found) else None
+        found = []
+        for line in lines:
+            message = _parsed(line)
+            if message is not None:
+                self._is_in_preamble = False
+                found.append(message)
+            elif not self._is_in_preamble:
+                return None
+            elif words := line.decode(errors="replace").strip():
+                self.preamble.append(words)
+        return found
 
     def _read(self) -> bytes:
         """Read what is there, at most a record of TLS; BlockingIOError if nothing is."""

@@ -46,7 +46,8 @@ must have a number of the name "lr", as all of psd's do.
 
 _DRAIN_DESCRIPTION = """\
 End a running job in order: all workers end before the same step, which is printed, as if their programs had
-come to their ends. With --checkpoint-dir the shards then store the last checkpoint."""
+come to their ends. With --checkpoint-dir the shards then store the last checkpoint; without --exit-when-done
+only when they are told to end, by SIGTERM."""
 
 _DRAIN_EPILOG = f"""\
 examples:

@@ -60,6 +60,7 @@ class Plan:
         on_worker_failure, restarts_max, shard_restarts_max, grace_s: see psd-run --help.
         checkpoint_dir: where the shards store checkpoints; empty: nowhere.
         log_dir: for a file of each process; None: no files.
+        urls: those with a secret, which the shards read from files of these names in the state directory.
         state_dirs: where each node's shards' state directories are made.
         is_state_private: they are removed in any case.
         kept_run_id: of the run that has left its state there; None: none has.
@@ -78,8 +79,9 @@ class Plan:
     restarts_max: int
     shard_restarts_max: int
     grace_s: float
-    checkpoint_dir: str
+    checkpoint_dir: str = field(repr=False)
     log_dir: Path | None
+    urls: Mapping[str, str] = field(repr=False)
     state_dirs: Sequence[Path]
     is_state_private: bool
     kept_run_id: str | None

@@ -18,6 +18,7 @@ from psd.cli.arguments import EXIT_OK, Commands, whole_number
 from psd.cli.curve_files import CurveSummary, LoggedRun, read_run, summarized
 from psd.cli.terminal import show
 from psd.contract.config import ConfigError
+from psd.contract.printable import printable
 from psd.contract.scalars import as_json
 
 SUFFIXES = (".png", ".svg")
@@ -144,14 +145,16 @@ def _draw(runs: dict[str, LoggedRun], names: Sequence[str], args: argparse.Names
     figure = Figure(figsize=(6.4 * columns, 3.6 * rows), layout="constrained")
     panels = figure.subplots(rows, columns, squeeze=False).flat
     for panel, name in zip(panels, names, strict=False):
-        for index, (label, run) in enumerate(runs.items()):
-            if name in run.curves:
-                _draw_line(panel, label, run, name, f"C{index}", args)
-        panel.set_title(name)
+        lines = {
+            label: _drawn_line(panel, run, name, f"C{index}", args)
+            for index, (label, run) in enumerate(runs.items())
+            if name in run.curves
+        }
+        panel.set_title(printable(name), parse_math=False)
         panel.set_xlabel("step" if args.x == "step" else "seconds")
         panel.grid(visible=True, alpha=0.3)
         if len(runs) > 1:
-            panel.legend()
+            _name_lines(panel, lines)
     for panel in list(panels)[len(names) :]:
         panel.set_visible(False)
     try:
@@ -160,10 +163,19 @@ def _draw(runs: dict[str, LoggedRun], names: Sequence[str], args: argparse.Names
         raise ConfigError(f"--to: {args.to}: {error.strerror or error}") from error
 
 
-def _draw_line(panel: Any, label: str, run: LoggedRun, name: str, color: str, args: argparse.Namespace) -> None:
+def _name_lines(panel: Any, lines: dict[str, Any]) -> None:
+    """Show the names of the runs as they are: matplotlib leaves out those that begin with _, and sets what is between two $."""
+    legend = panel.legend(lines.values(), map(str, range(len(lines))))
+    for text, label in zip(legend.get_texts(), lines, strict=True):
+        text.set_parse_math(False)
+        text.set_text(printable(label))
+
+
+def _drawn_line(panel: Any, run: LoggedRun, name: str, color: str, args: argparse.Namespace) -> Any:
+    """The line of a run, with its band and its gaps."""
     points = summarized(run.curves[name])
     across = [point.step if args.x == "step" else point.at - run.begun_at for point in points]
-    panel.plot(across, smoothed([point.mean for point in points], args.smooth), label=label, color=color, linewidth=1.2)
+    (line,) = panel.plot(across, smoothed([point.mean for point in points], args.smooth), color=color, linewidth=1.2)
     if len(points) == 1:
         panel.plot(across, [points[0].mean], ".", color=color)
     if len(run.curves[name]) > 1 and args.smooth == 1:
@@ -171,3 +183,4 @@ def _draw_line(panel: Any, label: str, run: LoggedRun, name: str, color: str, ar
     lost = [x for x, point in zip(across, points, strict=True) if not math.isfinite(point.mean)]
     if lost:
         panel.plot(lost, [0.0] * len(lost), "x", color=color, transform=panel.get_xaxis_transform(), clip_on=False)
+    return line

@@ -5,13 +5,15 @@ out. So each order of events is a plain unit test. The policy:
 
     a worker ends with status 0     it has finished; the job ends, well, when all have
     a worker fails                  restarted with its rank, while --max-restarts (of all workers together) lasts and no
-                                    shard has ended; then the job is stopped, with the worker's status. With
+                                    shard has ended, and the shards told, which wait for it however long it takes to start;
+                                    then the job is stopped, with the worker's status. With
                                     --on-worker-failure continue the others go on then, and the job ends with that status
                                     when they have ended; with end the job is stopped at once
     a shard dies                    restarted at its address with its state directory, while --max-shard-restarts (of all
                                     shards together) lasts; the workers wait for it and know nothing. Then the job is stopped,
                                     with status 1; at once, if the shard has never served; and if it is started in vain
-                                    SHARD_STARTS_MAX times in a row, as the next time will be no better
+                                    SHARD_STARTS_MAX times in a row, as the next time will be no better. While the job ends it
+                                    is restarted for the last checkpoint, if there is a place for that, and none there yet
     SIGINT, SIGTERM, SIGHUP         the job is stopped, with status 128 + N. With a place for checkpoints, one is taken first,
                                     while workers train, for --grace at most; a second signal skips that. Then workers end,
                                     then shards; another signal kills everything at once
@@ -47,6 +49,7 @@ from psd.cli.arguments import (
     exit_status,
     signal_name,
 )
+from psd.cli.server import GONE_LINE, STARTING_LINE
 
 READY_TIMEOUT_S = 3600.0
 """Seconds from the start of a shard to its ready line. It first reads its part of a checkpoint, or what it has kept: with many
@@ -59,8 +62,14 @@ SHARD_STARTS_MAX = 3
 """Starts in a row of a shard that has died. More than one, as its port may be somebody else's for a moment: of a worker's own
 socket, when the system picks this port for one that dials it. Few, as most reasons, such as damaged state, stay."""
 
+START_S_MAX = 600.0
+"""Seconds that a worker may take from its start until it joins, for a shard that was itself started again to hear of it."""
+
 SHARDS_END_S = 3.0
-"""Seconds from the end of the last worker until the shards are told to end; they end by themselves if every worker has left."""
+"""Seconds from the end of the last worker until the shards are told to end; they end by themselves if every worker has left,"""
+
+SHARDS_END_S_PER_WORKER = 0.1
+"""and so many more for each worker: hundreds that end at once keep a machine, and the shards on it, busy."""
 
 SAVING_SLACK_S = 2.0
 """Seconds beyond the grace for a last checkpoint: shard 0 says first why there is none."""
@@ -107,7 +116,15 @@ class Say:
     quote: Name | None = None
 
 
-Action = Start | Send | Say
+@dataclass(frozen=True)
+class Tell:
+    """Write this line to a shard's standard input."""
+
+    name: Name
+    line: str
+
+
+Action = Start | Send | Say | Tell
 
 
 class Phase(enum.Enum):
@@ -154,6 +171,7 @@ class JobPolicy:
         self._status: int | None = None
         self._is_told_to_end = False
         self._has_failed_to_store = False
+        self._is_saved = False  # the last checkpoint is
         self._has_checkpoints = has_checkpoints
         self._state_dirs = state_dirs
         self._shards = [Name("shard", index) for index in range(len(state_dirs))]
@@ -174,6 +192,7 @@ class JobPolicy:
         self._starts_in_vain: dict[Name, int] = {}  # of each of those
         self._done: set[Name] = set()  # shards that have seen all workers leave
         self._signals = 0
+        self._restarted: dict[Name, float] = {}  # workers, and when they were last started again
 
     @property
     def status(self) -> int | None:
@@ -200,13 +219,19 @@ class JobPolicy:
         self._reports_at.pop(shard, None)
         self._starts_in_vain.pop(shard, None)
         died_at = self._died_at.pop(shard, None)
-        if self.phase is Phase.SAVING:
-            return [Send(shard, LAST_CHECKPOINT_SIGNAL)]
+        if self.phase in (Phase.SAVING, Phase.STOPPING, Phase.KILLING_WORKERS):
+            return [Send(shard, LAST_CHECKPOINT_SIGNAL)] if self._has_checkpoints else []
+        if self.phase is Phase.STOPPING_SHARDS and died_at is not None:
+            return [Send(shard, LAST_CHECKPOINT_SIGNAL), Send(shard, signal.SIGTERM)]
+        if self.phase is Phase.WINDING_DOWN:
+            self._phase_ends_at = now + SHARDS_END_S
         if self.phase not in (Phase.STARTING, Phase.RUNNING):
             return []
         actions: list[Action] = []
         if died_at is not None:
             actions.append(Say(f"{shard} serves again, {now - died_at:.1f} s after its end"))
+            late = sorted(worker for worker, at in self._restarted.items() if at >= now - START_S_MAX)
+            actions += [Tell(shard, STARTING_LINE.format(worker.number)) for worker in late]
         if self.phase is Phase.STARTING and len(self._ready) == len(self._shards):
             self.phase = Phase.RUNNING
             self._alive.update(self._workers)
@@ -245,8 +270,9 @@ class JobPolicy:
         self._workers_status = self._workers_status or EXIT_FAILURE
         return [say, *self._wind_down(now), *self._advance(now)]
 
-    def on_saved(self, now: float) -> list[Action]:
-        """Handle shard 0's answer about the last checkpoint."""
+    def on_saved(self, now: float, *, is_stored: bool) -> list[Action]:
+        """Handle shard 0's answer about the last checkpoint: whether all shards have stored it."""
+        self._is_saved = self._is_saved or is_stored
         return self._stop(Say(f"stopping the job, {self._within}"), now) if self.phase is Phase.SAVING else []
 
     def on_signal(self, signum: int, now: float) -> list[Action]:
@@ -279,6 +305,9 @@ class JobPolicy:
             shard = min(self._ready_by, key=lambda name: (self._ready_by[name], name))
             text = f"{shard} was not ready after {READY_TIMEOUT_S:g} s; stopping the job"
             return self._fail(Say(text, quote=shard), EXIT_FAILURE, now) + self._advance(now)
+        if self.phase is Phase.WINDING_DOWN and self._died_at.keys() & self._alive:
+            self._phase_ends_at = now + SHARDS_END_S
+            return []
         if self.phase is Phase.WINDING_DOWN:
             return self._hasten(now)
         if self.phase is Phase.SAVING:
@@ -299,13 +328,17 @@ class JobPolicy:
         if self.phase is not Phase.RUNNING:
             return []
         if returncode == 0:
-            return self._wind_down(now)
+            return [*self._tell_of(worker, GONE_LINE, self._restarted.pop(worker, None)), *self._wind_down(now)]
         death = f"{worker} {_describe(returncode)}"
         shards_gone = [name for name in self._shards if name not in self._alive]
         if self._restarts_left and not shards_gone and self._on_worker_failure != "end":
             self._restarts_left -= 1
             self._alive.add(worker)
-            return [Say(f"{death}; starting it again ({_restarts(self._restarts_left)} left)", quote=worker), Start(worker)]
+            if self._on_worker_failure != "continue":
+                self._restarted[worker] = now
+            told = self._tell_of(worker, STARTING_LINE, self._restarted.get(worker))
+            say = Say(f"{death}; starting it again ({_restarts(self._restarts_left)} left)", quote=worker)
+            return [say, *told, Start(worker)]
         if shards_gone:
             why = f"{self._names(set(shards_gone))} has ended, so it cannot be started again; "
         else:
@@ -317,10 +350,14 @@ class JobPolicy:
             return [Say(f"{death}{others}", quote=worker), *self._wind_down(now)]
         return self._fail(Say(f"{death}; {why}stopping the job", quote=worker), status, now)
 
+    def _tell_of(self, worker: Name, line: str, since: float | None) -> list[Action]:
+        """Tell the shards that serve of a worker that was started again; the others will be told."""
+        return [] if since is None else [Tell(shard, line.format(worker.number)) for shard in sorted(self._ready)]
+
     def _wind_down(self, now: float) -> list[Action]:
         """Wait for the shards to end by themselves, if no worker is left."""
         if not self._living("worker"):
-            self._status, self.phase, self._phase_ends_at = self._workers_status, Phase.WINDING_DOWN, now + SHARDS_END_S
+            self._status, self.phase, self._phase_ends_at = self._workers_status, Phase.WINDING_DOWN, now + self._shards_end_s
         return []
 
     def _on_shard_exit(self, shard: Name, returncode: int, now: float) -> list[Action]:
@@ -338,23 +375,38 @@ class JobPolicy:
         if is_over and returncode == EXIT_CHECKPOINT:
             self._has_failed_to_store = True
             return [Say(f"{shard} could not store the last checkpoint", quote=shard)]
-        if self.phase is Phase.SAVING and shard not in self._done:
-            return self._stop(Say(f"{death}; stopping the job, {self._within}", quote=shard), now)
-        if is_over:
+        starts_in_vain = self._starts_in_vain.get(shard, 0)
+        if starts_in_vain and has_served:
+            death += " before it served again"
+        if is_over or self.phase is Phase.SAVING:
+            if self._is_missed(shard, returncode) and self._shard_restarts_left and starts_in_vain < SHARD_STARTS_MAX:
+                return self._restart_shard(shard, death, returncode, now)
+            if not is_over:
+                return self._stop(Say(f"{death}; stopping the job, {self._within}", quote=shard), now)
             is_worth_saying = returncode != 0 and self.phase in (Phase.RUNNING, Phase.WINDING_DOWN)
             return [Say(f"{death} after all workers had ended", quote=shard)] if is_worth_saying else []
         if not has_served:
             return self._fail(Say(f"{death} at its start; stopping the job", quote=shard), EXIT_FAILURE, now)
-        starts_in_vain = self._starts_in_vain.get(shard, 0)
-        if starts_in_vain:
-            death += " before it served again"
         if starts_in_vain == SHARD_STARTS_MAX:
             text = f"{death}, {starts_in_vain} times in a row; stopping the job"
             return self._fail(Say(text, quote=shard), EXIT_FAILURE, now)
         if not self._shard_restarts_left:
             text = f"{death}; no restarts left (--max-shard-restarts {self._shard_restarts_max}); stopping the job"
             return self._fail(Say(text, quote=shard), EXIT_FAILURE, now)
+        return self._restart_shard(shard, death, returncode, now)
+
+    def _is_missed(self, shard: Name, returncode: int) -> bool:
+        """True if a shard that has died while the job ends holds what the last checkpoint needs."""
+        if not self._has_checkpoints or shard not in self._died_at or returncode == 0 or self.phase is Phase.KILLING:
+            return False
+        if self.phase is Phase.STOPPING_SHARDS and returncode > 0:
+            return False  # it has ended by itself, or has been told twice
+        # Each stores its part of a job that all workers have left; else they do so together, if they have not done so.
+        return shard in self._done or (not self._is_saved and {*self._shards} <= self._alive | {shard})
+
+    def _restart_shard(self, shard: Name, death: str, returncode: int, now: float) -> list[Action]:
         self._shard_restarts_left -= 1
+        self._done.discard(shard)
         text = (
             f"{death}; starting it again, its state is in {self._state_dirs[shard.number]} "
             f"({_restarts(self._shard_restarts_left)} left)"
@@ -366,6 +418,10 @@ class JobPolicy:
         self._ready_by[shard] = now + READY_TIMEOUT_S
         self._reports_at[shard] = now + READY_REPORT_S
         return Start(shard)
+
+    @property
+    def _shards_end_s(self) -> float:
+        return SHARDS_END_S + SHARDS_END_S_PER_WORKER * len(self._workers)
 
     @property
     def _within(self) -> str:
@@ -383,8 +439,8 @@ class JobPolicy:
             return [Say(f"waiting for {self._names(self._alive)} to store the last checkpoint; a signal ends that")]
         late = late or self._living("shard")
         text = (
-            f"all workers have ended, but not all have joined and left {self._names(set(late))}, as a script does that calls "
-            "distribute() or connect() of psd_client; draining"
+            f"all workers have ended, and in {self._shards_end_s:g} s {self._names(set(late))} has not told that all have "
+            "joined and left, as a script does that calls distribute() or connect() of psd_client; draining"
         )
         return [Say(text), *self._stop_shards(now, late)]
 
@@ -398,7 +454,8 @@ class JobPolicy:
 
     def _stop_shards(self, now: float, shards: Sequence[Name] | None = None) -> list[Action]:
         self.phase, self._phase_ends_at = Phase.STOPPING_SHARDS, now + self._grace_s + SHARDS_SLACK_S
-        return [Send(name, signal.SIGTERM) for name in (self._living("shard") if shards is None else shards)]
+        told = self._living("shard") if shards is None else shards
+        return [Send(name, signal.SIGTERM) for name in told if name not in self._died_at]  # those are told when they serve
 
     def _kill(self, now: float) -> list[Action]:
         self.phase, self._phase_ends_at = Phase.KILLING, now + KILL_S

@@ -25,12 +25,12 @@ class Child:
         pid: its process id, and its group's and session's.
     """
 
-    def __init__(self, command: Sequence[str], environ: Mapping[str, str]) -> None:
-        """Start the child; OSError if that is impossible."""
+    def __init__(self, command: Sequence[str], environ: Mapping[str, str], *, is_told: bool = False) -> None:
+        """Start the child, with a pipe as its standard input if it `is_told` something; OSError if that is impossible."""
         self._process = subprocess.Popen(  # noqa: S603, what the user asked for
             command,
             env=environ,
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE if is_told else subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             bufsize=0,
@@ -40,6 +40,8 @@ class Child:
         assert self._process.stdout is not None
         self._output = self._process.stdout
         os.set_blocking(self._output.fileno(), False)
+        if self._process.stdin is not None:
+            os.set_blocking(self._process.stdin.fileno(), False)
 
     def fileno(self) -> int:
         """Descriptor of the child's output, for a selector."""
@@ -59,6 +61,12 @@ class Child:
             rest += data
         return bytes(rest)
 
+    def tell(self, line: str) -> None:
+        """Write a line to its standard input; one that has ended, or does not read, misses it."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            os.write(self._process.stdin.fileno(), line.encode() + b"\n")
+
     def signal(self, signum: int) -> None:
         """Signal the whole group."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -76,4 +84,6 @@ class Child:
         """End the rest of the group and free everything; return the exit status, negative for a signal."""
         self.signal(signal.SIGKILL)
         self._output.close()
+        if self._process.stdin is not None:
+            self._process.stdin.close()
         return self._process.wait()

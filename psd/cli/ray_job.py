@@ -112,7 +112,7 @@ class _RayJob:
             ray_room.wait_for(ray, self._group)
             servers = self._shards.servers
             for index in range(plan.shards):
-                self._summary.on_start("shard", index, time.monotonic())
+                self._summary.on_start("shard", index)
             _say(f"run {plan.run_id}; to look inside: psdctl status --servers {','.join(servers)}")
             status = self._train(servers)
         except KeyboardInterrupt as interrupt:
@@ -149,7 +149,7 @@ class _RayJob:
             moved = self._shards.servers
             if moved != servers:
                 for index in (index for index in range(len(moved)) if moved[index] != servers[index]):
-                    self._summary.on_start("shard", index, time.monotonic())
+                    self._summary.on_start("shard", index)
                 servers = moved
                 _say(f"shards have moved; running all workers again, with {','.join(servers)}")
                 ranks = sorted(self._lives.values())
@@ -160,7 +160,6 @@ class _RayJob:
             self._tell_of_room()
             for life in ended:
                 rank = self._lives.pop(life)
-                self._summary.on_exit("worker", time.monotonic())
                 failed = self._failure(life)
                 if not failed:
                     continue
@@ -180,7 +179,7 @@ class _RayJob:
     def _begin(self, rank: int, servers: Sequence[str]) -> None:
         plan, actor = self._plan, self._actors[rank]
         self._begun[rank] += 1
-        self._summary.on_start("worker", rank, time.monotonic())
+        self._summary.on_start("worker", rank)
         # Ray shows to each worker the GPUs that are its own, so that it is the only one there.
         who = {"PSD_RANK": str(rank), "RANK": str(rank), "LOCAL_RANK": "0"}
         who |= {"PSD_WORLD_SIZE": str(plan.workers), "WORLD_SIZE": str(plan.workers), "PSD_RUN_ID": plan.run_id}

@@ -21,13 +21,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from psd.cli import ray_room
-from psd.cli.arguments import EXIT_USAGE, flag_of
+from psd.cli.arguments import EXIT_USAGE, LOCATION_OPTIONS, flag_of
 from psd.cli.policy import READY_TIMEOUT_S
 from psd.cli.server import COUNTED_PATTERN
-from psd.cli.state import StateDirectory, clear_abandoned, private_path, remove_private
+from psd.cli.state import StateDirectory, clear_abandoned, private_path, remove_private, url_file
 from psd.cli.terminal import show
 from psd.contract.config import ConfigError, join_address
 from psd.contract.launching import READY_PATTERN, python_command
+from psd.contract.locations import has_secret
+from psd_core import private_files
 
 NAMESPACE = "psd"
 """Ray's namespace of all jobs' actors, in which a name is given once: a job's shards keep a second job of that name out."""
@@ -61,8 +63,16 @@ class ShardProcess:
         self._host = ray.util.get_node_ip_address()
         clear_abandoned()
         # Its own for each node, also where one machine plays several.
-        self._state = StateDirectory(private_path(f"{run_id}-{node}-{index}"), run_id, count, is_private=False)
-        self._index, self._flags = index, ["--shard", f"{index}/{count}", "--run-id", run_id, *flags]
+        path, urls = private_path(f"{run_id}-{node}-{index}"), {}
+        self._index, self._flags = index, ["--shard", f"{index}/{count}", "--run-id", run_id]
+        for flag in flags:
+            name, _, value = flag.partition("=")
+            if name in map(flag_of, LOCATION_OPTIONS) and has_secret(value):
+                file = url_file(name.removeprefix("--"))
+                urls[file] = value
+                flag = f"{name}=@{path / file}"
+            self._flags.append(flag)
+        self._state = StateDirectory(path, run_id, count, is_private=False, urls=urls)
         self._port = self._state.path / "port"
         self._address, self._error = "", ""
         self._last_line, self._counted = "", ""
@@ -145,7 +155,7 @@ class ShardProcess:
                 self._counted = self._last_line
             if ready := re.fullmatch(READY_PATTERN, self._last_line):
                 has_served = True
-                self._port.write_text(ready[3].rpartition(":")[2])
+                private_files.write(self._port, ready[3].rpartition(":")[2].encode())
                 with self._changed:
                     self._address = ready[3]
                     self._changed.notify_all()

@@ -30,19 +30,21 @@ from pathlib import Path
 from typing import Any
 
 from psd.cli import kubernetes, malloc, ray_job, rendezvous, run_options, slurm, ssh
-from psd.cli.arguments import CHECKPOINT_OPTIONS, EXIT_FAILURE, exit_status, flag_of, values
+from psd.cli.arguments import CHECKPOINT_OPTIONS, EXIT_FAILURE, LOCATION_OPTIONS, exit_status, flag_of, values
 from psd.cli.kubernetes import Deployment
 from psd.cli.launcher import Launcher
 from psd.cli.node_places import NodePlaces
 from psd.cli.node_proof import key_of
+from psd.cli.own_arguments import hide_secrets
 from psd.cli.plan import Meeting, MeetingTls, Plan
 from psd.cli.ray_job import RayPlan
-from psd.cli.state import kept_run_id, private_path
+from psd.cli.state import kept_run_id, private_path, url_file
 from psd.cli.terminal import prepare_streams, show
 from psd.contract.config import ConfigError, Limits, ServerConfig
 from psd.contract.consistency import Consistency
 from psd.contract.errors import InvalidRequest
 from psd.contract.launching import python_command
+from psd.contract.locations import has_secret, shown
 from psd.contract.scalars import tensorboard_module
 from psd.contract.tls import client_files, server_files
 
@@ -152,7 +154,8 @@ def _plan(
         **for_workers,
     }
 
-    shard_flags = _shard_flags(args, run_id, words)
+    hidden = [name for name in LOCATION_OPTIONS if has_secret(getattr(args, name))]
+    shard_flags = _shard_flags(args, run_id, words, hidden)
 
     def worker_environ(rank: int, servers: Sequence[str]) -> dict[str, str]:
         who = {"PSD_RANK": str(rank), "RANK": str(rank), "LOCAL_RANK": str(rank - first)}
@@ -160,6 +163,7 @@ def _plan(
 
     def shard_command(index: int, listen: str, state_dir: Path) -> list[str]:
         which = ["--shard", f"{index}/{places.shards}", "--listen", listen, "--state-dir", str(state_dir)]
+        which += [f"{flag_of(name)}=@{state_dir.parent / url_file(name)}" for name in hidden]
         if args.metrics_port is not None:
             which.append(f"--metrics-port={args.metrics_port + index}")
         return [*python_command("psd.cli.server"), *which, *shard_flags]
@@ -177,6 +181,7 @@ def _plan(
         grace_s=args.grace_s,
         checkpoint_dir=args.checkpoint_dir,
         log_dir=Path(args.log_dir).absolute() if args.log_dir else None,
+        urls={url_file(name): getattr(args, name) for name in hidden},
         state_dirs=state_dirs,
         is_state_private=not args.state_dir,
         kept_run_id=kept,
@@ -188,8 +193,8 @@ def _plan(
     )
 
 
-def _shard_flags(args: argparse.Namespace, run_id: str, words: Sequence[str]) -> list[str]:
-    """Options of psd-server that all shards share."""
+def _shard_flags(args: argparse.Namespace, run_id: str, words: Sequence[str], hidden: Sequence[str]) -> list[str]:
+    """Options of psd-server that all shards share, but those that are hidden."""
     options = {
         "--run-id": run_id,
         "--lease": args.lease_s,
@@ -198,9 +203,9 @@ def _shard_flags(args: argparse.Namespace, run_id: str, words: Sequence[str]) ->
         "--grace": args.grace_s,
         "--max-workers": max(args.workers, Limits().workers_max),
         "--log-level": args.log_level,
-        **{flag_of(name): value for name, value in values(args, CHECKPOINT_OPTIONS).items()},
+        **{flag_of(name): value for name, value in values(args, CHECKPOINT_OPTIONS).items() if name not in hidden},
     }
-    flags = ["--exit-when-done", *(f"{name}={value}" for name, value in options.items())]
+    flags = ["--exit-when-done", "--heed-launcher", *(f"{name}={value}" for name, value in options.items())]
     flags += ["--parameters-only"] if args.parameters_only else []
     flags += ["--insecure"] if args.insecure else []
     for name in ("tls_cert", "tls_key", "token_file"):
@@ -233,6 +238,7 @@ def _meeting(
         return None
     told = {name: value for name, value in vars(args).items() if name not in _OF_EACH_HOST}
     told |= {name: bool(told[name]) for name in _FILES_OF_EACH_HOST}
+    told |= {name: shown(told[name]) for name in LOCATION_OPTIONS}  # a password could be guessed from its digest
     told["command"] = [*words]
     tls = None
     if args.rendezvous and args.tls_cert:
@@ -324,6 +330,7 @@ def plan_again(argv: Sequence[str], run_id: str | None, node: int) -> Plan:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a job; returns the exit status."""
     prepare_streams()
+    hide_secrets()
     try:
         return _run(sys.argv[1:] if argv is None else argv)
     except KeyboardInterrupt:  # before there was anything to end, or when all of it had

@@ -77,8 +77,8 @@ workers.
 when something dies or is told to end:
   a worker fails       it is restarted with its rank, while --max-restarts lasts; then the others
                        get SIGTERM, and after --grace SIGKILL. Status: the worker's. Until it is back
-                       the others wait for it, for as long as --lease says; or, with
-                       --on-worker-failure continue, they go on, also when no restarts are left
+                       the others wait for it; or, with --on-worker-failure continue, they go on, also
+                       when no restarts are left
   a shard dies         it is restarted at its address and continues where it was: its state directory
                        has its parameters. Workers wait for it and repeat unanswered requests. When
                        --max-shard-restarts are used up, or it could not be started {starts} times in a
@@ -140,7 +140,7 @@ _TRAINING: Options = {
     "aggregation": Option(
         None,
         "fast: add gradients as they arrive; exact (sync): in the order of the ranks, so that a run ends in the same bits "
-        "whatever the timing and whichever shard is killed (default: fast)",
+        "whatever the timing and whichever shard is killed, but of tables whose rows expire by seconds (default: fast)",
         choices=("fast", "exact"),
     ),
     "transport": Option(

@@ -10,6 +10,7 @@ Knows of the server only ShardServer's life (start, done, drain); nothing of gRP
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import threading
@@ -38,6 +39,7 @@ from psd.cli.arguments import (
     values,
     whole_number,
 )
+from psd.cli.own_arguments import hide_secrets
 from psd.cli.terminal import discard, prepare_streams
 from psd.cli.wakeups import FIRST_WORD, Wakeups
 from psd.contract.config import ON_WORKER_FAILURE, ConfigError, Limits, ServerConfig, parse_shard
@@ -47,18 +49,25 @@ from psd.contract.errors import PsdError
 if TYPE_CHECKING:
     from psd.rim.server import ShardServer
 
+STARTING_LINE, GONE_LINE = "starting {}", "gone {}"
+"""Lines for --heed-launcher."""
+
 DONE_PATTERN = r"psd-server: shard (\d+)/(\d+) done: all workers have left"
 """The line on standard error that announces a proper end with --exit-when-done; psd-run recognizes it."""
 
-COUNTED_PATTERN = r"psd-server: shard \d+/\d+ has counted (\d+) pushes, (\d+) late, up to step (\d+) from (\d+)"
-"""The line on standard error with which a shard that ends in order says what it has done; psd-run adds it up."""
+COUNTED_PATTERN = (
+    r"psd-server: shard \d+/\d+ has counted (\d+) pushes, (\d+) late, up to step (\d+) from (\d+)"
+    r"(?:; (\d+) steps in ([\d.]+) s)?"
+)
+"""The line on standard error with which a shard that ends in order says what it has done, if it had a part in that; psd-run
+adds it up."""
 
 STORED_PATTERN = r"psd-server: INFO stored checkpoint (\S+)"
 """The log's line about a checkpoint. All shards that come last together write it; psd-run shows it once."""
 
-LAST_CHECKPOINT_PATTERN = (
-    r"psd-server: shard 0/\d+ (has stored the last checkpoint|takes no checkpoint while workers train): .*"
-)
+HAS_STORED = "has stored the last checkpoint"
+
+LAST_CHECKPOINT_PATTERN = rf"psd-server: shard 0/\d+ ({HAS_STORED}|takes no checkpoint while workers train): .*"
 """Shard 0's line on standard error that answers LAST_CHECKPOINT_SIGNAL; psd-run waits for it."""
 
 FINAL_CHECKPOINT_S_MAX = 3600.0
@@ -189,7 +198,7 @@ LIMITS: Options = {
     "table_dim_max": Option("N", "numbers of a table's row", whole_number),
     "table_bytes_max": Option(
         "N",
-        "memory for the rows of all tables on this shard (default: half of what is free where its state lies)",
+        "memory for the files of all tables on this shard (default: half of what is free where its state lies)",
         whole_number,
     ),
     "table_rows_max": Option("N", "rows of one table on this shard", whole_number),
@@ -233,11 +242,21 @@ def parser() -> Parser:
     add_checkpoint_options(found)
     end = found.add_argument_group("the end")
     add_options(end, _END, SERVER_DEFAULTS)
-    end.add_argument("--exit-when-done", action="store_true", help="exit, with status 0, when all workers have left")
+    end.add_argument(
+        "--exit-when-done",
+        action="store_true",
+        help="exit, with status 0, when all workers have left, and store the last checkpoint then (without this: at SIGTERM)",
+    )
     end.add_argument(
         "--exit-on-eof",
         action="store_true",
         help="exit, with status 0 and at once, when standard input ends: with the program that started this shard for itself",
+    )
+    end.add_argument(
+        "--heed-launcher",
+        action="store_true",
+        help="read from standard input which workers a launcher is starting again, so that their leases do not run out "
+        "meanwhile: lines such as 'starting 3', and 'gone 3' if it is not to come",
     )
     security = found.add_argument_group("security (files are read again when they change)")
     add_options(security, _SECURITY, SERVER_DEFAULTS)
@@ -276,6 +295,7 @@ def parse(argv: Sequence[str] | None) -> tuple[ServerConfig, logs.Settings]:
             rules=tuple(args.rules),
             exit_when_done=args.exit_when_done,
             exit_on_eof=args.exit_on_eof,
+            heeds_launcher=args.heed_launcher,
             insecure=args.insecure,
             limits=Limits(**values(args, LIMITS)),
         )
@@ -287,9 +307,10 @@ def parse(argv: Sequence[str] | None) -> tuple[ServerConfig, logs.Settings]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until told to end; returns the exit status."""
     prepare_streams()
+    hide_secrets()
     config, log_settings = parse(argv)
     with Wakeups([signal.SIGTERM, signal.SIGINT, signal.SIGHUP, LAST_CHECKPOINT_SIGNAL]) as wakeups:
-        if config.exit_on_eof:
+        if config.exit_on_eof and not config.heeds_launcher:
             threading.Thread(target=_watch_input, args=(wakeups,), daemon=True).start()
         say = logs.configure("psd-server", log_settings, shard=config.shard_index)
         malloc.keep_freed_memory()
@@ -314,6 +335,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         except OSError as error:  # whoever wants to know can ask for its health
             say(f"psd-server: cannot write to standard output: {error.strerror}; serving all the same")
             discard(sys.stdout)
+        if config.heeds_launcher:
+            threading.Thread(target=_heed, args=(server, config, wakeups), daemon=True).start()
         return _serve(server, config, wakeups, heard, say)
 
 
@@ -321,6 +344,15 @@ def _watch_input(wakeups: Wakeups) -> None:
     while os.read(0, 4096):
         pass
     wakeups.send(_ALONE)
+
+
+def _heed(server: ShardServer, config: ServerConfig, wakeups: Wakeups) -> None:
+    """Hear from a launcher which workers it starts again, until it ends; what is no such line is passed over."""
+    for line in sys.stdin:
+        if found := re.fullmatch(r"(starting|gone) (\d{1,9})\n", line):
+            server.shard.expect_worker(int(found[2]), will_come=found[1] == "starting")
+    if config.exit_on_eof:
+        wakeups.send(_ALONE)
 
 
 def _start(config: ServerConfig, wakeups: Wakeups, say: Callable[[str], None]) -> tuple[ShardServer, list[int]]:
@@ -387,7 +419,7 @@ def _serve(server: ShardServer, config: ServerConfig, wakeups: Wakeups, heard: l
     def take_last_checkpoint() -> None:
         try:
             server.take_last_checkpoint(config.grace_s)
-            say(f"{name} has stored the last checkpoint: {server.last_checkpoint}")
+            say(f"{name} {HAS_STORED}: {server.last_checkpoint}")
         except PsdError as error:
             say(f"{name} takes no checkpoint while workers train: {error}")
 
@@ -397,6 +429,8 @@ def _serve(server: ShardServer, config: ServerConfig, wakeups: Wakeups, heard: l
             server.expect_end()
             taking.start()
         heard = wakeups.wait()
+    if LAST_CHECKPOINT_SIGNAL in heard:  # and more, at once
+        server.expect_end()
     first, *more = words
     grace_s = config.grace_s
     give_up_at = time.monotonic() + grace_s + DRAIN_SLACK_S
@@ -411,7 +445,7 @@ def _serve(server: ShardServer, config: ServerConfig, wakeups: Wakeups, heard: l
         say(f"{name} got {signal_name(first)}: draining for at most {grace_s:g} s; a second signal ends it at once")
 
     if first != _ALONE:
-        say(f"{name} has counted {server.totals}")
+        say(f"{name} {server.totals}")
     threading.Thread(target=drain, daemon=True).start()
     more = [word for word in more if word not in (_DONE, _ALONE)]
     while not more:

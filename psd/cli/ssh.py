@@ -72,7 +72,7 @@ def run(plan: Plan, replan: Callable[[str, int], Plan], argv: Sequence[str]) -> 
             processes.append(process)
             assert process.stdin is not None
             assert process.stdout is not None
-            link = NodeLink(process.stdout.fileno(), process.stdin.fileno())
+            link = NodeLink(process.stdout.fileno(), process.stdin.fileno(), has_preamble=True)
             peer = Peer(link, functools.partial(_end, process), number, origin=host)
             peer.link.send({"argv": list(argv), "node": number, "directory": str(Path.cwd()), "environ": dict(meeting.environ)})
             gathering.add(peer)
@@ -102,8 +102,8 @@ def _start(ssh: Sequence[str], host: str, remote_python: str) -> subprocess.Pope
         raise ConfigError(f"--ssh: cannot start {ssh[0]}: {error.strerror or error}") from error
 
 
-def _end(process: subprocess.Popen[bytes], has_joined: bool) -> str:
-    """Close the connection: that ends what is still there. Returns how ssh has ended."""
+def _end(process: subprocess.Popen[bytes], has_joined: bool) -> str | None:
+    """Close the connection: that ends what is still there. Returns how ssh has ended; None: it had to be ended."""
     for pipe in (process.stdin, process.stdout):
         if pipe is not None:
             with contextlib.suppress(OSError):
@@ -113,4 +113,5 @@ def _end(process: subprocess.Popen[bytes], has_joined: bool) -> str:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
+        return None
     return f"ssh has ended with status {process.returncode}"

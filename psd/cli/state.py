@@ -1,6 +1,7 @@
 """The state directory of a run of psd-run: its shards keep their parameters there, so that a shard that dies can be restarted.
 
     <state directory>/run        the run's id, one line
+    <state directory>/url-...    a URL with a secret in it, for the shards, which would be seen among a command's arguments
     <state directory>/lock       locked while the run lives, by psd-run and by its watchdog
     <state directory>/shard-0    the --state-dir of shard 0, and so on; the shards fill and, at a proper end, remove them
 
@@ -21,10 +22,12 @@ import re
 import shutil
 import stat
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from psd.contract.config import ConfigError
 from psd.contract.environment import memory_directory
+from psd_core import private_files
 
 _PRIVATE_PREFIX = "psd-run-"
 _LOCK = "lock"
@@ -34,6 +37,11 @@ _RUN_ID = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 _ABANDONED_S = 60.0
 """Seconds since the last change after which an unlocked directory counts as abandoned. A younger one may be one that its run is
 just about to lock."""
+
+
+def url_file(option: str) -> str:
+    """Name of the file in a state directory from which shards read an option's URL."""
+    return f"url-{option.replace('_', '-')}"
 
 
 def private_path(run_id: str) -> Path:
@@ -53,9 +61,11 @@ def kept_run_id(path: Path) -> str | None:
         ConfigError: the directory cannot be read, or is not psd-run's.
     """
     try:
-        text = (path / _RUN).read_text().strip()
+        text = private_files.read(path / _RUN).decode().strip()
     except FileNotFoundError:
         return None
+    except private_files.NotOurs as error:
+        raise ConfigError(f"--state-dir: {error.strerror}") from error
     except (OSError, ValueError) as error:
         raise ConfigError(f"--state-dir: cannot read {path / _RUN}: {error}") from error
     if not text:  # psd-run was killed before it had written it, and so before there was anything else
@@ -73,33 +83,47 @@ class StateDirectory:
         run_id: of the run; if a named directory holds a run, that one's.
         shards: how many.
         is_private: removed at the end in any case.
+        urls: what the shards are to read from files in it, by the files' names.
 
     Raises:
-        ConfigError: it cannot be made, is another run's, or not psd-run's.
+        ConfigError: it cannot be made, is another run's or user's, or not psd-run's.
 
     Attributes:
         path, is_private: as given.
         lock_fd: whoever has it open keeps other runs out.
     """
 
-    def __init__(self, path: Path, run_id: str, shards: int, *, is_private: bool) -> None:
+    def __init__(
+        self, path: Path, run_id: str, shards: int, *, is_private: bool, urls: Mapping[str, str] | None = None
+    ) -> None:
         self.path = path
+        self._urls = urls or {}
         self.is_private = is_private
         self._shards = shards
         if is_private:
             clear_abandoned()
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=not is_private)
+            private_files.check_directory(path)
             if (path / "shard-0").exists() and not (path / _RUN).exists():
                 raise ConfigError(f"--state-dir: {path} holds something called shard-0 that is not psd-run's")
             self.lock_fd = _take_lock(path)
             held = kept_run_id(path)
             if held is None:
-                (path / _RUN).write_text(f"{run_id}\n")
+                private_files.write(path / _RUN, f"{run_id}\n".encode())
             elif held != run_id:
                 raise ConfigError(f"--state-dir: {path} is in use by run {held}")
+            for name, url in self._urls.items():
+                private_files.write(path / name, url.encode())
+        except private_files.NotOurs as error:
+            raise ConfigError(f"--state-dir: {error.strerror}") from error
         except OSError as error:
             raise ConfigError(f"--state-dir: cannot use {path}: {error.strerror or error}") from error
+
+    @property
+    def url_files(self) -> list[Path]:
+        """Files that hold secrets."""
+        return [self.path / name for name in self._urls]
 
     def shard(self, index: int) -> Path:
         """The state directory of one shard, which the shard makes."""
@@ -113,6 +137,9 @@ class StateDirectory:
         """
         shards = [self.shard(index) for index in range(self._shards)]
         is_kept = keep and not self.is_private and any(shard.exists() for shard in shards)
+        for file in self.url_files:
+            with contextlib.suppress(OSError):
+                file.unlink()
         if self.is_private:
             remove_private(self.path)
         elif not is_kept:
@@ -150,7 +177,7 @@ def clear_abandoned() -> None:
 def _take_lock(path: Path) -> int:
     """Lock the directory until the descriptor, and those that were inherited from it, are closed; kill -9 closes them, too."""
     while True:
-        fd = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fd = private_files.open_own(path / _LOCK, os.O_RDWR | os.O_CREAT)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -166,7 +193,7 @@ def _take_lock(path: Path) -> int:
 def _is_free(lock: Path) -> bool:
     """True if nobody holds a lock. One that does not exist is about to be made."""
     try:
-        fd = os.open(lock, os.O_RDWR | os.O_CLOEXEC)
+        fd = private_files.open_own(lock, os.O_RDWR)
     except FileNotFoundError:
         return False
     try:

@@ -4,8 +4,9 @@
     1 restart of shards
     checkpoints: /data/run-7
 
-A push goes to all shards, so that the largest count holds. A shard that was started again counts from then on; if no other one
-has counted from the beginning, there is no word of a rate. Knows no processes.
+A push goes to all shards that have a part of what is trained, so that the largest count holds. The rate is that of the steps
+after all workers had joined, without their imports. A shard that was started again counts from then on; if no other one has
+counted from the beginning, there is no word of a rate. Knows no processes.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import re
 
 from psd.cli.server import COUNTED_PATTERN
+from psd.contract.locations import shown
 from psd.watch.words import count_text
 
 
@@ -28,46 +30,39 @@ class Summary:
         self._is_continued = is_continued
         self._checkpoint_dir = checkpoint_dir
         self._starts: dict[tuple[str, int], int] = {}
-        self._began_at = self._ended_at = 0.0
-        self._accepted = self._late = self._steps = self._clock = 0
+        self._accepted = self._late = self._clock = 0
+        self._rate = 0.0
         self._has_counts = False
         self._is_whole = False
 
-    def on_start(self, kind: str, number: int, now: float) -> None:
+    def on_start(self, kind: str, number: int) -> None:
         """Note that a process is started, for the first time or again."""
         self._starts[kind, number] = self._starts.get((kind, number), 0) + 1
-        if kind == "worker" and not self._began_at:
-            self._began_at = now
-
-    def on_exit(self, kind: str, now: float) -> None:
-        """Note that a process has ended."""
-        if kind == "worker":
-            self._ended_at = now
 
     def on_line(self, shard: int, line: str) -> None:
         """Note what a shard says about itself."""
         counted = re.fullmatch(COUNTED_PATTERN, line)
         if counted is None:
             return
-        accepted, late, clock, began_at = map(int, counted.groups())
+        accepted, late, clock = map(int, counted.groups()[:3])
         self._has_counts = True
-        self._is_whole |= self._starts.get(("shard", shard), 0) == 1 and not self._is_continued
+        if self._starts.get(("shard", shard), 0) == 1 and not self._is_continued:
+            self._is_whole = True
+            if counted[5] and float(counted[6]):
+                self._rate = max(self._rate, int(counted[5]) / float(counted[6]))
         self._accepted, self._late = max(self._accepted, accepted), max(self._late, late)
-        self._clock, self._steps = max(self._clock, clock), max(self._steps, clock - began_at)
+        self._clock = max(self._clock, clock)
 
     def lines(self, took_s: float) -> list[str]:
         """The summary of a job that took so long, all in all."""
         first = [f"{took_s:.1f} s"]
         if self._has_counts:
-            rate = ""
-            trained_s = self._ended_at - self._began_at
-            if self._is_whole and trained_s > 0:
-                rate = f", {self._steps / trained_s:.3g} steps/s"
+            rate = f", {self._rate:.3g} steps/s" if self._rate else ""
             since = "" if self._is_whole else " since the shards were last started"
             first += [f"step {self._clock}{rate}", f"{self._accepted} pushes accepted, {self._late} late{since}"]
         restarts = [self._restarts(kind) for kind in ("worker", "shard")]
         found = ["; ".join(first), ", ".join(filter(None, restarts))]
-        found += [f"checkpoints: {self._checkpoint_dir}"] if self._checkpoint_dir else []
+        found += [f"checkpoints: {shown(self._checkpoint_dir)}"] if self._checkpoint_dir else []
         return [line for line in found if line]
 
     def _restarts(self, kind: str) -> str:

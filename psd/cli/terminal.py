@@ -29,7 +29,7 @@ _LOOK_S = 0.2
 
 
 def prepare_streams() -> None:
-    """Have standard streams that take any text: one that was closed leads nowhere, what the locale lacks is escaped.
+    """Have standard streams that take and give any text: one that was closed leads nowhere, what the locale lacks is escaped.
 
     To be called first of all: the next file to be opened would get the number of one that was closed.
     """
@@ -38,9 +38,10 @@ def prepare_streams() -> None:
             os.fstat(fd)
         except OSError:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
-    sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115 - for as long as the process
+    sys.stdin = sys.stdin or open(0, closefd=False)  # noqa: SIM115 - for as long as the process
+    sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115
     sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115
-    for stream in (sys.stdout, sys.stderr):
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
 

@@ -31,8 +31,11 @@ examples:
   psdctl top --once > picture.txt
 
 Where the output is no terminal, one picture is printed as plain text, measured over a second, as with --once.
---json prints it as one object: the fields of psd.watch.snapshot.JobSnapshot, and "curves", by the name of
-each scalar that workers have logged its last point.
+--json prints it as one object: the fields of psd.watch.snapshot.JobSnapshot; "curves", by the name of each
+scalar that workers have logged its last point; "events", the oldest first.
+
+Events are what has happened since the first look, and of before: who is gone, shards that were started
+again, the last checkpoint.
 
 exit status:
   0     ended by q or Ctrl-C; or printed
@@ -79,7 +82,8 @@ def _print_once(sampler: Sampler, args: argparse.Namespace) -> int:
     now = sampler.measure()
     if args.json:
         curves = {name: _plain(points[-1]) for name, points in sampler.history.curves.items()}
-        print(json.dumps({**asdict(now), "curves": curves}), flush=True)
+        events = [asdict(event) for event in sampler.history.events]
+        print(json.dumps({**asdict(now), "curves": curves, "events": events}), flush=True)
     else:
         show(as_text(now, sampler.history, args.sort, shutil.get_terminal_size((100, 24)).columns))
     return EXIT_FAILURE if now.problems else EXIT_OK

@@ -5,7 +5,7 @@ itself reports psd-run's death, SIGKILL included, as the end of the file. The pr
 
     +4711   process group 4711 belongs to the job
     -4711   it has ended; its number may be used by others from now on
-    =/a/b   a directory to be removed with all that is in it, once the processes have ended; in the quoting of URLs
+    =/a/b   a file, or a directory with all that is in it, to be removed once the processes have ended; in the quoting of URLs
     end     the job is over; the end of the file that follows means nothing
 
 PR_SET_PDEATHSIG and libraries around it end direct children alone, not what these have started, and remove no directories.
@@ -41,11 +41,11 @@ class Watchdog:
         lock_fd: a descriptor that it keeps open until it has ended, so that what this locks stays so while it works.
         node_mark: of the node, if others run parts of the job.
         groups: process groups that live already.
-        directories: to be removed if psd-run dies.
+        paths: of files and directories to be removed if psd-run dies.
     """
 
     def __init__(
-        self, run_id: str, lock_fd: int, node_mark: str = "", groups: Iterable[int] = (), directories: Iterable[Path] = ()
+        self, run_id: str, lock_fd: int, node_mark: str = "", groups: Iterable[int] = (), paths: Iterable[Path] = ()
     ) -> None:
         # Not a process of any run: an outer psd-run, in whose worker this one may run, must not find it by that run's id.
         environ = {name: value for name, value in os.environ.items() if name not in ("PSD_RUN_ID", "PSD_NODE")}
@@ -56,8 +56,8 @@ class Watchdog:
             pass_fds=(lock_fd,),
             start_new_session=True,
         )
-        for directory in directories:
-            self._write(f"={quote(os.fsencode(directory))}\n")
+        for path in paths:
+            self._write(f"={quote(os.fsencode(path))}\n")
         for group in groups:
             self.add(group)
 
@@ -99,10 +99,10 @@ class Watchdog:
 
 @dataclass
 class Left:
-    """The processes and directories that psd-run leaves behind when it is killed."""
+    """The processes, files and directories that psd-run leaves behind when it is killed."""
 
     groups: set[int] = field(default_factory=set)
-    directories: list[Path] = field(default_factory=list)
+    paths: list[Path] = field(default_factory=list)
 
 
 def watch(pipe: BinaryIO) -> Left | None:
@@ -115,7 +115,7 @@ def watch(pipe: BinaryIO) -> Left | None:
             break
         sign, text = line[:1], line[1:-1]
         if sign == b"=":
-            left.directories.append(Path(os.fsdecode(unquote_to_bytes(text))))
+            left.paths.append(Path(os.fsdecode(unquote_to_bytes(text))))
         elif sign == b"+":
             left.groups.add(int(text))
         else:
@@ -130,8 +130,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if left is not None:
         _say(f"psd-run was killed; ending the processes of {run_id}")
         count = end_processes(left.groups, run_id, GRACE_S, node_mark)
-        for directory in left.directories:
-            remove_private(directory)
+        for path in left.paths:
+            with contextlib.suppress(OSError):
+                path.unlink() if path.is_file() else remove_private(path)
         _say(f"ended {count} processes of {run_id}")
     return 0
 

@@ -13,8 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from psd.contract.arguments import refuse
+from psd.contract.locations import shown
 from psd.contract.printable import is_printable, utf8_size
 from psd.contract.waits import REPORT_AFTER_S
+from psd_core.vector_operations import OPERATIONS_MAX, VECTORS_MAX
 
 TRANSPORTS = ("auto", "shm", "tcp", "grpc")
 
@@ -125,14 +127,14 @@ class Limits:
         message_bytes_max: one gRPC message. Frames need 4 MiB and a header; a declaration about 64 bytes a tensor.
         name_bytes_max: the name of a tensor or a barrier, in UTF-8.
         tables_max: sparse tables of one job. table_dim_max: numbers of a row.
-        table_bytes_max: memory for the rows of all tables on this shard; 0: half of what is free where its state lies.
+        table_bytes_max: memory for the files of all tables on this shard; 0: half of what is free where its state lies.
         table_rows_max: rows of one table on this shard.
         push_ids_max: ids, of all tables, in one push or one pull of rows at this shard.
         push_bytes_max: ids and gradients of rows in one push, which the shard holds until its last frame has come.
         vectors_max: server-side vectors of one job.
         vector_bytes_max: memory for this shard's part of all vectors; 0: as much as there is where its state lies.
         batch_operations_max: operations on vectors in one batch.
-        batch_bytes_max: numbers that one batch brings to this shard, or one pull at indices takes from it; held meanwhile.
+        batch_bytes_max: numbers that one batch brings to this shard; held meanwhile.
         reads_max: readers' Read calls at a time. Each may keep another version of the shard's parameters.
         calls: gRPC calls at a time, each of which has a thread; 0: as many as `calls_max` says.
         connections: gRPC connections at a time; 0: as many as `connections_max` says.
@@ -184,9 +186,9 @@ class Limits:
         _check_count("--max-table-rows", self.table_rows_max, 1, 1 << 31)
         _check_count("--max-push-ids", self.push_ids_max, 1, 1 << 20)
         _check_count("--max-push-bytes", self.push_bytes_max, 1, 1 << 40)
-        _check_count("--max-vectors", self.vectors_max, 0, 1 << 20)
+        _check_count("--max-vectors", self.vectors_max, 0, VECTORS_MAX)
         _check_count("--max-vector-bytes", self.vector_bytes_max, 0, 1 << 48)
-        _check_count("--max-batch-operations", self.batch_operations_max, 1, 1 << 20)
+        _check_count("--max-batch-operations", self.batch_operations_max, 1, OPERATIONS_MAX)
         _check_count("--max-batch-bytes", self.batch_bytes_max, 1 << 20, 1 << 40)
         _check_count("--max-reads", self.reads_max, 1, 10_000)
         _check_count("--max-calls", self.calls, 0, 1_000_000)
@@ -211,6 +213,7 @@ class ServerConfig:
             ("wait"), or no longer ("continue"), or ends everybody's session, as one whose lease runs out does then ("end").
         grace_s: time for requests in progress after SIGTERM.
         exit_when_done: end with status 0 when all workers have left. exit_on_eof: when standard input ends.
+        heeds_launcher: standard input tells which workers are started again.
         state_dir: where the arena lies, so that a killed shard goes on when it is started again; empty: a private directory in
             memory, which ends with the process.
         checkpoint_dir: URL of the checkpoints, the same for all shards; empty: none are taken.
@@ -239,12 +242,13 @@ class ServerConfig:
     grace_s: float = 10.0
     exit_when_done: bool = False
     exit_on_eof: bool = False
+    heeds_launcher: bool = False
     state_dir: str = ""
-    checkpoint_dir: str = ""
+    checkpoint_dir: str = field(default="", repr=False)
     checkpoint_secs: float = 0.0
     checkpoint_steps: int = 0
     checkpoint_keep: int = 3
-    from_checkpoint: str = ""
+    from_checkpoint: str = field(default="", repr=False)
     parameters_only: bool = False
     rules: tuple[str, ...] = ()
     rule_dir: str = "."
@@ -287,7 +291,7 @@ class ServerConfig:
             raise ConfigError("--from-checkpoint: not given; --parameters-only says what to take from it")
         if self.from_checkpoint.endswith(SAFETENSORS_SUFFIX) and not self.parameters_only:
             raise ConfigError(
-                f"--from-checkpoint: {self.from_checkpoint} holds parameters alone, without the optimizer's state; give "
+                f"--from-checkpoint: {shown(self.from_checkpoint)} holds parameters alone, without the optimizer's state; give "
                 "--parameters-only, too"
             )
         _check_seconds("--checkpoint-secs", self.checkpoint_secs, 0, 30 * 86_400)

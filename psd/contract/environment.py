@@ -1,6 +1,7 @@
 """The one place that reads PSD_* environment variables; psd-run and Kubernetes set them, clients take defaults from them.
 
-Explicit arguments win over the environment. Everything below receives frozen values.
+Explicit arguments win over the environment. Everything below receives frozen values. And the one variable of another library's
+that is set for a program: gRPC would print a line for each fork, as notebooks make many, and for each connection that fails.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from psd.contract import arguments
 from psd.contract.config import ClientConfig, ConfigError, parse_servers
 from psd.contract.consistency import Consistency
 from psd.contract.launchers import launched
+
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
 NumberT = TypeVar("NumberT", int, float)
 

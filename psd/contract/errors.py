@@ -281,3 +281,8 @@ def reasons() -> dict[str, type[PsdError]]:
 def error_from(reason: str, message: str, detail: dict[str, Any]) -> PsdError:
     """The error that a peer raised; a reason of a newer peer that this version does not know becomes a plain PsdError."""
     return _BY_REASON.get(reason, PsdError)(message, **detail)
+
+
+def error_text(error: BaseException) -> str:
+    """Words of an error; of one that says nothing, such as KeyboardInterrupt and mostly MemoryError, its kind."""
+    return str(error) or type(error).__name__

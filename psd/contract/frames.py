@@ -45,6 +45,14 @@ WINDOW_OPTIONS = (
 """Options for both sides' channels: gRPC's own windows grow to tens of megabytes each, which a shard that is held back would
 have to keep for every worker."""
 
+KEEPALIVE_OPTIONS = (
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.ping_timeout_ms", 10_000),
+)
+"""Options for both sides' channels: a peer that vanishes without a word is noticed within 20 seconds. gRPC's keepalive timeout
+is for bytes that TCP has not had acknowledged; to a ping that a proxy acknowledges for the peer it would give a minute."""
+
 _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5  # wire types of the protobuf encoding
 _PADDING_TAG = PADDING_FIELD << 3 | _LENGTH
 _PAYLOAD_TAG = PAYLOAD_FIELD << 3 | _LENGTH

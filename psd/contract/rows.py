@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from psd.contract.errors import InvalidRequest, InvalidTensor
-from psd.contract.frames import FRAME_BYTES_MAX
+from psd.contract.frames import FRAME_BYTES_MAX, present_bits
 from psd.v1 import data_pb2, job_pb2
 
 ID_BYTES = 8
@@ -80,6 +80,14 @@ def _cut(tables: Iterable[TableRows], nbytes_max: int, *, ids_alone: bool) -> It
 def parts_of(frame: Iterable[TableRows]) -> list[data_pb2.RowsPart]:
     """The descriptions of a frame's parts."""
     return [data_pb2.RowsPart(table=table, rows=len(ids), dtype=_NUMBERS[values.dtype]) for table, ids, values in frame]
+
+
+def tables_present(rows: Iterable[TableRows], count: int) -> bytes:
+    """PushFrame.present of a push of these rows, in a job of so many tables: it has a gradient for those that are named, though
+    they have no rows on this shard."""
+    mask = np.zeros(count, np.bool_)
+    mask[[each.table for each in rows]] = True
+    return present_bits(mask)
 
 
 def payload_of(frame: Sequence[TableRows]) -> list[NDArray[Any]]:

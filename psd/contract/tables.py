@@ -48,6 +48,7 @@ class SparseTableSpec:
         admit_after: an id gets a row with the gradient that is its n-th; those before are counted and dropped.
         admit_probability: share of the gradients that count for that.
         expire_steps, expire_s: a row that nobody has used for so many steps, or seconds, is removed; 0: never. One of the two.
+            A step is a round, or without rounds as many pushes as there are workers.
         rows_max: of all shards together; 0: as many as the shards' memory allows.
         at_limit: "evict", rows that were not used for long make room; or "refuse", gradients for new rows are counted and
             dropped.

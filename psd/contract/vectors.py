@@ -15,9 +15,7 @@ from psd.contract.printable import is_printable, utf8_size
 from psd.v1 import job_pb2, vectors_pb2
 from psd_core import vector_operations as words
 from psd_core.vector import VectorSpec
-
-NAME_BYTES_MAX = 256
-SIZE_MAX = 1 << 48
+from psd_core.vector_operations import NAME_BYTES_MAX, SIZE_MAX
 
 
 class ListedFunction(NamedTuple):
@@ -36,6 +34,9 @@ OPERANDS_MAX = 64
 
 VECTORS_OF_BATCH_MAX = 512
 """Limit of the vectors that one batch names."""
+
+FETCH_BYTES_MAX = 64 << 20
+"""Limit of what one Fetch answers, unless that is one row: the shard copies it, under the lock of its vectors."""
 
 NUMBERS_MAX = 64
 """Limit of the numbers of one operation."""

@@ -33,6 +33,8 @@ def describe_wait(wait: control_pb2.Wait) -> str:
             return f"waiting for the initial values from {missing}"
         case control_pb2.WAIT_KIND_STALENESS:
             return f"step {wait.clock}: too far ahead of the slowest; waiting for {missing}"
+        case control_pb2.WAIT_KIND_CUT:
+            return f"step {wait.clock}: a checkpoint, or a reader, is about to get what has been pushed; waiting for {missing}"
         case control_pb2.WAIT_KIND_EARLIER_ROUND:
             return f"step {wait.clock + 1}: step {wait.clock} is not complete; waiting for {missing}"
         case _:

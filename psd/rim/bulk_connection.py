@@ -17,6 +17,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 from google.protobuf.message import DecodeError, Message
 
+from psd.contract.bounds import check_parts
 from psd.contract.errors import InvalidRequest, LayoutMismatch, PsdError
 from psd.contract.layout import BLOCK_BYTES_MAX
 from psd.contract.rows import parts_of
@@ -445,6 +446,7 @@ class _Deadline:
 
 
 def _parsed(kind: type[MessageT], head: bytes) -> MessageT:
+    check_parts(head, kind.DESCRIPTOR)
     try:
         return kind.FromString(head)
     except DecodeError as error:

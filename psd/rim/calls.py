@@ -17,6 +17,7 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 
 from psd.contract import frames
+from psd.contract.bounds import PARTS_MAX, check_parts
 from psd.contract.errors import (
     DETAIL_KEY,
     REASON_KEY,
@@ -56,12 +57,15 @@ class Frame(NamedTuple):
     payload: memoryview
 
 
-def message_parser(kind: type[M]) -> Callable[[bytes], M | PsdError]:
-    """A deserializer for unary requests."""
+def message_parser(kind: type[M], parts_max: int = PARTS_MAX) -> Callable[[bytes], M | PsdError]:
+    """A deserializer for unary requests, of so many parts at most."""
 
     def parse(data: bytes) -> M | PsdError:
         try:
+            check_parts(data, kind.DESCRIPTOR, parts_max)
             return kind.FromString(data)
+        except PsdError as error:
+            return error
         except DecodeError as error:
             return InvalidRequest(f"{kind.DESCRIPTOR.name}: not a valid message: {error}")
 
@@ -75,6 +79,7 @@ def frame_parser(kind: type[M]) -> Callable[[bytes | memoryview], Frame | PsdErr
     def parse(data: bytes | memoryview) -> Frame | PsdError:
         try:
             head, payload = frames.split(data, name)
+            check_parts(head, kind.DESCRIPTOR)
             return Frame(kind.FromString(head), payload)
         except PsdError as error:
             return error

@@ -8,7 +8,6 @@ checkpoint only; it is logged, shown by status, and what was valid stays.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
@@ -21,9 +20,9 @@ from queue import Empty, SimpleQueue
 
 from psd.checkpoint import BlockPart, CheckpointDirectory, Cut
 from psd.contract.config import ServerConfig
-from psd.contract.errors import CheckpointCorrupt, CheckpointFailed, PsdError
-from psd.rim.vector_gate import VectorGate, vectors_of_cut
-from psd.state.durability.cuts import FINAL_ID, Snapshot, new_id
+from psd.contract.errors import CheckpointCorrupt, CheckpointFailed, PsdError, error_text
+from psd.rim.vector_gate import GivenUp, VectorCuts, VectorGate
+from psd.state.durability.snapshots import Snapshot, new_id
 from psd.state.durability.table_bases import TableBases
 from psd.state.shard import Shard
 from psd.state.vectors.desk import VectorsCut
@@ -35,6 +34,9 @@ TAKE_S_MAX = 3600.0
 
 POLL_S = 0.1
 """Seconds between two looks at what other shards have stored."""
+
+AGAIN_S = 1.0
+"""Seconds from a cut on demand that was given up to the next."""
 
 SETTLED_S = 5.0
 """Most seconds between them while nobody waits."""
@@ -81,15 +83,25 @@ class Checkpointer:
         self._shard = shard
         self._config = config
         self._directory = directory
-        self._gate = gate
         self._now = now
         self._wall = wall
         self._done = shard.cuts.take_part()
         self._to_write: SimpleQueue[Snapshot | None] = SimpleQueue()
         self._asked_for: dict[str, Future[str]] = {}  # by cut id
+        self._coming: dict[Snapshot, float] = {}  # those that other shards are waited for, and since when
         self._bases = TableBases(directory)
         self._idle = threading.Condition()
         self._stopping = threading.Event()
+        self._vector_cuts = VectorCuts(
+            gate,
+            shard.vectors,
+            directory,
+            config.shard_index,
+            lease_s=config.lease_s,
+            is_ending=self._is_ending,
+            pause=self._stopping.wait,
+            now=now,
+        )
         self._threads = [
             threading.Thread(target=self._sort, name="psd-cuts", daemon=True),
             threading.Thread(target=self._run, name="psd-checkpoints", daemon=True),
@@ -107,17 +119,28 @@ class Checkpointer:
             CheckpointFailed: it could not be written, or not all shards came to it in time.
         """
         deadline = self._now() + min(TAKE_S_MAX, max(0.0, (timeout_s or TAKE_S_MAX) - 1))
-        cut_id = new_id()
+        while True:
+            cut_id = new_id()
+            try:
+                name = self._take(cut_id, deadline)
+                self.await_complete(name, deadline, cut_id)
+            except CheckpointFailed:
+                if cut_id not in self._shard.cuts.given_up or self._now() > deadline:
+                    raise
+                self._stopping.wait(AGAIN_S)
+            else:
+                return name
+
+    def _take(self, cut_id: str, deadline: float) -> str:
+        """Store this shard's part of a new cut; the name of the checkpoint."""
         with self.storing(cut_id) as stored:
             self._shard.schedule.announce(cut_id)
             try:
-                name = stored.result(max(0.0, deadline - self._now()))
+                return stored.result(max(0.0, deadline - self._now()))
             except FutureTimeoutError:
                 raise CheckpointFailed(
                     "this shard's blocks have not reached the cut in time: a synchronous job must keep training for that"
                 ) from None
-        self.await_complete(name, deadline)
-        return name
 
     @contextmanager
     def storing(self, cut_id: str) -> Iterator[Future[str]]:
@@ -128,10 +151,11 @@ class Checkpointer:
         finally:
             del self._asked_for[cut_id]
 
-    def await_complete(self, name: str, deadline: float) -> None:
-        """Wait until all shards have stored their part; CheckpointFailed if they have not at `deadline`, by our clock."""
+    def await_complete(self, name: str, deadline: float, cut_id: str = "") -> None:
+        """Wait until all shards have stored their part; CheckpointFailed if they have not at `deadline`, by our clock, or if
+        the cut of that id is given up."""
         while (why := self.why_incomplete(name)) is not None:
-            if self._now() > deadline:
+            if self._now() > deadline or cut_id in self._shard.cuts.given_up:
                 raise CheckpointFailed(f"checkpoint {name} was not completed by all shards in time: {why}")
             self._stopping.wait(POLL_S)  # the other shards write to the same directory and do not talk to this one
 
@@ -151,8 +175,11 @@ class Checkpointer:
     # -- writing -----------------------------------------------------------------------------------------------------
 
     def stop(self) -> None:
-        """Write the snapshots handed over, and end."""
+        """Write the snapshots handed over, and one that cannot begin before they are written, and end."""
         self._stopping.set()
+        if self._threads[-1].is_alive():
+            with self._idle:
+                self._idle.wait_for(lambda: not self._shard.cuts.is_storing)
         self._done.put(None)
         for thread in self._threads:
             if thread.is_alive():
@@ -163,70 +190,157 @@ class Checkpointer:
         while (snapshot := self._done.get()) is not None:
             if not snapshot.why_missed:
                 self._to_write.put(snapshot)
-            elif snapshot.cut.id == FINAL_ID or not self._stopping.is_set():  # what the shard's end comes before is no failure
+            elif snapshot.is_final or not (self._stopping.is_set() or self._is_past(snapshot)):
+                self._leave(snapshot)  # else the shard's end came before, or the cut is of an earlier life: that is no failure
                 cut = snapshot.cut
+                if snapshot.positions is not None:
+                    self._shard.cuts.give_up(cut.id, snapshot.why_missed)
                 self._on_failure(cut, CheckpointFailed(f"cut {cut.id} at step {cut.step}: {snapshot.why_missed}"))
         self._to_write.put(None)
 
+    def _leave(self, snapshot: Snapshot) -> None:
+        """Tell shards that would wait for this one that it takes no part."""
+        cut = self._cut_of(snapshot)
+        if snapshot.is_final or not self._vector_cuts.is_shared(cut):
+            return
+        try:
+            self._vector_cuts.leave(cut)
+        except PsdError as error:
+            logger.debug("%s", error)
+
     def _next(self) -> Snapshot | None:
-        """Wait for the next snapshot to write, and look from time to time whether the one before is valid."""
+        """Wait for the next snapshot to write; meanwhile look whether the one before is valid, and who has come to others."""
         pause_s = POLL_S
-        while not self._bases.is_settled():
-            with contextlib.suppress(Empty):
-                snapshot = self._to_write.get(timeout=pause_s)
-                self._bases.is_settled()  # soon it is asked about this one
-                return snapshot
+        while True:
+            for snapshot in list(self._coming):
+                if self._is_come(snapshot):
+                    return snapshot
+            is_settled = self._bases.is_settled()
+            timeout_s = POLL_S if self._coming else None if is_settled else pause_s
             pause_s = min(2 * pause_s, SETTLED_S)
-        return self._to_write.get()
+            try:
+                found = self._to_write.get(timeout=timeout_s)
+            except Empty:
+                continue
+            self._bases.is_settled()  # soon it is asked about this one
+            if found is None or found.is_final:
+                return found
+            if self._is_past(found):
+                self._pass_over(found)
+            elif self._vector_cuts.is_shared(self._cut_of(found)):
+                self._come(found)
+            else:
+                return found
+
+    def _pass_over(self, snapshot: Snapshot) -> None:
+        """Take no part in a cut of an earlier life; what is stored of it may be all that it lacks."""
+        with self._failing(snapshot):
+            stored = self._stored(snapshot)
+            if stored is None:
+                raise GivenUp(f"{self._cut_of(snapshot).name}: a later checkpoint is stored")
+            self._directory.complete(stored)
+            self._release(snapshot)
+
+    def _come(self, snapshot: Snapshot) -> None:
+        """Wait for other shards, before vectors are held for a snapshot."""
+        with self._failing(snapshot):
+            self._vector_cuts.come(self._cut_of(snapshot))
+            self._coming[snapshot] = self._now()
+
+    def _is_come(self, snapshot: Snapshot) -> bool:
+        """True, once, if all shards have come to a snapshot that waits for them."""
+        is_fresh = not self._shard.is_recovered or self._shard.schedule.has_announced(snapshot.cut.id)
+        is_come = False
+        with self._failing(snapshot):
+            cut = self._cut_of(snapshot)
+            if snapshot.job.policy.has_rounds and self._shard.schedule.progress < cut.step:
+                self._coming[snapshot] = self._now()  # without trained blocks this shard is ahead of the others' rounds
+            is_come = self._vector_cuts.have_all_come(cut, self._now() - self._coming[snapshot], is_fresh=is_fresh)
+            if is_come:
+                del self._coming[snapshot]
+        return is_come
+
+    def _is_ending(self) -> bool:
+        return self._shard.is_draining or self._stopping.is_set()
 
     def _run(self) -> None:
         while (snapshot := self._next()) is not None:
-            try:
+            with self._failing(snapshot):
                 self._write(snapshot)
-            except PsdError as error:
-                self._on_failure(snapshot.cut, error)
-            except Exception as error:
-                logger.exception("a checkpoint failed because of a defect")
-                self._on_failure(snapshot.cut, CheckpointFailed(str(error)))
-            finally:
-                self._shard.cuts.release(snapshot)
-                with self._idle:
-                    self._idle.notify_all()
+                self._release(snapshot)
+        for snapshot in list(self._coming):
+            self._is_come(snapshot)  # nobody does any more
 
-    def _write(self, snapshot: Snapshot) -> None:
-        job = snapshot.job
-        cut = Cut(
+    @contextmanager
+    def _failing(self, snapshot: Snapshot) -> Iterator[None]:
+        """Inside, something is done for a snapshot; if that fails, it is given up."""
+        try:
+            yield
+        except Exception as error:
+            if not isinstance(error, (PsdError, GivenUp)):
+                logger.exception("a checkpoint failed because of a defect")
+            failure = error if isinstance(error, PsdError) else CheckpointFailed(error_text(error))
+            self._coming.pop(snapshot, None)
+            if failure.detail.get("parts") == "differ":
+                self._shard.cuts.give_up(snapshot.cut.id, str(failure))
+            self._bases.on_failed(snapshot)
+            self._discard(self._cut_of(snapshot))
+            # What shards that end let go, in any order, may fail in many ways; the last checkpoint is another one.
+            is_let_go = isinstance(error, GivenUp) or (self._is_ending() and not snapshot.is_final)
+            self._on_failure(snapshot.cut, failure, is_news=not is_let_go)
+            self._release(snapshot)
+
+    def _release(self, snapshot: Snapshot) -> None:
+        self._shard.cuts.release(snapshot)
+        with self._idle:
+            self._idle.notify_all()
+
+    def _is_past(self, snapshot: Snapshot) -> bool:
+        """True for a cut that an earlier process of the shard has stored its part of, or that came before a checkpoint: workers
+        go on to name the latest ones for a while."""
+        if not self._shard.is_recovered:
+            return False
+        try:
+            return self._stored(snapshot) is not None or self._directory.has_later(self._cut_of(snapshot))
+        except PsdError:
+            return False
+
+    def _stored(self, snapshot: Snapshot) -> Cut | None:
+        """The cut, if an earlier process of the shard has stored its part."""
+        return self._directory.stored(self._cut_of(snapshot), self._config.shard_index)
+
+    def _cut_of(self, snapshot: Snapshot) -> Cut:
+        return Cut(
             cut_id=snapshot.cut.id,
             step=snapshot.cut.step,
             timeline=snapshot.timeline,
             run_id=self._shard.run_id,
             created_at=snapshot.cut.created_at,
-            layout=job.layout,
+            layout=snapshot.job.layout,
+            order=snapshot.cut.order,
         )
+
+    def _write(self, snapshot: Snapshot) -> None:
+        job, cut = snapshot.job, self._cut_of(snapshot)
         started = self._now()
-        try:
-            with self._vectors(cut) as vectors:
-                nbytes = self._directory.write_part(
-                    cut,
-                    self._config.shard_index,
-                    self._parts(snapshot),
-                    worker_clocks=snapshot.worker_clocks,
-                    client_states=snapshot.client_states,
-                    learning_rates=snapshot.learning_rates,
-                    tables=snapshot.tables,
-                    base=snapshot.cut.base,
-                    vectors=vectors,
-                )
-            if self._config.shard_index == 0 and vectors is None:
-                # Workers do not push to shards without blocks, which may hear of a cut too late; their parts say just that.
-                for index in range(job.layout.shard_count):
-                    if not job.spec.tables and not job.layout.blocks_of(index):
-                        self._directory.write_part(cut, index, ())
-            is_complete = self._directory.complete(cut)
-        except PsdError:
-            self._bases.on_failed(snapshot)
-            self._discard(cut)
-            raise
+        with self._vectors(snapshot, cut) as vectors:
+            nbytes = self._directory.write_part(
+                cut,
+                self._config.shard_index,
+                self._parts(snapshot),
+                worker_clocks=snapshot.worker_clocks,
+                client_states=snapshot.client_states,
+                learning_rates=snapshot.learning_rates,
+                tables=snapshot.tables,
+                base=snapshot.cut.base,
+                vectors=vectors,
+            )
+        if self._config.shard_index == 0 and vectors is None:
+            # Workers do not push to shards without blocks, which may hear of a cut too late; their parts say just that.
+            for index in range(job.layout.shard_count):
+                if not job.spec.tables and not job.layout.blocks_of(index):
+                    self._directory.write_part(cut, index, ())
+        is_complete = self._directory.complete(cut)
         self._bases.on_written(snapshot, cut.name)
         took_s = self._now() - started
         with self._idle:
@@ -245,18 +359,15 @@ class Checkpointer:
         if is_complete:  # known to the shard that was last: the job's logs have one line for a checkpoint
             logger.info("stored checkpoint %s", cut.name)
             self._clean_up(cut, has_notes=vectors is not None)
-        stored = self._asked_for.get(cut.cut_id)
-        if stored is not None:
-            stored.set_result(cut.name)
+        asked_for = self._asked_for.get(cut.cut_id)
+        if asked_for is not None:
+            asked_for.set_result(cut.name)
 
-    def _vectors(self, cut: Cut) -> AbstractContextManager[VectorsCut | None]:
-        """The vectors of a cut. At the end no batches come any more, and perhaps not all shards to wait for."""
-        shard = self._shard
-        if cut.cut_id == FINAL_ID or shard.is_draining:
-            return shard.vectors.snapshot()
-        return vectors_of_cut(
-            self._gate, shard.vectors, self._directory, cut, self._config.shard_index, pause=self._stopping.wait, now=self._now
-        )
+    def _vectors(self, snapshot: Snapshot, cut: Cut) -> AbstractContextManager[VectorsCut | None]:
+        """The vectors of a cut. At the end no batches come any more; what a worker has left half done stays so."""
+        if snapshot.is_final or not self._vector_cuts.is_shared(cut):
+            return self._shard.vectors.snapshot(() if snapshot.is_final else None)
+        return self._vector_cuts.take(cut)
 
     def _clean_up(self, cut: Cut, *, has_notes: bool) -> None:
         """Remove what a stored checkpoint has made superfluous; what fails there is logged, and no failure of that one."""
@@ -295,8 +406,11 @@ class Checkpointer:
             del snapshot.pages[index]
             job.arena.unpin(page)
 
-    def _on_failure(self, cut: data_pb2.Cut, error: PsdError) -> None:
-        self.fail(error)
+    def _on_failure(self, cut: data_pb2.Cut, error: PsdError, *, is_news: bool = True) -> None:
+        if is_news:
+            self.fail(error)
+        else:
+            logger.debug("%s", error)
         stored = self._asked_for.get(cut.id)
         if stored is not None:
             stored.set_exception(error)

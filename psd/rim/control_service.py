@@ -7,12 +7,13 @@ from typing import Any
 
 import grpc
 
+from psd.contract.bounds import PARTS_MAX
 from psd.contract.errors import CheckpointFailed
 from psd.rim import views
 from psd.rim.access import Metadata
 from psd.rim.calls import CallGuard, Waiter, message_parser
 from psd.rim.checkpointer import Checkpointer
-from psd.state.durability.cuts import check_cuts
+from psd.state.durability.snapshots import check_cuts
 from psd.state.shard import Shard
 from psd.v1 import control_pb2
 
@@ -73,6 +74,10 @@ class ControlService:
             "Log": self.log,
             "Curves": self.curves,
         }
+        # Each tensor with an alias, or with the two sums of each shard's measure; and then what there can be besides.
+        config = self._shard.config
+        of_tensors = 2 * config.limits.tensors_max
+        parts_max = {"Declare": of_tensors + PARTS_MAX, "Commit": config.shard_count * of_tensors + PARTS_MAX}
         return grpc.method_handlers_generic_handler(
             SERVICE,
             {
@@ -82,7 +87,7 @@ class ControlService:
                         while_draining=method.name in ALLOWED_WHILE_DRAINING,
                         paced=method.name in PACED,
                     ),
-                    message_parser(getattr(control_pb2, method.input_type.name)),
+                    message_parser(getattr(control_pb2, method.input_type.name), parts_max.get(method.name, PARTS_MAX)),
                     getattr(control_pb2, method.output_type.name).SerializeToString,
                 )
                 for method in _DESCRIPTOR.methods
@@ -108,7 +113,7 @@ class ControlService:
         del context
         check_cuts(request.cuts)
         waits = self._shard.admission.heartbeat(request)
-        self._shard.learn(request.cuts)
+        self._shard.learn(request.caller, request.cuts)
         return views.heartbeat_reply(self._shard, waits)
 
     def leave(self, request: control_pb2.LeaveRequest, context: grpc.ServicerContext) -> control_pb2.LeaveReply:
@@ -120,15 +125,17 @@ class ControlService:
 
     def commit(self, request: control_pb2.CommitRequest, context: grpc.ServicerContext) -> control_pb2.CommitReply:
         """See ControlService.Commit."""
-        ticket = self._shard.settlement.commit(request)
-        if ticket is not None:
-            Waiter(self._shard, context).wait(ticket)
-        return self._shard.settlement.commit_reply(request.caller.rank, request.clock)
+        with self._shard.counted("commit"):
+            ticket = self._shard.settlement.commit(request)
+            if ticket is not None:
+                Waiter(self._shard, context).wait(ticket)
+            return self._shard.settlement.commit_reply(request.caller.rank, request.clock)
 
     def measure(self, request: control_pb2.MeasureRequest, context: grpc.ServicerContext) -> control_pb2.MeasureReply:
         """See ControlService.Measure."""
         del context
-        return self._shard.settlement.measure(request)
+        with self._shard.counted("measure"):
+            return self._shard.settlement.measure(request)
 
     def checkpoint(self, request: control_pb2.CheckpointRequest, context: grpc.ServicerContext) -> control_pb2.CheckpointReply:
         """See ControlService.Checkpoint."""

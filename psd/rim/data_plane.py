@@ -171,18 +171,18 @@ class DataPlane:
         self._pass_gate(pull, pull.clock, waiter)
         while not isinstance(found := self._exchange.read(tables, pull), tuple):
             waiter.wait(found)
-        yield from self._rows(tables, frames, clock=None if counts_no_use else pull.clock)
+        yield from self._rows(tables, frames, is_use=not counts_no_use)
         self.counts.count_call("pull", self._now() - began)
 
     def read_rows(self, request: data_pb2.ReadRequest, frames: RowsFrames) -> Generator[PulledRows]:
         """Answer likewise somebody who is no worker: without waiting, and not as a use of the rows."""
-        yield from self._rows(self._exchange.begin_read_rows(request), frames, clock=None)
+        yield from self._rows(self._exchange.begin_read_rows(request), frames, is_use=False)
 
-    def _rows(self, tables: TablesBlock, frames: RowsFrames, clock: int | None) -> Generator[PulledRows]:
+    def _rows(self, tables: TablesBlock, frames: RowsFrames, *, is_use: bool) -> Generator[PulledRows]:
         asked = 0
         for parts, payload, memory in frames:
             version = tables.version
-            rows = self._exchange.read_rows(tables, parts, payload, asked, clock, memory)
+            rows = self._exchange.read_rows(tables, parts, payload, asked, memory, is_use=is_use)
             asked += sum([len(part.ids) for part in rows])
             self.counts.count_bytes(received=payload.nbytes, sent=sum([part.values.nbytes for part in rows]))
             yield PulledRows(rows, version, bool(memory))
@@ -237,7 +237,7 @@ class DataPlane:
                 yield PulledBlock(state, read)
             if ahead is not None:
                 version = tables.version
-                self._exchange.fill_rows(tables, rows, pull.clock)
+                self._exchange.fill_rows(tables, rows, is_use=True)
                 self.counts.count_bytes(received=ids.nbytes, sent=sum([part.values.nbytes for part in rows]))
                 yield PulledRows(rows, version, bool(memory))
         finally:
@@ -248,6 +248,8 @@ class DataPlane:
     def _begin(self, header: data_pb2.PushHeader, waiter: Waiter) -> Push:
         push = self._exchange.begin_push(header)
         self._pass_gate(push, push.clock, waiter)
+        while (ticket := self._exchange.hold(push)) is not None:
+            waiter.wait(ticket)
         return push
 
     def _pass_gate(self, call: Push | Pull, clock: int, waiter: Waiter) -> None:

@@ -21,7 +21,7 @@ from psd.contract.rows import parts_of
 from psd.rim.calls import CallGuard, Frame, Waiter, checked, frame_parser, message_parser, wait_s
 from psd.rim.data_plane import LENT_BYTES_MIN, DataPlane, PulledBlock, PulledRows, PushedBlock, RowsAsked, RowsFrames
 from psd.rim.strangers import CALLS_MAX, Strangers
-from psd.state.durability.cuts import Done
+from psd.state.durability.snapshots import Done
 from psd.state.shard import Shard
 from psd.v1 import data_pb2
 
@@ -125,14 +125,15 @@ class DataService:
             try:
                 is_done = done.get(timeout=wait_s(context)) is not None
             except Empty:
-                raise WaitTimeout(f"cut.step: the blocks have not reached {request.cut.step} in time", missing=[]) from None
+                raise WaitTimeout(f"cut: the blocks have not reached step {request.cut.step} in time", missing=[]) from None
             if not is_done:
                 raise InvalidRequest("the reader hung up")
             if snapshot.why_missed:
-                raise CutMissed(f"cut.step: {request.cut.step} is too early: {snapshot.why_missed}")
+                raise CutMissed(f"cut.step: cut {request.cut.id} at step {request.cut.step}: {snapshot.why_missed}")
+            positions = snapshot.positions.digest if snapshot.positions is not None else 0
             for index in list(snapshot.pages):
                 page = snapshot.pages.pop(index)
-                yield self._frame(PulledBlock(snapshot.job.blocks[index], (page.version, page)))
+                yield self._frame(PulledBlock(snapshot.job.blocks[index], (page.version, page)), positions=positions)
         finally:
             self._shard.cuts.abandon(snapshot)
 
@@ -229,9 +230,9 @@ class DataService:
         self._plane.counts.count_bytes(received=self._shard.parameters.set(request))
         return data_pb2.ParametersReply()
 
-    def _frame(self, answer: PulledBlock, *, with_payload: bool = True) -> bytes:
+    def _frame(self, answer: PulledBlock, *, with_payload: bool = True, positions: int = 0) -> bytes:
         try:
-            head = data_pb2.PullFrame(block=answer.block, version=answer.version)
+            head = data_pb2.PullFrame(block=answer.block, version=answer.version, positions=positions)
             return frames.join(head.SerializeToString(), answer.values if with_payload else None)
         finally:
             answer.release()

@@ -2,7 +2,7 @@
 
     take      while workers train, who carry the cut to the other shards
     settle    without workers, who may be gone, or hang: each shard stores what it holds, once all have ended and their notes
-              show that they hold the same (psd/checkpoint/ends.py)
+              show that they hold the same rounds, or pushes (psd/checkpoint/ends.py)
 
 Both are bounded in time. Must not know signals, nor when a shard ends.
 """
@@ -20,7 +20,7 @@ from psd.checkpoint.cut import name_of
 from psd.contract.config import ServerConfig
 from psd.contract.errors import CheckpointFailed, PsdError
 from psd.rim.checkpointer import POLL_S, Checkpointer
-from psd.state.durability.cuts import new_id
+from psd.state.durability.snapshots import new_id
 from psd.state.job import Job
 from psd.state.shard import Shard
 from psd.v1 import data_pb2
@@ -109,6 +109,8 @@ class LastCheckpoint:
                 elif self._now() > heard_at + LONELY_S:
                     raise CheckpointFailed("there is no worker left to train up to it")
                 self._is_given_up.wait(POLL_S)
+            if self._is_taken():  # perhaps the reason why the shard is told to end
+                return
         raise CheckpointFailed(f"the workers have not trained up to it, or not all shards have stored it, in {timeout_s:g} s")
 
     def _last_cuts(self) -> list[data_pb2.Cut]:
@@ -116,11 +118,13 @@ class LastCheckpoint:
         if self._told_at is None:
             self._told_at = self._wall()
         since = self._told_at - FRESH_S
-        return [cut for cut in self._shard.cuts.latest() if cut.id.startswith(_PREFIX) and cut.created_at > since]
+        cuts = self._shard.cuts
+        named = [cut for cut in cuts.latest() if cut.id.startswith(_PREFIX) and cut.created_at > since]
+        return [cut for cut in named if cut.id not in cuts.given_up]
 
     def _is_taken(self) -> bool:
         timeline = self._shard.status().timeline
-        names = [name_of(timeline, cut.step, cut.id) for cut in self._last_cuts()]
+        names = [name_of(timeline, cut.step, cut.id, cut.order) for cut in self._last_cuts()]
         self.name = next((name for name in names if self._checkpointer.why_incomplete(name) is None), "")
         return self.name != ""
 
@@ -150,7 +154,8 @@ class LastCheckpoint:
         if not self._checkpointer.await_written(timeout_s):
             raise CheckpointFailed("an earlier checkpoint was not written in time, so that there is none of the end")
         self._directory.write_end_note(note, self._config.shard_index, self._config.shard_count)
-        wanted = {index for index in range(job.layout.shard_count) if job.spec.tables or job.layout.blocks_of(index)}
+        have_all = bool(job.spec.tables) or self._shard.vectors.has_vectors
+        wanted = {index for index in range(job.layout.shard_count) if have_all or job.layout.blocks_of(index)}
         while lacking := wanted - (notes := self._directory.end_notes(note, self._config.shard_count)).keys():
             if self._now() > began + timeout_s / 2:
                 names = ", ".join(f"shard {index}" for index in sorted(lacking))

@@ -1,9 +1,11 @@
 """A web server of one page, /metrics, for Prometheus. One thread, a few connections, short deadlines; nothing else is served.
 
-A connection is asked one question and then closed. Where more come than CONNECTIONS_MAX, the oldest one goes: a scraper asks at
-once, what only holds a connection does not. The page is made anew at most every CACHE_S, so that a flood of questions costs the
-shard no more than some. prometheus_client's own server has a thread for each connection, for as long as its client likes, and
-renders the page for each question (tests/rim/test_rim_libraries.py). Must not know what is on the page.
+A connection is asked one question, answered, and closed. This side first says that there is no more, and reads on until the
+other one has closed: a connection that is closed with unread bytes, such as a request's body, loses the end of what was sent.
+Where more come than CONNECTIONS_MAX, the oldest one goes: a scraper asks at once, what only holds a connection does not. The
+page is made anew at most every CACHE_S, so that a flood of questions costs the shard no more than some. prometheus_client's
+own server has a thread for each connection, for as long as its client likes, and renders the page for each question
+(tests/rim/test_rim_libraries.py). Must not know what is on the page.
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ PATH = "/metrics"
 CONNECTIONS_MAX = 16
 BACKLOG = 128
 HEAD_BYTES_MAX = 8 << 10
+BODY_BYTES_MAX = 1 << 20
+"""Bytes of a request's body, which nobody wants, that are read after the answer."""
 DEADLINE_S = 10.0
 """Seconds from a connection's start to its end, whatever it does."""
 CACHE_S = 0.2
@@ -32,10 +36,17 @@ PAUSE_S = 0.002
 
 @dataclass(eq=False)
 class _Connection:
+    """One connection.
+
+    Attributes:
+        answer: what of it is unsent; None before, empty once all was sent. passed_over: bytes read after that.
+    """
+
     sock: socket.socket
     deadline: float
     head: bytearray = field(default_factory=bytearray)
     answer: memoryview | None = None
+    passed_over: int = 0
 
 
 class MetricsServer:
@@ -141,8 +152,10 @@ class MetricsServer:
         try:
             if connection.answer is None:
                 self._read(connection)
-            else:
+            elif connection.answer:
                 self._write(connection)
+            else:
+                self._pass_over(connection)
         except (BlockingIOError, InterruptedError):
             pass
         except OSError:
@@ -162,6 +175,13 @@ class MetricsServer:
         assert connection.answer is not None
         connection.answer = connection.answer[connection.sock.send(connection.answer) :]
         if not connection.answer:
+            connection.sock.shutdown(socket.SHUT_WR)
+            self._selector.modify(connection.sock, selectors.EVENT_READ)
+
+    def _pass_over(self, connection: _Connection) -> None:
+        data = connection.sock.recv(HEAD_BYTES_MAX)
+        connection.passed_over += len(data)
+        if not data or connection.passed_over > BODY_BYTES_MAX:
             self._close(connection)
 
     def _close(self, connection: _Connection) -> None:

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -21,7 +22,7 @@ from psd.checkpoint import CheckpointDirectory
 from psd.checkpoint.storage import no_crash
 from psd.contract.config import ConfigError, ServerConfig, is_loopback, parse_address
 from psd.contract.errors import CheckpointFailed, PsdError
-from psd.contract.frames import WINDOW_OPTIONS
+from psd.contract.frames import KEEPALIVE_OPTIONS, WINDOW_OPTIONS
 from psd.contract.roster import Roster
 from psd.rim.access import Access, AccessInterceptor
 from psd.rim.bulk_server import BulkServer
@@ -85,6 +86,8 @@ class ShardServer:
         access = Access(config.token_file) if config.token_file else None
         directory = _directory(config, crash_point) if config.checkpoint_dir else None
         self.shard = Shard(config, directory=directory, crash_point=crash_point)
+        if self.shard.world_size > config.limits.workers_max:  # of the job that is there already: all of them may come back
+            config = replace(config, limits=replace(config.limits, workers_max=self.shard.world_size))
         self._gate = VectorGate()
         self._checkpointer: Checkpointer | None = None
         self._last_checkpoint: LastCheckpoint | None = None
@@ -108,9 +111,8 @@ class ShardServer:
                 ("grpc.max_send_message_length", config.limits.message_bytes_max),
                 *WINDOW_OPTIONS,
                 ("grpc.so_reuseport", 0),  # a second server on the port must fail, not share it
-                # Half-open connections are found within 20 seconds; clients may do the same from their side.
-                ("grpc.keepalive_time_ms", 10_000),
-                ("grpc.keepalive_timeout_ms", 10_000),
+                # Half-open connections are found; clients may do the same from their side.
+                *KEEPALIVE_OPTIONS,
                 ("grpc.keepalive_permit_without_calls", 1),
                 ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
                 ("grpc.http2.max_ping_strikes", 0),
@@ -246,13 +248,19 @@ class ShardServer:
         self._update_readiness()
 
     def _check_done(self) -> None:
-        if self.shard.is_done:
-            self.done.set()
+        if not self.shard.is_done or self.done.is_set():
+            return
+        self.done.set()
+        if self._last_checkpoint is not None and not (self._config.exit_when_done or self._config.shard_index):
+            logger.info("all workers have left; what they have trained is stored when this shard is told to end (SIGTERM)")
 
     @property
     def has_failed_to_store(self) -> bool:
-        """True if the latest checkpoint could not be stored."""
-        return self._checkpointer is not None and self._checkpointer.progress.error != ""
+        """True if the last checkpoint could not be stored. What fails after the one that was taken because the job ends counts
+        only when all workers have left: then there is another one."""
+        if self._checkpointer is None or not self._checkpointer.progress.error:
+            return False
+        return not self.last_checkpoint or (self.done.is_set() and self.shard.schedule.is_left_in_order)
 
     def _has_workers(self) -> bool:
         """True if a worker is there that may train. One that was killed has a lease, but no connection any more."""
@@ -266,12 +274,18 @@ class ShardServer:
 
     @property
     def totals(self) -> str:
-        """Sentence about what this process of the shard has done. The first step is that of the checkpoint it began with."""
-        now = self.shard.status()
+        """Sentence without its subject: what this process of the shard has done. The first step is that of the checkpoint
+        it began with; steps in so many seconds are those after all workers had joined, so without what they do before."""
+        now, vectors = self.shard.status(), self.shard.vectors.status()
+        if now.job is None:
+            return "has served no job"
+        if not now.job.trained_count:  # so that it hears of no push, nor reliably of a step
+            return f"has run {vectors.batches} batches on vectors" if vectors.number else "has held no part of what was trained"
         clock = max((worker.clock for worker in now.workers), default=self.shard.began_at)
-        counters = now.counters
-        pushes = f"{counters.pushes_accepted} pushes, {counters.pushes_late} late"
-        return f"{pushes}, up to step {clock} from {self.shard.began_at}"
+        pushes = f"{now.counters.pushes_accepted} pushes, {now.counters.pushes_late} late"
+        steps, seconds = self.shard.trained
+        pace = f"; {steps} steps in {seconds:.3f} s" if steps and seconds else ""
+        return f"has counted {pushes}, up to step {clock} from {self.shard.began_at}{pace}"
 
     def expect_end(self) -> None:
         """Note that `take_last_checkpoint` is about to be called, so that `drain` does not do so."""

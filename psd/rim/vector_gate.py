@@ -1,9 +1,9 @@
 """The gate that batches on vectors pass, and how shards come to one cut of them.
 
 A batch goes to every shard. So the shards are of one moment when each has run the same batches of every worker, and no others.
-For a cut each shard holds new batches back, and says beside the checkpoints which ones it has run; those that another shard has
-run are let through. Nobody waits long: batches are held only when every shard is known to have come to the cut. Must not know
-what a batch does.
+A shard that hears of a cut says so beside the checkpoints, and goes on. When all have, each holds new batches back, and says
+which ones it has run; those that another shard has run are let through. Nobody waits for long, and only where every shard is
+known to have come. Must not know what a batch does.
 """
 
 from __future__ import annotations
@@ -17,11 +17,19 @@ from psd.checkpoint import CheckpointDirectory, Cut
 from psd.contract.errors import CheckpointFailed
 from psd.state.vectors.desk import VectorDesk, VectorsCut
 
-COME_S_MAX = 60.0
-"""Most seconds that a shard waits until the others have come to a cut; nothing is held meanwhile."""
 HELD_S_MAX = 5.0
-"""Most seconds for which batches are held back."""
+"""Most seconds for which batches are held back where none is running."""
+COME_S_MAX = 20.0
+"""Most seconds, beyond a lease, until all shards have come to a cut; nothing is held meanwhile."""
+LEFT_S = 1.0
+"""Seconds of that after which a shard looks whether another one takes no part."""
 POLL_S = 0.02
+
+_COME, _HELD, _LEFT = "come", "held", "left"
+
+
+class GivenUp(Exception):
+    """Others have given a cut up, or it comes too late: that it is lost is no news."""
 
 
 class VectorGate:
@@ -36,7 +44,7 @@ class VectorGate:
     def passing(self, session: int, sequence: int) -> Iterator[None]:
         """Wait while this batch is held back; inside, it runs."""
         with self._condition:
-            self._condition.wait_for(lambda: self._may_pass(session, sequence), COME_S_MAX)
+            self._condition.wait_for(lambda: self._may_pass(session, sequence))
             self._inside += 1
         try:
             yield
@@ -46,12 +54,15 @@ class VectorGate:
                 self._condition.notify_all()
 
     def hold(self, let_through: Mapping[int, int]) -> None:
-        """Hold batches back from now on, but those up to a number of their session; returns when none of the others runs."""
+        """Hold batches back from now on, but those up to a number of their session."""
         with self._condition:
             self._let_through = let_through
             self._condition.notify_all()
-            if not let_through:
-                self._condition.wait_for(lambda: not self._inside)
+
+    def is_empty(self, within_s: float) -> bool:
+        """True if no batch runs, now or in so many seconds."""
+        with self._condition:
+            return self._condition.wait_for(lambda: not self._inside, within_s)
 
     def open(self) -> None:
         """Hold nothing back any more."""
@@ -63,53 +74,116 @@ class VectorGate:
         return self._let_through is None or sequence <= self._let_through.get(session, 0)
 
 
-@contextmanager
-def vectors_of_cut(
-    gate: VectorGate,
-    desk: VectorDesk,
-    directory: CheckpointDirectory,
-    cut: Cut,
-    shard_index: int,
-    *,
-    pause: Callable[[float], object],
-    now: Callable[[], float] = time.monotonic,
-) -> Iterator[VectorsCut | None]:
-    """The vectors of this shard, of the same moment as those of all others; None if there are none.
+class VectorCuts:
+    """The cuts of one shard's vectors: `come`, then, when `have_all_come`, `take`; or `leave`.
 
-    Raises:
-        CheckpointFailed: not all shards have come to the cut in time, or a worker's batch has not come to all of them.
+    Args:
+        lease_s: within which each worker has carried a cut to all shards.
+        is_ending: tells that the shard ends, so that nobody waits for others any more. pause: waits for some seconds, or less.
     """
-    if not desk.has_vectors or cut.shard_count == 1:
-        with desk.snapshot() as vectors:
-            yield vectors
-        return
 
-    def notes_of(stage: str, limit_s: float) -> list[dict[int, int]]:
-        directory.write_batches(cut, stage, shard_index, desk.latest())
-        deadline = now() + limit_s
-        while (notes := directory.read_batches(cut, stage)) is None:
-            if now() > deadline:
-                raise CheckpointFailed(f"{cut.name}: not all shards have come to the cut of the vectors in {limit_s:g} s")
-            pause(POLL_S)
+    def __init__(
+        self,
+        gate: VectorGate,
+        desk: VectorDesk,
+        directory: CheckpointDirectory,
+        shard_index: int,
+        *,
+        lease_s: float,
+        is_ending: Callable[[], bool],
+        pause: Callable[[float], object],
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._gate = gate
+        self._desk = desk
+        self._directory = directory
+        self._shard_index = shard_index
+        self._come_s_max = COME_S_MAX + lease_s
+        self._is_ending = is_ending
+        self._pause = pause
+        self._now = now
+
+    def is_shared(self, cut: Cut) -> bool:
+        """True if the shards must come to one cut of vectors."""
+        return self._desk.has_vectors and cut.shard_count > 1
+
+    def come(self, cut: Cut) -> None:
+        """Say that this shard has heard of a cut."""
+        self._directory.write_batches(cut, _COME, self._shard_index, {})
+
+    def leave(self, cut: Cut) -> None:
+        """Say that this shard takes no part in a cut, so that the others need not wait for it."""
+        self._directory.write_batches(cut, _LEFT, self._shard_index, {})
+
+    def have_all_come(self, cut: Cut, for_s: float, *, is_fresh: bool) -> bool:
+        """True if all shards have heard of a cut.
+
+        Args:
+            for_s: how long this one has waited for the others. is_fresh: it was not announced in an earlier life of this shard.
+
+        Raises:
+            CheckpointFailed: they have not come in time. GivenUp: there is nobody to wait for any more.
+        """
+        self._check_not_ending(cut)
+        come = self._directory.count_batches(cut, _COME)
+        if come == cut.shard_count:
+            return True
+        if not come or (for_s > LEFT_S and self._directory.has_batches(cut, _LEFT)):
+            raise GivenUp(f"{cut.name}: another shard takes no part in it")
+        # Who hears of one that was announced before finds the note of another shard, unless that has given it up long ago.
+        if for_s > HELD_S_MAX and not is_fresh and come <= 1:
+            raise GivenUp(f"{cut.name}: the other shards have given it up")
+        if for_s > self._come_s_max:
+            raise CheckpointFailed(f"{cut.name}: not all shards have come to the cut of the vectors in {self._come_s_max:g} s")
+        return False
+
+    @contextmanager
+    def take(self, cut: Cut) -> Iterator[VectorsCut | None]:
+        """The vectors of this shard, of the same moment as those of all others; None if all were dropped.
+
+        Raises:
+            CheckpointFailed: not all shards have held batches in time, or a worker's batch has not come to all of them.
+            GivenUp: the shard ends, or another one has given the cut up.
+        """
+        gate, desk = self._gate, self._desk
+        try:
+            gate.hold({})
+            while not gate.is_empty(POLL_S):  # what runs keeps others out by itself, however long it takes
+                self._check_goes_on(cut)
+            deadline = self._now() + HELD_S_MAX
+            farthest: dict[int, int] = {}
+            for note in self._held(cut, deadline):
+                for session, number in note.items():
+                    farthest[session] = max(number, farthest.get(session, 0))
+            if farthest:
+                gate.hold(farthest)
+            while lacking := [s for s, number in desk.latest_of(farthest).items() if number < farthest[s]]:
+                if self._now() > deadline:
+                    batch = f"batch {farthest[lacking[0]]} of session {lacking[0]}"
+                    raise CheckpointFailed(f"{cut.name}: {batch}, which another shard has run, has not come")
+                self._check_goes_on(cut)
+                self._pause(POLL_S)
+            with desk.snapshot(farthest) as vectors:
+                gate.open()
+                yield vectors
+        finally:
+            gate.open()
+
+    def _held(self, cut: Cut, deadline: float) -> list[dict[int, int]]:
+        """The batches that each shard had run when it held others back."""
+        self._directory.write_batches(cut, _HELD, self._shard_index, self._desk.latest())
+        while (notes := self._directory.read_batches(cut, _HELD)) is None:
+            if self._now() > deadline:
+                raise CheckpointFailed(f"{cut.name}: not all shards have held batches back within {HELD_S_MAX:g} s")
+            self._check_goes_on(cut)
+            self._pause(POLL_S)
         return notes
 
-    notes_of("come", COME_S_MAX)
-    try:
-        gate.hold({})
-        farthest: dict[int, int] = {}
-        for note in notes_of("held", HELD_S_MAX):
-            for session, number in note.items():
-                farthest[session] = max(number, farthest.get(session, 0))
-        if farthest:
-            gate.hold(farthest)
-        deadline = now() + HELD_S_MAX
-        while lacking := [s for s, number in desk.latest_of(farthest).items() if number < farthest[s]]:
-            if now() > deadline:
-                batch = f"batch {farthest[lacking[0]]} of session {lacking[0]}"
-                raise CheckpointFailed(f"{cut.name}: {batch}, which another shard has run, has not come")
-            pause(POLL_S)
-        with desk.snapshot(farthest) as vectors:
-            gate.open()
-            yield vectors
-    finally:
-        gate.open()
+    def _check_goes_on(self, cut: Cut) -> None:
+        self._check_not_ending(cut)
+        if self._directory.count_batches(cut, _COME) < cut.shard_count:
+            raise GivenUp(f"{cut.name}: another shard has given it up")
+
+    def _check_not_ending(self, cut: Cut) -> None:
+        if self._is_ending():
+            raise GivenUp(f"{cut.name}: the shard ends")

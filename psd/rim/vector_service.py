@@ -18,6 +18,7 @@ from psd.contract.vectors import spec_message
 from psd.rim.calls import CallGuard, Frame, checked, frame_parser, message_parser
 from psd.rim.strangers import CALLS_MAX, Strangers
 from psd.rim.vector_gate import VectorGate
+from psd.state.durability.snapshots import check_cuts
 from psd.state.shard import Shard
 from psd.v1 import vectors_pb2
 
@@ -98,8 +99,19 @@ class VectorService:
         return self._run(batch, payload)
 
     def _run(self, batch: vectors_pb2.VectorBatch, payload: memoryview) -> vectors_pb2.VectorAnswer:
-        with self._passing(batch):
-            return vectors_pb2.VectorAnswer(found=self._shard.vectors.run(batch, payload))
+        check_cuts(batch.cuts)
+        with self._shard.counted("batch"), self._passing(batch):
+            found = self._shard.vectors.run(batch, payload)
+        return self._answer(batch, found)
+
+    def _answer(
+        self, request: vectors_pb2.VectorBatch | vectors_pb2.VectorChange, found: bytes = b""
+    ) -> vectors_pb2.VectorAnswer:
+        """The answer to what has been done; cuts come and go with it, as with a push."""
+        if request.cuts:
+            self._shard.learn(request.caller, request.cuts)
+        self._shard.schedule.announce_due()
+        return vectors_pb2.VectorAnswer(found=found, cuts=self._shard.cuts.latest())
 
     def _passing(self, named: vectors_pb2.VectorBatch | vectors_pb2.VectorChange) -> AbstractContextManager[None]:
         return self._gate.passing(named.session or named.caller.session, named.seq)
@@ -107,22 +119,24 @@ class VectorService:
     def create(self, request: vectors_pb2.VectorChange, context: grpc.ServicerContext) -> vectors_pb2.VectorAnswer:
         """See VectorService.Create."""
         del context
+        check_cuts(request.cuts)
         with self._passing(request):
             self._shard.vectors.create(request)
-        return vectors_pb2.VectorAnswer()
+        return self._answer(request)
 
     def drop(self, request: vectors_pb2.VectorChange, context: grpc.ServicerContext) -> vectors_pb2.VectorAnswer:
         """See VectorService.Drop."""
         del context
+        check_cuts(request.cuts)
         with self._passing(request):
             self._shard.vectors.drop(request)
-        return vectors_pb2.VectorAnswer()
+        return self._answer(request)
 
     def list(self, request: vectors_pb2.VectorListRequest, context: grpc.ServicerContext) -> vectors_pb2.VectorListReply:
         """See VectorService.List."""
         del context
         vectors = self._shard.vectors
-        specs = [spec_message(spec) for spec in vectors.all(request.run_id)]
+        specs = [spec_message(spec) for spec in vectors.all(request)]
         return vectors_pb2.VectorListReply(vectors=specs, functions=vectors.functions)
 
     def fetch(self, request: vectors_pb2.VectorFetch, context: grpc.ServicerContext) -> Iterator[bytes]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import resource
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psd
 from psd.contract.printable import printable
 from psd.contract.roster import Absence
 from psd.rim.checkpointer import CheckpointProgress
-from psd.state.counts import DATA_CALLS, Counters, total
+from psd.state.counts import DATA_CALLS, GRPC_CALLS, Counters, total
 from psd.state.shard import Shard
 from psd.state.tickets import Ticket
 from psd.state.workers.membership import Worker
@@ -19,6 +20,7 @@ from psd.v1 import control_pb2
 MISSING_MAX = 64
 """Workers named in one Wait; a round may lack a thousand, and the message should stay small."""
 
+_CALLS = (*DATA_CALLS, *GRPC_CALLS)
 
 COUNTERS = (
     "pushes_accepted",
@@ -70,10 +72,11 @@ def wait_status(shard: Shard, ticket: Ticket) -> control_pb2.Wait:
     )
 
 
-def call_status(counters: Counters, call: str) -> control_pb2.CallStatus:
-    """Calls of one kind over all lanes."""
-    together = total([lane.calls[call] for lane in counters.lanes.values()])
-    return control_pb2.CallStatus(call=call, count=sum(together.counts), seconds=together.total)
+def call_statuses(counters: Counters) -> Iterator[control_pb2.CallStatus]:
+    """The calls in which workers spend time, each kind over all lanes."""
+    found = {call: total([lane.calls[call] for lane in counters.lanes.values() if call in lane.calls]) for call in _CALLS}
+    for call, together in {**found, "barrier": counters.barriers}.items():
+        yield control_pb2.CallStatus(call=call, count=sum(together.counts), seconds=together.total)
 
 
 def resident_bytes() -> int:
@@ -106,7 +109,7 @@ def shard_status(shard: Shard, address: str, progress: CheckpointProgress | None
         cpu_s=time.process_time(),
         memory_bytes=resident_bytes(),
         restarts=now.restarts,
-        calls=[call_status(now.counters, call) for call in DATA_CALLS],
+        calls=call_statuses(now.counters),
     )
     if job is not None:
         reply.parameter_bytes = job.parameter_bytes

@@ -10,7 +10,8 @@ from psd.contract import frames
 from psd.contract.config import CUTS_MAX
 from psd.contract.errors import InvalidRequest
 from psd.state.core import ShardCore
-from psd.state.durability.cuts import Cuts, check_cuts
+from psd.state.durability.cuts import Cuts
+from psd.state.durability.snapshots import check_cuts
 from psd.state.job import Job
 from psd.state.workers.membership import Membership, Worker, WorkerState
 from psd.v1 import data_pb2
@@ -62,7 +63,7 @@ class BufferDesk:
                 block.store(worker.rank, values, there)
         except ArenaClosed:
             raise core.gone_back() from None
-        self._cuts.learn(job, request.cuts)
+        self._cuts.learn(job, request.cuts, worker, request.caller.session)
         for cut in request.cuts:
             self._brought.setdefault(cut.id, set()).add(worker.rank)
         self._cuts.take_buffers({cut.id for cut in request.cuts if not job.wants_all_buffers or live <= self._brought[cut.id]})

@@ -8,13 +8,14 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from numpy.typing import NDArray
 
 import psd_core
 from psd.checkpoint.cut import CutName
-from psd.contract.config import ConfigError, ServerConfig
+from psd.contract.config import ConfigError, Limits, ServerConfig
 from psd.contract.custom_rules import load_listed
 from psd.contract.errors import (
     ForeignRun,
@@ -31,7 +32,7 @@ from psd.state import locks
 from psd.state.aggregation.trained import Trained
 from psd.state.counts import Counters
 from psd.state.durability.client_states import ClientStates
-from psd.state.durability.storage import Storage
+from psd.state.durability.storage import LeftDamaged, Storage
 from psd.state.job import Job
 from psd.state.life import Life, LifeCycle
 from psd.state.locks import Level
@@ -78,14 +79,14 @@ class ShardCore:
     """The shared state of a shard. Its attributes are for the other modules of psd.state only.
 
     Attributes:
-        job, membership: None until a worker declares, or joins.
+        job, membership: None until a worker declares, or joins. starting: see Membership.
         gates: tickets of workers that the staleness bound holds back.
         life: what the shard holds, and may do with it. Changed by `become`.
         timeline, restored_from: see JoinReply.
         lost_round: EXACT: why the shard is DAMAGED; see Restoration.
         now: monotonic seconds. wall: seconds since 1970.
         rules: the users' own that jobs may name, by import path. functions: those that batches on vectors may.
-        has_checkpoints: there is a place for them, and so perhaps one to go back to.
+        has_checkpoints: there is a place for them, and perhaps one to go back to. on_settled: called without locks by `settle`.
     """
 
     def __init__(
@@ -113,6 +114,7 @@ class ShardCore:
         self.waiting = Waiting()
         self.job: Job | None = None
         self.membership: Membership | None = None
+        self.starting: dict[int, float] = {}
         self.life = LifeCycle()
         self.initial = self.new_initial()
         self.barriers = Barriers(lambda: self.members.at_barriers, self._save_barriers)
@@ -123,6 +125,7 @@ class ShardCore:
         self.timeline = 0
         self.restored_from = ""
         self.lost_round: StateLost | None = None
+        self.on_settled: Callable[[], None] = lambda: None
         self._gates_min_clock: int | None = None
 
     @property
@@ -155,14 +158,15 @@ class ShardCore:
         Raises:
             OutOfSpace: there is no room for it; nothing was made. If it grows, nothing has changed.
         """
-        count, limits = self.config.shard_count, self.config.limits
-        specs = partition_specs(spec, count, notes_count(spec.world_size), limits, self.storage.free_bytes)
+        shard, limits = (self.config.shard_index, self.config.shard_count), self.config.limits
+        specs = partition_specs(spec, shard, notes_count(spec.world_size), limits, self.storage.free_bytes)
         stored = storage_pb2.StoredJob(
             run_id=self.run_id,
             shard_index=self.config.shard_index,
             shard_count=self.config.shard_count,
             spec=spec.to_message(),
             restored_from=restored_from,
+            push_ids_max=limits.push_ids_max,
         )
 
         def arena_of(layout: Layout, shapes: list[BlockShape]) -> Arena:
@@ -204,7 +208,7 @@ class ShardCore:
 
     def new_members(self, world_size: int, clock: int = 0) -> Membership:
         """A membership of workers that have yet to come."""
-        return Membership(world_size, self.config.lease_s, clock, self.config.on_worker_failure)
+        return Membership(world_size, self.config.lease_s, clock, self.config.on_worker_failure, self.starting)
 
     def new_initial(self) -> InitialValues:
         """Make the record of initial values that nobody has offered yet."""
@@ -219,7 +223,13 @@ class ShardCore:
     def began_at(self) -> int:
         """The clock at which the job began here: the step of its checkpoint, or 0."""
         checkpoint = CutName.of(self.restored_from)
-        return 0 if checkpoint is None else checkpoint[1]
+        return 0 if checkpoint is None else checkpoint.step
+
+    @property
+    def push_ids_max(self) -> int:
+        """The most ids of rows in one push, or one pull: what the files of the job's tables were made for, if it has some."""
+        job = self.job  # once: asked without the lock, too
+        return self.config.limits.push_ids_max if job is None or job.tables is None else job.tables.checks.ids_max
 
     @property
     def how_to_begin_afresh(self) -> str:
@@ -241,6 +251,12 @@ class ShardCore:
             return False
         try:
             self._go_on(*found)
+        except LeftDamaged as error:
+            if self.job is not None or not can_go_back():
+                self.storage.close(keep=True)
+                raise
+            self.storage.give_up(error)
+            return False
         except BaseException:
             self.storage.close(keep=True)
             raise
@@ -263,7 +279,8 @@ class ShardCore:
                     now=self.now(),
                 )
         try:
-            job = self._job(spec, members, lambda *_: arena, lambda: self.storage.open_tables(len(spec.tables)))
+            limits = replace(self.config.limits, push_ids_max=stored.push_ids_max)
+            job = self._job(spec, members, lambda *_: arena, lambda: self.storage.open_tables(len(spec.tables)), limits)
         except InvalidRequest as error:
             raise ConfigError(f"--rule: {self.storage.directory} holds a job that needs it: {error}") from error
         self.storage.open_vectors()
@@ -293,6 +310,7 @@ class ShardCore:
         members: Membership,
         arena_of: Callable[[Layout, list[BlockShape]], Arena],
         stores_of: Callable[[], list[TableStore]],
+        limits: Limits | None = None,
     ) -> Job:
         return Job(
             spec,
@@ -301,7 +319,7 @@ class ShardCore:
             membership=members,
             arena_of=arena_of,
             stores_of=stores_of,
-            limits=self.config.limits,
+            limits=limits or self.config.limits,
             on_lost=self._on_lost,
             rules=self.rules,
             storage=self.storage,
@@ -479,3 +497,4 @@ class ShardCore:
         if job is not None:
             job.participant.follow(news)
             job.settle()
+            self.on_settled()

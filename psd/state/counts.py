@@ -15,6 +15,9 @@ from psd.state import locks
 
 LANES = ("shm", "tcp", "grpc")
 DATA_CALLS = ("push", "pull", "push_pull")
+"""Calls that every lane carries,"""
+GRPC_CALLS = ("commit", "measure", "batch")
+"""and those that gRPC alone does: of exact aggregation (psd/state/aggregation/settlement.py), and batches on vectors."""
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 """Upper bounds of the latencies' buckets: from a small step within a machine to a wait that needs attention."""
@@ -55,13 +58,13 @@ class LaneCounts:
     """Traffic of one lane. Thread-safe.
 
     Attributes:
-        bytes_received, bytes_sent: of payload. calls: how long those of DATA_CALLS took that did not fail.
+        bytes_received, bytes_sent: of payload. calls: how long those took that did not fail, by their kinds.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, lane: str) -> None:
         self.bytes_received = 0
         self.bytes_sent = 0
-        self.calls = {call: Histogram() for call in DATA_CALLS}
+        self.calls = {call: Histogram() for call in (*DATA_CALLS, *(GRPC_CALLS if lane == "grpc" else ()))}
         self._lock = locks.new(locks.Level.LEAF)
 
     def count_bytes(self, *, received: int = 0, sent: int = 0) -> None:
@@ -77,7 +80,7 @@ class LaneCounts:
 
     def copy(self) -> LaneCounts:
         """A copy of the present state."""
-        found = LaneCounts()
+        found = LaneCounts("")
         with self._lock:
             found.bytes_received, found.bytes_sent = self.bytes_received, self.bytes_sent
             found.calls = {call: histogram.copy() for call, histogram in self.calls.items()}
@@ -101,7 +104,7 @@ class Counters:
         self.sessions = 0
         self.errors: dict[tuple[str, str], int] = {}
         self.barriers = Histogram()
-        self.lanes = {lane: LaneCounts() for lane in LANES}
+        self.lanes = {lane: LaneCounts(lane) for lane in LANES}
 
     def count_error(self, error: PsdError) -> None:
         """Note that a call has ended in an error. There are as many reasons as classes of errors."""

@@ -24,8 +24,9 @@ from psd.state.aggregation.trained import Trained
 from psd.state.buffers import wants_buffers
 from psd.state.core import ShardCore, check_begun_as
 from psd.state.durability.client_states import check_client_state
-from psd.state.durability.cuts import Cuts, check_cuts
+from psd.state.durability.cuts import Cuts
 from psd.state.durability.schedule import CutSchedule
+from psd.state.durability.snapshots import check_cuts
 from psd.state.job import Job
 from psd.state.tables.block import TablesBlock
 from psd.state.tickets import Ticket, WaitKind
@@ -78,6 +79,8 @@ class Exchange:
             job.participant.follow(decisions)
         if skipped:
             self._core.settle()
+        if self._cuts.awaits_positions and header.cuts:
+            self._cuts.hear(header.cuts, worker, header.caller.session)
         return Push(
             job,
             worker,
@@ -108,7 +111,7 @@ class Exchange:
             push.worker.has_pushed = True
             skipped = self._core.members.on_clock(push.worker, push.clock)
         if push.cuts:
-            self._cuts.learn(job, push.cuts)
+            self._cuts.learn(job, push.cuts, push.worker, push.session)
         push.is_entered = True
         if skipped:
             self._core.settle()
@@ -133,11 +136,17 @@ class Exchange:
             min_clock = self._core.members.min_clock()
             if min_clock is None or needed <= min_clock:
                 return None
+            if isinstance(call, Push) and self._cuts.needs(call.worker, call.session, clock):
+                return None  # who is slower may be held for a cut, which waits for this push
             ticket = self._core.ticket(
                 call.worker, call.session, WaitKind.STALENESS, clock, lambda: self._core.members.slower_than(needed)
             )
             self._core.add_gate(ticket)
             return ticket
+
+    def hold(self, push: Push) -> Ticket | None:
+        """A ticket if a push has to wait until cuts are taken that it is not in; to be asked before its first block."""
+        return self._cuts.hold(push.worker, push.session, push.clock) if self._cuts.awaits_positions else None
 
     def _check_session(self, call: Push | Pull) -> None:
         """Raise SessionFenced if the session has ended since the call began, and ShardRestarted if the shard has gone back to a
@@ -176,18 +185,18 @@ class Exchange:
         block = job.trained(index)
         if isinstance(block, BlockState) and (rows or more):
             raise InvalidRequest(f"rows: block {index} is not the tables' block")
-        if present and not isinstance(block, BlockState):
-            raise InvalidRequest("present: the tables' block has no tensors")
         values: Any
         scalars: Sequence[Any]
         if isinstance(block, BlockState):
             values, mask = self._gradient(push, block, present, payload)
             scalars = push.scalars[block.plan.group]
         elif more:
+            if present:
+                raise InvalidRequest("present: stands on a frame of rows that others follow")
             block.checks.stage(push.staged, rows, payload, memory)
             return None
         else:
-            values, mask, scalars = block.checks.gradients(push.staged, rows, payload, memory), None, push.scalars
+            values, mask, scalars = block.checks.gradients(push.staged, rows, payload, present, memory), None, push.scalars
             if job.spec.nan_policy != "allow" and not push.is_finite:
                 block.checks.check_finite(values, push.worker.rank, push.clock)
         if not push.is_entered:
@@ -276,6 +285,8 @@ class Exchange:
             wants = job.wants_buffers and wants_buffers(job, members, push.worker)
             same = job.same_gradient_as(push.worker.rank, push.first_gradient) if push.first_gradient else None
             orders = self._core.orders.current()
+        if self._cuts.awaits_positions:
+            self._cuts.advance()
         self._schedule.announce_due()
         return data_pb2.PushReply(
             clock=max(clock, job.version_max) if late else clock,
@@ -352,18 +363,19 @@ class Exchange:
         parts: Sequence[data_pb2.RowsPart],
         payload: memoryview,
         before: int,
-        clock: int | None,
         memory: Sequence[memoryview] = (),
+        *,
+        is_use: bool,
     ) -> list[TableRows]:
         """The rows that a frame asks for; see RowChecks.rows and TablesBlock.fill."""
         rows = tables.checks.rows(parts, payload, before, has_values=False, memory=memory)
-        self.fill_rows(tables, rows, clock)
+        self.fill_rows(tables, rows, is_use=is_use)
         return rows
 
-    def fill_rows(self, tables: TablesBlock, rows: Sequence[TableRows], clock: int | None) -> None:
+    def fill_rows(self, tables: TablesBlock, rows: Sequence[TableRows], *, is_use: bool) -> None:
         """See TablesBlock.fill."""
         try:
-            tables.fill(rows, clock)
+            tables.fill(rows, is_use=is_use)
         except ArenaClosed:
             raise self._core.gone_back() from None
 

@@ -53,9 +53,10 @@ class Job:
 
     Attributes:
         blocks: this shard's blocks by index. tables: the block that stands for its part of the tables; None without any.
-        trained_count: those that every push must cover.
+        trained_count: those that every push must cover. is_trained: there are some, here or on other shards.
         buffer_blocks: those of them that workers compute. wants_buffers: some worker is to call StoreBuffers.
         wants_all_buffers: each of them is.
+        is_cut_by_positions: cuts are positions of the workers; see psd/state/durability/positions.py.
         agreement: SYNC: the scalars of the open rounds.
         coordinator: EXACT, on shard 0 only; participant: on all shards: see settlement.py.
     """
@@ -133,6 +134,8 @@ class Job:
         self.wants_buffers = any(group.is_of_buffers for group in spec.groups) or bool(self.layout.untrained_shards)
         self.wants_all_buffers = any(group.is_of_buffers and "mean" in group.flags for group in spec.groups)
         self._first_gradients: dict[int, bytes] = {}  # digests by rank
+        self.is_trained = bool(spec.tables) or any(block.trained for block in self.layout.blocks)
+        self.is_cut_by_positions = self.is_trained and not self.policy.has_rounds
         self.participant = Participant(spec, self._trained)
         self.coordinator: Coordinator | None = None
         if self.is_exact and shard_index == 0:
@@ -195,6 +198,11 @@ class Job:
     def lacking(self, covered: Collection[int]) -> int:
         """The first index of what a push has not covered and must."""
         return min(block.index for block in self._trained if block.index not in covered)
+
+    def note_cut(self, order: int) -> None:
+        """Keep the order of the latest cut, also for the shard's next process: the next one's is to be greater."""
+        if order > self.arena.word("cut_order"):
+            self.arena.set_word("cut_order", order)
 
     def check_scalars(self, scalars: Scalars) -> None:
         """Raise InvalidRequest unless there is one entry per group, each fit for its rule."""
@@ -292,6 +300,10 @@ class Job:
     def last_counted(self, rank: int) -> Counted:
         """The last push of a rank that counts in the first block here; others may be a round behind or ahead. Takes no lock."""
         return self._trained[0].last_counted(rank)
+
+    def last_pushes(self, rank: int) -> set[Counted]:
+        """The last pushes of a rank that count in the blocks here: one, unless some lack a part of it."""
+        return {block.last_counted(rank) for block in self._trained}
 
     def counted_on(self, of_blocks: Mapping[int, Page], of_tables: Collection[TableSnapshot]) -> list[Counted]:
         """The last push of each rank that some of these pages, of all blocks, or these snapshots count."""

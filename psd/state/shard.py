@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from copy import copy
 
 from psd.checkpoint import CheckpointDirectory
@@ -26,9 +26,10 @@ from psd.state.buffers import BufferDesk
 from psd.state.core import ShardCore, check_begun_as
 from psd.state.counts import LaneCounts
 from psd.state.curves import Curves, PointBatch
-from psd.state.durability.cuts import AHEAD, Cuts, Done, Snapshot, check_cuts
+from psd.state.durability.cuts import AHEAD, Cuts
 from psd.state.durability.restoration import Restoration
 from psd.state.durability.schedule import CutSchedule
+from psd.state.durability.snapshots import Done, Snapshot, check_cuts
 from psd.state.durability.storage import Storage
 from psd.state.exchange import Exchange
 from psd.state.job import Job
@@ -39,7 +40,8 @@ from psd.state.vectors.desk import VectorDesk
 from psd.state.workers.admission import Admission
 from psd.state.workers.membership import Worker, WorkerState
 from psd.v1 import control_pb2, data_pb2, job_pb2
-from psd_core.arena import ArenaClosed
+from psd_core.arena import ArenaClosed, Page
+from psd_core.table import TableSnapshot
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +92,8 @@ class Shard:
         has_checkpoints = directory is not None or bool(config.from_checkpoint and not config.parameters_only)
         storage = Storage(config, crash_point)
         self._core = ShardCore(config, storage, now, incarnation, wall=wall, has_checkpoints=has_checkpoints)
-        self.cuts = Cuts(self._describe)
+        self.cuts = Cuts(self._core, self._describe)
+        self._core.on_settled = self.cuts.advance
         self.restoration = Restoration(self._core, self.cuts, directory)
         self.is_recovered = self._core.recover(self.restoration.has_checkpoint)
         if not self.is_recovered:
@@ -133,6 +136,15 @@ class Shard:
         with self._core.lock:
             self._core.barriers.on_withdraw(ticket)
             self._core.loads.on_withdraw(ticket)
+
+    def expect_worker(self, rank: int, *, will_come: bool) -> None:
+        """Note that a launcher is starting a worker's process again, or will not: meanwhile its lease does not run out."""
+        with self._core.lock:
+            members = self._core.membership
+            if will_come and members is not None and rank < len(members.workers):
+                self._core.starting[rank] = self.now()
+            else:
+                self._core.starting.pop(rank, None)
 
     def tick(self) -> list[Worker]:
         """Expire leases and rows, handle the consequences, retry updates that lacked room, and announce a cut if one is due;
@@ -178,7 +190,7 @@ class Shard:
             progress=self.schedule.progress,
             has_blocks=job.trained_count > 0,
             timeline=self._core.timeline,
-            push_ids_max=self._core.config.limits.push_ids_max,
+            push_ids_max=self._core.push_ids_max,
         )
 
     def begin_read(self, request: data_pb2.ReadRequest, done: Done) -> Snapshot:
@@ -195,20 +207,28 @@ class Shard:
         self.cuts.begin(snapshot)
         return snapshot
 
-    def learn(self, cuts: Sequence[data_pb2.Cut]) -> None:
+    def learn(self, caller: job_pb2.Caller, cuts: Sequence[data_pb2.Cut]) -> None:
         """Take part in cuts that a heartbeat brings, of a job that has its values."""
         job = self._core.job  # once: asked without the lock
         if cuts and job is not None and self._core.life.has_values and not self._core.is_tentative:
-            self.cuts.learn(job, cuts)
+            with self._core.lock:
+                worker = self._core.check_caller(caller)
+            self.cuts.learn(job, cuts, worker, caller.session)
 
-    def _describe(self, snapshot: Snapshot) -> None:
-        """Facts of a cut beside its blocks. Runs under a block's lock, and takes no other."""
-        members = self._core.members
+    def _describe(self, snapshot: Snapshot, pages: Mapping[int, Page], tables: Collection[TableSnapshot]) -> None:
+        """Facts of a cut beside its blocks. Runs under a block's lock, or the shard's, and takes no other."""
+        members, positions = self._core.members, snapshot.positions
         snapshot.timeline = self._core.timeline
         step = snapshot.cut.step if snapshot.job.policy.has_rounds else None
-        snapshot.worker_clocks.update({w.rank: w.clock if step is None else step for w in members.workers if w.session})
+        if positions is not None:
+            clocks = positions.found
+        elif snapshot.job.is_cut_by_positions:  # nothing changes any more
+            clocks = {w.rank: w.clock for w in members.workers if w.state is WorkerState.FINISHED}
+        else:
+            clocks = {w.rank: w.clock if step is None else step for w in members.workers if w.session}
+        snapshot.worker_clocks.update(clocks)
         snapshot.learning_rates = self._core.orders.learning_rates_from(snapshot.cut.step)
-        snapshot.client_states.update(self._core.client_states.at(snapshot.job.counted_on(snapshot.pages, snapshot.tables)))
+        snapshot.client_states.update(self._core.client_states.at(snapshot.job.counted_on(pages, tables)))
 
     def close(self, *, keep: bool) -> None:
         """Let go of the arena, after the last request. Without `keep` it is removed."""
@@ -319,6 +339,13 @@ class Shard:
         """The counts of a lane."""
         return self._core.counters.lanes[lane]
 
+    @contextlib.contextmanager
+    def counted(self, call: str) -> Iterator[None]:
+        """Count a call of GRPC_CALLS, unless it fails: how long what is within takes."""
+        began = self.now()
+        yield
+        self.lane_counts("grpc").count_call(call, self.age_s(began))
+
     def count_error(self, error: PsdError) -> None:
         """Note that a call has ended in an error."""
         with self._core.lock:
@@ -364,6 +391,12 @@ class Shard:
     def began_at(self) -> int:
         """The step at which the job began here: that of its checkpoint, or 0."""
         return self._core.began_at
+
+    @property
+    def trained(self) -> tuple[int, float]:
+        """Steps that the job has made since all workers had joined, and seconds that this took."""
+        with self._core.lock:
+            return self._core.membership.trained() if self._core.membership is not None else (0, 0.0)
 
     @property
     def absent(self) -> dict[int, Absence]:

@@ -26,6 +26,7 @@ class WaitKind(enum.Enum):
     STALENESS = 3
     BARRIER = 4
     INITIAL_VALUES = 5
+    CUT = 6
 
 
 @dataclass(eq=False)

@@ -1,6 +1,7 @@
 """Events between two looks at a job: joins, departures, restarts, checkpoints, refused requests.
 
-Pure functions on snapshots. What came and went between two looks is not seen.
+Pure functions on snapshots. What came and went between two looks is not seen; of what was before the first one, what has left
+traces is told, with its own time.
 """
 
 from __future__ import annotations
@@ -13,10 +14,27 @@ from psd.watch.words import count_text
 
 
 def events_between(before: JobSnapshot | None, now: JobSnapshot) -> list[Event]:
-    """Events that the second look shows and the first one does not; of a first look, nothing but troubles."""
+    """Events that the second look shows and the first one does not; of a first look, those that it has traces of."""
     if before is None:
-        return [Event(now.at, "lost", "error", _lost(shard), now.clock) for shard in now.shards if shard.state == "no answer"]
+        return sorted(_traces(now), key=lambda event: event.at)
     return [Event(now.at, kind, level, text, _step_of(text, now)) for kind, level, text in _events(before, now)]
+
+
+def _traces(now: JobSnapshot) -> Iterator[Event]:
+    for shard in now.shards:
+        if shard.state == "no answer":
+            yield Event(now.at, "lost", "error", _lost(shard), now.clock)
+        elif shard.restarts:
+            yield Event(now.at - shard.uptime_s, "restart", "warning", f"shard {shard.index} has restarted", now.clock)
+        if shard.checkpoint and shard.checkpoint.error:
+            yield Event(now.at, "checkpoint", "error", _not_stored(shard), now.clock)
+    for worker in now.workers:
+        if worker.state in ("expired", "failed"):
+            at = now.at - max(0.0, worker.last_seen_s)
+            yield Event(at, "lost", "error", _gone(worker), worker.clock)
+    if now.checkpoint and now.checkpoint.name:
+        text = f"checkpoint {now.checkpoint.name}"
+        yield Event(now.at - now.checkpoint.age_s, "checkpoint", "info", text, _step_of(text, now))
 
 
 def _events(before: JobSnapshot, now: JobSnapshot) -> Iterator[tuple[str, str, str]]:
@@ -65,8 +83,7 @@ def _of_worker(old: WorkerSnapshot | None, new: WorkerSnapshot) -> Iterator[tupl
     elif new.state == "finished":
         yield "leave", "info", f"worker {new.rank} has finished, at step {new.clock}"
     elif new.state in ("expired", "failed"):
-        why = "failed" if new.state == "failed" else "was silent for too long"
-        yield "lost", "error", f"worker {new.rank} {why}, at step {new.clock}"
+        yield "lost", "error", _gone(new)
 
 
 def _of_checkpoints(before: JobSnapshot, now: JobSnapshot) -> Iterator[tuple[str, str, str]]:
@@ -76,7 +93,7 @@ def _of_checkpoints(before: JobSnapshot, now: JobSnapshot) -> Iterator[tuple[str
     for old, new in zip(before.shards, now.shards, strict=True):
         error = new.checkpoint.error if new.checkpoint else ""
         if error and error != (old.checkpoint.error if old.checkpoint else ""):
-            yield "checkpoint", "error", f"shard {new.index}: checkpoint: {error}"
+            yield "checkpoint", "error", _not_stored(new)
 
 
 def _step_of(text: str, now: JobSnapshot) -> int:
@@ -87,3 +104,12 @@ def _step_of(text: str, now: JobSnapshot) -> int:
 
 def _lost(shard: ShardSnapshot) -> str:
     return f"shard {shard.index} at {shard.address} does not answer"
+
+
+def _gone(worker: WorkerSnapshot) -> str:
+    why = "failed" if worker.state == "failed" else "was silent for too long"
+    return f"worker {worker.rank} {why}, at step {worker.clock}"
+
+
+def _not_stored(shard: ShardSnapshot) -> str:
+    return f"shard {shard.index}: checkpoint: {shard.checkpoint.error if shard.checkpoint else ''}"

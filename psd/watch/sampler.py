@@ -20,6 +20,7 @@ from psd.watch.history import History
 from psd.watch.merging import Answer, job_clock, merged_waits, merged_workers, problems, reason
 from psd.watch.rates import Rates
 from psd.watch.snapshot import (
+    WAIT_S,
     CallTimes,
     CheckpointSnapshot,
     CurvePoint,
@@ -42,9 +43,6 @@ ANSWER_S = 1.5
 
 ANSWERS_MAX = 64
 """Answers with points of curves that are read in one look; the rest is for the next."""
-
-WAIT_S = 0.5
-"""Waits that are shorter are part of every step, and not told."""
 
 _IN_ROUNDS = (pb.WAIT_KIND_ROUND, pb.WAIT_KIND_EARLIER_ROUND, pb.WAIT_KIND_STALENESS)
 
@@ -185,6 +183,9 @@ class Sampler:
             self._rates.forget("shard", index)
         live = sum(worker.state == pb.WORKER_STATE_LIVE for worker in reply.workers)
         calls = tuple(self._calls(index, call) for call in reply.calls)
+        # The shards count a call when it has ended; a wait may be as long as all that is looked at.
+        in_calls_s = sum(call.seconds for call in reply.calls) + sum(wait.waited_s for wait in reply.waits)
+        in_calls_per_s = self._rates.of(("shard", index, "in calls"), self._clock(), in_calls_s, slack=1.0)
         state, detail = shard_state(reply)
         return ShardSnapshot(
             index=index,
@@ -215,7 +216,7 @@ class Sampler:
             bytes_sent=reply.bytes_sent,
             received_per_s=self._rate(index, "received", reply.bytes_received),
             sent_per_s=self._rate(index, "sent", reply.bytes_sent),
-            in_calls_share=min(1.0, sum(call.per_s * call.mean_s for call in calls) / live) if live else 0.0,
+            in_calls_share=min(1.0, in_calls_per_s / live) if live else 0.0,
             calls=calls,
             ages=tuple(reply.ages),
             checkpoint=_checkpoint(reply),

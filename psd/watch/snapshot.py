@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+WAIT_S = 0.5
+"""Waits that are shorter are part of every step, and not told one by one."""
+
 
 @dataclass(frozen=True)
 class CallTimes:

@@ -54,6 +54,7 @@ def _wait_for(wait: pb.Wait) -> str:
         pb.WAIT_KIND_STALENESS: f"at step {wait.clock}, for the staleness bound,",
         pb.WAIT_KIND_BARRIER: f"in barrier {wait.name!r}",
         pb.WAIT_KIND_INITIAL_VALUES: "for the initial values",
+        pb.WAIT_KIND_CUT: f"to push at step {wait.clock}, until a checkpoint or a reader has got what was pushed before,",
     }.get(wait.kind, "")
     missing = ", ".join(_missing_text(worker) for worker in wait.missing) or "nobody in particular"
     return f"{what} for {missing}"

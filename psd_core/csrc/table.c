@@ -18,11 +18,11 @@ static uint64_t check_of(const psd_table *t, const psd_root *root)
     return psd_checksum(&root->commit, t->root_bytes / 8 - 1);
 }
 
-/* For a push of n ids: a row and a sighting for each. */
+/* For a push of n ids: the rows that are stored, which are no more than there may be, and a sighting for each id. */
 static uint64_t record_bytes(const psd_table *t, uint64_t n)
 {
-    const uint64_t flips = t->spec.admit_after > 1 ? 2 : 1;
-    return sizeof(psd_record) + (n > PSD_REMOVED_MAX ? n : PSD_REMOVED_MAX) * (flips * sizeof(psd_flip) + 4);
+    const uint64_t rows = n < t->spec.rows_max ? n : t->spec.rows_max, sightings = t->spec.admit_after > 1 ? n : 0;
+    return sizeof(psd_record) + (rows > PSD_REMOVED_MAX ? rows : PSD_REMOVED_MAX) * (sizeof(psd_flip) + 4) + sightings * sizeof(psd_flip);
 }
 
 /* A word for every fourth row that there may be, up to 8 million: they take memory from the start, since any of them may be stored to. */
@@ -40,7 +40,7 @@ int psd_table_plan(psd_table *t)
     if (places > PSD_PLACES_MAX)
         return 0;
     t->root_bytes = aligned(sizeof(psd_root) + 8 * s->notes, 64);
-    const uint64_t index = ((s->rows_max + s->push_max) * 2 / PSD_BUCKET + 16) * 64;
+    const uint64_t index = (places * 2 / PSD_BUCKET + 16) * 64;
     const uint64_t sizes[PSD_REGIONS] = {
         [PSD_CONTROL] = 128 + 2 * t->root_bytes,
         [PSD_RECORD] = record_bytes(t, s->push_max),
@@ -151,6 +151,11 @@ void psd_table_commit(psd_table *t, psd_root *next)
     psd_store_release(t->applied, next->commit);
     pthread_rwlock_unlock(&t->lock);
     PSD_BEFORE(t, "done");
+}
+
+void psd_table_commit_push(psd_table *t)
+{
+    psd_table_commit(t, root_at(t, *t->commit + 1));
 }
 
 /* A store beyond its region would be a store into somebody else's memory. */

@@ -4,7 +4,7 @@
  * mapping: table.py makes the file longer and gives memory back. One thread at a time writes; any number read meanwhile.
  * Needs _GNU_SOURCE for its lock: portable.h defines it, and Python.h.
  *
- * The file, native byte order, format 2, regions from multiples of 64 KiB:
+ * The file, native byte order, format 4, regions from multiples of 64 KiB:
  *   superblock  4096 B: written by _table_format.py
  *   control     u64 commit, from the next cache line u64 applied, then, from multiples of 64, the roots: root commit % 2 is valid
  *   record      psd_record, flips, backs (u32 each)
@@ -31,18 +31,17 @@
 enum { PSD_CONTROL, PSD_RECORD, PSD_INDEX, PSD_OTHER_INDEX, PSD_SIGHTINGS, PSD_HEADS, PSD_ROWS, PSD_SPARES, PSD_REMOVALS, PSD_LOG, PSD_REGIONS };
 enum { PSD_BUCKET = 8, PSD_SUPERBLOCK_BYTES = 4096, PSD_REGION_ALIGN = 65536, PSD_CHUNK_BUCKETS = 1024, PSD_REMOVED_MAX = 2048,
        PSD_LOG_MAX = 16384 /* entries that are kept; the ring has room for twice as many */, PSD_OWN_SLOTS_MAX = 64 };
+enum { PSD_USES = 256 }; /* after so many without need memory is given back */
 #define PSD_PLACES_MAX (UINT32_MAX - 2u)
 #define PSD_GRAVE UINT32_MAX
 #define PSD_NOWHERE UINT64_MAX
 
 static inline int psd_is_live(uint64_t entry) { return (uint32_t)entry != 0 && (uint32_t)entry != PSD_GRAVE; }
-/* Clocks go around: of two that are less than 2^31 apart, whether the first is the later one. */
-static inline int psd_is_later(uint32_t clock, uint32_t than) { return (int32_t)(clock - than) > 0; }
 
 typedef struct {
     uint64_t id;
-    uint32_t used;    /* clock of the last use */
-    uint32_t changed; /* low bits of the version of the table that this row came with */
+    uint64_t used;    /* clock of the last use */
+    uint64_t changed; /* version of the table that this row came with */
 } psd_head;
 
 /* All that changes with a commit, but for what the record says. The caller's notes follow it. */
@@ -50,6 +49,7 @@ typedef struct {
     uint64_t check, commit;
     uint64_t step;         /* updates of the table */
     uint64_t version;      /* commits that wrote rows */
+    uint64_t clock;        /* of the last push; never falls */
     uint64_t rows;         /* in the index */
     uint64_t places, spares; /* places ever taken; those among them on the stack */
     uint64_t current;      /* 0 or 1: which index */
@@ -60,7 +60,7 @@ typedef struct {
     uint64_t log_first, log_end; /* entries of the log, as numbers that only grow */
     uint64_t still_from;   /* a gradient of zeros changes no row at this step or later */
     uint64_t fresh_moves;  /* 1: it did change a row that nobody has trained */
-    uint64_t salt; /* of tags and sightings: nobody outside knows it, so nobody can choose ids that collide */
+    uint64_t salt; /* of tags: nobody outside knows it, so nobody can choose ids that collide */
 } psd_root;
 
 /* Scalars that held from a step on, until the next entry's. */
@@ -80,8 +80,8 @@ typedef struct {
 
 typedef enum { PSD_ZEROS, PSD_CONSTANT, PSD_UNIFORM, PSD_NORMAL, PSD_TRUNCATED_NORMAL } psd_init;
 
-/* What never changes. Offsets and widths of rows are in floats, as the caller has them; the value is at 0. Where rows catch up the last number of a row is the
- * step that it is at, the low 32 bits of it as they are. */
+/* What never changes. Offsets and widths of rows are in floats, as the caller has them; the value is at 0. Where rows catch up the last two numbers of a
+ * row are the bits of a u64: the step that it is at. */
 typedef struct {
     uint64_t dim, width, rows_max, push_max, notes, seed; /* seed: of this table, its name included */
     int rule /* -1: the user's own */, rowwise, init;
@@ -113,6 +113,21 @@ typedef struct {
     intptr_t n;
 } psd_part;
 
+/* The largest of the last uses of memory that is kept from one to the next. */
+typedef struct {
+    intptr_t largest, uses;
+} psd_use;
+/* Notes a use of so many entries; whether memory for `capacity` of them is to be given back, which recent uses did not need. */
+static inline int psd_is_oversized(psd_use *u, intptr_t count, intptr_t capacity)
+{
+    u->largest = count > u->largest ? count : u->largest;
+    if (++u->uses < PSD_USES)
+        return 0;
+    const int is_oversized = capacity > 4 * u->largest + 4096;
+    *u = (psd_use){0, 0};
+    return is_oversized;
+}
+
 /* Scratch memory of a push, kept from one to the next: the distinct ids in the order in which they came first. */
 typedef struct {
     intptr_t capacity, sums_capacity, slots_capacity, count, sightings_capacity, sightings_count;
@@ -122,6 +137,7 @@ typedef struct {
     int64_t *sum_of; /* which sum is the id's, -1: it came once */
     uint32_t *slots; /* hash table: position + 1 */
     float *sums;
+    psd_use use;
     psd_flip *sightings;
     uint8_t *taken; /* of each bucket of sightings, the words that ids of this push have taken; zeros between pushes */
 } psd_scratch;
@@ -131,12 +147,24 @@ typedef struct {
 typedef struct {
     int is_active, is_failed, is_full;
     uint64_t version; /* rows that came later are not in it */
-    uint32_t since;   /* unless it is full, only rows that came after this version are */
+    uint64_t since, since_clock; /* unless it is full, only rows that came after this version, or were used after this clock, are */
     uint64_t cursor;  /* tags below it have been copied */
     uint64_t saved, capacity;
     psd_head *heads;
     float *rows;
 } psd_snapshot;
+
+/* A row that was not used for long. Rows of one clock go in the order of their ids' hash, which has no salt. */
+typedef struct {
+    uint64_t used, order, id;
+} psd_old;
+
+/* The rows not used for longest, a heap with the oldest first. It may name some that are gone, or were used since. */
+typedef struct {
+    psd_old *rows;
+    uint64_t count, capacity;
+    uint64_t bound; /* no row outside of the heap was used before this clock */
+} psd_oldest;
 
 typedef struct psd_table {
     psd_table_spec spec;
@@ -149,7 +177,7 @@ typedef struct psd_table {
     pthread_rwlock_t lock; /* readers against changes of the index */
     psd_scratch scratch;
     psd_snapshot snapshot;
-    uint64_t hand;        /* the tag where the next search for rows to evict begins */
+    psd_oldest oldest;
     uint64_t reads, hits; /* of rows, since the partition was opened */
     void (*on_store)(void *, const char *); /* for tests: called before each store of the protocol */
     void *context;
@@ -192,6 +220,7 @@ const char *psd_table_adopt(psd_table *); /* takes over what a process has left;
 psd_root *psd_table_next_root(psd_table *);   /* a copy of the valid root, to change and commit */
 psd_record *psd_table_record(psd_table *);
 void psd_table_commit(psd_table *, psd_root *);
+void psd_table_commit_push(psd_table *); /* of what psd_table_push has made ready */
 /* The region that has too few bytes that are backed for a push of n ids that brings entries of the log, or -1; `bytes` is what it needs. */
 int psd_table_lack(const psd_table *, uint64_t n, uint64_t entries, uint64_t *bytes);
 
@@ -258,16 +287,17 @@ typedef struct {
     psd_hyper hyper;
     psd_own_rule *own; /* where the rule is the user's own */
     double scale; /* of the sums */
-    uint32_t clock;
+    uint64_t clock;
     int distinct; /* ids are */
     int whole;    /* what comes are whole rows, to be stored as they are; no step. Of repeated ids the last counts */
     int64_t step; /* with `whole`: what the table's is from now on; -1: as it is */
-    const uint32_t *clocks; /* with `whole`: one for each row that comes; NULL: `clock` for all */
+    const uint64_t *clocks; /* with `whole`: one for each row that comes, which do not move the table's; NULL: `clock` for all */
     const uint64_t *notes; /* all, or NULL: as they are */
     const double *history; /* with `whole`: of each entry of the log the step and the scalars; NULL: the log is as it is */
     uint64_t entries, scalars; /* of the history: how many, and of how many scalars */
 } psd_push;
-/* 0, ENOMEM, or what the user's own rule returned: then nothing was written. Several parts are one push, as if they followed each other
+/* Does all of a push but its commit, for psd_table_commit_push, before which nothing else may be committed. 0, ENOMEM, or what the
+ * user's own rule returned: then there is nothing to commit. Several parts are one push, as if they followed each other
  * in one array; one alone where `distinct`, `whole` or `clocks`. */
 int psd_table_push(psd_table *, const psd_push *, const psd_part *, int parts);
 
@@ -286,12 +316,11 @@ static inline psd_log_entry *psd_logged(const psd_table *t, uint64_t number)
 /* Whether steps have passed a row of the file by that would have changed it. Needs the lock, or to be the writer. */
 static inline int psd_is_behind(const psd_table *t, const float *row)
 {
-    uint32_t last;
+    uint64_t last;
     if (!t->spec.catches_up || t->root->still_from <= 1)
         return 0;
-    memcpy(&last, row + t->spec.stored - 1, sizeof last);
-    const int32_t missed = (int32_t)((uint32_t)t->root->step - last);
-    return missed > 0 && t->root->step - (uint64_t)missed + 1 < t->root->still_from;
+    memcpy(&last, row + t->spec.stored - 2, sizeof last);
+    return last < t->root->step && last + 1 < t->root->still_from;
 }
 void psd_log_push(const psd_table *, psd_root *next, const psd_hyper *); /* notes the scalars of the step next->step */
 void psd_log_replace(const psd_table *, psd_root *next, const double *history, uint64_t entries, uint64_t scalars);
@@ -314,7 +343,7 @@ int psd_combine(psd_scratch *, const psd_part *, int parts, intptr_t width, int 
 void psd_scratch_free(psd_scratch *);
 
 /* table_snapshot.c. One at a time; `next` copies rows that belong to it, in no order, and returns 0 when there are no more. */
-void psd_snapshot_begin(psd_table *, int is_full, uint32_t since);
+void psd_snapshot_begin(psd_table *, int is_full, uint64_t since, uint64_t since_clock);
 int psd_snapshot_next(psd_table *, psd_head *heads, float *rows, uint64_t max, uint64_t *count);
 void psd_snapshot_end(psd_table *);
 void psd_snapshot_save(psd_table *, const psd_record *, const psd_flip *); /* within a commit, before it is applied */
@@ -325,11 +354,14 @@ typedef struct {
     uint64_t mask, *ids;
     float *values;
     uint32_t *slots; /* hash table: position + 1 */
+    psd_use use;
     psd_scratch scratch;
 } psd_sums;
-/* Adds weight * gradient to the sum of each id; gradients of one id are added to each other first. 0, or ENOMEM and as before. */
-int psd_sums_add(psd_sums *, const uint64_t *ids, const float *grads, intptr_t n, intptr_t dim, double weight);
-void psd_sums_clear(psd_sums *); /* keeps the memory */
+/* Makes ready what psd_sums_add is to add, in which gradients of one id are added to each other: 0, or ENOMEM. No sum changes. */
+int psd_sums_prepare(psd_sums *, const uint64_t *ids, const float *grads, intptr_t n, intptr_t dim);
+/* Adds weight * gradient to the sum of each id. What was made ready is where it was. */
+void psd_sums_add(psd_sums *, intptr_t dim, double weight);
+void psd_sums_clear(psd_sums *); /* keeps the memory, unless it has long not been needed */
 void psd_sums_free(psd_sums *);
 
 /* table_removal.c */
@@ -345,9 +377,20 @@ static inline uint64_t psd_first_removal(const psd_table *t)
     return all > kept ? all - kept : 0;
 }
 void psd_table_remove(psd_table *, uint64_t *const *words, uint64_t count, uint64_t *(*counter)(psd_root *));
-uint64_t psd_table_evict(psd_table *, uint64_t count, uint32_t clock); /* returns how many it could */
-/* Removes, among the next entries from a tag on, the rows not used for more than `age`; returns the tag to go on from. */
-uint64_t psd_table_expire(psd_table *, uint64_t tag, uint32_t clock, uint32_t age);
+int psd_table_evict(psd_table *, uint64_t count, uint64_t clock); /* as many as it can; 0, or -1 without memory */
+/* Removes rows that were not used for more than `age`, at most PSD_REMOVED_MAX; 1 if there may be more of them, 0, or -1 without memory. */
+int psd_table_expire(psd_table *, uint64_t clock, uint64_t age);
 uint64_t psd_table_discard(psd_table *, const uint64_t *ids, intptr_t n); /* at most PSD_REMOVED_MAX distinct ones */
+
+/* table_oldest.c */
+/* Fills the heap, if it is empty and there may be rows that were used before `before`, which is not beyond `clock`, that of now. 0, or
+ * ENOMEM. */
+int psd_oldest_fill(psd_table *, uint64_t before, uint64_t clock);
+/* The index word of the row that was not used for longest, which is the heap's no more; NULL if the heap has none used before then. */
+uint64_t *psd_oldest_pop(psd_table *, uint64_t before);
+void psd_oldest_add(psd_oldest *, uint64_t id, uint64_t used); /* a row that is marked with a clock below the bound */
+/* A clock before which no row was used. */
+static inline uint64_t psd_oldest_used(const psd_oldest *o) { return o->count ? o->rows[0].used : o->bound; }
+void psd_oldest_free(psd_oldest *);
 
 #endif

@@ -1,6 +1,6 @@
 /* Admission: which ids get a row. Until an id was seen often enough its gradients are counted and dropped.
  *
- * Sightings lie in buckets of eight, by the id's hash; in a full one the id that was seen least makes room. So the count of an id may be
+ * Sightings lie in buckets of eight, by a hash of the id and the table's seed; in a full one the id that was seen least makes room. So the count of an id may be
  * lost among many others, and it then begins anew; an id is never admitted too early, but for one in 2^48 or so that another's hash meets.
  * What a push has counted is stored when it commits, so empty words that its ids take are marked until then: each id gets one of its own.
  */
@@ -16,6 +16,10 @@ static int is_counted(const psd_table *t, uint64_t id)
 {
     return psd_mix(psd_mix(t->spec.seed ^ 0x5bd1e995u) ^ psd_mix(id + psd_mix(t->root->step + 1))) >> 32 < t->spec.admit_below;
 }
+
+/* Without the index's salt, which nobody knows: what is counted follows from what was pushed. Whoever chooses ids of one bucket makes them
+ * forget each other, and no other id. */
+static uint64_t sighting_hash(const psd_table *t, uint64_t id) { return psd_mix(id ^ psd_mix(t->spec.seed ^ 0x2545f491u)); }
 
 static const uint64_t *sightings(const psd_table *t) { return (const uint64_t *)(t->base + t->region[PSD_SIGHTINGS].at); }
 
@@ -67,7 +71,7 @@ int64_t psd_table_admit(psd_table *t)
             continue;
         int is_admitted = is_counted(t, s->ids[k]);
         if (is_admitted && t->spec.admit_after > 1) {
-            const uint64_t hash = psd_mix(s->ids[k] ^ t->root->salt);
+            const uint64_t hash = sighting_hash(t, s->ids[k]);
             const uint64_t *const word = sighting_of(t, hash);
             const uint64_t seen = 1 + ((*word | COUNT) == (hash | COUNT) ? *word & COUNT : 0);
             is_admitted = seen >= t->spec.admit_after;

@@ -19,8 +19,10 @@ static int rests(const psd_table_spec *s, const double *scalars, int is_fresh)
 {
     if (s->settles)
         return is_fresh && s->init == PSD_ZEROS; /* such a rule leaves zeros as they are */
+    if (is_fresh && (s->decay_at < 0 || scalars[s->decay_at] == 0))
+        return 1; /* its slots hold nothing that moves */
     if (!s->rests)
-        return is_fresh && (s->decay_at < 0 || scalars[s->decay_at] == 0); /* its slots hold nothing that moves */
+        return 0;
     for (int i = 0; i < PSD_SCALARS_MAX; i++)
         if (s->rest_without[i] && scalars[i] != 0)
             return 0;
@@ -40,7 +42,7 @@ static void append(const psd_table *t, psd_root *next, uint64_t from, const doub
 /* Writes where the valid root names no entry, so nothing changes before the commit. */
 void psd_log_push(const psd_table *t, psd_root *next, const psd_hyper *hyper)
 {
-    const psd_log_entry *const last = next->log_end ? psd_logged(t, next->log_end - 1) : NULL;
+    const psd_log_entry *const last = next->log_end > next->log_first ? psd_logged(t, next->log_end - 1) : NULL;
     const int is_new = !last || memcmp(last->scalars, hyper->scalars, sizeof last->scalars) != 0;
     if (is_new)
         append(t, next, next->step, hyper->scalars);
@@ -120,7 +122,7 @@ static void make_step(psd_past *p, const psd_log_entry *entry, uint64_t step, fl
  * long to compute with. */
 static void flush(const psd_table_spec *s, float *row)
 {
-    for (uint64_t i = s->dim; i + 1 < s->width; i++)
+    for (uint64_t i = s->dim; i + 2 < s->width; i++)
         row[i] = fabsf(row[i]) < 0x1p-126f ? 0 : row[i];
 }
 
@@ -155,12 +157,10 @@ static int has_begun(const psd_table_spec *s, const float *row)
 void psd_catch_up(psd_past *p, float *row)
 {
     const psd_table_spec *const s = &p->table->spec;
-    const uint32_t now = (uint32_t)p->step;
-    uint32_t low;
-    memcpy(&low, row + s->width - 1, sizeof low);
-    if (p->log_first == p->log_end || (int32_t)(now - low) <= 0)
+    uint64_t last;
+    memcpy(&last, row + s->width - 2, sizeof last);
+    if (p->log_first == p->log_end || last >= p->step)
         return;
-    uint64_t last = p->step - (now - low);
     int is_fresh = !has_begun(s, row);
     if (s->settles) {
         make_step(p, psd_logged(p->table, p->log_end - 1), p->step, row);
@@ -176,5 +176,5 @@ void psd_catch_up(psd_past *p, float *row)
         }
         last = end;
     }
-    memcpy(row + s->width - 1, &now, sizeof now);
+    memcpy(row + s->width - 2, &p->step, sizeof p->step);
 }

@@ -68,10 +68,17 @@ uint64_t psd_index_grave(const uint64_t *entry)
     return (*entry & ~(uint64_t)UINT32_MAX) | PSD_GRAVE;
 }
 
+/* Rows that a push of n ids may add. */
+static uint64_t added(const psd_table *t, uint64_t n)
+{
+    return n < t->spec.rows_max ? n : t->spec.rows_max;
+}
+
 /* Growth begins at a load of 0.8; a push that would bring it beyond 0.9 before its end waits for that end. */
-int psd_index_must_move(const psd_table *t, uint64_t n)
+int psd_index_must_move(const psd_table *t, uint64_t ids)
 {
     const psd_root *const r = t->root;
+    const uint64_t n = added(t, ids);
     if (!r->next_buckets)
         return (r->filled + n) * 5 > r->buckets * PSD_BUCKET * 4;
     return (r->filled + n) * 10 > r->buckets * PSD_BUCKET * 9 || (r->next_filled + n) * 10 > r->next_buckets * PSD_BUCKET * 9;
@@ -81,7 +88,7 @@ static void begin(psd_table *t, uint64_t n)
 {
     psd_root *const r = psd_table_next_root(t);
     const uint64_t grown = r->buckets < 8192 ? 2 * r->buckets : r->buckets + r->buckets / 4;
-    const uint64_t needed = (r->rows + n) * 3 / 2 / PSD_BUCKET + 1; /* a load of 2/3 */
+    const uint64_t needed = (r->rows + added(t, n)) * 3 / 2 / PSD_BUCKET + 1; /* a load of 2/3 */
     /* Graves alone may have filled it: then it is written anew in its old size. */
     r->next_buckets = r->rows * 3 / 2 < r->filled && needed < r->buckets ? r->buckets : grown > needed ? grown : needed;
     if (r->next_buckets > t->region[PSD_INDEX].size / 64)

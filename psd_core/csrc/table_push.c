@@ -1,4 +1,4 @@
-/* A push: the rule on all of its rows, from their places to spare ones, and one commit. Never stores into a row that has a name. */
+/* A push: the rule on all of its rows, from their places to spare ones, up to its commit. Never stores into a row that has a name. */
 #include "portable.h"
 #include "table.h"
 
@@ -34,19 +34,20 @@ static uint64_t find_all(psd_table *t)
     return missing;
 }
 
-/* Makes room for rows that are missing; returns how many of the push's own rows went. Rows that were used at its clock are not
+/* Makes room for rows that are missing; returns how many of the push's own rows went, or -1 without memory. Rows that were used at its clock are not
  * evicted, but a reader that is behind may mark one as used earlier, at the same time. Such a row begins anew. */
-static uint64_t evict(psd_table *t, uint64_t count, uint32_t clock)
+static int64_t evict(psd_table *t, uint64_t count, uint64_t clock)
 {
     psd_scratch *const s = &t->scratch;
-    uint64_t own = 0;
+    int64_t own = 0;
     for (intptr_t k = 0; k < s->count; k++)
         if (s->words[k] && s->words[k] != PSD_PASSED_OVER) {
-            uint32_t *const used = &psd_heads(t)[(uint32_t)*s->words[k] - 1].used;
-            if (psd_is_later(clock, __atomic_load_n(used, __ATOMIC_RELAXED)))
+            uint64_t *const used = &psd_heads(t)[(uint32_t)*s->words[k] - 1].used;
+            if (clock > __atomic_load_n(used, __ATOMIC_RELAXED))
                 __atomic_store_n(used, clock, __ATOMIC_RELAXED);
         }
-    psd_table_evict(t, count, clock);
+    if (psd_table_evict(t, count, clock))
+        return -1;
     for (intptr_t k = 0; k < s->count; k++)
         if (s->words[k] && s->words[k] != PSD_PASSED_OVER && !psd_is_live(*s->words[k])) {
             s->words[k] = NULL;
@@ -77,10 +78,10 @@ static int write_row(psd_table *t, const psd_push *p, const psd_row_rule *rule, 
     const psd_scratch *const s = &t->scratch;
     const float *const old = s->words[k] ? psd_row(t, (uint32_t)*s->words[k] - 1) : NULL;
     float *const to = t->spec.is_half ? row : psd_row(t, place);
-    uint32_t clock = p->clock;
+    uint64_t clock = p->clock;
     if (old && !p->whole) {
-        const uint32_t used = __atomic_load_n(&psd_heads(t)[(uint32_t)*s->words[k] - 1].used, __ATOMIC_RELAXED);
-        clock = psd_is_later(used, clock) ? used : clock; /* by a reader that is ahead */
+        const uint64_t used = __atomic_load_n(&psd_heads(t)[(uint32_t)*s->words[k] - 1].used, __ATOMIC_RELAXED);
+        clock = used > clock ? used : clock; /* by a reader that is ahead */
     }
     int status = 0;
     if (p->own) {
@@ -99,13 +100,14 @@ static int write_row(psd_table *t, const psd_push *p, const psd_row_rule *rule, 
             psd_catch_up(past, row);
         psd_step_row_f32(rule, as_it_lies ? old : row, to, s->values[k], (intptr_t)t->spec.dim, t->spec.slot_at);
         if (t->spec.catches_up) {
-            const uint32_t step = (uint32_t)next->step;
-            memcpy(to + t->spec.width - 1, &step, sizeof step);
+            memcpy(to + t->spec.width - 2, &next->step, sizeof next->step);
         }
         if (t->spec.is_half)
             psd_store_row(t, row, psd_row(t, place), s->ids[k], next->step);
     }
-    psd_heads(t)[place] = (psd_head){s->ids[k], clock, (uint32_t)next->version};
+    psd_heads(t)[place] = (psd_head){s->ids[k], clock, next->version};
+    if (clock < t->oldest.bound && !(old && clock == __atomic_load_n(&psd_heads(t)[(uint32_t)*s->words[k] - 1].used, __ATOMIC_RELAXED)))
+        psd_oldest_add(&t->oldest, s->ids[k], clock);
     return status;
 }
 
@@ -122,9 +124,11 @@ static int push(psd_table *t, const psd_push *p, const psd_part *parts, int coun
     const uint64_t seen = absent && !p->whole ? (uint64_t)s->sightings_count : 0;
     uint64_t room = t->spec.rows_max - t->root->rows;
     if (missing > room && t->spec.evicts) {
-        const uint64_t own = evict(t, missing - room, p->clock);
-        absent += own;
-        missing += own;
+        const int64_t own = evict(t, missing - room, p->clock);
+        if (own < 0)
+            return ENOMEM;
+        absent += (uint64_t)own;
+        missing += (uint64_t)own;
         room = t->spec.rows_max - t->root->rows;
     }
     const uint64_t created = missing < room ? missing : room;
@@ -132,6 +136,8 @@ static int push(psd_table *t, const psd_push *p, const psd_part *parts, int coun
     psd_root *const next = psd_table_next_root(t);
     const psd_root *const now = t->root;
     next->version++;
+    if (!p->clocks && p->clock > next->clock)
+        next->clock = p->clock;
     if (!p->whole)
         next->step++;
     else if (p->step >= 0)
@@ -197,7 +203,6 @@ static int push(psd_table *t, const psd_push *p, const psd_part *parts, int coun
     next->next_filled += moved;
     if (p->notes)
         memcpy(next + 1, p->notes, t->spec.notes * 8);
-    psd_table_commit(t, next);
     return 0;
 }
 

@@ -121,8 +121,8 @@ static int read_batch(psd_table *t, const uint64_t *ids, intptr_t n, float *out,
         const uint64_t place = (uint32_t)*word - 1;
         psd_head *const head = &psd_heads(t)[place];
         ++*hits;
-        if (clock >= 0 && psd_is_later((uint32_t)clock, __atomic_load_n(&head->used, __ATOMIC_RELAXED)))
-            __atomic_store_n(&head->used, (uint32_t)clock, __ATOMIC_RELAXED);
+        if (clock >= 0 && (uint64_t)clock > __atomic_load_n(&head->used, __ATOMIC_RELAXED))
+            __atomic_store_n(&head->used, (uint64_t)clock, __ATOMIC_RELAXED);
         const float *const row = psd_row(t, place);
         if (!psd_is_behind(t, row))
             psd_load_row(t, row, to, floats);

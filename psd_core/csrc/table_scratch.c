@@ -89,6 +89,8 @@ int psd_combine(psd_scratch *s, const psd_part *parts, int count, intptr_t width
     intptr_t n = 0, sums = 0;
     for (int i = 0; i < count; i++)
         n += parts[i].n;
+    if (psd_is_oversized(&s->use, n, s->capacity))
+        psd_scratch_free(s);
     s->count = 0;
     if (make_room(s, n))
         return ENOMEM;

@@ -12,15 +12,15 @@ enum { BATCH = 4096, AHEAD = 8 };
 
 PSD_INLINE int belongs(const psd_snapshot *s, const psd_head *head)
 {
-    const int32_t later = (int32_t)(head->changed - (uint32_t)s->version);
-    return later <= 0 && (s->is_full || (int32_t)(head->changed - s->since) > 0);
+    return head->changed <= s->version
+        && (s->is_full || head->changed > s->since || __atomic_load_n(&head->used, __ATOMIC_RELAXED) > s->since_clock);
 }
 
-void psd_snapshot_begin(psd_table *t, int is_full, uint32_t since)
+void psd_snapshot_begin(psd_table *t, int is_full, uint64_t since, uint64_t since_clock)
 {
     psd_snapshot *const s = &t->snapshot;
     pthread_rwlock_wrlock(&t->lock);
-    *s = (psd_snapshot){.is_active = 1, .is_full = is_full, .since = since, .version = t->root->version};
+    *s = (psd_snapshot){.is_active = 1, .is_full = is_full, .since = since, .since_clock = since_clock, .version = t->root->version};
     pthread_rwlock_unlock(&t->lock);
 }
 

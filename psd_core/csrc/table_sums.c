@@ -45,12 +45,15 @@ static int make_room(psd_sums *s, intptr_t n, intptr_t dim)
     return s->slots && size == s->mask + 1 ? 0 : rehash(s, size);
 }
 
-int psd_sums_add(psd_sums *s, const uint64_t *ids, const float *grads, intptr_t n, intptr_t dim, double weight)
+int psd_sums_prepare(psd_sums *s, const uint64_t *ids, const float *grads, intptr_t n, intptr_t dim)
+{
+    const psd_part part = {ids, grads, n};
+    return psd_combine(&s->scratch, &part, 1, dim, 0, 0) || make_room(s, s->scratch.count, dim) ? ENOMEM : 0;
+}
+
+void psd_sums_add(psd_sums *s, intptr_t dim, double weight)
 {
     psd_scratch *const c = &s->scratch;
-    const psd_part part = {ids, grads, n};
-    if (psd_combine(c, &part, 1, dim, 0, 0) || make_room(s, c->count, dim))
-        return ENOMEM;
     for (intptr_t i = 0; i < c->count; i++) {
         if (i + AHEAD < c->count)
             PSD_PREFETCH(&s->slots[psd_slot(c->ids[i + AHEAD], s->mask)]);
@@ -65,12 +68,15 @@ int psd_sums_add(psd_sums *s, const uint64_t *ids, const float *grads, intptr_t 
         s->ids[s->count] = c->ids[i];
         s->slots[slot] = (uint32_t)++s->count;
     }
-    return 0;
+    c->count = 0;
 }
 
 void psd_sums_clear(psd_sums *s)
 {
+    const int is_oversized = psd_is_oversized(&s->use, s->count, s->capacity);
     s->count = 0;
+    if (is_oversized)
+        psd_sums_free(s);
     if (s->slots)
         memset(s->slots, 0, (s->mask + 1) * 4);
 }
@@ -81,4 +87,5 @@ void psd_sums_free(psd_sums *s)
     free(s->ids);
     free(s->values);
     free(s->slots);
+    memset(s, 0, sizeof *s);
 }

@@ -162,7 +162,7 @@ uint64_t psd_vector_pack(const psd_vector_op *, const psd_vector_sum *, char *ou
 enum { PSD_ANSWER_MAX = 4 + 4 * PSD_EXACT_LIMBS };
 
 /* vector_run.c */
-void psd_vectors_plan(psd_vectors *, uint64_t sessions_max, uint64_t *sizes); /* sets regions; `sizes` in bytes */
+void psd_vectors_plan(psd_vectors *, uint64_t senders, uint64_t *sizes); /* sets regions; `sizes` in bytes */
 void psd_vectors_attach(psd_vectors *);
 static inline psd_vector_session *psd_vector_session_at(const psd_vectors *t, uint64_t slot)
 {

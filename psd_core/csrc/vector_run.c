@@ -33,17 +33,17 @@ static uint64_t head_bytes(const psd_vector_record *r)
          + (r->inputs + 1) / 2 * 8;
 }
 
-void psd_vectors_plan(psd_vectors *t, uint64_t sessions_max, uint64_t *sizes)
+void psd_vectors_plan(psd_vectors *t, uint64_t senders, uint64_t *sizes)
 {
     const uint64_t unit = 4096;
     t->answer_bytes = (t->answers_max * PSD_ANSWER_MAX + unit - 1) / unit * unit;
     const uint64_t needed[PSD_V_REGIONS] = {
         [PSD_V_CONTROL] = 256 + t->operands_max,
-        [PSD_V_SESSIONS] = sessions_max * sizeof(psd_vector_session),
+        [PSD_V_SESSIONS] = senders * sizeof(psd_vector_session),
         [PSD_V_PARTIALS] = PSD_CHUNK * t->answers_max * sizeof(psd_vector_partial),
         [PSD_V_SUMS] = 2 * t->answers_max * sizeof(psd_vector_sum),
         [PSD_V_STAGING] = t->operands_max * PSD_STRIPE_BYTES,
-        [PSD_V_ANSWERS] = sessions_max * PSD_ENTRIES * t->answer_bytes,
+        [PSD_V_ANSWERS] = senders * PSD_ENTRIES * t->answer_bytes,
     };
     uint64_t at = unit;
     for (int i = 0; i < PSD_V_REGIONS; i++) {

@@ -19,7 +19,7 @@ from helpers_checkpoint import (
 )
 
 from psd.checkpoint import CheckpointDirectory, CheckpointState
-from psd.checkpoint.cut import MANIFEST
+from psd.checkpoint.cut import MANIFEST, CutName, name_of
 from psd.contract.config import ConfigError
 from psd.contract.errors import CheckpointCorrupt, CheckpointFailed
 from psd.contract.layout import Layout
@@ -121,6 +121,15 @@ def _flip(path, place):
     data = bytearray(path.read_bytes())
     data[place] ^= 0x10
     path.write_bytes(data)
+
+
+def test_names_when_they_say_more_than_the_step_then_they_go_by_the_order_and_what_is_final_comes_last():
+    cuts = [(0, 9, "b", 0), (0, 7, "c", 1), (0, 7, "a", 2), (0, 3, "ff", 3), (0, 2, "final", 0), (1, 0, "a", 0)]
+
+    found = [CutName.of(name_of(*cut)) for cut in cuts]
+
+    assert sorted(found) == found
+    assert [(its.timeline, its.step, its.cut_id, its.order) for its in found] == cuts
 
 
 def test_newest_when_any_byte_of_a_document_is_flipped_then_goes_back_loudly_and_names_the_file(two, tmp_path, caplog):
@@ -248,6 +257,24 @@ def test_collect_garbage_when_deleting_then_the_manifest_goes_first_and_durably(
         f"remove directory {older.name}",
     ]
     assert [path.name for path in tmp_path.iterdir()] == [newer.name]
+
+
+def test_collect_garbage_when_another_shard_does_so_at_the_same_time_then_neither_complains(two, tmp_path):
+    """It has seen a newer checkpoint, and removes what this one would keep."""
+    _, older, middle = two
+    newest, others = cut_of(small_spec(), 2, 9, cut_id="c3"), CheckpointDirectory(str(tmp_path), keep=1)
+
+    def crash_point(step):
+        if step == f"fsync directory {middle.name}" and older.name in valid_names(others):
+            store(others, newest)
+            others.collect_garbage()
+
+    store(others, first := cut_of(small_spec(), 2, 6, cut_id="a0"))
+
+    removed = CheckpointDirectory(str(tmp_path), keep=2, crash_point=crash_point).collect_garbage()
+
+    assert removed == [first.name]
+    assert [path.name for path in tmp_path.iterdir()] == [newest.name]
 
 
 def test_collect_garbage_when_somebody_died_in_the_middle_then_temporary_files_go_too(two, tmp_path):

@@ -64,9 +64,9 @@ def test_unseal_when_any_byte_is_flipped_then_the_document_is_refused():
 
 
 def test_unseal_when_a_later_psd_wrote_it_then_says_which():
-    data = seal({"format": "psd-checkpoint", "format_version": 4, "psd_version": "9.1"})
+    data = seal({"format": "psd-checkpoint", "format_version": 6, "psd_version": "9.1"})
 
-    with pytest.raises(CheckpointUnsupported, match=r"version 4, written by psd 9\.1; this is psd .*, which reads .* 1 to 3"):
+    with pytest.raises(CheckpointUnsupported, match=r"version 6, written by psd 9\.1; this is psd .*, which reads .* 1, 4, 5"):
         unseal(data, "x")
 
 

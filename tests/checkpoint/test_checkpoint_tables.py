@@ -14,6 +14,9 @@ from helpers_tables import ShardTables, stored, tables_spec
 import psd
 from psd.checkpoint import CheckpointDirectory
 from psd.checkpoint import table_records as records
+from psd.checkpoint.manifest import ManifestDocument, parse_part
+from psd.checkpoint.parquet import ParquetTable
+from psd.checkpoint.plain import PlainFile
 from psd.checkpoint.sealing import seal, unseal
 from psd.contract.errors import CheckpointCorrupt, CheckpointFailed, SpecMismatch
 from psd.contract.jobspec import JobSpec
@@ -65,6 +68,24 @@ def test_rows_are_as_they_were_on_any_number_of_shards(tables, shard_count):
     assert last.nbytes < first.nbytes / 2
     table = directory.read_table(directory.load(changed.name), Layout(tables.spec, 2), 0, 0)
     assert (table.step, table.width) == (tables.step, 6)
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "parquet"])
+def test_an_export_of_rows_that_have_all_changed_since_the_other_checkpoint_has_each_once(tables, tmp_path, suffix):
+    """Nothing is left then of whole chunks of the checkpoint that it builds on."""
+    directory = CheckpointDirectory(memory_url())
+    full, marks = tables.store(directory, 7)
+    tables.write(1, np.arange(900), 3.5)
+    tables.remove(0, IDS)
+    changed, _ = tables.store(directory, 8, base=full.name, since=marks)
+
+    for name, count in (("item", 900), ("user", 0)):
+        directory.export(directory.load(changed.name), str(tmp_path / f"{name}.{suffix}"), table=name)
+
+        file = str(tmp_path / f"{name}.{suffix}")
+        table = ParquetTable(file, "id", "row") if suffix == "parquet" else PlainFile(file).table(name)
+        rows = {int(key): row.tolist() for ids, values in table.rows() for key, row in zip(ids, values, strict=True)}
+        assert rows == {key: [3.5 + key] for key in range(count)}
 
 
 def test_a_table_that_is_full_stands_beside_one_that_is_not(tables):
@@ -165,7 +186,7 @@ def test_documents_of_jobs_with_tables_are_of_a_version_that_an_older_psd_refuse
     directory.write_part(without, 0, parts(without, 0))
     directory.complete(without)
 
-    for name, version in ((cut.name, 2), (without.name, 1)):
+    for name, version in ((cut.name, 4), (without.name, 1)):
         documents = list((tmp_path / "checkpoints" / name).glob("*.json"))
         assert documents
         assert all(f'"format_version": {version},' in path.read_text() for path in documents)
@@ -201,6 +222,17 @@ def test_a_checkpoint_that_builds_on_itself_or_on_no_checkpoint_is_corrupt(tmp_p
 
     with pytest.raises(CheckpointCorrupt, match="builds on another checkpoint, which cannot be used"):
         CheckpointDirectory(str(tmp_path)).load(document["name"])
+
+
+@pytest.mark.parametrize(("name", "value"), [("step", (1 << 53) + 1), ("clock", 1 << 63)])
+def test_a_table_that_is_further_than_any_can_be_is_refused_by_name(name, value):
+    """A shard would fail with no word that helps, at each start."""
+    manifest = ManifestDocument((GOLDEN / "manifest.json").read_bytes(), "timeline-00000-step-000000000008-a8")
+    changed = unseal((GOLDEN / "shard-00000-of-00001.json").read_bytes(), "x")
+    changed["tables"][1][name] = value
+
+    with pytest.raises(CheckpointCorrupt, match=rf"part 0 has table 1 at .*{name} {value}.*, from which no table goes on"):
+        manifest.with_parts([parse_part(seal(changed), "p", manifest.identity, 0)])
 
 
 def test_a_part_that_lacks_a_table_is_not_written(tables):

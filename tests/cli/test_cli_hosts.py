@@ -413,6 +413,36 @@ def test_hosts_when_ssh_hangs_then_ctrl_c_ends_it_at_once():
         assert started.end(timeout_s=END_S / 2) == 130
 
 
+TALKATIVE = """#!/bin/sh
+for last; do :; done
+echo 'Welcome, {"what": "a shell prints'
+printf 'is none of our business: \\033[2J'
+export SSH_CONNECTION='127.0.0.1 1 127.0.0.1 22'
+"""
+"""An ssh to this machine, whose login shell prints something; of the second line it is not the end."""
+
+
+@pytest.mark.process
+def test_hosts_when_a_login_shell_prints_something_then_it_is_passed_over(tmp_path):
+    (tmp_path / "worker.py").write_text(WORKER)
+    (tmp_path / "ssh").write_text(TALKATIVE + 'exec sh -c "$last"\n')
+    options = ("--hosts", "a:1", "--ssh", f"sh {tmp_path / 'ssh'}", str(tmp_path / "worker.py"))
+
+    with contextlib.closing(Process("psd.cli.run", *options)) as started:
+        assert started.end() == 0, started.output
+        assert "worker 0 1 0 0" in started.output
+
+
+@pytest.mark.process
+def test_hosts_when_a_login_shell_admits_nobody_then_it_is_quoted(tmp_path):
+    (tmp_path / "ssh").write_text(TALKATIVE + "echo; exit 3\n")
+
+    with contextlib.closing(Process("psd.cli.run", "--hosts", "a:1", "--ssh", f"sh {tmp_path / 'ssh'}", "true")) as started:
+        assert started.end() == 1
+        why = r"ssh has ended with status 3; it printed: .*shell prints; it printed: is none of our business: \\x1b\[2J;"
+        assert re.search(rf"node 0 \(a\) has not joined: {why}", started.output), started.output
+
+
 def run_id_of(leader: Process) -> str:
     return leader.line(r"\[psd-run\] +run (\S+);")[1]
 

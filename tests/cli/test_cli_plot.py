@@ -63,6 +63,17 @@ def test_plot_draws_a_panel_for_each_scalar_and_a_line_for_each_run(run, tmp_pat
     assert [text.count(f"<!-- {word} -->") for word in ("loss", "accuracy", "adam", "sgd")] == [1, 1, 2, 2]
 
 
+def test_plot_when_names_mean_something_to_matplotlib_then_they_are_shown_as_they_are(run, tmp_path, capsys):
+    """Two $ begin mathematics there, which not every text is; _ begins the name of what no legend shows."""
+    points = {0: [(step, {r"cost in $ of $\no": 1.0 / step}) for step in range(1, 4)]}
+    runs = [run("_first", points), run(r"$\no$", points)]
+
+    assert main(["plot", *runs, "--to", str(tmp_path / "picture.svg")]) == 0
+
+    text = (tmp_path / "picture.svg").read_text()
+    assert [text.count(f"<!-- {word} -->") for word in (r"cost in $ of $\no", "_first", r"$\no$")] == [1, 1, 1]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

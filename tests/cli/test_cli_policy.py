@@ -1,67 +1,24 @@
 """Decisions of psd-run, for each order of events, without a process: psd/cli/policy.py."""
 
-from signal import SIGINT, SIGKILL, SIGPIPE, SIGTERM
+from signal import SIGINT, SIGKILL, SIGTERM
 
 import pytest
+from policies import SHARDS, WORKERS, deeds, running, said, starting
 
-from psd.cli.arguments import EXIT_CHECKPOINT, LAST_CHECKPOINT_SIGNAL
 from psd.cli.policy import (
     KILL_S,
     READY_REPORT_S,
     READY_TIMEOUT_S,
-    SAVING_SLACK_S,
     SHARD_STARTS_MAX,
     SHARDS_END_S,
+    SHARDS_END_S_PER_WORKER,
     SHARDS_SLACK_S,
-    Action,
-    JobPolicy,
-    Name,
     Phase,
     Say,
     Send,
     Start,
+    Tell,
 )
-
-SHARDS = [Name("shard", 0), Name("shard", 1)]
-WORKERS = [Name("worker", 0), Name("worker", 1)]
-
-
-def starting(
-    restarts_max: int = 0,
-    shard_restarts_max: int = 10,
-    on_worker_failure: str = "wait",
-    *,
-    has_checkpoints: bool = False,
-) -> JobPolicy:
-    """A job of two shards and two workers, before anything is started."""
-    return JobPolicy(
-        state_dirs=["/state/shard-0", "/state/shard-1"],
-        workers=2,
-        restarts_max=restarts_max,
-        shard_restarts_max=shard_restarts_max,
-        grace_s=10,
-        on_worker_failure=on_worker_failure,
-        has_checkpoints=has_checkpoints,
-    )
-
-
-def running(restarts_max: int = 0, shard_restarts_max: int = 10, on_worker_failure: str = "wait", **options: bool) -> JobPolicy:
-    """The same, all of whose processes run."""
-    policy = starting(restarts_max, shard_restarts_max, on_worker_failure, **options)
-    policy.on_start(0)
-    for shard in SHARDS:
-        policy.on_ready(shard, 0.5)
-    return policy
-
-
-def deeds(actions: list[Action]) -> list[Action]:
-    """Without the talk."""
-    return [action for action in actions if not isinstance(action, Say)]
-
-
-def said(actions: list[Action]) -> str:
-    """Only the talk."""
-    return "\n".join(action.text for action in actions if isinstance(action, Say))
 
 
 def test_on_ready_when_all_shards_serve_then_the_workers_start():
@@ -97,8 +54,8 @@ def test_on_deadline_when_shards_outlast_the_workers_then_they_are_drained():
     policy.on_exit(WORKERS[0], 0, now=1)
     policy.on_exit(WORKERS[1], 0, now=1)
 
-    assert policy.deadline == 1 + SHARDS_END_S
-    assert deeds(policy.on_deadline(4)) == [Send(shard, SIGTERM) for shard in SHARDS]
+    assert policy.deadline == 1 + SHARDS_END_S + 2 * SHARDS_END_S_PER_WORKER
+    assert deeds(policy.on_deadline(policy.deadline)) == [Send(shard, SIGTERM) for shard in SHARDS]
     policy.on_exit(SHARDS[0], 0, now=5)
     policy.on_exit(SHARDS[1], 0, now=5)
     assert (policy.phase, policy.status) == (Phase.ENDED, 0)
@@ -126,9 +83,9 @@ def test_on_exit_when_restarts_are_left_then_the_worker_starts_again_until_none_
     second = policy.on_exit(WORKERS[1], -SIGKILL, now=2)
     third = policy.on_exit(WORKERS[0], 1, now=3)
 
-    assert deeds(first) == [Start(WORKERS[0])]
+    assert deeds(first)[-1] == Start(WORKERS[0])
     assert "worker 0 ended with status 1; starting it again (1 restart left)" in said(first)
-    assert deeds(second) == [Start(WORKERS[1])]
+    assert deeds(second)[-1] == Start(WORKERS[1])
     assert "SIGKILL" in said(second)
     assert "no restarts left" in said(second)
     assert deeds(third) == [Send(WORKERS[1], SIGTERM)]
@@ -256,7 +213,21 @@ def test_on_exit_when_a_worker_fails_while_a_shard_starts_again_then_it_starts_a
     policy = running(restarts_max=1)
     policy.on_exit(SHARDS[0], -SIGKILL, now=1)
 
-    assert deeds(policy.on_exit(WORKERS[0], 1, now=2)) == [Start(WORKERS[0])]
+    assert deeds(policy.on_exit(WORKERS[0], 1, now=2)) == [Tell(SHARDS[1], "starting 0"), Start(WORKERS[0])]
+
+    assert deeds(policy.on_ready(SHARDS[0], now=3)) == [Tell(SHARDS[0], "starting 0")], "it is told when it hears again"
+
+
+@pytest.mark.parametrize(("word", "is_told"), [("wait", True), ("continue", False)])
+def test_on_exit_when_a_worker_starts_again_then_shards_that_are_to_wait_for_it_are_told(word, is_told):
+    """However long it takes to start. One that ends well before it has joined is not to come."""
+    policy = running(restarts_max=2, on_worker_failure=word)
+
+    first = deeds(policy.on_exit(WORKERS[0], 1, now=2))
+    last = deeds(policy.on_exit(WORKERS[0], 0, now=3))
+
+    assert first[:-1] == ([Tell(shard, "starting 0") for shard in SHARDS] if is_told else [])
+    assert last == ([Tell(shard, "gone 0") for shard in SHARDS] if is_told else [])
 
 
 def test_on_exit_when_a_shard_that_is_done_is_killed_then_it_is_not_started_again():
@@ -352,91 +323,3 @@ def test_on_deadline_when_nothing_helps_then_the_job_ends_all_the_same():
     assert deeds(all_killed) == [Send(name, SIGKILL) for name in (*SHARDS, *WORKERS)]
     assert "worker 1" in said(given_up)
     assert (policy.phase, policy.status) == (Phase.ENDED, 143)
-
-
-def test_on_signal_when_there_are_checkpoints_then_one_is_taken_before_workers_end():
-    policy = running(has_checkpoints=True)
-
-    asked = policy.on_signal(SIGINT, now=1)
-    deadline = policy.deadline
-    answered = policy.on_saved(now=2)
-
-    assert deeds(asked) == [Send(shard, LAST_CHECKPOINT_SIGNAL) for shard in SHARDS]
-    assert "taking a last checkpoint before the job ends, within 10 s; a second signal skips it" in said(asked)
-    assert deadline == 1 + 10 + SAVING_SLACK_S
-    assert deeds(answered) == [Send(worker, SIGTERM) for worker in WORKERS]
-    assert policy.on_saved(now=3) == []
-    policy.on_exit(WORKERS[0], -SIGTERM, now=4)
-    assert deeds(policy.on_exit(WORKERS[1], -SIGTERM, now=4)) == [Send(shard, SIGTERM) for shard in SHARDS]
-    assert policy.status == 130
-
-
-@pytest.mark.parametrize(
-    "happens",
-    [
-        lambda policy: policy.on_signal(SIGINT, now=2),
-        lambda policy: policy.on_deadline(11 + SAVING_SLACK_S),
-        lambda policy: policy.on_exit(SHARDS[1], -SIGKILL, now=2),
-    ],
-    ids=["a second signal", "the deadline", "a shard's death"],
-)
-def test_on_signal_when_the_checkpoint_does_not_come_then_the_job_is_stopped_without(happens):
-    policy = running(has_checkpoints=True)
-    policy.on_signal(SIGINT, now=1)
-
-    assert deeds(happens(policy)) == [Send(worker, SIGTERM) for worker in WORKERS]
-    assert Send(WORKERS[0], SIGKILL) in deeds(policy.on_signal(SIGINT, now=14))
-    assert policy.status == 130
-
-
-def test_on_signal_when_the_reader_of_the_output_ends_by_the_same_ctrl_c_then_the_checkpoint_is_not_skipped():
-    policy = running(has_checkpoints=True)
-    policy.on_signal(SIGINT, now=1)
-
-    assert policy.on_signal(SIGPIPE, now=1) == []
-    assert policy.phase is Phase.SAVING
-
-
-def test_on_exit_when_all_workers_end_while_the_checkpoint_is_taken_then_shards_are_stopped():
-    policy = running(has_checkpoints=True)
-    policy.on_signal(SIGINT, now=1)
-    policy.on_exit(WORKERS[0], 0, now=2)
-
-    assert deeds(policy.on_exit(WORKERS[1], 0, now=2)) == [Send(shard, SIGTERM) for shard in SHARDS]
-
-
-@pytest.mark.parametrize(("worker_status", "status"), [(0, EXIT_CHECKPOINT), (3, 3)])
-def test_on_exit_when_a_shard_could_not_store_the_last_checkpoint_then_the_status_says_so(worker_status, status):
-    policy = running(has_checkpoints=True)
-    policy.on_done(SHARDS[0])
-
-    policy.on_exit(SHARDS[0], EXIT_CHECKPOINT, now=1)
-    for name, returncode in ((WORKERS[0], worker_status), (WORKERS[1], 0), (SHARDS[1], 0)):
-        policy.on_exit(name, returncode, now=1)
-
-    assert (policy.phase, policy.status) == (Phase.ENDED, status)
-
-
-def test_on_exit_when_a_job_that_was_told_to_end_has_no_last_checkpoint_then_the_status_says_so():
-    policy = running(has_checkpoints=True)
-    policy.on_signal(SIGTERM, now=1)
-    policy.on_saved(now=2)
-    for name, returncode in ((WORKERS[0], -SIGTERM), (WORKERS[1], -SIGTERM), (SHARDS[0], 0), (SHARDS[1], EXIT_CHECKPOINT)):
-        policy.on_exit(name, returncode, now=3)
-
-    assert (policy.phase, policy.status) == (Phase.ENDED, EXIT_CHECKPOINT)
-
-
-def test_on_deadline_when_shards_store_what_a_finished_job_has_learnt_then_they_have_the_time_that_it_takes():
-    policy = running(has_checkpoints=True)
-    for shard in SHARDS:
-        policy.on_done(shard)
-    for worker in WORKERS:
-        policy.on_exit(worker, 0, now=1)
-
-    waiting = policy.on_deadline(1 + SHARDS_END_S)
-
-    assert deeds(waiting) == []
-    assert "waiting for shard 0, shard 1 to store the last checkpoint" in said(waiting)
-    assert policy.deadline is None
-    assert deeds(policy.on_signal(SIGINT, now=99)) == [Send(shard, SIGTERM) for shard in SHARDS]

@@ -162,7 +162,7 @@ def test_job_when_workers_never_join_then_the_shards_are_drained(job):
 
     assert run.end() == 0, run.output
     assert (
-        "all workers have ended, but not all have joined and left shard 0, as a script does that calls distribute() or"
+        "all workers have ended, and in 3.2 s shard 0 has not told that all have joined and left, as a script does that calls"
         in run.output
     )
 
@@ -207,7 +207,7 @@ def test_job_when_a_worker_that_has_failed_may_be_restarted_then_no_step_is_made
     assert re.search(rf"worker 1 {death}.*; starting it again \(no restarts left\)", run.output)
     for rank in range(2):
         assert f"[worker {rank}] trained to -8.0" in run.output
-    assert "waited for from now on" not in run.output
+    assert not re.search("has failed|has fallen silent", run.output), "only that one has finished may be told"
     run.assert_nothing_left()
 
 

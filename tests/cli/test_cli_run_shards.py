@@ -8,6 +8,7 @@ from signal import SIGCONT, SIGINT, SIGKILL, SIGSTOP, SIGTERM
 
 import pytest
 
+from psd.checkpoint import CheckpointDirectory, CheckpointState
 from psd.cli.run import parse
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "linear_regression.py"
@@ -64,6 +65,21 @@ print("steady", flush=True)
 signal.pause()
 """
 """Has parameters on the shards, and does not leave."""
+
+
+HANGING = """
+import signal
+import numpy as np
+import psd_client
+
+with psd_client.connect() as ps:
+    ps.declare({"w": np.zeros(300_000, np.float32)}, optimizer=psd_client.SGD(lr=1.0))
+    ps.push_pull({"w": np.ones(300_000, np.float32)})
+    ps.vector("x", size=3 * 4096).fill(7.0)
+    print("hanging", flush=True)
+    signal.pause()
+"""
+"""Has parameters and a vector on the shards, and does nothing more."""
 
 
 def left_in(directory):
@@ -185,6 +201,27 @@ def test_job_when_a_killed_shards_state_is_damaged_then_the_job_stops_and_says_w
     assert "shard 0 ended with status 1 before it served again, 3 times in a row; stopping the job" in run.output
     assert re.search(r"psd-server: error: --state-dir: \S+/shard-0/arena: .*cannot go on", run.output)
     assert not run.state_dir.exists()
+
+
+@pytest.mark.process
+def test_job_when_a_shard_is_killed_while_it_ends_then_the_last_checkpoint_has_what_all_shards_held(job, tmp_path):
+    place = tmp_path / "checkpoints"
+    run = job(HANGING, "--shards", "2", "--lease", "60", "--grace", "40", "--checkpoint-dir", str(place))
+    run.line("hanging")
+    shard = run.shard_pid(1)
+
+    run.signal(SIGTERM)
+    run.line("taking a last checkpoint")
+    os.kill(shard, SIGKILL)
+    run.line("shard 1 was killed by SIGKILL.*starting it again")
+    run.signal(SIGTERM)
+
+    assert run.end() == 128 + SIGTERM
+    directory = CheckpointDirectory(str(place))
+    (stored,) = directory.checkpoints()
+    assert (stored.state, stored.step) == (CheckpointState.VALID, 1)
+    assert {float(x) for piece in directory.read_vectors(directory.load(stored.name)) for x in piece.values} == {7.0}
+    run.assert_nothing_left()
 
 
 @pytest.mark.process

@@ -181,7 +181,7 @@ def test_server_when_it_is_to_log_json_then_every_line_of_the_log_is_an_object(s
     assert [line["shard"] for line in log] == [0] * len(log)
     assert re.fullmatch(r"serving metrics at http://127\.0\.0\.1:\d+/metrics", log[0]["message"])
     assert "draining" in log[-2]["message"]
-    assert "has counted 0 pushes, 0 late, up to step 0 from 0" in log[-1]["message"]
+    assert "has served no job" in log[-1]["message"]
 
 
 def test_server_when_signalled_twice_while_a_store_does_not_answer_then_it_ends_at_once(monkeypatch):

@@ -60,6 +60,19 @@ def test_show_when_the_locale_lacks_a_character_then_it_is_escaped(monkeypatch):
     assert stream.buffer.getvalue() == rb"step 3 \xb7 \u2581\u2582" + b"\n"
 
 
+@pytest.mark.parametrize("given", ["closed", "no text"])
+def test_standard_input_when_it_is_closed_or_no_text_then_it_can_be_read(monkeypatch, given):
+    """A shard reads it for its launcher, which may be a program of the user's, or a script with <&-."""
+    stream = None if given == "closed" else io.TextIOWrapper(io.BytesIO(b"\xff\xfe\nstarting 1\n"), encoding="utf-8")
+    monkeypatch.setattr(sys, "stdin", stream)
+    if stream is None:
+        monkeypatch.setattr("builtins.open", lambda fd, **_: io.StringIO("") if fd == 0 else None)
+
+    terminal.prepare_streams()
+
+    assert list(sys.stdin) == ([] if stream is None else ["\\xff\\xfe\n", "starting 1\n"])
+
+
 @pytest.mark.process
 def test_job_when_the_disk_of_its_output_is_full_then_it_goes_on(tmp_path):
     """In a directory whose name is no text."""

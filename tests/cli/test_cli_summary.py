@@ -6,24 +6,22 @@ from psd.cli.log_files import LogFiles
 from psd.cli.summary import Summary
 from psd.contract.config import ConfigError
 
-COUNTED = "psd-server: shard {}/2 has counted {} pushes, {} late, up to step {} from {}"
+COUNTED = "psd-server: shard {}/2 has counted {} pushes, {} late, up to step {} from {}; {} steps in {} s"
 
 
 def started(*, shards=(0, 1), **settings):
     summary = Summary(**settings)
     for index in shards:
-        summary.on_start("shard", index, 1.0)
-    summary.on_start("worker", 0, 2.0)
-    summary.on_start("worker", 1, 2.0)
+        summary.on_start("shard", index)
+    summary.on_start("worker", 0)
+    summary.on_start("worker", 1)
     return summary
 
 
 def test_summary_when_all_is_well_then_steps_are_counted_from_the_checkpoint_that_the_job_began_with():
     summary = started(checkpoint_dir="s3://bucket/run")
-    summary.on_exit("worker", 6.0)
-    summary.on_exit("worker", 7.0)
-    summary.on_line(0, COUNTED.format(0, 200, 3, 1100, 1000))
-    summary.on_line(1, COUNTED.format(1, 203, 0, 1100, 1000))
+    summary.on_line(0, COUNTED.format(0, 200, 3, 1100, 1000, 100, "5.000"))
+    summary.on_line(1, COUNTED.format(1, 203, 0, 1100, 1000, 100, "5.010"))
 
     assert summary.lines(9.04) == [
         "9.0 s; step 1100, 20 steps/s; 203 pushes accepted, 3 late",
@@ -33,14 +31,20 @@ def test_summary_when_all_is_well_then_steps_are_counted_from_the_checkpoint_tha
 
 def test_summary_when_the_only_shard_was_killed_then_it_does_not_guess_what_came_before():
     summary = started(shards=(0, 0))
-    summary.on_start("worker", 1, 3.0)
-    summary.on_exit("worker", 7.0)
-    summary.on_line(0, COUNTED.format(0, 10, 0, 50, 0))
+    summary.on_start("worker", 1)
+    summary.on_line(0, COUNTED.format(0, 10, 0, 50, 0, 40, "2.000"))
 
     assert summary.lines(9.0) == [
         "9.0 s; step 50; 10 pushes accepted, 0 late since the shards were last started",
         "1 restart of workers, 1 restart of shards",
     ]
+
+
+def test_summary_when_no_step_was_made_after_all_workers_had_joined_then_there_is_no_word_of_a_rate():
+    summary = started()
+    summary.on_line(0, "psd-server: shard 0/2 has counted 10 pushes, 0 late, up to step 50 from 0")
+
+    assert summary.lines(9.0) == ["9.0 s; step 50; 10 pushes accepted, 0 late"]
 
 
 def test_summary_when_no_shard_has_ended_in_order_then_there_is_only_the_time():

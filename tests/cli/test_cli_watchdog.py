@@ -13,7 +13,7 @@ from psd.cli.watchdog import Left, watch
     [
         (b"", Left()),
         (b"+4711\n+4712\n-4711\n", Left(groups={4712})),
-        (b"=/dev/shm/a%20b%0A%FF\n+1\n", Left(groups={1}, directories=[Path("/dev/shm/a b\n\udcff")])),
+        (b"=/dev/shm/a%20b%0A%FF\n+1\n", Left(groups={1}, paths=[Path("/dev/shm/a b\n\udcff")])),
         (b"+4711\n=/dev/sh", Left(groups={4711})),
         (b"+4711\nend\n", None),
     ],

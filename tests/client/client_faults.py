@@ -8,6 +8,7 @@ A fault strikes once. `faults.assert_all_fired()` fails the test if one did not.
 
 from __future__ import annotations
 
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -114,6 +115,12 @@ class Restartable:
         self.shards[index].stop()
         self.shards[index] = self._start(index, self.shards[index].address)
 
+    def lose(self, index: int) -> None:
+        """Start a shard again after it has lost what it held."""
+        self.shards[index].stop()
+        shutil.rmtree(self._directory / f"shard-{index}")
+        self.shards[index] = self._start(index, self.shards[index].address)
+
     def version(self, index: int) -> int:
         version: int = self.shards[index].shard._core.declared().version_max
         return version
@@ -137,7 +144,7 @@ def expire(server: ShardServer, rank: int) -> None:
 
 def until(fact: Callable[[], bool]) -> None:
     """Return once another thread has made something true."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 100
     pause = threading.Event()
     while not fact():
         assert time.monotonic() < deadline, "it never came true"
@@ -161,7 +168,7 @@ class Thread(threading.Thread):
             self._error = error
 
     def result(self) -> Any:
-        self.join(30)
+        self.join(100)
         assert not self.is_alive(), "the thread hangs"
         if self._error is not None:
             raise self._error

@@ -42,7 +42,7 @@ class Conversation:
 
     def wait(self) -> None:
         """Say nothing, and read nothing, until the test is over."""
-        self.ended.wait(60)
+        self.ended.wait(100)
 
 
 class ScriptedShard:

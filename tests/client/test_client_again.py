@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -138,28 +139,29 @@ def test_push_that_one_shard_has_when_another_gradient_follows_then_neither_is_m
         assert everywhere(peer.push_pull(gradient(1000))) == {-1111}
 
 
-def failed_flat_push(c: Any, aggregation: str) -> tuple[ParameterServer, ParameterServer]:
+def failed_flat_push(c: Any, aggregation: str, error: BaseException | None = None) -> tuple[ParameterServer, ParameterServer]:
     """Two workers, after the first one's flat push_pull has reached shard 0 alone; its gradient is overwritten now."""
     ps, faults, peer = pair(c.servers, aggregation=aggregation)
 
     def fail() -> None:
         until(lambda: c.shards[0].shard._core.declared().open_rounds > 0)
-        raise ShardUnavailable("cut")
+        raise error or ShardUnavailable("cut")
 
     faults.run_before("push_pull" if aggregation == "fast" else "push", shard=1, action=fail)
     ps._worker.gradients.views[0][...] = 1
-    with pytest.raises(ShardUnavailable):
+    with pytest.raises(ShardUnavailable if error is None else type(error)):
         ps._worker.push_pull_flat(SCALARS)
     ps._worker.gradients.views[0][...] = 10
     return ps, peer
 
 
+@pytest.mark.parametrize(("error", "said"), [(None, "cut"), (KeyboardInterrupt(), "KeyboardInterrupt")])
 def test_flat_push_that_has_failed_when_its_gradient_is_gone_then_what_has_counted_stands(
-    cluster: Start, caplog: pytest.LogCaptureFixture
+    cluster: Start, caplog: pytest.LogCaptureFixture, error: BaseException | None, said: str
 ) -> None:
     """Faces of frameworks write the next gradient over the last one, which cannot be sent again then. Fast aggregation cannot
     take back what it has added: the next gradient goes into the next round, and the worker says what became of the other."""
-    ps, peer = failed_flat_push(cluster(2), "fast")
+    ps, peer = failed_flat_push(cluster(2), "fast", error)
     with ps, peer:
         peer.push(gradient(100))
         pushing = Thread(lambda: peer.push_pull(gradient(1000)))
@@ -167,7 +169,7 @@ def test_flat_push_that_has_failed_when_its_gradient_is_gone_then_what_has_count
 
         assert everywhere(pushing.result()) == {-1111, -1110}
         assert (ps.clock, ps.stats()["pushes"], ps.stats()["pushes_dropped"]) == (2, 1, 1)
-    assert "gave up the push of step 0" in caplog.text
+    assert re.search(rf"gave up the push of step 0, which failed \((.*: )?{said}\)", caplog.text)
 
 
 def test_flat_push_that_has_failed_when_its_gradient_is_gone_and_aggregation_is_exact_then_counts_nowhere(

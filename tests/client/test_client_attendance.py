@@ -72,11 +72,11 @@ def test_push_pull_when_a_worker_returns_with_a_schedule_that_begins_anew_then_n
 ) -> None:
     """The defect: its learning rate stood for the round, and all others ended by ScalarsDisagree. Now theirs hold."""
     servers, steps, returns_at = cluster(2, lease_s=60.0).servers, 6, 3
-    turn, has_returned = threading.Barrier(2, timeout=20), threading.Event()
+    turn, has_returned = threading.Barrier(2, timeout=100), threading.Event()
     size = 20_000
 
     def worker(rank: int) -> ParameterServer:
-        ps = connect(servers, rank, 2, wait_timeout=30)
+        ps = connect(servers, rank, 2, wait_timeout=60)
         ps.declare({"w": np.zeros(size, np.float32)}, SGD(lr=1.0), aggregation=aggregation)
         return ps
 
@@ -94,7 +94,7 @@ def test_push_pull_when_a_worker_returns_with_a_schedule_that_begins_anew_then_n
     def stay() -> Any:
         with worker(0) as ps:
             train(ps, 0, returns_at)
-            assert has_returned.wait(20)
+            assert has_returned.wait(100)
             return train(ps, returns_at, steps), ps.stats()
 
     def die_and_return() -> Any:

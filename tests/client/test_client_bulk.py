@@ -73,8 +73,7 @@ def test_status_when_a_worker_trains_then_shows_its_transport(cluster: Callable[
     running = cluster(1, lease_s=2.0)
     with psd_client.connect(running.servers, 0, 1, transport=transport) as ps:
         ps.declare(SMALL, psd_client.SGD(lr=1.0))
-        worker = running.shards[0].shard._core.members.worker(0)
-        until(lambda: worker.transport == transport)
+        until(lambda: running.shards[0].shard._core.members.worker(0).transport == transport)
 
 
 def test_connect_when_the_shard_is_not_on_this_machine_then_takes_tcp_and_says_why(cluster: Callable[..., Any]) -> None:
@@ -170,7 +169,7 @@ def test_pull_when_the_connection_breaks_while_it_waits_then_goes_on(cluster: Ca
         with psd_client.connect(running.servers, rank, 2, transport=transport, wait_timeout=60) as ps:
             ps.declare({"w": np.zeros(ELEMENTS)}, psd_client.SGD(lr=1.0), reduce="sum")
             if rank == 1:
-                assert may_push.wait(60)
+                assert may_push.wait(100)
             return ps.push_pull({"w": np.full(ELEMENTS, -1.0)})["w"]
 
     may_push = threading.Event()

@@ -413,3 +413,35 @@ def test_push_when_there_is_nothing_to_train_then_the_clock_still_moves(cluster:
         ps.push(params)
         assert ps.push_pull({})["e"].shape == (0, 3)
         assert ps.clock == 2
+
+
+def test_a_learning_rate_finder_leaves_nothing_behind(cluster):
+    """Parameters that were kept are set again, and momentum begins anew, of tensors and of rows; rows and the clock stay."""
+    table = psd_client.Table("user", 2, SGD(lr=1.0, momentum=0.5), init=psd_client.Zeros(), updates="catch_up")
+
+    def worker(rank):
+        ids, ones = np.array([1, 2]), np.ones((2, 2), np.float32)
+        with connect(servers, rank, 2) as ps:
+            kept = ps.declare({"w": np.full(3, 5.0)}, SGD(lr=1.0, momentum=0.5), tables=[table])
+            kept = {name: value.copy() for name, value in kept.items()}
+            for _ in range(2):
+                ps.push_pull({"w": np.ones(3)}, tables={"user": (ids, ones)})
+            for params, text in (
+                ({}, "is missing"),
+                (kept | {"x": 0}, "no parameter 'x'"),
+                ({"w": np.ones(2)}, "shape must be"),
+            ):
+                with pytest.raises(InvalidTensor, match=text):
+                    ps.load_parameters(params)
+            assert (ps.load_parameters(kept)["w"] == 5).all()
+            ps.reset_slots()
+            swept = ps.tables["user"].pull(ids)
+            after = ps.push_pull({"w": np.ones(3)}, tables={"user": (ids, ones)})
+            return after["w"], ps.tables["user"].pull(ids) - swept, swept, ps.clock
+
+    servers = cluster(2).servers
+    for w, moved, swept, clock in in_threads(lambda: worker(0), lambda: worker(1)):
+        assert (w == 4).all()
+        assert (moved == -1).all()
+        assert (swept == -2.5).all()
+        assert clock == 3

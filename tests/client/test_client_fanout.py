@@ -65,7 +65,7 @@ def test_run_when_all_end_then_gives_their_results_in_order(fan: Shards) -> None
     """Whichever is the first."""
     first = threading.Event()
 
-    results = fan.run(at(lambda _: first.wait(30), lambda _: first.set() or 1, lambda _: 2), 60)
+    results = fan.run(at(lambda _: first.wait(100), lambda _: first.set() or 1, lambda _: 2), 60)
 
     assert results == [True, 1, 2]
     assert fan.run(at(), 60, []) == []
@@ -133,7 +133,7 @@ def test_run_when_an_operation_does_not_end_then_goes_on_without_it(fan: Shards,
     hangs = threading.Event()
 
     with pytest.raises(ZeroDivisionError):
-        fan.run(at(lambda _: hangs.wait(60), lambda _: fail(ZeroDivisionError()), lambda _: 0), 60)
+        fan.run(at(lambda _: hangs.wait(100), lambda _: fail(ZeroDivisionError()), lambda _: 0), 60)
 
     assert fan.run(at(lambda _: 1, lambda _: 2, lambda _: 3), 60) == [1, 2, 3]
     hangs.set()
@@ -152,7 +152,7 @@ def test_crew_when_tasks_come_one_after_the_other_then_one_thread_does_them() ->
     assert len(threads) == 1
     crew.close()
     for thread in threads:
-        thread.join(30)
+        thread.join(100)
         assert not thread.is_alive()
 
 
@@ -214,6 +214,6 @@ def test_crew_when_the_program_ends_then_still_takes_tasks_and_is_not_waited_for
     """Unlike the threads of concurrent.futures."""
     program = [sys.executable, "-c", ENDING.format(hangs=hangs)]
     with subprocess.Popen(program, stdout=subprocess.PIPE, text=True) as process:
-        assert process.wait(60) == 0
+        assert process.wait(100) == 0
         assert process.stdout is not None
         assert process.stdout.read() == "done\n"

@@ -102,7 +102,7 @@ def test_push_pull_when_the_job_has_gone_back_then_nobody_waits_for_a_worker_tha
     made: list[ParameterServer] = []
 
     def train(servers: str) -> None:
-        made.extend(connect(servers, rank, 2, wait_timeout=20) for rank in range(2))
+        made.extend(connect(servers, rank, 2, wait_timeout=60) for rank in range(2))
         in_threads(*(lambda ps=ps: declare(ps) for ps in made))
         for _ in range(8):
             in_threads(*(lambda ps=ps: ps.push_pull(gradient(1.0)) for ps in made))

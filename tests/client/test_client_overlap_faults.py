@@ -77,7 +77,7 @@ def test_close_when_back_propagation_has_failed_then_returns_and_the_others_go_o
     servers = cluster(2).servers
 
     def worker(rank: int) -> int:
-        with psd_client.connect(servers, rank, 2, transport=transport, wait_timeout=20) as ps:
+        with psd_client.connect(servers, rank, 2, transport=transport, wait_timeout=60) as ps:
             model, optimizer = distributed(ps, aggregation="exact")
             if rank == 1:
                 with pytest.raises(ArithmeticError):

@@ -91,7 +91,7 @@ def test_a_log_that_is_closed_while_its_last_points_are_sent_ends_at_once(
     log.add(1, {"loss": 0.5})
 
     assert log._thread is not None
-    log._thread.join(20)
+    log._thread.join(100)
     assert not log._thread.is_alive()
 
 

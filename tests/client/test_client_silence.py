@@ -4,22 +4,26 @@ let go of. Everything ends, with an error of psd's, and in time."""
 from __future__ import annotations
 
 import mmap
+import socket
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 from client_faults import Thread, until
 from scripted_shard import Conversation, Script, ScriptedShard, ToldLane
 
+from psd.contract import frames
 from psd.contract.config import ConfigError
 from psd.contract.errors import InvalidRequest, Overloaded, ShardUnavailable, WaitTimeout
 from psd.contract.jobspec import GroupSpec, JobSpec, TensorSpec
 from psd.contract.layout import Layout
 from psd.contract.wire import Disconnected, Kind
 from psd.v1 import bulk_pb2, data_pb2, job_pb2
-from psd_client.lanes import bulk_connection, patience
+from psd_client.lanes import bulk_connection, bulk_opener, patience
 from psd_client.lanes.flat import FlatBuffers, share_memory
 from psd_client.lanes.transport import Call, Cancelled, GradientPart, Lane, Scope
 
@@ -88,6 +92,26 @@ def test_prepare_when_a_port_that_is_insisted_on_does_not_answer_then_says_so(sc
         prepare(lane)
     with pytest.raises(ConfigError, match=r"shard 0 at 127\.0\.0\.1:9 cannot be reached by tcp: port \d+: accepts connections"):
         prepare(lane)
+
+
+def test_prepare_when_a_port_that_is_insisted_on_falls_silent_amid_the_job_then_it_is_unavailable(
+    scripted: Start, told: Told, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What worked is no wrong setting: the program gets the error of a shard that is gone; it goes on once it answers."""
+    monkeypatch.setattr(bulk_opener, "STALE_NAME_S", 0.0)
+    lane = told(scripted(Conversation.welcome, silent, silent, silent, deaf).port)
+    prepare(lane)
+    with pytest.raises(ShardUnavailable):
+        push(lane)
+
+    with pytest.raises(ShardUnavailable, match="accepts connections but does not answer"):
+        prepare(lane)
+    for _ in range(2):
+        with pytest.raises(ShardUnavailable, match=r"cannot be reached any more by tcp: port \d+: accepts connections"):
+            prepare(lane)
+    prepare(lane)
+
+    assert lane.transport == "tcp"
 
 
 def test_prepare_when_it_is_refused_then_keeps_no_connection(scripted: Start, told: Told) -> None:
@@ -322,3 +346,31 @@ def test_push_when_memory_was_given_up_then_sends_the_numbers(scripted: Start, t
     push(lane, buffers=gradients)
 
     assert received == [np.float32(2).tobytes()] * len(LAYOUT.blocks_of(0))
+
+
+# -- gRPC's own pings --------------------------------------------------------------------------------------------------
+
+
+def test_a_peer_behind_a_proxy_that_acknowledges_for_it_is_noticed_as_one_that_has_vanished() -> None:
+    """TCP has all its acknowledgements, and only gRPC's ping has none. At a fortieth of the time: half a second, not 60."""
+    options = [(name, value // 40) for name, value in frames.KEEPALIVE_OPTIONS]
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
+        settings = b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"  # an HTTP/2 server's greeting, and nothing after it
+
+        def swallow() -> None:
+            sock, _ = listener.accept()
+            with sock:
+                sock.sendall(settings)
+                while sock.recv(1 << 16):
+                    pass
+
+        swallowing = pool.submit(swallow)
+        with grpc.insecure_channel(f"127.0.0.1:{listener.getsockname()[1]}", options=options) as channel:
+            call = channel.unary_unary("/psd.v1.ControlService/Status").future(b"", timeout=40, wait_for_ready=True)
+
+            error = call.exception(45)
+        swallowing.result(45)
+
+    assert isinstance(error, grpc.RpcError)
+    assert error.code() is grpc.StatusCode.UNAVAILABLE
+    assert "ping timeout" in error.details() or "keepalive" in error.details()

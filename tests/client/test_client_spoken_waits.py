@@ -48,7 +48,8 @@ def call(ps: ParameterServer, name: str) -> None:
     if name.startswith("DeclaredTable."):
         getattr(ps.tables["t"], name.partition(".")[2])(*{"DeclaredTable.push": [[1], [[1]]]}.get(name, [[1]]))
         return
-    getattr(ps, name)(*{"push": [GRADIENT], "push_pull": [GRADIENT], "barrier": ["b"]}.get(name, []))
+    arguments: dict[str, Any] = {"push": GRADIENT, "push_pull": GRADIENT, "load_parameters": GRADIENT, "barrier": "b"}
+    getattr(ps, name)(*([arguments[name]] if name in arguments else []))
 
 
 def connecting(_: str) -> None:
@@ -120,6 +121,8 @@ WAITS: dict[str, tuple[Callable[[str], None], str]] = {
     "DeclaredTable.push": (in_call("DeclaredTable.push", "push"), "worker 0: step 0: waiting for worker 1"),
     "DeclaredTable.pull": (in_call("DeclaredTable.pull", "push"), "worker 0: step 0: waiting for worker 1"),
     "barrier": (in_call("barrier"), "worker 0: barrier 'b': waiting for worker 1"),
+    "load_parameters": (in_call("load_parameters"), "worker 0: barrier 'load_parameters': waiting for worker 1"),
+    "reset_slots": (in_call("reset_slots"), "worker 0: barrier 'load_parameters': waiting for worker 1"),
     "close": (in_call("close", "push"), "worker 0: step 0: waiting for worker 1"),
     "vector": (with_vectors("change_vectors", lambda ps: ps.vector("v", 3)), "worker 0: step 0: vector 'v' has taken 0 s"),
     "matrix": (with_vectors("change_vectors", lambda ps: ps.matrix("m", 2, 3)), "worker 0: step 0: vector 'm' has taken 0 s"),

@@ -121,3 +121,40 @@ def test_package_says_what_cannot_be_started(monkeypatch: pytest.MonkeyPatch) ->
 
     with pytest.raises(psd_client.ShardUnavailable, match="a private shard of this process could not be started: it ended"):
         psd_client.standalone.PrivateShard().wait_ready()
+
+
+FORKING = """
+import os, threading
+import numpy as np
+import psd_client
+
+def push():
+    while not is_over.is_set():
+        ps.push_pull({"w": np.ones(300_000, np.float32)})
+
+is_over = threading.Event()
+with psd_client.connect(transport="grpc") as ps:
+    ps.declare({"w": np.zeros(300_000, np.float32)}, psd_client.SGD(lr=0.1))
+    pushing = threading.Thread(target=push)
+    pushing.start()
+    for _ in range(30):
+        child = os.fork()
+        if not child:
+            os._exit(0)
+        os.waitpid(child, 0)
+    is_over.set()
+    pushing.join()
+"""
+"""What a notebook does that runs shell commands beside its training."""
+
+
+@pytest.mark.process
+@pytest.mark.usefixtures("_alone")
+def test_program_when_it_forks_while_it_trains_then_grpc_prints_nothing_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GRPC_VERBOSITY", raising=False)
+
+    ended = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", FORKING], capture_output=True, text=True, timeout=100, check=True
+    )
+
+    assert [line for line in ended.stderr.splitlines() if not line.startswith("psd: ")] == []

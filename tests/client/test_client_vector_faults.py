@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from client_faults import Faults, Restartable, connect_faulty, expire
 
-from psd.contract.errors import ShardUnavailable
+from psd.checkpoint import CheckpointDirectory, CheckpointState
+from psd.contract.errors import RolledBack, ShardUnavailable, StateLost
 from psd_client import ParameterServer
 from psd_client.vectors import Vector
 
@@ -97,3 +99,52 @@ def test_batch_when_another_one_follows_its_failure_then_it_is_completed_first(j
         with pytest.raises(ShardUnavailable):
             x.scale(2)
         assert x.pull().tolist() == [6.0] * SIZE
+
+
+CALLS: dict[str, Callable[[ParameterServer, Vector], object]] = {
+    "batch": lambda ps, x: x.fill(2.0),
+    "pull": lambda ps, x: x.pull(),
+    "pull at indices": lambda ps, x: x.pull(indices=[0, SIZE - 1]),
+    "make": lambda ps, x: ps.vector("y", SIZE),
+    "names": lambda ps, x: ps.vectors,
+    "drop": lambda ps, x: x.drop(),
+}
+
+
+@pytest.mark.parametrize("index", [0, 1])
+@pytest.mark.parametrize("call", list(CALLS))
+def test_job_of_vectors_alone_when_a_shard_has_lost_its_state_then_every_call_says_so(
+    job: Restartable, call: str, index: int
+) -> None:
+    """Its shard does not know of any job, nor the worker's run."""
+    ps, _ = connected(job)
+    with ps:
+        x = ps.vector("x", SIZE)
+        job.lose(index)
+
+        for _ in range(2):
+            with pytest.raises(StateLost, match=f"shard {index} has come back without"):
+                CALLS[call](ps, x)
+
+
+@pytest.mark.parametrize("call", ["batch", "pull", "names"])
+def test_worker_of_vectors_when_another_has_brought_the_job_back_then_its_next_call_says_so(
+    cluster: Callable[..., Any], tmp_path: Path, call: str
+) -> None:
+    """What it pulls then is of the checkpoint, which it would take for what its own batches have made."""
+    where = {"checkpoint_dir": str(tmp_path / "checkpoints"), "checkpoint_secs": 0.01, "lease_s": 60.0}
+    job = Restartable(cluster, tmp_path, **where)
+    directory = CheckpointDirectory(where["checkpoint_dir"])
+    with connect_faulty(job.servers, 0, 2)[0] as ps, connect_faulty(job.servers, 1, 2)[0] as other:
+        x, y = ps.vector("x", SIZE), other.vector("x", SIZE)
+        y.fill(1.0)
+        while not any(info.state is CheckpointState.VALID for info in directory.checkpoints()):
+            x.scale(1.0)
+        y.fill(2.0)
+        job.lose(1)
+        with pytest.raises(RolledBack):
+            x.scale(1.0)
+
+        with pytest.raises(RolledBack):
+            CALLS[call](other, y)
+        assert len({*y.pull().tolist()}) == 1

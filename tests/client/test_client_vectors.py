@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from client_faults import in_threads
+from numpy.typing import NDArray
 from vector_programs import Mirror
 
 import psd_client
@@ -22,6 +23,7 @@ from psd.contract.errors import (
 )  # fmt: skip
 from psd.rim.views import shard_status
 from psd.v1 import vectors_pb2
+from psd_core.vector import VectorStore
 
 Start = Callable[..., Any]
 
@@ -29,7 +31,7 @@ BATCHES = 25
 
 
 def connect(servers: str, rank: int = 0, world_size: int = 1) -> psd_client.ParameterServer:
-    return psd_client.connect(servers, rank, world_size, wait_timeout=20)
+    return psd_client.connect(servers, rank, world_size, wait_timeout=60)
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "int64"])
@@ -170,10 +172,39 @@ def test_function_when_the_operator_has_listed_it_then_shards_apply_it_to_pieces
         assert x.sum() == 35_000
 
 
+def test_pull_when_a_range_is_long_then_no_shard_copies_more_than_a_portion_of_it(
+    cluster: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    portion = 8 * 1000
+    monkeypatch.setattr("psd.state.vectors.desk.FETCH_BYTES_MAX", portion)
+    monkeypatch.setattr("psd_client.worker.vector_fetches.FETCH_BYTES_MAX", portion)
+    copied, read = [], VectorStore.read
+
+    def noted(self: VectorStore, *args: Any) -> NDArray[Any]:
+        copied.append(read(self, *args))
+        return copied[-1]
+
+    monkeypatch.setattr(VectorStore, "read", noted)
+    shards = cluster(2)
+    numbers = np.arange(20_000.0)
+    with connect(shards.servers) as ps:
+        x, m = ps.vector("x", 20_000), ps.matrix("m", 3, 5000)
+        x.put(numbers)
+        np.testing.assert_array_equal(x.pull(), numbers)
+        np.testing.assert_array_equal(x.pull(5000, 15_001), numbers[5000:15_001])
+        assert m.pull_rows([1, 2]).shape == (2, 5000)
+        monkeypatch.setattr("psd_client.worker.vector_fetches.FETCH_BYTES_MAX", 2 * portion)
+        with pytest.raises(InvalidRequest, match="16000 bytes of 'x' are above 8000, the limit of a call"):
+            x.pull()
+
+    assert max(part.nbytes for part in copied) <= portion
+
+
 def bad_calls() -> dict[str, tuple[type[PsdError], str, Callable[[Any, Any, Any, Any], Any]]]:
     """By name: the error, its words, and the call, given the connection, a vector, one of int64 and a matrix."""
     return {
         "size": (InvalidRequest, "size: must be 1 to", lambda ps, x, k, m: ps.vector("new", 0)),
+        "too large": (InvalidRequest, f"size: must be 1 to {1 << 40}", lambda ps, x, k, m: ps.vector("new", (1 << 40) + 1)),
         "dtype": (InvalidRequest, "dtype: expected one of float64", lambda ps, x, k, m: ps.vector("new", 5, "float16")),
         "name": (InvalidRequest, "name: must have 1 to 256 bytes", lambda ps, x, k, m: ps.vector("", 5)),
         "other size": (SpecMismatch, "vector 'x' is a vector of 100 float64, not", lambda ps, x, k, m: ps.vector("x", 5)),

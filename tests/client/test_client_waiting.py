@@ -16,6 +16,7 @@ from psd.contract.errors import PsdError, SessionFenced, ShardRestarted, ShardUn
 from psd.v1 import control_pb2
 from psd_client.lanes.transport import Cancelled
 from psd_client.lanes.waiting import ShardHealth, WaitReporter, merge
+from psd_client.worker.carried_cuts import CarriedCuts
 from psd_client.worker.heartbeat import Heartbeats
 from psd_client.worker.membership import JobMembership, Memberships
 
@@ -169,9 +170,12 @@ class FakeSession:
     """The part of a session that the heartbeat reads."""
 
     memberships: Memberships = field(default_factory=Memberships)
+    cuts: CarriedCuts = field(default_factory=lambda: CarriedCuts(2))
+    clock: int = 41
     reported_clock: int = 41
     world_size: int = 4
     is_leaving: bool = False
+    is_cut_by_positions: bool = False
     resumed: list[int] = field(default_factory=list)
     refusal: PsdError | None = None
     hangs: FakeClock | None = None
@@ -247,6 +251,17 @@ def test_step_when_the_worker_is_idle_then_beats_three_times_a_lease() -> None:
     assert [len(lane.requests) for lane in rig.lanes] == [3, 3]
     request = rig.lanes[1].requests[0]
     assert (request.clock, request.caller.session, request.caller.incarnation) == (41, 5, 22)
+
+
+@pytest.mark.parametrize(("world_size", "beats"), [(4, 9), (64, 5), (1000, 3)])
+def test_step_when_the_job_has_no_rounds_then_beats_every_second_if_the_workers_are_few(world_size: int, beats: int) -> None:
+    """Or a checkpoint, or a reader, would wait for a third of a lease for whoever makes a long step."""
+    rig = Rig()
+    rig.session.is_cut_by_positions, rig.session.world_size = True, world_size
+
+    rig.run_for(9)
+
+    assert [len(lane.requests) for lane in rig.lanes] == [beats, beats]
 
 
 def test_step_when_nobody_has_joined_yet_then_sends_nothing_but_reports(caplog: pytest.LogCaptureFixture) -> None:
@@ -372,7 +387,7 @@ def test_thread_when_a_session_is_being_made_then_begins_at_once() -> None:
 
     rig.session.memberships.begin(membership())
 
-    assert beaten.wait(20)
+    assert beaten.wait(100)
     rig.heartbeats.stop()
     rig.heartbeats.join()
 
@@ -395,7 +410,7 @@ def test_thread_when_a_heartbeat_fails_by_a_defect_then_says_so_and_goes_on(
     monkeypatch.setattr(rig.heartbeats, "step", fail_once)
     rig.heartbeats.start()
 
-    assert beaten.wait(20)
+    assert beaten.wait(100)
     rig.heartbeats.stop()
     rig.heartbeats.join()
     assert "psd: worker 0: a heartbeat failed because of a defect" in caplog.messages

@@ -72,7 +72,7 @@ def test_both_sides_send_and_receive_at_once(ends: tuple[TlsSocket, TlsSocket]) 
     here = received(ends[0], MUCH + 4)
 
     for thread in (*senders, other):
-        thread.join(30)
+        thread.join(100)
     assert here == b"head" + data[1]
     assert there == [b"head" + data[0]]
 
@@ -116,12 +116,12 @@ def test_waits_that_have_a_listener_ask_it_and_go_on(ends: tuple[TlsSocket, TlsS
         target=lambda: here.sendall(data) if does_send else found.append(received(here, MUCH)), daemon=True
     )
     thread.start()
-    assert asked.wait(30)
+    assert asked.wait(100)
     if does_send:
         found.append(received(there, MUCH))
     else:
         there.sendall(data)
-    thread.join(30)
+    thread.join(100)
 
     assert found == [data]
 
@@ -142,9 +142,9 @@ def test_a_send_that_is_blocked_ends_when_the_socket_is_shut_down(ends: tuple[Tl
 
     sending = threading.Thread(target=send, daemon=True)
     sending.start()
-    assert blocked.wait(30)
+    assert blocked.wait(100)
     here.shutdown(socket.SHUT_RDWR)
-    sending.join(30)
+    sending.join(100)
 
     assert len(errors) == 1
 

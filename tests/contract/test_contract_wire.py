@@ -72,7 +72,7 @@ def test_a_message_that_was_interrupted_by_pauses_arrives_whole(streams: tuple[S
     received: list[Any] = []
 
     def read() -> None:
-        assert may_read.wait(30)
+        assert may_read.wait(100)
         received.append(there.receive())
         target = memoryview(bytearray(MUCH))
         there.read_into(target)
@@ -81,7 +81,7 @@ def test_a_message_that_was_interrupted_by_pauses_arrives_whole(streams: tuple[S
     reader = threading.Thread(target=read)
     reader.start()
     here.send(Kind.BLOCKS, b"head", payload)
-    reader.join(30)
+    reader.join(100)
 
     assert received == [(Kind.BLOCKS, b"head", MUCH), True]
 
@@ -144,7 +144,7 @@ def test_a_word_in_between_never_waits_and_never_cuts_into_a_message(streams: tu
     for _ in range(3):
         here.send_if_idle(Kind.ALIVE)
     there.skip(MUCH)
-    sending.join(30)
+    sending.join(100)
     here.send(Kind.REPLY)
     assert there.receive()[0] is Kind.REPLY
 

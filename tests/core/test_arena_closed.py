@@ -137,7 +137,7 @@ def test_close_waits_for_a_call_that_uses_the_file_and_the_next_one_is_refused(m
 
     def punch_slowly(fd, start, nbytes):
         begun.set()
-        assert goes_on.wait(30)
+        assert goes_on.wait(100)
         punched.append(os.fstat(fd).st_ino)
         return punch_hole(fd, start, nbytes)
 
@@ -151,7 +151,7 @@ def test_close_waits_for_a_call_that_uses_the_file_and_the_next_one_is_refused(m
 
     giving, closing = threading.Thread(target=give_back), threading.Thread(target=arena.close, kwargs={"remove": True})
     giving.start()
-    assert begun.wait(30)
+    assert begun.wait(100)
     closing.start()
     assert not arena._file.is_closed
     goes_on.set()

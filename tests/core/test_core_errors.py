@@ -1,7 +1,12 @@
-"""Every refusal is an InvalidTensor that names the argument, and leaves the outputs as they were."""
+"""Every refusal is an InvalidArray that names the argument, and leaves the outputs as they were. A checkout that was not built
+refuses to be imported, and says what to do."""
+
+import subprocess
+import sys
 
 import numpy as np
 import pytest
+from source_tree import copy_tracked
 
 import psd_core
 
@@ -150,3 +155,19 @@ def test_an_output_that_is_not_its_own_input_is_refused(other):
 
     with pytest.raises(psd_core.InvalidArray, match=f"overlaps ({other}|param_out)"):
         step(**arguments)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("module", ["psd_client", "psd_core"])
+def test_what_runs_in_a_checkout_that_was_not_built_is_told_what_to_do(tmp_path, module):
+    """The checkout comes before an installed psd on the path: here this environment's, which imports psd_client."""
+    copy_tracked(tmp_path)
+
+    ended = subprocess.run(
+        [sys.executable, "-c", f"import {module}"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+
+    assert ended.returncode == 1
+    *_, last = ended.stderr.splitlines()
+    assert last.startswith(f"ImportError: {tmp_path} is a checkout of psd whose kernels were not built for Python 3."), last
+    assert f"pip install -e {tmp_path}" in last

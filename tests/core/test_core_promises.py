@@ -218,7 +218,7 @@ def test_every_instruction_set_gives_the_same_bits_of_vectors(library, dtype, me
     """Functions, combinations and sums of server-side vectors, over all of a stripe but one element."""
     n, suffix = STRIPE - 1, {"float64": "f64", "float32": "f32"}[dtype]
     x, y = wild_numbers(rng, n, dtype), tame_numbers(rng, n, dtype)
-    store = VectorStore.create(memory_path / "vectors", shard=0, shards=1, sessions_max=1)
+    store = VectorStore.create(memory_path / "vectors", shard=0, shards=1, senders=1)
     for name, values in (("x", x), ("y", y), ("z", x)):
         store.create_vector(VectorSpec(name, n, dtype))
         store.run([Put(name, 0, values)])

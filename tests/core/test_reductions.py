@@ -49,7 +49,7 @@ def test_an_array_is_summed_as_its_numbers_are(rng):
 
 def test_whole_numbers_are_exact_beyond_their_type(memory_path, rng):
     """Sums of products of the largest int64, and of the least."""
-    store = VectorStore.create(memory_path / "vectors", shard=0, shards=1, sessions_max=1)
+    store = VectorStore.create(memory_path / "vectors", shard=0, shards=1, senders=1)
     n = 9000
     for name in "xyz":
         store.create_vector(VectorSpec(name, n, "int64"))

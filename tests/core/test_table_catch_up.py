@@ -63,7 +63,7 @@ def test_rows_have_the_bits_of_dense_tensors_under_every_rule(case, memory_path,
             before = rows_of(store)
             assert (store.read(IDS) == dense.values).all()
             rows, found = store.read_rows(IDS)
-            assert (rows[found, :-1] == dense.whole[found]).all()
+            assert (rows[found, :-2] == dense.whole[found]).all()
             assert rows_of(store) == before
             assert found.sum() == len(before) < ROWS
             store.close(remove=False)
@@ -84,8 +84,8 @@ def test_it_costs_nothing_where_zeros_change_nothing(rule, memory_path, rng):
             store.push(ids, grads, scalars)
     rows, found = late.read_rows(np.arange(2000))
 
-    assert (rows[:, :-1] == lazy.read_rows(np.arange(2000))[0]).all()
-    assert set(rows[found, -1].view(np.uint32)) == {1, 501, 1001, 1501}
+    assert (rows[:, :-2] == lazy.read_rows(np.arange(2000))[0]).all()
+    assert set(rows[found, -2:].copy().view(np.uint64)[:, 0]) == {1, 501, 1001, 1501}
     assert not rows[~found].any()
 
 
@@ -102,17 +102,17 @@ def test_a_gap_of_many_steps_ends_where_nothing_moves_any_more(memory_path):
         dense.push(IDS[:0], rows[:0, :DIM], case.named)
 
     assert (store.read(IDS) == dense.values).all()
-    assert (store.read_rows(IDS)[0][:, -1].view(np.uint32) == 100_000).all()
+    assert (store.read_rows(IDS)[0][:, -2:].copy().view(np.uint64) == 100_000).all()
 
 
 def test_values_from_elsewhere_wait_for_their_first_gradient(memory_path):
     """Written with slots as they begin; then they are as those that nobody has trained: 50,000 steps of Adam are none."""
     case = cases("adam")[0]
     store = TableStore.create(memory_path / "table", spec_of(case, dim=DIM, init=Zeros(), updates="catch_up"))
-    rows = np.concatenate([np.ones((ROWS, DIM), np.float32), np.zeros((ROWS, 2 * DIM + 1), np.float32)], axis=1)
+    rows = np.concatenate([np.ones((ROWS, DIM), np.float32), np.zeros((ROWS, 2 * DIM + 2), np.float32)], axis=1)
     store.write(IDS, rows, step=50_000, history=np.array([[1, *case.scalars]]))
 
-    assert (store.read_rows(IDS)[0][:, :-1] == rows[:, :-1]).all()
+    assert (store.read_rows(IDS)[0][:, :-2] == rows[:, :-2]).all()
 
 
 def test_a_moment_that_has_died_out_is_a_zero(memory_path, rng):
@@ -130,7 +130,7 @@ def test_a_moment_that_has_died_out_is_a_zero(memory_path, rng):
     assert (rows[:, :DIM] == dense.values).all()
     assert (rows[:, DIM : 2 * DIM] == 0).all()
     assert (dense.whole[:, DIM : 2 * DIM] != 0).any()
-    assert (rows[:, 2 * DIM : -1] == dense.whole[:, 2 * DIM :]).all()
+    assert (rows[:, 2 * DIM : -2] == dense.whole[:, 2 * DIM :]).all()
 
 
 def test_a_snapshot_restores_rows_that_lag_and_what_they_have_missed(memory_path, rng):
@@ -171,7 +171,7 @@ def test_the_log_is_bounded_and_what_it_forgets_is_the_oldest(memory_path, monke
     start = store.read(IDS)
     history = np.stack([np.arange(1, LOG_MAX + 1), *np.tile([0.0, 0.0, 0.0, 0.5], (LOG_MAX, 1)).T], axis=1)
     history[1:, 1] = 2.0**-60
-    store.write(IDS[:0], np.empty((0, 2), np.float32), step=LOG_MAX, history=history)
+    store.write(IDS[:0], np.empty((0, 3), np.float32), step=LOG_MAX, history=history)
     for rate in (0.0, 2.0):
         store.push(IDS[:0], np.empty((0, 1), np.float32), {**case.named, "lr": rate})
 

@@ -26,7 +26,7 @@ def push(store, ids, clock=None, value=-1.0):
 @pytest.fixture
 def store(memory_path):
     """A store with room for 40,000 rows, and 20,000 in it."""
-    made = TableStore.create(memory_path / "table", TableSpec("t", 1, "sgd", max_bytes=40_000 * 33, notes=1))
+    made = TableStore.create(memory_path / "table", TableSpec("t", 1, "sgd", max_bytes=40_000 * 41, notes=1))
     for start in range(0, 20_000, 5000):
         push(made, np.arange(start, start + 5000), clock=1)
     return made
@@ -129,3 +129,18 @@ def test_an_index_that_was_made_for_all_rows_does_not_grow_with_them(memory_path
 
     assert not any(is_growing)
     assert rows_of(two) == rows_of(one)
+
+
+def test_a_snapshot_since_a_mark_has_what_was_used_after_it(store):
+    """A row that was read alone would be as old as at the mark after a restoration, and go before its time."""
+    with store.snapshot() as snapshot:
+        mark = snapshot.mark
+    store.read(np.array([5, 6]), clock=2)
+    store.read(np.array([7]))
+    push(store, np.array([9]), clock=2)
+
+    with store.snapshot(since=mark) as snapshot:
+        found = {
+            int(key): int(used) for batch in snapshot for key, used in zip(batch.heads["id"], batch.heads["used"], strict=True)
+        }
+    assert (found, snapshot.is_full, snapshot.clock) == ({5: 2, 6: 2, 9: 2}, False, 2)

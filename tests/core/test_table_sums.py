@@ -1,12 +1,16 @@
 """Sums of a round's sparse gradients, and a round as one process would step it."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 from helpers_rules import cases
-from table_model import DIM, TableModel, rows_of, spec_of
+from table_model import DIM, SGD, TableModel, rows_of, spec_of
 
 import psd_core
-from psd_core.table import RowSums, TableStore
+from psd_core.table import RowSums, TableSpec, TableStore
 
 
 def contribution(rng, n, distinct=True):
@@ -87,3 +91,46 @@ def test_arguments_of_a_sum_are_checked():
         sums.add(np.zeros((2, 2), np.int64), np.zeros((2, 2), np.float32))
     assert len(sums) == 0
     assert sums.values.shape == (0, 2)
+
+
+@pytest.mark.parametrize("what", ["sums", "push"])
+def test_memory_of_the_largest_round_is_given_back_when_rounds_have_long_been_small(what, memory_path):
+    """A job's first round may have all rows; its process need not keep the memory for them."""
+    # In a process of its own: this one's heap has holes of all sizes.
+    asked = (
+        f"import sys; sys.path[:] = {sys.path!r}; from test_table_sums import *; use_much_then_little({what!r}, sys.argv[1])"
+    )
+    command = [sys.executable, "-c", asked, str(memory_path / "table")]
+    found = subprocess.run(command, capture_output=True, text=True, check=True)
+
+    most, after = map(int, found.stdout.split())
+    assert most > 32 << 20
+    assert after < 16 << 20
+
+
+def use_much_then_little(what, path):
+    """Write by how much the process's memory has grown at most, and in the end."""
+    dim, ids = 1024, np.arange(16_384) // 2
+    sums, store = RowSums(dim), TableStore.create(path, TableSpec("t", dim, "sgd", max_bytes=1 << 26))
+
+    def use(count: int) -> None:
+        if what == "sums":
+            sums.add(ids[:count], np.ones((count, dim), np.float32))
+            sums.clear()
+        else:
+            store.push(ids[:count], np.ones((count, dim), np.float32), SGD.named)
+
+    before = anonymous_bytes()
+    use(len(ids))
+    most = anonymous_bytes()
+    for _ in range(600):
+        use(4)
+
+    sys.stdout.write(f"{most - before} {anonymous_bytes() - before}")
+    store.close(remove=True)
+
+
+def anonymous_bytes() -> int:
+    """Ordinary memory of this process."""
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(status["RssAnon"].split()[0]) << 10

@@ -1,5 +1,6 @@
 """Reads of a table's partition beside pushes."""
 
+import contextlib
 import threading
 
 import numpy as np
@@ -9,7 +10,7 @@ from table_model import SGD
 
 from psd_core import _table_pages as pages
 from psd_core import table
-from psd_core._arena_format import ArenaFull
+from psd_core._arena_format import ArenaClosed, ArenaFull
 from psd_core._table import ROWS
 from psd_core.table import TableSpec, TableStore
 
@@ -132,9 +133,84 @@ def test_a_push_waits_for_no_page_that_another_thread_takes_ahead(is_full, memor
         if number == 10:
             waits.clear()  # a partition of less than a page waits
         store.push(some, ones, {**SGD.named, "lr": -1.0})
-        store._page_ahead.end()
+        if (thread := store._page_ahead._thread) is not None:
+            thread.join()
 
     assert (len(waits) > 0) == is_full
     assert len(aheads) > 5
+    assert (store.read(ids) == 1).all()
+    store.close(remove=True)
+
+
+class NotedLock:
+    """A lock that notes when another thread than the one that made it asks for it."""
+
+    def __init__(self) -> None:
+        self.asked = threading.Event()
+        self._lock = threading.Lock()
+        self._owner = threading.current_thread()
+
+    def acquire(self) -> None:
+        if threading.current_thread() is not self._owner:
+            self.asked.set()
+        self._lock.acquire()
+
+    def release(self) -> None:
+        self._lock.release()
+
+    def __enter__(self) -> None:
+        self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+def test_a_store_is_closed_while_a_push_begins_to_take_a_page_ahead(memory_path, monkeypatch):
+    """The thread for it is made and has not started: `close` waits for it, and none begins after that."""
+    monkeypatch.setattr(pages, "_SHARE_MAX", 1.0)
+    store = TableStore.create(memory_path / "table", TableSpec("t", 256, "sgd", max_bytes=1 << 26))
+    store._writing = store._page_ahead._lock = lock = NotedLock()
+    closing, errors, make = [], [], threading.Thread
+
+    def close() -> None:
+        try:
+            store.close(remove=True)
+        except RuntimeError as error:
+            errors.append(error)
+        lock.asked.set()
+
+    class Made(make):
+        def start(self) -> None:
+            if self.name == "psd-table-page" and not closing:
+                closing.append(make(target=close))
+                closing[0].start()
+                lock.asked.wait()
+            super().start()
+
+    monkeypatch.setattr(pages.threading, "Thread", Made)
+    ones = np.ones((500, 256), np.float32)
+    with contextlib.suppress(ArenaClosed):  # whoever has the lock first
+        for number in range(40):
+            store.push(np.arange(500) + 500 * number, ones, SGD.named)
+    closing[0].join()
+
+    assert errors == []
+    assert not store._page_ahead._thread.is_alive()
+    TableStore.create(memory_path / "table", store.spec).close(remove=True)
+
+
+def test_a_push_goes_on_where_the_system_has_no_room_for_a_thread(memory_path, monkeypatch):
+    """It was made before anything is taken ahead, and must not be sent again."""
+
+    def start(_):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(pages, "_SHARE_MAX", 1.0)
+    monkeypatch.setattr(pages.threading.Thread, "start", start)
+    store = TableStore.create(memory_path / "table", TableSpec("t", 256, "sgd", max_bytes=1 << 26))
+    ids = np.arange(10_000)
+    for some in ids.reshape(-1, 500):
+        store.push(some, np.ones((500, 256), np.float32), {**SGD.named, "lr": -1.0})
+
     assert (store.read(ids) == 1).all()
     store.close(remove=True)

@@ -22,7 +22,7 @@ LARGE = [
 
 
 def stores_of(path, shards, specs):
-    stores = [VectorStore.create(path / f"{shards}-{k}", shard=k, shards=shards, sessions_max=4) for k in range(shards)]
+    stores = [VectorStore.create(path / f"{shards}-{k}", shard=k, shards=shards, senders=4) for k in range(shards)]
     for store, spec in itertools.product(stores, specs):
         store.create_vector(spec)
     return stores
@@ -75,7 +75,7 @@ def test_exponentials_and_logarithms_are_near_numpy(function, memory_path, rng):
 
 
 def test_a_batch_that_was_run_is_answered_and_not_run_again(memory_path):
-    """Its answers come from the log, also after the store was opened anew; of each session the last eight are known."""
+    """Its answers come from the log, also after it was opened anew; of each sender's session the last eight are known."""
     (store,) = stores_of(memory_path, 1, [VectorSpec("x", 5)])
     step = [Add("x", 0, np.ones(5)), Sum("x")]
     first = [store.run(step, BatchName(3, n)) for n in range(1, 11)]
@@ -89,10 +89,15 @@ def test_a_batch_that_was_run_is_answered_and_not_run_again(memory_path):
     assert store.sessions() == {3: 10}
     with pytest.raises(ValueError, match="sequence: 1 is too old; the latest one of its session is 10"):
         store.run(step, BatchName(3, 1))
+    assert store.answer(BatchName(2, 1, sender=1)) is None
+    store.run(step, BatchName(2, 1, sender=1))
     assert store.answer(BatchName(4, 1)) is None
     store.run(step, BatchName(4, 1))
-    store.forget(3)
-    assert store.sessions() == {4: 1}
+    assert store.sessions() == {4: 1, 2: 1}
+    assert (store.session_of(0), store.session_of(1), store.session_of(2)) == (4, 2, 0)
+    with pytest.raises(ValueError, match="session: 3 has ended; the latest one of its sender is 4"):
+        store.run(step, BatchName(3, 11))
+    assert (store.read("x") == 12).all()
     store.close(remove=True)
 
 

@@ -73,7 +73,9 @@ class Killer:
                 copy_sparse(self.path, self._copy)
                 found = VectorStore.open(self._copy)
                 self.states.append((point, self.is_committed, state_of(found, self.name)))
-                (check,) = unpack_answers(found.run([Fill("alive", 1.0), Scale("alive", 3.0), Sum("alive")], BatchName(99, 1)))
+                (check,) = unpack_answers(
+                    found.run([Fill("alive", 1.0), Scale("alive", 3.0), Sum("alive")], BatchName(99, 1, sender=1))
+                )
                 assert check.round() == 3 * 5
                 found.close(remove=True)
             except BaseException as error:  # noqa: BLE001 - a failed assertion too
@@ -96,7 +98,7 @@ def test_a_copy_taken_at_every_store_opens_as_old_or_new(memory_path):
     """Batches of every kind, a vector that comes, and one that goes."""
     path = memory_path / "vectors"
     killer = Killer(path)
-    store = VectorStore.create(path, shard=0, shards=1, sessions_max=3, crash_point=killer)
+    store = VectorStore.create(path, shard=0, shards=1, senders=3, crash_point=killer)
     for name, n, dtype in (("x", N, "float64"), ("y", N, "float64"), ("i", STRIPE + 1, "int64"), ("alive", 5, "float64")):
         store.create_vector(VectorSpec(name, n, dtype))
     store.run([Random("x", 1), Random("y", 2), Random("i", 3, 0, 1000)])
@@ -116,7 +118,7 @@ def test_a_copy_taken_where_partial_sums_are_added_opens_as_old_or_new(memory_pa
     """A batch over more stripes than are summed at a time."""
     path = memory_path / "vectors"
     killer = Killer(path)
-    store = VectorStore.create(path, shard=0, shards=1, sessions_max=2, crash_point=killer)
+    store = VectorStore.create(path, shard=0, shards=1, senders=2, crash_point=killer)
     for name in ("x", "y", "alive"):
         store.create_vector(VectorSpec(name, 5 if name == "alive" else 140 * STRIPE))
     store.run([Random("x", 1), Random("y", 2)])
@@ -159,7 +161,7 @@ def test_death_at_random_instants_leaves_whole_batches(memory_path):
     """Each process goes on with what the one before it left; each answer is that of a whole batch."""
     path = memory_path / "vectors"
     n = 20 * STRIPE + 1
-    store = VectorStore.create(path, shard=0, shards=1, sessions_max=2)
+    store = VectorStore.create(path, shard=0, shards=1, senders=2)
     for name in ("x", "one"):
         store.create_vector(VectorSpec(name, n))
     store.run([Fill("one", 1.0)])

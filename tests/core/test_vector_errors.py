@@ -14,7 +14,7 @@ ONES = np.ones(3)
 
 @pytest.fixture
 def store(memory_path):
-    store = VectorStore.create(memory_path / "vectors", shard=0, shards=1, sessions_max=2)
+    store = VectorStore.create(memory_path / "vectors", shard=0, shards=1, senders=2)
     for spec in (
         VectorSpec("x", 12),
         VectorSpec("i", 12, "int64", columns=4),
@@ -100,17 +100,15 @@ def test_reads_and_names_that_cannot_be_are_refused(store):
     for call in (lambda: store.read("w"), lambda: store.drop_vector("w"), lambda: store.extent("w")):
         with pytest.raises(NoSuchVector, match="vector: there is no 'w'"):
             call()
-    for session in (1, 2):
-        store.run([], BatchName(session, 1))
-    with pytest.raises(VectorError, match="session: at most 2 are known, and 3 is not among them"):
-        store.run([], BatchName(3, 1))
+    with pytest.raises(VectorError, match="sender: expected 0 to 1, got 2"):
+        store.run([], BatchName(3, 1, sender=2))
 
 
 def test_a_directory_has_one_store_and_whole_files(memory_path):
     path = memory_path / "vectors"
     with pytest.raises(VectorError, match="shard: expected 0 to 1, got 2"):
         VectorStore.create(path, shard=2, shards=2)
-    store = VectorStore.create(path, shard=0, shards=1, sessions_max=1)
+    store = VectorStore.create(path, shard=0, shards=1, senders=1)
     store.create_vector(VectorSpec("x", 5000))
     with pytest.raises(ArenaError, match="holds vectors already"):
         VectorStore.create(path, shard=0, shards=1)

@@ -21,7 +21,7 @@ CALLS = {
 
 def made(path):
     """A store with one vector, of threes."""
-    store = VectorStore.create(path, shard=0, shards=1, sessions_max=2)
+    store = VectorStore.create(path, shard=0, shards=1, senders=2)
     store.create_vector(VectorSpec("x", 5000))
     store.run([Fill("x", 3.0)], BEFORE)
     return store

@@ -197,7 +197,7 @@ class Cluster:
         """True if a Job has ended, in either way."""
         return not self._jobs[name].is_alive()
 
-    def wait_job(self, name: str, timeout_s: float = 60) -> str:
+    def wait_job(self, name: str, timeout_s: float = 200) -> str:
         """The condition with which a Job has ended."""
         self._jobs[name].join(timeout_s)
         logs = "\n".join(pod.log.read_text() for pod in self.pods.values())

@@ -137,7 +137,9 @@ class Pod:
         with self._lock:
             self._is_deleted = True
         if "lifecycle" in self.container and not self.ended.is_set():
-            subprocess.run(self.container["lifecycle"]["preStop"]["exec"]["command"], env=self._environ, check=True, timeout=60)
+            subprocess.run(
+                self.container["lifecycle"]["preStop"]["exec"]["command"], env=self._environ, check=True, timeout=200
+            )
         self._process.send_signal(signal.SIGTERM)
         if not self.ended.wait(self._spec["terminationGracePeriodSeconds"] if grace_s is None else grace_s):
             self._process.kill()
@@ -153,7 +155,7 @@ class Pod:
 
     def execute(self, words: list[str]) -> subprocess.CompletedProcess[str]:
         """Run a command like kubectl exec."""
-        return subprocess.run(self.command(words), env=self._environ, capture_output=True, text=True, check=False, timeout=60)
+        return subprocess.run(self.command(words), env=self._environ, capture_output=True, text=True, check=False, timeout=200)
 
     def probe(self, kind: str) -> bool:
         """The answer to a probe of the manifest: startupProbe, readinessProbe or livenessProbe."""
@@ -167,7 +169,7 @@ class Pod:
                 return False
         return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
 
-    def wait_for(self, kind: str, timeout_s: float = 60) -> None:
+    def wait_for(self, kind: str, timeout_s: float = 200) -> None:
         """Until a probe succeeds."""
         deadline = time.monotonic() + timeout_s
         while not self.probe(kind):

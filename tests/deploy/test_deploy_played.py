@@ -66,7 +66,7 @@ class Job:
     def wait_steps(self, count: int) -> None:
         until, waited = self.clock() + count, 0
         while self.clock() < until:
-            is_alive = (waited := waited + 1) < 3000 and not self._cluster.has_ended("psd-worker")
+            is_alive = (waited := waited + 1) < 10_000 and not self._cluster.has_ended("psd-worker")
             assert is_alive, f"the job does not go on\n{self.log(0)[-2000:]}"
             threading.Event().wait(0.02)
 

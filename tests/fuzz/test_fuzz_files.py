@@ -113,7 +113,7 @@ def test_checkpoints_of_tables(data: st.DataObject) -> None:
 def test_end_notes(data: st.DataObject) -> None:
     """A shard's note at its end is corrupt, or makes a cut with another's, or says why it does not."""
     layout = Layout(JobSpec.from_message(job_pb2.JobSpec.FromString(base64.b64decode(unseal(MANIFEST, "x")["job_spec"]))), 2)
-    own = EndNote("a", "run", 0, "00", 7, (7,), 1.0)
+    own = EndNote("a", "run", 0, "00", 7, (7,), ((0, 5, 7),), 0, 1.0)
 
     def agree() -> Any:
         note = parse_note(altered(data, note_document(own)), "n")

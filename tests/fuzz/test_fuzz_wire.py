@@ -8,21 +8,23 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import pytest
 from fuzzing import allocates_at_most, ends_in, fuzzed, messages
 from hypothesis import given
 from hypothesis import strategies as st
 from known_fields import PAYLOADS, ROWS, known_fields
 from malformed_target import LAYOUT, ME, Target
 
-from psd.contract import frames
-from psd.contract.errors import PsdError
+from psd.contract import bounds, frames
+from psd.contract.bounds import check_parts
+from psd.contract.errors import InvalidRequest, PsdError
 from psd.contract.rows import TableRows
 from psd.contract.wire import PREFIX, READ_AHEAD_BYTES, Disconnected, Kind, Stream
 from psd.rim.bulk_connection import ServedConnection
 from psd.rim.calls import CallGuard, Frame, frame_parser
 from psd.rim.data_plane import DataPlane
 from psd.rim.pace import Pace
-from psd.v1 import bulk_pb2, data_pb2
+from psd.v1 import bulk_pb2, control_pb2, data_pb2, vectors_pb2
 from psd_client.lanes.bulk_connection import BulkClient
 from psd_client.lanes.flat import FlatBuffers
 from psd_client.lanes.transport import Call, Scope, Traffic
@@ -53,6 +55,35 @@ def test_frames(data: bytes) -> None:
         ends_in(PsdError, lambda: frames.numbers(parsed.payload, np.dtype("<f4"), len(parsed.payload) // 4, "x"))
     else:
         assert isinstance(parsed, PsdError)
+
+
+@fuzzed
+@given(
+    messages(control_pb2.DeclareRequest) | messages(bulk_pb2.BulkCall) | messages(vectors_pb2.VectorBatch),
+    st.binary(max_size=30),
+    st.integers(0, 30),
+)
+def test_parts(message: Any, noise: bytes, parts_max: int) -> None:
+    """A message of few parts passes, one of more is refused; and whatever the bytes are, nothing else happens."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bounds, "UNCOUNTED_BYTES", 0)
+        data, parts = message.SerializeToString(), parts_of(message)
+        check_parts(data, message.DESCRIPTOR, parts + len(data))
+        passes = ends_in(InvalidRequest, lambda: (check_parts(data, message.DESCRIPTOR, parts_max),)) is not None
+        assert not passes or parts <= parts_max
+        ends_in(InvalidRequest, lambda: check_parts(noise + data, message.DESCRIPTOR, parts_max))
+
+
+def parts_of(message: Any) -> int:
+    """Messages, strings and runs of bytes in the lists of a message, at all depths."""
+    count = 0
+    for field, value in message.ListFields():
+        values = value if field.is_repeated else [value]
+        if field.is_repeated and field.type in (field.TYPE_MESSAGE, field.TYPE_STRING, field.TYPE_BYTES):
+            count += len(values)
+        if field.type == field.TYPE_MESSAGE:
+            count += sum(parts_of(inner) for inner in values)
+    return count
 
 
 @fuzzed

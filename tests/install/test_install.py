@@ -1,4 +1,5 @@
-"""What users install: sdist and wheel as `python -m build` makes them, in an empty environment of each Python that is here.
+"""What users install: sdist and wheel as `python -m build` makes them, in an empty environment of each Python that is here; and
+the README's words, to the letter, in a checkout.
 
 make test-install runs it: it builds psd once for every Python, and installs what psd needs from the package index.
 """
@@ -6,12 +7,14 @@ make test-install runs it: it builds psd once for every Python, and installs wha
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from markdown_blocks import blocks
 from source_tree import ROOT, copy_tracked
 
 OLDEST = (3, 10)
@@ -106,3 +109,46 @@ def test_install_when_the_environment_is_empty_then_everything_works(version, py
     run(here / "psdctl", "export", "stored", "--to", "model.safetensors", cwd=tmp_path)
     assert (tmp_path / "model.safetensors").stat().st_size > 1_200_000
     assert "PsdWorkerExpired" in run(here / "psdctl", "monitoring", "alerts", cwd=tmp_path)
+
+
+def test_quick_start_when_it_is_followed_to_the_letter_in_a_checkout_then_it_trains(tmp_path):
+    """What the README says between Install and the other faces, in a shell whose environment is empty. Then, as its build is
+    removed, what it was leaves an error that says what to do."""
+    checkout = tmp_path / "psd"
+    copy_tracked(checkout)
+    run(OURS, "-m", "venv", "env", cwd=tmp_path)
+    install, script, start, *_ = (block for block in blocks(ROOT / "README.md") if block.language in ("bash", "python"))
+    assert install.text.startswith("pip install ")
+    assert start.text.startswith("psd-run ")
+
+    def shell(words):
+        done = subprocess.run(
+            ["bash", "-euc", f". {tmp_path}/env/bin/activate\n{words}"],
+            cwd=checkout,
+            env=PINNED,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+        )
+        return done.returncode, done.stdout
+
+    status, said = shell(install.text)
+    assert status == 0, said
+    (checkout / script.title).write_text(script.text)
+    status, said = shell(start.text)
+
+    assert status == 0, said
+    assert start.marks["prints"] in said
+    assert re.search(r"step 100, [\d.]+ steps/s; 200 pushes accepted, 0 late", said), said
+    assert "up to step 0" not in said
+    assert "has held no part of what was trained" in said, "one of the two shards has no block of so small a model"
+    status, said = shell(f"python {script.title}")
+    assert status == 0, said
+    assert "weights: [1.0, 1.0, 1.0, 1.0]" in said
+
+    for built in (checkout / "psd_core").glob("*.so"):
+        built.unlink()
+    status, said = shell(f"python {script.title}")
+    assert status == 1
+    assert f"{checkout} is a checkout of psd whose kernels were not built" in said, said

@@ -20,7 +20,7 @@ def train(
     ones = {name: np.ones_like(value) for name, value in initial.items()}
     with psd_client.connect(servers, rank, world_size, wait_timeout=60) as ps:
         ps.declare(initial, psd_client.SGD(lr=1.0), reduce="sum", **declaration)
-        started.wait(60)
+        started.wait(100)
         while not stop.is_set():
             ps.push_pull(ones)
 
@@ -37,7 +37,7 @@ def test_a_reader_sees_one_version_while_others_train(cluster: Callable[..., Any
     for worker in workers:
         worker.start()
 
-    started.wait(60)
+    started.wait(100)
     found = []
     with psd_client.connect(running.servers, role="reader", wait_timeout=60) as reader:
         for _ in range(5):
@@ -62,7 +62,7 @@ def test_a_reader_reads_a_job_that_rests(cluster: Callable[..., Any]) -> None:
     running = cluster(2)
     with (
         psd_client.connect(running.servers, 0, 1) as ps,
-        psd_client.connect(running.servers, role="reader", wait_timeout=30) as reader,
+        psd_client.connect(running.servers, role="reader", wait_timeout=60) as reader,
     ):
         ps.declare({"w": np.arange(20_000, dtype=np.float32)}, psd_client.SGD(lr=1.0))
         ps.push_pull({"w": np.ones(20_000, np.float32)})

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import psd_client
+from psd.state.counts import DATA_CALLS
 from psd_client import SGD, Adagrad, Normal, SpecMismatch, Table
 from psd_client.client import worker_of
 
@@ -68,7 +69,7 @@ def test_a_step_of_tensors_and_tables_is_one_call_to_each_shard(cluster: Callabl
 
     def calls() -> list[dict[str, int]]:
         lanes = [shard.shard.lane_counts(transport).copy().calls for shard in shards.shards]
-        return [{call: sum(histogram.counts) for call, histogram in lane.items()} for lane in lanes]
+        return [{call: sum(lane[call].counts) for call in DATA_CALLS} for lane in lanes]
 
     with psd_client.connect(shards.servers, 0, 1, transport=transport) as ps:
         tables = [Table(name, dim, Adagrad(lr=0.1)) for name, dim in (("a", 4), ("b", 1), ("c", 9))]

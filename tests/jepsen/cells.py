@@ -155,7 +155,7 @@ def _layout(parameters: Mapping[str, NDArray[np.float64]], shards: int) -> Layou
     dense = {name: parameters[name] for name in TENSORS}
     groups = ParamGroups(list(dense), SGD(lr=1), param_groups())
     specs = tensor_specs(dense, groups.group_of)
-    of_tables = [table.spec(len(groups.specs)) for table in tables(DIGITS)] if TABLES[0] in parameters else []
+    of_tables = [table.spec(len(groups.specs)) for table in tables(DIGITS, shards)] if TABLES[0] in parameters else []
     all_groups = (*groups.specs, GroupSpec())
     return Layout(JobSpec(world_size=1, tensors=tuple(specs), groups=all_groups, tables=tuple(of_tables)), shards)
 

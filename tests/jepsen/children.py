@@ -1,4 +1,4 @@
-"""What each child process of a trial does first; and, run as a program, a shard: python children.py, then psd-server's options.
+"""What each child process of a trial does first; and, run as a program, one of psd's: python children.py PARENT MODULE OPTIONS.
 
 A child dies with the harness, and writes the stacks of its threads on SIGUSR1.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import importlib
 import os
 import signal
 import sys
@@ -24,6 +25,4 @@ def settle_in(parent: int) -> None:
 
 if __name__ == "__main__":
     settle_in(int(sys.argv.pop(1)))
-    from psd.cli.server import main
-
-    sys.exit(main())
+    sys.exit(importlib.import_module(sys.argv.pop(1)).main())

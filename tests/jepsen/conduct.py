@@ -11,7 +11,9 @@ from typing import Any
 
 from counting import Failure
 from history import Call, Gradient, Histories, Life
-from plan import LINKS
+from launched import GONE_S, SIGNALS
+from plan import DAMAGE, LINKS
+from row_cells import SOON
 
 SAYS_S = 6.0
 """After which a worker has said whom it waits for, and within which Ctrl-C ends it."""
@@ -46,9 +48,12 @@ def check_conduct(histories: Histories) -> list[Failure]:
         failures += _end(histories, life)
         failures += _times(histories, life, windows)
         failures += _seen(histories, life)
-    if histories.outcome.final is None and not histories.outcome.stuck and not _may_be_lost(histories):
+    has_last = histories.plan.ends_dead or histories.plan.is_launched or histories.outcome.final is not None
+    if not has_last and not histories.outcome.stuck and not _may_be_lost(histories):
         failures.append(Failure("no end", "a healthy worker that came last could not finish"))
     failures += _shards(histories)
+    failures += _damage(histories)
+    failures += _launches(histories)
     return failures
 
 
@@ -57,7 +62,7 @@ def check_conduct(histories: Histories) -> list[Failure]:
 
 def _errors(histories: Histories, life: Life, windows: Sequence[tuple[float, float]]) -> Iterator[Failure]:
     for call in life.calls:
-        if call.result in ("", "ok") or (call.result == "KeyboardInterrupt" and life.signalled == "SIGINT"):
+        if call.result in ("", "ok") or (call.result == "KeyboardInterrupt" and life.is_interrupted):
             continue
         if not call.is_psd:
             yield Failure(f"builtin {call.result}", f"{life.name}, {call.op}: {call.text}\n{call.trace}")
@@ -71,7 +76,7 @@ def _may_raise(histories: Histories, life: Life, call: Call, windows: Sequence[t
         case "SessionFenced":
             return life.superseded is not None
         case "RolledBack":
-            return plan.checkpoint_steps > 0 and (bool(histories.faults("shard-lose")) or _is_double_fault(histories))
+            return plan.checkpoint_steps > 0 and (bool(histories.losses) or _is_double_fault(histories))
         case "StateLost":
             return _may_be_lost(histories)
         case "OutOfSpace":
@@ -87,7 +92,7 @@ def _may_raise(histories: Histories, life: Life, call: Call, windows: Sequence[t
 
 def _is_double_fault(histories: Histories) -> bool:
     """Exact aggregation: a worker may have gone that had committed, and a shard died that had its gradient."""
-    killed = histories.faults("shard-kill", "shard-terminate", "shard-lose")
+    killed = histories.faults("shard-kill", "shard-terminate", "shard-lose", DAMAGE, "run-kill")
     has_gone = any(map(_fails, histories.lives)) or any(EXPIRED in log for log in histories.shard_logs)
     return histories.plan.is_exact and bool(killed) and has_gone
 
@@ -126,23 +131,62 @@ def _end_s(life: Life) -> float:
 def _is_fault_of_shards_alone(histories: Histories) -> bool:
     """Every worker was there all the time, and could be heard."""
     kinds = {record["fault"]["kind"] for record in histories.of("begin")}
-    return kinds <= {"shard-kill", "shard-stop", "shard-terminate", "disk-full"} and not any(map(_fails, histories.lives))
+    return kinds <= {"shard-kill", "shard-stop", "shard-terminate", DAMAGE, "disk-full"} and not any(
+        map(_fails, histories.lives)
+    )
 
 
 def _statuses(histories: Histories, exit_: dict[str, Any]) -> set[int]:
     """With which a shard may end: 143 if it was told twice, -15 if its program had not begun then, and 74, without a last
-    checkpoint, if the others went on."""
+    checkpoint, if the others went on, or a round cannot be completed any more."""
     own = [record for record in histories.timeline if record.get("name") == exit_["name"] and record["t"] <= exit_["t"]]
     life = own[max(i for i, record in enumerate(own) if record["what"] == "start") :]
     told = [record for record in life if record.get("signal") == "SIGTERM"]
     was_ready = any(record["what"] == "ready" and record["t"] <= told[0]["t"] for record in life if told)
-    ends_alone = histories.plan.checkpoint_steps and histories.faults("shard-terminate")
+    ends_alone = histories.plan.checkpoint_steps and (histories.faults("shard-terminate", DAMAGE) or _may_be_lost(histories))
+    ends_alone = ends_alone or (histories.plan.ends_dead and any(map(_ends_in_mid_push, histories.lives)))
+    is_damaged = any(record["what"] in ("damage", "repair") for record in own)
     return (
         {0, -9}
+        | ({1} if is_damaged and not was_ready else set())
         | ({143} if len(told) > 1 else set())
         | ({-15} if told and not was_ready else set())
         | ({74} if ends_alone else set())
     )
+
+
+def _ends_in_mid_push(life: Life) -> bool:
+    """It was killed, or hung, in a push, or gave it up."""
+    return bool(life.calls) and life.calls[-1].pushes and not life.calls[-1].is_ok
+
+
+def _damage(histories: Histories) -> Iterator[Failure]:
+    """What was changed is named, whether the shard starts then or not."""
+    for record in histories.of("damage"):
+        if f"{record['file']}: " not in histories.shard_logs[int(record["name"].split()[1])]:
+            yield Failure("damage not found", f"{record['name']}: byte {record['at']} of {record['file']} was changed")
+
+
+def _launches(histories: Histories) -> Iterator[Failure]:
+    """What psd-run has come to, each time."""
+    for number, record in enumerate(histories.of("launch")):
+        kind, status = record["kind"], record["status"]
+        text = f"psd-run {number} ({kind or 'till the end'}) ended with status {status} in {record['took']:.1f} s"
+        expected = {0} if not kind else {-9} if kind == "run-kill" else {128 + SIGNALS[kind], 74}
+        if status not in expected:
+            yield Failure("exit status of psd-run", text)
+        if record["left"]:
+            yield Failure("left behind", f"{text}; processes {record['left']} are there {GONE_S:g} s later")
+        if status in (0, 128 + SIGNALS.get(kind, 0)) and not record["has_stored"] and not _has_second(histories, number):
+            yield Failure("no last checkpoint", text)
+        said = (histories.outcome.directory / f"psd-run-{number}.err").read_text(errors="replace")
+        if "Traceback" in said:
+            yield Failure("traceback of psd-run", f"{text}: {said[said.index('Traceback') :][:3000]}")
+
+
+def _has_second(histories: Histories, number: int) -> bool:
+    """It was told twice to end."""
+    return sum(record["name"] == f"psd-run {number}" for record in histories.of("signal")) > 1
 
 
 def _shards(histories: Histories) -> Iterator[Failure]:
@@ -176,7 +220,7 @@ def _fault_windows(histories: Histories) -> Iterator[tuple[float, float]]:
             after += fault["seconds"]  # TCP sends again after as long a time as it has waited already
         if fault["kind"].startswith("worker"):
             end = max(end, begun + plan.lease_s)
-        if fault["kind"] in ("shard-kill", "shard-lose", "shard-terminate"):
+        if fault["kind"] in ("shard-kill", "shard-lose", "shard-terminate", DAMAGE):
             ready = [r["t"] for r in histories.of("ready") if r["name"] == f"shard {fault['shard']}" and r["t"] > begun]
             end = max([end, *ready[:1]])
         yield begun, end + after
@@ -258,3 +302,12 @@ def _seen(histories: Histories, life: Life) -> Iterator[Failure]:
             yield Failure("counted twice", text)
         elif has_heard and is_clean and call.seen != (1, 1):
             yield Failure("own gradient not read", text)
+        elif has_heard and is_clean and _between(histories, last, call) < SOON:
+            for table in (name for name, counts in call.new.items() if set(counts) != {1.0}):
+                yield Failure("new row not learnt", f"{text}, and its new rows of table {table!r} {call.new[table]} times")
+
+
+def _between(histories: Histories, gradient: Gradient, call: Call) -> int:
+    """How many gradients of others may have come between a worker's and the end of a call."""
+    calls = [each for other in histories.gradients.values() if other is not gradient for each in other.calls]
+    return sum(each.begun <= call.ended and each.ended >= gradient.begun for each in calls)

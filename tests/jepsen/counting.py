@@ -98,10 +98,13 @@ class _Saying:
 
 def claim(histories: Histories, gradient: Gradient) -> str | int:
     """What must be true of a gradient: "once", "at most", or the number of blocks that its program was told of."""
-    if gradient.finished is None or gradient.is_dropped or _may_be_rolled_back(histories, gradient):
+    is_lost = any(call.result == "StateLost" for call in gradient.calls)  # its round cannot be completed any more
+    if gradient.finished is None or gradient.is_dropped or is_lost or _may_be_rolled_back(histories, gradient):
         return "at most"
     window = _until_confirmed(gradient, gradient.finished, has_rounds=histories.plan.has_rounds)
     if window is None:
+        if histories.plan.ends_dead or histories.plan.is_launched:
+            return "at most"  # its round may never close
         if any(restarted >= gradient.begun for restarted in histories.restarts):
             return "at most"
         window = gradient.until(gradient.life.calls[-1])
@@ -158,7 +161,7 @@ def _returns(histories: Histories) -> list[_Return]:
 def _may_be_rolled_back(histories: Histories, gradient: Gradient) -> bool:
     """The job went back to a checkpoint at a time that may have been after this gradient's."""
     returns = _returns(histories)
-    losses = [record["t"] for record in histories.faults("shard-lose")]
+    losses = histories.losses
     if not (returns or losses):
         return False
     last = max([each.last for each in returns] + losses)

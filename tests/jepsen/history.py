@@ -22,7 +22,7 @@ class Call:
     Attributes:
         begun, ended: seconds; ended: of the process, if it ended in the middle.
         number, tensors: of the gradient, if it pushes one. change: of stats(), over the call.
-        seen: see program.py. detail, text, trace, is_psd: of the error.
+        seen, new: see program.py. detail, text, trace, is_psd: of the error.
     """
 
     op: str
@@ -35,6 +35,7 @@ class Call:
     clock_after: int | None = None
     change: dict[str, int] = field(default_factory=dict)
     seen: tuple[int, int] | None = None
+    new: dict[str, list[float]] = field(default_factory=dict)
     detail: dict[str, Any] = field(default_factory=dict)
     text: str = ""
     trace: str = ""
@@ -54,8 +55,9 @@ class Life:
     """One process of a worker.
 
     Attributes:
+        row: in the matrix of batches.
         how: its own last word; "" if it had none. status: its exit status. signalled: the last signal that was to end it, and
-            when. superseded: when a twin was started, or None.
+            when. is_interrupted: one of them was SIGINT. superseded: when a twin was started, or None.
     """
 
     name: str
@@ -70,8 +72,10 @@ class Life:
     status: int | None = None
     signalled: str = ""
     signalled_at: float = 0.0
+    is_interrupted: bool = False
     superseded: float | None = None
     log: str = ""
+    row: int = -1
 
     def says(self, words: str, since: float = 0.0) -> bool:
         """A record of its log has these words."""
@@ -120,7 +124,7 @@ class Histories:
         self.outcome = outcome
         self.plan = outcome.plan
         self.timeline = outcome.timeline
-        self.lives = [self._life(record) for record in self.of("start") if not record["name"].startswith("shard")]
+        self.lives = [self._life(record) for record in self.of("start") if not record["name"].startswith(("shard", "psd-run"))]
         self.gradients: dict[int, Gradient] = {}
         for life in self.lives:
             for call in life.calls:
@@ -173,6 +177,16 @@ class Histories:
         return [record for record in self.of("begin") if record["fault"]["kind"] in kinds]
 
     @cached_property
+    def losses(self) -> list[float]:
+        """When a shard has lost what it held: it was taken away, or damaged, and was not repaired before it started again."""
+        found = [record["t"] for record in self.faults("shard-lose")]
+        for record in self.of("damage"):
+            since = [x for x in self.timeline if x.get("name") == record["name"] and x["t"] >= record["t"]]
+            decisive = next((x["what"] for x in since if x["what"] in ("repair", "ready")), "")
+            found += [record["t"]] * (decisive != "repair")
+        return sorted(found)
+
+    @cached_property
     def restarts(self) -> list[float]:
         """When shards have started again. One that is told to end does so some seconds after its fault has begun."""
         starts = [record for record in self.of("start") if record["name"].startswith("shard")]
@@ -194,6 +208,7 @@ class Histories:
                 life.ended, life.status = record["t"], record["status"]
             elif record["what"] == "signal" and record["signal"] in ("SIGKILL", "SIGINT"):
                 life.signalled, life.signalled_at = record["signal"], record["t"]
+                life.is_interrupted |= record["signal"] == "SIGINT"
             elif record["what"] == "superseded":
                 life.superseded = record["t"]
         stem = name.replace(" ", "-")
@@ -210,6 +225,8 @@ class Histories:
 def _take(life: Life, record: dict[str, Any]) -> None:
     """Add a line of a history."""
     match record["e"]:
+        case "begin":
+            life.row = record.get("row", -1)
         case "invoke":
             tensors = tuple(record.get("tensors", ()))
             life.calls.append(Call(record["op"], record["t"], record["clock"], record.get("number", -1), tensors))
@@ -219,6 +236,7 @@ def _take(life: Life, record: dict[str, Any]) -> None:
             call.result = record.get("class", "ok")
             call.clock_after = record.get("clock")
             call.seen = tuple(record["seen"]) if record.get("seen") else None
+            call.new = record.get("new", {})
             call.detail, call.text = record.get("detail", {}), record.get("text", "")
             call.trace, call.is_psd = record.get("trace", ""), record.get("is_psd", True)
             after = record.get("stats", {})

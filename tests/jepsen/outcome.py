@@ -47,6 +47,13 @@ class Outcome:
         return cls(plan, directory, timeline, final=final if final.exists() else None, **more)
 
     @property
+    def have_all_ended_in_order(self) -> bool:
+        """Each shard's last process has ended with status 0."""
+        exits = [record for record in self.timeline if record["what"] == "exit" and record["name"].startswith("shard")]
+        last = {record["name"]: record["status"] for record in exits}
+        return len(last) == self.plan.shards and set(last.values()) == {0}
+
+    @property
     def slack_s(self) -> float:
         """How much longer than on an idle machine something may take, that mostly waits."""
         return SLACK_S * self.factor

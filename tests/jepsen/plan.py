@@ -32,6 +32,13 @@ ROUNDS = ("fast", "exact", "quorum-fast", "quorum-exact", "norm")
 
 LINKS = ("link-refuse", "link-reset", "link-delay", "link-truncate", "link-half-open", "link-black-hole", "link-mute")
 SHARDS = ("shard-kill", "shard-stop", "shard-terminate", "shard-lose", "shard-vanish", "disk-full")
+RUN = ("run-interrupt", "run-terminate", "run-hangup", "run-kill")
+"""What happens to psd-run, under which the trial then is; `at`: after training has begun under it; `seconds`: if not 0, it gets
+the signal once more so much later."""
+
+DAMAGE = "shard-damage"
+"""A shard ends in order, and a byte of its files changes before it is started again."""
+
 WORKERS = ("worker-kill", "worker-stop", "worker-interrupt", "worker-twin", "worker-vanish")
 
 WAYS = ("control", "bulk", "both")
@@ -101,7 +108,10 @@ class Plan:
         seconds: of training before the faults are healed and the programs end.
         early: the faults begin with the programs, not only when all of them train.
         named: the job has a name. small_disk: state directories are tiny file systems (needs root).
-        has_tables: gradients have rows of tables, too.
+        has_tables: gradients have rows of tables, too. has_vectors: with each comes a batch on vectors.
+        new_limits: each life of a shard has other limits.
+        is_launched: psd-run runs the job, one after the other for each fault and once more; the faults are those of RUN.
+        ends_dead: in the end all workers die, or hang, in the midst of training, and then the shards are told to end.
     """
 
     seed: int
@@ -119,6 +129,10 @@ class Plan:
     named: bool = False
     small_disk: bool = False
     has_tables: bool = False
+    has_vectors: bool = False
+    new_limits: bool = False
+    is_launched: bool = False
+    ends_dead: bool = False
     styles: tuple[Style, ...] = ()
     faults: tuple[Fault, ...] = ()
 
@@ -161,6 +175,10 @@ class Plan:
             [f"checkpoints every {self.checkpoint_steps}"] * bool(self.checkpoint_steps)
             + ["small disk"] * self.small_disk
             + ["tables"] * self.has_tables
+            + ["vectors"] * self.has_vectors
+            + ["new limits"] * self.new_limits
+            + ["under psd-run"] * self.is_launched
+            + ["dead workers at the end"] * self.ends_dead
             + ["early"] * self.early
         )
         job = f"{self.lane}, {self.mode}, {self.workers} workers x {self.shards} shards, {self.size}"
@@ -191,7 +209,8 @@ def draw(seed: int, *, may_mount: bool = False) -> Plan:
         named=source.random() < 0.5,
         small_disk=may_mount and source.random() < 0.1,
     )
-    plan = replace(plan, has_tables=random.Random(f"tables {seed}").random() < 0.6)
+    more = random.Random(f"tables {seed}")
+    plan = replace(plan, has_tables=more.random() < 0.6, has_vectors=more.random() < 0.3, new_limits=more.random() < 0.3)
     plan = replace(plan, styles=tuple(_style(source, barrier_every) for _ in range(workers)))
     faults = [_fault(source, plan) for _ in range(source.choice((0, 1, 1, 2, 3, 4)))]
     if not faults or source.random() < 0.5:
@@ -200,7 +219,32 @@ def draw(seed: int, *, may_mount: bool = False) -> Plan:
         faults += recipe(source, plan)
     if plan.small_disk:
         faults.append(_fault(source, plan, "disk-full"))
+    last = random.Random(f"last {seed}")
+    plan = replace(plan, ends_dead=plan.checkpoint_steps > 0 and not plan.small_disk and last.random() < 0.25)
+    if last.random() < 0.15:
+        faults.append(_fault(last, plan, DAMAGE))
+    if last.random() < 0.12:
+        return _launched(last, plan)
     return replace(plan, faults=tuple(sorted(faults, key=lambda fault: fault.at)))
+
+
+def _launched(source: random.Random, plan: Plan) -> Plan:
+    """The same job under psd-run."""
+    faults = tuple(
+        _fault(
+            source,
+            plan,
+            source.choice(RUN),
+            at=3.0 * source.random(),
+            seconds=source.choice((0.0, 0.0, 0.5)),
+            shard=-1,
+            rank=-1,
+        )
+        for _ in range(source.choice((1, 2, 3)))
+    )
+    changed = {"early": False, "named": False, "small_disk": False, "new_limits": False, "ends_dead": False}
+    steps = plan.checkpoint_steps or source.choice((5, 1000))
+    return replace(plan, is_launched=True, checkpoint_steps=steps, seconds=2.0, wait_s=20.0, faults=faults, **changed)
 
 
 def _style(source: random.Random, barrier_every: int) -> Style:
@@ -239,7 +283,7 @@ def _fault(source: random.Random, plan: Plan, kind: str = "", **fields: Any) -> 
         at=source.random() * plan.seconds * 0.9,
         seconds=seconds,
         shard=source.randrange(plan.shards) if kind not in WORKERS else -1,
-        rank=source.randrange(plan.workers) if kind not in SHARDS else -1,
+        rank=source.randrange(plan.workers) if kind not in (*SHARDS, DAMAGE) else -1,
         way=source.choice(WAYS),
         direction=source.choice(("up", "down")),
         side=source.choice(("worker", "shard")),

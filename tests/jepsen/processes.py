@@ -22,11 +22,27 @@ from typing import Any
 from plan import Plan
 from program import Options
 
+from psd.state.durability import notes
+from psd.state.durability.leftovers import BOOT_NAME
+from psd.v1.storage_pb2 import StoredBoot
+
 HOST = "127.0.0.1"
 HERE = Path(__file__).parent
 
 PORTS = range(20_000, 32_000)
 """Below those that Linux gives to outgoing connections, which would take a shard's while it is down."""
+
+
+LIMITS = (
+    (),
+    ("--max-workers", "3", "--max-push-ids", "100000"),
+    ("--max-workers", "5000", "--max-tables", "4", "--max-vectors", "1"),
+    ("--max-table-rows", "100000", "--max-batch-operations", "1", "--max-reads", "1"),
+)
+"""Flags of a life, where they change: all of them allow what programs do."""
+
+CHECKPOINTS = 8
+"""Of those that a trial's shards store, so many are left, to be restored."""
 
 
 class Timeline:
@@ -114,14 +130,15 @@ class ShardActor:
         self._out = directory / f"shard-{index}.out"
         self.log = directory / f"shard-{index}.log"
         self._timeline = timeline
-        self._command = [str(HERE / "children.py"), str(os.getpid()), "--shard", f"{index}/{plan.shards}"]
+        self._command = [str(HERE / "children.py"), str(os.getpid()), "psd.cli.server", "--shard", f"{index}/{plan.shards}"]
         self._command += ["--listen", f"{HOST}:{self.control}", "--bulk-port", str(self.bulk), "--state-dir", str(self._state)]
         self._command += ["--lease", str(plan.lease_s), "--grace", "4"]
         if plan.named:
             self._command += ["--run-id", f"trial-{plan.seed}"]
         if plan.checkpoint_steps:
             self._command += ["--checkpoint-dir", str(directory / "checkpoints")]
-            self._command += ["--checkpoint-steps", str(plan.checkpoint_steps)]
+            self._command += ["--checkpoint-steps", str(plan.checkpoint_steps), "--checkpoint-keep", str(CHECKPOINTS)]
+        self._has_new_limits, self._limits = plan.new_limits, random.Random(f"{plan.seed} {index}")
         self.process: Process | None = None
 
     @property
@@ -134,7 +151,8 @@ class ShardActor:
         if self.process is not None and self.process.status is None:
             return
         self._out.unlink(missing_ok=True)
-        self.process = Process(f"shard {self.index}", self._command, self._out, self.log, self._timeline)
+        command = [*self._command, *(self._limits.choice(LIMITS) if self._has_new_limits else ())]
+        self.process = Process(f"shard {self.index}", command, self._out, self.log, self._timeline)
         self._is_ready = False
 
     @property
@@ -150,6 +168,31 @@ class ShardActor:
     def lose_state(self) -> None:
         """As if its machine had gone."""
         shutil.rmtree(self._state, ignore_errors=True)
+
+    def damage(self, source: random.Random) -> bool:
+        """Change a byte that counts, in any of its files; False if it has not ended in order, and so none is sealed."""
+        boot = StoredBoot.FromString(notes.read(self._state / BOOT_NAME))
+        if not boot.is_closed:
+            return False
+        file = source.choice([file for file in boot.files if file.runs])
+        run = source.choice(file.runs)
+        self._damaged = self._state / file.name, run.start + source.randrange(run.nbytes)
+        self._timeline.note("damage", name=f"shard {self.index}", file=str(self._damaged[0]), at=self._damaged[1])
+        self._flip()
+        return True
+
+    def repair(self) -> None:
+        """Undo `damage`."""
+        self._timeline.note("repair", name=f"shard {self.index}")
+        self._flip()
+
+    def _flip(self) -> None:
+        path, at = self._damaged
+        with path.open("r+b", buffering=0) as file:
+            file.seek(at)
+            (byte,) = file.read(1)
+            file.seek(at)
+            file.write(bytes([byte ^ 1]))
 
     def fill_disk(self) -> None:
         """Leave no byte free."""
@@ -210,7 +253,11 @@ class WorkerActor:
 
 def last_word(options: Options) -> dict[str, Any]:
     """The last record of a life's history, if there is one."""
-    path = Path(options.history)
+    return last_record(Path(options.history))
+
+
+def last_record(path: Path) -> dict[str, Any]:
+    """The last line of a history, if there is one."""
     lines = path.read_text().splitlines() if path.exists() else []
     record: dict[str, Any] = json.loads(lines[-1]) if lines else {}
     return record

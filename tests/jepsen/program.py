@@ -10,7 +10,7 @@ The history is one JSON object a line, written at once, so that it is there what
     {"t": 12.6, "e": "end", "how": "with"}
 
 t: seconds of the machine's monotonic clock. seen: how often the program's last gradient counts in the parameters that the call
-has brought, at least and at most. Uses the public face of psd alone.
+has brought, at least and at most. new: likewise by table, in the rows that it alone has. Uses the public face of psd alone.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from batches import COLUMNS, MATRIX, ROWS, batches_of
 from cells import CELLS, DIGITS, Gradients, initial, names, param_groups, seen
 from children import settle_in
 from plan import Style
-from row_cells import TABLES, RowCells, tables
+from row_cells import PASSING, TABLES, RowCells, tables
 
 import psd_client
 
@@ -68,12 +69,18 @@ class Options:
     declared: dict[str, Any]
     style: dict[str, Any]
     has_tables: bool = False
+    has_vectors: bool = False
     role: str = "train"
     final: str = ""
 
     def to_json(self) -> str:
         """For the command line."""
         return json.dumps(asdict(self))
+
+
+def row_of(options: Options) -> int:
+    """Of a life in the matrix of batches."""
+    return options.first // options.count
 
 
 class History:
@@ -119,6 +126,7 @@ class Program:
         self._left = iter(range(options.first, options.first + options.count))
         self._last: tuple[int, Sequence[str]] | None = None
         self._steps = 0
+        self._new: dict[str, list[float]] = {}
         self.ps: psd_client.ParameterServer | None = None
 
     # -- calls ---------------------------------------------------------------------------------------------------------
@@ -149,6 +157,8 @@ class Program:
         more: dict[str, Any] = {}
         if isinstance(result, dict) and self._last is not None:
             more["seen"] = seen(result, *self._last)  # None: it has rows alone, which were not asked for
+        if op == "pull" and self._new:
+            more["new"], self._new = self._new, {}
         self._history.write("ok", op=op, **self._state(), **more)
         return result
 
@@ -202,6 +212,8 @@ class Program:
         if self._options.has_tables and self._last is not None:
             ids = self._rows.ids[self._last[0] // DIGITS]
             found |= {name: self.ps.tables[name].pull(ids) for name in TABLES}
+            new = self._rows.new_ids(self._last[0])
+            self._new = {name: (-self.ps.tables[name].pull(new)[:, 0]).tolist() for name in PASSING}
         return found
 
     # -- the program ---------------------------------------------------------------------------------------------------
@@ -212,8 +224,14 @@ class Program:
         values = initial(options.size, options.shards)
         ps = self.call("connect", lambda: psd_client.connect(options.servers, options.rank, options.workers, **options.connect))
         self.ps = ps
-        declared = {"groups": param_groups(), "tables": tables(DIGITS) if options.has_tables else [], **options.declared}
+        declared = {
+            "groups": param_groups(),
+            "tables": tables(DIGITS, options.shards) if options.has_tables else [],
+            **options.declared,
+        }
         self.call("declare", lambda: ps.declare(values, psd_client.SGD(lr=1), **declared))
+        if options.has_vectors:
+            self._insist("matrix", lambda: ps.matrix(MATRIX, ROWS, COLUMNS, "int64"))
         return ps
 
     def train(self) -> None:
@@ -237,19 +255,28 @@ class Program:
         is_absent = self._random.random() < style.absent_share
         all_names = names(with_tables=self._options.has_tables)
         tensors = [name for name in all_names if not is_absent or self._random.random() < 0.6] or ["c"]
-        rows = self._rows.gradients(number, tensors)
+        rows = self._rows.gradients(number, tensors) if self._options.has_tables else {}
         gradient = self._gradients.write(number, tensors)
         self._last = number, tensors
+        ps.save_client_state(b"%d" % number)
         if does_push:
             has_pushed = self._insist("push", lambda: ps.push(gradient, tables=rows), number=number, tensors=tensors)
         else:
             self._insist("push_pull", lambda: ps.push_pull(gradient, tables=rows), number=number, tensors=tensors)
         self._gradients.wipe(number, tensors)
+        if self._options.has_vectors:
+            self._insist("batch", self._batch)
         if does_push and has_pushed:
             self._pause(self._random.random() * style.pause_s)
             if self._random.random() < style.pull_share and not self._must_stop():
                 self._insist("pull", self._pull)
         self._pause(style.pace_s)
+
+    def _batch(self) -> None:
+        """Count one more in every column of this life's row."""
+        assert self.ps is not None
+        with self.ps.batch() as batch:
+            batch.add_rows(self.ps.vectors[MATRIX], np.ones((1, COLUMNS), np.int64), np.array([row_of(self._options)]))
 
     @staticmethod
     def _pause(seconds: float) -> None:
@@ -289,18 +316,24 @@ class Program:
                 ids = self._rows.ids.reshape(-1)
                 found |= {name: self.call("read", lambda name=name: reader.tables[name].pull(ids)) for name in TABLES}
             np.savez(options.final, **found)
+            if options.has_vectors:
+                np.save(batches_of(Path(options.final).parent), self.call("read", reader.vectors[MATRIX].pull))
         self._history.write("end", how="read")
 
 
 def main() -> None:
     settle_in(int(sys.argv[1]))
-    options = Options(**json.loads(sys.argv[2]))
+    live(Options(**json.loads(sys.argv[2])))
+
+
+def live(options: Options) -> None:
+    """One life of a worker, in this process."""
     history = History(options.history)
     logger = logging.getLogger("psd_client")
     logger.addHandler(_Logs(history))
     logger.setLevel(logging.INFO)  # what the job begins from, too
     logger.propagate = False
-    history.write("begin", pid=os.getpid(), seed=options.seed)
+    history.write("begin", pid=os.getpid(), seed=options.seed, row=row_of(options))
     program = Program(options, history)
     try:
         {"train": program.run, "finish": program.finish, "read": program.read}[options.role]()

@@ -2,94 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from cells import CELLS, DIGITS, NUMBERS, TENSORS, Counts, Gradients, initial, seen
-from conduct import check_conduct
-from counting import compare
-from history import Histories
-from outcome import Outcome
-from plan import Fault, Plan, Style, draw
+from plan import Plan, draw
 from row_cells import TABLES, RowCells
-
-SHARDS = 2
-
-
-class Story:
-    """A history of one worker that is made up, call by call, and the parameters that the job has ended with."""
-
-    def __init__(self, directory: Path, mode: str = "fast", **options: Any) -> None:
-        self._directory = directory
-        self._plan = Plan(1, "grpc", mode, 1, SHARDS, styles=(Style(),), **options)
-        self._lines: list[dict[str, Any]] = []
-        self._stats = dict.fromkeys(("pushes", "blocks_counted", "blocks_duplicate", "blocks_late", "pushes_dropped"), 0)
-        self.t = 10.0
-        names = (*(f"shard {index}" for index in range(SHARDS)), "worker 0 life 0")
-        self.timeline: list[dict[str, Any]] = [{"t": self.t, "what": "start", "name": name} for name in names]
-        self.parameters = initial("small", SHARDS)
-
-    def call(self, op: str, result: str = "ok", *, took: float = 0.1, clock: int = 0, **change: Any) -> None:
-        """A call; number: of its gradient; change: of the stats."""
-        number = change.pop("number", None)
-        pushed = {} if number is None else {"number": number, "tensors": list(TENSORS)}
-        self._write(e="invoke", op=op, clock=clock, **pushed)
-        self.t += took
-        if result == "killed":
-            return
-        fields = {name: change.pop(name) for name in ("text", "is_psd", "detail", "trace", "seen") if name in change}
-        for name, value in change.items():
-            self._stats[name] += value
-        outcome = {"e": "ok"} if result == "ok" else {"e": "error", "class": result}
-        self._write(**outcome, op=op, clock=clock + (result == "ok"), stats=dict(self._stats), **fields)
-
-    def push_pull(self, number: int, result: str = "ok", **change: Any) -> None:
-        """Which counts in all blocks, by what its worker is told."""
-        counted = {"blocks_counted": 4} if result == "ok" and "blocks_counted" not in change else {}
-        self.call("push_pull", result, number=number, **counted, **change)
-
-    def say(self, text: str) -> None:
-        self._write(e="log", level="WARNING", text=text)
-
-    def count(self, number: int, times: int = 1, tensors: tuple[str, ...] = TENSORS, part: slice = slice(None)) -> None:
-        """What the shards have done with a gradient."""
-        gradients = Gradients("small", SHARDS).write(number, tensors)
-        for name in tensors:
-            self.parameters[name][part] -= times * gradients[name][part]
-
-    def note(self, what: str, **fields: Any) -> None:
-        self.timeline.append({"t": self.t, "what": what, **fields})
-
-    def fault(self, kind: str, seconds: float = 0.1) -> None:
-        fault = vars(Fault(kind, 0, seconds, 0, 0))
-        self.note("begin", fault=fault)
-        self.timeline.append({"t": self.t + seconds, "what": "end", "fault": fault})
-        if kind in ("shard-kill", "shard-lose", "shard-terminate"):
-            self.timeline.append({"t": self.t + seconds, "what": "start", "name": "shard 0"})
-
-    def end(self, how: str = "with", status: int = 0) -> None:
-        if how:
-            self._write(e="end", how=how)
-        self.note("exit", name="worker 0 life 0", pid=1, status=status)
-
-    def found(self) -> set[str]:
-        """The kinds of failures that the checks find."""
-        self.t += 1
-        self.note("closed")
-        lines = "".join(json.dumps(line) + "\n" for line in self._lines)
-        (self._directory / "worker-0-life-0.jsonl").write_text(lines)
-        for shard in range(SHARDS):
-            (self._directory / f"shard-{shard}.log").touch()
-        outcome = Outcome(self._plan, self._directory, self.timeline, final=self._directory)
-        histories = Histories(outcome)
-        failures = compare(histories, Counts(self.parameters, SHARDS)) + check_conduct(histories)
-        return {failure.kind for failure in failures}
-
-    def _write(self, **record: Any) -> None:
-        self._lines.append({"t": self.t, **record})
+from story import Story
 
 
 @pytest.fixture
@@ -230,6 +151,16 @@ def test_checks_when_a_pull_completes_a_push_that_has_failed_then_it_counts_once
     assert story.found() == found
 
 
+def test_checks_when_a_round_is_lost_then_a_gradient_in_it_need_not_count(tmp_path: Path) -> None:
+    """With exact aggregation: another worker has died, and a shard, which had its gradient; there is no checkpoint."""
+    story = Story(tmp_path, "exact")
+    story.fault("shard-kill")
+    story.push_pull(0, "StateLost", pushes=1, blocks_counted=4)
+    story.end("restart", 1)
+
+    assert "acknowledged and lost" not in story.found()
+
+
 def test_checks_when_a_push_was_dropped_before_the_next_then_only_that_one_may_be_lost(story: Story) -> None:
     story.fault("shard-kill")
     story.push_pull(0, "ShardUnavailable")
@@ -287,6 +218,31 @@ def test_checks_when_a_program_says_whom_it_waits_for_then_it_is_not_silent(stor
     assert story.found() == set()
 
 
+@pytest.mark.parametrize(
+    ("run", "torn", "kinds"),
+    [
+        (2, 0, set()),
+        (3, 0, set()),
+        (2, 1, set()),
+        (1, 0, {"batch lost"}),
+        (1, 1, {"batch lost"}),
+        (4, 0, {"batch ran twice"}),
+        (1, 2, {"torn batch"}),
+    ],
+)
+def test_checks_when_batches_have_run_then_the_acknowledged_ones_have_once(
+    story: Story, run: int, torn: int, kinds: set[str]
+) -> None:
+    """Two are acknowledged, and one was under way when its program was killed."""
+    for result in ("ok", "ok", "killed"):
+        story.call("batch", result)
+    story.batches(run, torn)
+    story.note("signal", name="worker 0 life 0", signal="SIGKILL")
+    story.end("", -9)
+
+    assert story.found() == kinds
+
+
 def test_checks_when_ctrl_c_takes_long_then_they_find_it(story: Story) -> None:
     story.note("signal", name="worker 0 life 0", signal="SIGINT")
     story.t += 9
@@ -320,6 +276,48 @@ def test_checks_when_a_shard_was_told_to_end_then_its_status_says_how(
     story.end("fall")
 
     assert ("exit status of a shard" not in story.found()) == is_right
+
+
+@pytest.mark.parametrize(
+    ("log", "kinds"),
+    [("ERROR --state-dir: state/arena: the bytes have changed; going back to a checkpoint", set()), ("", {"damage not found"})],
+)
+def test_checks_when_a_file_was_damaged_then_its_shard_must_have_named_it(tmp_path: Path, log: str, kinds: set[str]) -> None:
+    """Before it went back to a checkpoint."""
+    story = Story(tmp_path, checkpoint_steps=5)
+    story.fault("shard-damage")
+    story.note("damage", name="shard 0", file="state/arena", at=7)
+    story.note("ready", name="shard 0")
+    story.push_pull(0, "RolledBack")
+    story.end("restart", 1)
+    story.shard_logs[0] = log
+
+    assert story.found() == kinds
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "kinds"),
+    [
+        ("", {}, set()),
+        ("", {"status": 74}, {"exit status of psd-run"}),
+        ("run-terminate", {"status": 143}, set()),
+        ("run-terminate", {"status": 74, "has_stored": False}, set()),
+        ("run-terminate", {"status": 130}, {"exit status of psd-run"}),
+        ("run-hangup", {"status": 129, "has_stored": False}, {"no last checkpoint"}),
+        ("run-kill", {"status": -9, "has_stored": False}, set()),
+        ("run-kill", {"status": -9, "left": [7]}, {"left behind"}),
+        ("", {"said": "Traceback (most recent call last):"}, {"traceback of psd-run"}),
+    ],
+)
+def test_checks_when_psd_run_was_told_to_end_then_it_has_done_so_in_order(
+    tmp_path: Path, kind: str, changes: dict[str, Any], kinds: set[str]
+) -> None:
+    story = Story(tmp_path, checkpoint_steps=5, is_launched=True)
+    story.end("fall")
+    (tmp_path / "psd-run-0.err").write_text(changes.pop("said", ""))
+    story.note("launch", **{"kind": kind, "status": 0, "took": 1.0, "left": [], "has_stored": True} | changes)
+
+    assert story.found() == kinds
 
 
 def test_plans_when_drawn_then_a_seed_says_it_all_and_files_keep_it() -> None:

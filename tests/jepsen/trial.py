@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import random
 import signal
 import threading
 import time
@@ -20,7 +21,7 @@ from busyness import Busyness
 from cells import NUMBERS
 from links import Link, Network
 from outcome import Outcome
-from plan import LINKS, LIVES, Fault, Plan
+from plan import DAMAGE, LINKS, LIVES, Fault, Plan
 from processes import Process, ShardActor, Timeline, WorkerActor, last_word
 from program import Options
 
@@ -97,20 +98,36 @@ class _Trial:
         for fault in self._plan.faults:
             self._at(fault.at, lambda fault=fault: self._begin(fault))
         self._until(lambda: False, self._plan.seconds, scaled=False)
-        self._timeline.note("stopping")
-        (self._directory / "stop").touch()
-        self._until(lambda: self._is_quiet() and not self._running(), self._seconds_left(), scaled=False)
-        if not self._until(lambda: self._is_quiet() and not self._running(), END_S):
-            self._give_up(self._running())
-            return
-        self._is_ending = True
-        self._finish()
+        if self._plan.ends_dead:
+            self._until(lambda: self._is_quiet() and all(shard.is_ready for shard in self._shards), END_S)
+            self._is_ending = True
+            self._strike_all()
+        else:
+            self._timeline.note("stopping")
+            (self._directory / "stop").touch()
+            self._until(lambda: self._is_quiet() and not self._running(), self._seconds_left(), scaled=False)
+            if not self._until(lambda: self._is_quiet() and not self._running(), END_S):
+                self._give_up(self._running())
+                return
+            self._is_ending = True
+            self._finish()
         for shard in self._shards:
             assert shard.process is not None
             shard.process.signal(signal.SIGTERM)
         left = [shard.process for shard in self._shards]
         if not self._until(lambda: all(process.status is not None for process in left if process), 15):
             self._give_up([process for process in left if process and process.status is None])
+
+    def _strike_all(self) -> None:
+        """No worker is well when the shards are told to end."""
+        source = random.Random(self._plan.seed)
+        for worker in self._workers:
+            kind = source.choice(("worker-kill", "worker-stop", "worker-interrupt"))
+            fault = Fault(kind, self._plan.seconds, 0.0, rank=worker.rank)
+            self._timeline.note("begin", fault=vars(fault), text=str(fault))
+            process = worker.process
+            if process is not None and process.status is None:
+                process.signal({"worker-kill": signal.SIGKILL, "worker-stop": signal.SIGSTOP}.get(kind, signal.SIGINT))
 
     def _finish(self) -> None:
         """Healthy workers of all ranks come last, so that all that is open closes; then the parameters are read."""
@@ -222,6 +239,7 @@ class _Trial:
             declared=plan.declared,
             style=vars(plan.styles[rank]) if plan.styles else {},
             has_tables=plan.has_tables,
+            has_vectors=plan.has_vectors,
         )
 
     def _start(self, worker: WorkerActor) -> None:
@@ -293,10 +311,10 @@ class _Trial:
         process = shard.process
         assert process is not None
         match fault.kind:
-            case "shard-kill" | "shard-lose" | "shard-terminate":
+            case "shard-kill" | "shard-lose" | "shard-terminate" | "shard-damage":
                 if process.status is not None:
                     return  # it is down
-                if fault.kind == "shard-terminate" and not process.is_stopped:
+                if fault.kind in ("shard-terminate", DAMAGE) and not process.is_stopped:
                     process.signal(signal.SIGTERM)
                     self._watched[process] = time.monotonic() + TERMINATED_S * self._busyness.factor
                     self._start_when_ended(fault, shard, process)
@@ -317,8 +335,27 @@ class _Trial:
     def _start_when_ended(self, fault: Fault, shard: ShardActor, process: Process) -> None:
         if process.status is None:
             self._at(TICK_S, lambda: self._start_when_ended(fault, shard, process))
+        elif fault.kind == DAMAGE and shard.damage(random.Random(fault.part)):
+            self._at(fault.seconds, lambda: self._start_damaged(fault, shard))
         else:
             self._at(fault.seconds, lambda: self._end(fault, shard.start))
+
+    def _start_damaged(self, fault: Fault, shard: ShardActor) -> None:
+        """If it refuses to start, repair what was damaged, and start it again."""
+        shard.start()
+        process = shard.process
+        assert process is not None
+
+        def look() -> None:
+            if process.status is not None and shard.process is process:
+                shard.repair()
+                self._end(fault, shard.start)
+            elif shard.is_ready or shard.process is not process:
+                self._end(fault, lambda: None)
+            else:
+                self._at(TICK_S, look)
+
+        look()
 
     def _strike_worker(self, fault: Fault, worker: WorkerActor) -> None:
         process = worker.process

@@ -9,11 +9,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import launched
+from batch_counts import check_batches
 from conduct import check_conduct
 from counting import Failure, check_counts
 from history import Histories
 from outcome import Outcome
 from plan import Fault, Plan
+from prefixes import check_prefixes
+from restores import restore_all
 from trial import run
 
 SHOWN_PER_KIND = 3
@@ -50,7 +54,9 @@ class Verdict:
 def try_plan(plan: Plan, directory: Path) -> Verdict:
     """Run a plan in a directory, which is kept, and judge it."""
     shutil.rmtree(directory, ignore_errors=True)
-    verdict = judge(run(plan, directory))
+    outcome = launched.run(plan, directory) if plan.is_launched else run(plan, directory)
+    restore_all(outcome)
+    verdict = judge(outcome)
     (directory / "verdict.txt").write_text(verdict.report() + "\n")
     return verdict
 
@@ -58,7 +64,8 @@ def try_plan(plan: Plan, directory: Path) -> Verdict:
 def judge(outcome: Outcome) -> Verdict:
     """What a trial has come to."""
     histories = Histories(outcome)
-    failures = check_counts(histories) + check_conduct(histories)
+    failures = check_counts(histories) + check_conduct(histories) + check_prefixes(histories)
+    failures += check_batches(histories)
     return Verdict(outcome.plan, outcome.directory, failures, _counts(histories), outcome.factor)
 
 
@@ -67,6 +74,7 @@ def _counts(histories: Histories) -> Counter[str]:
     counts["pushes"] = sum(gradient.finished is not None for gradient in histories.gradients.values())
     counts["errors"] = sum(call.result not in ("", "ok") for life in histories.lives for call in life.calls)
     counts["lives"] = len(histories.lives)
+    counts["restored checkpoints"] = len(list((histories.outcome.directory / "restored").glob("*")))
     for record in histories.of("signal"):
         counts["kills"] += record["signal"] == "SIGKILL"
         counts["suspensions"] += record["signal"] == "SIGSTOP"

@@ -86,7 +86,7 @@ def test_a_worker_that_joins_a_running_job_has_the_rates_of_its_step(cluster):
             seen.append(clock)
             return 0.1 / (1 + clock)
 
-        with psd_client.connect(servers, rank, 2, wait_timeout=60) as ps:
+        with psd_client.connect(servers, rank, 2, wait_timeout=120) as ps:
             params, transformation = psd.distribute(start(), psd_client.SGD(lr=1.0), learning_rate=rate, ps=ps, quorum=1)
             state = transformation.init(params)
             states = [int(state)]
@@ -206,6 +206,18 @@ def test_numbers_of_python_are_arrays_without_dimensions(run_workers):
         return updates["a"].item()
 
     assert run_workers(1, 1, worker) == [1.0 - 2 * 0.5 * 2.0 - 0.5]
+
+
+@pytest.mark.parametrize("clock", [2**31 - 1, 2**31, 2**40])
+def test_a_clock_beyond_jaxs_whole_numbers_does_not_end_the_job(run_workers, monkeypatch, clock):
+    """It was put into an int32: from then on every step raised, after the gradient had counted."""
+
+    def worker(ps):
+        params, transformation = psd.distribute({"a": jnp.ones(1)}, psd_client.SGD(lr=0.5), ps=ps)
+        monkeypatch.setattr(type(ps._worker), "clock", property(lambda _: clock))
+        return transformation.init(params).item()
+
+    assert run_workers(1, 1, worker) == [min(clock, 2**31 - 1)]
 
 
 @pytest.mark.parametrize(

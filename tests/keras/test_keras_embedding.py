@@ -12,6 +12,7 @@ import psd_client.keras as psd
 from psd.contract.errors import InvalidRequest, NotDeclared
 
 IDS, DIM, BATCH, STEPS = 30, 4, 16, 6
+BACKEND = keras.backend.backend()
 
 
 def model_of(user, item):
@@ -71,6 +72,108 @@ def test_fit_trains_rows_as_one_process_does(run_workers, options):
     fit(alone)
     assert clock == STEPS
     assert_close([first, second], [outputs(alone)] * 2)
+
+
+def step(model, optimizer, change=lambda gradients: gradients, **call):
+    """One step of a loop of one's own, on the first batch. change: what is done to the gradients."""
+    ids, targets = data()
+    inputs = [array[:BATCH] for array in ids]
+    variables = model.trainable_variables
+    if BACKEND == "tensorflow":
+        import tensorflow as tf
+
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(model(inputs, **call) - targets[:BATCH]))
+        gradients = [tf.convert_to_tensor(gradient) for gradient in tape.gradient(loss, variables)]
+    else:
+        import torch
+
+        model.zero_grad()
+        (model(inputs, **call) - torch.from_numpy(targets[:BATCH])).square().mean().backward()
+        gradients = [variable.value.grad for variable in variables]
+    optimizer.apply_gradients(zip(change(gradients), variables, strict=True))
+
+
+def pair(ps, make):
+    """A model with psd's embeddings and its optimizer, and one with Keras's own, of the same values."""
+    tables = psd.Embedding("user", DIM, seed=3), psd.Embedding("item", DIM, seed=3)
+    mine, theirs = model_of(*tables), model_of(*(keras.layers.Embedding(IDS, DIM, name=name) for name in ("user", "item")))
+    optimizer = psd.distribute(mine, make(), ps=ps)
+    for table in tables:
+        theirs.get_layer(table.name).set_weights([keras.ops.convert_to_numpy(table(np.arange(IDS))).copy()])
+    return (mine, optimizer), (theirs, make())
+
+
+@pytest.mark.parametrize("call", [{}, {"training": False}, {"training": True}], ids=str)
+def test_a_loop_of_ones_own_trains_rows_as_keras_does(run_workers, call):
+    """Keras's embedding knows of no `training`: whoever takes its gradient trains it."""
+
+    def worker(ps):
+        pairs = pair(ps, lambda: keras.optimizers.SGD(0.5))
+        for model, optimizer in pairs:
+            for _ in range(3):
+                step(model, optimizer, **call)
+        return [outputs(model) for model, _ in pairs]
+
+    ((mine, theirs),) = run_workers(1, 1, worker)
+    assert_close([mine], [theirs])
+
+
+@pytest.mark.parametrize("name", ["Adam", "SGD", "RMSprop"])
+def test_rows_that_a_step_does_not_touch_go_on_as_keras_own_do(run_workers, name):
+    """By momentum, and by moments that die out: users of the second batch were in the first."""
+
+    def worker(ps):
+        options = {"Adam": {}, "SGD": {"momentum": 0.9}, "RMSprop": {"momentum": 0.9}}[name]
+        pairs = pair(ps, lambda: getattr(keras.optimizers, name)(0.05, **options))
+        for model, optimizer in pairs:
+            model.compile(optimizer=optimizer, loss="mse")
+            rng = np.random.default_rng(4)
+            for _ in range(12):  # no id twice in a batch, where Keras on TensorFlow would add up the squares of the parts
+                ids = rng.permutation(IDS)[:8], rng.permutation(IDS)[:24].reshape(8, 3).astype(np.int32)
+                model.train_on_batch(ids, rng.normal(size=(8, 1)).astype(np.float32))
+        return [outputs(model) for model, _ in pairs]
+
+    ((mine, theirs),) = run_workers(1, 1, worker)
+    assert_close([mine], [theirs], 1e-4)
+
+
+def test_what_is_done_to_each_element_of_all_gradients_is_refused(run_workers):
+    """The rows' are not there to be clipped; what multiplies all of them is right."""
+    ops = keras.ops
+
+    def worker(ps):
+        (model, optimizer), (alone, theirs) = pair(ps, lambda: keras.optimizers.SGD(0.5))
+        for change in (
+            lambda gradients: [ops.clip(gradient, -1e-3, 1e-3) for gradient in gradients],
+            lambda gradients: [ops.sign(gradient) for gradient in gradients],
+            lambda gradients: [gradient + 0.1 for gradient in gradients],
+        ):
+            with pytest.raises(InvalidRequest, match=r"embedding '\w+': the gradient of its handle"):
+                step(model, optimizer, change)
+        assert ps.clock == 0
+        for each in ((model, optimizer), (alone, theirs)):
+            step(*each, lambda gradients: [gradient * 0.25 for gradient in gradients])
+        return outputs(model), outputs(alone)
+
+    ((mine, theirs),) = run_workers(1, 1, worker)
+    assert_close([mine], [theirs])
+
+
+def test_a_frozen_layer_keeps_its_rows(run_workers):
+    """As Keras's own does, while the others are trained."""
+
+    def worker(ps):
+        tables = psd.Embedding("user", DIM, seed=3), psd.Embedding("item", DIM, seed=3)
+        tables[0].trainable = False
+        model = model_of(*tables)
+        model.compile(optimizer=psd.distribute(model, keras.optimizers.SGD(0.5), ps=ps), loss="mse")
+        before = [keras.ops.convert_to_numpy(table(np.arange(IDS))).copy() for table in tables]
+        fit(model)
+        after = [keras.ops.convert_to_numpy(table(np.arange(IDS))) for table in tables]
+        return [np.array_equal(old, new) for old, new in zip(before, after, strict=True)]
+
+    assert run_workers(1, 1, worker) == [[True, False]]
 
 
 def test_without_distribute_and_with_two_declarations_the_error_says_what_to_do(run_workers):

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.process
 def run(*command: str, backend: str = "tensorflow", **variables: str) -> subprocess.CompletedProcess[str]:
     environ = {name: value for name, value in os.environ.items() if not name.startswith("PSD_")}
     environ |= {"KERAS_BACKEND": backend, **variables}
-    return subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=100, env=environ, check=False)
+    return subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=280, env=environ, check=False)
 
 
 def psd_run(*arguments: str, backend: str = "tensorflow") -> str:

@@ -23,6 +23,7 @@ from google.protobuf.message import Message as Protobuf
 from green import Event, Fiber, Fibers, Future, Lock, Sleep, Waiters
 
 from psd.state.aggregation.version_waits import VersionWaits
+from psd.state.durability.cuts import Cuts
 from psd.state.tickets import Ticket
 from psd_client.lanes.flat import FlatBuffers
 from psd_client.lanes.transport import Lane
@@ -45,7 +46,6 @@ LEFT_OUT_TYPES = frozenset(
         "Context",
         "ControlService",
         "Counters",
-        "Cuts",
         "DataPlane",
         "Desks",
         "Elementwise",
@@ -132,6 +132,8 @@ LEFT_OUT_ATTRIBUTES = frozenset(
         "rules",
         "directory",
         "_save",
+        "held_since",
+        "_carried",
     ]
 )
 LEFT_OUT_LOCALS = frozenset(
@@ -267,6 +269,10 @@ class Walker:
             self.page(value)
         elif isinstance(value, TableStore):
             self.table(value)
+        elif isinstance(value, Cuts):
+            self.walk([sorted(value._known), value.awaits_positions])
+            for cut in value._open:
+                self.walk([cut.cut, cut.positions, cut.pages, cut.awaits_tables, cut.why_missed])
         elif isinstance(value, RowSums):
             self._words.append(repr((value.ids.tobytes(), value.values.tobytes())))
         elif isinstance(value, types.GeneratorType):

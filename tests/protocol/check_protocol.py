@@ -28,6 +28,8 @@ from setting import Setting
 from stories import story
 from world import World
 
+_OF_CUTS = frozenset({"lose", "kill", "die", "timeout"})
+
 SETTINGS = (
     Setting("sync-fast"),
     Setting("sync-exact", aggregation="exact"),
@@ -49,6 +51,12 @@ SETTINGS = (
     Setting("tables", tables=2),
     Setting("tables-exact", tables=2, aggregation="exact"),
     Setting("tables-async", tables=2, consistency="async"),
+    Setting("cuts-async", consistency="async", cuts=1, restores=200, faults=_OF_CUTS),
+    Setting("cuts-ssp", consistency="ssp:1", cuts=1, restores=200, faults=_OF_CUTS),
+    Setting("cuts-sync", cuts=1, restores=200, faults=_OF_CUTS),
+    Setting("cuts-tables-async", consistency="async", tables=1, cuts=1, restores=200, faults=_OF_CUTS),
+    Setting("two-cuts", consistency="async", cuts=2, restores=200, faults=frozenset({"die"})),
+    Setting("readers", consistency="async", reads=1, faults=_OF_CUTS),
     Setting("lost-disks", faults=frozenset({"blank", "die", "lose"})),
 )
 """Each with two steps of each worker. Slow heartbeats and lost disks are much to see, and have few other faults beside them."""

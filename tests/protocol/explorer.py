@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from invariants import Invariants
 from reduction import persistent
+from restored_worlds import Restores
 from world import ON, Action, State, World
 
 DEPTH_MAX = 300
@@ -61,6 +62,7 @@ class Explorer:
     ) -> None:
         self._world = world
         self._invariants = Invariants(world)
+        self._restores = Restores(world, lambda other: Explorer(other, states_max=world.setting.restores))
         self._report = report
         self._findings_max = findings_max
         self._random = random.Random(seed)
@@ -129,7 +131,12 @@ class Explorer:
         is_last = layer == self._budget
         options = self._world.options(state, with_faults=not is_last)
         free = [action for action, cost in options if not cost]
+        if not any(self._invariants.must_happen(state, action) for action in free):
+            options += [(action, 0) for action in self._world.overdue(state)]
+            free += self._world.overdue(state)
         wrong = self._invariants.check(state, free)
+        if self._world.setting.restores:
+            wrong += self._restores.check(state, self._invariants.sure(state))
         if wrong:
             self._find(chain, wrong)
             return

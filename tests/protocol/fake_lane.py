@@ -85,7 +85,7 @@ class FakeLane(Lane):
         self._process.received(outcome.versions)
         return data_pb2.PushReply.FromString(outcome.body)
 
-    def read(self, request: data_pb2.ReadRequest, blocks: Sequence[Block], parameters: FlatBuffers, call: Call) -> None:
+    def read(self, request: data_pb2.ReadRequest, blocks: Sequence[Block], parameters: FlatBuffers, call: Call) -> set[int]:
         raise NotImplementedError("workers do not read")
 
     def pull_rows(

@@ -6,10 +6,13 @@ come about.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 
+from cut_parts import CutPart, complete_cuts
 from world import DEAD, OFF, ON, STALLED, Action, State, World
 
+from psd.checkpoint.cut import CutName, name_of
 from psd.contract.errors import StateLost
 
 
@@ -23,10 +26,10 @@ class Invariants:
 
     def check(self, state: State, free: Iterable[Action]) -> list[str]:
         """What is wrong with a state in which these actions cost nothing."""
-        wrong = self._ends(state)
+        wrong = self._ends(state) + self._cuts(state)
         if self._setting.has_rounds:
             wrong += self._agreement(state)
-        moves = [action for action in free if self._must_happen(state, action)]
+        moves = [action for action in free if self.must_happen(state, action)]
         if not moves:
             waiting = [p for p, mode in enumerate(state.modes) if mode == ON and self._takes_part(state, p)]
             if waiting:
@@ -47,7 +50,7 @@ class Invariants:
             view.is_blank and not any(updates for _, updates in view.history) for view in views
         )
 
-    def _must_happen(self, state: State, action: Action) -> bool:
+    def must_happen(self, state: State, action: Action) -> bool:
         """False for what nobody may rely on: a late message, the end of a worker's stall, a successor."""
         if action[0] == "deliver":
             return self._takes_part(state, action[1])
@@ -96,6 +99,59 @@ class Invariants:
         )
         return any(view.is_blank for view in views) or (self._is_exact and is_lost and any(view.lives > 1 for view in views))
 
+    def _cuts(self, state: State) -> list[str]:
+        """Each cut of which all shards have their part, at the same positions, has the same first pushes of each worker in all
+        blocks, but for those of which their program was told that they may not count, and what came with the last of them; and
+        the later one by its name has what an earlier one has."""
+        found = list(complete_cuts([node.view.cuts for node in state.shards]))
+        wrong = [text for parts in found for text in self._cut(state, parts)]
+        stored = [parts for parts in found if not parts[0].cut.startswith("r")]
+        for earlier, later in pairwise(sorted(stored, key=_name_of)):
+            lacking = self._counted(earlier) & self.sure(state) - self._counted(later)
+            if lacking:
+                wrong.append(
+                    f"cut {later[0].cut} is the later one by its name, and lacks {sorted(lacking)} of {earlier[0].cut}"
+                )
+        return wrong
+
+    @staticmethod
+    def _counted(parts: Sequence[CutPart]) -> set[int]:
+        return {gradient for part in parts for _, gradients in part.gradients for gradient in gradients}
+
+    def sure(self, state: State, rank: int | None = None) -> set[int]:
+        """The gradients, of one worker or all, that count: those of which their program was told so, or waits for word."""
+        return {
+            gradient
+            for process, node in enumerate(state.workers)
+            if rank in (None, self._world.ranks[process])
+            for gradient, book in node.view.books
+            if book in ("held", "kept") or (book == "open" and self._is_at(state, process, gradient))
+        }
+
+    def _cut(self, state: State, parts: Sequence[CutPart]) -> Iterator[str]:
+        name = parts[0].cut
+        blocks = {block: set(gradients) for part in parts for block, gradients in part.gradients}
+        history = {block: {g for u in updates for g in u} for node in state.shards for block, updates in node.view.history}
+        states = dict(parts[0].states)
+        for rank, _ in parts[0].positions:
+            sure = self.sure(state, rank)
+            counted = {block: gradients & sure for block, gradients in blocks.items()}
+            if len({frozenset(gradients) for gradients in counted.values()}) > 1:
+                yield f"cut {name} has of worker {rank} {[sorted(gradients) for gradients in counted.values()]} in its blocks"
+            for block, gradients in counted.items():
+                late = {g for g in history.get(block, set()) & sure if gradients and g < max(gradients)} - gradients
+                if late:
+                    yield f"cut {name}, block {block}: of worker {rank} it lacks {sorted(late)}, and has {sorted(gradients)}"
+            mine = [g for g in sure if g in counted[min(counted)]]
+            if mine and states.get(rank) is not None and states[rank] in sure and states[rank] != max(mine):
+                yield f"cut {name} has what came with gradient {states[rank]} of worker {rank}, and counts up to {max(mine)}"
+
+    @staticmethod
+    def _is_at(state: State, process: int, gradient: int) -> bool:
+        """True if a process that lives has gone on to no other gradient."""
+        view = state.workers[process].view
+        return state.modes[process] == ON and not view.ended and gradient == max(g for g, _ in view.books)
+
     def _agreement(self, state: State) -> list[str]:
         """Blocks of one step agree: exact, in all; else in those rounds in which no worker was ever missed."""
         if not self._is_exact:
@@ -136,3 +192,9 @@ class Invariants:
                     f"{[sorted(block) for block in counted]}"
                 )
         return wrong
+
+
+def _name_of(parts: Sequence[CutPart]) -> CutName:
+    found = CutName.of(name_of(0, parts[0].step, parts[0].cut, parts[0].order))
+    assert found is not None
+    return found

@@ -12,6 +12,8 @@ import pytest
 
 from psd.state.aggregation.agreement import Agreement, Voice
 from psd.state.aggregation.rounds import FastRound, Outcome
+from psd.state.durability.client_states import ClientStates
+from psd.state.durability.positions import Positions
 from psd.state.job import Job
 from psd.state.tables.block import TablesBlock
 from psd_client.lanes.transport import GradientPart
@@ -79,6 +81,24 @@ def unfenced_push(monkeypatch: pytest.MonkeyPatch) -> None:
         exchange._unconfirmed = exchange._failed = exchange._session.pushing = None
 
     monkeypatch.setattr(ParameterExchange, "_give_up", forget)
+
+
+def cut_at_an_instant(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without rounds each shard takes its part of a cut when it hears of it."""
+    monkeypatch.setattr(Positions, "lacking", lambda positions, workers, *, by_clock: 0)
+    monkeypatch.setattr(Positions, "agreed", lambda positions, workers: {worker.rank: 0 for worker in workers})
+    monkeypatch.setattr(Positions, "step", lambda positions, workers, default, *, has_bound: 0)
+
+
+def saved_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What workers have saved does not come back with a checkpoint."""
+    begin = ClientStates.begin
+    monkeypatch.setattr(ClientStates, "begin", lambda states, found: begin(states, {}))
+
+
+def cuts_without_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two cuts with one step a random id says which is the later one."""
+    monkeypatch.setattr(Job, "note_cut", lambda job, order: None)
 
 
 # -- defects that tables could have ---------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ class Program:
             it, too. "dropped": it was told that the gradient may not count.
             "void": the job has gone back.
         late: blocks of gradients of which it was told that they came too late. told: what it says for the trace.
-        ended: how it has ended; "" before. wrong: what must not have happened.
+        ended: how it has ended; "" before. first: its first gradient. wrong: what must not have happened.
     """
 
     def __init__(self, setting: Setting, process: int, choose: Callable[[str, tuple[str, ...]], str]) -> None:
@@ -43,6 +43,7 @@ class Program:
         self.errors = 0
         self.clock = 0
         self.ended = ""
+        self.first = gradient_of(process, 0)
         self.is_begun = False
         self.wrong: list[str] = []
         self.told: list[str] = []
@@ -90,6 +91,9 @@ class Program:
             **self.setting.job,
         )
         self.clock = self.ps.clock
+        stored = self.ps._session.stored_state
+        if self.setting.stored_by and stored:  # what its rank has saved says which gradient comes next
+            self.first = int(stored) + 1
 
     def close(self, error: BaseException | None) -> None:
         """Leave as a program does that ends, in order or by an error."""
@@ -112,7 +116,7 @@ class Program:
     # -- calls ---------------------------------------------------------------------------------------------------------
 
     def new_gradient(self) -> int:
-        gradient = gradient_of(self.process, len(self.books))
+        gradient = self.first + len(self.books)
         self.books[gradient] = "open"
         return gradient
 
@@ -137,6 +141,8 @@ class Program:
 
     def _write(self, gradient: int) -> None:
         assert self.ps is not None
+        if self.setting.cuts or self.setting.stored_by:
+            self.ps.declared.client_state = b"%d" % gradient
         for space in self.ps.gradients.spaces:
             space[...] = value_of(gradient)
 

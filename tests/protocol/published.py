@@ -10,7 +10,18 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from setting import GRADIENTS_MAX, Setting, counts_in, counts_in_row, value_of
+
+from psd.state.shard import Shard
+from psd_core.table import TableStore
+
+
+def notes_of(store: TableStore) -> NDArray[np.uint64]:
+    """A store's notes without its lock, which a commit holds."""
+    notes = np.empty(store.spec.notes, np.uint64)
+    store._partition.notes(notes)
+    return notes
 
 
 class History:
@@ -29,6 +40,22 @@ class History:
         self.of_tables: dict[int, list[tuple[int, ...]]] = {}
         self._rows: dict[int, Any] = {}
         self.wrong: list[str] = []
+
+    def seed(self, shard: Shard) -> None:
+        """A shard goes on from a checkpoint, with what is in its blocks and its tables."""
+        job, blocks = shard.declared(), {}
+        for index, block in job.blocks.items():
+            page = block._page
+            assert page is not None
+            blocks[index] = _as_updates(page.version, counts_in(float(-page.parameter[0])))
+        self.updates = blocks
+        for table, store in enumerate(shard._core.storage.tables):
+            shard_index = self._tables_block - self._setting.blocks
+            row = store.read(self._setting.ids[shard_index : shard_index + 1])[0]
+            self.of_tables[table], self._rows[table] = _as_updates(int(notes_of(store)[0]), counts_in_row(-row)), row
+        if self._setting.tables:
+            self._put_together()
+        self.wrong = []
 
     def on_publish(self, block: int, before: Any, page: Any, version: int) -> None:
         """A block has another page."""
@@ -49,6 +76,10 @@ class History:
             self._add(f"table {table} of block {self._tables_block}", updates, version, counts_in_row, before - row)
         elif version != len(updates) or not np.array_equal(before, row):
             self.wrong.append(f"table {table}: {before} of version {len(updates)} became {row} of version {version}")
+        self._put_together()
+
+    def _put_together(self) -> None:
+        """Say what all tables have as the updates of their block."""
         found = [self.of_tables.get(each, []) for each in range(self._setting.tables)]
         if self._setting.has_rounds:
             common = [set(of_round) for of_round in zip(*found, strict=False)]
@@ -111,3 +142,9 @@ class History:
         """What has been seen since it was asked last."""
         wrong, self.wrong = tuple(self.wrong), []
         return wrong
+
+
+def _as_updates(version: int, counted: dict[int, int]) -> list[tuple[int, ...]]:
+    """Updates that lead to a version and to what it has, whichever they were."""
+    assert set(counted.values()) <= {1}, f"a checkpoint has gradients twice: {counted}"
+    return [(), *[()] * (version - 2), tuple(sorted(counted))][-version:] if version else []

@@ -34,7 +34,9 @@ def _active(state: State) -> list[int]:
 
 def _is_calm(world: World, state: State, free: Sequence[Action]) -> bool:
     setting, active = world.setting, _active(state)
-    if setting.has_schedule or setting.has_checkpoint or state.late or state.inbox:
+    if setting.has_schedule or (setting.has_checkpoint and setting.faults) or setting.cuts or setting.reads:
+        return False
+    if state.late or state.inbox:
         return False
     if any(mode not in (ON, OFF, DEAD) for mode in state.modes) or any(action[0] not in _CALM for action in free):
         return False

@@ -115,8 +115,10 @@ class Desks:
             return Outcome(_bytes(method(message.FromString(request.body), context)))
         match request.kind:
             case "heartbeat":
-                self._shard.admission.heartbeat(control_pb2.HeartbeatRequest.FromString(request.body))
-                return Outcome()
+                beat = control_pb2.HeartbeatRequest.FromString(request.body)
+                self._shard.admission.heartbeat(beat)
+                self._shard.learn(beat.caller, beat.cuts)
+                return Outcome(_bytes(control_pb2.HeartbeatReply(cuts=self._shard.cuts.latest())))
             case "initialize":
                 return self._initialize(request, blocks_max)
             case "push":

@@ -38,6 +38,10 @@ class Setting:
             restarted, and what they lead to; else they are soon done, and no faster than a call that is on its way there.
             has_checkpoint: the job goes on from one, and may go back to it.
             tables: how many there are; each push has a gradient for one of their rows on every shard.
+            cuts: how many shard 0 announces, at any moments; workers then save with each push which gradient it has.
+        reads: how many readers come, who call the shards one after the other. restores: of the worlds that go on from the
+            checkpoints that are stored, on other shards, so many states are looked at; see restored_worlds.py.
+        stored_by: this is such a world, and so many shards have stored its checkpoint.
     """
 
     name: str
@@ -57,6 +61,10 @@ class Setting:
     leaves: bool = False
     has_slow_beats: bool = False
     has_checkpoint: bool = False
+    cuts: int = 0
+    reads: int = 0
+    restores: int = 0
+    stored_by: int = 0
     lease_s: float = 10.0
     job: dict[str, Any] = field(default_factory=dict)
 
@@ -91,9 +99,10 @@ class Setting:
 
     @cached_property
     def ids(self) -> NDArray[np.uint64]:
-        """The row of each shard."""
-        owners = shard_of(np.arange(1000, dtype=np.uint64), self.shards).tolist()
-        return np.array([owners.index(shard) for shard in range(self.shards)], np.uint64)
+        """The row of each shard, or of each that has stored what the job goes on from."""
+        shards = self.stored_by or self.shards
+        owners = shard_of(np.arange(1000, dtype=np.uint64), shards).tolist()
+        return np.array([owners.index(shard) for shard in range(shards)], np.uint64)
 
     def scalars(self, step: int) -> list[list[float]]:
         """Of the step that a process makes as its `step`th. What differs has no part in the arithmetic."""

@@ -1,7 +1,7 @@
 """One shard's process, and the disk that it leaves behind: the real psd.state, event by event.
 
 Events: ("call", key, request, how), ("go", key), ("time out", key), ("hang up", key), ("expire", rank), ("tick",),
-("suspend",), ("kill",), ("restart",), ("blank",). A key names a call: the process and thread that made it. `how`: None;
+("suspend",), ("announce",), ("kill",), ("restart",), ("blank",). A key names a call: its process and its thread. `how`: None;
 ("crash", n): the process dies at its nth crash point; ("cut", n): the connection breaks after n blocks; ("pause", n): before
 the call takes its nth lock, others have their turn. Must not know workers beyond their calls.
 """
@@ -16,8 +16,9 @@ from typing import Any, ClassVar, NamedTuple
 
 import green
 from canonical import Walker
+from cut_parts import CutPart, CutParts
 from green import Fiber, Fibers
-from published import History
+from published import History, notes_of
 from serving import Broken, Context, Desks, GreenTicket, Handler, Paused
 from setting import Setting
 from wire import UNREACHED, Numbers, Outcome
@@ -30,6 +31,7 @@ from psd.state import locks
 from psd.state import shard as state_shard
 from psd.state.aggregation.settlement import KEPT
 from psd.state.durability import restoration as state_restoration
+from psd.state.durability.positions import HOLD_S_MAX
 from psd.state.durability.storage import Storage
 from psd.state.life import Life
 from psd.state.shard import Shard
@@ -57,7 +59,8 @@ class PausingLock:
     def __init__(self, lock: Any) -> None:
         self._lock = lock
 
-    def acquire(self) -> bool:
+    def acquire(self, blocking: bool = True) -> bool:
+        del blocking
         process = ShardProcess.active
         assert process is not None
         process.on_lock()
@@ -148,7 +151,8 @@ class ShardView(NamedTuple):
         is_up: its process runs. lives: how often it has been started. is_blank: it has once been without what it held.
         has_lost_round: the next tick will see to that.
         handlers: keys of waiting calls; True: it may go on. live: by rank, the live session, else 0.
-        history, ahead: see History.
+        history, ahead: see History. cuts: parts of cuts that are complete. announced, reads: how many cuts, and readers.
+        holds: it holds pushes for a cut.
     """
 
     is_up: bool
@@ -159,6 +163,10 @@ class ShardView(NamedTuple):
     live: tuple[int, ...]
     history: tuple[Any, ...]
     ahead: tuple[Any, ...]
+    cuts: tuple[CutPart, ...] = ()
+    announced: int = 0
+    reads: int = 0
+    holds: bool = False
 
 
 class ShardProcess:
@@ -167,7 +175,14 @@ class ShardProcess:
     active: ClassVar[ShardProcess | None] = None
 
     def __init__(
-        self, setting: Setting, index: int, requests: Numbers, outcomes: Numbers, directory: Path, checkpoints: str = ""
+        self,
+        setting: Setting,
+        index: int,
+        requests: Numbers,
+        outcomes: Numbers,
+        files: Numbers,
+        directory: Path,
+        checkpoints: str = "",
     ) -> None:
         self._setting = setting
         self._index = index
@@ -185,6 +200,7 @@ class ShardProcess:
         self._fuse = self._burnt = self.locks_held = self._locks = 0
         self._crash_points: dict[bytes, int] = {}
         self.history = History(setting, index)
+        self.cut_parts = CutParts(setting, index, files, directory.with_name(f"{directory.name}-stored"))
         self._shard: Shard | None = None
         self._desks: Desks | None = None
         ShardProcess.active = self
@@ -209,6 +225,9 @@ class ShardProcess:
             directory=CheckpointDirectory(self._checkpoints) if self._checkpoints else None,
         )
         self._desks = Desks(self._shard, self.history)
+        self.cut_parts.begin(self._shard, config)
+        if self._setting.stored_by and self._lives == 1:
+            self.history.seed(self._shard)
 
     def next_incarnation(self) -> int:
         """As large as no other one is."""
@@ -235,18 +254,17 @@ class ShardProcess:
         ids = self._setting.ids[self._index : self._index + 1]
 
         def note() -> None:
-            self.history.on_commit(table, int(store.notes()[0]), store.read(ids)[0])
+            self.history.on_commit(table, int(notes_of(store)[0]), store.read(ids)[0])
 
-        def watched(change: Callable[..., None]) -> Callable[..., None]:
-            def changed(*arguments: Any, **options: Any) -> None:
-                self._crash_point("table.before")
-                change(*arguments, **options)
-                note()
-                self._crash_point("table.after")
+        commit = store.commit
 
-            return changed
+        def watched() -> None:
+            self._crash_point("table.before")
+            commit()
+            note()
+            self._crash_point("table.after")
 
-        store.push, store.write = watched(store.push), watched(store.write)  # type: ignore[method-assign]
+        store.commit = watched  # type: ignore[method-assign]
         note()
 
     # -- what the code that runs comes by ------------------------------------------------------------------------------
@@ -264,7 +282,7 @@ class ShardProcess:
         storage = self._shard._core.storage if self._shard is not None else None
         if storage is None or storage.arena is None:
             return b""
-        notes = b"".join(store.notes().tobytes() for store in storage.tables)
+        notes = b"".join(notes_of(store).tobytes() for store in storage.tables)
         front: bytes = storage.arena._file.read(storage.arena._front.size, 0)
         return front + notes
 
@@ -328,6 +346,13 @@ class ShardProcess:
                 self._expire(rank)
             case ("tick",):
                 shard.tick()
+            case ("announce",):
+                self.cut_parts.announce()
+            case ("read",):
+                self.cut_parts.read()
+            case ("overdue",):
+                self._now += HOLD_S_MAX + 1
+                shard.cuts.on_tick(self._now, self._setting.lease_s)
             case ("suspend",):
                 self._now += 2 * self._setting.lease_s
                 shard.tick()
@@ -336,6 +361,7 @@ class ShardProcess:
             case _:
                 raise AssertionError(event)
         self._fibers.run()
+        self.cut_parts.collect()
         if self._has_died or self._fuse:  # if it has come through: just before it answers
             raise Killed
 
@@ -410,6 +436,10 @@ class ShardProcess:
             live=tuple(w.session if w.state is WorkerState.LIVE else 0 for w in workers) or (0,) * len(self._setting.programs),
             history=self.history.summary(),
             ahead=self.history.ahead(),
+            cuts=tuple(sorted(self.cut_parts.found.values())),
+            announced=self.cut_parts.announced,
+            reads=self.cut_parts.reads,
+            holds=self._shard is not None and self.cut_parts.holds,
         )
 
     def key(self, view: ShardView) -> bytes:
@@ -428,6 +458,8 @@ class ShardProcess:
             self._walk_arena(walker, core.storage.arena)
         members = core.membership
         walker.walk([core, self._shard.admission._last_session, members is None or members._last_tick is None])
+        if self._setting.cuts or self._setting.reads:
+            walker.walk(self._shard.cuts)
         for key, handler in sorted(self._handlers.items()):
             walker.walk((key, handler.request))
             walker.fiber(self._fiber(key))
@@ -449,7 +481,7 @@ class ShardProcess:
         found = storage.recover(lambda: False)
         if found is not None:
             self._walk_arena(walker, found[1])
-            walker.walk([storage.load_barriers(), storage.load_verdict()])
+            walker.walk([storage.load_barriers(), storage.load_verdict(), storage.load_client_states()])
             if self._setting.tables:
                 walker.walk(storage.open_tables(self._setting.tables))
                 close_stores(storage.tables, remove=False)

@@ -77,6 +77,9 @@ _OF_SHARDS = {
     "outage": "is killed, and stays away",
     "restart": "is restarted",
     "blank": "is killed, and restarted without what it held",
+    "announce": "announces a cut",
+    "read": "is called by a reader",
+    "overdue": "gives up the cuts for which it holds pushes",
     "tick": "looks after what it has lost",
     "suspend": "is suspended for two leases",
 }

@@ -6,16 +6,28 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import planted
 import pytest
 from check_protocol import SETTINGS, explore
+from invariants import Invariants
 from setting import Setting
 
 STATES = 100
 """To look at in each setting."""
 
-SMALL = ("tables", "tables-exact", "quorum", "tables-async", "push-only-exact", "lost-disks")
+SMALL = (
+    "cuts-async",
+    "cuts-tables-async",
+    "readers",
+    "tables",
+    "tables-exact",
+    "quorum",
+    "tables-async",
+    "push-only-exact",
+    "lost-disks",
+)
 """Jobs with tables have tensors, too."""
 
 COUNT = """
@@ -102,6 +114,49 @@ def test_a_failed_push_that_another_one_follows_unfenced_is_found(monkeypatch: p
 
     assert "lack acknowledged gradients" in story[0]
     assert told_in_order(story, "raises WaitTimeout", "decides: other", "push_pull gradient")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("consistency", ["async", "ssp:1"])
+def test_a_cut_of_different_pushes_on_two_shards_is_found(monkeypatch: pytest.MonkeyPatch, consistency: str) -> None:
+    planted.cut_at_an_instant(monkeypatch)
+
+    story = find(Setting("planted", consistency=consistency, cuts=1, faults=frozenset(), budget=0))
+
+    assert "cut c9" in story[0]
+    assert told_in_order(story, "push_pull gradient", "announces a cut", "heartbeat")
+
+
+@pytest.mark.slow
+def test_a_readers_copy_of_different_pushes_on_two_shards_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    planted.cut_at_an_instant(monkeypatch)
+
+    story = find(Setting("planted", consistency="async", reads=1, faults=frozenset(), budget=0))
+
+    assert "cut r1" in story[0]
+    assert told_in_order(story, "push_pull gradient", "shard 0 is called by a reader")
+
+
+@pytest.mark.slow
+def test_a_cut_that_is_not_the_newest_by_its_name_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    planted.cuts_without_order(monkeypatch)
+
+    story = find(Setting("planted", consistency="async", shards=1, blocks=1, cuts=2, faults=frozenset(), budget=0))
+
+    assert "cut c9 is the later one by its name, and lacks" in story[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plant", [planted.saved_elsewhere, planted.cut_at_an_instant])
+def test_a_gradient_that_counts_twice_after_a_restore_is_found(monkeypatch: pytest.MonkeyPatch, plant: Any) -> None:
+    """Also where nobody has looked at the checkpoint before."""
+    plant(monkeypatch)
+    monkeypatch.setattr(Invariants, "_cut", lambda *_: iter(()))
+
+    story = find(Setting("planted", consistency="async", cuts=1, restores=100, faults=frozenset(), budget=0))
+
+    assert story[0].startswith("what goes on from cut c9 on")
+    assert "counts twice" in story[0]
 
 
 # -- defects that tables could have ---------------------------------------------------------------------------------------

@@ -217,6 +217,8 @@ class WorkerProcess:
         outcome = self._injected[1] if self._injected is not None and self._injected[0] == shard else Outcome()
 
         def reply() -> Outcome:
+            if self._injected is None or self._injected[0] != shard:
+                raise Cancelled  # nothing was sent there
             error = outcome.error(shard)
             if error is not None:
                 raise error

@@ -60,15 +60,25 @@ class Result(NamedTuple):
 
 
 class World:
-    """The processes of one setting."""
+    """The processes of one setting.
 
-    def __init__(self, setting: Setting) -> None:
+    Args:
+        checkpoints: the directory that its job goes on from.
+
+    Attributes:
+        requests, outcomes, files: by number. directory: where it keeps files.
+    """
+
+    def __init__(self, setting: Setting, checkpoints: str = "") -> None:
         self.setting = setting
         self.requests = Numbers()
         self.outcomes = Numbers()
+        self.files = Numbers()
         self.unreached = self.outcomes.of(UNREACHED)
-        self._directory = Path(tempfile.mkdtemp(prefix="psd-protocol-", dir=_memory()))
-        self._checkpoints = write_checkpoint(setting, self._directory / "checkpoints") if setting.has_checkpoint else ""
+        self.directory = Path(tempfile.mkdtemp(prefix="psd-protocol-", dir=_memory()))
+        if setting.has_checkpoint and not checkpoints:
+            checkpoints = write_checkpoint(setting, self.directory / "checkpoints")
+        self._checkpoints = checkpoints
         self._lives = count()
         self.ranks = [rank for rank, _ in setting.processes]
         self.workers = [
@@ -78,14 +88,14 @@ class World:
         self.shards = [Automaton(partial(self._make_shard, index)) for index in range(setting.shards)]
 
     def _make_shard(self, index: int) -> ShardProcess:
-        directory = self._directory / f"{index}-{next(self._lives)}"
-        return ShardProcess(self.setting, index, self.requests, self.outcomes, directory, self._checkpoints)
+        directory = self.directory / f"{index}-{next(self._lives)}"
+        return ShardProcess(self.setting, index, self.requests, self.outcomes, self.files, directory, self._checkpoints)
 
     def close(self) -> None:
         """End everything."""
         for automaton in (*self.workers, *self.shards):
             automaton.close()
-        shutil.rmtree(self._directory, ignore_errors=True)
+        shutil.rmtree(self.directory, ignore_errors=True)
 
     def initial(self) -> State:
         """Nobody has been started."""
@@ -182,6 +192,10 @@ class World:
         """True if a heartbeat would change anything beyond the lease, that no call on its way there is about to change."""
         before = state.shards[shard]
         after, told = self.shards[shard].step(before, ("call", (process, "beat"), number, None))
+        if self.setting.cuts or self.setting.reads:
+            heard, _ = self.workers[process].step(state.workers[process], ("beat", shard, told.replies[0][1]))
+            if heard is not state.workers[process]:
+                return True
         if self.outcomes[told.replies[0][1]].reason != "ShardRestarted":
             return after is not before
         return self.setting.has_slow_beats or all(slot != (shard, "op") for slot, _ in self.undelivered(state, process))
@@ -193,6 +207,10 @@ class World:
             return
         if view.has_lost_round:
             yield ("tick", shard), 0
+        if shard == 0 and view.announced < self.setting.cuts:
+            yield ("announce", shard), 0
+        if view.reads < self.setting.reads:
+            yield ("read", shard), 0
         for key, is_ready in view.handlers:
             if is_ready:
                 yield ("go", shard, key), 0
@@ -204,6 +222,10 @@ class World:
         for fault in ("kill", "outage", "blank", "suspend"):
             if fault in faults:
                 yield (fault, shard), 1
+
+    def overdue(self, state: State) -> list[Action]:
+        """What happens if nothing else does: cuts for which pushes are held are given up."""
+        return [("overdue", shard) for shard, node in enumerate(state.shards) if node.view.is_up and node.view.holds]
 
     def _may_expire(self, state: State, shard: int, rank: int, session: int) -> bool:
         """True if nobody renews the lease for as long as it takes."""
@@ -295,7 +317,7 @@ class _Step:
                 self.go(shard, key, is_lost=bool(variant))
             case ("expire", shard, rank):
                 self.shard_event(shard, ("expire", rank))
-            case ("suspend" | "tick" | "restart", shard):
+            case ("suspend" | "tick" | "restart" | "announce" | "read" | "overdue", shard):
                 self.shard_event(shard, (action[0],))
             case ("kill" | "outage" | "blank", shard):
                 self.shard_event(shard, ("kill",))

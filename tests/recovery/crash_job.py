@@ -114,10 +114,10 @@ def die_at_each(shard: ShardProcess, points: Sequence[str], stop: Stop) -> None:
 def _held_version(shard: ShardProcess) -> Iterator[None]:
     """A reader that does not read on: the shard keeps most pages of one version, and must make room for more."""
     with grpc.insecure_channel(shard.address, options=NARROW) as channel:
-        job = control_pb2_grpc.ControlServiceStub(channel).Describe(control_pb2.DescribeRequest(shard_count=1), timeout=30)
+        job = control_pb2_grpc.ControlServiceStub(channel).Describe(control_pb2.DescribeRequest(shard_count=1), timeout=100)
         cut = data_pb2.Cut(id=secrets.token_hex(4), step=job.progress + HELD_AHEAD)
         request = data_pb2.ReadRequest(run_id=job.run_id, layout_digest=job.layout_digest, cut=cut)
-        frames = data_pb2_grpc.DataServiceStub(channel).Read(request, timeout=30)
+        frames = data_pb2_grpc.DataServiceStub(channel).Read(request, timeout=100)
         next(frames)
         yield
         frames.cancel()

@@ -42,7 +42,7 @@ def held(pid: int) -> Counter[str]:
 
 def assert_comes_to_hold(pid: int, expected: Counter[str]) -> None:
     """At once or soon: the end of a process is noticed a little later."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 100
     while held(pid) != expected and time.monotonic() < deadline:
         threading.Event().wait(0.05)
     assert held(pid) == expected

@@ -73,7 +73,7 @@ def test_a_rule_that_fails_ends_the_job_with_its_name_and_without_a_wait(
     servers = servers_of(shard_processes(2, *LISTED))
 
     def work(rank: int) -> tuple[psd_client.RuleFailed, Any]:
-        with psd_client.connect(servers, rank, 2, wait_timeout=100) as ps:
+        with psd_client.connect(servers, rank, 2, wait_timeout=600) as ps:
             ps.declare({"w": np.zeros(5000, np.float32)}, psd_client.CustomRule(FAILING), consistency="sync")
             last = [ps.push_pull({"w": np.ones(5000, np.float32)})["w"] for _ in range(2)][-1]
             with pytest.raises(psd_client.RuleFailed) as raised:
@@ -85,7 +85,7 @@ def test_a_rule_that_fails_ends_the_job_with_its_name_and_without_a_wait(
     with ThreadPoolExecutor(2) as pool:
         results = list(pool.map(work, range(2)))
 
-    assert time.monotonic() - begun < 50
+    assert time.monotonic() - begun < 250
     for error, _ in results:
         assert f"rule '{FAILING}' failed in tensor 'w' at version 2" in str(error)
         assert "ArithmeticError: enough" in str(error)

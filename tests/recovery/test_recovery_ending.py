@@ -66,4 +66,4 @@ def test_program_when_it_ends_after_a_push_and_a_shard_is_killed_then_its_gradie
         assert ("that gradient is lost" in program.stderr.read()) is is_lost
         # Only if this Python starts no threads any more when it exits.
         assert not is_lost or (transport, aggregation) == ("grpc", "exact")
-        assert program.wait(60) == 0
+        assert program.wait(100) == 0

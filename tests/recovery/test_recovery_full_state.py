@@ -56,7 +56,7 @@ def test_a_barrier_on_a_full_disk_is_refused_by_name_and_passed_when_it_is_calle
                 with pytest.raises(psd_client.OutOfSpace, match=f"{tmp_path / 'state'} has no room"):
                     ps.barrier("b")
         ps.barrier("b")
-        job.result(60)
+        job.result(100)
 
 
 def test_a_worker_that_ends_on_a_full_disk_has_ended_and_the_others_are_told_what_they_cannot_have(
@@ -70,14 +70,14 @@ def test_a_worker_that_ends_on_a_full_disk_has_ended_and_the_others_are_told_wha
         with psd_client.connect(running.servers, 1, 2, wait_timeout=60) as leaving:
             declaring = pool.submit(declare, ps)
             declare(leaving)
-            declaring.result(60)
+            declaring.result(100)
             job = pool.submit(ps.barrier, "b")
             while not core.waiting.open(0):
                 leaving.pull()
             with full_disk():
                 leaving.close()
                 with pytest.raises(psd_client.OutOfSpace, match=f"{tmp_path / 'state'} has no room"):
-                    job.result(60)
+                    job.result(100)
         ps.barrier("b")
 
 
@@ -141,7 +141,7 @@ def test_another_kind_of_job_goes_on_from_a_checkpoint_when_there_is_room(cluste
         stored = declare(ps, consistency="sync")
         for _ in range(3):
             stored = ps.push_pull(stored)
-    assert first.done.wait(60)
+    assert first.done.wait(100)
     first.drain(5)
     running = cluster(1, **settings)
     storage = running.shards[0].shard._core.storage

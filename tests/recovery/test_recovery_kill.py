@@ -90,10 +90,10 @@ def test_a_shard_that_is_killed_between_join_and_declaration_is_joined_anew(
 
         workers = (ps, other)
         for job in [pool.submit(w.declare, {"w": np.zeros(3, np.float32)}, psd_client.SGD(lr=1.0)) for w in workers]:
-            job.result(60)
+            job.result(100)
         found = [pool.submit(w.push_pull, {"w": np.ones(3, np.float32)}) for w in workers]
 
-        assert [f.result(60)["w"].tolist() for f in found] == [[-1.0] * 3] * 2
+        assert [f.result(100)["w"].tolist() for f in found] == [[-1.0] * 3] * 2
 
 
 def test_a_worker_whose_shard_was_killed_before_it_declares_finds_the_run_that_others_have_begun(
@@ -122,5 +122,5 @@ def test_a_worker_whose_shard_was_killed_before_it_declares_finds_the_run_that_o
         ps.declare(initial, sgd)
         found = [pool.submit(w.push_pull, {"w": np.ones(3, np.float32)}) for w in (ps, other)]
 
-        assert [f.result(60)["w"].tolist() for f in found] == [[-1.0] * 3] * 2
+        assert [f.result(100)["w"].tolist() for f in found] == [[-1.0] * 3] * 2
         assert len(joined) == 1

@@ -160,7 +160,7 @@ def test_workers_that_sample_topics_wait_for_those_that_are_some_sweeps_behind(r
 
     def store(shared, first, topics, changes, sweep):
         if first and sweep:  # the second worker
-            assert is_waiting.wait(60)
+            assert is_waiting.wait(100)
         elif sweep and not is_waiting.is_set():
             ahead.append(sweep)
         undisturbed_store(shared, first, topics, changes, sweep)

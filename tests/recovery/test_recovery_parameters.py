@@ -116,7 +116,7 @@ def test_what_cannot_be_begun_with_stops_the_start(cluster: Cluster, tmp_path: P
     monkeypatch.setattr(sealing, "_VERSIONS", (2, 3))
     for whole in ({"checkpoint_dir": str(tmp_path)}, {"from_checkpoint": str(tmp_path), "parameters_only": True}):
         with pytest.raises(
-            psd_client.CheckpointUnsupported, match=r"version 1, written by psd .* which reads .*, versions 2 to 3"
+            psd_client.CheckpointUnsupported, match=r"version 1, written by psd .* which reads .*, versions 2, 3"
         ):
             cluster(1, **whole)
     assert [info.state.value for info in CheckpointDirectory(str(tmp_path)).checkpoints()] == ["unsupported"]

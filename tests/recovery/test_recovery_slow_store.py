@@ -30,7 +30,7 @@ class SlowStore:
     def __call__(self, step: str) -> None:
         if self.holds.is_set() and step.startswith("write shard-"):
             self.is_held.set()
-            assert self.goes_on.wait(60)
+            assert self.goes_on.wait(100)
 
 
 @pytest.fixture

@@ -39,7 +39,7 @@ def training(servers: str) -> Iterator[crash_job.Stop]:
         yield stop
     finally:
         done.set()
-        thread.join(60)
+        thread.join(100)
         assert not thread.is_alive()
 
 
@@ -190,15 +190,15 @@ def test_sigterm_when_a_job_trains_then_a_checkpoint_is_stored_within_the_grace_
 ) -> None:
     """Whichever shard is told first; the job goes on from it on shards that know nothing else, to the same bits."""
     url = str(tmp_path / "checkpoints")
-    shards = shard_processes(2, "--checkpoint-dir", url, "--grace", "10")
+    shards = shard_processes(2, "--checkpoint-dir", url, "--grace", "60")
 
     def end_and_begin_anew() -> None:
         stop.wait_steps(10, 60)
         for shard in (shards[first], shards[1 - first]):
             shard.signal(signal.SIGTERM)
         begun = time.monotonic()
-        assert [shard.wait(30) for shard in shards] == [0, 0]
-        assert time.monotonic() - begun < 10
+        assert [shard.wait(200) for shard in shards] == [0, 0]
+        assert time.monotonic() - begun < 60
         (name,) = valid_names(url)
         assert CheckpointDirectory(url).load(name).step >= 10
         for shard in shards:

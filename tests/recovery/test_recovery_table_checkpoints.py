@@ -75,7 +75,7 @@ def test_tables_go_on_from_a_checkpoint_on_any_number_of_shards(
 def test_all_roll_back_to_a_checkpoint_that_builds_on_another(cluster: Callable[..., Any], tmp_path: Path) -> None:
     """A shard has lost its memory; the checkpoint has the rows that have changed since the one that is whole."""
     url = str(tmp_path / "checkpoints")
-    settings: dict[str, Any] = {"checkpoint_dir": url, "checkpoint_steps": 4, "lease_s": 2, "checkpoint_keep": 1}
+    settings: dict[str, Any] = {"checkpoint_dir": url, "checkpoint_steps": 4, "checkpoint_keep": 1}
     running = cluster(2, **settings)
     gone_back = []
 

@@ -269,6 +269,11 @@ def wrong_store(rng: random.Random, target: Target) -> Request:
         reasons, word = ("InvalidRequest",), "buffers"
     elif rng.random() < 0.3:
         reasons, word = ("InvalidRequest",), "seq"
+    elif rng.random() < 0.4:
+        request.seq = 1
+        wrong = rng.choice(({"slot": 9}, {"slot": (1 << 32) - 1}, {"steps": [0]}, {"steps": [1 << 63] * 1000}))
+        request.parameters.add(block=TRAINED, payload=bytes(4 * LENGTH), **wrong)
+        reasons, word = ("InvalidRequest",), "slot" if "slot" in wrong else "steps"
     else:
         request.seq = 1
         request.parameters.add(block=TRAINED, payload=rng.choice((b"", bytes(4), bytes(4 * LENGTH + 1))))

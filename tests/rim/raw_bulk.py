@@ -41,7 +41,7 @@ class BulkWorker(RawWorker):
         self.streams: list[Stream] = []
 
     def connect(self, *, local: bool = False, ticket: bytes | None = None, greet: bool = True) -> Stream:
-        reply = self.control.OpenBulk(control_pb2.OpenBulkRequest(caller=self.caller), timeout=30)
+        reply = self.control.OpenBulk(control_pb2.OpenBulkRequest(caller=self.caller), timeout=100)
         stream = open_stream(reply, local=local)
         self.streams.append(stream)
         if greet:

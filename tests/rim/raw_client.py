@@ -11,7 +11,7 @@ import numpy as np
 
 from psd.v1 import control_pb2, control_pb2_grpc, data_pb2, data_pb2_grpc, job_pb2
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 100.0
 SGD = (1.0, 0.0, 0.0, 0.0)
 MODES = {
     "sync": job_pb2.CONSISTENCY_MODE_SYNC,

@@ -15,7 +15,7 @@ import grpc
 from psd.v1 import control_pb2, control_pb2_grpc, data_pb2, data_pb2_grpc, job_pb2
 
 ADDRESS, RANK = sys.argv[2], int(sys.argv[3])
-TIMEOUT_S = 30
+TIMEOUT_S = 100
 
 
 def packed(values):

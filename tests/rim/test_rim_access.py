@@ -101,7 +101,7 @@ def call(channel: grpc.Channel, method: Any, metadata: Any) -> grpc.StatusCode:
     empty = message_factory.GetMessageClass(method.input_type)()
     request = iter([empty]) if method.client_streaming else empty
     try:
-        answer = start(request, timeout=20, metadata=metadata)
+        answer = start(request, timeout=100, metadata=metadata)
         if method.server_streaming:
             next(answer, None)
             answer.cancel()
@@ -114,7 +114,7 @@ def served(channel: grpc.Channel) -> dict[str, Any]:
     """The methods of all services that the shard itself names, by full name."""
     stub = reflection_pb2_grpc.ServerReflectionStub(channel)
     question = reflection_pb2.ServerReflectionRequest(list_services="")
-    (answer,) = stub.ServerReflectionInfo(iter([question]), timeout=20, metadata=bearer(TOKENS["reader"]))
+    (answer,) = stub.ServerReflectionInfo(iter([question]), timeout=100, metadata=bearer(TOKENS["reader"]))
     pool = descriptor_pool.Default()
     services = [pool.FindServiceByName(service.name) for service in answer.list_services_response.service]
     return {f"{service.full_name}/{method.name}": method for service in services for method in service.methods}
@@ -144,7 +144,7 @@ def test_a_method_that_the_table_does_not_name_is_refused_to_everybody(guarded: 
     """Whoever adds an RPC and forgets the table has added nothing."""
     forgotten = dial(guarded.address).unary_unary("/psd.v1.ControlService/Forgotten")
 
-    error = failure(forgotten, b"", timeout=20, metadata=bearer(TOKENS["admin"]))
+    error = failure(forgotten, b"", timeout=100, metadata=bearer(TOKENS["admin"]))
 
     assert reason(error) == "PermissionDenied"
     assert "Forgotten: is for nobody" in error.details()
@@ -169,7 +169,7 @@ def test_a_call_whose_token_is_none_is_not_authenticated(
     """Whatever it is that stands in a token's place."""
     stub = control_pb2_grpc.ControlServiceStub(dial(guarded.address))
 
-    error = failure(stub.Status, control_pb2.StatusRequest(), timeout=20, metadata=metadata)
+    error = failure(stub.Status, control_pb2.StatusRequest(), timeout=100, metadata=metadata)
 
     assert error.code() is grpc.StatusCode.UNAUTHENTICATED
     assert reason(error) == "Unauthenticated"
@@ -185,10 +185,10 @@ def test_a_call_without_a_token_that_says_nothing_is_cut_off(
     end = threading.Event()
 
     def silent() -> Any:
-        end.wait(30)
+        end.wait(100)
         yield b""
 
-    code = check.future(silent(), timeout=20).code()
+    code = check.future(silent(), timeout=100).code()
     end.set()
 
     assert code is grpc.StatusCode.CANCELLED
@@ -331,11 +331,11 @@ def test_a_token_file_that_is_wrong_leaves_what_was_there_before(
     fresh = "fresh-fresh-fresh-fresh"
 
     token_file.write_text(f"operator {fresh}\n")
-    stub.Status(control_pb2.StatusRequest(), timeout=20, metadata=bearer(TOKENS["reader"]))
-    refused = failure(stub.Status, control_pb2.StatusRequest(), timeout=20, metadata=bearer(fresh))
+    stub.Status(control_pb2.StatusRequest(), timeout=100, metadata=bearer(TOKENS["reader"]))
+    refused = failure(stub.Status, control_pb2.StatusRequest(), timeout=100, metadata=bearer(fresh))
     token_file.write_text(f"reader {fresh}\n")
-    stub.Status(control_pb2.StatusRequest(), timeout=20, metadata=bearer(fresh))
-    late = failure(stub.Status, control_pb2.StatusRequest(), timeout=20, metadata=bearer(TOKENS["reader"]))
+    stub.Status(control_pb2.StatusRequest(), timeout=100, metadata=bearer(fresh))
+    late = failure(stub.Status, control_pb2.StatusRequest(), timeout=100, metadata=bearer(TOKENS["reader"]))
 
     assert refused.code() is late.code() is grpc.StatusCode.UNAUTHENTICATED
     assert [

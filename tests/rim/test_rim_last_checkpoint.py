@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -60,6 +61,44 @@ def found_in(url: str) -> list[CheckpointInfo]:
     return found
 
 
+def test_shards_that_stay_when_all_workers_have_left_say_when_they_store_the_last_checkpoint(
+    cluster: Callable[..., Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Those without --exit-when-done: readers may be there."""
+    caplog.set_level(logging.INFO)
+    running = cluster(2, checkpoint_dir=str(tmp_path), lease_s=600)
+    with psd_client.connect(running.servers, 0, 1) as ps:
+        ps.declare({"w": np.zeros(SIZE, np.float32)}, psd_client.SGD(lr=1.0))
+        ps.push_pull({"w": np.ones(SIZE, np.float32)})
+
+    assert all(server.done.wait(60) for server in running.shards)
+    assert caplog.text.count("all workers have left; what they have trained is stored when this shard is told to end") == 1
+    assert found_in(str(tmp_path)) == []
+    end(running.shards)
+    (stored,) = found_in(str(tmp_path))
+    assert (stored.state, stored.step) == (CheckpointState.VALID, 1)
+
+
+def test_a_shard_that_is_told_to_end_once_the_last_checkpoint_is_there_does_not_say_that_there_is_none(
+    cluster: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Shard 0 has said so, and another one has not looked since."""
+    running = cluster(1, checkpoint_dir=str(tmp_path), lease_s=600)
+    (shard,) = running.shards
+    last = shard._last_checkpoint
+    with connected(running.servers, 0, 1, "sync") as ps:
+        taking = threading.Thread(target=shard.take_last_checkpoint, args=(100,))
+        taking.start()
+        while taking.is_alive():
+            ps.push_pull({"w": np.ones(SIZE, np.float32)})
+        name, last.name = last.name, ""
+        last.give_up()
+
+        shard.take_last_checkpoint(100)
+
+    assert last.name == name == CheckpointDirectory(str(tmp_path)).newest().name
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_shards_that_end_after_workers_that_hang_store_what_they_hold(
     cluster: Callable[..., Any], tmp_path: Path, mode: str
@@ -75,12 +114,12 @@ def test_shards_that_end_after_workers_that_hang_store_what_they_hold(
                 ps.push_pull(gradient)
             if rank == 0:
                 ps.push(gradient)
-            three_steps.wait(60)
-            assert ended.wait(60)
+            three_steps.wait(100)
+            assert ended.wait(100)
 
     with ThreadPoolExecutor(2) as pool:
         workers = [pool.submit(work, rank) for rank in range(2)]
-        three_steps.wait(60)
+        three_steps.wait(100)
         end(running.shards)
         ended.set()
         for worker in workers:
@@ -98,8 +137,8 @@ def test_shards_that_end_after_workers_that_hang_store_what_they_hold(
 def test_shards_that_end_when_one_of_them_has_stored_half_a_cut_leave_no_half(
     cluster: Callable[..., Any], tmp_path: Path, mode: str
 ) -> None:
-    """The worker dies between one shard and the other. With rounds no checkpoint could be of both; without, what they hold is
-    one."""
+    """The worker dies between one shard and the other. No checkpoint could be of both; without rounds, the cut waits for the
+    whole push until then."""
     running = cluster(2, checkpoint_dir=str(tmp_path), lease_s=600)
     first, second = (server.shard for server in running.shards)
 
@@ -111,7 +150,7 @@ def test_shards_that_end_when_one_of_them_has_stored_half_a_cut_leave_no_half(
         return found
 
     def refuse(header: data_pb2.PushHeader) -> None:
-        assert has_counted.wait(30)  # else the worker would have ended its call to the first shard
+        assert has_counted.wait(100)  # else the worker would have ended its call to the first shard
         raise InvalidRequest("the worker has died")
 
     with connected(running.servers, 0, 1, mode) as ps:
@@ -120,13 +159,13 @@ def test_shards_that_end_when_one_of_them_has_stored_half_a_cut_leave_no_half(
         with pytest.raises(InvalidRequest):
             ps.push({"w": np.ones(SIZE, np.float32)})
         assert running.shards[0]._checkpointer.await_written(30)
-        assert [info.state for info in found_in(str(tmp_path))] == [CheckpointState.INCOMPLETE]
+        expected = [CheckpointState.INCOMPLETE] if mode == "sync" else []
+        assert [info.state for info in found_in(str(tmp_path))] == expected
 
         end(running.shards)
 
-    states = [info.state for info in found_in(str(tmp_path))]
-    assert states == ([] if mode == "sync" else [CheckpointState.VALID])
-    assert {shard.has_failed_to_store for shard in running.shards} == {mode == "sync"}
+    assert found_in(str(tmp_path)) == []
+    assert all(shard.has_failed_to_store for shard in running.shards)
 
 
 def test_shards_that_are_told_one_after_the_other_take_one_checkpoint_while_workers_train(
@@ -210,10 +249,47 @@ def test_a_shard_whose_store_takes_no_more_says_so_and_keeps_what_it_has(tmp_pat
     with psd_client.connect(shard.address, 0, 1) as ps:
         ps.declare({"w": np.zeros(SIZE, np.float32)}, psd_client.SGD(lr=1.0))
         ps.push_pull({"w": np.ones(SIZE, np.float32)})
-    assert shard.done.wait(30)
+    assert shard.done.wait(100)
     is_full.set()
 
     shard.drain(30)
 
     assert shard.has_failed_to_store
     assert (state / "arena").exists()
+
+
+def test_the_last_checkpoint_of_a_job_with_tables_waits_for_one_that_is_being_written(
+    cluster: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tables have one snapshot at a time. All workers have left, and then the shard forgets all that it holds."""
+    running = cluster(1, checkpoint_dir=str(tmp_path), lease_s=600)
+    (shard,) = running.shards
+    checkpointer = shard._checkpointer
+    is_writing, goes_on, write = threading.Event(), threading.Event(), checkpointer._directory.write_part
+
+    def write_slowly(*args: Any, **beside: Any) -> int:
+        is_writing.set()
+        assert goes_on.wait(100)
+        return write(*args, **beside)
+
+    def stop(stop: Callable[[], None] = checkpointer.stop) -> None:
+        with ThreadPoolExecutor() as pool:
+            pool.submit(stop)
+            checkpointer._threads[0].join(0.3)  # it would take no snapshot any more
+            goes_on.set()
+
+    monkeypatch.setattr(checkpointer._directory, "write_part", write_slowly)
+    monkeypatch.setattr(checkpointer, "stop", stop)
+    with psd_client.connect(running.servers, 0, 1) as ps:
+        ps.declare({}, psd_client.SGD(lr=1.0), tables=[psd_client.Table("t", 3, psd_client.SGD(lr=1.0))])
+        row = {"t": (np.array([5]), np.ones((1, 3), np.float32))}
+        ps.push({}, tables=row)
+        shard.shard.schedule.announce("early")
+        while not is_writing.is_set():
+            ps.push_pull({}, tables=row)
+    running.finish()
+
+    stored = CheckpointDirectory(str(tmp_path)).newest()
+    assert stored is not None
+    assert stored.name.endswith("-final")
+    assert not shard.has_failed_to_store

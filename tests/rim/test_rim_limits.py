@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 from raw_client import TIMEOUT_S, RawWorker, failure, reason, spec
 
-from psd.contract.config import Limits
+from psd.contract.config import Limits, ServerConfig
 from psd.contract.jobspec import GROUP_ENTRIES_MAX
+from psd.rim.server import ShardServer
 from psd.v1 import control_pb2, data_pb2, job_pb2
 
 
@@ -29,6 +32,25 @@ def test_names_have_the_length_that_the_shard_accepts(cluster: Callable[..., Any
     assert reason(too_long) == "InvalidTensor"
     assert "tensors.name: has 302 bytes, the shard's --max-name-bytes is 300" in too_long.details()
     assert "name: a barrier's name must have 1 to 300 bytes" in barrier.details()
+
+
+def test_all_workers_of_a_job_may_come_back_to_a_shard_for_fewer(tmp_path: Path) -> None:
+    """Calls and connections follow from how many there are, where that is more than the flag says."""
+    config = ServerConfig(0, 1, listen="127.0.0.1:0", state_dir=str(tmp_path / "state"), limits=Limits(workers_max=40))
+    first = ShardServer(config)
+    first.start()
+    with grpc.insecure_channel(first.address) as channel:
+        worker = RawWorker(channel, world_size=40)
+        worker.declare(spec(40))
+        first.stop()
+
+    second = ShardServer(replace(config, limits=Limits(workers_max=1)))
+    try:
+        assert second.shard.is_recovered
+        assert second._config.limits.connections_max == config.limits.connections_max
+        assert second._config.limits.calls_max == config.limits.calls_max
+    finally:
+        second.shard.close(keep=False)
 
 
 @pytest.mark.parametrize("field", ["flags", "constants", "slots", "scalars"])
@@ -148,8 +170,8 @@ def test_a_declaration_of_many_things_is_counted_before_it_is_read(
     """A tensor takes two bytes on the wire and hundreds in the shard."""
     worker = RawWorker(dial(cluster(1, limits=Limits(tensors_max=3)).servers), world_size=1)
     job = spec(1)
-    job.tensors.extend([job_pb2.TensorSpec()] * 100_000)
+    job.tensors.extend([job_pb2.TensorSpec()] * 60_000)
 
     error = failure(worker.declare, job)
 
-    assert "tensors: 100001 are above the shard's --max-tensors 3" in error.details()
+    assert "tensors: 60001 are above the shard's --max-tensors 3" in error.details()

@@ -41,13 +41,13 @@ def send(channel, request):
     """A request's bytes through gRPC, whatever they are."""
     match request.method.rpartition("/")[2]:
         case "Push" | "Initialize":
-            channel.stream_unary(request.method)(iter(request.messages), timeout=30)
+            channel.stream_unary(request.method)(iter(request.messages), timeout=100)
         case "PushPull":
-            list(channel.stream_stream(request.method)(iter(request.messages), timeout=30))
+            list(channel.stream_stream(request.method)(iter(request.messages), timeout=100))
         case "Pull" | "Read":
-            list(channel.unary_stream(request.method)(request.messages[0], timeout=30))
+            list(channel.unary_stream(request.method)(request.messages[0], timeout=100))
         case _:
-            channel.unary_unary(request.method)(request.messages[0], timeout=30)
+            channel.unary_unary(request.method)(request.messages[0], timeout=100)
 
 
 def finish(target):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import socket
@@ -37,7 +38,7 @@ COUNTED = (
 
 def scrape(port: int) -> dict[str, Metric]:
     """All metrics by name, as a scraper gets them."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=100) as answer:
         assert answer.headers["Content-Type"] == "text/plain; version=0.0.4; charset=utf-8"
         families = list(text_string_to_metric_families(answer.read().decode()))
     found = {family.name: family for family in families}
@@ -70,7 +71,7 @@ def trained(cluster: Callable[..., Any], dial: Callable[..., Any], tmp_path: Pat
     workers[0].pull(8)
     waiting = threading.Thread(target=workers[0].control.Barrier, args=(workers[0].barrier_request("b"),))
     waiting.start()
-    workers[1].control.Barrier(workers[1].barrier_request("b"), timeout=30)
+    workers[1].control.Barrier(workers[1].barrier_request("b"), timeout=100)
     waiting.join()
     return shard
 
@@ -81,7 +82,7 @@ def test_a_scrape_says_what_status_says(trained: Any, dial: Callable[..., Any], 
     eventually(lambda: value(scrape(trained.metrics_port), "psd_checkpoints_total") > 0, "a checkpoint is stored")
 
     metrics = scrape(trained.metrics_port)
-    status = control.Status(control_pb2.StatusRequest(), timeout=30)
+    status = control.Status(control_pb2.StatusRequest(), timeout=100)
 
     counted = {
         "psd_pushes_total": status.pushes_accepted + status.pushes_duplicate + status.pushes_late,
@@ -108,6 +109,32 @@ def test_a_scrape_says_what_status_says(trained: Any, dial: Callable[..., Any], 
     assert value(metrics, "psd_worker_awaited_seconds_total", worker="1") > 0
     assert value(metrics, "psd_shard_state", state="serving") == value(metrics, "psd_shard_state") == 1
     assert value(metrics, "process_resident_memory_bytes") > 1 << 20
+
+
+def test_a_wait_for_another_worker_is_counted_with_exact_aggregation_too(
+    cluster: Callable[..., Any], eventually: Callable[..., None]
+) -> None:
+    """It is not the push or the pull that waits there, but the commit at shard 0."""
+    servers = cluster(1, metrics_port=0)
+    shard = servers.shards[0].shard
+
+    def train(rank: int) -> None:
+        with psd_client.connect(servers.servers, rank, 2) as ps:
+            ps.declare({"w": np.zeros(9, np.float32)}, psd_client.SGD(lr=0.1), clip_norm=1.0)
+            if rank == 1:
+                eventually(lambda: any(shard.age_s(wait.since) > 0.2 for wait in shard.status().waits), "worker 0 waits")
+            ps.push_pull({"w": np.ones(9, np.float32)})
+
+    threads = [threading.Thread(target=train, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    metrics = scrape(servers.shards[0].metrics_port)
+    assert value(metrics, "psd_call_seconds_sum", call="commit") > 0.2
+    assert value(metrics, "psd_call_seconds_count", call="commit", lane="grpc") >= 2
+    assert value(metrics, "psd_call_seconds_count", call="measure", lane="grpc") >= 1
 
 
 def test_every_metric_obeys_the_conventions(trained: Any, eventually: Callable[..., None]) -> None:
@@ -162,7 +189,7 @@ def test_what_dashboard_and_alerts_ask_for_is_there(
     labels: dict[str, set[str]] = {}
     for family in metrics.values():
         for sample in family.samples:
-            labels.setdefault(sample.name, {"instance"}).update(sample.labels)
+            labels.setdefault(sample.name, {"instance", "job"}).update(sample.labels)
     labels["psd_request_errors_total"] = {"instance", "shard", "reason", "code"}
 
     for where, expression in expressions().items():
@@ -235,7 +262,7 @@ def test_calls_that_a_token_does_not_allow_are_counted(
     control = control_pb2_grpc.ControlServiceStub(dial(shard.address))
 
     for metadata in ((), (("authorization", "Bearer 0123456789abcdef"),)):
-        failure(control.Join, control_pb2.JoinRequest(), timeout=30, metadata=metadata)
+        failure(control.Join, control_pb2.JoinRequest(), timeout=100, metadata=metadata)
 
     metrics = scrape(shard.metrics_port)
     assert value(metrics, "psd_request_errors_total", reason="Unauthenticated", code="UNAUTHENTICATED") == 1
@@ -257,7 +284,7 @@ def server() -> Iterator[MetricsServer]:
 
 def ask(port: int, sent: bytes) -> bytes:
     """All that the server answers."""
-    with socket.create_connection(("127.0.0.1", port), timeout=30) as sock:
+    with socket.create_connection(("127.0.0.1", port), timeout=100) as sock:
         sock.sendall(sent)
         answer = b""
         while data := sock.recv(4096):
@@ -288,9 +315,35 @@ def test_only_the_page_is_served(server: MetricsServer, sent: bytes, status: byt
     assert (body == b"page 0") == (status == b"200 OK")
 
 
+@pytest.mark.parametrize("head", [b"GET /metrics HTTP/1.1", b"POST /metrics HTTP/1.1"])
+def test_a_request_with_a_body_gets_the_whole_answer(head: bytes) -> None:
+    """A connection that is closed while it has unread bytes is reset, and the end of what was sent lost."""
+    page = b"x" * (4 << 20)
+    server = MetricsServer("127.0.0.1", 0, lambda: page, "text/plain")
+    server.start()
+    try:
+        answer = ask(server.port, head + b"\r\nContent-Length: 65536\r\n\r\n" + b"y" * 65536)
+    finally:
+        server.stop()
+
+    said, _, body = answer.partition(b"\r\n\r\n")
+    assert body == (page if head.startswith(b"GET") else b"only GET\n"), said
+
+
+def test_a_request_whose_body_does_not_end_is_cut_off(server: MetricsServer) -> None:
+    """So that it keeps the server's one thread busy for no longer than others do."""
+    with (
+        socket.create_connection(("127.0.0.1", server.port), timeout=100) as sock,
+        pytest.raises((ConnectionResetError, BrokenPipeError)),
+    ):
+        sock.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
+        while True:
+            sock.sendall(b"y" * 65536)
+
+
 def test_half_open_connections_make_room_for_a_scraper(server: MetricsServer) -> None:
     """More connections than the server keeps, none of which asks, and a scrape all the same; the oldest ones were closed."""
-    socks = [socket.create_connection(("127.0.0.1", server.port), timeout=30) for _ in range(3 * CONNECTIONS_MAX)]
+    socks = [socket.create_connection(("127.0.0.1", server.port), timeout=100) for _ in range(3 * CONNECTIONS_MAX)]
     try:
         assert ask(server.port, b"GET /metrics HTTP/1.1\r\n\r\n").endswith(b"page 0")
         assert socks[0].recv(1) == b""
@@ -301,9 +354,12 @@ def test_half_open_connections_make_room_for_a_scraper(server: MetricsServer) ->
 
 
 def test_a_connection_that_asks_too_slowly_is_closed(server: MetricsServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The deadline is that of the whole connection."""
+    """The deadline is that of the whole connection, whether it has asked something by then or not."""
     monkeypatch.setattr(metrics_server, "DEADLINE_S", 0.05)
-    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as sock:
+    with (
+        socket.create_connection(("127.0.0.1", server.port), timeout=100) as sock,
+        contextlib.suppress(ConnectionResetError),  # it was closed before what is sent here was read
+    ):
         sock.sendall(b"GET /met")
 
         assert sock.recv(1) == b""

@@ -22,7 +22,7 @@ class Wire:
         self.outbox = Outbox(self.send, self.discarded.append, "a test's outbox")
 
     def send(self, item: int) -> None:
-        assert self.is_open.wait(30)
+        assert self.is_open.wait(100)
         if item >= self._fails_from:
             raise ConnectionError(item)
         self.sent.append(item)
@@ -85,7 +85,7 @@ def test_no_more_wait_than_may_be_pinned(wires: Any) -> None:
     putting.start()
 
     wire.is_open.set()
-    putting.join(30)
+    putting.join(100)
     wire.outbox.flush()
 
     assert wire.outbox._queue.maxsize == QUEUED_MAX - 1

@@ -18,10 +18,10 @@ from psd.rim.server import READY
 
 def test_a_shard_is_ready_when_the_job_has_its_values_and_not_while_it_drains(cluster: Callable[..., Any]) -> None:
     """EMPTY: not ready. SERVING: ready. DRAINING: not ready."""
-    running = cluster(1, lease_s=2.0)
+    running = cluster(1)
     serving, not_serving = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
     with grpc.insecure_channel(running.servers) as channel:
-        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=READY), timeout=30)
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=READY), timeout=100)
 
         assert next(watch).status == not_serving
         with psd_client.connect(running.servers, 0, 1) as ps:

@@ -8,7 +8,22 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from raw_client import TIMEOUT_S, RawWorker, failure, reason, spec
 
 from psd.state.life import Life
-from psd.v1 import control_pb2
+from psd.v1 import control_pb2, data_pb2
+
+
+def stored_by(*workers: RawWorker) -> str:
+    """A checkpoint for which they choose their positions, by heartbeats; its name."""
+    asked = workers[0].control.Checkpoint.future(control_pb2.CheckpointRequest(), timeout=TIMEOUT_S)
+    told: dict[int, list[data_pb2.Cut]] = {}
+    while not asked.done():
+        for worker in workers:
+            said = told.get(worker.caller.rank, [])
+            reply = worker.control.Heartbeat(control_pb2.HeartbeatRequest(caller=worker.caller, cuts=said), timeout=TIMEOUT_S)
+            position = 0 if worker.caller.rank else 1
+            told[worker.caller.rank] = [
+                data_pb2.Cut(id=cut.id, ready=True, position=position if cut.ready else None) for cut in reply.cuts
+            ]
+    return asked.result().name
 
 
 @pytest.mark.parametrize("reads", ["to check it", "to load it"])
@@ -19,7 +34,7 @@ def test_who_asks_during_a_rollback_is_answered_while_the_store_is_silent(cluste
     for worker in (a, b):
         worker.declare(spec(mode="async"))
     a.push(0, [[1.0] * 3])
-    name = a.control.Checkpoint(control_pb2.CheckpointRequest(), timeout=TIMEOUT_S).name
+    name = stored_by(a, b)
     life = running.shard._core.life
     is_checked = reads == "to check it"
     store = BlockedStore(running.shard.restoration._directories[0], lambda: is_checked or life.now is Life.LOADING)

@@ -52,7 +52,7 @@ def test_a_full_barrier_does_not_keep_one_more_worker_from_training(crowd, event
 
         assert np.frombuffer(answer[0].payload, np.float32).tolist() == [-11.0] * 3
         assert len(shard.shard._core.waiting.open()) == WAITING
-        assert took < 10
+        assert took < 60
         last.control.Barrier(last.barrier_request("epoch"), timeout=TIMEOUT_S)
         assert {call.result(TIMEOUT_S).generation for call in calls} == {0}
     assert shard.shard._core.waiting.open() == []
@@ -80,7 +80,7 @@ def test_an_open_round_does_not_keep_the_last_worker_from_closing_it(crowd, even
         took = time.monotonic() - began
 
         assert own == {0: [-128.0] * 3}
-        assert took < 10
+        assert took < 60
         assert all(call.result(TIMEOUT_S) == own for call in pulls)
         last.control.Barrier(last.barrier_request("epoch"), timeout=TIMEOUT_S)
         assert {call.result(TIMEOUT_S).generation for call in barriers} == {0}

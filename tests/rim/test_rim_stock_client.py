@@ -53,4 +53,4 @@ def test_a_worker_made_from_the_proto_files_alone_trains(cluster, stubs):
         assert result["counted"] == [1, 1]
         assert (result["duplicate"], result["waits"], result["generation"]) == (1, 0, 0)
         assert result["after_leave"] == ["ABORTED", "SessionFenced"]
-    assert shard.done.wait(30)
+    assert shard.done.wait(100)

@@ -16,7 +16,7 @@ from shard_driver import Driver, Seat, job_spec
 
 from psd.contract.errors import PsdError
 from psd.contract.jobspec import GroupSpec, JobSpec
-from psd.state.durability.cuts import Done
+from psd.state.durability.snapshots import Done
 from psd.v1 import data_pb2
 from psd_core.arena import Page
 
@@ -142,7 +142,7 @@ class UpdateInFlight(Holder):
 
             def apply(self, before: Page, after: Page, *args: Any) -> None:
                 begun.set()
-                assert goes_on.wait(60)
+                assert goes_on.wait(100)
                 rule.apply(before, after, *args)
 
         block._rule = Slow()
@@ -158,7 +158,7 @@ class UpdateInFlight(Holder):
 
         self._thread = threading.Thread(target=run)
         self._thread.start()
-        assert begun.wait(60)
+        assert begun.wait(100)
 
     def give_back(self) -> None:
         self._goes_on.set()

@@ -29,6 +29,7 @@ from psd.v1 import control_pb2, data_pb2, job_pb2
 
 SGD = (1.0, 0.0, 0.0, 0.0)  # lr, momentum, dampening, weight_decay
 INCARNATION = 7
+_Rows = Mapping[int, tuple[Any, Any]]
 
 
 _open_shards: list[Shard] = []
@@ -142,7 +143,7 @@ def end_process_of(core: ShardCore) -> None:
         core.storage.arena._directory.close()
     for store in core.storage.tables:
         store._file.close()
-        store._open = store._mapping = None
+        store._partition = None
     if core.storage.vectors is not None:
         core.storage.vectors.close(remove=False)
 
@@ -159,6 +160,7 @@ class Driver:
         lease_s: float = 10.0,
         on_worker_failure: str = "continue",  # so that a test may end a session without letting a lease pass
         directory: CheckpointDirectory | None = None,
+        crash_point: Any = None,
         **config: Any,
     ) -> None:
         self.time = FakeTime()
@@ -166,7 +168,7 @@ class Driver:
         self.layout = Layout(self.spec, shards)
         self.config = ServerConfig(shard, shards, lease_s=lease_s, on_worker_failure=on_worker_failure, **config)
         self.incarnation = INCARNATION
-        self._start(directory=directory)
+        self._start(directory=directory, crash_point=crash_point)
 
     def _start(self, **arguments: Any) -> None:
         self.shard = Shard(self.config, now=self.time, wall=self.time, incarnation=self.incarnation, **arguments)
@@ -291,6 +293,12 @@ class Driver:
         """Hear of cuts, as from a worker."""
         self.shard.cuts.learn(self.core.declared(), cuts)
 
+    def choose(self, *cuts: data_pb2.Cut, position: int | None = None) -> None:
+        """Have all live workers choose their positions in cuts: that one, or the clocks that they are known to be at."""
+        for worker in self.core.members.workers:
+            at = worker.clock if position is None else position
+            self.shard.cuts.hear([data_pb2.Cut(id=cut.id, position=at) for cut in cuts], worker, worker.session)
+
     # -- numbers --
 
     def header(
@@ -325,17 +333,17 @@ class Driver:
         return self.shard.exchange.push_block(push, block, present, memoryview(payload))
 
     def push_rows(
-        self, seat: Seat, clock: int, rows: Mapping[int, tuple[Any, Any]], *, frames: int = 1, **header: Any
+        self, seat: Seat, clock: int, rows: _Rows, *, frames: int = 1, present: bytes = b"", **header: Any
     ) -> data_pb2.PushReply:
         """A whole push, of ids and one number for each by table, and of zeros for the blocks; it need not wait."""
         push = self.begin_push(seat, clock, **header)
         for plan in self.layout.blocks_of(self.config.shard_index):
             assert self.push_block(push, plan.index, 0.0) is None
-        assert self.push_tables(push, rows, frames=frames) is None
+        assert self.push_tables(push, rows, frames=frames, present=present) is None
         return self.shard.exchange.end_push(push)
 
     def push_tables(
-        self, push: Push, rows: Mapping[int, tuple[Any, Any]], *, frames: int = 1, memory: bytearray | None = None
+        self, push: Push, rows: _Rows, *, frames: int = 1, memory: bytearray | None = None, present: bytes = b""
     ) -> Ticket | None:
         """Push to the tables' block, in so many frames; where a number stands for a row, the row is full of it.
 
@@ -352,9 +360,8 @@ class Driver:
             if memory is not None and not more:
                 memory[:] = payload
             place = memoryview(payload if memory is None or more else memory)
-            ticket = self.shard.exchange.push_block(
-                push, index, b"", place, is_lent=is_lent and not more, rows=parts_of(share), more=more
-            )
+            options = {"is_lent": is_lent and not more, "rows": parts_of(share), "more": more}
+            ticket = self.shard.exchange.push_block(push, index, b"" if more else present, place, **options)
         return ticket
 
     def table_rows(self, table: int, ids: Any, values: Any) -> TableRows:
@@ -374,7 +381,7 @@ class Driver:
             return found
         keys = np.array(ids, np.uint64)
         parts = [data_pb2.RowsPart(table=table, rows=len(keys), dtype=job_pb2.DTYPE_FLOAT32)]
-        (rows,) = exchange.read_rows(tables, parts, memoryview(keys.tobytes()), 0, None if counts_no_use else clock)
+        (rows,) = exchange.read_rows(tables, parts, memoryview(keys.tobytes()), 0, is_use=not counts_no_use)
         return rows.values
 
     def rows(self, table: int, ids: Any) -> list[float]:
@@ -465,12 +472,11 @@ class Driver:
         blocks: list[Any] = []
         for state in job.blocks.values() if job is not None else ():
             page, round_ = job.arena.current(state._slot), state._round
+            held = page and (page.parameter.tobytes(), [s.tobytes() for s in page.slots], page.steps.tobytes())
             blocks.append(
                 (
                     state.version,
-                    None
-                    if page is None
-                    else (page.parameter.tobytes(), [s.tobytes() for s in page.slots], page.steps.tobytes()),
+                    held,
                     None
                     if not isinstance(round_, FastRound)
                     else (

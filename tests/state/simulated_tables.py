@@ -45,9 +45,9 @@ class MortalStore:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
 
-    def push(self, *args: Any, **options: Any) -> None:
+    def commit(self) -> None:
         self._fuse("table.before")
-        self._store.push(*args, **options)
+        self._store.commit()
         self._fuse("table.after")
 
 

@@ -76,9 +76,8 @@ class Oracle:
 
     def learn_opened(self, shard: Shard) -> None:
         """Of a shard that has come back: it may have been killed between the opening and the answers."""
-        for rank, (session, calls) in shard._core.barriers._opened.items():
-            for seq in calls:
-                self.on_opened(shard, self.last_barrier[rank], (rank, session, seq))
+        for rank, (session, seq, _) in shard._core.barriers._opened.items():
+            self.on_opened(shard, self.last_barrier[rank], (rank, session, seq))
 
     def on_send(self, rank: int, sent: Sent) -> None:
         self.sent[rank, sent.session, sent.clock] = sent

@@ -153,9 +153,23 @@ def test_names_are_bounded(monkeypatch):
         driver.arrive(b, f"n{seq}", seq)
 
     assert len(driver.core.barriers._barriers) <= 100
-    assert all(len(seqs) <= 64 for _, seqs in driver.core.barriers._opened.values())
+    assert set(driver.core.barriers._opened) == {0, 1}
     driver.arrive(b, "kept", 1)
     assert waiting.future.result(0) == 0
+
+
+def test_what_is_kept_of_a_barrier_does_not_grow_with_the_calls_before(tmp_path):
+    """It is written while all wait: the last call of each worker, which alone may be sent again."""
+    driver = Driver(job_spec(40), state_dir=str(tmp_path / "state"))
+    seats, sizes = driver.start(), []
+    for seq in (*range(1, 100), 1 << 40):
+        for seat in seats:
+            driver.arrive(seat, seq=seq)
+        sizes.append(len(driver.core.storage.load_barriers()))
+
+    assert max(sizes) < 40 * 32
+    driver.restart(*seats)
+    assert [driver.arrive(seat, seq=1 << 40).future.result(0) for seat in seats] == [99] * 40
 
 
 def test_a_call_keeps_its_number_when_its_worker_joins_anew():

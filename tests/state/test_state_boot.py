@@ -10,7 +10,7 @@ from shard_driver import Driver
 
 from psd.contract.config import ConfigError, ServerConfig
 from psd.rim.server import ShardServer
-from psd.state.durability import notes, storage
+from psd.state.durability import boots, notes, storage
 
 
 @pytest.fixture
@@ -18,7 +18,7 @@ def driver(tmp_path, monkeypatch):
     """A shard with a state directory, which trains, on a machine whose boot id is a file that tests change."""
     boot_id = tmp_path / "boot_id"
     boot_id.write_text("first\n")
-    monkeypatch.setattr(storage, "_BOOT_ID", boot_id)
+    monkeypatch.setattr(boots, "_BOOT_ID", boot_id)
     driver = Driver(state_dir=str(tmp_path / "state"))
     driver.seats = driver.start()
     for seat in driver.seats:
@@ -92,10 +92,27 @@ def test_a_shard_that_could_not_go_on_leaves_what_the_one_before_had_left_in_ord
             driver._start()
 
 
-def test_a_system_that_does_not_say_is_believed(driver):
-    """Elsewhere than on Linux."""
+def test_where_the_system_does_not_say_a_killed_shard_is_not_believed(driver, monkeypatch):
+    """Its arena may have outlived the machine; one that was closed in order is believed."""
+    monkeypatch.setattr(boots, "_boot_session", lambda: b"")
+    monkeypatch.setattr(boots, "_is_in_memory", lambda _: False)
     driver.boot_id.unlink()
-    (driver.shard._core.storage.directory / "boot").unlink()
+    driver.shard.close(keep=True)
+    driver.restart(*driver.seats)
+    assert driver.shard.is_recovered
+
+    with pytest.raises(ConfigError, match="was killed, and this system does not tell whether the machine went down"):
+        driver.restart()
+
+
+@pytest.mark.parametrize("how", ["asked", "in memory"])
+def test_where_the_system_says_it_in_another_way_a_killed_shard_is_gone_on_from(driver, monkeypatch, how):
+    """macOS has a call for it. And what lies in memory alone cannot outlive the machine."""
+    monkeypatch.setattr(boots, "_boot_session", lambda: b"session" if how == "asked" else b"")
+    monkeypatch.setattr(boots, "_is_in_memory", lambda _: how != "asked")
+    driver.boot_id.unlink()
+    driver.shard.close(keep=True)
+    driver.restart(*driver.seats)
 
     driver.restart(*driver.seats)
 

@@ -11,7 +11,7 @@ from shard_driver import SGD, Driver, Seat
 from psd.contract.consistency import Consistency
 from psd.contract.errors import InvalidRequest, InvalidTensor, PsdError
 from psd.contract.jobspec import GroupSpec, JobSpec, TensorSpec
-from psd.state.durability.cuts import Snapshot
+from psd.state.durability.snapshots import Snapshot
 from psd.v1 import data_pb2
 
 WEIGHT, MEAN, COUNT = 0, 1, 2
@@ -129,10 +129,38 @@ def test_cut_without_rounds_then_waits_for_the_buffers_but_not_for_ever():
     done = driver.shard.cuts.take_part()
     cut, later = (data_pb2.Cut(id=name, step=1) for name in ("c", "d"))
     driver.learn_cuts([cut])
+    driver.choose(cut)
     assert taken(done) is None
     store(driver, first, 3, cut)
     assert taken(done) == [3, 3]
 
     driver.learn_cuts([later])
+    driver.choose(later)
     driver.expire(first, keep=[second])
     assert taken(done) == [3, 3]
+
+
+def test_cut_that_the_buffers_complete_at_the_moment_of_its_positions_then_is_handed_over_once_and_whole():
+    """Another thread brings them while the first one still notes what workers have saved; a third one writes it at once."""
+    driver = driver_of("async", world_size=1)
+    (only,) = driver.start()
+    done, cut = driver.shard.cuts.take_part(), data_pb2.Cut(id="c", step=1)
+    describe, written = driver.shard.cuts._surroundings, []
+
+    def write():
+        while not done.empty():
+            snapshot = done.get()
+            written.append((snapshot.why_missed, dict(snapshot.worker_clocks), sorted(snapshot.pages)))
+            snapshot.pages.clear()
+
+    def describe_late(*args):
+        store(driver, only, 3, cut)
+        write()
+        describe(*args)
+
+    driver.shard.cuts._surroundings = describe_late
+    driver.learn_cuts([cut])
+    driver.choose(cut)
+    write()
+
+    assert written == [("", {0: 0}, [WEIGHT, MEAN, COUNT])]

@@ -26,7 +26,7 @@ def test_a_bucket_holds_what_is_at_most_its_bound(value: float, bucket: int) -> 
 
 def test_a_copy_does_not_change_with_the_original() -> None:
     """A scrape sees one instant."""
-    counts = LaneCounts()
+    counts = LaneCounts("tcp")
     counts.count_call("push", 1.0)
     before = counts.copy()
 

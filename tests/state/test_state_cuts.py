@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 
 import pytest
@@ -9,9 +10,7 @@ from shard_driver import Driver, job_spec
 
 from psd.contract.config import CUTS_MAX
 from psd.contract.errors import InvalidRequest
-from psd.state.durability.cuts import (
-    check_cuts,
-)
+from psd.state.durability.snapshots import check_cuts
 from psd.v1 import data_pb2
 
 
@@ -154,24 +153,6 @@ def test_a_cut_that_comes_too_late_is_missed_and_nothing_stays_pinned(is_ahead):
     assert (pins(driver), driver.shard.cuts.open) == ([1, 1], [])
 
 
-@pytest.mark.parametrize("mode", ["async", "ssp:2"])
-def test_without_rounds_all_blocks_are_taken_at_one_instant(mode):
-    """Whatever their versions are; each page says its own."""
-    driver = Driver(job_spec(1, blocks=2, mode=mode))
-    taker = Taker(driver)
-    (a,) = driver.start()
-    driver.push(a, 0, 1.0)
-    push = driver.begin_push(a, 1)
-    driver.push_block(push, 0, 1.0)
-
-    driver.learn_cuts([cut(step=77)])
-    driver.push_block(push, 1, 1.0)
-
-    (snapshot,) = taker.ready
-    assert {index: page.version for index, page in snapshot.pages.items()} == {0: 2, 1: 1}
-    assert snapshot.worker_clocks == {0: 1}
-
-
 def test_workers_carry_cuts_from_shard_to_shard():
     """The reply to a push names the cuts; the next push brings them to a shard that has not heard of them."""
     first, second = Driver(job_spec(1)), Driver(job_spec(1, blocks=2), shard=1, shards=2)
@@ -242,6 +223,36 @@ def test_going_back_gives_up_open_cuts():
     assert pins(driver) == [1, 1]
 
 
+def test_a_cut_whose_blocks_come_in_two_threads_is_handed_over_once():
+    """The second block comes as soon as the first is noted, before its thread has looked whether that was the last."""
+    driver = Driver(job_spec(1, blocks=2))
+    done = driver.shard.cuts.take_part()
+    (a,) = driver.start()
+    driver.learn_cuts([cut(step=1)])
+    cuts, push = driver.shard.cuts, driver.begin_push(a, 0)
+
+    class Lock:
+        """That of the cuts; when it is let go of for the first time, the other thread goes on."""
+
+        def __init__(self, lock):
+            self._lock = lock
+
+        def __enter__(self):
+            self._lock.__enter__()
+
+        def __exit__(self, *error):
+            self._lock.__exit__(*error)
+            cuts._lock = self._lock
+            with ThreadPoolExecutor(1) as other:
+                assert other.submit(driver.push_block, push, 1, 1.0).result() is None
+
+    cuts._lock = Lock(cuts._lock)
+    assert driver.push_block(push, 0, 1.0) is None
+
+    assert sorted(done.get_nowait().pages) == [0, 1]
+    assert (done.qsize(), cuts.unwritten) == (0, 1)
+
+
 def test_a_cut_that_completes_while_the_job_goes_back_is_handed_over_once():
     """With all its pages: whoever writes it holds them, and gives them back to the arena that they are from."""
     driver = Driver(job_spec(1, blocks=2))
@@ -249,9 +260,9 @@ def test_a_cut_that_completes_while_the_job_goes_back_is_handed_over_once():
     (a,) = driver.start()
     job, describe = driver.core.job, driver.shard.cuts._surroundings
 
-    def go_back_meanwhile(snapshot):
+    def go_back_meanwhile(*args):
         driver.shard.cuts.forget(job)
-        describe(snapshot)
+        describe(*args)
 
     driver.shard.cuts._surroundings = go_back_meanwhile
     driver.learn_cuts([cut(step=1)])

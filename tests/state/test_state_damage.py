@@ -15,12 +15,14 @@ from psd.checkpoint import CheckpointDirectory
 from psd.contract.config import ConfigError, Limits
 from psd.contract.errors import RolledBack
 from psd.contract.vectors import spec_message
+from psd.state.core import ShardCore
 from psd.state.durability.storage import Storage
+from psd.state.shard import Shard
 from psd.v1 import vectors_pb2
 from psd_core.vector import VectorSpec
 from psd_core.vector_operations import Fill
 
-SMALL = Limits(workers_max=1, table_bytes_max=1 << 17, push_ids_max=16)
+SMALL = Limits(workers_max=1, table_bytes_max=1 << 19, push_ids_max=16)
 SAMPLES = 24
 """Bytes of each file that are changed in turn."""
 
@@ -144,14 +146,54 @@ def test_a_shard_whose_files_are_damaged_goes_back_to_a_checkpoint(tmp_path, cap
         driver.resume(seat, timeline=1)
 
 
+def test_a_byte_of_the_note_on_the_boot_that_has_changed_is_damage_whichever_it_is(ended, tmp_path, caplog):
+    """Also one of those by which the note is told from other files: with a checkpoint the shard goes back to that."""
+    driver, _ = ended
+    boot, copy = tmp_path / "state" / "boot", tmp_path / "copy"
+    shutil.copytree(tmp_path / "state", copy)
+
+    for place in (*range(13), boot.stat().st_size - 1):
+        data = bytearray((copy / "boot").read_bytes())
+        data[place] ^= 1
+        shutil.rmtree(tmp_path / "state", ignore_errors=True)
+        shutil.copytree(copy, tmp_path / "state")
+        boot.write_bytes(data)
+        assert Storage(driver.config, None).recover(lambda: True) is None, place
+        assert not (tmp_path / "state" / "arena").exists(), place
+    assert f"{boot}: is cut off or was changed" in caplog.text
+
+
+@pytest.mark.parametrize("file", ["arena", "table-1", "vectors/log"])
+def test_a_head_that_has_changed_under_a_killed_shard_lets_it_go_back_to_a_checkpoint(ended, tmp_path, caplog, file):
+    """There is no seal, and what is found when the file is opened is damage all the same."""
+    driver, _ = ended
+    goes_on(driver)
+    driver.kill()
+    path = tmp_path / "state" / file
+    data = bytearray(path.read_bytes())
+    data[20] ^= 1
+    path.write_bytes(data)
+    config = dataclasses.replace(driver.config, checkpoint_dir=str(tmp_path / "checkpoints"))
+
+    with pytest.raises(ConfigError, match=rf"--state-dir: {path.parent if file[0] == 'v' else path}: .*cannot go on with it"):
+        Shard(config)
+    assert path.read_bytes() == data
+    core = ShardCore(config, Storage(config, None), lambda: 0.0, None, wall=lambda: 0.0, has_checkpoints=True)
+
+    assert core.recover(lambda: True) is False
+    assert "going back to a checkpoint" in caplog.text
+    assert not path.exists()
+    assert core.storage.arena is None
+
+
 def test_a_directory_that_another_release_has_left_stays(ended, tmp_path):
     """Also where there is a checkpoint: it is not damaged."""
     driver, _ = ended
     boot = tmp_path / "state" / "boot"
     sealed = boot.read_bytes()
-    boot.write_bytes(b"closed")
+    boot.write_bytes(b"PSDNOTE9, a line of text")
 
-    with pytest.raises(ConfigError, match=f"{boot}: does not begin with b'PSDNOTE1': another release wrote it"):
+    with pytest.raises(ConfigError, match=f"{boot}: begins with b'PSDNOTE9', not with b'PSDNOTE1': another release wrote it"):
         Storage(driver.config, None).recover(lambda: True)
 
     boot.write_bytes(sealed)
@@ -179,7 +221,7 @@ def test_what_a_machine_that_went_down_has_left_is_not_called_damaged(ended, tmp
     goes_on(driver)
     driver.kill()
     (tmp_path / "state" / "barriers").write_bytes(bytes(9))
-    monkeypatch.setattr("psd.state.durability.storage._boot_id", lambda: b"another life")
+    monkeypatch.setattr("psd.state.durability.storage.boot_id", lambda _: b"another life")
 
     assert "the machine went down before the shard had ended" in refusal(driver)
     driver.config = dataclasses.replace(driver.config, checkpoint_dir=str(tmp_path / "checkpoints"))

@@ -155,13 +155,13 @@ def test_a_private_shard_keeps_no_notes(tmp_path):
 # -- the job --
 
 
-DECLARE_CALLS = 15
+DECLARE_CALLS = 14
 """Calls of the system that a declaration makes, of those that `no_room_at` counts."""
 
 
 def test_a_job_that_has_no_room_at_any_step_leaves_nothing_and_can_be_declared_again(driver_of, tmp_path, monkeypatch):
     """Whichever call of the system says so."""
-    monkeypatch.setattr(storage, "_boot_id", lambda: b"this life")
+    monkeypatch.setattr(storage, "boot_id", lambda _: b"this life")
     driver = driver_of()
     a, b = driver.join(0), driver.join(1)
 

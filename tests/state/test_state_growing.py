@@ -11,7 +11,7 @@ from psd.contract.errors import CheckpointCorrupt, OutOfSpace
 from psd.contract.jobspec import JobSpec
 from psd.contract.layout import Layout
 from psd.contract.vectors import spec_message
-from psd.state.durability import storage
+from psd.state.durability import leftovers, storage
 from psd.state.life import Life
 from psd.v1 import vectors_pb2
 from psd_core.vector import VectorSpec
@@ -53,7 +53,7 @@ def assert_vectors_go_on(driver, seat):
 
 def test_a_job_that_has_no_room_to_grow_at_any_step_stays_as_it_is(driver_of, monkeypatch):
     """Also its notes; the same declaration is taken when there is room."""
-    monkeypatch.setattr(storage, "_boot_id", lambda: b"this life")
+    monkeypatch.setattr(storage, "boot_id", lambda _: b"this life")
     driver, seat = driver_of()
     ticket = driver.arrive(seat)
     files = sorted(driver.core.storage.directory.iterdir())
@@ -126,7 +126,7 @@ def test_a_shard_that_is_killed_while_it_gives_a_grown_job_up_does_not_take_it_f
         raise Killed
 
     with monkeypatch.context() as context:
-        context.setattr(storage, "_remove_notes", die)
+        context.setattr(leftovers, "remove_notes", die)
         with pytest.raises(Killed):
             driver.shard.close(keep=False)
     driver.restart()

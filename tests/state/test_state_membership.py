@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import io
+from types import SimpleNamespace
+
 import pytest
 from shard_driver import Driver, job_spec
 
+from psd.cli.server import _heed
+from psd.contract.config import ServerConfig
 from psd.contract.errors import (
     ForeignRun,
     InvalidRequest,
@@ -358,3 +363,56 @@ def test_a_worker_that_was_live_before_the_job_went_back_is_awaited_for_a_lease(
     assert list(expired) == [0, 1]
     assert 110 < expired[0] <= 110 + 2 * tick_s(10) < 119 < expired[1]
     assert members.waited_in(0) == 0b1000
+
+
+def test_time_of_training_begins_when_all_have_joined_and_ends_with_the_last_word_of_one():
+    """What a worker does before it joins, such as its imports, is not the job's time; nor are steps made meanwhile its pace."""
+    members = Membership(2, 9.0)
+    first = members.on_join(0, 1, now=10.0)
+    members.on_step(first, 7)
+    assert members.trained() == (0, 0.0)
+
+    second = members.on_join(1, 2, now=15.0)
+    members.on_step(second, 17)
+    members.on_seen(second, 17.5)
+
+    assert members.trained() == (10, 2.5)
+
+
+def test_a_worker_that_a_launcher_starts_again_is_waited_for_beyond_its_lease():
+    """Also by a membership that follows, as the job goes back. A process that was heard in the meantime is the new one."""
+    starting = {}
+    members = Membership(2, 9.0, starting=starting)
+    for rank in range(2):
+        members.on_join(rank, 1 + rank, now=0.0)
+    starting[1] = 1.0
+
+    def tick_to(end, *heard):
+        expired = []
+        for now in range(round(members._last_tick) + 1, end + 1):
+            for rank in heard:
+                members.on_seen(members.workers[rank], float(now))
+            expired += members.on_tick(float(now))
+        return [worker.rank for worker in expired]
+
+    assert tick_to(60, 0) == []
+    members.on_join(1, 7, now=60.0)
+    assert starting == {}
+    assert tick_to(80, 0) == [1], "its lease is what it was"
+
+    members.on_join(1, 8, now=80.0)
+    starting[1] = 80.0  # the word came late: it has joined already
+    assert tick_to(95, 0, 1) == []
+    assert tick_to(120, 0) == [1]
+
+
+def test_a_shard_hears_from_a_launcher_which_workers_to_expect(monkeypatch):
+    """What is no such line, or of no worker of the job, is passed over."""
+    driver = Driver()
+    driver.join(0)
+    monkeypatch.setattr("sys.stdin", io.StringIO("starting 1\nnonsense\nstarting 7\nstarting 0\ngone 1\n"))
+    config = ServerConfig(0, 1)
+
+    _heed(SimpleNamespace(shard=driver.shard), config, None)
+
+    assert list(driver.shard._core.starting) == [0], "rank 7 is no worker's"

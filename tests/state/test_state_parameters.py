@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
+from full_disk import full_disk
 from shard_driver import Driver, Seat, job_spec
 
-from psd.contract.errors import InvalidRequest
+from psd.contract.errors import InvalidRequest, OutOfSpace
 from psd.state.tickets import Ticket
 from psd.v1 import control_pb2, data_pb2
+from psd_core.arena import ArenaFull
 
 
-def set_parameters(driver: Driver, seat: Seat, value: float, *, clock: int = 0, seq: int = 1) -> None:
+def set_parameters(driver: Driver, seat: Seat, value: float, *, clock: int = 0, seq: int = 1, but: int = -1) -> None:
     request = data_pb2.ParametersRequest(caller=seat.caller, layout_digest=driver.layout.digest, clock=clock, seq=seq)
-    for block in driver.layout.blocks_of(0):
+    blocks = driver.layout.blocks_of(0)
+    for block in [blocks[0] if block.index == but else block for block in blocks]:
         request.parameters.add(block=block.index, payload=np.full(block.length, value, block.dtype).tobytes())
     driver.shard.parameters.set(request)
 
 
-def load(driver: Driver, seat: Seat, *, digest: int = 0, clock: int = 0, seq: int = 1, is_set: bool = False) -> Ticket | None:
+def load(driver: Driver, seat: Seat, *, digest: int = 0, seq: int = 1, **fields: Any) -> Ticket | None:
     return driver.shard.parameters.load(
-        control_pb2.LoadRequest(caller=seat.caller, digest=bytes([digest] * 16), clock=clock, seq=seq, is_set=is_set)
+        control_pb2.LoadRequest(caller=seat.caller, digest=bytes([digest] * 16), seq=seq, **fields)
     )
 
 
@@ -54,6 +59,27 @@ def test_set_when_the_call_is_sent_again_late_then_no_update_is_lost(mode):
 
     set_parameters(driver, seat, 7)
     assert driver.values() == [6, 6, 6]
+
+
+def test_set_when_there_is_room_for_some_blocks_alone_then_none_is_set():
+    """Nor is one that stands twice in the call waited for."""
+    driver = Driver(job_spec(1, blocks=6))
+    (seat,) = driver.start()
+    arena, spares = driver.core.job.arena, []
+    with full_disk():
+        with pytest.raises(ArenaFull):
+            while True:
+                spares.append(arena.spare(0))
+        arena.discard(spares.pop())
+        with pytest.raises(OutOfSpace, match="block 1: no room"):
+            set_parameters(driver, seat, 7)
+        assert [driver.values(block)[0] for block in range(6)] == [0] * 6
+    for page in spares:
+        arena.discard(page)
+    set_parameters(driver, seat, 7, seq=2)
+    set_parameters(driver, seat, 9, seq=3, but=5)
+
+    assert [driver.values(block)[0] for block in range(6)] == [9, 9, 9, 9, 9, 7]
 
 
 def test_load_then_one_sets_and_the_others_wait_for_it():
@@ -98,6 +124,26 @@ def test_load_when_the_shard_is_restarted_after_it_then_is_not_done_twice(tmp_pa
     driver.restart(first, second)
     assert outcome(load(driver, second)) is False
     assert outcome(load(driver, second, digest=1, seq=2)) is None
+
+
+def test_loads_at_one_clock_when_a_worker_has_died_amid_them_then_its_successor_waits_for_nobody(tmp_path):
+    """It makes all of them again, and those of before it have gone on. The last load alone was known, so it waited in vain."""
+    driver = Driver(state_dir=str(tmp_path))
+    first, second = driver.start()
+    load(driver, second)
+    load(driver, first)
+    load(driver, first, is_set=True)
+    driver.leave(second, failed=True)
+    assert outcome(load(driver, first, digest=1, seq=2, resets_slots=True)) is True
+    load(driver, first, digest=1, seq=2, resets_slots=True, is_set=True)
+
+    successor = driver.join(1)
+    driver.declare(successor)
+    for _ in range(2):
+        assert outcome(load(driver, successor)) is False
+        assert outcome(load(driver, successor, digest=1, seq=2, resets_slots=True)) is False
+        driver.restart(first, successor)
+    assert outcome(load(driver, successor, seq=3, resets_slots=True)) is None
 
 
 def test_load_of_other_values_than_those_that_wait_have_then_is_refused():

@@ -89,7 +89,7 @@ def test_integer_sums_are_exact_with_threads(mode):
                 push = driver.begin_push(seat, clock)
                 for block in range(4):
                     while (ticket := driver.push_block(push, block, float(seat.rank + 1))) is not None:
-                        ticket.future.result(60)
+                        ticket.future.result(100)
                 driver.shard.exchange.end_push(push)
 
     with ThreadPoolExecutor(8) as pool:

@@ -7,6 +7,7 @@ import inspect
 import pytest
 from shard_driver import Driver, job_spec
 
+from psd.checkpoint import common_cut
 from psd.state.durability.cuts import UNWRITTEN_MAX
 from psd.state.shard import Shard
 from psd.state.tickets import Ticket
@@ -52,6 +53,7 @@ def test_no_cut_is_announced_while_those_before_are_not_written(tmp_path):
     driver, done, a = started(tmp_path, checkpoint_steps=2, mode="async")
     driver.push(a, 0, 1.0)
     driver.push(a, 1, 1.0)
+    driver.choose(*driver.shard.cuts.latest())
     snapshot = done.get_nowait()
     for clock in range(2, 7):
         driver.push(a, clock, 1.0)
@@ -59,6 +61,7 @@ def test_no_cut_is_announced_while_those_before_are_not_written(tmp_path):
 
     driver.shard.cuts.release(snapshot)
     driver.push(a, 7, 1.0)
+    driver.choose(*driver.shard.cuts.latest())
 
     assert steps(done) == [8]
 
@@ -69,6 +72,7 @@ def test_a_cut_that_comes_while_others_wait_to_be_written_is_missed_and_pins_not
 
     for number in range(UNWRITTEN_MAX + 1):
         driver.learn_cuts([data_pb2.Cut(id=f"c{number}", step=number)])
+    driver.choose(*driver.shard.cuts.latest())
 
     found = [done.get_nowait() for _ in range(done.qsize())]
     assert [snapshot.why_missed.partition(":")[0] for snapshot in found] == ["", "", "earlier ones are not written yet"]
@@ -92,3 +96,65 @@ def test_nobody_outside_is_called_back():
 
     assert {"Admission", "Cuts", "CutSchedule", "Exchange"} <= {kind.__name__ for kind in kinds}
     assert (taking, given) == ([], ["now", "wall", "crash_point"])
+
+
+def orders(driver):
+    return [cut.order for cut in driver.shard.cuts.latest()]
+
+
+def test_without_rounds_the_slowest_may_be_further_back_than_it_was_and_cuts_are_announced_all_the_same(tmp_path):
+    """Multiples are counted from there; by time it is enough that anybody has moved."""
+    driver = Driver(job_spec(2, mode="async"), checkpoint_dir=str(tmp_path), checkpoint_steps=5, checkpoint_secs=60)
+    done = driver.shard.cuts.take_part()
+    a, b = driver.start()
+    driver.push(a, 0, 1.0)
+    driver.leave(a)
+    for clock in range(20):
+        driver.push(b, clock, 1.0)
+        if clock == 10:
+            driver.choose(*driver.shard.cuts.latest())
+            driver.shard.cuts.release(done.get_nowait())
+    known = {cut.id for cut in driver.shard.cuts.latest()}
+    driver.leave(b)
+    driver.shard.cuts.release(done.get_nowait())
+
+    a = driver.join(0)
+    driver.declare(a)
+    for clock in range(a.clock, 5):
+        driver.push(a, clock, 1.0)
+
+    (by_steps,) = [cut for cut in driver.shard.cuts.latest() if cut.id not in known]
+    driver.choose(by_steps)
+    driver.shard.cuts.release(done.get_nowait())
+    driver.time.value += 60
+    driver.push(a, 5, 1.0)
+    assert (a.clock, by_steps.step, driver.shard.cuts.latest()[-1].step) == (1, 5, 6)
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_shard_that_was_restarted_knows_which_cut_was_the_last(tmp_path, mode):
+    """Or it would name another one of the same step; so with rounds, and by what all shards agree on at the end."""
+    driver = Driver(job_spec(1, mode=mode), state_dir=str(tmp_path / "state"), checkpoint_dir=str(tmp_path / "stored"))
+    driver.shard.cuts.take_part()
+    (a,) = driver.start()
+    driver.shard.schedule.announce("c1")
+    before = orders(driver)
+    driver.choose(*driver.shard.cuts.latest())
+    last = common_cut({0: driver.shard.schedule.end_note()}, driver.layout)
+    driver.shard.schedule.take_end(last)
+
+    driver.restart(a)
+    driver.shard.cuts.take_part()
+    driver.shard.schedule.announce("c2")
+
+    assert before[0] < last.order < orders(driver)[0]
+
+
+def test_cuts_of_one_step_are_told_apart(tmp_path):
+    """In a round that stands still, say; its vectors may have changed."""
+    driver, _, _ = started(tmp_path)
+
+    driver.shard.schedule.announce("b1")
+    driver.shard.schedule.announce("a2")
+
+    assert [(cut.step, cut.order) for cut in driver.shard.cuts.latest()] == [(3, 0), (3, 1)]

@@ -156,14 +156,14 @@ def test_a_shard_has_its_share_of_a_tables_rows(at_limit):
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        ({"rows_max": 2000}, "table 's1': max_rows: 2000 rows of 41 bytes on each .* do not fit: .*--max-table-bytes 100000"),
+        ({"rows_max": 5000}, "table 's1': max_rows: 5000 rows on each shard, .* do not fit: .*--max-table-bytes 600000"),
         ({"rows_max": 10_000}, "table 's0': max_rows: 10000 rows on each .* are above the shard's --max-table-rows 5000"),
-        ({"rows_max": 1200, "admit_after": 2}, None),
+        ({"rows_max": 1000, "admit_after": 2}, None),
     ],
 )
 def test_tables_that_do_not_fit_are_refused_at_the_declaration(table, message):
     """By name, with the limit; then another job may be declared."""
-    driver = Driver(tables_spec(1, table=table), limits=Limits(table_bytes_max=100_000, table_rows_max=5000))
+    driver = Driver(tables_spec(1, table=table), limits=Limits(table_bytes_max=600_000, table_rows_max=5000, push_ids_max=1000))
     seat = driver.join()
     if message is not None:
         with pytest.raises(PsdError, match=message):
@@ -208,3 +208,34 @@ def test_rows_expire_also_after_the_machines_clock_was_ahead_for_a_while():
     driver.shard.tick()
 
     assert driver.rows(0, [1]) == [0.0]
+
+
+def test_a_push_without_rounds_makes_no_list_of_what_all_workers_have_pushed(monkeypatch):
+    """Each table is asked for its own worker's last push: with many tables and workers a list for each took a millisecond."""
+    driver = Driver(tables_spec(3, tables=3, mode="async"))
+    (seat,) = driver.start(2)
+
+    def fail(*_):
+        raise AssertionError("all workers' windows are read")
+
+    monkeypatch.setattr("psd.state.tables.block.counted_in", fail)
+    monkeypatch.setattr("psd.state.aggregation.pages.counted", fail)
+    for clock in (0, 0, 1):
+        driver.push_rows(seat, clock, {0: ([1], 1.0), 2: ([1], 1.0)}, client_state=b"mine")
+
+    assert driver.core.job.tables.last_counted(2) == (seat.session, 2)
+    assert [driver.rows(table, [1]) for table in (0, 1, 2)] == [[-2.0], [0.0], [-2.0]]
+
+
+def test_the_shards_together_have_as_many_rows_as_the_table_may_have():
+    """Not so many for each as the largest share; and each has room for a row."""
+    shares = []
+    for shard in range(4):
+        driver = Driver(tables_spec(1, tables=1, table={"rows_max": 10}), shard=shard, shards=4)
+        driver.declare(driver.join(session=shard and 1))
+        shares.append(driver.core.job.tables.partitions[0].store.spec.rows_max)
+    few = Driver(tables_spec(1, tables=1, table={"rows_max": 3}), shards=4)
+
+    assert shares == [3, 3, 2, 2]
+    with pytest.raises(InvalidRequest, match="table 's0': max_rows: 3 rows are fewer than the 4 shards"):
+        few.declare(few.join())

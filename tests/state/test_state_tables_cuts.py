@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from shard_driver import Driver, tables_spec
 
-from psd.checkpoint.cut import name_of
-from psd.state.durability.cuts import FINAL_ID
+from psd.checkpoint.cut import FINAL_ID, name_of
 from psd.v1 import data_pb2
 
 
@@ -41,6 +40,7 @@ def test_a_cut_has_the_rows_of_its_version_and_what_counts_with_them(mode, block
         push(driver, seat, clock)
     if mode == "async":
         driver.learn_cuts([cut("c1", 2)])
+        driver.choose(cut("c1", 2))
     push(driver, seat, 2)
 
     snapshot = done.get_nowait()

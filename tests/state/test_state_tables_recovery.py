@@ -8,7 +8,7 @@ from shard_driver import Copier, Driver, tables_spec
 
 from psd.contract.config import ConfigError, Limits
 
-SMALL = Limits(table_bytes_max=1 << 17, push_ids_max=16)
+SMALL = Limits(table_bytes_max=1 << 19, push_ids_max=16)
 """So small that a table's file can be copied at each store."""
 
 

@@ -9,7 +9,7 @@ import pytest
 from settling import bring, commit, decision
 from shard_driver import Driver, tables_spec
 
-from psd.contract.errors import OutOfSpace, SessionFenced
+from psd.contract.errors import InvalidRequest, OutOfSpace, SessionFenced
 from psd.contract.jobspec import GroupSpec
 from psd.state.tickets import Ticket
 from psd_core.arena import ArenaFull
@@ -140,25 +140,31 @@ def test_a_worker_that_dies_amid_its_frames_has_pushed_nothing():
     assert driver.rows(0, [1, 2]) == [-1.0, 0.0]
 
 
+@pytest.mark.parametrize(
+    ("where", "error", "text"),
+    [("_make_room", ArenaFull("no room"), "'s1'"), ("push", MemoryError("no memory"), "no memory")],
+    ids=["file", "memory"],
+)
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_rows_that_find_no_room_are_counted_when_there_is_some(monkeypatch, world_size):
-    """Tables that had room before have the push once; whoever waits is told, and the rest follows."""
+def test_rows_that_find_no_room_are_counted_when_there_is_some(monkeypatch, world_size, where, error, text):
+    """No table has the push before all have it; whoever waits is told, and it follows. Where it was ordinary memory that lacked
+    nobody tried again: the round had all its gradients, and never closed."""
     driver = Driver(tables_spec(world_size, reduction="sum"))
     seats = driver.start()
 
-    def fails(*_):
-        raise ArenaFull("no room")
+    def fails(*_, **__):
+        raise error
 
     rows = {0: ([1], 1.0), 1: ([1], 1.0)}
     with monkeypatch.context() as full:
-        full.setattr(driver.core.job.tables.partitions[1].store, "_make_room", fails)
+        full.setattr(driver.core.job.tables.partitions[1].store, where, fails)
         if world_size == 1:
-            with pytest.raises(OutOfSpace, match="'s1'"):
+            with pytest.raises(OutOfSpace, match=text):
                 driver.push_rows(seats[0], 0, rows)
         else:
             for seat in seats:
                 driver.push_rows(seat, 0, rows)
-            with pytest.raises(OutOfSpace, match="'s1'"):
+            with pytest.raises(OutOfSpace, match=text):
                 driver.pull_rows(seats[0], 1, 0, [1])
         assert driver.core.job.tables.version == 0
 
@@ -259,3 +265,40 @@ def test_rounds_that_everybody_skips_pass_without_a_step_of_the_tables():
     assert driver.push_rows(a, 4, {0: ([1], 1.0)}).blocks_counted == 1
     assert [partition.store.counters()["step"] for partition in tables.partitions] == [1, 1]
     assert driver.rows(0, [1]) == [-1.0]
+
+
+@pytest.mark.parametrize("mode", ["sync", "exact", "async"])
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_table_that_nobody_looks_up_rests(mode, order):
+    """As tensors without a gradient do; a worker that has none for it does not count, and a shard without rows of it does."""
+    fields = {"aggregation": "exact"} if mode == "exact" else {"mode": mode}
+    driver = Driver(tables_spec(2, **fields))
+    seats = driver.start()
+    touched = [(b"\0", b"\0"), (b"\1", b"\0"), (b"\2", b"\0"), (b"\0", b"\0"), (b"\2", b"\2"), (b"", b"\0"), (b"\3", b"\1")]
+    for clock, masks in enumerate(touched):
+        for seat in seats[::order]:
+            rows = {1: ([1], 1.0)} if masks[seat.rank] == b"\2" else {}
+            driver.push_rows(seat, clock, rows, present=masks[seat.rank])
+        if mode == "exact":
+            for seat in seats:
+                commit(driver, seat, clock)
+            bring(driver, seats[0], clock + 1, decisions=driver.shard.settlement.commit_reply(0, clock).decisions)
+
+    steps = [partition.store.counters()["step"] for partition in driver.core.job.tables.partitions]
+    assert steps == ([4, 5] if mode == "async" else [3, 4])
+    assert driver.core.job.tables.version == (14 if mode == "async" else 7)
+
+
+def test_rows_of_a_table_that_is_not_present_are_refused():
+    """Nothing has changed."""
+    driver = Driver(tables_spec(1))
+    (seat,) = driver.start()
+    before = driver.fingerprint()
+    for present, message in (
+        (b"\1", "present: says that table 's1' has no gradient, but there are rows"),
+        (b"\1\0", "present: bitmap has 2"),
+    ):
+        with pytest.raises(InvalidRequest, match=message):
+            driver.push_rows(seat, 0, {1: ([1], 1.0)}, present=present)
+
+    assert driver.fingerprint() == before

@@ -69,7 +69,7 @@ def train(ps: psd_client.ParameterServer, *, steps: int, **options: object) -> d
 
 def run(servers: str, world_size: int, **options: object) -> list[dict[int, dict[str, torch.Tensor]]]:
     def worker(rank: int) -> dict[int, dict[str, torch.Tensor]]:
-        with psd_client.connect(servers, rank, world_size, wait_timeout=20) as ps:
+        with psd_client.connect(servers, rank, world_size, wait_timeout=120) as ps:
             return train(ps, **options)
 
     with ThreadPoolExecutor(world_size) as pool:
@@ -151,7 +151,7 @@ def test_checkpoint_when_a_shard_has_frozen_parameters_alone_then_is_complete(cl
     running = cluster(2, checkpoint_dir=url, checkpoint_steps=4)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)).requires_grad_(False)
     model[1].requires_grad_(True)
-    with psd_client.connect(running.servers, 0, 1, wait_timeout=20) as ps:
+    with psd_client.connect(running.servers, 0, 1, wait_timeout=120) as ps:
         optimizer = psd.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), ps=ps)
         for _ in range(6):
             model(torch.ones(2, 4)).sum().backward()
@@ -194,7 +194,7 @@ def test_buffer_that_is_assigned_anew_is_stored_restored_and_checked(cluster, tm
         optimizer.step()
 
     running = cluster(2, checkpoint_dir=url, checkpoint_steps=2, checkpoint_keep=9)
-    with psd_client.connect(running.servers, 0, 1, wait_timeout=20) as ps:
+    with psd_client.connect(running.servers, 0, 1, wait_timeout=120) as ps:
         model, optimizer = begin(ps)
         step(model, optimizer)
         optimizer.load_parameters({**state_of(model), "mean": torch.ones(FEATURES)})

@@ -187,13 +187,16 @@ def test_a_collection_pulls_all_tables_at_once_and_shares_them():
         collection({"person": ids["user"]})
 
 
-def test_evaluation_counts_as_no_use_and_tracks_nothing():
-    mine, _, tables = pair()
+def test_in_evaluation_mode_rows_are_trained_as_torchs_are_and_kept_alive_by_no_lookup():
+    """As where dropout is off while a model is tuned. Without gradients nothing is tracked."""
+    mine, theirs, tables = pair()
     ids = torch.tensor([1, 2, 2])
 
+    check_same(mine.eval()(ids), theirs.eval()(ids))
+    torch.testing.assert_close(dense(tables, DIM), theirs.weight.grad)
+    mine.zero_grad()
     with torch.no_grad():
-        mine(ids)
-    assert not mine.eval()(ids).requires_grad
+        assert not mine(ids).requires_grad
     mine.train().requires_grad_(False)
     assert not mine(ids).requires_grad
 

@@ -73,7 +73,7 @@ def test_step_then_parameters_are_at_most_one_step_old_and_pull_has_all(run_work
 def test_step_when_an_answer_is_late_then_the_next_forward_pass_begins_without_it(cluster: Any, transport: str) -> None:
     """One block is held at the shard. The step after the next waits for it, or another one of its age would follow."""
     running = cluster(1)
-    with psd_client.connect(running.servers, 0, 1, transport=transport, wait_timeout=60) as ps:
+    with psd_client.connect(running.servers, 0, 1, transport=transport, wait_timeout=120) as ps:
         model, optimizer = begun(ps)
         blocks = running.shards[0].shard._core.initialized().blocks
         with blocks[max(blocks)].lock:
@@ -91,7 +91,7 @@ def test_step_when_an_answer_is_late_then_the_next_forward_pass_begins_without_i
 def test_close_when_a_push_goes_on_then_it_is_not_lost(cluster: Callable[..., Any]) -> None:
     """Nor does a barrier mind it."""
     running = cluster(1)
-    with psd_client.connect(running.servers, 0, 1, wait_timeout=60) as ps:
+    with psd_client.connect(running.servers, 0, 1, wait_timeout=120) as ps:
         model, optimizer = begun(ps)
         for number in range(1, STEPS + 1):
             step(model, optimizer, number)
@@ -120,7 +120,7 @@ optimizer.step()
 def test_program_when_it_ends_without_close_then_its_last_push_is_not_lost(cluster: Any, transport: str) -> None:
     """Its only step has not waited."""
     running = cluster(2)
-    subprocess.run([sys.executable, "-c", PROGRAM, running.servers, transport], check=True, timeout=100)
+    subprocess.run([sys.executable, "-c", PROGRAM, running.servers, transport], check=True, timeout=280)
 
     assert [worker.state.name for shard in running.shards for worker in shard.shard._core.members.workers] == ["FINISHED"] * 2
     assert_held(running, -1)

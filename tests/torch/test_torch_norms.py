@@ -124,7 +124,7 @@ def test_two_worker_and_two_shard_processes_equal_one_process(tmp_path):
         [sys.executable, "-m", "psd.cli.run", "--shards", "2", "--workers", "2", "--lease", "100", *arguments],
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=280,
         check=False,
     )
 

@@ -108,24 +108,6 @@ def test_state_dict_takes_the_groups_along_and_keeps_them_shared(run_workers):
     assert alone(run_workers, body) == (1, 0.1, 0.9, 2)
 
 
-def test_state_dict_of_ordinary_sgd_is_taken_without_slots_and_refused_with(run_workers):
-    """Momentum that would be lost is not dropped in silence."""
-
-    def body(ps):
-        model = small_model()
-        other = SGD(model.parameters(), lr=0.3, momentum=0.9)
-        fresh = other.state_dict()
-        backward(model, *batch(0))
-        other.step()
-        optimizer = psd.distribute(model, SGD(model.parameters(), lr=0.1, momentum=0.9), ps=ps)
-        with pytest.raises(InvalidRequest, match="momentum_buffer"):
-            optimizer.load_state_dict(other.state_dict())
-        optimizer.load_state_dict(fresh)
-        return optimizer.param_groups[0]["lr"]
-
-    assert alone(run_workers, body) == 0.3
-
-
 @pytest.mark.parametrize("loads", ["given", "result"])
 @pytest.mark.parametrize("scheduled", ["given", "result"])
 def test_a_state_that_is_loaded_into_either_optimizer_leaves_schedulers_of_both_in_force(run_workers, loads, scheduled):

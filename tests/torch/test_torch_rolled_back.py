@@ -41,7 +41,7 @@ def test_step_after_the_job_has_gone_back_then_goes_on(cluster: Any, tmp_path: P
     running = cluster(2, **options)
     address = running.shards[1].address
     model = Model()
-    with psd_client.connect(running.servers, 0, 1, wait_timeout=60) as ps:
+    with psd_client.connect(running.servers, 0, 1, wait_timeout=120) as ps:
         optimizer = psd.distribute(model, SGD(model.parameters(), lr=1.0), ps=ps, consistency="async", overlap=overlap)
 
         def step() -> bool:

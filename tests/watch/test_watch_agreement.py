@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import urllib.request
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -44,6 +45,9 @@ OF_SHARDS = {
 IN_STATUS = {"updates": "rounds", "rounds": "version_max"}
 """Those that psdctl status has by another name."""
 
+OF_CALLS = {"barrier": "psd_barrier_seconds_count"}
+"""Kinds of calls that have a metric of their own."""
+
 LOGGED = 12
 """Losses that `train` logs; a thread of each worker sends them when it can."""
 
@@ -54,7 +58,7 @@ class Scrape:
     """One shard's metrics."""
 
     def __init__(self, port: int) -> None:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=100) as answer:
             families = list(text_string_to_metric_families(answer.read().decode()))
         self._known = {family.name for family in families}
         self._samples = [sample for family in families for sample in family.samples]
@@ -80,6 +84,7 @@ def train(servers: str) -> list[Any]:
             rows = ps.tables["items"].pull(ids)
             ps.push_pull(PARAMS, tables={"items": (ids, np.ones_like(rows))})
             ps.log(ps.clock, loss=1 / ps.clock)
+        ps.barrier("trained")
         return ps
 
     with ThreadPoolExecutor(2) as pool:
@@ -124,7 +129,7 @@ def of_metrics(scrapes: list[Scrape], ranks: int, calls: list[dict[str, int]]) -
 
     shards = [
         {name: number(scrape, metric) for name, metric in OF_SHARDS.items()}
-        | {"calls": {call: scrape.number("psd_call_seconds_count", call) for call in kinds}}
+        | {"calls": {call: number(scrape, OF_CALLS.get(call, ("psd_call_seconds_count", call))) for call in kinds}}
         for scrape, kinds in zip(scrapes, calls, strict=True)
     ]
     steps = [max(scrape.number("psd_worker_step", str(rank)) for scrape in scrapes) for rank in range(ranks)]
@@ -141,6 +146,12 @@ def of_metrics(scrapes: list[Scrape], ranks: int, calls: list[dict[str, int]]) -
         "workers": {rank: ("live", steps[rank], awaited[rank]) for rank in range(ranks)},
         "tables": {"items": [rows, size, hits + misses, hits]},
     }
+
+
+def table_in(text: str) -> list[dict[str, str]]:
+    """The rows of the shards in a text, by the titles of their columns, which two blanks divide at least."""
+    titles, *rows = (re.split(r"\s{2,}", line.strip()) for line in text[text.index("SHARD ") :].split("\n\n")[0].splitlines())
+    return [dict(zip(titles, row, strict=True)) for row in rows]
 
 
 def test_all_four_say_the_same_of_one_job(
@@ -180,6 +191,14 @@ def test_all_four_say_the_same_of_one_job(
     assert of_looks(top) == status
     assert of_looks(shown["now"]) == status
     assert metrics == status
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main(["top", "--once", *where]) == 0
+    in_top = table_in(capsys.readouterr().out)
+    assert main(["status", *where]) == 0
+    in_status = table_in(capsys.readouterr().out)
+    for title in ("SHARD", "PARAMETERS", "SLOTS", "ADDRESS"):
+        shown_in_both = [[row[title].partition("/")[0] for row in each] for each in (in_top, in_status)]
+        assert shown_in_both[0] == shown_in_both[1], title
     assert main(["top", "--once", *where]) == 0
     rows = capsys.readouterr().out.partition("RANK")[2].splitlines()[1:3]
     assert [row.split()[:3] for row in rows] == [["0", "live", "6"], ["1", "live", "6"]]

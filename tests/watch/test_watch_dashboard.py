@@ -16,7 +16,7 @@ from certificates import Authority
 from scripted_job import ScriptedJob, logged
 
 from psd.contract.tls import server_files
-from psd.watch.dashboard import admission, server
+from psd.watch.dashboard import admission, server, visitors
 from psd.watch.dashboard.pages import Streams
 from psd.watch.dashboard.server import DashboardPlace, listen, serve
 
@@ -207,4 +207,41 @@ def test_what_is_no_request_is_refused_and_fills_no_log(caplog, capfd):
             return [await answer(address, request) for request in requests]
 
     assert asyncio.run(ask()) == [*requests.values()]
+    assert (caplog.text, capfd.readouterr().err) == ("", "")
+
+
+@pytest.mark.parametrize("is_tls", [False, True])
+def test_of_many_idle_connections_the_oldest_goes_and_who_looks_on_stays(tmp_path, monkeypatch, caplog, capfd, is_tls):
+    """Also of those that end amid the handshake of TLS; and none of it is logged."""
+    monkeypatch.setattr(visitors, "STRANGERS_MAX", 8)
+    monkeypatch.setattr(visitors, "CONNECTIONS_MAX", 12)
+    paths = Authority("test").issue("127.0.0.1").write(tmp_path, "dashboard")
+    tls = server_files(paths["tls_cert"], paths["tls_key"], "").load()[1] if is_tls else None
+
+    async def crowd():
+        job, trusting = ScriptedJob(), aiohttp.TCPConnector(ssl=False)
+        async with (
+            dashboard(job, TOKEN, tls) as address,
+            aiohttp.ClientSession(connector=trusting, cookie_jar=aiohttp.CookieJar(unsafe=True)) as session,
+        ):
+            port = int(address.rpartition(":")[2])
+            async with session.post(f"{address}/api/enter", json={"token": TOKEN}) as entered:
+                assert entered.status == 200
+            async with session.get(f"{address}/api/stream") as reply:
+                stream = events(reply)
+                assert (await anext(stream))[0] == "job"
+                idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(40)]
+                ends = [asyncio.create_task(reader.read()) for reader, _ in idle]
+                await asyncio.gather(*ends[:32], return_exceptions=True)  # ended by the dashboard
+                assert not any(end.done() for end in ends[-8:])
+                async with session.get(f"{address}/") as page:
+                    assert page.status == 200
+                assert (await anext(stream))[0] == "look"
+                for end in ends:
+                    end.cancel()
+                for _, writer in idle:
+                    writer.close()
+
+    asyncio.run(crowd())
+
     assert (caplog.text, capfd.readouterr().err) == ("", "")

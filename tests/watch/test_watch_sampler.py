@@ -60,6 +60,38 @@ def test_a_wait_that_is_open_counts_before_its_end(job):
     assert job.look().workers[1].awaited_share > 0.7, "what was open is counted once"
 
 
+def test_a_worker_that_waits_all_the_time_has_none_of_its_own_however_long_a_call_takes(job):
+    """The shards count a call when it has ended; here none does in all the time that is looked at."""
+    job.train(3)
+    for seconds in range(1, 2 * int(RATE_S)):
+        del job.replies[0].waits[:]
+        for rank in range(2):
+            job.replies[0].waits.add(rank=rank, kind=pb.WAIT_KIND_ROUND, clock=30, waited_s=seconds)
+        now = job.look()
+
+    assert now.shards[0].in_calls_share == pytest.approx(1.0)
+
+    del job.replies[0].waits[:]
+    job.replies[0].calls[0].seconds += 2 * seconds
+    assert job.look().shards[0].in_calls_share > 0.8, "what was open is counted once"
+
+
+def test_a_first_look_tells_what_has_left_traces_with_its_time(job):
+    job.replies[0].restarts, job.replies[0].uptime_s = 1, 30.0
+    for reply in job.replies:
+        reply.workers[1].state, reply.workers[1].last_seen_s = EXPIRED, 20.0
+    job.replies[0].checkpoint_last, job.replies[0].checkpoint_age_s = "timeline-00000-step-000000000020-a8", 40.0
+
+    job.look()
+
+    events = [(event.at - 1e9 - job.seconds, event.text) for event in job.sampler.history.events]
+    assert events == [
+        (-40, "checkpoint timeline-00000-step-000000000020-a8"),
+        (-30, "shard 0 has restarted"),
+        (-20, "worker 1 was silent for too long, at step 0"),
+    ]
+
+
 def test_workers_that_wait_alike_are_told_together():
     job = ScriptedJob(workers=5)
     for rank in (0, 1, 2, 4):

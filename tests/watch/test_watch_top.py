@@ -61,6 +61,16 @@ def test_a_picture_as_text_says_all_in_the_width_there_is(job, width):
     assert ("HOST" in rows[0], "ADDRESS" in text) == (True, width == 200)
 
 
+def test_what_is_said_of_short_waits_does_not_contradict_what_limits_the_job():
+    job = ScriptedJob()
+    assert lines.wait_lines(job.train(4), 80) == ["nobody waits for long"]
+
+    now = job.train(12, slow=1, awaited_share=0.57)
+
+    assert now.limit == "Others wait for worker 1 57% of the time"
+    assert lines.wait_lines(now, 80) == ["others wait for worker 1 57% of the time, at present nobody for 0.5 s"]
+
+
 def test_workers_are_sorted_so_that_those_that_need_attention_come_first(job):
     workers = job.sampler.now.workers
 

@@ -56,8 +56,8 @@ def distribute(
 
     The first worker's values become everybody's: when the call returns, the model holds the job's current ones. What is
     assigned to trained variables later, by load_weights or EarlyStopping(restore_best_weights=True), stays in this process,
-    and is overwritten by the next step. Non-trainable variables, such as BatchNormalization's moving statistics, are each
-    worker's own.
+    and is overwritten by the next step, unless all workers call the result's `load_parameters` after it. Non-trainable
+    variables, such as BatchNormalization's moving statistics, are each worker's own.
 
     Args:
         model: what is trained, built already. Its frozen layers get the same values on all workers once.
@@ -185,6 +185,22 @@ class _Distributed:
         self._link.worker.pull_flat()
         self._link.load()
         self.iterations.assign(self._link.ps.clock)  # which goes back with the job to a checkpoint
+
+    def load_parameters(self) -> None:
+        """Set the job's parameters to the values that the model's variables have now, as after model.load_weights.
+
+        To be called by all workers at the same step, with the same values: it waits until all have, one of them sets them, and
+        all have them when it returns. What the rule keeps on the shards stays, see `reset_slots`; so do embeddings' rows.
+
+        Raises:
+            InvalidRequest: another worker has other values. NonFiniteGradient: one is NaN or infinite. Nothing was set.
+            BarrierTimeout: not all workers have called it within the wait timeout.
+        """
+        self._link.set_parameters()
+
+    def reset_slots(self) -> None:
+        """Let what the rule keeps on the shards begin anew: see ParameterServer.reset_slots. `iterations` stays."""
+        self._link.ps.reset_slots()
 
     def close(self) -> None:
         """Finish: no other worker waits for this one any more. The end of the program does the same."""

@@ -1,8 +1,9 @@
 """The layer whose rows are on the shards, in the manner of keras.layers.Embedding.
 
-The layer has one trainable variable, a number: its handle. `distribute` declares it as any other, and its gradient is the norm
-of the rows' gradients, so that what scales all gradients scales these. Link.push_pull makes of it what the rows' are multiplied
-by, and trains the handle with zero. Must not know connections (table_rows.py), nor a backend (link.py).
+The layer has one trainable variable, of two numbers: its handle. `distribute` declares it as any other. Its gradient has the
+norm of the rows' gradients, so that what scales all gradients scales these; what changes each element by itself is noticed, and
+refused (table_rows.py). Link.push_pull makes of it what the rows' are multiplied by, and trains the handle with zero. Must not
+know connections, nor a backend (link.py).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 import keras
 
 from psd.contract.errors import InvalidTensor, NotDeclared
+from psd_client.keras.table_rows import DIRECTION
 from psd_client.tables import Table
 from psd_core.initial import INITIALS, Initial, Uniform
 from psd_core.optimizer import Optimizer
@@ -29,8 +31,10 @@ class Embedding(keras.layers.Layer):
         layer = psd.Embedding("user", dim=64, optimizer=psd_client.Adagrad(lr=0.05))
 
     The table is declared, and the layer joined to it, when `distribute` is called with the model; copies of a model, and those
-    that are loaded, have no rows. With training=False a lookup counts as no use of its rows, for expiry and eviction. Weights
-    and saved models have nothing of the rows: the shards' checkpoints have them. Layers of a table must declare it alike.
+    that are loaded, have no rows. Rows are trained by whatever takes a gradient of them, as Keras's are, whether `training` is
+    given or not. A lookup counts as a use of its rows, for expiry and eviction, with training=True alone; else their gradient
+    does. Weights and saved models have nothing of the rows: the shards' checkpoints have them. Layers of a table must declare
+    it alike.
 
     Args:
         table: its name, and the layer's, unless `name` is given.
@@ -39,7 +43,9 @@ class Embedding(keras.layers.Layer):
             whose learning rate it then follows.
         init: values of rows that nobody has trained; by default as in keras.layers.Embedding. With seed, name and id they are
             always the same.
-        options: of psd_client.Table: dtype, updates, admit_after and so on.
+        updates: treatment of weight decay, momentum and the like on rows that a step does not touch: "catch_up", as in Keras;
+            or "lazy": they rest, which costs less, and is all that a CustomRule can do. See psd_client.Table.
+        options: of psd_client.Table: dtype, admit_after and so on.
     """
 
     def __init__(
@@ -51,14 +57,16 @@ class Embedding(keras.layers.Layer):
         init: Initial = Uniform(-0.05, 0.05),  # noqa: B008 - it is frozen
         seed: int = 0,
         name: str | None = None,
+        updates: str = "catch_up",
         **options: Any,
     ) -> None:
         super().__init__(name=name if name is not None else table, autocast=False)
         # Without an optimizer of its own the table's rule is known when `distribute` is called; all else is checked here.
-        self.spec = Table(table, dim, SGD(lr=0.0) if optimizer is None else optimizer, init, seed, **options).spec(0)
+        rule = SGD(lr=0.0) if optimizer is None else optimizer
+        self.spec = Table(table, dim, rule, init, seed, updates=updates, **options).spec(0)
         self.optimizer = optimizer
-        self._given = {"table": table, "dim": dim, "seed": seed, **options}
-        self.handle = self.add_weight(shape=(), initializer="zeros", name="handle", dtype="float32")
+        self._given = {"table": table, "dim": dim, "seed": seed, "updates": updates, **options}
+        self.handle = self.add_weight(shape=(len(DIRECTION),), initializer="zeros", name="handle", dtype="float32")
         self.built = True
         self.link: Any = None
         self.rows: Any = None
@@ -79,7 +87,7 @@ class Embedding(keras.layers.Layer):
                 f"embedding {self.spec.name!r}: its rows are on the shards, and it is not joined to them: call "
                 "psd_client.keras.distribute(model, optimizer) with the model that holds it"
             )
-        rows = self.link.look_up(self.handle, keras.ops.cast(ids, "int64"), self.rows, is_learning=bool(training))
+        rows = self.link.look_up(self.handle, keras.ops.cast(ids, "int64"), self.rows, counts_no_use=not training)
         return keras.ops.cast(rows, self.compute_dtype)
 
     def compute_output_spec(self, ids: Any, training: bool | None = None) -> keras.KerasTensor:

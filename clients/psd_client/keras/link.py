@@ -48,8 +48,10 @@ class Link(ABC):
         index_of = {table.name: index for index, table in enumerate(declaration.tables)}
         self._rows: list[tuple[int, LayerRows]] = []  # of embeddings, with the index of the handle
         for layer in declaration.layers:
-            layer.link, layer.rows = self, LayerRows(self.worker, index_of[layer.spec.name], layer.spec.dim)
-            self._rows.append((declaration.handle_of(layer), layer.rows))
+            layer.link, layer.rows = self, LayerRows(self.worker, index_of[layer.spec.name], layer.spec.name, layer.spec.dim)
+            handle = declaration.handle_of(layer)
+            if handle < declaration.trained:  # else the layer is frozen, and its rows have no gradients
+                self._rows.append((handle, layer.rows))
 
     @abstractmethod
     def _initialize(self, flat: FlatBuffers) -> None:
@@ -58,6 +60,11 @@ class Link(ABC):
     @abstractmethod
     def load(self) -> None:
         """Copy all that is declared from the buffers into the model: once, and after a pull."""
+
+    def set_parameters(self) -> None:
+        """Set the job's parameters to what the model holds; called by all workers at the same step."""
+        with self._noting():
+            self.worker.set_parameters(self._initialize)
 
     @abstractmethod
     def exchange(self, learning_rate: Any, indices: Sequence[int], gradients: Sequence[Any]) -> Any:
@@ -71,13 +78,13 @@ class Link(ABC):
         """
 
     @abstractmethod
-    def look_up(self, handle: Any, ids: Any, rows: LayerRows, *, is_learning: bool) -> Any:
-        """Rows (..., dim) of ids (...), in float32; if it is learning, the gradient of the handle is the norm of theirs."""
+    def look_up(self, handle: Any, ids: Any, rows: LayerRows, *, counts_no_use: bool) -> Any:
+        """Rows (..., dim) of ids (...), in float32; the gradient of the handle is what LayerRows makes of theirs."""
 
-    def pull_rows(self, ids: NDArray[Any], rows: LayerRows, *, is_learning: bool) -> NDArray[np.float32]:
+    def pull_rows(self, ids: NDArray[Any], rows: LayerRows, *, counts_no_use: bool) -> NDArray[np.float32]:
         """Pull a layer's rows, after other calls of the model's that run beside it."""
         with self._noting():
-            return rows.pull(ids, is_learning=is_learning)
+            return rows.pull(ids, counts_no_use=counts_no_use)
 
     def close(self) -> None:
         """Finish: no other worker waits for this one any more."""
@@ -100,7 +107,7 @@ class Link(ABC):
         parts: dict[int, list[Gradients]] = {}
         for handle, rows in self._rows:
             view = self.worker.gradients.views[handle]
-            taken = rows.take(float(view))
+            taken = rows.take(view)
             view[...] = 0.0
             if taken is not None:
                 parts.setdefault(rows.table, []).append(taken)

@@ -66,23 +66,23 @@ class TensorFlowLink(Link):
             raise
         return clock
 
-    def look_up(self, handle: Any, ids: Any, rows: LayerRows, *, is_learning: bool) -> Any:
+    def look_up(self, handle: Any, ids: Any, rows: LayerRows, *, counts_no_use: bool) -> Any:
         """See Link."""
 
         def pulled(ids: Any) -> Any:
-            found = tf.numpy_function(lambda ids: self.pull_rows(ids, rows, is_learning=is_learning), [ids], tf.float32)
+            found = tf.numpy_function(lambda ids: self.pull_rows(ids, rows, counts_no_use=counts_no_use), [ids], tf.float32)
             return tf.ensure_shape(found, (*ids.shape, rows.dim))
 
         def tracked(handle: Any, ids: Any) -> tuple[Any, Callable[[Any], tuple[Any, None]]]:
-            del handle
+            handle_shape = handle.shape
 
             def gradient(upstream: Any) -> tuple[Any, None]:
                 norm = tf.numpy_function(rows.collect, [ids, upstream], tf.float32)
-                return tf.ensure_shape(norm, ()), None
+                return tf.ensure_shape(norm, handle_shape), None
 
             return pulled(ids), gradient
 
-        return tf.custom_gradient(tracked)(tf.convert_to_tensor(handle), ids) if is_learning else pulled(ids)
+        return tf.custom_gradient(tracked)(tf.convert_to_tensor(handle), ids)
 
     def _exchange(self, rate: Any, named: dict[str, Any]) -> tuple[Any, Any]:
         """Run one step; traced once for each choice of variables that have a gradient, given by their index."""

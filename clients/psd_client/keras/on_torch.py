@@ -55,15 +55,15 @@ class TorchLink(Link):
         torch._foreach_copy_(self._parameters[:trained], self._views[:trained])
         return clock
 
-    def look_up(self, handle: Any, ids: torch.Tensor, rows: LayerRows, *, is_learning: bool) -> Any:
+    def look_up(self, handle: Any, ids: torch.Tensor, rows: LayerRows, *, counts_no_use: bool) -> Any:
         """See Link."""
         array = ids.detach().cpu().numpy()
-        found = torch.from_numpy(self.pull_rows(array, rows, is_learning=is_learning)).to(ids.device)
+        found = torch.from_numpy(self.pull_rows(array, rows, counts_no_use=counts_no_use)).to(ids.device)
 
         def collect(gradient: torch.Tensor) -> Any:
             return rows.collect(array, gradient.detach().cpu().numpy())
 
-        return _Tracked.apply(handle.value, (found,), collect) if is_learning else found  # type: ignore[no-untyped-call]
+        return _Tracked.apply(handle.value, (found,), collect)  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
         """See Link."""
@@ -88,4 +88,4 @@ class _Tracked(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         """See torch.autograd.Function."""
-        return torch.full_like(ctx.handle, float(ctx.collect(gradients[0]))), None, None
+        return torch.as_tensor(ctx.collect(gradients[0])).to(ctx.handle), None, None

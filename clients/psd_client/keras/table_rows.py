@@ -8,8 +8,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from psd.contract.errors import InvalidRequest
 from psd_client.worker.flat_calls import FlatCalls
 from psd_core.distinct import distinct
+
+DIRECTION = np.array([-0.96, 0.28], np.float32)
+"""Direction of a handle's gradient, which is the norm of the rows' gradients times this: so it has the same norm, and what
+changes each element by itself gives it another direction."""
+
+_ROUNDING = 0.01
+"""Share of the norm by which 16 bits may change a direction."""
 
 Gradients = tuple[NDArray[np.uint64], NDArray[np.float32]]
 
@@ -18,33 +26,47 @@ class LayerRows:
     """The rows of one layer.
 
     Args:
-        table: index in the job. dim: numbers of a row.
+        table: index in the job. name: of the table. dim: numbers of a row.
     """
 
-    def __init__(self, worker: FlatCalls, table: int, dim: int) -> None:
+    def __init__(self, worker: FlatCalls, table: int, name: str, dim: int) -> None:
+        self.name = name
         self.table = table
         self.dim = dim
         self._worker = worker
         self._parts: list[Gradients] = []
         self._norm = 0.0
 
-    def pull(self, ids: NDArray[np.int64], *, is_learning: bool) -> NDArray[np.float32]:
+    def pull(self, ids: NDArray[np.int64], *, counts_no_use: bool) -> NDArray[np.float32]:
         """The rows (..., dim) of ids (...)."""
-        return self._worker.pull_rows({self.table: ids}, counts_no_use=not is_learning)[self.table]
+        return self._worker.pull_rows({self.table: ids}, counts_no_use=counts_no_use)[self.table]
 
-    def collect(self, ids: NDArray[Any], gradients: NDArray[Any]) -> np.float32:
-        """Keep the gradients of one lookup until the step; return their norm."""
+    def collect(self, ids: NDArray[Any], gradients: NDArray[Any]) -> NDArray[np.float32]:
+        """Keep the gradients of one lookup until the step; return what stands for them, as the gradient of the handle."""
         found = distinct(np.ascontiguousarray(ids).reshape(-1))
         sums = found.sum(np.array(gradients, np.float32).reshape(-1, self.dim))
-        norm: np.float32 = np.float32(np.linalg.norm(sums))
+        norm = np.float32(np.linalg.norm(sums))
         self._parts.append((found.ids, sums))
         self._norm += float(norm)
-        return norm
+        stands: NDArray[np.float32] = norm * DIRECTION
+        return stands
 
-    def take(self, norm: float) -> Gradients | None:
-        """Gradients collected so far, once, multiplied by what has made of their norm the given one; None if there are none."""
+    def take(self, handle: NDArray[Any]) -> Gradients | None:
+        """Gradients collected so far, once, multiplied by what the handle's was multiplied by; None if there are none.
+
+        Raises:
+            InvalidRequest: something else was done to the handle's, by which the rows' cannot be changed likewise.
+        """
         parts, before = self._parts, self._norm
         self._parts, self._norm = [], 0.0
+        norm = float(handle @ DIRECTION)
+        off = np.abs(handle - norm * DIRECTION).max()
+        if (not parts and handle.any()) or (math.isfinite(norm) and off > _ROUNDING * abs(norm)):
+            raise InvalidRequest(
+                f"embedding {self.name!r}: the gradient of its handle is {handle.tolist()}, and is no multiple of what "
+                "back-propagation has made of the rows' gradients; multiply it, as clipping by the norm of all does, and leave "
+                "it out of what is done to each element, such as clipping by value"
+            )
         if not parts:
             return None
         ids, gradients = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))

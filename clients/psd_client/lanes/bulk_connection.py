@@ -18,7 +18,7 @@ from google.protobuf.message import DecodeError
 
 from psd.contract import frames
 from psd.contract.errors import InternalError, PsdError, ShardUnavailable, WaitTimeout, error_from
-from psd.contract.rows import TableRows, parts_of, payload_of
+from psd.contract.rows import TableRows, parts_of, payload_of, tables_present
 from psd.contract.wire import Disconnected, Kind, Stream
 from psd.v1 import bulk_pb2, data_pb2
 from psd_client.lanes.bracket import Bracket
@@ -238,12 +238,15 @@ class BulkClient:
             else:
                 yield from self._single_blocks(part, in_memory=in_memory)
             if part.tables_block is not None:
-                framed = in_placed_frames(part.outgoing_rows(), frames.FRAME_BYTES_MAX, self.places)
+                outgoing = part.outgoing_rows()
+                framed = in_placed_frames(outgoing, frames.FRAME_BYTES_MAX, self.places)
                 for rows, starts in framed:
                     is_last = rows is framed[-1][0]
                     message = bulk_pb2.BulkBlocks(
                         blocks=(part.tables_block,), rows=parts_of(rows), rows_at=starts, more=not is_last, last=is_last
                     )
+                    if is_last and (present := tables_present(outgoing, len(part.buffers.layout.spec.tables))):
+                        message.present.append(present)
                     payload = [piece.ids for piece in rows] if starts else payload_of(rows)
                     yield message.SerializeToString(), payload, not is_last
                     self._traffic.sent_bytes += sum([piece.ids.nbytes + piece.values.nbytes for piece in rows])

@@ -36,7 +36,7 @@ class BulkOpener:
     """The bulk connection of one shard, opened when needed.
 
     Args:
-        wanted: "auto"; or "shm" or "tcp", which raise ConfigError where they do not work.
+        wanted: "auto"; or "shm" or "tcp", which raise ConfigError where they do not work, and ShardUnavailable where they did.
         ask: OpenBulk, over gRPC: for a ticket, and where the shard listens. traffic: see BulkClient.
 
     Attributes:
@@ -111,6 +111,8 @@ class BulkOpener:
             return bulk
         if self._wanted != "auto":
             self._ask(control_pb2.OpenBulkRequest(caller=caller), call)  # raises if the shard has only just died
+            if self.transport:  # it did work: the program has not asked for what cannot be
+                raise self._unavailable(f"cannot be reached any more by {refusals[0]}")
             raise ConfigError(f"transport: shard {self._shard} at {self._address} cannot be reached by {refusals[0]}")
         self._note("grpc", refusals)
         return None

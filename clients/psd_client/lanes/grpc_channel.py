@@ -32,9 +32,7 @@ CHANNEL_OPTIONS = (
     ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
     ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
     *frames.WINDOW_OPTIONS,
-    # A peer that vanishes without a word is noticed within keepalive time + timeout = 20 s.
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
+    *frames.KEEPALIVE_OPTIONS,
     ("grpc.http2.max_pings_without_data", 0),
     # A shard that is back within a second is to be found again at once: gRPC's own back-off would grow to two minutes.
     ("grpc.initial_reconnect_backoff_ms", 50),

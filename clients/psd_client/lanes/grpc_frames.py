@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from psd.contract import frames
 from psd.contract.errors import InternalError
 from psd.contract.layout import Block
-from psd.contract.rows import in_frames, parts_of, payload_of
+from psd.contract.rows import in_frames, parts_of, payload_of, tables_present
 from psd.contract.vector_batches import payload_parts
 from psd.v1 import data_pb2, vectors_pb2
 from psd_client.lanes.flat import FlatBuffers
@@ -43,10 +43,13 @@ def push_messages(part: GradientPart) -> Iterator[PushMessage]:
         header = None
     if part.tables_block is None:
         return
-    frames_of_rows = in_frames(part.outgoing_rows()) or [[]]
+    outgoing = part.outgoing_rows()
+    frames_of_rows = in_frames(outgoing) or [[]]
     for rows in frames_of_rows:
         is_last = rows is frames_of_rows[-1]
         message = data_pb2.PushFrame(push=header, block=part.tables_block, rows=parts_of(rows), more=not is_last, last=is_last)
+        if is_last:
+            message.present = tables_present(outgoing, len(part.buffers.layout.spec.tables))
         yield message, payload_of(rows)
         header = None
 
@@ -87,10 +90,14 @@ class BlockAnswer:
     Args:
         whose: for messages. awaited: bytes of the blocks that were asked for, by index; of a tables' block, which has none
             here, its version comes. parameters: where they go; None: nowhere.
+
+    Attributes:
+        positions: what frames have said of the workers' positions.
     """
 
     def __init__(self, whose: str, awaited: Mapping[int, int], parameters: FlatBuffers | None) -> None:
         self.received_bytes = 0
+        self.positions: set[int] = set()
         self._whose = whose
         self._awaited = dict(awaited)
         self._parameters = parameters
@@ -118,6 +125,8 @@ class BlockAnswer:
         nbytes = self._awaited.pop(message.block, None)
         if nbytes is None:
             raise InternalError(f"{self._whose}: block {message.block} was not asked for")
+        if message.positions:
+            self.positions.add(message.positions)
         if self._parameters is not None:
             if nbytes:
                 target = self._parameters.block(message.block)

@@ -221,10 +221,12 @@ class ShardLane(Lane):
         """See Lane."""
         return self._asked("ReadRows", data_pb2.RowsRequest(read=request), wanted, call)
 
-    def read(self, request: data_pb2.ReadRequest, blocks: Sequence[Block], parameters: FlatBuffers, call: Call) -> None:
+    def read(self, request: data_pb2.ReadRequest, blocks: Sequence[Block], parameters: FlatBuffers, call: Call) -> set[int]:
         """See Lane."""
         awaited = {block.index: block.nbytes for block in blocks}
-        self._received(self._channel.stream_in(f"{_DATA}Read", request, call), awaited, parameters)
+        answer = BlockAnswer(self._name, awaited, parameters)
+        self._take(answer, self._channel.stream_in(f"{_DATA}Read", request, call))
+        return answer.positions
 
     # -- vectors -------------------------------------------------------------------------------------------------------
 
@@ -284,7 +286,9 @@ class ShardLane(Lane):
         self, received: Iterator[bytes], awaited: Mapping[int, int], parameters: FlatBuffers | None
     ) -> data_pb2.PushReply | None:
         """Write the blocks of an answer into the parameters, if any; the push reply, if there is one."""
-        answer = BlockAnswer(self._name, awaited, parameters)
+        return self._take(BlockAnswer(self._name, awaited, parameters), received)
+
+    def _take(self, answer: BlockAnswer, received: Iterator[bytes]) -> data_pb2.PushReply | None:
         try:
             for frame in received:
                 answer.take_frame(frame)

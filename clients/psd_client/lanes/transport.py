@@ -311,8 +311,8 @@ class Lane(ABC):
         return self.ask("Describe", request, control_pb2.DescribeReply, call)
 
     @abstractmethod
-    def read(self, request: data_pb2.ReadRequest, blocks: Sequence[Block], parameters: FlatBuffers, call: Call) -> None:
-        """Fetch all blocks of the shard as of a cut into the buffers."""
+    def read(self, request: data_pb2.ReadRequest, blocks: Sequence[Block], parameters: FlatBuffers, call: Call) -> set[int]:
+        """Fetch all blocks of the shard as of a cut into the buffers; what stands for the workers' positions, see PullFrame."""
 
     @abstractmethod
     def push_pull(

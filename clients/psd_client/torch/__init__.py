@@ -43,9 +43,11 @@ from psd_client.torch.declaration import (
 )
 from psd_client.torch.embedding import Embedding, EmbeddingBag, EmbeddingCollection, table_modules
 from psd_client.torch.gradients import Gradients, Overlap
-from psd_client.torch.groups import SharedGroups, without_slots
+from psd_client.torch.groups import SharedGroups
+from psd_client.torch.options import has_slots
 from psd_client.torch.parameters import Parameters, as_tensors, copy_all
 from psd_client.torch.schedule import DistributedScheduler, register, scheduler
+from psd_client.torch.slots import LoadedSlots, slots_of
 from psd_client.torch.tables import Tables
 from psd_client.torch.uncompiled import uncompiled
 from psd_core.optimizer import Optimizer
@@ -210,7 +212,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.ps = ps
         worker = self._worker = worker_of(ps)
         self._given = optimizer
-        self._groups = SharedGroups(optimizer, declaration)
+        self._slots = LoadedSlots(declaration, lambda: ps.clock, lambda: worker.times_gone_back)
+        self._groups = SharedGroups(optimizer, declaration, self._slots)
         register(self, self, optimizer)
         self._declaration = declaration
         self._parameters = Parameters(declaration, worker.parameters)
@@ -324,9 +327,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Set the job's parameters as `model.load_state_dict` would in one process; also buffers, unless they are "local".
 
         To be called by all workers at the same step, with the same values: it waits until all have, one of them sets them, and
-        all have them when it returns. What the rule keeps on the shards, such as momentum, stays. A worker that is started
-        again must not call it at another step than the others; to begin with other values, load them into the model before
-        `distribute`.
+        all have them when it returns. What the rule keeps on the shards, such as momentum, stays, see `reset_slots`; so do the
+        rows of tables. A worker that is started again must not call it at another step than the others; to begin with other
+        values, load them into the model before `distribute`.
 
         Args:
             state_dict: the model's, whole, such as torch.load or safetensors have it.
@@ -350,6 +353,19 @@ class DistributedOptimizer(torch.optim.Optimizer):
             for tensor, value in zip(self._declaration.parameters + self._declaration.buffers, values, strict=True):
                 tensor.copy_(value)
         self._parameters.note()
+
+    def reset_slots(self) -> None:
+        """Let what the rules keep on the shards begin anew: momentum, moments, the counts of steps; of tensors and of rows.
+
+        Parameters, rows and the clock stay. To be called as `load_parameters` is, by all workers at the same step.
+
+        Raises:
+            BarrierTimeout: not all workers have called it within the wait timeout.
+        """
+        self._gradients.settle()
+        self._worker.set_slots({})
+        self._slots.begin()
+        self._parameters.copy()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -395,15 +411,29 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The param_groups and the clock. The slots, such as momentum, live on the shards and are not in it."""
-        return {**super().state_dict(), "clock": self.ps.clock}
+        return {**super().state_dict(), **self._slots.clocks}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over the param_groups. The clock and the slots stay what they are on the shards.
+        """Take over the param_groups; and the slots, if it is the state of one of torch's own optimizers that was stepped.
+
+        Such a state is set on the shards, and slots of which it has nothing begin anew: to be called as `load_parameters` is,
+        by all workers at the same step. Else the slots stay what they are, and so does the clock.
 
         Raises:
-            InvalidRequest: the state holds slots of an ordinary torch optimizer, which would be lost.
+            InvalidRequest: the state goes with other slots than those on the shards: it was taken at another step, and not
+                before the first one, with slots that have begun anew since; or it has slots that the job's rules do not have.
+            InvalidTensor: a slot has another shape than its parameter. Nothing has changed.
+            NonFiniteGradient, BarrierTimeout: as `load_parameters`.
         """
-        super().load_state_dict(without_slots(state_dict))
+        if any(has_slots(state) for state in state_dict["state"].values()):
+            found = slots_of(self._declaration, self.param_groups, state_dict)
+            self._gradients.settle()
+            self._worker.set_slots(found)
+            self._slots.load()
+            self._parameters.copy()
+        else:
+            self._slots.check(state_dict)
+        super().load_state_dict({**state_dict, "state": {}})
         self._groups.take_over(self)
 
     def keep_schedule(self, given: LRScheduler, every: int) -> DistributedScheduler:

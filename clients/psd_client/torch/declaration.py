@@ -117,6 +117,12 @@ def read_declaration(
     groups = [group_spec(template, always, group) for group in optimizer.param_groups]
     embeddings = table_modules(model)
     handles = {id(embedding.handle) for embedding in embeddings}
+    for embedding in embeddings:
+        if not embedding.handle.is_meta and embedding.handle.item():
+            raise InvalidRequest(
+                f"embedding {embedding.spec.name!r}: its handle was given a value, as by an initialization of all parameters; "
+                "it must be 0, and its rows begin as its `init` says"
+            )
     dense = [pair for pair in model.named_parameters(remove_duplicate=False) if id(pair[1]) not in handles]
     every_name = _plain_names(dense, _named_buffers(model))
     named, aliases = _distinct(every_name[0])

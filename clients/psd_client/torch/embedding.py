@@ -18,7 +18,7 @@ from torch.nn import functional
 from psd.contract.arguments import whole_number
 from psd.contract.errors import InvalidRequest, InvalidTensor, NotDeclared
 from psd_client.tables import Table
-from psd_client.torch.row_gradients import CollectedGradients, Tracked, in_numpy
+from psd_client.torch.row_gradients import CollectedGradients, Ids, Numbers, Tracked, in_numpy
 from psd_client.torch.tables import Rows, Tables, Wanted, wanted
 from psd_client.torch.uncompiled import uncompiled
 from psd_core.initial import Initial, Normal
@@ -35,7 +35,7 @@ class TableModule(torch.nn.Module):
         spec: the table. optimizer: its rule; None: that of the handle's param_group.
         handle: a number that stands for the table among the model's parameters: the param_group that has it is the table's, if
             the table has no optimizer of its own; the output is on its device, of its dtype, and tracked if it requires_grad;
-            its `.grad` is the norm of the gradients collected.
+            its `.grad` is the norm of the gradients collected, see rows_norm.py.
         padding_idx: id whose row is zeros and has no gradient; None: none.
     """
 
@@ -59,13 +59,19 @@ class TableModule(torch.nn.Module):
         if not -(1 << 63) <= (self.padding_idx or 0) < 1 << 63:
             raise InvalidRequest(f"padding_idx: must be an id of int64, got {padding_idx}")
         self.handle = torch.nn.Parameter(torch.zeros((), device=device))
-        self.gradients = CollectedGradients()
+        self.gradients = CollectedGradients(self.spec.name)
         self._tables: Tables | None = None
+        self._hook: torch.utils.hooks.RemovableHandle | None = None
+
+    @property
+    def is_tracked(self) -> bool:
+        """True if back-propagation may give the rows of a lookup gradients; in evaluation mode, too, as in torch."""
+        return torch.is_grad_enabled() and self.handle.requires_grad
 
     @property
     def is_learning(self) -> bool:
-        """True if a lookup is a use of its rows, and back-propagation may give them gradients."""
-        return self.training and torch.is_grad_enabled() and self.handle.requires_grad
+        """True if a lookup is a use of its rows. In evaluation mode it is none before their gradients are pushed."""
+        return self.training and self.is_tracked
 
     @property
     def tables(self) -> Tables:
@@ -84,7 +90,12 @@ class TableModule(torch.nn.Module):
     def join(self, tables: Tables) -> None:
         """Look up rows there from now on; called by `distribute`."""
         self._tables = tables
-        self.gradients = CollectedGradients()
+        self.handle.grad = None
+        self.gradients = CollectedGradients(self.spec.name)
+        if self._hook is not None:
+            self._hook.remove()
+        if self.handle.requires_grad:
+            self._hook = self.handle.register_hook(self.gradients.refuse_others)  # type: ignore[no-untyped-call]
 
     @uncompiled
     def prefetch(self, ids: torch.Tensor) -> None:
@@ -114,20 +125,20 @@ class TableModule(torch.nn.Module):
         return wanted(self.tables.index_of[name], self.spec.dim, flat, self.padding_idx)
 
     def tracked(self, rows: torch.Tensor, found: Wanted, *, is_expanded: bool) -> torch.Tensor:
-        """Rows on the handle's device, of its dtype, whose gradients are collected if the module is learning.
+        """Rows on the handle's device, of its dtype, whose gradients are collected.
 
         is_expanded: a row for each id of the batch, not for each distinct one.
         """
         rows = rows.to(self.handle.device, self.handle.dtype)
-        if not self.is_learning:
+        if not self.is_tracked:
             return rows
-        handle, kept, dim = self.handle, self.gradients, self.spec.dim
+        dim = self.spec.dim
 
-        def collect(gradient: torch.Tensor) -> None:
+        def sums(gradient: torch.Tensor) -> tuple[Ids, Numbers]:
             values = in_numpy(gradient, dim)
-            kept.add(handle, *found.without_padding(found.distinct.sum(values) if is_expanded else values))
+            return found.without_padding(found.distinct.sum(values) if is_expanded else values)
 
-        return cast(torch.Tensor, Tracked.apply(handle, (rows,), collect))  # type: ignore[no-untyped-call]
+        return cast(torch.Tensor, Tracked.apply(self.handle, (rows,), self.gradients, sums))  # type: ignore[no-untyped-call]
 
     def output(self, rows: Rows, found: Wanted, ids: torch.Tensor, *more: Any) -> torch.Tensor:
         """The output of the module, from the rows pulled. more: the other arguments of the forward pass."""
@@ -143,7 +154,7 @@ class TableModule(torch.nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """The state of a copy, which is joined to no job and has collected nothing."""
-        return {**self.__dict__, "_tables": None, "gradients": CollectedGradients()}
+        return {**self.__dict__, "_tables": None, "gradients": CollectedGradients(self.spec.name), "_hook": None}
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         """Put nothing there: the rows are on the shards."""
@@ -164,7 +175,8 @@ class Embedding(TableModule):
         rows = embedding(ids)  # (..., 64)
 
     In training a lookup counts as a use of its rows, for expiry and eviction. In evaluation mode and under torch.no_grad() it
-    does not, and nothing is tracked. The module adds nothing to the model's state_dict: the shards' checkpoints have the rows.
+    does not; under the latter nothing is tracked, as in torch. The module adds nothing to the model's state_dict: the shards'
+    checkpoints have the rows.
 
     Args:
         name: of the table.

@@ -6,7 +6,7 @@ Must not know connections or gradients.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakMethod
 
@@ -18,6 +18,7 @@ from psd_client.optimizers import group_spec, scalar_values
 from psd_client.torch.declaration import TorchDeclaration
 from psd_client.torch.options import check_no_slots
 from psd_client.torch.schedule import DistributedScheduler
+from psd_client.torch.slots import LoadedSlots
 
 Groups = list[dict[str, Any]]
 
@@ -27,18 +28,27 @@ class SharedGroups:
 
     Args:
         given: the optimizer that was given to `distribute`.
+        slots: what becomes of a state that is loaded into it.
 
     Attributes:
         schedule: what keeps their learning rates at the job's clock, if the program has asked for that.
     """
 
-    def __init__(self, given: torch.optim.Optimizer, declaration: TorchDeclaration) -> None:
+    def __init__(self, given: torch.optim.Optimizer, declaration: TorchDeclaration, slots: LoadedSlots) -> None:
         self.schedule: DistributedScheduler | None = None
         self._given = given
         self._declaration = declaration
         self._dicts = list(given.param_groups)
         self._members = [list(map(id, group["params"])) for group in self._dicts]
-        take_over = WeakMethod(self.take_over)
+        take_over, check = WeakMethod(self.take_over), WeakMethod(slots.check)
+
+        def without_slots(given: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+            del given
+            check_no_slots(state["state"].values(), "load_state_dict: the state")
+            method = check()
+            if method is not None:
+                method(state)
+            return {**state, "state": {}}
 
         def share(given: torch.optim.Optimizer) -> None:
             take = take_over()
@@ -46,7 +56,7 @@ class SharedGroups:
                 take(given)
 
         given.register_step_pre_hook(_refuse_step)
-        given.register_load_state_dict_pre_hook(lambda _, state: without_slots(state))
+        given.register_load_state_dict_pre_hook(without_slots)
         given.register_load_state_dict_post_hook(share)
 
     def take_over(self, optimizer: torch.optim.Optimizer) -> None:
@@ -111,12 +121,6 @@ class SharedGroups:
         of_tables = self._declaration.tables.options
         groups = [*own, *({} for _ in specs[len(own) + len(of_tables) :]), *of_tables]
         return [scalar_values(spec, group, index) for index, (spec, group) in enumerate(zip(specs, groups, strict=True))]
-
-
-def without_slots(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A state to be loaded; InvalidRequest if it holds slots of an ordinary torch optimizer, which would be lost."""
-    check_no_slots(state["state"].values(), "load_state_dict: the state")
-    return {**state, "state": {}}
 
 
 def _refuse_step(given: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

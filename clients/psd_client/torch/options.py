@@ -64,4 +64,7 @@ def check_no_slots(states: Iterable[Mapping[str, Any]], what: str) -> None:
     for state in states:
         slot = has_slots(state)
         if slot:
-            raise InvalidRequest(f"{what} holds {slot!r}, which would be lost: the shards keep the slots themselves")
+            raise InvalidRequest(
+                f"{what} holds {slot!r}, which would be lost: the shards keep the slots themselves; give its state_dict() to "
+                "load_state_dict() of what distribute() returns"
+            )

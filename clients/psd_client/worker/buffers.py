@@ -43,8 +43,12 @@ class BufferKeeper:
             for lane in shards.lanes
         }
         untrained = layout.untrained_shards
-        self._untrained = [lane for lane in shards.lanes if lane.shard in untrained]
-        self._lanes = [lane for lane in shards.lanes if self._blocks[lane.shard] or lane in self._untrained]
+        self._lanes = [lane for lane in shards.lanes if self._blocks[lane.shard] or lane.shard in untrained]
+        self._not_pushed_to = [
+            lane
+            for lane in shards.lanes
+            if not layout.spec.tables and not any(block.trained for block in layout.blocks_of(lane.shard))
+        ]
         self._has_rounds = layout.spec.consistency.mode == "sync"
         self.fill: Callable[[int], None] | None = None
         self.times_gone_back = 0
@@ -66,17 +70,16 @@ class BufferKeeper:
             self._store(self._lanes, cuts)
 
     def before_leaving(self) -> None:
-        """Store the buffers of the last step."""
+        """Store the buffers of the last step. Shards that nobody pushes to, which may have vectors, learn that it is done."""
         if self._session.clock == self._clock:
             return
-        if self._is_wanted:
-            self._store(self._lanes, self._due(self._session.clock))
-        else:
-            self._store(self._untrained, [])
+        lanes = [*self._lanes] if self._is_wanted else []
+        lanes += [lane for lane in self._not_pushed_to if lane not in lanes]
+        self._store(lanes, self._due(self._session.clock) if self._is_wanted else [])
 
     def _due(self, step: int) -> list[data_pb2.Cut]:
         """The cuts that nothing was stored for, and that are at this step, or before, if there are rounds."""
-        cuts = (cut for cut in self._session.cuts if cut.id not in self._brought)
+        cuts = (cut for cut in self._session.cuts.carried() if cut.id not in self._brought)
         return [cut for cut in cuts if cut.step <= step or not self._has_rounds]
 
     def _store(self, lanes: list[Lane], cuts: list[data_pb2.Cut]) -> None:
@@ -100,7 +103,7 @@ class BufferKeeper:
         for attempt in self._session.attempts():
             with attempt:
                 self._shards.run(store_at, self._timeout_s, lanes)
-        self._brought = {cut.id for cut in self._session.cuts if cut.id in self._brought} | {cut.id for cut in cuts}
+        self._brought = {cut.id for cut in self._session.cuts.carried() if cut.id in self._brought} | {cut.id for cut in cuts}
         self._stored_s, self._clock = self._session.now(), self._session.clock
 
 

@@ -60,7 +60,6 @@ class DataRequests:
             layout_digest=self._layout.digest,
             scalars=session.orders.scaled(scalars, spec.groups, session.clock),
             decisions=session.decisions or None,
-            cuts=session.cuts or None,
             is_finite=is_finite,
             first_gradient=self._first.take() or None,
             since=self._attendance.since(session.number, session.clock),
@@ -80,7 +79,10 @@ class DataRequests:
             tables_block = self._layout.tables_block(shard)
             if tables_block is not None:
                 versions.append(self.rows_read.get(shard, received[tables_block]))
-        return sent.part(shard, self._session.caller(shard), blocks, self._gradients, versions)
+        part = sent.part(shard, self._session.caller(shard), blocks, self._gradients, versions)
+        if self._session.cuts.are_named:
+            part.header.cuts.extend(self._session.cuts.carried())
+        return part
 
     def pull(self, shard: int, blocks: Sequence[Block] | None = None) -> data_pb2.PullRequest:
         """A request for these blocks of the shard, and the tables'; None: all of the shard."""

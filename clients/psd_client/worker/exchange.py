@@ -6,8 +6,7 @@ failed leaves its push behind: the same call, made again, goes on with it, and b
 either completed or its session is ended, so that nothing of it counts any more that has not counted by then. With rounds, the
 shards keep a gradient in memory until its round has closed; until then this side keeps it, too, and sends it again to a shard
 that was killed and came back. Nothing is sent unless all of it is valid. Static blocks are never pushed, and pulled only once,
-by `pull_all`. Gradients of tables' rows are part of a push like any block. Must not know names of parameters, optimizers or
-gRPC.
+by `pull_all`. Gradients of tables' rows are part of a push like any block. Must not know names, optimizers or gRPC.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from psd.contract.errors import InvalidRequest, RolledBack
+from psd.contract.errors import InvalidRequest, RolledBack, error_text
 from psd.contract.layout import Block, Layout
 from psd.contract.rules import weight_of
 from psd.contract.verdicts import members_mask
@@ -119,10 +118,10 @@ class ParameterExchange:
         self._fetch([lane for lane in self._shards.lanes if layout.blocks_of(lane.shard) or layout.spec.tables], is_all=True)
         self._failed = None
 
-    def set_parameters(self, write: Callable[[FlatBuffers], None]) -> None:
-        """See ParameterLoad."""
+    def load(self, how: Callable[[ParameterLoad], None]) -> None:
+        """Have parameters or slots loaded, and fetch all blocks."""
         self.confirm()
-        self._load.run(write)
+        how(self._load)
         self.pull_all()
 
     def go_back(self) -> None:
@@ -325,6 +324,7 @@ class ParameterExchange:
         if not isinstance(error, RolledBack):
             sent.on_failure(error, self._trained, self.gradients)
             self._failed = sent
+            self._session.cuts.set_ready(sent.is_finished)
 
     def _on_done(self) -> None:
         """Note that the program's call has sent its push."""
@@ -359,7 +359,7 @@ class ParameterExchange:
             "psd: worker %d: gave up the push of step %d, which failed (%s); at least %d of %d blocks have counted it",
             self._rank,
             failed.header.clock,
-            failed.error,
+            "" if failed.error is None else error_text(failed.error),
             sum(reply.blocks_counted + reply.blocks_duplicate for reply in failed.replies.values()),
             self._trained_count,
         )
@@ -392,7 +392,7 @@ class ParameterExchange:
         sent.is_finished = True
         replies = sent.replies.values()
         self._session.clock = max([self._session.clock, sent.header.clock + 1, *[reply.clock for reply in replies]])
-        self._session.hear(sent.replies)
+        self._session.hear(sent.replies)  # which ends a failure of it, too
         if self.client_state is sent.client_state:  # else it is the next push's, which is being computed
             self.client_state = b""
         self.counts["pushes"] += 1

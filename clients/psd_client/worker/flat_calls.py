@@ -23,6 +23,7 @@ from psd.contract.tables import SparseTableSpec
 from psd_client.lanes.feed import Aborted, Feed
 from psd_client.lanes.flat import FlatBuffers
 from psd_client.worker.exchange import ParameterExchange
+from psd_client.worker.loading import SlotValues
 from psd_client.worker.rows import Gradients
 from psd_client.worker.vector_calls import VectorCalls
 from psd_client.worker.worker import ONE_JOB, Turn, WorkerConnection
@@ -161,7 +162,15 @@ class FlatCalls(WorkerConnection):
         When it returns `parameters` hold them.
         """
         with self.operation("load_parameters"):
-            self.declared.set_parameters(write)
+            self.declared.load(lambda load: load.run(write))
+
+    def set_slots(self, given: Mapping[int, SlotValues]) -> None:
+        """Set the slots of tensors, by their index in the job; let those of all others, and of rows, begin anew.
+
+        Called by all workers, with the same values, at the same step.
+        """
+        with self.operation("reset_slots"):
+            self.declared.load(lambda load: load.run_slots(given))
 
     def push_pull_flat(
         self,

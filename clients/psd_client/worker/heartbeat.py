@@ -16,10 +16,9 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from psd.contract.config import CUTS_MAX
 from psd.contract.errors import PsdError, SessionFenced, ShardRestarted, ShardUnavailable
 from psd.contract.roster import Absence, Roster
-from psd.v1 import control_pb2, data_pb2
+from psd.v1 import control_pb2
 from psd_client.lanes.shards import RETRIED
 from psd_client.lanes.transport import Call, Cancelled, Lane, Scope
 from psd_client.lanes.waiting import ShardHealth, WaitReporter
@@ -37,6 +36,13 @@ ANSWER_S = 2.5
 """Seconds that a shard may take to answer a heartbeat; with a short lease, half the time to the next one."""
 REPORT_S = 0.7
 """The same limit when a wait is to be explained: within six seconds of the wait's beginning."""
+CUT_BEAT_S = 0.05
+"""Seconds between two heartbeats while shards wait for the workers' positions in a cut, for the word that all are to choose."""
+NEWS_BEAT_S = 1.0
+"""Longest time between two heartbeats in a job without rounds: who makes a long step hears by them that its position is waited
+for."""
+CUT_WORKERS = 32
+"""Workers up to which these two hold; more of them take as much longer, so that shards have as many heartbeats to answer."""
 
 
 class Heartbeats:
@@ -61,11 +67,11 @@ class Heartbeats:
         self._resumed_at: dict[int, float] = {}
         self._roster = Roster()
         self._logged: dict[int, str] = {}  # what was last logged of a shard in its present outage
-        self._cuts: list[data_pb2.Cut] = []
         self._wake = threading.Event()
         self._stopped = False
         self._thread: threading.Thread | None = None
         session.memberships.on_joining = self.wake
+        session.on_cuts = self.soon
 
     def step(self) -> float:
         """Send and report what is due; return the seconds until the next `step`."""
@@ -75,7 +81,10 @@ class Heartbeats:
         waits: list[control_pb2.Wait] = []
         if membership is not None and (is_due or self._clock() >= self._next_beat):
             interval_s = membership.lease_s / BEATS_PER_LEASE
-            self._next_beat = self._clock() + (min(interval_s, WAITING_BEAT_S) if self._reporter.is_overdue else interval_s)
+            most_s = WAITING_BEAT_S if self._reporter.is_overdue else interval_s
+            if self._session.is_cut_by_positions:
+                most_s = min(most_s, NEWS_BEAT_S * self._more_workers)
+            self._next_beat = self._clock() + min(interval_s, most_s)
             timeout_s = min(interval_s, max(interval_s / 2, 1.0), ANSWER_S)
             waits = self._beat(membership, min(timeout_s, REPORT_S) if is_due else timeout_s)
         if is_due:
@@ -96,6 +105,7 @@ class Heartbeats:
         # Where a session takes part is known only when all shards have let it in.
         clock = 0 if membership.is_joining else self._session.reported_clock
         leaving = self._session.is_leaving
+        cuts = () if membership.is_joining else self._session.cuts.carried()
         pending = []
         try:
             for lane in self._lanes:
@@ -106,19 +116,21 @@ class Heartbeats:
                     clock=clock,
                     leaving=leaving,
                     transport=lane.transport,
-                    cuts=self._cuts,
+                    cuts=cuts,
                 )
                 pending.append((lane, lane.begin_heartbeat(request, timeout_s)))
         except Cancelled:
             return []
         waits: list[control_pb2.Wait] = []
-        cuts: dict[str, data_pb2.Cut] = {}
+        has_news = False
         restarted: dict[Lane, ShardRestarted] = {}
         for lane, reply in pending:
             try:
                 answer = reply()
                 waits += answer.waits
-                cuts |= {cut.id: cut for cut in answer.cuts}
+                has_news |= self._session.cuts.hear(
+                    lane.shard, answer.cuts, self._session.clock, membership.session, by_heartbeat=True
+                )
                 if lane.shard == 0:
                     self._on_roster(answer)
             except Cancelled:
@@ -130,14 +142,22 @@ class Heartbeats:
             else:
                 self._on_answer(lane)
         self._resume(restarted, self._clock() + timeout_s)
-        self._carry(list(cuts.values()), bool(restarted))
+        for lane in restarted:
+            self._session.cuts.forget(lane.shard)
+        if has_news:
+            self.soon()
+        elif self._session.cuts.is_awaited:
+            self._next_beat = min(self._next_beat, self._clock() + CUT_BEAT_S * self._more_workers)
         return waits
 
-    def _carry(self, cuts: list[data_pb2.Cut], is_restarted: bool) -> None:
-        """Tell all shards with the next heartbeat of the cuts that some know: at once, if there is a new one."""
-        if not {cut.id for cut in cuts} <= {cut.id for cut in self._cuts}:
-            self._next_beat = self._clock()
-        self._cuts = [] if is_restarted else cuts[-CUTS_MAX:]  # what another life of a shard knew is of no use to this one
+    @property
+    def _more_workers(self) -> float:
+        return max(1.0, self._session.world_size / CUT_WORKERS)
+
+    def soon(self) -> None:
+        """Send heartbeats now, because the shards are to hear of a cut."""
+        self._next_beat = self._clock()
+        self._wake.set()
 
     def _on_answer(self, lane: Lane) -> None:
         self._health.answered(lane.shard)

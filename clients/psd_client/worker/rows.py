@@ -105,8 +105,8 @@ class RowGradients:
 
 
 def is_same_rows(some: Sequence[Sequence[TableRows]], others: Sequence[Sequence[TableRows]]) -> bool:
-    """True if the rows of all shards have the same bits."""
-    mine, theirs = ([rows for shard in by_shard for rows in shard if len(rows.ids)] for by_shard in (some, others))
+    """True if they are of the same tables, and the rows of all shards have the same bits."""
+    mine, theirs = ([rows for shard in by_shard for rows in shard] for by_shard in (some, others))
     return len(mine) == len(theirs) and all(
         a.table == b.table
         and a.values.dtype == b.values.dtype

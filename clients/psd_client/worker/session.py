@@ -12,13 +12,14 @@ import time
 from collections.abc import Callable, Mapping
 from types import TracebackType
 
-from psd.contract.config import CUTS_MAX, ClientConfig
+from psd.contract.config import ClientConfig
 from psd.contract.errors import BarrierTimeout, ForeignRun, PsdError, RolledBack, SessionFenced, StateLost
 from psd.contract.jobspec import JobSpec
-from psd.v1 import control_pb2, data_pb2, job_pb2
+from psd.v1 import control_pb2, data_pb2, job_pb2, vectors_pb2
 from psd_client.lanes.flat import FlatBuffers
 from psd_client.lanes.shards import Shards
 from psd_client.lanes.transport import Call, Cancelled, Lane, Scope, Share
+from psd_client.worker.carried_cuts import CarriedCuts
 from psd_client.worker.declaration import JobDeclaration
 from psd_client.worker.joining import JOIN_TIMEOUT_S, Entrance
 from psd_client.worker.membership import JobMembership, Memberships, nothing
@@ -51,7 +52,7 @@ class Session:
         is_leaving: it waits for the round of its last push to close, and does nothing more then.
         has_failed: what it says when it leaves: False: finished. True: its program ends by an error.
         decisions: exact aggregation: the latest that shard 0 has told, for the next push and pull.
-        cuts: to be carried to all shards with the next push.
+        cuts: to be carried to all shards. on_cuts: called when shards are to hear of them soon.
         orders: an operator's, which it follows.
         push_ids_max: the most ids of rows that each shard takes in one push, or one pull.
         stored_state: what a worker of this rank had saved for itself, as of the last declaration.
@@ -72,9 +73,9 @@ class Session:
         self._open_barrier: tuple[str, int, int] | None = None  # name, session and number of the last call, if it has failed
         shards.on_restart = self.resume = self._entrance.resume
         self.clock = 0
-        self.pushing: int | None = None
         self.decisions: list[job_pb2.Decision] = []
-        self.cuts: list[data_pb2.Cut] = []
+        self.cuts = CarriedCuts(len(shards.lanes))
+        self.on_cuts: Callable[[], None] = nothing
         self.orders = FollowedOrders(config.rank)
         self.push_ids_max = 1
         self.stored_state = b""
@@ -91,9 +92,27 @@ class Session:
         return self._declaration is not None
 
     @property
+    def is_cut_by_positions(self) -> bool:
+        """True in a job without rounds: shards may wait for this worker's word in a cut."""
+        return self._declaration is not None and not self._declaration.spec.consistency.has_rounds
+
+    @property
     def world_size(self) -> int:
         """Number of workers of the job."""
         return self._config.world_size
+
+    @property
+    def pushing(self) -> int | None:
+        """See above."""
+        return self.cuts.pushing
+
+    @pushing.setter
+    def pushing(self, clock: int | None) -> None:
+        cuts = self.cuts
+        with cuts.lock:
+            cuts.pushing = clock
+        if cuts.is_unready:
+            cuts.set_ready(True)
 
     @property
     def reported_clock(self) -> int:
@@ -118,6 +137,7 @@ class Session:
 
     def _join(self) -> None:
         self._is_entered = False
+        self.cuts.begin(0)
         try:
             replies = self._entrance.join()
             # Before the session is known to the heartbeats: a clock of the one before could exclude it from rounds.
@@ -125,7 +145,9 @@ class Session:
             self.decisions = list(replies[0].decisions)
             self.orders.hear(replies[0].orders)
             self.push_ids_max = min(reply.push_ids_max for reply in replies)
-            self._entrance.run_id = self.memberships.complete().run_id
+            membership = self.memberships.complete()
+            self._entrance.run_id = membership.run_id
+            self.cuts.begin(membership.session)
         finally:
             self.memberships.give_up()
         self._barrier_seq = 0
@@ -331,11 +353,18 @@ class Session:
         """Note what the replies to a push, by shard, say beside its outcome."""
         if 0 in replies:
             self.orders.hear(replies[0].orders)
-        cuts = {}
-        for reply in replies.values():
-            for cut in reply.cuts:
-                cuts[cut.id] = cut
-        self.cuts = list(cuts.values())[-CUTS_MAX:]
+        self.hear_cuts(replies)
+        if self.cuts.is_unready:
+            self.cuts.set_ready(True)
+
+    def hear_cuts(self, replies: Mapping[int, data_pb2.PushReply] | Mapping[int, vectors_pb2.VectorAnswer]) -> None:
+        """Note the cuts that the latest replies, by shard, name."""
+        cuts, has_news = self.cuts, False
+        for shard, reply in replies.items():
+            if cuts.are_named or reply.cuts:
+                has_news |= cuts.hear(shard, reply.cuts, self.clock)
+        if has_news:
+            self.on_cuts()
 
     def leave(self) -> None:
         """Tell every shard that this worker has ended. Failures are logged; the lease ends what was not heard."""

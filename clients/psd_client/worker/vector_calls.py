@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +36,9 @@ from psd_core.vector import VectorSpec
 
 _REFUSALS = (InvalidRequest, OutOfSpace, RuleFailed, SpecMismatch, RolledBack)
 """Errors after which a batch is not completed: shards have refused it, or the job has gone back to before it."""
+
+
+Asked = TypeVar("Asked")
 
 
 @dataclass(eq=False)
@@ -92,7 +95,7 @@ class VectorCalls:
         self._seq = 0
         self._unfinished: _Sent | None = None
         self._functions: list[set[str]] | None = None  # that each shard has listed
-        self._fetches = Fetches(shards, lambda: session.memberships.held.run_id, config.wait_timeout_s)
+        self._fetches = Fetches(shards, lambda shard: {"caller": session.caller(shard)}, config.wait_timeout_s)
 
     # -- vectors ---------------------------------------------------------------------------------------------------------
 
@@ -122,8 +125,10 @@ class VectorCalls:
             return self._listed()
 
     def _listed(self) -> list[VectorSpec]:
-        request = vectors_pb2.VectorListRequest(run_id=self._session.memberships.held.run_id)
-        replies = self._shards.run(lambda lane, call: lane.list_vectors(request, call), self._config.wait_timeout_s)
+        def ask(lane: Lane, call: Call) -> vectors_pb2.VectorListReply:
+            return lane.list_vectors(vectors_pb2.VectorListRequest(caller=self._session.caller(lane.shard)), call)
+
+        replies = self._as_a_session(lambda: self._shards.run(ask, self._config.wait_timeout_s))
         self._functions = [set(reply.functions) for reply in replies]
         common = {spec_of(message) for message in replies[0].vectors}
         return sorted(common.intersection(*({spec_of(message) for message in reply.vectors} for reply in replies)))
@@ -140,13 +145,22 @@ class VectorCalls:
         """Elements of a range."""
         with self._operation(f"pull of vector {spec.name!r}"):
             self._finish_earlier()
-            return self._fetches.stretch(spec, first, last)
+            return self._as_a_session(lambda: self._fetches.stretch(spec, first, last))
 
     def pull_at(self, spec: VectorSpec, indices: NDArray[np.int64], *, of_rows: bool) -> NDArray[Any]:
         """Elements at indices (n,), or rows of a matrix by number, end to end."""
         with self._operation(f"pull of vector {spec.name!r}"):
             self._finish_earlier()
-            return self._fetches.at(spec, indices, of_rows=of_rows)
+            return self._as_a_session(lambda: self._fetches.at(spec, indices, of_rows=of_rows))
+
+    def _as_a_session(self, ask: Callable[[], Asked]) -> Asked:
+        """Ask, and return the answer; ask again if the session has ended."""
+        found = None
+        for attempt in self._session.attempts():
+            with attempt:
+                found = ask()
+        assert found is not None
+        return found
 
     def _check_functions(self, operations: Sequence[Operation]) -> None:
         """Refuse a user's function that some shard does not allow, before any shard runs the batch."""
@@ -196,16 +210,18 @@ class VectorCalls:
                 self._unfinished = sent
             raise
         self._unfinished = None
+        self._session.hear_cuts(dict(enumerate(answers)))
         return _merged([answer.found for answer in answers])
 
     def _send(self, sent: _Sent, outgoing: OutgoingBatch, lane: Lane, call: Call) -> vectors_pb2.VectorAnswer:
         name: dict[str, Any] = {"caller": self._session.caller(lane.shard), "session": sent.session, "seq": sent.seq}
         if sent.change is not None:
             kind, spec = sent.change
-            request = vectors_pb2.VectorChange(vector=spec_message(spec), **name)
+            request = vectors_pb2.VectorChange(vector=spec_message(spec), cuts=self._session.cuts.carried(), **name)
             return lane.change_vectors(kind, request, call)
         message, pieces = outgoing.at(lane.shard, len(self._shards.lanes))
         message.caller.CopyFrom(name["caller"])
+        message.cuts.extend(self._session.cuts.carried())
         message.session, message.seq, message.payload_bytes = sent.session, sent.seq, payload_bytes(pieces)
         return lane.run_vectors(message, pieces, call)
 

@@ -6,14 +6,14 @@ not know sessions or programs' arguments.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from psd.contract.vectors import spec_message
+from psd.contract.vectors import FETCH_BYTES_MAX, spec_message
 from psd.v1 import vectors_pb2
 from psd_client.lanes.shards import THROUGHPUT_MIN, Shards
 from psd_client.lanes.transport import Call, Lane
@@ -21,34 +21,36 @@ from psd_core.vector import VectorSpec
 from psd_core.vector_operations import extent
 
 INDICES_MAX = 1 << 19
-"""Indices in one request,"""
-ANSWER_BYTES_MAX = 64 << 20
-"""and bytes of numbers that they may ask for."""
+"""Indices in one request."""
 
 
 class Fetches:
     """Fetches from all shards.
 
     Args:
-        run_id: gives the name of the run.
+        asker: gives the fields by which a request to a shard says who asks: a worker, or a reader of some run.
         timeout_s: for each round of requests, beside the time for moving the numbers.
     """
 
-    def __init__(self, shards: Shards, run_id: Callable[[], str], timeout_s: float) -> None:
+    def __init__(self, shards: Shards, asker: Callable[[int], Mapping[str, Any]], timeout_s: float) -> None:
         self._shards = shards
-        self._run_id = run_id
+        self._asker = asker
         self._timeout_s = timeout_s
 
     def stretch(self, spec: VectorSpec, first: int, last: int) -> NDArray[Any]:
         """Elements of a range: a new array (last - first,)."""
         out: NDArray[Any] = np.empty(last - first, spec.dtype)
-        request = vectors_pb2.VectorFetch(run_id=self._run_id(), vector=spec_message(spec), start=first, stop=last)
         view, itemsize = out.data.cast("B"), out.itemsize
+        portion = FETCH_BYTES_MAX // itemsize
 
         def fetch(lane: Lane, call: Call) -> None:
             begin, end = extent(spec.size, lane.shard, len(self._shards.lanes))
-            low, high = max(first, begin) - first, min(last, end) - first
-            lane.fetch_vector(request, view[low * itemsize : high * itemsize], call)
+            low, high = max(first, begin), min(last, end)
+            for start in range(low, high, portion):
+                stop = min(start + portion, high)
+                asked = vectors_pb2.VectorFetch(vector=spec_message(spec), start=start, stop=stop, **self._asker(lane.shard))
+                part = view[(start - first) * itemsize : (stop - first) * itemsize]
+                lane.fetch_vector(asked, part, call)
 
         self._run(fetch, [lane for lane in self._shards.lanes if self._has(lane, spec, first, last)], out.nbytes)
         return out
@@ -57,7 +59,7 @@ class Fetches:
         """Elements at indices, or rows by number, end to end: a new array."""
         length = spec.columns if of_rows else 1
         out: NDArray[Any] = np.empty((len(places), length), spec.dtype)
-        portion = max(1, min(INDICES_MAX, ANSWER_BYTES_MAX // (length * out.itemsize)))
+        portion = max(1, min(INDICES_MAX, FETCH_BYTES_MAX // (length * out.itemsize)))
         for start in range(0, len(places), portion):
             part = slice(start, start + portion)
             low, high = int(places[part].min()) * length, (int(places[part].max()) + 1) * length
@@ -77,7 +79,7 @@ class Fetches:
         if not wanted.size:
             return
         asked = {"rows" if of_rows else "indices": wanted.astype("<i8", copy=False).tobytes()}
-        request = vectors_pb2.VectorFetch(run_id=self._run_id(), vector=spec_message(spec), **asked)
+        request = vectors_pb2.VectorFetch(vector=spec_message(spec), **asked, **self._asker(lane.shard))
         first, last = np.maximum(starts[is_here], begin), np.minimum(starts[is_here] + length, end)
         numbers: NDArray[Any] = np.empty(int((last - first).sum()), spec.dtype)
         lane.fetch_vector(request, numbers.data.cast("B"), call)

@@ -5,9 +5,10 @@ The dedup window is part of the page. Must not know sessions' validity, leases o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import contextlib
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,13 +25,6 @@ from psd.state.aggregation.staleness import Readers
 from psd.state.aggregation.trained import RoundServices, Trained
 from psd.state.counts import RoundTimes
 from psd_core.arena import Arena, ArenaFull, Page
-
-
-class SetMark(NamedTuple):
-    """One call that sets parameters: its session, and the session's count of such calls."""
-
-    session: int
-    seq: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +73,9 @@ class BlockState(Trained):
         self._rule = bound.rule
         self._services = services
         self._arena = services.arena
-        self._set_mark: SetMark | None = None  # of the call by which parameters were set last, in this life of the shard
+        self._last_set: tuple[pages.SetMark, frozenset[int]] | None = (
+            None  # load, and what it has set, in this life of the shard
+        )
         setting = RoundSetting(
             plan.segment_ends,
             bound.rule,
@@ -98,6 +94,11 @@ class BlockState(Trained):
             Readers(plan.index, services.arena.unpin),
             page.version if page is not None else 0,
         )
+
+    @property
+    def slot_count(self) -> int:
+        """Number of slots."""
+        return len(self._bound.slot_starts)
 
     @property
     def slot_bytes(self) -> int:
@@ -143,21 +144,30 @@ class BlockState(Trained):
             self.version += 1
             self._arena.publish(self._slot, page, self.version)
 
-    def set_values(self, values: NDArray[Any], mark: SetMark, clock: int) -> None:
-        """Replace the parameters, and nothing else. The same call again changes nothing; nor, with rounds, does one that comes
-        when the block is beyond its clock.
+    @contextlib.contextmanager
+    def setting(self, change: pages.Change, mark: pages.SetMark, clock: int) -> Iterator[None]:
+        """Set parameters or slots when the context is left without an error; the lock is held until then. What
+        this load has set before stays; nor, with rounds, does anything change when the block is beyond its clock.
 
         Raises:
             OutOfSpace: the block is as it was.
         """
         with self.lock:
             is_beyond = self._policy.has_rounds and self.plan.trained and self.version > clock
-            if self._set_mark == mark or is_beyond:
+            done = self._last_set[1] if self._last_set is not None and self._last_set[0] == mark else frozenset()
+            change = change.without(done)
+            if is_beyond or not change.what:
+                yield
                 return
             before = self._page
-            page = self._written(lambda page: pages.set_parameters(before, page, values))
+            page = self._written(lambda page: pages.set_anew(before, page, change, self._bound.slot_starts))
+            try:
+                yield
+            except BaseException:
+                self._arena.discard(page)
+                raise
             self._arena.publish(self._slot, page, self.version)
-            self._set_mark = mark
+            self._last_set = mark, done | change.what
 
     def _written(self, write: Callable[[Page], None]) -> Page:
         page = self._spare()
@@ -182,7 +192,7 @@ class BlockState(Trained):
         """See Trained."""
         page = self._arena.pin(self._slot)
         try:
-            return pages.counted([page])[rank]
+            return int(page.sessions[rank]), int(page.clocks[rank])
         finally:
             self._arena.unpin(page)
 

@@ -6,8 +6,9 @@ Must not know rounds, rules or locks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, TypeAlias
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +18,13 @@ from psd_core.arena import Arena, Page
 
 Counted: TypeAlias = tuple[int, int]
 """A rank's last push that counts, as the dedup window of a page has it: its session, and the clock after it."""
+
+
+class SetMark(NamedTuple):
+    """One load, which sets parameters or slots: its session, and the session's count of loads."""
+
+    session: int
+    seq: int
 
 
 def initialize(page: Page, values: NDArray[Any], slot_starts: Sequence[float]) -> None:
@@ -47,10 +55,50 @@ def carry_over(before: Page, after: Page) -> None:
     np.copyto(after.steps, before.steps)
 
 
-def set_parameters(before: Page, after: Page, values: NDArray[Any]) -> None:
-    """Write other parameters, and all else as it was."""
+class Change(NamedTuple):
+    """Parts of a block that a load sets; all else stays as it is.
+
+    Attributes:
+        values: parameters. slots: by number, from 1, with the steps of the segments. resets: all other slots begin anew.
+    """
+
+    values: NDArray[Any] | None = None
+    slots: Mapping[int, tuple[NDArray[Any], Sequence[int]]] = MappingProxyType({})
+    resets: bool = False
+
+    def and_also(self, slot: int, values: NDArray[Any], steps: Sequence[int]) -> Change:
+        """The same and a slot, or with 0 the parameters, unless it sets those already."""
+        if not slot:
+            return self if self.values is not None else self._replace(values=values)
+        return self._replace(slots={slot: (values, steps), **self.slots}, resets=True)
+
+    def without(self, done: Collection[int]) -> Change:
+        """The rest of it; `done`: of earlier ones of the same load, `what` they were."""
+        slots = {slot: values for slot, values in self.slots.items() if slot not in done}
+        return Change(None if PARAMETERS in done else self.values, slots, self.resets and RESET not in done)
+
+    @property
+    def what(self) -> frozenset[int]:
+        """Names of what it changes: the slots' numbers, PARAMETERS, and RESET where slots begin anew."""
+        others = [PARAMETERS] * (self.values is not None) + [RESET] * self.resets
+        return frozenset([*self.slots, *others])
+
+
+PARAMETERS, RESET = 0, -1
+
+
+def set_anew(before: Page, after: Page, change: Change, slot_starts: Sequence[float]) -> None:
+    """Write what a load sets, and all else as it was. slot_starts: of slots that begin anew."""
     carry_over(before, after)
-    np.copyto(after.parameter, values)
+    if change.values is not None:
+        np.copyto(after.parameter, change.values)
+    if change.resets:
+        for slot, start in zip(after.slots, slot_starts, strict=True):
+            slot.fill(start)
+        after.steps.fill(0)
+    for number, (values, steps) in change.slots.items():
+        np.copyto(after.slots[number - 1], values)
+        after.steps[:] = steps
     count(before, after, {}, 0)
 
 

@@ -268,7 +268,7 @@ class FastRound(Round):
 
     def take(self, part: Contribution) -> Taken:
         """See Round."""
-        values, weight = self._values(part), self._weight(part)
+        values, weight, noted = self._values(part), self._weight(part), self._noted(part)
         if not self._closes_with(part):
             self._sum.add(values, weight, part.loan)
         elif part.loan is not None:
@@ -276,16 +276,19 @@ class FastRound(Round):
             self.is_due = True
         else:
             return Taken.LAST
-        self._note(part)
+        self._note(part, *noted)
         return Taken.DUE if self.is_due else Taken.OPEN
 
     def _closes_with(self, part: Contribution) -> bool:
         return self._setting.policy.closes(self._contributors | 1 << part.rank, self.waited())
 
-    def _note(self, part: Contribution) -> None:
-        self._touched = self._grown(self._touched, part)
+    def _noted(self, part: Contribution) -> tuple[NDArray[np.uint8], Voice]:
+        """Values that `_note` needs memory for: to be had before a sum changes, from which nothing can be taken back."""
+        return self._grown(self._touched, part), self._voice_with(part)
+
+    def _note(self, part: Contribution, touched: NDArray[np.uint8], voice: Voice) -> None:
+        self._touched, self._voice = touched, voice
         self._contributors |= 1 << part.rank
-        self._voice = self._voice_with(part)
         self._total_weight += part.weight
         self.sessions[part.rank] = part.session
 

@@ -16,9 +16,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from psd.contract.errors import InternalError, OutOfSpace
+from psd_core import private_files
 from psd_core.arena import NO_SPACE, ArenaError
+from psd_core.private_files import NotOurs
 
 MAGIC = b"PSDNOTE1"
+_KIND = MAGIC[:-1]  # what the notes of all releases begin with
 _CHECK_BYTES = 4
 _UNFINISHED = ".new"
 
@@ -45,17 +48,14 @@ def write(
     path, temporary = directory / name, directory / f"{name}{_UNFINISHED}"
     try:
         crash_point("before")
-        with temporary.open("wb") as file:
-            file.write(MAGIC + zlib.crc32(content).to_bytes(_CHECK_BYTES, "little") + content)
-            if is_durable:
-                file.flush()
-                os.fsync(file.fileno())
+        private_files.write(temporary, MAGIC + _check_of(content) + content, is_durable=is_durable)
         temporary.replace(path)
         if is_durable:
             sync_directory(directory)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
+        if not isinstance(error, NotOurs):
+            with contextlib.suppress(OSError):
+                temporary.unlink()
         if error.errno in NO_SPACE:
             raise OutOfSpace(f"{directory} has no room for the shard's notes: {error.strerror}") from error
         raise InternalError(f"{path} cannot be written: {error.strerror or error}") from error
@@ -66,17 +66,24 @@ def read(path: Path) -> bytes:
     """The content of a note; empty if there is none.
 
     Raises:
-        StateDamaged: it is not what was written. StateUnsupported: it does not begin as a note of this release does.
+        StateDamaged: it is not what was written. StateUnsupported: it begins as a note of another release does.
+        NotOurs, OSError: it cannot be read.
     """
-    if not path.exists():
+    try:
+        data = private_files.read(path)
+    except FileNotFoundError:
         return b""
-    data = path.read_bytes()
     start = len(MAGIC) + _CHECK_BYTES
-    if not data.startswith(MAGIC):
-        raise StateUnsupported(f"{path}: does not begin with {MAGIC!r}: another release wrote it, or it was changed")
-    if len(data) < start or zlib.crc32(data[start:]).to_bytes(_CHECK_BYTES, "little") != data[len(MAGIC) : start]:
-        raise StateDamaged(f"{path}: is cut off or was changed: its checksum does not match")
-    return data[start:]
+    is_whole = len(data) >= start and _check_of(data[start:]) == data[len(MAGIC) : start]
+    if is_whole and data.startswith(MAGIC):
+        return data[start:]
+    if not is_whole and data.startswith(_KIND) and not data.startswith(MAGIC):
+        raise StateUnsupported(f"{path}: begins with {data[: len(MAGIC)]!r}, not with {MAGIC!r}: another release wrote it")
+    raise StateDamaged(f"{path}: is cut off or was changed: its checksum does not match")
+
+
+def _check_of(content: bytes) -> bytes:
+    return zlib.crc32(content).to_bytes(_CHECK_BYTES, "little")
 
 
 def paths(directory: Path, prefix: str) -> list[Path]:

@@ -1,15 +1,19 @@
-"""A directory for a shard's files, before there are any: whether it can be used, and whether something else is in their way.
+"""A directory for a shard's files, before any is opened: whether it can be used, whether it is this user's alone, and whether
+something else is in their way.
 
 Must not know how the files are made or opened.
 """
 
 from __future__ import annotations
 
+import contextlib
+import stat
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
 from psd.contract.config import ConfigError
+from psd_core import private_files
 
 _MAGIC = b"PSD"
 """First bytes of every file of a shard, whatever else it begins with."""
@@ -19,6 +23,8 @@ def check_usable(directory: Path) -> None:
     """Raise ConfigError if no file can be made in the directory: better at the start than when a job is declared."""
     try:
         is_made = not directory.exists()
+        if not is_made:
+            private_files.check_directory(directory)
         if is_made:
             directory.mkdir(mode=0o700, parents=True)
         try:
@@ -27,6 +33,27 @@ def check_usable(directory: Path) -> None:
         finally:
             if is_made:
                 directory.rmdir()
+    except OSError as error:
+        raise ConfigError(f"--state-dir: cannot use {directory}: {error.strerror or error}") from error
+
+
+def check_private(directory: Path, files: Iterable[Path]) -> None:
+    """Raise ConfigError unless a directory is this user's, and nobody has put a link, or a file of another user, in the place
+    of one of a shard's.
+
+    Args:
+        files: what a shard's files may be called there, whether they are there or not; directories with them among them.
+    """
+    try:
+        private_files.check_directory(directory)
+        for path in files:
+            with contextlib.suppress(FileNotFoundError):
+                if stat.S_ISDIR(path.lstat().st_mode):
+                    private_files.check_directory(path)
+                else:
+                    private_files.check_file(path)
+    except private_files.NotOurs as error:
+        raise ConfigError(f"--state-dir: {error.strerror}") from error
     except OSError as error:
         raise ConfigError(f"--state-dir: cannot use {directory}: {error.strerror or error}") from error
 

@@ -34,6 +34,7 @@ from psd.contract.errors import (
     CheckpointCorrupt,
     CheckpointFailed,
     ForeignRun,
+    InternalError,
     InvalidRequest,
     NonFiniteGradient,
     OutOfSpace,
@@ -50,7 +51,8 @@ from psd.state.durability.cuts import Cuts
 from psd.state.job import Job
 from psd.state.life import Life
 from psd.state.tables.block import Partition
-from psd.state.tables.filling import WholeRows, as_trained_by_nobody, fill
+from psd.state.tables.filling import fill
+from psd.state.tables.slots import WholeRows, as_trained_by_nobody
 from psd.state.workers.membership import Membership
 from psd.v1 import control_pb2
 from psd_core import first_nonfinite
@@ -111,8 +113,8 @@ class Restoration:
         if job.tables is not None:
             shares = table_values(source, job.layout, self._core.config.shard_index)
             for partition, (count, pieces) in zip(job.tables.partitions, shares, strict=True):
-                used = int(self._core.wall()) if partition.spec.expire_s else 0
-                fill(partition, _checked(partition, pieces, source.location, used), count)
+                used = partition.next_clock(job.tables.step)
+                fill(partition, _checked(partition, pieces, source.location, used), count, clock=used)
             job.tables.begin(0)
         logger.info("the job begins with the parameters of %s", source.location)
         return True
@@ -167,6 +169,8 @@ class Restoration:
                 self.load_newest()
             except (PsdError, ConfigError, OSError) as failure:
                 logger.error("cannot go back to a checkpoint: %s", failure)  # noqa: TRY400 - the reason says it all
+            except Exception:
+                logger.exception("cannot go back to a checkpoint, by a defect")
             if core.job is job:
                 with core.lock:
                     core.become(Life.STRANDED)
@@ -269,9 +273,9 @@ class Restoration:
             if job.tables is not None:
                 for partition, stored in zip(job.tables.partitions, self._tables(manifest, job.layout), strict=True):
                     history = stored.history if stored.history.size else None
-                    fill(partition, stored, stored.count, step=stored.step, history=history)
+                    fill(partition, stored, stored.count, step=stored.step, clock=stored.clock, history=history)
                 job.tables.begin(manifest.step)
-            self._fill_vectors(manifest)
+            self._fill_vectors(manifest, max(spec.world_size, core.config.limits.workers_max))
             keeps_states = core.config.shard_index == job.layout.client_state_shard
             core.client_states.begin(manifest.client_states if keeps_states else {})
             if core.config.shard_index == 0:
@@ -280,11 +284,13 @@ class Restoration:
                     scale = scale_at(core.orders.learning_rates_from(manifest.step), manifest.step)
                 if scale != 1.0:
                     logger.warning("the learning rate is scaled by %g, as it was at checkpoint %s", scale, manifest.name)
-        except Exception:
+        except (Exception, SystemExit) as error:  # a user's own rule may raise either
             core.storage.close(keep=False)
             with core.lock:
                 core.become(Life.LOST)
                 self._begin_incarnation()
+            if isinstance(error, OSError):
+                raise InternalError(f"--state-dir: cannot use {core.storage.directory}: {error}") from error
             raise
         with core.lock:
             if job.is_exact:
@@ -332,12 +338,12 @@ class Restoration:
         config = self._core.config
         return self._readable(manifest.name).read_vectors(manifest, config.shard_index, config.shard_count)
 
-    def _fill_vectors(self, manifest: Manifest) -> None:
-        """Make the vectors of a checkpoint. OutOfSpace: the machine has no room for them."""
+    def _fill_vectors(self, manifest: Manifest, workers: int) -> None:
+        """Make the vectors of a checkpoint, for as many workers as may come. OutOfSpace: the machine has no room for them."""
         storage = self._core.storage
         if not manifest.vectors:
             return
-        storage.make_vectors()
+        storage.make_vectors(workers)
         assert storage.vectors is not None
         try:
             for spec in manifest.vectors:

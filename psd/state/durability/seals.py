@@ -16,6 +16,7 @@ from pathlib import Path
 
 from psd.state.durability.notes import StateDamaged, sync_directory
 from psd.v1.storage_pb2 import SealedFile
+from psd_core.private_files import open_own
 
 RUN_BYTES = 4 << 20
 """Length of most runs; the last one of a stretch is shorter."""
@@ -48,7 +49,7 @@ def check(directory: Path, files: Iterable[SealedFile]) -> None:
     for file in files:
         path = directory / file.name
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            descriptor = open_own(path, os.O_RDONLY)
             try:
                 found = _checksums(descriptor, [(run.start, run.nbytes) for run in file.runs])
             finally:
@@ -68,7 +69,7 @@ def check(directory: Path, files: Iterable[SealedFile]) -> None:
 
 
 def _seal(directory: Path, path: Path, stretches: Iterable[Stretch] = ()) -> SealedFile:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    descriptor = open_own(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
         runs = [run for stretch in stretches or _data(descriptor) for run in _runs(*stretch)]

@@ -12,7 +12,7 @@ from itertools import islice
 
 from psd.checkpoint import CheckpointDirectory, Manifest
 from psd.contract.errors import PsdError
-from psd.state.durability.cuts import Snapshot
+from psd.state.durability.snapshots import Snapshot
 
 REMEMBERED = 3
 """Whole checkpoints that a shard remembers: the one that others build on, and what may take its place."""

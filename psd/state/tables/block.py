@@ -17,26 +17,31 @@ import numpy as np
 from numpy.typing import NDArray
 
 from psd.contract.custom_rules import ListedRule
-from psd.contract.errors import OutOfSpace
+from psd.contract.errors import InvalidRequest, OutOfSpace
 from psd.contract.jobspec import JobSpec
 from psd.contract.rows import TableRows
 from psd.contract.staleness import RATE
 from psd.contract.tables import SparseTableSpec
 from psd.contract.verdicts import Squares, Verdict
-from psd.state.aggregation.pages import Counted
+from psd.state.aggregation.pages import Counted, SetMark
 from psd.state.aggregation.rounds import Contribution, Round, RoundSetting, Unmeasured, Update, segments
 from psd.state.aggregation.rules import Gradient, Static
 from psd.state.aggregation.staleness import Readers
 from psd.state.aggregation.trained import RoundServices, Trained
 from psd.state.counts import RoundTimes
+from psd.state.tables.elapsed import MICROSECONDS, Elapsed
 from psd.state.tables.own_rule import OwnRule, RowsFailed
 from psd.state.tables.pushes import RowChecks
 from psd.state.tables.rounds import ExactRowsRound, FastRowsRound, MeasuredRowsRound, SumsPool, TableSums
+from psd.state.tables.slots import reset_slots
 from psd_core.arena import ArenaClosed, ArenaError, ArenaFull
 from psd_core.table import Mark, TableSnapshot, TableStore
 
 _NO_IDS = np.empty(0, np.uint64)
 _ALL = segments(1, 1)
+
+STEP = 720_720
+"""Units of a table's clock that a step takes: it is divided by the number of workers, and this has all up to 16 as divisors."""
 
 _VERSION = 0
 """Place of the version in a partition's notes; the sessions by rank follow, and then the clocks."""
@@ -52,6 +57,17 @@ def counted_in(notes: NDArray[np.uint64]) -> list[Counted]:
     _, *words = notes.tolist()
     half = len(words) // 2
     return list(zip(words[:half], words[half:], strict=True))
+
+
+class _Given(NamedTuple):
+    """Gradients of an update for one table: `ids_count` ids, with those in `more`, which are another worker's; `is_distinct`:
+    none comes twice."""
+
+    ids: NDArray[np.uint64]
+    values: NDArray[Any]
+    is_distinct: bool
+    more: tuple[NDArray[np.uint64], NDArray[Any]] | None
+    ids_count: int
 
 
 class TableCounts(NamedTuple):
@@ -81,23 +97,46 @@ class Partition:
 
     Attributes:
         notes: as the store has them; shared by partitions that are alike, and never changed in place.
-        version: updates that it has.
+        version: updates that it has. clock: of the last one; rows are marked by it, see `next_clock`.
         ages: the learning rate is divided by 1 + the age of a gradient.
-        expired_at: clock at which old rows were removed last.
+        age_max: in units of the clock: rows that were not used for longer are removed; 0: they stay.
         own: the rule, if it is a user's own.
     """
 
-    __slots__ = ("_scalars", "_values", "ages", "expired_at", "group", "notes", "own", "spec", "store", "version")
+    __slots__ = (
+        "_scalars",
+        "_values",
+        "_wall",
+        "age_max",
+        "ages",
+        "clock",
+        "group",
+        "notes",
+        "own",
+        "spec",
+        "store",
+        "time",
+        "version",
+    )
 
-    def __init__(self, spec: SparseTableSpec, job: JobSpec, store: TableStore, rules: Mapping[str, ListedRule]) -> None:
+    def __init__(
+        self,
+        spec: SparseTableSpec,
+        job: JobSpec,
+        store: TableStore,
+        rules: Mapping[str, ListedRule],
+        wall: Callable[[], float],
+    ) -> None:
         group = job.groups[spec.group]
         self.spec = spec
         self.store = store
         self.group = spec.group
         self.ages = group.staleness == RATE
         self.own = OwnRule(rules[group.rule]) if group.info.is_custom else None
+        self.age_max = spec.expire_s * MICROSECONDS or spec.expire_steps * STEP
+        self._wall = wall
+        self.find_clock()
         self.note(store.notes())
-        self.expired_at = 0
         self._values: Sequence[float] = ()
         self._scalars: dict[str, float] = dict.fromkeys(group.info.scalars, 0.0)
 
@@ -106,10 +145,31 @@ class Partition:
         self.notes = notes
         self.version = int(notes[_VERSION])
 
+    def find_clock(self) -> None:
+        """Go on from the clock that the store has."""
+        self.clock = self.store.counters()["clock"]
+        self.time = Elapsed(self._wall, self.clock) if self.spec.expire_s else None
+
+    def next_clock(self, step: int) -> int:
+        """The clock of the update to come, and of uses until then: it is beyond that of every update before.
+
+        Rows that expire by time have microseconds, and all others steps. See docs/design/tables.md: Clocks.
+
+        Args:
+            step: see TablesBlock.step.
+        """
+        return self.clock + step if self.time is None else max(self.clock + 1, self.time.now())
+
+    def begin_update(self, step: int) -> int:
+        """Remove the rows that are too old for the update to come, and return its clock."""
+        clock = self.next_clock(step)
+        if self.age_max:
+            self.store.expire(clock, self.age_max)
+        return clock
+
     def counted(self, rank: int) -> Counted:
-        """The last push of a rank that it counts."""
-        counted: Counted = counted_in(self.notes)[rank]
-        return counted
+        """The last push of a rank that it counts. Asked for each table with each push: makes no list of all ranks."""
+        return int(self.notes[1 + rank]), int(self.notes[1 + len(self.notes) // 2 + rank])
 
     def scalars(self, values: Sequence[float], age: int) -> Mapping[str, float]:
         """The rule's scalars by name."""
@@ -126,7 +186,7 @@ class TablesBlock(Trained):
 
     Args:
         stores: of the job's tables, in their order.
-        wall: seconds since 1970.
+        wall: seconds since 1970, for rows that expire by time.
         rules: users' own ones, by path.
 
     Attributes:
@@ -147,16 +207,14 @@ class TablesBlock(Trained):
         wall: Callable[[], float],
         rules: Mapping[str, ListedRule],
     ) -> None:
-        self.partitions = [Partition(table, spec, store, rules) for table, store in zip(spec.tables, stores, strict=True)]
+        self._members, self._policy = services.members, services.policy
+        self.partitions = [Partition(table, spec, store, rules, wall) for table, store in zip(spec.tables, stores, strict=True)]
+        self._expires_by_time = any(table.expire_s for table in spec.tables)
         self.checks = checks
         self.base = ""
         self.bases: Mapping[str, Sequence[Mark]] = {}
-        self._wall = wall
         self._world_size = spec.world_size
         self._pool = SumsPool([table.dim for table in spec.tables])
-        self._no_rows = [
-            TableRows(number, _NO_IDS, np.empty((0, table.dim), np.float32)) for number, table in enumerate(spec.tables)
-        ]
         kind: type[Round] = ExactRowsRound if spec.aggregation == "exact" else FastRowsRound
         kind = MeasuredRowsRound if spec.has_verdicts else kind
         setting = RoundSetting(np.ones(1, np.uint32), Static(), services.is_mean, services.policy, self._pool, services.members)
@@ -168,6 +226,7 @@ class TablesBlock(Trained):
             Readers(index, lambda _: None),
             min(partition.version for partition in self.partitions),
         )
+        self._last_reset: SetMark | None = None  # in this life of the shard
         self._recall()
 
     def _recall(self) -> None:
@@ -179,7 +238,11 @@ class TablesBlock(Trained):
         self._window: list[Counted] = [
             min(counted) for counted in zip(*(counted_in(p.notes) for p in self.partitions), strict=True)
         ]
-        self._clock = max(clock for _, clock in self._window)
+
+    @property
+    def step(self) -> int:
+        """Units of the next update: a round is a step; without rounds, so are as many pushes as there are workers then."""
+        return STEP if self._policy.has_rounds else max(1, STEP // max(1, self._members.taking_part()))
 
     def begin(self, version: int) -> None:
         """Let the block begin at a version, with no push counted, and whatever rows there are.
@@ -191,10 +254,10 @@ class TablesBlock(Trained):
             notes = np.zeros(notes_count(self._world_size), np.uint64)
             notes[_VERSION] = version
             for partition in self.partitions:
-                self._keep(partition, notes)
+                partition.find_clock()
+                self._keep(partition, notes, partition.clock)
             self._open(version)
             self._recall()
-            self._clock = version
 
     # -- updates -----------------------------------------------------------------------------------------------------------
 
@@ -215,49 +278,54 @@ class TablesBlock(Trained):
         sums = gradient.accumulator if isinstance(gradient.accumulator, TableSums) else None
         given: list[Any] = [rows for rows in (gradient.accumulator, gradient.last) if rows is not None and rows is not sums]
         lent = None
-        if given and gradient.weight not in (0, 1):  # it is rounded where it is summed, so that all shards have the same bits
-            sums = lent = self._pool.lend()
-            sums.add(given[0], gradient.weight)
-        self._clock = max(self._clock, clock)
-        now = int(self._wall())
         following: dict[int, NDArray[np.uint64]] = {}
+        pending: list[tuple[Partition, int, _Given | None]] = []
+        held: list[Partition] = []
         try:
-            for number, partition in enumerate(self.partitions):
-                if self._has(partition, update, clock):
-                    continue
+            if given and gradient.weight not in (0, 1):  # rounded where it is summed, so that all shards have the same bits
+                sums = lent = self._pool.lend()
+                sums.add(given[0], gradient.weight)
+            step = self.step
+            for number, partition in enumerate(self.partitions):  # old rows go first, so that nothing goes amid the update
+                if not self._has(partition, update, clock):
+                    pending.append((partition, partition.begin_update(step), _given_to(number, sums, given)))
+            for partition, _, rows in pending:  # room for all, or nothing else changes
+                partition.store.hold(0 if rows is None else rows.ids_count)
+                held.append(partition)
+            for partition, used, rows in pending:
                 notes = following.get(id(partition.notes))
                 if notes is None:
                     notes = following[id(partition.notes)] = self._noted(partition.notes, update.sessions, clock)
-                more = None
-                if sums is not None:
-                    table = sums.tables[number]
-                    ids, values, is_distinct = table.ids, table.values, True
-                elif given:
-                    _, ids, values = given[0].get(number, self._no_rows[number])
-                    is_distinct, more = False, given[1].get(number, self._no_rows[number])[1:] if len(given) > 1 else None
-                else:
-                    self._keep(partition, notes)
+                if rows is None:
+                    self._write_notes(partition, notes, used, is_held=True)
                     continue
                 named = partition.scalars(update.scalars[partition.group], gradient.age)
-                used = now if partition.spec.expire_s else self._clock
                 own = None if partition.own is None else partition.own.with_numbers(named, gradient.age)
                 partition.store.push(
-                    ids,
-                    values,
+                    rows.ids,
+                    rows.values,
                     named if own is None else {},
                     scale=gradient.scale,
                     clock=used,
                     notes=notes,
-                    distinct=is_distinct,
+                    distinct=rows.is_distinct,
                     own=own,
-                    more=more,
+                    more=rows.more,
+                    is_held=True,
                 )
-                partition.note(notes)
+            for partition, used, _ in pending:
+                partition.store.commit()
+                partition.clock, partition.notes = used, following[id(partition.notes)]
+                partition.version += 1
         except ArenaFull as error:
             raise OutOfSpace(f"table {partition.spec.name!r}: no room for its rows: {error.strerror}") from error
+        except MemoryError as error:
+            raise OutOfSpace(f"tables: no memory for an update of their rows: {error}") from error
         except RowsFailed as failed:
             raise self._note_failed(failed.error, failed.path, "table", partition.spec.name) from failed.error
         finally:
+            for partition in held:
+                partition.store.let_go()
             if lent is not None:
                 self._pool.give_back(lent)
         for rank, session in update.sessions.items():
@@ -279,15 +347,18 @@ class TablesBlock(Trained):
             notes[1 + self._world_size + rank] = clock + 1
         return notes
 
-    def _keep(self, partition: Partition, notes: NDArray[np.uint64]) -> None:
-        """Change the notes, and no row."""
-        spec = partition.store.spec
-        rows = np.empty((0, spec.layout.width), np.float32)
+    def _keep(self, partition: Partition, notes: NDArray[np.uint64], clock: int) -> None:
+        """Change notes and clock, and no row."""
         try:
-            partition.store.write(_NO_IDS, rows, notes=notes)
+            self._write_notes(partition, notes, clock, is_held=False)
         except ArenaFull as error:
-            raise OutOfSpace(f"table {spec.name!r}: no room for its state: {error.strerror}") from error
+            raise OutOfSpace(f"table {partition.spec.name!r}: no room for its state: {error.strerror}") from error
+        partition.clock = clock
         partition.note(notes)
+
+    def _write_notes(self, partition: Partition, notes: NDArray[np.uint64], clock: int, *, is_held: bool) -> None:
+        rows = np.empty((0, partition.store.spec.layout.width), np.float32)
+        partition.store.write(_NO_IDS, rows, notes=notes, clock=clock, is_held=is_held)
 
     def _measured(self, under: Verdict | None) -> Squares | Unmeasured:
         return self._round.measure(None, under)
@@ -302,17 +373,16 @@ class TablesBlock(Trained):
         with self.lock:
             return (self.version, None) if self._reach(version_min) else None
 
-    def fill(self, rows: Sequence[TableRows], clock: int | None) -> None:
+    def fill(self, rows: Sequence[TableRows], *, is_use: bool) -> None:
         """Read rows into the arrays of `rows`, in their dtype. Takes no lock.
 
         Args:
-            clock: of the worker that uses them; None counts no use.
+            is_use: they are marked as used.
         """
+        step = self.step
         for number, ids, values in rows:
             partition = self.partitions[number]
-            used = clock
-            if clock is not None:
-                used = int(self._wall()) if partition.spec.expire_s else max(self._clock, clock)
+            used = partition.next_clock(step) if is_use else None
             if values.dtype == np.float32:
                 partition.store.read(ids, values, clock=used)
             else:
@@ -336,19 +406,42 @@ class TablesBlock(Trained):
             return None
         return begun
 
+    def check_reset(self) -> None:
+        """Raise InvalidRequest if slots cannot begin anew, because rows that are not stored follow from all steps so far."""
+        for partition in self.partitions:
+            if partition.store.moves_untrained:
+                raise InvalidRequest(
+                    f"table {partition.spec.name!r}: its slots cannot begin anew, because rows that nobody has trained have "
+                    'changed with its steps, by weight decay say; it has updates="catch_up"'
+                )
+
+    def reset_slots(self, mark: SetMark, clock: int) -> None:
+        """Let the slots of all rows begin anew, and the tables' counts of steps, as BlockState.reset_slots does.
+
+        Raises:
+            OutOfSpace: some have begun anew.
+        """
+        with self.lock:
+            is_beyond = self._policy.has_rounds and self.version > clock
+            if is_beyond or self._last_reset == mark:
+                return
+            for partition in self.partitions:
+                reset_slots(partition.spec.name, partition.store)
+            self._last_reset = mark
+
     # -- the life of rows --------------------------------------------------------------------------------------------------
 
     def expire(self) -> None:
-        """Remove the rows that nobody has used for as long as their table says, or up to an eighth longer: it is not looked at
-        all rows each time. Takes no lock."""
-        for partition in self.partitions:
-            spec = partition.spec
-            age = spec.expire_s or spec.expire_steps
-            clock = int(self._wall()) if spec.expire_s else self._clock
-            # A clock that was ahead, and has been set right, must not put this off until it is there again.
-            if age and not 0 <= clock - partition.expired_at <= age // 8:
-                partition.expired_at = clock
-                partition.store.expire(clock, age)
+        """Remove the rows that have expired by time; those that expire by steps go with an update. Does nothing amid an update,
+        which removes them, too: a user's rule may take long, and whoever calls this has other things to do."""
+        if self._expires_by_time and self.lock.acquire(blocking=False):
+            try:
+                for partition in self.partitions:
+                    if partition.time is not None:
+                        with contextlib.suppress(ArenaFull, MemoryError):  # the next tick, or update, tries again
+                            partition.begin_update(self.step)
+            finally:
+                self.lock.release()
 
     @property
     def counts(self) -> list[TableCounts]:
@@ -360,6 +453,24 @@ class TablesBlock(Trained):
                 counted = {name: now[name] for name in TableCounts._fields if name in now}
                 found.append(TableCounts(name=partition.spec.name, bytes=partition.store.used_bytes, **counted))
         return found
+
+
+def _given_to(number: int, sums: TableSums | None, given: Sequence[Any]) -> _Given | None:
+    """Gradients of an update for one table; None: it has no step of that table."""
+    if sums is not None:
+        if number not in sums.touched:
+            return None
+        table = sums.tables[number]
+        return _Given(table.ids, table.values, True, None, len(table))
+    found: _Given | None = None
+    for gradients in given:
+        if number in gradients:
+            _, ids, values = gradients[number]
+            if found is None:
+                found = _Given(ids, values, False, None, len(ids))
+            else:
+                found = _Given(found.ids, found.values, False, (ids, values), found.ids_count + len(ids))
+    return found
 
 
 def _narrow(values: NDArray[np.float32], out: NDArray[Any]) -> None:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 import psd_core
 from psd.contract.config import Limits
 from psd.contract.errors import BlockOutOfRange, InvalidRequest, NonFiniteGradient
+from psd.contract.frames import present_mask
 from psd.contract.jobspec import JobSpec
 from psd.contract.rows import TableRows, rows_in
 from psd.v1 import data_pb2
@@ -22,7 +23,8 @@ from psd_core.distinct import first_elsewhere, shard_of
 from psd_core.table import PUSH_MAX
 
 Gradients: TypeAlias = dict[int, TableRows]
-"""The gradients of one push for the rows of one shard, by table; a table that is not there has none."""
+"""The gradients of one push for the rows of one shard, by table. One that has no rows here may have some on other shards; one
+that is not there has no gradient at all."""
 
 
 @dataclass(slots=True)
@@ -39,14 +41,21 @@ class StagedRows:
 
 
 class RowChecks:
-    """The checks of what a shard is sent about rows."""
+    """The checks of what a shard is sent about rows.
+
+    Attributes:
+        ids_max: the most ids in one push, or one pull.
+    """
 
     def __init__(self, spec: JobSpec, shard_index: int, shard_count: int, limits: Limits) -> None:
         self._names = [table.name for table in spec.tables]
         self._dims = [table.dim for table in spec.tables]
+        self._no_rows = [
+            TableRows(number, np.empty(0, np.uint64), np.empty((0, dim), np.float32)) for number, dim in enumerate(self._dims)
+        ]
         self._shard = shard_index
         self._shards = shard_count
-        self._ids_max = limits.push_ids_max
+        self.ids_max = limits.push_ids_max
         self._bytes_max = limits.push_bytes_max
         # The sum of a round is pushed to a store at once.
         self._table_ids_max = PUSH_MAX // spec.world_size if spec.consistency.has_rounds else PUSH_MAX
@@ -69,8 +78,8 @@ class RowChecks:
             InvalidRequest, InvalidTensor: the frame is wrong, or has too many. BlockOutOfRange: an id is another shard's.
         """
         count = before + sum([part.rows for part in parts])
-        if count > self._ids_max:
-            raise InvalidRequest(f"rows: {count} ids are above the shard's --max-push-ids {self._ids_max}")
+        if count > self.ids_max:
+            raise InvalidRequest(f"rows: {count} ids are above the shard's --max-push-ids {self.ids_max}")
         rows = rows_in(parts, payload, self._dims, has_values=has_values, memory=memory)
         if self._shards > 1 and (found := first_elsewhere([part.ids for part in rows], self._shards, self._shard)) is not None:
             table, ids, _ = rows[found[0]]
@@ -104,9 +113,11 @@ class RowChecks:
         staged: StagedRows,
         parts: Sequence[data_pb2.RowsPart],
         payload: memoryview,
+        present: bytes = b"",
         memory: Sequence[memoryview] = (),
     ) -> Gradients:
-        """The rows of a push, with those of its last frame, which are read where they lie."""
+        """The rows of a push, with those of its last frame, which are read where they lie. present: see PushFrame."""
+        mask = present_mask(present, len(self._dims))
         pieces = [*staged.rows, *self.rows(parts, payload, staged.ids, has_values=True, memory=memory)]
         found = {rows.table: rows for rows in pieces}
         if len(found) < len(pieces):
@@ -120,7 +131,14 @@ class RowChecks:
                     f"rows: {len(ids)} ids of table {self._names[table]!r} are above {self._table_ids_max}: the workers of a "
                     f"round may have {PUSH_MAX} together"
                 )
-        return found
+        if mask is None:
+            return (
+                found if len(found) == len(self._dims) else {rows.table: found.get(rows.table, rows) for rows in self._no_rows}
+            )
+        for table in found:
+            if not mask[table]:
+                raise InvalidRequest(f"present: says that table {self._names[table]!r} has no gradient, but there are rows")
+        return {rows.table: found.get(rows.table, rows) for rows in self._no_rows if mask[rows.table]}
 
     def check_finite(self, gradients: Gradients, rank: int, clock: int) -> None:
         """Raise NonFiniteGradient, naming worker, table and id, if some number is not finite."""

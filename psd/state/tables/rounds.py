@@ -20,15 +20,23 @@ from psd_core.table import RowSums
 
 
 class TableSums:
-    """Sums of gradients by table and id."""
+    """Sums of gradients by table and id.
+
+    Attributes:
+        touched: the tables that have a gradient, if only of rows on other shards.
+    """
 
     def __init__(self, dims: Sequence[int]) -> None:
         self.tables = [RowSums(dim) for dim in dims]
+        self.touched: set[int] = set()
 
     def add(self, gradients: Gradients, weight: float) -> None:
-        """Add weighted gradients."""
+        """Add weighted gradients: those for all tables or, where there is no memory, none."""
         for table, ids, values in gradients.values():
-            self.tables[table].add(ids, values, weight)
+            self.tables[table].prepare(ids, values)
+        for table in gradients:
+            self.tables[table].add_prepared(weight)
+        self.touched |= gradients.keys()
 
     def multiply(self, factor: float) -> None:
         """Multiply all of them."""
@@ -42,6 +50,7 @@ class TableSums:
 
     def clear(self) -> None:
         """Forget them, and keep the memory."""
+        self.touched.clear()
         for sums in self.tables:
             sums.clear()
 
@@ -103,8 +112,9 @@ class FastRowsRound(FastRound):
         counts at once, whether there is space for the update or not."""
         if part.loan is not None or not self._contributors or not self._closes_with(part):
             return super().take(part)
+        noted = self._noted(part)
         self._sum.add(self._values(part), self._weight(part))
-        self._note(part)
+        self._note(part, *noted)
         return Taken.COMPLETE
 
 

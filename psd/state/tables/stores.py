@@ -6,7 +6,10 @@ rounds, workers or what the notes in a file mean.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from psd.contract.config import Limits
@@ -14,19 +17,21 @@ from psd.contract.errors import InvalidRequest, OutOfSpace
 from psd.contract.jobspec import JobSpec
 from psd.contract.tables import SparseTableSpec
 from psd_core.arena import ArenaFull
-from psd_core.table import OWN, PUSH_MAX, TableSpec, TableStore
+from psd_core.table import OWN, PUSH_MAX, TableSpec, TableStore, bytes_max
+
+logger = logging.getLogger(__name__)
 
 _PREFIX = "table-"
 
 
-def partition_specs(spec: JobSpec, shard_count: int, notes: int, limits: Limits, free_bytes: int) -> list[TableSpec]:
+def partition_specs(spec: JobSpec, shard: tuple[int, int], notes: int, limits: Limits, free_bytes: int) -> list[TableSpec]:
     """The declarations of what one shard holds of each of a job's tables.
 
     A table with a limit of rows has its share of that limit. The others divide what is left of the shard's memory for tables,
-    with the same number of rows each.
+    with the same number of rows each. What is counted is all that the files may ever take, see psd_core.table.bytes_max.
 
     Args:
-        notes: words that are kept beside the rows of each. free_bytes: space where the files lie.
+        shard: index and count. notes: words that are kept beside the rows of each. free_bytes: space where the files lie.
 
     Raises:
         OutOfSpace, InvalidRequest: they do not fit; names the table and the limit.
@@ -34,42 +39,56 @@ def partition_specs(spec: JobSpec, shard_count: int, notes: int, limits: Limits,
     left = limits.table_bytes_max or free_bytes // 2
     whose = f"--max-table-bytes {left}" if limits.table_bytes_max else f"half of the free space, {left} bytes"
     push_max = min(PUSH_MAX, limits.push_ids_max * (spec.world_size if spec.consistency.has_rounds else 1))
-    unlimited = 0
+    index, count = shard
+
+    def partition(table: SparseTableSpec, rows: int) -> TableSpec:
+        return _partition(spec, table, notes, push_max, rows)
+
     found: list[TableSpec] = []
     for table in spec.tables:
-        row_bytes = _partition(spec, table, notes, push_max, 1 << 60).row_bytes
-        rows = -(-table.rows_max // shard_count)
+        rows = table.rows_max // count + (index < table.rows_max % count)  # of all shards together exactly so many
+        if 0 < table.rows_max < count:
+            raise InvalidRequest(f"table {table.name!r}: max_rows: {table.rows_max} rows are fewer than the {count} shards")
         if rows > limits.table_rows_max:
             raise InvalidRequest(
                 f"table {table.name!r}: max_rows: {rows} rows on each shard are above the shard's --max-table-rows "
                 f"{limits.table_rows_max}"
             )
-        if rows * row_bytes > left:
+        found.append(partition(table, rows or 1))
+        nbytes = bytes_max(found[-1])
+        if nbytes > left:
+            what = f"max_rows: {rows} rows on each shard, which take up to {nbytes} bytes," if rows else f"{nbytes} bytes"
             raise OutOfSpace(
-                f"table {table.name!r}: max_rows: {rows} rows of {row_bytes} bytes on each shard do not fit: of the shard's "
-                f"memory for tables ({whose}), {left} are left"
+                f"table {table.name!r}: {what} do not fit: of the shard's memory for tables ({whose}), {left} are left"
             )
-        left -= rows * row_bytes
-        unlimited += 0 if rows else row_bytes
-        found.append(_partition(spec, table, notes, push_max, (rows or 1) * row_bytes))
-    if not unlimited:
-        return found
-    rows = min(left // unlimited, limits.table_rows_max)
-    for index, table in enumerate(spec.tables):
-        if table.rows_max == 0:
-            if rows == 0:
-                raise OutOfSpace(
-                    f"table {table.name!r}: does not fit: of the shard's memory for tables ({whose}), {left} bytes are left"
-                )
-            found[index] = _partition(spec, table, notes, push_max, rows * found[index].row_bytes)
+        left -= nbytes if rows else 0
+    unlimited = [number for number, table in enumerate(spec.tables) if table.rows_max == 0]
+    if unlimited:
+        tables = [spec.tables[number] for number in unlimited]
+        low, high = 1, limits.table_rows_max
+        while low < high:  # the most rows that fit
+            rows = (low + high + 1) // 2
+            fits = all(rows * found[number].row_bytes <= left for number in unlimited)  # else there may be too many places
+            if fits and sum(bytes_max(partition(table, rows)) for table in tables) <= left:
+                low = rows
+            else:
+                high = rows - 1
+        made = [partition(table, low) for table in tables]
+        if sum(map(bytes_max, made)) > left:
+            raise OutOfSpace(
+                f"table {tables[-1].name!r}: does not fit: of the shard's memory for tables ({whose}), {left} bytes are left, "
+                f"for {len(tables)} of them"
+            )
+        for number, store in zip(unlimited, made, strict=True):
+            found[number] = store
     return found
 
 
-def _partition(spec: JobSpec, table: SparseTableSpec, notes: int, push_max: int, max_bytes: int) -> TableSpec:
+def _partition(spec: JobSpec, table: SparseTableSpec, notes: int, push_max: int, rows: int) -> TableSpec:
     group = spec.groups[table.group]
     is_own = group.info.is_custom
     try:
-        return TableSpec(
+        one = TableSpec(
             table.name,
             table.dim,
             OWN if is_own else group.rule,
@@ -77,7 +96,7 @@ def _partition(spec: JobSpec, table: SparseTableSpec, notes: int, push_max: int,
             {} if is_own else dict(zip(group.info.constants, group.constants, strict=True)),
             table.init,
             table.seed,
-            max_bytes,
+            1 << 60,
             table.admit_after,
             table.admit_probability,
             table.at_limit,
@@ -87,6 +106,7 @@ def _partition(spec: JobSpec, table: SparseTableSpec, notes: int, push_max: int,
             table.dtype,
             tuple(group.constants) if is_own else (),
         )
+        return replace(one, max_bytes=rows * one.row_bytes)
     except ValueError as error:
         raise InvalidRequest(f"table {table.name!r}: {error}") from error
 
@@ -103,10 +123,10 @@ def create_stores(directory: Path, specs: Sequence[TableSpec], crash_point: Call
         for index, spec in enumerate(specs):
             stores.append(TableStore.create(directory / f"{_PREFIX}{index}", spec, crash_point=crash_point))
     except ArenaFull as error:
-        close_stores(stores, remove=True)
+        drop_stores(stores)
         raise OutOfSpace(f"{directory} has no room for table {specs[len(stores)].name!r}: {error.strerror}") from error
     except BaseException:
-        close_stores(stores, remove=True)
+        drop_stores(stores)
         raise
     return stores
 
@@ -127,9 +147,22 @@ def open_stores(directory: Path, count: int, crash_point: Callable[[str], None] 
 
 
 def close_stores(stores: Sequence[TableStore], *, remove: bool) -> None:
-    """Close all of them. remove: delete their files, too."""
-    for store in stores:
-        store.close(remove=remove)
+    """Close all of them. remove: delete their files, too.
+
+    Raises:
+        OSError: a file cannot be deleted; all are closed, and the others' files have gone.
+    """
+    with contextlib.ExitStack() as closing:
+        for store in stores:
+            closing.callback(store.close, remove=remove)
+
+
+def drop_stores(stores: Sequence[TableStore]) -> None:
+    """Close all of them and delete their files. One that cannot be deleted is replaced by those made next."""
+    try:
+        close_stores(stores, remove=True)
+    except OSError as error:
+        logger.warning("the file of a table that was given up cannot be deleted, and will be replaced: %s", error)
 
 
 def store_paths(directory: Path) -> list[Path]:

@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 from psd.contract.custom_rules import describe
 from psd.contract.errors import CheckpointFailed, InvalidRequest, OutOfSpace, RuleFailed, UnknownVector
 from psd.contract.vector_batches import IncomingBatch, check_places
-from psd.contract.vectors import VECTORS_OF_BATCH_MAX, check_same, spec_of
+from psd.contract.vectors import FETCH_BYTES_MAX, VECTORS_OF_BATCH_MAX, check_same, spec_of
 from psd.state import locks
 from psd.state.core import ShardCore, check_begun_as
 from psd.state.locks import Level
 from psd.state.workers.membership import WorkerState
-from psd.v1 import vectors_pb2
+from psd.v1 import job_pb2, vectors_pb2
 from psd_core import vector as store
 from psd_core.arena import ArenaClosed, ArenaFull
 from psd_core.vector import BatchName, Piece, VectorSnapshot, VectorSpec, VectorStore
@@ -90,7 +90,7 @@ class VectorDesk:
         if len(request.vectors) > VECTORS_OF_BATCH_MAX:
             raise InvalidRequest(f"vectors: {len(request.vectors)} are above the limit of {VECTORS_OF_BATCH_MAX}")
         self.check_payload(len(payload))
-        with self._store() as vectors, self._named(vectors, request.caller, request.session, request.seq) as name:
+        with self._store(request.caller) as vectors, self._named(vectors, request) as name:
             found = vectors.answer(name)
             is_new = found is None
             if found is None:
@@ -115,7 +115,7 @@ class VectorDesk:
         with self._core.lock:
             self._core.check_caller(request.caller)
         self._open()
-        with self._store() as vectors, self._named(vectors, request.caller, request.session, request.seq) as name:
+        with self._store(request.caller) as vectors, self._named(vectors, request) as name:
             there = vectors.vectors()
             if spec.name in there:
                 check_same(spec, there[spec.name])
@@ -126,16 +126,16 @@ class VectorDesk:
     def drop(self, request: vectors_pb2.VectorChange) -> None:
         """Remove a vector; see VectorService.Drop."""
         spec = spec_of(request.vector)
-        with self._store() as vectors, self._named(vectors, request.caller, request.session, request.seq) as name:
+        with self._store(request.caller) as vectors, self._named(vectors, request) as name:
             if vectors.answer(name) is None:
                 self._known(vectors, [request.vector])
                 vectors.drop_vector(spec.name, name)
 
     # -- reads -----------------------------------------------------------------------------------------------------------
 
-    def all(self, run_id: str) -> list[VectorSpec]:
+    def all(self, request: vectors_pb2.VectorListRequest) -> list[VectorSpec]:
         """The vectors that there are, by name; see VectorService.List."""
-        self._core.check_run(run_id)
+        self._check_asker(request)
         if self._core.storage.vectors is None:
             return []
         with self._store() as vectors:
@@ -148,7 +148,7 @@ class VectorDesk:
 
     def fetch(self, request: vectors_pb2.VectorFetch) -> NDArray[Any]:
         """The elements that are asked for, as far as the shard has them; see VectorService.Fetch."""
-        self._core.check_run(request.run_id)
+        self._check_asker(request)
         with self._store() as vectors:
             (spec,) = self._known(vectors, [request.vector])
             if request.indices or request.rows:
@@ -160,11 +160,14 @@ class VectorDesk:
                     raise InvalidRequest(f"indices: have {len(asked)} bytes, which are no int64 numbers")
                 places = np.frombuffer(asked, np.int64)
                 check_places(places, spec.size // columns, spec.name)
-                self.check_payload(places.size * columns * np.dtype(spec.dtype).itemsize)
+                _check_answer(spec, places.size * columns, columns)
                 found = vectors.read_rows(spec.name, places) if request.rows else vectors.read_at(spec.name, places)
             else:
                 if not request.start <= request.stop <= spec.size:
                     raise InvalidRequest(f"start: {request.start} to {request.stop} is no range of {spec.name!r}: {spec.size}")
+                config = self._core.config
+                begin, end = extent(spec.size, config.shard_index, config.shard_count)
+                _check_answer(spec, min(request.stop, end) - max(request.start, begin), 0)
                 found = vectors.read(spec.name, request.start, request.stop)
         return found
 
@@ -225,8 +228,16 @@ class VectorDesk:
 
     # -- checks ----------------------------------------------------------------------------------------------------------
 
+    def _check_asker(self, request: vectors_pb2.VectorListRequest | vectors_pb2.VectorFetch) -> None:
+        """Raise what `check_caller` does for a worker, and what `check_run` does for a reader."""
+        if not request.HasField("caller"):
+            self._core.check_run(request.run_id)
+            return
+        with self._core.lock:
+            self._core.check_caller(request.caller)
+
     @contextmanager
-    def _named(self, vectors: VectorStore, caller: Any, session: int, seq: int) -> Iterator[BatchName]:
+    def _named(self, vectors: VectorStore, request: vectors_pb2.VectorBatch | vectors_pb2.VectorChange) -> Iterator[BatchName]:
         """The name of a batch of a worker that takes part in a job; no other one of that worker runs meanwhile.
 
         Raises:
@@ -234,31 +245,18 @@ class VectorDesk:
         """
         core = self._core
         with core.lock:
-            worker = core.check_caller(caller)
+            worker = core.check_caller(request.caller)
             core.declared()
             core.on_used()
-        if seq < 1:
-            raise InvalidRequest(f"seq: must be at least 1, got {seq}")
-        name = BatchName(check_begun_as(session, caller), seq)
+        if request.seq < 1:
+            raise InvalidRequest(f"seq: must be at least 1, got {request.seq}")
+        name = BatchName(check_begun_as(request.session, request.caller), request.seq, worker.rank)
         seat = self._seats.setdefault(worker.rank, _Seat())
         with seat.lock:
-            if name.session < seat.session:
+            if name.session < max(seat.session, vectors.session_of(worker.rank)):
                 raise worker.replaced(name.session)
-            seat.connection = worker.connection
-            if name.session > seat.session:
-                vectors.forget(seat.session)  # whose last batch was answered, or this one would be that
-                seat.session = name.session
-                self._forget_old(vectors)
+            seat.session, seat.connection = name.session, worker.connection
             yield name
-
-    def _forget_old(self, vectors: VectorStore) -> None:
-        """Make room for another session, if there is little: of those that an earlier process has known, the oldest go."""
-        known = vectors.sessions()
-        beyond = len(known) - 2 * self._core.config.limits.workers_max
-        if beyond >= 0:
-            in_use = {seat.session for seat in self._seats.values()}
-            for session in sorted(known.keys() - in_use)[: beyond + 1]:
-                vectors.forget(session)
 
     def _known(self, vectors: VectorStore, asked: Sequence[vectors_pb2.VectorSpec]) -> list[VectorSpec]:
         """The declarations that a caller has, which must be those of vectors that are there."""
@@ -294,13 +292,16 @@ class VectorDesk:
         if self._core.storage.vectors is None:
             with self._core.job_lock:
                 self._core.declared()
-                self._core.storage.make_vectors()
+                self._core.storage.make_vectors(len(self._core.members.workers))
 
     @contextmanager
-    def _store(self) -> Iterator[VectorStore]:
-        """The store, whose errors come out as the shard's."""
+    def _store(self, caller: job_pb2.Caller | None = None) -> Iterator[VectorStore]:
+        """The store, whose errors come out as the shard's. caller: a worker, which knows of one that there may have been."""
         vectors = self._core.storage.vectors
         if vectors is None:
+            if caller is not None:
+                with self._core.lock:
+                    self._core.check_caller(caller)
             self._core.declared()
             raise UnknownVector("vectors: none was made yet")
         try:
@@ -328,3 +329,12 @@ def _named_errors(operation: Any) -> Any:
             raise RuleFailed(f"vector {operation.out!r}: the function raised {describe(error)}") from error
 
     return operation._replace(function=apply)
+
+
+def _check_answer(spec: VectorSpec, count: int, columns: int) -> None:
+    """Raise InvalidRequest if so many elements, of more than a row, are above what a Fetch answers."""
+    nbytes = count * np.dtype(spec.dtype).itemsize
+    if nbytes > FETCH_BYTES_MAX and count > columns:
+        raise InvalidRequest(
+            f"start, indices, rows: {nbytes} bytes of {spec.name!r} are above {FETCH_BYTES_MAX}, the limit of a call"
+        )

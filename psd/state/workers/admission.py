@@ -17,6 +17,7 @@ from psd.contract import frames
 from psd.contract.config import RUN_ID_BYTES_MAX
 from psd.contract.errors import (
     InvalidRequest,
+    InvalidTensor,
     RolledBack,
     SpecMismatch,
     StateLost,
@@ -144,7 +145,7 @@ class Admission:
                 is_tentative=self._core.is_tentative,
                 workers=[member.state.value for member in members.workers],  # type: ignore[misc]
                 orders=self._core.orders.current(),
-                push_ids_max=config.limits.push_ids_max,
+                push_ids_max=self._core.push_ids_max,
             )
         self._core.settle()
         return reply
@@ -158,7 +159,9 @@ class Admission:
         """Raise unless what the request says by itself is right."""
         config = self._core.config
         self._core.check_address(request.shard_index, request.shard_count)
-        if not 1 <= request.world_size <= config.limits.workers_max:
+        members = self._core.membership  # the limit may be smaller than when they joined
+        is_known = members is not None and len(members.workers) == request.world_size
+        if not is_known and not 1 <= request.world_size <= config.limits.workers_max:
             raise InvalidRequest(
                 f"world_size: must be 1 to {config.limits.workers_max} (the shard's --max-workers), got {request.world_size}"
             )
@@ -208,10 +211,11 @@ class Admission:
         return job.coordinator.latest() if job is not None and job.coordinator is not None else []
 
     def _entry_clock(self, worker: Worker, *, is_awaited: bool) -> int:
-        """The clock at which a joining worker takes part: the open round, or beside the slowest of the others.
+        """The clock at which a joining worker takes part: the open round; without rounds where its rank was before, but beside
+        the slowest of the others if that is further, and no further ahead of it than a bound lets it be.
 
-        Not where a bound has made the others wait for it (`is_awaited`): a worker that only comes a moment after them at the
-        start of a job makes as many steps as they do.
+        Not beside the others where a bound has made them wait for it (`is_awaited`): a worker that only comes a moment after
+        them at the start of a job makes as many steps as they do.
         """
         job = self._core.job
         if job is None:
@@ -224,19 +228,31 @@ class Admission:
         if job.policy.has_bound and is_awaited:
             return worker.clock
         others = [w.clock for w in self._core.members.workers if w is not worker and w.state is WorkerState.LIVE]
-        return min(others, default=worker.clock)
+        slowest = min(others, default=worker.clock)
+        return max(slowest, worker.clock - max(0, job.policy.lag(worker.clock) - slowest))
 
     def declare(self, request: control_pb2.DeclareRequest) -> tuple[control_pb2.DeclareReply, Ticket | None]:
         """Agree on the job. With a ticket, the reply holds once it resolves; its result becomes `choice`."""
-        limits = self._core.config.limits
-        JobSpec.check_counts(request.spec, limits)
-        spec = JobSpec.from_message(request.spec)
-        spec.check_limits(limits)
+        spec = self._spec_of(request.spec)
         with self._core.job_lock:
             self._make_job(request.caller, spec)
             reply, ticket = self._agree(request.caller, spec)
         self._core.settle()
         return reply, ticket
+
+    def _spec_of(self, message: job_pb2.JobSpec) -> JobSpec:
+        """The job that a worker declares; InvalidRequest, InvalidTensor if it is beyond the limits."""
+        limits = self._core.config.limits
+        try:
+            JobSpec.check_counts(message, limits)
+            spec = JobSpec.from_message(message)
+            spec.check_limits(limits)
+        except (InvalidRequest, InvalidTensor):
+            job = self._core.job
+            if job is None or message != job.spec.to_message():
+                raise
+            return job.spec  # the limits have become smaller since it was made
+        return spec
 
     def _make_job(self, caller: job_pb2.Caller, spec: JobSpec) -> None:
         """Have a job to agree on: the first declaration makes it, and may change what was restored."""

@@ -2,7 +2,8 @@
 
 An arrival is (name, generation, worker). The shard counts generations: a barrier's generation opens when every worker that is
 waited for has arrived, and the next arrival starts the next one. The caller's own number of the call (`seq`) makes a repeated
-arrival harmless, also after the barrier has opened. Guarded by the shard's lock.
+arrival harmless, also after the barrier has opened: of each worker, which makes its calls one after the other, the last one
+that was answered is kept. Guarded by the shard's lock.
 """
 
 from __future__ import annotations
@@ -20,13 +21,8 @@ NAMES_MAX = 4096
 """Names whose generation is remembered while nobody waits there; the oldest is forgotten first. Only the reply's number then
 starts anew: who has arrived is kept as long as anybody waits."""
 
-OPENED_MAX = 64
-"""Calls of one session that are answered when they are sent again after their barrier has opened. A worker makes its calls one
-after the other; only threads of one worker make several at once."""
-
-
-_Calls = tuple[int, Mapping[int, int]]
-"""A session, and its latest calls that were answered: seq -> generation."""
+_Call = tuple[int, int, int]
+"""A session, the number of its last call that was answered, and the generation."""
 
 
 @dataclass
@@ -52,7 +48,7 @@ class Barriers:
         self._waited = waited
         self._save = save
         self._barriers: dict[str, _Barrier] = {}
-        self._opened: Mapping[int, _Calls] = {}  # by rank
+        self._opened: Mapping[int, _Call] = {}  # by rank
 
     @staticmethod
     def check(name: str, seq: int, name_bytes_max: int) -> None:
@@ -74,9 +70,9 @@ class Barriers:
         begun_as: the session as which the call was begun: the number of the call is that session's.
         """
         name = ticket.name
-        session, opened = self._opened.get(ticket.rank, (0, {}))
-        if session == begun_as and seq in opened:
-            ticket.resolve(opened[seq])
+        session, answered, generation = self._opened.get(ticket.rank, (0, 0, 0))
+        if (session, answered) == (begun_as, seq):
+            ticket.resolve(generation)
             return
         barrier = self._barriers.pop(name, None) or _Barrier()
         self._barriers[name] = barrier  # the most recently used name stands last
@@ -124,7 +120,7 @@ class Barriers:
             return
         opened = dict(self._opened)
         for rank, (session, seq, _) in barrier.arrived.items():
-            opened[rank] = _with_call(opened.get(rank), session, seq, barrier.generation)
+            opened[rank] = (session, seq, barrier.generation)
         # Before anybody goes on: if the shard dies now, those whose answer is lost must not wait for those who had theirs.
         self._save(_to_stored(opened).SerializeToString())
         self._opened = opened
@@ -138,7 +134,7 @@ class Barriers:
         """Take over the state that an earlier process of this shard saved."""
         opened = dict(self._opened)
         for call in storage_pb2.StoredBarriers.FromString(saved).opened:
-            opened[call.rank] = _with_call(opened.get(call.rank), call.session, call.seq, call.generation)
+            opened[call.rank] = (call.session, call.seq, call.generation)
         self._opened = opened
 
     def _forget_old_names(self) -> None:
@@ -149,18 +145,8 @@ class Barriers:
                     return
 
 
-def _with_call(known: _Calls | None, session: int, seq: int, generation: int) -> _Calls:
-    """A rank's calls, with this one added."""
-    latest = dict(known[1]) if known is not None and known[0] == session else {}
-    latest[seq] = generation
-    if len(latest) > OPENED_MAX:
-        del latest[next(iter(latest))]
-    return session, latest
-
-
-def _to_stored(opened: Mapping[int, _Calls]) -> storage_pb2.StoredBarriers:
+def _to_stored(opened: Mapping[int, _Call]) -> storage_pb2.StoredBarriers:
     stored = storage_pb2.StoredBarriers()
-    for rank, (session, calls) in opened.items():
-        for seq, generation in calls.items():
-            stored.opened.add(rank=rank, session=session, seq=seq, generation=generation)
+    for rank, (session, seq, generation) in opened.items():
+        stored.opened.add(rank=rank, session=session, seq=seq, generation=generation)
     return stored

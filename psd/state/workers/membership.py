@@ -9,7 +9,7 @@ ranks are integers used as bit masks, so that "have all contributed?" is two mac
 takes part: rounds below do not wait for it. The floor moves only when a worker joins or skips rounds, never in normal running.
 
 Changed only under the shard's lock, but for a worker's `last_seen` and `awaited_s` (see docs/design/life-of-a-push.md: Locks);
-`waited_in`, `is_void` and sessions may be asked without it. Must not know blocks, tickets or messages.
+`waited_in`, `taking_part`, `is_void` and sessions may be asked without it. Must not know blocks, tickets or messages.
 """
 
 from __future__ import annotations
@@ -116,25 +116,39 @@ class Worker:
         return SessionFenced(what, cause="superseded", rank=self.rank)
 
 
-@locks.guarded_by(locks.Level.SHARD, but=("waited_in", "is_void", "session_of", "worker", "check_session", "ended", "restore"))
+_UNGUARDED = ("waited_in", "taking_part", "is_void", "session_of", "worker", "check_session", "ended", "restore")
+
+
+@locks.guarded_by(locks.Level.SHARD, but=_UNGUARDED)
 class Membership:
     """The workers of one job on one shard.
 
     Args:
         clock: at which everybody begins.
         on_failure: see ServerConfig.on_worker_failure.
+        starting: ranks whose processes a launcher is starting again, and since when: no lease of theirs runs out meanwhile.
 
     Attributes:
         at_barriers: mask of the workers that barriers wait for.
         absent: the workers that nobody waits for any more, by rank, and why.
+        whole_since: when every worker had joined for the first time, and the foremost clock then; None before.
     """
 
-    def __init__(self, world_size: int, lease_s: float, clock: int = 0, on_failure: str = "wait") -> None:
+    def __init__(
+        self,
+        world_size: int,
+        lease_s: float,
+        clock: int = 0,
+        on_failure: str = "wait",
+        starting: dict[int, float] | None = None,
+    ) -> None:
         self.workers = [Worker(rank, clock=clock, floor=clock) for rank in range(world_size)]
         self.lease_s = lease_s
         self._on_failure = on_failure
+        self._starting = {} if starting is None else starting
         self._failed: Worker | None = None  # by whom all sessions have ended
         self._last_tick: float | None = None
+        self.whole_since: tuple[float, int] | None = None
         self._min_clock: int | None = None
         self._is_min_clock_known = False
         self._save: Callable[[Worker], None] | None = None
@@ -167,6 +181,10 @@ class Membership:
         if round_ >= floor_max:
             return mask
         return sum(1 << w.rank for w in self.workers if w.is_waited_for and w.floor <= round_)
+
+    def taking_part(self) -> int:
+        """Number of the workers that are waited for."""
+        return self._waited[0].bit_count()
 
     def is_void(self, round_: int) -> bool:
         """True if some worker is waited for, and all that are take part only after `round_`."""
@@ -225,6 +243,13 @@ class Membership:
         what = f"session {worker.session} of worker {worker.rank} has ended: {why}"
         return SessionFenced(what, cause="expired", rank=worker.rank)
 
+    def trained(self) -> tuple[int, float]:
+        """Steps that the foremost worker has made since all had joined, and seconds that this took."""
+        since, clock = self.whole_since or (0.0, 0)
+        if self.whole_since is None:
+            return 0, 0.0
+        return max(w.clock for w in self.workers) - clock, max(0.0, max(w.last_seen for w in self.workers) - since)
+
     # -- events; those that return True changed whom others wait for -----------------------------------------------------
 
     def on_join(self, rank: int, session: int, *, host: str = "", pid: int = 0, connection: int = 0, now: float) -> Worker:
@@ -236,11 +261,14 @@ class Membership:
         if session < worker.session:
             self.check_session(rank, session)
         if session != worker.session:
+            self._starting.pop(rank, None)
             worker.session = session
             worker.on_heard(host, pid, connection)
             worker.state, worker.has_pushed, worker.is_leaving, worker.has_failed = WorkerState.LIVE, False, False, False
         self.on_seen(worker, now)
         self._refresh()
+        if self.whole_since is None and all(w.session for w in self.workers):
+            self.whole_since = now, max(w.clock for w in self.workers)
         return worker
 
     def on_leaving(self, worker: Worker) -> bool:
@@ -370,7 +398,11 @@ class Membership:
             for worker in self.workers:
                 if worker.last_seen >= 0:
                     worker.last_seen = min(now, worker.last_seen + late_s)
+        # Who was heard a lease after that word is another process than the one that had died: the word came late.
+        for rank in [rank for rank, since in self._starting.items() if self.workers[rank].last_seen > since + self.lease_s]:
+            del self._starting[rank]
         leased = [w for w in self.workers if w.state is WorkerState.LIVE or w.is_awaited_back]
+        leased = [w for w in leased if w.rank not in self._starting]
         return self._fail([w for w in leased if now - w.last_seen > self.lease_s])
 
     def all_done(self, now: float, patience_s: float) -> bool:

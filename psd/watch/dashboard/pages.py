@@ -91,6 +91,9 @@ class Pages:
     Args:
         whole: gives everything that is known of the job, as JSON.
         is_https: cookies are for encrypted connections alone. cookie: its name.
+
+    Attributes:
+        on_let_in: told of the connection of each request that may see the job.
     """
 
     def __init__(
@@ -102,6 +105,7 @@ class Pages:
         self._is_https = is_https
         self._cookie = cookie
         self._files = _static_files()
+        self.on_let_in: Callable[[asyncio.BaseTransport | None], object] = lambda _: None
 
     def app(self) -> web.Application:
         """The application, for aiohttp to serve."""
@@ -126,6 +130,8 @@ class Pages:
         is_job = request.path.startswith("/api/") and request.path != "/api/enter"
         if is_job and not self._admission.is_admitted(request.cookies.get(self._cookie)):
             return self._refusal(401, "the dashboard asks for its token")
+        if is_job:
+            self.on_let_in(request.transport)
         try:
             response = await handler(request)
         except web.HTTPException as error:

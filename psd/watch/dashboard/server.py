@@ -13,7 +13,7 @@ import logging
 import signal
 import socket
 import ssl
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -22,6 +22,7 @@ from aiohttp import web
 from psd.watch.dashboard import feed
 from psd.watch.dashboard.admission import Doorkeeper
 from psd.watch.dashboard.pages import Pages, Streams
+from psd.watch.dashboard.visitors import Visitors
 from psd.watch.sampler import Sampler
 
 STUCK_S = 30.0
@@ -93,20 +94,32 @@ async def serve(sampler: Sampler, place: DashboardPlace, interval_s: float, on_r
         port = place.listener.getsockname()[1]
         admission = Doorkeeper(place.token)
         pages = Pages(admission, streams, whole, is_https=place.tls is not None, cookie=f"psd-dashboard-{port}")
-        # Who sends what is no request is told so, and fills no log.
-        strangers = logging.Logger("strangers", logging.CRITICAL)
-        runner = web.AppRunner(pages.app(), access_log=None, logger=strangers, handle_signals=False, shutdown_timeout=END_S)
-        await runner.setup()
-        looking = asyncio.create_task(keep_looking())
-        ending = asyncio.create_task(ended.wait())
-        try:
-            await web.SockSite(runner, place.listener, ssl_context=place.tls).start()
-            on_ready()
-            await asyncio.wait({looking, ending}, return_when=asyncio.FIRST_COMPLETED)
-            if looking.done():
-                looking.result()  # a defect: raised here
-        finally:
-            looking.cancel()
-            ending.cancel()
-            streams.end()
-            await runner.cleanup()
+        async with server_of(pages) as protocols:
+            looking = asyncio.create_task(keep_looking())
+            ending = asyncio.create_task(ended.wait())
+            visitors = Visitors(place.listener, protocols, place.tls)
+            pages.on_let_in = visitors.let_in
+            try:
+                on_ready()
+                await asyncio.wait({looking, ending}, return_when=asyncio.FIRST_COMPLETED)
+                if looking.done():
+                    looking.result()  # a defect: raised here
+            finally:
+                looking.cancel()
+                ending.cancel()
+                visitors.close()
+                streams.end()
+
+
+@contextlib.asynccontextmanager
+async def server_of(pages: Pages) -> AsyncIterator[Callable[[], asyncio.Protocol]]:
+    """Yield a maker of protocols for connections; when it is left, answers in progress end."""
+    # Who sends what is no request is told so, and fills no log.
+    strangers = logging.Logger("strangers", logging.CRITICAL)
+    runner = web.AppRunner(pages.app(), access_log=None, logger=strangers, handle_signals=False, shutdown_timeout=END_S)
+    await runner.setup()
+    try:
+        assert runner.server is not None
+        yield runner.server
+    finally:
+        await runner.cleanup()

@@ -11,8 +11,9 @@ import time
 from collections.abc import Sequence
 from textwrap import wrap
 
+from psd.watch.diagnosis import SLOW_SHARE
 from psd.watch.history import History, Moment
-from psd.watch.snapshot import CurvePoint, Event, JobSnapshot
+from psd.watch.snapshot import WAIT_S, CurvePoint, Event, JobSnapshot
 from psd.watch.top.columns import SHARD_COLUMNS, WORKER_COLUMNS, grid, rate, seconds, sorted_workers
 from psd.watch.words import count_text, size
 
@@ -89,7 +90,13 @@ def wait_lines(now: JobSnapshot, width: int) -> list[str]:
     lines = [_cut(wait, width) for wait in now.waits[:WAITS_MAX]]
     if len(now.waits) > WAITS_MAX:
         lines.append(f"and {len(now.waits) - WAITS_MAX} more waits")
-    return lines or ["nobody waits for long"]
+    if lines:
+        return lines
+    awaited = max(now.workers, key=lambda worker: worker.awaited_share, default=None)
+    if awaited is None or awaited.awaited_share <= SLOW_SHARE:
+        return ["nobody waits for long"]
+    text = f"others wait for worker {awaited.rank} {awaited.awaited_share:.0%} of the time, at present nobody for {WAIT_S:g} s"
+    return [_cut(text, width)]
 
 
 def event_lines(events: Sequence[Event], width: int, count: int = EVENTS_MAX) -> list[str]:

@@ -196,12 +196,15 @@ const TABLE_COLUMNS = [
 class Waits {
   constructor() {
     this.list = h("ul");
-    this.none = h("p", { class: "none" }, "Nobody waits for longer than half a second.");
+    this.none = h("p", { class: "none" });
     this.element = h("section", { class: "card", "aria-label": "Waits" }, h("header", {}, h("h2", {}, "Who waits for whom")), this.none, this.list);
   }
 
   update(now) {
     this.none.hidden = now.waits.length > 0;
+    const worst = now.workers.reduce((a, b) => (b.awaited_share > a.awaited_share ? b : a), { awaited_share: 0 });
+    const inAll = now.slow.includes(worst.rank) ? `, but others wait for worker ${worst.rank} ${share(worst.awaited_share)} of the time` : "";
+    setText(this.none, `At present nobody waits for longer than half a second${inAll}.`);
     keep(this.list, now.waits, (_) => now.waits.indexOf(_), () => h("li"), (item, text) => setText(item, text[0].toUpperCase() + text.slice(1)));
   }
 }
@@ -209,7 +212,7 @@ class Waits {
 export class Events {
   constructor() {
     this.list = h("ol", { class: "events", tabindex: "0", "aria-label": "Events, the newest first" });
-    this.none = h("p", { class: "none" }, "Nothing has happened since this dashboard began to look.");
+    this.none = h("p", { class: "none" }, "Nothing is known to have happened.");
     this.element = h("section", { class: "card", "aria-label": "Events" }, h("header", {}, h("h2", {}, "Events")), this.none, this.list);
   }
 
