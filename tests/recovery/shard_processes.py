@@ -59,7 +59,7 @@ class ShardProcess:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         found = READY.search(line)
-        assert found is not None, f"shard {self.index} did not start: {line!r}, status {self._process.wait(30)}"
+        assert found is not None, f"shard {self.index} did not start: {line!r}, status {self._process.wait(100)}"
         self.address = found[1]
 
     @property
@@ -101,7 +101,7 @@ class ShardProcess:
         """Take a checkpoint; its name."""
         with grpc.insecure_channel(self.address) as channel:
             stub = control_pb2_grpc.ControlServiceStub(channel)
-            return stub.Checkpoint(control_pb2.CheckpointRequest(), timeout=60).name
+            return stub.Checkpoint(control_pb2.CheckpointRequest(), timeout=240).name
 
     def close(self) -> None:
         if self._process is not None:
@@ -116,4 +116,4 @@ def servers_of(shards: Sequence[ShardProcess]) -> str:
 def status_at(address: str) -> control_pb2.StatusReply:
     """Status of a shard."""
     with grpc.insecure_channel(address) as channel:
-        return control_pb2_grpc.ControlServiceStub(channel).Status(control_pb2.StatusRequest(), timeout=30)
+        return control_pb2_grpc.ControlServiceStub(channel).Status(control_pb2.StatusRequest(), timeout=100)

@@ -45,15 +45,26 @@ def test_memory_when_eight_workers_train_then_it_stays_within_the_bound_and_snap
     size = parameter_bytes // 4
     bound = 1.15 * 3 * parameter_bytes + BASE_BYTES
     together = threading.Barrier(WORLD_SIZE + 1)
+    stored, over = threading.Event(), threading.Event()
+    in_step = threading.Barrier(WORLD_SIZE, lambda: over.set() if stored.is_set() else None)
     gradient = np.ones(size, np.float32)
 
     def work(rank: int) -> None:
         with psd_client.connect(shard.address, rank, WORLD_SIZE, wait_timeout=300) as ps:
             ps.declare({"w": np.zeros(size, np.float32)}, psd_client.SGD(lr=1e-3, momentum=0.9))
-            for step in range(3 * STEPS):
-                if step % STEPS == 0:
-                    together.wait(300)
-                ps.push_pull({"w": gradient})
+
+            def train(steps: int) -> None:
+                for _ in range(steps):
+                    ps.push_pull({"w": gradient})
+
+            together.wait(300)
+            train(STEPS)
+            together.wait(300)
+            while not over.is_set():  # a checkpoint is made by a job that goes on; all make the same number of steps
+                train(1)
+                in_step.wait(300)
+            together.wait(300)
+            train(STEPS)
         together.wait(300)
 
     def measure() -> tuple[int, int]:
@@ -66,8 +77,9 @@ def test_memory_when_eight_workers_train_then_it_stays_within_the_bound_and_snap
         together.wait(300)  # the first steps
         together.wait(300)
         steady_arena, steady = measure()
-        stored = shard.checkpoint()
+        name = shard.checkpoint()
         during_arena, during = measure()
+        stored.set()
         together.wait(300)  # the last ones begin: what the snapshot had pinned is free since before
         after_arena, after = measure()
         together.wait(300)
@@ -76,7 +88,7 @@ def test_memory_when_eight_workers_train_then_it_stays_within_the_bound_and_snap
 
     figures = {
         "steady": (steady, steady_arena),
-        f"when {stored} was stored": (during, during_arena),
+        f"when {name} was stored": (during, during_arena),
         "after": (after, after_arena),
     }
     print(f"bound {bound / 1e6:.0f} MB")  # noqa: T201 - the figures
