@@ -161,8 +161,12 @@ def _ends_in_mid_push(life: Life) -> bool:
 
 
 def _damage(histories: Histories) -> Iterator[Failure]:
-    """What was changed is named, whether the shard starts then or not."""
+    """What was changed is named, whether the shard starts then or not; unless it is killed before it has looked."""
     for record in histories.of("damage"):
+        since = [x for x in histories.timeline if x.get("name") == record["name"] and x["t"] >= record["t"]]
+        told = (x.get("signal", x["what"]) for x in since)
+        if next((what for what in told if what in ("SIGKILL", "ready", "exit")), "") == "SIGKILL":
+            continue
         if f"{record['file']}: " not in histories.shard_logs[int(record["name"].split()[1])]:
             yield Failure("damage not found", f"{record['name']}: byte {record['at']} of {record['file']} was changed")
 

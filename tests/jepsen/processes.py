@@ -182,9 +182,10 @@ class ShardActor:
         return True
 
     def repair(self) -> None:
-        """Undo `damage`."""
-        self._timeline.note("repair", name=f"shard {self.index}")
-        self._flip()
+        """Undo `damage`, unless the shard has found it, and removed the file, before it was killed."""
+        if self._damaged[0].exists():
+            self._timeline.note("repair", name=f"shard {self.index}")
+            self._flip()
 
     def _flip(self) -> None:
         path, at = self._damaged

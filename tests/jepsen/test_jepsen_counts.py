@@ -295,6 +295,19 @@ def test_checks_when_a_file_was_damaged_then_its_shard_must_have_named_it(tmp_pa
     assert story.found() == kinds
 
 
+def test_checks_when_a_shard_was_killed_before_it_has_looked_then_it_need_not_name_the_damage(tmp_path: Path) -> None:
+    story = Story(tmp_path, checkpoint_steps=5)
+    story.fault("shard-damage")
+    story.note("damage", name="shard 0", file="state/arena", at=7)
+    story.note("signal", name="shard 0", signal="SIGSTOP")
+    story.note("signal", name="shard 0", signal="SIGKILL")
+    story.note("repair", name="shard 0")
+    story.note("ready", name="shard 0")
+    story.end("fall")
+
+    assert story.found() == set()
+
+
 @pytest.mark.parametrize(
     ("kind", "changes", "kinds"),
     [
