@@ -211,6 +211,7 @@ def draw(seed: int, *, may_mount: bool = False) -> Plan:
     )
     more = random.Random(f"tables {seed}")
     plan = replace(plan, has_tables=more.random() < 0.6, has_vectors=more.random() < 0.3, new_limits=more.random() < 0.3)
+    plan = replace(plan, new_limits=plan.new_limits and not plan.small_disk)  # some take more room than such a disk has
     plan = replace(plan, styles=tuple(_style(source, barrier_every) for _ in range(workers)))
     faults = [_fault(source, plan) for _ in range(source.choice((0, 1, 1, 2, 3, 4)))]
     if not faults or source.random() < 0.5:

@@ -249,7 +249,9 @@ class Program:
     def _step(self, does_push: bool) -> None:
         ps, style = self.ps, self._style
         assert ps is not None
-        if style.barrier_every and ps.clock % style.barrier_every == 0:
+        # Who comes last may come alone: a barrier opens for those that are there, and the next one would wait at it for ever.
+        has_barriers = style.barrier_every > 0 and self._options.role == "train"
+        if has_barriers and ps.clock % style.barrier_every == 0:
             self._insist("barrier", lambda: ps.barrier(f"at {ps.clock}"))
         number = next(self._left)
         is_absent = self._random.random() < style.absent_share
