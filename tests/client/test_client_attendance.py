@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,40 +25,53 @@ def overruled(round_: int, *, scalar: int = 0, own: float = 1.0, held: float = 0
     return data_pb2.PushReply(overruled=data_pb2.Overruled(round=round_, rank=2, scalar=scalar, own=own, held=held))
 
 
+def answered(*replies: data_pb2.PushReply) -> Any:
+    """Stands for a push that the shards have answered so."""
+    return SimpleNamespace(replies=dict(enumerate(replies)))
+
+
+def since(attendance: Attendance, session: int, clock: int) -> int:
+    """The clock that a push's header says, of that session and clock."""
+    sent: Any = SimpleNamespace(session=session, header=data_pb2.PushHeader(clock=clock))
+    attendance.write(sent)
+    return int(sent.header.since)
+
+
 def test_since_is_where_a_process_came_and_moves_only_where_it_leaves_a_gap() -> None:
     """The same push again is no gap; a late one, after which the worker goes on further ahead, is."""
-    attendance = Attendance(0, SPEC)
+    attendance = Attendance(0, SPEC, {})
 
-    assert [attendance.since(7, clock) for clock in (0, 1, 1, 2, 3)] == [0] * 5
-    assert [attendance.since(7, clock) for clock in (6, 7)] == [6, 6]
-    assert [attendance.since(8, clock) for clock in (7, 8, 12)] == [6, 6, 12]
-    assert [attendance.since(9, clock) for clock in (4, 5)] == [4, 4], "the job has gone back to a checkpoint"
+    assert [since(attendance, 7, clock) for clock in (0, 1, 1, 2, 3)] == [0] * 5
+    assert [since(attendance, 7, clock) for clock in (6, 7)] == [6, 6]
+    assert [since(attendance, 8, clock) for clock in (7, 8, 12)] == [6, 6, 12]
+    assert [since(attendance, 9, clock) for clock in (4, 5)] == [4, 4], "the job has gone back to a checkpoint"
 
 
 def test_a_process_that_joins_again_was_not_there_from_the_start() -> None:
     """Its schedule may have moved on, or not; but before any that came later it was there."""
-    attendance = Attendance(0, SPEC)
+    attendance = Attendance(0, SPEC, {})
 
-    assert [attendance.since(7, 0), attendance.since(8, 0), attendance.since(8, 1), attendance.since(9, 2)] == [0, 1, 1, 1]
+    assert [since(attendance, 7, 0), since(attendance, 8, 0), since(attendance, 8, 1), since(attendance, 9, 2)] == [0, 1, 1, 1]
 
 
 def test_a_process_that_joins_a_running_job_came_there() -> None:
-    assert Attendance(0, SPEC).since(7, 40) == 40
+    assert since(Attendance(0, SPEC, {}), 7, 40) == 40
 
 
 def test_each_difference_is_logged_once_and_every_round_counted(caplog: pytest.LogCaptureFixture) -> None:
     """Several shards tell the same, and a schedule that lags differs in every step."""
-    attendance = Attendance(1, SPEC)
-    attendance.since(7, 4)
+    counts = {"pushes_overruled": 0}
+    attendance = Attendance(1, SPEC, counts)
+    since(attendance, 7, 4)
 
     with caplog.at_level(logging.WARNING, "psd_client"):
         for round_ in (4, 5):
-            attendance.hear([overruled(round_), data_pb2.PushReply(), overruled(round_)])
-        attendance.hear([overruled(6, scalar=3, own=0.5, held=0.0)])
-        attendance.since(8, 9)
-        attendance.hear([overruled(9)])
+            attendance.hear(answered(overruled(round_), data_pb2.PushReply(), overruled(round_)))
+        attendance.hear(answered(overruled(6, scalar=3, own=0.5, held=0.0)))
+        since(attendance, 8, 9)
+        attendance.hear(answered(overruled(9)))
 
-    assert attendance.overruled == 4
+    assert counts["pushes_overruled"] == 4
     texts = [record.getMessage() for record in caplog.records]
     assert len(texts) == 3
     assert texts[0].startswith("psd: worker 1: in step 4 its lr of group 0, 1.0, gives way to worker 2's, 0.25, which has been")

@@ -142,7 +142,7 @@ class Program:
     def _write(self, gradient: int) -> None:
         assert self.ps is not None
         if self.setting.cuts or self.setting.stored_by:
-            self.ps.declared.client_state = b"%d" % gradient
+            self.ps.declared.client_state.state = b"%d" % gradient
         for space in self.ps.gradients.spaces:
             space[...] = value_of(gradient)
 

@@ -9,32 +9,33 @@ not know lanes, blocks or frameworks.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
 
 from psd.contract.jobspec import JobSpec
-from psd.v1 import data_pb2
+from psd_client.worker.riders import Rider
+from psd_client.worker.sent_push import SentPush
 
 logger = logging.getLogger("psd_client")
 
 
-class Attendance:
+class Attendance(Rider):
     """Attendance of one worker.
 
-    Attributes:
-        overruled: rounds in which scalars of this worker's have given way to others.
+    Args:
+        counts: `pushes_overruled` are rounds in which scalars of this worker's have given way to others.
     """
 
-    def __init__(self, rank: int, spec: JobSpec) -> None:
+    def __init__(self, rank: int, spec: JobSpec, counts: dict[str, int]) -> None:
         self._rank = rank
         self._groups = spec.groups
         self._since = 0
         self._last: tuple[int, int] | None = None  # session and clock of the last push
         self._round_told = -1
         self._said: set[tuple[int, int, int]] = set()
-        self.overruled = 0
+        self._counts = counts
 
-    def since(self, session: int, clock: int) -> int:
-        """The clock since which this process has pushed at every step, for a push's header; 0 only from the job's start."""
+    def write(self, sent: SentPush) -> None:
+        """Write the clock since which this process has pushed at every step; 0 only from the job's start."""
+        session, clock = sent.session, sent.header.clock
         if self._last is None or clock not in (self._last[1], self._last[1] + 1):
             self._since = clock
         if self._last is not None and self._last[0] != session:
@@ -42,17 +43,17 @@ class Attendance:
             # differs from those that were there all the time, and not to be refused.
             self._since = max(1, self._since)
         self._last = session, clock
-        return self._since
+        sent.header.since = self._since
 
-    def hear(self, replies: Iterable[data_pb2.PushReply]) -> None:
+    def hear(self, sent: SentPush) -> None:
         """Log the shards' remarks on this worker's scalars; each once, until the worker joins or falls behind again."""
-        for reply in replies:
+        for reply in sent.replies.values():
             if not reply.HasField("overruled"):
                 continue
             told = reply.overruled
             if told.round != self._round_told:
                 self._round_told = told.round
-                self.overruled += 1
+                self._counts["pushes_overruled"] += 1
             if (self._since, told.group, told.scalar) in self._said:
                 continue
             self._said.add((self._since, told.group, told.scalar))

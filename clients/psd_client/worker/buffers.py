@@ -7,13 +7,15 @@ nobody pushes to. Must not know frameworks or gradients.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
 from psd.contract.layout import Block, Layout
 from psd.v1 import data_pb2
 from psd_client.lanes.flat import FlatBuffers
 from psd_client.lanes.shards import Shards
 from psd_client.lanes.transport import Call, Lane
+from psd_client.worker.riders import Rider
+from psd_client.worker.sent_push import SentPush
 from psd_client.worker.session import Session
 
 REFRESH_S = 10.0
@@ -21,7 +23,7 @@ REFRESH_S = 10.0
 REQUEST_BYTES_MAX = 4 << 20
 
 
-class BufferKeeper:
+class BufferKeeper(Rider):
     """Stores one worker's buffers.
 
     Args:
@@ -57,9 +59,13 @@ class BufferKeeper:
         self._stored_s = session.now()
         self._clock = session.clock
 
-    def hear(self, replies: Iterable[data_pb2.PushReply]) -> None:
-        """Learn from the shards' replies to a push whether they want this worker's buffers."""
-        self._is_wanted = any(reply.wants_buffers for reply in replies)
+    def hear(self, sent: SentPush) -> None:
+        """Learn whether the shards want this worker's buffers."""
+        self._is_wanted = any(reply.wants_buffers for reply in sent.replies.values())
+
+    def forget(self) -> None:
+        """Have the program take up the checkpoint's buffers before it stores its own."""
+        self.times_gone_back += 1
 
     def before_push(self) -> None:
         """Store the buffers, if the next push reaches a cut, or nobody has for some time."""

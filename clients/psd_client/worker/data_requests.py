@@ -1,6 +1,6 @@
 """Messages of one worker's data plane: who asks, at which clock, and what the shards are to know beside it.
 
-Must not know when they are sent, nor what becomes of them.
+Must not know when they are sent, nor what becomes of them; nor what rides on a push (riders.py).
 """
 
 from __future__ import annotations
@@ -8,14 +8,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 import psd_core
 from psd.contract.layout import Block
 from psd.contract.verdicts import clip_scale
 from psd.v1 import data_pb2
+from psd_client.lanes.feed import Feed
 from psd_client.lanes.flat import FlatBuffers
 from psd_client.lanes.transport import GradientPart
-from psd_client.worker.attendance import Attendance
-from psd_client.worker.first_gradient import FirstGradient
+from psd_client.worker.riders import Riders
 from psd_client.worker.rows import RowGradients
 from psd_client.worker.sent_push import SentPush
 from psd_client.worker.session import Session
@@ -27,7 +30,7 @@ class DataRequests:
 
     Args:
         gradients: what pushes send.
-        verdicts: None: rounds have none.
+        riders: what rides on pushes. verdicts: None: rounds have none.
 
     Attributes:
         rows_read: by shard, the version of its tables at the last pull of rows.
@@ -37,38 +40,45 @@ class DataRequests:
         self,
         session: Session,
         gradients: FlatBuffers,
-        first: FirstGradient,
-        attendance: Attendance,
+        riders: Riders,
         verdicts: VerdictSearch | None,
     ) -> None:
         self._session = session
         self._gradients = gradients
         self._layout = gradients.layout
-        self._first = first
-        self._attendance = attendance
+        self._riders = riders
         self._verdicts = verdicts
         self.rows_read: dict[int, int] = {}
 
-    def header(
-        self, scalars: Sequence[Sequence[float]], weight: float, rows: RowGradients, *, is_finite: bool
-    ) -> data_pb2.PushHeader:
-        """The header of the next push, without its caller."""
+    def push(
+        self,
+        scalars: Sequence[Sequence[float]],
+        weight: float,
+        present: NDArray[np.bool_] | None,
+        rows: RowGradients,
+        feed: Feed | None,
+        versions_read: Sequence[int] | None,
+        *,
+        skip: bool,
+        is_finite: bool,
+    ) -> SentPush:
+        """The next push, with what rides on it."""
         session, spec = self._session, self._layout.spec
         header = data_pb2.PushHeader(
             clock=session.clock,
             weight=weight,
             layout_digest=self._layout.digest,
             scalars=session.orders.scaled(scalars, spec.groups, session.clock),
-            decisions=session.decisions or None,
             is_finite=is_finite,
-            first_gradient=self._first.take() or None,
-            since=self._attendance.since(session.number, session.clock),
         )
         if spec.clip_norm and not spec.consistency.has_rounds and weight:
             squares = psd_core.total_squares((self._gradients.squares(), rows.squares()))
             norm = math.inf if squares is None else psd_core.square_root(squares)
             header.scale = clip_scale(spec.clip_norm, norm)
-        return header
+        sent = SentPush(session.number, header, present, rows, skip, feed, versions_read)
+        for write in self._riders.write:
+            write(sent)
+        return sent
 
     def part(self, shard: int, sent: SentPush, blocks: Sequence[Block], received: Sequence[int]) -> GradientPart:
         """The part of a push for one shard, whose trained blocks these are. received: versions by block."""
@@ -80,8 +90,8 @@ class DataRequests:
             if tables_block is not None:
                 versions.append(self.rows_read.get(shard, received[tables_block]))
         part = sent.part(shard, self._session.caller(shard), blocks, self._gradients, versions)
-        if self._session.cuts.are_named:
-            part.header.cuts.extend(self._session.cuts.carried())
+        for write_to in self._riders.write_to:
+            write_to(shard, part.header)
         return part
 
     def pull(self, shard: int, blocks: Sequence[Block] | None = None) -> data_pb2.PullRequest:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from psd.contract.errors import InvalidRequest, RolledBack, error_text
+from psd.contract.errors import InvalidRequest, RolledBack
 from psd.contract.layout import Block, Layout
 from psd.contract.rules import weight_of
 from psd.contract.verdicts import members_mask
@@ -26,7 +26,7 @@ from psd.v1 import control_pb2
 from psd_client.lanes.feed import Feed
 from psd_client.lanes.flat import FlatBuffers, share_memory
 from psd_client.lanes.shards import Shards, transfer_s
-from psd_client.lanes.transport import Call, GradientPart, Lane, Share
+from psd_client.lanes.transport import Call, Lane, Share
 from psd_client.worker.attendance import Attendance
 from psd_client.worker.buffers import BufferKeeper
 from psd_client.worker.data_requests import DataRequests
@@ -35,6 +35,7 @@ from psd_client.worker.first_gradient import FirstGradient
 from psd_client.worker.lending import ParameterPlaces, lent_places
 from psd_client.worker.loading import ParameterLoad
 from psd_client.worker.push_counts import PushCounts
+from psd_client.worker.riders import ClientStateRider, CutRider, DecisionRider, OrderRider, Riders
 from psd_client.worker.row_traffic import RowTraffic
 from psd_client.worker.rows import Gradients
 from psd_client.worker.sent_push import SentPush
@@ -54,12 +55,11 @@ class ParameterExchange:
     Attributes:
         gradients: what the next push sends; after `push` to be written only when `confirm` has returned.
         parameters: what the last pull brought; undefined after one that failed. places: where, and what was lent of it.
-        client_state: goes with the next push, to the shard that keeps it.
+        client_state: see ClientStateRider. buffers: what the worker computes beside the parameters.
         is_skipped: the round of the last push changed nothing, because somebody's gradient was not finite; without rounds, this
             worker's. Known after the pull.
         counts: see ParameterServer.stats.
         rows: those of tables on their way.
-        buffers: what the worker computes beside the parameters.
     """
 
     def __init__(
@@ -92,22 +92,31 @@ class ParameterExchange:
         self._verdicts: VerdictSearch | None = None
         if layout.spec.has_verdicts and self._lanes:  # else there is no gradient to measure
             self._verdicts = VerdictSearch(session, shards, self._lanes, self._timeout_s, self._push_again)
-        self._attendance = Attendance(rank, layout.spec)
         self.is_skipped = False
-        self.client_state = b""
+        self.client_state = ClientStateRider(layout.client_state_shard)
         segment = share_memory(layout, lent_places(layout) if is_lending else 1) if sharing else None
         self.gradients = FlatBuffers(layout, segment=segment, of_gradients=True)
         self.places = ParameterPlaces(layout, segment, is_lending=is_lending)
         self.parameters, self.rows = self.places.current, RowTraffic(layout, segment, lambda: session.push_ids_max)
-        self._first = FirstGradient(rank, layout.spec.world_size, self.gradients)
-        self._requests = DataRequests(session, self.gradients, self._first, self._attendance, self._verdicts)
+        self._counts = PushCounts()
+        self.counts = self._counts.totals
         self.buffers = BufferKeeper(session, shards, layout, self.parameters, self._timeout_s)
+        self._riders = Riders(
+            OrderRider(session),
+            CutRider(session),
+            *([DecisionRider(session)] if self._is_exact else []),
+            self.client_state,
+            Attendance(rank, layout.spec, self.counts),
+            self.buffers,
+            self.rows,
+            *([FirstGradient(rank, self.gradients)] if layout.spec.world_size > 1 else []),
+            self._counts,
+        )
+        self._requests = DataRequests(session, self.gradients, self._riders, self._verdicts)
         self._load = ParameterLoad(rank, session, shards, self.parameters, wait_timeout_s, self._timeout_s)
         if segment is not None:
             for share in sharing:
                 share(self.gradients, self.places.shared)
-        self._counts = PushCounts()
-        self.counts = self._counts.totals
 
     # -- operations ----------------------------------------------------------------------------------------------------
 
@@ -131,11 +140,11 @@ class ParameterExchange:
     def _begin_again(self) -> None:
         self._unconfirmed = self._failed = self._session.pushing = None
         self._requests.rows_read.clear()
-        self.rows.forget()
         if self._verdicts is not None:
             self._verdicts.forget()
         self.pull_all()
-        self.buffers.times_gone_back += 1
+        for forget in self._riders.forget:
+            forget()
 
     def pull(self) -> None:
         """Fetch the trained blocks, at the worker's clock. What a call that failed has begun to push is completed first."""
@@ -236,7 +245,8 @@ class ParameterExchange:
 
         def push_pull_at(lane: Lane, call: Call) -> None:
             rows = ahead.at.get(lane.shard) if ahead is not None else None
-            reply = lane.push_pull(self._part(lane, sent), self.parameters, call, rows)
+            part = self._requests.part(lane.shard, sent, self._blocks[lane.shard], self.parameters.versions)
+            reply = lane.push_pull(part, self.parameters, call, rows)
             self._counts.on_reply(sent, lane.shard, reply)
 
         self.parameters = self.places.renew()
@@ -312,12 +322,14 @@ class ParameterExchange:
         if verdicts is not None and verdicts.applied < verdicts.latest < self._session.clock:
             # Whoever made that round may be gone before all shards had its verdict; nobody could push the next one.
             self._fetch(self._lanes, versions_only=True)
-        self.buffers.before_push()
-        header = self._requests.header(scalars, weight, rows, is_finite=feed is None and spec.nan_policy != "allow")
+        for prepare in self._riders.prepare:
+            prepare()
+        is_finite = feed is None and spec.nan_policy != "allow"
+        sent = self._requests.push(scalars, weight, present, rows, feed, versions_read, skip=skip, is_finite=is_finite)
         self.is_skipped = skip and not self._has_rounds
         self.counts["rounds_skipped"] += self.is_skipped
-        self._session.pushing = header.clock
-        return SentPush(self._session.number, header, self.client_state, present, rows, skip, feed, versions_read)
+        self._session.pushing = sent.header.clock
+        return sent
 
     def _on_failed(self, sent: SentPush, error: BaseException) -> None:
         """Note that the program's call has failed: the next one has to go on with this push, or to end it."""
@@ -355,14 +367,7 @@ class ParameterExchange:
         if failed.is_finished:
             return
         self.counts["pushes_dropped"] += 1
-        logger.warning(
-            "psd: worker %d: gave up the push of step %d, which failed (%s); at least %d of %d blocks have counted it",
-            self._rank,
-            failed.header.clock,
-            "" if failed.error is None else error_text(failed.error),
-            sum(reply.blocks_counted + reply.blocks_duplicate for reply in failed.replies.values()),
-            self._trained_count,
-        )
+        failed.warn_given_up(self._rank, self._trained_count)
 
     def _complete(self, sent: SentPush, *, and_wait: bool = False) -> None:
         """Have all shards take the push. and_wait: with exact aggregation, until its round is decided."""
@@ -381,7 +386,8 @@ class ParameterExchange:
         def push_at(lane: Lane, call: Call) -> None:
             incarnation = self._session.incarnation(lane.shard)
             if sent.incarnations.get(lane.shard) != incarnation:
-                self._counts.on_reply(sent, lane.shard, lane.push(self._part(lane, sent), call))
+                part = self._requests.part(lane.shard, sent, self._blocks[lane.shard], self.parameters.versions)
+                self._counts.on_reply(sent, lane.shard, lane.push(part, call))
                 sent.incarnations[lane.shard] = incarnation
 
         self._shards.run(push_at, self._timeout_s + sent.rows.transfer_s, self._lanes, is_bulk=True)
@@ -392,21 +398,11 @@ class ParameterExchange:
         sent.is_finished = True
         replies = sent.replies.values()
         self._session.clock = max([self._session.clock, sent.header.clock + 1, *[reply.clock for reply in replies]])
-        self._session.hear(sent.replies)  # which ends a failure of it, too
-        if self.client_state is sent.client_state:  # else it is the next push's, which is being computed
-            self.client_state = b""
-        self.counts["pushes"] += 1
-        self.counts["rows_pushed"] += sum([len(rows.ids) for shard in sent.tables for rows in shard])
-        self._attendance.hear(replies)
-        self.buffers.hear(replies)
-        self._first.hear(replies, sent.tables)
-        self.counts["pushes_overruled"] = self._attendance.overruled
+        for hear in self._riders.hear:
+            hear(sent)
         late = sum([reply.blocks_late for reply in replies])
         if late and sent.session != self._session.number:
             sent.warn_expired(self._rank, late, self._trained_count)
-
-    def _part(self, lane: Lane, sent: SentPush) -> GradientPart:
-        return self._requests.part(lane.shard, sent, self._blocks[lane.shard], self.parameters.versions)
 
     def _push_again(self, lane: Lane, call: Call) -> None:
         """Send the last push again to a shard that has lost it: it was killed before the round had closed."""
@@ -416,7 +412,8 @@ class ParameterExchange:
         incarnation = self._session.incarnation(lane.shard)
         if sent.incarnations[lane.shard] == incarnation:
             return
-        reply = lane.push(self._part(lane, sent), call)
+        part = self._requests.part(lane.shard, sent, self._blocks[lane.shard], self.parameters.versions)
+        reply = lane.push(part, call)
         self._counts.on_reply(sent, lane.shard, reply)
         sent.incarnations[lane.shard] = incarnation
         if reply.blocks_late:

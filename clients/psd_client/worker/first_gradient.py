@@ -12,8 +12,9 @@ from collections.abc import Iterable, Sequence
 from itertools import chain
 
 from psd.contract.rows import TableRows
-from psd.v1 import data_pb2
 from psd_client.lanes.flat import FlatBuffers
+from psd_client.worker.riders import Rider
+from psd_client.worker.sent_push import SentPush
 
 logger = logging.getLogger("psd_client")
 
@@ -21,29 +22,30 @@ LOOKED_AT_BYTES = 64 << 20
 """Bytes of the gradient that are looked at: a tenth of a second, once."""
 
 
-class FirstGradient:
-    """The first gradient of one worker.
+class FirstGradient(Rider):
+    """The first gradient of one worker of several.
 
     Args:
         gradients: where it lies when its push has ended.
     """
 
-    def __init__(self, rank: int, world_size: int, gradients: FlatBuffers) -> None:
+    def __init__(self, rank: int, gradients: FlatBuffers) -> None:
         self._rank = rank
         self._gradients = gradients
-        self._is_awaited = world_size > 1
+        self._is_awaited = True
         self._digest = b""
 
-    def take(self) -> bytes:
-        """Its digest, for the header of the second push; empty in others, and if the gradient is zero."""
-        digest, self._digest = self._digest, b""
-        return digest
+    def write(self, sent: SentPush) -> None:
+        """Write its digest with the second push; nothing with others, or if the gradient was zero."""
+        if self._digest:
+            sent.header.first_gradient, self._digest = self._digest, b""
 
-    def hear(self, replies: Iterable[data_pb2.PushReply], tables: Iterable[Sequence[TableRows]]) -> None:
+    def hear(self, sent: SentPush) -> None:
         """Look at the gradient, rows of tables included, if this was its push; tell the user what the shards have found."""
         if self._is_awaited:
             self._is_awaited = False
-            self._look(tables)
+            self._look(sent.tables)
+        replies = sent.replies.values()
         same = [reply.same_gradient_as for reply in replies if reply.HasField("same_gradient_as")]
         if same:
             logger.warning(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 
 from psd.v1 import data_pb2
+from psd_client.worker.riders import Rider
 from psd_client.worker.sent_push import SentPush
 
 NAMES = (
@@ -24,7 +25,7 @@ NAMES = (
 )
 
 
-class PushCounts:
+class PushCounts(Rider):
     """Totals by name; see ParameterServer.stats.
 
     Attributes:
@@ -53,6 +54,11 @@ class PushCounts:
             if before is not None:
                 self._add(before, -1)
             self._add(known, 1)
+
+    def hear(self, sent: SentPush) -> None:
+        """Count a push that all shards have."""
+        self.totals["pushes"] += 1
+        self.totals["rows_pushed"] += sum([len(rows.ids) for shard in sent.tables for rows in shard])
 
     def on_decision(self, sent: SentPush, *, is_member: bool, is_skipped: bool) -> None:
         """Exact aggregation: a push's gradient counts, or not, on all shards that have staged it; neither, if skipped."""

@@ -15,6 +15,7 @@ from psd.contract.layout import Layout
 from psd_client.lanes.rows_memory import RowsMemory
 from psd_client.lanes.segment import Segment
 from psd_client.lanes.transport import RowsAhead
+from psd_client.worker.riders import Rider
 from psd_client.worker.rows import Batches, Gradients, RowGradients, RowPull
 
 
@@ -37,7 +38,7 @@ class PullAhead:
         return found if len(found) == len(self.at) else {}
 
 
-class RowTraffic:
+class RowTraffic(Rider):
     """Rows of one worker.
 
     Args:
@@ -57,7 +58,7 @@ class RowTraffic:
 
     def gradients(self, gradients: Gradients) -> RowGradients:
         """Gradients of rows as the next push sends them; what has come ahead is dropped, since rows change."""
-        self.forget()
+        self._ids, self._rows = {}, {}
         return RowGradients(self._batches, gradients, self._pushed) if gradients else self._no_gradients
 
     def pull(self, wanted: Mapping[int, NDArray[Any]]) -> RowPull:

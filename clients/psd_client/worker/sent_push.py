@@ -13,7 +13,16 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from psd.contract.errors import Draining, OutOfSpace, Overloaded, PsdError, SessionFenced, ShardUnavailable, WaitTimeout
+from psd.contract.errors import (
+    Draining,
+    OutOfSpace,
+    Overloaded,
+    PsdError,
+    SessionFenced,
+    ShardUnavailable,
+    WaitTimeout,
+    error_text,
+)
 from psd.contract.layout import Block
 from psd.contract.rows import TableRows
 from psd.v1 import data_pb2, job_pb2
@@ -37,7 +46,7 @@ class SentPush:
 
     Attributes:
         session: as which it was begun; its name is (rank, session, header.clock), whoever sends it again.
-        header: without its caller. client_state: see Layout.client_state_shard.
+        header: without its caller, and what riders write for each shard.
         present: which tensors have a gradient; None: all. skip: the gradient is not finite, and is not in it.
         rows: gradients of rows of tables.
         feed: gives the blocks, if they are still being computed. versions_read: by block, of the parameters that the gradients
@@ -51,7 +60,6 @@ class SentPush:
 
     session: int
     header: data_pb2.PushHeader
-    client_state: bytes
     present: NDArray[np.bool_] | None
     rows: RowGradients
     skip: bool
@@ -73,8 +81,6 @@ class SentPush:
         own.CopyFrom(self.header)
         own.caller.CopyFrom(caller)
         own.session = self.session
-        if self.client_state and shard == buffers.layout.client_state_shard:
-            own.client_state = self.client_state
         if versions:
             own.versions.extend(versions)
         tables = self.tables
@@ -132,6 +138,17 @@ class SentPush:
             return False
         left = [block for block in blocks if block.index in self._left]
         return self._left == dict(self._digests(left, buffers, None, present))
+
+    def warn_given_up(self, rank: int, of: int) -> None:
+        """Tell the user that another gradient has taken this one's place, after its call had failed."""
+        logger.warning(
+            "psd: worker %d: gave up the push of step %d, which failed (%s); at least %d of %d blocks have counted it",
+            rank,
+            self.header.clock,
+            "" if self.error is None else error_text(self.error),
+            sum(reply.blocks_counted + reply.blocks_duplicate for reply in self.replies.values()),
+            of,
+        )
 
     def warn_expired(self, rank: int, late: int, of: int) -> None:
         """Tell the user that blocks have closed their round without this gradient, because it came late."""

@@ -349,14 +349,6 @@ class Session:
         request.caller.CopyFrom(self.caller(lane.shard))
         lane.log(request, Call(timeout_s, Scope()))
 
-    def hear(self, replies: Mapping[int, data_pb2.PushReply]) -> None:
-        """Note what the replies to a push, by shard, say beside its outcome."""
-        if 0 in replies:
-            self.orders.hear(replies[0].orders)
-        self.hear_cuts(replies)
-        if self.cuts.is_unready:
-            self.cuts.set_ready(True)
-
     def hear_cuts(self, replies: Mapping[int, data_pb2.PushReply] | Mapping[int, vectors_pb2.VectorAnswer]) -> None:
         """Note the cuts that the latest replies, by shard, name."""
         cuts, has_news = self.cuts, False

@@ -136,7 +136,7 @@ class WorkerConnection:
             arguments.refuse(InvalidRequest, "client state", "bytes", state)
         if len(state) > CLIENT_STATE_BYTES_MAX:
             raise InvalidRequest(f"client state: has {len(state)} bytes, the limit is {CLIENT_STATE_BYTES_MAX}")
-        self.declared.client_state = bytes(state)
+        self.declared.client_state.state = bytes(state)
 
     @property
     def client_state(self) -> bytes:
