@@ -1,9 +1,9 @@
 """The shards of a job as actors of Ray, each with a psd-server of its own. psd.ray is the face of it for programs.
 
 Ray places them, by a placement group, and starts an actor again that has died. An actor starts its psd-server again if that
-alone dies, and tells it again of workers that are being started. Both find the parameters where they were, in a directory in the memory of the node, at the same address. If
-the node is gone, so are they: Ray starts the shard elsewhere, at another address, and it begins with the newest checkpoint, to
-which all shards go back then.
+alone dies, and tells it again which workers are being started. Both find the parameters where they were, in a directory in the
+memory of the node, at the same address. If the node is gone, so are they: Ray starts the shard elsewhere, at another address,
+and it begins with the newest checkpoint, to which all shards go back then.
 
 Must not know workers: psd/cli/ray_job.py starts them, or the program does.
 """

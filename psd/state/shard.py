@@ -33,6 +33,7 @@ from psd.state.durability.snapshots import Done, Snapshot, check_cuts
 from psd.state.durability.storage import Storage
 from psd.state.exchange import Exchange
 from psd.state.job import Job
+from psd.state.life import Life
 from psd.state.parameters import ParameterDesk
 from psd.state.status import STATES, ShardState, ShardStatus
 from psd.state.tickets import Ticket, WaitKind
@@ -255,6 +256,13 @@ class Shard:
             return self._core.membership is not None and self._core.membership.all_done(
                 self.now(), ABANDONED_LEASES * self.config.lease_s
             )
+
+    @property
+    def cannot_go_on(self) -> str:
+        """Reason why nobody can continue with the parameters that this shard holds; empty: it knows of none."""
+        core = self._core
+        is_stuck = not core.has_checkpoints or core.life.now in (Life.DAMAGED, Life.STRANDED)
+        return str(core.lost_round) if core.lost_round is not None and is_stuck else ""
 
     # -- what an operator orders ---------------------------------------------------------------------------------------
 

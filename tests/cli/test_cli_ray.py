@@ -86,7 +86,7 @@ for line in sys.stdin:
 
 
 def test_shard_when_it_is_started_again_then_it_hears_once_more_of_the_workers_that_are(tmp_path, monkeypatch, capfd):
-    """By its standard input; of those that have ended it does not. A worker that was started long ago has joined, or will not."""
+    """By its standard input; not of those that have ended. A worker that was started long ago has joined, or will not."""
     program = tmp_path / "listening.py"
     program.write_text(LISTENING_SHARD)
     monkeypatch.setattr(ray_shards, "python_command", lambda _: [sys.executable, str(program)])
