@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from copy import copy
 
 from psd.checkpoint import CheckpointDirectory
+from psd.checkpoint.cut import FINAL_ID
 from psd.contract.config import ConfigError, ServerConfig
 from psd.contract.errors import CheckpointFailed, Draining, InvalidRequest, PsdError
 from psd.contract.orders import end_text, scale_text
@@ -224,7 +225,9 @@ class Shard:
         if positions is not None:
             clocks = positions.found
         elif snapshot.job.is_cut_by_positions:  # nothing changes any more
-            clocks = {w.rank: w.clock for w in members.workers if w.state is WorkerState.FINISHED}
+            all_have_ended = snapshot.cut.id == FINAL_ID  # as this shard, or another one, has heard
+            is_part = [w.state is WorkerState.FINISHED or (all_have_ended and w.session != 0) for w in members.workers]
+            clocks = {w.rank: w.clock for w in members.workers if is_part[w.rank]}
         else:
             clocks = {w.rank: w.clock if step is None else step for w in members.workers if w.session}
         snapshot.worker_clocks.update(clocks)
