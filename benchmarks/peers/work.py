@@ -58,10 +58,11 @@ MODELS: dict[str, list[tuple[int, ...]]] = {
 
 
 def shapes_of(model: str) -> list[tuple[int, ...]]:
-    """Shapes of a model by name; "8mb" is that many MB in one tensor."""
+    """Shapes of a model by name; "8mb" is that many MB in one tensor, "2x8mb" in each of two."""
     if model in MODELS:
         return MODELS[model]
-    return [(int(model.removesuffix("mb")) * 250_000,)]
+    count, _, size = model.removesuffix("mb").rpartition("x")
+    return [(int(size) * 250_000,)] * int(count or 1)
 
 
 def size_of(model: str) -> int:

@@ -141,6 +141,10 @@ class CheckpointDirectory:
                     return found
         return None
 
+    def as_stored(self, cut: Cut, shard_index: int) -> Cut | None:
+        """The cut of that name, of the time that a shard's stored part has; None if that is not there."""
+        return writing.as_written(self.storage, cut, shard_index)
+
     def has_later(self, cut: Cut) -> bool:
         """True if a checkpoint of a cut that was announced after this one is valid."""
         times = (info.created_at for info in self.checkpoints() if info.state is CheckpointState.VALID)

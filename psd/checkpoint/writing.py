@@ -7,6 +7,7 @@ Must not know other checkpoints, nor whose turn it is.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ from psd.checkpoint.cut import MANIFEST, Cut, data_file, part_file, rows_file, v
 from psd.checkpoint.loading import Incomplete, check_size, load, load_base, read_document
 from psd.checkpoint.manifest import BaseEntry, Manifest, ManifestDocument, Part
 from psd.checkpoint.records import BlockPart, Field, Record, encode, stored_spaces
+from psd.checkpoint.sealing import unseal
 from psd.checkpoint.storage import Chunk as Bytes
 from psd.checkpoint.storage import FileStore
 from psd.checkpoint.table_records import Chunk, TablePart, TableRecord, encode_tables
@@ -114,6 +116,19 @@ def is_written(storage: FileStore, cut: Cut, shard_index: int, files: Mapping[st
         logger.warning("a part of a checkpoint is damaged and is written again: %s", error)
         return False
     return True
+
+
+def as_written(storage: FileStore, cut: Cut, shard_index: int) -> Cut | None:
+    """The cut of that name, of the time that a part has; None if that is not there, and whole."""
+    file, files = part_file(shard_index, cut.shard_count), storage.files(cut.name)
+    if file not in files:
+        return None
+    try:
+        facts = unseal(read_document(storage, cut.name, file), f"{cut.name}/{file}")
+        found = dataclasses.replace(cut, created_at=float(facts["created_at"]))
+    except (CheckpointCorrupt, ArithmeticError, LookupError, TypeError, ValueError):
+        return None
+    return found if is_written(storage, found, shard_index, files) else None
 
 
 def _read_part(cut: Cut, shard_index: int, document: bytes, files: Mapping[str, int]) -> Part:

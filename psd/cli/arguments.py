@@ -23,6 +23,9 @@ from psd.contract.printable import printable
 EXIT_OK = 0
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
+EXIT_STATE_LOST = 65
+"""Nobody can continue with the parameters that a shard leaves: EX_DATAERR of sysexits.h."""
+
 EXIT_CHECKPOINT = 74
 """All is in order but the last checkpoint, which could not be stored: EX_IOERR of sysexits.h."""
 

@@ -14,6 +14,7 @@ import signal
 from collections.abc import Callable, Sequence
 
 from psd.cli import descriptors
+from psd.cli.arguments import EXIT_CHECKPOINT, EXIT_OK, EXIT_STATE_LOST
 from psd.cli.plan import Plan
 from psd.cli.policy import Name
 from psd.cli.processes import Child
@@ -67,6 +68,7 @@ class HostProcesses:
         self._on_output, self._on_exit, self._say = on_output, on_exit, say
         self._children: dict[Name, Child] = {}
         self._unborn: list[Name] = []
+        self._ends: dict[Name, int] = {}  # of shards: their statuses
         self._watchdog: Watchdog | None = None
         self._watchdogs_left = _WATCHDOGS_MAX
         self._state = StateDirectory(
@@ -137,15 +139,29 @@ class HostProcesses:
         """End all processes and remove the state, or keep what can be continued with; also when psd-run itself has failed."""
         for child in self._children.values():
             child.signal(signal.SIGKILL)
-            child.close()
+        for name, child in self._children.items():
+            self._ends[name] = child.close()
         self._children.clear()
         count = end_processes((), self._plan.run_id, _SWEEP_GRACE_S, self._plan.node_mark)
         if count:
             self._say(f"ended {count} processes that the workers had left behind")
         if self._state.close(keep=keep):
-            self._say(f"the parameters are kept in {self._state.path}; psd-run with this --state-dir continues with them")
+            self._say(f"the parameters are kept in {self._state.path}{self._use_of_state()}")
         if self._watchdog is not None:
             self._watchdog.close()
+
+    def _use_of_state(self) -> str:
+        """Words for what can be done with the parameters that the shards have left."""
+        ends = {name: status for name, status in sorted(self._ends.items()) if name.kind == "shard"}
+        if EXIT_STATE_LOST in ends.values():
+            return ", but cannot be continued with, as a round of exact aggregation was lost; remove them before the next job"
+        killed = ", ".join(str(name) for name, status in ends.items() if status not in (EXIT_OK, EXIT_CHECKPOINT))
+        found = "; psd-run with this --state-dir continues with them"
+        if not killed:
+            return found
+        instead = "with the newest checkpoint, if there is one" if self._plan.checkpoint_dir else "not at all"
+        lost = f"a round of exact aggregation was lost with {killed}, which did not end in order"
+        return f"{found}, unless {lost}: then {instead}"
 
     def _read_output(self, name: Name) -> None:
         child = self._children.get(name)
@@ -162,7 +178,7 @@ class HostProcesses:
         with contextlib.suppress(KeyError):
             self._selector.unregister(child)
         del self._children[name]
-        returncode = child.close()
+        returncode = self._ends[name] = child.close()
         if self._watchdog is not None:
             self._watchdog.remove(child.pid)
         self._on_exit(name, returncode)

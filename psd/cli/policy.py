@@ -438,10 +438,12 @@ class JobPolicy:
             self._phase_ends_at = None
             return [Say(f"waiting for {self._names(self._alive)} to store the last checkpoint; a signal ends that")]
         late = late or self._living("shard")
-        text = (
-            f"all workers have ended, and in {self._shards_end_s:g} s {self._names(set(late))} has not told that all have "
-            "joined and left, as a script does that calls distribute() or connect() of psd_client; draining"
-        )
+        if self._done:
+            what = f"has not heard so from all of them, as {self._names(self._done)} has"
+        else:
+            as_it_should = "as a script does that calls distribute() or connect() of psd_client"
+            what = f"has not told that all have joined and left, {as_it_should}"
+        text = f"all workers have ended, and in {self._shards_end_s:g} s {self._names(set(late))} {what}; draining"
         return [Say(text), *self._stop_shards(now, late)]
 
     def _fail(self, say: Say, status: int, now: float) -> list[Action]:

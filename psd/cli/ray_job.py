@@ -1,7 +1,8 @@
 """psd-run --on ray: a job on a Ray cluster. Shards (psd/cli/ray_shards.py) and workers
 (psd/cli/ray_worker.py) are actors, in one placement group.
 
-    a worker's program fails     it is run again, while --max-restarts lasts; then the job ends with its status
+    a worker's program fails     it is run again, while --max-restarts lasts, and the shards told, which wait for it however
+                                 long it takes to start; then the job ends with its status
     a worker's actor or node     Ray starts the actor again, elsewhere if need be; the program is run again as above
     a shard's node               Ray starts the shard elsewhere, with the newest checkpoint; all programs are run again, since
                                  their shards have other addresses now
@@ -162,6 +163,7 @@ class _RayJob:
                 rank = self._lives.pop(life)
                 failed = self._failure(life)
                 if not failed:
+                    self._tell_of(rank, will_come=False)
                     continue
                 why, failure = failed
                 if self._restarts_left:
@@ -179,6 +181,7 @@ class _RayJob:
     def _begin(self, rank: int, servers: Sequence[str]) -> None:
         plan, actor = self._plan, self._actors[rank]
         self._begun[rank] += 1
+        self._tell_of(rank, will_come=True)
         self._summary.on_start("worker", rank)
         # Ray shows to each worker the GPUs that are its own, so that it is the only one there.
         who = {"PSD_RANK": str(rank), "RANK": str(rank), "LOCAL_RANK": "0"}
@@ -188,6 +191,11 @@ class _RayJob:
         run = actor.run.options(max_task_retries=0)
         life = run.remote(self._begun[rank], list(plan.command), plan.script, environ, actor.ready.remote())
         self._lives[life] = rank
+
+    def _tell_of(self, rank: int, *, will_come: bool) -> None:
+        """Tell the shards of a worker that is run again: its start may take longer than its lease."""
+        if self._begun[rank] > 1 and not self._plan.goes_on:
+            self._shards.expect(rank, will_come=will_come)
 
     def _tell_of_room(self) -> None:
         """Say once what is missing, if actors whose node was lost have no room elsewhere."""

@@ -1,9 +1,9 @@
 """The shards of a job as actors of Ray, each with a psd-server of its own. psd.ray is the face of it for programs.
 
 Ray places them, by a placement group, and starts an actor again that has died. An actor starts its psd-server again if that
-alone dies. Both find the parameters where they were, in a directory in the memory of the node, at the same address. If
-the node is gone, so are they: Ray starts the shard elsewhere, at another address, and it begins with the newest checkpoint, to
-which all shards go back then.
+alone dies, and tells it again which workers are being started. Both find the parameters where they were, in a directory in the
+memory of the node, at the same address. If the node is gone, so are they: Ray starts the shard elsewhere, at another address,
+and it begins with the newest checkpoint, to which all shards go back then.
 
 Must not know workers: psd/cli/ray_job.py starts them, or the program does.
 """
@@ -11,6 +11,7 @@ Must not know workers: psd/cli/ray_job.py starts them, or the program does.
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import secrets
 import signal
@@ -22,8 +23,8 @@ from typing import Any
 
 from psd.cli import ray_room
 from psd.cli.arguments import EXIT_USAGE, LOCATION_OPTIONS, flag_of
-from psd.cli.policy import READY_TIMEOUT_S
-from psd.cli.server import COUNTED_PATTERN
+from psd.cli.policy import READY_TIMEOUT_S, START_S_MAX
+from psd.cli.server import COUNTED_PATTERN, GONE_LINE, STARTING_LINE
 from psd.cli.state import StateDirectory, clear_abandoned, private_path, remove_private, url_file
 from psd.cli.terminal import show
 from psd.contract.config import ConfigError, join_address
@@ -77,6 +78,8 @@ class ShardProcess:
         self._address, self._error = "", ""
         self._last_line, self._counted = "", ""
         self._is_over = False
+        self._serving = False
+        self._expected: dict[int, float] = {}  # workers that are run again, and since when
         self._changed = threading.Condition()
         self._process: subprocess.Popen[str] | None = None
         self._runner = threading.Thread(target=self._keep_running, daemon=True)
@@ -93,6 +96,22 @@ class ShardProcess:
             if not self._address:
                 raise ConfigError(self._error or f"shard {self._index} was not ready after {READY_TIMEOUT_S:g} s")
             return self._address
+
+    def expect(self, rank: int, *, will_come: bool) -> None:
+        """Tell the shard that a worker's program is run again, or is not to come; one that does not serve now hears it then."""
+        with self._changed:
+            if will_come:
+                self._expected[rank] = time.monotonic()
+            else:
+                self._expected.pop(rank, None)
+            if self._serving:
+                self._tell((STARTING_LINE if will_come else GONE_LINE).format(rank))
+
+    def _tell(self, line: str) -> None:
+        assert self._process is not None
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):  # it has just ended
+            os.write(self._process.stdin.fileno(), line.encode() + b"\n")
 
     def stop(self, grace_s: float) -> str:
         """End the shard in order, with a last checkpoint if it takes some; then remove what it held.
@@ -134,6 +153,7 @@ class ShardProcess:
             "--state-dir",
             str(self._state.shard(self._index)),
             "--exit-on-eof",
+            "--heed-launcher",
         ]
         with self._changed:
             if self._is_over:
@@ -157,9 +177,14 @@ class ShardProcess:
                 has_served = True
                 private_files.write(self._port, ready[3].rpartition(":")[2].encode())
                 with self._changed:
-                    self._address = ready[3]
+                    self._address, self._serving = ready[3], True
+                    late = sorted(rank for rank, at in self._expected.items() if at >= time.monotonic() - START_S_MAX)
+                    for rank in late:
+                        self._tell(STARTING_LINE.format(rank))
                     self._changed.notify_all()
         status = process.wait()
+        with self._changed, process:  # its pipes are closed
+            self._serving = False
         if status == EXIT_USAGE or (status == 0 and has_served):  # it would do the same again, or is done
             self._is_over = True
         return has_served
@@ -206,6 +231,14 @@ class RayShards:
         """Variables for a worker, by which `psd_client.connect()` finds the shards and knows who it is."""
         who = {"PSD_RANK": str(rank), "PSD_WORLD_SIZE": str(world_size)}
         return {"PSD_SERVERS": ",".join(self.servers), "PSD_RUN_ID": self.run_id, **who}
+
+    def expect(self, rank: int, *, will_come: bool) -> None:
+        """Tell the shards that a worker's program is run again, and so waited for beyond its lease, or is not to come.
+
+        Waits for nothing; a shard that Ray is starting hears it when it has started.
+        """
+        for actor in self._actors:
+            actor.expect.remote(rank, will_come=will_come)
 
     def stop(self, grace_s: float = 10.0) -> list[str]:
         """End the shards, with a last checkpoint if they take some and workers train, and give back their resources.

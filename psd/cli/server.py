@@ -25,6 +25,7 @@ from psd.cli.arguments import (
     EXIT_CHECKPOINT,
     EXIT_FAILURE,
     EXIT_OK,
+    EXIT_STATE_LOST,
     LAST_CHECKPOINT_SIGNAL,
     SERVER_DEFAULTS,
     Option,
@@ -133,6 +134,8 @@ exit status:
         --state-dir or --checkpoint-dir cannot be written to, a --rule cannot be imported, a file of certificates or
         tokens cannot be used, the drain does not end, or a defect, with a traceback
   2     the options are wrong
+  65    ended in order, but nobody can continue with what is in --state-dir: a round of exact aggregation was lost
+        when a shard and workers were killed, and there is no checkpoint
   74    ended in order, but the latest checkpoint could not be stored
   130   ended at once by a second SIGINT (128 + the signal's number; 143 for SIGTERM)"""
 
@@ -460,6 +463,9 @@ def _serve(server: ShardServer, config: ServerConfig, wakeups: Wakeups, heard: l
         _end_at_once(second, config, say)
     if second == _DRAINED and server.has_failed_to_store:
         return EXIT_CHECKPOINT
+    if second == _DRAINED and first != _DONE and (why := server.shard.cannot_go_on):
+        say(f"{name}: error: nobody can continue with its parameters: {why}")
+        return EXIT_STATE_LOST
     return EXIT_OK if second == _DRAINED else EXIT_FAILURE
 
 

@@ -2,7 +2,8 @@
 
     take      while workers train, who carry the cut to the other shards
     settle    without workers, who may be gone, or hang: each shard stores what it holds, once all have ended and their notes
-              show that they hold the same rounds, or pushes (psd/checkpoint/ends.py)
+              show that they hold the same rounds, or pushes (psd/checkpoint/ends.py). Where another shard has heard of all
+              workers that they have ended well, and has stored its part of that, this one stores its own
 
 Both are bounded in time. Must not know signals, nor when a shard ends.
 """
@@ -15,8 +16,8 @@ import time
 from collections.abc import Callable
 from concurrent.futures import TimeoutError as FutureTimeoutError
 
-from psd.checkpoint import CheckpointDirectory, EndNote, common_cut
-from psd.checkpoint.cut import name_of
+from psd.checkpoint import CheckpointDirectory, Cut, EndNote, common_cut
+from psd.checkpoint.cut import FINAL_ID, name_of
 from psd.contract.config import ServerConfig
 from psd.contract.errors import CheckpointFailed, PsdError
 from psd.rim.checkpointer import POLL_S, Checkpointer
@@ -154,9 +155,15 @@ class LastCheckpoint:
         if not self._checkpointer.await_written(timeout_s):
             raise CheckpointFailed("an earlier checkpoint was not written in time, so that there is none of the end")
         self._directory.write_end_note(note, self._config.shard_index, self._config.shard_count)
+        step = self._shard.schedule.last_progress
+        final = Cut(FINAL_ID, step, note.timeline, note.run_id, created_at=note.ended_at, layout=job.layout)
         have_all = bool(job.spec.tables) or self._shard.vectors.has_vectors
         wanted = {index for index in range(job.layout.shard_count) if have_all or job.layout.blocks_of(index)}
         while lacking := wanted - (notes := self._directory.end_notes(note, self._config.shard_count)).keys():
+            found = next(filter(None, (self._directory.as_stored(final, index) for index in sorted(lacking))), None)
+            if found is not None:
+                self._store(found, began, timeout_s)
+                return
             if self._now() > began + timeout_s / 2:
                 names = ", ".join(f"shard {index}" for index in sorted(lacking))
                 raise CheckpointFailed(f"{names} did not end at the same time, so that there is no checkpoint of the end")
@@ -167,6 +174,9 @@ class LastCheckpoint:
             self._directory.discard_unfinished(note.timeline)
             raise
         self._directory.discard_unfinished(note.timeline, but=cut.name)
+        self._store(cut, began, timeout_s)
+
+    def _store(self, cut: Cut, began: float, timeout_s: float) -> None:
         with self._checkpointer.storing(cut.cut_id) as stored:
             self._shard.schedule.take_end(cut)
             try:
@@ -174,6 +184,7 @@ class LastCheckpoint:
                     return  # the checkpointer has told it
                 self._checkpointer.await_complete(cut.name, began + timeout_s)
             except (FutureTimeoutError, CheckpointFailed) as error:
-                self._directory.discard(cut)
+                if cut.cut_id != FINAL_ID:  # others may have ended with what is there
+                    self._directory.discard(cut)
                 raise CheckpointFailed(f"{cut.name} was not stored by all shards within {timeout_s:g} s") from error
         self.name = cut.name

@@ -83,7 +83,7 @@ class ShardCore:
         gates: tickets of workers that the staleness bound holds back.
         life: what the shard holds, and may do with it. Changed by `become`.
         timeline, restored_from: see JoinReply.
-        lost_round: EXACT: why the shard is DAMAGED; see Restoration.
+        lost_round: EXACT: why the shard is DAMAGED, see Restoration, or cannot go on.
         now: monotonic seconds. wall: seconds since 1970.
         rules: the users' own that jobs may name, by import path. functions: those that batches on vectors may.
         has_checkpoints: there is a place for them, and perhaps one to go back to. on_settled: called without locks by `settle`.
@@ -329,7 +329,7 @@ class ShardCore:
 
     def _on_lost(self, error: StateLost) -> bool:
         """Note, under a block's lock, that a round was lost; the next tick handles it."""
-        if self.has_checkpoints and self.life.try_to(Life.DAMAGED):
+        if not self.has_checkpoints or self.life.try_to(Life.DAMAGED):
             self.lost_round = error
         return self.has_checkpoints and self.life.now is not Life.STRANDED
 

@@ -45,11 +45,13 @@ class ParameterDesk:
                 raise InvalidRequest(f"digest: has {len(request.digest)} bytes, expected {DIGEST_BYTES}")
             # At one clock parameters may be loaded and slots begin anew: who was restarted since asks again for each.
             word, stamp = "loaded_slots" if request.resets_slots else "loaded", stamp_of(request.digest, request.clock)
+            moment = core.timeline, job.layout.digest, request.clock
             if request.is_set:
                 job.arena.set_word(word, stamp)
-                core.loads.on_set(worker.rank)
+                core.loads.on_set(worker.rank, word, moment, stamp)
                 return None
-            if job.policy.has_rounds and job.arena.word(word) == stamp:
+            was_set = core.loads.was_set(worker.rank, worker.session, request.seq, word, moment, stamp)
+            if job.policy.has_rounds and (was_set or job.arena.word(word) == stamp):
                 return None
             if request.resets_slots and job.tables is not None:
                 job.tables.check_reset()

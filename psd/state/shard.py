@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from copy import copy
 
 from psd.checkpoint import CheckpointDirectory
+from psd.checkpoint.cut import FINAL_ID
 from psd.contract.config import ConfigError, ServerConfig
 from psd.contract.errors import CheckpointFailed, Draining, InvalidRequest, PsdError
 from psd.contract.orders import end_text, scale_text
@@ -33,6 +34,7 @@ from psd.state.durability.snapshots import Done, Snapshot, check_cuts
 from psd.state.durability.storage import Storage
 from psd.state.exchange import Exchange
 from psd.state.job import Job
+from psd.state.life import Life
 from psd.state.parameters import ParameterDesk
 from psd.state.status import STATES, ShardState, ShardStatus
 from psd.state.tickets import Ticket, WaitKind
@@ -223,7 +225,9 @@ class Shard:
         if positions is not None:
             clocks = positions.found
         elif snapshot.job.is_cut_by_positions:  # nothing changes any more
-            clocks = {w.rank: w.clock for w in members.workers if w.state is WorkerState.FINISHED}
+            all_have_ended = snapshot.cut.id == FINAL_ID  # as this shard, or another one, has heard
+            is_part = [w.state is WorkerState.FINISHED or (all_have_ended and w.session != 0) for w in members.workers]
+            clocks = {w.rank: w.clock for w in members.workers if is_part[w.rank]}
         else:
             clocks = {w.rank: w.clock if step is None else step for w in members.workers if w.session}
         snapshot.worker_clocks.update(clocks)
@@ -255,6 +259,13 @@ class Shard:
             return self._core.membership is not None and self._core.membership.all_done(
                 self.now(), ABANDONED_LEASES * self.config.lease_s
             )
+
+    @property
+    def cannot_go_on(self) -> str:
+        """Reason why nobody can continue with the parameters that this shard holds; empty: it knows of none."""
+        core = self._core
+        is_stuck = not core.has_checkpoints or core.life.now in (Life.DAMAGED, Life.STRANDED)
+        return str(core.lost_round) if core.lost_round is not None and is_stuck else ""
 
     # -- what an operator orders ---------------------------------------------------------------------------------------
 

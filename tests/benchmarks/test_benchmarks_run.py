@@ -130,6 +130,19 @@ def test_overhead_when_metrics_are_scraped_then_both_jobs_are_timed_in_turns(fig
 
 
 @pytest.mark.process
+def test_cuts_when_checkpoints_are_taken_then_steps_are_compared_with_those_of_turns_without(figures_of):
+    """Also the longest ones; a checkpoint is of the beginning of each turn, however short that is."""
+    size = ("--modes", "async", "--workers", "2", "--megabytes", "1", "--rounds", "2", "--seconds", "0.05")
+
+    (result,) = figures_of("cuts.py", *size)["results"]
+
+    assert result["checkpoints"] >= 2
+    assert result["mean_ratio"] > 0
+    assert result["longest_s_max"] >= result["longest_s"] > 0
+    assert result["longest_s_quiet_max"] >= result["longest_s_quiet"] > 0
+
+
+@pytest.mark.process
 def test_start_when_a_job_begins_then_each_call_is_timed_and_its_memory_measured(figures_of):
     """What was declared is what comes back, at both workers."""
     size = ("--transports", "shm", "--megabytes", "2", "--shards", "1", "--tensors", "3", "--rounds", "1")

@@ -168,6 +168,20 @@ def test_on_deadline_when_hundreds_of_workers_have_ended_then_shards_have_time_t
     assert "has not told that all have joined and left" in said(policy.on_deadline(policy.deadline))
 
 
+def test_on_deadline_when_a_shard_has_not_heard_what_another_one_has_then_the_script_is_not_blamed():
+    """Each worker tells each shard, for some seconds: a busy machine may be too slow for that."""
+    policy = running()
+    policy.on_done(SHARDS[0])
+    policy.on_exit(SHARDS[0], 0, now=1)
+    for worker in WORKERS:
+        policy.on_exit(worker, 0, now=1)
+
+    late = policy.on_deadline(policy.deadline)
+
+    assert "shard 1 has not heard so from all of them, as shard 0 has; draining" in said(late)
+    assert deeds(late) == [Send(SHARDS[1], SIGTERM)]
+
+
 def test_on_deadline_when_shards_store_what_a_finished_job_has_learnt_then_they_have_the_time_that_it_takes():
     policy = running(has_checkpoints=True)
     for shard in SHARDS:

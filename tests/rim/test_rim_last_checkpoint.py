@@ -17,7 +17,7 @@ import pytest
 import psd_client
 from psd.checkpoint import CheckpointDirectory, CheckpointInfo, CheckpointState
 from psd.contract.config import ConfigError, ServerConfig
-from psd.contract.errors import CheckpointFailed, InvalidRequest
+from psd.contract.errors import CheckpointFailed, InvalidRequest, ShardUnavailable
 from psd.rim.server import ShardServer
 from psd.v1 import data_pb2
 
@@ -203,6 +203,37 @@ def test_a_shard_that_ends_alone_says_that_the_others_did_not(cluster: Callable[
         assert "shard 0 did not end at the same time" in error
         assert found_in(str(tmp_path)) == []
         running.shards[0].stop()
+
+
+@pytest.mark.parametrize("untold", [0, 1])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_shard_that_has_not_heard_of_a_workers_end_stores_its_part_of_what_the_others_have_stored(
+    cluster: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, untold: int
+) -> None:
+    """Hundreds of workers that end at once keep a machine busy, and each tells a shard for some seconds only. The checkpoint of
+    a job that had ended well was never whole."""
+    running = cluster(2, checkpoint_dir=str(tmp_path), lease_s=600)
+    gradient = {"w": np.ones(SIZE, np.float32), "v": np.ones(SIZE, np.float32)}
+
+    def not_told(_request: object, _timeout_s: float) -> None:
+        raise ShardUnavailable("it is busy", shard=untold)
+
+    def work(rank: int) -> None:
+        with psd_client.connect(running.servers, rank, 2, wait_timeout=60) as ps:
+            ps.declare({name: np.zeros(SIZE, np.float32) for name in gradient}, psd_client.SGD(lr=1.0), **MODES[mode])
+            for _ in range(3 + rank if mode in ("async", "ssp") else 3):
+                ps.push_pull(gradient)
+            if rank == 1:
+                monkeypatch.setattr(ps._worker._shards.lanes[untold], "leave", not_told)
+
+    at_once([lambda rank=rank: work(rank) for rank in range(2)])
+    assert running.shards[1 - untold].done.wait(60)
+    assert not running.shards[untold].done.is_set()
+    end(running.shards)
+
+    (stored,) = found_in(str(tmp_path))
+    assert stored.state is CheckpointState.VALID
+    assert not any(shard.has_failed_to_store for shard in running.shards)
 
 
 def test_a_shard_without_anything_to_store_ends_without(cluster: Callable[..., Any], tmp_path: Path) -> None:

@@ -330,12 +330,14 @@ def test_a_gradient_that_was_lost_with_its_worker_is_reported_to_those_that_wait
     learn(driver, b, 1, decision(0, 0, 1))
     early = driver.pull(b, 1)[1]
 
+    assert driver.shard.cannot_go_on == ""
     driver.expire(a, keep=[b])
     late = driver.pull(b, 1)[1]
 
     for ticket in (early, late):
         assert isinstance(ticket.future.exception(0), StateLost)
         assert ticket.future.exception(0).detail["ranks"] == [0]
+    assert driver.shard.cannot_go_on == str(late.future.exception(0)), "there is no checkpoint to go back to"
 
 
 def test_requests_that_make_no_sense_are_refused_by_name():

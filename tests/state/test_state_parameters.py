@@ -146,6 +146,27 @@ def test_loads_at_one_clock_when_a_worker_has_died_amid_them_then_its_successor_
     assert outcome(load(driver, successor, seq=3, resets_slots=True)) is None
 
 
+def test_loads_of_other_values_at_one_clock_when_a_worker_has_died_after_them_then_its_successor_makes_each_again():
+    """As a program does that trains with an average of its parameters, evaluates, and goes on with its own. The last load of a
+    kind alone was known, so the successor waited for the first one, and the others for its gradient."""
+    driver = Driver(job_spec(2))
+    first, second = driver.start()
+    for seq, digest in enumerate([1, 2, 1, 3], 1):
+        waits = load(driver, second, digest=digest, seq=seq)
+        assert outcome(load(driver, first, digest=digest, seq=seq)) is True, "what was loaded before is loaded again"
+        load(driver, first, digest=digest, seq=seq, is_set=True)
+        assert outcome(waits) is False
+    driver.leave(second, failed=True)
+
+    successor = driver.join(1)
+    driver.declare(successor)
+    for seq, digest in enumerate([1, 2, 1, 3], 1):
+        assert outcome(load(driver, successor, digest=digest, seq=seq)) is False
+        assert outcome(load(driver, successor, digest=digest, seq=seq)) is False, "its answer was lost"
+    assert outcome(load(driver, successor, digest=2, seq=5)) is None, "that is a new one"
+    assert outcome(load(driver, first, digest=2, seq=5)) is True
+
+
 def test_load_of_other_values_than_those_that_wait_have_then_is_refused():
     """Else each worker would believe that the job has its own."""
     driver = Driver()

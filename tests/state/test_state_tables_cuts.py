@@ -102,6 +102,30 @@ def test_a_cut_that_comes_while_another_is_written_is_missed_and_the_last_one_wa
     assert all(p.store._snapshot.is_closed for p in driver.core.job.tables.partitions)
 
 
+def test_the_last_cut_that_lacks_memory_is_missed_and_the_one_before_it_is_stored(monkeypatch):
+    """That one is released, once, whoever does it again; nothing of a table is left under way."""
+    driver, seat, done = started(blocks=1)
+    driver.learn_cuts([cut("c1", 1)])
+    push(driver, seat, 0)
+    first = done.get_nowait()
+    driver.leave(seat)
+    driver.shard.cuts.take_final(driver.core.job, cut(FINAL_ID, 1))
+    *_, second_table = (partition.store for partition in driver.core.job.tables.partitions)
+
+    def no_memory(_since):
+        raise MemoryError("no memory")
+
+    monkeypatch.setattr(second_table, "snapshot", no_memory)
+    driver.shard.cuts.release(first)
+    driver.shard.cuts.release(first)
+
+    last = done.get_nowait()
+    assert (done.qsize(), last.is_final, last.why_missed) == (0, True, "no memory")
+    assert driver.shard.cuts.unwritten == 0
+    assert not driver.shard.cuts.is_storing
+    assert all(p.store._snapshot.is_closed for p in driver.core.job.tables.partitions)
+
+
 def test_a_job_that_ends_before_a_cut_gives_its_snapshots_back():
     """Also one whose blocks have not come."""
     driver, seat, done = started(blocks=1)

@@ -12,7 +12,6 @@ from there in a thread of its own. Nobody is called back, since pages come under
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
@@ -20,6 +19,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from psd.contract.config import CUTS_MAX
+from psd.contract.errors import error_text
 from psd.state import locks
 from psd.state.aggregation.block import BlockState
 from psd.state.core import ShardCore
@@ -71,7 +71,7 @@ class Cuts:
         self.awaits_positions = False
         self.given_up: list[str] = []
         self._to_store: Done | None = None
-        self._unwritten = 0
+        self._unwritten: set[Snapshot] = set()
         self._lock = locks.new(locks.Level.CUTS)
         self._known: dict[str, data_pb2.Cut] = {}
         self._open: dict[Snapshot, None] = {}
@@ -89,13 +89,13 @@ class Cuts:
     @property
     def unwritten(self) -> int:
         """Snapshots that were handed over to be stored and have not been released."""
-        return self._unwritten
+        return len(self._unwritten)
 
     @property
     def is_storing(self) -> bool:
         """True if snapshots are to be written, or the last one of all waits for the tables of one of them."""
         with self._lock:
-            return self._unwritten > 0 or any(snapshot.is_final and snapshot.lacks_tables for snapshot in self._open)
+            return bool(self._unwritten) or any(snapshot.is_final and snapshot.lacks_tables for snapshot in self._open)
 
     @property
     def is_collecting(self) -> bool:
@@ -382,16 +382,20 @@ class Cuts:
         self._give_back(snapshot)
 
     def release(self, snapshot: Snapshot) -> None:
-        """Give back the pages that a snapshot to be stored still holds."""
+        """Give back the pages that a snapshot to be stored still holds. To do so again changes nothing."""
         self._give_back(snapshot)
         snapshot.job.arena.trim()
         with self._lock:
-            self._unwritten -= 1
+            self._unwritten.discard(snapshot)
             waiting = [other for other in self._open if other.lacks_tables]
         for other in waiting:
             assert other.job.tables is not None
-            with contextlib.suppress(ArenaClosed):
+            try:
                 self._add(other, {}, other.job.tables.snapshots(other.cut.base))
+            except ArenaClosed:
+                self._miss(other, GOES_BACK)
+            except (MemoryError, OSError) as error:  # no failure of the one that is stored
+                self._miss(other, error_text(error))
 
     def forget(self, job: Job, why: str = GOES_BACK) -> None:
         """Drop all open cuts, also those begun later: the job ends here."""
@@ -449,10 +453,10 @@ class Cuts:
             is_last = is_open and snapshot.is_complete
             if is_last:
                 del self._open[snapshot]
-                has_room = self._unwritten < UNWRITTEN_MAX or not (snapshot.pages or snapshot.tables)
+                has_room = len(self._unwritten) < UNWRITTEN_MAX or not (snapshot.pages or snapshot.tables)
                 is_taken = not is_to_store or has_room or snapshot.is_final
                 is_taken = is_taken and not snapshot.lacks_tables
-                self._unwritten += is_to_store and is_taken
+                self._unwritten.update([snapshot] if is_to_store and is_taken else [])
         if not is_open:
             self._drop(snapshot.job, pages, tables or [])
         elif not is_taken:

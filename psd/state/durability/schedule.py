@@ -74,6 +74,14 @@ class CutSchedule:
             return self._core.declared().version_max
         return self._clock() + self._batches()
 
+    @property
+    def last_progress(self) -> int:
+        """The same of a job that has ended, whichever workers this shard has heard of it from."""
+        if self._has_rounds and self._core.declared().trained_count:
+            return self._core.declared().version_max
+        with self._core.lock:
+            return max(worker.clock for worker in self._core.members.workers) + self._batches()
+
     def _batches(self) -> int:
         """Number of batches that a job of vectors alone has run; its clocks stand still."""
         vectors = self._core.storage.vectors

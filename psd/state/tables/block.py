@@ -400,9 +400,11 @@ class TablesBlock(Trained):
                 begun.append(partition.store.snapshot(mark))
         except ArenaClosed:
             raise
-        except ArenaError:
+        except (ArenaError, MemoryError) as error:
             for snapshot in begun:
                 snapshot.close()
+            if isinstance(error, MemoryError):
+                raise
             return None
         return begun
 

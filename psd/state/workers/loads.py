@@ -1,19 +1,28 @@
 """Loads: all workers set the job's parameters together; who does, and who waits for it. On shard 0.
 
 When all have come, the one of the lowest rank is chosen; the others wait until it has set the parameters on all shards. If its
-session ends before, another one that waits is chosen. Guarded by the shard's lock. Must not know parameters.
+session ends before, another one that waits is chosen. A worker that was restarted makes again what its program has loaded at
+this clock: what was set is known, in its order, in this life of the shard. Guarded by the shard's lock. Must not know
+parameters.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from typing import TypeAlias
 
 from psd.contract.errors import BarrierTimeout, InvalidRequest
 from psd.state import locks
 from psd.state.tickets import Ticket
 
 DIGEST_BYTES = 16
+
+KNOWN_MAX = 64
+"""Loads of a kind at one clock that are known to have been made."""
+
+Moment: TypeAlias = tuple[int, bytes, int]
+"""Timeline, layout and clock of a load."""
 
 
 def stamp_of(digest: bytes, clock: int) -> int:
@@ -37,6 +46,8 @@ class Loads:
         self._is_gathered = False
         self._setter: int | None = None
         self._told: dict[int, tuple[int, int]] = {}  # by rank, session and number of the last call that has ended
+        self._set: dict[str, tuple[Moment, list[int]]] = {}  # by kind, the last moment of a load, and the stamps of those at it
+        self._seen: dict[tuple[str, int], tuple[int, int, int]] = {}  # by kind and rank: session, last call, how many
 
     def on_arrive(self, ticket: Ticket, seq: int, digest: bytes) -> None:
         """Enter a worker. Its ticket resolves with True if it is to set the values, with False when they are set.
@@ -61,6 +72,21 @@ class Loads:
             ticket.resolve(True)
         self.settle()
 
+    def was_set(self, rank: int, session: int, seq: int, kind: str, moment: Moment, stamp: int) -> bool:
+        """True if this was loaded at that moment before the session took part in any, and is the session's next one."""
+        last, stamps = self._set.get(kind, (moment, []))
+        if last != moment:
+            return False
+        known, last_seq, count = self._seen.get((kind, rank), (session, 0, 0))
+        if known != session:
+            last_seq, count = 0, 0
+        if known == session and last_seq == seq and count:
+            return stamps[count - 1 : count] == [stamp]
+        if stamp not in stamps[count:]:
+            return False
+        self._seen[kind, rank] = session, seq, stamps.index(stamp, count) + 1
+        return True
+
     def settle(self) -> None:
         """Choose who sets the values, if all have come."""
         if not self._arrived or self._setter is not None:
@@ -70,10 +96,14 @@ class Loads:
             self._setter = min(self._arrived)
             self._arrived[self._setter][0].resolve(True)
 
-    def on_set(self, rank: int) -> None:
+    def on_set(self, rank: int, kind: str, moment: Moment, stamp: int) -> None:
         """Let the others go on: the values are there."""
         if self._setter != rank:
             return  # the call came again
+        last, stamps = self._set.get(kind, (moment, []))
+        self._set[kind] = moment, [*(stamps if last == moment else []), stamp][:KNOWN_MAX]
+        for other, (ticket, seq) in self._arrived.items():
+            self._seen[kind, other] = ticket.session, seq, len(self._set[kind][1])
         arrived, self._arrived = self._arrived, {}
         self._is_gathered, self._setter = False, None
         for other, (ticket, seq) in arrived.items():
