@@ -30,6 +30,7 @@ def specs(draw: Any) -> JobSpec:
 
 @given(specs(), st.integers(1, 5))
 def test_the_blocks_of_all_shards_have_every_element_once(spec: JobSpec, shards: int) -> None:
+    """By their segments alone, with the dtypes in which they travel; and the tables' blocks come behind them."""
     layout = Layout(spec, shards)
     told = [layout_message(layout, shard) for shard in range(shards)]
 

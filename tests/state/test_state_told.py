@@ -48,6 +48,7 @@ def test_lives_of_a_shard_have_numbers_that_a_double_holds(monkeypatch: pytest.M
 
 @pytest.mark.parametrize("found", [{0: 1}, {0: 5, 1: 7}, dict.fromkeys(range(100), INTEGER_MAX)])
 def test_what_stands_for_positions_is_a_number_that_a_double_holds(found: dict[int, int]) -> None:
+    """Readers in JavaScript compare it between shards."""
     assert 1 <= Positions(0.0, found=found).digest <= INTEGER_MAX
 
 
