@@ -13,6 +13,7 @@ from typing import Any
 from psd.contract import arguments
 from psd.contract.config import ConfigError
 from psd.contract.errors import InvalidRequest
+from psd.contract.integers import INTEGER_MAX
 from psd.contract.printable import is_printable
 
 NAME_BYTES_MAX = 256
@@ -20,7 +21,6 @@ SERIES_MAX = 64
 """Series of one worker."""
 BATCH_POINTS_MAX = 4096
 """Points of one LogRequest."""
-STEP_MAX = (1 << 63) - 1
 
 
 def check_name(name: str, limit: int = NAME_BYTES_MAX) -> None:
@@ -34,8 +34,8 @@ def check_name(name: str, limit: int = NAME_BYTES_MAX) -> None:
 def checked_step(step: Any) -> int:
     """The step as an int; InvalidRequest if it is none."""
     found = arguments.whole_number(InvalidRequest, "step", step)
-    if not 0 <= found <= STEP_MAX:
-        raise InvalidRequest(f"step: expected 0 to {STEP_MAX}, got {found}")
+    if not 0 <= found <= INTEGER_MAX:
+        raise InvalidRequest(f"step: expected 0 to {INTEGER_MAX}, got {found}")
     return found
 
 

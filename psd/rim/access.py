@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 _CONTROL, _DATA, _HEALTH = "/psd.v1.ControlService/", "/psd.v1.DataService/", "/grpc.health.v1.Health/"
 _VECTORS = "/psd.v1.VectorService/"
-_REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
+_REFLECTION = tuple(f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo" for version in ("v1", "v1alpha"))
 
 _WORKER = frozenset({Role.WORKER, Role.ADMIN})
 _ADMIN = frozenset({Role.ADMIN})
@@ -36,7 +36,7 @@ OPEN = frozenset({_HEALTH + "Check"})
 
 ROLES: dict[str, frozenset[Role]] = {
     _HEALTH + "Watch": _ALL,
-    _REFLECTION: _ALL,
+    **dict.fromkeys(_REFLECTION, _ALL),
     # Whoever looks on.
     _CONTROL + "Describe": _ALL,
     _CONTROL + "Status": _ALL,

@@ -1,4 +1,4 @@
-"""The health and reflection services of gRPC, with a limit on endless streams.
+"""The health service of gRPC, with a limit on endless streams.
 
 The health service is our own: that of grpcio-health-checking tells watchers under its lock, waits there for what they have been
 sent, and keeps gRPC's one thread for events waiting for that lock when one of them hangs up, so that the whole server can stand
@@ -14,7 +14,6 @@ from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 
 from psd.rim.pace import Pace
 from psd.rim.strangers import CALLS_MAX, Strangers
@@ -73,29 +72,3 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # it
             self._watchers.leave(watcher)
             with self._lock:
                 del self._wakers[watcher]
-
-
-class Reflection(reflection.ReflectionServicer):
-    """gRPC's reflection service, with a bound on its streams.
-
-    Args:
-        pace: of streams that come.
-    """
-
-    def __init__(self, service_names: tuple[str, ...], pace: Pace) -> None:
-        super().__init__(service_names)
-        self._pace = pace
-        self._streams = Strangers(CALLS_MAX)
-
-    def ServerReflectionInfo(self, request_iterator: Any, context: Any) -> Any:  # noqa: N802, gRPC's name
-        """See gRPC's reflection protocol."""
-        self._pace.wait(context)
-        answers: Any = super().ServerReflectionInfo(request_iterator, context)
-        stranger = object()
-        self._streams.enter(stranger, context.cancel)
-        try:
-            yield from answers
-        except grpc.RpcError:
-            return
-        finally:
-            self._streams.leave(stranger)

@@ -16,7 +16,6 @@ from dataclasses import replace
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
 from psd.checkpoint import CheckpointDirectory
 from psd.checkpoint.storage import no_crash
@@ -33,11 +32,12 @@ from psd.rim.control_service import ControlService
 from psd.rim.data_plane import DataPlane
 from psd.rim.data_service import SERVICE as DATA
 from psd.rim.data_service import DataService
-from psd.rim.health import HealthService, Reflection
+from psd.rim.health import HealthService
 from psd.rim.last_checkpoint import LastCheckpoint
 from psd.rim.metrics_server import PATH, MetricsServer
 from psd.rim.pace import Pace
 from psd.rim.probes import ProbeServer
+from psd.rim.reflection import Reflection
 from psd.rim.tls import ServerTls
 from psd.rim.vector_gate import VectorGate
 from psd.rim.vector_service import SERVICE as VECTORS
@@ -141,8 +141,8 @@ class ShardServer:
         data = DataService(self.shard, planes["grpc"], guard)
         vectors = VectorService(self.shard, guard, data.reading, self._gate)
         self._server.add_generic_rpc_handlers((data.handler(), control.handler(), vectors.handler()))
-        shown = Reflection((DATA, CONTROL, VECTORS, health.SERVICE_NAME, reflection.SERVICE_NAME), pace)
-        reflection_pb2_grpc.add_ServerReflectionServicer_to_server(shown, self._server)
+        shown = Reflection((DATA, CONTROL, VECTORS, health.SERVICE_NAME), pace)
+        self._server.add_generic_rpc_handlers(shown.handlers())
         self._server.add_generic_rpc_handlers((Unknown(pace),))
         self._metrics: MetricsServer | None = None
         self._is_ending = False

@@ -6,7 +6,6 @@ The lock guards everything about who and when; gradients and parameters are guar
 from __future__ import annotations
 
 import re
-import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -26,6 +25,7 @@ from psd.contract.errors import (
     StateLost,
     WrongShard,
 )
+from psd.contract.integers import drawn_integer
 from psd.contract.jobspec import JobSpec
 from psd.contract.layout import Layout
 from psd.state import locks
@@ -103,7 +103,7 @@ class ShardCore:
         self.storage = storage
         self.now = now
         self.wall = wall
-        self.incarnation = incarnation or secrets.randbits(62) + 1
+        self.incarnation = incarnation or drawn_integer()
         self.run_id = config.run_id
         listed = load_listed(config.rules, config.rule_dir)
         self.rules, self.functions = listed.rules, listed.functions

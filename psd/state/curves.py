@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from psd.contract.errors import InvalidRequest
+from psd.contract.integers import INTEGER_MAX
 from psd.contract.scalars import BATCH_POINTS_MAX, SERIES_MAX, check_name
 from psd.state import locks
 
@@ -85,7 +86,8 @@ class Curves:
         """Keep a worker's points, but for those that this connection has sent before.
 
         Raises:
-            InvalidRequest: too many points or series, a name that none may have, or columns that do not fit; nothing was kept.
+            InvalidRequest: too many points or series, a name or a step that none may have, or columns that do not fit; nothing
+                was kept.
         """
         lengths = {len(batch.series), len(batch.steps), len(batch.values), len(batch.ago_s)}
         if len(lengths) > 1:
@@ -97,6 +99,8 @@ class Curves:
             raise InvalidRequest(f"series: {max(batch.series)} is not below the number of names, {len(batch.names)}")
         if len(batch.names) > SERIES_MAX:
             raise InvalidRequest(f"names: has {len(batch.names)}, the limit is {SERIES_MAX}")
+        if length and max(batch.steps) > INTEGER_MAX:
+            raise InvalidRequest(f"steps: {max(batch.steps)} is above the limit of {INTEGER_MAX}")
         for name in batch.names:
             check_name(name, self._name_bytes_max)
         now = self._now()

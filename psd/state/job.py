@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,7 @@ from psd.contract.custom_rules import ListedRule
 from psd.contract.errors import BlockOutOfRange, InvalidRequest, LayoutMismatch, StateLost
 from psd.contract.jobspec import JobSpec
 from psd.contract.layout import Block, Layout
+from psd.contract.layout_message import layout_message
 from psd.state.aggregation import pages
 from psd.state.aggregation.agreement import Agreement, Scalars
 from psd.state.aggregation.block import BlockServices, BlockState
@@ -34,6 +35,7 @@ from psd.state.durability.storage import Storage
 from psd.state.tables.block import TablesBlock, counted_in
 from psd.state.tables.pushes import RowChecks
 from psd.state.workers.membership import Membership
+from psd.v1 import job_pb2
 from psd_core.arena import Arena, BlockShape, Page
 from psd_core.table import TableSnapshot, TableStore
 
@@ -183,6 +185,11 @@ class Job:
             group = self.block(index).plan.group
             raise InvalidRequest(f"block: {index} belongs to static group {group}, to which nothing is pushed")
         return found
+
+    @cached_property
+    def layout_message(self) -> job_pb2.ShardLayout:
+        """This shard's part of the layout, as workers and readers are told it."""
+        return layout_message(self.layout, self._shard_index)
 
     @property
     def block_count(self) -> int:

@@ -193,6 +193,7 @@ class Shard:
             has_blocks=job.trained_count > 0,
             timeline=self._core.timeline,
             push_ids_max=self._core.push_ids_max,
+            layout=job.layout_message,
         )
 
     def begin_read(self, request: data_pb2.ReadRequest, done: Done) -> Snapshot:

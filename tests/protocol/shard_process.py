@@ -11,7 +11,6 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 
 import green
@@ -120,12 +119,16 @@ class WatchedStorage(Storage):
 def stand_ins() -> list[tuple[Any, str, Any]]:
     """What `green.green` is to put into psd.state."""
     new_lock = locks.new
-    secrets = SimpleNamespace(randbits=lambda _: ShardProcess.active.next_incarnation() - 1)  # type: ignore[union-attr]
+
+    def drawn_incarnation() -> int:
+        assert ShardProcess.active is not None
+        return ShardProcess.active.next_incarnation()
+
     return [
         (state_core, "Ticket", GreenTicket),
         (locks, "new", lambda level, index=0: PausingLock(new_lock(level, index))),
-        (state_core, "secrets", secrets),
-        (state_restoration, "secrets", secrets),
+        (state_core, "drawn_integer", drawn_incarnation),
+        (state_restoration, "drawn_integer", drawn_incarnation),
         (state_shard, "Storage", WatchedStorage),
     ]
 

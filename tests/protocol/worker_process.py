@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import green
@@ -100,8 +99,8 @@ def stand_ins() -> list[tuple[Any, str, Any]]:
         (worker, "Heartbeats", QuietHeartbeats),
         (
             importlib.import_module("psd_client.worker.joining"),
-            "secrets",
-            SimpleNamespace(randbits=lambda _: green.current().fibers.number),
+            "drawn_integer",
+            lambda: green.current().fibers.number + 1,
         ),
         (ending, "remember", lambda worker: None),
         (ending, "close_in_thread", lambda worker: None),

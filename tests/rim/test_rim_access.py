@@ -30,6 +30,7 @@ ALL = {"worker", "reader", "admin"}
 TRAINS = {"worker", "admin"}
 MAY = {
     "grpc.health.v1.Health/Watch": ALL,
+    "grpc.reflection.v1.ServerReflection/ServerReflectionInfo": ALL,
     "grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": ALL,
     "psd.v1.ControlService/Describe": ALL,
     "psd.v1.ControlService/Status": ALL,
@@ -115,8 +116,13 @@ def served(channel: grpc.Channel) -> dict[str, Any]:
     stub = reflection_pb2_grpc.ServerReflectionStub(channel)
     question = reflection_pb2.ServerReflectionRequest(list_services="")
     (answer,) = stub.ServerReflectionInfo(iter([question]), timeout=100, metadata=bearer(TOKENS["reader"]))
-    pool = descriptor_pool.Default()
-    services = [pool.FindServiceByName(service.name) for service in answer.list_services_response.service]
+    names = [service.name for service in answer.list_services_response.service]
+    questions = [reflection_pb2.ServerReflectionRequest(file_containing_symbol=name) for name in names]
+    pool = descriptor_pool.DescriptorPool()
+    for answer in stub.ServerReflectionInfo(iter(questions), timeout=100, metadata=bearer(TOKENS["reader"])):
+        for file in reversed(answer.file_descriptor_response.file_descriptor_proto):
+            pool.AddSerializedFile(file)
+    services = [pool.FindServiceByName(name) for name in names]
     return {f"{service.full_name}/{method.name}": method for service in services for method in service.methods}
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from google.protobuf import descriptor_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2
 from raw_client import TIMEOUT_S, RawWorker, detail, failure, reason, spec
 
 from psd.rim.calls import wait_s
@@ -288,23 +288,36 @@ def test_health_is_serving_for_the_server_and_each_service(cluster, dial):
     assert error.code() is grpc.StatusCode.NOT_FOUND
 
 
-def test_reflection_lists_the_services_and_gives_their_descriptors(cluster, dial):
-    """A stranger with grpcurl finds the services and the messages."""
-    stub = reflection_pb2_grpc.ServerReflectionStub(dial(cluster(1).shards[0].address))
+@pytest.mark.parametrize("version", ["v1", "v1alpha"])
+def test_reflection_lists_the_services_and_gives_their_descriptors(cluster, dial, version):
+    """A stranger with grpcurl, of any age, finds the services and the messages."""
+    service = f"grpc.reflection.{version}.ServerReflection"
+    ask = dial(cluster(1).shards[0].address).stream_stream(
+        f"/{service}/ServerReflectionInfo",
+        reflection_pb2.ServerReflectionRequest.SerializeToString,
+        reflection_pb2.ServerReflectionResponse.FromString,
+    )
     requests = [
         reflection_pb2.ServerReflectionRequest(list_services=""),
         reflection_pb2.ServerReflectionRequest(file_containing_symbol="psd.v1.DataService"),
+        reflection_pb2.ServerReflectionRequest(file_containing_symbol=service),
+        reflection_pb2.ServerReflectionRequest(file_by_filename=f"grpc_reflection/{version}/reflection.proto"),
+        reflection_pb2.ServerReflectionRequest(file_containing_symbol="psd.v1.Nothing"),
     ]
 
-    services, files = list(stub.ServerReflectionInfo(iter(requests), timeout=TIMEOUT_S))
+    services, files, own, by_name, none = list(ask(iter(requests), timeout=TIMEOUT_S))
 
-    assert {"psd.v1.DataService", "psd.v1.ControlService", "grpc.health.v1.Health"} <= {
+    assert {"psd.v1.DataService", "psd.v1.ControlService", "grpc.health.v1.Health", service} <= {
         s.name for s in services.list_services_response.service
     }
     names = [
         descriptor_pb2.FileDescriptorProto.FromString(f).name for f in files.file_descriptor_response.file_descriptor_proto
     ]
     assert "psd/v1/data.proto" in names
+    (file,) = own.file_descriptor_response.file_descriptor_proto
+    assert descriptor_pb2.FileDescriptorProto.FromString(file).package == f"grpc.reflection.{version}"
+    assert [file] == list(by_name.file_descriptor_response.file_descriptor_proto)
+    assert none.error_response.error_code == grpc.StatusCode.NOT_FOUND.value[0]
 
 
 def test_errors_carry_status_reason_and_detail(cluster, dial):

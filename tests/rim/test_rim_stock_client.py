@@ -8,20 +8,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from generated_stubs import generate_stubs
 
-ROOT = Path(__file__).parents[2]
 WORKER = Path(__file__).with_name("stock_worker.py")
 
 
 @pytest.fixture(scope="module")
 def stubs(tmp_path_factory):
     """A folder with freshly generated stubs, as a stranger would make them."""
-    protoc = pytest.importorskip("grpc_tools.protoc", reason="grpcio-tools is needed to generate stubs")
-    out = tmp_path_factory.mktemp("stubs")
-    protos = sorted(str(path) for path in (ROOT / "proto/psd/v1").glob("*.proto"))
-    status = protoc.main(["protoc", f"-I{ROOT / 'proto'}", f"--python_out={out}", f"--grpc_python_out={out}", *protos])
-    assert status == 0
-    return out
+    return generate_stubs(tmp_path_factory.mktemp("stubs"))
 
 
 @pytest.mark.process

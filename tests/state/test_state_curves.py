@@ -80,6 +80,7 @@ def test_memory_is_bounded_for_one_series_and_for_very_many(monkeypatch: pytest.
         (PointBatch(0, ["a"], [0], [1], [], [0.0]), "columns of one length"),
         (batch([0.0] * 4097), "4097 points, the limit is 4096"),
         (PointBatch(0, ["a"], [1], [1], [0.0], [0.0]), "series: 1 is not below the number of names, 1"),
+        (PointBatch(0, ["a"], [0], [1 << 53], [0.0], [0.0]), "steps: 9007199254740992 is above the limit"),
         (PointBatch(0, ["a\n"], [0], [1], [0.0], [0.0]), "control characters"),
         (PointBatch(0, [""], [0], [1], [0.0], [0.0]), "1 to 256 bytes"),
         (PointBatch(0, [f"s{i}" for i in range(64)], [], [], [], []), "more than 64 series"),

@@ -8,11 +8,11 @@ from __future__ import annotations
 import logging
 import math
 import os
-import secrets
 import socket
 
 from psd.contract.config import ClientConfig
 from psd.contract.errors import ForeignRun, InternalError, ShardRestarted, StateLost
+from psd.contract.integers import INTEGER_MAX, drawn_integer
 from psd.contract.printable import printable
 from psd.v1 import control_pb2
 from psd_client.lanes.shards import Shards
@@ -23,7 +23,6 @@ from psd_client.worker.timeline import join_one_timeline
 logger = logging.getLogger("psd_client")
 
 JOIN_TIMEOUT_S = 10.0
-TIMELINE_MAX = 1 << 63
 
 
 class Entrance:
@@ -40,7 +39,7 @@ class Entrance:
         self._config = config
         self._shards = shards
         self._memberships = memberships
-        self._connection = secrets.randbits(63) + 1
+        self._connection = drawn_integer()
         self.run_id = config.run_id
 
     def join(self) -> list[control_pb2.JoinReply]:
@@ -125,7 +124,7 @@ def _check(reply: control_pb2.JoinReply, lane: Lane) -> None:
         reply.incarnation
         and reply.session
         and reply.push_ids_max
-        and reply.timeline < TIMELINE_MAX
+        and reply.timeline < INTEGER_MAX
         and 0 < reply.lease_s < math.inf
     ):
         raise InternalError(f"shard {lane.shard} at {lane.address}: its answer to a worker that joins makes no sense")

@@ -72,9 +72,9 @@ class Positions:
 
     @property
     def digest(self) -> int:
-        """64 bits that stand for `found`; never 0."""
+        """48 bits that stand for `found`; never 0."""
         text = ",".join(f"{rank}:{position}" for rank, position in sorted(self.found.items()))
-        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") or 1
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "little") or 1
 
     def have_all_heard(self, workers: Iterable[Worker]) -> bool:
         """True if every live worker has heard of the cut from all shards; who is alone is held for nobody, and tells them."""

@@ -13,7 +13,6 @@ rules correct their means by, stays what it was.
 from __future__ import annotations
 
 import logging
-import secrets
 from collections.abc import Iterator, Sequence
 
 from psd.checkpoint import (
@@ -42,6 +41,7 @@ from psd.contract.errors import (
     RolledBack,
     SpecMismatch,
 )
+from psd.contract.integers import INTEGER_MAX, drawn_integer
 from psd.contract.jobspec import JobSpec
 from psd.contract.layout import Layout
 from psd.contract.orders import scale_at
@@ -181,10 +181,13 @@ class Restoration:
         the worker has found it.
 
         Raises:
+            InvalidRequest: there is no such timeline.
             CheckpointFailed, CheckpointCorrupt: the checkpoint cannot be read here; the shard is as it was. One that is damaged
                 or gone will not be read later either: its error names another.
         """
         core = self._core
+        if request.timeline > INTEGER_MAX:
+            raise InvalidRequest(f"timeline: {request.timeline} is above the limit of {INTEGER_MAX}")
         with core.job_lock:
             with core.lock:
                 if core.run_id and request.run_id and request.run_id != core.run_id:
@@ -321,7 +324,7 @@ class Restoration:
             core.restored_from = manifest.name
 
     def _begin_incarnation(self) -> None:
-        self._core.incarnation = secrets.randbits(62) + 1
+        self._core.incarnation = drawn_integer()
 
     def _blocks(self, manifest: Manifest, layout: Layout) -> Iterator[RestoredBlock]:
         """A checkpoint's blocks for this shard, without the dedup windows: nobody's session goes on."""

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 from psd.checkpoint.cut import ORDER_MAX, TIME_S_MAX, CutName
 from psd.contract.config import CUTS_MAX
 from psd.contract.errors import InvalidRequest
+from psd.contract.integers import INTEGER_MAX
 from psd.state.durability.positions import Positions
 from psd.state.job import Job
 from psd.v1 import data_pb2, job_pb2
@@ -27,7 +28,7 @@ def new_id() -> str:
 
 
 def check_cuts(cuts: Sequence[data_pb2.Cut]) -> None:
-    """Raise InvalidRequest for a name or a time that no cut has, or too many cuts."""
+    """Raise InvalidRequest for a name, a time or a step that no cut has, or too many cuts."""
     if len(cuts) > CUTS_MAX:
         raise InvalidRequest(f"cuts: {len(cuts)} are above the limit of {CUTS_MAX}")
     for cut in cuts:
@@ -37,6 +38,8 @@ def check_cuts(cuts: Sequence[data_pb2.Cut]) -> None:
             raise InvalidRequest(f"cuts.created_at: expected seconds from 0 to {TIME_S_MAX:g}, got {cut.created_at}")
         if cut.order > ORDER_MAX:
             raise InvalidRequest(f"cuts.order: {cut.order} is above the limit of {ORDER_MAX}")
+        if max(cut.step, cut.position) > INTEGER_MAX:
+            raise InvalidRequest(f"cuts.step, position: {cut.step} and {cut.position} are not both up to {INTEGER_MAX}")
         if cut.base and CutName.of(cut.base) is None:
             raise InvalidRequest(f"cuts.base: expected the name of a checkpoint, got {cut.base[:80]!r}")
 

@@ -22,6 +22,7 @@ from psd.contract.errors import (
     SpecMismatch,
     StateLost,
 )
+from psd.contract.integers import INTEGER_MAX
 from psd.contract.jobspec import JobSpec
 from psd.contract.printable import is_printable, printable
 from psd.state.core import UNNAMED_RUN, ShardCore
@@ -172,6 +173,8 @@ class Admission:
                 f"session: {request.session} at shard {config.shard_index}; shard 0 issues sessions, so it is 0 there, and "
                 "that session at the others, and in a worker that resumes"
             )
+        if request.session > INTEGER_MAX and not request.resume:
+            raise InvalidRequest(f"session: {request.session} is above the limit of {INTEGER_MAX}")
         for name, text, limit in (("host", request.host, HOST_BYTES_MAX), ("run_id", request.run_id, RUN_ID_BYTES_MAX)):
             if len(text.encode()) > limit:
                 raise InvalidRequest(f"{name}: has {len(text.encode())} bytes, the limit is {limit}")
@@ -312,6 +315,7 @@ class Admission:
                 initialized=self._core.life.has_values,
                 clock=worker.clock,
                 client_state=client_state,
+                layout=job.layout_message,
             )
         return reply, ticket
 

@@ -1,0 +1,150 @@
+"""Workers made from the protocol alone, in Python and JavaScript (examples/other_languages), under shards that are killed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from generated_stubs import generate_stubs
+from shard_processes import ShardProcess, servers_of
+from source_tree import ROOT
+
+pytestmark = pytest.mark.process
+
+HERE = ROOT / "examples" / "other_languages"
+STEPS = 80
+
+WITHOUT_PSD = """
+import runpy, sys
+_, stubs, program, *arguments = sys.argv
+sys.path.insert(0, stubs)
+sys.argv = [program, *arguments]
+runpy.run_path(program, run_name="__main__")
+of_psd = sorted(name for name in sys.modules if name.split(".")[0] in ("psd", "psd_client", "psd_core"))
+assert [name for name in of_psd if not name.startswith("psd.v1.")] == ["psd", "psd.v1"], of_psd
+assert sys.modules["psd"].__file__.startswith(stubs), sys.modules["psd"]
+"""
+"""A program that runs another one, which finds the stubs, and none of psd's code."""
+
+
+@pytest.fixture(scope="module")
+def stubs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with freshly generated stubs, as a stranger would make them."""
+    return generate_stubs(tmp_path_factory.mktemp("stubs"))
+
+
+def why_no_javascript() -> str:
+    """The reason why worker.js cannot run here; empty if it can."""
+    if shutil.which("node") is None:
+        return "node is not installed"
+    look = "require('@grpc/grpc-js'); require('@grpc/proto-loader')"
+    found = subprocess.run(["node", "-e", look], cwd=HERE, capture_output=True, timeout=100, check=False)
+    return "its packages are not installed: npm ci --prefix examples/other_languages" if found.returncode else ""
+
+
+@pytest.fixture
+def job(stubs: Path) -> Iterator[Callable[..., list[subprocess.Popen[str]]]]:
+    """job(shards, languages) -> a worker in each language, which makes STEPS steps."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(shards: list[ShardProcess], languages: tuple[str, ...]) -> list[subprocess.Popen[str]]:
+        if "javascript" in languages and (why := why_no_javascript()):
+            pytest.skip(why)
+        commands = {
+            "python": [sys.executable, "-I", "-c", WITHOUT_PSD, str(stubs), str(HERE / "worker.py"), str(STEPS)],
+            "javascript": ["node", str(HERE / "worker.js"), str(STEPS)],
+        }
+        for rank, language in enumerate(languages):
+            environ = os.environ | {
+                "PSD_SERVERS": servers_of(shards),
+                "PSD_RANK": str(rank),
+                "PSD_WORLD_SIZE": str(len(languages)),
+            }
+            started.append(subprocess.Popen(commands[language], stdout=subprocess.PIPE, text=True, env=environ))
+        return started
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait(100)
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def steps_of(worker: subprocess.Popen[str]) -> Iterator[int]:
+    """The steps that a worker says it has made, as it makes them."""
+    assert worker.stdout is not None
+    for line in worker.stdout:
+        word, _, rest = line.partition(" ")
+        if word == "values":
+            assert rest.strip() == f"[-{3 * STEPS:.1f}]"
+            return
+        yield int(rest)
+    raise AssertionError(f"the worker has ended with status {worker.wait(100)}")
+
+
+def check_ends(workers: list[subprocess.Popen[str]]) -> None:
+    """Wait for all workers, which have found that every gradient of each has counted once."""
+    for worker in workers:
+        for _ in steps_of(worker):
+            pass
+        assert worker.wait(100) == 0
+
+
+LANGUAGES = [("python", "python"), ("javascript", "python")]
+
+
+@pytest.mark.parametrize("languages", LANGUAGES, ids="-".join)
+def test_every_gradient_counts_once_when_shards_are_killed(
+    shard_processes: Callable[..., list[ShardProcess]],
+    job: Callable[..., list[subprocess.Popen[str]]],
+    languages: tuple[str, ...],
+) -> None:
+    """The sum of all gradients, in each element, is what both workers find in the end."""
+    shards = shard_processes(2, "--lease", "60")
+    workers = job(shards, languages)
+
+    for step in steps_of(workers[0]):
+        if step in (5, 20, 35):
+            shard = shards[step // 5 % 2]
+            assert not shard.has_ended
+            shard.kill()
+            shard.start()
+        if step == STEPS:
+            break
+
+    check_ends(workers)
+    assert [shard.wait() for shard in shards] == [0, 0]
+
+
+@pytest.mark.parametrize("languages", LANGUAGES, ids="-".join)
+def test_a_job_goes_back_to_its_checkpoint_when_a_shard_has_lost_its_memory(
+    shard_processes: Callable[..., list[ShardProcess]],
+    job: Callable[..., list[subprocess.Popen[str]]],
+    languages: tuple[str, ...],
+    tmp_path: Path,
+) -> None:
+    """The workers carry the checkpoint from shard to shard, and bring both back to it."""
+    shards = shard_processes(2, "--lease", "60", "--checkpoint-dir", str(tmp_path / "checkpoints"))
+    workers = job(shards, languages)
+
+    has_lost = False
+    for step in steps_of(workers[0]):
+        if step == 5 and not has_lost:
+            has_lost = True
+            shards[0].checkpoint()
+            assert not shards[1].has_ended
+            shards[1].kill()
+            shards[1].lose_state()
+            shards[1].start()
+        if step == STEPS:
+            break
+
+    check_ends(workers)
+    assert [shard.wait() for shard in shards] == [0, 0]
+    assert any((tmp_path / "checkpoints").glob(f"timeline-00001-step-*{STEPS}-final"))
