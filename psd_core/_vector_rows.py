@@ -103,36 +103,47 @@ class Row(Generic[P]):
     ) -> None:
         self.name, self.doc, self.take = method.__name__, inspect.getdoc(method), take
         self.signature = inspect.signature(method)
-        _, *self._arguments = self.signature.parameters.values()
-        sorts = [str(argument.annotation) for argument in self._arguments]
-        has_of = "of" in self.signature.parameters
-        numbers = tuple(argument.name for argument in self._arguments if argument.annotation in ("float", "Sequence[float]"))
+        _, *arguments = self.signature.parameters.values()
+        self._is_plain = all(argument.kind is argument.POSITIONAL_OR_KEYWORD for argument in arguments)
+        self._sorts = sorts = [
+            "Sequence[float]" if argument.kind is argument.VAR_POSITIONAL else str(argument.annotation)
+            for argument in arguments
+        ]
+        x = sorts.count("Operand") + sorts.count("Operand | None") + (take is not None)
+        numbers = tuple(argument.name for argument in arguments if argument.annotation in ("float", "Sequence[float]"))
         self.kind = OperationKind(
-            kind_name or self.name, number, kind_name or self.name,
-            x=ANY if "Sequence[Operand]" in sorts else sorts.count("Operand") + (has_of or take is not None),
+            kind_name or self.name, number, kind_name or self.name, ANY if "Sequence[Operand]" in sorts else x,
             numbers=() if functions else numbers, functions=functions, writes=take is None, reads_out=reads_out,
         )  # fmt: skip
 
     def __call__(self, on: Any, *args: Any, **kwargs: Any) -> VectorOperation:
         """The operation that a call says; its vectors are what the caller has for them, such as their names."""
+        kind = self.kind
+        x, numbers, function, seed = list[Any]() if kind.writes else [on], list[float](), "", 0
+        for sort, value in zip(self._sorts, self._values(on, args, kwargs), strict=True):
+            if sort == "Operand":
+                x.append(value)
+            elif sort == "float":
+                numbers.append(value)
+            elif sort == "Operand | None":
+                x.insert(0, on if value is None else value)
+            elif sort == "Sequence[Operand]":
+                x += value
+            elif sort == "Sequence[float]":
+                numbers += value
+            elif sort == "str":
+                function = value
+            else:
+                seed = value
+        return VectorOperation(kind.name, on if kind.writes else "", x, (), numbers, function, seed)
+
+    def _values(self, on: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any]:
+        """Values of all arguments. What is called in the plain way, and often, is not matched with the signature."""
+        if not kwargs and len(args) == len(self._sorts) and self._is_plain:
+            return args
         given = self.signature.bind(on, *args, **kwargs)
         given.apply_defaults()
-        x, fields = [on] if not self.kind.writes else [], dict[str, Any](numbers=[])
-        for argument in self._arguments:
-            value = given.arguments[argument.name]
-            if argument.name == "of":
-                x.insert(0, on if value is None else value)
-            elif argument.annotation == "Operand":
-                x.append(value)
-            elif argument.annotation == "Sequence[Operand]":
-                x += value
-            elif argument.annotation == "Sequence[float]" or argument.kind is argument.VAR_POSITIONAL:
-                fields["numbers"] += value
-            elif argument.annotation == "float":
-                fields["numbers"].append(value)
-            else:
-                fields["function" if argument.annotation == "str" else argument.name] = value
-        return VectorOperation(self.kind.name, on if self.kind.writes else "", x, **fields)
+        return [*given.arguments.values()][1:]
 
     def as_method(self, owner: type, function: Callable[..., Any], *first: str, returns: str | None = None) -> Any:
         """The function with the row's name, docstring and arguments, after others that come `first`."""

@@ -38,25 +38,28 @@ def checked(o: VectorOperation, vectors: Mapping[str, HasSpec]) -> VectorOperati
     kind = KINDS[o.name]
     _check_count("x", o.x, kind.x, 1)
     _check_count("y", o.y, kind.y, 0)
-    fields = ["out"] * kind.writes
-    names = [o.out] * kind.writes
-    for field, given, count in (("x", o.x, kind.x), ("y", o.y, kind.y)):
-        fields += [field] if count == 1 else [f"{field}[{place}]" for place in range(len(given))]
-        names += given
-    specs = [_declared(field, vector, vectors) for field, vector in zip(fields, names, strict=True)]
-    like = specs[0]
-    for field, spec in zip(fields, specs, strict=True):
-        if (spec.size, spec.dtype) != (like.size, like.dtype):
+    names = (o.out, *o.x, *o.y) if kind.writes else (*o.x, *o.y)
+    like = None
+    for place, name in enumerate(names):
+        try:
+            spec = vectors[name].spec
+        except (KeyError, TypeError):
+            raise NoSuchVector(f"{_field(kind, o, place)}: there is no vector {name!r}") from None
+        like = like or spec
+        if spec.size != like.size or spec.dtype != like.dtype:
             raise VectorError(
-                f"{field}: expected {like.size} of {like.dtype}, as {like.name!r} has, "
+                f"{_field(kind, o, place)}: expected {like.size} of {like.dtype}, as {like.name!r} has, "
                 f"got {spec.name!r} with {spec.size} of {spec.dtype}"
             )
+    assert like is not None
     numbers = _numbers(o, kind, like)
     if kind.brings:
         return _with_arrays(o, kind.brings, like)
-    if o.name == "random" and not numbers[0] < numbers[1]:
-        raise VectorError(f"high: must be above low, {numbers[0]}, got {numbers[1]}")
-    return o._replace(numbers=numbers, seed=_seed(o.seed))
+    if o.name == "random":
+        if not numbers[0] < numbers[1]:
+            raise VectorError(f"high: must be above low, {numbers[0]}, got {numbers[1]}")
+        return o._replace(numbers=numbers, seed=_seed(o.seed))
+    return o._replace(numbers=numbers) if numbers is not o.numbers else o
 
 
 def check_operands(field: str, count: int) -> None:
@@ -92,14 +95,16 @@ def _check_count(field: str, names: Sequence[str], count: int, least: int) -> No
         raise VectorError(f"{field}: expected {count} vectors, got {len(names)}")
 
 
-def _declared(field: str, vector: Any, vectors: Mapping[str, HasSpec]) -> VectorSpec:
-    try:
-        return vectors[vector].spec
-    except (KeyError, TypeError):
-        raise NoSuchVector(f"{field}: there is no vector {vector!r}") from None
+def _field(kind: OperationKind, o: VectorOperation, place: int) -> str:
+    """Name of a vector's argument, by its place among all that the operation names."""
+    place -= kind.writes
+    if place < 0:
+        return "out"
+    field, place, count = ("x", place, kind.x) if place < len(o.x) else ("y", place - len(o.x), kind.y)
+    return field if count == 1 else f"{field}[{place}]"
 
 
-def _numbers(o: VectorOperation, kind: OperationKind, like: VectorSpec) -> list[float]:
+def _numbers(o: VectorOperation, kind: OperationKind, like: VectorSpec) -> Sequence[float]:
     """The numbers, as vectors of this dtype have them."""
     if len(o.numbers) > NUMBERS_MAX:
         raise VectorError(f"numbers: {len(o.numbers)} are above the limit of {NUMBERS_MAX}")
@@ -117,6 +122,8 @@ def _numbers(o: VectorOperation, kind: OperationKind, like: VectorSpec) -> list[
         names = kind.numbers
         if len(o.numbers) != len(names):
             raise VectorError(f"numbers: expected {len(names)}, got {len(o.numbers)}")
+    if like.dtype != "int64" and all(type(value) is float for value in o.numbers):
+        return o.numbers
     return [_number(name, value, like) for name, value in zip(names, o.numbers, strict=True)]
 
 

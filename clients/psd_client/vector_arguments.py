@@ -57,8 +57,9 @@ def as_indices(indices: Any, spec: VectorSpec) -> NDArray[np.int64]:
 
 def as_row_numbers(rows: Any, spec: VectorSpec) -> NDArray[np.int64]:
     """Numbers of rows, of any shape."""
-    with refused():
-        return _within("rows", rows, rows_of("rows", spec), spec)
+    with _refused():
+        limit = rows_of("rows", spec)
+    return _within("rows", rows, limit, spec)
 
 
 def stretch(start: Any, stop: Any, size: int) -> tuple[int, int]:
@@ -82,14 +83,14 @@ def _array(name: str, values: Any, spec: VectorSpec) -> NDArray[Any]:
 
 
 def _within(name: str, values: Any, limit: int, spec: VectorSpec) -> NDArray[np.int64]:
-    with refused():
+    with _refused():
         return as_places(name, as_array(name, values), limit, spec.name)
 
 
 @contextmanager
-def refused(kind: str = "") -> Iterator[None]:
-    """Raise psd_core's refusals as the client's. kind: of an operation, to be named."""
+def _refused() -> Iterator[None]:
+    """Raise psd_core's refusals as the client's."""
     try:
         yield
     except VectorError as error:
-        raise InvalidRequest(f"{kind}: {error}" if kind else str(error)) from None
+        raise InvalidRequest(str(error)) from None

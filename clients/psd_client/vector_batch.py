@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from psd.contract.arguments import refuse
 from psd.contract.config import is_rule_path
 from psd.contract.errors import InvalidRequest
-from psd_client.vector_arguments import as_indices, as_row_numbers, as_stretch, as_values, refused
+from psd_client.vector_arguments import as_indices, as_row_numbers, as_stretch, as_values
 from psd_core.reductions import Answer as Found
-from psd_core.vector import VectorSpec
+from psd_core.vector import VectorError, VectorSpec
 from psd_core.vector_checks import checked
 from psd_core.vector_operations import KINDS, ROWS, Notes, Operand, Operations, Row, VectorOperation
 
@@ -182,25 +182,26 @@ class Batch(Operations, Notes[BatchAnswer]):
         name, kind = name or operation.name, KINDS[operation.name]
         if self._has_run:
             raise RuntimeError(f"psd: {name}: this batch has run already; make another one")
-        out, x, y = [operation.out] * kind.writes, operation.x, operation.y
+        out, x, y = operation.out, operation.x, operation.y
         vectors = dict[str, VectorHandle]()
-        for vector in (*out, *x, *y):
+        for vector in (out, *x, *y) if kind.writes else (*x, *y):
             vectors[_spec(vector).name] = vector
             if vector.calls is not self._calls:
                 raise InvalidRequest(f"{name}: vector {vector.name!r} belongs to another connection")
         operation = operation._replace(
-            out=operation.out.name if kind.writes else "",
-            x=[vector.name for vector in x],
-            y=[vector.name for vector in y],
+            out=out.name if kind.writes else "", x=[vector.name for vector in x], y=[vector.name for vector in y]
         )
         if isinstance(operation.function, str) and ":" in operation.function:
             if not is_rule_path(operation.function):
                 path = operation.function[:80]
                 raise InvalidRequest(f"{name}: expected an import path, such as my_module:my_function, got {path!r}")
             operation = operation._replace(name="custom")
-        with refused(name):
+        try:
             self._operations.append(checked(operation, vectors))
-        self._vectors.update((vector.name, vector.spec) for vector in vectors.values())
+        except VectorError as error:
+            raise InvalidRequest(f"{name}: {error}") from None
+        for vector in vectors.values():
+            self._vectors[vector.name] = vector.spec
         return next(iter(vectors.values())).spec
 
     def _answer(self, name: str, take: Callable[[Iterator[Any]], Any], *vectors: VectorHandle) -> BatchAnswer:

@@ -181,8 +181,9 @@ class IncomingBatch:
         return array if array.flags.aligned else array.copy()
 
     def _named(self, field: str, places: Sequence[int]) -> list[str]:
+        if not places:
+            return []
         check_operands(field, len(places))
-        for place in places:
-            if place >= len(self._specs):
-                raise InvalidRequest(f"{field}: {place} is not below the number of `vectors`, {len(self._specs)}")
+        if max(places) >= len(self._specs):
+            raise InvalidRequest(f"{field}: {max(places)} is not below the number of `vectors`, {len(self._specs)}")
         return [self._specs[place].name for place in places]
