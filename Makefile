@@ -18,7 +18,7 @@ INSTALLED_KERAS := .venv-keras/.psd-installed
 BIN_LAUNCHERS := .venv-launchers/bin
 INSTALLED_LAUNCHERS := .venv-launchers/.psd-installed
 SOURCES := pyproject.toml setup.py .ci/setup .ci/constraints.txt \
-	$(wildcard proto/psd/v1/*.proto psd_core/*.pyx psd_core/_c_headers.py psd_core/rules.py psd_core/csrc/*)
+	$(wildcard proto/psd/v1/*.proto psd_core/*.pyx psd_core/_c_headers.py psd_core/rules.py psd_core/_vector_rows.py psd_core/vector_operations.py psd_core/csrc/*)
 
 .PHONY: help setup demo docs test test-keras test-launchers test-install test-browser chaos jepsen check-protocol fuzz bench lint clean
 
@@ -133,5 +133,5 @@ bench: $(INSTALLED)
 
 clean:
 	rm -rf .venv .venv-keras .venv-launchers build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
-	rm -f psd/v1/*_pb2*.py psd/v1/*_pb2*.pyi psd_core/*.so psd_core/_*.c psd_core/csrc/rules.h psd_core/csrc/rule_templates.h
+	rm -f psd/v1/*_pb2*.py psd/v1/*_pb2*.pyi psd_core/*.so psd_core/_*.c psd_core/csrc/rules.h psd_core/csrc/rule_templates.h psd_core/csrc/vector_operations.h
 	find psd psd_core clients tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

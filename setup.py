@@ -1,5 +1,5 @@
-"""The build steps that pyproject.toml cannot express: extension modules, C headers generated from psd_core/rules.py, protobuf
-code generated from proto/.
+"""The build steps that pyproject.toml cannot express: extension modules, C headers generated from psd_core/rules.py and
+vector_operations.py, protobuf code generated from proto/.
 
 Every way of building runs all: `pip install .`, `pip install -e .`, wheels. Neither generated C nor generated protobuf
 modules are committed; protobuf modules are written into psd/v1/ of the source tree, where an editable install needs them.

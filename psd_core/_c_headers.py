@@ -1,4 +1,5 @@
-"""C headers that the kernels are built with, made from rules.py: ids, and names for each rule's numbers, flags and slots.
+"""C headers that the kernels are built with: of rules.py ids, and names for each rule's numbers, flags and slots; of
+vector_operations.py numbers.
 
 setup.py writes them into csrc; here, psd_core compares what its kernels were built with.
 """
@@ -8,6 +9,7 @@ from __future__ import annotations
 import zlib
 
 from psd_core.rules import RULES
+from psd_core.vector_operations import KINDS, MAP_FUNCTIONS, ZIP_FUNCTIONS
 
 
 def c_headers() -> dict[str, str]:
@@ -42,7 +44,14 @@ enum {{ {", ".join(slots)} }};
 static const FN(rule) FN(rules)[] = {{
 {table}}};
 """
-    return {"rules.h": plain, "rule_templates.h": templates}
+    loops = {kind.loop: KINDS[kind.loop].number for kind in KINDS.values()}
+    numbers = ", ".join(f"PSD_V_{name.upper()} = {number}" for name, number in loops.items())
+    operations = f"""/* Made from psd_core/vector_operations.py: operations with a loop of their own, built-in functions. */
+enum {{ {numbers} }};
+enum {{ {", ".join(f"PSD_MAP_{name.upper()}" for name in MAP_FUNCTIONS)} }};
+enum {{ {", ".join(f"PSD_ZIP_{name.upper()}" for name in ZIP_FUNCTIONS)} }};
+"""
+    return {"rules.h": plain, "rule_templates.h": templates, "vector_operations.h": operations}
 
 
 def checksum() -> int:

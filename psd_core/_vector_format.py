@@ -15,7 +15,7 @@ from psd_core._arena_format import BYTE_ORDER_MARK, ArenaCorrupt, check_front
 from psd_core.vector_operations import DTYPES, NAME_BYTES_MAX, SIZE_MAX, extent
 
 MAGIC = b"PSDVECTS"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 SUPERBLOCK_BYTES = 4096
 _FRONT = struct.Struct("=8sIIQQQQ")  # magic, format, byte order mark, shard, shards, senders, checksum of those
 

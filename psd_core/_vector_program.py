@@ -1,25 +1,24 @@
-"""Batches as the bytes that C runs: checks of every operation, the operands, the part of each argument that a store has.
+"""Batches as the bytes that C runs: the operands of every operation, and the part of each argument that a store has.
 
 Owns the layout of the record, which csrc/vector.h has in C. Must not open, map or lock anything.
 """
 
 from __future__ import annotations
 
-import operator
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, cast
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from psd_core import vector_operations as op
-from psd_core._vector_format import NoSuchVector, VectorError, VectorPart
-from psd_core.vector_operations import DTYPES, MAP_FUNCTIONS, OPERATIONS_MAX, STRIPE, ZIP_FUNCTIONS, Operation
+from psd_core._vector_format import VectorError, VectorPart
+from psd_core._vector_rows import ANY, OperationKind
+from psd_core.vector_checks import checked
+from psd_core.vector_operations import DTYPES, KINDS, OPERATIONS_MAX, STRIPE, VectorOperation
 
-INPUTS_MAX = 1024
-"""Vectors that one operation may read."""
 ANSWERS_MAX = 1024
 """Scalars that one batch may answer."""
 OPERANDS_MAX = 512
@@ -32,22 +31,13 @@ _GROUP = struct.Struct("=7Q")
 _OPERAND = struct.Struct("=II")
 _OP = {kind: struct.Struct(f"=8I5Q2{kind}") for kind in "dq"}
 _ALIGN = 64
-# In the order of csrc/vector.h.
-_CODES = {
-    name: code
-    for code, name in enumerate(
-        "fill copy scale axpy combine random map zip put add add_rows apply dot sum min max gram".split()  # noqa: SIM905
-    )
-}
-_MAPS, _ZIPS = ({name: number for number, name in enumerate(table)} for table in (MAP_FUNCTIONS, ZIP_FUNCTIONS))
-_INT64 = (-(1 << 63), (1 << 63) - 1)
 
 
 @dataclass
 class _Step:
     """One operation, understood. Arrays are of the part that is here."""
 
-    code: str
+    code: int
     out: VectorPart | None
     inputs: Sequence[VectorPart]
     numbers: tuple[float, float] = (0, 0)
@@ -89,18 +79,9 @@ class Program:
     functions: dict[int, UserFunction] = field(default_factory=dict)
 
 
-def whole_numbers(name: str, array: NDArray[Any], limit: int) -> NDArray[np.int64]:
-    """Indices or rows, checked: (n,) whole numbers from 0 to below the limit."""
-    array = np.asarray(array)
-    if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise VectorError(f"{name}: expected one dimension of whole numbers, got {array.ndim} of {array.dtype}")
-    if array.size and not 0 <= int(array.min()) <= int(array.max()) < limit:
-        wrong = int(array.min()) if int(array.min()) < 0 else int(array.max())
-        raise VectorError(f"{name}: expected numbers from 0 to {limit - 1}, got {wrong}")
-    return array.astype(np.int64, copy=False)
-
-
-def compiled(operations: Sequence[Operation], vectors: Mapping[str, VectorPart], claim: Sequence[int] = (0, 0, 0)) -> Program:
+def compiled(
+    operations: Sequence[VectorOperation], vectors: Mapping[str, VectorPart], claim: Sequence[int] = (0, 0, 0)
+) -> Program:
     """The batch as C runs it. `claim`: slot, session and sequence number; session 0: nobody's.
 
     Raises:
@@ -110,13 +91,12 @@ def compiled(operations: Sequence[Operation], vectors: Mapping[str, VectorPart],
         raise VectorError(f"operations: at most {OPERATIONS_MAX} in a batch, got {len(operations)}")
     steps = []
     for number, operation in enumerate(operations):
-        understand = _UNDERSTAND.get(type(operation))
-        if understand is None:
+        if not isinstance(operation, VectorOperation) or operation.name not in KINDS:
             raise VectorError(f"operations[{number}]: expected an operation on vectors, got {type(operation).__name__}")
         try:
-            steps.append(understand(operation, vectors))
+            steps.append(_step_of(checked(operation, vectors), vectors))
         except VectorError as error:
-            raise type(error)(f"operations[{number}], {type(operation).__name__}: {error}") from None
+            raise type(error)(f"operations[{number}], {operation.name}: {error}") from None
     return _laid_out(steps, claim)
 
 
@@ -181,7 +161,7 @@ def _laid_out(steps: list[_Step], claim: Sequence[int]) -> Program:
             at += step.count * np.dtype(dtype).itemsize
         op_bytes.append(
             _OP["q" if dtype == "int64" else "d"].pack(
-                _CODES[step.code], DTYPES.index(dtype), step.function, _NONE if step.out is None else numbers[step.out.number],
+                step.code, DTYPES.index(dtype), step.function, _NONE if step.out is None else numbers[step.out.number],
                 first_input, len(step.inputs), first_answers[number], step.answers,
                 step.start, step.count, step.width, *offsets, *step.numbers,
             )
@@ -226,157 +206,46 @@ def catalog_in(record: memoryview) -> bytes | None:
     return bytes(record[_RECORD.size : fields[2]]) if fields[4] else None
 
 
-# What each operation means. Every function gets the operation and the vectors, and raises VectorError without its number.
+def _step_of(o: VectorOperation, vectors: Mapping[str, VectorPart]) -> _Step:
+    """The step of an operation that has been checked."""
+    kind = KINDS[o.name]
+    code, inputs = KINDS[kind.loop].number, [vectors[name] for name in (*o.x, *o.y)]
+    if not kind.writes:
+        left, right = (len(o.x), len(o.y)) if kind.x == ANY else (1, len(o.x) - 1)
+        return _Step(code, None, inputs, count=left if right else 0, answers=left * right or left * (left + 1) // 2)
+    out = vectors[o.out]
+    if kind.brings:
+        return (_range if kind.brings == "range" else _rows)(code, kind, o, out)
+    if o.name == "custom":
+        function: Any = o.function
+        if not callable(function):
+            raise VectorError(f"function: expected one that can be called, got {function!r}")
+        if o.numbers:
+            function = partial(_with_numbers, function, o.numbers)
+        return _Step(code, out, inputs, start=out.begin, count=out.end - out.begin, user=function)
+    if kind.x == ANY:
+        return _Step(code, out, inputs, keys=np.array(o.numbers, out.spec.dtype))
+    function = list(kind.functions).index(str(o.function)) if kind.functions else 0
+    low, high = (*o.numbers, 0, 0)[:2]
+    return _Step(code, out, [out, *inputs] if kind.reads_out else inputs, (low, high), function, o.seed)
 
 
-def _part(name: str, vector: Any, vectors: Mapping[str, VectorPart], like: VectorPart | None = None) -> VectorPart:
-    try:
-        part = vectors[vector]
-    except (KeyError, TypeError):
-        raise NoSuchVector(f"{name}: there is no vector {vector!r}") from None
-    if like is not None and (part.spec.size != like.spec.size or part.spec.dtype != like.spec.dtype):
-        raise VectorError(
-            f"{name}: expected {like.spec.size} of {like.spec.dtype}, as {like.spec.name!r} has, "
-            f"got {vector!r} with {part.spec.size} of {part.spec.dtype}"
-        )
-    return part
+def _with_numbers(function: Callable[..., Any], numbers: Sequence[float], *blocks: NDArray[Any]) -> Any:
+    return function(*blocks, *numbers)
 
 
-def _number(name: str, value: Any, part: VectorPart) -> float:
-    try:
-        if part.spec.dtype != "int64":
-            return float(value)
-        whole = operator.index(value)
-    except (TypeError, ValueError):
-        kind = "a whole number" if part.spec.dtype == "int64" else "a number"
-        raise VectorError(f"{name}: expected {kind}, got {value!r}") from None
-    if not _INT64[0] <= whole <= _INT64[1]:
-        raise VectorError(f"{name}: expected a number from {_INT64[0]} to {_INT64[1]}, got {whole}")
-    return whole
-
-
-def _whole(value: Any) -> Any:
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-def _values(values: Any, part: VectorPart, shape: tuple[int, ...] | None = None) -> NDArray[Any]:
-    array = np.asarray(values)
-    if not np.can_cast(array.dtype, part.spec.dtype, "same_kind"):
-        raise VectorError(f"values: expected {part.spec.dtype}, got {array.dtype}")
-    if array.ndim != (1 if shape is None else len(shape)) or (shape is not None and array.shape != shape):
-        expected = "one dimension" if shape is None else f"shape {shape}"
-        raise VectorError(f"values: expected {expected}, got shape {array.shape}")
-    return array.astype(part.spec.dtype, copy=False)
-
-
-def _some(name: str, names: Any, vectors: Mapping[str, VectorPart], like: VectorPart | None) -> list[VectorPart]:
-    if isinstance(names, str) or not 1 <= len(names) <= INPUTS_MAX:
-        raise VectorError(f"{name}: expected 1 to {INPUTS_MAX} vectors, got {names!r}")
-    first = like or _part(f"{name}[0]", names[0], vectors)
-    return [_part(f"{name}[{i}]", vector, vectors, first) for i, vector in enumerate(names)]
-
-
-def _fill(o: op.Fill, vectors: Mapping[str, VectorPart]) -> _Step:
-    out = _part("out", o.out, vectors)
-    return _Step("fill", out, (), (_number("value", o.value, out), 0))
-
-
-def _copy(o: op.Copy, vectors: Mapping[str, VectorPart]) -> _Step:
-    out = _part("out", o.out, vectors)
-    return _Step("copy", out, (_part("x", o.x, vectors, out),))
-
-
-def _scale(o: op.Scale, vectors: Mapping[str, VectorPart]) -> _Step:
-    out = _part("out", o.out, vectors)
-    return _Step("scale", out, (out,), (_number("a", o.a, out), 0))
-
-
-def _axpy(o: op.Axpy, vectors: Mapping[str, VectorPart]) -> _Step:
-    out = _part("out", o.out, vectors)
-    return _Step("axpy", out, (out, _part("x", o.x, vectors, out)), (_number("a", o.a, out), 0))
-
-
-def _combine(o: op.Combine, vectors: Mapping[str, VectorPart]) -> _Step:
-    out = _part("out", o.out, vectors)
-    x = _some("x", o.x, vectors, out)
-    if len(o.a) != len(x):
-        raise VectorError(f"a: expected {len(x)} numbers, one for each of x, got {len(o.a)}")
-    numbers = [_number(f"a[{i}]", a, out) for i, a in enumerate(o.a)]
-    return _Step("combine", out, x, keys=np.array(numbers, out.spec.dtype))
-
-
-def _random(o: op.Random, vectors: Mapping[str, VectorPart]) -> _Step:
-    out = _part("out", o.out, vectors)
-    if not isinstance(o.seed, int) or not 0 <= o.seed < 1 << 64:
-        raise VectorError(f"seed: expected a whole number from 0 to 2**64 - 1, got {o.seed!r}")
-    low, high = (
-        _number(name, _whole(v) if out.spec.dtype == "int64" else v, out) for name, v in (("low", o.low), ("high", o.high))
-    )
-    if not low < high:
-        raise VectorError(f"high: expected more than low, {low}, got {high}")
-    return _Step("random", out, (), (low, high), start=o.seed)
-
-
-def _function(
-    o: op.Map | op.Zip, table: Mapping[str, tuple[str, ...]], numbers: Mapping[str, int], out: VectorPart
-) -> dict[str, Any]:
-    if o.function not in table:
-        raise VectorError(f"function: expected one of {', '.join(table)}, got {o.function!r}")
-    if out.spec.dtype == "int64" and o.function in op.NOT_FOR_WHOLE:
-        raise VectorError(f"function: {o.function} is not for int64")
-    names = table[o.function]
-    if len(o.arguments) != len(names):
-        raise VectorError(f"arguments: {o.function} takes {len(names)}, got {len(o.arguments)}")
-    values = [_number(name, value, out) for name, value in zip(names, o.arguments, strict=True)]
-    return {"function": numbers[o.function], "numbers": (*values, 0, 0)[:2]}
-
-
-def _map(o: op.Map, vectors: Mapping[str, VectorPart]) -> _Step:
-    out = _part("out", o.out, vectors)
-    return _Step("map", out, (_part("x", o.x, vectors, out),), **_function(o, MAP_FUNCTIONS, _MAPS, out))
-
-
-def _zip(o: op.Zip, vectors: Mapping[str, VectorPart]) -> _Step:
-    out = _part("out", o.out, vectors)
-    inputs = _part("x", o.x, vectors, out), _part("y", o.y, vectors, out)
-    return _Step("zip", out, inputs, **_function(o, ZIP_FUNCTIONS, _ZIPS, out))
-
-
-def _apply(o: op.Apply, vectors: Mapping[str, VectorPart]) -> _Step:
-    out = _part("out", o.out, vectors)
-    if not callable(o.function):
-        raise VectorError(f"function: expected one that can be called, got {o.function!r}")
-    inputs = _some("x", o.x, vectors, out)
-    return _Step("apply", out, inputs, start=out.begin, count=out.end - out.begin, user=o.function)
-
-
-def _range(o: op.Put | op.Add, vectors: Mapping[str, VectorPart]) -> _Step:
-    out = _part("out", o.out, vectors)
-    values = _values(o.values, out)
-    if not isinstance(o.start, int) or not 0 <= o.start <= out.spec.size - len(values):
-        raise VectorError(f"start: expected 0 to {out.spec.size - len(values)} for {len(values)} values, got {o.start!r}")
+def _range(code: int, kind: OperationKind, o: VectorOperation, out: VectorPart) -> _Step:
+    values: NDArray[Any] = o.values  # type: ignore[assignment]
     begin, end = max(o.start, out.begin), min(o.start + len(values), out.end)
     mine = values[begin - o.start : max(begin, end) - o.start]
-    is_add = isinstance(o, op.Add)
-    return _Step("add" if is_add else "put", out, (), start=begin, count=len(mine), values=mine, reads_out=is_add)
+    return _Step(code, out, (), start=begin, count=len(mine), values=mine, reads_out=kind.reads_out)
 
 
-def _add_at(o: op.AddAt, vectors: Mapping[str, VectorPart]) -> _Step:
-    out = _part("out", o.out, vectors)
-    indices = whole_numbers("indices", o.indices, out.spec.size)
-    return _rows(out, indices, _values(o.values, out, (len(indices),)), 1)
-
-
-def _add_rows(o: op.AddRows, vectors: Mapping[str, VectorPart]) -> _Step:
-    out = _part("out", o.out, vectors)
-    if not out.spec.columns:
-        raise VectorError(f"out: {o.out!r} is no matrix")
-    rows = whole_numbers("rows", o.rows, out.spec.size // out.spec.columns)
-    return _rows(out, rows, _values(o.values, out, (len(rows), out.spec.columns)), out.spec.columns)
-
-
-def _rows(out: VectorPart, rows: NDArray[np.int64], values: NDArray[Any], width: int) -> _Step:
+def _rows(code: int, kind: OperationKind, o: VectorOperation, out: VectorPart) -> _Step:
     """Rows that are here in part at least, sorted; those that come several times in the order in which they come."""
+    rows: NDArray[np.int64] = o.places  # type: ignore[assignment]
+    values: NDArray[Any] = o.values  # type: ignore[assignment]
+    width = out.spec.columns if kind.brings == "rows" else 1
     first, last = out.begin // width, -(-out.end // width) if out.end > out.begin else 0
     if len(rows) and not (first <= int(rows.min()) and int(rows.max()) < last):
         here = (rows >= first) & (rows < last)
@@ -384,37 +253,4 @@ def _rows(out: VectorPart, rows: NDArray[np.int64], values: NDArray[Any], width:
     if len(rows) > 1 and (rows[1:] < rows[:-1]).any():
         order = np.argsort(rows, kind="stable")
         rows, values = rows[order], values[order]
-    return _Step("add_rows", out, (), count=len(rows), width=width, values=values, keys=rows, reads_out=True)
-
-
-def _reduction(code: str) -> Callable[[Any, Mapping[str, VectorPart]], _Step]:
-    def understand(o: Any, vectors: Mapping[str, VectorPart]) -> _Step:
-        return _Step(code, None, (_part("x", o.x, vectors),), answers=1)
-
-    return understand
-
-
-def _dot(o: op.Dot, vectors: Mapping[str, VectorPart]) -> _Step:
-    x = _part("x", o.x, vectors)
-    return _Step("dot", None, (x, _part("y", o.y, vectors, x)), count=1, answers=1)
-
-
-def _gram(o: op.Gram, vectors: Mapping[str, VectorPart]) -> _Step:
-    x = _some("x", o.x, vectors, None)
-    if not o.y:
-        return _Step("gram", None, x, answers=len(x) * (len(x) + 1) // 2)
-    y = _some("y", o.y, vectors, x[0])
-    if len(x) + len(y) > INPUTS_MAX:
-        raise VectorError(f"x and y: expected at most {INPUTS_MAX} vectors, got {len(x) + len(y)}")
-    return _Step("gram", None, [*x, *y], count=len(x), answers=len(x) * len(y))
-
-
-_UNDERSTAND = cast(
-    "dict[type, Callable[[Any, Mapping[str, VectorPart]], _Step]]",
-    {
-        op.Fill: _fill, op.Copy: _copy, op.Scale: _scale, op.Axpy: _axpy, op.Combine: _combine, op.Random: _random,
-        op.Map: _map, op.Zip: _zip, op.Apply: _apply, op.Put: _range, op.Add: _range, op.AddAt: _add_at, op.AddRows: _add_rows,
-        op.Dot: _dot, op.Sum: _reduction("sum"), op.Norm2: _reduction("dot"), op.Min: _reduction("min"),
-        op.Max: _reduction("max"), op.Gram: _gram,
-    },
-)  # fmt: skip
+    return _Step(code, out, (), count=len(rows), width=width, values=values, keys=rows, reads_out=kind.reads_out)

@@ -27,7 +27,8 @@ from psd_core._vector_format import BatchForgotten, NoSuchVector, VectorError, V
 from psd_core._vector_log import LOG_NAME, VectorLog
 from psd_core._vector_sessions import WINDOW, BatchName, VectorSessions
 from psd_core._vector_snapshot import Piece, VectorSnapshot
-from psd_core.vector_operations import DTYPES, STRIPE, VECTORS_MAX, Operation, extent
+from psd_core.vector_checks import as_places, rows_of
+from psd_core.vector_operations import DTYPES, STRIPE, VECTORS_MAX, VectorOperation, extent
 
 __all__ = [
     "CRASH_POINTS",
@@ -237,7 +238,7 @@ class VectorStore:
 
     # Batches.
 
-    def run(self, operations: Sequence[Operation], name: BatchName | None = None) -> bytes:
+    def run(self, operations: Sequence[VectorOperation], name: BatchName | None = None) -> bytes:
         """Run a batch over the stripes that are here, as one transaction.
 
         Args:
@@ -247,7 +248,7 @@ class VectorStore:
             Its answers, see `unpack_answers`; those of one without reductions are empty.
 
         Raises:
-            VectorError: "operations[2], Axpy: x: ...". BatchForgotten: it was run, and its answer is no longer kept.
+            VectorError: "operations[2], axpy: x: ...". BatchForgotten: it was run, and its answer is no longer kept.
             ArenaFull: no space. In each case nothing has changed.
         """
         with self._used() as core:
@@ -286,7 +287,7 @@ class VectorStore:
         """Elements by index, (n,) int64|uint64. Raises NoSuchVector; VectorError: an index is out of range."""
         with self._used():
             part = self._part(vector)
-            at = programs.whole_numbers("indices", indices, part.spec.size)
+            at = as_places("indices", indices, part.spec.size, vector)
             return self._arrays[vector].take(at[(at >= part.begin) & (at < part.end)] - part.begin)
 
     def read_rows(self, vector: str, rows: NDArray[Any]) -> NDArray[Any]:
@@ -297,9 +298,7 @@ class VectorStore:
         with self._used():
             part = self._part(vector)
             width = part.spec.columns
-            if not width:
-                raise VectorError(f"{vector!r}: it is no matrix")
-            begins = programs.whole_numbers("rows", rows, part.spec.size // width) * width
+            begins = as_places("rows", rows, rows_of("rows", part.spec), vector) * width
             here = begins[(begins >= part.begin) & (begins + width <= part.end)]
             array = self._arrays[vector]
             if len(here) == len(begins):
@@ -352,7 +351,7 @@ class VectorStore:
             raise NoSuchVector(f"vector: there is no {vector!r}")
         return part
 
-    def _run(self, core: _vector.Vectors, operations: Sequence[Operation], name: BatchName | None) -> bytes:
+    def _run(self, core: _vector.Vectors, operations: Sequence[VectorOperation], name: BatchName | None) -> bytes:
         claim = self._sessions.claim(name)
         program = programs.compiled(operations, self._parts, claim)
         self._log.make_room(program, claim)

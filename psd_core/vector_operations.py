@@ -1,15 +1,20 @@
-"""The operations of a batch on server-side vectors, and the part of a vector that a shard has.
+"""The table of the operations on server-side vectors, a row each; their limits; and the part of a vector that a shard has.
 
-Owns the words in which a batch is said. Every operation names vectors that exist, all of one size and one dtype. Operations
-take place in their order: each sees what those before it have written. Must not know where vectors lie, nor who sends a batch.
+What an operation takes, its number in messages and in C, how it is checked, and the method that programs call follow from its
+row. To add one, write its row, the last in `Operations`, and its loop in csrc/vector_elementwise.h, or csrc/vector_dots.h.
+Vectors of one operation have one size and one dtype. Operations take place in their order: each sees what those before it have
+written. Must not know where vectors lie, nor who sends a batch. Imports the standard library alone, because setup.py loads it
+before psd_core can be imported.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Sequence
+from typing import Any
 
-from numpy.typing import NDArray
+from psd_core._vector_rows import ANY, Notes, Operand, OperationKind, Row, VectorOperation, change, reduction
+
+__all__ = ["ANY", "KINDS", "ROWS", "OperationKind", "Notes", "Operand", "VectorOperation", "Operations", "Row"]
 
 STRIPE = 4096
 """Elements of a stripe, whatever the dtype: what is cut, computed and summed as one."""
@@ -21,6 +26,10 @@ VECTORS_MAX = 1 << 14
 """Largest number of vectors in a store."""
 OPERATIONS_MAX = 1 << 16
 """Largest number of operations in a batch."""
+OPERANDS_MAX = 64
+"""Largest number of vectors that one operation reads; of a gram: on each side."""
+NUMBERS_MAX = 64
+"""Largest number of numbers of one operation."""
 DTYPES = ("float64", "float32", "int64")
 """The dtypes of vectors."""
 MAP_FUNCTIONS = {
@@ -51,154 +60,129 @@ def extent(size: int, shard: int, shards: int) -> tuple[int, int]:
     return min(shard * stripes // shards * STRIPE, size), min((shard + 1) * stripes // shards * STRIPE, size)
 
 
-class Fill(NamedTuple):
-    """out = value."""
-
-    out: str
-    value: float
+def _total(found: Any, is_whole: bool) -> float:
+    total: float = found.whole() if is_whole else found.round()
+    return total
 
 
-class Copy(NamedTuple):
-    """out = x."""
-
-    out: str
-    x: str
+def _root(found: Any, _: bool) -> float:
+    root: float = found.root()
+    return root
 
 
-class Scale(NamedTuple):
-    """out = a * out."""
-
-    out: str
-    a: float
+def _value(found: Any, _: bool) -> float:
+    value: float = found.value
+    return value
 
 
-class Axpy(NamedTuple):
-    """out = out + a * x; the product is rounded, then the sum."""
-
-    out: str
-    a: float
-    x: str
+def _index(found: Any, _: bool) -> int:
+    index: int = found.index
+    return index
 
 
-class Combine(NamedTuple):
-    """out = a[0] * x[0] + a[1] * x[1] + ..., from left to right, in one pass; out may be among x."""
+class Operations:
+    """The operations on vectors and numbers: the vector that a method is called on is y. Rows only; nothing runs here."""
 
-    out: str
-    a: Sequence[float]
-    x: Sequence[str]
+    @change(1)
+    def fill(self, value: float) -> None:
+        """Set all elements of y to one value."""
 
+    @change(2)
+    def copy(self, x: Operand) -> None:
+        """Take the elements of x: y = x."""
 
-class Random(NamedTuple):
-    """out = numbers from low to below high, evenly; whole ones for int64. A function of seed and index alone."""
+    @change(3, reads_out=True)
+    def scale(self, alpha: float) -> None:
+        """Multiply all elements of y by alpha."""
 
-    out: str
-    seed: int
-    low: float = 0.0
-    high: float = 1.0
+    @change(4, reads_out=True)
+    def axpy(self, alpha: float, x: Operand) -> None:
+        """Add alpha times x: y = y + alpha * x; the product is rounded, then the sum."""
 
+    @change(5)
+    def combine(self, coefficients: Sequence[float], vectors: Sequence[Operand]) -> None:
+        """Take a sum: y = coefficients[0] * vectors[0] + coefficients[1] * vectors[1] + ..., from left to right, in one pass.
 
-class Map(NamedTuple):
-    """out = function(x), elementwise; one of MAP_FUNCTIONS, with its arguments."""
+        y may be among the vectors.
+        """
 
-    out: str
-    function: str
-    x: str
-    arguments: Sequence[float] = ()
+    @change(6)
+    def random(self, seed: int, low: float = 0, high: float = 1) -> None:
+        """Fill y with random numbers, uniform from `low` to below `high`.
 
+        An element is a function of the seed and its index alone: the same for any number of shards, and in every vector.
 
-class Zip(NamedTuple):
-    """out = function(x, y), elementwise; one of ZIP_FUNCTIONS, with its arguments."""
+        Args:
+            seed: from 0 to 2**64 - 1.
+            low, high: whole numbers for int64.
+        """
 
-    out: str
-    function: str
-    x: str
-    y: str
-    arguments: Sequence[float] = ()
+    @change(7, functions=MAP_FUNCTIONS)
+    def map(self, name: str, *arguments: float, of: Operand | None = None) -> None:
+        """Apply a function to each element: y = f(y), or y = f(of).
 
+        Args:
+            name: one that is built in (see docs/vectors.md), such as "sqrt" or "clip"; or the import path of your own,
+                "my_module:function", which the operator must have allowed (`--rule`). Yours is called with a piece of the
+                vector, a read-only array, and the arguments, and returns an array of that length and dtype.
+            arguments: numbers that the function takes.
+            of: the vector that it is applied to.
+        """
 
-class Apply(NamedTuple):
-    """out = function(block of x[0], block of x[1], ...), for each stripe.
+    @change(8, functions=ZIP_FUNCTIONS)
+    def zip(self, name: str, x: Operand, *arguments: float, of: Operand | None = None) -> None:
+        """Combine two vectors, element by element: y = f(y, x), or y = f(of, x).
 
-    The function gets read-only arrays of one stripe, and returns an array of that length, or what broadcasts to it, of the
-    dtype, or of what NumPy casts to it safely. What it raises comes out of `run`, and nothing has changed.
-    """
+        Args:
+            name: as in `map`, such as "mul" or "max"; your own function gets pieces of both vectors, and the arguments.
+            arguments: numbers that the function takes.
+            of: the first vector.
+        """
 
-    out: str
-    function: Callable[..., Any]
-    x: Sequence[str]
+    @reduction(14, _total)
+    def dot(self, x: Operand) -> float:  # type: ignore[empty-body]
+        """The sum of products of both vectors' elements; its bits do not depend on the number of shards."""
 
+    @reduction(15, _total)
+    def sum(self) -> float:  # type: ignore[empty-body]
+        """The sum of the elements; its bits do not depend on the number of shards."""
 
-class Put(NamedTuple):
-    """out[start : start + len(values)] = values. The store takes the elements that it has."""
+    @reduction(16, _root)
+    def norm2(self) -> float:  # type: ignore[empty-body]
+        """The Euclidean norm, the root of the sum of squares."""
 
-    out: str
-    start: int
-    values: NDArray[Any]
+    @reduction(17, _value)
+    def min(self) -> float:  # type: ignore[empty-body]
+        """The smallest element; NaN if there is one."""
 
+    @reduction(18, _value)
+    def max(self) -> float:  # type: ignore[empty-body]
+        """The largest element; NaN if there is one."""
 
-class Add(NamedTuple):
-    """out[start : start + len(values)] += values, likewise."""
-
-    out: str
-    start: int
-    values: NDArray[Any]
-
-
-class AddAt(NamedTuple):
-    """out[index] += value, for each; an index may come several times. (n,) int64|uint64, and (n,) values."""
-
-    out: str
-    indices: NDArray[Any]
-    values: NDArray[Any]
-
-
-class AddRows(NamedTuple):
-    """Row of a matrix += row of values, for each; a row may come several times. (n,) int64|uint64, and (n, columns) values."""
-
-    out: str
-    rows: NDArray[Any]
-    values: NDArray[Any]
-
-
-class Dot(NamedTuple):
-    """Answer an ExactSum of x * y."""
-
-    x: str
-    y: str
+    @reduction(18, _index, of="max")
+    def argmax(self) -> int:  # type: ignore[empty-body]
+        """The index of the largest element, the lowest of several, or of the first NaN."""
 
 
-class Sum(NamedTuple):
-    """Answer an ExactSum of x."""
+ROWS: dict[str, Row[Any]] = {name: row for name, row in vars(Operations).items() if isinstance(row, Row)}
+"""The rows, by the names of their methods."""
 
-    x: str
+_APART = (
+    OperationKind("custom", 9, "custom", x=ANY),
+    OperationKind("put", 10, "put", brings="range"),
+    OperationKind("add", 11, "add", brings="range", reads_out=True),
+    OperationKind("add_at", 12, "add_rows", brings="indices", reads_out=True),
+    OperationKind("add_rows", 13, "add_rows", brings="rows", reads_out=True),
+    OperationKind("gram", 19, "gram", x=ANY, y=ANY, writes=False),
+)
+"""Kinds that are no row: their methods are not only of vectors and numbers (psd_client/vector_batch.py).
 
+custom: out = function(block of x[0], ..., *numbers), a user's, which gets read-only arrays of one stripe each, and returns an
+array of that length, or what broadcasts to it, of the dtype, or of what NumPy casts to it safely. What it raises comes out of
+`VectorStore.run`, and nothing has changed. put, add: out[start : start + len(values)] = or += values. add_at, add_rows:
+out[place] += value, or row, for each; a place may come several times. gram: an ExactSum for each pair, row by row: x[i] * y[j];
+without y, x[i] * x[j] for j <= i.
+"""
 
-class Norm2(NamedTuple):
-    """Answer an ExactSum of the squares of x; the norm is its `root`."""
-
-    x: str
-
-
-class Min(NamedTuple):
-    """Answer the Extreme: the least element and the first index that has it. NaN, if there is one, wins."""
-
-    x: str
-
-
-class Max(NamedTuple):
-    """Answer the Extreme: the greatest element and the first index that has it. NaN, if there is one, wins."""
-
-    x: str
-
-
-class Gram(NamedTuple):
-    """Answer an ExactSum for each pair, row by row: x[i] * y[j]; without y, x[i] * x[j] for j <= i. Each is that of `Dot`."""
-
-    x: Sequence[str]
-    y: Sequence[str] = ()
-
-
-Operation: TypeAlias = (
-    Fill | Copy | Scale | Axpy | Combine | Random | Map | Zip | Apply | Put | Add | AddAt | AddRows
-    | Dot | Sum | Norm2 | Min | Max | Gram
-)  # fmt: skip
+KINDS = {kind.name: kind for kind in (*(row.kind for row in ROWS.values()), *_APART)}
+"""All kinds of operations, by name."""

@@ -24,7 +24,7 @@ from psd.contract.errors import CutMissed, InvalidRequest, LayoutMismatch, NotDe
 from psd.contract.jobspec import JobSpec
 from psd.contract.layout import Layout
 from psd.contract.tables import SparseTableSpec
-from psd.contract.vectors import Operation, spec_of
+from psd.contract.vectors import spec_of
 from psd.contract.waits import explained
 from psd.v1 import control_pb2, data_pb2, vectors_pb2
 from psd_client.lanes.flat import FlatBuffers
@@ -38,6 +38,7 @@ from psd_client.worker.rows import Batches, RowPull
 from psd_client.worker.vector_fetches import Fetches
 from psd_core.reductions import Answer as Found
 from psd_core.vector import VectorSpec
+from psd_core.vector_operations import VectorOperation
 
 logger = logging.getLogger("psd_client")
 
@@ -93,7 +94,7 @@ class ReadVectors:
         """Take what fetches from the shards; not for programs."""
         self._fetches = fetches
 
-    def run(self, operations: list[Operation], vectors: Mapping[str, VectorSpec]) -> list[Found]:
+    def run(self, operations: list[VectorOperation], vectors: Mapping[str, VectorSpec]) -> list[Found]:
         """Refuse: only workers run batches."""
         raise InvalidRequest(
             f"batch on {', '.join(vectors)}: {len(operations)} operations are for workers; a reader only pulls"

@@ -1,32 +1,25 @@
-"""Checks of what programs pass to server-side vectors: numbers, arrays, indices, ranges.
+"""Arrays, indices and ranges that programs pass to server-side vectors, in the one form that travels.
 
-Each returns the value in the one form that travels, or raises InvalidRequest or InvalidTensor, which names the argument. Must
-not know batches, shards or messages.
+Each function returns that, or raises InvalidRequest or InvalidTensor, which names the argument. Must not know batches, shards
+or messages.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from psd.contract.arguments import real_number, whole_number
+from psd.contract.arguments import whole_number
 from psd.contract.errors import InvalidRequest, InvalidTensor
 from psd_client.tensors import as_array
-from psd_core.vector import VectorSpec
+from psd_core.vector import VectorError, VectorSpec
+from psd_core.vector_checks import as_places, rows_of
 
 _INT64 = np.iinfo(np.int64)
-
-
-def as_number(name: str, value: Any, spec: VectorSpec) -> float:
-    """A number for a vector: for int64 a whole one."""
-    if spec.dtype != "int64":
-        return real_number(InvalidRequest, name, value)
-    number = whole_number(InvalidRequest, f"{name} (vector {spec.name!r} is int64)", value)
-    if not _INT64.min <= number <= _INT64.max:
-        raise InvalidRequest(f"{name}: must fit int64, got {number}")
-    return number
 
 
 def as_values(values: Any, shape: tuple[int, ...], spec: VectorSpec) -> NDArray[Any]:
@@ -46,12 +39,7 @@ def as_stretch(values: Any, start: Any, spec: VectorSpec) -> tuple[int, NDArray[
         if array.shape not in (shape, (spec.size,)):
             raise InvalidTensor(f"values: shape must be {shape}, that of {spec.name!r}, got {array.shape}")
         return 0, np.ascontiguousarray(array).reshape(-1)
-    first = whole_number(InvalidRequest, "start", start)
-    if not 0 <= first <= spec.size - array.size:
-        raise InvalidRequest(
-            f"start: {array.size} elements from {first} on do not lie in vector {spec.name!r}, which has {spec.size}"
-        )
-    return first, np.ascontiguousarray(array).reshape(-1)
+    return whole_number(InvalidRequest, "start", start), np.ascontiguousarray(array).reshape(-1)
 
 
 def as_indices(indices: Any, spec: VectorSpec) -> NDArray[np.int64]:
@@ -69,9 +57,9 @@ def as_indices(indices: Any, spec: VectorSpec) -> NDArray[np.int64]:
 
 def as_row_numbers(rows: Any, spec: VectorSpec) -> NDArray[np.int64]:
     """Numbers of rows, of any shape."""
-    if not spec.columns:
-        raise InvalidRequest(f"rows: {spec.name!r} is a vector, which has none")
-    return _within("rows", rows, spec.size // spec.columns, spec)
+    with _refused():
+        limit = rows_of("rows", spec)
+    return _within("rows", rows, limit, spec)
 
 
 def stretch(start: Any, stop: Any, size: int) -> tuple[int, int]:
@@ -95,13 +83,14 @@ def _array(name: str, values: Any, spec: VectorSpec) -> NDArray[Any]:
 
 
 def _within(name: str, values: Any, limit: int, spec: VectorSpec) -> NDArray[np.int64]:
-    array = as_array(name, values)
-    if array.dtype.kind not in "iu" and array.size:
-        raise InvalidRequest(f"{name}: expected whole numbers, got {array.dtype}")
-    if array.size:
-        least, greatest = int(array.min()), int(array.max())
-        if least < 0 or greatest >= limit:
-            raise InvalidRequest(
-                f"{name}: {least if least < 0 else greatest} is out of range: {spec.name!r} has 0 to {limit - 1}"
-            )
-    return array.astype(np.int64, copy=False)
+    with _refused():
+        return as_places(name, as_array(name, values), limit, spec.name)
+
+
+@contextmanager
+def _refused() -> Iterator[None]:
+    """Raise psd_core's refusals as the client's."""
+    try:
+        yield
+    except VectorError as error:
+        raise InvalidRequest(str(error)) from None

@@ -1,6 +1,7 @@
 """Batches of operations on server-side vectors: what a program notes, and what it finds out.
 
-Checks names, numbers and shapes while the batch is written, before anything is sent. Must not know shards or messages.
+Operations are checked while the batch is written, before anything is sent (psd_core/vector_checks.py). Most methods of Batch
+are made of the rows of psd_core/vector_operations.py. Must not know shards or messages.
 """
 
 from __future__ import annotations
@@ -13,19 +14,20 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from psd.contract.arguments import refuse, whole_number
+from psd.contract.arguments import refuse
+from psd.contract.config import is_rule_path
 from psd.contract.errors import InvalidRequest
-from psd.contract.vectors import ListedFunction, Operation, check_alike, check_function, is_custom
-from psd_client.vector_arguments import as_indices, as_number, as_row_numbers, as_stretch, as_values
-from psd_core import vector_operations as words
+from psd_client.vector_arguments import as_indices, as_row_numbers, as_stretch, as_values
 from psd_core.reductions import Answer as Found
-from psd_core.vector import VectorSpec
+from psd_core.vector import VectorError, VectorSpec
+from psd_core.vector_checks import checked
+from psd_core.vector_operations import KINDS, ROWS, Notes, Operand, Operations, Row, VectorOperation
 
 
 class Calls(Protocol):
     """The part of a connection that vectors need: VectorCalls, of a worker; a reader's only pulls."""
 
-    def run(self, operations: list[Operation], vectors: Mapping[str, VectorSpec]) -> list[Found]:
+    def run(self, operations: list[VectorOperation], vectors: Mapping[str, VectorSpec]) -> list[Found]:
         """Have all shards run a batch on these vectors; what its reductions have found in all shards together, in order."""
 
     def drop(self, spec: VectorSpec) -> None:
@@ -38,7 +40,7 @@ class Calls(Protocol):
         """Elements at indices (n,), or rows of a matrix by number, end to end."""
 
 
-class VectorHandle:
+class VectorHandle(Operand):
     """The name of a vector of a connection.
 
     Attributes:
@@ -88,7 +90,7 @@ class BatchAnswer:
         return f"BatchAnswer({self._what}{'' if self._value is None else f' = {self._value!r}'})"
 
 
-class Batch:
+class Batch(Operations, Notes[BatchAnswer]):
     """Operations that travel together, made by `ParameterServer.batch`: one round trip per shard, and only scalars come back.
 
     ::
@@ -113,7 +115,7 @@ class Batch:
     def __init__(self, calls: Calls) -> None:
         """Take the connection; not for programs."""
         self._calls = calls
-        self._operations: list[Operation] = []
+        self._operations: list[VectorOperation] = []
         self._vectors: dict[str, VectorSpec] = {}
         self._answers: list[BatchAnswer] = []
         self._has_run = False
@@ -137,76 +139,30 @@ class Batch:
                 answer.resolve(found)
         self._has_run = True
 
-    # -- what changes vectors: y is the one that is written --------------------------------------------------------------
-
-    def fill(self, y: VectorHandle, value: float) -> None:
-        """Set all elements of y to one value."""
-        self._note("fill", words.Fill(_name(y), as_number("value", value, y.spec)), y)
-
-    def copy(self, y: VectorHandle, x: VectorHandle) -> None:
-        """Copy: y = x."""
-        self._note("copy", words.Copy(_name(y), _name(x)), y, x)
-
-    def scale(self, y: VectorHandle, alpha: float) -> None:
-        """Multiply: y = alpha * y."""
-        self._note("scale", words.Scale(_name(y), as_number("alpha", alpha, y.spec)), y)
-
-    def axpy(self, y: VectorHandle, alpha: float, x: VectorHandle) -> None:
-        """Add: y = y + alpha * x."""
-        self._note("axpy", words.Axpy(_name(y), as_number("alpha", alpha, y.spec), _name(x)), y, x)
-
-    def combine(self, y: VectorHandle, coefficients: Sequence[float], vectors: Sequence[VectorHandle]) -> None:
-        """Sum: y = coefficients[0] * vectors[0] + coefficients[1] * vectors[1] + ..., from left to right, in one pass.
-
-        y may be among the vectors.
-        """
-        if len(coefficients) != len(vectors) or not vectors:
-            raise InvalidRequest(f"coefficients: expected one for each of {len(vectors)} vectors, got {len(coefficients)}")
-        numbers = [as_number(f"coefficients[{place}]", value, y.spec) for place, value in enumerate(coefficients)]
-        self._note("combine", words.Combine(_name(y), numbers, [_name(x) for x in vectors]), y, *vectors)
-
-    def random(self, y: VectorHandle, seed: int, low: float = 0, high: float = 1) -> None:
-        """Fill y with random numbers from `low` to below `high`; see Vector.random."""
-        name, numbers = _name(y), (as_number("low", low, y.spec), as_number("high", high, y.spec))
-        if not numbers[0] < numbers[1]:
-            raise InvalidRequest(f"high: must be above low, {low}, got {high}")
-        if not 0 <= whole_number(InvalidRequest, "seed", seed) < 1 << 64:
-            raise InvalidRequest(f"seed: must be from 0 to 2**64 - 1, got {seed}")
-        self._note("random", words.Random(name, int(seed), *numbers), y)
-
-    def map(self, y: VectorHandle, name: str, *arguments: float, of: VectorHandle | None = None) -> None:
-        """Apply a function to each element: y = f(y), or y = f(of); see Vector.map."""
-        self._apply("map", y, name, [y if of is None else of], arguments)
-
-    def zip(self, y: VectorHandle, name: str, x: VectorHandle, *arguments: float, of: VectorHandle | None = None) -> None:
-        """Combine two vectors, element by element: y = f(y, x), or y = f(of, x); see Vector.zip."""
-        self._apply("zip", y, name, [y if of is None else of, x], arguments)
+    # -- the methods that are no rows ------------------------------------------------------------------------------------
 
     def put(self, y: VectorHandle, values: Any, start: int | None = None) -> None:
         """Set all elements of y, or those from `start` on, to an array's; see Vector.put."""
-        name = _name(y)
-        self._note("put", words.Put(name, *as_stretch(values, start, y.spec)), y)
+        first, array = as_stretch(values, start, _spec(y))
+        self._note(VectorOperation("put", y, start=first, values=array))
 
     def add(self, y: VectorHandle, values: Any, indices: Any = None) -> None:
         """Add an array's numbers to y, to all elements or to those at indices; see Vector.add."""
-        name = _name(y)
+        spec = _spec(y)
         if indices is None:
-            self._note("add", words.Add(name, *as_stretch(values, None, y.spec)), y)
+            start, array = as_stretch(values, None, spec)
+            self._note(VectorOperation("add", y, start=start, values=array))
         else:
-            places = as_indices(indices, y.spec)
-            self._note("add", words.AddAt(name, places.reshape(-1), as_values(values, places.shape, y.spec).reshape(-1)), y)
+            places = as_indices(indices, spec)
+            array = as_values(values, places.shape, spec).reshape(-1)
+            self._note(VectorOperation("add_at", y, places=places.reshape(-1), values=array))
 
     def add_rows(self, y: VectorHandle, values: Any, rows: Any) -> None:
         """Add an array's rows to rows of y; see Matrix.add_rows."""
-        name, numbers, columns = _name(y), as_row_numbers(rows, y.spec), y.spec.columns
-        array = as_values(values, (*numbers.shape, columns), y.spec).reshape(-1, columns)
-        self._note("add_rows", words.AddRows(name, numbers.reshape(-1), array), y)
-
-    # -- what finds something out about vectors --------------------------------------------------------------------------
-
-    def dot(self, y: VectorHandle, x: VectorHandle) -> BatchAnswer:
-        """Take the sum of products of x and y."""
-        return self._reduce("dot", words.Dot(_name(y), _name(x)), _sum(y), y, x)
+        spec = _spec(y)
+        numbers = as_row_numbers(rows, spec)
+        array = as_values(values, (*numbers.shape, spec.columns), spec).reshape(-1, spec.columns)
+        self._note(VectorOperation("add_rows", y, places=numbers.reshape(-1), values=array))
 
     def gram(self, ys: Sequence[VectorHandle], xs: Sequence[VectorHandle] | None = None) -> BatchAnswer:
         """Take all dot products of several vectors, in one pass: an array of `ys[i].dot(xs[j])`, or of `ys[i].dot(ys[j])`.
@@ -215,58 +171,60 @@ class Batch:
         """
         if not ys or (xs is not None and not xs):
             raise InvalidRequest("gram: expected at least one vector, got none")
-        others = [] if xs is None else [_name(x) for x in xs]
-        operation = words.Gram([_name(y) for y in ys], others)
-        return self._reduce("gram", operation, partial(_products, len(ys), len(others), _sum(ys[0])), *ys, *(xs or ()))
+        others = [] if xs is None else list(xs)
+        is_whole = self._note(VectorOperation("gram", "", list(ys), others)).dtype == "int64"
+        return self._answer("gram", partial(_products, len(ys), len(others), is_whole), *ys, *others)
 
-    def norm2(self, y: VectorHandle) -> BatchAnswer:
-        """Take the Euclidean norm, the root of the sum of squares."""
-        return self._reduce("norm2", words.Norm2(_name(y)), lambda found: next(found).root(), y)
+    # -- how it is done --------------------------------------------------------------------------------------------------
 
-    def sum(self, y: VectorHandle) -> BatchAnswer:
-        """Take the sum of the elements."""
-        return self._reduce("sum", words.Sum(_name(y)), _sum(y), y)
-
-    def min(self, y: VectorHandle) -> BatchAnswer:
-        """Take the smallest element; NaN if there is one."""
-        return self._reduce("min", words.Min(_name(y)), lambda found: next(found).value, y)
-
-    def max(self, y: VectorHandle) -> BatchAnswer:
-        """Take the largest element; NaN if there is one."""
-        return self._reduce("max", words.Max(_name(y)), lambda found: next(found).value, y)
-
-    def argmax(self, y: VectorHandle) -> BatchAnswer:
-        """Take the index of the largest element, the lowest of several, or of the first NaN."""
-        return self._reduce("argmax", words.Max(_name(y)), lambda found: next(found).index, y)
-
-    def _note(self, kind: str, operation: Operation, *vectors: VectorHandle) -> None:
+    def _note(self, operation: VectorOperation, name: str = "") -> VectorSpec:
+        """Check and note an operation, whose vectors are handles yet; the declaration of the first one."""
+        name, kind = name or operation.name, KINDS[operation.name]
         if self._has_run:
-            raise RuntimeError(f"psd: {kind}: this batch has run already; make another one")
-        for vector in vectors:
+            raise RuntimeError(f"psd: {name}: this batch has run already; make another one")
+        out, x, y = operation.out, operation.x, operation.y
+        vectors = dict[str, VectorHandle]()
+        for vector in (out, *x, *y) if kind.writes else (*x, *y):
+            vectors[_spec(vector).name] = vector
             if vector.calls is not self._calls:
-                raise InvalidRequest(f"{kind}: vector {vector.name!r} belongs to another connection")
-        check_alike(kind, [vector.spec for vector in vectors])
-        self._operations.append(operation)
-        self._vectors.update((vector.name, vector.spec) for vector in vectors)
+                raise InvalidRequest(f"{name}: vector {vector.name!r} belongs to another connection")
+        operation = operation._replace(
+            out=out.name if kind.writes else "", x=[vector.name for vector in x], y=[vector.name for vector in y]
+        )
+        if isinstance(operation.function, str) and ":" in operation.function:
+            if not is_rule_path(operation.function):
+                path = operation.function[:80]
+                raise InvalidRequest(f"{name}: expected an import path, such as my_module:my_function, got {path!r}")
+            operation = operation._replace(name="custom")
+        try:
+            self._operations.append(checked(operation, vectors))
+        except VectorError as error:
+            raise InvalidRequest(f"{name}: {error}") from None
+        for vector in vectors.values():
+            self._vectors[vector.name] = vector.spec
+        return next(iter(vectors.values())).spec
 
-    def _reduce(
-        self, kind: str, operation: Operation, take: Callable[[Iterator[Any]], Any], *vectors: VectorHandle
-    ) -> BatchAnswer:
-        self._note(kind, operation, *vectors)
-        self._answers.append(BatchAnswer(f"{kind}({', '.join(vector.name for vector in vectors)})", take))
+    def _answer(self, name: str, take: Callable[[Iterator[Any]], Any], *vectors: VectorHandle) -> BatchAnswer:
+        self._answers.append(BatchAnswer(f"{name}({', '.join(vector.name for vector in vectors)})", take))
         return self._answers[-1]
 
-    def _apply(self, kind: str, y: VectorHandle, name: str, of: Sequence[VectorHandle], arguments: Sequence[float]) -> None:
-        names = [_name(x) for x in of]
-        check_function(kind, name, len(arguments), _spec(y).dtype)
-        numbers = [as_number(f"arguments[{place}]", value, y.spec) for place, value in enumerate(arguments)]
-        if is_custom(name):
-            operation: Operation = ListedFunction(y.name, name, names, numbers)
-        elif kind == "map":
-            operation = words.Map(y.name, name, names[0], numbers)
-        else:
-            operation = words.Zip(y.name, name, names[0], names[1], numbers)
-        self._note(kind, operation, y, *of)
+
+def _method_of(row: Row[Any]) -> Any:
+    """The method of Batch that a row of the table stands for."""
+
+    def method(self: Batch, *args: Any, **kwargs: Any) -> BatchAnswer | None:
+        operation = row(*args, **kwargs)
+        spec = self._note(operation, row.name)
+        if row.take is None:
+            return None
+        take, is_whole = row.take, spec.dtype == "int64"
+        return self._answer(row.name, lambda found: take(next(found), is_whole), *operation.x)
+
+    return row.as_method(Batch, method, "y", returns=None if row.take is None else "BatchAnswer")
+
+
+for _row in ROWS.values():
+    setattr(Batch, _row.name, _method_of(_row))
 
 
 def _spec(vector: VectorHandle) -> VectorSpec:
@@ -276,25 +234,16 @@ def _spec(vector: VectorHandle) -> VectorSpec:
     return vector.spec
 
 
-def _name(vector: VectorHandle) -> str:
-    return _spec(vector).name
-
-
-def _sum(y: VectorHandle) -> Callable[[Iterator[Any]], float]:
-    """Function that makes a number of an exact sum: as it is for int64, else rounded once."""
-    return (lambda found: next(found).whole()) if y.dtype == "int64" else (lambda found: next(found).round())
-
-
-def _products(rows: int, cols: int, take: Callable[[Iterator[Any]], float], found: Iterator[Any]) -> NDArray[Any]:
+def _products(rows: int, cols: int, is_whole: bool, found: Iterator[Any]) -> NDArray[Any]:
     """The array of a gram: all pairs, or, without other vectors, those of the lower triangle.
 
     Whole numbers that int64 does not hold stay Python's: NumPy would round them where others are negative.
     """
-    pairs = [[take(found) for _ in range(cols or row + 1)] for row in range(rows)]
+    pairs = [[next(found).whole() if is_whole else next(found).round() for _ in range(cols or row + 1)] for row in range(rows)]
     if not cols:
         pairs = [[pairs[max(row, col)][min(row, col)] for col in range(rows)] for row in range(rows)]
     products = np.array(pairs, object)
     try:
-        return products.astype(np.int64 if isinstance(pairs[0][0], int) else np.float64)
+        return products.astype(np.int64 if is_whole else np.float64)
     except OverflowError:
         return products

@@ -14,7 +14,6 @@ Each method is a batch of one operation (vector_batch.py). Must not know shards 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from numpy.typing import NDArray
@@ -25,10 +24,10 @@ from psd.contract.vectors import shown
 from psd_client.vector_arguments import as_indices, as_row_numbers, stretch
 from psd_client.vector_batch import Batch, BatchAnswer, Calls, VectorHandle
 from psd_core.vector import VectorSpec
-from psd_core.vector_operations import DTYPES, SIZE_MAX
+from psd_core.vector_operations import DTYPES, ROWS, SIZE_MAX, Operations, Row
 
 
-class Vector(VectorHandle):
+class Vector(VectorHandle, Operations):
     """Numbers on the shards, made by `ParameterServer.vector`; `size` of one dtype, in stripes over all shards.
 
     Each method is one round trip to every shard; `ParameterServer.batch` makes one of many. Vectors that an operation takes
@@ -53,60 +52,7 @@ class Vector(VectorHandle):
         """Remove the vector from the shards; for all workers. Whoever uses it later gets UnknownVector."""
         self.calls.drop(self.spec)
 
-    # -- what changes the vector -----------------------------------------------------------------------------------------
-
-    def axpy(self, alpha: float, x: Vector) -> None:
-        """Add alpha times x: y += alpha * x."""
-        self._run(lambda b: b.axpy(self, alpha, x))
-
-    def scale(self, alpha: float) -> None:
-        """Multiply all elements by alpha."""
-        self._run(lambda b: b.scale(self, alpha))
-
-    def copy(self, x: Vector) -> None:
-        """Take x's elements: y = x."""
-        self._run(lambda b: b.copy(self, x))
-
-    def fill(self, value: float) -> None:
-        """Set all elements to one value."""
-        self._run(lambda b: b.fill(self, value))
-
-    def random(self, seed: int, low: float = 0, high: float = 1) -> None:
-        """Fill with random numbers, uniform from `low` to below `high`.
-
-        An element is a function of the seed and its index alone: the same for any number of shards, and in every vector.
-
-        Args:
-            seed: from 0 to 2**64 - 1.
-            low, high: whole numbers for int64.
-        """
-        self._run(lambda b: b.random(self, seed, low, high))
-
-    def combine(self, coefficients: Sequence[float], vectors: Sequence[Vector]) -> None:
-        """Take a sum: y = coefficients[0] * vectors[0] + ..., from left to right, in one pass; y may be among the vectors."""
-        self._run(lambda b: b.combine(self, coefficients, vectors))
-
-    def map(self, name: str, *arguments: float, of: Vector | None = None) -> None:
-        """Apply a function to each element: y = f(y), or y = f(of).
-
-        Args:
-            name: one that is built in (see docs/vectors.md), such as "sqrt" or "clip"; or the import path of your own,
-                "my_module:function", which the operator must have allowed (`--rule`). Yours is called with a piece of the
-                vector, a read-only array, and the arguments, and returns an array of that length and dtype.
-            arguments: numbers that the function takes.
-            of: the vector that it is applied to.
-        """
-        self._run(lambda b: b.map(self, name, *arguments, of=of))
-
-    def zip(self, name: str, x: Vector, *arguments: float, of: Vector | None = None) -> None:
-        """Combine two vectors, element by element: y = f(y, x), or y = f(of, x).
-
-        Args:
-            name: as in `map`, such as "mul" or "max"; your own function gets pieces of both vectors, and the arguments.
-            arguments: numbers that the function takes.
-            of: the first vector.
-        """
-        self._run(lambda b: b.zip(self, name, x, *arguments, of=of))
+    # -- what is done with arrays; the methods for vectors and numbers are made of the rows below ------------------------
 
     def put(self, values: Any, start: int | None = None) -> None:
         """Set all elements, or those from `start` on, to an array's.
@@ -114,7 +60,7 @@ class Vector(VectorHandle):
         Args:
             values: of the vector's shape, or, with `start`, as many as there are to be set; converted to the vector's dtype.
         """
-        self._run(lambda b: b.put(self, values, start))
+        _run("put", self, values, start)
 
     def add(self, values: Any, indices: Any = None) -> None:
         """Add numbers to all elements, or to those at indices.
@@ -124,35 +70,7 @@ class Vector(VectorHandle):
             indices: whole numbers from 0 to size - 1, of any shape; one that comes several times is added to as often. Of a
                 matrix also a pair (rows, cols), as NumPy's.
         """
-        self._run(lambda b: b.add(self, values, indices))
-
-    # -- what is computed from it ----------------------------------------------------------------------------------------
-
-    def dot(self, x: Vector) -> float:
-        """The sum of products of both vectors' elements; its bits do not depend on the number of shards."""
-        return self._value(lambda b: b.dot(self, x))
-
-    def norm2(self) -> float:
-        """The Euclidean norm, the root of the sum of squares."""
-        return float(self._value(lambda b: b.norm2(self)))
-
-    def sum(self) -> float:
-        """The sum of the elements; its bits do not depend on the number of shards."""
-        return self._value(lambda b: b.sum(self))
-
-    def min(self) -> float:
-        """The smallest element; NaN if there is one."""
-        return self._value(lambda b: b.min(self))
-
-    def max(self) -> float:
-        """The largest element; NaN if there is one."""
-        return self._value(lambda b: b.max(self))
-
-    def argmax(self) -> int:
-        """The index of the largest element, the lowest of several, or of the first NaN."""
-        return int(self._value(lambda b: b.argmax(self)))
-
-    # -- what travels ----------------------------------------------------------------------------------------------------
+        _run("add", self, values, indices)
 
     def pull(self, start: int | None = None, stop: int | None = None, *, indices: Any = None) -> NDArray[Any]:
         """Fetch elements: all, a range, or those at indices.
@@ -171,17 +89,22 @@ class Vector(VectorHandle):
         places = as_indices(indices, self.spec)
         return self.calls.pull_at(self.spec, places.reshape(-1), of_rows=False).reshape(places.shape)
 
-    def _run(self, note: Callable[[Batch], None]) -> None:
-        batch = Batch(self.calls)
-        note(batch)
-        batch.run()
 
-    def _value(self, note: Callable[[Batch], BatchAnswer]) -> float:
-        batch = Batch(self.calls)
-        answer = note(batch)
-        batch.run()
-        value: float = answer.value
-        return value
+def _run(name: str, vector: Vector, *args: Any, **kwargs: Any) -> Any:
+    """Run a batch of one operation, and return its answer."""
+    batch = Batch(vector.calls)
+    answer: BatchAnswer | None = getattr(batch, name)(vector, *args, **kwargs)
+    batch.run()
+    return None if answer is None else answer.value
+
+
+def _method_of(row: Row[Any]) -> Any:
+    """The method of Vector that a row of the table stands for."""
+    return row.as_method(Vector, lambda self, *args, **kwargs: _run(row.name, self, *args, **kwargs))
+
+
+for _row in ROWS.values():
+    setattr(Vector, _row.name, _method_of(_row))
 
 
 class Matrix(Vector):
@@ -236,7 +159,7 @@ class Matrix(Vector):
             values: `(*rows.shape, cols)`, or what broadcasts to it.
             rows: as in `pull_rows`; one that comes several times is added to as often.
         """
-        self._run(lambda b: b.add_rows(self, values, rows))
+        _run("add_rows", self, values, rows)
 
 
 class MakingCalls(Calls, Protocol):

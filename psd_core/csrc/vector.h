@@ -3,7 +3,7 @@
  * docs/design/vectors.md explains stripes, the record and staging; this file has the formats. It owns no file and no memory of the
  * mappings: vector.py makes files longer and maps them. One thread at a time.
  *
- * The log, native byte order, format 1, regions from multiples of 4096:
+ * The log, native byte order, format 3, regions from multiples of 4096:
  *   superblock  4096 B: written by _vector_format.py
  *   control     u64 commit; from the next cache lines u64 applied, u64 state; then, from byte 256, u8 dirty for each operand
  *   sessions    psd_vector_session
@@ -22,6 +22,7 @@
 
 #include "mix.h"
 #include "on_store.h"
+#include "vector_operations.h"
 
 enum { PSD_STRIPE = 4096, PSD_STRIPE_BYTES = PSD_STRIPE * 8, PSD_CHUNK = 64 /* stripes whose partials are added at a time */ };
 enum { PSD_V_CONTROL, PSD_V_SESSIONS, PSD_V_PARTIALS, PSD_V_SUMS, PSD_V_STAGING, PSD_V_ANSWERS, PSD_V_REGIONS };
@@ -29,17 +30,6 @@ enum { PSD_V_F64, PSD_V_F32, PSD_V_I64 };
 enum { PSD_ENTRIES = 9 /* the answers of 8 batches, and one that is being written */ };
 enum { PSD_EXACT_LIMBS = 70, PSD_INPUTS_MAX = 1024 };
 #define PSD_NONE UINT32_MAX
-
-/* In the order of the operations in _vector_program.py. */
-enum {
-    PSD_V_FILL, PSD_V_COPY, PSD_V_SCALE, PSD_V_AXPY, PSD_V_COMBINE, PSD_V_RANDOM, PSD_V_MAP, PSD_V_ZIP, PSD_V_PUT, PSD_V_ADD,
-    PSD_V_ADD_ROWS, PSD_V_APPLY, PSD_V_DOT, PSD_V_SUM, PSD_V_MIN, PSD_V_MAX, PSD_V_GRAM, PSD_V_CODES
-};
-/* In the order of MAP_FUNCTIONS and ZIP_FUNCTIONS of vector_operations.py. */
-enum { PSD_MAP_ABS, PSD_MAP_NEG, PSD_MAP_SIGN, PSD_MAP_SQUARE, PSD_MAP_CLIP, PSD_MAP_SQRT, PSD_MAP_EXP, PSD_MAP_LOG, PSD_MAP_RECIPROCAL,
-       PSD_MAP_SOFT_THRESHOLD, PSD_MAPS };
-enum { PSD_ZIP_ADD, PSD_ZIP_SUB, PSD_ZIP_MUL, PSD_ZIP_MIN, PSD_ZIP_MAX, PSD_ZIP_DIV, PSD_ZIP_PROJECT, PSD_ZIP_ORTHANT,
-       PSD_ZIP_PSEUDO_GRADIENT, PSD_ZIPS };
 
 typedef union {
     double f;

@@ -179,14 +179,14 @@ static int run_op(const program *p, const psd_vector_op *op, const place *w)
     const uint32_t *const inputs = p->inputs + op->first_input;
     for (uint32_t i = 0; i < op->inputs; i++)
         in[i] = t->current[inputs[i]];
-    if (p->is_trial && op->code == PSD_V_APPLY) {
+    if (p->is_trial && op->code == PSD_V_CUSTOM) {
         const int status = t->apply(t->context, (uint64_t)(op - p->ops), in, (char *)p->record + op->values + (w->first - op->start) * item, w->n);
         if (status != 0)
             return status;
     }
     if (!operand->staging && t->snapshot.is_active && !p->is_trial)
         psd_vector_snapshot_save(t, operand->vector, w->stripe);
-    if (op->code == PSD_V_PUT || op->code == PSD_V_ADD || op->code == PSD_V_APPLY || op->code == PSD_V_ADD_ROWS) {
+    if (op->code == PSD_V_PUT || op->code == PSD_V_ADD || op->code == PSD_V_CUSTOM || op->code == PSD_V_ADD_ROWS) {
         const uint64_t low = max_of(op->start, w->first), high = min_of(op->start + op->count, end);
         const int is_whole = op->code != PSD_V_ADD_ROWS && op->code != PSD_V_ADD && low == w->first && high == end;
         const char *const values = (const char *)p->record + op->values + (low - op->start) * item;

@@ -9,7 +9,7 @@ from helpers_checkpoint import cut_of, parts, small_spec
 from psd.checkpoint import CheckpointDirectory
 from psd.contract.errors import CheckpointCorrupt, CheckpointFailed
 from psd_core.vector import BatchName, VectorSpec, VectorStore
-from psd_core.vector_operations import STRIPE, Random
+from psd_core.vector_operations import STRIPE, Operations
 
 SPECS = (
     VectorSpec("x", 300 * STRIPE + 5),
@@ -30,7 +30,7 @@ def shards_with_vectors(path, count):
     for store in stores:
         for spec in SPECS:
             store.create_vector(spec)
-        store.run([Random(spec.name, 1, -100, 100) for spec in SPECS], BatchName(9, 4))
+        store.run([Operations.random(spec.name, 1, -100, 100) for spec in SPECS], BatchName(9, 4))
     yield stores, {spec.name: np.concatenate([store.read(spec.name) for store in stores]) for spec in SPECS}
     for store in stores:
         store.close(remove=True)

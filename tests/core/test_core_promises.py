@@ -13,12 +13,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import vector_words as ops
 from helpers_rules import cases
 
 import psd_core
 from psd_core.reductions import unpack_answers
 from psd_core.vector import VectorSpec, VectorStore
-from psd_core.vector_operations import MAP_FUNCTIONS, STRIPE, ZIP_FUNCTIONS, Axpy, Dot, Map, Put, Zip
+from psd_core.vector_operations import KINDS, MAP_FUNCTIONS, STRIPE, ZIP_FUNCTIONS
 
 ROOT = Path(__file__).parents[2]
 CSRC = ROOT / "psd_core" / "csrc"
@@ -221,15 +222,15 @@ def test_every_instruction_set_gives_the_same_bits_of_vectors(library, dtype, me
     store = VectorStore.create(memory_path / "vectors", shard=0, shards=1, senders=1)
     for name, values in (("x", x), ("y", y), ("z", x)):
         store.create_vector(VectorSpec(name, n, dtype))
-        store.run([Put(name, 0, values)])
+        store.run([ops.put(name, 0, values)])
 
-    for code, function, operation in (
-        (3, 0, Axpy("z", 0.3, "y")),
-        *((6, number, Map("z", name, "y")) for number, name in enumerate(MAP_FUNCTIONS) if not MAP_FUNCTIONS[name]),
-        *((7, number, Zip("z", name, "x", "y")) for number, name in enumerate(ZIP_FUNCTIONS) if not ZIP_FUNCTIONS[name]),
+    for function, operation in (
+        (0, ops.axpy("z", 0.3, "y")),
+        *((number, ops.map("z", name, "y")) for number, name in enumerate(MAP_FUNCTIONS) if not MAP_FUNCTIONS[name]),
+        *((number, ops.zip("z", name, "x", "y")) for number, name in enumerate(ZIP_FUNCTIONS) if not ZIP_FUNCTIONS[name]),
     ):
-        store.run([Put("z", 0, x), operation])
-        inputs = {3: (x, y), 6: (y,), 7: (x, y)}[code]
+        store.run([ops.put("z", 0, x), operation])
+        code, inputs = KINDS[operation.name].number, {"axpy": (x, y), "map": (y,), "zip": (x, y)}[operation.name]
         pointers = (ctypes.c_void_p * 2)(*map(address, inputs))
         packed = struct.pack("=8I5Q2d", code, 0, function, 0, 0, len(inputs), 0, 0, *[0] * 5, 0.3, 0)
         theirs = np.empty(n, dtype)
@@ -237,7 +238,7 @@ def test_every_instruction_set_gives_the_same_bits_of_vectors(library, dtype, me
         compute(packed, ctypes.c_void_p(address(theirs)), pointers, None, ctypes.c_ssize_t(n), ctypes.c_uint64(0))
         assert same_bits(store.read("z"), theirs), operation
 
-    (dot,) = unpack_answers(store.run([Dot("y", "y")]))
+    (dot,) = unpack_answers(store.run([ops.dot("y", "y")]))
     partial, pointers = np.empty(3), (ctypes.c_void_p * 1)(address(y))
     dots = library[f"psd_vector_dots_{suffix}"]
     dots(ctypes.c_void_p(address(y)), pointers, ctypes.c_ssize_t(1), ctypes.c_ssize_t(n), ctypes.c_void_p(address(partial)))

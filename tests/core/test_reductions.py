@@ -5,10 +5,10 @@ import math
 
 import numpy as np
 import pytest
+import vector_words as ops
 
 from psd_core.reductions import ExactSum, Extreme, unpack_answers
 from psd_core.vector import VectorSpec, VectorStore
-from psd_core.vector_operations import Dot, Max, Min, Put, Sum
 
 
 @pytest.mark.parametrize("spread", [0, 30, 1000])
@@ -55,9 +55,11 @@ def test_whole_numbers_are_exact_beyond_their_type(memory_path, rng):
         store.create_vector(VectorSpec(name, n, "int64"))
     low, high = -(1 << 63), (1 << 63) - 1
     x, z = np.full(n, low), rng.integers(low, high, n)
-    store.run([Put("x", 0, x), Put("y", 0, np.full(n, high)), Put("z", 0, z)])
+    store.run([ops.put("x", 0, x), ops.put("y", 0, np.full(n, high)), ops.put("z", 0, z)])
 
-    blob = store.run([Dot("x", "x"), Dot("x", "y"), Dot("z", "y"), Sum("x"), Sum("z"), Min("z"), Max("x")])
+    blob = store.run(
+        [ops.dot("x", "x"), ops.dot("x", "y"), ops.dot("z", "y"), ops.sum("x"), ops.sum("z"), ops.min("z"), ops.max("x")]
+    )
     answers = unpack_answers(blob)
 
     assert [answer.whole() for answer in answers[:5]] == [

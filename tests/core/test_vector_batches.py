@@ -4,10 +4,11 @@ import itertools
 
 import numpy as np
 import pytest
+import vector_words as ops
 from vector_model import INEXACT, Model, merged, random_batch, same_answers
 
 from psd_core.vector import BatchName, VectorSpec, VectorStore
-from psd_core.vector_operations import STRIPE, Add, AddRows, Apply, Axpy, Copy, Dot, Fill, Map, Put, Random, Scale, Sum
+from psd_core.vector_operations import STRIPE
 
 SMALL = [
     *(VectorSpec(f"d{i}", 20, "float64") for i in range(3)),
@@ -45,7 +46,7 @@ def test_random_batches_are_those_of_numpy(specs, shards, batches, memory_path, 
         if number % 50 == 0:
             for spec in specs:
                 assert np.array_equal(whole(stores, spec.name), model.arrays[spec.name], equal_nan=True), spec.name
-                reset = Random(spec.name, number, *((-50, 50) if spec.dtype == "int64" else ()))  # before all is NaN
+                reset = ops.random(spec.name, number, *((-50, 50) if spec.dtype == "int64" else ()))  # before all is NaN
                 model.run([reset])
                 for store in stores:
                     store.run([reset])
@@ -63,7 +64,7 @@ def test_exponentials_and_logarithms_are_near_numpy(function, memory_path, rng):
     x = np.concatenate([special, spread, rng.standard_normal(20_000)])
     (store,) = stores_of(memory_path, 1, [VectorSpec("x", len(x))])
 
-    store.run([Put("x", 0, x), Map("x", function, "x")])
+    store.run([ops.put("x", 0, x), ops.map("x", function, "x")])
 
     with np.errstate(all="ignore"):
         expected = getattr(np, function)(x)
@@ -77,7 +78,7 @@ def test_exponentials_and_logarithms_are_near_numpy(function, memory_path, rng):
 def test_a_batch_that_was_run_is_answered_and_not_run_again(memory_path):
     """Its answers come from the log, also after it was opened anew; of each sender's session the last eight are known."""
     (store,) = stores_of(memory_path, 1, [VectorSpec("x", 5)])
-    step = [Add("x", 0, np.ones(5)), Sum("x")]
+    step = [ops.add("x", 0, np.ones(5)), ops.sum("x")]
     first = [store.run(step, BatchName(3, n)) for n in range(1, 11)]
     store.close(remove=False)
     store = VectorStore.open(memory_path / "1-0")
@@ -105,7 +106,7 @@ def test_a_users_function_changes_all_or_nothing(memory_path):
     """It sees what the batch has done before it; what it raises leaves everything as it was."""
     stores = stores_of(memory_path, 2, [VectorSpec("x", 3 * STRIPE), VectorSpec("y", 3 * STRIPE)])
     for store in stores:
-        store.run([Fill("x", 2.0), Apply("y", lambda x: np.cumsum(x) * 0 + x**2, ["x"]), Scale("x", 3.0)])
+        store.run([ops.fill("x", 2.0), ops.custom("y", lambda x: np.cumsum(x) * 0 + x**2, ["x"]), ops.scale("x", 3.0)])
     assert (whole(stores, "y") == 4).all()
     assert (whole(stores, "x") == 6).all()
     seen = []
@@ -117,14 +118,14 @@ def test_a_users_function_changes_all_or_nothing(memory_path):
         return x
 
     with pytest.raises(RuntimeError, match="no more"):
-        stores[1].run([Fill("x", 9.0), Copy("y", "x"), Apply("x", fail, ["y"])], BatchName(1, 1))
+        stores[1].run([ops.fill("x", 9.0), ops.copy("y", "x"), ops.custom("x", fail, ["y"])], BatchName(1, 1))
 
     assert (whole(stores, "x") == 6).all()
     assert (whole(stores, "y") == 4).all()
     assert stores[1].answer(BatchName(1, 1)) is None
     for wrong in (lambda x: x[1:], lambda x: x.astype(complex)):
         with pytest.raises(ValueError, match="function: expected 4096 of float64 to be returned, got"):
-            stores[0].run([Apply("x", wrong, ["y"])])
+            stores[0].run([ops.custom("x", wrong, ["y"])])
     for store in stores:
         store.close(remove=True)
 
@@ -137,7 +138,7 @@ def test_reads_give_what_is_here(shards, memory_path, rng):
     values = rng.integers(-99, 99, spec.size)
     indices, rows = np.array([0, spec.size - 1, STRIPE, 5, 5]), np.array([3, 0, 3, 15])
     for store in stores:
-        store.run([Put("m", 0, values), AddRows("m", rows, np.ones((4, 1030), np.int64))])
+        store.run([ops.put("m", 0, values), ops.add_rows("m", rows, np.ones((4, 1030), np.int64))])
     np.add.at(values.reshape(-1, 1030), rows, 1)
 
     extents = [store.extent("m") for store in stores]
@@ -156,7 +157,7 @@ def test_a_snapshot_is_of_one_moment(memory_path):
     """Whatever batches come while it is copied, in place and staged ones."""
     stores = stores_of(memory_path, 2, [VectorSpec("x", 2300 * STRIPE + 1), VectorSpec("y", 7)])
     for store in stores:
-        store.run([Random("x", 1), Random("y", 2)], BatchName(1, 5))
+        store.run([ops.random("x", 1), ops.random("y", 2)], BatchName(1, 5))
     before = {name: whole(stores, name) for name in "xy"}
     found = {name: np.zeros_like(array) for name, array in before.items()}
     for store in stores:
@@ -164,7 +165,10 @@ def test_a_snapshot_is_of_one_moment(memory_path):
             assert snapshot.sessions == {1: 5}
             for number, piece in enumerate(snapshot):
                 found[piece.spec.name][piece.start : piece.start + len(piece.values)] = piece.values
-                store.run([Axpy("x", 1.0, "x")] if number % 2 else [Fill("x", 0.0), Fill("y", 0.0)], BatchName(1, 6 + number))
+                store.run(
+                    [ops.axpy("x", 1.0, "x")] if number % 2 else [ops.fill("x", 0.0), ops.fill("y", 0.0)],
+                    BatchName(1, 6 + number),
+                )
             with pytest.raises(ValueError, match="snapshot: there is one already"):
                 store.snapshot()
     assert all(np.array_equal(found[name], before[name]) for name in "xy")
@@ -179,7 +183,9 @@ def test_a_dot_product_has_the_same_bits_on_any_number_of_shards(memory_path):
     totals = set()
     for shards in (1, 2, 3, 7):
         stores = stores_of(memory_path, shards, [VectorSpec("x", 50_001), VectorSpec("y", 50_001, "float64")])
-        (answer,) = merged([store.run([Random("x", 3, -1, 1), Random("y", 4, -1, 1), Dot("x", "y")]) for store in stores])
+        (answer,) = merged(
+            [store.run([ops.random("x", 3, -1, 1), ops.random("y", 4, -1, 1), ops.dot("x", "y")]) for store in stores]
+        )
         totals.add(answer.round())
         for store in stores:
             store.close(remove=True)

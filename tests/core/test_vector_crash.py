@@ -6,27 +6,12 @@ from collections import Counter
 
 import numpy as np
 import pytest
+import vector_words as ops
 from random_deaths import last_words_of_killed_processes
 
 from psd_core.reductions import unpack_answers
 from psd_core.vector import CRASH_POINTS, BatchName, VectorSpec, VectorStore
-from psd_core.vector_operations import (
-    STRIPE,
-    Add,
-    AddAt,
-    Apply,
-    Axpy,
-    Copy,
-    Dot,
-    Fill,
-    Gram,
-    Max,
-    Norm2,
-    Put,
-    Random,
-    Scale,
-    Sum,
-)  # fmt: skip
+from psd_core.vector_operations import STRIPE
 
 
 def copy_sparse(source, target):
@@ -74,7 +59,7 @@ class Killer:
                 found = VectorStore.open(self._copy)
                 self.states.append((point, self.is_committed, state_of(found, self.name)))
                 (check,) = unpack_answers(
-                    found.run([Fill("alive", 1.0), Scale("alive", 3.0), Sum("alive")], BatchName(99, 1, sender=1))
+                    found.run([ops.fill("alive", 1.0), ops.scale("alive", 3.0), ops.sum("alive")], BatchName(99, 1, sender=1))
                 )
                 assert check.round() == 3 * 5
                 found.close(remove=True)
@@ -85,12 +70,16 @@ class Killer:
 
 N = 3 * STRIPE - 5
 STEPS = {
-    "staged": [Axpy("y", 2.0, "x"), Dot("x", "y"), Scale("x", 0.5), Max("y")],
-    "in place": [Put("x", 7, np.arange(N - 7.0)), Norm2("y")],
-    "partly": [AddAt("y", np.array([1, 1, 2 * STRIPE]), np.array([1.0, 2.0, 3.0])), Add("y", STRIPE + 3, np.ones(9)), Sum("y")],
-    "of two sizes": [Axpy("i", 3, "i"), Axpy("x", 1.0, "y"), Sum("i"), Gram(["x", "y"])],
-    "a user's": [Apply("x", lambda y: y * 3, ["y"]), Axpy("y", 1.0, "x")],
-    "only asking": [Dot("x", "y"), Max("i")],
+    "staged": [ops.axpy("y", 2.0, "x"), ops.dot("x", "y"), ops.scale("x", 0.5), ops.max("y")],
+    "in place": [ops.put("x", 7, np.arange(N - 7.0)), ops.norm2("y")],
+    "partly": [
+        ops.add_at("y", np.array([1, 1, 2 * STRIPE]), np.array([1.0, 2.0, 3.0])),
+        ops.add("y", STRIPE + 3, np.ones(9)),
+        ops.sum("y"),
+    ],
+    "of two sizes": [ops.axpy("i", 3, "i"), ops.axpy("x", 1.0, "y"), ops.sum("i"), ops.gram(["x", "y"])],
+    "a user's": [ops.custom("x", lambda y: y * 3, ["y"]), ops.axpy("y", 1.0, "x")],
+    "only asking": [ops.dot("x", "y"), ops.max("i")],
 }
 
 
@@ -101,7 +90,7 @@ def test_a_copy_taken_at_every_store_opens_as_old_or_new(memory_path):
     store = VectorStore.create(path, shard=0, shards=1, senders=3, crash_point=killer)
     for name, n, dtype in (("x", N, "float64"), ("y", N, "float64"), ("i", STRIPE + 1, "int64"), ("alive", 5, "float64")):
         store.create_vector(VectorSpec(name, n, dtype))
-    store.run([Random("x", 1), Random("y", 2), Random("i", 3, 0, 1000)])
+    store.run([ops.random("x", 1), ops.random("y", 2), ops.random("i", 3, 0, 1000)])
     actions = [
         *(lambda name, step=step: store.run(step, name) for step in STEPS.values()),
         lambda name: store.create_vector(VectorSpec("z", 9, "float32"), name),
@@ -121,9 +110,11 @@ def test_a_copy_taken_where_partial_sums_are_added_opens_as_old_or_new(memory_pa
     store = VectorStore.create(path, shard=0, shards=1, senders=2, crash_point=killer)
     for name in ("x", "y", "alive"):
         store.create_vector(VectorSpec(name, 5 if name == "alive" else 140 * STRIPE))
-    store.run([Random("x", 1), Random("y", 2)])
+    store.run([ops.random("x", 1), ops.random("y", 2)])
     killer.every = 61
-    for number, step in enumerate(([Dot("x", "y"), Axpy("x", 1.0, "y"), Sum("x")], [Copy("x", "y"), Sum("y")]), 1):
+    for number, step in enumerate(
+        ([ops.dot("x", "y"), ops.axpy("x", 1.0, "y"), ops.sum("x")], [ops.copy("x", "y"), ops.sum("y")]), 1
+    ):
         check(killer, store, BatchName(5, number), lambda name, step=step: store.run(step, name))
     store.close(remove=True)
 
@@ -151,7 +142,7 @@ def add_until_killed(path, connection):
     done = store.sessions().get(1, 0)
     while True:
         done += 1
-        store.run([Axpy("x", 1.0, "one"), Sum("x")], BatchName(1, done))
+        store.run([ops.axpy("x", 1.0, "one"), ops.sum("x")], BatchName(1, done))
         connection.send(done)
 
 
@@ -164,7 +155,7 @@ def test_death_at_random_instants_leaves_whole_batches(memory_path):
     store = VectorStore.create(path, shard=0, shards=1, senders=2)
     for name in ("x", "one"):
         store.create_vector(VectorSpec(name, n))
-    store.run([Fill("one", 1.0)])
+    store.run([ops.fill("one", 1.0)])
     store.close(remove=False)
     for acknowledged in last_words_of_killed_processes(add_until_killed, path):
         store = VectorStore.open(path)

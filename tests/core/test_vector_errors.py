@@ -4,8 +4,8 @@ import re
 
 import numpy as np
 import pytest
+import vector_words as ops
 
-from psd_core import vector_operations as ops
 from psd_core.arena import ArenaBusy, ArenaClosed, ArenaCorrupt, ArenaError
 from psd_core.vector import BatchName, NoSuchVector, VectorError, VectorSpec, VectorStore
 
@@ -29,41 +29,41 @@ def store(memory_path):
 @pytest.mark.parametrize(
     ("operation", "message"),
     [
-        (ops.Fill("w", 1), "operations[1], Fill: out: there is no vector 'w'"),
-        (ops.Copy("x", "s"), "x: expected 12 of float64, as 'x' has, got 's' with 3 of float64"),
-        (ops.Axpy("x", 1.0, "f"), "x: expected 12 of float64, as 'x' has, got 'f' with 12 of float32"),
-        (ops.Scale("i", 0.5), "a: expected a whole number, got 0.5"),
-        (ops.Scale("i", 1 << 63), "a: expected a number from -9223372036854775808 to 9223372036854775807"),
-        (ops.Fill("x", "much"), "value: expected a number, got 'much'"),
-        (ops.Combine("x", [1.0], ["x", "x"]), "a: expected 2 numbers, one for each of x, got 1"),
-        (ops.Combine("x", [], []), "x: expected 1 to 1024 vectors, got []"),
-        (ops.Random("x", -1), "seed: expected a whole number from 0 to 2**64 - 1, got -1"),
-        (ops.Random("x", 1, 2.0, 2.0), "high: expected more than low, 2.0, got 2.0"),
-        (ops.Map("x", "sinh", "x"), "function: expected one of abs, neg, sign"),
-        (ops.Map("i", "sqrt", "i"), "function: sqrt is not for int64"),
-        (ops.Map("x", "clip", "x", (1.0,)), "arguments: clip takes 2, got 1"),
-        (ops.Zip("x", "hypot", "x", "x"), "function: expected one of add, sub, mul"),
-        (ops.Put("x", 10, ONES), "start: expected 0 to 9 for 3 values, got 10"),
-        (ops.Add("x", -1, ONES), "start: expected 0 to 9 for 3 values, got -1"),
-        (ops.Put("i", 0, ONES), "values: expected int64, got float64"),
-        (ops.Put("x", 0, np.ones((2, 2))), "values: expected one dimension, got shape (2, 2)"),
-        (ops.AddAt("x", np.array([0, 12, 1]), ONES), "indices: expected numbers from 0 to 11, got 12"),
-        (ops.AddAt("x", np.array([0, -3, 1]), ONES), "indices: expected numbers from 0 to 11, got -3"),
-        (ops.AddAt("x", ONES, ONES), "indices: expected one dimension of whole numbers, got 1 of float64"),
-        (ops.AddAt("x", np.array([0, 1]), ONES), "values: expected shape (2,), got shape (3,)"),
-        (ops.AddRows("x", np.array([0]), np.ones((1, 4))), "out: 'x' is no matrix"),
-        (ops.AddRows("i", np.array([3]), np.ones((1, 4), int)), "rows: expected numbers from 0 to 2, got 3"),
-        (ops.AddRows("i", np.array([0]), np.ones((1, 3), int)), "values: expected shape (1, 4), got shape (1, 3)"),
-        (ops.Apply("x", 3, ["x"]), "function: expected one that can be called, got 3"),
-        (ops.Dot("x", "s"), "y: expected 12 of float64, as 'x' has"),
-        (ops.Gram(["x"], ["x", "nothing"]), "y[1]: there is no vector 'nothing'"),
-        (ops.Gram(["x"] * 50), "at most 1024 scalars may be answered, got 1275"),
+        (ops.fill("w", 1), "operations[1], fill: out: there is no vector 'w'"),
+        (ops.copy("x", "s"), "x: expected 12 of float64, as 'x' has, got 's' with 3 of float64"),
+        (ops.axpy("x", 1.0, "f"), "x: expected 12 of float64, as 'x' has, got 'f' with 12 of float32"),
+        (ops.scale("i", 0.5), "alpha (vector 'i' is int64): expected a whole number, got 0.5"),
+        (ops.scale("i", 1 << 63), "alpha: expected a number from -9223372036854775808 to 9223372036854775807"),
+        (ops.fill("x", "much"), "value: expected a number, got 'much'"),
+        (ops.combine("x", [1.0], ["x", "x"]), "coefficients: expected one for each of 2 vectors, got 1"),
+        (ops.combine("x", [], []), "x: expected at least one vector, got none"),
+        (ops.random("x", -1), "seed: expected a whole number from 0 to 2**64 - 1, got -1"),
+        (ops.random("x", 1, 2.0, 2.0), "high: must be above low, 2.0, got 2.0"),
+        (ops.map("x", "sinh", "x"), "no function 'sinh'; there are abs, neg, sign"),
+        (ops.map("i", "sqrt", "i"), "sqrt is not for int64"),
+        (ops.map("x", "clip", "x", (1.0,)), "clip takes the arguments: low, high; got 1"),
+        (ops.zip("x", "hypot", "x", "x"), "no function 'hypot'; there are add, sub, mul"),
+        (ops.put("x", 10, ONES), "start: 3 elements from 10 on do not lie in vector 'x', which has 12"),
+        (ops.add("x", -1, ONES), "start: 3 elements from -1 on do not lie in vector 'x', which has 12"),
+        (ops.put("i", 0, ONES), "values: expected int64, got float64"),
+        (ops.put("x", 0, np.ones((2, 2))), "values: expected one dimension, got shape (2, 2)"),
+        (ops.add_at("x", np.array([0, 12, 1]), ONES), "indices: 12 is out of range: 'x' has 0 to 11"),
+        (ops.add_at("x", np.array([0, -3, 1]), ONES), "indices: -3 is out of range: 'x' has 0 to 11"),
+        (ops.add_at("x", ONES, ONES), "indices: expected whole numbers, got float64"),
+        (ops.add_at("x", np.array([0, 1]), ONES), "values: expected shape (2,), got shape (3,)"),
+        (ops.add_rows("x", np.array([0]), np.ones((1, 4))), "out: 'x' is a vector, which has no rows"),
+        (ops.add_rows("i", np.array([3]), np.ones((1, 4), int)), "rows: 3 is out of range: 'i' has 0 to 2"),
+        (ops.add_rows("i", np.array([0]), np.ones((1, 3), int)), "values: expected shape (1, 4), got shape (1, 3)"),
+        (ops.custom("x", 3, ["x"]), "function: expected one that can be called, got 3"),
+        (ops.dot("x", "s"), "x[1]: expected 12 of float64, as 'x' has"),
+        (ops.gram(["x"], ["x", "nothing"]), "y[1]: there is no vector 'nothing'"),
+        (ops.gram(["x"] * 50), "at most 1024 scalars may be answered, got 1275"),
         ("fill", "operations[1]: expected an operation on vectors, got str"),
     ],
 )
 def test_an_operation_that_cannot_be_refuses_the_whole_batch(store, operation, message):
     with pytest.raises(VectorError, match=re.escape(message)):
-        store.run([ops.Fill("x", 5.0), operation], BatchName(1, 1))
+        store.run([ops.fill("x", 5.0), operation], BatchName(1, 1))
 
     assert (store.read("x") == 0).all()
     assert store.answer(BatchName(1, 1)) is None
@@ -90,8 +90,8 @@ def test_a_declaration_that_cannot_be_is_refused(store, spec, message):
 def test_reads_and_names_that_cannot_be_are_refused(store):
     for call, message in (
         (lambda: store.read("x", 3, 13), "start and stop: expected 0 <= start <= stop <= 12, got 3 and 13"),
-        (lambda: store.read_at("x", np.array([12])), "indices: expected numbers from 0 to 11, got 12"),
-        (lambda: store.read_rows("x", np.array([0])), "'x': it is no matrix"),
+        (lambda: store.read_at("x", np.array([12])), "indices: 12 is out of range: 'x' has 0 to 11"),
+        (lambda: store.read_rows("x", np.array([0])), "rows: 'x' is a vector, which has no rows"),
         (lambda: store.run([], BatchName(0, 1)), "session: expected a whole number from 1 to 2**63 - 1, got 0"),
         (lambda: store.run([], BatchName(1, 0)), "sequence: expected a whole number from 1 to 2**63 - 1, got 0"),
     ):

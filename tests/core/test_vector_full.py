@@ -4,17 +4,17 @@ import shutil
 
 import numpy as np
 import pytest
+import vector_words as ops
 from full_disk import no_room_at
 
 from psd_core.arena import ArenaCorrupt, ArenaFull
 from psd_core.vector import BatchName, VectorSpec, VectorStore
-from psd_core.vector_operations import Fill, Put
 
 BEFORE, NAME = BatchName(1, 1), BatchName(1, 2)
 CALLS = {
     "create": lambda store: store.create_vector(VectorSpec("y", 7000), NAME),
     "drop": lambda store: store.drop_vector("x", NAME),
-    "run": lambda store: store.run([Put("x", 0, np.full(5000, 4.0))] * 40, NAME),
+    "run": lambda store: store.run([ops.put("x", 0, np.full(5000, 4.0))] * 40, NAME),
 }
 """What needs room: for a vector's file, the catalog, the record or the answers."""
 
@@ -23,7 +23,7 @@ def made(path):
     """A store with one vector, of threes."""
     store = VectorStore.create(path, shard=0, shards=1, senders=2)
     store.create_vector(VectorSpec("x", 5000))
-    store.run([Fill("x", 3.0)], BEFORE)
+    store.run([ops.fill("x", 3.0)], BEFORE)
     return store
 
 

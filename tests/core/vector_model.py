@@ -3,9 +3,10 @@
 import math
 
 import numpy as np
+import vector_words as ops
 
-from psd_core import vector_operations as ops
 from psd_core.reductions import ExactSum, Extreme, unpack_answers
+from psd_core.vector_operations import STRIPE
 
 MAPS = {
     "abs": np.abs, "neg": np.negative, "sign": lambda x: np.sign(x) + x.dtype.type(0), "square": np.square, "sqrt": np.sqrt,
@@ -48,8 +49,8 @@ def sum_of(products):
     if products.dtype == object:
         return ExactSum(sum(products.tolist()) << 1074)
     total = ExactSum()
-    for first in range(0, len(products), ops.STRIPE):
-        stripe = products[first : first + ops.STRIPE]
+    for first in range(0, len(products), STRIPE):
+        stripe = products[first : first + STRIPE]
         lanes = np.zeros(-(-len(stripe) // 16) * 16)
         lanes[: len(stripe)] = stripe
         s = np.add.reduce(np.vstack([np.zeros(16), lanes.reshape(-1, 16)]), axis=0)
@@ -85,48 +86,50 @@ class Model:
 
     def _one(self, o):
         a = self.arrays
-        out = a[o.out] if hasattr(o, "out") else None
+        out = a[o.out] if o.out else None
         real = out.dtype.type if out is not None else None
-        match o:
-            case ops.Fill():
-                out[:] = o.value
-            case ops.Copy():
-                out[:] = a[o.x]
-            case ops.Scale():
-                out[:] = real(o.a) * out
-            case ops.Axpy():
-                out[:] = out + real(o.a) * a[o.x]
-            case ops.Combine():
-                terms = [real(c) * a[x] for c, x in zip(o.a, o.x, strict=True)]
+        x = [a[name] for name in o.x]
+        match o.name:
+            case "fill":
+                out[:] = o.numbers[0]
+            case "copy":
+                out[:] = x[0]
+            case "scale":
+                out[:] = real(o.numbers[0]) * out
+            case "axpy":
+                out[:] = out + real(o.numbers[0]) * x[0]
+            case "combine":
+                terms = [real(c) * z for c, z in zip(o.numbers, x, strict=True)]
                 out[:] = sum(terms[1:], start=terms[0])
-            case ops.Random():
-                out[:] = random_numbers(o.seed, len(out), out.dtype.name, o.low, o.high)
-            case ops.Map():
-                wider = a[o.x].astype(np.float64) if o.function in INEXACT else a[o.x]
-                out[:] = MAPS[o.function](wider, *map(real, o.arguments))
-            case ops.Zip():
-                out[:] = ZIPS[o.function](a[o.x], a[o.y], *map(real, o.arguments))
-            case ops.Apply():
-                out[:] = o.function(*(a[x] for x in o.x))
-            case ops.Put():
+            case "random":
+                out[:] = random_numbers(o.seed, len(out), out.dtype.name, *o.numbers)
+            case "map":
+                wider = x[0].astype(np.float64) if o.function in INEXACT else x[0]
+                out[:] = MAPS[o.function](wider, *map(real, o.numbers))
+            case "zip":
+                out[:] = ZIPS[o.function](*x, *map(real, o.numbers))
+            case "custom":
+                out[:] = o.function(*x)
+            case "put":
                 out[o.start : o.start + len(o.values)] = o.values
-            case ops.Add():
+            case "add":
                 out[o.start : o.start + len(o.values)] += o.values
-            case ops.AddAt():
-                np.add.at(out, o.indices, o.values)
-            case ops.AddRows():
-                np.add.at(out.reshape(-1, self.specs[o.out].columns), o.rows, o.values)
-            case ops.Dot():
-                return [sum_of(wide(a[o.x]) * wide(a[o.y]))]
-            case ops.Norm2():
-                return [sum_of(wide(a[o.x]) ** 2 if a[o.x].dtype.kind == "i" else wide(a[o.x]) * wide(a[o.x]))]
-            case ops.Sum():
-                return [sum_of(wide(a[o.x]))]
-            case ops.Min() | ops.Max():
-                return [extreme(a[o.x], greatest=isinstance(o, ops.Max))]
-            case ops.Gram():
-                pairs = [(x, y) for x in o.x for y in o.y] or [(x, y) for i, x in enumerate(o.x) for y in o.x[: i + 1]]
-                return [sum_of(wide(a[x]) * wide(a[y])) for x, y in pairs]
+            case "add_at":
+                np.add.at(out, o.places, o.values)
+            case "add_rows":
+                np.add.at(out.reshape(-1, self.specs[o.out].columns), o.places, o.values)
+            case "dot":
+                return [sum_of(wide(x[0]) * wide(x[1]))]
+            case "norm2":
+                return [sum_of(wide(x[0]) ** 2 if x[0].dtype.kind == "i" else wide(x[0]) * wide(x[0]))]
+            case "sum":
+                return [sum_of(wide(x[0]))]
+            case "min" | "max":
+                return [extreme(x[0], greatest=o.name == "max")]
+            case "gram":
+                y = [a[name] for name in o.y]
+                pairs = [(z, w) for z in x for w in y] or [(z, w) for i, z in enumerate(x) for w in x[: i + 1]]
+                return [sum_of(wide(z) * wide(w)) for z, w in pairs]
         return []
 
 
@@ -178,36 +181,36 @@ def random_operation(rng, group):
 
     def mapped():
         function = str(rng.choice(WHOLE_MAPS if is_whole else REAL_MAPS))
-        return ops.Map(pick(), function, pick(), MAP_ARGUMENTS.get(function, ()))
+        return ops.map(pick(), function, pick(), MAP_ARGUMENTS.get(function, ()))
 
     def zipped():
         function = str(rng.choice(WHOLE_ZIPS if is_whole else list(ZIPS)))
-        return ops.Zip(pick(), function, pick(), pick(), ZIP_ARGUMENTS.get(function, ()))
+        return ops.zip(pick(), function, pick(), pick(), ZIP_ARGUMENTS.get(function, ()))
 
     def rows():
         spec = group[0]
         if not spec.columns:
-            return ops.AddAt(pick(), rng.integers(0, size, 9), values(9))
-        return ops.AddRows(spec.name, rng.integers(0, size // spec.columns, 4), values(4, spec.columns))
+            return ops.add_at(pick(), rng.integers(0, size, 9), values(9))
+        return ops.add_rows(spec.name, rng.integers(0, size // spec.columns, 4), values(4, spec.columns))
 
     makers = [
-        lambda: ops.Fill(pick(), number()),
-        lambda: ops.Copy(pick(), pick()),
-        lambda: ops.Scale(pick(), number()),
-        lambda: ops.Axpy(pick(), number(), pick()),
-        lambda: ops.Combine(pick(), [number(), number(), number()], [pick(), pick(), pick()]),
-        lambda: ops.Random(pick(), int(rng.integers(1 << 32)), *((-9, 9) if is_whole else (-1.0, 1.0))),
+        lambda: ops.fill(pick(), number()),
+        lambda: ops.copy(pick(), pick()),
+        lambda: ops.scale(pick(), number()),
+        lambda: ops.axpy(pick(), number(), pick()),
+        lambda: ops.combine(pick(), [number(), number(), number()], [pick(), pick(), pick()]),
+        lambda: ops.random(pick(), int(rng.integers(1 << 32)), *((-9, 9) if is_whole else (-1.0, 1.0))),
         mapped,
         zipped,
-        lambda: ops.Put(pick(), start, values(count)),
-        lambda: ops.Add(pick(), start, values(count)),
-        lambda: ops.AddAt(pick(), rng.integers(0, size, 9), values(9)),
+        lambda: ops.put(pick(), start, values(count)),
+        lambda: ops.add(pick(), start, values(count)),
+        lambda: ops.add_at(pick(), rng.integers(0, size, 9), values(9)),
         rows,
-        lambda: ops.Dot(pick(), pick()),
-        lambda: ops.Sum(pick()),
-        lambda: ops.Norm2(pick()),
-        lambda: ops.Min(pick()),
-        lambda: ops.Max(pick()),
-        lambda: ops.Gram([pick(), pick(), pick()], [pick()] * int(rng.integers(6))),
+        lambda: ops.dot(pick(), pick()),
+        lambda: ops.sum(pick()),
+        lambda: ops.norm2(pick()),
+        lambda: ops.min(pick()),
+        lambda: ops.max(pick()),
+        lambda: ops.gram([pick(), pick(), pick()], [pick()] * int(rng.integers(6))),
     ]
     return makers[rng.integers(len(makers))]()

@@ -33,6 +33,7 @@ from psd.state.durability import leftovers, notes
 from psd.state.durability.snapshots import new_id
 from psd.v1 import job_pb2, storage_pb2, vectors_pb2
 from psd_core.table import STEP_MAX
+from psd_core.vector_operations import KINDS
 
 SIZE = 8
 VECTOR = vectors_pb2.VectorSpec(name="v", size=SIZE, dtype=job_pb2.DTYPE_FLOAT64)
@@ -387,7 +388,7 @@ class JobLives:
         if self._batches[rank] is None:
             return
         session, number = self._batches[rank][0], self._batches[rank][1] - ago
-        add = vectors_pb2.VectorOperation(operator="VECTOR_OPERATOR_ADD", out=0, count=SIZE)
+        add = vectors_pb2.VectorOperation(operator=KINDS["add"].number, out=0, count=SIZE)
         request = vectors_pb2.VectorBatch(
             caller=self._seats[rank].caller, session=session, seq=number, vectors=[VECTOR], operations=[add]
         )

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from malformed_target import ID, LENGTH, ME, STATIC, TABLES_BLOCK, TRAINED, WORLD, Target
 
 from psd.v1 import data_pb2, job_pb2, vectors_pb2
+from psd_core.vector_operations import KINDS
 
 IDS = ID.to_bytes(8, "little") * 3
 ROWS = [
@@ -74,7 +75,7 @@ def known_fields(target: Target) -> dict[str, Any]:
     known |= {
         "vectors": [vectors_pb2.VectorSpec(**spec) for spec in VECTORS],
         "vector": st.sampled_from([*VECTORS, {"name": "new", "size": 9, "dtype": job_pb2.DTYPE_INT64}]),
-        "operator": st.integers(1, 19),
+        "operator": st.sampled_from([kind.number for kind in KINDS.values()]),
         "function": st.sampled_from(["abs", "add", "clip", "os:remove"]),
         "out": st.sampled_from([0, 0, 1, 7]),
         "x": st.sampled_from([[0], [0, 1], [], [9]]),

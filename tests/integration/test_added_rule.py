@@ -1,4 +1,7 @@
-"""A rule is added by one C header and one class of psd_core/rules.py: in a copy of both, built as they are always built."""
+"""A rule is added by one C header and one class of psd_core/rules.py, and an operation on vectors by a row and a loop.
+
+In a copy of psd_core, built as it is always built.
+"""
 
 from __future__ import annotations
 
@@ -53,6 +56,52 @@ class Drift(Optimizer):
 
 '''
 
+OPERATION = '''
+    @change(99, reads_out=True)
+    def approach(self, x: Operand, share: float) -> None:
+        """Move y towards x: y = y + share * (x - y)."""
+
+
+'''
+
+LOOP = """
+    case PSD_V_APPROACH: EACH(ADD(x[i], MUL(a, SUB(y[i], x[i]))));
+"""
+
+BATCH = """
+import inspect
+import numpy as np
+import psd_client
+from psd.contract.config import ServerConfig
+from psd.rim.server import ShardServer
+
+shards = [ShardServer(ServerConfig(shard_index=i, shard_count=2, listen="127.0.0.1:0")) for i in range(2)]
+for shard in shards:
+    shard.start()
+x, y = np.linspace(-1, 1, 9000), np.linspace(3, 7, 9000)
+with psd_client.connect(",".join(shard.address for shard in shards), 0, 1) as ps:
+    ours, its, whole = ps.vector("x", 9000), ps.vector("y", 9000), ps.vector("whole", 5, "int64")
+    ours.put(x)
+    its.put(y)
+    ours.approach(its, share=0.25)
+    with ps.batch() as b:
+        b.approach(ours, its, 0.25)
+        total = b.sum(ours)
+    for _ in range(2):
+        x = x + 0.25 * (y - x)
+    assert ours.pull().tobytes() == x.tobytes()
+    assert abs(float(total) - x.sum()) < 1e-6
+    for wrong in (lambda: whole.approach(whole, 0.5), lambda: ours.approach(whole, 0.5), lambda: ours.approach(its)):
+        try:
+            wrong()
+        except (psd_client.InvalidRequest, TypeError) as error:
+            print(error)
+for shard in shards:
+    shard.stop()
+for owner in (psd_client.Vector, psd_client.Batch):
+    print(f"{owner.approach.__qualname__}{inspect.signature(owner.approach)}", owner.approach.__doc__)
+"""
+
 JOB = """
 import numpy as np
 import psd_client, psd_core
@@ -88,19 +137,25 @@ print(psd_core.__file__)
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory) -> Path:
-    """A folder with psd_core and the rule; the extensions that have a kernel of each rule are built, the others copied."""
+    """A folder with psd_core, the rule and the operation; extensions that have kernels of them are built, the others copied."""
     folder = tmp_path_factory.mktemp("added_rule")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder)
-    setup, count = re.subn(r"(?m)^EXTENSIONS = .*", "EXTENSIONS = [kernels, table]", (ROOT / "setup.py").read_text())
+    setup, count = re.subn(r"(?m)^EXTENSIONS = .*", "EXTENSIONS = [kernels, table, vector]", (ROOT / "setup.py").read_text())
     assert count == 1
     (folder / "setup.py").write_text(setup)
-    ignored = shutil.ignore_patterns("_kernels.*.so", "_table.*.so", "_*.c", "__pycache__")
+    ignored = shutil.ignore_patterns("_kernels.*.so", "_table.*.so", "_vector.*.so", "_*.c", "__pycache__")
     shutil.copytree(ROOT / "psd_core", folder / "psd_core", ignore=ignored)
     (folder / "psd_core/csrc/rule_drift.h").write_text(HEADER)
     table = folder / "psd_core/rules.py"
     names, rows = table.read_text().replace("__all__ = [", '__all__ = ["Drift", ').split("RULES = {")
     table.write_text(f"{names}{ROW}RULES = {{{rows}")
+    operations = folder / "psd_core/vector_operations.py"
+    rows, rest = operations.read_text().split("\n\nROWS: ")
+    operations.write_text(f"{rows}{OPERATION}ROWS: {rest}")
+    loops = folder / "psd_core/csrc/vector_elementwise.h"
+    before, after = loops.read_text().split("    case PSD_V_MAP: FN(map)")
+    loops.write_text(f"{before}{LOOP}    case PSD_V_MAP: FN(map){after}")
     built = python(folder, "setup.py", "--quiet", "build_ext", "--inplace", "--parallel", "2")
     assert built.returncode == 0, built.stderr
     return folder
@@ -128,6 +183,21 @@ def test_a_rule_of_one_header_and_one_row_trains(copy):
         "friction: must be >= 0 and <= 1, got 2.0",
         "counted: expected True or False, got 1",
         "Drift.__init__() missing 1 required positional argument: 'lr'",
+    ]
+
+
+@pytest.mark.slow
+def test_an_operation_of_one_row_and_one_loop_runs_on_vectors(copy):
+    """Shards run it, and it is a method of vectors and of batches, which tells a program what it takes."""
+    done = python(copy, "-c", BATCH)
+
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "approach: share (vector 'whole' is int64): expected a whole number, got 0.5",
+        "approach: x: expected 9000 of float64, as 'x' has, got 'whole' with 5 of int64",
+        "missing a required argument: 'share'",
+        "Vector.approach(self, x: 'Vector', share: 'float') -> 'None' Move y towards x: y = y + share * (x - y).",
+        "Batch.approach(self, y: 'Vector', x: 'Vector', share: 'float') -> 'None' Move y towards x: y = y + share * (x - y).",
     ]
 
 

@@ -20,7 +20,7 @@ from psd.rim.vector_gate import COME_S_MAX, HELD_S_MAX, LEFT_S, GivenUp, VectorC
 from psd.state.shard import Shard
 from psd.v1 import control_pb2, job_pb2, vectors_pb2
 from psd_core.vector import VectorSpec
-from psd_core.vector_operations import Fill
+from psd_core.vector_operations import Operations
 
 JOB = JobSpec(1, (), (), Consistency.parse("async"))
 VECTOR = VectorSpec("v", 9000)
@@ -51,7 +51,7 @@ class OneShard:
 
     def run(self, session, seq):
         """A batch that fills the vector with its number, sent as by the client, under the session with which it began."""
-        request, _ = OutgoingBatch([Fill("v", seq)], {"v": VECTOR}).at(self._index, 2)
+        request, _ = OutgoingBatch([Operations.fill("v", seq)], {"v": VECTOR}).at(self._index, 2)
         request.caller.CopyFrom(self.caller)
         request.session, request.seq = session, seq
         with self.gate.passing(session, seq):

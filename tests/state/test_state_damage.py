@@ -20,7 +20,7 @@ from psd.state.durability.storage import Storage
 from psd.state.shard import Shard
 from psd.v1 import vectors_pb2
 from psd_core.vector import VectorSpec
-from psd_core.vector_operations import Fill
+from psd_core.vector_operations import Operations
 
 SMALL = Limits(workers_max=1, table_bytes_max=1 << 19, push_ids_max=16)
 SAMPLES = 24
@@ -43,7 +43,7 @@ def ended(tmp_path):
     request = vectors_pb2.VectorChange(caller=seat.caller, session=seat.session, seq=1)
     request.vector.CopyFrom(spec_message(VectorSpec("x", 5000)))
     driver.shard.vectors.create(request)
-    driver.core.storage.vectors.run([Fill("x", 3.0)])
+    driver.core.storage.vectors.run([Operations.fill("x", 3.0)])
     used = [at for start, count in driver.core.storage.arena.used_stretches() for at in range(start, start + count)]
     driver.seat = seat
     driver.shard.close(keep=True)

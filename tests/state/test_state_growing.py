@@ -15,7 +15,7 @@ from psd.state.durability import leftovers, storage
 from psd.state.life import Life
 from psd.v1 import vectors_pb2
 from psd_core.vector import VectorSpec
-from psd_core.vector_operations import Fill
+from psd_core.vector_operations import Operations
 
 VECTORS_ALONE = JobSpec(1, (), (), Consistency.parse("async"))
 TRAINS = tables_spec(1, tables=1, blocks=2)
@@ -33,7 +33,7 @@ def driver_of(tmp_path):
         request = vectors_pb2.VectorChange(caller=seat.caller, session=seat.session, seq=1)
         request.vector.CopyFrom(spec_message(VectorSpec("x", 10)))
         driver.shard.vectors.create(request)
-        driver.core.storage.vectors.run([Fill("x", 3.0)])
+        driver.core.storage.vectors.run([Operations.fill("x", 3.0)])
         driver.layout = Layout(TRAINS, 1)
         return driver, seat
 

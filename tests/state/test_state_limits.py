@@ -16,7 +16,7 @@ from psd.contract.vector_batches import OutgoingBatch
 from psd.contract.vectors import spec_message
 from psd.v1 import control_pb2, vectors_pb2
 from psd_core.vector import VectorSpec
-from psd_core.vector_operations import AddAt
+from psd_core.vector_operations import VectorOperation
 
 VECTOR = VectorSpec("counts", 10, "int64")
 
@@ -41,7 +41,7 @@ class VectorWorkers:
 
     def add(self, rank, seq, session=0):
         """A batch that adds 1 to the rank's element."""
-        operation = AddAt("counts", np.array([rank]), np.array([1]))
+        operation = VectorOperation("add_at", "counts", places=np.array([rank]), values=np.array([1]))
         request, pieces = OutgoingBatch([operation], {"counts": VECTOR}).at(0, 1)
         request.caller.CopyFrom(self.seats[rank].caller)
         request.session, request.seq = session or self.seats[rank].session, seq

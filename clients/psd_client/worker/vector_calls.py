@@ -7,12 +7,11 @@ completed. So all shards run the same batches of a worker, in its order. Must no
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +22,7 @@ from psd.contract.errors import InvalidRequest, OutOfSpace, RolledBack, RuleFail
 from psd.contract.jobspec import JobSpec
 from psd.contract.layout import Layout
 from psd.contract.vector_batches import OutgoingBatch, payload_bytes
-from psd.contract.vectors import ListedFunction, Operation, check_same, check_spec, spec_message, spec_of
+from psd.contract.vectors import check_same, check_spec, spec_message, spec_of
 from psd.v1 import vectors_pb2
 from psd_client.lanes.flat import FlatBuffers
 from psd_client.lanes.shards import THROUGHPUT_MIN, Shards
@@ -33,6 +32,7 @@ from psd_client.worker.vector_fetches import Fetches
 from psd_core.reductions import Answer as Found
 from psd_core.reductions import unpack_answers
 from psd_core.vector import VectorSpec
+from psd_core.vector_operations import VectorOperation
 
 _REFUSALS = (InvalidRequest, OutOfSpace, RuleFailed, SpecMismatch, RolledBack)
 """Errors after which a batch is not completed: shards have refused it, or the job has gone back to before it."""
@@ -50,7 +50,7 @@ class _Sent:
         session: under which it was sent first. seq: its number.
     """
 
-    operations: list[Operation]
+    operations: list[VectorOperation]
     vectors: Mapping[str, VectorSpec]
     session: int
     seq: int
@@ -135,7 +135,7 @@ class VectorCalls:
 
     # -- batches ---------------------------------------------------------------------------------------------------------
 
-    def run(self, operations: list[Operation], vectors: Mapping[str, VectorSpec]) -> list[Found]:
+    def run(self, operations: list[VectorOperation], vectors: Mapping[str, VectorSpec]) -> list[Found]:
         """Have all shards run a batch on these vectors; what its reductions have found in all shards together, in order."""
         with self._operation("batch on vectors"):
             self._check_functions(operations)
@@ -162,10 +162,10 @@ class VectorCalls:
         assert found is not None
         return found
 
-    def _check_functions(self, operations: Sequence[Operation]) -> None:
+    def _check_functions(self, operations: Sequence[VectorOperation]) -> None:
         """Refuse a user's function that some shard does not allow, before any shard runs the batch."""
         for operation in operations:
-            if isinstance(operation, ListedFunction):
+            if operation.name == "custom":
                 if self._functions is None:
                     self._listed()
                 for shard, listed in enumerate(self._functions or []):
@@ -176,7 +176,7 @@ class VectorCalls:
                         )
 
     def _named(
-        self, operations: list[Operation], vectors: Mapping[str, VectorSpec], change: tuple[str, VectorSpec] | None = None
+        self, operations: list[VectorOperation], vectors: Mapping[str, VectorSpec], change: tuple[str, VectorSpec] | None = None
     ) -> _Sent:
         """A batch with the next name, or the name of the one that has failed, if it is that one again."""
         made = _Sent(operations, vectors, self._session.number, self._seq + 1, change)
@@ -195,7 +195,7 @@ class VectorCalls:
         """Have all shards run a batch, however often it has to be sent."""
         try:
             outgoing = OutgoingBatch(sent.operations, sent.vectors)
-            nbytes = sum(getattr(operation, "values", np.empty(0)).nbytes for operation in sent.operations)
+            nbytes = sum(operation.values.nbytes for operation in sent.operations if operation.values is not None)
             timeout_s = self._config.wait_timeout_s + nbytes / THROUGHPUT_MIN
             answers: list[vectors_pb2.VectorAnswer] = []
             for attempt in self._session.attempts():
@@ -245,19 +245,17 @@ def _merged(parts: Sequence[bytes]) -> list[Found]:
     return found
 
 
-def _are_same(one: NamedTuple, other: NamedTuple) -> bool:
+def _are_same(one: VectorOperation, other: VectorOperation) -> bool:
     """True if both say the same; NaN is NaN."""
-    if type(one) is not type(other):
-        return False
     for mine, its in zip(one, other, strict=True):
-        if isinstance(mine, np.ndarray):
+        if isinstance(mine, np.ndarray) and isinstance(its, np.ndarray):
             if mine.shape != its.shape or mine.tobytes() != its.tobytes():
                 return False
-        elif mine != its and not (isinstance(mine, float) and math.isnan(mine) and math.isnan(its)):
+        elif repr(mine) != repr(its):
             return False
     return True
 
 
-def _copied(operation: Any) -> Any:
+def _copied(operation: VectorOperation) -> VectorOperation:
     arrays = {name: value.copy() for name, value in operation._asdict().items() if isinstance(value, np.ndarray)}
     return operation._replace(**arrays)

@@ -58,7 +58,7 @@ from psd.v1 import control_pb2
 from psd_core import first_nonfinite
 from psd_core.arena import ArenaFull
 from psd_core.vector import Piece
-from psd_core.vector_operations import Put
+from psd_core.vector_operations import VectorOperation
 
 logger = logging.getLogger(__name__)
 
@@ -352,7 +352,7 @@ class Restoration:
             for spec in manifest.vectors:
                 storage.vectors.create_vector(spec)
             for piece in self._vectors(manifest):
-                storage.vectors.run([Put(piece.spec.name, piece.start, piece.values)])
+                storage.vectors.run([VectorOperation("put", piece.spec.name, start=piece.start, values=piece.values)])
         except ArenaFull as error:
             raise OutOfSpace(f"{storage.directory} has no room for vectors: {error.strerror}") from error
 

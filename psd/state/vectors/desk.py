@@ -7,7 +7,7 @@ next session, is answered and not run again. Must not know messages' carriers, f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from psd.contract.custom_rules import describe
 from psd.contract.errors import CheckpointFailed, InvalidRequest, OutOfSpace, RuleFailed, UnknownVector
-from psd.contract.vector_batches import IncomingBatch, check_places
+from psd.contract.vector_batches import IncomingBatch
 from psd.contract.vectors import FETCH_BYTES_MAX, VECTORS_OF_BATCH_MAX, check_same, spec_of
 from psd.state import locks
 from psd.state.core import ShardCore, check_begun_as
@@ -26,7 +26,7 @@ from psd.v1 import job_pb2, vectors_pb2
 from psd_core import vector as store
 from psd_core.arena import ArenaClosed, ArenaFull
 from psd_core.vector import BatchName, Piece, VectorSnapshot, VectorSpec, VectorStore
-from psd_core.vector_operations import extent
+from psd_core.vector_operations import VectorOperation, extent
 
 
 class VectorCounts(NamedTuple):
@@ -159,7 +159,6 @@ class VectorDesk:
                 if len(asked) % 8:
                     raise InvalidRequest(f"indices: have {len(asked)} bytes, which are no int64 numbers")
                 places = np.frombuffer(asked, np.int64)
-                check_places(places, spec.size // columns, spec.name)
                 _check_answer(spec, places.size * columns, columns)
                 found = vectors.read_rows(spec.name, places) if request.rows else vectors.read_at(spec.name, places)
             else:
@@ -316,11 +315,11 @@ class VectorDesk:
             raise self._core.gone_back() from None
 
 
-def _named_errors(operation: Any) -> Any:
+def _named_errors(operation: VectorOperation) -> VectorOperation:
     """The operation, with a user's function whose errors say whose they are."""
-    if not hasattr(operation, "function") or isinstance(operation.function, str):
+    function = operation.function
+    if isinstance(function, str):
         return operation
-    function: Callable[..., Any] = operation.function
 
     def apply(*pieces: NDArray[Any]) -> Any:
         try:
