@@ -122,7 +122,8 @@ def measure_skew(args: Namespace, transport: str) -> list[int]:
         contender = contenders.join(stack, "skew", transport, 1, shards, shape, "sync")
 
         def moved() -> list[int]:
-            return [status.bytes_received + status.bytes_sent for status in (shard.status() for shard in shards)]
+            found = [shard.status().numbers for shard in shards]
+            return [int(numbers["received_bytes"] + numbers["sent_bytes"]) for numbers in found]
 
         before = moved()  # the rows of all ids, which are made first, are no measure
         contender.take_turn(0, args.steps)

@@ -77,14 +77,17 @@ def wrong_counters(shards: list[Shard]) -> list[str]:
     wrong = []
     for index, shard in enumerate(shards):
         for table in shard.status().tables:
-            gone = table.evicted + table.expired + table.removed
+            found = {name: int(number) for name, number in table.numbers.items()}
+            gone = found["evicted"] + found["expired"] + found["removed"]
             if table.name == "passing":
                 report.progress(
-                    f"shard {index}: {table.rows} rows, {table.bytes / 1e6:.1f} MB; created {table.created}, evicted "
-                    f"{table.evicted}, expired {table.expired}, not admitted {table.unadmitted}"
+                    f"shard {index}: {found['rows']} rows, {found['bytes'] / 1e6:.1f} MB; created {found['created']}, evicted "
+                    f"{found['evicted']}, expired {found['expired']}, not admitted {found['unadmitted']}"
                 )
-            if table.rows != table.created - gone:
-                wrong.append(f"shard {index}, table {table.name}: {table.created} created, {gone} gone, {table.rows} rows")
+            if found["rows"] != found["created"] - gone:
+                wrong.append(
+                    f"shard {index}, table {table.name}: {found['created']} created, {gone} gone, {found['rows']} rows"
+                )
     return wrong
 
 

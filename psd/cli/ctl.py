@@ -1,7 +1,7 @@
 """psdctl: looks at a job from outside, and steers it. Here are `status` and `checkpoint`; each other command has a module.
 
 A subcommand is a function that adds its parser and sets `run`, a function from the parsed flags to the exit status; so later
-ones slot in beside. What the shards' answers mean together, and how they look, is psd/cli/report.py's.
+ones slot in beside. What the shards' answers mean together is psd/watch's, how status shows it psd/cli/report.py's.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from psd.cli import (
 from psd.cli.arguments import EXIT_FAILURE, EXIT_OK, Commands, Parser, add_command, seconds
 from psd.cli.job_arguments import add_where, check, check_seconds
 from psd.cli.own_arguments import hide_secrets
-from psd.cli.report import as_json, as_text
+from psd.cli.report import as_text
 from psd.cli.shard_calls import CallFailed, call_shard
 from psd.cli.terminal import NO_ROOM, discard, prepare_streams, show
 from psd.contract.printable import printable
@@ -38,6 +38,8 @@ from psd.contract.waits import explained
 from psd.v1 import control_pb2
 from psd.watch.asking import Asker
 from psd.watch.merging import problems
+from psd.watch.sampler import Sampler
+from psd.watch.snapshot import as_json
 
 _USAGE = "psdctl COMMAND [options]"
 
@@ -83,30 +85,27 @@ _STATUS_EPILOG = """\
 examples:
   psdctl status --servers 127.0.0.1:7000,127.0.0.1:7001
   PSD_SERVERS=127.0.0.1:7000 psdctl status --watch 2
-  psdctl status --json | jq '.workers[] | select(.state == "WORKER_STATE_EXPIRED") | .rank'
+  psdctl status --json | jq '.workers[] | select(.state == "expired") | .rank'
 
-The clock of a worker is the number of steps that it has finished, by the shard that knows of most; the
-job's, in the first line, that of its slowest live worker.
+CLOCK, of a worker, is the number of steps that it has finished, by the shard that knows of most; the job's,
+in the first line, that of its slowest live worker. docs/watching.md says what each number means.
 
 Each worker is shown once. Where the shards disagree about it, the worst is shown: the state that
 needs most attention, the longest silence.
   live       renews its lease             finished   has left; nobody waits for it
   absent     has not joined yet           expired    its lease ran out; nobody waits for it
+  failed     its program ended by an error
 
 AGE, in async and ssp: how many gradients, block by block, were applied that many updates after their worker
-had read the parameters ("ages" of StatusReply: 0, 1, 2, 3 to 4, 5 to 8, and so on).
+had read the parameters ("ages": 0, 1, 2, 3 to 4, 5 to 8, and so on).
 
---json prints one object:
-  servers    the addresses that were asked
-  shards     for each, "server", "error" (null, or "code" and "message") and "status" (null, or the fields
-             of psd.v1.StatusReply by their names)
-  workers    as above: psd.v1.WorkerStatus
-  waits      psd.v1.Wait of all shards, with "shards", the indices of those where the worker waits
-  problems   what is wrong, in words; empty if all is well
-  clock      of the job, as above
-"clock" and "min_clock" inside of "shards" are what that shard knows: one without blocks hears of no steps.
-Numbers are numbers, except "incarnation" and "session": 64-bit names, which would lose digits in
-readers that use floating point, are strings.
+--json prints one object, the same as psdctl top and the dashboard:
+  shards, workers, tables   what each is, and its numbers by their names
+  waits                     of each worker that waits: kind, clock, the ranks "missing", and the same in words
+  problems                  what is wrong, in words; empty if all is well
+  clock, world_size, ...    numbers of the whole job
+A number that is not known is null; so are all rates, since they need two looks: with --watch from the second
+object on, or by psdctl top --json. "incarnation" and "session" are 64-bit names, in hexadecimal.
 
 exit status:
   0     all shards answered, and belong to one job
@@ -139,32 +138,34 @@ exit status:
 def _run_status(args: argparse.Namespace) -> int:
     check(args)
     check_seconds(args.parser, "watch", args.watch)
-    if args.watch is None:
-        return _show_status(args)
-    status = EXIT_OK
-    try:
-        while True:
-            status = _show_status(args)
-            time.sleep(args.watch)
-    except KeyboardInterrupt:  # how a watch ends
-        return status
-
-
-def _show_status(args: argparse.Namespace) -> int:
     with Asker(args.servers, args.credentials) as asker:
+        sampler = Sampler(asker, answer_s=args.timeout, has_curves=False)
+        status = EXIT_OK
+        try:
+            while True:
+                status = _show_status(args, asker, sampler)
+                if args.watch is None:
+                    return status
+                time.sleep(args.watch)
+        except KeyboardInterrupt:
+            if args.watch is None:
+                raise
+            return status  # how a watch ends
 
-        def explain(waited_s: float) -> None:
-            show(f"psdctl: {waited_s:g} s: no answer yet from {', '.join(asker.silent())}", is_error=True)
 
-        with explained(explain):
-            answers = asker.ask(args.timeout)
+def _show_status(args: argparse.Namespace, asker: Asker, sampler: Sampler) -> int:
+    def explain(waited_s: float) -> None:
+        show(f"psdctl: {waited_s:g} s: no answer yet from {', '.join(asker.silent())}", is_error=True)
+
+    with explained(explain):
+        now = sampler.look()
     if args.json:
-        print(json.dumps(as_json(answers)), flush=True)
+        print(json.dumps(as_json(now)), flush=True)
     else:
         if args.watch is not None and sys.stdout.isatty():
             print("\x1b[H\x1b[2J", end="")
-        show(as_text(answers))
-    return EXIT_FAILURE if problems(answers) else EXIT_OK
+        show(as_text(now))
+    return EXIT_FAILURE if problems(sampler.answers) else EXIT_OK
 
 
 def _run_checkpoint(args: argparse.Namespace) -> int:

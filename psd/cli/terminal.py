@@ -14,9 +14,7 @@ import time
 from collections.abc import Callable
 from typing import TextIO
 
-from google.protobuf.message import Message
-
-from psd.contract.printable import printable, printable_lines
+from psd.contract.printable import printable_lines
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Errors of a file that cannot grow at present. No reader has gone, who would not want anything any more."""
@@ -100,18 +98,3 @@ def show(text: str, *, is_error: bool = False) -> None:
     """Print lines, on standard output or standard error; that the latter cannot be written to, nobody could be told."""
     with contextlib.suppress(OSError) if is_error else contextlib.nullcontext():
         print(printable_lines(text), file=sys.stderr if is_error else sys.stdout, flush=True)
-
-
-def make_printable(message: Message) -> None:
-    """Make every text in a peer's message printable, and so one line each."""
-    for field, value in message.ListFields():
-        is_text = field.type == field.TYPE_STRING
-        if isinstance(value, str):
-            setattr(message, field.name, printable(value))
-        elif isinstance(value, Message):
-            make_printable(value)
-        elif is_text:
-            value[:] = map(printable, value)
-        elif field.message_type is not None:
-            for item in value:
-                make_printable(item)

@@ -6,17 +6,16 @@ import argparse
 import json
 import shutil
 import sys
-from dataclasses import asdict
 from typing import Any
 
 from psd.cli import arguments
 from psd.cli.arguments import EXIT_FAILURE, EXIT_OK, Commands, seconds
 from psd.cli.job_arguments import add_where, check
 from psd.cli.terminal import show
-from psd.contract.scalars import as_json
+from psd.contract import scalars
 from psd.watch.asking import Asker
 from psd.watch.sampler import Sampler
-from psd.watch.snapshot import CurvePoint
+from psd.watch.snapshot import CurvePoint, as_json
 from psd.watch.top.columns import SORTS
 from psd.watch.top.lines import as_text
 
@@ -27,12 +26,12 @@ and what has happened. ? explains keys and columns. The job hardly notices: it i
 _EPILOG = """\
 examples:
   psdctl top --servers 127.0.0.1:7000,127.0.0.1:7001
-  psdctl top --sort waited-for
+  psdctl top --sort awaited
   psdctl top --once > picture.txt
 
 Where the output is no terminal, one picture is printed as plain text, measured over a second, as with --once.
---json prints it as one object: the fields of psd.watch.snapshot.JobSnapshot; "curves", by the name of each
-scalar that workers have logged its last point; "events", the oldest first.
+--json prints it as one object: that of psdctl status, and "curves", by the name of each scalar that workers
+have logged its last point; "events", the oldest first.
 
 Events are what has happened since the first look, and of before: who is gone, shards that were started
 again, the last checkpoint.
@@ -74,16 +73,15 @@ def _run(args: argparse.Namespace) -> int:
     return EXIT_OK
 
 
-def _plain(point: CurvePoint) -> dict[str, Any]:
-    return {**asdict(point), **as_json({"value": point.value})}
+def _last(point: CurvePoint) -> dict[str, Any]:
+    return {**as_json(point), **scalars.as_json({"value": point.value})}
 
 
 def _print_once(sampler: Sampler, args: argparse.Namespace) -> int:
     now = sampler.measure()
     if args.json:
-        curves = {name: _plain(points[-1]) for name, points in sampler.history.curves.items()}
-        events = [asdict(event) for event in sampler.history.events]
-        print(json.dumps({**asdict(now), "curves": curves, "events": events}), flush=True)
+        curves = {name: _last(points[-1]) for name, points in sampler.history.curves.items()}
+        print(json.dumps({**as_json(now), "curves": curves, "events": as_json([*sampler.history.events])}), flush=True)
     else:
         show(as_text(now, sampler.history, args.sort, shutil.get_terminal_size((100, 24)).columns))
     return EXIT_FAILURE if now.problems else EXIT_OK

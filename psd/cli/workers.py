@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-from dataclasses import asdict
 
 from psd.cli import arguments
 from psd.cli.arguments import EXIT_FAILURE, EXIT_OK, Commands
@@ -13,20 +12,20 @@ from psd.cli.job_arguments import add_where, check
 from psd.cli.terminal import show
 from psd.watch.asking import Asker
 from psd.watch.sampler import Sampler
+from psd.watch.snapshot import as_json
 from psd.watch.top.columns import SORTS, WORKER_COLUMNS, grid, sorted_workers
 
 _DESCRIPTION = """\
-List the workers of a job: where each is, how far, how fast, how far behind the foremost one (AGE, in steps),
-and what part of the time others wait for it; below it who waits for whom. Takes a second, to measure."""
+List the workers of a job: how far each is (CLOCK, its steps), how fast, how many steps behind the foremost one,
+what part of the time others have AWAITED it, where it is; below it who waits for whom. Takes a second, to measure."""
 
 _EPILOG = """\
 examples:
   psdctl workers --servers 127.0.0.1:7000,127.0.0.1:7001
-  psdctl workers --sort waited-for
+  psdctl workers --sort awaited
   psdctl workers --json | jq '.workers[] | select(.state != "live") | .rank'
 
---json prints one object: "workers", the fields of psd.watch.snapshot.WorkerSnapshot for each, "waits" and
-"problems", in words.
+--json prints one object: "workers", "waits" and "problems", as in psdctl status.
 
 exit status:
   0     all shards answered, and belong to one job
@@ -51,12 +50,14 @@ def _run(args: argparse.Namespace) -> int:
         now = Sampler(asker, answer_s=args.timeout).measure()
     workers = sorted_workers(now.workers, args.sort)
     if args.json:
-        found = {"workers": [asdict(worker) for worker in workers], "waits": now.waits, "problems": now.problems}
+        found = {
+            name: as_json(value) for name, value in (("workers", workers), ("waits", now.waits), ("problems", now.problems))
+        }
         print(json.dumps(found), flush=True)
     else:
         width = shutil.get_terminal_size((200, 24)).columns
         is_seen = any(shard.state != "no answer" for shard in now.shards)
         nobody = "no worker has joined yet" if is_seen else "no shard answered"
         lines = grid(WORKER_COLUMNS, workers, width).lines() if workers else [nobody]
-        show("\n".join([*lines, *now.waits, *(f"problem: {problem}" for problem in now.problems)]))
+        show("\n".join([*lines, *now.waiting, *(f"problem: {problem}" for problem in now.problems)]))
     return EXIT_FAILURE if now.problems else EXIT_OK

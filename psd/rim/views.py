@@ -1,18 +1,22 @@
-"""The shard's view of itself: the messages of Status and Heartbeat, built from its state."""
+"""The shard's view of itself: its numbers (psd/contract/facts.py says which), and the messages of Status and Heartbeat."""
 
 from __future__ import annotations
 
 import resource
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import psd
+from psd.contract import facts
 from psd.contract.printable import printable
 from psd.contract.roster import Absence
 from psd.rim.checkpointer import CheckpointProgress
 from psd.state.counts import DATA_CALLS, GRPC_CALLS, Counters, total
 from psd.state.shard import Shard
+from psd.state.status import ShardStatus
+from psd.state.tables.block import TableCounts
 from psd.state.tickets import Ticket
 from psd.state.workers.membership import Worker
 from psd.v1 import control_pb2
@@ -22,32 +26,89 @@ MISSING_MAX = 64
 
 _CALLS = (*DATA_CALLS, *GRPC_CALLS)
 
-COUNTERS = (
-    "pushes_accepted",
-    "pushes_duplicate",
-    "pushes_late",
-    "requests_refused",
-    "pulls",
-    "bytes_received",
-    "bytes_sent",
-)
-"""Counters of psd/state/counts.py that StatusReply has."""
+
+@dataclass(frozen=True)
+class Process:
+    """Use that this process makes of the machine."""
+
+    cpu_s: float
+    memory_bytes: int
+
+
+@dataclass(frozen=True)
+class StoredPart:
+    """The last part of a checkpoint that was stored."""
+
+    age_s: float
+    timestamp_s: float
+    bytes: int
+    took_s: float
+
+
+@dataclass(frozen=True)
+class KnownWorker:
+    """A worker's numbers. `last_seen_s`: ago; -1: never."""
+
+    clock: int
+    last_seen_s: float
+    awaited_s: float
+
+
+def shard_numbers(shard: Shard, now: ShardStatus, progress: CheckpointProgress | None) -> dict[str, float]:
+    """The shard's numbers, by their names in the catalogue; without those that it does not have."""
+    job, last = now.job, None
+    if progress is not None and progress.last:
+        age_s = shard.age_s(progress.last_at)
+        last = StoredPart(age_s, progress.last_wall, progress.last_bytes, progress.last_took_s)
+    return _numbers(
+        facts.SHARD,
+        {
+            "status": now,
+            "counters": now.counters,
+            "process": Process(time.process_time(), resident_bytes()),
+            "job": job,
+            "trained": job if job is not None and job.trained_count else None,
+            "arena": job.arena if job is not None else None,
+            "vectors": shard.vectors.status(),
+            "checkpoints": progress,
+            "checkpoint": last,
+        },
+    )
+
+
+def worker_numbers(shard: Shard, worker: Worker) -> dict[str, float]:
+    """A worker's numbers, as this shard knows it."""
+    last_seen_s = max(0.0, shard.age_s(worker.last_seen)) if worker.last_seen >= 0 else -1.0
+    return _numbers(facts.WORKER, {"worker": KnownWorker(worker.clock, last_seen_s, worker.awaited_s)})
+
+
+def table_numbers(counts: TableCounts) -> dict[str, float]:
+    """A table's numbers."""
+    return _numbers(facts.TABLE, {"table": counts})
+
+
+def _numbers(rows: Sequence[facts.Fact], holders: Mapping[str, object]) -> dict[str, float]:
+    found = {}
+    for fact in rows:
+        holder, _, attribute = fact.source.partition(".")
+        if holder and holders[holder] is not None:
+            found[fact.name] = getattr(holders[holder], attribute or fact.name)
+    return found
 
 
 def worker_status(shard: Shard, worker: Worker) -> control_pb2.WorkerStatus:
     """One worker as this shard knows it."""
-    return control_pb2.WorkerStatus(
+    reply = control_pb2.WorkerStatus(
         rank=worker.rank,
         state=worker.state.value,  # type: ignore[arg-type]
-        clock=worker.clock,
-        last_seen_s=max(0.0, shard.age_s(worker.last_seen)) if worker.last_seen >= 0 else -1.0,
         host=worker.host,
         pid=worker.pid,
         session=worker.session,
         transport=worker.transport,
         failed=worker.has_failed,
-        awaited_s=worker.awaited_s,
     )
+    facts.write(reply, worker_numbers(shard, worker))
+    return reply
 
 
 def heartbeat_reply(shard: Shard, waits: list[Ticket]) -> control_pb2.HeartbeatReply:
@@ -99,48 +160,29 @@ def shard_status(shard: Shard, address: str, progress: CheckpointProgress | None
         run_id=now.run_id,
         incarnation=now.incarnation,
         address=address,
-        uptime_s=now.uptime_s,
         version=psd.__version__,
         waits=[wait_status(shard, ticket) for ticket in now.waits],
         world_size=len(now.workers),
-        min_clock=now.min_clock,
         workers=[worker_status(shard, worker) for worker in now.workers],
-        **{name: getattr(now.counters, name) for name in COUNTERS},
-        cpu_s=time.process_time(),
-        memory_bytes=resident_bytes(),
-        restarts=now.restarts,
         calls=call_statuses(now.counters),
     )
+    facts.write(reply, shard_numbers(shard, now, progress))
     if job is not None:
-        reply.parameter_bytes = job.parameter_bytes
-        reply.slot_bytes = job.slot_bytes
-        reply.block_count = job.block_count
-        reply.tensor_count = len(job.spec.tensors)
-        reply.version_min = job.version_min
-        reply.version_max = job.version_max
-        reply.rounds = job.updates
         reply.consistency = str(job.spec.consistency)
         reply.reduction = job.spec.reduction
         reply.quorum = job.spec.quorum
         reply.aggregation = job.spec.aggregation
-        reply.timeline = now.timeline
         reply.restored_from = now.restored_from
-        reply.arena_bytes = job.arena.used_bytes
         reply.ages.extend(job.ages)
         if job.tables is not None:
-            reply.tables.extend(control_pb2.TableStatus(**counts._asdict()) for counts in job.tables.counts)
+            for counts in job.tables.counts:
+                facts.write(reply.tables.add(name=counts.name), table_numbers(counts))
         reply.state_dir = printable(str(now.directory))
-    vectors = shard.vectors.status()
-    if vectors.number:
-        reply.vectors.CopyFrom(control_pb2.VectorStatus(**vectors._asdict()))
     if now.orders is not None:
         reply.learning_rates.extend(now.orders.learning_rates)
         reply.ends_at = now.orders.ends_at
     if progress is not None:
         reply.checkpoint_dir = printable(progress.location)  # the name of a file may be no text
         reply.checkpoint_last = progress.last
-        reply.checkpoint_age_s = shard.age_s(progress.last_at) if progress.last else 0.0
-        reply.checkpoint_bytes = progress.last_bytes
-        reply.checkpoint_took_s = progress.last_took_s
         reply.checkpoint_error = printable(progress.error)
     return reply

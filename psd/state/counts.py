@@ -58,20 +58,20 @@ class LaneCounts:
     """Traffic of one lane. Thread-safe.
 
     Attributes:
-        bytes_received, bytes_sent: of payload. calls: how long those took that did not fail, by their kinds.
+        received_bytes, sent_bytes: of payload. calls: how long those took that did not fail, by their kinds.
     """
 
     def __init__(self, lane: str) -> None:
-        self.bytes_received = 0
-        self.bytes_sent = 0
+        self.received_bytes = 0
+        self.sent_bytes = 0
         self.calls = {call: Histogram() for call in (*DATA_CALLS, *(GRPC_CALLS if lane == "grpc" else ()))}
         self._lock = locks.new(locks.Level.LEAF)
 
     def count_bytes(self, *, received: int = 0, sent: int = 0) -> None:
         """Add payload bytes to the totals."""
         with self._lock:
-            self.bytes_received += received
-            self.bytes_sent += sent
+            self.received_bytes += received
+            self.sent_bytes += sent
 
     def count_call(self, call: str, seconds: float) -> None:
         """Note that a call has succeeded."""
@@ -82,7 +82,7 @@ class LaneCounts:
         """A copy of the present state."""
         found = LaneCounts("")
         with self._lock:
-            found.bytes_received, found.bytes_sent = self.bytes_received, self.bytes_sent
+            found.received_bytes, found.sent_bytes = self.received_bytes, self.sent_bytes
             found.calls = {call: histogram.copy() for call, histogram in self.calls.items()}
         return found
 
@@ -125,14 +125,14 @@ class Counters:
         return sum(count for (_, code), count in self.errors.items() if code in REFUSALS)
 
     @property
-    def bytes_received(self) -> int:
+    def received_bytes(self) -> int:
         """Bytes received over all lanes."""
-        return sum(lane.bytes_received for lane in self.lanes.values())
+        return sum(lane.received_bytes for lane in self.lanes.values())
 
     @property
-    def bytes_sent(self) -> int:
+    def sent_bytes(self) -> int:
         """Bytes sent over all lanes."""
-        return sum(lane.bytes_sent for lane in self.lanes.values())
+        return sum(lane.sent_bytes for lane in self.lanes.values())
 
 
 class RoundTimes:

@@ -367,6 +367,11 @@ class Job:
     # -- sizes ---------------------------------------------------------------------------------------------------------
 
     @property
+    def tensor_count(self) -> int:
+        """Tensors of the job, on all shards."""
+        return len(self.spec.tensors)
+
+    @property
     def parameter_bytes(self) -> int:
         """Bytes of this shard's parameters."""
         return sum(b.plan.nbytes for b in self.blocks.values())

@@ -46,10 +46,12 @@ def _state(now: JobSnapshot) -> tuple[str, str]:
         return "training", f"Training, step {now.clock}"
     if workers and all(worker.state in _GONE for worker in workers):
         return "stalled", "No worker is left"
-    if now.waits:
+    if now.waiting:
         return "waiting", "Waiting"
     if not any(worker.clock for worker in workers):
         return "starting", "No step is made yet"
+    if not now.has_rates:
+        return "looking", f"At step {now.clock}"
     return "stalled", f"No step for some time, at step {now.clock}"
 
 
@@ -75,8 +77,8 @@ def _limit(now: JobSnapshot) -> str:
         if worst.awaited_share > SLOW_SHARE:
             return f"Others wait for worker {worst.rank} {worst.awaited_share:.0%} of the time"
         return f"{_noun('Worker', now.slow)} {'is' if len(now.slow) == 1 else 'are'} slower than the others"
-    if now.state == "waiting" and now.waits:
-        return now.waits[0][0].upper() + now.waits[0][1:]
+    if now.state == "waiting" and now.waiting:
+        return now.waiting[0][0].upper() + now.waiting[0][1:]
     busiest = max(now.shards, key=lambda shard: shard.in_calls_share)
     if busiest.in_calls_share > CALLS_SHARE:
         return f"Workers spend {busiest.in_calls_share:.0%} of their time in calls, most of it at shard {busiest.index}"

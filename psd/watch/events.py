@@ -21,20 +21,21 @@ def events_between(before: JobSnapshot | None, now: JobSnapshot) -> list[Event]:
 
 
 def _traces(now: JobSnapshot) -> Iterator[Event]:
+    first = now.shards[0]
     for shard in now.shards:
         if shard.state == "no answer":
             yield Event(now.at, "lost", "error", _lost(shard), now.clock)
         elif shard.restarts:
             yield Event(now.at - shard.uptime_s, "restart", "warning", f"shard {shard.index} has restarted", now.clock)
-        if shard.checkpoint and shard.checkpoint.error:
+        if shard.checkpoint_error:
             yield Event(now.at, "checkpoint", "error", _not_stored(shard), now.clock)
     for worker in now.workers:
         if worker.state in ("expired", "failed"):
             at = now.at - max(0.0, worker.last_seen_s)
             yield Event(at, "lost", "error", _gone(worker), worker.clock)
-    if now.checkpoint and now.checkpoint.name:
-        text = f"checkpoint {now.checkpoint.name}"
-        yield Event(now.at - now.checkpoint.age_s, "checkpoint", "info", text, _step_of(text, now))
+    if first.checkpoint_last:
+        text = f"checkpoint {first.checkpoint_last}"
+        yield Event(now.at - first.checkpoint_age_s, "checkpoint", "info", text, _step_of(text, now))
 
 
 def _events(before: JobSnapshot, now: JobSnapshot) -> Iterator[tuple[str, str, str]]:
@@ -87,12 +88,11 @@ def _of_worker(old: WorkerSnapshot | None, new: WorkerSnapshot) -> Iterator[tupl
 
 
 def _of_checkpoints(before: JobSnapshot, now: JobSnapshot) -> Iterator[tuple[str, str, str]]:
-    name = now.checkpoint.name if now.checkpoint else ""
-    if name and name != (before.checkpoint.name if before.checkpoint else ""):
+    name = now.shards[0].checkpoint_last
+    if name and name != before.shards[0].checkpoint_last:
         yield "checkpoint", "info", f"checkpoint {name}"
     for old, new in zip(before.shards, now.shards, strict=True):
-        error = new.checkpoint.error if new.checkpoint else ""
-        if error and error != (old.checkpoint.error if old.checkpoint else ""):
+        if new.checkpoint_error and new.checkpoint_error != old.checkpoint_error:
             yield "checkpoint", "error", _not_stored(new)
 
 
@@ -112,4 +112,4 @@ def _gone(worker: WorkerSnapshot) -> str:
 
 
 def _not_stored(shard: ShardSnapshot) -> str:
-    return f"shard {shard.index}: checkpoint: {shard.checkpoint.error if shard.checkpoint else ''}"
+    return f"shard {shard.index}: checkpoint: {shard.checkpoint_error}"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from dataclasses import dataclass, fields
+from typing import Any, Protocol, TypeVar
 
 from psd.watch.snapshot import CurvePoint, Event, JobSnapshot
 
@@ -63,22 +63,21 @@ class Moment:
     """The numbers of one look that are drawn over time.
 
     Attributes:
-        awaited: for each worker the share of time that others waited for it. behind, rates: for each worker, likewise.
-        cpu, memory, rounds, latency: for each shard; latency is that of its slowest kind of call.
+        worker_...: for each worker. shard_...: for each shard. The words after them are names of the catalogue.
     """
 
     at: float
-    clock: int
+    clock: float
     steps_per_s: float
-    received_per_s: float
-    sent_per_s: float
-    awaited: tuple[float, ...]
-    behind: tuple[int, ...]
-    rates: tuple[float, ...]
-    cpu: tuple[float, ...]
-    memory: tuple[int, ...]
-    rounds: tuple[float, ...]
-    latency: tuple[float, ...]
+    received_bytes_per_s: float
+    sent_bytes_per_s: float
+    worker_awaited_share: tuple[float, ...]
+    worker_behind: tuple[float, ...]
+    worker_steps_per_s: tuple[float, ...]
+    shard_cpu_share: tuple[float, ...]
+    shard_memory_bytes: tuple[float, ...]
+    shard_updates_per_s: tuple[float, ...]
+    shard_latency_s: tuple[float, ...]
 
     @property
     def rank(self) -> int:
@@ -93,20 +92,12 @@ class Moment:
 
 def moment_of(snapshot: JobSnapshot) -> Moment:
     """The numbers of a look that are kept."""
-    return Moment(
-        at=snapshot.at,
-        clock=snapshot.clock,
-        steps_per_s=snapshot.steps_per_s,
-        received_per_s=snapshot.received_per_s,
-        sent_per_s=snapshot.sent_per_s,
-        awaited=tuple(worker.awaited_share for worker in snapshot.workers),
-        behind=tuple(worker.behind for worker in snapshot.workers),
-        rates=tuple(worker.steps_per_s for worker in snapshot.workers),
-        cpu=tuple(shard.cpu_share for shard in snapshot.shards),
-        memory=tuple(shard.memory_bytes for shard in snapshot.shards),
-        rounds=tuple(shard.rounds_per_s for shard in snapshot.shards),
-        latency=tuple(shard.latency_s for shard in snapshot.shards),
-    )
+    found: dict[str, Any] = {}
+    for name in (field.name for field in fields(Moment)):
+        of, _, number = name.partition("_")
+        many = {"worker": snapshot.workers, "shard": snapshot.shards}.get(of)
+        found[name] = getattr(snapshot, name) if many is None else tuple(getattr(each, number) for each in many)
+    return Moment(**found)
 
 
 class History:

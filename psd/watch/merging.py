@@ -83,7 +83,8 @@ def merged_workers(replies: Iterable[pb.StatusReply]) -> list[pb.WorkerStatus]:
             other.last_seen_s = -1.0 if never else max(other.last_seen_s, worker.last_seen_s)
             other.host, other.pid = other.host or worker.host, other.pid or worker.pid
             other.session = max(other.session, worker.session)
-            other.awaited_s = max(other.awaited_s, worker.awaited_s)
+            for name, value in worker.numbers.items():
+                other.numbers[name] = max(other.numbers[name], value)
             other.failed = other.failed or worker.failed
             other.transport = ", ".join(dict.fromkeys(filter(None, (*other.transport.split(", "), worker.transport))))
     return [merged[rank] for rank in sorted(merged)]

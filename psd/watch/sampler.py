@@ -9,28 +9,31 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
+from psd.contract import facts
 from psd.contract.orders import orders_text
 from psd.contract.printable import printable
 from psd.v1 import control_pb2 as pb
 from psd.watch.diagnosis import diagnosed
 from psd.watch.events import events_between
 from psd.watch.history import History
-from psd.watch.merging import Answer, job_clock, merged_waits, merged_workers, problems, reason
+from psd.watch.merging import Answer, MergedWait, job_clock, merged_waits, merged_workers, problems, reason
 from psd.watch.rates import Rates
 from psd.watch.snapshot import (
     WAIT_S,
     CallTimes,
-    CheckpointSnapshot,
     CurvePoint,
     Event,
     JobSnapshot,
+    Numbers,
+    OrderedRate,
     ShardSnapshot,
     TableTotals,
+    WaitSnapshot,
     WorkerSnapshot,
 )
-from psd.watch.words import shard_state, wait_text, waits_text, worker_state
+from psd.watch.words import shard_state, wait_kind, wait_text, waits_text, worker_state
 
 MEASURED_S = 1.0
 """Seconds between the two looks of a picture that is shown once: rates need two."""
@@ -65,6 +68,7 @@ class Sampler:
     Args:
         asker: asks the shards.
         clock: monotonic seconds. wall: seconds since 1970. answer_s: how long a look waits for a shard.
+        has_curves: ask for what workers log, too.
 
     Attributes:
         history: of all looks so far. now: the last look; None before the first.
@@ -78,6 +82,8 @@ class Sampler:
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
         answer_s: float = ANSWER_S,
+        *,
+        has_curves: bool = True,
     ) -> None:
         self.history = History()
         self.now: JobSnapshot | None = None
@@ -86,6 +92,7 @@ class Sampler:
         self.has_gone_back = False
         self._asker = asker
         self._answer_s = answer_s
+        self._has_curves = has_curves
         self._clock = clock
         self._wall = wall
         self._rates = Rates(RATE_S)
@@ -101,7 +108,7 @@ class Sampler:
         self.history.add(now if before is not None else None, self._events)
         if before is not None and _has_gone_back(before, now):
             self.history.go_back()
-        self.points = self._new_points() if self.answers[0].reply is not None else []
+        self.points = self._new_points() if self._has_curves and self.answers[0].reply is not None else []
         self.has_gone_back = sum(self.history.add_point(name, point) for name, point in self.points) > 0  # all are added
         self.now = now
         return now
@@ -123,15 +130,19 @@ class Sampler:
         found = tuple(map(printable, problems(answers)))
         if not replies and self.now is not None:
             found = () if self.now.state == "finished" else found
-            return diagnosed(replace(self.now, at=self._wall(), shards=shards, waits=(), problems=found, steps_per_s=0.0))
+            numbers = _without_rates(self.now)
+            now = replace(self.now, at=self._wall(), shards=shards, waits=(), waiting=(), problems=found, numbers=numbers)
+            return diagnosed(now)
         job = next((reply for reply in replies if reply.consistency), pb.StatusReply())
         merged = merged_workers(replies)
-        waits = [each.wait for each in merged_waits(replies)]
+        waits = merged_waits(replies)
         clock = job_clock(merged)
         foremost = max((worker.clock for worker in merged), default=0)
-        workers = tuple(self._worker(worker, waits, foremost) for worker in merged)
+        workers = tuple(self._worker(worker, [each.wait for each in waits], foremost) for worker in merged)
+        sums = ("parameter_bytes", "slot_bytes", "received_bytes_per_s", "sent_bytes_per_s")
         now = JobSnapshot(
             at=self._wall(),
+            has_rates=self.now is not None,
             run_id=printable(next((reply.run_id for reply in replies if reply.run_id), "")),
             state="",
             headline="",
@@ -140,23 +151,24 @@ class Sampler:
             consistency=printable(job.consistency),
             reduction=printable(job.reduction),
             aggregation=printable(job.aggregation),
-            world_size=job.world_size or max((reply.world_size for reply in replies), default=0),
-            quorum=job.quorum,
-            timeline=max((reply.timeline for reply in replies), default=0),
             restored_from=printable(job.restored_from),
-            clock=clock,
-            steps_per_s=self._rates.of("clock", self._clock(), clock),
-            worker_steps_per_s=sum(worker.steps_per_s for worker in workers),
-            parameter_bytes=sum(shard.parameter_bytes for shard in shards),
-            slot_bytes=sum(shard.slot_bytes for shard in shards),
-            received_per_s=sum(shard.received_per_s for shard in shards),
-            sent_per_s=sum(shard.sent_per_s for shard in shards),
+            numbers={
+                "clock": clock,
+                "steps_per_s": self._rates.of("clock", self._clock(), clock),
+                "worker_steps_per_s": sum(worker.steps_per_s for worker in workers),
+                "world_size": job.world_size or max((reply.world_size for reply in replies), default=0),
+                "quorum": job.quorum,
+                "timeline": max((reply.timeline for reply in replies), default=0),
+                **{name: sum(getattr(shard, name) for shard in shards) for name in sums},
+            },
             shards=shards,
             workers=workers,
             tables=_tables(replies),
-            waits=tuple(map(printable, waits_text([wait for wait in waits if wait.waited_s >= WAIT_S]))),
+            waits=tuple(map(_wait, waits)),
+            waiting=tuple(map(printable, waits_text([each.wait for each in waits if each.wait.waited_s >= WAIT_S]))),
             orders=self._orders(answers[0].reply, clock),
-            checkpoint=shards[0].checkpoint,
+            learning_rates=tuple(OrderedRate(rate.clock, rate.scale) for reply in replies[:1] for rate in reply.learning_rates),
+            ends_at=max((reply.ends_at for reply in replies), default=0),
             problems=found,
         )
         return diagnosed(now)
@@ -165,19 +177,9 @@ class Sampler:
         reply, before = answer.reply, self.now.shards[index] if self.now is not None else None
         if reply is None:
             self._rates.forget("shard", index)
-            known = before or ShardSnapshot(index, answer.server, "no answer")
-            return replace(
-                known,
-                state="no answer",
-                detail="",
-                error=printable(reason(answer)),
-                cpu_share=0.0,
-                rounds_per_s=0.0,
-                received_per_s=0.0,
-                sent_per_s=0.0,
-                in_calls_share=0.0,
-                calls=(),
-            )
+            known = before or ShardSnapshot(index, printable(answer.server), "no answer", {})
+            error = printable(reason(answer))
+            return replace(known, state="no answer", detail="", error=error, numbers=_without_rates(known), calls=())
         incarnation = f"{reply.incarnation:016x}"
         if before is not None and before.incarnation != incarnation:
             self._rates.forget("shard", index)
@@ -186,40 +188,25 @@ class Sampler:
         # The shards count a call when it has ended; a wait may be as long as all that is looked at.
         in_calls_s = sum(call.seconds for call in reply.calls) + sum(wait.waited_s for wait in reply.waits)
         in_calls_per_s = self._rates.of(("shard", index, "in calls"), self._clock(), in_calls_s, slack=1.0)
+        numbers = facts.read(reply, facts.SHARD)
+        numbers |= self._grown(("shard", index), facts.SHARD, numbers)
+        numbers["in_calls_share"] = min(1.0, in_calls_per_s / live) if live else 0.0
+        numbers["latency_s"] = max((call.mean_s for call in calls), default=0.0)
         state, detail = shard_state(reply)
         return ShardSnapshot(
             index=index,
             address=printable(reply.address or answer.server),
             state=state,
+            numbers=numbers,
             detail=detail,
             incarnation=incarnation,
-            restarts=reply.restarts,
-            uptime_s=reply.uptime_s,
-            tensors=reply.tensor_count,
-            blocks=reply.block_count,
-            tables=len(reply.tables),
-            parameter_bytes=reply.parameter_bytes,
-            slot_bytes=reply.slot_bytes,
-            table_bytes=sum(table.bytes for table in reply.tables),
-            memory_bytes=reply.memory_bytes,
-            cpu_s=reply.cpu_s,
-            cpu_share=self._rate(index, "cpu", reply.cpu_s),
-            rounds=reply.version_max,
-            updates=reply.rounds,
-            rounds_per_s=self._rate(index, "rounds", reply.version_max),
-            pushes_accepted=reply.pushes_accepted,
-            pushes_late=reply.pushes_late,
-            pushes_duplicate=reply.pushes_duplicate,
-            requests_refused=reply.requests_refused,
-            pulls=reply.pulls,
-            bytes_received=reply.bytes_received,
-            bytes_sent=reply.bytes_sent,
-            received_per_s=self._rate(index, "received", reply.bytes_received),
-            sent_per_s=self._rate(index, "sent", reply.bytes_sent),
-            in_calls_share=min(1.0, in_calls_per_s / live) if live else 0.0,
+            psd_version=printable(reply.version),
+            state_dir=printable(reply.state_dir),
+            checkpoint_dir=printable(reply.checkpoint_dir),
+            checkpoint_last=printable(reply.checkpoint_last),
+            checkpoint_error=printable(reply.checkpoint_error),
             calls=calls,
             ages=tuple(reply.ages),
-            checkpoint=_checkpoint(reply),
         )
 
     def _orders(self, first: pb.StatusReply | None, clock: int) -> tuple[str, ...]:
@@ -228,32 +215,38 @@ class Sampler:
             return self.now.orders if self.now is not None else ()
         return tuple(orders_text(first.learning_rates, first.ends_at, clock))
 
-    def _rate(self, shard: int, name: str, value: float) -> float:
-        return self._rates.of(("shard", shard, name), self._clock(), value)
+    def _grown(self, of: tuple[Any, ...], rows: Sequence[facts.Fact], numbers: dict[str, float]) -> dict[str, float]:
+        """The rates of those numbers that have one, by the names of the rates."""
+        now = self._clock()
+        return {
+            fact.name: self._rates.of((*of, fact.name), now, numbers[fact.rate_of], 1.0 if fact.unit == "share" else 0.0)
+            for fact in rows
+            if fact.rate_of in numbers
+        }
 
     def _calls(self, shard: int, call: pb.CallStatus) -> CallTimes:
-        per_s = self._rate(shard, f"{call.call} calls", call.count)
-        seconds_per_s = self._rate(shard, f"{call.call} seconds", call.seconds)
+        of, now = ("shard", shard, call.call), self._clock()
+        per_s = self._rates.of((*of, "count"), now, call.count)
+        seconds_per_s = self._rates.of((*of, "seconds"), now, call.seconds)
         return CallTimes(printable(call.call), call.count, per_s, seconds_per_s / per_s if per_s else 0.0)
 
     def _worker(self, worker: pb.WorkerStatus, waits: Sequence[pb.Wait], foremost: int) -> WorkerSnapshot:
-        now, rank = self._clock(), worker.rank
+        rank = worker.rank
         open_s = max((w.waited_s for w in waits if w.kind in _IN_ROUNDS and _is_missing(rank, w)), default=0.0)
-        awaited_s = worker.awaited_s + open_s  # the shards count a wait when it has ended
-        share = self._rates.of(("worker", rank, "awaited"), now, awaited_s, slack=1.0)
+        numbers = facts.read(worker, facts.WORKER)
+        numbers["awaited_s"] = numbers.get("awaited_s", 0) + open_s  # the shards count a wait when it has ended
+        numbers |= self._grown(("worker", rank), facts.WORKER, numbers)
+        numbers["awaited_share"] = min(1.0, numbers["awaited_share"])
+        numbers["behind"] = foremost - worker.clock
         own = [wait for wait in waits if wait.rank == rank and wait.waited_s >= WAIT_S]
         return WorkerSnapshot(
             rank=rank,
             state="failed" if worker.failed and worker.state == pb.WORKER_STATE_EXPIRED else worker_state(worker),
             host=printable(worker.host),
             pid=worker.pid,
-            lane=printable(worker.transport),
-            clock=worker.clock,
-            steps_per_s=self._rates.of(("worker", rank, "clock"), now, worker.clock),
-            behind=foremost - worker.clock,
-            awaited_s=awaited_s,
-            awaited_share=min(1.0, share),
-            last_seen_s=worker.last_seen_s,
+            session=f"{worker.session:016x}",
+            transport=printable(worker.transport),
+            numbers=numbers,
             waits=printable(wait_text(max(own, key=lambda wait: wait.waited_s))) if own else "",
         )
 
@@ -290,22 +283,29 @@ def _is_missing(rank: int, wait: pb.Wait) -> bool:
     return any(missing.rank == rank for missing in wait.missing)
 
 
-def _checkpoint(reply: pb.StatusReply) -> CheckpointSnapshot | None:
-    if not reply.checkpoint_dir:
-        return None
-    return CheckpointSnapshot(
-        name=printable(reply.checkpoint_last),
-        age_s=reply.checkpoint_age_s,
-        bytes=reply.checkpoint_bytes,
-        took_s=reply.checkpoint_took_s,
-        error=printable(reply.checkpoint_error),
+def _without_rates(known: Numbers) -> dict[str, float]:
+    """The last numbers of what does not answer any more."""
+    return {name: 0.0 if known.catalogue[name].kind == "rate" else value for name, value in known.numbers.items()}
+
+
+def _wait(merged: MergedWait) -> WaitSnapshot:
+    wait = merged.wait
+    return WaitSnapshot(
+        rank=wait.rank,
+        kind=wait_kind(wait),
+        name=printable(wait.name),
+        clock=wait.clock,
+        waited_s=wait.waited_s,
+        missing=tuple(worker.rank for worker in wait.missing),
+        shards=merged.shards,
+        text=printable(wait_text(wait)),
     )
 
 
 def _tables(replies: Sequence[pb.StatusReply]) -> tuple[TableTotals, ...]:
-    sums: dict[str, list[int]] = {}
+    sums: dict[str, dict[str, float]] = {}
     for table in (table for reply in replies for table in reply.tables):
-        total = sums.setdefault(printable(table.name), [0, 0, 0, 0])
-        for index, value in enumerate((table.rows, table.bytes, table.reads, table.hits)):
-            total[index] += value
-    return tuple(TableTotals(name, *total) for name, total in sums.items())
+        total = sums.setdefault(printable(table.name), {})
+        for name, value in facts.read(table, facts.TABLE).items():
+            total[name] = total.get(name, 0) + value
+    return tuple(TableTotals(name, total) for name, total in sums.items())

@@ -1,12 +1,19 @@
-"""The result of one look at a job: plain values, ready to be shown. Must not know where they come from.
+"""The result of one look at a job: plain values, ready to be shown, and their JSON, for psdctl status, top and workers and the
+dashboard alike. Must not know where they come from.
 
-Totals are as the shards told them, so that they agree with psdctl status and the metrics. Rates are those of the last seconds
-(`RATE_S` in psd/watch/sampler.py); they are 0 where nothing is known yet.
+Words are attributes of the classes here, numbers those of the catalogue (psd/contract/facts.py). Totals are as the shards told
+them, so that they agree with the metrics. Rates are those of the last seconds (`RATE_S` in psd/watch/sampler.py).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, is_dataclass
+from typing import Any, ClassVar
+
+from psd.contract import facts
+from psd.contract.facts import Fact
 
 WAIT_S = 0.5
 """Waits that are shorter are part of every step, and not told one by one."""
@@ -22,106 +29,104 @@ class CallTimes:
     mean_s: float
 
 
+class Numbers:
+    """Numbers of something: each is an attribute, and a key of its JSON, by its name in the catalogue; 0 where it is not known.
+
+    Attributes:
+        numbers: those that are known, by name.
+        catalogue: the rows of all that there are, by name.
+    """
+
+    numbers: Mapping[str, float]
+    catalogue: ClassVar[Mapping[str, Fact]]
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in type(self).catalogue:
+            raise AttributeError(name)
+        return self.numbers.get(name, 0)
+
+
 @dataclass(frozen=True)
-class TableTotals:
+class TableTotals(Numbers):
     """A sparse table, over all shards that answer."""
 
+    catalogue = facts.by_name(facts.TABLE)
+
     name: str
-    rows: int
-    bytes: int
-    reads: int
-    hits: int
+    numbers: Mapping[str, float]
 
 
 @dataclass(frozen=True)
-class CheckpointSnapshot:
-    """The last checkpoint of a shard, or of the job. `error`: why the last attempt has failed; empty: it has not."""
-
-    name: str
-    age_s: float
-    bytes: int
-    took_s: float
-    error: str
-
-
-@dataclass(frozen=True)
-class ShardSnapshot:
+class ShardSnapshot(Numbers):
     """One shard.
 
     Attributes:
         state: "serving", "empty", "draining", "restoring", or "no answer"; `error` says why then, and totals are those of the
             last answer.
         detail: its place in the life cycle, if that says more.
-        rounds: updates of its foremost block. updates: over all its blocks. cpu_share: cores that it uses.
-        in_calls_share: the part of a worker's time that it spends in calls at this shard.
-        ages: numbers of gradients by age, as in psdctl status.
+        psd_version: of its program. state_dir: where its arena is.
+        checkpoint_dir: where it stores checkpoints; empty: it takes none. checkpoint_last: name of the last one; empty: none
+            yet. checkpoint_error: why the last attempt has failed; empty: it has not.
+        ages: numbers of gradients by age: 0, 1, 2, 3 to 4, 5 to 8, and so on.
     """
+
+    catalogue = facts.by_name(facts.SHARD)
 
     index: int
     address: str
     state: str
+    numbers: Mapping[str, float]
     detail: str = ""
     error: str = ""
     incarnation: str = ""
-    restarts: int = 0
-    uptime_s: float = 0.0
-    tensors: int = 0
-    blocks: int = 0
-    tables: int = 0
-    parameter_bytes: int = 0
-    slot_bytes: int = 0
-    table_bytes: int = 0
-    memory_bytes: int = 0
-    cpu_s: float = 0.0
-    cpu_share: float = 0.0
-    rounds: int = 0
-    updates: int = 0
-    rounds_per_s: float = 0.0
-    pushes_accepted: int = 0
-    pushes_late: int = 0
-    pushes_duplicate: int = 0
-    requests_refused: int = 0
-    pulls: int = 0
-    bytes_received: int = 0
-    bytes_sent: int = 0
-    received_per_s: float = 0.0
-    sent_per_s: float = 0.0
-    in_calls_share: float = 0.0
+    psd_version: str = ""
+    state_dir: str = ""
+    checkpoint_dir: str = ""
+    checkpoint_last: str = ""
+    checkpoint_error: str = ""
     calls: tuple[CallTimes, ...] = ()
     ages: tuple[int, ...] = ()
-    checkpoint: CheckpointSnapshot | None = None
-
-    @property
-    def latency_s(self) -> float:
-        """Mean seconds of its slowest kind of call; 0 if none is made."""
-        return max((call.mean_s for call in self.calls), default=0.0)
 
 
 @dataclass(frozen=True)
-class WorkerSnapshot:
+class WorkerSnapshot(Numbers):
     """One worker, as all shards together know it.
 
     Attributes:
         state: "live", "absent", "expired", "failed" or "finished".
-        behind: steps behind the foremost worker.
-        awaited_s: how long others have waited for it, at the shard where that was longest, the present wait included.
-        awaited_share: the same as a part of the last seconds.
-        last_seen_s: seconds ago; negative: never.
+        transport: how its data travel, to all shards; with the reason if it is not the best.
         waits: what it waits for, in words; empty: for nothing.
     """
+
+    catalogue = facts.by_name(facts.WORKER)
 
     rank: int
     state: str
     host: str
     pid: int
-    lane: str
-    clock: int
-    steps_per_s: float
-    behind: int
-    awaited_s: float
-    awaited_share: float
-    last_seen_s: float
+    session: str
+    transport: str
+    numbers: Mapping[str, float]
     waits: str
+
+
+@dataclass(frozen=True)
+class WaitSnapshot:
+    """A worker's wait.
+
+    Attributes:
+        kind: "round", "earlier_round", "staleness", "barrier", "initial_values" or "cut". name: of the barrier.
+        missing: ranks that it is for. shards: those where the worker waits.
+    """
+
+    rank: int
+    kind: str
+    name: str
+    clock: int
+    waited_s: float
+    missing: tuple[int, ...]
+    shards: tuple[int, ...]
+    text: str
 
 
 @dataclass(frozen=True)
@@ -157,21 +162,34 @@ class CurvePoint:
 
 
 @dataclass(frozen=True)
-class JobSnapshot:
+class OrderedRate:
+    """An order of an operator to scale the learning rate, from a step on."""
+
+    clock: int
+    scale: float
+
+
+@dataclass(frozen=True)
+class JobSnapshot(Numbers):
     """The job at one moment.
 
     Attributes:
         at: seconds since 1970.
-        state: "training", "starting", "waiting", "stalled", "finished" or "unreachable".
+        has_rates: False in a first look, which knows no rates.
+        state: "training", "starting", "waiting", "stalled", "finished", "unreachable", or "looking" in a first look, which does
+            not know either.
         headline: the state in a sentence. limit: what limits the job's speed, in a sentence; empty: it does not train.
         slow: ranks of workers that hold others back.
-        clock: of the job, as in psdctl status. steps_per_s: of that clock. worker_steps_per_s: of all workers together.
-        waits: who waits for whom, a sentence for each group of workers that wait alike.
-        orders: what an operator has ordered and holds, or will, a sentence for each.
-        checkpoint: of shard 0, the last one. problems: as in psdctl status.
+        waits: all of them. waiting: those that last, a sentence for each group of workers that wait alike.
+        orders: what an operator has ordered and holds, or will, a sentence for each: learning_rates, and ends_at, a step; 0:
+            the job is not to end.
+        problems: shards that do not answer, or do not belong together, a sentence for each.
     """
 
+    catalogue = facts.by_name(facts.JOB)
+
     at: float
+    has_rates: bool
     run_id: str
     state: str
     headline: str
@@ -180,21 +198,33 @@ class JobSnapshot:
     consistency: str
     reduction: str
     aggregation: str
-    world_size: int
-    quorum: int
-    timeline: int
     restored_from: str
-    clock: int
-    steps_per_s: float
-    worker_steps_per_s: float
-    parameter_bytes: int
-    slot_bytes: int
-    received_per_s: float
-    sent_per_s: float
+    numbers: Mapping[str, float]
     shards: tuple[ShardSnapshot, ...]
     workers: tuple[WorkerSnapshot, ...]
     tables: tuple[TableTotals, ...]
-    waits: tuple[str, ...]
+    waits: tuple[WaitSnapshot, ...]
+    waiting: tuple[str, ...]
     orders: tuple[str, ...]
-    checkpoint: CheckpointSnapshot | None
+    learning_rates: tuple[OrderedRate, ...]
+    ends_at: int
     problems: tuple[str, ...]
+
+
+def as_json(value: Any, *, has_rates: bool = True) -> Any:
+    """Values of JSON: an object has all numbers of its kind; null where one is not known, is not finite, which JSON has no word
+    for, or is a rate and `has_rates` is False."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, JobSnapshot):
+        has_rates = value.has_rates
+    if isinstance(value, Numbers):
+        known = {name: value.numbers.get(name) for name, fact in value.catalogue.items() if has_rates or fact.kind != "rate"}
+        numbers = {name: as_json(known.get(name)) for name in value.catalogue}
+        words = {name: as_json(item, has_rates=has_rates) for name, item in vars(value).items() if name != "numbers"}
+        return {**words, **numbers}
+    if is_dataclass(value):
+        return {name: as_json(item, has_rates=has_rates) for name, item in vars(value).items()}
+    if isinstance(value, tuple | list):
+        return [as_json(item, has_rates=has_rates) for item in value]
+    return value

@@ -78,6 +78,11 @@ def worker_state(worker: pb.WorkerStatus) -> str:
     return pb.WorkerState.Name(worker.state).removeprefix("WORKER_STATE_").lower()
 
 
+def wait_kind(wait: pb.Wait) -> str:
+    """The kind of a wait in a word."""
+    return pb.WaitKind.Name(wait.kind).removeprefix("WAIT_KIND_").lower()
+
+
 def aligned(rows: Sequence[Sequence[str]], is_left: Sequence[bool]) -> list[str]:
     """Rows as lines of aligned columns; the headings are the first row. is_left: by column, True for words."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

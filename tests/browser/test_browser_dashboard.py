@@ -104,13 +104,13 @@ async def look(job: Job, pictures: Path | None) -> None:
         # The numbers are the job's.
         before = status(job.servers)
         least = max(worker["clock"] for worker in before["workers"])
-        step = "Number(row.cells[4].innerText.replaceAll(',', ''))"
+        step = "Number(row.cells[2].innerText.replaceAll(',', ''))"
         await page.until(
             f"[...document.querySelectorAll('section[aria-label=Workers] tbody tr')].every(row => {step} > {least})"
         )
         workers, shards = await page.value(ROW.format("Workers")), await page.value(ROW.format("Shards"))
         after = status(job.servers)
-        steps = [int(row[4].replace(",", "")) for row in workers]
+        steps = [int(row[2].replace(",", "")) for row in workers]
         assert all(there <= worker["clock"] for there, worker in zip(steps, after["workers"], strict=True))
         assert [row[1] for row in shards] == ["serving", "serving"]
         assert [row[7] for row in workers] == [f"{w['host']}:{w['pid']}" for w in before["workers"]]

@@ -5,9 +5,12 @@ import re
 
 import pytest
 
-from psd.cli.report import as_json, as_text
+from psd.cli.report import as_text
+from psd.contract import facts
 from psd.v1 import control_pb2 as pb
 from psd.watch.merging import Answer, job_clock, merged_waits, merged_workers, problems
+from psd.watch.sampler import Sampler
+from psd.watch.snapshot import JobSnapshot, ShardSnapshot, as_json
 from psd.watch.words import duration, size, wait_text
 
 
@@ -24,7 +27,27 @@ def worker(rank, state=pb.WORKER_STATE_LIVE, clock=40, last_seen_s=0.2, transpor
     )
 
 
-def shard(index, count=2, **fields):
+NUMBERS = {
+    "uptime_s": 75,
+    "parameter_bytes": 3 << 20,
+    "slot_bytes": 0,
+    "blocks": 3,
+    "tensors": 4,
+    "version_min": 40,
+    "version_max": 41,
+    "min_clock": 40,
+    "pushes_accepted": 80,
+    "pushes_duplicate": 0,
+    "pushes_late": 0,
+    "pulls": 0,
+    "updates": 0,
+    "received_bytes": 1 << 30,
+    "sent_bytes": 0,
+    "requests_refused": 0,
+}
+
+
+def shard(index, count=2, numbers=None, **fields):
     given = {
         "shard_index": index,
         "shard_count": count,
@@ -32,23 +55,27 @@ def shard(index, count=2, **fields):
         "run_id": "mnist-1",
         "incarnation": 2**63 + 1,
         "address": f"127.0.0.1:{7000 + index}",
-        "uptime_s": 75,
-        "parameter_bytes": 3 << 20,
-        "block_count": 3,
-        "tensor_count": 4,
-        "version_min": 40,
-        "version_max": 41,
-        "min_clock": 40,
         "consistency": "sync",
         "reduction": "mean",
         "world_size": 2,
         "quorum": 2,
         "workers": [worker(0), worker(1)],
-        "pushes_accepted": 80,
-        "bytes_received": 1 << 30,
         **fields,
     }
-    return pb.StatusReply(**given)
+    return pb.StatusReply(**given, numbers={**NUMBERS, **(numbers or {})})
+
+
+class Asked:
+    """Shards that have answered so."""
+
+    def __init__(self, found):
+        self.ask = lambda _timeout_s: found
+        self.curves = lambda _after, _timeout_s: None
+
+
+def look(found):
+    """One look, as psdctl status takes it."""
+    return Sampler(Asked(found), lambda: 0.0, lambda: 1e9).look()
 
 
 def answers(*replies):
@@ -70,6 +97,8 @@ def hostile(message):
                 getattr(message, field.name).extend([HOSTILE] * 2)
             else:
                 setattr(message, field.name, f"{field.name}{HOSTILE}")
+        elif field.message_type is not None and field.message_type.GetOptions().map_entry:
+            getattr(message, field.name)[HOSTILE] = float("nan")
         elif field.message_type is not None and field.message_type is not message.DESCRIPTOR:
             if is_repeated:
                 getattr(message, field.name).add()
@@ -86,12 +115,13 @@ def test_text_when_peers_have_chosen_control_characters_then_nothing_gets_to_the
     replies[0].waits.add(kind=pb.WAIT_KIND_BARRIER, name=HOSTILE)
     found = [*answers(*replies), Answer("127.0.0.1:7002", None, "UNAVAILABLE", f"no{HOSTILE}")]
 
-    text = as_text(found)
+    now = look(found)
+    text = as_text(now)
 
     assert "host\\x1b[2J\\u202e\\n\\x9b:100" in text
     assert all(line.isprintable() for line in text.split("\n"))
     assert all(HOSTILE in reply.run_id for reply in replies), "the answers themselves stay as they are"
-    assert json.dumps(as_json(found)).isascii()
+    assert HOSTILE not in json.dumps(as_json(now), ensure_ascii=False)
 
 
 def test_merged_workers_when_shards_disagree_then_the_worst_holds():
@@ -106,16 +136,16 @@ def test_merged_workers_when_shards_disagree_then_the_worst_holds():
 
 def test_clocks_when_a_shard_has_no_blocks_then_are_those_of_the_shard_that_was_told():
     """A model of a few KB is one block. The other shards hear of no step."""
-    blank = {"block_count": 0, "version_min": 0, "version_max": 0, "min_clock": 0}
-    found = answers(
-        shard(0, workers=[worker(0, clock=42), worker(1)]), shard(1, workers=[worker(0, clock=0), worker(1, clock=0)], **blank)
-    )
+    blank = shard(1, workers=[worker(0, clock=0), worker(1, clock=0)], numbers={"blocks": 0, "min_clock": 0})
+    for name in ("version_min", "version_max"):
+        del blank.numbers[name]
+    now = look(answers(shard(0, workers=[worker(0, clock=42), worker(1)]), blank))
 
-    picture, text = as_json(found), as_text(found)
+    picture, text = as_json(now), as_text(now)
 
     assert (picture["clock"], [each["clock"] for each in picture["workers"]]) == (40, [42, 40])
     assert "2 workers, clock 40, 4 tensors" in text
-    assert re.search(r"1/2 .* 0     3.0 MiB    0 B        -$", text, re.MULTILINE)
+    assert re.search(r"^ +1 .* 0     3.0 MiB    0 B        -$", text, re.MULTILINE)
 
 
 def test_job_clock_when_workers_do_not_live_then_they_hold_it_back_no_longer():
@@ -160,39 +190,41 @@ def test_wait_text_when_in_a_barrier_then_it_names_it_and_who_never_came():
 def test_as_text_when_all_is_well_then_every_part_is_there():
     tcp = "tcp (not shm: the shard is on another machine)"
     text = as_text(
-        answers(
-            shard(0, workers=[worker(0, transport="shm")]),
-            shard(1, workers=[worker(0, transport=tcp), worker(1, last_seen_s=3)]),
+        look(
+            answers(
+                shard(0, workers=[worker(0, transport="shm")]),
+                shard(1, workers=[worker(0, transport=tcp), worker(1, last_seen_s=3)]),
+            )
         )
     )
 
     assert text.splitlines() == [
         "run mnist-1: sync, mean, 2 workers, clock 40, 4 tensors, 6.0 MiB parameters, 0 B slots",
         "",
-        "SHARD  ADDRESS         STATE      UP  BLOCKS  PARAMETERS  SLOTS  VERSION",
-        "0/2    127.0.0.1:7000  serving  75 s       3     3.0 MiB    0 B   40..41",
-        "1/2    127.0.0.1:7001  serving  75 s       3     3.0 MiB    0 B   40..41",
+        "SHARD  STATE    ADDRESS         UPTIME  BLOCKS  PARAMETERS  SLOTS  VERSION",
+        "    0  serving  127.0.0.1:7000    75 s       3     3.0 MiB    0 B   40..41",
+        "    1  serving  127.0.0.1:7001    75 s       3     3.0 MiB    0 B   40..41",
         "",
-        "WORKER  STATE  CLOCK  LAST SEEN  PROCESS   TRANSPORT",
-        "0       live      40  0.2 s ago  host:100  shm, tcp (not shm: the shard is on another machine)",
-        "1       live      40  3.0 s ago  host:101  -",
+        "RANK  STATE  CLOCK  BEHIND  AWAITED  LAST SEEN  PROCESS   TRANSPORT",
+        "   0  live      40       0        -  0.2 s ago  host:100  shm, tcp (not shm: the shard is on another machine)",
+        "   1  live      40       0        -  3.0 s ago  host:101  -",
         "",
-        "SHARD  PUSHES  LATE  DUPLICATE  REFUSED  PULLS  UPDATES  RECEIVED  SENT",
-        "0/2        80     0          0        0      0        0   1.0 GiB   0 B",
-        "1/2        80     0          0        0      0        0   1.0 GiB   0 B",
+        "SHARD  PUSHES ACCEPTED  DUPLICATE  LATE  PULLS  UPDATES  RECEIVED  SENT  REFUSED",
+        "    0               80          0     0      0        0   1.0 GiB   0 B        0",
+        "    1               80          0     0      0        0   1.0 GiB   0 B        0",
     ]
 
 
 def test_as_text_when_a_shard_is_silent_then_the_other_is_shown_and_the_trouble_named():
-    text = as_text(answers(shard(0), None))
+    text = as_text(look(answers(shard(0), None)))
 
-    assert "0/2    127.0.0.1:7000  serving" in text
-    assert "1/2    127.0.0.1:7001  no answer" in text
+    assert re.search(r"^ +0  serving    127.0.0.1:7000 ", text, re.MULTILINE)
+    assert re.search(r"^ +1  no answer  127.0.0.1:7001 +-  ", text, re.MULTILINE)
     assert "problem: 127.0.0.1:7001 did not answer: UNAVAILABLE, refused" in text
 
 
 def test_as_text_when_nothing_is_declared_then_it_says_so():
-    text = as_text(answers(pb.StatusReply(shard_count=1, state=pb.SHARD_STATE_EMPTY)))
+    text = as_text(look(answers(pb.StatusReply(shard_count=1, state=pb.SHARD_STATE_EMPTY))))
 
     assert "nothing declared yet" in text
 
@@ -213,24 +245,19 @@ def test_problems_when_the_shards_serve_two_runs_then_both_are_named():
     assert "'other'" in found
 
 
-def test_as_json_when_written_and_read_then_numbers_are_exact_and_zeros_present():
+def test_as_json_when_written_and_read_then_every_number_is_there_and_null_if_it_is_not_known():
     wait = pb.Wait(rank=0, kind=pb.WAIT_KIND_ROUND, clock=41, missing=[worker(1)])
-    picture = json.loads(json.dumps(as_json(answers(shard(0, waits=[wait]), None))))
+    picture = json.loads(json.dumps(as_json(look(answers(shard(0, waits=[wait]), None)))))
 
-    assert list(picture) == ["servers", "shards", "workers", "waits", "problems", "clock"]
-    status = picture["shards"][0]["status"]
-    assert list(status) == [field.name for field in pb.StatusReply.DESCRIPTOR.fields]
-    assert status["incarnation"] == str(2**63 + 1)
-    assert status["state"] == "SHARD_STATE_SERVING"
-    assert status["pushes_late"] == 0
-    assert picture["shards"][1] == {
-        "server": "127.0.0.1:7001",
-        "error": {"code": "UNAVAILABLE", "message": "failed to connect: refused"},
-        "status": None,
-    }
-    assert picture["workers"][1]["rank"] == 1
-    assert picture["waits"][0]["shards"] == [0]
-    assert picture["waits"][0]["missing"][0]["rank"] == 1
+    assert list(facts.by_name(facts.JOB)) == [name for name in picture if name in JobSnapshot.catalogue]
+    first, silent = picture["shards"]
+    assert list(facts.by_name(facts.SHARD)) == [name for name in first if name in ShardSnapshot.catalogue]
+    assert list(first) == list(silent)
+    assert (first["incarnation"], first["state"], first["pushes_late"]) == (f"{2**63 + 1:x}", "serving", 0)
+    assert (first["updates_per_s"], first["checkpoint_age_s"], silent["pulls"]) == (None, None, None)
+    assert (silent["state"], silent["error"]) == ("no answer", "UNAVAILABLE, refused")
+    assert (picture["workers"][1]["rank"], picture["workers"][1]["session"]) == (1, f"{2**63 + 1:x}")
+    assert (picture["waits"][0]["shards"], picture["waits"][0]["missing"]) == ([0], [1])
 
 
 def test_size_and_duration_when_shown_to_people_then_three_digits_are_enough():
@@ -242,24 +269,23 @@ def test_as_text_when_checkpoints_are_taken_then_each_shards_last_one_and_every_
     stored = {
         "checkpoint_dir": "/data/checkpoints",
         "checkpoint_last": "timeline-00000-step-000000000040-ab",
-        "checkpoint_age_s": 130,
-        "checkpoint_bytes": 3 << 20,
-        "checkpoint_took_s": 0.25,
+        "numbers": {"checkpoint_age_s": 130, "checkpoint_bytes": 3 << 20, "checkpoint_took_s": 0.25},
     }
     full = {"checkpoint_dir": "/data/checkpoints", "checkpoint_error": "cannot write x: No space left on device"}
 
-    text = as_text(answers(shard(0, **stored), shard(1, **full)))
+    text = as_text(look(answers(shard(0, **stored), shard(1, **full))))
 
     _, checkpoints = text.split("SHARD  CHECKPOINTS IN")
     lines = [" ".join(line.split()) for line in checkpoints.split("\n")]
-    assert lines[1] == "0/2 /data/checkpoints timeline-00000-step-000000000040-ab 2 min 10 s 3.0 MiB 0.2 s"
-    assert lines[2] == "1/2 /data/checkpoints none yet - - -"
-    assert checkpoints.endswith("checkpoint error of shard 1/2: cannot write x: No space left on device")
-    assert "CHECKPOINTS" not in as_text(answers(shard(0), shard(1)))
+    assert lines[0] == "LAST CHECKPOINT AGE CHECKPOINT CHECKPOINT TOOK"
+    assert lines[1] == "0 /data/checkpoints timeline-00000-step-000000000040-ab 2 min 10 s 3.0 MiB 250 ms"
+    assert lines[2] == "1 /data/checkpoints none yet - - -"
+    assert checkpoints.endswith("checkpoint error of shard 1: cannot write x: No space left on device")
+    assert "CHECKPOINTS" not in as_text(look(answers(shard(0), shard(1))))
 
 
 def test_as_text_when_a_job_has_come_from_a_checkpoint_and_a_shard_waits_then_both_are_said():
-    text = as_text(answers(shard(0, restored_from="step-7"), shard(1, state=pb.SHARD_STATE_RESTORING)))
+    text = as_text(look(answers(shard(0, restored_from="step-7"), shard(1, state=pb.SHARD_STATE_RESTORING))))
 
     assert "slots, gone on from checkpoint step-7" in text
     assert "restoring" in text
@@ -275,17 +301,19 @@ def test_as_text_when_a_job_has_come_from_a_checkpoint_and_a_shard_waits_then_bo
     ],
 )
 def test_as_text_when_the_life_cycle_says_more_than_the_state_then_it_is_shown(state, life, text):
-    assert text in as_text(answers(shard(0, state=state, life=life)))
+    assert text in as_text(look(answers(shard(0, state=state, life=life), shard(1))))
 
 
 def test_as_text_when_there_are_tables_then_each_is_shown_with_all_its_shards():
-    """Rows and counts are sums; a program gets each shard's own."""
+    """Rows and counts are sums over the shards."""
+    zeros = dict.fromkeys(facts.by_name(facts.TABLE), 0)
+    user = {"rows": 10, "bytes": 2048, "reads": 40, "hits": 30, "created": 12, "evicted": 2}
     status = [
-        pb.TableStatus(name="user", rows=10, bytes=2048, reads=40, hits=30, created=12, evicted=2),
-        pb.TableStatus(name="item", refused=5, unadmitted=6),
+        pb.TableStatus(name="user", numbers={**zeros, **user}),
+        pb.TableStatus(name="item", numbers={**zeros, "refused": 5, "unadmitted": 6}),
     ]
 
-    lines = as_text(answers(shard(0, tables=status), shard(1, tables=status))).splitlines()
+    lines = as_text(look(answers(shard(0, tables=status), shard(1, tables=status)))).splitlines()
 
     assert ", 2 tables," in lines[0]
     at = lines.index("TABLE  ROWS    BYTES  READS  HITS  CREATED  EVICTED  EXPIRED  REMOVED  REFUSED  UNADMITTED")

@@ -54,11 +54,11 @@ def test_an_operator_scales_the_learning_rate_kicks_a_worker_and_ends_the_job(jo
         assert shown(capsys, "set-lr", "0.5", *where)["step"] == 4
     assert main(["set-lr", "0.5", *where]) == 0
     assert capsys.readouterr().out == "the learning rate is scaled by 0.5 from step 4 on\n"
-    assert shown(capsys, "status", *where)["shards"][0]["status"]["learning_rates"] == [{"clock": 4, "scale": 0.5}]
+    assert shown(capsys, "status", *where)["learning_rates"] == [{"clock": 4, "scale": 0.5}]
     assert main(["status", *where]) == 0
     assert "order: the learning rate is scaled by 0.5 from step 4 on\n" in capsys.readouterr().out
 
-    table = shown(capsys, "workers", *where, "--sort", "step")
+    table = shown(capsys, "workers", *where, "--sort", "clock")
     assert [(worker["rank"], worker["state"], worker["clock"]) for worker in table["workers"]] == [
         (0, "live", 1),
         (1, "live", 1),

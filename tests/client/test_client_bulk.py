@@ -129,7 +129,7 @@ def test_declare_when_a_transport_is_chosen_then_the_initial_values_go_by_it(
     with psd_client.connect(running.servers, 0, 1, transport=transport) as ps:
         ps.declare({"w": np.arange(ELEMENTS, dtype=np.float32)}, psd_client.SGD(lr=1.0))
 
-        received = [shard.shard.lane_counts(lane).bytes_received for lane in TRANSPORTS for shard in running.shards]
+        received = [shard.shard.lane_counts(lane).received_bytes for lane in TRANSPORTS for shard in running.shards]
         assert sum(received[2 * TRANSPORTS.index(transport) :][:2]) == sum(received) == ELEMENTS * 4
         assert ps.pull()["w"].tolist() == list(range(ELEMENTS))
 

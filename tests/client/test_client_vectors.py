@@ -119,8 +119,8 @@ def test_job_when_it_has_vectors_alone_then_it_has_workers_barriers_readers_and_
                     with pytest.raises(InvalidRequest, match="a reader only pulls"):
                         vector.scale(2)
                 status = shard_status(shards.shards[0].shard, "", None)
-                assert (status.vectors.number, status.vectors.bytes, status.consistency) == (1, 4096 * 8, "async")
-                assert status.vectors.batches >= 10
+                assert (status.numbers["vectors"], status.numbers["vector_bytes"], status.consistency) == (1, 4096 * 8, "async")
+                assert status.numbers["vector_batches"] >= 10
             ps.barrier("read")
         return found
 

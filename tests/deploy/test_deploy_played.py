@@ -130,7 +130,7 @@ def test_all_shards_restarted_one_after_another_under_load(cluster, deploy):
         shard.wait_for("livenessProbe")
         assert not shard.probe("readinessProbe")
     shown = json.loads(cluster.pods["psd-0"].execute(["psdctl", "status", "--json"]).stdout)
-    assert [shard["status"]["state"] for shard in shown["shards"]] == ["SHARD_STATE_EMPTY"] * 2
+    assert [shard["state"] for shard in shown["shards"]] == ["empty"] * 2
 
 
 @pytest.mark.process

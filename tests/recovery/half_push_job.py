@@ -38,4 +38,4 @@ def bytes_received(server: str) -> int:
     """Bytes of pushes that the shard has counted so far."""
     with grpc.insecure_channel(server) as channel:
         status = control_pb2_grpc.ControlServiceStub(channel).Status(control_pb2.StatusRequest(), timeout=100)
-        return int(status.bytes_received)
+        return int(status.numbers["received_bytes"])

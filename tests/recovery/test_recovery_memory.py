@@ -69,7 +69,7 @@ def test_memory_when_eight_workers_train_then_it_stays_within_the_bound_and_snap
 
     def measure() -> tuple[int, int]:
         """Bytes of the arena, and of all together."""
-        arena_bytes = shard.status().arena_bytes
+        arena_bytes = int(shard.status().numbers["arena_used_bytes"])
         return arena_bytes, resident_bytes(shard.pid, arena_bytes)
 
     with ThreadPoolExecutor(WORLD_SIZE + 1) as pool:

@@ -20,6 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from raw_client import RawWorker, failure, spec
 
 import psd_client
+from psd.contract import facts
 from psd.rim import metrics_server
 from psd.rim.metrics import WORKERS_MAX
 from psd.rim.metrics_server import CONNECTIONS_MAX, HEAD_BYTES_MAX, MetricsServer
@@ -30,7 +31,7 @@ DEPLOY = Path(__file__).parents[2] / "deploy"
 
 UNITS = ("_seconds", "_bytes", "_updates", "_info")
 COUNTED = (
-    *("psd_shard_state", "psd_timeline", "psd_waits", "psd_workers", "psd_worker_step", "psd_open_rounds"),
+    *("psd_shard_state", "psd_timeline", "psd_waits", "psd_workers", "psd_worker_clock", "psd_open_rounds"),
     *("psd_version_min", "psd_version_max", "psd_bulk_connections", "psd_vectors"),
 )
 """Gauges of things that are counted, and so have no unit."""
@@ -84,29 +85,30 @@ def test_a_scrape_says_what_status_says(trained: Any, dial: Callable[..., Any], 
     metrics = scrape(trained.metrics_port)
     status = control.Status(control_pb2.StatusRequest(), timeout=100)
 
+    status = facts.read(status, facts.SHARD)
     counted = {
-        "psd_pushes_total": status.pushes_accepted + status.pushes_duplicate + status.pushes_late,
-        "psd_pulls_total": status.pulls,
-        "psd_request_errors_total": status.requests_refused,
-        "psd_received_bytes_total": status.bytes_received,
-        "psd_sent_bytes_total": status.bytes_sent,
-        "psd_block_updates_total": status.rounds,
-        "psd_version_max": status.version_max,
-        "psd_arena_used_bytes": status.arena_bytes,
-        "psd_parameter_bytes": status.parameter_bytes,
-        "psd_checkpoint_last_size_bytes": status.checkpoint_bytes,
+        "psd_pushes_total": status["pushes_accepted"] + status["pushes_duplicate"] + status["pushes_late"],
+        "psd_pulls_total": status["pulls"],
+        "psd_request_errors_total": status["requests_refused"],
+        "psd_received_bytes_total": status["received_bytes"],
+        "psd_sent_bytes_total": status["sent_bytes"],
+        "psd_updates_total": status["updates"],
+        "psd_version_max": status["version_max"],
+        "psd_arena_used_bytes": status["arena_used_bytes"],
+        "psd_parameter_bytes": status["parameter_bytes"],
+        "psd_checkpoint_bytes": status["checkpoint_bytes"],
     }
     assert {name: value(metrics, name) for name in counted} == counted
     assert value(metrics, "psd_pushes_total", result="duplicate") == 1
     assert value(metrics, "psd_request_errors_total", reason="InvalidRequest", code="INVALID_ARGUMENT") == 1
-    assert value(metrics, "psd_call_seconds_count", lane="grpc", call="push") == 17
-    assert value(metrics, "psd_call_seconds_count", lane="grpc", call="pull") == 1
+    assert value(metrics, "psd_call_seconds_count", transport="grpc", call="push") == 17
+    assert value(metrics, "psd_call_seconds_count", transport="grpc", call="pull") == 1
     assert value(metrics, "psd_call_seconds_count") == 18
     assert value(metrics, "psd_round_seconds_count") == 8
     assert (value(metrics, "psd_barrier_seconds_count"), value(metrics, "psd_barriers_opened_total")) == (2, 1)
     assert value(metrics, "psd_workers", state="live") == value(metrics, "psd_worker_sessions_total") == 2
-    assert value(metrics, "psd_worker_step", worker="1") == 8
-    assert value(metrics, "psd_worker_awaited_seconds_total", worker="1") > 0
+    assert value(metrics, "psd_worker_clock", rank="1") == 8
+    assert value(metrics, "psd_worker_awaited_seconds_total", rank="1") > 0
     assert value(metrics, "psd_shard_state", state="serving") == value(metrics, "psd_shard_state") == 1
     assert value(metrics, "process_resident_memory_bytes") > 1 << 20
 
@@ -133,8 +135,8 @@ def test_a_wait_for_another_worker_is_counted_with_exact_aggregation_too(
 
     metrics = scrape(servers.shards[0].metrics_port)
     assert value(metrics, "psd_call_seconds_sum", call="commit") > 0.2
-    assert value(metrics, "psd_call_seconds_count", call="commit", lane="grpc") >= 2
-    assert value(metrics, "psd_call_seconds_count", call="measure", lane="grpc") >= 1
+    assert value(metrics, "psd_call_seconds_count", call="commit", transport="grpc") >= 2
+    assert value(metrics, "psd_call_seconds_count", call="measure", transport="grpc") >= 1
 
 
 def test_every_metric_obeys_the_conventions(trained: Any, eventually: Callable[..., None]) -> None:
@@ -156,7 +158,7 @@ def test_every_metric_obeys_the_conventions(trained: Any, eventually: Callable[.
             assert name.endswith(UNITS) or name in COUNTED, f"{name} has no unit"
         if family.type == "histogram":
             assert {s.labels["le"] for s in family.samples if s.name.endswith("_bucket")} >= {"+Inf", "1.0"}, name
-    assert {s.labels["lane"] for s in metrics["psd_call_seconds"].samples} == set(LANES)
+    assert {s.labels["transport"] for s in metrics["psd_call_seconds"].samples} == set(LANES)
 
 
 def expressions() -> dict[str, str]:
@@ -233,8 +235,8 @@ def test_the_workers_beyond_a_number_share_a_series(cluster: Callable[..., Any],
     metrics = scrape(shard.metrics_port)
 
     assert len(metrics["psd_worker_awaited_seconds"].samples) == WORKERS_MAX + 1
-    assert value(metrics, "psd_worker_awaited_seconds_total", worker="other") == 10
-    assert {s.labels["worker"] for s in metrics["psd_worker_step"].samples} == {"0", "other"}
+    assert value(metrics, "psd_worker_awaited_seconds_total", rank="other") == 10
+    assert {s.labels["rank"] for s in metrics["psd_worker_clock"].samples} == {"0", "other"}
     assert value(metrics, "psd_workers", state="absent") == world - 3
 
 
@@ -246,8 +248,8 @@ def test_a_shard_without_blocks_says_nothing_of_steps(cluster: Callable[..., Any
         ps.push_pull({"w": np.ones(3, np.float32)})
         told, blank = (scrape(shard.metrics_port) for shard in small.shards)
 
-    assert (value(told, "psd_worker_step"), value(told, "psd_version_min")) == (1, 1)
-    assert not blank["psd_worker_step"].samples
+    assert (value(told, "psd_worker_clock"), value(told, "psd_version_min")) == (1, 1)
+    assert "psd_worker_clock" not in blank
     assert {"psd_version_min", "psd_version_max"} & set(blank) == set()
 
 

@@ -314,7 +314,7 @@ def test_a_push_that_does_not_end_is_refused(cluster: Callable[..., Any], dial: 
 
     assert worker.pull(1) == {0: [-1.0] * 3, 1: [-1.0] * 3}
     status = worker.control.Status(control_pb2.StatusRequest(), timeout=TIMEOUT_S)
-    assert status.requests_refused == 2
+    assert status.numbers["requests_refused"] == 2
 
 
 def test_a_client_that_has_gone_before_tls_begins_is_counted_and_no_more(cluster: Callable[..., Any], tmp_path: Path) -> None:

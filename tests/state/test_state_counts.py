@@ -33,7 +33,7 @@ def test_a_copy_does_not_change_with_the_original() -> None:
     counts.count_call("push", 1.0)
     counts.count_bytes(received=1, sent=2)
 
-    assert (before.calls["push"].total, before.bytes_received, before.bytes_sent) == (1.0, 0, 0)
+    assert (before.calls["push"].total, before.received_bytes, before.sent_bytes) == (1.0, 0, 0)
 
 
 def test_errors_are_counted_by_reason_and_refusals_are_the_callers_own() -> None:

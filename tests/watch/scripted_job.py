@@ -24,8 +24,7 @@ class ScriptedJob:
                 incarnation=7,
                 consistency="sync",
                 world_size=workers,
-                block_count=2,
-                tensor_count=4,
+                numbers={"blocks": 2, "tensors": 4},
                 checkpoint_dir="/data",
                 workers=[pb.WorkerStatus(rank=rank, state=LIVE, host="a", pid=10 + rank) for rank in range(workers)],
                 calls=[pb.CallStatus(call="push_pull")],
@@ -56,14 +55,14 @@ class ScriptedJob:
         for _ in range(seconds):
             self.seconds += 1
             for reply in self.replies:
-                reply.version_max += steps_per_s
-                reply.cpu_s += 0.5
-                reply.bytes_received += 1000 * steps_per_s
+                for name, grows_by in (("version_max", 1), ("updates", 2), ("received_bytes", 1000)):
+                    reply.numbers[name] += grows_by * steps_per_s
+                reply.numbers["cpu_s"] += 0.5
                 reply.calls[0].count += 2 * steps_per_s
                 reply.calls[0].seconds += 0.01 * 2 * steps_per_s
                 for worker in reply.workers:
                     worker.clock += steps_per_s
-                    worker.awaited_s += awaited_share if worker.rank == slow else 0
+                    worker.numbers["awaited_s"] += awaited_share if worker.rank == slow else 0
             self.sampler.look()
         return self.sampler.now
 

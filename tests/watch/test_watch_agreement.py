@@ -8,6 +8,8 @@ import re
 import urllib.request
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -18,59 +20,35 @@ from test_watch_dashboard import dashboard
 
 import psd_client
 from psd.cli.ctl import main
+from psd.contract import facts
 from psd.contract.config import parse_servers
 from psd.contract.credentials import Credentials
+from psd.contract.facts import Fact
 from psd.watch.asking import Asker
 from psd.watch.sampler import Sampler
 
 PARAMS = {"a": np.zeros(300, np.float32), "b": np.zeros(200, np.float32)}
 TABLE = psd_client.Table("items", dim=4, optimizer=psd_client.RowwiseAdagrad(lr=0.1))
 
-OF_SHARDS = {
-    "parameter_bytes": "psd_parameter_bytes",
-    "slot_bytes": "psd_slot_bytes",
-    "pushes_accepted": ("psd_pushes_total", "accepted"),
-    "pushes_late": ("psd_pushes_total", "late"),
-    "pushes_duplicate": ("psd_pushes_total", "duplicate"),
-    "requests_refused": "psd_request_errors_total",
-    "pulls": "psd_pulls_total",
-    "bytes_received": "psd_received_bytes_total",
-    "bytes_sent": "psd_sent_bytes_total",
-    "restarts": "psd_shard_restarts_total",
-    "updates": "psd_block_updates_total",
-    "rounds": "psd_version_max",
-}
-"""Numbers of a shard, as a look has them -> the metric, and the label's value if there are several."""
+VOLATILE = {"at", "uptime_s", "cpu_s", "cpu_share", "memory_bytes", "last_seen_s", "checkpoint_age_s"}
+"""What changes from one question to the next, also while a job rests."""
 
-IN_STATUS = {"updates": "rounds", "rounds": "version_max"}
-"""Those that psdctl status has by another name."""
-
-OF_CALLS = {"barrier": "psd_barrier_seconds_count"}
-"""Kinds of calls that have a metric of their own."""
+OF_TWO_LOOKS = {"has_rates", "state", "headline", "limit"}
+"""What is known of a whole job after two looks alone, as rates are; psdctl status has one."""
 
 LOGGED = 12
 """Losses that `train` logs; a thread of each worker sends them when it can."""
 
-OF_TABLES = ("rows", "bytes", "reads", "hits")
 
-
-class Scrape:
-    """One shard's metrics."""
-
-    def __init__(self, port: int) -> None:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=100) as answer:
-            families = list(text_string_to_metric_families(answer.read().decode()))
-        self._known = {family.name for family in families}
-        self._samples = [sample for family in families for sample in family.samples]
-
-    def number(self, name: str, label: str = "") -> float:
-        found = [
-            sample.value
-            for sample in self._samples
-            if sample.name == name and label in ("", *(value for key, value in sample.labels.items() if key != "shard"))
-        ]
-        assert name.removesuffix("_total").removesuffix("_count") in self._known, f"there is no {name}"
-        return sum(found)
+def scraped(port: int) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    """A shard's metrics: the samples by their names and labels."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=100) as answer:
+        families = list(text_string_to_metric_families(answer.read().decode()))
+    return {
+        (sample.name, frozenset((key, value) for key, value in sample.labels.items() if key != "shard")): sample.value
+        for family in families
+        for sample in family.samples
+    }
 
 
 def train(servers: str) -> list[Any]:
@@ -94,58 +72,54 @@ def train(servers: str) -> list[Any]:
     return workers
 
 
-def of_looks(now: dict[str, Any]) -> dict[str, Any]:
-    """Numbers that psdctl top and the dashboard share."""
-    shards = [
-        {name: shard[name] for name in OF_SHARDS} | {"calls": {call["call"]: call["count"] for call in shard["calls"]}}
-        for shard in now["shards"]
-    ]
-    workers = {worker["rank"]: (worker["state"], worker["clock"], round(worker["awaited_s"], 9)) for worker in now["workers"]}
-    tables = {table["name"]: [table[name] for name in OF_TABLES] for table in now["tables"]}
-    return {"clock": now["clock"], "shards": shards, "workers": workers, "tables": tables}
+def at_rest(value: Any) -> Any:
+    """The same without what changes while the job rests."""
+    if isinstance(value, dict):
+        return {name: at_rest(item) for name, item in value.items() if name not in VOLATILE}
+    return [at_rest(item) for item in value] if isinstance(value, list) else value
 
 
-def of_status(found: dict[str, Any]) -> dict[str, Any]:
-    statuses = [shard["status"] for shard in found["shards"]]
-    shards = [
-        {name: status[IN_STATUS.get(name, name)] for name in OF_SHARDS}
-        | {"calls": {call["call"]: call["count"] for call in status["calls"]}}
-        for status in statuses
-    ]
-    workers = {
-        worker["rank"]: (worker["state"].removeprefix("WORKER_STATE_").lower(), worker["clock"], round(worker["awaited_s"], 9))
-        for worker in found["workers"]
-    }
-    tables: dict[str, list[int]] = {}
-    for table in (table for status in statuses for table in status["tables"]):
-        before = tables.get(table["name"], [0] * len(OF_TABLES))
-        tables[table["name"]] = [total + table[name] for total, name in zip(before, OF_TABLES, strict=True)]
-    return {"clock": found["clock"], "shards": shards, "workers": workers, "tables": tables}
+def names(value: Any) -> Any:
+    """The names of a JSON, as deep as it goes."""
+    if isinstance(value, dict):
+        return {name: names(item) for name, item in value.items()}
+    return [names(item) for item in value] if isinstance(value, list) else None
 
 
-def of_metrics(scrapes: list[Scrape], ranks: int, calls: list[dict[str, int]]) -> dict[str, Any]:
-    def number(scrape: Scrape, metric: str | tuple[str, str]) -> float:
-        return scrape.number(metric) if isinstance(metric, str) else scrape.number(*metric)
+def of_one_look(value: Any, like: Any) -> Any:
+    """A JSON of two looks as one look would have it: where that does not know a number, null."""
+    if isinstance(value, dict):
+        return {name: of_one_look(item, like[name]) for name, item in value.items()}
+    if isinstance(value, list) and isinstance(like, list):
+        return [of_one_look(item, other) for item, other in zip(value, like, strict=True)]
+    return None if like is None else value
 
-    shards = [
-        {name: number(scrape, metric) for name, metric in OF_SHARDS.items()}
-        | {"calls": {call: number(scrape, OF_CALLS.get(call, ("psd_call_seconds_count", call))) for call in kinds}}
-        for scrape, kinds in zip(scrapes, calls, strict=True)
-    ]
-    steps = [max(scrape.number("psd_worker_step", str(rank)) for scrape in scrapes) for rank in range(ranks)]
-    awaited = [
-        max(round(scrape.number("psd_worker_awaited_seconds_total", str(rank)), 9) for scrape in scrapes)
-        for rank in range(ranks)
-    ]
-    assert {scrape.number("psd_workers", "live") for scrape in scrapes} == {ranks}
-    rows, size = (sum(scrape.number(f"psd_table_{name}", "items") for scrape in scrapes) for name in ("rows", "bytes"))
-    hits, misses = (sum(scrape.number("psd_table_reads_total", result) for scrape in scrapes) for result in ("hit", "miss"))
-    return {
-        "clock": min(steps),
-        "shards": shards,
-        "workers": {rank: ("live", steps[rank], awaited[rank]) for rank in range(ranks)},
-        "tables": {"items": [rows, size, hits + misses, hits]},
-    }
+
+def wrong_metrics(shards: list[dict[str, Any]], scrapes: list[Any], workers: list[dict[str, Any]]) -> list[str]:
+    """Numbers of the catalogue whose metrics say something else, or are not there."""
+    wrong = []
+
+    def compare(fact: Fact, said: float, labels: dict[str, str], of: list[Any], merge: Any) -> None:
+        known = {**fact.labels, **labels}
+        series = [
+            [v for (name, own), v in scrape.items() if name == fact.metric_name and own >= {*known.items()}] for scrape in of
+        ]
+        found = merge([sum(values) for values in series if values] or [0])
+        if not any(series) or found != pytest.approx(said):
+            wrong.append(f"{fact.name}: {said}, {fact.metric} {known}: {found}")
+
+    def shown(rows: Any) -> list[Fact]:
+        return [fact for fact in rows if fact.metric and fact.name not in VOLATILE]
+
+    for shard, scrape in zip(shards, scrapes, strict=True):
+        for fact in shown(facts.SHARD):
+            if shard[fact.name] is not None:
+                labels = {key: value for key, value in fact.labels.items() if value}
+                compare(replace(fact, metric=fact.metric_name), shard[fact.name], labels, [scrape], sum)
+    for worker in workers:
+        for fact in shown(facts.WORKER):
+            compare(fact, worker[fact.name], {"rank": str(worker["rank"])}, scrapes, max)
+    return wrong
 
 
 def table_in(text: str) -> list[dict[str, str]]:
@@ -155,12 +129,18 @@ def table_in(text: str) -> list[dict[str, str]]:
 
 
 def test_all_four_say_the_same_of_one_job(
-    cluster: Callable[..., Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    cluster: Callable[..., Any],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Every total; rates, ages and sizes of processes change from one question to the next."""
     monkeypatch.setattr("psd.watch.sampler.MEASURED_S", 0.0)
-    started = cluster(2, metrics_port=0, lease_s=60.0)
+    started = cluster(2, metrics_port=0, lease_s=60.0, checkpoint_dir=str(tmp_path), checkpoint_steps=6)
     workers = train(started.servers)
+    stored = ("psd_checkpoints_total", frozenset())
+    while not all(scraped(shard.metrics_port)[stored] for shard in started.shards):
+        pass  # the last checkpoint is being written
     where = ("--servers", started.servers)
 
     async def ask_dashboard() -> dict[str, Any]:
@@ -169,7 +149,7 @@ def test_all_four_say_the_same_of_one_job(
 
         async with dashboard(Job) as address, aiohttp.ClientSession() as session:
             found: dict[str, Any] = {"now": None, "curves": {}}
-            while found["now"] is None or len(found["curves"].get("loss", ())) < LOGGED:
+            while not (found["now"] or {}).get("has_rates") or len(found["curves"].get("loss", ())) < LOGGED:
                 async with session.get(f"{address}/api/job") as reply:
                     found = await reply.json()
             return found
@@ -180,29 +160,32 @@ def test_all_four_say_the_same_of_one_job(
         return found
 
     shown = asyncio.run(ask_dashboard())
-    top, status = printed("top"), of_status(printed("status"))
-    scrapes = [Scrape(shard.metrics_port) for shard in started.shards]
-    metrics = of_metrics(scrapes, 2, [shard["calls"] for shard in status["shards"]])
+    status, top = printed("status"), printed("top")
+    only_top = {name: top.pop(name) for name in ("curves", "events")}
+    scrapes = [scraped(shard.metrics_port) for shard in started.shards]
 
-    assert status["clock"] == 6
-    assert sum(shard["pushes_accepted"] for shard in status["shards"]) == 24
-    assert status["tables"]["items"][0] > 0
+    assert names(status) == names(top) == names(shown["now"])
+    assert at_rest(shown["now"]) == at_rest(top)
+    for one_look in (status, top):
+        for name in OF_TWO_LOOKS:
+            one_look.pop(name)
+    assert at_rest(status) == at_rest(of_one_look(top, status))
+    assert (status["clock"], sum(shard["pushes_accepted"] for shard in status["shards"])) == (6, 24)
+    assert status["tables"][0]["rows"] > 0
     assert status["shards"][0]["requests_refused"] == 1
-    assert of_looks(top) == status
-    assert of_looks(shown["now"]) == status
-    assert metrics == status
+    assert {fact.name for fact in facts.SHARD if fact.source and status["shards"][0][fact.name] is None} == set()
+    assert wrong_metrics(status["shards"], scrapes, status["workers"]) == []
     monkeypatch.setenv("COLUMNS", "200")
     assert main(["top", "--once", *where]) == 0
     in_top = table_in(capsys.readouterr().out)
     assert main(["status", *where]) == 0
     in_status = table_in(capsys.readouterr().out)
-    for title in ("SHARD", "PARAMETERS", "SLOTS", "ADDRESS"):
-        shown_in_both = [[row[title].partition("/")[0] for row in each] for each in (in_top, in_status)]
-        assert shown_in_both[0] == shown_in_both[1], title
+    for title in ("SHARD", "PARAMETERS", "SLOTS", "VERSION", "ADDRESS"):
+        assert [row[title] for row in in_top] == [row[title] for row in in_status], title
     assert main(["top", "--once", *where]) == 0
     rows = capsys.readouterr().out.partition("RANK")[2].splitlines()[1:3]
     assert [row.split()[:3] for row in rows] == [["0", "live", "6"], ["1", "live", "6"]]
     last = {point[0]: point[2] for point in shown["curves"]["loss"]}
-    assert last[top["curves"]["loss"]["rank"]] == top["curves"]["loss"]["value"] == pytest.approx(1 / 6, abs=1e-5)
+    assert last[only_top["curves"]["loss"]["rank"]] == only_top["curves"]["loss"]["value"] == pytest.approx(1 / 6, abs=1e-5)
     for ps in workers:
         ps.close()

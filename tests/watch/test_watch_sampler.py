@@ -1,7 +1,6 @@
 """Looks at a job: psd/watch/sampler.py, with scripted answers and a clock that the test sets."""
 
 import math
-from dataclasses import asdict
 
 import pytest
 from scripted_job import EXPIRED, FINISHED, LIVE, ScriptedJob, logged
@@ -10,7 +9,7 @@ from psd.v1 import control_pb2 as pb
 from psd.watch import history
 from psd.watch.history import EVENTS_MAX, MOMENTS_MAX, thinned
 from psd.watch.sampler import RATE_S
-from psd.watch.snapshot import CurvePoint
+from psd.watch.snapshot import CurvePoint, as_json
 from psd.watch.top import lines
 
 
@@ -24,13 +23,15 @@ def test_a_look_at_a_job_that_trains_says_how_fast_and_by_whom(job):
 
     assert (now.state, now.clock, now.steps_per_s, now.worker_steps_per_s) == ("training", 30, 10.0, 20.0)
     assert now.headline == "Training, step 30"
-    assert [(s.state, s.rounds_per_s, s.cpu_share, s.received_per_s) for s in now.shards] == [("serving", 10, 0.5, 10_000)] * 2
+    assert [(s.state, s.updates_per_s, s.cpu_share, s.received_bytes_per_s) for s in now.shards] == [
+        ("serving", 20, 0.5, 10_000)
+    ] * 2
     call = now.shards[0].calls[0]
     assert (call.call, call.per_s, call.mean_s) == ("push_pull", 20, pytest.approx(0.01))
     assert now.shards[0].in_calls_share == pytest.approx(0.1)
     assert now.limit == "The workers' own computing: they spend 10% of their time in calls"
     assert now.slow == ()
-    assert asdict(now)["workers"][1]["rank"] == 1
+    assert as_json(now)["workers"][1]["rank"] == 1
 
 
 def test_a_worker_that_others_wait_for_is_named_as_slow_while_it_lasts(job):
@@ -53,10 +54,10 @@ def test_a_wait_that_is_open_counts_before_its_end(job):
 
     assert now.workers[1].awaited_share > 0.7
     assert now.workers[0].waits.startswith("worker 0 waits in round 30 for worker 1 (last seen")
-    assert now.waits == (now.workers[0].waits,)
+    assert now.waiting == (now.workers[0].waits,)
 
     del job.replies[0].waits[:]
-    job.replies[0].workers[1].awaited_s = 7.9
+    job.replies[0].workers[1].numbers["awaited_s"] = 7.9
     assert job.look().workers[1].awaited_share > 0.7, "what was open is counted once"
 
 
@@ -77,10 +78,11 @@ def test_a_worker_that_waits_all_the_time_has_none_of_its_own_however_long_a_cal
 
 
 def test_a_first_look_tells_what_has_left_traces_with_its_time(job):
-    job.replies[0].restarts, job.replies[0].uptime_s = 1, 30.0
+    job.replies[0].numbers["restarts"], job.replies[0].numbers["uptime_s"] = 1, 30.0
     for reply in job.replies:
         reply.workers[1].state, reply.workers[1].last_seen_s = EXPIRED, 20.0
-    job.replies[0].checkpoint_last, job.replies[0].checkpoint_age_s = "timeline-00000-step-000000000020-a8", 40.0
+    job.replies[0].checkpoint_last = "timeline-00000-step-000000000020-a8"
+    job.replies[0].numbers["checkpoint_age_s"] = 40.0
 
     job.look()
 
@@ -100,9 +102,9 @@ def test_workers_that_wait_alike_are_told_together():
 
     now = job.look()
 
-    assert now.waits == ("workers 0-2, 4 wait in barrier 'epoch' for worker 3 (has not joined); so far 5.0 s",)
+    assert now.waiting == ("workers 0-2, 4 wait in barrier 'epoch' for worker 3 (has not joined); so far 5.0 s",)
     assert now.state == "waiting"
-    assert now.limit == f"W{now.waits[0][1:]}"
+    assert now.limit == f"W{now.waiting[0][1:]}"
 
 
 def test_a_shard_that_is_silent_is_told_with_what_was_known_of_it(job):
@@ -114,11 +116,16 @@ def test_a_shard_that_is_silent_is_told_with_what_was_known_of_it(job):
     assert (now.state, now.headline) == ("waiting", "Shard 1 does not answer")
     assert now.limit == "Workers wait until shard 1 is back"
     silent = now.shards[1]
-    assert (silent.state, silent.error, silent.rounds, silent.rounds_per_s) == ("no answer", "UNAVAILABLE, refused", 30, 0.0)
+    assert (silent.state, silent.error, silent.version_max, silent.updates_per_s) == (
+        "no answer",
+        "UNAVAILABLE, refused",
+        30,
+        0.0,
+    )
 
     job.is_silent[1] = False
     job.replies[1].incarnation = 8
-    job.replies[1].cpu_s = 0.1
+    job.replies[1].numbers["cpu_s"] = 0.1
     now = job.look()
     assert now.shards[1].cpu_share == 0.0, "counters that begin anew are no rate"
     assert job.told[-2:] == ["shard 1 at host:7001 does not answer", "shard 1 has restarted"]
@@ -166,7 +173,7 @@ def test_events_are_what_differs_between_two_looks(job):
         reply.workers[1].state = FINISHED
         reply.timeline = 1
         reply.restored_from = "step-7"
-    job.replies[0].requests_refused = 3
+    job.replies[0].numbers["requests_refused"] = 3
     job.replies[0].checkpoint_last = "step-20"
     job.replies[1].checkpoint_error = "no room"
     job.look()
@@ -241,7 +248,7 @@ def test_when_the_job_goes_back_then_a_worker_leaves_the_points_from_its_next_on
 def test_the_history_is_bounded_and_goes_back_to_the_beginning():
     job = ScriptedJob(shards=1, workers=1)
     for step in range(MOMENTS_MAX + 1000):
-        job.replies[0].requests_refused = step
+        job.replies[0].numbers["requests_refused"] = step
         job.look()
 
     moments = job.sampler.history.moments

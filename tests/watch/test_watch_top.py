@@ -39,7 +39,7 @@ def job():
 
 @pytest.mark.parametrize("width", [80, 200])
 def test_a_picture_as_text_says_all_in_the_width_there_is(job, width):
-    text = lines.as_text(job.sampler.now, job.sampler.history, "waited-for", width)
+    text = lines.as_text(job.sampler.now, job.sampler.history, "awaited", width)
 
     assert max(map(len, text.splitlines())) <= width
     for words in (
@@ -58,7 +58,7 @@ def test_a_picture_as_text_says_all_in_the_width_there_is(job, width):
     rows = text[text.index("RANK") :].splitlines()
     assert rows[1].split()[:2] == ["7", "live"]
     assert len(rows) > 130
-    assert ("HOST" in rows[0], "ADDRESS" in text) == (True, width == 200)
+    assert ("PROCESS" in rows[0], "ADDRESS" in text) == (True, width == 200)
 
 
 def test_what_is_said_of_short_waits_does_not_contradict_what_limits_the_job():
@@ -76,7 +76,7 @@ def test_workers_are_sorted_so_that_those_that_need_attention_come_first(job):
 
     first = {by: sorted_workers(workers, by)[0].rank for by in SORTS}
 
-    assert first == {"rank": 0, "state": 129, "step": 0, "steps/s": 0, "waited-for": 7, "seen": 0}
+    assert first == {"rank": 0, "state": 129, "clock": 0, "steps/s": 0, "awaited": 7, "last-seen": 0}
     assert sorted_workers(workers, "rank", is_reversed=True)[0].rank == 129
 
 

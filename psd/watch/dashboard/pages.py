@@ -15,6 +15,7 @@ from typing import TypeAlias
 
 from aiohttp import web
 
+from psd.contract.facts import CATALOGUE
 from psd.watch.dashboard.admission import VISIT_S, Doorkeeper, TooManyTries
 
 STREAMS_MAX = 64
@@ -193,9 +194,14 @@ class Pages:
 
 
 def _static_files() -> dict[str, tuple[bytes, str]]:
-    """Contents and kinds of all files that are served, by name: they are few and small."""
+    """Contents and kinds of all files that are served, by name: they are few and small. One is the catalogue of the numbers."""
     folder = resources.files("psd.watch.dashboard") / "static"
+    names = ("name", "title", "unit", "kind", "weight")
+    rows = {of: [{name: getattr(fact, name) for name in names} for fact in facts] for of, facts in CATALOGUE.items()}
     return {
-        file.name: (file.read_bytes(), mimetypes.guess_type(file.name)[0] or "application/octet-stream")
-        for file in folder.iterdir()
+        "facts.js": (f"export const FACTS = {json.dumps(rows)};\n".encode(), "text/javascript"),
+        **{
+            file.name: (file.read_bytes(), mimetypes.guess_type(file.name)[0] or "application/octet-stream")
+            for file in folder.iterdir()
+        },
     }

@@ -16,6 +16,7 @@ from textual.binding import Binding, BindingType
 from textual.screen import ModalScreen
 from textual.widgets import DataTable, Footer, Static
 
+from psd.contract import facts
 from psd.watch.history import Moment
 from psd.watch.sampler import Sampler
 from psd.watch.snapshot import CurvePoint, Event, JobSnapshot
@@ -34,12 +35,15 @@ Is it training, how fast, what limits it, who is slow.
   tab      go to the other table; arrows and page keys move in it
   ?        this page; any key leaves it
 
-[b]LATENCY[/b]     mean of a shard's slowest kind of call, waits for other workers included
-[b]CPU[/b]         of one core; 200% are two
-[b]AGE[/b]         steps behind the foremost worker
-[b]WAITED FOR[/b]  part of the last 10 s that others have waited for the worker
-[b]SEEN[/b]        time since shards heard from it; it is given up after its lease
+{columns}
 Columns that do not fit are left out; a wider terminal has more."""
+
+_EXPLAINED = ("latency_s", "cpu_share", "awaited_share", "last_seen_s", "behind")
+"""Numbers whose headings do not say all; a small terminal has no room for more."""
+
+_COLUMNS = "\n".join(
+    f"[b]{fact.title.upper():<11}[/b]{fact.help}" for fact in (*facts.SHARD, *facts.WORKER) if fact.name in _EXPLAINED
+)
 
 _STYLES = {
     **dict.fromkeys(("no answer", "failed", "expired"), "bold red"),
@@ -56,7 +60,7 @@ class HelpScreen(ModalScreen[None]):
 
     def compose(self) -> ComposeResult:
         """See Textual's Screen."""
-        yield Static(_HELP.format(sorts=", ".join(SORTS)), id="help")
+        yield Static(_HELP.format(sorts=", ".join(SORTS), columns=_COLUMNS), id="help")
 
     def on_key(self) -> None:
         """Leave, whatever the key."""

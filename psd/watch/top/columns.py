@@ -1,4 +1,5 @@
-"""Shards and workers as rows of words: which columns there are, what one sorts by, and what is left out where it is narrow.
+"""Shards, workers and tables as rows of words, numbers in the columns that the catalogue (psd/contract/facts.py) has; what one
+sorts by, and what is left out where it is narrow.
 
 Pure functions on snapshots. Must not know terminals.
 """
@@ -9,7 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from psd.watch.snapshot import ShardSnapshot, WorkerSnapshot
+from psd.contract import facts
+from psd.contract.facts import Fact
+from psd.watch.snapshot import Numbers, ShardSnapshot, TableTotals, WorkerSnapshot
 from psd.watch.words import GAP, aligned, duration, size
 
 T = TypeVar("T")
@@ -66,46 +69,95 @@ def seconds(value: float) -> str:
     return f"{value * 1e3:.1f} ms" if value < 0.1 else f"{value * 1e3:.0f} ms" if value < 1 else duration(value)
 
 
-SHARD_COLUMNS: tuple[Column[ShardSnapshot], ...] = (
-    Column("SHARD", lambda shard: f"{shard.index}", 100),
-    Column("STATE", lambda shard: f"{shard.state}, {shard.detail}" if shard.detail else shard.state, 95, is_left=True),
-    Column("ROUNDS/S", lambda shard: rate(shard.rounds_per_s), 90),
-    Column("LATENCY", lambda shard: seconds(shard.latency_s), 85),
-    Column("CPU", lambda shard: f"{shard.cpu_share:.0%}", 80),
-    Column("MEMORY", lambda shard: size(shard.memory_bytes), 75),
-    Column("IN/S", lambda shard: size(shard.received_per_s), 70),
-    Column("OUT/S", lambda shard: size(shard.sent_per_s), 65),
-    Column("PARAMETERS", lambda shard: size(shard.parameter_bytes), 60),
-    Column("SLOTS", lambda shard: size(shard.slot_bytes), 35),
-    Column("TENSORS", lambda shard: f"{shard.tensors}", 30),
-    Column("TABLES", lambda shard: f"{shard.tables}", 25),
-    Column("ROUND", lambda shard: f"{shard.rounds}", 50),
-    Column("REFUSED", lambda shard: f"{shard.requests_refused}", 20),
-    Column("UP", lambda shard: duration(shard.uptime_s), 40),
-    Column("ADDRESS", lambda shard: shard.address, 45, is_left=True),
+_BY_UNIT: dict[str, Callable[[float], str]] = {
+    "count": "{:.0f}".format,
+    "bytes": size,
+    "s": seconds,
+    "share": "{:.0%}".format,
+    "per_s": rate,
+    "bytes_per_s": size,
+}
+
+_BY_NAME: dict[str, Callable[[Any], str]] = {
+    "last_seen_s": lambda worker: "never" if worker.last_seen_s < 0 else f"{duration(worker.last_seen_s)} ago",
+    "version_max": lambda shard: "..".join(f"{version}" for version in sorted({shard.version_min, shard.version_max})),
+}
+"""Numbers that are not shown by their unit alone."""
+
+
+def of_fact(fact: Fact) -> Column[Any]:
+    """The column of a number; "-" where it is not known."""
+
+    def text(item: Numbers) -> str:
+        value = item.numbers.get(fact.name)
+        if value is None:
+            return "-"
+        return _BY_NAME[fact.name](item) if fact.name in _BY_NAME else _BY_UNIT[fact.unit](value)
+
+    return Column(fact.title.upper(), text, fact.weight)
+
+
+def _live_columns(rows: Sequence[Fact]) -> list[Column[Any]]:
+    """Those of psdctl top, the weightiest first."""
+    return [of_fact(fact) for fact in sorted(rows, key=lambda fact: -fact.weight) if fact.weight]
+
+
+_SHARD: Column[ShardSnapshot] = Column("SHARD", lambda shard: f"{shard.index}", 100)
+_STATE: Column[ShardSnapshot] = Column(
+    "STATE", lambda shard: ", ".join(filter(None, (shard.state, shard.detail))), 95, is_left=True
+)
+_ADDRESS: Column[ShardSnapshot] = Column("ADDRESS", lambda shard: shard.address, 45, is_left=True)
+_CHECKPOINTS: tuple[Column[ShardSnapshot], ...] = (
+    Column("CHECKPOINTS IN", lambda shard: shard.checkpoint_dir, 100, is_left=True),
+    Column("LAST", lambda shard: shard.checkpoint_last or "none yet", 100, is_left=True),
+)
+
+SHARD_COLUMNS: tuple[Column[ShardSnapshot], ...] = (_SHARD, _STATE, *_live_columns(facts.SHARD), _ADDRESS)
+
+_RANK: Column[WorkerSnapshot] = Column("RANK", lambda worker: f"{worker.rank}", 100)
+_WORKER_STATE: Column[WorkerSnapshot] = Column("STATE", lambda worker: worker.state, 95, is_left=True)
+_PROCESS: Column[WorkerSnapshot] = Column(
+    "PROCESS", lambda worker: f"{worker.host}:{worker.pid}" if worker.pid else "-", 60, is_left=True
 )
 
 WORKER_COLUMNS: tuple[Column[WorkerSnapshot], ...] = (
-    Column("RANK", lambda worker: f"{worker.rank}", 100),
-    Column("STATE", lambda worker: worker.state, 95, is_left=True),
-    Column("STEP", lambda worker: f"{worker.clock}", 90),
-    Column("STEPS/S", lambda worker: rate(worker.steps_per_s), 85),
-    Column("AGE", lambda worker: f"{worker.behind}", 70),
-    Column("WAITED FOR", lambda worker: f"{worker.awaited_share:.0%}", 80),
-    Column("SEEN", lambda worker: "never" if worker.last_seen_s < 0 else duration(worker.last_seen_s), 75),
-    Column("HOST", lambda worker: f"{worker.host}:{worker.pid}" if worker.pid else "-", 60, is_left=True),
-    Column("LANE", lambda worker: worker.lane.partition(" ")[0].rstrip(",:;") or "-", 50, is_left=True),
+    _RANK,
+    _WORKER_STATE,
+    *_live_columns(facts.WORKER),
+    _PROCESS,
+    Column("TRANSPORT", lambda worker: worker.transport.partition(" ")[0].rstrip(",:;") or "-", 50, is_left=True),
 )
+
+TABLE_COLUMNS: tuple[Column[TableTotals], ...] = (
+    Column("TABLE", lambda table: table.name, 100, is_left=True),
+    *map(of_fact, facts.TABLE),
+)
+
+
+STATUS_WORKER_COLUMNS: tuple[Column[WorkerSnapshot], ...] = (
+    _RANK,
+    _WORKER_STATE,
+    *(of_fact(fact) for fact in facts.WORKER if fact.table == "workers"),
+    _PROCESS,
+    Column("TRANSPORT", lambda worker: worker.transport or "-", 50, is_left=True),
+)
+
+
+def status_columns(table: str) -> tuple[Column[ShardSnapshot], ...]:
+    """Those of a table of psdctl status, of which each shard is a row."""
+    words = {"shards": (_STATE, _ADDRESS), "checkpoints": _CHECKPOINTS}.get(table, ())
+    return (_SHARD, *words, *(of_fact(fact) for fact in facts.SHARD if fact.table == table))
+
 
 _WORST_FIRST = ("failed", "expired", "absent", "live", "finished")
 
 SORTS: dict[str, Callable[[WorkerSnapshot], Any]] = {
     "rank": lambda worker: worker.rank,
     "state": lambda worker: _WORST_FIRST.index(worker.state) if worker.state in _WORST_FIRST else len(_WORST_FIRST),
-    "step": lambda worker: worker.clock,
+    "clock": lambda worker: worker.clock,
     "steps/s": lambda worker: worker.steps_per_s,
-    "waited-for": lambda worker: -worker.awaited_share,
-    "seen": lambda worker: -worker.last_seen_s,
+    "awaited": lambda worker: -worker.awaited_share,
+    "last-seen": lambda worker: -worker.last_seen_s,
 }
 """Orders of the workers: those that need attention come first."""
 

@@ -55,12 +55,12 @@ def spark_lines(moments: Sequence[Moment], width: int) -> list[str]:
     if not moments:
         return []
     last = moments[-1]
-    latencies = [max(moment.latency, default=0.0) for moment in moments]
+    latencies = [max(moment.shard_latency_s, default=0.0) for moment in moments]
     entries = [
         ("steps/s", rate(last.steps_per_s), [moment.steps_per_s for moment in moments]),
         ("latency", seconds(latencies[-1]), latencies),
-        ("in", f"{size(last.received_per_s)}/s", [moment.received_per_s for moment in moments]),
-        ("out", f"{size(last.sent_per_s)}/s", [moment.sent_per_s for moment in moments]),
+        ("received", f"{size(last.received_bytes_per_s)}/s", [moment.received_bytes_per_s for moment in moments]),
+        ("sent", f"{size(last.sent_bytes_per_s)}/s", [moment.sent_bytes_per_s for moment in moments]),
     ]
     return _in_two_columns(entries, width)
 
@@ -87,9 +87,9 @@ def _in_two_columns(entries: Sequence[tuple[str, str, Sequence[float]]], width: 
 
 def wait_lines(now: JobSnapshot, width: int) -> list[str]:
     """Sentences of who waits for whom; the rest as a number."""
-    lines = [_cut(wait, width) for wait in now.waits[:WAITS_MAX]]
-    if len(now.waits) > WAITS_MAX:
-        lines.append(f"and {len(now.waits) - WAITS_MAX} more waits")
+    lines = [_cut(wait, width) for wait in now.waiting[:WAITS_MAX]]
+    if len(now.waiting) > WAITS_MAX:
+        lines.append(f"and {len(now.waiting) - WAITS_MAX} more waits")
     if lines:
         return lines
     awaited = max(now.workers, key=lambda worker: worker.awaited_share, default=None)

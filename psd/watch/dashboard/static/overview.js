@@ -3,8 +3,9 @@
 import { LineChart, spark } from "./charts.js";
 import { h, keep, setAttribute, setText } from "./dom.js";
 import { HeatMap } from "./heat.js";
+import { FACTS } from "./facts.js";
 import { Table, link, meter, tag } from "./table.js";
-import { bytes, clockTime, duration, number, perSecond, rate, seen, share, short, whole } from "./words.js";
+import { clockTime, drawn, duration, fact, heading, perSecond, rate, share, short, shown } from "./words.js";
 
 export const stateKind = { serving: "good", live: "good", finished: "", empty: "", absent: "warn", draining: "warn", restoring: "warn", expired: "bad", failed: "bad", "no answer": "bad" };
 
@@ -16,11 +17,11 @@ export class Overview {
     this.notice = h("section", { class: "card notice", role: "alert", hidden: true }, h("h2", {}, "Problems"), h("ul"));
     this.curves = new Map();
     this.curveGrid = h("div", { class: "grid" });
-    this.speed = new LineChart("Steps per second", { format: rate, tick: number });
-    this.traffic = new LineChart("Bytes per second", { format: perSecond, base: 1024 });
-    this.awaited = new HeatMap("Waited for, by worker");
-    this.behind = new LineChart("Steps behind the foremost worker", { format: number });
-    this.latency = new LineChart("Time of a call, with waits", { format: short });
+    this.speed = chartOf("job", "steps_per_s");
+    this.traffic = new LineChart("Payload", drawn(fact("job", "received_bytes_per_s")));
+    this.awaited = new HeatMap("Awaited, by worker");
+    this.behind = chartOf("worker", "behind");
+    this.latency = chartOf("shard", "latency_s");
     this.ages = new Ages();
     this.shards = new Table("Shards", SHARD_COLUMNS, { key: (shard) => shard.index, away: (shard) => shard.state === "no answer" });
     this.workers = new Table("Workers", WORKER_COLUMNS, { key: (worker) => worker.rank, away: (worker) => worker.state !== "live" });
@@ -53,10 +54,10 @@ export class Overview {
     this.updateCurves(range);
     const line = (column) => zip(history.at, history[column]);
     this.speed.update({ series: [{ name: "steps", points: line("steps_per_s") }], marks, ...time });
-    this.traffic.update({ series: [{ name: "received", points: line("received_per_s") }, { name: "sent", points: line("sent_per_s") }], marks, ...time });
-    this.latency.update({ series: perItem(history, "latency", now.shards.map((shard) => `shard ${shard.index}`)), marks, ...time });
-    this.behind.update({ series: perItem(history, "behind", now.workers.map((worker) => `worker ${worker.rank}`)), ...time });
-    this.awaited.update({ ranks: now.workers.map((worker) => worker.rank), times: history.at, rows: history.awaited, ...time });
+    this.traffic.update({ series: [{ name: "received", points: line("received_bytes_per_s") }, { name: "sent", points: line("sent_bytes_per_s") }], marks, ...time });
+    this.latency.update({ series: perItem(history, "shard_latency_s", now.shards.map((shard) => `shard ${shard.index}`)), marks, ...time });
+    this.behind.update({ series: perItem(history, "worker_behind", now.workers.map((worker) => `worker ${worker.rank}`)), ...time });
+    this.awaited.update({ ranks: now.workers.map((worker) => worker.rank), times: history.at, rows: history.worker_awaited_share, ...time });
     this.ages.update(now);
     this.behind.element.hidden = now.consistency === "sync" && (!now.quorum || now.quorum >= now.world_size);
     this.shards.update(now.shards);
@@ -92,6 +93,8 @@ export function curveData(job, name, range, rank = null) {
   const marks = job.checkpoints().filter((event) => event.step !== null).map((event) => ({ x: event.step, name: event.text }));
   return { series, marks };
 }
+
+export const chartOf = (of, name) => new LineChart(heading(fact(of, name)), drawn(fact(of, name)));
 
 export const zip = (xs, ys) => (xs ?? []).map((x, index) => [x, ys?.[index] ?? null]);
 
@@ -131,13 +134,14 @@ class Answers {
   update(now, history) {
     setText(this.state, now.headline);
     setAttribute(this.state, "data-is", now.state);
-    const saved = now.checkpoint?.name ? `checkpoint ${duration(now.checkpoint.age_s)} ago` : now.checkpoint ? "no checkpoint yet" : "no checkpoints are taken";
+    const [first] = now.shards;
+    const saved = first.checkpoint_last ? `checkpoint ${duration(first.checkpoint_age_s)} ago` : first.checkpoint_dir ? "no checkpoint yet" : "no checkpoints are taken";
     setText(this.stateMore, [now.consistency, now.quorum && now.quorum < now.world_size ? `quorum ${now.quorum}` : "", `${now.workers.filter((w) => w.state === "live").length} of ${now.world_size} workers`, saved].filter(Boolean).join(" · "));
     this.orders.hidden = now.orders.length === 0;
     keep(this.orders, now.orders, (text) => text, () => h("li"), (item, text) => setText(item, text));
     this.speed.replaceChildren(rate(now.steps_per_s), h("small", {}, " steps/s"));
     const aStep = now.steps_per_s > 0 ? `${short(1 / now.steps_per_s)} a step · ` : "";
-    setText(this.speedMore, `${aStep}${perSecond(now.received_per_s)} in, ${perSecond(now.sent_per_s)} out`);
+    setText(this.speedMore, `${aStep}${perSecond(now.received_bytes_per_s)} received, ${perSecond(now.sent_bytes_per_s)} sent`);
     this.spark.replaceChildren(spark(history.steps_per_s ?? []));
     setText(this.limit, now.limit || (now.state === "finished" ? "Nothing any more" : "Nothing is measured while no steps are made"));
     const busiest = now.shards.reduce((a, b) => (b.cpu_share > a.cpu_share ? b : a));
@@ -145,7 +149,7 @@ class Answers {
     this.split.parentElement.hidden = !now.limit;
     this.split.firstElementChild.style.width = `${100 - inCalls * 100}%`;
     setText(this.splitMore, `a worker's time: ${share(1 - inCalls)} its own, ${share(inCalls)} in calls`);
-    setText(this.limitMore, busiest.cpu_share > 0 ? `the busiest shard, ${busiest.index}, uses ${busiest.cpu_share.toFixed(2)} cores` : "");
+    setText(this.limitMore, busiest.cpu_share > 0 ? `the busiest shard, ${busiest.index}, uses ${share(busiest.cpu_share)} of a core` : "");
     const slow = now.workers.filter((worker) => now.slow.includes(worker.rank)).sort((a, b) => b.awaited_share - a.awaited_share);
     keep(this.slow, slow.slice(0, 8), (worker) => worker.rank, () => h("a", { class: "tag warn" }), (chip, worker) => {
       setAttribute(chip, "href", `#/worker/${worker.rank}`);
@@ -157,41 +161,29 @@ class Answers {
   }
 }
 
+// Columns of a table: those of the catalogue, the weightiest first.
+function columns(of, rows, fills = {}) {
+  return rows.map((row) => ({ name: heading(row), less: of !== "table" && row.weight < 60, value: (item) => item[row.name] ?? 0, text: (item) => shown(row, item), fill: fills[row.name] }));
+}
+
+const live = (of) => FACTS[of].filter((row) => row.weight).sort((a, b) => b.weight - a.weight);
+
 const SHARD_COLUMNS = [
   { name: "Shard", word: true, value: (s) => s.index, fill: (cell, s) => link(cell, `#/shard/${s.index}`, `${s.index}`) },
   { name: "State", word: true, keep: true, value: (s) => s.state, fill: (cell, s) => tag(cell, s.detail ? `${s.state}, ${s.detail}` : s.state, stateKind[s.state] ?? "") },
+  ...columns("shard", live("shard")),
   { name: "Address", word: true, less: true, value: (s) => s.address },
-  { name: "Rounds/s", value: (s) => s.rounds_per_s, text: (s) => rate(s.rounds_per_s) },
-  { name: "Cores", value: (s) => s.cpu_share, text: (s) => s.cpu_share.toFixed(2) },
-  { name: "Memory", value: (s) => s.memory_bytes, text: (s) => bytes(s.memory_bytes) },
-  { name: "Parameters", value: (s) => s.parameter_bytes, text: (s) => bytes(s.parameter_bytes) },
-  { name: "Blocks", less: true, value: (s) => s.blocks, text: (s) => whole(s.blocks) },
-  { name: "Tables", less: true, value: (s) => s.tables, text: (s) => whole(s.tables) },
-  { name: "In", value: (s) => s.received_per_s, text: (s) => perSecond(s.received_per_s) },
-  { name: "Out", value: (s) => s.sent_per_s, text: (s) => perSecond(s.sent_per_s) },
-  { name: "Refused", less: true, value: (s) => s.requests_refused, text: (s) => whole(s.requests_refused) },
-  { name: "Restarts", less: true, value: (s) => s.restarts, text: (s) => whole(s.restarts) },
 ];
 
 const WORKER_COLUMNS = [
-  { name: "Worker", word: true, value: (w) => w.rank, fill: (cell, w) => link(cell, `#/worker/${w.rank}`, `${w.rank}`) },
+  { name: "Rank", word: true, value: (w) => w.rank, fill: (cell, w) => link(cell, `#/worker/${w.rank}`, `${w.rank}`) },
   { name: "State", word: true, keep: true, value: (w) => w.state, fill: (cell, w) => tag(cell, w.state, stateKind[w.state] ?? "") },
-  { name: "Awaited", value: (w) => w.awaited_share, fill: (cell, w) => meter(cell, w.awaited_share) },
-  { name: "Steps/s", value: (w) => w.steps_per_s, text: (w) => rate(w.steps_per_s) },
-  { name: "Step", value: (w) => w.clock, text: (w) => whole(w.clock) },
-  { name: "Behind", value: (w) => w.behind, text: (w) => whole(w.behind) },
-  { name: "Last seen", value: (w) => w.last_seen_s, text: (w) => seen(w.last_seen_s) },
+  ...columns("worker", live("worker"), { awaited_share: (cell, w) => meter(cell, w.awaited_share) }),
   { name: "Process", word: true, less: true, value: (w) => `${w.host}:${w.pid}`, text: (w) => (w.pid ? `${w.host}:${w.pid}` : "–") },
-  { name: "Lane", word: true, less: true, cut: true, value: (w) => w.lane, text: (w) => w.lane || "–" },
+  { name: "Transport", word: true, less: true, cut: true, value: (w) => w.transport, text: (w) => w.transport || "–" },
 ];
 
-const TABLE_COLUMNS = [
-  { name: "Table", word: true, value: (t) => t.name },
-  { name: "Rows", value: (t) => t.rows, text: (t) => whole(t.rows) },
-  { name: "Size", value: (t) => t.bytes, text: (t) => bytes(t.bytes) },
-  { name: "Rows read", value: (t) => t.reads, text: (t) => whole(t.reads) },
-  { name: "Found", value: (t) => t.hits / (t.reads || 1), text: (t) => (t.reads ? share(t.hits / t.reads) : "–") },
-];
+const TABLE_COLUMNS = [{ name: "Table", word: true, value: (t) => t.name }, ...columns("table", FACTS.table)];
 
 class Waits {
   constructor() {
@@ -201,11 +193,11 @@ class Waits {
   }
 
   update(now) {
-    this.none.hidden = now.waits.length > 0;
+    this.none.hidden = now.waiting.length > 0;
     const worst = now.workers.reduce((a, b) => (b.awaited_share > a.awaited_share ? b : a), { awaited_share: 0 });
     const inAll = now.slow.includes(worst.rank) ? `, but others wait for worker ${worst.rank} ${share(worst.awaited_share)} of the time` : "";
     setText(this.none, `At present nobody waits for longer than half a second${inAll}.`);
-    keep(this.list, now.waits, (_) => now.waits.indexOf(_), () => h("li"), (item, text) => setText(item, text[0].toUpperCase() + text.slice(1)));
+    keep(this.list, now.waiting, (_) => now.waiting.indexOf(_), () => h("li"), (item, text) => setText(item, text[0].toUpperCase() + text.slice(1)));
   }
 }
 

@@ -1,0 +1,410 @@
+"""The catalogue of the numbers that operators see: each has one row here, and one name everywhere.
+
+A row says a number's name, kind and meaning, where a shard keeps it, its metric, its heading, and which tables have it as a
+column. From the rows are made: what a shard sends (`numbers` in proto/psd/v1/control.proto), its metrics, the tables of psdctl
+status and top, every --json, the dashboard, and the table in docs/watching.md. So a new number is counted somewhere, and has a
+row here.
+
+Names are those of the field, and of ps where it has the same: clock (steps that a worker has finished), version (updates of a
+block), rank, transport, received and sent. The unit is the end of a name: `_bytes`, `_s` (seconds), `_share` (1 is the whole),
+`_per_s`; else it counts. A heading has words of the name; a metric has all of them, and Prometheus' own ends, `_seconds` and
+`_total`.
+
+Must not know shards, messages' services, or how anything is drawn.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Kind = Literal["total", "now", "rate"]
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One number.
+
+    Attributes:
+        name: in every JSON, on the wire, and in code.
+        kind: "total": only grows while the shard lives; "now": may shrink; "rate": of the last seconds, found by looking twice.
+        help: one sentence.
+        source: where a shard has it: one of the holders of psd/rim/views.py, and the attribute if it is not the name. Empty:
+            psd/watch works it out.
+        metric: as in a query. A label without a value stands for many series: psd_table_rows{table}. Empty: there is none.
+        heading: where the name says it less well.
+        rate_of: the number that it is the growth of.
+        weight: in psdctl top and the dashboard's tables, where those of the least weight are left out first; 0: not there.
+        table: of psdctl status, in which it is a column.
+    """
+
+    name: str
+    kind: Kind
+    help: str
+    source: str = ""
+    metric: str = ""
+    heading: str = ""
+    rate_of: str = ""
+    weight: int = 0
+    table: str = ""
+
+    @property
+    def unit(self) -> str:
+        """`bytes_per_s`, `per_s`, `bytes`, `share`, `s`, or, of what is counted, `count`."""
+        return next((unit for unit in ("bytes_per_s", "per_s", "bytes", "share", "s") if _ends(self.name, unit)), "count")
+
+    @property
+    def title(self) -> str:
+        """The heading in small letters, as words."""
+        return self.heading or re.sub(r"_(bytes|s|share)$", "", re.sub(r"(_bytes)?_per_s$", "/s", self.name)).replace("_", " ")
+
+    @property
+    def metric_name(self) -> str:
+        """The metric without its labels."""
+        return self.metric.partition("{")[0]
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """The metric's labels; the value of one that stands for many series is empty."""
+        return dict(re.findall(r'(\w+)(?:="(\w+)")?', self.metric.partition("{")[2]))
+
+    def of(self, value: float) -> float:
+        """The number of a peer: a whole one as an integer, and one that is not finite, which no shard sends, as 0."""
+        value = value if math.isfinite(value) else 0.0
+        return int(value) if self.unit in ("count", "bytes") else value
+
+
+def _ends(name: str, unit: str) -> bool:
+    return name == unit or name.endswith(f"_{unit}")
+
+
+def write(message: Any, numbers: Mapping[str, float]) -> None:
+    """Put numbers into a message: those that the protocol itself speaks of are its fields, the others are in `numbers`."""
+    for name, value in numbers.items():
+        if name in message.DESCRIPTOR.fields_by_name:
+            setattr(message, name, value)
+        else:
+            message.numbers[name] = value
+
+
+def read(message: Any, facts: Iterable[Fact]) -> dict[str, float]:
+    """The numbers of a message, by name: those of the catalogue that it has."""
+    found = {}
+    for fact in facts:
+        if fact.name in message.DESCRIPTOR.fields_by_name:
+            found[fact.name] = fact.of(getattr(message, fact.name))
+        elif fact.name in message.numbers:
+            found[fact.name] = fact.of(message.numbers[fact.name])
+    return found
+
+
+def by_name(facts: Sequence[Fact]) -> dict[str, Fact]:
+    """Rows by their names."""
+    return {fact.name: fact for fact in facts}
+
+
+JOB = (
+    Fact("clock", "now", "Clock of the slowest live worker: the job's step."),
+    Fact("steps_per_s", "rate", "Growth of the job's clock.", rate_of="clock"),
+    Fact("worker_steps_per_s", "rate", "Steps of all workers together."),
+    Fact("world_size", "now", "Workers that the job is made for."),
+    Fact("quorum", "now", "Workers whose gradients complete a round; 0: all."),
+    Fact("timeline", "now", "How often the job has gone back to a checkpoint."),
+    Fact("parameter_bytes", "now", "Size of the parameters on all shards.", heading="parameters"),
+    Fact("slot_bytes", "now", "Size of the state of the update rules on all shards.", heading="slots"),
+    Fact("received_bytes_per_s", "rate", "Payload that all shards receive."),
+    Fact("sent_bytes_per_s", "rate", "Payload that all shards send."),
+)
+"""Of the whole job, worked out from those of its shards and workers."""
+
+SHARD = (
+    Fact("uptime_s", "now", "Age of the shard's process.", "status", weight=40, table="shards"),
+    Fact("updates_per_s", "rate", "Updates of blocks.", rate_of="updates", weight=90),
+    Fact("latency_s", "rate", "Mean time of the slowest kind of call, waits for other workers included.", weight=85),
+    Fact("cpu_share", "rate", "Processor cores in use: 200% are two.", heading="CPU", rate_of="cpu_s", weight=80),
+    Fact("cpu_s", "total", "Processor time.", "process", "process_cpu_seconds_total", heading="CPU"),
+    Fact(
+        "memory_bytes",
+        "now",
+        "Memory of the process, the arena's included.",
+        "process",
+        "process_resident_memory_bytes",
+        weight=75,
+    ),
+    Fact("received_bytes_per_s", "rate", "Payload received.", rate_of="received_bytes", weight=70),
+    Fact("sent_bytes_per_s", "rate", "Payload sent.", rate_of="sent_bytes", weight=65),
+    Fact("blocks", "now", "Blocks of the shard.", "job.block_count", weight=28, table="shards"),
+    Fact(
+        "parameter_bytes",
+        "now",
+        "Size of the shard's parameters.",
+        "job",
+        "psd_parameter_bytes",
+        heading="parameters",
+        weight=60,
+        table="shards",
+    ),
+    Fact(
+        "slot_bytes",
+        "now",
+        "Size of the state of the shard's update rules.",
+        "job",
+        "psd_slot_bytes",
+        heading="slots",
+        weight=35,
+        table="shards",
+    ),
+    Fact("tensors", "now", "Tensors of the job.", "job.tensor_count", weight=30),
+    Fact("version_min", "now", "Updates of the block that lags furthest behind.", "trained", "psd_version_min"),
+    Fact(
+        "version_max",
+        "now",
+        "Updates of the block that is furthest ahead.",
+        "trained",
+        "psd_version_max",
+        heading="version",
+        weight=50,
+        table="shards",
+    ),
+    Fact("min_clock", "now", "Clock of the slowest live worker, as far as the shard knows.", "status"),
+    Fact(
+        "pushes_accepted",
+        "total",
+        "Pushes of which at least one block was counted.",
+        "counters",
+        'psd_pushes_total{result="accepted"}',
+        heading="pushes accepted",
+        table="traffic",
+    ),
+    Fact(
+        "pushes_duplicate",
+        "total",
+        "Pushes of which every block had been counted before.",
+        "counters",
+        'psd_pushes_total{result="duplicate"}',
+        heading="duplicate",
+        table="traffic",
+    ),
+    Fact(
+        "pushes_late",
+        "total",
+        "Pushes that came too late for their round: no block was counted, and at least one dropped.",
+        "counters",
+        'psd_pushes_total{result="late"}',
+        heading="late",
+        table="traffic",
+    ),
+    Fact("pulls", "total", "Pulls that were begun.", "counters", "psd_pulls_total", table="traffic"),
+    Fact(
+        "updates",
+        "total",
+        "Updates, summed over the shard's blocks.",
+        "job",
+        "psd_updates_total",
+        table="traffic",
+    ),
+    Fact(
+        "received_bytes",
+        "total",
+        "Payload received: gradients and initial values.",
+        "counters",
+        "psd_received_bytes_total{transport}",
+        table="traffic",
+    ),
+    Fact(
+        "sent_bytes",
+        "total",
+        "Payload sent: parameters.",
+        "counters",
+        "psd_sent_bytes_total{transport}",
+        table="traffic",
+    ),
+    Fact(
+        "requests_refused",
+        "total",
+        "Requests that ended in an error of the caller's; psd_request_errors_total has every error by its reason.",
+        "counters",
+        heading="refused",
+        weight=20,
+        table="traffic",
+    ),
+    Fact("in_calls_share", "rate", "Part of a worker's time that it spends in calls at this shard."),
+    Fact("restarts", "total", "Processes that have gone on with this arena.", "status", "psd_shard_restarts_total"),
+    Fact("timeline", "now", "How often the job has gone back to a checkpoint.", "status", "psd_timeline"),
+    Fact("open_rounds", "now", "Blocks with gradients of a round that has not closed.", "job", "psd_open_rounds"),
+    Fact("barriers_opened", "total", "Openings of barriers.", "status", "psd_barriers_opened_total"),
+    Fact(
+        "leases_expired",
+        "total",
+        "Workers that were silent for too long.",
+        "counters",
+        "psd_worker_leases_expired_total",
+    ),
+    Fact(
+        "sessions",
+        "total",
+        "Joins of workers, of those that came back, too.",
+        "counters",
+        "psd_worker_sessions_total",
+    ),
+    Fact("arena_used_bytes", "now", "Memory used by the arena.", "arena.used_bytes", "psd_arena_used_bytes"),
+    Fact("arena_spare_bytes", "now", "Free pages in the arena.", "arena.spare_bytes", "psd_arena_spare_bytes"),
+    Fact(
+        "arena_pinned_bytes",
+        "now",
+        "Old versions that readers hold, and pages being written, in the arena.",
+        "arena.held_bytes",
+        "psd_arena_pinned_bytes",
+    ),
+    Fact("vectors", "now", "Server-side vectors.", "vectors.number", "psd_vectors", table="vectors"),
+    Fact(
+        "vector_bytes", "now", "Size of this shard's part of all vectors.", "vectors.bytes", "psd_vector_bytes", table="vectors"
+    ),
+    Fact(
+        "vector_batches",
+        "total",
+        "Batches of operations on vectors that were run.",
+        "vectors.batches",
+        'psd_vector_batches_total{result="run"}',
+        table="vectors",
+    ),
+    Fact(
+        "vector_batches_repeated",
+        "total",
+        "Batches that had been run before, and were only answered.",
+        "vectors.repeated",
+        'psd_vector_batches_total{result="repeated"}',
+        table="vectors",
+    ),
+    Fact(
+        "vector_operations",
+        "total",
+        "Operations of the batches that were run.",
+        "vectors.operations",
+        "psd_vector_operations_total",
+        table="vectors",
+    ),
+    Fact(
+        "checkpoints",
+        "total",
+        "Checkpoints of which this process has stored its part.",
+        "checkpoints.written",
+        "psd_checkpoints_total",
+    ),
+    Fact(
+        "checkpoint_failures",
+        "total",
+        "Checkpoints that failed here.",
+        "checkpoints.failed",
+        "psd_checkpoint_failures_total",
+    ),
+    Fact("checkpoint_age_s", "now", "Time since the last part was stored.", "checkpoint.age_s", table="checkpoints"),
+    Fact(
+        "checkpoint_timestamp_s",
+        "now",
+        "When the last part was stored, in seconds since 1970.",
+        "checkpoint.timestamp_s",
+        "psd_checkpoint_timestamp_seconds",
+    ),
+    Fact(
+        "checkpoint_bytes",
+        "now",
+        "Size of the last part.",
+        "checkpoint.bytes",
+        "psd_checkpoint_bytes",
+        heading="checkpoint",
+        table="checkpoints",
+    ),
+    Fact(
+        "checkpoint_took_s",
+        "now",
+        "Time that it took to store the last part.",
+        "checkpoint.took_s",
+        "psd_checkpoint_took_seconds",
+        table="checkpoints",
+    ),
+)
+"""Of one shard, since its process began. One that a shard does not have, such as the age of a checkpoint before the first, it
+does not send."""
+
+WORKER = (
+    Fact("clock", "now", "Steps that the worker has finished.", "worker", "psd_worker_clock{rank}", weight=90, table="workers"),
+    Fact("steps_per_s", "rate", "Growth of its clock.", rate_of="clock", weight=85),
+    Fact("behind", "now", "Steps behind the foremost worker.", weight=70, table="workers"),
+    Fact("awaited_share", "rate", "Part of the time that others have waited for it.", rate_of="awaited_s", weight=80),
+    Fact(
+        "awaited_s",
+        "total",
+        "How long others have waited for the worker: in rounds, from the first gradient to its own, as the shard's first block "
+        "sees it; without rounds, how long it was the one that the staleness bound held others back for.",
+        "worker",
+        "psd_worker_awaited_seconds_total{rank}",
+        table="workers",
+    ),
+    Fact(
+        "last_seen_s",
+        "now",
+        "Time since the worker was last heard from; below 0: never.",
+        "worker",
+        "psd_worker_last_seen_seconds{rank}",
+        weight=75,
+        table="workers",
+    ),
+)
+"""Of one worker. Where shards differ the largest holds: one without blocks hears of no steps."""
+
+TABLE = (
+    Fact("rows", "now", "Rows.", "table", "psd_table_rows{table}"),
+    Fact("bytes", "now", "Size of the rows, with slots and index.", "table", "psd_table_bytes{table}"),
+    Fact("reads", "total", "Rows that were asked for.", "table", "psd_table_reads_total{table}"),
+    Fact(
+        "hits",
+        "total",
+        "Rows that were asked for and there; the initial values of the others were computed.",
+        "table",
+        "psd_table_hits_total{table}",
+    ),
+    Fact("created", "total", "Rows that were created.", "table", "psd_table_rows_created_total{table}"),
+    Fact(
+        "evicted",
+        "total",
+        "Rows that were removed because others needed their place.",
+        "table",
+        'psd_table_rows_removed_total{table, reason="evicted"}',
+    ),
+    Fact(
+        "expired",
+        "total",
+        "Rows that were removed because nobody had used them for so long.",
+        "table",
+        'psd_table_rows_removed_total{table, reason="expired"}',
+    ),
+    Fact(
+        "removed",
+        "total",
+        "Rows that were removed on request.",
+        "table",
+        'psd_table_rows_removed_total{table, reason="removed"}',
+    ),
+    Fact(
+        "refused",
+        "total",
+        "Gradients for new rows that were dropped, since there was no place.",
+        "table",
+        'psd_table_gradients_dropped_total{table, reason="refused"}',
+    ),
+    Fact(
+        "unadmitted",
+        "total",
+        "Gradients that were dropped, since their ids had not been seen often enough.",
+        "table",
+        'psd_table_gradients_dropped_total{table, reason="unadmitted"}',
+    ),
+)
+"""Of one table, on one shard in metrics, on all shards together elsewhere; counted since the table was made, but reads and hits
+since the process began."""
+
+CATALOGUE: dict[str, Sequence[Fact]] = {"job": JOB, "shard": SHARD, "worker": WORKER, "table": TABLE}
