@@ -5,6 +5,7 @@
     <!-- help: psdctl COMMAND -->            likewise, of each of its subcommands
     <!-- environment -->                     the variables that psd reads
     <!-- errors -->                          the tree of errors and their gRPC codes
+    <!-- rules -->                           the names of what a group of each rule is declared with, and of its scalars
 
 is replaced when Sphinx reads the page. Marks of the tests in the pages are taken out.
 """
@@ -23,6 +24,7 @@ from sphinx.application import Sphinx
 
 from psd.contract import errors
 from psd.contract.environment import VARIABLES
+from psd.contract.rules import RULES
 
 ROOT = Path(__file__).parents[1]
 MODULES = {"psd-server": "psd.cli.server", "psd-run": "psd.cli.run", "psdctl": "psd.cli.ctl"}
@@ -34,7 +36,7 @@ PAGES = {
 }
 """Files of the repository that are pages of the site."""
 
-_DIRECTIVE = re.compile(r"^<!-- (include|help|environment|errors)(?:: (.+?))? -->$", re.MULTILINE)
+_DIRECTIVE = re.compile(r"^<!-- (include|help|environment|errors|rules)(?:: (.+?))? -->$", re.MULTILINE)
 _COMMENT = re.compile(r"^<!--.*?-->\n", re.MULTILINE | re.DOTALL)
 _properties: dict[str, list[str]] = {}
 
@@ -70,7 +72,9 @@ def replaced(markdown: str, page: str) -> str:
         kind, argument = found.groups()
         if kind == "include":
             return linked((ROOT / argument).read_text(), argument, page)
-        return {"help": helps, "environment": environment, "errors": error_tree}[kind](*([argument] if argument else []))
+        return {"help": helps, "environment": environment, "errors": error_tree, "rules": rules}[kind](
+            *([argument] if argument else [])
+        )
 
     text = _COMMENT.sub("", _DIRECTIVE.sub(replacement, linked(markdown, page, page)))
     return _TITLE.sub(r"```{code-block} \1\n:caption: \2\n", text)
@@ -134,6 +138,15 @@ def error_tree() -> str:
         bases = ", ".join(f"`{base.__name__}`" for base in kind.__bases__ if base is not errors.PsdError)
         meaning = " ".join((kind.__doc__ or "").split())
         rows.append(f"| `{kind.__name__}` | {bases} | `{kind.code}` | {meaning} |")
+    return "\n".join(rows)
+
+
+def rules() -> str:
+    """A table of the rules: flags, constants, and scalars in their order."""
+    rows = ["| rule | flags | constants | scalars, in order |", "|---|---|---|---|"]
+    for name, info in RULES.items():
+        names = [" ".join(f"`{each}`" for each in column) for column in (sorted(info.flags), info.constants, info.scalars)]
+        rows.append(f"| `{name}` | {' | '.join(names)} |")
     return "\n".join(rows)
 
 

@@ -12,7 +12,7 @@ const grpc = require('@grpc/grpc-js');
 const loader = require('@grpc/proto-loader');
 
 // psd's integers fit into numbers; see docs/protocol.md.
-const PROTOS = process.env.PSD_PROTO || path.join(__dirname, '..', '..', 'proto');
+const PROTOS = process.env.PROTO_PATH || path.join(__dirname, '..', '..', 'proto');
 const FORM = { keepCase: true, longs: Number, enums: String, defaults: true, includeDirs: [PROTOS] };
 const { ControlService, DataService } = grpc.loadPackageDefinition(
   loader.loadSync(['psd/v1/control.proto', 'psd/v1/data.proto'], FORM)).psd.v1;

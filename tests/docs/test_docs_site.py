@@ -15,6 +15,7 @@ from source_tree import ROOT
 import psd_client
 from psd.contract.environment import VARIABLES
 from psd.contract.errors import PsdError
+from psd.contract.rules import RULES
 
 COMMANDS = {"psd-server": "server", "psd-run": "run", "psdctl": "ctl"}
 
@@ -124,6 +125,14 @@ def test_the_reference_says_what_the_commands_and_the_environment_are(site):
     for command in [*commands.split(), "monitoring", "completion"]:
         assert f"usage: psdctl {command}" in psdctl
     assert [name for name in VARIABLES if name not in text(site / "reference/environment.html")] == []
+
+
+def test_the_protocol_names_what_every_rule_is_declared_with(site):
+    """A worker in another language has flags and the order of scalars from nowhere else before it declares."""
+    rows = re.findall(r"<tr.*?</tr>", (site / "protocol.html").read_text(), re.DOTALL)
+    words = {cells[0]: cells[1:] for row in rows if (cells := re.sub(r"<[^>]+>", " ", row).split())}
+
+    assert [name for name, rule in RULES.items() if words[name] != [*sorted(rule.flags), *rule.constants, *rule.scalars]] == []
 
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: page.relative_to(ROOT).as_posix())
