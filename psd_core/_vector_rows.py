@@ -55,7 +55,7 @@ class VectorOperation(NamedTuple):
 
 
 class OperationKind(NamedTuple):
-    """What all operations of one name take.
+    """Facts of all operations of one name: what they take.
 
     Attributes:
         number: in messages, and, if it is `loop`'s, in C. loop: the kind whose loop in C computes it.
