@@ -183,7 +183,7 @@ class Batch(Operations, Notes[BatchAnswer]):
         if self._has_run:
             raise RuntimeError(f"psd: {name}: this batch has run already; make another one")
         out, x, y = operation.out, operation.x, operation.y
-        vectors = dict[str, VectorHandle]()
+        vectors = {}
         for vector in (out, *x, *y) if kind.writes else (*x, *y):
             vectors[_spec(vector).name] = vector
             if vector.calls is not self._calls:
