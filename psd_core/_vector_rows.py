@@ -43,9 +43,9 @@ class VectorOperation(NamedTuple):
     """
 
     name: str
-    out: Any = ""
-    x: Sequence[Any] = ()
-    y: Sequence[Any] = ()
+    out: str = ""
+    x: Sequence[str] = ()
+    y: Sequence[str] = ()
     numbers: Sequence[float] = ()
     function: str | Callable[..., Any] = ""
     seed: int = 0
@@ -55,7 +55,7 @@ class VectorOperation(NamedTuple):
 
 
 class OperationKind(NamedTuple):
-    """What all operations of one name take.
+    """Facts of all operations of one name: what they take.
 
     Attributes:
         number: in messages, and, if it is `loop`'s, in C. loop: the kind whose loop in C computes it.
@@ -116,19 +116,23 @@ class Row(Generic[P]):
             numbers=() if functions else numbers, functions=functions, writes=take is None, reads_out=reads_out,
         )  # fmt: skip
 
-    def __call__(self, on: Any, *args: Any, **kwargs: Any) -> VectorOperation:
-        """The operation that a call says; its vectors are what the caller has for them, such as their names."""
-        kind = self.kind
-        x, numbers, function, seed = list[Any]() if kind.writes else [on], list[float](), "", 0
+    def __call__(self, on: str, *args: Any, **kwargs: Any) -> VectorOperation:
+        """The operation that a call says, of vectors by name."""
+        return self.said(str, on, args, kwargs)
+
+    def said(self, name_of: Callable[[Any], str], on: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> VectorOperation:
+        """The operation that a call says. name_of: gives the name of what is passed as a vector."""
+        kind, on = self.kind, name_of(on)
+        x, numbers, function, seed = list[str]() if kind.writes else [on], list[float](), "", 0
         for sort, value in zip(self._sorts, self._values(on, args, kwargs), strict=True):
             if sort == "Operand":
-                x.append(value)
+                x.append(name_of(value))
             elif sort == "float":
                 numbers.append(value)
             elif sort == "Operand | None":
-                x.insert(0, on if value is None else value)
+                x.insert(0, on if value is None else name_of(value))
             elif sort == "Sequence[Operand]":
-                x += value
+                x += map(name_of, value)
             elif sort == "Sequence[float]":
                 numbers += value
             elif sort == "str":

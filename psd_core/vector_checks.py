@@ -36,8 +36,10 @@ def checked(o: VectorOperation, vectors: Mapping[str, HasSpec]) -> VectorOperati
         VectorError, NoSuchVector: naming the argument.
     """
     kind = KINDS[o.name]
-    _check_count("x", o.x, kind.x, 1)
-    _check_count("y", o.y, kind.y, 0)
+    if len(o.x) != kind.x:
+        _check_count("x", len(o.x), kind.x, 1)
+    if len(o.y) != kind.y:
+        _check_count("y", len(o.y), kind.y, 0)
     names = (o.out, *o.x, *o.y) if kind.writes else (*o.x, *o.y)
     like = None
     for place, name in enumerate(names):
@@ -45,21 +47,22 @@ def checked(o: VectorOperation, vectors: Mapping[str, HasSpec]) -> VectorOperati
             spec = vectors[name].spec
         except (KeyError, TypeError):
             raise NoSuchVector(f"{_field(kind, o, place)}: there is no vector {name!r}") from None
-        like = like or spec
-        if spec.size != like.size or spec.dtype != like.dtype:
+        if like is None:
+            like = spec
+        elif spec.size != like.size or spec.dtype != like.dtype:
             raise VectorError(
                 f"{_field(kind, o, place)}: expected {like.size} of {like.dtype}, as {like.name!r} has, "
                 f"got {spec.name!r} with {spec.size} of {spec.dtype}"
             )
     assert like is not None
-    numbers = _numbers(o, kind, like)
+    numbers = _numbers(o, kind, like) if o.numbers or kind.writes else o.numbers
     if kind.brings:
         return _with_arrays(o, kind.brings, like)
     if o.name == "random":
         if not numbers[0] < numbers[1]:
             raise VectorError(f"high: must be above low, {numbers[0]}, got {numbers[1]}")
         return o._replace(numbers=numbers, seed=_seed(o.seed))
-    return o._replace(numbers=numbers) if numbers is not o.numbers else o
+    return o if numbers is o.numbers else o._replace(numbers=numbers)
 
 
 def check_operands(field: str, count: int) -> None:
@@ -87,12 +90,12 @@ def rows_of(name: str, spec: VectorSpec) -> int:
     return spec.size // spec.columns
 
 
-def _check_count(field: str, names: Sequence[str], count: int, least: int) -> None:
-    check_operands(field, len(names))
-    if count == ANY and len(names) < least:
+def _check_count(field: str, found: int, expected: int, least: int) -> None:
+    check_operands(field, found)
+    if expected != ANY:
+        raise VectorError(f"{field}: expected {expected} vectors, got {found}")
+    if found < least:
         raise VectorError(f"{field}: expected at least one vector, got none")
-    if count != ANY and len(names) != count:
-        raise VectorError(f"{field}: expected {count} vectors, got {len(names)}")
 
 
 def _field(kind: OperationKind, o: VectorOperation, place: int) -> str:

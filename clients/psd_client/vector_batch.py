@@ -21,7 +21,7 @@ from psd_client.vector_arguments import as_indices, as_row_numbers, as_stretch, 
 from psd_core.reductions import Answer as Found
 from psd_core.vector import VectorError, VectorSpec
 from psd_core.vector_checks import checked
-from psd_core.vector_operations import KINDS, ROWS, Notes, Operand, Operations, Row, VectorOperation
+from psd_core.vector_operations import ROWS, Notes, Operand, Operations, Row, VectorOperation
 
 
 class Calls(Protocol):
@@ -116,7 +116,7 @@ class Batch(Operations, Notes[BatchAnswer]):
         """Take the connection; not for programs."""
         self._calls = calls
         self._operations: list[VectorOperation] = []
-        self._vectors: dict[str, VectorSpec] = {}
+        self._handles: dict[str, VectorHandle] = {}
         self._answers: list[BatchAnswer] = []
         self._has_run = False
 
@@ -134,7 +134,9 @@ class Batch(Operations, Notes[BatchAnswer]):
     def run(self) -> None:
         """Run the batch, unless it has run: for use without `with`, or after an error. An empty one does nothing."""
         if not self._has_run and self._operations:
-            found = iter(self._calls.run(self._operations, self._vectors))
+            named = (name for o in self._operations for name in (o.out, *o.x, *o.y) if name)
+            vectors = {name: self._handles[name].spec for name in named}
+            found = iter(self._calls.run(self._operations, vectors))
             for answer in self._answers:
                 answer.resolve(found)
         self._has_run = True
@@ -143,26 +145,27 @@ class Batch(Operations, Notes[BatchAnswer]):
 
     def put(self, y: VectorHandle, values: Any, start: int | None = None) -> None:
         """Set all elements of y, or those from `start` on, to an array's; see Vector.put."""
-        first, array = as_stretch(values, start, _spec(y))
-        self._note(VectorOperation("put", y, start=first, values=array))
+        name = self._name(y)
+        first, array = as_stretch(values, start, y.spec)
+        self._note(VectorOperation("put", name, start=first, values=array))
 
     def add(self, y: VectorHandle, values: Any, indices: Any = None) -> None:
         """Add an array's numbers to y, to all elements or to those at indices; see Vector.add."""
-        spec = _spec(y)
+        name, spec = self._name(y), y.spec
         if indices is None:
             start, array = as_stretch(values, None, spec)
-            self._note(VectorOperation("add", y, start=start, values=array))
+            self._note(VectorOperation("add", name, start=start, values=array))
         else:
             places = as_indices(indices, spec)
             array = as_values(values, places.shape, spec).reshape(-1)
-            self._note(VectorOperation("add_at", y, places=places.reshape(-1), values=array))
+            self._note(VectorOperation("add_at", name, places=places.reshape(-1), values=array))
 
     def add_rows(self, y: VectorHandle, values: Any, rows: Any) -> None:
         """Add an array's rows to rows of y; see Matrix.add_rows."""
-        spec = _spec(y)
+        name, spec = self._name(y), y.spec
         numbers = as_row_numbers(rows, spec)
         array = as_values(values, (*numbers.shape, spec.columns), spec).reshape(-1, spec.columns)
-        self._note(VectorOperation("add_rows", y, places=numbers.reshape(-1), values=array))
+        self._note(VectorOperation("add_rows", name, places=numbers.reshape(-1), values=array))
 
     def gram(self, ys: Sequence[VectorHandle], xs: Sequence[VectorHandle] | None = None) -> BatchAnswer:
         """Take all dot products of several vectors, in one pass: an array of `ys[i].dot(xs[j])`, or of `ys[i].dot(ys[j])`.
@@ -171,49 +174,47 @@ class Batch(Operations, Notes[BatchAnswer]):
         """
         if not ys or (xs is not None and not xs):
             raise InvalidRequest("gram: expected at least one vector, got none")
-        others = [] if xs is None else list(xs)
-        is_whole = self._note(VectorOperation("gram", "", list(ys), others)).dtype == "int64"
-        return self._answer("gram", partial(_products, len(ys), len(others), is_whole), *ys, *others)
+        rows, cols = list(map(self._name, ys)), list(map(self._name, xs or ()))
+        is_whole = self._note(VectorOperation("gram", "", rows, cols)).dtype == "int64"
+        return self._answer("gram", partial(_products, len(rows), len(cols), is_whole), *rows, *cols)
 
     # -- how it is done --------------------------------------------------------------------------------------------------
 
+    def _name(self, vector: VectorHandle) -> str:
+        """The name of what a program has passed as a vector; raises InvalidRequest if it is none of this connection."""
+        if not isinstance(vector, VectorHandle):
+            refuse(InvalidRequest, "vector", "one of ParameterServer.vector or matrix", vector)
+        if vector.calls is not self._calls:
+            raise InvalidRequest(f"vector {vector.name!r} belongs to another connection")
+        self._handles[vector.name] = vector
+        return vector.name
+
     def _note(self, operation: VectorOperation, name: str = "") -> VectorSpec:
-        """Check and note an operation, whose vectors are handles yet; the declaration of the first one."""
-        name, kind = name or operation.name, KINDS[operation.name]
+        """Check and note an operation; the declaration of its first vector. name: of the method, if not the operation's."""
+        name = name or operation.name
         if self._has_run:
             raise RuntimeError(f"psd: {name}: this batch has run already; make another one")
-        out, x, y = operation.out, operation.x, operation.y
-        vectors = dict[str, VectorHandle]()
-        for vector in (out, *x, *y) if kind.writes else (*x, *y):
-            vectors[_spec(vector).name] = vector
-            if vector.calls is not self._calls:
-                raise InvalidRequest(f"{name}: vector {vector.name!r} belongs to another connection")
-        operation = operation._replace(
-            out=out.name if kind.writes else "", x=[vector.name for vector in x], y=[vector.name for vector in y]
-        )
-        if isinstance(operation.function, str) and ":" in operation.function:
-            if not is_rule_path(operation.function):
-                path = operation.function[:80]
-                raise InvalidRequest(f"{name}: expected an import path, such as my_module:my_function, got {path!r}")
+        function = operation.function
+        if isinstance(function, str) and ":" in function:
+            if not is_rule_path(function):
+                raise InvalidRequest(f"{name}: expected an import path, such as my_module:my_function, got {function[:80]!r}")
             operation = operation._replace(name="custom")
         try:
-            self._operations.append(checked(operation, vectors))
+            self._operations.append(checked(operation, self._handles))
         except VectorError as error:
             raise InvalidRequest(f"{name}: {error}") from None
-        for vector in vectors.values():
-            self._vectors[vector.name] = vector.spec
-        return next(iter(vectors.values())).spec
+        return self._handles[operation.out or operation.x[0]].spec
 
-    def _answer(self, name: str, take: Callable[[Iterator[Any]], Any], *vectors: VectorHandle) -> BatchAnswer:
-        self._answers.append(BatchAnswer(f"{name}({', '.join(vector.name for vector in vectors)})", take))
+    def _answer(self, name: str, take: Callable[[Iterator[Any]], Any], *vectors: str) -> BatchAnswer:
+        self._answers.append(BatchAnswer(f"{name}({', '.join(vectors)})", take))
         return self._answers[-1]
 
 
 def _method_of(row: Row[Any]) -> Any:
     """The method of Batch that a row of the table stands for."""
 
-    def method(self: Batch, *args: Any, **kwargs: Any) -> BatchAnswer | None:
-        operation = row(*args, **kwargs)
+    def method(self: Batch, y: VectorHandle, *args: Any, **kwargs: Any) -> BatchAnswer | None:
+        operation = row.said(self._name, y, args, kwargs)
         spec = self._note(operation, row.name)
         if row.take is None:
             return None
@@ -225,13 +226,6 @@ def _method_of(row: Row[Any]) -> Any:
 
 for _row in ROWS.values():
     setattr(Batch, _row.name, _method_of(_row))
-
-
-def _spec(vector: VectorHandle) -> VectorSpec:
-    """The declaration of what a program has passed as a vector. Raises InvalidRequest if it is none."""
-    if not isinstance(vector, VectorHandle):
-        refuse(InvalidRequest, "vector", "one of ParameterServer.vector or matrix", vector)
-    return vector.spec
 
 
 def _products(rows: int, cols: int, is_whole: bool, found: Iterator[Any]) -> NDArray[Any]:
