@@ -2,7 +2,7 @@
 
 A row says a number's name, kind and meaning, where a shard keeps it, its metric, its heading, and which tables have it as a
 column. From the rows are made: what a shard sends (`numbers` in proto/psd/v1/control.proto), its metrics, the tables of psdctl
-status and top, every --json, the dashboard, and the table in docs/watching.md. So a new number is counted somewhere, and has a
+status and top, every --json, the dashboard, and docs/reference/numbers.md. So a new number is counted somewhere, and has a
 row here.
 
 Names are those of the field, and of ps where it has the same: clock (steps that a worker has finished), version (updates of a
@@ -315,7 +315,6 @@ SHARD = (
         "Size of the last part.",
         "checkpoint.bytes",
         "psd_checkpoint_bytes",
-        heading="checkpoint",
         table="checkpoints",
     ),
     Fact(

@@ -15,6 +15,7 @@ from source_tree import ROOT
 import psd_client
 from psd.contract.environment import VARIABLES
 from psd.contract.errors import PsdError
+from psd.contract.facts import CATALOGUE
 
 COMMANDS = {"psd-server": "server", "psd-run": "run", "psdctl": "ctl"}
 
@@ -124,6 +125,10 @@ def test_the_reference_says_what_the_commands_and_the_environment_are(site):
     for command in [*commands.split(), "monitoring", "completion"]:
         assert f"usage: psdctl {command}" in psdctl
     assert [name for name in VARIABLES if name not in text(site / "reference/environment.html")] == []
+    numbers = text(site / "reference/numbers.html")
+    assert [
+        fact for rows in CATALOGUE.values() for fact in rows if fact.name not in numbers or fact.metric not in numbers
+    ] == []
 
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: page.relative_to(ROOT).as_posix())
