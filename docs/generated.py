@@ -6,6 +6,7 @@
     <!-- environment -->                     the variables that psd reads
     <!-- errors -->                          the tree of errors and their gRPC codes
     <!-- rules -->                           the names of what a group of each rule is declared with, and of its scalars
+    <!-- numbers -->                         the numbers that operators see, by what they are of
 
 is replaced when Sphinx reads the page. Marks of the tests in the pages are taken out.
 """
@@ -24,6 +25,7 @@ from sphinx.application import Sphinx
 
 from psd.contract import errors
 from psd.contract.environment import VARIABLES
+from psd.contract.facts import CATALOGUE
 from psd.contract.rules import RULES
 
 ROOT = Path(__file__).parents[1]
@@ -36,7 +38,7 @@ PAGES = {
 }
 """Files of the repository that are pages of the site."""
 
-_DIRECTIVE = re.compile(r"^<!-- (include|help|environment|errors|rules)(?:: (.+?))? -->$", re.MULTILINE)
+_DIRECTIVE = re.compile(r"^<!-- (include|help|environment|errors|numbers|rules)(?:: (.+?))? -->$", re.MULTILINE)
 _COMMENT = re.compile(r"^<!--.*?-->\n", re.MULTILINE | re.DOTALL)
 _properties: dict[str, list[str]] = {}
 
@@ -72,9 +74,8 @@ def replaced(markdown: str, page: str) -> str:
         kind, argument = found.groups()
         if kind == "include":
             return linked((ROOT / argument).read_text(), argument, page)
-        return {"help": helps, "environment": environment, "errors": error_tree, "rules": rules}[kind](
-            *([argument] if argument else [])
-        )
+        made = {"help": helps, "environment": environment, "errors": error_tree, "numbers": numbers, "rules": rules}
+        return made[kind](*([argument] if argument else []))
 
     text = _COMMENT.sub("", _DIRECTIVE.sub(replacement, linked(markdown, page, page)))
     return _TITLE.sub(r"```{code-block} \1\n:caption: \2\n", text)
@@ -129,6 +130,18 @@ def environment() -> str:
     """A table of the variables."""
     rows = [f"| `{name}` | {meaning} |" for name, meaning in VARIABLES.items()]
     return "\n".join(["| variable | meaning |", "|---|---|", *rows])
+
+
+def numbers() -> str:
+    """A table of the numbers of each kind of thing: name, heading, kind, meaning, metric."""
+    found = []
+    for of, rows in CATALOGUE.items():
+        found += [f"## Of a {of}", "", "| number | heading | kind | what it is | metric |", "|---|---|---|---|---|"]
+        for fact in rows:
+            metric = f"`{fact.metric}`" if fact.metric else ""
+            found.append(f"| `{fact.name}` | {fact.title} | {fact.kind} | {fact.help} | {metric} |")
+        found.append("")
+    return "\n".join(found)
 
 
 def error_tree() -> str:

@@ -88,7 +88,7 @@ examples:
   psdctl status --json | jq '.workers[] | select(.state == "expired") | .rank'
 
 CLOCK, of a worker, is the number of steps that it has finished, by the shard that knows of most; the job's,
-in the first line, that of its slowest live worker. docs/watching.md says what each number means.
+in the first line, that of its slowest live worker. docs/reference/numbers.md says what each number is.
 
 Each worker is shown once. Where the shards disagree about it, the worst is shown: the state that
 needs most attention, the longest silence.

@@ -2,7 +2,7 @@
 
 A row says a number's name, kind and meaning, where a shard keeps it, its metric, its heading, and which tables have it as a
 column. From the rows are made: what a shard sends (`numbers` in proto/psd/v1/control.proto), its metrics, the tables of psdctl
-status and top, every --json, the dashboard, and the table in docs/watching.md. So a new number is counted somewhere, and has a
+status and top, every --json, the dashboard, and docs/reference/numbers.md. So a new number is counted somewhere, and has a
 row here.
 
 Names are those of the field, and of ps where it has the same: clock (steps that a worker has finished), version (updates of a
@@ -127,12 +127,7 @@ SHARD = (
     Fact("cpu_share", "rate", "Processor cores in use: 200% are two.", heading="CPU", rate_of="cpu_s", weight=80),
     Fact("cpu_s", "total", "Processor time.", "process", "process_cpu_seconds_total", heading="CPU"),
     Fact(
-        "memory_bytes",
-        "now",
-        "Memory of the process, the arena's included.",
-        "process",
-        "process_resident_memory_bytes",
-        weight=75,
+        "memory_bytes", "now", "Memory of the process, with the arena.", "process", "process_resident_memory_bytes", weight=75
     ),
     Fact("received_bytes_per_s", "rate", "Payload received.", rate_of="received_bytes", weight=70),
     Fact("sent_bytes_per_s", "rate", "Payload sent.", rate_of="sent_bytes", weight=65),
@@ -150,7 +145,7 @@ SHARD = (
     Fact(
         "slot_bytes",
         "now",
-        "Size of the state of the shard's update rules.",
+        "Size of the state of its update rules.",
         "job",
         "psd_slot_bytes",
         heading="slots",
@@ -198,30 +193,16 @@ SHARD = (
         table="traffic",
     ),
     Fact("pulls", "total", "Pulls that were begun.", "counters", "psd_pulls_total", table="traffic"),
-    Fact(
-        "updates",
-        "total",
-        "Updates, summed over the shard's blocks.",
-        "job",
-        "psd_updates_total",
-        table="traffic",
-    ),
+    Fact("updates", "total", "Updates, summed over the shard's blocks.", "job", "psd_updates_total", table="traffic"),
     Fact(
         "received_bytes",
         "total",
-        "Payload received: gradients and initial values.",
+        "Payload received: gradients, initial values.",
         "counters",
         "psd_received_bytes_total{transport}",
         table="traffic",
     ),
-    Fact(
-        "sent_bytes",
-        "total",
-        "Payload sent: parameters.",
-        "counters",
-        "psd_sent_bytes_total{transport}",
-        table="traffic",
-    ),
+    Fact("sent_bytes", "total", "Payload sent: parameters.", "counters", "psd_sent_bytes_total{transport}", table="traffic"),
     Fact(
         "requests_refused",
         "total",
@@ -236,33 +217,19 @@ SHARD = (
     Fact("timeline", "now", "How often the job has gone back to a checkpoint.", "status", "psd_timeline"),
     Fact("open_rounds", "now", "Blocks with gradients of a round that has not closed.", "job", "psd_open_rounds"),
     Fact("barriers_opened", "total", "Openings of barriers.", "status", "psd_barriers_opened_total"),
-    Fact(
-        "leases_expired",
-        "total",
-        "Workers that were silent for too long.",
-        "counters",
-        "psd_worker_leases_expired_total",
-    ),
-    Fact(
-        "sessions",
-        "total",
-        "Joins of workers, of those that came back, too.",
-        "counters",
-        "psd_worker_sessions_total",
-    ),
+    Fact("leases_expired", "total", "Workers that were silent for too long.", "counters", "psd_worker_leases_expired_total"),
+    Fact("sessions", "total", "Joins of workers, of those that came back, too.", "counters", "psd_worker_sessions_total"),
     Fact("arena_used_bytes", "now", "Memory used by the arena.", "arena.used_bytes", "psd_arena_used_bytes"),
     Fact("arena_spare_bytes", "now", "Free pages in the arena.", "arena.spare_bytes", "psd_arena_spare_bytes"),
     Fact(
         "arena_pinned_bytes",
         "now",
-        "Old versions that readers hold, and pages being written, in the arena.",
+        "Pages being written, and old versions that readers hold.",
         "arena.held_bytes",
         "psd_arena_pinned_bytes",
     ),
     Fact("vectors", "now", "Server-side vectors.", "vectors.number", "psd_vectors", table="vectors"),
-    Fact(
-        "vector_bytes", "now", "Size of this shard's part of all vectors.", "vectors.bytes", "psd_vector_bytes", table="vectors"
-    ),
+    Fact("vector_bytes", "now", "Size of the shard's part of them.", "vectors.bytes", "psd_vector_bytes", table="vectors"),
     Fact(
         "vector_batches",
         "total",
@@ -274,7 +241,7 @@ SHARD = (
     Fact(
         "vector_batches_repeated",
         "total",
-        "Batches that had been run before, and were only answered.",
+        "Batches that came again, and were only answered.",
         "vectors.repeated",
         'psd_vector_batches_total{result="repeated"}',
         table="vectors",
@@ -288,40 +255,24 @@ SHARD = (
         table="vectors",
     ),
     Fact(
-        "checkpoints",
-        "total",
-        "Checkpoints of which this process has stored its part.",
-        "checkpoints.written",
-        "psd_checkpoints_total",
+        "checkpoints", "total", "Checkpoints of which it has stored its part.", "checkpoints.written", "psd_checkpoints_total"
     ),
     Fact(
-        "checkpoint_failures",
-        "total",
-        "Checkpoints that failed here.",
-        "checkpoints.failed",
-        "psd_checkpoint_failures_total",
+        "checkpoint_failures", "total", "Checkpoints that failed here.", "checkpoints.failed", "psd_checkpoint_failures_total"
     ),
     Fact("checkpoint_age_s", "now", "Time since the last part was stored.", "checkpoint.age_s", table="checkpoints"),
     Fact(
         "checkpoint_timestamp_s",
         "now",
-        "When the last part was stored, in seconds since 1970.",
+        "When that was, in seconds since 1970.",
         "checkpoint.timestamp_s",
         "psd_checkpoint_timestamp_seconds",
     ),
-    Fact(
-        "checkpoint_bytes",
-        "now",
-        "Size of the last part.",
-        "checkpoint.bytes",
-        "psd_checkpoint_bytes",
-        heading="checkpoint",
-        table="checkpoints",
-    ),
+    Fact("checkpoint_bytes", "now", "Size of the last part.", "checkpoint.bytes", "psd_checkpoint_bytes", table="checkpoints"),
     Fact(
         "checkpoint_took_s",
         "now",
-        "Time that it took to store the last part.",
+        "Time that it took to store it.",
         "checkpoint.took_s",
         "psd_checkpoint_took_seconds",
         table="checkpoints",
@@ -338,8 +289,7 @@ WORKER = (
     Fact(
         "awaited_s",
         "total",
-        "How long others have waited for the worker: in rounds, from the first gradient to its own, as the shard's first block "
-        "sees it; without rounds, how long it was the one that the staleness bound held others back for.",
+        "How long others have waited for it: in rounds, after their first gradient; else, while it held them at the bound.",
         "worker",
         "psd_worker_awaited_seconds_total{rank}",
         table="workers",
@@ -360,13 +310,7 @@ TABLE = (
     Fact("rows", "now", "Rows.", "table", "psd_table_rows{table}"),
     Fact("bytes", "now", "Size of the rows, with slots and index.", "table", "psd_table_bytes{table}"),
     Fact("reads", "total", "Rows that were asked for.", "table", "psd_table_reads_total{table}"),
-    Fact(
-        "hits",
-        "total",
-        "Rows that were asked for and there; the initial values of the others were computed.",
-        "table",
-        "psd_table_hits_total{table}",
-    ),
+    Fact("hits", "total", "Rows that were asked for and there: not computed.", "table", "psd_table_hits_total{table}"),
     Fact("created", "total", "Rows that were created.", "table", "psd_table_rows_created_total{table}"),
     Fact(
         "evicted",

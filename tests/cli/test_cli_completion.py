@@ -11,8 +11,8 @@ from psd.cli.ctl import main
 
 TYPED = {
     "psdctl se": "psdctl set-lr ",
-    "psdctl top --sort waited": "psdctl top --sort waited-for ",
-    "psdctl top --sort=waited": "psdctl top --sort=waited-for ",
+    "psdctl top --sort awa": "psdctl top --sort awaited ",
+    "psdctl top --sort=awa": "psdctl top --sort=awaited ",
     "psdctl completion f": "psdctl completion fish ",
     "psd-run --aggregation e": "psd-run --aggregation exact ",
     "psd-run --shards 2 ./tra": "psd-run --shards 2 ./train.py ",

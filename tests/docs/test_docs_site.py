@@ -15,6 +15,7 @@ from source_tree import ROOT
 import psd_client
 from psd.contract.environment import VARIABLES
 from psd.contract.errors import PsdError
+from psd.contract.facts import CATALOGUE
 from psd.contract.rules import RULES
 
 COMMANDS = {"psd-server": "server", "psd-run": "run", "psdctl": "ctl"}
@@ -125,6 +126,10 @@ def test_the_reference_says_what_the_commands_and_the_environment_are(site):
     for command in [*commands.split(), "monitoring", "completion"]:
         assert f"usage: psdctl {command}" in psdctl
     assert [name for name in VARIABLES if name not in text(site / "reference/environment.html")] == []
+    numbers = text(site / "reference/numbers.html")
+    assert [
+        fact for rows in CATALOGUE.values() for fact in rows if fact.name not in numbers or fact.metric not in numbers
+    ] == []
 
 
 def test_the_protocol_names_what_every_rule_is_declared_with(site):
