@@ -43,7 +43,7 @@ class Block:
 
 def pages() -> list[Path]:
     """Every page that users and maintainers read, and so has blocks to run."""
-    names = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "deploy/README.md")
+    names = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "deploy/README.md", "tests/README.md")
     return [*(ROOT / name for name in names), *sorted((ROOT / "docs").rglob("*.md"))]
 
 
