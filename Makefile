@@ -20,11 +20,13 @@ INSTALLED_LAUNCHERS := .venv-launchers/.psd-installed
 SOURCES := pyproject.toml setup.py .ci/setup .ci/constraints.txt \
 	$(wildcard proto/psd/v1/*.proto psd_core/*.pyx psd_core/_c_headers.py psd_core/rules.py psd_core/_vector_rows.py psd_core/vector_operations.py psd_core/csrc/*)
 
-.PHONY: help setup demo docs test test-keras test-launchers test-install test-browser chaos jepsen check-protocol fuzz bench lint clean
+.PHONY: help setup demo docs pictures check test test-keras test-launchers test-install test-browser chaos jepsen check-protocol fuzz bench lint clean
 
 help:
 	@echo "make demo    train the MNIST example synchronously and asynchronously on 2 shards x 2 workers"
 	@echo "make docs    the pages of docs/ as a site, in build/site"
+	@echo "make pictures   the charts and timelines of README and docs, from the tables of docs/performance.md"
+	@echo "make check   lint and the quick tests: what to run while one works; a minute on two cores"
 	@echo "make test    lint and run all tests but those of the next five; eight minutes on two cores"
 	@echo "make test-keras   the tests of the Keras and JAX faces, in an environment of their own with TensorFlow, .venv-keras"
 	@echo "make test-launchers   jobs over ssh, under SLURM and on Ray, as far as these are installed; Ray in .venv-launchers; ten minutes"
@@ -55,6 +57,10 @@ demo: $(INSTALLED)
 docs: $(INSTALLED)
 	@$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet -b html docs build/site && echo "build/site/index.html"
 
+# docs/recording.py makes the recording of a killed shard anew; here it is only drawn.
+pictures: $(INSTALLED)
+	@$(BIN)/python docs/charts.py && $(BIN)/python docs/timelines.py && $(BIN)/python docs/recording.py --draw
+
 # Every check runs, whichever failed before; pytest comes last, so that its summary is what one sees.
 lint: $(INSTALLED)
 	@failed=; \
@@ -64,18 +70,30 @@ lint: $(INSTALLED)
 	done; \
 	[ -z "$$failed" ] || { echo "lint failed:$$failed"; exit 1; }
 
+# Tests, and meanwhile lint, which is shown in the end.
+define checked
+@status=0; \
+mkdir -p build; \
+$(MAKE) --no-print-directory lint >build/lint.log 2>&1 & lint=$$!; \
+$(BIN)/python -m pytest --dist loadfile $(1) $(PYTEST_FLAGS) || status=$$?; \
+wait $$lint || status=$$?; \
+cat build/lint.log; \
+exit $$status
+endef
+
+# The rules of the source, messages, kernels, a shard's state, files: all in one process. Without what is long: a crash at each store,
+# a failure of each operation of a file system, the simulation. tests/README.md says what each folder shows.
+check: $(INSTALLED)
+	$(call checked,--numprocesses 2 -m "not process and not slow" \
+		--ignore-glob "*_crash.py" --ignore-glob "*_torture.py" --ignore-glob "*_simulation.py" \
+		tests/test_*.py tests/contract tests/core tests/state tests/checkpoint)
+
 # Four files of tests at a time, on two cores: they often wait, for processes to start and for connections to fail. In the order
-# of their names, which mixes those that wait with those that compute. Meanwhile lint runs, and is shown in the end. Tests start
-# hundreds of processes, which find the modules compiled, also where the environment says that Python is not to keep these.
+# of their names, which mixes those that wait with those that compute. Tests start hundreds of processes, which find the modules
+# compiled, also where the environment says that Python is not to keep these.
 test: export PYTHONDONTWRITEBYTECODE =
 test: $(INSTALLED)
-	@status=0; \
-	mkdir -p build; \
-	$(MAKE) --no-print-directory lint >build/lint.log 2>&1 & lint=$$!; \
-	$(BIN)/python -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder $(PYTEST_FLAGS) || status=$$?; \
-	wait $$lint || status=$$?; \
-	cat build/lint.log; \
-	exit $$status
+	$(call checked,--numprocesses 4 --no-loadscope-reorder)
 
 $(INSTALLED_KERAS): $(SOURCES) .ci/constraints-keras.txt
 	@PYTHON="$(PYTHON)" PIP_FLAGS="$(PIP_FLAGS)" .ci/setup keras

@@ -32,6 +32,7 @@ html_copy_source = False
 html_show_copyright = False
 
 myst_heading_anchors = 3
+myst_enable_extensions = ["attrs_inline"]
 
 autodoc_typehints_format = "short"
 autodoc_member_order = "bysource"

@@ -8,7 +8,8 @@
     <!-- rules -->                           the names of what a group of each rule is declared with, and of its scalars
     <!-- numbers -->                         the numbers that operators see, by what they are of
 
-is replaced when Sphinx reads the page. Marks of the tests in the pages are taken out.
+is replaced when Sphinx reads the page. Marks of the tests in the pages are taken out. A <picture> for two colour schemes
+becomes two images, of which the theme shows one.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ _COMMENT = re.compile(r"^<!--.*?-->\n", re.MULTILINE | re.DOTALL)
 _properties: dict[str, list[str]] = {}
 
 _TITLE = re.compile(r'^```(\w+) title="(.+)"$', re.MULTILINE)
+_PICTURE = re.compile(r'<picture>\n  <source [^>]*srcset="(.+?)">\n  <img alt="(.+?)" src="(.+?)">\n</picture>')
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
 
 
@@ -101,7 +103,7 @@ def linked(markdown: str, origin: str, page: str) -> str:
             return f"{image}[{text}]({posixpath.relpath(path, posixpath.dirname(page))}{hash_mark}{anchor})"
         return text if path in text or path.rpartition("/")[2] == text else f"{text} (`{path}`)"
 
-    return _LINK.sub(link, markdown)
+    return _LINK.sub(link, _PICTURE.sub(r"![\2](\3){.only-light}\n![\2](\1){.only-dark}", markdown))
 
 
 def help_text(name: str, *arguments: str) -> str:

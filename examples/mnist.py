@@ -54,6 +54,7 @@ def accuracy(model: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> fl
 def train(args: argparse.Namespace) -> None:
     """Run one worker."""
     data = datasets.load(args.data)
+    torch.manual_seed(0)  # a synchronous run can be repeated
     model = ConvNet()
     sgd = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=args.momentum)
     # As in Ray's example the workers' gradients are added up, so that a synchronous step goes as far as an asynchronous one of

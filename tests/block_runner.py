@@ -89,7 +89,7 @@ class PageRunner:
             if "prints" in block.marks:
                 self._run_python(block, text)
         elif block.language == "bash":
-            self._run_commands(block, self.substituted(block.marks.get("before", "")) + "\n" + text)
+            self._run_commands(block, text)
         elif block.language == "python":
             self._run_python(block, text)
         elif block.language == "yaml":
@@ -139,18 +139,17 @@ class PageRunner:
         if "continues" not in block.marks:
             self._end_job()
             self._names = {"__name__": "__main__"}
-            if re.search(r"\b(connect|distribute)\(", text + block.marks.get("before", "")):
+            if re.search(r"\b(connect|distribute)\(", text):
                 shard = ShardServer(ServerConfig(0, 1, listen="127.0.0.1:0", lease_s=60.0))
                 shard.start()
                 self._shards.append(shard)
         address = self._shards[-1].address if self._shards else ""
         here = {"PSD_SERVERS": address, "PSD_RANK": "0", "PSD_WORLD_SIZE": "1"}
         with _process_state(self._folder, here), contextlib.redirect_stdout(io.StringIO()) as said:
-            for part in (self.substituted(block.marks.get("before", "")), text):
-                try:
-                    exec(compile(part, block.where, "exec"), self._names)
-                except Exception as error:
-                    raise AssertionError(f"{block.where}: {type(error).__name__}: {error}\n{part}") from error
+            try:
+                exec(compile(text, block.where, "exec"), self._names)
+            except Exception as error:
+                raise AssertionError(f"{block.where}: {type(error).__name__}: {error}\n{text}") from error
         words = block.marks.get("prints", "")
         assert words in said.getvalue(), f"{block.where}: expected {words!r}:\n{said.getvalue()}"
 
@@ -162,6 +161,8 @@ class PageRunner:
                 if callable(close):
                     close()
         self._names = {}
+        if "keras" in sys.modules:  # as in a fresh interpreter
+            sys.modules["keras"].config.set_dtype_policy("float32")
         while self._shards:
             self._shards.pop().stop()
 

@@ -4,11 +4,11 @@ A mark is an HTML comment right before the block, so that neither the site nor a
 
     <!-- not run: REASON -->    the block is only shown; the reason is for whoever reads the page's source
     <!-- background -->         commands that go on while the next blocks run; they must end well before the page does
-    <!-- continues -->          Python that goes on with the names, and the job, of the Python block before
+    <!-- continues -->          Python that goes on with names and job of the block before; its first line says so
     <!-- fails: WORDS -->       the last command must fail, and say these words
     <!-- prints: WORDS -->      the output must have these words
-    <!-- before                 lines that run first, in the same shell or interpreter
-    ... -->
+
+Nothing runs that is not shown: a reader who pastes a block into a fresh interpreter gets what the test gets.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ SHOWN = ("text", "yaml")
 
 _COMMENT = re.compile(r"<!--\s*(.*?)\s*-->", re.DOTALL)
 _FENCE = re.compile(r"^```(.*)$")
-_MARK = re.compile(r"(not run|background|continues|fails|prints|before)\b:?\s*(.*)", re.DOTALL)
+_MARK = re.compile(r"(not run|background|continues|fails|prints)\b:?\s*(.*)", re.DOTALL)
+_GOES_ON = "# goes on after the block above\n"
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Block:
 
 def pages() -> list[Path]:
     """Every page that users and maintainers read, and so has blocks to run."""
-    names = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "deploy/README.md")
+    names = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "deploy/README.md", "tests/README.md")
     return [*(ROOT / name for name in names), *sorted((ROOT / "docs").rglob("*.md"))]
 
 
@@ -72,6 +73,8 @@ def blocks(page: Path) -> list[Block]:
                 raise ValueError(f'{where}: expected title="...", got {rest}')
             if not language.startswith("{"):  # a directive of the site's, not code
                 body = "\n".join(lines[number + 1 : end]) + "\n"
+                if body.startswith(_GOES_ON) != ("continues" in marks):
+                    raise ValueError(f"{where}: a block that continues another one begins with {_GOES_ON!r}, and no other does")
                 found.append(Block(where, language, title[1] if title else "", body, marks))
             marks, number = {}, end
         elif line.strip():
@@ -87,6 +90,6 @@ def _marks(comment: str, where: str) -> dict[str, str]:
     mark = _MARK.fullmatch(text[1]) if text else None
     if mark is None:
         return {}  # an ordinary comment, such as those that docs/generated.py replaces
-    if mark[1] in ("not run", "fails", "prints", "before") and not mark[2]:
+    if mark[1] in ("not run", "fails", "prints") and not mark[2]:
         raise ValueError(f"{where}: {mark[1]}: expected something after the colon")
     return {mark[1]: mark[2]}

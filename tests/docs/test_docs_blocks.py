@@ -68,6 +68,7 @@ def test_most_blocks_are_run():
         ("```bash\nls\n", "needs a language and an end"),
         ("```python lines=3\n1\n```\n", "expected title="),
         ("<!-- background -->\nwords\n```bash\nls\n```\n", "a mark that no block follows: background"),
+        ("<!-- continues -->\n```python\nx\n```\n", "begins with '# goes on"),
         ("<!-- not run -->\n```bash\nls\n```\n", "not run: expected something after the colon"),
     ],
 )
@@ -85,6 +86,7 @@ def test_a_page_with_a_mistake_in_its_marks_is_refused(page, says, page_of):
         ("<!-- background -->\n```bash\npsd-server --shard 1/1\n```\n", "ended before a shard was ready"),
         ("<!-- background -->\n```bash\nexit 3\n```\n", "ended with status 3"),
         ("```python\nimport psd_client\npsd_client.connect(rank=-1)\n```\n", "page.md:1: ConfigError: rank"),
+        ("```python\nx = 1\n```\n```python\nprint(x)\n```\n", "page.md:4: NameError"),
         ("```ruby\n1\n```\n", "no test knows what to do with 'ruby'"),
     ],
 )

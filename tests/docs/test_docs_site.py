@@ -148,6 +148,7 @@ def test_the_files_that_a_page_names_are_there(page):
         re.findall(r"`((?:psd|psd_core|psd_client|clients|proto|tests|benchmarks|examples|deploy|docs)/[\w./-]+)[`:]", words)
     )
     links = {found.partition("#")[0] for found in re.findall(r"\]\((?!\w+:|#)([^)\s]+)\)", words)}
+    links |= set(re.findall(r'(?:src|srcset)="([^"]+)"', words))
 
     assert [path for path in sorted(paths) if not ((ROOT / path).exists() or (ROOT / "clients" / path).exists())] == []
     assert [link for link in sorted(links) if not (page.parent / link).exists()] == []
@@ -159,3 +160,10 @@ def test_the_navigation_has_every_page(site):
     sources = [page.relative_to(ROOT / "docs").with_suffix(".html").as_posix() for page in (ROOT / "docs").rglob("*.md")]
 
     assert [page for page in sources if page != "index.html" and f'href="{page}"' not in front] == []
+
+
+def test_the_readme_of_the_tests_has_every_folder():
+    words = (ROOT / "tests" / "README.md").read_text()
+    folders = [path.name for path in (ROOT / "tests").iterdir() if path.is_dir() and any(path.glob("*.py"))]
+
+    assert [name for name in folders if f"`tests/{name}`" not in words] == []
