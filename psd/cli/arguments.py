@@ -38,6 +38,11 @@ def flag_of(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
+def text_of(value: float) -> str:
+    """A number as its flag takes it: 20 for 20.0, and not rounded."""
+    return str(int(value)) if value == int(value) else str(value)
+
+
 def refuse_given(args: argparse.Namespace, whys: Mapping[str, str], where: str = "") -> None:
     """Raise ConfigError, with the reason, if one of these options is given. where: begins each reason."""
     for name, why in whys.items():

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from psd.cli import kubectl, manifests
-from psd.cli.arguments import EXIT_FAILURE, EXIT_OK, refuse_given
+from psd.cli.arguments import EXIT_FAILURE, EXIT_OK, refuse_given, text_of
 from psd.cli.credentials import check_name
 from psd.cli.logs import LOG_LEVEL
 from psd.cli.manifests import Manifest
@@ -38,7 +38,8 @@ class Deployment:
     Attributes:
         image: with psd, and what the script needs. name: of the StatefulSet, and what the names of all else begin with.
         namespace: empty: kubectl's. script: sent along; None: the command needs none.
-        command: of the workers. worker_environ: beside what the manifests give.
+        modules: files beside the script that shards import rules from.
+        command: of the workers. shard_environ, worker_environ: beside what the manifests give.
         shard_flags: of psd-server, beside or instead of those that the manifests give.
         checkpoint_dir, checkpoint_secs, grace_s: see psd-server --help; grace_s: None: the manifests'.
         restarts_max: of each worker; 0: as many as the manifests say.
@@ -51,7 +52,9 @@ class Deployment:
     shards: int
     workers: int
     script: Path | None
+    modules: Sequence[Path]
     command: Sequence[str]
+    shard_environ: Mapping[str, str]
     worker_environ: Mapping[str, str]
     shard_flags: Sequence[str]
     checkpoint_dir: str
@@ -108,7 +111,7 @@ class Deployment:
         manifests.set_sizes(rendered, self.shards, self.workers)
         config, stateful_set, job = (manifests.the(kind, rendered) for kind in ("ConfigMap", "StatefulSet", "Job"))
         config["data"]["CHECKPOINT_DIR"] = self.checkpoint_dir
-        config["data"]["CHECKPOINT_SECS"] = f"{self.checkpoint_secs:g}"
+        config["data"]["CHECKPOINT_SECS"] = text_of(self.checkpoint_secs)
 
         shard, worker = manifests.container(stateful_set), manifests.container(job)
         shard["image"] = worker["image"] = self.image
@@ -120,20 +123,27 @@ class Deployment:
             stateful_set["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] = ends_within_s
 
         worker["command"] = [_escaped(part) for part in self.command]
-        for name, value in self.worker_environ.items():
-            manifests.set_variable(worker, name, _escaped(value))
+        for pod, environ in ((shard, self.shard_environ), (worker, self.worker_environ)):
+            for name, value in environ.items():
+                manifests.set_variable(pod, name, _escaped(value))
         if self.restarts_max:
             job["spec"]["backoffLimitPerIndex"] = self.restarts_max
-        return rendered if self.script is None else [self._send_script(self.script, config, job), *rendered]
+        if self.script is None:
+            return rendered
+        return [
+            self._send([*dict.fromkeys([self.script, *self.modules])], config, [job, stateful_set] if self.modules else [job]),
+            *rendered,
+        ]
 
-    def _send_script(self, script: Path, config: Manifest, job: Manifest) -> Manifest:
-        """A ConfigMap with the script, mounted as a file in the job's container."""
+    def _send(self, files: Sequence[Path], config: Manifest, owners: Sequence[Manifest]) -> Manifest:
+        """A ConfigMap with the script and its modules, mounted as files in the owners' containers."""
         name = f"{self.name}-script"
-        worker = manifests.container(job)
-        worker["volumeMounts"].append({"name": "script", "mountPath": SCRIPT_DIR, "readOnly": True})
-        job["spec"]["template"]["spec"]["volumes"].append({"name": "script", "configMap": {"name": name}})
+        for owner in owners:
+            mount = {"name": "script", "mountPath": SCRIPT_DIR, "readOnly": True}
+            manifests.container(owner)["volumeMounts"].append(mount)
+            owner["spec"]["template"]["spec"]["volumes"].append({"name": "script", "configMap": {"name": name}})
         metadata = {**config["metadata"], "name": name}
-        return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": {script.name: _read(script)}}
+        return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": _texts(files)}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -176,11 +186,13 @@ def check_absent(args: argparse.Namespace) -> None:
     refuse_given(args, dict.fromkeys(_FOR_CLUSTERS, "is for --on kubernetes"))
 
 
-def deployment(args: argparse.Namespace, words: Sequence[str], worker_environ: Mapping[str, str]) -> Deployment:
+def deployment(
+    args: argparse.Namespace, words: Sequence[str], shard_environ: Mapping[str, str], worker_environ: Mapping[str, str]
+) -> Deployment:
     """The job that psd-run's options describe.
 
     Args:
-        words: what is to run, as it was given.
+        words: what is to run, as it was given. For the others see Deployment.
 
     Raises:
         ConfigError: an option does not go together with --on kubernetes, or is wrong.
@@ -189,6 +201,9 @@ def deployment(args: argparse.Namespace, words: Sequence[str], worker_environ: M
     if args.transport == "shm":
         raise ConfigError("--transport: shm is for one machine; on Kubernetes each pod is a machine of its own")
     script, command = worker_command(words)
+    modules = _modules(script, args.rules) if script is not None else []
+    folder = SCRIPT_DIR if modules else str(PurePosixPath(words[0]).parent) if words[0].endswith(".py") and not script else ""
+    rule_dir = [f"--rule-dir={folder}"] if args.rules and folder else []
     default = ServerConfig(0, 1)
     values = {
         "--lease": (args.lease_s, default.lease_s),
@@ -197,7 +212,7 @@ def deployment(args: argparse.Namespace, words: Sequence[str], worker_environ: M
         "--checkpoint-steps": (args.checkpoint_steps, default.checkpoint_steps),
         "--checkpoint-keep": (args.checkpoint_keep, default.checkpoint_keep),
     }
-    flags = [f"{name}={given:g}" for name, (given, usual) in values.items() if given != usual]
+    flags = [f"{name}={text_of(given)}" for name, (given, usual) in values.items() if given != usual]
     if args.on_worker_failure != default.on_worker_failure:
         flags.append(f"--on-worker-failure={args.on_worker_failure}")
     if args.log_level != LOG_LEVEL:
@@ -209,9 +224,11 @@ def deployment(args: argparse.Namespace, words: Sequence[str], worker_environ: M
         shards=args.shards,
         workers=args.workers,
         script=script,
+        modules=modules,
         command=command,
+        shard_environ=shard_environ,
         worker_environ=worker_environ,
-        shard_flags=[*flags, *_beginning(args), *(f"--rule={rule}" for rule in args.rules)],
+        shard_flags=[*flags, *_beginning(args), *(f"--rule={rule}" for rule in args.rules), *rule_dir],
         checkpoint_dir=args.checkpoint_dir,
         checkpoint_secs=args.checkpoint_secs,
         grace_s=args.grace_s if args.grace_s != default.grace_s else None,
@@ -263,18 +280,27 @@ def worker_command(words: Sequence[str]) -> tuple[Path | None, list[str]]:
     return path, ["python", "-u", f"{SCRIPT_DIR}/{path.name}", *words[1:]]
 
 
-def _read(script: Path) -> str:
-    try:
-        text = script.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the script {script}: {error}") from error
-    nbytes = len(text.encode())
+def _modules(script: Path, rules: Sequence[str]) -> list[Path]:
+    """The modules of rules that lie beside the script; others are the image's."""
+    found = (script.with_name(f"{rule.partition(':')[0]}.py") for rule in dict.fromkeys(rules))
+    return [path for path in dict.fromkeys(found) if path.is_file()]
+
+
+def _texts(files: Sequence[Path]) -> dict[str, str]:
+    """Texts of the script and its modules, by name."""
+    texts = {}
+    for path in files:
+        try:
+            texts[path.name] = path.read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"cannot read the script {path}: {error}") from error
+    nbytes = sum(len(text.encode()) for text in texts.values())
     if nbytes > SCRIPT_BYTES_MAX - 4096:
         raise ConfigError(
-            f"the script {script} has {nbytes} bytes, and Kubernetes sends at most 1 MiB in a ConfigMap; put it into the "
-            "image, and give its absolute path there"
+            f"the script {files[0]} has {nbytes} bytes{', with its rules' if files[1:] else ''}, and Kubernetes sends at most "
+            "1 MiB in a ConfigMap; put it into the image, and give its absolute path there"
         )
-    return text
+    return texts
 
 
 def _escaped(text: str) -> str:

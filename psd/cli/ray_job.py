@@ -28,6 +28,7 @@ from psd.cli import ray_room
 from psd.cli.arguments import EXIT_FAILURE, EXIT_OK, exit_status, refuse_given
 from psd.cli.ray_shards import NAMESPACE, actor_resources, load, place_shards
 from psd.cli.ray_worker import WorkerProcess
+from psd.cli.server import GONE_LINE, STARTING_LINE
 from psd.cli.summary import Summary
 from psd.cli.terminal import show
 from psd.contract.config import ConfigError
@@ -35,6 +36,7 @@ from psd.contract.config import ConfigError
 _NOT_WITH_RAY = {
     "state_dir": "the parameters are in the memory of the shards' nodes",
     "log_dir": "Ray keeps a log of each actor",
+    "tensorboard": "use --env PSD_TENSORBOARD=DIR, a directory that is there on all nodes",
     "metrics_port": "the shards' ports would be on hosts that Ray chooses",
     "nnodes": "Ray finds the hosts",
     "hosts": "Ray finds the hosts",
@@ -55,7 +57,8 @@ class RayPlan:
     Attributes:
         address: of the cluster; "auto": the one that this machine belongs to.
         shards, workers, restarts_max, grace_s, goes_on: see psd-run --help; goes_on: without workers that have failed for good.
-        run_id: of the job. shard_options: of psd-server. command, script: see WorkerProcess.run. environ: of the workers.
+        run_id: of the job. shard_options: of psd-server. shard_environ, worker_environ: variables, beside the nodes' own.
+        command, script: see WorkerProcess.run; if there are rules, shards get the script, too.
         worker_resources: of each worker, for Ray.
     """
 
@@ -67,9 +70,10 @@ class RayPlan:
     goes_on: bool
     run_id: str
     shard_options: Mapping[str, Any]
+    shard_environ: Mapping[str, str]
     command: Sequence[str]
     script: Mapping[str, bytes]
-    environ: Mapping[str, str]
+    worker_environ: Mapping[str, str]
     worker_resources: Mapping[str, float]
 
     def run(self) -> int:
@@ -98,6 +102,7 @@ class _RayJob:
         self._restarts_left = plan.restarts_max
         self._lives: dict[Any, int] = {}  # of programs that run: what Ray will say of each, and its rank
         self._begun = [0] * plan.workers  # lives of each
+        self._announced: set[int] = set()  # ranks that shards were told to wait for
         self._summary = Summary(checkpoint_dir=plan.shard_options.get("checkpoint_dir", ""))
         self._lacks_room_since: float | None = None
 
@@ -106,7 +111,9 @@ class _RayJob:
         shard_bundles = [{"CPU": 1.0}] * plan.shards
         began_at = time.monotonic()
         self._group = ray_room.reserve(ray, [*shard_bundles, *[plan.worker_resources] * plan.workers])
-        self._shards = place_shards(self._group, 0, shard_bundles, plan.run_id, plan.shard_options)
+        modules = plan.script if plan.shard_options.get("rule") else {}
+        options = plan.shard_options
+        self._shards = place_shards(self._group, 0, shard_bundles, plan.run_id, options, plan.shard_environ, modules)
         try:
             self._actors = [self._place_worker(rank) for rank in range(plan.workers)]
             ray_room.wait_for(ray, self._group)
@@ -162,17 +169,22 @@ class _RayJob:
                 rank = self._lives.pop(life)
                 failed = self._failure(life)
                 if not failed:
+                    if rank in self._announced:
+                        self._shards.tell(rank, GONE_LINE.format(rank))
                     continue
                 why, failure = failed
                 if self._restarts_left:
                     self._restarts_left -= 1
                     _say(f"worker {rank} {why}; running it again ({self._restarts_left} restarts left)")
+                    if not self._plan.goes_on:
+                        self._announced.add(rank)
+                        self._shards.tell(rank, STARTING_LINE.format(rank))
                     self._begin(rank, servers)
                 elif self._plan.goes_on:
                     _say(f"worker {rank} {why}; the others go on without it")
                     status = status or failure
                 else:
-                    _say(f"worker {rank} {why}; no restarts left; stopping the job")
+                    _say(f"worker {rank} {why}; {'no restarts left; ' if self._plan.restarts_max else ''}stopping the job")
                     return failure
         return status
 
@@ -183,7 +195,7 @@ class _RayJob:
         # Ray shows to each worker the GPUs that are its own, so that it is the only one there.
         who = {"PSD_RANK": str(rank), "RANK": str(rank), "LOCAL_RANK": "0"}
         who |= {"PSD_WORLD_SIZE": str(plan.workers), "WORLD_SIZE": str(plan.workers), "PSD_RUN_ID": plan.run_id}
-        environ = {**plan.environ, "PSD_SERVERS": ",".join(servers), "PYTHONUNBUFFERED": "1", **who}
+        environ = {**plan.worker_environ, "PSD_SERVERS": ",".join(servers), "PYTHONUNBUFFERED": "1", **who}
         # Once its actor is there: a call to one that Ray is just starting again would fail, as a life of the worker.
         run = actor.run.options(max_task_retries=0)
         life = run.remote(self._begun[rank], list(plan.command), plan.script, environ, actor.ready.remote())
@@ -234,19 +246,22 @@ class _RayJob:
 
 
 def ray_plan(
-    args: argparse.Namespace, words: Sequence[str], run_id: str, shard_options: Mapping[str, Any], environ: Mapping[str, str]
+    args: argparse.Namespace,
+    words: Sequence[str],
+    run_id: str,
+    shard_options: Mapping[str, Any],
+    shard_environ: Mapping[str, str],
+    worker_environ: Mapping[str, str],
 ) -> RayPlan:
     """The job that psd-run's options describe.
 
     Args:
-        words: what is to run, as it was given. shard_options: of psd-server. environ: for the workers.
+        words: what is to run, as it was given. For the others see RayPlan.
 
     Raises:
         ConfigError: an option does not go together with --on ray, or is wrong.
     """
     refuse_given(args, _NOT_WITH_RAY, "not with --on ray, where ")
-    if args.on_worker_failure == "end":
-        raise ConfigError("--on-worker-failure: not end with --on ray")
     return RayPlan(
         address=args.address,
         shards=args.shards,
@@ -256,9 +271,10 @@ def ray_plan(
         goes_on=args.on_worker_failure == "continue",
         run_id=run_id,
         shard_options=shard_options,
+        shard_environ=shard_environ,
         command=words,
         script=_script(words[0]),
-        environ=environ,
+        worker_environ=worker_environ,
         worker_resources=_resources(args.worker_resources),
     )
 

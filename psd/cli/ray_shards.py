@@ -11,6 +11,7 @@ Must not know workers: psd/cli/ray_job.py starts them, or the program does.
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import secrets
 import signal
@@ -22,7 +23,7 @@ from typing import Any
 
 from psd.cli import ray_room
 from psd.cli.arguments import EXIT_USAGE, LOCATION_OPTIONS, flag_of
-from psd.cli.policy import READY_TIMEOUT_S
+from psd.cli.policy import READY_TIMEOUT_S, START_S_MAX
 from psd.cli.server import COUNTED_PATTERN
 from psd.cli.state import StateDirectory, clear_abandoned, private_path, remove_private, url_file
 from psd.cli.terminal import show
@@ -54,10 +55,19 @@ class ShardProcess:
     """An actor: one shard on one node, started again until it has ended in order.
 
     Args:
-        index, count: which shard of how many. run_id: of the job. flags: of psd-server.
+        index, count: which shard of how many. run_id: of the job. flags: of psd-server. environ: beside this actor's own.
+        modules: texts of files, by name, among which psd-server looks for rules; empty: --rule-dir says where.
     """
 
-    def __init__(self, index: int, count: int, run_id: str, flags: Sequence[str]) -> None:
+    def __init__(
+        self,
+        index: int,
+        count: int,
+        run_id: str,
+        flags: Sequence[str],
+        environ: Mapping[str, str],
+        modules: Mapping[str, bytes],
+    ) -> None:
         ray = load()
         node = ray.get_runtime_context().get_node_id()[:12]
         self._host = ray.util.get_node_ip_address()
@@ -73,10 +83,18 @@ class ShardProcess:
                 flag = f"{name}=@{path / file}"
             self._flags.append(flag)
         self._state = StateDirectory(path, run_id, count, is_private=False, urls=urls)
+        if modules:
+            folder = self._state.path / "modules"
+            folder.mkdir(mode=0o700, exist_ok=True)
+            for name, text in modules.items():
+                private_files.write(folder / name, text)
+            self._flags.append(f"--rule-dir={folder}")
+        self._environ = environ
         self._port = self._state.path / "port"
         self._address, self._error = "", ""
         self._last_line, self._counted = "", ""
         self._is_over = False
+        self._told: dict[int, tuple[int, float, str]] = {}  # by rank: turn, when, what
         self._changed = threading.Condition()
         self._process: subprocess.Popen[str] | None = None
         self._runner = threading.Thread(target=self._keep_running, daemon=True)
@@ -93,6 +111,22 @@ class ShardProcess:
             if not self._address:
                 raise ConfigError(self._error or f"shard {self._index} was not ready after {READY_TIMEOUT_S:g} s")
             return self._address
+
+    def tell(self, rank: int, turn: int, line: str) -> None:
+        """Pass on a line about a worker, for --heed-launcher, unless a later one has overtaken it; `turn` says which is later.
+
+        A psd-server that is started again meanwhile hears of it, too.
+        """
+        with self._changed:
+            if rank not in self._told or self._told[rank][0] < turn:
+                self._told[rank] = turn, time.monotonic(), line
+                self._write([line])
+
+    def _write(self, lines: Sequence[str]) -> None:
+        if lines and self._process is not None and self._process.stdin is not None:
+            with contextlib.suppress(OSError):  # it has just died
+                self._process.stdin.write("".join(f"{line}\n" for line in lines))
+                self._process.stdin.flush()
 
     def stop(self, grace_s: float) -> str:
         """End the shard in order, with a last checkpoint if it takes some; then remove what it held.
@@ -140,6 +174,7 @@ class ShardProcess:
                 return False
             process = subprocess.Popen(  # noqa: S603 - our own module
                 [*python_command("psd.cli.server"), *self._flags, *place],
+                env={**os.environ, **self._environ},
                 stdin=subprocess.PIPE,  # its end is this actor's, however that ends
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -158,6 +193,8 @@ class ShardProcess:
                 private_files.write(self._port, ready[3].rpartition(":")[2].encode())
                 with self._changed:
                     self._address = ready[3]
+                    since = time.monotonic() - START_S_MAX
+                    self._write([line for _, at, line in self._told.values() if at >= since])
                     self._changed.notify_all()
         status = process.wait()
         if status == EXIT_USAGE or (status == 0 and has_served):  # it would do the same again, or is done
@@ -173,7 +210,7 @@ class RayShards:
     """
 
     def __init__(self, actors: Sequence[Any], run_id: str, group: Any) -> None:
-        self._actors, self.run_id, self._group = list(actors), run_id, group
+        self._actors, self.run_id, self._group, self._turn = list(actors), run_id, group, 0
 
     @property
     def servers(self) -> list[str]:
@@ -201,6 +238,12 @@ class RayShards:
             longest_s = ray_room.PLACED_S if lacks_room else READY_TIMEOUT_S
             if time.monotonic() > began_at + longest_s:
                 raise ConfigError(f"not all shards of {self.run_id} were ready within {longest_s:g} s; still {what}")
+
+    def tell(self, rank: int, line: str) -> None:
+        """Pass on a line about a worker to all shards, which were started with heed_launcher=True; waits for nothing."""
+        self._turn += 1
+        for actor in self._actors:
+            actor.tell.remote(rank, self._turn, line)
 
     def environment(self, rank: int, world_size: int) -> dict[str, str]:
         """Variables for a worker, by which `psd_client.connect()` finds the shards and knows who it is."""
@@ -247,7 +290,7 @@ def start(shards: int = 1, *, run_id: str = "", resources: Mapping[str, float] |
         raise ConfigError(f"shards: expected 1 or more, got {shards}")
     bundles = [dict(resources or {"CPU": 1.0})] * shards
     group = ray_room.reserve(ray, bundles)
-    found = place_shards(group, 0, bundles, run_id or f"ray-{secrets.token_hex(6)}", options)
+    found = place_shards(group, 0, bundles, run_id or f"ray-{secrets.token_hex(6)}", options, {}, {})
     try:
         ray_room.wait_for(ray, group)
         _ = found.servers
@@ -258,9 +301,15 @@ def start(shards: int = 1, *, run_id: str = "", resources: Mapping[str, float] |
 
 
 def place_shards(
-    group: Any, first: int, bundles: Sequence[Mapping[str, float]], run_id: str, options: Mapping[str, Any]
+    group: Any,
+    first: int,
+    bundles: Sequence[Mapping[str, float]],
+    run_id: str,
+    options: Mapping[str, Any],
+    environ: Mapping[str, str],
+    modules: Mapping[str, bytes],
 ) -> RayShards:
-    """Start a shard in each of a placement group's bundles, from `first` on."""
+    """Start a shard in each of a placement group's bundles, from `first` on; for environ and modules see ShardProcess."""
     ray = load()
     flags = []
     for name, value in options.items():
@@ -278,7 +327,7 @@ def place_shards(
                 max_task_retries=-1,
                 max_concurrency=8,
                 scheduling_strategy=ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(group, first + index),
-            ).remote(index, len(bundles), run_id, flags)
+            ).remote(index, len(bundles), run_id, flags, dict(environ), dict(modules))
             for index, bundle in enumerate(bundles)
         ]
     except ValueError as error:

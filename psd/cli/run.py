@@ -97,17 +97,22 @@ def parse(
             "PSD_LOG_DIR": args.log_dir and Path(args.log_dir).absolute(),
             "PSD_TENSORBOARD": args.tensorboard and Path(args.tensorboard).absolute(),
         }
-        if args.tensorboard:
-            tensorboard_module()
         for_workers = {name: str(value) for name, value in given.items() if value is not None}
         for_all = run_options.environment(args.env, environ)
         if args.on == "kubernetes":
-            return kubernetes.deployment(args, words, {**malloc.environment(), **for_workers, **for_all})
+            return kubernetes.deployment(args, words, for_all, {**malloc.environment(), **for_all, **for_workers})
         kubernetes.check_absent(args)
         if args.on == "ray":
             return ray_job.ray_plan(
-                args, words, _run_id(words), _ray_options(args), {**malloc.environment(), **for_workers, **for_all}
+                args,
+                words,
+                _run_id(words),
+                _ray_options(args, words),
+                for_all,
+                {**malloc.environment(), **for_all, **for_workers},
             )
+        if args.tensorboard:
+            tensorboard_module()
         return _plan(args, words, places, environ, for_all, for_workers, run_id, node)
     except InvalidRequest as error:
         parser.error(f"--{error}")
@@ -213,12 +218,16 @@ def _shard_flags(args: argparse.Namespace, run_id: str, words: Sequence[str], hi
     return [*flags, *(f"--rule={rule}" for rule in args.rules), f"--rule-dir={_module_dir(words)}"]
 
 
-def _ray_options(args: argparse.Namespace) -> dict[str, Any]:
+def _ray_options(args: argparse.Namespace, words: Sequence[str]) -> dict[str, Any]:
     """Options of psd-server for shards that Ray starts."""
     names = ("lease_s", "grace_s", *CHECKPOINT_OPTIONS, "parameters_only", "insecure", "tls_cert", "tls_key", "token_file")
     found = {name.removesuffix("_s"): getattr(args, name) for name in names if getattr(args, name) != ""}
     failure = "continue" if args.on_worker_failure == "continue" else "wait"
-    return {**found, "rule": args.rules, "on_worker_failure": failure, "log_level": args.log_level, "exit_when_done": True}
+    found |= {"max_workers": max(args.workers, Limits().workers_max), "rule": args.rules}
+    if _is_script(words) and Path(words[0]).is_absolute():
+        found["rule_dir"] = str(_module_dir(words))
+    told = {"exit_when_done": True, "heed_launcher": True}
+    return {**found, **told, "on_worker_failure": failure, "log_level": args.log_level}
 
 
 def _check_credentials(args: argparse.Namespace, environ: Mapping[str, str]) -> None:

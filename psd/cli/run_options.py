@@ -114,9 +114,9 @@ if all workers end with status 0: otherwise psd-run with the same --state-dir an
 the parameters, under the same PSD_RUN_ID, while scripts start over.
 
 --on kubernetes applies the manifests of deploy/ with kubectl, or prints them (--dry-run), and does not wait
-for the job. A script.py with a relative path is sent, alone; an absolute path, a module or a command is taken
-from the image. Shards require certificate and token; where there are none, openssl makes them. Kubernetes
-restarts what dies; see deploy/README.md.
+for the job. A script.py with a relative path is sent, alone but for modules of --rule that lie beside it; an
+absolute path, a module or a command is taken from the image. Shards require certificate and token; where
+there are none, openssl makes them. Kubernetes restarts what dies; see deploy/README.md.
 
 exit status:
   0      all workers ended with status 0; or the job is on the cluster

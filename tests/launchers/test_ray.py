@@ -23,6 +23,31 @@ pytestmark = [
 ]
 
 
+HALVES = """
+import os
+
+assert os.environ["SEEN_BY_SHARDS"] == "yes"
+
+
+class Halves:
+    slots, hyper = {}, {"lr": 0.5}
+
+    def apply(self, param, grad, slots, hyper):
+        param -= hyper["lr"] * grad
+"""
+
+TRAINING_BY_HALVES = """
+import numpy as np
+import psd_client
+
+with psd_client.connect() as ps:
+    ps.declare({"w": np.zeros(5, np.float32)}, optimizer=psd_client.CustomRule("halves_of_psd:Halves"))
+    while ps.clock < 4:
+        params = ps.push_pull({"w": np.ones(5, np.float32)})
+print("trained to", params["w"][0])
+"""
+
+
 @pytest.fixture
 def begin(run, nodes):
     """Starts a job of two shards and two workers. No lease runs out while a busy machine starts a worker again."""
@@ -93,6 +118,18 @@ def test_job_when_the_node_of_a_shard_dies_then_it_goes_on_elsewhere_from_the_ne
     assert again[0] >= 20
     assert started.output.count("trained to -1000.0 -1000.0") == 4
     assert processes(run_id) == {}
+
+
+def test_job_when_it_names_a_rule_beside_the_script_then_shards_on_other_nodes_have_it(begin, tmp_path, monkeypatch):
+    """The module is sent to them as the script is to workers, and --env holds for them, too."""
+    (tmp_path / "halves_of_psd.py").write_text(HALVES)
+    (tmp_path / "train.py").write_text(TRAINING_BY_HALVES)
+    monkeypatch.chdir(tmp_path)
+
+    started = begin("--rule", "halves_of_psd:Halves", "--env", "SEEN_BY_SHARDS=yes", "train.py")
+
+    assert started.end(TIMEOUT_S) == 0, started.output
+    assert started.output.count("trained to -2.0") == 2
 
 
 def test_mnist_when_a_worker_a_shard_and_a_node_are_killed_then_it_learns_and_nothing_is_lost(begin, nodes, tmp_path):
