@@ -14,13 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from psd.cli import kubectl, manifests
-from psd.cli.arguments import EXIT_FAILURE, EXIT_OK, refuse_given, text_of
+from psd.cli.arguments import EXIT_FAILURE, EXIT_OK, refuse_given
 from psd.cli.credentials import check_name
 from psd.cli.logs import LOG_LEVEL
 from psd.cli.manifests import Manifest
 from psd.cli.terminal import show
-from psd.contract.config import ConfigError, Limits, ServerConfig
+from psd.contract.config import ConfigError, ServerConfig
 from psd.contract.locations import has_secret, shown
+from psd.contract.settings import shared_flags, text_of
 
 SCRIPT_BYTES_MAX = 1 << 20
 """The limit of a ConfigMap."""
@@ -166,6 +167,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+_IN_MANIFESTS = ("checkpoint_dir", "checkpoint_secs", "exit_when_done")
+"""Settings of shards that the manifests have a place for."""
+
 _FOR_CLUSTERS = ("image", "name", "namespace", "dry_run", "rescale")
 _FOR_ONE_MACHINE = {
     "state_dir": "the shards' state is on persistent volumes",
@@ -187,12 +191,16 @@ def check_absent(args: argparse.Namespace) -> None:
 
 
 def deployment(
-    args: argparse.Namespace, words: Sequence[str], shard_environ: Mapping[str, str], worker_environ: Mapping[str, str]
+    args: argparse.Namespace,
+    words: Sequence[str],
+    shards: ServerConfig,
+    shard_environ: Mapping[str, str],
+    worker_environ: Mapping[str, str],
 ) -> Deployment:
     """The job that psd-run's options describe.
 
     Args:
-        words: what is to run, as it was given. For the others see Deployment.
+        words: what is to run, as it was given. shards: what they say of all shards. For the others see Deployment.
 
     Raises:
         ConfigError: an option does not go together with --on kubernetes, or is wrong.
@@ -204,19 +212,8 @@ def deployment(
     modules = _modules(script, args.rules) if script is not None else []
     folder = SCRIPT_DIR if modules else str(PurePosixPath(words[0]).parent) if words[0].endswith(".py") and not script else ""
     rule_dir = [f"--rule-dir={folder}"] if args.rules and folder else []
-    default = ServerConfig(0, 1)
-    values = {
-        "--lease": (args.lease_s, default.lease_s),
-        "--grace": (args.grace_s, default.grace_s),
-        "--max-workers": (max(args.workers, Limits().workers_max), Limits().workers_max),
-        "--checkpoint-steps": (args.checkpoint_steps, default.checkpoint_steps),
-        "--checkpoint-keep": (args.checkpoint_keep, default.checkpoint_keep),
-    }
-    flags = [f"{name}={text_of(given)}" for name, (given, usual) in values.items() if given != usual]
-    if args.on_worker_failure != default.on_worker_failure:
-        flags.append(f"--on-worker-failure={args.on_worker_failure}")
-    if args.log_level != LOG_LEVEL:
-        flags.append(f"--log-level={args.log_level}")
+    _check_beginning(args.from_checkpoint)
+    log_level = [f"--log-level={args.log_level}"] if args.log_level != LOG_LEVEL else []
     return Deployment(
         image=args.image or "",
         name=args.name or manifests.NAME,
@@ -228,10 +225,10 @@ def deployment(
         command=command,
         shard_environ=shard_environ,
         worker_environ=worker_environ,
-        shard_flags=[*flags, *_beginning(args), *(f"--rule={rule}" for rule in args.rules), *rule_dir],
+        shard_flags=[*shared_flags(shards, but=_IN_MANIFESTS), *rule_dir, *log_level],
         checkpoint_dir=args.checkpoint_dir,
         checkpoint_secs=args.checkpoint_secs,
-        grace_s=args.grace_s if args.grace_s != default.grace_s else None,
+        grace_s=args.grace_s if args.grace_s != ServerConfig(0, 1).grace_s else None,
         restarts_max=args.max_restarts,
         is_insecure=args.insecure,
         is_dry=args.dry_run,
@@ -239,16 +236,11 @@ def deployment(
     )
 
 
-def _beginning(args: argparse.Namespace) -> list[str]:
-    """Flags that say what a new job begins with."""
-    if not args.from_checkpoint:
-        return []
-    if "://" not in args.from_checkpoint:
-        raise ConfigError(
-            f"--from-checkpoint: {args.from_checkpoint!r} would be a different place in each pod; expected a URL that all reach"
-        )
-    check_no_secret("--from-checkpoint", args.from_checkpoint)
-    return [f"--from-checkpoint={args.from_checkpoint}", *(["--parameters-only"] if args.parameters_only else [])]
+def _check_beginning(url: str) -> None:
+    """Raise ConfigError if pods cannot reach what a new job begins with."""
+    if url and "://" not in url:
+        raise ConfigError(f"--from-checkpoint: {url!r} would be a different place in each pod; expected a URL that all reach")
+    check_no_secret("--from-checkpoint", url)
 
 
 def check_no_secret(option: str, url: str) -> None:

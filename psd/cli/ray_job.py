@@ -19,7 +19,7 @@ import os
 import signal
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -57,8 +57,9 @@ class RayPlan:
     Attributes:
         address: of the cluster; "auto": the one that this machine belongs to.
         shards, workers, restarts_max, grace_s, goes_on: see psd-run --help; goes_on: without workers that have failed for good.
-        run_id: of the job. shard_options: of psd-server. shard_environ, worker_environ: variables, beside the nodes' own.
-        command, script: see WorkerProcess.run; if there are rules, shards get the script, too.
+        run_id: of the job. checkpoint_dir: see psd-run --help. shard_flags: of psd-server.
+        shard_environ, worker_environ: variables, beside the nodes' own.
+        command, script: see WorkerProcess.run. modules: for shards, as ShardProcess takes them.
         worker_resources: of each worker, for Ray.
     """
 
@@ -69,10 +70,12 @@ class RayPlan:
     grace_s: float
     goes_on: bool
     run_id: str
-    shard_options: Mapping[str, Any]
+    checkpoint_dir: str = field(repr=False)
+    shard_flags: Sequence[str] = field(repr=False)
     shard_environ: Mapping[str, str]
     command: Sequence[str]
     script: Mapping[str, bytes]
+    modules: Mapping[str, bytes]
     worker_environ: Mapping[str, str]
     worker_resources: Mapping[str, float]
 
@@ -103,7 +106,7 @@ class _RayJob:
         self._lives: dict[Any, int] = {}  # of programs that run: what Ray will say of each, and its rank
         self._begun = [0] * plan.workers  # lives of each
         self._announced: set[int] = set()  # ranks that shards were told to wait for
-        self._summary = Summary(checkpoint_dir=plan.shard_options.get("checkpoint_dir", ""))
+        self._summary = Summary(checkpoint_dir=plan.checkpoint_dir)
         self._lacks_room_since: float | None = None
 
     def run(self) -> int:
@@ -111,9 +114,8 @@ class _RayJob:
         shard_bundles = [{"CPU": 1.0}] * plan.shards
         began_at = time.monotonic()
         self._group = ray_room.reserve(ray, [*shard_bundles, *[plan.worker_resources] * plan.workers])
-        modules = plan.script if plan.shard_options.get("rule") else {}
-        options = plan.shard_options
-        self._shards = place_shards(self._group, 0, shard_bundles, plan.run_id, options, plan.shard_environ, modules)
+        given = plan.run_id, plan.shard_flags, plan.shard_environ, plan.modules
+        self._shards = place_shards(self._group, shard_bundles, *given)
         try:
             self._actors = [self._place_worker(rank) for rank in range(plan.workers)]
             ray_room.wait_for(ray, self._group)
@@ -237,7 +239,7 @@ class _RayJob:
     def _end(self) -> None:
         """End the shards first if workers train: they take a last checkpoint then, if they take any."""
         with contextlib.suppress(self._ray.exceptions.RayError):
-            if self._lives and not self._plan.shard_options.get("checkpoint_dir"):
+            if self._lives and not self._plan.checkpoint_dir:
                 self._stop_workers()
             for index, counted in enumerate(self._shards.stop(self._plan.grace_s)):
                 self._summary.on_line(index, counted)
@@ -249,7 +251,7 @@ def ray_plan(
     args: argparse.Namespace,
     words: Sequence[str],
     run_id: str,
-    shard_options: Mapping[str, Any],
+    shard_flags: Sequence[str],
     shard_environ: Mapping[str, str],
     worker_environ: Mapping[str, str],
 ) -> RayPlan:
@@ -262,6 +264,9 @@ def ray_plan(
         ConfigError: an option does not go together with --on ray, or is wrong.
     """
     refuse_given(args, _NOT_WITH_RAY, "not with --on ray, where ")
+    script = _script(words[0])
+    is_there = words[0].endswith(".py") and not script
+    rule_dir = [f"--rule-dir={Path(words[0]).parent}"] if args.rules and is_there else []
     return RayPlan(
         address=args.address,
         shards=args.shards,
@@ -270,10 +275,12 @@ def ray_plan(
         grace_s=args.grace_s,
         goes_on=args.on_worker_failure == "continue",
         run_id=run_id,
-        shard_options=shard_options,
+        checkpoint_dir=args.checkpoint_dir,
+        shard_flags=[*shard_flags, *rule_dir],
         shard_environ=shard_environ,
         command=words,
-        script=_script(words[0]),
+        script=script,
+        modules=script if args.rules else {},
         worker_environ=worker_environ,
         worker_resources=_resources(args.worker_resources),
     )

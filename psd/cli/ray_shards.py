@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from psd.cli import ray_room
-from psd.cli.arguments import EXIT_USAGE, LOCATION_OPTIONS, flag_of
+from psd.cli.arguments import EXIT_USAGE, SECRET_OPTIONS, flag_of
 from psd.cli.policy import READY_TIMEOUT_S, START_S_MAX
 from psd.cli.server import COUNTED_PATTERN
 from psd.cli.state import StateDirectory, clear_abandoned, private_path, remove_private, url_file
@@ -30,6 +30,7 @@ from psd.cli.terminal import show
 from psd.contract.config import ConfigError, join_address
 from psd.contract.launching import READY_PATTERN, python_command
 from psd.contract.locations import has_secret
+from psd.contract.settings import words_of
 from psd_core import private_files
 
 NAMESPACE = "psd"
@@ -77,7 +78,7 @@ class ShardProcess:
         self._index, self._flags = index, ["--shard", f"{index}/{count}", "--run-id", run_id]
         for flag in flags:
             name, _, value = flag.partition("=")
-            if name in map(flag_of, LOCATION_OPTIONS) and has_secret(value):
+            if name in map(flag_of, SECRET_OPTIONS) and has_secret(value):
                 file = url_file(name.removeprefix("--"))
                 urls[file] = value
                 flag = f"{name}=@{path / file}"
@@ -290,7 +291,8 @@ def start(shards: int = 1, *, run_id: str = "", resources: Mapping[str, float] |
         raise ConfigError(f"shards: expected 1 or more, got {shards}")
     bundles = [dict(resources or {"CPU": 1.0})] * shards
     group = ray_room.reserve(ray, bundles)
-    found = place_shards(group, 0, bundles, run_id or f"ray-{secrets.token_hex(6)}", options, {}, {})
+    given = [word for name, value in options.items() for word in words_of(flag_of(name), value)]
+    found = place_shards(group, bundles, run_id or f"ray-{secrets.token_hex(6)}", given, {}, {})
     try:
         ray_room.wait_for(ray, group)
         _ = found.servers
@@ -302,20 +304,14 @@ def start(shards: int = 1, *, run_id: str = "", resources: Mapping[str, float] |
 
 def place_shards(
     group: Any,
-    first: int,
     bundles: Sequence[Mapping[str, float]],
     run_id: str,
-    options: Mapping[str, Any],
+    flags: Sequence[str],
     environ: Mapping[str, str],
     modules: Mapping[str, bytes],
 ) -> RayShards:
-    """Start a shard in each of a placement group's bundles, from `first` on; for environ and modules see ShardProcess."""
+    """Start a shard in each of a placement group's first bundles; for flags, environ and modules see ShardProcess."""
     ray = load()
-    flags = []
-    for name, value in options.items():
-        flag = flag_of(name)
-        for each in value if isinstance(value, (list, tuple)) else [value]:
-            flags += [flag] if each is True else [f"{flag}={each}"] if each is not False else []
     actor = ray.remote(ShardProcess)
     try:
         actors = [
@@ -326,7 +322,7 @@ def place_shards(
                 max_restarts=-1,
                 max_task_retries=-1,
                 max_concurrency=8,
-                scheduling_strategy=ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(group, first + index),
+                scheduling_strategy=ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(group, index),
             ).remote(index, len(bundles), run_id, flags, dict(environ), dict(modules))
             for index, bundle in enumerate(bundles)
         ]

@@ -20,8 +20,9 @@ from psd.cli import manifests, ray_job, ray_shards, run, slurm
 from psd.cli.logs import Settings
 from psd.cli.plan import Plan
 from psd.cli.server import parse as parse_shard
-from psd.contract.config import ServerConfig
+from psd.contract.config import SECURITY, Limits, ServerConfig
 from psd.contract.environment import VARIABLES
+from psd.contract.settings import settings_of
 
 SERVERS = ["127.0.0.1:7000", "127.0.0.1:7001"]
 
@@ -34,13 +35,8 @@ JOB = (
     *("--checkpoint-keep", "1000000", "--from-checkpoint", "memory://b/m.safetensors", "--parameters-only"),
 )
 
-PLACE = frozenset(
-    {
-        *("shard_index", "shard_count", "listen", "advertise", "health_port", "bulk_port", "metrics_port", "state_dir"),
-        *("run_id", "exit_on_eof", "rule_dir", "insecure", "tls_cert", "tls_key", "tls_client_ca", "token_file"),
-    }
-)
-"""Settings of a shard that say where it is and what may reach it."""
+SHARED = [name for name, each in settings_of(ServerConfig).items() if each.is_shared and each.group != SECURITY]
+"""Settings that all shards of a job have alike; what may reach them is their place's, which `--insecure` stands for here."""
 
 WHO = frozenset({"PSD_SERVERS", "PSD_RANK", "PSD_RUN_ID", "PSD_NODE", "PSD_RETRY_TIMEOUT"})
 """Variables of a worker that say which it is, and for how long a place may keep a shard away."""
@@ -216,13 +212,15 @@ elsewhere = pytest.mark.parametrize("where", ["--nnodes", "--hosts", "--on slurm
 
 @elsewhere
 def test_shards_have_the_same_settings(launched: Callable[[str], Found], where: str) -> None:
-    """All that is not of their place; where nothing starts workers again, nothing tells shards of it."""
+    """Where nothing starts workers again, nothing tells shards of it."""
     (usual, usual_log), (config, log) = launched("this machine").settings, launched(where).settings
 
-    assert (usual.limits.workers_max, usual.lease_s, usual.checkpoint_steps) == (2000, 12345.678, 12345678)
-    place = PLACE | ({"heeds_launcher"} if where == "--on kubernetes" else set())
-    for name, value in vars(usual).items():
-        assert getattr(config, name) == value or name in place, name
+    default = ServerConfig(0, 1)
+    for name in SHARED:
+        assert getattr(usual, name) != getattr(default, name), f"JOB does not show whether {name} arrives"
+        is_told = name != "heeds_launcher" or where != "--on kubernetes"
+        assert getattr(config, name) == getattr(usual if is_told else default, name), name
+    assert config.limits == usual.limits == Limits(workers_max=2000)
     assert log.level == usual_log.level == "debug"
 
 
