@@ -19,7 +19,7 @@ _KEY = "setting"
 
 @dataclass(frozen=True)
 class Setting:
-    """What is to be known of an option, beside its name and its default.
+    """Description of an option, beside its name and its default.
 
     Attributes:
         metavar: of its value in the help; None: its choices, or there is no value.

@@ -49,6 +49,7 @@ def parsed(*words: str) -> Outer:
 
 
 def test_what_is_not_said_has_its_default() -> None:
+    """Nothing is handed on of that."""
     assert parsed() == Outer(0)
     assert shared_flags(Outer(0)) == []
 
@@ -77,15 +78,23 @@ def test_shared_flags_make_the_same_configuration_elsewhere() -> None:
     ],
 )
 def test_a_wrong_value_is_refused_by_its_flag(given: dict[str, Any], says: str) -> None:
+    """With what was expected, and what there was."""
     with pytest.raises(ValueError, match=says):
         Outer(0, **given)
 
 
 def test_a_number_with_a_prefix_is_refused_by_its_flag() -> None:
+    """As it is typed."""
     with pytest.raises(ValueError, match="--max-rows: expected 1 to 9, got 10"):
         Inner(10)
 
 
 def test_a_location_that_may_have_a_secret_is_not_shown() -> None:
+    """Configurations are printed in tests and tracebacks."""
     assert "hush" not in repr(Outer(0, place="ftp://me:hush@x"))
+
+
+def test_settings_are_found_by_the_groups_of_the_help() -> None:
+    """Fields that are no settings are in none."""
     assert list(settings_of(Outer, "times")) == ["pace_s"]
+    assert "index" not in settings_of(Outer)
