@@ -22,9 +22,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from psd.cli import ray_room
-from psd.cli.arguments import EXIT_USAGE, SECRET_OPTIONS, flag_of
+from psd.cli.arguments import EXIT_FAILURE, EXIT_OK, EXIT_USAGE, LAST_CHECKPOINT_SIGNAL, SECRET_OPTIONS, flag_of
 from psd.cli.policy import READY_TIMEOUT_S, START_S_MAX
-from psd.cli.server import COUNTED_PATTERN
+from psd.cli.server import COUNTED_PATTERN, DONE_PATTERN, LAST_CHECKPOINT_PATTERN
 from psd.cli.state import StateDirectory, clear_abandoned, private_path, remove_private, url_file
 from psd.cli.terminal import show
 from psd.contract.config import ConfigError, join_address
@@ -39,6 +39,9 @@ NAMESPACE = "psd"
 STARTS_MAX = 20
 """Starts of psd-server in a row that have not led to a shard that serves. More than psd-run's, since the one before, which ends
 with its actor, may have the directory and the port for a moment."""
+
+SAYINGS = {"counted": COUNTED_PATTERN, "done": DONE_PATTERN, "saved": LAST_CHECKPOINT_PATTERN}
+"""Lines of psd-server that are waited for, or kept."""
 
 _AGAIN_S = 0.5
 
@@ -93,9 +96,10 @@ class ShardProcess:
         self._environ = environ
         self._port = self._state.path / "port"
         self._address, self._error = "", ""
-        self._last_line, self._counted = "", ""
-        self._is_over = False
-        self._told: dict[int, tuple[int, float, str]] = {}  # by rank: turn, when, what
+        self._last_line, self._status = "", EXIT_FAILURE
+        self._said: dict[str, str] = {}  # by a key of SAYINGS
+        self._is_over = self._has_ended = False
+        self._told: dict[str, tuple[int, float]] = {}  # lines for --heed-launcher: turn, when
         self._changed = threading.Condition()
         self._process: subprocess.Popen[str] | None = None
         self._runner = threading.Thread(target=self._keep_running, daemon=True)
@@ -113,14 +117,36 @@ class ShardProcess:
                 raise ConfigError(self._error or f"shard {self._index} was not ready after {READY_TIMEOUT_S:g} s")
             return self._address
 
-    def tell(self, rank: int, turn: int, line: str) -> None:
+    def said(self, what: str) -> str:
+        """A line of one of the SAYINGS; waits until psd-server has written it, or has ended for good: then it may be empty."""
+        with self._changed:
+            self._changed.wait_for(lambda: what in self._said or self._has_ended)
+            return self._said.get(what, "")
+
+    def ended(self) -> tuple[int, bool]:
+        """Status of psd-server, and whether all workers had left it; waits until it has ended for good."""
+        self._runner.join()
+        return self._status, "done" in self._said
+
+    def signal(self, signum: int) -> None:
+        """Send a signal to psd-server; one that ends it does so for good."""
+        with self._changed:
+            self._is_over = self._is_over or signum != LAST_CHECKPOINT_SIGNAL
+            process = self._process
+        if process is not None:
+            process.send_signal(signum)
+
+    def tell(self, turn: int, line: str) -> None:
         """Pass on a line about a worker, for --heed-launcher, unless a later one has overtaken it; `turn` says which is later.
 
         A psd-server that is started again meanwhile hears of it, too.
         """
+        who = line.rpartition(" ")[2]
         with self._changed:
-            if rank not in self._told or self._told[rank][0] < turn:
-                self._told[rank] = turn, time.monotonic(), line
+            earlier = {other: at for other, at in self._told.items() if other.rpartition(" ")[2] == who}
+            if all(at < turn for at, _ in earlier.values()):
+                self._told = {other: at for other, at in self._told.items() if other not in earlier}
+                self._told[line] = turn, time.monotonic()
                 self._write([line])
 
     def _write(self, lines: Sequence[str]) -> None:
@@ -135,19 +161,16 @@ class ShardProcess:
         Returns:
             What it has said of the pushes that it has counted; empty: nothing.
         """
-        with self._changed:
-            self._is_over = True
-            process = self._process
-        if process is not None:
-            process.send_signal(signal.SIGTERM)
+        self.signal(signal.SIGTERM)
+        if self._process is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(grace_s + 5.0)
-            process.kill()
-            process.wait()
+                self._process.wait(grace_s + 5.0)
+            self._process.kill()
+            self._process.wait()
         self._runner.join()
         self._state.close(keep=False)
         remove_private(self._state.path)
-        return self._counted
+        return self._said.get("counted", "")
 
     def _keep_running(self) -> None:
         starts = 0
@@ -157,6 +180,7 @@ class ShardProcess:
                 starts = 0
             time.sleep(_AGAIN_S)
         with self._changed:
+            self._has_ended = True
             self._error = f"shard {self._index} cannot be started: {self._last_line}"
             self._changed.notify_all()
 
@@ -187,19 +211,22 @@ class ShardProcess:
         for line in process.stdout:
             print(line, end="", flush=True)
             self._last_line = line.rstrip("\n")
-            if re.fullmatch(COUNTED_PATTERN, self._last_line):
-                self._counted = self._last_line
+            with self._changed:
+                self._said |= {
+                    what: self._last_line for what, pattern in SAYINGS.items() if re.fullmatch(pattern, self._last_line)
+                }
+                self._changed.notify_all()
             if ready := re.fullmatch(READY_PATTERN, self._last_line):
                 has_served = True
                 private_files.write(self._port, ready[3].rpartition(":")[2].encode())
                 with self._changed:
                     self._address = ready[3]
                     since = time.monotonic() - START_S_MAX
-                    self._write([line for _, at, line in self._told.values() if at >= since])
+                    self._write([line for line, (_, at) in self._told.items() if at >= since])
                     self._changed.notify_all()
-        status = process.wait()
-        if status == EXIT_USAGE or (status == 0 and has_served):  # it would do the same again, or is done
-            self._is_over = True
+        self._status = process.wait()
+        if self._status == EXIT_USAGE or (has_served and (self._status == EXIT_OK or "done" in self._said)):
+            self._is_over = True  # it would do the same again, or is done
         return has_served
 
 
@@ -221,17 +248,10 @@ class RayShards:
             ConfigError: a shard cannot be started.
         """
         ray = load()
-        asked = [actor.address.remote() for actor in self._actors]
+        asked = self.answers("address")
         began_at, has_told = time.monotonic(), False
-        while True:
-            try:
-                return list(ray.get(asked, timeout=ray_room.NOTICE_S))
-            except ray.exceptions.RayTaskError as error:
-                raise ConfigError(str(error.cause)) from error
-            except ray.exceptions.RayActorError as error:
-                raise ConfigError(f"the shards of {self.run_id} have ended, or could not be started: {error}") from error
-            except ray.exceptions.GetTimeoutError:
-                lacks_room = ray_room.state(ray, self._group) != "CREATED"
+        while (found := self.addresses(asked, ray_room.NOTICE_S)) is None:
+            lacks_room = ray_room.state(ray, self._group) != "CREATED"
             what = ray_room.waiting_text(ray, self._group) if lacks_room else "starting"
             if lacks_room and not has_told:
                 has_told = True
@@ -239,12 +259,32 @@ class RayShards:
             longest_s = ray_room.PLACED_S if lacks_room else READY_TIMEOUT_S
             if time.monotonic() > began_at + longest_s:
                 raise ConfigError(f"not all shards of {self.run_id} were ready within {longest_s:g} s; still {what}")
+        return found
 
-    def tell(self, rank: int, line: str) -> None:
-        """Pass on a line about a worker to all shards, which were started with heed_launcher=True; waits for nothing."""
+    def addresses(self, asked: Sequence[Any], timeout_s: float) -> list[str] | None:
+        """The answers to `answers("address")`; None: not all have come in time. ConfigError: a shard cannot be started."""
+        ray = load()
+        try:
+            return list(ray.get(list(asked), timeout=timeout_s))
+        except ray.exceptions.GetTimeoutError:
+            return None
+        except ray.exceptions.RayTaskError as error:
+            raise ConfigError(str(error.cause)) from error
+        except ray.exceptions.RayActorError as error:
+            raise ConfigError(f"the shards of {self.run_id} have ended, or could not be started: {error}") from error
+
+    def answers(self, method: str, *args: Any) -> list[Any]:
+        """Ask each shard by a method of ShardProcess; returns Ray's references to the answers."""
+        return [getattr(actor, method).remote(*args) for actor in self._actors]
+
+    def signal(self, index: int, signum: int) -> None:
+        """Send a signal to a shard; waits for nothing."""
+        self._actors[index].signal.remote(signum)
+
+    def tell(self, index: int, line: str) -> None:
+        """Pass on a line about a worker to a shard, which was started with --heed-launcher; waits for nothing."""
         self._turn += 1
-        for actor in self._actors:
-            actor.tell.remote(rank, self._turn, line)
+        self._actors[index].tell.remote(self._turn, line)
 
     def environment(self, rank: int, world_size: int) -> dict[str, str]:
         """Variables for a worker, by which `psd_client.connect()` finds the shards and knows who it is."""

@@ -65,7 +65,7 @@ class PlayedRay(types.ModuleType):
         super().__init__("ray")
         self._pool = concurrent.futures.ThreadPoolExecutor(32)
         errors = {"RayError": Exception, "RayActorError": ConnectionError, "RayTaskError": ChildProcessError}
-        self.exceptions = types.SimpleNamespace(**errors, GetTimeoutError=TimeoutError)
+        self.exceptions = types.SimpleNamespace(**errors, GetTimeoutError=concurrent.futures.TimeoutError)
         self.util = types.SimpleNamespace(
             placement_group=lambda bundles, strategy: _Group(bundles),
             placement_group_table=lambda group: {"state": "CREATED"},

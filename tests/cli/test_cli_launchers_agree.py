@@ -5,10 +5,14 @@ Ray is played (played_ray.py), and processes are noted instead of started; Kuber
 
 from __future__ import annotations
 
+import contextlib
 import io
+import os
+import queue
 import re
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,8 +21,10 @@ import pytest
 from played_ray import PlayedRay
 
 from psd.cli import manifests, ray_job, ray_shards, run, slurm
+from psd.cli.arguments import EXIT_CHECKPOINT, LAST_CHECKPOINT_SIGNAL
 from psd.cli.logs import Settings
 from psd.cli.plan import Plan
+from psd.cli.server import HAS_STORED
 from psd.cli.server import parse as parse_shard
 from psd.contract.config import SECURITY, Limits, ServerConfig
 from psd.contract.environment import VARIABLES
@@ -129,49 +135,76 @@ class Played(NamedTuple):
 
     Attributes:
         shards: by index, what each psd-server was started with: words, modules, environment; and its standard input.
-        workers: by rank, the environment of each of its lives. status: of psd-run.
+        workers: by rank, the environment of each of its lives. events: signals that were sent. status: of psd-run.
     """
 
     shards: dict[int, tuple[list[str], set[str], Mapping[str, str], io.StringIO]]
     workers: dict[int, list[Mapping[str, str]]]
+    events: list[tuple[str, int]]
     status: int
 
 
 @pytest.fixture
 def play(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[..., Played]]:
     """play(words, statuses): runs a job on Ray whose shards are ready at once, and end in order; statuses: of worker 1's lives,
-    before the one that finishes."""
-    before = signal.getsignal(signal.SIGTERM)
+    before the one that finishes; None: it trains on, and somebody presses Ctrl-C."""
+    before = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
 
-    def job(words: list[str], statuses: Sequence[int] = ()) -> Played:
-        played = Played({}, {}, 0)
+    def job(words: list[str], statuses: Sequence[int | None] = (), shard_status: int = 0) -> Played:
+        played = Played({}, {}, [], 0)
+
+        finished: set[int] = set()
+        all_have = threading.Event()
 
         class Shard:
             def __init__(self, command: list[str], *, env: Mapping[str, str], **_: Any) -> None:
                 words = command[command.index("psd.cli.server") + 1 :]
-                which = words[words.index("--shard") + 1]
-                self.stdin, self.stdout = io.StringIO(), [f"psd-server: shard {which} ready at {SERVERS[int(which[0])]}\n"]
-                played.shards[int(which[0])] = words, files(rule_dir(words)), env, self.stdin
+                self._which = words[words.index("--shard") + 1]
+                self._signals: queue.SimpleQueue[int] = queue.SimpleQueue()
+                self.stdin, self.stdout = io.StringIO(), self._lines()
+                played.shards[int(self._which[0])] = words, files(rule_dir(words)), env, self.stdin
+
+            def _lines(self) -> Iterator[str]:
+                yield f"psd-server: shard {self._which} ready at {SERVERS[int(self._which[0])]}\n"
+                while not all_have.wait(0.01):
+                    with contextlib.suppress(queue.Empty):
+                        if self._signals.get_nowait() != LAST_CHECKPOINT_SIGNAL:
+                            return
+                        yield f"psd-server: shard {self._which} {HAS_STORED}: memory://run/last\n"
+                yield f"psd-server: shard {self._which} done: all workers have left\n"
 
             def wait(self, _timeout: float | None = None) -> int:
-                return 0
+                return shard_status
 
             def kill(self) -> None:
-                """It has ended."""
+                self._signals.put(signal.SIGKILL)
 
-            def send_signal(self, _signum: int) -> None:
-                """It has ended."""
+            def send_signal(self, signum: int) -> None:
+                played.events.append((f"shard {self._which}", signum))
+                self._signals.put(signum)
 
         class Worker:
             def __init__(self, rank: int) -> None:
-                self._rank = rank
+                self._rank, self._is_stopped = rank, threading.Event()
 
             def ready(self) -> None:
                 """It is."""
 
             def run(self, life: int, _command: Any, _script: Any, environ: Mapping[str, str], _ready: None) -> int:
                 played.workers.setdefault(self._rank, []).append(environ)
-                return statuses[life - 1] if self._rank == 1 and life <= len(statuses) else 0
+                status = statuses[life - 1] if self._rank == 1 and life <= len(statuses) else 0
+                if status is None:
+                    os.kill(os.getpid(), signal.SIGINT)
+                    assert self._is_stopped.wait(100)
+                    return -signal.SIGTERM
+                finished.update([self._rank] if status == 0 else [])
+                if len(finished) == int(environ["PSD_WORLD_SIZE"]):
+                    all_have.set()
+                return status
+
+            def stop(self, _life: int, _grace_s: float) -> None:
+                played.events.append((f"worker {self._rank}", signal.SIGTERM))
+                self._is_stopped.set()
 
         monkeypatch.setitem(sys.modules, "ray", PlayedRay())
         monkeypatch.setattr(ray_shards.subprocess, "Popen", Shard)
@@ -182,7 +215,8 @@ def play(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[.
         return played._replace(status=plan.run())
 
     yield job
-    signal.signal(signal.SIGTERM, before)
+    for signum, handler in before.items():
+        signal.signal(signum, handler)
 
 
 def on_ray(words: list[str], play: Callable[..., Played]) -> Found:
@@ -273,3 +307,19 @@ def test_shards_on_ray_wait_for_nobody_whom_the_others_do_not(play: Callable[...
 
     assert played.status == (0 if "continue" in words else 3)
     assert played.shards[0][3].getvalue() == ""
+
+
+def test_a_job_on_ray_that_is_told_to_end_takes_a_last_checkpoint_first(play: Callable[..., Played]) -> None:
+    """While its workers train; then these are stopped, and then the shards: as psd-run's own are."""
+    played = play(["--shards", "2", "--workers", "2", "--checkpoint-dir", "memory://run", "train.py"], [None])
+
+    assert played.status == 130
+    shards = {"shard 0/2", "shard 1/2"}
+    assert {played.events[0], played.events[1]} == {(shard, LAST_CHECKPOINT_SIGNAL) for shard in shards}
+    assert played.events[2] == ("worker 1", signal.SIGTERM)
+    assert {event for event in played.events if event[1] == signal.SIGTERM} >= {(shard, signal.SIGTERM) for shard in shards}
+
+
+def test_a_job_on_ray_whose_last_checkpoint_was_not_stored_says_so(play: Callable[..., Played]) -> None:
+    """By its status, and by a line."""
+    assert play(["--checkpoint-dir", "memory://run", "train.py"], shard_status=EXIT_CHECKPOINT).status == EXIT_CHECKPOINT
