@@ -132,7 +132,7 @@ class Row(Generic[P]):
             elif sort == "Operand | None":
                 x.insert(0, on if value is None else name_of(value))
             elif sort == "Sequence[Operand]":
-                x += map(name_of, value)
+                x.extend(map(name_of, value))
             elif sort == "Sequence[float]":
                 numbers += value
             elif sort == "str":

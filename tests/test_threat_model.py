@@ -7,7 +7,8 @@ from typing import Any
 
 from source_tree import ROOT
 
-from psd.cli.server import LIMITS
+from psd.contract.config import Limits
+from psd.contract.settings import settings_of
 from psd.v1 import bulk_pb2, control_pb2, data_pb2, vectors_pb2
 
 TEXT = (ROOT / "docs" / "threat-model.md").read_text()
@@ -50,6 +51,7 @@ def test_the_files_that_check_limits_are_there() -> None:
 
 
 def test_every_limit_that_is_a_flag_is_in_the_table() -> None:
-    flags = [f"--max-{name.removesuffix('_max').replace('_', '-')}" for name in LIMITS]
+    flags = [setting.flag_of(name) for name, setting in settings_of(Limits).items()]
 
+    assert len(flags) > 15
     assert [flag for flag in flags if f"`{flag}`" not in TEXT] == []

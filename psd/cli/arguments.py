@@ -10,15 +10,16 @@ from __future__ import annotations
 import argparse
 import os
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import psd
 from psd.cli.terminal import show
 from psd.contract.config import ConfigError, ServerConfig
 from psd.contract.locations import shown
 from psd.contract.printable import printable
+from psd.contract.settings import PORT, SECRET_LOCATION, Setting, settings_of
 
 EXIT_OK = 0
 EXIT_FAILURE = 1
@@ -133,97 +134,73 @@ def location(text: str) -> str:
         raise argparse.ArgumentTypeError(f"cannot read {text[1:]}: {words}") from None
 
 
-class Option(NamedTuple):
-    """A flag that takes a value. Its help shows the default, unless that is empty or the help names it."""
-
-    metavar: str | None
-    help: str
-    type: Callable[[str], Any] = str
-    choices: Sequence[str] | None = None
+def _port(text: str) -> int | None:
+    """A converter for argparse."""
+    return None if text == "off" else whole_number(text)
 
 
-Options: TypeAlias = dict[str, Option]
+_CONVERTERS: dict[Any, Callable[[str], Any]] = {
+    int: whole_number,
+    float: seconds,
+    str: str,
+    tuple: str,
+    SECRET_LOCATION: location,
+    PORT: _port,
+}
+
+Options: TypeAlias = Mapping[str, Setting]
 """Options by the names of their values: --checkpoint-dir sets checkpoint_dir, --lease sets lease_s."""
 
 
-def add_options(group: argparse._ArgumentGroup, options: Options, defaults: Mapping[str, Any], prefix: str = "--") -> None:
+def add_options(group: argparse._ArgumentGroup, options: Options, defaults: Mapping[str, Any]) -> None:
     """Add flags to a group of the help."""
     for name, option in options.items():
-        default = defaults.get(name)
-        shown = "" if default in ("", None) or "default:" in option.help else " (default: %(default)s)"
+        flag, default = option.flag_of(name), defaults.get(name)
+        if option.kind is bool:
+            group.add_argument(flag, dest=name, action="store_true", help=option.help)
+            continue
+        shown = (
+            ""
+            if default in ("", None, ()) or "default:" in option.help
+            else f" (default: %(default){'g' if option.kind is float else 's'})"
+        )
         group.add_argument(
-            f"{prefix}{name.removesuffix('_s').removesuffix('_max').replace('_', '-')}",
+            flag,
             dest=name,
-            type=option.type,
-            choices=option.choices,
-            default=default,
+            action="append" if option.kind is tuple else "store",
+            type=_CONVERTERS[option.kind],
+            choices=option.choices or None,
+            default=[] if option.kind is tuple else default,
             metavar=option.metavar,
-            help=option.help + (shown.replace(")s", ")g") if isinstance(default, float) else shown),
+            help=option.help + shown,
         )
 
 
-def values(args: argparse.Namespace, options: Options) -> dict[str, Any]:
+def values(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
     """The parsed values of some options, by name."""
-    return {name: getattr(args, name) for name in options}
+    return {name: getattr(args, name) for name in names}
 
 
 SERVER_DEFAULTS = vars(ServerConfig(0, 1))
 
-CHECKPOINT_OPTIONS: Options = {
-    "checkpoint_dir": Option(
-        "URL",
-        "where checkpoints are stored, and looked for at the start: a path, any URL that fsspec knows, or @FILE, a file that "
-        "holds the URL, if that has a password (default: no checkpoints)",
-        location,
-    ),
-    "checkpoint_secs": Option("S", "take one every S seconds; 0: not by time", seconds),
-    "checkpoint_steps": Option("N", "take one every N steps; 0: not by steps", whole_number),
-    "checkpoint_keep": Option("K", "remove all but the K newest", whole_number),
-    "from_checkpoint": Option(
-        "URL",
-        "begin with this checkpoint, or the newest in this directory, if there is nothing to continue with: neither a state "
-        "directory nor a checkpoint in --checkpoint-dir. With --parameters-only also a plain .safetensors file",
-        location,
-    ),
-}
-"""Options of psd-server that psd-run passes on to it; fields of ServerConfig."""
-
-LOCATION_OPTIONS = tuple(name for name, option in CHECKPOINT_OPTIONS.items() if option.type is location)
-"""Those of them that may have a secret in them."""
+SECRET_OPTIONS = tuple(name for name, each in settings_of(ServerConfig).items() if each.kind is SECRET_LOCATION)
+"""Options of psd-server that may have a secret in them."""
 
 
-def add_checkpoint_options(parser: argparse.ArgumentParser) -> None:
-    """Add CHECKPOINT_OPTIONS."""
-    group = parser.add_argument_group("checkpoints (use the same for all shards; see also psdctl checkpoints)")
-    add_options(group, CHECKPOINT_OPTIONS, SERVER_DEFAULTS)
-    group.add_argument(
-        "--parameters-only",
-        action="store_true",
-        help="take from --from-checkpoint the parameters alone, by name and shape; the optimizer, groups and all else may be "
-        "others, and the clock begins at 0",
-    )
-
-
-def add_rule_option(parser: argparse._ArgumentGroup) -> None:
-    """Add --rule, which psd-run passes on to psd-server."""
-    parser.add_argument(
-        "--rule",
-        dest="rules",
-        action="append",
-        default=[],
-        metavar="MODULE:CLASS",
-        help="let jobs name this update rule, a Python class, such as my_package.my_module:MyRule; may be given several times. "
-        "The shards run its code",
-    )
+def add_settings(parser: argparse.ArgumentParser, group: str) -> argparse._ArgumentGroup:
+    """Add a group of psd-server's options, with its settings; returns it."""
+    added = parser.add_argument_group(group)
+    add_options(added, settings_of(ServerConfig, group), SERVER_DEFAULTS)
+    return added
 
 
 CREDENTIAL_OPTIONS: Options = {
-    "tls_ca": Option(
+    "tls_ca": Setting(
         "FILE", "PEM certificates of the authorities that sign the shards' certificates; turns TLS on (default: PSD_TLS_CA)"
     ),
-    "tls_cert": Option("FILE", "your own PEM certificate, if the shards require one (default: PSD_TLS_CERT)"),
-    "tls_key": Option("FILE", "its PEM key (default: PSD_TLS_KEY)"),
-    "token_file": Option("FILE", "file with your token, if the shards require one (default: PSD_TOKEN_FILE)"),
+    "tls_cert": Setting("FILE", "your own PEM certificate, if the shards require one (default: PSD_TLS_CERT)"),
+    "tls_key": Setting("FILE", "its PEM key (default: PSD_TLS_KEY)"),
+    "token_file": Setting("FILE", "file with your token, if the shards require one (default: PSD_TOKEN_FILE)"),
 }
 """Options of psdctl; arguments of Credentials."""
 

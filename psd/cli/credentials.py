@@ -15,9 +15,10 @@ import subprocess
 from typing import Any
 
 from psd.cli import arguments
-from psd.cli.arguments import EXIT_FAILURE, EXIT_OK, Commands, Option, Options, add_options, whole_number
+from psd.cli.arguments import EXIT_FAILURE, EXIT_OK, Commands, Options, add_options
 from psd.cli.terminal import show
 from psd.contract.config import ConfigError
+from psd.contract.settings import Setting
 
 DAYS = 825
 ROLES = ("worker", "reader", "admin")
@@ -96,8 +97,8 @@ def _certificate(names: list[str]) -> tuple[str, str]:
 
 
 _OPTIONS: Options = {
-    "name": Option("NAME", "name of the job, that is of its StatefulSet"),
-    "shards": Option("N", "how many shards the certificate is valid for", whole_number),
+    "name": Setting("NAME", "name of the job, that is of its StatefulSet"),
+    "shards": Setting("N", "how many shards the certificate is valid for", int),
 }
 
 

@@ -19,8 +19,9 @@ from psd.cli.credentials import check_name
 from psd.cli.logs import LOG_LEVEL
 from psd.cli.manifests import Manifest
 from psd.cli.terminal import show
-from psd.contract.config import ConfigError, Limits, ServerConfig
+from psd.contract.config import ConfigError, ServerConfig
 from psd.contract.locations import has_secret, shown
+from psd.contract.settings import shared_flags, text_of
 
 SCRIPT_BYTES_MAX = 1 << 20
 """The limit of a ConfigMap."""
@@ -38,7 +39,8 @@ class Deployment:
     Attributes:
         image: with psd, and what the script needs. name: of the StatefulSet, and what the names of all else begin with.
         namespace: empty: kubectl's. script: sent along; None: the command needs none.
-        command: of the workers. worker_environ: beside what the manifests give.
+        modules: files beside the script that shards import rules from.
+        command: of the workers. shard_environ, worker_environ: beside what the manifests give.
         shard_flags: of psd-server, beside or instead of those that the manifests give.
         checkpoint_dir, checkpoint_secs, grace_s: see psd-server --help; grace_s: None: the manifests'.
         restarts_max: of each worker; 0: as many as the manifests say.
@@ -51,7 +53,9 @@ class Deployment:
     shards: int
     workers: int
     script: Path | None
+    modules: Sequence[Path]
     command: Sequence[str]
+    shard_environ: Mapping[str, str]
     worker_environ: Mapping[str, str]
     shard_flags: Sequence[str]
     checkpoint_dir: str
@@ -108,7 +112,7 @@ class Deployment:
         manifests.set_sizes(rendered, self.shards, self.workers)
         config, stateful_set, job = (manifests.the(kind, rendered) for kind in ("ConfigMap", "StatefulSet", "Job"))
         config["data"]["CHECKPOINT_DIR"] = self.checkpoint_dir
-        config["data"]["CHECKPOINT_SECS"] = f"{self.checkpoint_secs:g}"
+        config["data"]["CHECKPOINT_SECS"] = text_of(self.checkpoint_secs)
 
         shard, worker = manifests.container(stateful_set), manifests.container(job)
         shard["image"] = worker["image"] = self.image
@@ -120,20 +124,27 @@ class Deployment:
             stateful_set["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] = ends_within_s
 
         worker["command"] = [_escaped(part) for part in self.command]
-        for name, value in self.worker_environ.items():
-            manifests.set_variable(worker, name, _escaped(value))
+        for pod, environ in ((shard, self.shard_environ), (worker, self.worker_environ)):
+            for name, value in environ.items():
+                manifests.set_variable(pod, name, _escaped(value))
         if self.restarts_max:
             job["spec"]["backoffLimitPerIndex"] = self.restarts_max
-        return rendered if self.script is None else [self._send_script(self.script, config, job), *rendered]
+        if self.script is None:
+            return rendered
+        return [
+            self._send([*dict.fromkeys([self.script, *self.modules])], config, [job, stateful_set] if self.modules else [job]),
+            *rendered,
+        ]
 
-    def _send_script(self, script: Path, config: Manifest, job: Manifest) -> Manifest:
-        """A ConfigMap with the script, mounted as a file in the job's container."""
+    def _send(self, files: Sequence[Path], config: Manifest, owners: Sequence[Manifest]) -> Manifest:
+        """A ConfigMap with the script and its modules, mounted as files in the owners' containers."""
         name = f"{self.name}-script"
-        worker = manifests.container(job)
-        worker["volumeMounts"].append({"name": "script", "mountPath": SCRIPT_DIR, "readOnly": True})
-        job["spec"]["template"]["spec"]["volumes"].append({"name": "script", "configMap": {"name": name}})
+        for owner in owners:
+            mount = {"name": "script", "mountPath": SCRIPT_DIR, "readOnly": True}
+            manifests.container(owner)["volumeMounts"].append(mount)
+            owner["spec"]["template"]["spec"]["volumes"].append({"name": "script", "configMap": {"name": name}})
         metadata = {**config["metadata"], "name": name}
-        return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": {script.name: _read(script)}}
+        return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": _texts(files)}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -156,6 +167,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+_IN_MANIFESTS = ("checkpoint_dir", "checkpoint_secs", "exit_when_done")
+"""Settings of shards that the manifests have a place for."""
+
 _FOR_CLUSTERS = ("image", "name", "namespace", "dry_run", "rescale")
 _FOR_ONE_MACHINE = {
     "state_dir": "the shards' state is on persistent volumes",
@@ -176,11 +190,17 @@ def check_absent(args: argparse.Namespace) -> None:
     refuse_given(args, dict.fromkeys(_FOR_CLUSTERS, "is for --on kubernetes"))
 
 
-def deployment(args: argparse.Namespace, words: Sequence[str], worker_environ: Mapping[str, str]) -> Deployment:
+def deployment(
+    args: argparse.Namespace,
+    words: Sequence[str],
+    shards: ServerConfig,
+    shard_environ: Mapping[str, str],
+    worker_environ: Mapping[str, str],
+) -> Deployment:
     """The job that psd-run's options describe.
 
     Args:
-        words: what is to run, as it was given.
+        words: what is to run, as it was given. shards: what they say of all shards. For the others see Deployment.
 
     Raises:
         ConfigError: an option does not go together with --on kubernetes, or is wrong.
@@ -189,19 +209,11 @@ def deployment(args: argparse.Namespace, words: Sequence[str], worker_environ: M
     if args.transport == "shm":
         raise ConfigError("--transport: shm is for one machine; on Kubernetes each pod is a machine of its own")
     script, command = worker_command(words)
-    default = ServerConfig(0, 1)
-    values = {
-        "--lease": (args.lease_s, default.lease_s),
-        "--grace": (args.grace_s, default.grace_s),
-        "--max-workers": (max(args.workers, Limits().workers_max), Limits().workers_max),
-        "--checkpoint-steps": (args.checkpoint_steps, default.checkpoint_steps),
-        "--checkpoint-keep": (args.checkpoint_keep, default.checkpoint_keep),
-    }
-    flags = [f"{name}={given:g}" for name, (given, usual) in values.items() if given != usual]
-    if args.on_worker_failure != default.on_worker_failure:
-        flags.append(f"--on-worker-failure={args.on_worker_failure}")
-    if args.log_level != LOG_LEVEL:
-        flags.append(f"--log-level={args.log_level}")
+    modules = _modules(script, args.rules) if script is not None else []
+    folder = SCRIPT_DIR if modules else str(PurePosixPath(words[0]).parent) if words[0].endswith(".py") and not script else ""
+    rule_dir = [f"--rule-dir={folder}"] if args.rules and folder else []
+    _check_beginning(args.from_checkpoint)
+    log_level = [f"--log-level={args.log_level}"] if args.log_level != LOG_LEVEL else []
     return Deployment(
         image=args.image or "",
         name=args.name or manifests.NAME,
@@ -209,12 +221,14 @@ def deployment(args: argparse.Namespace, words: Sequence[str], worker_environ: M
         shards=args.shards,
         workers=args.workers,
         script=script,
+        modules=modules,
         command=command,
+        shard_environ=shard_environ,
         worker_environ=worker_environ,
-        shard_flags=[*flags, *_beginning(args), *(f"--rule={rule}" for rule in args.rules)],
+        shard_flags=[*shared_flags(shards, but=_IN_MANIFESTS), *rule_dir, *log_level],
         checkpoint_dir=args.checkpoint_dir,
         checkpoint_secs=args.checkpoint_secs,
-        grace_s=args.grace_s if args.grace_s != default.grace_s else None,
+        grace_s=args.grace_s if args.grace_s != ServerConfig(0, 1).grace_s else None,
         restarts_max=args.max_restarts,
         is_insecure=args.insecure,
         is_dry=args.dry_run,
@@ -222,16 +236,11 @@ def deployment(args: argparse.Namespace, words: Sequence[str], worker_environ: M
     )
 
 
-def _beginning(args: argparse.Namespace) -> list[str]:
-    """Flags that say what a new job begins with."""
-    if not args.from_checkpoint:
-        return []
-    if "://" not in args.from_checkpoint:
-        raise ConfigError(
-            f"--from-checkpoint: {args.from_checkpoint!r} would be a different place in each pod; expected a URL that all reach"
-        )
-    check_no_secret("--from-checkpoint", args.from_checkpoint)
-    return [f"--from-checkpoint={args.from_checkpoint}", *(["--parameters-only"] if args.parameters_only else [])]
+def _check_beginning(url: str) -> None:
+    """Raise ConfigError if pods cannot reach what a new job begins with."""
+    if url and "://" not in url:
+        raise ConfigError(f"--from-checkpoint: {url!r} would be a different place in each pod; expected a URL that all reach")
+    check_no_secret("--from-checkpoint", url)
 
 
 def check_no_secret(option: str, url: str) -> None:
@@ -263,18 +272,27 @@ def worker_command(words: Sequence[str]) -> tuple[Path | None, list[str]]:
     return path, ["python", "-u", f"{SCRIPT_DIR}/{path.name}", *words[1:]]
 
 
-def _read(script: Path) -> str:
-    try:
-        text = script.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the script {script}: {error}") from error
-    nbytes = len(text.encode())
+def _modules(script: Path, rules: Sequence[str]) -> list[Path]:
+    """The modules of rules that lie beside the script; others are the image's."""
+    found = (script.with_name(f"{rule.partition(':')[0]}.py") for rule in dict.fromkeys(rules))
+    return [path for path in dict.fromkeys(found) if path.is_file()]
+
+
+def _texts(files: Sequence[Path]) -> dict[str, str]:
+    """Texts of the script and its modules, by name."""
+    texts = {}
+    for path in files:
+        try:
+            texts[path.name] = path.read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"cannot read the script {path}: {error}") from error
+    nbytes = sum(len(text.encode()) for text in texts.values())
     if nbytes > SCRIPT_BYTES_MAX - 4096:
         raise ConfigError(
-            f"the script {script} has {nbytes} bytes, and Kubernetes sends at most 1 MiB in a ConfigMap; put it into the "
-            "image, and give its absolute path there"
+            f"the script {files[0]} has {nbytes} bytes{', with its rules' if files[1:] else ''}, and Kubernetes sends at most "
+            "1 MiB in a ConfigMap; put it into the image, and give its absolute path there"
         )
-    return text
+    return texts
 
 
 def _escaped(text: str) -> str:

@@ -1,7 +1,7 @@
 """The policy of psd-run: the one place that decides about events of its processes, without doing anything.
 
-Events come in as method calls with the time; what must happen comes out as a list of actions, which psd/cli/launcher.py carries
-out. So each order of events is a plain unit test. The policy:
+Events come in as method calls with the time; what must happen comes out as a list of actions, which psd/cli/launcher.py and
+psd/cli/ray_job.py carry out. So each order of events is a plain unit test. The policy:
 
     a worker ends with status 0     it has finished; the job ends, well, when all have
     a worker fails                  restarted with its rank, while --max-restarts (of all workers together) lasts and no
@@ -356,7 +356,7 @@ class JobPolicy:
 
     def _wind_down(self, now: float) -> list[Action]:
         """Wait for the shards to end by themselves, if no worker is left."""
-        if not self._living("worker"):
+        if not self._has_workers:
             self._status, self.phase, self._phase_ends_at = self._workers_status, Phase.WINDING_DOWN, now + self._shards_end_s
         return []
 
@@ -467,11 +467,16 @@ class JobPolicy:
         """Leave the phase if it is over."""
         actions: list[Action] = []
         is_waiting_for_workers = self.phase in (Phase.SAVING, Phase.STOPPING, Phase.KILLING_WORKERS)
-        if is_waiting_for_workers and not self._living("worker"):
+        if is_waiting_for_workers and not self._has_workers:
             actions = self._stop_shards(now)
         if not self._alive and self.phase not in (Phase.STARTING, Phase.RUNNING):
             self.phase, self._phase_ends_at = Phase.ENDED, None
         return actions
+
+    @property
+    def _has_workers(self) -> bool:
+        """True if a worker lives; asked at the end of each of thousands."""
+        return any(name.kind == "worker" for name in self._alive)
 
     def _living(self, kind: str) -> list[Name]:
         return sorted(name for name in self._alive if name.kind == kind)

@@ -1,34 +1,37 @@
 """psd-run --on ray: a job on a Ray cluster. Shards (psd/cli/ray_shards.py) and workers
 (psd/cli/ray_worker.py) are actors, in one placement group.
 
-    a worker's program fails     it is run again, while --max-restarts lasts, and the shards told, which wait for it however
-                                 long it takes to start; then the job ends with its status
+    a worker's program fails     it is run again, while --max-restarts lasts; then the job ends with its status
     a worker's actor or node     Ray starts the actor again, elsewhere if need be; the program is run again as above
     a shard's node               Ray starts the shard elsewhere, with the newest checkpoint; all programs are run again, since
                                  their shards have other addresses now
     a node, and no room is left  the job waits for room, and says what is missing
     psd-run itself               Ray ends all actors of the job, and these their processes
 
-Knows what a worker finds in its environment; nothing of what it does.
+psd/cli/policy.py decides, as on any machine; this carries out what it says, by Ray's means. Knows what a worker finds in its
+environment; nothing of what it does.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import os
 import signal
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from psd.cli import ray_room
-from psd.cli.arguments import EXIT_FAILURE, EXIT_OK, exit_status, refuse_given
+from psd.cli.arguments import EXIT_FAILURE, LAST_CHECKPOINT_SIGNAL, exit_status, refuse_given
+from psd.cli.policy import Action, JobPolicy, Name, Phase, Say, Send, Start, Tell
 from psd.cli.ray_shards import NAMESPACE, actor_resources, load, place_shards
 from psd.cli.ray_worker import WorkerProcess
+from psd.cli.server import HAS_STORED
 from psd.cli.summary import Summary
 from psd.cli.terminal import show
 from psd.contract.config import ConfigError
@@ -36,6 +39,7 @@ from psd.contract.config import ConfigError
 _NOT_WITH_RAY = {
     "state_dir": "the parameters are in the memory of the shards' nodes",
     "log_dir": "Ray keeps a log of each actor",
+    "tensorboard": "use --env PSD_TENSORBOARD=DIR, a directory that is there on all nodes",
     "metrics_port": "the shards' ports would be on hosts that Ray chooses",
     "nnodes": "Ray finds the hosts",
     "hosts": "Ray finds the hosts",
@@ -55,8 +59,10 @@ class RayPlan:
 
     Attributes:
         address: of the cluster; "auto": the one that this machine belongs to.
-        shards, workers, restarts_max, grace_s, goes_on: see psd-run --help; goes_on: without workers that have failed for good.
-        run_id: of the job. shard_options: of psd-server. command, script: see WorkerProcess.run. environ: of the workers.
+        shards, workers, restarts_max, grace_s, on_worker_failure: see psd-run --help.
+        run_id: of the job. checkpoint_dir: see psd-run --help. shard_flags: of psd-server.
+        shard_environ, worker_environ: variables, beside the nodes' own.
+        command, script: see WorkerProcess.run. modules: for shards, as ShardProcess takes them.
         worker_resources: of each worker, for Ray.
     """
 
@@ -65,12 +71,15 @@ class RayPlan:
     workers: int
     restarts_max: int
     grace_s: float
-    goes_on: bool
+    on_worker_failure: str
     run_id: str
-    shard_options: Mapping[str, Any]
+    checkpoint_dir: str = field(repr=False)
+    shard_flags: Sequence[str] = field(repr=False)
+    shard_environ: Mapping[str, str]
     command: Sequence[str]
     script: Mapping[str, bytes]
-    environ: Mapping[str, str]
+    modules: Mapping[str, bytes]
+    worker_environ: Mapping[str, str]
     worker_resources: Mapping[str, float]
 
     def run(self) -> int:
@@ -92,14 +101,29 @@ class RayPlan:
 
 
 class _RayJob:
-    """One job, from its placement group to its last actor."""
+    """One job, from its placement group to its last actor. psd/cli/policy.py decides, as on any machine, but for shards that
+    die: Ray starts these again."""
 
     def __init__(self, plan: RayPlan, ray: Any) -> None:
         self._plan, self._ray = plan, ray
-        self._restarts_left = plan.restarts_max
+        self._policy = JobPolicy(
+            state_dirs=[""] * plan.shards,
+            workers=plan.workers,
+            on_worker_failure=plan.on_worker_failure,
+            restarts_max=plan.restarts_max,
+            shard_restarts_max=0,
+            grace_s=plan.grace_s,
+            has_checkpoints=bool(plan.checkpoint_dir),
+        )
+        self._signals: list[int] = []
+        self._servers: list[str] = []
         self._lives: dict[Any, int] = {}  # of programs that run: what Ray will say of each, and its rank
+        self._held: dict[Any, int] = {}  # those that have ended since the shards' addresses were last heard
+        self._asked: list[Any] = []  # what Ray will say of these,
+        self._is_asked_late = True  # after all that is held
+        self._awaited: dict[Any, Callable[[Any], None]] = {}  # what Ray will say of shards, and who hears it
         self._begun = [0] * plan.workers  # lives of each
-        self._summary = Summary(checkpoint_dir=plan.shard_options.get("checkpoint_dir", ""))
+        self._summary = Summary(checkpoint_dir=plan.checkpoint_dir)
         self._lacks_room_since: float | None = None
 
     def run(self) -> int:
@@ -107,15 +131,15 @@ class _RayJob:
         shard_bundles = [{"CPU": 1.0}] * plan.shards
         began_at = time.monotonic()
         self._group = ray_room.reserve(ray, [*shard_bundles, *[plan.worker_resources] * plan.workers])
-        self._shards = place_shards(self._group, 0, shard_bundles, plan.run_id, plan.shard_options)
+        given = plan.run_id, plan.shard_flags, plan.shard_environ, plan.modules
+        self._shards = place_shards(self._group, shard_bundles, *given)
         try:
             self._actors = [self._place_worker(rank) for rank in range(plan.workers)]
             ray_room.wait_for(ray, self._group)
-            servers = self._shards.servers
-            for index in range(plan.shards):
-                self._summary.on_start("shard", index)
-            _say(f"run {plan.run_id}; to look inside: psdctl status --servers {','.join(servers)}")
-            status = self._train(servers)
+            self._servers = self._shards.servers
+            _say(f"run {plan.run_id}; to look inside: psdctl status --servers {','.join(self._servers)}")
+            with self._noted_signals():
+                status = self._train()
         except KeyboardInterrupt as interrupt:
             status = _interrupted(interrupt)
             _say(f"stopping the job, within {plan.grace_s:g} s")
@@ -140,62 +164,136 @@ class _RayJob:
         )
         return actor.remote(rank)
 
-    def _train(self, servers: list[str]) -> int:
-        """Run the workers' programs to their ends; returns the job's status."""
-        status = EXIT_OK
-        for rank in range(self._plan.workers):
-            self._begin(rank, servers)
-        while self._lives:
-            ended, _ = self._ray.wait(list(self._lives), timeout=_LOOK_S)
-            moved = self._shards.servers
-            if moved != servers:
-                for index in (index for index in range(len(moved)) if moved[index] != servers[index]):
-                    self._summary.on_start("shard", index)
-                servers = moved
-                _say(f"shards have moved; running all workers again, with {','.join(servers)}")
-                ranks = sorted(self._lives.values())
-                self._stop_workers()
-                for rank in ranks:
-                    self._begin(rank, servers)
-                continue
-            self._tell_of_room()
-            for life in ended:
-                rank = self._lives.pop(life)
-                failed = self._failure(life)
-                if not failed:
-                    self._tell_of(rank, will_come=False)
-                    continue
-                why, failure = failed
-                if self._restarts_left:
-                    self._restarts_left -= 1
-                    _say(f"worker {rank} {why}; running it again ({self._restarts_left} restarts left)")
-                    self._begin(rank, servers)
-                elif self._plan.goes_on:
-                    _say(f"worker {rank} {why}; the others go on without it")
-                    status = status or failure
-                else:
-                    _say(f"worker {rank} {why}; no restarts left; stopping the job")
-                    return failure
-        return status
+    @contextlib.contextmanager
+    def _noted_signals(self) -> Iterator[None]:
+        """Note signals, for the policy, instead of ending whatever is under way."""
+        signums = [each for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(each) != signal.SIG_IGN]
+        before = {signum: signal.signal(signum, lambda heard, _: self._signals.append(heard)) for signum in signums}
+        try:
+            yield
+        finally:
+            for signum, handler in before.items():
+                signal.signal(signum, handler)
 
-    def _begin(self, rank: int, servers: Sequence[str]) -> None:
+    def _train(self) -> int:
+        """Do as the policy says until the last process has ended; returns the job's status."""
+        for index, task in enumerate(self._shards.answers("said", "done")):
+            self._awaited[task] = functools.partial(self._on_done, index)
+        for index, task in enumerate(self._shards.answers("ended")):
+            self._awaited[task] = functools.partial(self._on_shard_end, index)
+        self._perform(self._policy.on_start(time.monotonic()))
+        for index in range(self._plan.shards):
+            self._summary.on_start("shard", index)
+            self._perform(self._policy.on_ready(Name("shard", index), time.monotonic()))
+        while self._policy.phase is not Phase.ENDED:
+            self._wait()
+            while self._signals:
+                self._perform(self._policy.on_signal(self._signals.pop(0), time.monotonic()))
+            deadline = self._policy.deadline
+            if deadline is not None and time.monotonic() >= deadline:
+                self._perform(self._policy.on_deadline(time.monotonic()))
+        assert self._policy.status is not None
+        return self._policy.status
+
+    def _wait(self) -> None:
+        """Handle what Ray has to say, if that comes soon."""
+        tasks = [task for task in (*self._lives, *self._awaited) if task not in self._held]
+        ended, _ = self._ray.wait(tasks, timeout=_LOOK_S)
+        for task in ended:
+            if task in self._awaited:
+                self._awaited.pop(task)(self._ray.get(task))
+            else:
+                self._held[task] = self._lives[task]
+                self._is_asked_late = not self._asked
+        if self._policy.phase is not Phase.RUNNING:
+            self._on_lives_end()
+        self._tell_of_room()
+        self._look_for_moves()
+
+    def _look_for_moves(self) -> None:
+        """Run all workers again if shards have other addresses, unless the job ends; else the end of a worker is its own."""
+        self._asked = self._asked or self._shards.answers("address")
+        moved = self._shards.addresses(self._asked, _LOOK_S if self._held else 0.0)
+        if moved is None:
+            return
+        is_late, self._asked, self._is_asked_late = self._is_asked_late, [], True
+        if moved == self._servers:
+            if is_late:
+                self._on_lives_end()
+            return
+        shards = [Name("shard", index) for index in range(len(moved)) if moved[index] != self._servers[index]]
+        self._servers = moved
+        if self._policy.phase is not Phase.RUNNING:
+            self._perform(self._policy.on_lost(shards, "a node was lost", time.monotonic()))
+            return
+        for shard in shards:
+            self._summary.on_start("shard", shard.number)
+        _say(f"shards have moved; running all workers again, with {','.join(moved)}")
+        ranks = sorted(self._lives.values())
+        self._stop_workers()
+        for rank in ranks:
+            self._begin(rank)
+
+    def _on_lives_end(self) -> None:
+        held, self._held = self._held, {}
+        for life, rank in held.items():
+            del self._lives[life]
+            worker = Name("worker", rank)
+            self._perform(self._policy.on_exit(worker, self._status_of(worker, life), time.monotonic()))
+
+    def _status_of(self, worker: Name, life: Any) -> int:
+        """Status of a program that has ended, negative for a signal."""
+        try:
+            return int(self._ray.get(life))
+        except self._ray.exceptions.RayActorError:
+            _say(f"{worker} was lost with its actor or node")
+        except self._ray.exceptions.RayTaskError as error:
+            _say(f"{worker} could not be run: {error.cause}")
+        return EXIT_FAILURE
+
+    def _on_done(self, index: int, line: str) -> None:
+        if line:
+            self._policy.on_done(Name("shard", index))
+
+    def _on_shard_end(self, index: int, end: tuple[int, bool]) -> None:
+        status, is_done = end
+        self._on_done(index, "done" if is_done else "")
+        if self._policy.phase is Phase.RUNNING and not is_done:
+            raise ConfigError(f"shard {index} has ended with status {status}, and is not started again")
+        self._perform(self._policy.on_exit(Name("shard", index), status, time.monotonic()))
+
+    def _on_saved(self, line: str) -> None:
+        self._perform(self._policy.on_saved(time.monotonic(), is_stored=HAS_STORED in line))
+
+    def _perform(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            match action:
+                case Say(text):
+                    _say(text)
+                case Tell(name, line):
+                    self._shards.tell(name.number, line)
+                case Start(name) if name.kind == "worker":
+                    self._begin(name.number)
+                case Send(name, signum) if name.kind == "worker":
+                    grace_s = 0.0 if signum == signal.SIGKILL else self._plan.grace_s
+                    self._actors[name.number].stop.remote(self._begun[name.number], grace_s)
+                case Send(name, signum):
+                    self._shards.signal(name.number, signum)
+                    if signum == LAST_CHECKPOINT_SIGNAL and name.number == 0:
+                        self._awaited[self._shards.answers("said", "saved")[0]] = self._on_saved
+
+    def _begin(self, rank: int) -> None:
         plan, actor = self._plan, self._actors[rank]
         self._begun[rank] += 1
-        self._tell_of(rank, will_come=True)
         self._summary.on_start("worker", rank)
         # Ray shows to each worker the GPUs that are its own, so that it is the only one there.
         who = {"PSD_RANK": str(rank), "RANK": str(rank), "LOCAL_RANK": "0"}
         who |= {"PSD_WORLD_SIZE": str(plan.workers), "WORLD_SIZE": str(plan.workers), "PSD_RUN_ID": plan.run_id}
-        environ = {**plan.environ, "PSD_SERVERS": ",".join(servers), "PYTHONUNBUFFERED": "1", **who}
+        environ = {**plan.worker_environ, "PSD_SERVERS": ",".join(self._servers), "PYTHONUNBUFFERED": "1", **who}
         # Once its actor is there: a call to one that Ray is just starting again would fail, as a life of the worker.
         run = actor.run.options(max_task_retries=0)
         life = run.remote(self._begun[rank], list(plan.command), plan.script, environ, actor.ready.remote())
         self._lives[life] = rank
-
-    def _tell_of(self, rank: int, *, will_come: bool) -> None:
-        """Tell the shards of a worker that is run again: its start may take longer than its lease."""
-        if self._begun[rank] > 1 and not self._plan.goes_on:
-            self._shards.expect(rank, will_come=will_come)
 
     def _tell_of_room(self) -> None:
         """Say once what is missing, if actors whose node was lost have no room elsewhere."""
@@ -209,64 +307,58 @@ class _RayJob:
             _say(ray_room.waiting_text(self._ray, self._group))
             self._lacks_room_since = float("inf")
 
-    def _failure(self, life: Any) -> tuple[str, int] | None:
-        """Tell what has become of a program, and the status for that; None: it has finished."""
-        try:
-            status = self._ray.get(life)
-        except self._ray.exceptions.RayActorError:
-            return "was lost with its actor or node", EXIT_FAILURE
-        except self._ray.exceptions.RayTaskError as error:
-            return f"could not be run: {error.cause}", EXIT_FAILURE
-        if status == 0:
-            return None
-        return (
-            (f"ended with status {status}", status) if status > 0 else (f"was killed by signal {-status}", exit_status(-status))
-        )
-
     def _stop_workers(self) -> None:
         """End all programs, and forget them."""
         grace_s = self._plan.grace_s
         stopped = [self._actors[rank].stop.remote(self._begun[rank], grace_s) for rank in self._lives.values()]
         self._ray.wait(stopped, num_returns=len(stopped), timeout=grace_s + 5.0) if stopped else None
         self._lives.clear()
+        self._held.clear()
 
     def _end(self) -> None:
-        """End the shards first if workers train: they take a last checkpoint then, if they take any."""
+        """End whatever is left, and give back the room."""
         with contextlib.suppress(self._ray.exceptions.RayError):
-            if self._lives and not self._plan.shard_options.get("checkpoint_dir"):
-                self._stop_workers()
+            self._stop_workers()
             for index, counted in enumerate(self._shards.stop(self._plan.grace_s)):
                 self._summary.on_line(index, counted)
-            self._stop_workers()
         self._ray.shutdown()
 
 
 def ray_plan(
-    args: argparse.Namespace, words: Sequence[str], run_id: str, shard_options: Mapping[str, Any], environ: Mapping[str, str]
+    args: argparse.Namespace,
+    words: Sequence[str],
+    run_id: str,
+    shard_flags: Sequence[str],
+    shard_environ: Mapping[str, str],
+    worker_environ: Mapping[str, str],
 ) -> RayPlan:
     """The job that psd-run's options describe.
 
     Args:
-        words: what is to run, as it was given. shard_options: of psd-server. environ: for the workers.
+        words: what is to run, as it was given. For the others see RayPlan.
 
     Raises:
         ConfigError: an option does not go together with --on ray, or is wrong.
     """
     refuse_given(args, _NOT_WITH_RAY, "not with --on ray, where ")
-    if args.on_worker_failure == "end":
-        raise ConfigError("--on-worker-failure: not end with --on ray")
+    script = _script(words[0])
+    is_there = words[0].endswith(".py") and not script
+    rule_dir = [f"--rule-dir={Path(words[0]).parent}"] if args.rules and is_there else []
     return RayPlan(
         address=args.address,
         shards=args.shards,
         workers=args.workers,
         restarts_max=args.max_restarts,
         grace_s=args.grace_s,
-        goes_on=args.on_worker_failure == "continue",
+        on_worker_failure=args.on_worker_failure,
         run_id=run_id,
-        shard_options=shard_options,
+        checkpoint_dir=args.checkpoint_dir,
+        shard_flags=[*shard_flags, *rule_dir],
+        shard_environ=shard_environ,
         command=words,
-        script=_script(words[0]),
-        environ=environ,
+        script=script,
+        modules=script if args.rules else {},
+        worker_environ=worker_environ,
         worker_resources=_resources(args.worker_resources),
     )
 

@@ -17,6 +17,7 @@ Knows how a shard is started and what a worker finds in its environment; nothing
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import hashlib
 import os
@@ -27,10 +28,9 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from psd.cli import kubernetes, malloc, ray_job, rendezvous, run_options, slurm, ssh
-from psd.cli.arguments import CHECKPOINT_OPTIONS, EXIT_FAILURE, LOCATION_OPTIONS, exit_status, flag_of, values
+from psd.cli.arguments import EXIT_FAILURE, SECRET_OPTIONS, exit_status, flag_of, values
 from psd.cli.kubernetes import Deployment
 from psd.cli.launcher import Launcher
 from psd.cli.node_places import NodePlaces
@@ -40,12 +40,13 @@ from psd.cli.plan import Meeting, MeetingTls, Plan
 from psd.cli.ray_job import RayPlan
 from psd.cli.state import kept_run_id, private_path, url_file
 from psd.cli.terminal import prepare_streams, show
-from psd.contract.config import ConfigError, Limits, ServerConfig
+from psd.contract.config import SECURITY, ConfigError, Limits, ServerConfig
 from psd.contract.consistency import Consistency
 from psd.contract.errors import InvalidRequest
 from psd.contract.launching import python_command
 from psd.contract.locations import has_secret, shown
 from psd.contract.scalars import tensorboard_module
+from psd.contract.settings import settings_of, shared_flags
 from psd.contract.tls import client_files, server_files
 
 _OF_EACH_HOST = ("node_rank", "rendezvous", "log_dir", "state_dir", "env", "dashboard", "dashboard_port", "module", "command")
@@ -72,43 +73,33 @@ def parse(
     args = parser.parse_args(argv)
     try:
         run_options.check(args)
-        ServerConfig(
-            0,
-            args.shards,
-            lease_s=args.lease_s,
-            grace_s=args.grace_s,
-            rules=tuple(args.rules),
-            parameters_only=args.parameters_only,
-            **values(args, CHECKPOINT_OPTIONS),
-        )
+        args.rules = tuple(args.rules)
+        shards = _shards(args)
         words = _words(args.module, args.command)
         if args.on == "slurm":
             slurm.fill_in(args, environ)
         places = run_options.places(args)
         args.workers = sum(places.workers)
+        shards = dataclasses.replace(shards, limits=Limits(workers_max=max(args.workers, Limits().workers_max)))
         consistency = None if args.consistency is None else str(Consistency.parse(args.consistency))
         run_options.check_consistency(args, consistency)
-        given = {
-            "PSD_CONSISTENCY": consistency,
-            "PSD_QUORUM": args.quorum,
-            "PSD_AGGREGATION": args.aggregation,
-            "PSD_REDUCE": args.reduce,
-            "PSD_TRANSPORT": args.transport,
-            "PSD_LOG_DIR": args.log_dir and Path(args.log_dir).absolute(),
-            "PSD_TENSORBOARD": args.tensorboard and Path(args.tensorboard).absolute(),
+        directories = {
+            name: value and Path(value).absolute() for name, value in values(args, ("log_dir", "tensorboard")).items()
         }
-        if args.tensorboard:
-            tensorboard_module()
-        for_workers = {name: str(value) for name, value in given.items() if value is not None}
+        given = {**values(args, run_options.TRAINING), **directories, "consistency": consistency}
+        for_workers = {f"PSD_{name.upper()}": str(value) for name, value in given.items() if value is not None}
         for_all = run_options.environment(args.env, environ)
         if args.on == "kubernetes":
-            return kubernetes.deployment(args, words, {**malloc.environment(), **for_workers, **for_all})
+            return kubernetes.deployment(args, words, shards, for_all, {**malloc.environment(), **for_all, **for_workers})
         kubernetes.check_absent(args)
         if args.on == "ray":
+            flags = _launched_flags(shards, args)
             return ray_job.ray_plan(
-                args, words, _run_id(words), _ray_options(args), {**malloc.environment(), **for_workers, **for_all}
+                args, words, _run_id(words), flags, for_all, {**malloc.environment(), **for_all, **for_workers}
             )
-        return _plan(args, words, places, environ, for_all, for_workers, run_id, node)
+        if args.tensorboard:
+            tensorboard_module()
+        return _plan(args, words, places, shards, environ, for_all, for_workers, run_id, node)
     except InvalidRequest as error:
         parser.error(f"--{error}")
     except ConfigError as error:
@@ -119,6 +110,7 @@ def _plan(
     args: argparse.Namespace,
     words: Sequence[str],
     places: NodePlaces,
+    shards: ServerConfig,
     environ: Mapping[str, str],
     for_all: Mapping[str, str],
     for_workers: Mapping[str, str],
@@ -154,8 +146,8 @@ def _plan(
         **for_workers,
     }
 
-    hidden = [name for name in LOCATION_OPTIONS if has_secret(getattr(args, name))]
-    shard_flags = _shard_flags(args, run_id, words, hidden)
+    hidden = [name for name in SECRET_OPTIONS if has_secret(getattr(args, name))]
+    shard_flags = [f"--run-id={run_id}", *_launched_flags(shards, args, hidden), f"--rule-dir={_module_dir(words)}"]
 
     def worker_environ(rank: int, servers: Sequence[str]) -> dict[str, str]:
         who = {"PSD_RANK": str(rank), "RANK": str(rank), "LOCAL_RANK": str(rank - first)}
@@ -193,32 +185,19 @@ def _plan(
     )
 
 
-def _shard_flags(args: argparse.Namespace, run_id: str, words: Sequence[str], hidden: Sequence[str]) -> list[str]:
-    """Options of psd-server that all shards share, but those that are hidden."""
-    options = {
-        "--run-id": run_id,
-        "--lease": args.lease_s,
-        # A job that is to end is ended here, with the status of the worker that has failed; the others wait meanwhile.
-        "--on-worker-failure": "continue" if args.on_worker_failure == "continue" else "wait",
-        "--grace": args.grace_s,
-        "--max-workers": max(args.workers, Limits().workers_max),
-        "--log-level": args.log_level,
-        **{flag_of(name): value for name, value in values(args, CHECKPOINT_OPTIONS).items() if name not in hidden},
-    }
-    flags = ["--exit-when-done", "--heed-launcher", *(f"{name}={value}" for name, value in options.items())]
-    flags += ["--parameters-only"] if args.parameters_only else []
-    flags += ["--insecure"] if args.insecure else []
-    for name in ("tls_cert", "tls_key", "token_file"):
-        flags += [f"{flag_of(name)}={getattr(args, name)}"] if getattr(args, name) else []
-    return [*flags, *(f"--rule={rule}" for rule in args.rules), f"--rule-dir={_module_dir(words)}"]
+def _shards(args: argparse.Namespace) -> ServerConfig:
+    """Settings of all shards, wherever they run, but for security, of which Kubernetes has its own."""
+    names = [name for name, each in settings_of(ServerConfig).items() if each.is_shared and each.group != SECURITY]
+    return ServerConfig(0, args.shards, **values(args, [name for name in names if name in args]), exit_when_done=True)
 
 
-def _ray_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Options of psd-server for shards that Ray starts."""
-    names = ("lease_s", "grace_s", *CHECKPOINT_OPTIONS, "parameters_only", "insecure", "tls_cert", "tls_key", "token_file")
-    found = {name.removesuffix("_s"): getattr(args, name) for name in names if getattr(args, name) != ""}
+def _launched_flags(shards: ServerConfig, args: argparse.Namespace, hidden: Sequence[str] = ()) -> list[str]:
+    """Options of psd-server that all shards have which psd-run itself looks after, but those that are hidden."""
+    # A job that is to end is ended here, with the status of the worker that has failed; the others wait meanwhile.
     failure = "continue" if args.on_worker_failure == "continue" else "wait"
-    return {**found, "rule": args.rules, "on_worker_failure": failure, "log_level": args.log_level, "exit_when_done": True}
+    secured = values(args, ("tls_cert", "tls_key", "token_file", "insecure"))
+    launched = dataclasses.replace(shards, on_worker_failure=failure, heeds_launcher=True, **secured)
+    return [*shared_flags(launched, but=hidden), f"--log-level={args.log_level}"]
 
 
 def _check_credentials(args: argparse.Namespace, environ: Mapping[str, str]) -> None:
@@ -238,7 +217,7 @@ def _meeting(
         return None
     told = {name: value for name, value in vars(args).items() if name not in _OF_EACH_HOST}
     told |= {name: bool(told[name]) for name in _FILES_OF_EACH_HOST}
-    told |= {name: shown(told[name]) for name in LOCATION_OPTIONS}  # a password could be guessed from its digest
+    told |= {name: shown(told[name]) for name in SECRET_OPTIONS}  # a password could be guessed from its digest
     told["command"] = [*words]
     tls = None
     if args.rendezvous and args.tls_cert:

@@ -7,23 +7,13 @@ import re
 from collections.abc import Mapping, Sequence
 
 from psd.cli import kubernetes, logs
-from psd.cli.arguments import (
-    SERVER_DEFAULTS,
-    Option,
-    Options,
-    Parser,
-    add_checkpoint_options,
-    add_options,
-    add_rule_option,
-    refuse_given,
-    seconds,
-    whole_number,
-)
+from psd.cli.arguments import SERVER_DEFAULTS, Options, Parser, add_options, add_settings, refuse_given, whole_number
 from psd.cli.node_places import NodePlaces, spread
 from psd.cli.policy import SHARD_STARTS_MAX
 from psd.cli.ssh import parse_hosts
-from psd.contract.config import ON_WORKER_FAILURE, TRANSPORTS, ConfigError, parse_address
+from psd.contract.config import CHECKPOINTS, ON_WORKER_FAILURE, TRANSPORTS, ConfigError, ServerConfig, parse_address
 from psd.contract.environment import VARIABLES
+from psd.contract.settings import Setting, check_count, settings_of
 
 SHARDS_MAX = 256
 WORKERS_MAX = 4096
@@ -114,9 +104,9 @@ if all workers end with status 0: otherwise psd-run with the same --state-dir an
 the parameters, under the same PSD_RUN_ID, while scripts start over.
 
 --on kubernetes applies the manifests of deploy/ with kubectl, or prints them (--dry-run), and does not wait
-for the job. A script.py with a relative path is sent, alone; an absolute path, a module or a command is taken
-from the image. Shards require certificate and token; where there are none, openssl makes them. Kubernetes
-restarts what dies; see deploy/README.md.
+for the job. A script.py with a relative path is sent, alone but for modules of --rule that lie beside it; an
+absolute path, a module or a command is taken from the image. Shards require certificate and token; where
+there are none, openssl makes them. Kubernetes restarts what dies; see deploy/README.md.
 
 exit status:
   0      all workers ended with status 0; or the job is on the cluster
@@ -128,22 +118,24 @@ exit status:
   128+N  psd-run got signal N: 130 for Ctrl-C, 143 for SIGTERM"""
 
 
+_OF_SHARDS = settings_of(ServerConfig)
+
 _SIZE: Options = {
-    "shards": Option("N", "server processes", whole_number),
-    "workers": Option("N", "training processes (default: 1)", whole_number),
+    "shards": Setting("N", "server processes", int),
+    "workers": Setting("N", "training processes (default: 1)", int),
 }
 
-_TRAINING: Options = {
-    "consistency": Option("WORD", "sync, async, or ssp:S for at most S steps apart (default: sync)"),
-    "quorum": Option("K", "sync: close a round with K workers' gradients; late ones are dropped (default: all)", whole_number),
-    "reduce": Option(None, "how to combine a round's gradients (default: mean)", choices=("mean", "sum")),
-    "aggregation": Option(
+TRAINING: Options = {
+    "consistency": Setting("WORD", "sync, async, or ssp:S for at most S steps apart (default: sync)"),
+    "quorum": Setting("K", "sync: close a round with K workers' gradients; late ones are dropped (default: all)", int),
+    "reduce": Setting(None, "how to combine a round's gradients (default: mean)", choices=("mean", "sum")),
+    "aggregation": Setting(
         None,
         "fast: add gradients as they arrive; exact (sync): in the order of the ranks, so that a run ends in the same bits "
         "whatever the timing and whichever shard is killed, but of tables whose rows expire by seconds (default: fast)",
         choices=("fast", "exact"),
     ),
-    "transport": Option(
+    "transport": Setting(
         None,
         "how gradients and parameters travel: shm, tcp, grpc, or auto, the first of these that works (default: auto)",
         choices=TRANSPORTS,
@@ -151,69 +143,67 @@ _TRAINING: Options = {
 }
 
 _FAULTS: Options = {
-    "on_worker_failure": Option(
+    "on_worker_failure": Setting(
         None,
         "when a worker fails: wait until it has been restarted, and stop the job when no restarts are left; continue without "
         "it meanwhile, and then; or end the job at once",
         choices=ON_WORKER_FAILURE,
     ),
-    "max_restarts": Option("R", "restart failed workers, R times in all", whole_number),
-    "max_shard_restarts": Option(
-        "R", f"restart shards that have died, R times in all (default: {SHARD_RESTARTS})", whole_number
-    ),
-    "state_dir": Option(
+    "max_restarts": Setting("R", "restart failed workers, R times in all", int),
+    "max_shard_restarts": Setting("R", f"restart shards that have died, R times in all (default: {SHARD_RESTARTS})", int),
+    "state_dir": Setting(
         "DIR",
         "where the shards keep the parameters, also after a failure of the job (default: a private directory in memory)",
     ),
-    "lease_s": Option("SECONDS", "stop waiting for a worker that has been silent for this long", seconds),
-    "grace_s": Option(
-        "SECONDS", "time between SIGTERM and SIGKILL, for workers and for shards, and for the last checkpoint before", seconds
+    "lease_s": _OF_SHARDS["lease_s"],
+    "grace_s": Setting(
+        "SECONDS", "time between SIGTERM and SIGKILL, for workers and for shards, and for the last checkpoint before", float
     ),
 }
 
 _WATCHING: Options = {
-    "log_dir": Option(
+    "log_dir": Setting(
         "DIR",
         "also write the output to files there, one for each process, such as DIR/worker-0.log, and the scalars of ps.log as "
         "JSON lines beside it, DIR/worker-0.jsonl (psdctl plot)",
     ),
-    "tensorboard": Option("DIR", "write the scalars of ps.log there for TensorBoard, in DIR/worker-0 and so on"),
-    "log_level": Option(
+    "tensorboard": Setting("DIR", "write the scalars of ps.log there for TensorBoard, in DIR/worker-0 and so on"),
+    "log_level": Setting(
         None,
         f"least important records of the shards to show (default: {logs.LOG_LEVEL}); workers log as their script says",
         choices=logs.LEVELS,
     ),
-    "metrics_port": Option(
+    "metrics_port": Setting(
         "BASE",
         "serve each shard's Prometheus metrics at http://127.0.0.1:PORT/metrics, PORT being BASE + its number (default: no "
         "metrics)",
-        whole_number,
+        int,
     ),
 }
 
 _HOSTS: Options = {
-    "nnodes": Option(
+    "nnodes": Setting(
         "N",
         "run the job on N hosts, with the same command on each of them; --shards and --workers are of all together",
-        whole_number,
+        int,
     ),
-    "node_rank": Option(
+    "node_rank": Setting(
         "I",
         "which of them this is, from 0 (default: node 0 is the one with the rendezvous' address; the others as they come)",
-        whole_number,
+        int,
     ),
-    "rendezvous": Option("HOST:PORT", "where node 0 waits for the others, at an address of its own that they can dial"),
-    "hosts": Option("HOST:W,...", "run the job on these hosts, with so many workers on each, over ssh, from here"),
-    "ssh": Option("COMMAND", "how to call ssh, such as 'ssh -p 2222 -i key'"),
-    "remote_python": Option("PATH", "the Python on the other hosts, with psd installed (default: the path of this one)"),
-    "tls_cert": Option("FILE", "PEM certificate of the shards; see psd-server --help"),
-    "tls_key": Option("FILE", "its PEM key"),
-    "token_file": Option("FILE", "the shards' list of tokens, the same on all hosts; workers have theirs from PSD_TOKEN_FILE"),
+    "rendezvous": Setting("HOST:PORT", "where node 0 waits for the others, at an address of its own that they can dial"),
+    "hosts": Setting("HOST:W,...", "run the job on these hosts, with so many workers on each, over ssh, from here"),
+    "ssh": Setting("COMMAND", "how to call ssh, such as 'ssh -p 2222 -i key'"),
+    "remote_python": Setting("PATH", "the Python on the other hosts, with psd installed (default: the path of this one)"),
+    "tls_cert": Setting("FILE", "PEM certificate of the shards; see psd-server --help"),
+    "tls_key": Setting("FILE", "its PEM key"),
+    "token_file": Setting("FILE", "the shards' list of tokens, the same on all hosts; workers have theirs from PSD_TOKEN_FILE"),
 }
 
 _RAY: Options = {
-    "address": Option("ADDRESS", "Ray: of the cluster"),
-    "worker_resources": Option("NAME=N,...", "Ray: what each worker needs, such as CPU=4,GPU=1"),
+    "address": Setting("ADDRESS", "Ray: of the cluster"),
+    "worker_resources": Setting("NAME=N,...", "Ray: what each worker needs, such as CPU=4,GPU=1"),
 }
 
 _DEFAULTS = {
@@ -239,10 +229,9 @@ def parser() -> Parser:
     found = Parser("psd-run", _USAGE, _DESCRIPTION, _EPILOG.format(variables=variables, starts=SHARD_STARTS_MAX))
     add_options(found.add_argument_group("size"), _SIZE, _DEFAULTS)
     training = found.add_argument_group("training (defaults for scripts that do not set these)")
-    add_options(training, _TRAINING, _DEFAULTS)
-    add_rule_option(training)
+    add_options(training, {**TRAINING, "rules": _OF_SHARDS["rules"]}, _DEFAULTS)
     add_options(found.add_argument_group("faults"), _FAULTS, _DEFAULTS)
-    add_checkpoint_options(found)
+    add_settings(found, CHECKPOINTS)
     where = found.add_argument_group("on a cluster")
     where.add_argument(
         "--on",
@@ -288,22 +277,22 @@ def parser() -> Parser:
 
 def check(args: argparse.Namespace) -> None:
     """Raise ConfigError if a number, or what two options say together, cannot be."""
-    check_count("--shards", args.shards, 1, SHARDS_MAX)
+    check_count(ConfigError, "--shards", args.shards, 1, SHARDS_MAX)
     if args.workers is not None:
-        check_count("--workers", args.workers, 1, WORKERS_MAX)
-    check_count("--max-restarts", args.max_restarts, 0, RESTARTS_MAX)
+        check_count(ConfigError, "--workers", args.workers, 1, WORKERS_MAX)
+    check_count(ConfigError, "--max-restarts", args.max_restarts, 0, RESTARTS_MAX)
     if args.on_worker_failure == "end" and args.max_restarts:
         raise ConfigError(f"--max-restarts: nothing is restarted with --on-worker-failure end, got {args.max_restarts}")
     if args.max_shard_restarts is not None:
-        check_count("--max-shard-restarts", args.max_shard_restarts, 0, RESTARTS_MAX)
+        check_count(ConfigError, "--max-shard-restarts", args.max_shard_restarts, 0, RESTARTS_MAX)
     if args.dashboard_port is not None:
-        check_count("--dashboard-port", args.dashboard_port, 0, 65535)
+        check_count(ConfigError, "--dashboard-port", args.dashboard_port, 0, 65535)
         if not args.dashboard:
             raise ConfigError("--dashboard-port: is for --dashboard, which was not given")
     if args.dashboard and (args.hosts or args.on):
         raise ConfigError("--dashboard: is for psd-run on the shards' machine; elsewhere run psdctl dashboard")
     if args.metrics_port is not None:
-        check_count("--metrics-port", args.metrics_port, 1, 65536 - args.shards)
+        check_count(ConfigError, "--metrics-port", args.metrics_port, 1, 65536 - args.shards)
 
 
 def places(args: argparse.Namespace) -> NodePlaces:
@@ -312,13 +301,13 @@ def places(args: argparse.Namespace) -> NodePlaces:
         why = "is for psd-run on every host; with --hosts it starts them itself"
         refuse_given(args, dict.fromkeys(("nnodes", "node_rank", "rendezvous"), why))
         _, workers = parse_hosts(args.hosts)
-        check_count("--hosts", sum(workers), 1, WORKERS_MAX)
+        check_count(ConfigError, "--hosts", sum(workers), 1, WORKERS_MAX)
         if args.workers not in (None, sum(workers)):
             raise ConfigError(f"--workers: --hosts has {sum(workers)} workers, got {args.workers}")
         return NodePlaces(args.shards, workers)
     nodes = 1 if args.nnodes is None else args.nnodes
     workers_count = 1 if args.workers is None else args.workers
-    check_count("--nnodes", nodes, 1, NODES_MAX)
+    check_count(ConfigError, "--nnodes", nodes, 1, NODES_MAX)
     if nodes > 1 and not args.rendezvous:
         raise ConfigError("--rendezvous: not given; --nnodes needs the HOST:PORT at which node 0 waits for the others")
     if nodes == 1 and (args.rendezvous or args.node_rank):
@@ -328,7 +317,7 @@ def places(args: argparse.Namespace) -> NodePlaces:
         if host in ("0.0.0.0", "[::]") or port == 0:  # noqa: S104 - refused
             raise ConfigError(f"--rendezvous: expected an address of node 0 that all others can dial, got {args.rendezvous}")
     if args.node_rank is not None:
-        check_count("--node-rank", args.node_rank, 0, nodes - 1)
+        check_count(ConfigError, "--node-rank", args.node_rank, 0, nodes - 1)
     return NodePlaces(args.shards, spread(workers_count, nodes))
 
 
@@ -341,17 +330,11 @@ def check_one_host(args: argparse.Namespace) -> None:
 def check_consistency(args: argparse.Namespace, consistency: str | None) -> None:
     """Raise ConfigError if --quorum or --aggregation does not go together with --consistency."""
     if args.quorum is not None:
-        check_count("--quorum", args.quorum, 1, args.workers)
+        check_count(ConfigError, "--quorum", args.quorum, 1, args.workers)
         if consistency not in (None, "sync"):
             raise ConfigError(f"--quorum: is for sync only, where workers wait for each other; --consistency is {consistency}")
     if args.aggregation == "exact" and consistency not in (None, "sync"):
         raise ConfigError(f"--aggregation: exact is for sync only, where there are rounds; --consistency is {consistency}")
-
-
-def check_count(name: str, value: int, low: int, high: int) -> None:
-    """Raise ConfigError unless a number lies between two others."""
-    if not low <= value <= high:
-        raise ConfigError(f"{name}: expected {low} to {high}, got {value}")
 
 
 def environment(given: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:

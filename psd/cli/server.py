@@ -21,31 +21,38 @@ from typing import TYPE_CHECKING, NoReturn
 
 from psd.cli import descriptors, logs, malloc
 from psd.cli.arguments import (
-    CHECKPOINT_OPTIONS,
     EXIT_CHECKPOINT,
     EXIT_FAILURE,
     EXIT_OK,
     EXIT_STATE_LOST,
     LAST_CHECKPOINT_SIGNAL,
     SERVER_DEFAULTS,
-    Option,
-    Options,
     Parser,
-    add_checkpoint_options,
     add_options,
-    add_rule_option,
+    add_settings,
     exit_status,
-    seconds,
     signal_name,
     values,
-    whole_number,
 )
 from psd.cli.own_arguments import hide_secrets
 from psd.cli.terminal import discard, prepare_streams
 from psd.cli.wakeups import FIRST_WORD, Wakeups
-from psd.contract.config import ON_WORKER_FAILURE, ConfigError, Limits, ServerConfig, parse_shard
+from psd.contract.config import (
+    CHECKPOINTS,
+    END,
+    JOB,
+    LIMITS,
+    PLACE,
+    SECURITY,
+    WATCHING,
+    ConfigError,
+    Limits,
+    ServerConfig,
+    parse_shard,
+)
 from psd.contract.environment import crash_point
 from psd.contract.errors import PsdError
+from psd.contract.settings import settings_of
 
 if TYPE_CHECKING:
     from psd.rim.server import ShardServer
@@ -140,134 +147,15 @@ exit status:
   130   ended at once by a second SIGINT (128 + the signal's number; 143 for SIGTERM)"""
 
 
-def _bulk_port(text: str) -> int | None:
-    return None if text == "off" else whole_number(text)
-
-
-_PLACE: Options = {
-    "listen": Option("HOST:PORT", "address to bind; 0.0.0.0 for all interfaces, port 0 for a free one"),
-    "advertise": Option("HOST:PORT", "address for workers to dial, if different; shown by psdctl status"),
-    "bulk_port": Option(
-        "PORT",
-        "TCP port of the bulk lane, which is faster than gRPC, on the same host; 0 for a free one, off for none",
-        _bulk_port,
-    ),
-    "health_port": Option(
-        "PORT",
-        "answer gRPC health checks, and nothing else, on this port too, on the same host and unencrypted, as Kubernetes' "
-        "probes need (default: only on the port of --listen)",
-        whole_number,
-    ),
-    "state_dir": Option(
-        "DIR",
-        "where to keep the parameters; a killed shard that is restarted with it continues where it was (default: a private "
-        "directory in memory, which ends with the process)",
-    ),
-}
-
-_JOB: Options = {
-    "run_id": Option("NAME", "serve only the job of this name (default: the first that joins)"),
-    "lease_s": Option("SECONDS", "stop waiting for a worker that has been silent for this long", seconds),
-    "on_worker_failure": Option(
-        None,
-        "when a worker's program ends by an error: wait for its rank's next process until the lease has run out; continue "
-        "without it at once; or end all workers' sessions, also when a lease has run out",
-        choices=ON_WORKER_FAILURE,
-    ),
-}
-
-_RULE_DIR: Options = {
-    "rule_dir": Option(
-        "DIR", "where to look for the modules of --rule, after Python's own places (default: the working directory)"
-    ),
-}
-
-_END: Options = {"grace_s": Option("SECONDS", "time for running requests to finish after SIGTERM", seconds)}
-
-_SECURITY: Options = {
-    "tls_cert": Option("FILE", "PEM certificate with its chain; turns TLS on"),
-    "tls_key": Option("FILE", "its PEM key, without a password"),
-    "tls_client_ca": Option("FILE", "PEM certificates: admit only clients with a certificate signed by one of these"),
-    "token_file": Option("FILE", "admit only clients with a token; lines: ROLE TOKEN, roles: worker, reader, admin"),
-}
-
-LIMITS: Options = {
-    "workers_max": Option("N", "workers of the job", whole_number),
-    "tensors_max": Option("N", "tensors of the job", whole_number),
-    "elements_max": Option("N", "parameters of the job, all shards together", whole_number),
-    "message_bytes_max": Option("N", "one gRPC message; large declarations may need more", whole_number),
-    "name_bytes_max": Option("N", "the name of a tensor or a barrier", whole_number),
-    "tables_max": Option("N", "sparse tables of the job", whole_number),
-    "table_dim_max": Option("N", "numbers of a table's row", whole_number),
-    "table_bytes_max": Option(
-        "N",
-        "memory for the files of all tables on this shard (default: half of what is free where its state lies)",
-        whole_number,
-    ),
-    "table_rows_max": Option("N", "rows of one table on this shard", whole_number),
-    "push_ids_max": Option("N", "ids of rows in one push, or one pull, at this shard", whole_number),
-    "push_bytes_max": Option("N", "ids and gradients of rows in one push at this shard", whole_number),
-    "vectors_max": Option("N", "server-side vectors of the job", whole_number),
-    "vector_bytes_max": Option(
-        "N", "memory for this shard's part of all vectors (default: as much as there is where its state lies)", whole_number
-    ),
-    "batch_operations_max": Option("N", "operations on vectors in one batch", whole_number),
-    "batch_bytes_max": Option("N", "numbers that one batch brings to this shard", whole_number),
-    "reads_max": Option(
-        "N", "readers that are fetching parameters at a time; each may keep another version of them in memory", whole_number
-    ),
-    "calls": Option("N", "gRPC calls at a time; each has a thread (default: 4 x --max-workers + 576)", whole_number),
-    "connections": Option("N", "gRPC connections at a time (default: 2 x --max-workers + 64)", whole_number),
-    "streams_max": Option("N", "gRPC calls at a time on one connection; 8 for each worker if they share one", whole_number),
-}
-"""Fields of Limits; their flags begin with --max-."""
-
-_WATCHING: Options = {
-    "metrics_port": Option(
-        "PORT",
-        "serve Prometheus metrics at http://HOST:PORT/metrics, on the host of --listen; 0 for a free port, which the log "
-        "names. Plain HTTP without authentication, even if gRPC has TLS (default: no metrics)",
-        whole_number,
-    ),
-}
-
-
 def parser() -> Parser:
     """The parser of psd-server's arguments."""
     found = Parser("psd-server", _USAGE, _DESCRIPTION, _EPILOG)
-    place = found.add_argument_group("which shard, and where")
+    place = found.add_argument_group(PLACE)
     place.add_argument("--shard", required=True, metavar="INDEX/COUNT", help="which of how many shards, from 0: 0/4 to 3/4")
-    add_options(place, _PLACE, SERVER_DEFAULTS)
-    job = found.add_argument_group("the job")
-    add_options(job, _JOB, SERVER_DEFAULTS)
-    add_rule_option(job)
-    add_options(job, _RULE_DIR, SERVER_DEFAULTS)
-    add_checkpoint_options(found)
-    end = found.add_argument_group("the end")
-    add_options(end, _END, SERVER_DEFAULTS)
-    end.add_argument(
-        "--exit-when-done",
-        action="store_true",
-        help="exit, with status 0, when all workers have left, and store the last checkpoint then (without this: at SIGTERM)",
-    )
-    end.add_argument(
-        "--exit-on-eof",
-        action="store_true",
-        help="exit, with status 0 and at once, when standard input ends: with the program that started this shard for itself",
-    )
-    end.add_argument(
-        "--heed-launcher",
-        action="store_true",
-        help="read from standard input which workers a launcher is starting again, so that their leases do not run out "
-        "meanwhile: lines such as 'starting 3', and 'gone 3' if it is not to come",
-    )
-    security = found.add_argument_group("security (files are read again when they change)")
-    add_options(security, _SECURITY, SERVER_DEFAULTS)
-    security.add_argument(
-        "--insecure", action="store_true", help="listen beyond this machine without TLS, on a network that keeps strangers out"
-    )
-    limits = found.add_argument_group("limits (requests beyond them are refused)")
-    add_options(limits, LIMITS, vars(Limits()), "--max-")
+    add_options(place, settings_of(ServerConfig, PLACE), SERVER_DEFAULTS)
+    for group in (JOB, CHECKPOINTS, END, SECURITY):
+        add_settings(found, group)
+    add_options(found.add_argument_group(LIMITS), settings_of(Limits), vars(Limits()))
     log = found.add_argument_group("log (standard error)")
     log.add_argument(
         "--log-level",
@@ -278,7 +166,7 @@ def parser() -> Parser:
     log.add_argument(
         "--log-json", action="store_true", help="one JSON object per line: time, level, logger, message, shard, and its fields"
     )
-    add_options(found.add_argument_group("watching"), _WATCHING, SERVER_DEFAULTS)
+    add_settings(found, WATCHING)
     found.add_information()
     return found
 
@@ -287,21 +175,10 @@ def parse(argv: Sequence[str] | None) -> tuple[ServerConfig, logs.Settings]:
     """The configuration and the log settings; a wrong option ends the process with status 2 and one line of explanation."""
     given = parser()
     args = given.parse_args(argv)
-    fields = _PLACE | _JOB | _RULE_DIR | CHECKPOINT_OPTIONS | _END | _SECURITY | _WATCHING
+    args.rules = tuple(args.rules)
     try:
-        shard_index, shard_count = parse_shard(args.shard)
-        config = ServerConfig(
-            shard_index,
-            shard_count,
-            **values(args, fields),
-            parameters_only=args.parameters_only,
-            rules=tuple(args.rules),
-            exit_when_done=args.exit_when_done,
-            exit_on_eof=args.exit_on_eof,
-            heeds_launcher=args.heed_launcher,
-            insecure=args.insecure,
-            limits=Limits(**values(args, LIMITS)),
-        )
+        limits = Limits(**values(args, settings_of(Limits)))
+        config = ServerConfig(*parse_shard(args.shard), **values(args, settings_of(ServerConfig)), limits=limits)
     except ConfigError as error:
         given.error(str(error))
     return config, logs.Settings(args.log_level, is_json=args.log_json)

@@ -6,15 +6,17 @@ value raises ConfigError, whose message says what was expected.
 
 from __future__ import annotations
 
+import functools
 import ipaddress
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from psd.contract.arguments import refuse
 from psd.contract.locations import shown
 from psd.contract.printable import is_printable, utf8_size
+from psd.contract.settings import PORT, SECRET_LOCATION, check, check_count, check_seconds, setting
 from psd.contract.waits import REPORT_AFTER_S
 from psd_core.vector_operations import OPERATIONS_MAX, VECTORS_MAX
 
@@ -89,16 +91,6 @@ def is_rule_path(text: str) -> bool:
     return len(text) <= 256 and re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", text, re.ASCII) is not None
 
 
-def _check_seconds(name: str, value: float, low: float, high: float) -> None:
-    if not (math.isfinite(value) and low <= value <= high):
-        raise ConfigError(f"{name}: expected {low:g} to {high:g} seconds, got {value:g}")
-
-
-def _check_count(name: str, value: int, low: int, high: int) -> None:
-    if not low <= value <= high:
-        raise ConfigError(f"{name}: expected {low} to {high}, got {value}")
-
-
 def _check_pair(name: str, value: str, other_name: str, other: str) -> None:
     for has, lacks, is_wrong in ((name, other_name, value and not other), (other_name, name, other and not value)):
         if is_wrong:
@@ -116,51 +108,54 @@ ON_WORKER_FAILURE = ("wait", "continue", "end")
 """Words for what becomes of a job one of whose workers fails; docs/operations.md says what each means."""
 
 
+# Groups of psd-server's help.
+PLACE = "which shard, and where"
+JOB = "the job"
+CHECKPOINTS = "checkpoints (use the same for all shards; see also psdctl checkpoints)"
+END = "the end"
+SECURITY = "security (files are read again when they change)"
+LIMITS = "limits (requests beyond them are refused)"
+WATCHING = "watching"
+
+
+def _limit(default: int, low: int, high: int, text: str) -> Any:
+    """A limit: psd-server --max-... N."""
+    return setting(default, "N", text, low=low, high=high, group=LIMITS, prefix="--max-", is_shared=True)
+
+
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a shard on what it accepts from peers. Each has a flag of psd-server.
+    """Limits of a shard on what it accepts from peers."""
 
-    Attributes:
-        workers_max: ranks of one job. A waiting worker costs a thread (about 50 KiB resident), hence a limit at all.
-        tensors_max: tensors of one job.
-        elements_max: parameters of one job over all shards.
-        message_bytes_max: one gRPC message. Frames need 4 MiB and a header; a declaration about 64 bytes a tensor.
-        name_bytes_max: the name of a tensor or a barrier, in UTF-8.
-        tables_max: sparse tables of one job. table_dim_max: numbers of a row.
-        table_bytes_max: memory for the files of all tables on this shard; 0: half of what is free where its state lies.
-        table_rows_max: rows of one table on this shard.
-        push_ids_max: ids, of all tables, in one push or one pull of rows at this shard.
-        push_bytes_max: ids and gradients of rows in one push, which the shard holds until its last frame has come.
-        vectors_max: server-side vectors of one job.
-        vector_bytes_max: memory for this shard's part of all vectors; 0: as much as there is where its state lies.
-        batch_operations_max: operations on vectors in one batch.
-        batch_bytes_max: numbers that one batch brings to this shard; held meanwhile.
-        reads_max: readers' Read calls at a time. Each may keep another version of the shard's parameters.
-        calls: gRPC calls at a time, each of which has a thread; 0: as many as `calls_max` says.
-        connections: gRPC connections at a time; 0: as many as `connections_max` says.
-        streams_max: gRPC calls at a time on one connection; further ones wait where they are made, or are refused, because gRPC
-            counts one that has ended until its thread has. A worker of psd_client has its own connection, and up to 4 calls.
-    """
-
-    workers_max: int = 1024
-    tensors_max: int = 100_000
-    elements_max: int = 1 << 40
-    message_bytes_max: int = 32 << 20
-    name_bytes_max: int = 256
-    tables_max: int = 1024
-    table_dim_max: int = 4096
-    table_bytes_max: int = 0
-    table_rows_max: int = 1 << 31
-    push_ids_max: int = 1 << 20
-    push_bytes_max: int = 1 << 30
-    vectors_max: int = 1024
-    vector_bytes_max: int = 0
-    batch_operations_max: int = 1024
-    batch_bytes_max: int = 1 << 30
-    reads_max: int = 16
-    calls: int = 0
-    connections: int = 0
-    streams_max: int = 32
+    workers_max: int = _limit(1024, 1, 100_000, "workers of the job")  # one that waits costs a thread, about 50 KiB
+    tensors_max: int = _limit(100_000, 1, 10_000_000, "tensors of the job")
+    elements_max: int = _limit(1 << 40, 1, 1 << 48, "parameters of the job, all shards together")
+    # Frames need 4 MiB and a header; a declaration about 64 bytes a tensor.
+    message_bytes_max: int = _limit(32 << 20, 5 << 20, 1 << 30, "one gRPC message; large declarations may need more")
+    name_bytes_max: int = _limit(256, 1, 4096, "the name of a tensor or a barrier")  # in UTF-8
+    tables_max: int = _limit(1024, 0, 10_000, "sparse tables of the job")
+    table_dim_max: int = _limit(4096, 1, 1 << 16, "numbers of a table's row")
+    table_bytes_max: int = _limit(
+        0, 0, 1 << 48, "memory for the files of all tables on this shard (default: half of what is free where its state lies)"
+    )
+    table_rows_max: int = _limit(1 << 31, 1, 1 << 31, "rows of one table on this shard")
+    push_ids_max: int = _limit(1 << 20, 1, 1 << 20, "ids of rows in one push, or one pull, at this shard")
+    # The shard holds them until the push's last frame has come.
+    push_bytes_max: int = _limit(1 << 30, 1, 1 << 40, "ids and gradients of rows in one push at this shard")
+    vectors_max: int = _limit(1024, 0, VECTORS_MAX, "server-side vectors of the job")
+    vector_bytes_max: int = _limit(
+        0, 0, 1 << 48, "memory for this shard's part of all vectors (default: as much as there is where its state lies)"
+    )
+    batch_operations_max: int = _limit(1024, 1, OPERATIONS_MAX, "operations on vectors in one batch")
+    batch_bytes_max: int = _limit(1 << 30, 1 << 20, 1 << 40, "numbers that one batch brings to this shard")  # held meanwhile
+    reads_max: int = _limit(
+        16, 1, 10_000, "readers that are fetching parameters at a time; each may keep another version of them in memory"
+    )
+    calls: int = _limit(0, 0, 1_000_000, "gRPC calls at a time; each has a thread (default: 4 x --max-workers + 576)")
+    connections: int = _limit(0, 0, 1_000_000, "gRPC connections at a time (default: 2 x --max-workers + 64)")
+    # Further ones wait where they are made, or are refused, because gRPC counts one that has ended until its thread has. A
+    # worker of psd_client has its own connection, and up to 4 calls.
+    streams_max: int = _limit(32, 8, 1_000_000, "gRPC calls at a time on one connection; 8 for each worker if they share one")
 
     @property
     def calls_max(self) -> int:
@@ -175,100 +170,140 @@ class Limits:
         return self.connections or 2 * self.workers_max + 64
 
     def __post_init__(self) -> None:
-        _check_count("--max-workers", self.workers_max, 1, 100_000)
-        _check_count("--max-tensors", self.tensors_max, 1, 10_000_000)
-        _check_count("--max-elements", self.elements_max, 1, 1 << 48)
-        _check_count("--max-message-bytes", self.message_bytes_max, 5 << 20, 1 << 30)
-        _check_count("--max-name-bytes", self.name_bytes_max, 1, 4096)
-        _check_count("--max-tables", self.tables_max, 0, 10_000)
-        _check_count("--max-table-dim", self.table_dim_max, 1, 1 << 16)
-        _check_count("--max-table-bytes", self.table_bytes_max, 0, 1 << 48)
-        _check_count("--max-table-rows", self.table_rows_max, 1, 1 << 31)
-        _check_count("--max-push-ids", self.push_ids_max, 1, 1 << 20)
-        _check_count("--max-push-bytes", self.push_bytes_max, 1, 1 << 40)
-        _check_count("--max-vectors", self.vectors_max, 0, VECTORS_MAX)
-        _check_count("--max-vector-bytes", self.vector_bytes_max, 0, 1 << 48)
-        _check_count("--max-batch-operations", self.batch_operations_max, 1, OPERATIONS_MAX)
-        _check_count("--max-batch-bytes", self.batch_bytes_max, 1 << 20, 1 << 40)
-        _check_count("--max-reads", self.reads_max, 1, 10_000)
-        _check_count("--max-calls", self.calls, 0, 1_000_000)
-        _check_count("--max-connections", self.connections, 0, 1_000_000)
-        _check_count("--max-streams", self.streams_max, 8, 1_000_000)
+        check(ConfigError, self)
+
+
+_place = functools.partial(setting, group=PLACE)
+_job = functools.partial(setting, group=JOB, is_shared=True)
+_checkpoints = functools.partial(setting, group=CHECKPOINTS, is_shared=True)
+_end = functools.partial(setting, group=END, is_shared=True)
+_security = functools.partial(setting, group=SECURITY, is_shared=True)
 
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """Settings of one psd-server process.
-
-    Attributes:
-        shard_index, shard_count: which part of the parameters.
-        listen: HOST:PORT to bind; port 0 takes a free one.
-        advertise: HOST:PORT that clients should dial, if that is another one; shown in status.
-        health_port: port of a server of its own, on the same host, that answers gRPC health checks alone; None: there is none.
-        bulk_port: TCP port of the bulk lane, on the same host; 0: a free one; None: no TCP.
-        metrics_port: TCP port on which metrics are served, on the same host; 0: a free one; None: they are not.
-        run_id: name of the only run that may join; empty: the first one that does.
-        lease_s: silence after which a worker is no longer waited for.
-        on_worker_failure: a worker whose program has failed is waited for until its lease runs out, as one that was killed
-            ("wait"), or no longer ("continue"), or ends everybody's session, as one whose lease runs out does then ("end").
-        grace_s: time for requests in progress after SIGTERM.
-        exit_when_done: end with status 0 when all workers have left. exit_on_eof: when standard input ends.
-        heeds_launcher: standard input tells which workers are started again.
-        state_dir: where the arena lies, so that a killed shard goes on when it is started again; empty: a private directory in
-            memory, which ends with the process.
-        checkpoint_dir: URL of the checkpoints, the same for all shards; empty: none are taken.
-        checkpoint_secs, checkpoint_steps: how often; 0: not by time, or not by steps.
-        checkpoint_keep: how many valid ones are kept.
-        from_checkpoint: URL of a checkpoint, or of a directory of them, that a new job begins with if neither state_dir nor
-            checkpoint_dir has it; or, with parameters_only, of a plain safetensors file.
-        parameters_only: take the values of its parameters, by name, and nothing else: the job may have other rules and groups.
-        rules: import paths of the users' update rules that jobs may name; rule_dir: where their modules are looked for, too.
-        tls_cert, tls_key: PEM files, for TLS on every port; empty: none. Read again when they change.
-        tls_client_ca: PEM file: clients must show a certificate that one of these has signed; empty: they need none.
-        token_file: who may do what, see psd/contract/credentials.py; empty: everybody may do everything.
-        insecure: listen beyond this machine without TLS.
-    """
+    """Settings of one psd-server process: shard_index of shard_count, and those that its help explains."""
 
     shard_index: int
     shard_count: int
-    listen: str = "127.0.0.1:7000"
-    advertise: str = ""
-    health_port: int | None = None
-    bulk_port: int | None = 0
-    metrics_port: int | None = None
-    run_id: str = ""
-    lease_s: float = 10.0
-    on_worker_failure: str = "wait"
-    grace_s: float = 10.0
-    exit_when_done: bool = False
-    exit_on_eof: bool = False
-    heeds_launcher: bool = False
-    state_dir: str = ""
-    checkpoint_dir: str = field(default="", repr=False)
-    checkpoint_secs: float = 0.0
-    checkpoint_steps: int = 0
-    checkpoint_keep: int = 3
-    from_checkpoint: str = field(default="", repr=False)
-    parameters_only: bool = False
-    rules: tuple[str, ...] = ()
-    rule_dir: str = "."
-    tls_cert: str = ""
-    tls_key: str = ""
-    tls_client_ca: str = ""
-    token_file: str = ""
-    insecure: bool = False
+
+    listen: str = _place("127.0.0.1:7000", "HOST:PORT", "address to bind; 0.0.0.0 for all interfaces, port 0 for a free one")
+    advertise: str = _place("", "HOST:PORT", "address for workers to dial, if different; shown by psdctl status")
+    bulk_port: int | None = _place(
+        0,
+        "PORT",
+        "TCP port of the bulk lane, which is faster than gRPC, on the same host; 0 for a free one, off for none",
+        kind=PORT,
+        high=65535,
+    )
+    health_port: int | None = _place(
+        None,
+        "PORT",
+        "answer gRPC health checks, and nothing else, on this port too, on the same host and unencrypted, as Kubernetes' "
+        "probes need (default: only on the port of --listen)",
+        kind=int,
+        high=65535,
+    )
+    state_dir: str = _place(
+        "",
+        "DIR",
+        "where to keep the parameters; a killed shard that is restarted with it continues where it was (default: a private "
+        "directory in memory, which ends with the process)",
+    )
+
+    run_id: str = _job("", "NAME", "serve only the job of this name (default: the first that joins)", is_shared=False)
+    lease_s: float = _job(10.0, "SECONDS", "stop waiting for a worker that has been silent for this long", low=0.1, high=86_400)
+    on_worker_failure: str = _job(
+        "wait",
+        None,
+        "when a worker's program ends by an error: wait for its rank's next process until the lease has run out; continue "
+        "without it at once; or end all workers' sessions, also when a lease has run out",
+        choices=ON_WORKER_FAILURE,
+    )
+    rules: tuple[str, ...] = _job(
+        (),
+        "MODULE:CLASS",
+        "let jobs name this update rule, a Python class, such as my_package.my_module:MyRule; may be given several times. "
+        "The shards run its code",
+        flag="--rule",
+    )
+    rule_dir: str = _job(
+        ".",
+        "DIR",
+        "where to look for the modules of --rule, after Python's own places (default: the working directory)",
+        is_shared=False,
+    )
+
+    checkpoint_dir: str = _checkpoints(
+        "",
+        "URL",
+        "where checkpoints are stored, and looked for at the start: a path, any URL that fsspec knows, or @FILE, a file that "
+        "holds the URL, if that has a password (default: no checkpoints)",
+        kind=SECRET_LOCATION,
+    )
+    checkpoint_secs: float = _checkpoints(0.0, "S", "take one every S seconds; 0: not by time", high=30 * 86_400)
+    checkpoint_steps: int = _checkpoints(0, "N", "take one every N steps; 0: not by steps", high=1 << 40)
+    checkpoint_keep: int = _checkpoints(3, "K", "remove all but the K newest", low=1, high=1_000_000)
+    from_checkpoint: str = _checkpoints(
+        "",
+        "URL",
+        "begin with this checkpoint, or the newest in this directory, if there is nothing to continue with: neither a state "
+        "directory nor a checkpoint in --checkpoint-dir. With --parameters-only also a plain .safetensors file",
+        kind=SECRET_LOCATION,
+    )
+    parameters_only: bool = _checkpoints(
+        False,
+        None,
+        "take from --from-checkpoint the parameters alone, by name and shape; the optimizer, groups and all else may be "
+        "others, and the clock begins at 0",
+    )
+
+    grace_s: float = _end(10.0, "SECONDS", "time for running requests to finish after SIGTERM", high=3_600)
+    exit_when_done: bool = _end(
+        False,
+        None,
+        "exit, with status 0, when all workers have left, and store the last checkpoint then (without this: at SIGTERM)",
+    )
+    exit_on_eof: bool = _end(
+        False,
+        None,
+        "exit, with status 0 and at once, when standard input ends: with the program that started this shard for itself",
+        is_shared=False,
+    )
+    heeds_launcher: bool = _end(
+        False,
+        None,
+        "read from standard input which workers a launcher is starting again, so that their leases do not run out "
+        "meanwhile: lines such as 'starting 3', and 'gone 3' if it is not to come",
+        flag="--heed-launcher",
+    )
+
+    tls_cert: str = _security("", "FILE", "PEM certificate with its chain; turns TLS on")
+    tls_key: str = _security("", "FILE", "its PEM key, without a password")
+    tls_client_ca: str = _security(
+        "", "FILE", "PEM certificates: admit only clients with a certificate signed by one of these", is_shared=False
+    )
+    token_file: str = _security("", "FILE", "admit only clients with a token; lines: ROLE TOKEN, roles: worker, reader, admin")
+    insecure: bool = _security(False, None, "listen beyond this machine without TLS, on a network that keeps strangers out")
+
     limits: Limits = field(default_factory=Limits)
 
+    metrics_port: int | None = setting(
+        None,
+        "PORT",
+        "serve Prometheus metrics at http://HOST:PORT/metrics, on the host of --listen; 0 for a free port, which the log "
+        "names. Plain HTTP without authentication, even if gRPC has TLS (default: no metrics)",
+        kind=int,
+        high=65535,
+        group=WATCHING,
+    )
+
     def __post_init__(self) -> None:
-        _check_count("--shard", self.shard_count, 1, 10_000)
-        _check_count("--shard", self.shard_index, 0, self.shard_count - 1)
+        check_count(ConfigError, "--shard", self.shard_count, 1, 10_000)
+        check_count(ConfigError, "--shard", self.shard_index, 0, self.shard_count - 1)
         parse_address(self.listen, "--listen")
         if self.advertise:
             parse_address(self.advertise, "--advertise")
-        if self.health_port is not None:
-            _check_count("--health-port", self.health_port, 0, 65535)
-        if self.bulk_port is not None:
-            _check_count("--bulk-port", self.bulk_port, 0, 65535)
         _check_pair("--tls-cert", self.tls_cert, "--tls-key", self.tls_key)
         if self.tls_client_ca and not self.tls_cert:
             raise ConfigError(
@@ -279,8 +314,6 @@ class ServerConfig:
                 f"--listen: {self.listen} is reachable from other machines, and without TLS anybody on the network path can "
                 "read and change everything. Give --tls-cert and --tls-key, or --insecure if the network keeps strangers out"
             )
-        if self.metrics_port is not None:
-            _check_count("--metrics-port", self.metrics_port, 0, 65535)
         if utf8_size(self.run_id) > RUN_ID_BYTES_MAX:
             raise ConfigError(f"--run-id: expected at most {RUN_ID_BYTES_MAX} bytes")
         if not is_printable(self.run_id):
@@ -294,19 +327,12 @@ class ServerConfig:
                 f"--from-checkpoint: {shown(self.from_checkpoint)} holds parameters alone, without the optimizer's state; give "
                 "--parameters-only, too"
             )
-        _check_seconds("--checkpoint-secs", self.checkpoint_secs, 0, 30 * 86_400)
-        _check_count("--checkpoint-steps", self.checkpoint_steps, 0, 1 << 40)
-        _check_count("--checkpoint-keep", self.checkpoint_keep, 1, 1_000_000)
         for rule in self.rules:
             if not is_rule_path(rule):
                 raise ConfigError(
                     f"--rule: expected the import path of a class, such as my_package.my_module:MyRule, got {rule!r}"
                 )
-        _check_seconds("--lease", self.lease_s, 0.1, 86_400)
-        if self.on_worker_failure not in ON_WORKER_FAILURE:
-            expected = ", ".join(ON_WORKER_FAILURE)
-            raise ConfigError(f"--on-worker-failure: expected one of {expected}, got {self.on_worker_failure!r}")
-        _check_seconds("--grace", self.grace_s, 0, 3_600)
+        check(ConfigError, self)
 
 
 @dataclass(frozen=True)
@@ -347,7 +373,7 @@ class ClientConfig:
             raise ConfigError(f"rank: expected 0 to {self.world_size - 1} (world_size - 1), got {self.rank}")
         if self.transport not in TRANSPORTS:
             raise ConfigError(f"transport: expected one of {', '.join(TRANSPORTS)}, got {self.transport!r}")
-        _check_seconds("wait_timeout", self.wait_timeout_s, 0.1, 30 * 86_400)
-        _check_seconds("retry_timeout", self.retry_timeout_s, 0, 86_400)
-        _check_seconds("report_after", self.report_after_s, 0.05, 86_400)
+        check_seconds(ConfigError, "wait_timeout", self.wait_timeout_s, 0.1, 30 * 86_400)
+        check_seconds(ConfigError, "retry_timeout", self.retry_timeout_s, 0, 86_400)
+        check_seconds(ConfigError, "report_after", self.report_after_s, 0.05, 86_400)
         check_client_tls(self.tls_ca, self.tls_cert, self.tls_key)

@@ -1,8 +1,8 @@
 """The layout: a pure function of the job spec and the shard count that gives each block a shard.
 
 The tensors of one group and dtype are laid end to end in one *flat space*; each space is cut into equal blocks of at most
-BLOCK_BYTES_MAX, and smaller ones where a shard would have only a few; block b of the job belongs to shard b mod N. psd's workers
-and shards compute the layout alike and compare its digest; others are told it (layout_message.py).
+BLOCK_BYTES_MAX, and smaller ones where a shard would have only a few; block b of the job belongs to shard b mod N. psd's own
+workers and its shards compute the layout alike and compare its digest; others are told it (layout_message.py).
 
 Tensors of 16 bits have masters of 32, and gradients of 16: these travel as they are, and a shard's kernels widen them.
 

@@ -12,7 +12,6 @@ from types import SimpleNamespace
 import pytest
 
 from psd.cli import ray_shards
-from psd.cli.ray_job import _RayJob
 from psd.cli.ray_room import shortage
 from psd.cli.ray_shards import ShardProcess
 from psd.cli.ray_worker import WorkerProcess
@@ -76,80 +75,41 @@ def test_worker_when_calls_overtake_each_other_then_only_the_newest_life_runs(tm
 
 LISTENING_SHARD = """
 import sys
-print("psd-server: shard 0/1 ready at 127.0.0.1:4000", flush=True)
 assert "--heed-launcher" in sys.argv
-for line in sys.stdin:
-    print("hears", line, end="", flush=True)
-    if line == "gone 9\\n":
-        sys.exit(1)
+with open(__file__ + ".heard", "a", buffering=1) as heard:
+    print("psd-server: shard 0/1 ready at 127.0.0.1:4000", flush=True)
+    for line in sys.stdin:
+        heard.write(line)
 """
 
 
-def test_shard_when_it_is_started_again_then_it_hears_once_more_of_the_workers_that_are(tmp_path, monkeypatch, capfd):
-    """By its standard input; not of those that have ended. A worker that was started long ago has joined, or will not."""
+def test_shard_when_it_is_started_again_then_it_hears_once_more_of_workers(tmp_path, monkeypatch):
+    """By its standard input. A worker that was started long ago has joined, or will not."""
     program = tmp_path / "listening.py"
     program.write_text(LISTENING_SHARD)
+    heard = tmp_path / "listening.py.heard"
     monkeypatch.setattr(ray_shards, "python_command", lambda _: [sys.executable, str(program)])
     node = SimpleNamespace(get_node_id=lambda: "a" * 12)
     here = SimpleNamespace(get_runtime_context=lambda: node, util=SimpleNamespace(get_node_ip_address=lambda: "127.0.0.1"))
     monkeypatch.setattr(ray_shards, "load", lambda: here)
-    heard = ""
 
-    def hear(line):
-        nonlocal heard
-        while line not in heard:
-            heard += capfd.readouterr().out
+    def hears(*lines):
+        while heard.read_text().splitlines() != list(lines):
+            assert shard._runner.is_alive()
 
-    shard = ShardProcess(0, 1, f"ray-hears-{time.monotonic_ns()}", [])
+    shard = ShardProcess(0, 1, f"ray-hears-{time.monotonic_ns()}", ["--heed-launcher"], {}, {})
     try:
         assert shard.address() == "127.0.0.1:4000"
         for rank in (1, 2, 3):
-            shard.expect(rank, will_come=True)
-        shard.expect(2, will_come=False)
-        hear("hears gone 2\n")
-        assert heard.count("hears") == 4
-        shard._expected[3] -= 3600.0
-        shard.expect(9, will_come=False)  # it ends at that
+            shard.tell(rank, f"starting {rank}")
+        shard.tell(4, "gone 2")
+        hears("starting 1", "starting 2", "starting 3", "gone 2")
+        shard._told["starting 3"] = 3, time.monotonic() - 3600.0
+        heard.write_text("")
+        shard._process.kill()
 
-        hear("hears gone 9\npsd-server: shard 0/1 ready")
-        shard.expect(4, will_come=True)
-        hear("hears starting 4\n")
-        assert heard.partition("gone 9\n")[2].count("hears") == 2
-        assert "hears starting 1\n" in heard.partition("gone 9\n")[2]
+        hears("starting 1", "gone 2")
+        shard.tell(5, "starting 4")
+        hears("starting 1", "gone 2", "starting 4")
     finally:
         shard.stop(0.0)
-
-
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        (["--max-restarts", "2"], [(1, True), (1, True), (1, False)]),
-        (["--max-restarts", "2", "--on-worker-failure", "continue"], []),
-        (["--max-restarts", "1"], [(1, True)]),
-    ],
-)
-def test_job_when_a_worker_is_run_again_then_the_shards_are_told(options, told, tmp_path, monkeypatch):
-    """Its start may take longer than its lease. Worker 1 fails twice."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "train.py").touch()
-    plan = parse(["--on", "ray", "--workers", "2", *options, "train.py"], {})
-    statuses = {0: [0], 1: [7, 7, 0]}
-    ray = SimpleNamespace(wait=lambda lives, timeout: (lives[:1], lives[1:]), get=lambda rank: statuses[rank.number].pop(0))
-    ray.exceptions = SimpleNamespace(RayActorError=ConnectionError, RayTaskError=ValueError)
-    job = _RayJob(plan, ray)
-    heard = []
-    job._shards = SimpleNamespace(servers=["a:1"], expect=lambda rank, *, will_come: heard.append((rank, will_come)))
-    job._group = None
-    monkeypatch.setattr("psd.cli.ray_room.state", lambda *_: "CREATED")
-
-    class Life:
-        def __init__(self, rank):
-            self.number = rank
-
-    def actor(rank):
-        run = SimpleNamespace(remote=lambda *_: Life(rank))
-        return SimpleNamespace(ready=SimpleNamespace(remote=lambda: None), run=SimpleNamespace(options=lambda **_: run))
-
-    job._actors = [actor(0), actor(1)]
-    assert job._train(["a:1"]) == (7 if options[1] == "1" else 0)
-    assert heard == told
