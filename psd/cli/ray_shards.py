@@ -151,7 +151,7 @@ class ShardProcess:
 
     def _write(self, lines: Sequence[str]) -> None:
         if lines and self._process is not None and self._process.stdin is not None:
-            with contextlib.suppress(OSError):  # it has just died
+            with contextlib.suppress(OSError, ValueError):  # it has just died
                 self._process.stdin.write("".join(f"{line}\n" for line in lines))
                 self._process.stdin.flush()
 
@@ -206,6 +206,7 @@ class ShardProcess:
                 text=True,
             )
             self._process = process
+        assert process.stdin is not None
         assert process.stdout is not None
         has_served = False
         for line in process.stdout:
@@ -225,6 +226,9 @@ class ShardProcess:
                     self._write([line for line, (_, at) in self._told.items() if at >= since])
                     self._changed.notify_all()
         self._status = process.wait()
+        for pipe in (process.stdin, process.stdout):
+            with contextlib.suppress(OSError):  # what it did not hear
+                pipe.close()
         if self._status == EXIT_USAGE or (has_served and (self._status == EXIT_OK or "done" in self._said)):
             self._is_over = True  # it would do the same again, or is done
         return has_served

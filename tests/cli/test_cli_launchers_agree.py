@@ -156,12 +156,16 @@ def play(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[.
         finished: set[int] = set()
         all_have = threading.Event()
 
+        class Heard(io.StringIO):
+            def close(self) -> None:
+                """Stay readable for the test."""
+
         class Shard:
             def __init__(self, command: list[str], *, env: Mapping[str, str], **_: Any) -> None:
                 words = command[command.index("psd.cli.server") + 1 :]
                 self._which = words[words.index("--shard") + 1]
                 self._signals: queue.SimpleQueue[int] = queue.SimpleQueue()
-                self.stdin, self.stdout = io.StringIO(), self._lines()
+                self.stdin, self.stdout = Heard(), self._lines()
                 played.shards[int(self._which[0])] = words, files(rule_dir(words)), env, self.stdin
 
             def _lines(self) -> Iterator[str]:
