@@ -27,13 +27,12 @@ from psd.cli.log_files import LogFiles
 from psd.cli.output import Lines, Prefixes
 from psd.cli.plan import Plan
 from psd.cli.policy import Action, JobPolicy, Name, Phase, Say, Send, Tell
-from psd.cli.server import DONE_PATTERN, HAS_STORED, LAST_CHECKPOINT_PATTERN, STORED_PATTERN
 from psd.cli.state import shard_path
 from psd.cli.summary import Summary
 from psd.cli.terminal import NO_ROOM, WholeWriter, discard
 from psd.cli.wakeups import JOB_SIGNALS, Wakeups
 from psd.contract.config import ConfigError
-from psd.contract.launching import READY_PATTERN
+from psd.contract.launching import DONE_PATTERN, HAS_STORED, LAST_CHECKPOINT_PATTERN, READY_PATTERN, STORED_PATTERN
 
 _LOOPBACK = "127.0.0.1"
 

@@ -49,7 +49,7 @@ from psd.cli.arguments import (
     exit_status,
     signal_name,
 )
-from psd.cli.server import GONE_LINE, STARTING_LINE
+from psd.contract.launching import GONE_LINE, STARTING_LINE
 
 READY_TIMEOUT_S = 3600.0
 """Seconds from the start of a shard to its ready line. It first reads its part of a checkpoint, or what it has kept: with many

@@ -31,10 +31,10 @@ from psd.cli.arguments import EXIT_FAILURE, LAST_CHECKPOINT_SIGNAL, exit_status,
 from psd.cli.policy import Action, JobPolicy, Name, Phase, Say, Send, Start, Tell
 from psd.cli.ray_shards import NAMESPACE, actor_resources, load, place_shards
 from psd.cli.ray_worker import WorkerProcess
-from psd.cli.server import HAS_STORED
 from psd.cli.summary import Summary
 from psd.cli.terminal import show
 from psd.contract.config import ConfigError
+from psd.contract.launching import HAS_STORED
 
 _NOT_WITH_RAY = {
     "state_dir": "the parameters are in the memory of the shards' nodes",

@@ -24,11 +24,10 @@ from typing import Any
 from psd.cli import ray_room
 from psd.cli.arguments import EXIT_FAILURE, EXIT_OK, EXIT_USAGE, LAST_CHECKPOINT_SIGNAL, SECRET_OPTIONS, flag_of
 from psd.cli.policy import READY_TIMEOUT_S, START_S_MAX
-from psd.cli.server import COUNTED_PATTERN, DONE_PATTERN, LAST_CHECKPOINT_PATTERN
 from psd.cli.state import StateDirectory, clear_abandoned, private_path, remove_private, url_file
 from psd.cli.terminal import show
 from psd.contract.config import ConfigError, join_address
-from psd.contract.launching import READY_PATTERN, python_command
+from psd.contract.launching import COUNTED_PATTERN, DONE_PATTERN, LAST_CHECKPOINT_PATTERN, READY_PATTERN, python_command
 from psd.contract.locations import has_secret
 from psd.contract.settings import words_of
 from psd_core import private_files

@@ -52,31 +52,11 @@ from psd.contract.config import (
 )
 from psd.contract.environment import crash_point
 from psd.contract.errors import PsdError
+from psd.contract.launching import HAS_STORED
 from psd.contract.settings import settings_of
 
 if TYPE_CHECKING:
     from psd.rim.server import ShardServer
-
-STARTING_LINE, GONE_LINE = "starting {}", "gone {}"
-"""Lines for --heed-launcher."""
-
-DONE_PATTERN = r"psd-server: shard (\d+)/(\d+) done: all workers have left"
-"""The line on standard error that announces a proper end with --exit-when-done; psd-run recognizes it."""
-
-COUNTED_PATTERN = (
-    r"psd-server: shard \d+/\d+ has counted (\d+) pushes, (\d+) late, up to step (\d+) from (\d+)"
-    r"(?:; (\d+) steps in ([\d.]+) s)?"
-)
-"""The line on standard error with which a shard that ends in order says what it has done, if it had a part in that; psd-run
-adds it up."""
-
-STORED_PATTERN = r"psd-server: INFO stored checkpoint (\S+)"
-"""The log's line about a checkpoint. All shards that come last together write it; psd-run shows it once."""
-
-HAS_STORED = "has stored the last checkpoint"
-
-LAST_CHECKPOINT_PATTERN = rf"psd-server: shard 0/\d+ ({HAS_STORED}|takes no checkpoint while workers train): .*"
-"""Shard 0's line on standard error that answers LAST_CHECKPOINT_SIGNAL; psd-run waits for it."""
 
 FINAL_CHECKPOINT_S_MAX = 3600.0
 """Seconds to store the parameters of a job that is done. Only a store that does not answer takes as long."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 
-from psd.cli.server import COUNTED_PATTERN
+from psd.contract.launching import COUNTED_PATTERN
 from psd.contract.locations import shown
 from psd.watch.words import count_text
 

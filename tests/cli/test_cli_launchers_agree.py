@@ -24,10 +24,10 @@ from psd.cli import manifests, ray_job, ray_shards, run, slurm
 from psd.cli.arguments import EXIT_CHECKPOINT, LAST_CHECKPOINT_SIGNAL
 from psd.cli.logs import Settings
 from psd.cli.plan import Plan
-from psd.cli.server import HAS_STORED
 from psd.cli.server import parse as parse_shard
 from psd.contract.config import SECURITY, Limits, ServerConfig
 from psd.contract.environment import VARIABLES
+from psd.contract.launching import HAS_STORED
 from psd.contract.settings import settings_of
 
 SERVERS = ["127.0.0.1:7000", "127.0.0.1:7001"]

@@ -18,6 +18,7 @@ Rounds are settled one after the other. Under the shard's lock, but for what say
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 from psd.contract.errors import InvalidRequest
 from psd.contract.jobspec import JobSpec
@@ -26,7 +27,6 @@ from psd.state import locks
 from psd.state.aggregation.consistency import Policy, ranks_in
 from psd.state.aggregation.rounds import Unmeasured
 from psd.state.aggregation.trained import Trained
-from psd.state.durability.storage import Storage
 from psd.state.tickets import Ticket
 from psd.state.workers.membership import Membership, Worker
 from psd.v1 import control_pb2, data_pb2, job_pb2
@@ -41,6 +41,16 @@ Decided = tuple[int, int]
 """A decision: a round and the bit mask of its members."""
 
 
+class Verdicts(Protocol):
+    """Keeper of the latest verdict: a shard that is started again knows it."""
+
+    def load_verdict(self) -> bytes:
+        """The stored verdict; empty if there is none."""
+
+    def save_verdict(self, verdict: bytes) -> None:
+        """Store a verdict before anybody hears of it. Raises OutOfSpace if it finds no room."""
+
+
 @locks.guarded_by(locks.Level.SHARD, but=("judge",))
 class Coordinator:
     """Shard 0's part: who has committed the next round, what was decided, and the verdict on the latest round that has one.
@@ -50,13 +60,13 @@ class Coordinator:
     """
 
     def __init__(
-        self, spec: JobSpec, policy: Policy, members: Membership, arena: Arena, storage: Storage, measuring: int
+        self, spec: JobSpec, policy: Policy, members: Membership, arena: Arena, verdicts: Verdicts, measuring: int
     ) -> None:
         self._spec = spec
         self._policy = policy
         self._members = members
         self._arena = arena
-        self._storage = storage
+        self._verdicts = verdicts
         self._measuring = measuring
         self._committed = 0
         self._skipping = 0
@@ -64,7 +74,7 @@ class Coordinator:
         self._news: list[Decided] = []
         self._last: dict[int, Decided] = {}
         self._began_at = self.next_round
-        stored = storage.load_verdict() if spec.has_verdicts else b""
+        stored = verdicts.load_verdict() if spec.has_verdicts else b""
         self._verdict = Verdict.from_message(job_pb2.Verdict.FromString(stored), spec) if stored else None
 
     # -- decisions -----------------------------------------------------------------------------------------------------
@@ -203,7 +213,7 @@ class Coordinator:
         if verdict is None or self._is_judged(verdict.round):
             return
         if verdict.is_final:
-            self._storage.save_verdict(verdict.to_message().SerializeToString())
+            self._verdicts.save_verdict(verdict.to_message().SerializeToString())
         self._verdict = verdict
 
     def _is_judged(self, round_: int) -> bool:
