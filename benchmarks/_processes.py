@@ -25,7 +25,7 @@ from typing import Any
 
 import grpc
 
-from psd.cli import malloc
+from psd.cli.processes import malloc
 from psd.contract.environment import VARIABLES
 from psd.v1 import control_pb2, control_pb2_grpc
 

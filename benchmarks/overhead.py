@@ -88,7 +88,7 @@ class Watcher:
         self.seconds: list[float] = []  # of looks: not measured
         self._terminal, inner = pty.openpty()
         termios.tcsetwinsize(inner, (50, 140))
-        words = [sys.executable, "-m", "psd.cli.ctl", *command, "--servers", server]
+        words = [sys.executable, "-m", "psd.cli.psdctl", *command, "--servers", server]
         self._process = subprocess.Popen(
             words, stdin=inner, stdout=inner, stderr=inner, start_new_session=True, env={**os.environ, "TERM": "xterm-256color"}
         )

@@ -30,7 +30,7 @@ from psd.contract.facts import CATALOGUE
 from psd.contract.rules import RULES
 
 ROOT = Path(__file__).parents[1]
-MODULES = {"psd-server": "psd.cli.server", "psd-run": "psd.cli.run", "psdctl": "psd.cli.ctl"}
+MODULES = {"psd-server": "psd.cli.server", "psd-run": "psd.cli.run", "psdctl": "psd.cli.psdctl"}
 
 PAGES = {
     "README.md": "docs/index.md",

@@ -11,6 +11,6 @@ A worker asks for the addresses as they are now: `psd_client.connect(shards.serv
 its rank from there, elsewhere it says `rank=` and `world_size=`.
 """
 
-from psd.cli.ray_shards import RayShards, start
+from psd.cli.ray.shards import RayShards, start
 
 __all__ = ["RayShards", "start"]

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from psd_core import _arena_file as files
 from psd_core import _arena_format as form
+from psd_core import _store_file as files
 from psd_core._arena import Words
 from psd_core._arena_pages import Place, Pool
 
@@ -119,7 +119,7 @@ class Blocks:
             self.pool.take_back()
             if self.pool.is_closed:
                 page.state = PageState.FREE
-                raise form.ArenaClosed(f"block {block}: the arena has been closed; the page is not published")
+                raise form.StoreClosed(f"block {block}: the arena has been closed; the page is not published")
             page.version, page.state, page.pins = version, PageState.PUBLISHED, 1
             self.table.store(block, form.pack_entry(number, check))
             self._crash_point("arena.publish.after_flip")

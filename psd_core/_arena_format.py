@@ -73,12 +73,12 @@ class ArenaForeign(ArenaCorrupt):
     """A file is none of this release's: another release's, or something else that has the name of one."""
 
 
-class ArenaClosed(ArenaError):
-    """The arena has been closed, or replaced by another one, and does not change any more."""
+class StoreClosed(ArenaError):
+    """The arena, or another store, has been closed or replaced by another one, and does not change any more."""
 
 
-class ArenaFull(ArenaError, OSError):
-    """There is no memory or disk space for a page. Nothing has changed; `errno` is ENOSPC."""
+class StoreFull(ArenaError, OSError):
+    """There is no memory or disk space for what is to be stored. Nothing has changed; `errno` is ENOSPC."""
 
     def __init__(self, message: str) -> None:
         super().__init__(errno.ENOSPC, message)

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from psd_core import _arena_file as files
 from psd_core import _arena_format as form
+from psd_core import _store_file as files
 from psd_core._arena import Words
 
 SPARE_PAGES_KEPT = 8
@@ -132,9 +132,9 @@ class Pool:
             self._call_if_unheld()
 
     def hand_out(self) -> None:
-        """Note that a page is given out. Call with the lock held. Raises ArenaClosed."""
+        """Note that a page is given out. Call with the lock held. Raises StoreClosed."""
         if self._is_closed:
-            raise form.ArenaClosed("the arena has been closed")
+            raise form.StoreClosed("the arena has been closed")
         self._in_hands += 1
 
     def take_back(self) -> None:
@@ -157,7 +157,7 @@ class Pool:
         """Map the next extent, and record it if `publish`. Its places are the caller's to put on a list."""
         index, start = self._record_count, self.file_end
         if index >= self._records.count:
-            raise form.ArenaFull(f"the arena has no room for more than {index} extents")
+            raise form.StoreFull(f"the arena has no room for more than {index} extents")
         nbytes = form.align(count * kind.size, form.EXTENT_ALIGN_BYTES)
         if publish:
             self._file.extend(start + nbytes)
@@ -193,7 +193,7 @@ class Pool:
             kind.holes.reverse()
 
     def take(self, kind: PageKind) -> Place:
-        """A free place that can be written to, handed out. Raises ArenaFull, ArenaClosed."""
+        """A free place that can be written to, handed out. Raises StoreFull, StoreClosed."""
         with self.lock:
             self.hand_out()
             try:

@@ -40,13 +40,13 @@ class Records:
         self._is_closed = False
 
     def close(self) -> None:
-        """Refuse changes from now on with ArenaClosed; the file may soon belong to somebody else."""
+        """Refuse changes from now on with StoreClosed; the file may soon belong to somebody else."""
         with self._lock:
             self._is_closed = True
 
     def _check_open(self) -> None:
         if self._is_closed:
-            raise form.ArenaClosed("the arena has been closed")
+            raise form.StoreClosed("the arena has been closed")
 
     def verify(self) -> None:
         """Raise ArenaCorrupt for a wrong selector or a decision without its checksum."""

@@ -10,8 +10,8 @@ import struct
 from collections.abc import Callable
 
 from psd_core import _arena
-from psd_core import _arena_file as files
 from psd_core import _arena_format as form
+from psd_core import _store_file as files
 from psd_core._arena import Words
 from psd_core._arena_pages import Place, Pool
 

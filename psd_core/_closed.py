@@ -5,18 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NoReturn
 
-from psd_core._arena_format import ArenaClosed
+from psd_core._arena_format import StoreClosed
 
 
 class Closed:
     """Takes the place of a store's open partition.
 
     Raises:
-        ArenaClosed: from every attribute.
+        StoreClosed: from every attribute.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def __getattr__(self, name: str) -> NoReturn:
-        raise ArenaClosed(f"{self._path} has been closed")
+        raise StoreClosed(f"{self._path} has been closed")

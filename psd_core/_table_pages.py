@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 
-from psd_core import _arena_file as files
+from psd_core import _store_file as files
 from psd_core._arena import LARGE_PAGE_BYTES
 from psd_core._arena_format import ArenaError, align
 from psd_core._table import ROWS, Partition
@@ -19,7 +19,7 @@ _SHARE_MAX = 1 / 128
 
 
 def take_space(file: files.File, partition: Partition, region: int, have: int, end: int) -> None:
-    """Take space in a region from byte `have` of it to byte `end` of the file. Raises ArenaFull.
+    """Take space in a region from byte `have` of it to byte `end` of the file. Raises StoreFull.
 
     What is complete with this goes to large pages, where the system has them: in half the time, if it is not reserved.
     """

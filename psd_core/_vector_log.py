@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from psd_core import _arena_file as files
+from psd_core import _store_file as files
 from psd_core import _vector
 from psd_core._arena_format import ArenaCorrupt, align
 from psd_core._vector_format import SUPERBLOCK_BYTES, Superblock
@@ -55,7 +55,7 @@ class VectorLog:
         self._log.close()
 
     def make_room(self, program: Program, claim: Claim) -> None:
-        """Take space for all that a batch will write but to vectors. Raises ArenaFull."""
+        """Take space for all that a batch will write but to vectors. Raises StoreFull."""
         if program.answers:
             self._take(_PARTIALS, self._regions[_PARTIALS][1] * program.answers // ANSWERS_MAX)
             self._take(_SUMS, self._regions[_SUMS][1])

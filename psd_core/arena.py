@@ -37,25 +37,25 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from psd_core import _arena_file as files
 from psd_core import _arena_format as form
 from psd_core import _arena_recovery as recovery
+from psd_core import _store_file as files
 from psd_core._arena_accumulators import Accumulators
 from psd_core._arena_blocks import Blocks, Page
-from psd_core._arena_file import ARENA_NAME, LOCK_NAME
 from psd_core._arena_format import (
     CRASH_POINTS,
     NO_SPACE,
     ArenaBusy,
-    ArenaClosed,
     ArenaCorrupt,
     ArenaError,
     ArenaForeign,
-    ArenaFull,
     BlockShape,
+    StoreClosed,
+    StoreFull,
 )
 from psd_core._arena_pages import SPARE_PAGES_KEPT
 from psd_core._arena_records import WORDS, Records
+from psd_core._store_file import ARENA_NAME, LOCK_NAME
 
 __all__ = [
     "ARENA_NAME",
@@ -65,11 +65,11 @@ __all__ = [
     "WORDS",
     "Arena",
     "ArenaBusy",
-    "ArenaClosed",
+    "StoreClosed",
     "ArenaCorrupt",
     "ArenaError",
     "ArenaForeign",
-    "ArenaFull",
+    "StoreFull",
     "BlockShape",
     "Page",
 ]
@@ -86,7 +86,7 @@ class Arena:
     rank out of range) are AssertionError, IndexError or KeyError.
 
     `close` may come while others hold pages. These stay as they are, to be read, and are given back as before, which touches no
-    file any more; what would change the arena raises ArenaClosed.
+    file any more; what would change the arena raises StoreClosed.
 
     Attributes:
         meta: the caller's bytes, as given to `create`. shapes: of the blocks. workers: W.
@@ -136,7 +136,7 @@ class Arena:
         Raises:
             ArenaBusy: another live process holds the directory.
             ArenaError: a finished arena is there, and not `replace`.
-            ArenaFull: no space; nothing of the new arena is left.
+            StoreFull: no space; nothing of the new arena is left.
             ValueError: a shape that no page can have.
         """
         form.check_shapes(shapes, workers)
@@ -199,7 +199,7 @@ class Arena:
 
         Raises:
             ArenaBusy: another live process holds the directory.
-            ArenaFull: no space even for a lock.
+            StoreFull: no space even for a lock.
             ArenaCorrupt: the file is not what was written; the message says what is wrong where. The file is left alone.
         """
         path = Path(directory)
@@ -248,7 +248,7 @@ class Arena:
             pool.back_all(pool.add_extent(kind, count, publish=True))
 
     def stop(self) -> None:
-        """Refuse from now on, with ArenaClosed, whatever would change a byte that counts. Idempotent."""
+        """Refuse from now on, with StoreClosed, whatever would change a byte that counts. Idempotent."""
         self._records.close()
         self._blocks.pool.stop()
 
@@ -304,7 +304,7 @@ class Arena:
         return self._blocks.current(block)
 
     def pin(self, block: int) -> Page:
-        """The published page, which stays as it is until `unpin`. Raises ArenaError if there is none, ArenaClosed."""
+        """The published page, which stays as it is until `unpin`. Raises ArenaError if there is none, StoreClosed."""
         return self._blocks.pin(block)
 
     def unpin(self, page: Page) -> None:
@@ -315,8 +315,8 @@ class Arena:
         """A page to write the block's next version into: all of it, since its contents are undefined.
 
         Raises:
-            ArenaFull: no space, or no room in the arena's own tables. Nothing has changed.
-            ArenaClosed: it has been closed.
+            StoreFull: no space, or no room in the arena's own tables. Nothing has changed.
+            StoreClosed: it has been closed.
         """
         return self._blocks.spare(block)
 
@@ -324,7 +324,7 @@ class Arena:
         """Make a spare the block's current page, in one step. The old page is free when its last pin goes.
 
         Raises:
-            ArenaClosed: it has been closed; the page is given back.
+            StoreClosed: it has been closed; the page is given back.
         """
         self._blocks.publish(block, page, version)
 

@@ -18,10 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 import psd_core
-from psd_core import _arena_file as files
+from psd_core import _store_file as files
 from psd_core import _table
 from psd_core import _table_format as form
-from psd_core._arena_format import ArenaCorrupt, ArenaError, ArenaFull, align
+from psd_core._arena_format import ArenaCorrupt, ArenaError, StoreFull, align
 from psd_core._c_headers import checksum
 from psd_core._closed import Closed
 from psd_core._table_arguments import CLOCK_MAX, STEP_MAX, as_history, as_ids, as_out, as_values
@@ -67,7 +67,7 @@ class TableStore:
     Clocks are whatever never falls, from 0 to 2**63 - 1: steps, pushes or time. They tell which rows were used last.
 
     Raises:
-        ArenaClosed: from every method, after `close`.
+        StoreClosed: from every method, after `close`.
         InvalidArray: naming the argument; nothing has changed.
 
     Attributes:
@@ -117,7 +117,7 @@ class TableStore:
             salt: of the index's hash, 64 bits; random by default, so that nobody can choose ids that collide.
 
         Raises:
-            ArenaError: there is one. ArenaFull: no space; nothing is left of it.
+            ArenaError: there is one. StoreFull: no space; nothing is left of it.
         """
         final = Path(path)
         if final.exists():
@@ -234,7 +234,7 @@ class TableStore:
             is_held: the caller has called `hold`; the push takes effect with `commit`.
 
         Raises:
-            ArenaFull, MemoryError: no space; nothing has changed.
+            StoreFull, MemoryError: no space; nothing has changed.
         """
         if (own is not None) != (self.spec.rule == OWN):
             raise ValueError(f"own: expected a rule if, and only if, the table's is {OWN!r}, which is {self.spec.rule!r}")
@@ -269,7 +269,7 @@ class TableStore:
                 last number of a row says which step it is at.
 
         Raises:
-            ArenaFull, MemoryError: no space; nothing has changed.
+            StoreFull, MemoryError: no space; nothing has changed.
         """
         values = as_values("rows", rows, len(ids), self.spec.layout.width)
         clocks = None
@@ -323,7 +323,7 @@ class TableStore:
             entries: of the history that is written.
 
         Raises:
-            ArenaFull: no space; the store is not held.
+            StoreFull: no space; the store is not held.
         """
         if n > self.spec.push_max:
             raise psd_core.InvalidArray(f"ids: expected at most {self.spec.push_max} in a push, got {n}")
@@ -352,7 +352,7 @@ class TableStore:
 
         If there is no space for that now, a later push says so: the one before this has been made.
         """
-        with contextlib.suppress(ArenaFull, OSError):
+        with contextlib.suppress(StoreFull, OSError):
             for _ in range(steps):
                 if self._partition.is_moving:
                     self._make_room(0)
@@ -379,7 +379,7 @@ class TableStore:
         return removed
 
     def expire(self, clock: int, age: int) -> None:
-        """Remove the rows that were not used for more than `age` clocks, a few at a time. ArenaFull: some may be gone.
+        """Remove the rows that were not used for more than `age` clocks, a few at a time. StoreFull: some may be gone.
 
         Costs next to nothing where none can be so old.
         """

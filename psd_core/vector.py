@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from psd_core import _arena_file as files
+from psd_core import _store_file as files
 from psd_core import _vector, private_files
 from psd_core import _vector_format as form
 from psd_core import _vector_program as programs
-from psd_core._arena_format import ArenaClosed, ArenaCorrupt, ArenaError, align
+from psd_core._arena_format import ArenaCorrupt, ArenaError, StoreClosed, align
 from psd_core._vector_format import BatchForgotten, NoSuchVector, VectorError, VectorPart, VectorSpec
 from psd_core._vector_log import LOG_NAME, VectorLog
 from psd_core._vector_sessions import WINDOW, BatchName, VectorSessions
@@ -58,7 +58,7 @@ class VectorStore:
     Thread-safe: batches, declarations and reads take place one after the other, each whole.
 
     Raises:
-        ArenaClosed: from every method, after `close`.
+        StoreClosed: from every method, after `close`.
         VectorError: naming the field; nothing has changed.
 
     Attributes:
@@ -105,7 +105,7 @@ class VectorStore:
             crash_point: called at each of CRASH_POINTS.
 
         Raises:
-            ArenaError: there is one. ArenaFull: no space; nothing is left of it.
+            ArenaError: there is one. StoreFull: no space; nothing is left of it.
         """
         if not 0 <= shard < shards:
             raise VectorError(f"shard: expected 0 to {shards - 1}, got {shard}")
@@ -172,7 +172,7 @@ class VectorStore:
             name: of this as a batch: what was done once is not done again.
 
         Raises:
-            VectorError: the declaration cannot be, or one of that name has another. ArenaFull: no space.
+            VectorError: the declaration cannot be, or one of that name has another. StoreFull: no space.
         """
         spec.check()
         with self._used() as core:
@@ -249,7 +249,7 @@ class VectorStore:
 
         Raises:
             VectorError: "operations[2], axpy: x: ...". BatchForgotten: it was run, and its answer is no longer kept.
-            ArenaFull: no space. In each case nothing has changed.
+            StoreFull: no space. In each case nothing has changed.
         """
         with self._used() as core:
             answers = self._sessions.kept(name)
@@ -330,7 +330,7 @@ class VectorStore:
         return out
 
     def _end_snapshot(self) -> None:
-        with contextlib.suppress(ArenaClosed), self._used() as core:
+        with contextlib.suppress(StoreClosed), self._used() as core:
             core.end_snapshot()
             self._is_snapshot_open = False
 
@@ -340,7 +340,7 @@ class VectorStore:
     def _used(self) -> Iterator[_vector.Vectors]:
         with self._lock, files.lack_of_space(f"no space for vectors in {self._directory}"):
             if self._open is None:
-                raise ArenaClosed(f"{self._directory} has been closed")
+                raise StoreClosed(f"{self._directory} has been closed")
             if self._open.applied != self._open.commit:  # the system has failed in the middle of the call before
                 self._finish(self._open)
             yield self._open

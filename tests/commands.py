@@ -12,7 +12,7 @@ import threading
 import time
 from pathlib import Path
 
-from psd.cli.state import private_path
+from psd.cli.processes.state_directories import private_path
 
 TIMEOUT_S = 100.0
 
@@ -132,7 +132,7 @@ class Job(Process):
         Linux shows the arguments of a process a moment after psd-run has learnt that it has started: on a busy machine, after
         psd-run has said so.
         """
-        watching = f"psd.cli.watchdog {self.run_id}".encode()
+        watching = f"psd.cli.processes.watchdog {self.run_id}".encode()
         deadline = time.monotonic() + TIMEOUT_S
         while True:
             pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]

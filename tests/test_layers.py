@@ -30,12 +30,12 @@ LAYERS = {
 OUTSIDE = {
     "grpc": (
         "psd.rim",
-        "psd.cli.shard_calls",
+        "psd.cli.ctl.shard_calls",
         "psd.watch.asking",
         "psd_client.lanes.grpc_channel",
         "psd_client.lanes.grpc_errors",
     ),
-    "ray": ("psd.cli.ray_shards", "psd.cli.ray_job"),
+    "ray": ("psd.cli.ray.shards", "psd.cli.ray.job"),
     "grpc_health": ("psd.rim",),
     "grpc_reflection": ("psd.rim",),
     "prometheus_client": ("psd.rim.metrics",),
@@ -76,11 +76,11 @@ OUTSIDE = {
         "psd.contract.tls",
         "psd.contract.tls_socket",
         "psd.contract.credentials",
-        "psd.cli.gathering",  # between the psd-runs of several hosts
-        "psd.cli.node_link",
-        "psd.cli.rendezvous",
+        "psd.cli.hosts.leader",  # between the psd-runs of several hosts
+        "psd.cli.hosts.link",
+        "psd.cli.hosts.rendezvous",
     ),
-    "asyncio": ("psd.watch.dashboard", "psd.cli.dashboard"),
+    "asyncio": ("psd.watch.dashboard", "psd.cli.ctl.dashboard"),
     "aiohttp": ("psd.watch.dashboard",),
     "multiprocessing": ("psd_client",),
     "subprocess": ("psd.cli", "psd_client.owned"),
@@ -94,10 +94,10 @@ OUTSIDE = {
     "cloudpickle": ("psd_client.local", "psd_client.local_worker"),
     "joblib": (),
     "fsspec": ("psd.checkpoint",),
-    "yaml": ("psd.cli.manifests",),
+    "yaml": ("psd.cli.kubernetes.manifests",),
     "textual": ("psd.watch.top.app",),
     "rich": ("psd.watch.top.app",),
-    "matplotlib": ("psd.cli.plot",),
+    "matplotlib": ("psd.cli.ctl.plot",),
 }
 
 ENVIRONMENT = ("psd.contract.environment", "psd.cli")
@@ -183,7 +183,7 @@ def test_the_environment_is_read_in_one_place():
 def test_servers_start_without_a_framework():
     """Nothing that a server imports leads to torch, tensorflow or the client."""
     known = modules()
-    reached, todo = set(), ["psd.cli.server", "psd.cli.run", "psd.cli.ctl"]
+    reached, todo = set(), ["psd.cli.server", "psd.cli.run", "psd.cli.psdctl"]
     while todo:
         name = todo.pop()
         if name not in reached and name in known:

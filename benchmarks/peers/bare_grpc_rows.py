@@ -14,7 +14,7 @@ import grpc
 import rows
 from turns import Turns
 
-from psd.cli import malloc
+from psd.cli.processes import malloc
 
 _UNLIMITED = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
 

@@ -68,7 +68,7 @@ from psd_client.tables import (
 )
 from psd_client.vector_batch import Batch, BatchAnswer
 from psd_client.vectors import Matrix, Vector
-from psd_client.worker.orders import Drained
+from psd_client.worker.session.orders import Drained
 from psd_core import rules as _rules
 from psd_core.rules import *  # noqa: F403 - a rule stands in one place
 

@@ -35,7 +35,7 @@ from psd_client.lanes.waiting import ShardHealth
 from psd_client.tables import as_row_ids
 from psd_client.vectors import Vector, as_vector
 from psd_client.worker.rows import Batches, RowPull
-from psd_client.worker.vector_fetches import Fetches
+from psd_client.worker.vectors.fetches import Fetches
 from psd_core.reductions import Answer as Found
 from psd_core.vector import VectorSpec
 from psd_core.vector_operations import VectorOperation

@@ -13,11 +13,11 @@ import sys
 from collections.abc import Sequence
 
 from psd.cli import run
-from psd.cli.arguments import EXIT_FAILURE
-from psd.cli.follower import Follower
-from psd.cli.node_link import Message, NodeLink
-from psd.cli.terminal import prepare_streams, show
-from psd.cli.wakeups import JOB_SIGNALS, Wakeups
+from psd.cli.hosts.follower import Follower
+from psd.cli.hosts.link import Message, NodeLink
+from psd.cli.processes.wakeup_pipe import JOB_SIGNALS, Wakeups
+from psd.cli.words.arguments import EXIT_FAILURE
+from psd.cli.words.terminal import prepare_streams, show
 
 
 def main() -> int:

@@ -1,15 +1,14 @@
-"""psd-run: a whole job by one command. Reads the flags, builds the plan; psd/cli/launcher.py carries it out on this machine,
-psd/cli/kubernetes.py on a cluster.
+"""psd-run: a whole job by one command. Reads the flags, builds the plan; psd/cli/hosts/launcher.py carries it out on machines,
+psd/cli/kubernetes/job.py and psd/cli/ray/job.py on a cluster.
 
     run_options.py  flags and help
     run.py          the commands and environments of shards and workers
-    launcher.py     the loop: output, deaths, signals
-    rendezvous.py, ssh.py, slurm.py   several hosts: how they find each other; gathering.py leads, follower.py follows
-    policy.py       what to do about a death, a signal, a deadline
-    processes.py    one child;  output.py  its lines;  display.py  the terminal;  log_files.py  --log-dir
-    state.py        the shards' state directories
-    summary.py      the last lines
-    watchdog.py, sweep.py  no orphans
+    job/            plan.py  what starts where;  policy.py  what to do about a death, a signal, a deadline;
+                    summary.py  the last lines
+    hosts/          launcher.py  the loop: output, deaths, signals;  leader.py leads other hosts, follower.py follows;
+                    rendezvous.py, ssh.py, slurm.py  how they find each other
+    processes/      child.py  one process;  output.py  its lines;  display.py  the terminal;  log_files.py  --log-dir;
+                    state_directories.py  the shards' state;  watchdog.py, left_over.py  no orphans
 
 Knows how a shard is started and what a worker finds in its environment; nothing of what they do.
 """
@@ -29,17 +28,21 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from psd.cli import kubernetes, malloc, ray_job, rendezvous, run_options, slurm, ssh
-from psd.cli.arguments import EXIT_FAILURE, SECRET_OPTIONS, exit_status, flag_of, values
-from psd.cli.kubernetes import Deployment
-from psd.cli.launcher import Launcher
-from psd.cli.node_places import NodePlaces
-from psd.cli.node_proof import key_of
-from psd.cli.own_arguments import hide_secrets
-from psd.cli.plan import Meeting, MeetingTls, Plan
-from psd.cli.ray_job import RayPlan
-from psd.cli.state import kept_run_id, private_path, url_file
-from psd.cli.terminal import prepare_streams, show
+from psd.cli import run_options
+from psd.cli.hosts import rendezvous, slurm, ssh
+from psd.cli.hosts.launcher import Launcher
+from psd.cli.hosts.proof import key_of
+from psd.cli.job.places import NodePlaces
+from psd.cli.job.plan import Meeting, MeetingTls, Plan
+from psd.cli.kubernetes import job as kubernetes
+from psd.cli.kubernetes.job import Deployment
+from psd.cli.processes import malloc
+from psd.cli.processes.own_arguments import hide_secrets
+from psd.cli.processes.state_directories import kept_run_id, private_path, url_file
+from psd.cli.ray import job as ray_job
+from psd.cli.ray.job import RayPlan
+from psd.cli.words.arguments import EXIT_FAILURE, SECRET_OPTIONS, exit_status, flag_of, values
+from psd.cli.words.terminal import prepare_streams, show
 from psd.contract.config import SECURITY, ConfigError, Limits, ServerConfig
 from psd.contract.consistency import Consistency
 from psd.contract.errors import InvalidRequest
@@ -160,7 +163,7 @@ def _plan(
             which.append(f"--metrics-port={args.metrics_port + index}")
         return [*python_command("psd.cli.server"), *which, *shard_flags]
 
-    dashboard = [*python_command("psd.cli.ctl"), "dashboard"] if args.dashboard else []
+    dashboard = [*python_command("psd.cli.psdctl"), "dashboard"] if args.dashboard else []
     dashboard += ["--port", str(args.dashboard_port)] if args.dashboard_port is not None else []
     return Plan(
         run_id=run_id,

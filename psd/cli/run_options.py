@@ -6,11 +6,12 @@ import argparse
 import re
 from collections.abc import Mapping, Sequence
 
-from psd.cli import kubernetes, logs
-from psd.cli.arguments import SERVER_DEFAULTS, Options, Parser, add_options, add_settings, refuse_given, whole_number
-from psd.cli.node_places import NodePlaces, spread
-from psd.cli.policy import SHARD_STARTS_MAX
-from psd.cli.ssh import parse_hosts
+from psd.cli.hosts.ssh import parse_hosts
+from psd.cli.job.places import NodePlaces, spread
+from psd.cli.job.policy import SHARD_STARTS_MAX
+from psd.cli.kubernetes import job as kubernetes
+from psd.cli.words import logs
+from psd.cli.words.arguments import SERVER_DEFAULTS, Options, Parser, add_options, add_settings, refuse_given, whole_number
 from psd.contract.config import CHECKPOINTS, ON_WORKER_FAILURE, TRANSPORTS, ConfigError, ServerConfig, parse_address
 from psd.contract.environment import VARIABLES
 from psd.contract.settings import Setting, check_count, settings_of

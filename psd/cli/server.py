@@ -19,8 +19,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, NoReturn
 
-from psd.cli import descriptors, logs, malloc
-from psd.cli.arguments import (
+from psd.cli.processes import descriptor_limit, malloc
+from psd.cli.processes.own_arguments import hide_secrets
+from psd.cli.processes.wakeup_pipe import FIRST_WORD, Wakeups
+from psd.cli.words import logs
+from psd.cli.words.arguments import (
     EXIT_CHECKPOINT,
     EXIT_FAILURE,
     EXIT_OK,
@@ -34,9 +37,7 @@ from psd.cli.arguments import (
     signal_name,
     values,
 )
-from psd.cli.own_arguments import hide_secrets
-from psd.cli.terminal import discard, prepare_streams
-from psd.cli.wakeups import FIRST_WORD, Wakeups
+from psd.cli.words.terminal import discard, prepare_streams
 from psd.contract.config import (
     CHECKPOINTS,
     END,
@@ -174,7 +175,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             threading.Thread(target=_watch_input, args=(wakeups,), daemon=True).start()
         say = logs.configure("psd-server", log_settings, shard=config.shard_index)
         malloc.keep_freed_memory()
-        descriptors.allow(DESCRIPTORS_PER_WORKER * config.limits.workers_max + DESCRIPTORS_BESIDE)
+        descriptor_limit.allow(DESCRIPTORS_PER_WORKER * config.limits.workers_max + DESCRIPTORS_BESIDE)
 
         os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # or each stranger's handshake that fails writes to the log
         patience = threading.Timer(

@@ -1,7 +1,7 @@
 """Settings, each said once: a field of a configuration with its default, its bounds, its flag, the help, and who shares it.
 
-What follows from that: psd-server's options and their help (psd/cli/arguments.py), the checks of a configuration, and the flags
-with which every launcher starts the shards of a job. Must not know any setting, nor how flags are parsed.
+What follows from that: psd-server's options and their help (psd/cli/words/arguments.py), the checks of a configuration, and the
+flags with which every launcher starts the shards of a job. Must not know any setting, nor how flags are parsed.
 """
 
 from __future__ import annotations

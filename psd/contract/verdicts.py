@@ -4,7 +4,8 @@ Which workers make up the round is its Decision, made before. Each shard *measur
 add up without rounding (psd_core.square_sum); the verdict follows from the sums of all shards. So it is
 the same bits for any number of shards, and whoever computes it.
 
-Pure functions on values; who asks whom is in psd/state/aggregation/settlement.py and psd_client/worker/verdict_search.py.
+Pure functions on values; who asks whom is in psd/state/aggregation/settlement.py and
+psd_client/worker/exchange/verdict_search.py.
 """
 
 from __future__ import annotations

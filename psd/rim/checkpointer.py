@@ -1,6 +1,6 @@
 """Checkpoints of one shard: the thread that writes them, and their outcomes.
 
-The shard says when a cut is due (psd/state/durability/schedule.py) and collects its pages (psd/state/durability/cuts.py);
+The shard says when a cut is due (psd/state/desks/cut_schedule.py) and collects its pages (psd/state/cuts/cuts.py);
 here they are written, and whichever shard is last makes the checkpoint valid. Training is not stopped: pages are pinned, and
 given back as they are written; rows of tables are copied from their snapshots, some MiB at a time. A failure costs that
 checkpoint only; it is logged, shown by status, and what was valid stays.
@@ -22,10 +22,10 @@ from psd.checkpoint import BlockPart, CheckpointDirectory, Cut
 from psd.contract.config import ServerConfig
 from psd.contract.errors import CheckpointCorrupt, CheckpointFailed, PsdError, error_text
 from psd.rim.vector_gate import GivenUp, VectorCuts, VectorGate
-from psd.state.durability.snapshots import Snapshot, new_id
-from psd.state.durability.table_bases import TableBases
+from psd.state.cuts.snapshots import Snapshot, new_id
+from psd.state.cuts.table_bases import TableBases
+from psd.state.desks.vectors import VectorsCut
 from psd.state.shard import Shard
-from psd.state.vectors.desk import VectorsCut
 from psd.v1 import data_pb2
 
 logger = logging.getLogger(__name__)

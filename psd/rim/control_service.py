@@ -13,7 +13,7 @@ from psd.rim import views
 from psd.rim.access import Metadata
 from psd.rim.calls import CallGuard, Waiter, message_parser
 from psd.rim.checkpointer import Checkpointer
-from psd.state.durability.snapshots import check_cuts
+from psd.state.cuts.snapshots import check_cuts
 from psd.state.shard import Shard
 from psd.v1 import control_pb2
 

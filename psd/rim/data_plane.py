@@ -18,10 +18,10 @@ from psd.contract.rows import TableRows
 from psd.rim.calls import Waiter
 from psd.state.aggregation.block import BlockState
 from psd.state.aggregation.trained import Trained
-from psd.state.exchange import tables_of
+from psd.state.desks.exchange import tables_of
+from psd.state.desks.transfers import Found, Pull, Push
 from psd.state.shard import Shard
 from psd.state.tables.block import TablesBlock
-from psd.state.transfers import Found, Pull, Push
 from psd.v1 import data_pb2
 
 LENT_BYTES_MIN = 64 << 10

@@ -21,7 +21,7 @@ from psd.contract.rows import parts_of
 from psd.rim.calls import CallGuard, Frame, Waiter, checked, frame_parser, message_parser, wait_s
 from psd.rim.data_plane import LENT_BYTES_MIN, DataPlane, PulledBlock, PulledRows, PushedBlock, RowsAsked, RowsFrames
 from psd.rim.strangers import CALLS_MAX, Strangers
-from psd.state.durability.snapshots import Done
+from psd.state.cuts.snapshots import Done
 from psd.state.shard import Shard
 from psd.v1 import data_pb2
 

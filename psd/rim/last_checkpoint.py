@@ -21,7 +21,7 @@ from psd.checkpoint.cut import FINAL_ID, name_of
 from psd.contract.config import ServerConfig
 from psd.contract.errors import CheckpointFailed, PsdError
 from psd.rim.checkpointer import POLL_S, Checkpointer
-from psd.state.durability.snapshots import new_id
+from psd.state.cuts.snapshots import new_id
 from psd.state.job import Job
 from psd.state.shard import Shard
 from psd.v1 import data_pb2

@@ -22,9 +22,9 @@ from psd.rim.bulk_server import LaneConnections
 from psd.rim.checkpointer import CheckpointProgress
 from psd.rim.views import shard_numbers, table_numbers, worker_numbers
 from psd.state.counts import SECONDS, Histogram
+from psd.state.desks.status import ShardState, ShardStatus
 from psd.state.job import Job
 from psd.state.shard import Shard
-from psd.state.status import ShardState, ShardStatus
 from psd.state.tables.block import TableCounts
 from psd.state.tickets import WaitKind
 from psd.state.workers.membership import WorkerState

@@ -43,8 +43,8 @@ from psd.rim.vector_gate import VectorGate
 from psd.rim.vector_service import SERVICE as VECTORS
 from psd.rim.vector_service import VectorService
 from psd.state.counts import LANES
+from psd.state.desks.status import ShardState
 from psd.state.shard import Shard
-from psd.state.status import ShardState
 from psd.state.workers.membership import WorkerState, tick_s
 
 logger = logging.getLogger(__name__)

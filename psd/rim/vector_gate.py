@@ -15,7 +15,7 @@ from contextlib import contextmanager
 
 from psd.checkpoint import CheckpointDirectory, Cut
 from psd.contract.errors import CheckpointFailed
-from psd.state.vectors.desk import VectorDesk, VectorsCut
+from psd.state.desks.vectors import VectorDesk, VectorsCut
 
 HELD_S_MAX = 5.0
 """Most seconds for which batches are held back where none is running."""

@@ -18,7 +18,7 @@ from psd.contract.vectors import spec_message
 from psd.rim.calls import CallGuard, Frame, checked, frame_parser, message_parser
 from psd.rim.strangers import CALLS_MAX, Strangers
 from psd.rim.vector_gate import VectorGate
-from psd.state.durability.snapshots import check_cuts
+from psd.state.cuts.snapshots import check_cuts
 from psd.state.shard import Shard
 from psd.v1 import vectors_pb2
 

@@ -14,8 +14,8 @@ from psd.contract.printable import printable
 from psd.contract.roster import Absence
 from psd.rim.checkpointer import CheckpointProgress
 from psd.state.counts import DATA_CALLS, GRPC_CALLS, Counters, total
+from psd.state.desks.status import ShardStatus
 from psd.state.shard import Shard
-from psd.state.status import ShardStatus
 from psd.state.tables.block import TableCounts
 from psd.state.tickets import Ticket
 from psd.state.workers.membership import Worker

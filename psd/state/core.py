@@ -32,7 +32,7 @@ from psd.state import locks
 from psd.state.aggregation.trained import Trained
 from psd.state.counts import Counters
 from psd.state.durability.client_states import ClientStates
-from psd.state.durability.storage import LeftDamaged, Storage
+from psd.state.durability.state_directory import LeftDamaged, Storage
 from psd.state.job import Job
 from psd.state.life import Life, LifeCycle
 from psd.state.locks import Level
@@ -42,7 +42,7 @@ from psd.state.tables.stores import partition_specs
 from psd.state.tickets import Ticket, Waiting, WaitKind
 from psd.state.workers.barriers import Barriers
 from psd.state.workers.initial import InitialValues
-from psd.state.workers.loads import Loads
+from psd.state.workers.loading import Loads
 from psd.state.workers.membership import Membership, Worker, WorkerState
 from psd.v1 import job_pb2, storage_pb2
 from psd_core.arena import Arena, BlockShape

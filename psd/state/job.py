@@ -18,20 +18,20 @@ from psd.contract.errors import BlockOutOfRange, InvalidRequest, LayoutMismatch,
 from psd.contract.jobspec import JobSpec
 from psd.contract.layout import Block, Layout
 from psd.contract.layout_message import layout_message
-from psd.state.aggregation import pages
+from psd.state import pages
 from psd.state.aggregation.agreement import Agreement, Scalars
 from psd.state.aggregation.block import BlockServices, BlockState
 from psd.state.aggregation.consistency import policy_of
 from psd.state.aggregation.exact_rounds import ExactRound, MeasuredRound
-from psd.state.aggregation.offered import Offered
-from psd.state.aggregation.pages import Counted
+from psd.state.aggregation.offered_buffers import Offered
 from psd.state.aggregation.rounds import FastRound
 from psd.state.aggregation.rules import BoundRule, check_listed
 from psd.state.aggregation.settlement import Coordinator, Participant
 from psd.state.aggregation.staleness import bound_rule
 from psd.state.aggregation.trained import RoundServices, Trained
 from psd.state.counts import Histogram, RoundTimes, total
-from psd.state.durability.storage import Storage
+from psd.state.durability.state_directory import Storage
+from psd.state.pages import Counted
 from psd.state.tables.block import TablesBlock, counted_in
 from psd.state.tables.pushes import RowChecks
 from psd.state.workers.membership import Membership
@@ -58,7 +58,7 @@ class Job:
         trained_count: those that every push must cover. is_trained: there are some, here or on other shards.
         buffer_blocks: those of them that workers compute. wants_buffers: some worker is to call StoreBuffers.
         wants_all_buffers: each of them is.
-        is_cut_by_positions: cuts are positions of the workers; see psd/state/durability/positions.py.
+        is_cut_by_positions: cuts are positions of the workers; see psd/state/cuts/positions.py.
         agreement: SYNC: the scalars of the open rounds.
         coordinator: EXACT, on shard 0 only; participant: on all shards: see settlement.py.
     """

@@ -22,27 +22,27 @@ from psd.contract.config import ConfigError, ServerConfig
 from psd.contract.errors import CheckpointFailed, Draining, InvalidRequest, PsdError
 from psd.contract.orders import end_text, scale_text
 from psd.contract.roster import Absence
-from psd.state.aggregation.settlement_desk import SettlementDesk
-from psd.state.buffers import BufferDesk
 from psd.state.core import ShardCore, check_begun_as
 from psd.state.counts import LaneCounts
 from psd.state.curves import Curves, PointBatch
-from psd.state.durability.cuts import AHEAD, Cuts
-from psd.state.durability.restoration import Restoration
-from psd.state.durability.schedule import CutSchedule
-from psd.state.durability.snapshots import Done, Snapshot, check_cuts
-from psd.state.durability.storage import Storage
-from psd.state.exchange import Exchange
+from psd.state.cuts.cuts import AHEAD, Cuts
+from psd.state.cuts.snapshots import Done, Snapshot, check_cuts
+from psd.state.desks.admission import Admission
+from psd.state.desks.buffers import BufferDesk
+from psd.state.desks.cut_schedule import CutSchedule
+from psd.state.desks.exchange import Exchange
+from psd.state.desks.parameters import ParameterDesk
+from psd.state.desks.restoration import Restoration
+from psd.state.desks.settlement import SettlementDesk
+from psd.state.desks.status import STATES, ShardState, ShardStatus
+from psd.state.desks.vectors import VectorDesk
+from psd.state.durability.state_directory import Storage
 from psd.state.job import Job
 from psd.state.life import Life
-from psd.state.parameters import ParameterDesk
-from psd.state.status import STATES, ShardState, ShardStatus
 from psd.state.tickets import Ticket, WaitKind
-from psd.state.vectors.desk import VectorDesk
-from psd.state.workers.admission import Admission
 from psd.state.workers.membership import Worker, WorkerState
 from psd.v1 import control_pb2, data_pb2, job_pb2
-from psd_core.arena import ArenaClosed, Page
+from psd_core.arena import Page, StoreClosed
 from psd_core.table import TableSnapshot
 
 logger = logging.getLogger(__name__)
@@ -166,7 +166,7 @@ class Shard:
         if expired or (job is not None and job.lacks_space):
             self._core.settle()
         if job is not None and job.tables is not None:
-            with contextlib.suppress(ArenaClosed):  # the job goes back meanwhile
+            with contextlib.suppress(StoreClosed):  # the job goes back meanwhile
                 job.tables.expire()
         self.restoration.give_up_lost_round()
         self.schedule.announce_due()

@@ -85,7 +85,7 @@ def job(tmp_path: Path) -> Iterator[Job]:
 
 def status(servers: str) -> Any:
     """The job as psdctl status shows it."""
-    command = [sys.executable, "-m", "psd.cli.ctl", "status", "--json", "--servers", servers]
+    command = [sys.executable, "-m", "psd.cli.psdctl", "status", "--json", "--servers", servers]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(done.stdout)

@@ -9,8 +9,8 @@ import safetensors.numpy
 from helpers_checkpoint import cut_of, parts, small_spec, store
 
 from psd.checkpoint import CheckpointDirectory
-from psd.cli import checkpoints
-from psd.cli.ctl import main
+from psd.cli.ctl import checkpoints
+from psd.cli.psdctl import main
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import safetensors.numpy
 from helpers_tables import ShardTables, tables_spec
 
 from psd.checkpoint import CheckpointDirectory, open_parameters, table_values
-from psd.cli.ctl import main
+from psd.cli.psdctl import main
 from psd.contract.errors import SpecMismatch
 from psd.contract.layout import Layout
 

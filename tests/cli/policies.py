@@ -1,6 +1,6 @@
 """Jobs of psd-run without a process, and what its policy does and says."""
 
-from psd.cli.policy import Action, JobPolicy, Name, Say
+from psd.cli.job.policy import Action, JobPolicy, Name, Say
 
 SHARDS = [Name("shard", 0), Name("shard", 1)]
 WORKERS = [Name("worker", 0), Name("worker", 1)]

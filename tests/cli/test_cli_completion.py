@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from psd.cli.ctl import main
+from psd.cli.psdctl import main
 
 TYPED = {
     "psdctl se": "psdctl set-lr ",

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import psd_client
-from psd.cli import ctl
-from psd.cli.ctl import main
+from psd.cli import psdctl
+from psd.cli.psdctl import main
 from psd.contract.config import ServerConfig
 from psd.rim.server import ShardServer
 
@@ -60,7 +60,7 @@ def test_monitoring_when_asked_for_a_file_then_it_is_printed_as_it_is(capsys):
 
 def test_checkpoint_when_a_shard_answers_with_control_characters_then_they_are_escaped(servers, capsys, monkeypatch):
     """What it says of its failure is a peer's text."""
-    monkeypatch.setattr("psd.cli.shard_calls.why_failed", lambda *_: "no\x1b]0;owned\x07\u202e\nroom")
+    monkeypatch.setattr("psd.cli.ctl.shard_calls.why_failed", lambda *_: "no\x1b]0;owned\x07\u202e\nroom")
 
     assert main(["checkpoint", "--servers", servers]) == 1
 
@@ -114,7 +114,7 @@ def test_status_when_a_worker_waits_for_another_then_it_says_so_in_text_and_json
     for worker in workers:
         worker.start()
     try:
-        watch = start("psd.cli.ctl", "status", "--servers", servers, "--json", "--watch", "0.05")
+        watch = start("psd.cli.psdctl", "status", "--servers", servers, "--json", "--watch", "0.05")
         awaited = watch.line(r'"waits": \[\{"rank": 0, "kind": "round", "name": "", "clock": 1,')
         picture = json.loads(awaited.string)
         status = main(["status", "--servers", servers])
@@ -147,7 +147,7 @@ def test_status_when_a_worker_waits_for_another_then_it_says_so_in_text_and_json
 )
 def test_psdctl_when_a_shard_says_nothing_then_says_so_meanwhile(command, said, monkeypatch, capsys):
     """However long it is to wait."""
-    monkeypatch.setattr(ctl, "explained", functools.partial(ctl.explained, after_s=0.1))
+    monkeypatch.setattr(psdctl, "explained", functools.partial(psdctl.explained, after_s=0.1))
     with socket.create_server(("127.0.0.1", 0)) as silent:
         server = f"127.0.0.1:{silent.getsockname()[1]}"
 

@@ -9,8 +9,8 @@ import sys
 import aiohttp
 import pytest
 
-from psd.cli.ctl import main
-from psd.cli.dashboard import announcement
+from psd.cli.ctl.dashboard import announcement
+from psd.cli.psdctl import main
 from psd.watch import dashboard
 from psd.watch.dashboard import server
 from psd.watch.dashboard.admission import is_loopback
@@ -74,7 +74,7 @@ def test_ctrl_c_ends_it_at_once_while_a_page_is_open(start, tmp_path):
     file = tmp_path / "token"
     file.touch(0o600)
     file.write_text(TOKEN)
-    process = start("psd.cli.ctl", "dashboard", "--servers", "127.0.0.1:1", "--port", "0", "--access-token-file", str(file))
+    process = start("psd.cli.psdctl", "dashboard", "--servers", "127.0.0.1:1", "--port", "0", "--access-token-file", str(file))
     address = process.line(r"dashboard: (http://127.0.0.1:\d+)/$")[1]
 
     async def watch():

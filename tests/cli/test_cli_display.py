@@ -1,11 +1,11 @@
-"""Lines, and unfinished ones redrawn beneath them: psd/cli/display.py."""
+"""Lines, and unfinished ones redrawn beneath them: psd/cli/processes/display.py."""
 
 import io
 import re
 
 import pytest
 
-from psd.cli.display import REDRAW_S, Display
+from psd.cli.processes.display import REDRAW_S, Display
 
 
 class Screen(io.BytesIO):

@@ -1,4 +1,4 @@
-"""The processes of a job on one machine: psd/cli/host_processes.py."""
+"""The processes of a job on one machine: psd/cli/processes/host_processes.py."""
 
 import contextlib
 import selectors
@@ -7,8 +7,8 @@ from signal import SIGCHLD, signal
 
 import pytest
 
-from psd.cli.host_processes import CANNOT_START, HostProcesses
-from psd.cli.policy import Name
+from psd.cli.job.policy import Name
+from psd.cli.processes.host_processes import CANNOT_START, HostProcesses
 from psd.cli.run import parse
 
 

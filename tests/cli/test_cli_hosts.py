@@ -16,10 +16,9 @@ from commands import Process, processes
 from free_ports import free_port
 
 import psd
-from psd.cli import rendezvous
-from psd.cli.arguments import EXIT_HOST_LOST
-from psd.cli.follower import Follower
-from psd.cli.gathering import (
+from psd.cli.hosts import rendezvous
+from psd.cli.hosts.follower import Follower
+from psd.cli.hosts.leader import (
     END_S,
     GATHER_S,
     MISSING_SAID_S,
@@ -29,10 +28,11 @@ from psd.cli.gathering import (
     Gathering,
     Peer,
 )
-from psd.cli.node_link import NodeLink
-from psd.cli.node_proof import key_of, proof_of
-from psd.cli.policy import JobPolicy, Name, Phase, Send, Start
+from psd.cli.hosts.link import NodeLink
+from psd.cli.hosts.proof import key_of, proof_of
+from psd.cli.job.policy import JobPolicy, Name, Phase, Send, Start
 from psd.cli.run import parse
+from psd.cli.words.arguments import EXIT_HOST_LOST
 from psd.contract.config import ConfigError
 
 WORKER = """
@@ -370,8 +370,8 @@ def test_gathering_when_nodes_are_missing_then_it_says_which_again_and_again_unt
 
 def test_gathering_when_its_loop_is_held_up_then_the_nodes_hear_that_it_is_there(meeting, monkeypatch):
     """By a terminal that was stopped, say, or a pager at the end of psd-run's pipe."""
-    monkeypatch.setattr("psd.cli.gathering.BEAT_S", 0.01)
-    monkeypatch.setattr("psd.cli.node_link.BEAT_S", 0.01)
+    monkeypatch.setattr("psd.cli.hosts.leader.BEAT_S", 0.01)
+    monkeypatch.setattr("psd.cli.hosts.link.BEAT_S", 0.01)
     link = meeting.connect()
     meeting.say_hello(link)
     meeting.gathering.keep_in_touch()

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from psd.cli import credentials, manifests, run
-from psd.cli.kubectl import Kubectl
-from psd.cli.kubernetes import SCRIPT_BYTES_MAX
+from psd.cli import run
+from psd.cli.kubernetes import credentials, manifests
+from psd.cli.kubernetes.job import SCRIPT_BYTES_MAX
+from psd.cli.kubernetes.kubectl import Kubectl
 from psd.contract.config import ConfigError
 from psd.contract.environment import client_config
 
@@ -232,9 +233,9 @@ def test_credentials_are_for_these_shards_alone():
 
 def test_without_openssl_credentials_say_so(monkeypatch, capsys):
     """psdctl credentials: status 1."""
-    from psd.cli import ctl
+    from psd.cli import psdctl
 
     monkeypatch.setenv("PATH", "")
 
-    assert ctl.main(["credentials"]) == 1
+    assert psdctl.main(["credentials"]) == 1
     assert "openssl: there is no such command" in capsys.readouterr().err

@@ -20,11 +20,15 @@ from typing import Any, NamedTuple
 import pytest
 from played_ray import PlayedRay
 
-from psd.cli import manifests, ray_job, ray_shards, run, slurm
-from psd.cli.arguments import EXIT_CHECKPOINT, LAST_CHECKPOINT_SIGNAL
-from psd.cli.logs import Settings
-from psd.cli.plan import Plan
+from psd.cli import run
+from psd.cli.hosts import slurm
+from psd.cli.job.plan import Plan
+from psd.cli.kubernetes import manifests
+from psd.cli.ray import job as ray_job
+from psd.cli.ray import shards as ray_shards
 from psd.cli.server import parse as parse_shard
+from psd.cli.words.arguments import EXIT_CHECKPOINT, LAST_CHECKPOINT_SIGNAL
+from psd.cli.words.logs import Settings
 from psd.contract.config import SECURITY, Limits, ServerConfig
 from psd.contract.environment import VARIABLES
 from psd.contract.launching import HAS_STORED

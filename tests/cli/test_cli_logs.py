@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from psd.cli import logs
+from psd.cli.words import logs
 
 HOSTILE = 'a\nname\x1b[31m\x00\u2028\u202e\x9b"'
 

@@ -1,4 +1,4 @@
-"""Connections between psd-runs: psd/cli/node_link.py."""
+"""Connections between psd-runs: psd/cli/hosts/link.py."""
 
 import socket
 import ssl
@@ -6,8 +6,8 @@ import threading
 
 from certificates import Authority
 
-from psd.cli import rendezvous
-from psd.cli.node_link import CROWDED_BYTES, SILENCE_S, NodeLink
+from psd.cli.hosts import rendezvous
+from psd.cli.hosts.link import CROWDED_BYTES, SILENCE_S, NodeLink
 
 
 def test_link_when_the_other_side_is_silent_then_it_is_lost_but_not_before():

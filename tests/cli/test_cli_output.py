@@ -1,6 +1,6 @@
-"""Lines of many processes as one stream: psd/cli/output.py."""
+"""Lines of many processes as one stream: psd/cli/processes/output.py."""
 
-from psd.cli.output import LINE_BYTES_MAX, Lines, Prefixes
+from psd.cli.processes.output import LINE_BYTES_MAX, Lines, Prefixes
 
 
 def test_feed_when_a_line_arrives_in_pieces_then_it_is_shown_once_and_whole():

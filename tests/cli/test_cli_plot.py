@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from psd.cli.ctl import main
+from psd.cli.psdctl import main
 
 
 @pytest.fixture

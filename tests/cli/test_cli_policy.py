@@ -1,11 +1,11 @@
-"""Decisions of psd-run, for each order of events, without a process: psd/cli/policy.py."""
+"""Decisions of psd-run, for each order of events, without a process: psd/cli/job/policy.py."""
 
 from signal import SIGINT, SIGKILL, SIGTERM
 
 import pytest
 from policies import SHARDS, WORKERS, deeds, running, said, starting
 
-from psd.cli.policy import (
+from psd.cli.job.policy import (
     KILL_S,
     READY_REPORT_S,
     READY_TIMEOUT_S,

@@ -1,12 +1,11 @@
-"""Decisions of psd-run at the end of a job with checkpoints, and of a job with many workers: psd/cli/policy.py."""
+"""Decisions of psd-run at the end of a job with checkpoints, and of a job with many workers: psd/cli/job/policy.py."""
 
 from signal import SIGINT, SIGKILL, SIGPIPE, SIGTERM
 
 import pytest
 from policies import SHARDS, WORKERS, deeds, running, said
 
-from psd.cli.arguments import EXIT_CHECKPOINT, LAST_CHECKPOINT_SIGNAL
-from psd.cli.policy import (
+from psd.cli.job.policy import (
     SAVING_SLACK_S,
     SHARDS_END_S,
     JobPolicy,
@@ -15,6 +14,7 @@ from psd.cli.policy import (
     Send,
     Start,
 )
+from psd.cli.words.arguments import EXIT_CHECKPOINT, LAST_CHECKPOINT_SIGNAL
 
 
 def test_on_signal_when_there_are_checkpoints_then_one_is_taken_before_workers_end():

@@ -11,10 +11,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from psd.cli import ray_shards
-from psd.cli.ray_room import shortage
-from psd.cli.ray_shards import ShardProcess
-from psd.cli.ray_worker import WorkerProcess
+from psd.cli.ray import shards
+from psd.cli.ray.room import shortage
+from psd.cli.ray.shards import ShardProcess
+from psd.cli.ray.worker import WorkerProcess
 from psd.cli.run import main, parse
 
 
@@ -88,10 +88,10 @@ def test_shard_when_it_is_started_again_then_it_hears_once_more_of_workers(tmp_p
     program = tmp_path / "listening.py"
     program.write_text(LISTENING_SHARD)
     heard = tmp_path / "listening.py.heard"
-    monkeypatch.setattr(ray_shards, "python_command", lambda _: [sys.executable, str(program)])
+    monkeypatch.setattr(shards, "python_command", lambda _: [sys.executable, str(program)])
     node = SimpleNamespace(get_node_id=lambda: "a" * 12)
     here = SimpleNamespace(get_runtime_context=lambda: node, util=SimpleNamespace(get_node_ip_address=lambda: "127.0.0.1"))
-    monkeypatch.setattr(ray_shards, "load", lambda: here)
+    monkeypatch.setattr(shards, "load", lambda: here)
 
     def hears(*lines):
         while heard.read_text().splitlines() != list(lines):

@@ -1,11 +1,11 @@
-"""One picture from the answers of several shards: psd/cli/report.py."""
+"""One picture from the answers of several shards: psd/cli/ctl/report.py."""
 
 import json
 import re
 
 import pytest
 
-from psd.cli.report import as_text
+from psd.cli.ctl.report import as_text
 from psd.contract import facts
 from psd.v1 import control_pb2 as pb
 from psd.watch.merging import Answer, job_clock, merged_waits, merged_workers, problems

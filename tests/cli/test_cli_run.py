@@ -13,7 +13,7 @@ from signal import SIGINT, SIGKILL, SIGPIPE, SIGTERM
 import pytest
 
 from psd.checkpoint import CheckpointDirectory, CheckpointState
-from psd.cli.arguments import EXIT_CHECKPOINT
+from psd.cli.words.arguments import EXIT_CHECKPOINT
 from psd.contract.launching import python_command
 
 SERVERS = ["127.0.0.1:7000", "127.0.0.1:7001"]

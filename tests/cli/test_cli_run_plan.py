@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from psd.cli.launcher import Launcher
-from psd.cli.node_places import NodePlaces, spread
-from psd.cli.policy import Name
+from psd.cli.hosts.launcher import Launcher
+from psd.cli.job.places import NodePlaces, spread
+from psd.cli.job.policy import Name
 from psd.cli.run import main, parse
 from psd.cli.server import parse as parse_shard
 from psd.contract.environment import VARIABLES

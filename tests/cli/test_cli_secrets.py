@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from psd.cli import own_arguments, run, summary
-from psd.cli.arguments import location
-from psd.cli.state import StateDirectory
+from psd.cli import run
+from psd.cli.job import summary
+from psd.cli.processes import own_arguments
+from psd.cli.processes.state_directories import StateDirectory
+from psd.cli.words.arguments import location
 
 SECRET = f"pl4nted-s3cret-{os.getpid()}"
 QUERY = f"pl4nted-sign4ture-{os.getpid()}"
@@ -95,7 +97,7 @@ def test_shard_when_its_store_fails_then_the_secrets_of_its_url_are_not_said():
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("module", ["psd.cli.server", "psd.cli.run", "psd.cli.ctl"])
+@pytest.mark.parametrize("module", ["psd.cli.server", "psd.cli.run", "psd.cli.psdctl"])
 def test_command_when_a_url_is_misplaced_then_its_secrets_are_not_repeated(module):
     done = subprocess.run([sys.executable, "-m", module, "--checkpointdir", URL], capture_output=True, text=True, check=False)
 
@@ -107,7 +109,7 @@ def test_command_when_a_url_is_misplaced_then_its_secrets_are_not_repeated(modul
 @pytest.mark.process
 @pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="needs /proc")
 def test_arguments_when_one_is_a_url_with_a_secret_then_ps_shows_it_without(tmp_path):
-    code = "from psd.cli import own_arguments; own_arguments.hide_secrets(); print(open('/proc/self/cmdline').read())"
+    code = "from psd.cli.processes import own_arguments; own_arguments.hide_secrets(); print(open('/proc/self/cmdline').read())"
 
     found = subprocess.run([sys.executable, "-c", code, f"--dir={URL}", "last"], capture_output=True, text=True, check=True)
 
@@ -168,7 +170,7 @@ def test_tokens_when_they_are_taken_and_refused_then_are_in_no_output(start, tmp
 
     said = []
     for name, status in {"known": 0, "unknown": 1}.items():
-        command = [sys.executable, "-m", "psd.cli.ctl", "status", "--servers", address, "--token-file", str(tmp_path / name)]
+        command = [sys.executable, "-m", "psd.cli.psdctl", "status", "--servers", address, "--token-file", str(tmp_path / name)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == status, done.stderr
         said += [done.stdout, done.stderr]

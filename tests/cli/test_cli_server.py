@@ -13,9 +13,9 @@ import pytest
 from certificates import Authority
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from psd.cli import descriptors, malloc
+from psd.cli.processes import descriptor_limit, malloc
+from psd.cli.processes.wakeup_pipe import Wakeups
 from psd.cli.server import _start, main, parse
-from psd.cli.wakeups import Wakeups
 from psd.contract.config import ConfigError, ServerConfig
 from psd.contract.launching import READY_PATTERN
 from psd.rim.server import ShardServer
@@ -163,9 +163,9 @@ def test_allow_when_the_limit_is_lower_then_it_is_raised_as_far_as_may_be():
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
-        assert descriptors.allow(300) == 300
-        assert descriptors.allow(200) == 300
-        assert descriptors.allow(1 << 40) == before[1]
+        assert descriptor_limit.allow(300) == 300
+        assert descriptor_limit.allow(200) == 300
+        assert descriptor_limit.allow(1 << 40) == before[1]
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 

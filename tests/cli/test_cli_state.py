@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from psd.cli import state
-from psd.cli.state import StateDirectory, clear_abandoned, kept_run_id, private_path
+from psd.cli.processes import state_directories
+from psd.cli.processes.state_directories import StateDirectory, clear_abandoned, kept_run_id, private_path
 from psd.contract import environment
 from psd.contract.config import ConfigError
 
@@ -13,7 +13,7 @@ from psd.contract.config import ConfigError
 @pytest.fixture
 def parent(tmp_path, monkeypatch):
     """The parent of private state directories in this test."""
-    monkeypatch.setattr(state, "memory_directory", lambda: tmp_path)
+    monkeypatch.setattr(state_directories, "memory_directory", lambda: tmp_path)
     return tmp_path
 
 
@@ -135,7 +135,7 @@ def test_clear_abandoned_when_a_run_and_its_watchdog_were_killed_then_its_state_
 def test_clear_abandoned_when_a_shard_still_lives_then_its_state_stays(parent):
     orphaned = StateDirectory(private_path("orphaned"), "orphaned", 1, is_private=True)
     fill(orphaned)
-    shard_lock = state._take_lock(orphaned.shard(0))
+    shard_lock = state_directories._take_lock(orphaned.shard(0))
     os.close(orphaned.lock_fd)
     age(orphaned.path)
 

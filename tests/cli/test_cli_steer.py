@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import psd_client
-from psd.cli import job_logs
-from psd.cli.ctl import main
+from psd.cli.ctl import job_logs
+from psd.cli.psdctl import main
 
 GRADIENT = {"w": np.ones(4, np.float32)}
 

@@ -1,4 +1,4 @@
-"""Standard streams as they may be found: closed, full, of another locale, not blocking. psd/cli/terminal.py."""
+"""Standard streams as they may be found: closed, full, of another locale, not blocking. psd/cli/words/terminal.py."""
 
 import io
 import os
@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from psd.cli import run, terminal
-from psd.cli.launcher import Launcher
-from psd.cli.wakeups import Wakeups
+from psd.cli import run
+from psd.cli.hosts.launcher import Launcher
+from psd.cli.processes.wakeup_pipe import Wakeups
+from psd.cli.words import terminal
 
 RUN = [sys.executable, "-m", "psd.cli.run"]
 
@@ -93,7 +94,7 @@ def test_job_when_the_disk_of_its_output_is_full_then_it_goes_on(tmp_path):
     ("command", "status"),
     [
         (["psd.cli.server", "--shard", "0/1", "--listen", "127.0.0.1:0", "--exit-on-eof"], 0),
-        (["psd.cli.ctl", "status", "--servers", "127.0.0.1:1", "--timeout", "0.2"], 1),
+        (["psd.cli.psdctl", "status", "--servers", "127.0.0.1:1", "--timeout", "0.2"], 1),
     ],
 )
 def test_command_when_the_disk_of_its_output_is_full_then_it_says_so_and_ends_as_it_would(command, status):

@@ -2,8 +2,8 @@
 
 import pytest
 
-from psd.cli.log_files import LogFiles
-from psd.cli.summary import Summary
+from psd.cli.job.summary import Summary
+from psd.cli.processes.log_files import LogFiles
 from psd.contract.config import ConfigError
 
 COUNTED = "psd-server: shard {}/2 has counted {} pushes, {} late, up to step {} from {}; {} steps in {} s"

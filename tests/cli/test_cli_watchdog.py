@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from psd.cli.watchdog import Left, watch
+from psd.cli.processes.watchdog import Left, watch
 
 
 @pytest.mark.parametrize(

@@ -25,8 +25,8 @@ from psd_client.lanes.flat import FlatBuffers
 from psd_client.lanes.shards import RetryPolicy, Shards
 from psd_client.lanes.transport import Call
 from psd_client.lanes.waiting import ShardHealth, WaitReporter
-from psd_client.worker.heartbeat import Heartbeats
-from psd_client.worker.session import Session
+from psd_client.worker.session.heartbeat import Heartbeats
+from psd_client.worker.session.session import Session
 
 STEP_S = 0.1
 

@@ -27,7 +27,7 @@ from psd.contract.errors import (
     WaitTimeout,
 )
 from psd_client import SGD, ParameterServer, connect
-from psd_client.lanes.feed import Feed
+from psd_client.lanes.overlap_feed import Feed
 
 Start = Callable[..., Any]
 

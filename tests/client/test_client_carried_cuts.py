@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from psd.v1 import data_pb2
-from psd_client.worker.carried_cuts import CarriedCuts
+from psd_client.worker.session.carried_cuts import CarriedCuts
 
 
 def carrier(session: int = 5) -> CarriedCuts:

@@ -13,7 +13,7 @@ from client_faults import Thread, until
 
 from psd.contract.errors import ShardUnavailable
 from psd_client.lanes import shards
-from psd_client.lanes.crew import Crew, Task, can_start_threads
+from psd_client.lanes.daemon_threads import Crew, Task, can_start_threads
 from psd_client.lanes.shards import RetryPolicy, Shards
 from psd_client.lanes.transport import Call, Cancelled, Lane, Scope
 from psd_client.lanes.waiting import ShardHealth
@@ -187,7 +187,7 @@ def test_threads_when_the_program_runs_then_can_be_started() -> None:
 
 ENDING = """
 import atexit, threading
-from psd_client.lanes.crew import Crew, Task, can_start_threads
+from psd_client.lanes.daemon_threads import Crew, Task, can_start_threads
 
 def at_end():
     task = Task(lambda: print("done", flush=True))

@@ -10,7 +10,7 @@ from client_faults import Thread
 
 from psd.contract.jobspec import GroupSpec, JobSpec, TensorSpec
 from psd.contract.layout import Block, Layout
-from psd_client.lanes.feed import Aborted, Feed
+from psd_client.lanes.overlap_feed import Aborted, Feed
 
 SIZES = (600_000, 10, 1_200_000, 5, 80_000)
 

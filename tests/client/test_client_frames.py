@@ -19,7 +19,7 @@ import psd_core
 from psd.rim.bulk_connection import ServedConnection
 from psd_client import SGD, Table, connect
 from psd_client.lanes import grpc_channel
-from psd_client.lanes.crew import Crew, Task
+from psd_client.lanes.daemon_threads import Crew, Task
 
 FRAMES_MAX = 7
 """In one thread."""

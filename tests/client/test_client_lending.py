@@ -83,7 +83,7 @@ def test_push_pull_when_the_process_has_forked_then_the_childs_parameters_stay_a
 
 def test_the_system_calls_what_watches_forks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of every place in shared memory, once for each child."""
-    from psd_client.worker import lending
+    from psd_client.worker.exchange import lending
 
     class Places:
         forks = 0

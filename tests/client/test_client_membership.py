@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from psd_client.lanes.transport import Cancelled
-from psd_client.worker.membership import JobMembership, Memberships
+from psd_client.worker.session.membership import JobMembership, Memberships
 
 
 def made(session: int, *incarnations: int) -> JobMembership:

@@ -11,7 +11,7 @@ import pytest
 from client_faults import Restartable, in_threads, until
 
 from psd.checkpoint import CheckpointDirectory
-from psd.cli.ctl import main
+from psd.cli.psdctl import main
 from psd.contract.errors import InvalidRequest, RolledBack, SessionFenced, WrongShard
 from psd_client import SGD, Drained, connect
 

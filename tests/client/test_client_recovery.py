@@ -16,7 +16,7 @@ from client_faults import Restartable, Thread, connect_faulty, expire, until
 from psd.contract.errors import InvalidRequest, RolledBack, SessionFenced, StateLost, WaitTimeout
 from psd.state.workers.membership import WorkerState
 from psd_client import SGD, ParameterServer, connect
-from psd_client.worker.session import REJOINS_MAX
+from psd_client.worker.session.session import REJOINS_MAX
 
 Start = Callable[..., Any]
 

@@ -324,7 +324,7 @@ def test_go_back_when_a_shard_cannot_read_the_checkpoint_then_is_told(world: Wor
 
     for lane in world.lanes:
         monkeypatch.setattr(lane, "rollback", rollback, raising=False)
-    monkeypatch.setattr("psd_client.worker.timeline.LOOK_AGAIN_S", 0.0)
+    monkeypatch.setattr("psd_client.worker.session.timeline.LOOK_AGAIN_S", 0.0)
 
     with pytest.raises(CheckpointFailed, match="no network"):
         world.session.go_back(lambda: None)

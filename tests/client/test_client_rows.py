@@ -17,8 +17,8 @@ from psd.contract.tables import SparseTableSpec
 from psd.contract.wire import Kind
 from psd.v1 import bulk_pb2, data_pb2
 from psd_client.lanes import bulk_connection, transport, wanted_rows
-from psd_client.lanes.feed import Feed
 from psd_client.lanes.flat import FlatBuffers
+from psd_client.lanes.overlap_feed import Feed
 from psd_client.lanes.transport import Call, GradientPart, Scope
 
 TABLES = (SparseTableSpec("a", 3), SparseTableSpec("b", 2))

@@ -18,7 +18,7 @@ from psd.contract.tables import SparseTableSpec
 from psd.v1 import data_pb2, job_pb2
 from psd_client import SGD, Table, connect
 from psd_client.client import worker_of
-from psd_client.lanes import patience, rows_memory
+from psd_client.lanes import rows_memory, silence_deadline
 from psd_client.lanes.flat import FlatBuffers, share_memory
 from psd_client.lanes.rows_memory import RowsMemory
 from psd_client.lanes.segment import Segment
@@ -86,8 +86,8 @@ def test_call_when_cancelled_then_a_shard_that_holds_on_writes_no_rows_that_the_
     scripted: Callable[..., ScriptedShard], told: Callable[..., ToldLane], monkeypatch: pytest.MonkeyPatch, is_ahead: bool
 ) -> None:
     """It may be suspended, and go on later where it was."""
-    monkeypatch.setattr(patience, "PAUSE_S", 0.05)
-    monkeypatch.setattr(patience, "CANCEL_S", 0.1)
+    monkeypatch.setattr(silence_deadline, "PAUSE_S", 0.05)
+    monkeypatch.setattr(silence_deadline, "CANCEL_S", 0.1)
 
     def holds_on(conversation: Conversation) -> None:
         conversation.welcome()

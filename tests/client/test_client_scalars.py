@@ -18,9 +18,9 @@ from full_disk import full_disk
 from psd.contract.errors import InvalidRequest, ShardUnavailable
 from psd.v1 import control_pb2
 from psd_client import SGD, connect
-from psd_client.worker import scalar_log
-from psd_client.worker.scalar_files import LoggedScalars, ScalarFiles
-from psd_client.worker.scalar_log import ScalarLog
+from psd_client.worker.scalars import scalar_log
+from psd_client.worker.scalars.scalar_files import LoggedScalars, ScalarFiles
+from psd_client.worker.scalars.scalar_log import ScalarLog
 
 
 class Wire:

@@ -14,7 +14,7 @@ from certificates import Authority
 from client_faults import Restartable, Thread, until
 
 import psd_client
-from psd.cli.ctl import main as psdctl
+from psd.cli.psdctl import main as psdctl
 from psd.rim.server import ShardServer
 
 HOST = "127.0.0.1"

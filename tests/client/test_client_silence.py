@@ -23,7 +23,7 @@ from psd.contract.jobspec import GroupSpec, JobSpec, TensorSpec
 from psd.contract.layout import Layout
 from psd.contract.wire import Disconnected, Kind
 from psd.v1 import bulk_pb2, data_pb2, job_pb2
-from psd_client.lanes import bulk_connection, bulk_opener, patience
+from psd_client.lanes import bulk_connection, bulk_opener, silence_deadline
 from psd_client.lanes.flat import FlatBuffers, share_memory
 from psd_client.lanes.transport import Call, Cancelled, GradientPart, Lane, Scope
 
@@ -40,7 +40,7 @@ Told = Callable[..., ToldLane]
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bulk_connection, "HELLO_S", 0.3)
     for name, seconds in {"PAUSE_S": 0.05, "SILENT_S": 1.5, "CANCEL_S": 0.3}.items():
-        monkeypatch.setattr(patience, name, seconds)
+        monkeypatch.setattr(silence_deadline, name, seconds)
 
 
 def silent(_: Conversation) -> None:
@@ -219,7 +219,7 @@ def test_call_when_its_deadline_passes_then_says_what_has_not_answered(
     scripted: Start, told: Told, make_call: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An error of psd's, not Python's."""
-    monkeypatch.setattr(patience, "SILENT_S", LONG)
+    monkeypatch.setattr(silence_deadline, "SILENT_S", LONG)
     lane = told(scripted(deaf).port)
 
     with pytest.raises(WaitTimeout, match=r"shard 0 at 127\.0\.0\.1:9: no answer within 0\.3 s"):
@@ -232,7 +232,7 @@ def test_call_when_cancelled_then_ends_whatever_the_shard_does(
 ) -> None:
     """Over TCP nobody but this process touches its memory, and there is nothing to wait for."""
     for name in ("SILENT_S", "CANCEL_S"):
-        monkeypatch.setattr(patience, name, LONG)
+        monkeypatch.setattr(silence_deadline, name, LONG)
     shard, scope = scripted(deaf), Scope()
     lane = told(shard.port)
     calling = Thread(lambda: make_call(lane, scope))

@@ -45,7 +45,7 @@ def test_ages_are_counted_from_what_each_worker_has_read(cluster: Start) -> None
         second.pull()
         second.push_pull(gradient(1))  # 0
         first.push(gradient(1))  # 3
-        command = [sys.executable, "-m", "psd.cli.ctl", "status", "--servers", servers]
+        command = [sys.executable, "-m", "psd.cli.psdctl", "status", "--servers", servers]
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         shown = json.loads(subprocess.run([*command, "--json"], capture_output=True, text=True, check=True).stdout)
 

@@ -12,7 +12,7 @@ from client_faults import until
 import psd_client
 from psd.contract.wire import Kind
 from psd.v1 import bulk_pb2, data_pb2
-from psd_client.worker import exchange
+from psd_client.worker.exchange import exchange
 
 SIZE = 4_000_000
 """float32: what no buffers of sockets hold."""

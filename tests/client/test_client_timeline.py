@@ -10,7 +10,7 @@ import pytest
 
 from psd.contract.errors import CheckpointCorrupt, StateLost
 from psd.v1 import control_pb2
-from psd_client.worker.timeline import join_one_timeline
+from psd_client.worker.session.timeline import join_one_timeline
 
 
 @dataclass

@@ -176,8 +176,8 @@ def test_pull_when_a_range_is_long_then_no_shard_copies_more_than_a_portion_of_i
     cluster: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     portion = 8 * 1000
-    monkeypatch.setattr("psd.state.vectors.desk.FETCH_BYTES_MAX", portion)
-    monkeypatch.setattr("psd_client.worker.vector_fetches.FETCH_BYTES_MAX", portion)
+    monkeypatch.setattr("psd.state.desks.vectors.FETCH_BYTES_MAX", portion)
+    monkeypatch.setattr("psd_client.worker.vectors.fetches.FETCH_BYTES_MAX", portion)
     copied, read = [], VectorStore.read
 
     def noted(self: VectorStore, *args: Any) -> NDArray[Any]:
@@ -193,7 +193,7 @@ def test_pull_when_a_range_is_long_then_no_shard_copies_more_than_a_portion_of_i
         np.testing.assert_array_equal(x.pull(), numbers)
         np.testing.assert_array_equal(x.pull(5000, 15_001), numbers[5000:15_001])
         assert m.pull_rows([1, 2]).shape == (2, 5000)
-        monkeypatch.setattr("psd_client.worker.vector_fetches.FETCH_BYTES_MAX", 2 * portion)
+        monkeypatch.setattr("psd_client.worker.vectors.fetches.FETCH_BYTES_MAX", 2 * portion)
         with pytest.raises(InvalidRequest, match="16000 bytes of 'x' are above 8000, the limit of a call"):
             x.pull()
 

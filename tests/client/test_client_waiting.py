@@ -16,9 +16,9 @@ from psd.contract.errors import PsdError, SessionFenced, ShardRestarted, ShardUn
 from psd.v1 import control_pb2
 from psd_client.lanes.transport import Cancelled
 from psd_client.lanes.waiting import ShardHealth, WaitReporter, merge
-from psd_client.worker.carried_cuts import CarriedCuts
-from psd_client.worker.heartbeat import Heartbeats
-from psd_client.worker.membership import JobMembership, Memberships
+from psd_client.worker.session.carried_cuts import CarriedCuts
+from psd_client.worker.session.heartbeat import Heartbeats
+from psd_client.worker.session.membership import JobMembership, Memberships
 
 BEHIND = control_pb2.WorkerStatus(rank=3, state=control_pb2.WORKER_STATE_LIVE, clock=40, last_seen_s=12)
 ABSENT = control_pb2.WorkerStatus(rank=1, state=control_pb2.WORKER_STATE_ABSENT, last_seen_s=-1)
@@ -396,7 +396,7 @@ def test_thread_when_a_heartbeat_fails_by_a_defect_then_says_so_and_goes_on(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without it every lease would run out, again and again."""
-    monkeypatch.setattr("psd_client.worker.heartbeat.AFTER_DEFECT_S", 0.0)
+    monkeypatch.setattr("psd_client.worker.session.heartbeat.AFTER_DEFECT_S", 0.0)
     rig = Rig()
     beaten = threading.Event()
     step, defects = rig.heartbeats.step, [ZeroDivisionError()]

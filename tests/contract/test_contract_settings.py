@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from psd.cli.arguments import add_options
+from psd.cli.words.arguments import add_options
 from psd.contract.settings import PORT, SECRET_LOCATION, check, setting, settings_of, shared_flags
 
 

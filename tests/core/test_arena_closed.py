@@ -7,9 +7,9 @@ import threading
 import pytest
 from arena_workload import SHAPES, WORKERS, check_places, create_published, fill, is_whole, snapshot_bytes, update, versions
 
-from psd_core import _arena_file as files
+from psd_core import _store_file as files
 from psd_core._arena_pages import SPARE_PAGES_KEPT
-from psd_core.arena import Arena, ArenaBusy, ArenaClosed, BlockShape
+from psd_core.arena import Arena, ArenaBusy, BlockShape, StoreClosed
 
 BLOCKS = range(len(SHAPES))
 MANY = [BlockShape("float32", 4000, 1, 1)] * 64
@@ -41,7 +41,7 @@ def give_everything_back(arena, old, current, spares):
         arena.discard(page)
     for page in spares[1::2]:
         fill(page, 3)
-        with pytest.raises(ArenaClosed):
+        with pytest.raises(StoreClosed):
             arena.publish(page.block, page, 3)
     arena.trim()
 
@@ -103,7 +103,7 @@ def test_nothing_of_a_closed_arena_can_be_changed_or_begun(memory_path):
         lambda: arena.set_member(1, 8, 0, 2),
         lambda: arena.record_decision(5, 0b1),
     ):
-        with pytest.raises(ArenaClosed, match="has been closed"):
+        with pytest.raises(StoreClosed, match="has been closed"):
             change()
     arena.trim()
 

@@ -6,8 +6,8 @@ import struct
 import pytest
 from arena_workload import SHAPES, WORKERS, check_places, update, versions
 
-from psd_core import _arena_file as files
 from psd_core import _arena_format as form
+from psd_core import _store_file as files
 from psd_core.arena import Arena, ArenaCorrupt, BlockShape
 
 META = b"seventeen letters"

@@ -9,8 +9,8 @@ import sys
 import pytest
 from arena_workload import SHAPES, check_places, create_published, is_whole, snapshot_bytes, update, versions
 
-from psd_core import _arena_file as files
-from psd_core.arena import Arena, ArenaError, ArenaFull
+from psd_core import _store_file as files
+from psd_core.arena import Arena, ArenaError, StoreFull
 
 BLOCKS = range(len(SHAPES))
 
@@ -40,7 +40,7 @@ def test_no_space_for_a_page_is_an_error_that_changes_nothing(code, memory_path,
     with monkeypatch.context() as patch:
         patch.setattr(files.os, "posix_fallocate", full)
         taken = []
-        with pytest.raises(ArenaFull, match=r"no space for .* bytes") as caught:
+        with pytest.raises(StoreFull, match=r"no space for .* bytes") as caught:
             take_until_full(arena, taken)
         assert isinstance(caught.value, OSError)
         assert isinstance(caught.value, ArenaError)
@@ -65,7 +65,7 @@ def test_no_space_for_an_arena_leaves_nothing(memory_path, monkeypatch):
 
     monkeypatch.setattr(files.os, "posix_fallocate", full)
 
-    with pytest.raises(ArenaFull):
+    with pytest.raises(StoreFull):
         create_published(memory_path / "state")
     assert not (memory_path / "state").exists()
 
@@ -74,7 +74,7 @@ def test_no_room_for_another_extent_is_an_error(memory_path):
     arena = create_published(memory_path)
     arena._blocks.pool._record_count = arena._front.extents_max
 
-    with pytest.raises(ArenaFull, match="no room for more"):
+    with pytest.raises(StoreFull, match="no room for more"):
         take_until_full(arena, [])
     arena.close(remove=True)
 
@@ -93,7 +93,7 @@ def small_file_system(tmp_path):
 def test_a_full_memory_file_system_gives_an_error_and_no_signal(small_file_system):
     arena = create_published(small_file_system / "state")
     pinned = []
-    with pytest.raises(ArenaFull):
+    with pytest.raises(StoreFull):
         update_pinning_everything(arena, pinned)
     assert len(pinned) > 50
     seen = versions(arena)

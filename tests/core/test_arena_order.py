@@ -12,7 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from psd_core.arena import Arena, ArenaBusy, ArenaClosed, BlockShape
+from psd_core.arena import Arena, ArenaBusy, BlockShape, StoreClosed
 
 BLOCKS = range(len(SHAPES))
 
@@ -142,7 +142,7 @@ class AnyOrder(RuleBasedStateMachine):
             arena.discard(page)
         else:
             fill(page, 54321)
-            with pytest.raises(ArenaClosed):
+            with pytest.raises(StoreClosed):
                 arena.publish(page.block, page, 54321)
         arena.trim()
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from arena_workload import SHAPES, check_places, create_published, fill, is_whole, snapshot_bytes, update, versions
 
-from psd_core import _arena_file as files
+from psd_core import _store_file as files
 from psd_core._arena_pages import SPARE_PAGES_KEPT
 from psd_core.arena import Arena, BlockShape
 

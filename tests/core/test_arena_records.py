@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from arena_workload import SHAPES, WORKERS
 
-from psd_core import _arena_file as files
+from psd_core import _store_file as files
 from psd_core.arena import WORDS, Arena, ArenaBusy, ArenaError, BlockShape
 
 

@@ -11,9 +11,9 @@ from helpers_rules import Case, cases
 from table_model import DIM, SGD, TableModel, check_places, rows_of, spec_of
 
 from psd_core import InvalidArray
-from psd_core import _arena_file as files
+from psd_core import _store_file as files
 from psd_core._arena import LARGE_PAGE_BYTES
-from psd_core.arena import ArenaBusy, ArenaClosed, ArenaCorrupt, ArenaError, ArenaFull
+from psd_core.arena import ArenaBusy, ArenaCorrupt, ArenaError, StoreClosed, StoreFull
 from psd_core.initial import Zeros
 from psd_core.table import ROWWISE_ADAGRAD, RowSums, TableSpec, TableStore, bytes_max, mixed
 
@@ -244,9 +244,9 @@ def test_no_space_is_an_error_that_changes_nothing(path, rng, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(files.os, "posix_fallocate", full)
-        with pytest.raises(ArenaFull, match=r"no space for .* bytes"):
+        with pytest.raises(StoreFull, match=r"no space for .* bytes"):
             store.push(np.arange(20_000), grads_for(rng, 20_000), SGD.named)
-        with pytest.raises(ArenaFull):
+        with pytest.raises(StoreFull):
             TableStore.create(path.with_name("other"), spec_of(SGD))
         assert [file.name for file in path.parent.iterdir()] == ["table"]
         assert (rows_of(store), store.counters()) == (before, counters)
@@ -292,7 +292,7 @@ def test_a_file_has_one_owner_and_says_what_is_wrong_with_it(path, rng):
     with pytest.raises(ArenaBusy):
         TableStore.open(path)
     store.close(remove=False)
-    with pytest.raises(ArenaClosed):
+    with pytest.raises(StoreClosed):
         store.read(np.arange(3))
     good = path.read_bytes()
     second_root = 4096 + 128 + 256

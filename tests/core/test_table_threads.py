@@ -10,7 +10,7 @@ from table_model import SGD
 
 from psd_core import _table_pages as pages
 from psd_core import table
-from psd_core._arena_format import ArenaClosed, ArenaFull
+from psd_core._arena_format import StoreClosed, StoreFull
 from psd_core._table import ROWS
 from psd_core.table import TableSpec, TableStore
 
@@ -121,7 +121,7 @@ def test_a_push_waits_for_no_page_that_another_thread_takes_ahead(is_full, memor
             is_ahead = threading.current_thread() is not threading.main_thread()
             (aheads if is_ahead else waits).append(have)
             if is_ahead and is_full:
-                raise ArenaFull("no space")
+                raise StoreFull("no space")
         take_space(file, partition, region, have, end)
 
     monkeypatch.setattr(pages, "_SHARE_MAX", 1.0)
@@ -189,7 +189,7 @@ def test_a_store_is_closed_while_a_push_begins_to_take_a_page_ahead(memory_path,
 
     monkeypatch.setattr(pages.threading, "Thread", Made)
     ones = np.ones((500, 256), np.float32)
-    with contextlib.suppress(ArenaClosed):  # whoever has the lock first
+    with contextlib.suppress(StoreClosed):  # whoever has the lock first
         for number in range(40):
             store.push(np.arange(500) + 500 * number, ones, SGD.named)
     closing[0].join()

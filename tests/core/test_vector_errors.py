@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import vector_words as ops
 
-from psd_core.arena import ArenaBusy, ArenaClosed, ArenaCorrupt, ArenaError
+from psd_core.arena import ArenaBusy, ArenaCorrupt, ArenaError, StoreClosed
 from psd_core.vector import BatchName, NoSuchVector, VectorError, VectorSpec, VectorStore
 
 ONES = np.ones(3)
@@ -116,7 +116,7 @@ def test_a_directory_has_one_store_and_whole_files(memory_path):
         VectorStore.open(path)
     store.close(remove=False)
     store.close(remove=True)  # it is closed already
-    with pytest.raises(ArenaClosed):
+    with pytest.raises(StoreClosed):
         store.read("x")
 
     for name, damage, message in (

@@ -7,7 +7,7 @@ import pytest
 import vector_words as ops
 from full_disk import no_room_at
 
-from psd_core.arena import ArenaCorrupt, ArenaFull
+from psd_core.arena import ArenaCorrupt, StoreFull
 from psd_core.vector import BatchName, VectorSpec, VectorStore
 
 BEFORE, NAME = BatchName(1, 1), BatchName(1, 2)
@@ -48,7 +48,7 @@ def test_a_call_that_finds_no_room_at_any_step_is_done_or_not_and_can_be_made_ag
         with no_room_at(failing, monkeypatch) as calls:
             try:
                 CALLS[call](store)
-            except ArenaFull:
+            except StoreFull:
                 pass
             else:
                 refused = False

@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 from source_tree import ROOT
 
-from psd.cli import manifests
+from psd.cli.kubernetes import manifests
 
 DEPLOY = ROOT / "deploy"
 UNDERSTOOD = {"apiVersion", "kind", "resources", "components"}

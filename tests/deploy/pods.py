@@ -25,7 +25,7 @@ from source_tree import ROOT
 COMMANDS = {
     "python": [sys.executable],
     "psd-server": [sys.executable, "-m", "psd.cli.server"],
-    "psdctl": [sys.executable, "-m", "psd.cli.ctl"],
+    "psdctl": [sys.executable, "-m", "psd.cli.psdctl"],
 }
 IMAGE_PATHS = {"/opt/psd": str(ROOT)}
 SHARED = "/mnt/shared"

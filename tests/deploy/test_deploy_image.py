@@ -9,7 +9,7 @@ import re
 from kustomized import DEPLOY, kustomized
 from source_tree import ROOT
 
-from psd.cli import manifests
+from psd.cli.kubernetes import manifests
 
 LINES = re.sub(r"\\\n", " ", (DEPLOY / "Dockerfile").read_text()).splitlines()
 STEPS = [tuple(line.split(maxsplit=1)) for line in LINES if line and not line.startswith("#")]

@@ -13,7 +13,8 @@ import yaml
 from kustomized import DEPLOY, kustomized
 from source_tree import ROOT
 
-from psd.cli import credentials, manifests, run, server
+from psd.cli import run, server
+from psd.cli.kubernetes import credentials, manifests
 from psd.contract.config import ServerConfig
 from psd.contract.environment import VARIABLES
 from psd.rim.server import READY

@@ -18,8 +18,9 @@ from kustomized import DEPLOY, kustomized
 from player import Cluster
 from pods import SHARED
 
-from psd.cli import credentials, manifests, run
-from psd.cli.kubectl import Kubectl
+from psd.cli import run
+from psd.cli.kubernetes import credentials, manifests
+from psd.cli.kubernetes.kubectl import Kubectl
 
 SCRIPT = str(Path(__file__).with_name("summing_worker.py"))
 STEPS_BETWEEN = 5

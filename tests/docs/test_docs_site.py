@@ -18,7 +18,7 @@ from psd.contract.errors import PsdError
 from psd.contract.facts import CATALOGUE
 from psd.contract.rules import RULES
 
-COMMANDS = {"psd-server": "server", "psd-run": "run", "psdctl": "ctl"}
+COMMANDS = {"psd-server": "server", "psd-run": "run", "psdctl": "psdctl"}
 
 
 @pytest.fixture(scope="module")

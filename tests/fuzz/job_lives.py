@@ -29,8 +29,8 @@ from psd.cli import server
 from psd.contract.config import ServerConfig
 from psd.contract.errors import PsdError
 from psd.contract.jobspec import JobSpec
+from psd.state.cuts.snapshots import new_id
 from psd.state.durability import leftovers, notes
-from psd.state.durability.snapshots import new_id
 from psd.v1 import job_pb2, storage_pb2, vectors_pb2
 from psd_core.table import STEP_MAX
 from psd_core.vector_operations import KINDS

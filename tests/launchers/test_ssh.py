@@ -11,7 +11,7 @@ import pytest
 from commands import processes
 from conftest import wait_until
 
-from psd.cli.arguments import EXIT_HOST_LOST
+from psd.cli.words.arguments import EXIT_HOST_LOST
 
 
 @pytest.fixture

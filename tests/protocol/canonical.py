@@ -23,7 +23,7 @@ from google.protobuf.message import Message as Protobuf
 from green import Event, Fiber, Fibers, Future, Lock, Sleep, Waiters
 
 from psd.state.aggregation.version_waits import VersionWaits
-from psd.state.durability.cuts import Cuts
+from psd.state.cuts.cuts import Cuts
 from psd.state.tickets import Ticket
 from psd_client.lanes.flat import FlatBuffers
 from psd_client.lanes.transport import Lane

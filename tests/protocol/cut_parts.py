@@ -19,7 +19,7 @@ from psd.contract.config import ServerConfig
 from psd.contract.layout import Layout
 from psd.rim.checkpointer import Checkpointer
 from psd.rim.vector_gate import VectorGate
-from psd.state.durability.snapshots import Snapshot
+from psd.state.cuts.snapshots import Snapshot
 from psd.state.shard import Shard
 from psd.v1 import data_pb2
 

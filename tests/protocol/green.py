@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 
 from greenlet import GreenletExit, getcurrent, greenlet
 
-from psd_client.lanes import crew
+from psd_client.lanes import daemon_threads
 
 
 class Fiber(greenlet):
@@ -199,7 +199,7 @@ class Future:
 
 
 class Crew:
-    """psd_client.lanes.crew.Crew with a fiber for each task."""
+    """psd_client.lanes.daemon_threads.Crew with a fiber for each task."""
 
     def __init__(self, name: str) -> None:
         del name
@@ -307,7 +307,7 @@ def _stand_ins() -> dict[Any, Any]:
         id(threading): fake_threading,
         id(time): fake_time,
         id(queue.SimpleQueue): Queue,
-        id(crew.Crew): Crew,
+        id(daemon_threads.Crew): Crew,
     }
 
 

@@ -12,16 +12,16 @@ import pytest
 
 from psd.state.aggregation.agreement import Agreement, Voice
 from psd.state.aggregation.rounds import FastRound, Outcome
+from psd.state.cuts.positions import Positions
 from psd.state.durability.client_states import ClientStates
-from psd.state.durability.positions import Positions
 from psd.state.job import Job
 from psd.state.tables.block import TablesBlock
 from psd_client.lanes.transport import GradientPart
-from psd_client.worker.data_requests import DataRequests
-from psd_client.worker.exchange import ParameterExchange
-from psd_client.worker.membership import Memberships
-from psd_client.worker.sent_push import SentPush
-from psd_client.worker.session import Session
+from psd_client.worker.exchange.data_requests import DataRequests
+from psd_client.worker.exchange.exchange import ParameterExchange
+from psd_client.worker.exchange.sent_push import SentPush
+from psd_client.worker.session.membership import Memberships
+from psd_client.worker.session.session import Session
 
 
 def clock_before_commit(monkeypatch: pytest.MonkeyPatch) -> None:

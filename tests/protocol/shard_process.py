@@ -29,9 +29,9 @@ from psd.state import core as state_core
 from psd.state import locks
 from psd.state import shard as state_shard
 from psd.state.aggregation.settlement import KEPT
-from psd.state.durability import restoration as state_restoration
-from psd.state.durability.positions import HOLD_S_MAX
-from psd.state.durability.storage import Storage
+from psd.state.cuts.positions import HOLD_S_MAX
+from psd.state.desks import restoration as state_restoration
+from psd.state.durability.state_directory import Storage
 from psd.state.life import Life
 from psd.state.shard import Shard
 from psd.state.tables.stores import close_stores

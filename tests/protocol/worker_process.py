@@ -25,7 +25,7 @@ from psd.v1 import control_pb2
 from psd_client.lanes.shards import RetryPolicy
 from psd_client.lanes.transport import Cancelled, Scope
 from psd_client.worker.flat_calls import FlatCalls
-from psd_client.worker.heartbeat import Heartbeats
+from psd_client.worker.session.heartbeat import Heartbeats
 
 Slot = tuple[int, str]
 AWAY_S = 1e6
@@ -98,7 +98,7 @@ def stand_ins() -> list[tuple[Any, str, Any]]:
         (worker, "RetryPolicy", lambda timeout_s: RetryPolicy(timeout_s, clock=green.now, uniform=lambda: 0.0)),
         (worker, "Heartbeats", QuietHeartbeats),
         (
-            importlib.import_module("psd_client.worker.joining"),
+            importlib.import_module("psd_client.worker.session.joining"),
             "drawn_integer",
             lambda: green.current().fibers.number + 1,
         ),

@@ -13,7 +13,7 @@ from typing import Any
 import half_push_job
 
 from psd.v1 import data_pb2
-from psd_client.lanes.feed import Feed
+from psd_client.lanes.overlap_feed import Feed
 from psd_client.lanes.transport import Call, GradientPart, Scope
 
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from shard_processes import ShardProcess
 
 import psd_client
-from psd_client.worker.session import Session
+from psd_client.worker.session.session import Session
 
 pytestmark = pytest.mark.process
 

@@ -57,7 +57,7 @@ def valid_names(url: str) -> list[str]:
 
 def shown_by_psdctl(shards: list[ShardProcess]) -> str:
     done = subprocess.run(
-        [sys.executable, "-m", "psd.cli.ctl", "status", "--servers", servers_of(shards)],
+        [sys.executable, "-m", "psd.cli.psdctl", "status", "--servers", servers_of(shards)],
         capture_output=True,
         text=True,
         timeout=60,

@@ -16,7 +16,7 @@ from test_rim_last_checkpoint import at_once, end, found_in
 import psd_client
 from psd.checkpoint import CheckpointDirectory, CheckpointState, Cut
 from psd.contract.errors import CheckpointFailed, InvalidRequest
-from psd.state.durability.snapshots import Snapshot
+from psd.state.cuts.snapshots import Snapshot
 from psd.v1 import data_pb2
 
 SIZE = 3 * 4096

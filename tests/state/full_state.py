@@ -7,7 +7,7 @@ import shutil
 import pytest
 from shard_driver import Driver
 
-from psd_core.arena import ArenaFull
+from psd_core.arena import StoreFull
 
 NO_ROOM = "has no room for the shard's notes: File too large"
 
@@ -45,7 +45,7 @@ class Hoarder:
     def __init__(self, driver):
         self._arena = driver.core.job.arena
         self._pages = []
-        with pytest.raises(ArenaFull):
+        with pytest.raises(StoreFull):
             while True:
                 self._pages.append(self._arena.spare(0))
 

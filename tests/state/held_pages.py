@@ -16,7 +16,7 @@ from shard_driver import Driver, Seat, job_spec
 
 from psd.contract.errors import PsdError
 from psd.contract.jobspec import GroupSpec, JobSpec
-from psd.state.durability.snapshots import Done
+from psd.state.cuts.snapshots import Done
 from psd.v1 import data_pb2
 from psd_core.arena import Page
 

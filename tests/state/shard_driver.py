@@ -21,9 +21,9 @@ from psd.contract.rows import TableRows, parts_of
 from psd.contract.tables import SparseTableSpec
 from psd.state.aggregation.rounds import FastRound
 from psd.state.core import ShardCore
+from psd.state.desks.transfers import Push
 from psd.state.shard import Shard
 from psd.state.tickets import Ticket
-from psd.state.transfers import Push
 from psd.state.workers.membership import tick_s
 from psd.v1 import control_pb2, data_pb2, job_pb2
 

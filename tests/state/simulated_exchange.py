@@ -1,4 +1,5 @@
-"""The part of a simulated worker that moves gradients and parameters: what psd_client/worker/exchange.py and psd/rim do.
+"""The part of a simulated worker that moves gradients and parameters: what psd_client/worker/exchange/exchange.py and psd/rim
+do.
 
 A push and a pull, or both at once from memory that the shard reads where it lies; repeated where the shard has died.
 """
@@ -15,12 +16,12 @@ from simulated_settlement import Counted, Sent, SettlingWorker
 
 from psd.contract.errors import SessionFenced, ShardRestarted
 from psd.state.aggregation.block import BlockState
-from psd.state.aggregation.lent import Loan
+from psd.state.aggregation.lent_gradients import Loan
 from psd.state.aggregation.rounds import Outcome
 from psd.state.aggregation.trained import Trained
+from psd.state.desks.transfers import Pull, Push
 from psd.state.shard import Shard
 from psd.state.tickets import Ticket
-from psd.state.transfers import Pull, Push
 from psd.v1 import control_pb2, data_pb2, job_pb2
 
 if TYPE_CHECKING:

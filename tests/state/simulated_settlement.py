@@ -1,4 +1,4 @@
-"""The part of a simulated worker that brings verdicts about: what psd_client/worker/verdict_search.py does, as generators."""
+"""The part of a simulated worker that brings verdicts about: psd_client/worker/exchange/verdict_search.py, as generators."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class SettlingWorker:
             self.settled = self.verdict.round
 
     def await_decisions(self) -> Iterator[Any]:
-        """What psd_client/worker/session.py does: know what was decided on the round before the clock."""
+        """What psd_client/worker/session/session.py does: know what was decided on the round before the clock."""
         known = max((decision.round for decision in self.decisions), default=-1)
         if self.world.is_exact and self.clock > known + 1:
             self.world.waits_for_decisions += 1

@@ -2,7 +2,8 @@
 
 It joins, declares, provides initial values, pushes, commits (exact aggregation), pulls, and meets the others at barriers. Where
 a shard has come back as another incarnation it resumes there and sends again what it has no answer for, and in jobs with rounds
-also its last push, until it has pulled the round: see psd_client/worker/session.py and exchange.py, which this must follow.
+also its last push, until it has pulled the round: see psd_client/worker/session/session.py and exchange.py, which this must
+follow.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from shard_driver import Driver
 
 from psd.contract.config import ConfigError, ServerConfig
 from psd.rim.server import ShardServer
-from psd.state.durability import boots, notes, storage
+from psd.state.durability import boots, notes, state_directory
 
 
 @pytest.fixture
@@ -122,7 +122,7 @@ def test_where_the_system_says_it_in_another_way_a_killed_shard_is_gone_on_from(
 def test_orders_of_a_job_that_is_over_are_not_the_next_ones(tmp_path):
     """Its arena has gone; the directory is the operator's, and stays."""
     notes.write(tmp_path, "orders", b"orders")
-    found = storage.Storage(ServerConfig(0, 1, state_dir=str(tmp_path)), None)
+    found = state_directory.Storage(ServerConfig(0, 1, state_dir=str(tmp_path)), None)
 
     assert found.load_orders() == b"orders"
     assert found.recover(lambda: False) is None

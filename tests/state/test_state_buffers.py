@@ -11,7 +11,7 @@ from shard_driver import SGD, Driver, Seat
 from psd.contract.consistency import Consistency
 from psd.contract.errors import InvalidRequest, InvalidTensor, PsdError
 from psd.contract.jobspec import GroupSpec, JobSpec, TensorSpec
-from psd.state.durability.snapshots import Snapshot
+from psd.state.cuts.snapshots import Snapshot
 from psd.v1 import data_pb2
 
 WEIGHT, MEAN, COUNT = 0, 1, 2

@@ -10,7 +10,7 @@ from shard_driver import Driver, job_spec
 
 from psd.contract.config import CUTS_MAX
 from psd.contract.errors import InvalidRequest
-from psd.state.durability.snapshots import check_cuts
+from psd.state.cuts.snapshots import check_cuts
 from psd.v1 import data_pb2
 
 

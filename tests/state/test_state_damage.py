@@ -16,7 +16,7 @@ from psd.contract.config import ConfigError, Limits
 from psd.contract.errors import RolledBack
 from psd.contract.vectors import spec_message
 from psd.state.core import ShardCore
-from psd.state.durability.storage import Storage
+from psd.state.durability.state_directory import Storage
 from psd.state.shard import Shard
 from psd.v1 import vectors_pb2
 from psd_core.vector import VectorSpec
@@ -221,7 +221,7 @@ def test_what_a_machine_that_went_down_has_left_is_not_called_damaged(ended, tmp
     goes_on(driver)
     driver.kill()
     (tmp_path / "state" / "barriers").write_bytes(bytes(9))
-    monkeypatch.setattr("psd.state.durability.storage.boot_id", lambda _: b"another life")
+    monkeypatch.setattr("psd.state.durability.state_directory.boot_id", lambda _: b"another life")
 
     assert "the machine went down before the shard had ended" in refusal(driver)
     driver.config = dataclasses.replace(driver.config, checkpoint_dir=str(tmp_path / "checkpoints"))

@@ -15,7 +15,7 @@ from stored_job import STEP, begun, spec_of, store, trained
 from psd.checkpoint import CheckpointDirectory
 from psd.contract.config import ConfigError
 from psd.contract.errors import InternalError, OutOfSpace, RolledBack, StateLost
-from psd.state.durability import storage
+from psd.state.durability import state_directory
 from psd.state.life import Life
 
 LOCK_BYTES = 24
@@ -161,7 +161,7 @@ DECLARE_CALLS = 14
 
 def test_a_job_that_has_no_room_at_any_step_leaves_nothing_and_can_be_declared_again(driver_of, tmp_path, monkeypatch):
     """Whichever call of the system says so."""
-    monkeypatch.setattr(storage, "boot_id", lambda _: b"this life")
+    monkeypatch.setattr(state_directory, "boot_id", lambda _: b"this life")
     driver = driver_of()
     a, b = driver.join(0), driver.join(1)
 

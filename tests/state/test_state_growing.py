@@ -11,7 +11,7 @@ from psd.contract.errors import CheckpointCorrupt, OutOfSpace
 from psd.contract.jobspec import JobSpec
 from psd.contract.layout import Layout
 from psd.contract.vectors import spec_message
-from psd.state.durability import leftovers, storage
+from psd.state.durability import leftovers, state_directory
 from psd.state.life import Life
 from psd.v1 import vectors_pb2
 from psd_core.vector import VectorSpec
@@ -53,7 +53,7 @@ def assert_vectors_go_on(driver, seat):
 
 def test_a_job_that_has_no_room_to_grow_at_any_step_stays_as_it_is(driver_of, monkeypatch):
     """Also its notes; the same declaration is taken when there is room."""
-    monkeypatch.setattr(storage, "boot_id", lambda _: b"this life")
+    monkeypatch.setattr(state_directory, "boot_id", lambda _: b"this life")
     driver, seat = driver_of()
     ticket = driver.arrive(seat)
     files = sorted(driver.core.storage.directory.iterdir())
@@ -139,7 +139,7 @@ def test_a_disk_that_is_full_when_a_shard_is_restarted_in_growth_is_named(driver
     driver, seat = driver_of()
     driver.declare(seat, TRAINS)
 
-    with full_disk(24), pytest.raises(storage.ConfigError, match=r"--state-dir: .* has no room"):
+    with full_disk(24), pytest.raises(state_directory.ConfigError, match=r"--state-dir: .* has no room"):
         driver.restart()
     driver._start()
     driver.resume(seat)

@@ -9,9 +9,9 @@ import pytest
 from shard_driver import SGD, Driver, Seat, job_spec
 
 from psd.contract.errors import OutOfSpace
+from psd.state.desks.transfers import Push
 from psd.state.tickets import Ticket
-from psd.state.transfers import Push
-from psd_core.arena import ArenaFull
+from psd_core.arena import StoreFull
 
 
 def lend(driver: Driver, seat: Seat, value: float, *, clock: int = 0, **header: Any) -> tuple[Push, Any]:
@@ -138,7 +138,7 @@ def test_when_there_is_no_space_then_the_reader_is_told_and_nothing_is_lost(monk
     with monkeypatch.context() as full:
 
         def spare(slot: int) -> Any:
-            raise ArenaFull("no space")
+            raise StoreFull("no space")
 
         full.setattr(arena, "spare", spare)
         with pytest.raises(OutOfSpace, match="block 0: no room"):

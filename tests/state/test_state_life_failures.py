@@ -25,8 +25,8 @@ from psd.contract.errors import CheckpointCorrupt, CheckpointFailed, PsdError, S
 from psd.contract.jobspec import JobSpec
 from psd.contract.layout import Layout
 from psd.state.aggregation.block import BlockState
-from psd.state.durability.restoration import Restoration
-from psd.state.durability.storage import Storage
+from psd.state.desks.restoration import Restoration
+from psd.state.durability.state_directory import Storage
 from psd.state.life import TRANSITIONS, Life, LifeCycle
 
 SPEC = tables_spec(1, tables=1, blocks=1)

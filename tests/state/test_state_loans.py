@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from psd.state.aggregation.lent import Loan, RoundSum
+from psd.state.aggregation.lent_gradients import Loan, RoundSum
 
 
 class Arrays:

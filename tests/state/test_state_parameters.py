@@ -12,7 +12,7 @@ from shard_driver import Driver, Seat, job_spec
 from psd.contract.errors import InvalidRequest, OutOfSpace
 from psd.state.tickets import Ticket
 from psd.v1 import control_pb2, data_pb2
-from psd_core.arena import ArenaFull
+from psd_core.arena import StoreFull
 
 
 def set_parameters(driver: Driver, seat: Seat, value: float, *, clock: int = 0, seq: int = 1, but: int = -1) -> None:
@@ -67,7 +67,7 @@ def test_set_when_there_is_room_for_some_blocks_alone_then_none_is_set():
     (seat,) = driver.start()
     arena, spares = driver.core.job.arena, []
     with full_disk():
-        with pytest.raises(ArenaFull):
+        with pytest.raises(StoreFull):
             while True:
                 spares.append(arena.spare(0))
         arena.discard(spares.pop())

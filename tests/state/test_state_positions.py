@@ -9,9 +9,9 @@ import pytest
 from shard_driver import Driver, job_spec, tables_spec
 
 from psd.contract.errors import SessionFenced
-from psd.state.durability.positions import HOLD_S_MAX
-from psd.state.durability.schedule import AGAIN_S
-from psd.state.durability.snapshots import Snapshot
+from psd.state.cuts.positions import HOLD_S_MAX
+from psd.state.cuts.snapshots import Snapshot
+from psd.state.desks.cut_schedule import AGAIN_S
 from psd.v1 import data_pb2
 
 CUT = data_pb2.Cut(id="c1", step=0, created_at=5.0)

@@ -10,7 +10,7 @@ from shard_driver import Driver
 from psd.contract.config import ConfigError, ServerConfig
 from psd.contract.errors import InternalError
 from psd.state.durability import notes
-from psd.state.durability.storage import Storage
+from psd.state.durability.state_directory import Storage
 from psd_core import private_files
 from psd_core.arena import Arena, BlockShape
 from psd_core.table import TableSpec, TableStore

@@ -375,7 +375,7 @@ def test_ssp_gates_know_the_clocks_of_before(driver_of):
 
 def test_what_killed_shards_left_in_memory_is_cleared_by_the_next_one(tmp_path, monkeypatch):
     """Whole arenas at once; directories in which none was made yet only when nobody can be about to lock them."""
-    monkeypatch.setattr("psd.state.durability.storage.memory_directory", lambda: tmp_path)
+    monkeypatch.setattr("psd.state.durability.state_directory.memory_directory", lambda: tmp_path)
     driver = Driver()
     driver.start()
     left = driver.core.storage.directory

@@ -8,7 +8,7 @@ import pytest
 from shard_driver import Driver, job_spec
 
 from psd.checkpoint import common_cut
-from psd.state.durability.cuts import UNWRITTEN_MAX
+from psd.state.cuts.cuts import UNWRITTEN_MAX
 from psd.state.shard import Shard
 from psd.state.tickets import Ticket
 from psd.v1 import data_pb2

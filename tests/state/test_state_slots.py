@@ -9,7 +9,7 @@ from shard_driver import Driver, Seat, job_spec, tables_spec
 from psd.contract.errors import InvalidRequest, NonFiniteGradient, OutOfSpace
 from psd.state.tables.slots import reset_slots
 from psd.v1 import control_pb2, data_pb2
-from psd_core.arena import ArenaFull
+from psd_core.arena import StoreFull
 from psd_core.initial import Normal
 from psd_core.table import TableSpec, TableStore
 
@@ -118,7 +118,7 @@ def test_rows_whose_slots_have_begun_anew_are_those_of_a_new_table_with_their_va
         def failing(self, *args, **kwargs):
             if not left[0]:
                 monkeypatch.setattr(TableStore, "write", write)
-                raise ArenaFull("no space")
+                raise StoreFull("no space")
             left[0] -= 1
             return write(self, *args, **kwargs)
 

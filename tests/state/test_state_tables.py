@@ -219,7 +219,7 @@ def test_a_push_without_rounds_makes_no_list_of_what_all_workers_have_pushed(mon
         raise AssertionError("all workers' windows are read")
 
     monkeypatch.setattr("psd.state.tables.block.counted_in", fail)
-    monkeypatch.setattr("psd.state.aggregation.pages.counted", fail)
+    monkeypatch.setattr("psd.state.pages.counted", fail)
     for clock in (0, 0, 1):
         driver.push_rows(seat, clock, {0: ([1], 1.0), 2: ([1], 1.0)}, client_state=b"mine")
 

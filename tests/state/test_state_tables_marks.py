@@ -10,7 +10,7 @@ from settling import bring, commit
 from shard_driver import Driver, tables_spec
 
 from psd.checkpoint import CheckpointDirectory, Cut
-from psd.state.aggregation.pages import SetMark
+from psd.state.pages import SetMark
 from psd.state.tables.block import STEP
 
 

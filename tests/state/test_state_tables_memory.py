@@ -15,7 +15,7 @@ from shard_driver import Driver, tables_spec
 
 from psd.contract.config import Limits
 from psd.contract.errors import OutOfSpace
-from psd_core.arena import ArenaFull
+from psd_core.arena import StoreFull
 
 WIDE, MANY = 4096, 3000
 
@@ -57,7 +57,7 @@ def test_rows_whose_sum_finds_no_memory_in_one_table_are_in_the_sum_of_none():
     assert driver.rows(1, [1, 2]) == [-2.0, -1.0]
 
 
-@pytest.mark.parametrize("error", [ArenaFull("no space"), MemoryError("no memory")])
+@pytest.mark.parametrize("error", [StoreFull("no space"), MemoryError("no memory")])
 @pytest.mark.parametrize("mode", ["sync", "async"])
 @pytest.mark.parametrize("place", ["hold", "push"])
 def test_an_update_that_finds_no_room_in_one_table_changes_none(mode, error, place, monkeypatch):

@@ -12,7 +12,7 @@ from shard_driver import Driver, tables_spec
 from psd.contract.errors import InvalidRequest, OutOfSpace, SessionFenced
 from psd.contract.jobspec import GroupSpec
 from psd.state.tickets import Ticket
-from psd_core.arena import ArenaFull
+from psd_core.arena import StoreFull
 from psd_core.distinct import shard_of
 
 ADAGRAD = (0.1, 0.0, 0.0, 1e-10)  # lr, lr_decay, weight_decay, eps
@@ -142,7 +142,7 @@ def test_a_worker_that_dies_amid_its_frames_has_pushed_nothing():
 
 @pytest.mark.parametrize(
     ("where", "error", "text"),
-    [("_make_room", ArenaFull("no room"), "'s1'"), ("push", MemoryError("no memory"), "no memory")],
+    [("_make_room", StoreFull("no room"), "'s1'"), ("push", MemoryError("no memory"), "no memory")],
     ids=["file", "memory"],
 )
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -238,7 +238,7 @@ def test_lent_rows_that_find_no_room_are_copied_and_counted_later(monkeypatch):
     pushes = [lend(driver, seat, {0: ([1], 1.0), 1: ([1], 1.0)}) for seat in driver.start()]
 
     def fails(*_):
-        raise ArenaFull("no room")
+        raise StoreFull("no room")
 
     with monkeypatch.context() as full:
         full.setattr(driver.core.job.tables.partitions[1].store, "_make_room", fails)

@@ -9,8 +9,8 @@ from psd.contract.errors import InvalidRequest
 from psd.contract.integers import INTEGER_MAX, drawn_integer
 from psd.contract.layout_message import layout_message
 from psd.state.core import ShardCore
-from psd.state.durability.positions import Positions
-from psd.state.durability.snapshots import check_cuts
+from psd.state.cuts.positions import Positions
+from psd.state.cuts.snapshots import check_cuts
 from psd.v1 import control_pb2, data_pb2
 
 

@@ -16,7 +16,7 @@ from torch.optim import SGD  # noqa: E402
 import psd_client  # noqa: E402
 import psd_client.torch as psd  # noqa: E402
 from psd.contract.errors import BarrierTimeout, InvalidRequest, InvalidTensor, NonFiniteGradient  # noqa: E402
-from psd_client.worker.loading import ParameterLoad  # noqa: E402
+from psd_client.worker.exchange.loading import ParameterLoad  # noqa: E402
 
 LOADED_AT = STEPS // 2
 

@@ -15,7 +15,7 @@ from torch import nn, optim  # noqa: E402
 import psd_client  # noqa: E402
 import psd_client.torch as psd  # noqa: E402
 from psd.contract.errors import InvalidRequest, InvalidTensor, NonFiniteGradient  # noqa: E402
-from psd_client.worker.loading import ParameterLoad  # noqa: E402
+from psd_client.worker.exchange.loading import ParameterLoad  # noqa: E402
 
 SWEEP = [1e-3 * 8**n for n in range(6)]
 """Learning rates of a finder; the last ones let the model diverge."""

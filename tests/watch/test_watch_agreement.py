@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from test_watch_dashboard import dashboard
 
 import psd_client
-from psd.cli.ctl import main
+from psd.cli.psdctl import main
 from psd.contract import facts
 from psd.contract.config import parse_servers
 from psd.contract.credentials import Credentials

@@ -9,7 +9,7 @@ import pytest
 from scripted_job import EXPIRED, ScriptedJob
 from textual.widgets import DataTable, Static
 
-from psd.cli.ctl import main
+from psd.cli.psdctl import main
 from psd.v1 import control_pb2 as pb
 from psd.watch.snapshot import CurvePoint
 from psd.watch.top import lines

@@ -2,7 +2,7 @@
 
 Over a local socket the worker's flat buffers are attached, if they lie in a segment: then gradients are read and parameters
 written by the shard itself, and messages only name them. A connection that has failed in any way is closed, and is not used
-again. How long anything is waited for is patience.py's. Must not know retries, sessions, or how the connection was opened.
+again. How long a silent shard is waited for: silence_deadline.py. Must not know retries, sessions, or how it was opened.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from psd.contract.rows import TableRows, parts_of, payload_of, tables_present
 from psd.contract.wire import Disconnected, Kind, Stream
 from psd.v1 import bulk_pb2, data_pb2
 from psd_client.lanes.bracket import Bracket
-from psd_client.lanes.crew import Crew, Task
-from psd_client.lanes.feed import Aborted
+from psd_client.lanes.daemon_threads import Crew, Task
 from psd_client.lanes.flat import FlatBuffers
 from psd_client.lanes.grpc_errors import detail_of
-from psd_client.lanes.patience import Patience
+from psd_client.lanes.overlap_feed import Aborted
+from psd_client.lanes.silence_deadline import Patience
 from psd_client.lanes.transport import CANCEL_S, SMALL_BYTES, Call, Cancelled, MessageT, OutgoingBlocks, Traffic
 from psd_client.lanes.wanted_rows import WantedRows, in_placed_frames
 

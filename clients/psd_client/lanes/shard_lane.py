@@ -22,11 +22,11 @@ from psd.contract.vector_batches import payload_parts
 from psd.v1 import bulk_pb2, control_pb2, data_pb2, job_pb2, vectors_pb2
 from psd_client.lanes.bulk_connection import BulkClient
 from psd_client.lanes.bulk_opener import BulkOpener
-from psd_client.lanes.crew import can_start_threads
-from psd_client.lanes.feed import Aborted
+from psd_client.lanes.daemon_threads import can_start_threads
 from psd_client.lanes.flat import FlatBuffers
 from psd_client.lanes.grpc_channel import MESSAGE_BYTES_MAX, GrpcChannel
 from psd_client.lanes.grpc_frames import BlockAnswer, initial_frames, push_messages, small_push, vector_frames
+from psd_client.lanes.overlap_feed import Aborted
 from psd_client.lanes.transport import Call, GradientPart, Lane, MessageT, OutgoingBlocks, RowsAhead, Scope, Share
 from psd_client.lanes.wanted_rows import WantedRows
 

@@ -24,7 +24,7 @@ from typing import Generic, TypeVar
 
 from psd.contract.errors import Draining, Overloaded, PsdError, ShardRestarted, ShardUnavailable
 from psd.contract.layout import Layout
-from psd_client.lanes.crew import Crew, Task
+from psd_client.lanes.daemon_threads import Crew, Task
 from psd_client.lanes.transport import CANCEL_S, Call, Cancelled, Lane, Scope
 from psd_client.lanes.waiting import ShardHealth
 

@@ -23,8 +23,8 @@ from psd.contract.layout import Block
 from psd.contract.rows import TableRows
 from psd.v1 import control_pb2, data_pb2, job_pb2, vectors_pb2
 from psd_client.lanes.bracket import Bracket
-from psd_client.lanes.feed import Feed, Outgoing
 from psd_client.lanes.flat import FlatBuffers
+from psd_client.lanes.overlap_feed import Feed, Outgoing
 
 SMALL_BYTES = 64 << 10
 """See OutgoingBlocks.is_small."""

@@ -28,8 +28,8 @@ from psd.contract.rules import weight_of
 from psd.contract.staleness import parse_staleness
 from psd_client.client import ParameterServer, worker_of
 from psd_client.faces import check_connection, connection_of
-from psd_client.lanes.feed import Feed
 from psd_client.lanes.flat import FlatBuffers
+from psd_client.lanes.overlap_feed import Feed
 from psd_client.optimizers import spec_of
 from psd_client.torch import amp as torch_amp
 from psd_client.torch.buffers import Buffers

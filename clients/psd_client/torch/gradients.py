@@ -26,8 +26,8 @@ from numpy.typing import NDArray
 
 from psd.contract.errors import InvalidRequest, InvalidTensor, NonFiniteGradient, RolledBack
 from psd.contract.rows import TableRows
-from psd_client.lanes.feed import Feed
 from psd_client.lanes.flat import FlatBuffers
+from psd_client.lanes.overlap_feed import Feed
 from psd_client.torch.declaration import TorchDeclaration
 from psd_client.torch.parameters import as_tensors, copy_all, is_alike
 from psd_client.torch.places import Places

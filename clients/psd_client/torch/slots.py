@@ -15,7 +15,7 @@ from psd.contract.jobspec import GroupSpec, TensorSpec
 from psd.contract.staleness import STALENESS
 from psd_client.torch.declaration import TorchDeclaration
 from psd_client.torch.options import has_slots
-from psd_client.worker.loading import SlotValues
+from psd_client.worker.exchange.loading import SlotValues
 
 _IN_TORCH = {("sgd", "momentum"): "momentum_buffer"}
 """Torch's names of slots that have another one in psd, by rule and slot."""

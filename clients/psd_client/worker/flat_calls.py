@@ -20,12 +20,12 @@ from psd.contract.jobspec import AGGREGATIONS, NAN_POLICIES, REDUCTIONS, GroupSp
 from psd.contract.layout import Layout
 from psd.contract.rows import TableRows
 from psd.contract.tables import SparseTableSpec
-from psd_client.lanes.feed import Aborted, Feed
 from psd_client.lanes.flat import FlatBuffers
-from psd_client.worker.exchange import ParameterExchange
-from psd_client.worker.loading import SlotValues
+from psd_client.lanes.overlap_feed import Aborted, Feed
+from psd_client.worker.exchange.exchange import ParameterExchange
+from psd_client.worker.exchange.loading import SlotValues
 from psd_client.worker.rows import Gradients
-from psd_client.worker.vector_calls import VectorCalls
+from psd_client.worker.vectors.calls import VectorCalls
 from psd_client.worker.worker import ONE_JOB, Turn, WorkerConnection
 
 

@@ -24,12 +24,12 @@ from psd_client.lanes.shards import RetryPolicy, Shards
 from psd_client.lanes.transport import Cancelled, Lane
 from psd_client.lanes.waiting import ShardHealth, WaitReporter
 from psd_client.worker import ending
-from psd_client.worker.exchange import ParameterExchange
-from psd_client.worker.heartbeat import Heartbeats
-from psd_client.worker.orders import Drained
-from psd_client.worker.scalar_files import ScalarFiles
-from psd_client.worker.scalar_log import ScalarLog
-from psd_client.worker.session import Session
+from psd_client.worker.exchange.exchange import ParameterExchange
+from psd_client.worker.scalars.scalar_files import ScalarFiles
+from psd_client.worker.scalars.scalar_log import ScalarLog
+from psd_client.worker.session.heartbeat import Heartbeats
+from psd_client.worker.session.orders import Drained
+from psd_client.worker.session.session import Session
 
 logger = logging.getLogger("psd_client")
 

@@ -17,14 +17,14 @@ from psd.checkpoint import RestoredBlock
 from psd.contract import layout
 from psd.contract.errors import OutOfSpace, RuleFailed
 from psd.contract.verdicts import Squares, Verdict
-from psd.state.aggregation import pages
-from psd.state.aggregation.offered import Offered
+from psd.state import pages
+from psd.state.aggregation.offered_buffers import Offered
 from psd.state.aggregation.rounds import Contribution, Round, RoundSetting, Unmeasured, Update, segments
 from psd.state.aggregation.rules import BoundRule, Gradient, SegmentFailed
 from psd.state.aggregation.staleness import Readers
 from psd.state.aggregation.trained import RoundServices, Trained
 from psd.state.counts import RoundTimes
-from psd_core.arena import Arena, ArenaFull, Page
+from psd_core.arena import Arena, Page, StoreFull
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +181,7 @@ class BlockState(Trained):
     def _spare(self) -> Page:
         try:
             return self._arena.spare(self._slot)
-        except ArenaFull as error:
+        except StoreFull as error:
             raise OutOfSpace(f"block {self.plan.index}: no room for its next version: {error.strerror}") from error
 
     def _counted(self, rank: int) -> pages.Counted:

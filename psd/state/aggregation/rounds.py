@@ -20,9 +20,9 @@ from psd.contract.errors import StateLost
 from psd.contract.verdicts import Squares, Verdict
 from psd.state.aggregation.agreement import Voice
 from psd.state.aggregation.consistency import Policy
-from psd.state.aggregation.lent import Loan, RoundSum
-from psd.state.aggregation.pages import Lender
+from psd.state.aggregation.lent_gradients import Loan, RoundSum
 from psd.state.aggregation.rules import Gradient, Rule
+from psd.state.pages import Lender
 from psd.state.workers.membership import Membership
 from psd_core.arena import Page
 

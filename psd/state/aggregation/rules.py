@@ -19,7 +19,7 @@ from psd.contract.custom_rules import ListedRule, describe
 from psd.contract.errors import InvalidRequest, RuleFailed
 from psd.contract.jobspec import GroupSpec, JobSpec
 from psd.contract.verdicts import Squares
-from psd.state.aggregation.pages import Lender
+from psd.state.pages import Lender
 from psd_core.arena import Page
 
 logger = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ psd/state/tables/block.py for rows.
 Every method runs under the own lock of what is trained, which is held while the kernel works (the GIL is not), so blocks
 proceed in parallel and a block is updated by one thread at a time. The dedup window has, per rank, the session and clock of the
 last push counted. It changes with the parameters, in one step, so a push may be sent any number of times, also to a shard that
-was killed and came back. When another arena has taken the place of this one, whoever is still about it gets ArenaClosed.
+was killed and came back. When another arena has taken the place of this one, whoever is still about it gets StoreClosed.
 
 Nothing under that lock takes the shard's (see core.py). Must not know sessions' validity, leases, messages, pages or rows.
 """
@@ -25,16 +25,16 @@ from psd.contract.errors import OutOfSpace, RuleFailed, StateLost
 from psd.contract.verdicts import Squares, Verdict
 from psd.state import locks
 from psd.state.aggregation.consistency import Policy
-from psd.state.aggregation.lent import Loan
-from psd.state.aggregation.pages import Counted
+from psd.state.aggregation.lent_gradients import Loan
 from psd.state.aggregation.rounds import Contribution, Outcome, Round, Taken, Unmeasured, Update
 from psd.state.aggregation.rules import rule_failed
 from psd.state.aggregation.staleness import Readers
 from psd.state.aggregation.version_waits import Take, VersionWaits
 from psd.state.counts import RoundTimes
+from psd.state.pages import Counted
 from psd.state.tickets import Ticket
 from psd.state.workers.membership import Membership
-from psd_core.arena import ArenaClosed, Page
+from psd_core.arena import Page, StoreClosed
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +247,7 @@ class Trained(ABC):
             # Whoever waits for the round's result asks now, which tries again, and is told if there is still no room.
             self.lacks_space = True
             self._waits.within_reach(self.version + 1)
-        except ArenaClosed:
+        except StoreClosed:
             return  # those who wait have been told that the job goes back
 
     def _fail_if_lost(self) -> None:

@@ -1,1 +1,1 @@
-"""Durability: the arena, cuts, and the way back from a checkpoint. Must not know how checkpoints are written."""
+"""Durability: the files of a shard, and what of them outlives the process. Must not know checkpoints, or who takes part."""

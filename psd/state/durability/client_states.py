@@ -15,8 +15,8 @@ from typing import NamedTuple
 from psd.contract.config import CLIENT_STATE_BYTES_MAX
 from psd.contract.errors import InvalidRequest
 from psd.state import locks
-from psd.state.aggregation.pages import Counted
-from psd.state.durability.storage import Storage
+from psd.state.durability.state_directory import Storage
+from psd.state.pages import Counted
 
 _SPARE = 1
 """States kept that are older than the one that counts in the block asked: another block may be a round behind."""

@@ -23,18 +23,18 @@ from psd.contract.rows import TableRows
 from psd.contract.staleness import RATE
 from psd.contract.tables import SparseTableSpec
 from psd.contract.verdicts import Squares, Verdict
-from psd.state.aggregation.pages import Counted, SetMark
 from psd.state.aggregation.rounds import Contribution, Round, RoundSetting, Unmeasured, Update, segments
 from psd.state.aggregation.rules import Gradient, Static
 from psd.state.aggregation.staleness import Readers
 from psd.state.aggregation.trained import RoundServices, Trained
 from psd.state.counts import RoundTimes
+from psd.state.pages import Counted, SetMark
 from psd.state.tables.elapsed import MICROSECONDS, Elapsed
 from psd.state.tables.own_rule import OwnRule, RowsFailed
 from psd.state.tables.pushes import RowChecks
 from psd.state.tables.rounds import ExactRowsRound, FastRowsRound, MeasuredRowsRound, SumsPool, TableSums
 from psd.state.tables.slots import reset_slots
-from psd_core.arena import ArenaClosed, ArenaError, ArenaFull
+from psd_core.arena import ArenaError, StoreClosed, StoreFull
 from psd_core.table import Mark, TableSnapshot, TableStore
 
 _NO_IDS = np.empty(0, np.uint64)
@@ -192,7 +192,7 @@ class TablesBlock(Trained):
     Attributes:
         partitions: one for each table.
         checks: of what is sent about rows.
-        base: the checkpoint for later ones to build on, see psd/state/durability/table_bases.py; empty: none.
+        base: the checkpoint for later ones to build on, see psd/state/cuts/table_bases.py; empty: none.
         bases: those that this shard has stored whole, with the marks of the tables' snapshots. Both are set by whoever stores.
     """
 
@@ -317,7 +317,7 @@ class TablesBlock(Trained):
                 partition.store.commit()
                 partition.clock, partition.notes = used, following[id(partition.notes)]
                 partition.version += 1
-        except ArenaFull as error:
+        except StoreFull as error:
             raise OutOfSpace(f"table {partition.spec.name!r}: no room for its rows: {error.strerror}") from error
         except MemoryError as error:
             raise OutOfSpace(f"tables: no memory for an update of their rows: {error}") from error
@@ -351,7 +351,7 @@ class TablesBlock(Trained):
         """Change notes and clock, and no row."""
         try:
             self._write_notes(partition, notes, clock, is_held=False)
-        except ArenaFull as error:
+        except StoreFull as error:
             raise OutOfSpace(f"table {partition.spec.name!r}: no room for its state: {error.strerror}") from error
         partition.clock = clock
         partition.note(notes)
@@ -398,7 +398,7 @@ class TablesBlock(Trained):
         try:
             for partition, mark in zip(self.partitions, marks, strict=True):
                 begun.append(partition.store.snapshot(mark))
-        except ArenaClosed:
+        except StoreClosed:
             raise
         except (ArenaError, MemoryError) as error:
             for snapshot in begun:
@@ -440,7 +440,7 @@ class TablesBlock(Trained):
             try:
                 for partition in self.partitions:
                     if partition.time is not None:
-                        with contextlib.suppress(ArenaFull, MemoryError):  # the next tick, or update, tries again
+                        with contextlib.suppress(StoreFull, MemoryError):  # the next tick, or update, tries again
                             partition.begin_update(self.step)
             finally:
                 self.lock.release()
@@ -449,7 +449,7 @@ class TablesBlock(Trained):
     def counts(self) -> list[TableCounts]:
         """Numbers of each table's rows on this shard."""
         found = []
-        with contextlib.suppress(ArenaClosed):  # the job goes back meanwhile
+        with contextlib.suppress(StoreClosed):  # the job goes back meanwhile
             for partition in self.partitions:
                 now = partition.store.counters()
                 counted = {name: now[name] for name in TableCounts._fields if name in now}

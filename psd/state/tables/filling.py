@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from psd.contract.errors import OutOfSpace
 from psd.state.tables.block import Partition
 from psd.state.tables.slots import WholeRows
-from psd_core.arena import ArenaFull
+from psd_core.arena import StoreFull
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ def fill(
                 part = slice(first, first + at_once)
                 marks = used[part] if partition.time is not None else np.minimum(used[part], np.uint64(clock))
                 store.write(ids[part], rows[part], clock=marks)
-    except ArenaFull as error:
+    except StoreFull as error:
         raise OutOfSpace(f"table {name!r}: no room for its rows: {error.strerror}") from error
     lost = written - store.counters()["rows"]
     if lost > 0:

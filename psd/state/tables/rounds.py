@@ -12,7 +12,7 @@ from typing import Any
 import psd_core
 from psd.contract.rows import TableRows
 from psd.state.aggregation.exact_rounds import ExactRound, MeasuredRound
-from psd.state.aggregation.lent import Lent, Loan, RoundSum
+from psd.state.aggregation.lent_gradients import Lent, Loan, RoundSum
 from psd.state.aggregation.rounds import Contribution, FastRound, Taken
 from psd.state.aggregation.rules import Gradient
 from psd.state.tables.pushes import Gradients

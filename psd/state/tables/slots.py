@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from psd.contract.errors import OutOfSpace
-from psd_core.arena import ArenaFull
+from psd_core.arena import StoreFull
 from psd_core.table import TableStore
 
 WholeRows: TypeAlias = "tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.float32]]"
@@ -43,7 +43,7 @@ def reset_slots(name: str, store: TableStore) -> None:
         store.write(np.empty(0, np.uint64), rows, step=0, history=no_history)
         if store.spec.catches_up:  # the rows still say that they are at the step of before
             _begin_rows(store)
-    except ArenaFull as error:
+    except StoreFull as error:
         raise OutOfSpace(f"table {name!r}: no room for its rows while slots begin anew: {error.strerror}") from error
 
 

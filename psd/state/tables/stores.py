@@ -16,7 +16,7 @@ from psd.contract.config import Limits
 from psd.contract.errors import InvalidRequest, OutOfSpace
 from psd.contract.jobspec import JobSpec
 from psd.contract.tables import SparseTableSpec
-from psd_core.arena import ArenaFull
+from psd_core.arena import StoreFull
 from psd_core.table import OWN, PUSH_MAX, TableSpec, TableStore, bytes_max
 
 logger = logging.getLogger(__name__)
@@ -122,7 +122,7 @@ def create_stores(directory: Path, specs: Sequence[TableSpec], crash_point: Call
     try:
         for index, spec in enumerate(specs):
             stores.append(TableStore.create(directory / f"{_PREFIX}{index}", spec, crash_point=crash_point))
-    except ArenaFull as error:
+    except StoreFull as error:
         drop_stores(stores)
         raise OutOfSpace(f"{directory} has no room for table {specs[len(stores)].name!r}: {error.strerror}") from error
     except BaseException:
@@ -135,7 +135,7 @@ def open_stores(directory: Path, count: int, crash_point: Callable[[str], None] 
     """Take over what another process has left.
 
     Raises:
-        FileNotFoundError, ArenaBusy, ArenaCorrupt, ArenaFull: one of them cannot be; none stays open.
+        FileNotFoundError, ArenaBusy, ArenaCorrupt, StoreFull: one of them cannot be; none stays open.
     """
     stores: list[TableStore] = []
     try:

@@ -1,0 +1,124 @@
+"""Buffers of one worker, such as BatchNorm's running statistics, and when they are stored on the shards.
+
+They travel in a call of their own, never with each step: before the push that reaches a cut, before the worker leaves, and
+every REFRESH_S for readers. The shards say whose are wanted. That call also tells of cuts, and of the clock, to a shard that
+nobody pushes to. Must not know frameworks or gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from psd.contract.layout import Block, Layout
+from psd.v1 import data_pb2
+from psd_client.lanes.flat import FlatBuffers
+from psd_client.lanes.shards import Shards
+from psd_client.lanes.transport import Call, Lane
+from psd_client.worker.exchange.riders import Rider
+from psd_client.worker.exchange.sent_push import SentPush
+from psd_client.worker.session.session import Session
+
+REFRESH_S = 10.0
+
+REQUEST_BYTES_MAX = 4 << 20
+
+
+class BufferKeeper(Rider):
+    """Stores one worker's buffers.
+
+    Args:
+        values: where `fill` writes them.
+
+    Attributes:
+        fill: writes the buffers as they now are, unless it has not followed the job so often back; None: nobody computes any.
+        times_gone_back: how often the job has gone back to a checkpoint; `values` then hold the checkpoint's.
+    """
+
+    def __init__(self, session: Session, shards: Shards, layout: Layout, values: FlatBuffers, timeout_s: float) -> None:
+        self._session = session
+        self._shards = shards
+        self._values = values
+        self._timeout_s = timeout_s
+        self._digest = layout.digest
+        self._blocks: dict[int, list[Block]] = {
+            lane.shard: [b for b in layout.blocks_of(lane.shard) if layout.spec.groups[b.group].is_of_buffers]
+            for lane in shards.lanes
+        }
+        untrained = layout.untrained_shards
+        self._lanes = [lane for lane in shards.lanes if self._blocks[lane.shard] or lane.shard in untrained]
+        self._not_pushed_to = [
+            lane
+            for lane in shards.lanes
+            if not layout.spec.tables and not any(block.trained for block in layout.blocks_of(lane.shard))
+        ]
+        self._has_rounds = layout.spec.consistency.mode == "sync"
+        self.fill: Callable[[int], None] | None = None
+        self.times_gone_back = 0
+        self._is_wanted = False
+        self._brought: set[str] = set()
+        self._stored_s = session.now()
+        self._clock = session.clock
+
+    def hear(self, sent: SentPush) -> None:
+        """Learn whether the shards want this worker's buffers."""
+        self._is_wanted = any(reply.wants_buffers for reply in sent.replies.values())
+
+    def forget(self) -> None:
+        """Have the program take up the checkpoint's buffers before it stores its own."""
+        self.times_gone_back += 1
+
+    def before_push(self) -> None:
+        """Store the buffers, if the next push reaches a cut, or nobody has for some time."""
+        if not self._is_wanted:
+            return
+        cuts = self._due(self._session.clock + 1)
+        if cuts or (self.fill is not None and self._session.now() - self._stored_s >= REFRESH_S):
+            self._store(self._lanes, cuts)
+
+    def before_leaving(self) -> None:
+        """Store the buffers of the last step. Shards that nobody pushes to, which may have vectors, learn that it is done."""
+        if self._session.clock == self._clock:
+            return
+        lanes = [*self._lanes] if self._is_wanted else []
+        lanes += [lane for lane in self._not_pushed_to if lane not in lanes]
+        self._store(lanes, self._due(self._session.clock) if self._is_wanted else [])
+
+    def _due(self, step: int) -> list[data_pb2.Cut]:
+        """The cuts that nothing was stored for, and that are at this step, or before, if there are rounds."""
+        cuts = (cut for cut in self._session.cuts.carried() if cut.id not in self._brought)
+        return [cut for cut in cuts if cut.step <= step or not self._has_rounds]
+
+    def _store(self, lanes: list[Lane], cuts: list[data_pb2.Cut]) -> None:
+        if not lanes:
+            return
+        if self.fill is not None and self._is_wanted:
+            self.fill(self.times_gone_back)
+
+        def store_at(lane: Lane, call: Call) -> None:
+            for blocks, is_last in in_requests(self._blocks[lane.shard] if self._is_wanted else []):
+                request = data_pb2.BuffersRequest(
+                    caller=self._session.caller(lane.shard),
+                    layout_digest=self._digest,
+                    clock=self._session.reported_clock,
+                    cuts=cuts if is_last else (),
+                )
+                for block in blocks:
+                    request.buffers.add(block=block.index, payload=self._values.block(block.index).tobytes())
+                lane.store_buffers(request, call)
+
+        for attempt in self._session.attempts():
+            with attempt:
+                self._shards.run(store_at, self._timeout_s, lanes)
+        self._brought = {cut.id for cut in self._session.cuts.carried() if cut.id in self._brought} | {cut.id for cut in cuts}
+        self._stored_s, self._clock = self._session.now(), self._session.clock
+
+
+def in_requests(blocks: list[Block]) -> Iterator[tuple[list[Block], bool]]:
+    """The blocks in portions of some MiB, at least one, each with whether it is the last."""
+    portion: list[Block] = []
+    for block in blocks:
+        if portion and sum(b.nbytes for b in portion) + block.nbytes > REQUEST_BYTES_MAX:
+            yield portion, False
+            portion = []
+        portion.append(block)
+    yield portion, True

@@ -1,0 +1,110 @@
+"""Messages of one worker's data plane: who asks, at which clock, and what the shards are to know beside it.
+
+Must not know when they are sent, nor what becomes of them; nor what rides on a push (riders.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+import psd_core
+from psd.contract.layout import Block
+from psd.contract.verdicts import clip_scale
+from psd.v1 import data_pb2
+from psd_client.lanes.flat import FlatBuffers
+from psd_client.lanes.overlap_feed import Feed
+from psd_client.lanes.transport import GradientPart
+from psd_client.worker.exchange.riders import Riders
+from psd_client.worker.exchange.sent_push import SentPush
+from psd_client.worker.exchange.verdict_search import VerdictSearch
+from psd_client.worker.rows import RowGradients
+from psd_client.worker.session.session import Session
+
+
+class DataRequests:
+    """Messages of one worker.
+
+    Args:
+        gradients: what pushes send.
+        riders: what rides on pushes. verdicts: None: rounds have none.
+
+    Attributes:
+        rows_read: by shard, the version of its tables at the last pull of rows.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        gradients: FlatBuffers,
+        riders: Riders,
+        verdicts: VerdictSearch | None,
+    ) -> None:
+        self._session = session
+        self._gradients = gradients
+        self._layout = gradients.layout
+        self._riders = riders
+        self._verdicts = verdicts
+        self.rows_read: dict[int, int] = {}
+
+    def push(
+        self,
+        scalars: Sequence[Sequence[float]],
+        weight: float,
+        present: NDArray[np.bool_] | None,
+        rows: RowGradients,
+        feed: Feed | None,
+        versions_read: Sequence[int] | None,
+        *,
+        skip: bool,
+        is_finite: bool,
+    ) -> SentPush:
+        """The next push, with what rides on it."""
+        session, spec = self._session, self._layout.spec
+        header = data_pb2.PushHeader(
+            clock=session.clock,
+            weight=weight,
+            layout_digest=self._layout.digest,
+            scalars=session.orders.scaled(scalars, spec.groups, session.clock),
+            is_finite=is_finite,
+        )
+        if spec.clip_norm and not spec.consistency.has_rounds and weight:
+            squares = psd_core.total_squares((self._gradients.squares(), rows.squares()))
+            norm = math.inf if squares is None else psd_core.square_root(squares)
+            header.scale = clip_scale(spec.clip_norm, norm)
+        sent = SentPush(session.number, header, present, rows, skip, feed, versions_read)
+        for write in self._riders.write:
+            write(sent)
+        return sent
+
+    def part(self, shard: int, sent: SentPush, blocks: Sequence[Block], received: Sequence[int]) -> GradientPart:
+        """The part of a push for one shard, whose trained blocks these are. received: versions by block."""
+        versions = []
+        if not self._layout.spec.consistency.has_rounds:
+            read = received if sent.versions_read is None else sent.versions_read
+            versions = [read[block.index] for block in blocks]
+            tables_block = self._layout.tables_block(shard)
+            if tables_block is not None:
+                versions.append(self.rows_read.get(shard, received[tables_block]))
+        part = sent.part(shard, self._session.caller(shard), blocks, self._gradients, versions)
+        for write_to in self._riders.write_to:
+            write_to(shard, part.header)
+        return part
+
+    def pull(self, shard: int, blocks: Sequence[Block] | None = None) -> data_pb2.PullRequest:
+        """A request for these blocks of the shard, and the tables'; None: all of the shard."""
+        wanted = [block.index for block in blocks or ()]
+        tables_block = self._layout.tables_block(shard)
+        if blocks is not None and tables_block is not None:
+            wanted.append(tables_block)
+        return data_pb2.PullRequest(
+            caller=self._session.caller(shard),
+            clock=self._session.clock,
+            layout_digest=self._layout.digest,
+            blocks=wanted,
+            decisions=self._session.decisions,
+            verdict=self._verdicts.verdict if self._verdicts is not None else None,
+        )

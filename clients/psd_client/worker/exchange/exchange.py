@@ -1,0 +1,497 @@
+"""The data plane of one worker: pushes, pulls and push_pulls of whole flat buffers, over all shards that hold trained blocks.
+
+Invariants. A push is named by (rank, session, clock) from its beginning to its end, also if its worker has to join anew
+meanwhile. The clock moves on only when every shard has the push, and with exact aggregation shard 0 knows that. A call that has
+failed leaves its push behind: the same call, made again, goes on with it, and before another gradient leaves, the push is
+either completed or its session is ended, so that nothing of it counts any more that has not counted by then. With rounds, the
+shards keep a gradient in memory until its round has closed; until then this side keeps it, too, and sends it again to a shard
+that was killed and came back. Nothing is sent unless all of it is valid. Static blocks are never pushed, and pulled only once,
+by `pull_all`. Gradients of tables' rows are part of a push like any block. Must not know names, optimizers or gRPC.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from psd.contract.errors import InvalidRequest, RolledBack
+from psd.contract.layout import Block, Layout
+from psd.contract.rules import weight_of
+from psd.contract.verdicts import members_mask
+from psd.v1 import control_pb2
+from psd_client.lanes.flat import FlatBuffers, share_memory
+from psd_client.lanes.overlap_feed import Feed
+from psd_client.lanes.shards import Shards, transfer_s
+from psd_client.lanes.transport import Call, Lane, Share
+from psd_client.worker.exchange.attendance import Attendance
+from psd_client.worker.exchange.buffers import BufferKeeper
+from psd_client.worker.exchange.data_requests import DataRequests
+from psd_client.worker.exchange.finiteness import check_finite
+from psd_client.worker.exchange.first_gradient import FirstGradient
+from psd_client.worker.exchange.lending import ParameterPlaces, lent_places
+from psd_client.worker.exchange.loading import ParameterLoad
+from psd_client.worker.exchange.push_counts import PushCounts
+from psd_client.worker.exchange.riders import ClientStateRider, CutRider, DecisionRider, OrderRider, Riders
+from psd_client.worker.exchange.row_traffic import RowTraffic
+from psd_client.worker.exchange.sent_push import SentPush
+from psd_client.worker.exchange.verdict_search import VerdictSearch
+from psd_client.worker.rows import Gradients
+from psd_client.worker.session.session import Session
+
+logger = logging.getLogger("psd_client")
+
+
+class ParameterExchange:
+    """Moves gradients out and parameters in.
+
+    Args:
+        sharing: for the shards that can see this process's memory.
+        is_lending: see ParameterPlaces.
+
+    Attributes:
+        gradients: what the next push sends; after `push` to be written only when `confirm` has returned.
+        parameters: what the last pull brought; undefined after one that failed. places: where, and what was lent of it.
+        client_state: see ClientStateRider. buffers: what the worker computes beside the parameters.
+        is_skipped: the round of the last push changed nothing, because somebody's gradient was not finite; without rounds, this
+            worker's. Known after the pull.
+        counts: see ParameterServer.stats.
+        rows: those of tables on their way.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        wait_timeout_s: float,
+        session: Session,
+        shards: Shards,
+        layout: Layout,
+        sharing: Sequence[Share] = (),
+        *,
+        is_lending: bool = False,
+    ) -> None:
+        self._rank = rank
+        self._session = session
+        self._shards = shards
+        self._layout = layout
+        self._blocks: list[list[Block]] = [
+            [block for block in layout.blocks_of(lane.shard) if block.trained] for lane in shards.lanes
+        ]
+        self._trained = [block for block in layout.blocks if block.trained]
+        self._trained_count = len(self._trained) + (layout.shard_count if layout.spec.tables else 0)
+        self._lanes = [lane for lane in shards.lanes if self._blocks[lane.shard] or layout.spec.tables]
+        self._has_static = any(not block.trained for block in layout.blocks)
+        self._has_rounds = layout.spec.consistency.has_rounds
+        self._is_exact = layout.spec.aggregation == "exact"
+        self._timeout_s = wait_timeout_s + transfer_s(layout, shards.lanes)
+        self._unconfirmed: SentPush | None = None  # the last push, while its round may be open
+        self._failed: SentPush | None = None  # the push of the last call, if that has failed
+        self._verdicts: VerdictSearch | None = None
+        if layout.spec.has_verdicts and self._lanes:  # else there is no gradient to measure
+            self._verdicts = VerdictSearch(session, shards, self._lanes, self._timeout_s, self._push_again)
+        self.is_skipped = False
+        self.client_state = ClientStateRider(layout.client_state_shard)
+        segment = share_memory(layout, lent_places(layout) if is_lending else 1) if sharing else None
+        self.gradients = FlatBuffers(layout, segment=segment, of_gradients=True)
+        self.places = ParameterPlaces(layout, segment, is_lending=is_lending)
+        self.parameters, self.rows = self.places.current, RowTraffic(layout, segment, lambda: session.push_ids_max)
+        self._counts = PushCounts()
+        self.counts = self._counts.totals
+        self.buffers = BufferKeeper(session, shards, layout, self.parameters, self._timeout_s)
+        self._riders = Riders(
+            OrderRider(session),
+            CutRider(session),
+            *([DecisionRider(session)] if self._is_exact else []),
+            self.client_state,
+            Attendance(rank, layout.spec, self.counts),
+            self.buffers,
+            self.rows,
+            *([FirstGradient(rank, self.gradients)] if layout.spec.world_size > 1 else []),
+            self._counts,
+        )
+        self._requests = DataRequests(session, self.gradients, self._riders, self._verdicts)
+        self._load = ParameterLoad(rank, session, shards, self.parameters, wait_timeout_s, self._timeout_s)
+        if segment is not None:
+            for share in sharing:
+                share(self.gradients, self.places.shared)
+
+    # -- operations ----------------------------------------------------------------------------------------------------
+
+    def pull_all(self) -> None:
+        """Fetch every block, static ones too."""
+        self.resolve()
+        layout = self._layout
+        self._fetch([lane for lane in self._shards.lanes if layout.blocks_of(lane.shard) or layout.spec.tables], is_all=True)
+        self._failed = None
+
+    def load(self, how: Callable[[ParameterLoad], None]) -> None:
+        """Have parameters or slots loaded, and fetch all blocks."""
+        self.confirm()
+        how(self._load)
+        self.pull_all()
+
+    def go_back(self) -> None:
+        """Go on from the checkpoint to which the job has gone back."""
+        self._session.go_back(self._begin_again)
+
+    def _begin_again(self) -> None:
+        self._unconfirmed = self._failed = self._session.pushing = None
+        self._requests.rows_read.clear()
+        if self._verdicts is not None:
+            self._verdicts.forget()
+        self.pull_all()
+        for forget in self._riders.forget:
+            forget()
+
+    def pull(self) -> None:
+        """Fetch the trained blocks, at the worker's clock. What a call that failed has begun to push is completed first."""
+        self.resolve()
+        self._fetch(self._lanes)
+        self._failed = None
+
+    def pull_rows(self, wanted: Mapping[int, NDArray[Any]], *, counts_no_use: bool = False) -> dict[int, NDArray[np.float32]]:
+        """Fetch rows at the worker's clock, as `pull` fetches the trained blocks: see FlatCalls.pull_rows."""
+        self.resolve()
+        if not counts_no_use and (fetched := self.rows.take(wanted)):
+            return fetched
+        pull = self.rows.pull(wanted)
+        wanted_at = {lane.shard: pull.at(lane.shard) for lane in self._lanes}
+
+        def pull_at(lane: Lane, call: Call) -> None:
+            self._push_again(lane, call)
+            request = self._requests.pull(lane.shard)
+            portions = wanted_at[lane.shard] or [[]]  # who wants none waits for the round
+            read = [lane.pull_rows(request, rows, call, counts_no_use=counts_no_use) for rows in portions]
+            self._requests.rows_read[lane.shard] = min(read)
+
+        for attempt in self._session.attempts():
+            with attempt:
+                self._learn()
+                # The tables' blocks alone are waited for; where nothing else is trained, that closes the round.
+                is_closing = self.is_unconfirmed and not self._trained
+                lanes = [lane for lane in self._lanes if is_closing or wanted_at[lane.shard]]
+                self._shards.run(pull_at, self._timeout_s + pull.transfer_s, lanes, is_bulk=True)
+                if is_closing:
+                    self._on_closed()
+        self._failed = None
+        self.counts["rows_pulled"] += pull.rows
+        return pull.results()
+
+    def confirm(self) -> None:
+        """Wait until the round of the last push has closed, so that its gradients are no longer needed; free after a pull.
+
+        What a call that failed has begun to push is completed first.
+        """
+        self.resolve()
+        if self._unconfirmed is not None:
+            self._fetch(self._lanes, versions_only=True)
+
+    def keep(self) -> None:
+        """Let shards that were restarted have the last push again, and shard 0 its commit, without waiting for its round."""
+        sent = self._unconfirmed
+        if sent is not None and self._session.clock > sent.header.clock + 1:  # late: no round is to wait for this worker
+            self._fetch(self._lanes, versions_only=True)
+        else:
+            self._shards.run(self._push_again, self._timeout_s, self._lanes, is_bulk=True)
+            if self._is_exact and sent is not None and not sent.is_decided:
+                self._commit(sent, without_waiting=True)
+
+    @property
+    def is_unconfirmed(self) -> bool:
+        """True if the round of the last push may still be open."""
+        return self._unconfirmed is not None
+
+    def push(
+        self,
+        scalars: Sequence[Sequence[float]],
+        weight: float,
+        present: NDArray[np.bool_] | None,
+        rows: Gradients | None = None,
+        *,
+        skip: bool = False,
+    ) -> None:
+        """Send the gradients; returns when every shard has them. The push before must be confirmed.
+
+        skip: they are not finite, and the job's policy is to skip the round then.
+        """
+        sent = self._begin(scalars, weight, present, rows, skip=skip)
+        try:
+            self._complete(sent)
+        except BaseException as error:
+            self._on_failed(sent, error)
+            raise
+        self._on_done()
+
+    def push_pull(
+        self,
+        scalars: Sequence[Sequence[float]],
+        weight: float,
+        present: NDArray[np.bool_] | None,
+        rows: Gradients | None = None,
+        *,
+        skip: bool = False,
+        feed: Feed | None = None,
+        versions_read: Sequence[int] | None = None,
+    ) -> None:
+        """Send the gradients and fetch the parameters of the clock after them, and the rows that `rows` is to have ahead.
+
+        feed: gives blocks and rows, and which tensors have a gradient; the shards look for NaN. versions_read: see SentPush.
+        """
+        sent = self._begin(scalars, weight, present, rows, skip=skip, feed=feed, versions_read=versions_read)
+        ahead = None if self._is_exact or sent.is_finished else self.rows.pull_ahead([lane.shard for lane in self._lanes])
+
+        def push_pull_at(lane: Lane, call: Call) -> None:
+            rows = ahead.at.get(lane.shard) if ahead is not None else None
+            part = self._requests.part(lane.shard, sent, self._blocks[lane.shard], self.parameters.versions)
+            reply = lane.push_pull(part, self.parameters, call, rows)
+            self._counts.on_reply(sent, lane.shard, reply)
+
+        self.parameters = self.places.renew()
+        try:
+            if self._is_exact or sent.is_finished:
+                self._complete(sent, and_wait=True)
+                self._fetch(self._lanes)
+            else:
+                for attempt in self._session.attempts():
+                    with attempt:
+                        self._shards.run(push_pull_at, self._timeout_s + sent.rows.transfer_s, self._lanes, is_bulk=True)
+                self._finish(sent)
+                # Late at one shard and in time at another: there the answer is older than this worker's clock from here on.
+                behind = [lane for lane in self._lanes if sent.replies[lane.shard].clock < self._session.clock]
+                for attempt in self._session.attempts() if behind else ():
+                    with attempt:
+                        self._pull(behind)
+                if ahead is not None and not behind and (versions := ahead.versions()):
+                    self.rows.came(ahead)
+                    self.counts["rows_pulled"] += ahead.pull.rows
+                    self._requests.rows_read |= versions
+            self.rows.want_nothing()
+        except BaseException as error:
+            self._on_failed(sent, error)
+            raise
+        self._on_done()
+
+    # -- a push, from its beginning to its end -------------------------------------------------------------------------
+
+    def _begin(
+        self,
+        scalars: Sequence[Sequence[float]],
+        weight: float,
+        present: NDArray[np.bool_] | None,
+        gradients: Gradients | None,
+        *,
+        skip: bool,
+        feed: Feed | None = None,
+        versions_read: Sequence[int] | None = None,
+    ) -> SentPush:
+        """The next push, or the last one if this is the same call again; raises for anything that must not be sent."""
+        spec = self._layout.spec
+        if skip and spec.nan_policy != "skip":
+            raise InvalidRequest(f'skip: the job was declared with nan_policy="{spec.nan_policy}", not "skip"')
+        self._session.orders.check_end(self._session.clock, is_begun=feed is not None)
+        weight = weight_of(weight)
+        rows, clock = self.rows.gradients(gradients or {}), self._session.clock
+        name = check_finite(self.gradients, present, rows, self._rank, clock) if feed is None else None
+        if name is not None and not skip:
+            what = "the gradient of %s at step %d holds NaN or infinity; the round is skipped"
+            logger.warning("psd: worker %d: " + what, self._rank, name, clock)
+        if skip or name is not None:
+            skip, weight, present, rows = True, 0.0, np.zeros(len(spec.tensors), np.bool_), self.rows.gradients({})
+        failed = self._failed
+        if failed is not None:
+            if feed is not None:
+                feed.wait()
+            fed = present if feed is None else feed.present
+            values = self._session.orders.scaled(scalars, spec.groups, failed.header.clock)
+            is_same = failed.is_same(values, weight, rows.by_shard if feed is None else feed.tables, skip=skip)
+            if is_same and failed.is_unchanged(self._trained, self.gradients, fed):
+                failed.feed = feed
+                if not failed.is_finished:
+                    self._session.pushing = failed.header.clock
+                return failed
+            self._give_up(failed)
+        self._session.catch_up()
+        if self._is_exact:
+            for attempt in self._session.attempts():
+                with attempt:
+                    self._session.await_decisions(self._timeout_s)
+        verdicts = self._verdicts
+        if verdicts is not None and verdicts.applied < verdicts.latest < self._session.clock:
+            # Whoever made that round may be gone before all shards had its verdict; nobody could push the next one.
+            self._fetch(self._lanes, versions_only=True)
+        for prepare in self._riders.prepare:
+            prepare()
+        is_finite = feed is None and spec.nan_policy != "allow"
+        sent = self._requests.push(scalars, weight, present, rows, feed, versions_read, skip=skip, is_finite=is_finite)
+        self.is_skipped = skip and not self._has_rounds
+        self.counts["rounds_skipped"] += self.is_skipped
+        self._session.pushing = sent.header.clock
+        return sent
+
+    def _on_failed(self, sent: SentPush, error: BaseException) -> None:
+        """Note that the program's call has failed: the next one has to go on with this push, or to end it."""
+        if not isinstance(error, RolledBack):
+            sent.on_failure(error, self._trained, self.gradients)
+            self._failed = sent
+            self._session.cuts.set_ready(sent.is_finished)
+
+    def _on_done(self) -> None:
+        """Note that the program's call has sent its push."""
+        self._failed = None
+        if self._unconfirmed is None:
+            self._session.pushing = None
+
+    def resolve(self) -> None:
+        """Complete the push that a failed call has left behind, if its gradient is still there to be sent."""
+        failed = self._failed
+        if failed is None or (failed.is_finished and failed is not self._unconfirmed):
+            return
+        present = failed.present if failed.feed is None else failed.feed.present
+        if (failed.is_finished or failed.may_be_completed) and failed.is_unchanged(self._trained, self.gradients, present):
+            self._complete(failed)
+        else:
+            self._give_up(failed)
+
+    def _give_up(self, failed: SentPush) -> None:
+        """Give up an earlier push in favour of another gradient. What has counted of this one stands, and no more of it will:
+        its session ends."""
+        if failed.is_superseded:
+            assert failed.error is not None
+            raise failed.error
+        if not failed.is_finished or failed is self._unconfirmed:
+            self._session.begin_anew()
+        self._unconfirmed = self._failed = self._session.pushing = None
+        if failed.is_finished:
+            return
+        self.counts["pushes_dropped"] += 1
+        failed.warn_given_up(self._rank, self._trained_count)
+
+    def _complete(self, sent: SentPush, *, and_wait: bool = False) -> None:
+        """Have all shards take the push. and_wait: with exact aggregation, until its round is decided."""
+        if sent.is_finished:
+            return
+        for attempt in self._session.attempts():
+            with attempt:
+                self._send(sent)
+        if self._is_exact:
+            for attempt in self._session.attempts():
+                with attempt:
+                    self._commit(sent, without_waiting=not and_wait)
+        self._finish(sent)
+
+    def _send(self, sent: SentPush) -> None:
+        def push_at(lane: Lane, call: Call) -> None:
+            incarnation = self._session.incarnation(lane.shard)
+            if sent.incarnations.get(lane.shard) != incarnation:
+                part = self._requests.part(lane.shard, sent, self._blocks[lane.shard], self.parameters.versions)
+                self._counts.on_reply(sent, lane.shard, lane.push(part, call))
+                sent.incarnations[lane.shard] = incarnation
+
+        self._shards.run(push_at, self._timeout_s + sent.rows.transfer_s, self._lanes, is_bulk=True)
+        self._unconfirmed = sent if self._has_rounds else None
+
+    def _finish(self, sent: SentPush) -> None:
+        """Every shard has the push: go on at the largest clock, which lies beyond the next one where it came late."""
+        sent.is_finished = True
+        replies = sent.replies.values()
+        self._session.clock = max([self._session.clock, sent.header.clock + 1, *[reply.clock for reply in replies]])
+        for hear in self._riders.hear:
+            hear(sent)
+        late = sum([reply.blocks_late for reply in replies])
+        if late and sent.session != self._session.number:
+            sent.warn_expired(self._rank, late, self._trained_count)
+
+    def _push_again(self, lane: Lane, call: Call) -> None:
+        """Send the last push again to a shard that has lost it: it was killed before the round had closed."""
+        sent = self._unconfirmed
+        if sent is None or lane.shard not in sent.incarnations:
+            return
+        incarnation = self._session.incarnation(lane.shard)
+        if sent.incarnations[lane.shard] == incarnation:
+            return
+        part = self._requests.part(lane.shard, sent, self._blocks[lane.shard], self.parameters.versions)
+        reply = lane.push(part, call)
+        self._counts.on_reply(sent, lane.shard, reply)
+        sent.incarnations[lane.shard] = incarnation
+        if reply.blocks_late:
+            sent.warn_closed(self._rank, lane.shard, reply.blocks_late)
+
+    def _commit(self, sent: SentPush, *, without_waiting: bool) -> None:
+        """Exact aggregation: tell shard 0 that all shards have a push; learn what was decided."""
+
+        def commit_at(lane: Lane, call: Call) -> control_pb2.CommitReply:
+            self._push_again(lane, call)
+            request = control_pb2.CommitRequest(
+                caller=self._session.caller(lane.shard),
+                clock=sent.header.clock,
+                without_waiting=without_waiting,
+                skip=sent.skip,
+            )
+            return lane.commit(request, call)
+
+        (reply,) = self._shards.run(commit_at, self._timeout_s, self._shards.lanes[:1])
+        self._session.decisions = list(reply.decisions)
+        if self._verdicts is not None:
+            self._verdicts.on_commit(sent.header.clock, reply)
+        decision = next((d for d in reply.decisions if d.round == sent.header.clock), None)
+        if decision is not None:
+            members = members_mask(decision.members)
+            # Without that policy a round is made of nobody if all workers had gone beyond it: this gradient came too late.
+            is_skipped = not members and self._layout.spec.nan_policy == "skip"
+            self._counts.on_decision(sent, is_member=bool(members >> self._rank & 1), is_skipped=is_skipped)
+            self.is_skipped = is_skipped
+            self.counts["rounds_skipped"] += self.is_skipped
+        elif reply.is_left_out:  # so long ago that the decision is no longer kept
+            self._counts.on_decision(sent, is_member=False, is_skipped=False)
+        if not without_waiting:
+            self._session.clock = max(self._session.clock, reply.clock)
+            sent.is_decided = True
+
+    # -- pulls ---------------------------------------------------------------------------------------------------------
+
+    def _learn(self) -> None:
+        """Exact aggregation: keep the decisions that pulls carry to the shards, so that rounds close there."""
+        sent = self._unconfirmed
+        if self._is_exact and sent is not None and not sent.is_decided:
+            self._commit(sent, without_waiting=False)
+        self._session.await_decisions(self._timeout_s)
+        if self._verdicts is not None:
+            self._verdicts.find()
+
+    def _fetch(self, lanes: Sequence[Lane], *, is_all: bool = False, versions_only: bool = False) -> None:
+        """Have the round of the last push closed, and fetch the trained blocks, or all, or none."""
+        for attempt in self._session.attempts():
+            with attempt:
+                self._pull(lanes, is_all=is_all, versions_only=versions_only)
+                self._on_closed()
+
+    def _pull(self, lanes: Sequence[Lane], *, is_all: bool = False, versions_only: bool = False) -> None:
+        """Fetch the blocks, or wait for their versions alone, of the worker's clock."""
+        self._learn()
+        if not versions_only:
+            self.parameters = self.places.renew()
+
+        def pull_at(lane: Lane, call: Call) -> None:
+            self._push_again(lane, call)
+            blocks = self._layout.blocks_of(lane.shard) if is_all else self._blocks[lane.shard]
+            request = self._requests.pull(lane.shard, blocks if self._has_static and not is_all else None)
+            request.versions_only = versions_only
+            lane.pull(request, blocks, self.parameters, call)
+
+        self._shards.run(pull_at, self._timeout_s, lanes, is_bulk=True)
+
+    def _on_closed(self) -> None:
+        """Note that all shards have closed the round of the last push."""
+        last, self._unconfirmed = self._unconfirmed, None
+        self._session.pushing = None
+        if self._verdicts is None:
+            return
+        self._verdicts.on_applied()
+        if last is not None and self._verdicts.skips(last.header.clock):
+            self.is_skipped = True
+            self.counts["rounds_skipped"] += 1
+            what = "step %d was skipped: a norm over all workers is not finite"
+            logger.warning("psd: worker %d: " + what, self._rank, last.header.clock)

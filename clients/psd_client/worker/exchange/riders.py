@@ -1,0 +1,120 @@
+"""What rides on a worker's pushes beside the gradient: each thing that is told to the shards, or heard in their replies, is one
+rider. The exchange has a list of them.
+
+A push in progress calls them in the order of that list. A new one is a class here or in a module of its own, a line in the list
+(exchange.py), and a field of PushHeader or PushReply; its mirror on the shards is a rider of psd/state/riders.py. Must not know
+when a push is sent, or sent again.
+"""
+
+from __future__ import annotations
+
+from psd.v1 import data_pb2
+from psd_client.worker.exchange.sent_push import SentPush
+from psd_client.worker.session.session import Session
+
+
+class Rider:
+    """Rides on each push of one worker. A method that a rider does not define does nothing."""
+
+    def before_push(self) -> None:
+        """Prepare for a push that is about to be made; may call the shards."""
+
+    def write(self, sent: SentPush) -> None:
+        """Add to the header of a new push what is the same for all shards. Called once for a push, however often it is sent."""
+
+    def write_to(self, shard: int, header: data_pb2.PushHeader) -> None:
+        """Add to one shard's header. Called each time that the push leaves for it; from a thread of its own."""
+
+    def hear(self, sent: SentPush) -> None:
+        """Take what the replies say, once all shards have the push. The worker's clock has moved on."""
+
+    def forget(self) -> None:
+        """Forget what went with the parameters: the job has gone back to a checkpoint, whose parameters are there now."""
+
+
+class Riders:
+    """All riders of a worker, in their order.
+
+    Attributes:
+        prepare, write, write_to, hear, forget: that method of each rider that has something to do then.
+    """
+
+    def __init__(self, *riders: Rider) -> None:
+        self.prepare = [rider.before_push for rider in riders if type(rider).before_push is not Rider.before_push]
+        self.write = [rider.write for rider in riders if type(rider).write is not Rider.write]
+        self.write_to = [rider.write_to for rider in riders if type(rider).write_to is not Rider.write_to]
+        self.hear = [rider.hear for rider in riders if type(rider).hear is not Rider.hear]
+        self.forget = [rider.forget for rider in riders if type(rider).forget is not Rider.forget]
+
+
+class OrderRider(Rider):
+    """Hears an operator's orders from shard 0. They scale the learning rates that a push says: see DataRequests."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def hear(self, sent: SentPush) -> None:
+        """Follow the orders as they now are."""
+        if 0 in sent.replies:
+            self._session.orders.hear(sent.replies[0].orders)
+
+
+class DecisionRider(Rider):
+    """Carries the decisions on rounds that shard 0 has told to all shards; exact aggregation."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def write(self, sent: SentPush) -> None:
+        """Write the latest decisions."""
+        if self._session.decisions:
+            sent.header.decisions.extend(self._session.decisions)
+
+
+class CutRider(Rider):
+    """Carries the cuts that shards name to all of them, and the worker's position in those without rounds."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def write_to(self, _shard: int, header: data_pb2.PushHeader) -> None:
+        """Write the cuts as they now are: a push that is sent again may say more of them."""
+        cuts = self._session.cuts
+        if cuts.are_named:
+            header.cuts.extend(cuts.carried())
+
+    def hear(self, sent: SentPush) -> None:
+        """Hear what each shard names. The call that had to send the push has ended: positions can be chosen again."""
+        self._session.hear_cuts(sent.replies)
+        if self._session.cuts.is_unready:
+            self._session.cuts.set_ready(True)
+
+
+class ClientStateRider(Rider):
+    """Takes what the program saves for itself to the shard that keeps it.
+
+    Args:
+        keeper: that shard, see Layout.client_state_shard.
+
+    Attributes:
+        state: goes with the next push; empty: as with the push before.
+    """
+
+    def __init__(self, keeper: int) -> None:
+        self._keeper = keeper
+        self._sent = b""
+        self.state = b""
+
+    def write(self, _sent: SentPush) -> None:
+        """Take the state with this push, also when it is sent again."""
+        self._sent = self.state
+
+    def write_to(self, shard: int, header: data_pb2.PushHeader) -> None:
+        """Write it for the shard that keeps it."""
+        if self._sent and shard == self._keeper:
+            header.client_state = self._sent
+
+    def hear(self, _sent: SentPush) -> None:
+        """Note that it is kept."""
+        if self.state is self._sent:  # else it is the next push's, which is being computed
+            self.state = b""

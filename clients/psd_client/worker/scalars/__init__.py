@@ -1,0 +1,1 @@
+"""Scalars that the program reports by `ps.log`. Must not know pushes."""

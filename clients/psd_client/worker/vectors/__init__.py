@@ -1,0 +1,1 @@
+"""Server-side vectors, as one worker calls them."""

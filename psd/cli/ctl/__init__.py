@@ -1,0 +1,1 @@
+"""The commands of psdctl, a module each, and what several of them need."""

@@ -1,0 +1,128 @@
+"""Judgement of the psd-run that leads a job: who may be a node, and who is still missing.
+
+A node has the leader's version of psd, its tokens, its options and command, an address that the others reach, and a number that
+nobody else has. What is wrong is said in words, to the node and to the leader's user. Knows no connections.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import psd
+from psd.cli.hosts.link import Message
+from psd.cli.hosts.proof import proof_of, what_is_wrong
+from psd.cli.job.plan import Plan
+from psd.cli.words.arguments import flag_of
+from psd.contract.printable import printable
+
+_SHOWN_MAX = 8
+"""Nodes that are named before the rest are counted."""
+
+_TEXT_MAX = 64
+
+
+class NotAdmittedError(Exception):
+    """This one cannot be a node of the job; the text is for both sides."""
+
+
+@dataclass(frozen=True)
+class Node:
+    """One that has joined."""
+
+    number: int
+    host: str
+    address: str
+
+
+class NodeAdmission:
+    """The nodes of one job.
+
+    Args:
+        plan: of the job, as the leader has it. address: of the leader's machine; empty: no node is there.
+    """
+
+    def __init__(self, plan: Plan, address: str) -> None:
+        assert plan.meeting is not None
+        self._meeting, self._places = plan.meeting, plan.places
+        self.nodes = {plan.node: Node(plan.node, "this host", address)} if address else {}
+
+    @property
+    def missing(self) -> list[int]:
+        """Numbers of the nodes that have not joined."""
+        return [number for number in range(self._places.nodes) if number not in self.nodes]
+
+    def who_is_missing(self) -> str:
+        """The missing nodes, and those that are there, in words."""
+        hosts = self._meeting.hosts
+        missing = [f"{number} ({hosts[number]})" if hosts else f"{number}" for number in self.missing]
+        there = [f"{node.number} ({node.host})" for _, node in sorted(self.nodes.items())]
+        found = f"node{'s' if len(missing) > 1 else ''} {_list(missing)} of {self._places.nodes}"
+        return f"{found}; there are {_list(there)}" if there else found
+
+    def check_version(self, theirs: object) -> None:
+        """Raise NotAdmittedError unless the other side has this version of psd."""
+        if theirs != psd.__version__:
+            raise NotAdmittedError(f"it has psd {_text(theirs)}, and node 0 has {psd.__version__}")
+
+    def admit(self, hello: Message, nonce: str, number: int | None) -> Node:
+        """Admit a node.
+
+        Args:
+            hello: what it has said. nonce: what it was sent. number: which node it is; None: it says so itself, or takes any.
+
+        Raises:
+            NotAdmittedError: it cannot be one. KeyError, TypeError, ValueError: what it says makes no sense.
+        """
+        if wrong := what_is_wrong(proof_of(self._meeting.key, "node", nonce, hello["nonce"]), hello["proof"]):
+            raise NotAdmittedError(wrong)
+        self._check_alike(hello["alike"])
+        host, address = _text(hello["host"]), str(ipaddress.ip_address(hello["address"]))
+        self._check_address(address)
+        node = Node(self._number(hello["node"] if number is None else number), host, address)
+        self.nodes[node.number] = node
+        return node
+
+    def _check_alike(self, alike: Mapping[str, str]) -> None:
+        ours = self._meeting.alike
+        others = [name for name in ours if alike.get(name) != ours[name]]
+        if others:
+            names = [name if name == "command" else flag_of(name.removesuffix("_s")) for name in others]
+            raise NotAdmittedError(f"its {_list(names)} differs from node 0's; all hosts must be given the same")
+
+    def _check_address(self, address: str) -> None:
+        known = [node.address for node in self.nodes.values()]
+        are_loopback = {ipaddress.ip_address(each).is_loopback for each in (*known, address)}
+        if len(are_loopback) > 1:
+            raise NotAdmittedError(
+                f"{known[0]} and {address} cannot reach each other; name hosts by addresses that the others reach"
+            )
+        if are_loopback == {False} and not self._meeting.is_guarded:
+            raise NotAdmittedError(
+                "shards that other machines reach need a certificate (--tls-cert, --tls-key; and --token-file), or "
+                "--insecure on a network that keeps strangers out"
+            )
+
+    def _number(self, wanted: object) -> int:
+        if not self.missing:
+            raise NotAdmittedError(f"all {self._places.nodes} nodes are there already")
+        if wanted is None:
+            return self.missing[0]
+        number = int(str(wanted))
+        if number in self.nodes:
+            other = self.nodes[number]
+            raise NotAdmittedError(f"its --node-rank is {number}, and that is {other.host}, at {other.address}")
+        if number not in self.missing:
+            raise ValueError(f"there is no node {number}")
+        return number
+
+
+def _text(given: object) -> str:
+    """A peer's text, for a terminal."""
+    return printable(str(given))[:_TEXT_MAX]
+
+
+def _list(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN_MAX} more" if len(names) > _SHOWN_MAX else ""
+    return ", ".join(names[:_SHOWN_MAX]) + more

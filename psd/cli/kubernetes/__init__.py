@@ -1,0 +1,1 @@
+"""psd-run --on kubernetes: manifests, secrets, and kubectl. Must not know processes."""

@@ -1,0 +1,1 @@
+"""psd-run --on ray: shards and workers as actors."""

@@ -1,0 +1,112 @@
+"""Gradients that are lent: they are not copied, but read where they lie, in memory that shard and worker share or in a message.
+
+A call that waits for its round lends its gradients (`Loan`). A round reads two of them in place (`RoundSum`): the first one,
+instead of beginning a sum with a copy of it, and the one that completes the round, in the pass that applies the update. Any of
+the round's calls may do that. Before a call ends it ends its loan, and blocks that still read the memory copy what they need.
+
+1. When `Loan.end` has returned, nothing reads the memory.
+2. A gradient that is lent counts as one that is copied would: once, in the same place of the sum.
+3. If there is no memory for a copy, the sum is as it was, and still reads the gradient where it lies.
+
+`RoundSum` is used under its block's lock. Must not know rounds, blocks or workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from numpy.typing import NDArray
+
+import psd_core
+from psd.state.pages import Lender
+
+HALF_BYTES = 2
+"""Bytes of an element that a sum cannot have: gradients of 16 bits are widened as they are added."""
+
+
+class Loan:
+    """The gradients that one call lends, until it ends. Used by the call's own thread."""
+
+    def __init__(self) -> None:
+        self._borrowers: list[tuple[Callable[[Loan, int], None], int]] = []
+
+    def to(self, take_over: Callable[[Loan, int], None], round_: int) -> None:
+        """Note that a gradient of this call may be read in a round; `take_over` is called with both when the loan ends."""
+        self._borrowers.append((take_over, round_))
+
+    def end(self) -> None:
+        """Have everybody copy what is still needed: the worker's memory is about to change, or to go."""
+        while self._borrowers:
+            take_over, round_ = self._borrowers.pop()
+            take_over(self, round_)
+
+
+class Lent(NamedTuple):
+    """A gradient that is lent."""
+
+    values: Any
+    weight: float
+    loan: Loan
+
+
+class RoundSum:
+    """The weighted sum of a block's gradients. Two of them may be lent: the first one, and the last one.
+
+    The first is read in place if a sum could begin with it as it is: it is not widened, and its weight is 1.
+    """
+
+    def __init__(self, accumulators: Lender) -> None:
+        self._accumulators = accumulators
+        self._sum: Any = None
+        self._first: Lent | None = None  # stands for the sum, as long as there is none
+        self._last: Lent | None = None
+
+    @property
+    def terms(self) -> tuple[NDArray[Any] | None, NDArray[Any] | None, float]:
+        """The sum so far; what is still to be added to it, and by which weight."""
+        sum_ = self._sum if self._first is None else self._first.values
+        return (sum_, None, 0.0) if self._last is None else (sum_, self._last.values, self._last.weight)
+
+    def add(self, values: NDArray[Any] | None, weight: float, loan: Loan | None = None) -> None:
+        """Add a gradient, None if it is empty. If it fails, nothing has changed but where an earlier one lies."""
+        if values is None:
+            return
+        if self._first is not None:
+            self._take_over_first()
+        if self._sum is not None:
+            psd_core.accumulate(self._sum, values, weight)
+        elif loan is not None and weight == 1 and values.itemsize > HALF_BYTES:
+            self._first = Lent(values, weight, loan)
+        else:
+            self._begin(values, weight)
+
+    def complete(self, values: NDArray[Any] | None, weight: float, loan: Loan) -> None:
+        """Take the last gradient, which is lent: it is not added, but the second one of `terms`."""
+        if values is not None:
+            self._last = Lent(values, weight, loan)
+
+    def take_over(self, loan: Loan) -> None:
+        """Copy, or add, what was lent by this loan. If it fails, nothing has changed."""
+        if self._first is not None and self._first.loan is loan:
+            self._take_over_first()
+        if self._last is not None and self._last.loan is loan:
+            self.add(self._last.values, self._last.weight)
+            self._last = None
+
+    def end(self) -> None:
+        """Read nothing any more, and give the memory back."""
+        self._first = self._last = None
+        if self._sum is not None:
+            self._accumulators.give_back(self._sum)
+            self._sum = None
+
+    def _take_over_first(self) -> None:
+        assert self._first is not None
+        self._begin(self._first.values, self._first.weight)
+        self._first = None
+
+    def _begin(self, values: NDArray[Any], weight: float) -> None:
+        accumulator = self._accumulators.lend()
+        psd_core.scaled_copy(accumulator, values, weight)
+        self._sum = accumulator

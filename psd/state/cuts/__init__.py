@@ -1,0 +1,1 @@
+"""Cuts: this shard's part of each, from its announcement until all pages are pinned. Must not know files."""

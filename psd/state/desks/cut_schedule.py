@@ -1,0 +1,211 @@
+"""Announces cuts: by steps or by time, which is shard 0's task, or on request.
+
+Looked at after each push, whose reply then carries the cut, and with each tick. Must not know files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable
+
+from psd.checkpoint import Cut, EndNote
+from psd.checkpoint.cut import FINAL_ID, WHOLE_KEPT, CutName
+from psd.contract.config import CUTS_MAX
+from psd.contract.errors import NotDeclared
+from psd.state import locks
+from psd.state.core import ShardCore
+from psd.state.cuts.cuts import AHEAD, Cuts
+from psd.state.cuts.snapshots import new_id
+from psd.state.job import Job
+from psd.state.workers.membership import WorkerState
+from psd.v1 import data_pb2
+
+AGAIN_S = 10.0
+"""Seconds from a cut that was given up to the next."""
+
+
+class CutSchedule:
+    """Announces the cuts of one shard.
+
+    Args:
+        wall: seconds since 1970.
+    """
+
+    def __init__(self, core: ShardCore, cuts: Cuts, wall: Callable[[], float]) -> None:
+        self._core = core
+        self._cuts = cuts
+        self._wall = wall
+        self._lock = locks.new(locks.Level.ANNOUNCING)
+        self._era: tuple[int, bytes] | None = None  # timeline and layout of the cuts that were announced last
+        self._may_be_known = False  # a cut of that step or a later one, from before
+        self._last_step = 0  # of the last cut announced; without rounds of the job, if it has been at an earlier one since
+        self._last_moves = 0
+        self._whole_ids: list[str] = []  # of the last cuts that build on no others
+        self._announced: deque[str] = deque(maxlen=2 * CUTS_MAX)  # ids
+        self._last_announced_at = core.now()
+        self._last_id, self._announced_at = "", core.now()
+
+    @property
+    def is_training(self) -> bool:
+        """True if there is a job, and a part of it here that changes."""
+        job = self._job_with_part()
+        return job is not None and (job.trained_count > 0 or self._core.storage.vectors is not None)
+
+    def _job_with_part(self) -> Job | None:
+        """The job, if there is one, and a part of it here."""
+        job = self._core.job  # once: asked without the lock, too
+        if job is None or self._core.is_tentative or not self._core.life.has_values:
+            return None
+        has_part = job.block_count or self._core.storage.vectors is not None
+        return job if has_part and not job.arena.is_closed else None
+
+    @property
+    def is_left_in_order(self) -> bool:
+        """True if every worker has left, so that all shards know alike where the job has ended."""
+        members = self._core.membership
+        return members is not None and all(worker.state is WorkerState.FINISHED for worker in members.workers)
+
+    @property
+    def progress(self) -> int:
+        """Rounds closed; without rounds, or trained blocks, the clock of the slowest worker, or of the last that has left, and
+        where nothing is trained the batches on vectors."""
+        if self._has_rounds and self._core.declared().trained_count:
+            return self._core.declared().version_max
+        return self._clock() + self._batches()
+
+    @property
+    def last_progress(self) -> int:
+        """The same of a job that has ended, whichever workers this shard has heard of it from."""
+        if self._has_rounds and self._core.declared().trained_count:
+            return self._core.declared().version_max
+        with self._core.lock:
+            return max(worker.clock for worker in self._core.members.workers) + self._batches()
+
+    def _batches(self) -> int:
+        """Number of batches that a job of vectors alone has run; its clocks stand still."""
+        vectors = self._core.storage.vectors
+        return vectors.commits if vectors is not None and not self._core.declared().is_trained else 0
+
+    def _clock(self) -> int:
+        with self._core.lock:
+            slowest = self._core.members.min_clock()
+            return slowest if slowest is not None else max(w.clock for w in self._core.members.workers)
+
+    @property
+    def _has_rounds(self) -> bool:
+        return self._core.declared().policy.has_rounds
+
+    def has_announced(self, cut_id: str) -> bool:
+        """True if a cut was announced here, not too long ago."""
+        return cut_id in self._announced
+
+    def announce(self, cut_id: str) -> None:
+        """Announce the next cut that all shards can still take part in."""
+        with self._lock:
+            self._announce(cut_id, self.progress)
+
+    def announce_final(self) -> None:
+        """Take this shard's part of the last cut, now that no worker changes anything any more.
+
+        It is the same on all shards if all workers have left in order.
+        """
+        job = self._job_with_part()
+        if job is not None:
+            created_at = max(worker.left_at for worker in self._core.members.workers)
+            cut = data_pb2.Cut(id=FINAL_ID, step=self.progress, created_at=created_at)
+            self._cuts.take_final(job, cut)
+
+    def end_note(self) -> EndNote | None:
+        """Describe what this shard holds, now that nothing changes it any more; None if that is nothing."""
+        job = self._job_with_part()
+        if job is None:
+            return None
+        return EndNote(
+            nonce=new_id(),
+            run_id=self._core.run_id,
+            timeline=self._core.timeline,
+            layout_digest=job.layout.digest.hex(),
+            step=self.progress,
+            versions=job.trained_versions if self._has_rounds else (),
+            pushes=self._last_pushes(job),
+            order=job.arena.word("cut_order"),
+            ended_at=self._wall(),
+        )
+
+    def _last_pushes(self, job: Job) -> tuple[tuple[int, int, int], ...]:
+        """See EndNote.pushes."""
+        if not job.is_cut_by_positions:
+            return ()
+        there = [worker.rank for worker in self._core.members.workers if worker.state is not WorkerState.EXPIRED]
+        return tuple(sorted((rank, *pushed) for rank in there for pushed in job.last_pushes(rank)))
+
+    def take_end(self, cut: Cut) -> None:
+        """Take this shard's part of the cut that the shards' end notes agree on."""
+        message = data_pb2.Cut(id=cut.cut_id, step=cut.step, created_at=cut.created_at, order=cut.order)
+        self._cuts.take_final(self._core.declared(), message)
+
+    def announce_due(self) -> None:
+        """Announce a cut if one is due, and the earlier ones are written."""
+        config = self._core.config
+        is_scheduled = config.checkpoint_steps or config.checkpoint_secs
+        if config.shard_index != 0 or not is_scheduled or not self.is_training:
+            return
+        with self._lock, contextlib.suppress(NotDeclared):  # as soon as the shard goes back
+            job = self._core.declared()
+            self._look_at(job)
+            if self._cuts.unwritten:
+                return
+            step = self.progress
+            if job.is_cut_by_positions:
+                self._last_step = min(self._last_step, step)  # the slowest may be another one now
+            is_due_again = self._core.now() - self._announced_at >= AGAIN_S
+            if is_due_again and self._last_id in self._cuts.given_up:  # for workers' positions that have not come in time
+                self._announce(new_id(), step)
+            if config.checkpoint_steps:
+                self._announce_multiple(step, config.checkpoint_steps)
+            if config.checkpoint_secs and self._core.now() - self._last_announced_at >= config.checkpoint_secs:
+                self._last_announced_at = self._core.now()
+                has_moved = self._moves() != self._last_moves if job.is_cut_by_positions else step > self._last_step
+                if has_moved and not self._cuts.is_collecting:
+                    self._announce(new_id(), step)
+
+    def _announce_multiple(self, step: int, every: int) -> None:
+        """Announce by --checkpoint-steps, if the next multiple is due."""
+        if self._has_rounds:
+            due = -(-(step + AHEAD) // every) * every
+            if due > self._last_step:
+                self._announce_at(new_id(), due)
+        elif step // every > self._last_step // every:
+            self._announce_at(new_id(), step)
+
+    def _announce(self, cut_id: str, step: int) -> None:
+        self._announce_at(cut_id, step + AHEAD if self._has_rounds else step)
+
+    def _moves(self) -> int:
+        """Number that grows with whatever a checkpoint has, whoever is the slowest."""
+        vectors = self._core.storage.vectors
+        return self._core.declared().updates + (vectors.commits if vectors is not None else 0)
+
+    def _look_at(self, job: Job) -> None:
+        """Begin anew with another job, or another state of it."""
+        era, before = (self._core.timeline, job.layout.digest), self._era
+        if era != before:
+            self._era, self._last_step, self._last_moves = era, 0, 0
+            self._may_be_known = job.arena.word("restarts") > 0 or (before is not None and before[0] == era[0])
+
+    def _announce_at(self, cut_id: str, step: int) -> None:
+        job = self._core.declared()
+        self._look_at(job)
+        is_later_by_step = not job.is_cut_by_positions and step > self._last_step and not self._may_be_known
+        order = job.arena.word("cut_order") + (0 if is_later_by_step else 1)
+        self._may_be_known = False
+        self._last_step, self._last_moves = max(self._last_step, step), self._moves()
+        self._last_id, self._announced_at = cut_id, self._core.now()
+        self._announced.append(cut_id)
+        base = job.tables.base if job.tables is not None else ""
+        found = CutName.of(base)
+        if found is None or found.cut_id not in self._whole_ids:  # it may be removed any time now
+            base = ""
+            self._whole_ids = [*self._whole_ids, cut_id][-WHOLE_KEPT:]
+        self._cuts.learn(job, [data_pb2.Cut(id=cut_id, step=step, created_at=self._wall(), base=base, order=order)])

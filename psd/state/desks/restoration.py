@@ -1,0 +1,373 @@
+"""Restoration: a shard takes its state from a checkpoint, at its start or because another shard has lost what it held.
+
+A shard that finds a checkpoint when it starts without anything of its own loads it and is *tentative*: it cannot know whether
+the others live on, further ahead. The workers can: they bring all shards together on one checkpoint and a new *timeline*, by
+Rollback (psd_client/worker/session/timeline.py). Nothing else is done on a tentative shard, so states are never mixed.
+
+What goes on need not be the kind of job that was stored. Its clock is the checkpoint's step, which all workers had finished:
+that of every worker, and, where there are rounds, the version of every block. Without rounds a version counts updates, as many
+as all workers together have made steps, and not quite the same for every block. How many updates each segment has seen, which
+rules correct their means by, stays what it was.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+
+from psd.checkpoint import (
+    CheckpointDirectory,
+    Manifest,
+    ParameterSource,
+    RestoredBlock,
+    StoredTable,
+    ValueRows,
+    directory_at,
+    open_parameters,
+    parameter_blocks,
+    table_values,
+)
+from psd.checkpoint.cut import CutName
+from psd.contract.config import ConfigError
+from psd.contract.errors import (
+    CheckpointCorrupt,
+    CheckpointFailed,
+    ForeignRun,
+    InternalError,
+    InvalidRequest,
+    NonFiniteGradient,
+    OutOfSpace,
+    PsdError,
+    RolledBack,
+    SpecMismatch,
+)
+from psd.contract.integers import INTEGER_MAX, drawn_integer
+from psd.contract.jobspec import JobSpec
+from psd.contract.layout import Layout
+from psd.contract.orders import scale_at
+from psd.state.aggregation.rules import check_listed
+from psd.state.core import ShardCore
+from psd.state.cuts.cuts import Cuts
+from psd.state.job import Job
+from psd.state.life import Life
+from psd.state.tables.block import Partition
+from psd.state.tables.filling import fill
+from psd.state.tables.slots import WholeRows, as_trained_by_nobody
+from psd.state.workers.membership import Membership
+from psd.v1 import control_pb2
+from psd_core import first_nonfinite
+from psd_core.arena import StoreFull
+from psd_core.vector import Piece
+from psd_core.vector_operations import VectorOperation
+
+logger = logging.getLogger(__name__)
+
+
+class Restoration:
+    """Loads checkpoints into a shard, its own (`directory`) or, where there are none, those of --from-checkpoint."""
+
+    def __init__(self, core: ShardCore, cuts: Cuts, directory: CheckpointDirectory | None) -> None:
+        config = core.config
+        self._core = core
+        self._cuts = cuts
+        self._directories = [directory] if directory is not None else []
+        if config.from_checkpoint and not config.parameters_only:
+            self._directories.append(directory_at(config.from_checkpoint))
+        self._parameters: ParameterSource | None = None
+
+    def has_checkpoint(self) -> bool:
+        """True if there is one to begin with. Raises CheckpointFailed, CheckpointUnsupported: that cannot be told."""
+        return any(directory.newest() is not None for directory in self._directories)
+
+    def begin(self) -> str | None:
+        """Take up, at the start of a shard that holds nothing, what there is to begin with; return the name of the checkpoint
+        that is loaded, if any.
+
+        Raises:
+            ConfigError: a checkpoint is of a job that names a rule that is not listed; or --from-checkpoint has none.
+            CheckpointFailed, CheckpointCorrupt, CheckpointUnsupported: what there is cannot be read.
+        """
+        config = self._core.config
+        name = self.load_newest()
+        if name is None and config.parameters_only:
+            self._parameters = open_parameters(config.from_checkpoint)
+        elif name is None and config.from_checkpoint:
+            raise ConfigError(f"--from-checkpoint: no checkpoint in {self._directories[-1].location} can be read")
+        return name
+
+    def give_values(self, job: Job) -> bool:
+        """Let a job that is just declared, and not served yet, begin with --parameters-only; False if there are none to give.
+
+        Raises:
+            SpecMismatch: they are not those of the job. NonFiniteGradient, CheckpointFailed, CheckpointCorrupt, OutOfSpace.
+        """
+        source = self._parameters
+        if source is None:
+            return False
+        for block, values in parameter_blocks(source, job.layout, self._core.config.shard_index):
+            element = first_nonfinite(values) if values.dtype.kind == "f" else -1
+            if element >= 0:
+                tensor = job.layout.tensor_at(block, element)
+                raise NonFiniteGradient(f"the value of {tensor!r} in {source.location} holds NaN or infinity", tensor=tensor)
+            job.blocks[block.index].begin(job.blocks[block.index].prepare(values))
+        if job.tables is not None:
+            shares = table_values(source, job.layout, self._core.config.shard_index)
+            for partition, (count, pieces) in zip(job.tables.partitions, shares, strict=True):
+                used = partition.next_clock(job.tables.step)
+                fill(partition, _checked(partition, pieces, source.location, used), count, clock=used)
+            job.tables.begin(0)
+        logger.info("the job begins with the parameters of %s", source.location)
+        return True
+
+    def load_newest(self) -> str | None:
+        """Become tentative, at the start, with the newest checkpoint that can be read; return its name, or None if there is
+        none.
+
+        Raises:
+            ConfigError: it is of a job that names a rule that is not listed.
+        """
+        for directory in self._directories:
+            if name := self._load_newest_of(directory):
+                return name
+        if self._core.life.now is Life.LOST:
+            with self._core.lock:
+                self._core.restored_from = ""
+                self._core.become(Life.EMPTY)
+        return None
+
+    def _load_newest_of(self, directory: CheckpointDirectory) -> str | None:
+        manifest = directory.newest()
+        while manifest is not None:
+            try:
+                self._load(manifest, Life.TENTATIVE, timeline=manifest.timeline)
+            except CheckpointCorrupt as error:
+                logger.error(  # noqa: TRY400 - the reason says it all
+                    "checkpoint %s cannot be used, going back to the one before: %s", manifest.name, error
+                )
+                manifest = directory.newest(before=manifest.name)
+            except InvalidRequest as error:
+                raise ConfigError(f"--rule: checkpoint {manifest.name} holds a job that needs it: {error}") from error
+            else:
+                return manifest.name
+        return None
+
+    def give_up_lost_round(self) -> None:
+        """EXACT: if a round has lost a gradient for good, become tentative, as if everything had been lost; all shards then go
+        back.
+
+        Without any checkpoint those who wait for the round get StateLost.
+        """
+        core = self._core
+        if core.life.now is not Life.DAMAGED:
+            return
+        with core.job_lock:
+            if core.life.now is not Life.DAMAGED:
+                return  # a worker was faster
+            job = core.declared()
+            logger.error("%s", core.lost_round)
+            try:
+                self.load_newest()
+            except (PsdError, ConfigError, OSError) as failure:
+                logger.error("cannot go back to a checkpoint: %s", failure)  # noqa: TRY400 - the reason says it all
+            except Exception:
+                logger.exception("cannot go back to a checkpoint, by a defect")
+            if core.job is job:
+                with core.lock:
+                    core.become(Life.STRANDED)
+                job.settle()
+
+    def rollback(self, request: control_pb2.RollbackRequest) -> None:
+        """Begin a timeline from a checkpoint; nothing happens if this shard is on it, or on a later one, already, or is not as
+        the worker has found it.
+
+        Raises:
+            InvalidRequest: there is no such timeline.
+            CheckpointFailed, CheckpointCorrupt: the checkpoint cannot be read here; the shard is as it was. One that is damaged
+                or gone will not be read later either: its error names another.
+        """
+        core = self._core
+        if request.timeline > INTEGER_MAX:
+            raise InvalidRequest(f"timeline: {request.timeline} is above the limit of {INTEGER_MAX}")
+        with core.job_lock:
+            with core.lock:
+                if core.run_id and request.run_id and request.run_id != core.run_id:
+                    raise ForeignRun(f"run_id: this shard serves run {core.run_id!r}, not {request.run_id!r}")
+                if (core.timeline >= request.timeline and not core.is_tentative) or request.incarnation != core.incarnation:
+                    return
+                is_there = core.life.now is Life.TENTATIVE and core.restored_from == request.checkpoint
+                if is_there:
+                    core.members.on_gone_back(request.workers, core.now())
+                    core.timeline = request.timeline
+                    core.declared().arena.set_word("timeline", request.timeline)
+                    core.become(Life.RESTORED)
+                    self._begin_incarnation()
+            if not is_there:
+                try:
+                    manifest = self._readable(request.checkpoint).load(request.checkpoint)
+                    self._load(manifest, Life.RESTORED, timeline=request.timeline, workers=request.workers)
+                except CheckpointCorrupt as error:
+                    error.detail["instead"] = self._instead_of(request.checkpoint)
+                    raise
+        # A shard that waited for this has said already what it starts from; another one gives up later steps.
+        level = logging.DEBUG if is_there else logging.WARNING
+        logger.log(level, "went back to checkpoint %s; timeline %d begins", request.checkpoint, request.timeline)
+
+    def _instead_of(self, checkpoint: str) -> str:
+        """The newest checkpoint before one that cannot be read here, or else the newest of all; "" if there is none."""
+        if CutName.of(checkpoint) is None:
+            return ""
+        try:
+            directory = self._readable(checkpoint)
+            found = directory.newest(before=checkpoint) or directory.newest()
+        except PsdError:
+            return ""
+        return found.name if found is not None and found.name != checkpoint else ""
+
+    def redeclare(self, spec: JobSpec) -> None:
+        """Let the first declaration after a restore change workers, consistency, reduction and the treatment of staleness.
+
+        Raises:
+            SpecMismatch: the tensors or the groups are not those of the checkpoint.
+            CheckpointFailed, CheckpointCorrupt: it cannot be read any more.
+        """
+        core = self._core
+        stored = core.declared().spec
+        if difference := stored.difference_from_stored(spec, core.restored_from):
+            raise SpecMismatch(f"{difference}. {core.how_to_begin_afresh}")
+        manifest = self._readable(core.restored_from).load(core.restored_from)
+        self._load(manifest, Life.RESTORED, timeline=core.timeline, spec=spec, members=core.members)
+
+    def _load(
+        self,
+        manifest: Manifest,
+        following: Life,
+        *,
+        timeline: int,
+        spec: JobSpec | None = None,
+        members: Membership | None = None,
+        workers: Sequence[int] = (),
+    ) -> None:
+        """Take everything from a checkpoint, for the job as it was stored, or as these members now declare it.
+
+        Every byte is checked before what is here is given up. If reading fails after that, the shard has lost what it held, and
+        is tentative: whoever comes brings it to a checkpoint again. Files are read without the shard's lock.
+        """
+        core = self._core
+        spec = spec if spec is not None else manifest.spec
+        check_listed(spec, core.rules)
+        if core.job is not None:
+            layout = Layout(spec, core.config.shard_count)
+            for _ in self._blocks(manifest, layout):
+                pass
+            for table in self._tables(manifest, layout):
+                for _ in table:
+                    pass
+            for _ in self._vectors(manifest):
+                pass
+        if members is None:
+            members = core.new_members(spec.world_size)
+        self._give_up(manifest, timeline, members)
+        try:
+            job = core.make_job(spec, members, manifest.name)
+            for restored in self._blocks(manifest, job.layout):
+                block = job.blocks[restored.block.index]
+                has_rounds = job.policy.has_rounds and block.plan.trained
+                block.restore(restored._replace(version=manifest.step) if has_rounds else restored)
+            if job.tables is not None:
+                for partition, stored in zip(job.tables.partitions, self._tables(manifest, job.layout), strict=True):
+                    history = stored.history if stored.history.size else None
+                    fill(partition, stored, stored.count, step=stored.step, clock=stored.clock, history=history)
+                job.tables.begin(manifest.step)
+            self._fill_vectors(manifest, max(spec.world_size, core.config.limits.workers_max))
+            keeps_states = core.config.shard_index == job.layout.client_state_shard
+            core.client_states.begin(manifest.client_states if keeps_states else {})
+            if core.config.shard_index == 0:
+                with core.lock:
+                    core.orders.on_restore(manifest.learning_rates)
+                    scale = scale_at(core.orders.learning_rates_from(manifest.step), manifest.step)
+                if scale != 1.0:
+                    logger.warning("the learning rate is scaled by %g, as it was at checkpoint %s", scale, manifest.name)
+        except (Exception, SystemExit) as error:  # a user's own rule may raise either
+            core.storage.close(keep=False)
+            with core.lock:
+                core.become(Life.LOST)
+                self._begin_incarnation()
+            if isinstance(error, OSError):
+                raise InternalError(f"--state-dir: cannot use {core.storage.directory}: {error}") from error
+            raise
+        with core.lock:
+            if job.is_exact:
+                job.arena.set_word("decided", manifest.step)
+            job.arena.set_word("timeline", timeline)
+            core.timeline = timeline
+            members.on_gone_back(workers, core.now())
+            core.take_job(job, members)
+            core.become(following)
+            job.arena.set_word("initialized", 1)
+
+    def _give_up(self, manifest: Manifest, timeline: int, members: Membership) -> None:
+        """Let go of the present job, if there is one; nobody's session continues but that of `members`."""
+        core = self._core
+        with core.lock:
+            if core.job is not None:
+                self._cuts.forget(core.job)
+            error = RolledBack(f"the job goes back to checkpoint {manifest.name}", timeline=timeline, checkpoint=manifest.name)
+            for ticket in core.waiting.open():
+                ticket.fail(error)
+            if core.membership not in (None, members):
+                self._begin_incarnation()
+            members.on_restore(manifest.step)
+            core.job, core.membership, core.gates = None, members, []
+            core.become(Life.LOADING)
+            core.initial = core.new_initial()
+            core.run_id = core.run_id or manifest.run_id
+            core.restored_from = manifest.name
+
+    def _begin_incarnation(self) -> None:
+        self._core.incarnation = drawn_integer()
+
+    def _blocks(self, manifest: Manifest, layout: Layout) -> Iterator[RestoredBlock]:
+        """A checkpoint's blocks for this shard, without the dedup windows: nobody's session goes on."""
+        for restored in self._readable(manifest.name).read_blocks(manifest, layout, self._core.config.shard_index):
+            yield restored._replace(sessions=None, clocks=None)
+
+    def _tables(self, manifest: Manifest, layout: Layout) -> list[StoredTable]:
+        """A checkpoint's tables, with this shard's rows."""
+        directory, index = self._readable(manifest.name), self._core.config.shard_index
+        return [directory.read_table(manifest, layout, index, table) for table in range(len(layout.spec.tables))]
+
+    def _vectors(self, manifest: Manifest) -> Iterator[Piece]:
+        """The elements of a checkpoint's vectors that are this shard's."""
+        config = self._core.config
+        return self._readable(manifest.name).read_vectors(manifest, config.shard_index, config.shard_count)
+
+    def _fill_vectors(self, manifest: Manifest, workers: int) -> None:
+        """Make the vectors of a checkpoint, for as many workers as may come. OutOfSpace: the machine has no room for them."""
+        storage = self._core.storage
+        if not manifest.vectors:
+            return
+        storage.make_vectors(workers)
+        assert storage.vectors is not None
+        try:
+            for spec in manifest.vectors:
+                storage.vectors.create_vector(spec)
+            for piece in self._vectors(manifest):
+                storage.vectors.run([VectorOperation("put", piece.spec.name, start=piece.start, values=piece.values)])
+        except StoreFull as error:
+            raise OutOfSpace(f"{storage.directory} has no room for vectors: {error.strerror}") from error
+
+    def _readable(self, checkpoint: str) -> CheckpointDirectory:
+        """The directory with a checkpoint of that name."""
+        if not self._directories:
+            raise CheckpointFailed("checkpoint: this shard was started without --checkpoint-dir and cannot read one")
+        return next((directory for directory in self._directories if directory.has(checkpoint)), self._directories[0])
+
+
+def _checked(partition: Partition, pieces: Iterator[ValueRows], location: str, used: int) -> Iterator[WholeRows]:
+    """The rows that a table begins with, used at that clock; NonFiniteGradient for one that is not finite."""
+    for ids, values in pieces:
+        element = first_nonfinite(values.reshape(-1))
+        if element >= 0:
+            name, key = partition.spec.name, ids[element // partition.spec.dim]
+            raise NonFiniteGradient(f"the value of table {name!r} in {location} holds NaN or infinity (id {key})", tensor=name)
+        yield as_trained_by_nobody(partition.store, ids, values, used)
