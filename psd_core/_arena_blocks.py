@@ -80,11 +80,11 @@ class Blocks:
         self.pool.adopt({entry[0].number for entry in found if entry is not None})
 
     def current(self, block: int) -> Page | None:
-        """See Arena."""
+        """The published page, not pinned; None: never published."""
         return self._current[block]
 
     def pin(self, block: int) -> Page:
-        """See Arena."""
+        """The published page, which stays as it is until `unpin`."""
         with self.pool.lock:
             page = self._current[block]
             if page is None:
@@ -94,7 +94,7 @@ class Blocks:
         return page
 
     def unpin(self, page: Page) -> None:
-        """See Arena."""
+        """Give a pinned page back."""
         with self.pool.lock:
             surplus = self._unpin(page)
             self.pool.take_back()
@@ -102,11 +102,11 @@ class Blocks:
             self.pool.punch(surplus)
 
     def spare(self, block: int) -> Page:
-        """See Arena."""
+        """A page to write the block's next version into; its contents are undefined."""
         return self._page(block, self.pool.take(self._kinds[block]))
 
     def publish(self, block: int, page: Page, version: int) -> None:
-        """See Arena."""
+        """Make a spare the block's current page, in one step."""
         assert page.state is PageState.SPARE, f"block {block}: the page to publish is {page.state.value}"
         assert page.block == block, f"block {block}: the page to publish is one of block {page.block}"
         head, number = page.head, page.place.number
@@ -131,7 +131,7 @@ class Blocks:
             self.pool.punch(surplus)
 
     def discard(self, page: Page) -> None:
-        """See Arena."""
+        """Give back a spare that will not be published."""
         with self.pool.lock:
             assert page.state is PageState.SPARE, f"block {page.block}: the page to discard is {page.state.value}"
             page.state = PageState.FREE

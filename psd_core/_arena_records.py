@@ -64,24 +64,24 @@ class Records:
                 raise form.ArenaCorrupt(f"decision {slot} of the ring: round {stamp - 1} does not have its checksum")
 
     def word(self, name: str) -> int:
-        """See Arena."""
+        """The value of a durable word."""
         return self._words.load(_INDEX[name])
 
     def set_word(self, name: str, value: int) -> None:
-        """See Arena."""
+        """Set a durable word."""
         with self._lock:
             self._check_open()
             self._words.store(_INDEX[name], value)
 
     def member(self, rank: int) -> tuple[int, int, int]:
-        """See Arena."""
+        """Session, clock and state of a rank."""
         with self._lock:
             at = self._selected(rank)
             packed = self._members.load(at + 1)
             return self._members.load(at), packed & _CLOCK_MAX, packed >> _CLOCK_BITS
 
     def set_member(self, rank: int, session: int, clock: int, state: int) -> None:
-        """See Arena."""
+        """Set session, clock and state of a rank, all at once."""
         if not 0 <= session <= _U64_MAX or not 0 <= clock <= _CLOCK_MAX or not 0 <= state <= _STATE_MAX:
             raise ValueError(
                 f"member {rank}: expected a session < 2**64, a clock < 2**56 and a state < 256, got {session, clock, state}"
@@ -105,7 +105,7 @@ class Records:
             self._crash_point("arena.member")
 
     def record_decision(self, round_: int, mask: int) -> None:
-        """See Arena."""
+        """Remember the workers of a round, a bit for each rank."""
         if not 0 <= mask < 1 << self._workers:
             raise ValueError(f"mask: expected {self._workers} bits, got {mask:#x}")
         with self._lock:
@@ -125,7 +125,7 @@ class Records:
             self._crash_point("arena.decision")
 
     def decision(self, round_: int) -> int | None:
-        """See Arena."""
+        """The mask recorded for a round; None: not recorded, or no longer kept."""
         with self._lock:
             return self._decision(round_)
 

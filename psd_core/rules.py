@@ -48,7 +48,7 @@ class SGD(Optimizer):
 
     @classmethod
     def conflicts(cls, flags: Collection[str], numbers: Mapping[str, float]) -> list[tuple[str, str]]:
-        """See Optimizer."""
+        """Flags and numbers that do not go together: nesterov needs momentum, and no dampening."""
         momentum, dampening = numbers["momentum"], numbers["dampening"]
         if "nesterov" not in flags or (momentum > 0 and dampening == 0):
             return []

@@ -44,7 +44,7 @@ ELEMENT_TYPES = {
 
 
 def export_tensors(storage: FileStore, manifest: Manifest, path: str, progress: ExportProgress, table: str = "") -> None:
-    """See CheckpointDirectory.export."""
+    """Write a checkpoint's parameters and tables to one file, as `CheckpointDirectory.export` says."""
     tables = _tables(storage, manifest, table)
     target, file = open_parent(path)
     if path.endswith(parquet.SUFFIX):

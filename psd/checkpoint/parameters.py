@@ -157,7 +157,7 @@ class _Checkpoint:
         self.tables = [table.name for table in manifest.spec.tables]
 
     def read(self, runs: Sequence[Run]) -> Iterator[NDArray[Any]]:
-        """See ParameterSource."""
+        """The elements of each run, in the order in which they are asked for."""
         places = [(self._places[run.name].space, self._places[run.name].start + run.start, run.length) for run in runs]
         sources = [overlapping(self._manifest, *place) for place in places]
         with closing(RecordReader(self._storage, self._manifest, sources)) as records:
@@ -168,5 +168,5 @@ class _Checkpoint:
                 )
 
     def table(self, name: str) -> ValueTable:
-        """See ParameterSource."""
+        """The values of a table's rows."""
         return StoredValues(self._storage, self._manifest, self.tables.index(name))

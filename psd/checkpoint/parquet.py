@@ -9,8 +9,9 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
+from typing_extensions import override
 
-from psd.checkpoint.plain import PIECE_BYTES, ValueRows
+from psd.checkpoint.plain import PIECE_BYTES, ValueRows, ValueTable
 from psd.contract.config import ConfigError
 from psd.contract.errors import CheckpointFailed
 from psd.contract.locations import cleared, shown
@@ -76,7 +77,7 @@ def encode(batches: Iterable[ValueRows], dim: int) -> Iterator[bytes]:
     yield file.take()
 
 
-class ParquetTable:
+class ParquetTable(ValueTable):
     """A table in a local Parquet file, by the names of two columns; see ValueTable.
 
     Raises:
@@ -118,8 +119,8 @@ class ParquetTable:
         except self._errors as error:
             raise CheckpointFailed(f"{self.location}: {error}") from None
 
+    @override
     def rows(self) -> Iterator[ValueRows]:
-        """See ValueTable."""
         at = 0
         for batch in self._batches(max(1, PIECE_BYTES // (4 * self.dim)), self._columns):
             if not len(batch):

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import override
 
 from psd.checkpoint import safetensors
 from psd.checkpoint.storage import FileStore, open_parent
@@ -105,7 +106,7 @@ class PlainFile:
         return data
 
     def read(self, runs: Sequence[Run]) -> Iterator[NDArray[Any]]:
-        """See ParameterSource."""
+        """The elements of each run, in the order in which they are asked for."""
         for run in runs:
             values = self.raw(run)
             yield (values.astype(np.uint32) << 16).view(np.float32) if self.entries[run.name].dtype == "BF16" else values
@@ -121,7 +122,7 @@ class PlainFile:
         return PlainTable(self, f"{name}{IDS_SUFFIX}", f"{name}{ROWS_SUFFIX}")
 
 
-class PlainTable:
+class PlainTable(ValueTable):
     """A table in a safetensors file, by the names of its two tensors; see ValueTable.
 
     Raises:
@@ -144,8 +145,8 @@ class PlainTable:
             )
         self.count, self.dim = rows_shape
 
+    @override
     def rows(self) -> Iterator[ValueRows]:
-        """See ValueTable."""
         ids, rows = self._names
         step = max(1, PIECE_BYTES // (8 * max(1, self.dim)))
         for first in range(0, self.count, step):

@@ -151,7 +151,7 @@ def read_checked(storage: FileStore, name: str, file: str, place: Place, what: s
 
 
 def restored_blocks(storage: FileStore, manifest: Manifest, layout: Layout, shard_index: int) -> Iterator[RestoredBlock]:
-    """See CheckpointDirectory.read_blocks."""
+    """Yield the blocks of one shard, as `CheckpointDirectory.read_blocks` says."""
     if difference := manifest.spec.difference_from_stored(layout.spec, manifest.name):
         raise SpecMismatch(difference)
     blocks = layout.blocks_of(shard_index)

@@ -116,7 +116,7 @@ class StoredTable:
 
 
 def restored_table(storage: FileStore, manifest: Manifest, layout: Layout, shard_index: int, table: int) -> StoredTable:
-    """See CheckpointDirectory.read_table."""
+    """Rows of a table for one shard, as `CheckpointDirectory.read_table` says."""
     if difference := manifest.spec.difference_from_stored(layout.spec, manifest.name):
         raise SpecMismatch(difference)
     return StoredTable(storage, manifest, table, shard_index, layout.shard_count)

@@ -11,16 +11,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+from typing_extensions import override
 
 from psd.checkpoint.manifest import Manifest
-from psd.checkpoint.plain import ValueRows
+from psd.checkpoint.plain import ValueRows, ValueTable
 from psd.checkpoint.row_reading import StoredTable
 from psd.checkpoint.storage import FileStore
 from psd.checkpoint.table_records import StoredRows
 from psd_core.table import TableSpec, TableStore
 
 
-class StoredValues:
+class StoredValues(ValueTable):
     """The values of a table in a checkpoint; see ValueTable."""
 
     def __init__(self, storage: FileStore, manifest: Manifest, table: int) -> None:
@@ -31,8 +32,8 @@ class StoredValues:
         self.count = self._stored.count
         self.dim = self._spec.dim
 
+    @override
     def rows(self) -> Iterator[ValueRows]:
-        """See ValueTable."""
         if self._spec.updates != "catch_up":
             for batch in self._stored:
                 yield ValueRows(batch.ids, batch.rows[:, : self.dim])

@@ -28,6 +28,7 @@ from weakref import WeakKeyDictionary
 import fsspec
 from fsspec.asyn import AsyncFileSystem
 from fsspec.implementations.local import LocalFileSystem
+from typing_extensions import override
 
 from psd.contract.config import ConfigError
 from psd.contract.errors import CheckpointFailed, PsdError
@@ -128,7 +129,7 @@ def _surfacing(
         raise CheckpointFailed(cleared(f"{what}: {words}", url)) from cause(error, url)
 
 
-class LocalStorage:
+class LocalStorage(FileStore):
     """A directory of a local file system."""
 
     def __init__(self, root: Path, crash_point: CrashPoint = no_crash) -> None:
@@ -136,16 +137,16 @@ class LocalStorage:
         self._root = root
         self._crash_point = crash_point
 
+    @override
     def directories(self) -> list[str]:
-        """See FileStore."""
         with _surfacing(f"cannot list {self._root}"):
             try:
                 return sorted(entry.name for entry in self._root.iterdir() if entry.is_dir())
             except FileNotFoundError:
                 return []
 
+    @override
     def files(self, directory: str) -> dict[str, int]:
-        """See FileStore."""
         sizes = {}
         with _surfacing(f"cannot list {self._root / directory}"), contextlib.suppress(FileNotFoundError):
             for entry in (self._root / directory).iterdir():
@@ -154,15 +155,15 @@ class LocalStorage:
                         sizes[entry.name] = entry.stat().st_size
         return sizes
 
+    @override
     def read(self, directory: str, file: str, start: int = 0, stop: int | None = None) -> bytes:
-        """See FileStore."""
         path = self._root / directory / file
         with _surfacing(f"cannot read {path}"), path.open("rb") as stream:
             stream.seek(start)
             return stream.read(-1 if stop is None else stop - start)
 
+    @override
     def write(self, directory: str, file: str, chunks: Iterable[Chunk]) -> None:
-        """See FileStore."""
         path = self._root / directory / file
         temporary = path.with_name(f".{file}.{os.getpid()}-{secrets.token_hex(4)}{TEMPORARY_SUFFIX}")
         with _surfacing(f"cannot write {path}", missing_is_failure=True):
@@ -186,15 +187,15 @@ class LocalStorage:
                 raise
             self._fsync(path.parent)
 
+    @override
     def remove(self, directory: str, file: str) -> None:
-        """See FileStore."""
         path = self._root / directory / file
         with _surfacing(f"cannot remove {path}"), contextlib.suppress(FileNotFoundError):
             self._crash_point(f"remove {file}")
             path.unlink()
 
+    @override
     def remove_directory(self, directory: str) -> None:
-        """See FileStore."""
         with _surfacing(f"cannot remove {self._root / directory}"), contextlib.suppress(FileNotFoundError):
             self._crash_point(f"remove directory {directory}")
             try:
@@ -203,8 +204,8 @@ class LocalStorage:
                 if error.errno != errno.ENOTEMPTY:
                     raise
 
+    @override
     def sync(self, directory: str) -> None:
-        """See FileStore."""
         with _surfacing(f"cannot sync {self._root / directory}"), contextlib.suppress(FileNotFoundError):
             self._fsync(self._root / directory)
             if directory:
@@ -236,7 +237,7 @@ def _write_all(descriptor: int, chunk: Chunk) -> None:
         view = view[os.write(descriptor, view) :]
 
 
-class ObjectStorage:
+class ObjectStorage(FileStore):
     """A prefix in a store that fsspec knows.
 
     Args:
@@ -263,22 +264,22 @@ class ObjectStorage:
             except FileNotFoundError:
                 return []
 
+    @override
     def directories(self) -> list[str]:
-        """See FileStore."""
         return sorted(_name(entry) for entry in self._list("") if entry["type"] == "directory")
 
+    @override
     def files(self, directory: str) -> dict[str, int]:
-        """See FileStore."""
         return {_name(entry): int(entry["size"]) for entry in self._list(directory) if entry["type"] == "file"}
 
+    @override
     def read(self, directory: str, file: str, start: int = 0, stop: int | None = None) -> bytes:
-        """See FileStore."""
         path = self._join(directory, file)
         with _surfacing(f"cannot read {path}", Exception, url=self._url), self._turn:
             return bytes(self._file_system.cat_file(path, start=start, end=stop))
 
+    @override
     def write(self, directory: str, file: str, chunks: Iterable[Chunk]) -> None:
-        """See FileStore."""
         path = self._join(directory, file)
         with _surfacing(f"cannot write {path}", Exception, missing_is_failure=True, url=self._url):
             self._crash_point(f"create {file}")
@@ -319,21 +320,23 @@ class ObjectStorage:
                     raise
         return self._file_system.open(path, "wb")
 
+    @override
     def remove(self, directory: str, file: str) -> None:
-        """See FileStore."""
         path = self._join(directory, file)
         with _surfacing(f"cannot remove {path}", Exception, url=self._url), contextlib.suppress(FileNotFoundError):
             self._crash_point(f"remove {file}")
             with self._turn:
                 self._file_system.rm_file(path)
 
+    @override
     def remove_directory(self, directory: str) -> None:
-        """See FileStore. In most stores a directory is gone with its last file, and there is nothing to remove."""
+        """Do nothing: in most stores a directory is gone with its last file."""
         with contextlib.suppress(OSError, NotImplementedError), self._turn:
             self._file_system.rmdir(self._join(directory))
 
+    @override
     def sync(self, directory: str) -> None:
-        """See FileStore. What such a store shows is durable."""
+        """Do nothing: what such a store shows is durable."""
 
 
 _turns: WeakKeyDictionary[Any, threading.Lock] = WeakKeyDictionary()

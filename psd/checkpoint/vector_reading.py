@@ -18,7 +18,7 @@ from psd_core.vector_operations import extent
 
 
 def restored_vectors(storage: FileStore, manifest: Manifest, shard_index: int = 0, shard_count: int = 1) -> Iterator[Piece]:
-    """See CheckpointDirectory.read_vectors."""
+    """Elements of the vectors for one shard, as `CheckpointDirectory.read_vectors` says."""
     for part in manifest.parts:
         wanted = []
         for run in part.vector_runs:

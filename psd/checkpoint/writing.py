@@ -44,7 +44,7 @@ def write_part(
     base: str,
     vectors: VectorsPart | None = None,
 ) -> int:
-    """See CheckpointDirectory.write_part."""
+    """Write one shard's part of a cut, as `CheckpointDirectory.write_part` says."""
     files = storage.files(cut.name)
     if is_written(storage, cut, shard_index, files):
         return 0
@@ -188,7 +188,7 @@ def _chunks(
 
 
 def complete(storage: FileStore, cut: Cut) -> bool:
-    """See CheckpointDirectory.complete."""
+    """Write the manifest if all parts are there, as `CheckpointDirectory.complete` says."""
     files = storage.files(cut.name)
     if MANIFEST in files:
         try:

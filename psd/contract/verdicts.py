@@ -36,7 +36,7 @@ def members_mask(members: bytes) -> int:
 
 @dataclass(frozen=True)
 class Verdict:
-    """See psd.v1.Verdict."""
+    """Way in which a decided round is applied. psd.v1.Verdict says it on the wire."""
 
     round: int
     skip: bool = False

@@ -48,7 +48,7 @@ _TCP_PROGRESS = struct.Struct("@120xQQ")
 
 
 class Kind(enum.IntEnum):
-    """See bulk.proto."""
+    """The kind of a message on a bulk connection; bulk.proto says what each is for."""
 
     HELLO = 1
     WELCOME = 2

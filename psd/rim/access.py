@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
 import grpc
+from typing_extensions import override
 
 from psd.contract.errors import PermissionDenied, PsdError, Unauthenticated
 from psd.contract.tokens import Role, presented, read_tokens
@@ -151,8 +152,8 @@ class AccessInterceptor(grpc.ServerInterceptor):  # type: ignore[type-arg]  # on
         self._open_calls = threading.BoundedSemaphore(OPEN_CALLS_MAX)
         self._refusals = _Refusals()
 
+    @override
     def intercept_service(self, continuation: Callable[[Any], Any], details: Any) -> Any:
-        """See grpc.ServerInterceptor."""
         if details.method in OPEN:
             handler = continuation(details)
             return None if handler is None else self._bounded(handler)

@@ -153,7 +153,7 @@ class BulkServer:
         self._listeners.append(listener)
 
     def open(self, request: control_pb2.OpenBulkRequest, metadata: Metadata = ()) -> control_pb2.OpenBulkReply:
-        """See ControlService.OpenBulk. `metadata`: of the call; its token must stay good as long as the connection is used."""
+        """Open a bulk connection. The token in the call's metadata must stay good as long as it is used."""
         is_welcome = (lambda: True) if self._access is None else self._access.holder(metadata)
         worker = self._shard.check_caller(request.caller)
         ticket, now = secrets.token_bytes(32), time.monotonic()

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import grpc
 from google.protobuf.message import DecodeError, Message
+from typing_extensions import override
 
 from psd.contract import frames
 from psd.contract.bounds import PARTS_MAX, check_parts
@@ -198,8 +199,8 @@ class Unknown(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # only its stu
         # Whatever kind the caller takes it for: a handler of this one waits for no message.
         self._handler = grpc.stream_stream_rpc_method_handler(self._refuse)
 
+    @override
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[Any, Any]:
-        """See grpc.GenericRpcHandler."""
         del handler_call_details
         return self._handler
 

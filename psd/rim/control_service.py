@@ -95,12 +95,10 @@ class ControlService:
         )
 
     def join(self, request: control_pb2.JoinRequest, context: grpc.ServicerContext) -> control_pb2.JoinReply:
-        """See ControlService.Join."""
         del context
         return self._shard.admission.join(request)
 
     def declare(self, request: control_pb2.DeclareRequest, context: grpc.ServicerContext) -> control_pb2.DeclareReply:
-        """See ControlService.Declare."""
         reply, ticket = self._shard.admission.declare(request)
         if ticket is not None:
             reply.choice = Waiter(self._shard, context).wait(ticket)
@@ -109,7 +107,6 @@ class ControlService:
         return reply
 
     def heartbeat(self, request: control_pb2.HeartbeatRequest, context: grpc.ServicerContext) -> control_pb2.HeartbeatReply:
-        """See ControlService.Heartbeat."""
         del context
         check_cuts(request.cuts)
         waits = self._shard.admission.heartbeat(request)
@@ -117,14 +114,12 @@ class ControlService:
         return views.heartbeat_reply(self._shard, waits)
 
     def leave(self, request: control_pb2.LeaveRequest, context: grpc.ServicerContext) -> control_pb2.LeaveReply:
-        """See ControlService.Leave."""
         del context
         self._shard.admission.leave(request.caller, failed=request.failed, left_at=request.left_at)
         self._on_leave()
         return control_pb2.LeaveReply()
 
     def commit(self, request: control_pb2.CommitRequest, context: grpc.ServicerContext) -> control_pb2.CommitReply:
-        """See ControlService.Commit."""
         with self._shard.counted("commit"):
             ticket = self._shard.settlement.commit(request)
             if ticket is not None:
@@ -132,75 +127,62 @@ class ControlService:
             return self._shard.settlement.commit_reply(request.caller.rank, request.clock)
 
     def measure(self, request: control_pb2.MeasureRequest, context: grpc.ServicerContext) -> control_pb2.MeasureReply:
-        """See ControlService.Measure."""
         del context
         with self._shard.counted("measure"):
             return self._shard.settlement.measure(request)
 
     def checkpoint(self, request: control_pb2.CheckpointRequest, context: grpc.ServicerContext) -> control_pb2.CheckpointReply:
-        """See ControlService.Checkpoint."""
         del request
         if self._checkpointer is None:
             raise CheckpointFailed("this shard was started without --checkpoint-dir")
         return control_pb2.CheckpointReply(name=self._checkpointer.take_now(context.time_remaining()))
 
     def rollback(self, request: control_pb2.RollbackRequest, context: grpc.ServicerContext) -> control_pb2.RollbackReply:
-        """See ControlService.Rollback."""
         del context
         self._shard.restoration.rollback(request)
         return control_pb2.RollbackReply()
 
     def barrier(self, request: control_pb2.BarrierRequest, context: grpc.ServicerContext) -> control_pb2.BarrierReply:
-        """See ControlService.Barrier."""
         began = self._shard.now()
         generation = Waiter(self._shard, context).wait(self._shard.arrive(request))
         self._shard.count_barrier(self._shard.age_s(began))
         return control_pb2.BarrierReply(generation=generation)
 
     def load(self, request: control_pb2.LoadRequest, context: grpc.ServicerContext) -> control_pb2.LoadReply:
-        """See ControlService.Load."""
         ticket = self._shard.parameters.load(request)
         return control_pb2.LoadReply(sets=ticket is not None and Waiter(self._shard, context).wait(ticket))
 
     def describe(self, request: control_pb2.DescribeRequest, context: grpc.ServicerContext) -> control_pb2.DescribeReply:
-        """See ControlService.Describe."""
         del context
         return self._shard.describe(request)
 
     def open_bulk(self, request: control_pb2.OpenBulkRequest, context: grpc.ServicerContext) -> control_pb2.OpenBulkReply:
-        """See ControlService.OpenBulk."""
         return self._open_bulk(request, context.invocation_metadata())
 
     def status(self, request: control_pb2.StatusRequest, context: grpc.ServicerContext) -> control_pb2.StatusReply:
-        """See ControlService.Status."""
         del request, context
         progress = self._checkpointer.progress if self._checkpointer is not None else None
         return views.shard_status(self._shard, self._address(), progress)
 
     def kick(self, request: control_pb2.KickRequest, context: grpc.ServicerContext) -> control_pb2.KickReply:
-        """See ControlService.Kick."""
         del context
         return control_pb2.KickReply(has_ended=self._shard.admission.kick(request.rank, request.session))
 
     def set_learning_rate(
         self, request: control_pb2.SetLearningRateRequest, context: grpc.ServicerContext
     ) -> control_pb2.SetLearningRateReply:
-        """See ControlService.SetLearningRate."""
         del context
         return control_pb2.SetLearningRateReply(learning_rate=self._shard.scale_learning_rate(request.scale))
 
     def drain(self, request: control_pb2.DrainRequest, context: grpc.ServicerContext) -> control_pb2.DrainReply:
-        """See ControlService.Drain."""
         del request, context
         return control_pb2.DrainReply(ends_at=self._shard.end_job())
 
     def log(self, request: control_pb2.LogRequest, context: grpc.ServicerContext) -> control_pb2.LogReply:
-        """See ControlService.Log."""
         del context
         self._shard.log(request)
         return control_pb2.LogReply()
 
     def curves(self, request: control_pb2.CurvesRequest, context: grpc.ServicerContext) -> control_pb2.CurvesReply:
-        """See ControlService.Curves."""
         del context
         return self._shard.curves(request.after)

@@ -118,7 +118,7 @@ class DataPlane:
         self._admission = shard.admission
 
     def initialize(self, head: data_pb2.InitializeFrame, blocks: Iterator[PushedBlock]) -> Generator[data_pb2.InitializeReply]:
-        """See DataService.Initialize: the reply."""
+        """Store initial values; yields the reply."""
         init = self._admission.begin_initialize(head.caller, head.layout_digest, head.choice)
         try:
             for block in blocks:
@@ -129,7 +129,7 @@ class DataPlane:
             init.give_back()
 
     def push(self, header: data_pb2.PushHeader, blocks: Iterator[PushedBlock], waiter: Waiter) -> Generator[data_pb2.PushReply]:
-        """See DataService.Push: the push's reply."""
+        """Count a push; yields its reply."""
         began = self._now()
         push = self._begin(header, waiter)
         for block in blocks:
@@ -148,7 +148,7 @@ class DataPlane:
         yield reply
 
     def pull(self, request: data_pb2.PullRequest, waiter: Waiter) -> Generator[PulledBlock]:
-        """See DataService.Pull."""
+        """Yield the blocks that are asked for, as they become ready."""
         began = self._now()
         pull, blocks = self._exchange.begin_pull(request)
         self._pass_gate(pull, pull.clock, waiter)
@@ -161,7 +161,7 @@ class DataPlane:
     def pull_rows(
         self, request: data_pb2.PullRequest, frames: RowsFrames, waiter: Waiter, *, counts_no_use: bool
     ) -> Generator[PulledRows]:
-        """See DataService.PullRows: an answer to each frame, in order.
+        """Yield an answer to each frame, in order.
 
         Args:
             counts_no_use: the rows are not marked as used.
@@ -190,7 +190,7 @@ class DataPlane:
     def push_pull(
         self, header: data_pb2.PushHeader, blocks: Iterator[PushedBlock], waiter: Waiter, ahead: RowsAsked | None = None
     ) -> Generator[PulledBlock | PulledRows | data_pb2.PushReply]:
-        """See DataService.PushPull: the blocks as they become ready, the rows that are asked for ahead, last the push's reply.
+        """Yield the blocks as they become ready, the rows that are asked for ahead, last the push's reply.
 
         A block is answered once the push has covered it: what a worker reads contains its own gradient. What is there first
         leaves first.

@@ -90,18 +90,15 @@ class DataService:
         return lambda requests, context: method(self._strangers.first_of(requests, context.cancel), context)
 
     def push(self, requests: Iterator[Frame], context: grpc.ServicerContext) -> data_pb2.PushReply:
-        """See DataService.Push."""
         frame = _next(requests)
         (reply,) = self._plane.push(_header(frame), _blocks(frame, requests), Waiter(self._shard, context))
         return reply
 
     def pull(self, request: data_pb2.PullRequest, context: grpc.ServicerContext) -> Iterator[bytes]:
-        """See DataService.Pull."""
         for answer in self._plane.pull(request, Waiter(self._shard, context)):
             yield self._frame(answer, with_payload=not request.versions_only)
 
     def read(self, request: data_pb2.ReadRequest, context: grpc.ServicerContext) -> Iterator[bytes]:
-        """See DataService.Read."""
         with self.reading("Read"):
             yield from self._read(request, context)
 
@@ -138,7 +135,6 @@ class DataService:
             self._shard.cuts.abandon(snapshot)
 
     def push_pull(self, requests: Iterator[Frame], context: grpc.ServicerContext) -> Iterator[bytes]:
-        """See DataService.PushPull."""
         waiter = Waiter(self._shard, context)
         for item in requests:
             self._shard.check_draining()
@@ -150,21 +146,18 @@ class DataService:
                     yield data_pb2.PullFrame(push=answer).SerializeToString()
 
     def pull_rows(self, requests: Iterator[Frame], context: grpc.ServicerContext) -> Iterator[bytes]:
-        """See DataService.PullRows."""
         first = _first_rows(requests, "pull")
         pull, counts_no_use = first.head.pull, first.head.counts_no_use
         waiter = Waiter(self._shard, context)
         yield from _rows_frames(self._plane.pull_rows(pull, _rows(first, requests), waiter, counts_no_use=counts_no_use))
 
     def read_rows(self, requests: Iterator[Frame], context: grpc.ServicerContext) -> Iterator[bytes]:
-        """See DataService.ReadRows."""
         del context
         with self.reading("ReadRows"):
             first = _first_rows(requests, "read")
             yield from _rows_frames(self._plane.read_rows(first.head.read, _rows(first, requests)))
 
     def push_pull_small(self, request: bytes, context: grpc.ServicerContext) -> bytes:
-        """See DataService.PushPullSmall."""
         frames_in, ahead = self._small(request)
         if [frame.head.last for frame in frames_in] != [False] * (len(frames_in) - 1) + [True]:
             raise InvalidRequest("last: must stand on the last frame of a push, and on no other")
@@ -207,7 +200,6 @@ class DataService:
         return found, ahead
 
     def initialize(self, requests: Iterator[Frame], context: grpc.ServicerContext) -> data_pb2.InitializeReply:
-        """See DataService.Initialize."""
         del context
         frame = next(requests, None)
         if frame is None:
@@ -219,13 +211,11 @@ class DataService:
         return reply
 
     def store_buffers(self, request: data_pb2.BuffersRequest, context: grpc.ServicerContext) -> data_pb2.BuffersReply:
-        """See DataService.StoreBuffers."""
         del context
         self._plane.counts.count_bytes(received=self._shard.buffers.store(request))
         return data_pb2.BuffersReply()
 
     def set_parameters(self, request: data_pb2.ParametersRequest, context: grpc.ServicerContext) -> data_pb2.ParametersReply:
-        """See DataService.SetParameters."""
         del context
         self._plane.counts.count_bytes(received=self._shard.parameters.set(request))
         return data_pb2.ParametersReply()

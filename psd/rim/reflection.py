@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 from google.protobuf import descriptor_pb2, descriptor_pool
 from grpc_reflection.v1alpha import reflection, reflection_pb2
+from typing_extensions import override
 
 from psd.rim.pace import Pace
 from psd.rim.strangers import CALLS_MAX, Strangers
@@ -39,8 +40,9 @@ class Reflection(reflection.ReflectionServicer):
         )
         return tuple(grpc.method_handlers_generic_handler(name, {"ServerReflectionInfo": method}) for name in self._names)
 
-    def ServerReflectionInfo(self, request_iterator: Any, context: Any) -> Any:  # noqa: N802, gRPC's name
-        """See gRPC's reflection protocol."""
+    @override
+    def ServerReflectionInfo(self, request_iterator: Any, context: Any) -> Any:
+        """Answer, like any other stranger's call, at a pace."""
         self._pace.wait(context)
         answers: Any = super().ServerReflectionInfo(request_iterator, context)
         stranger = object()
@@ -75,9 +77,9 @@ class _Pool:
         return getattr(self._others, name)
 
     def FindFileByName(self, name: str) -> Any:  # noqa: N802, protobuf's name
-        """See descriptor_pool.DescriptorPool."""
+        """The description of a file of proto/ by its name, v1's own or any other."""
         return (self._v1 if name.startswith("grpc_reflection/v1/") else self._others).FindFileByName(name)
 
     def FindFileContainingSymbol(self, symbol: str) -> Any:  # noqa: N802, protobuf's name
-        """See descriptor_pool.DescriptorPool."""
+        """The description of the file with a service or message, v1's own or any other."""
         return (self._v1 if symbol.startswith(f"{_V1}.") else self._others).FindFileContainingSymbol(symbol)

@@ -65,7 +65,6 @@ class VectorService:
         )
 
     def run(self, request: Frame, context: grpc.ServicerContext) -> vectors_pb2.VectorAnswer:
-        """See VectorService.Run."""
         del context
         batch = _batch_of(request)
         if batch.payload_bytes != len(request.payload):
@@ -73,7 +72,6 @@ class VectorService:
         return self._run(batch, request.payload)
 
     def run_frames(self, requests: Iterator[Any], context: grpc.ServicerContext) -> vectors_pb2.VectorAnswer:
-        """See VectorService.RunFrames."""
         incoming = self._strangers.first_of(requests, context.cancel)
         first = next(incoming, None)
         if first is None:
@@ -117,7 +115,6 @@ class VectorService:
         return self._gate.passing(named.session or named.caller.session, named.seq)
 
     def create(self, request: vectors_pb2.VectorChange, context: grpc.ServicerContext) -> vectors_pb2.VectorAnswer:
-        """See VectorService.Create."""
         del context
         check_cuts(request.cuts)
         with self._passing(request):
@@ -125,7 +122,6 @@ class VectorService:
         return self._answer(request)
 
     def drop(self, request: vectors_pb2.VectorChange, context: grpc.ServicerContext) -> vectors_pb2.VectorAnswer:
-        """See VectorService.Drop."""
         del context
         check_cuts(request.cuts)
         with self._passing(request):
@@ -133,14 +129,12 @@ class VectorService:
         return self._answer(request)
 
     def list(self, request: vectors_pb2.VectorListRequest, context: grpc.ServicerContext) -> vectors_pb2.VectorListReply:
-        """See VectorService.List."""
         del context
         vectors = self._shard.vectors
         specs = [spec_message(spec) for spec in vectors.all(request)]
         return vectors_pb2.VectorListReply(vectors=specs, functions=vectors.functions)
 
     def fetch(self, request: vectors_pb2.VectorFetch, context: grpc.ServicerContext) -> Iterator[bytes]:
-        """See VectorService.Fetch."""
         del context
         with self._reading("Fetch"):
             numbers = self._shard.vectors.fetch(request).data.cast("B")

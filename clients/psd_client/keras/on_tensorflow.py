@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
+from typing_extensions import override
 
 from psd.contract.errors import InvalidRequest
 from psd_client.keras.link import Link
@@ -33,7 +34,7 @@ class _Run(NamedTuple):
 
 
 class TensorFlowLink(Link):
-    """See Link."""
+    """The link of a Keras model to its job, with TensorFlow as the backend."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         if tf.distribute.has_strategy():
@@ -46,12 +47,12 @@ class TensorFlowLink(Link):
         for view, variable in zip(flat.views, self.declaration.variables, strict=True):
             view[...] = variable.numpy()
 
+    @override
     def load(self) -> None:
-        """See Link."""
         self._compiled_load()
 
+    @override
     def exchange(self, learning_rate: Any, indices: Sequence[int], gradients: Sequence[Any]) -> Any:
-        """See Link."""
         rate = tf.cast(tf.convert_to_tensor(learning_rate), tf.float64)
         named = dict(zip(map(str, indices), gradients, strict=True))
         if not tf.executing_eagerly():
@@ -66,9 +67,8 @@ class TensorFlowLink(Link):
             raise
         return clock
 
+    @override
     def look_up(self, handle: Any, ids: Any, rows: LayerRows, *, counts_no_use: bool) -> Any:
-        """See Link."""
-
         def pulled(ids: Any) -> Any:
             found = tf.numpy_function(lambda ids: self.pull_rows(ids, rows, counts_no_use=counts_no_use), [ids], tf.float32)
             return tf.ensure_shape(found, (*ids.shape, rows.dim))

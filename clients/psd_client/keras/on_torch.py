@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from psd_client.keras.link import Link
 from psd_client.keras.table_rows import LayerRows
@@ -19,7 +20,7 @@ from psd_client.torch.parameters import as_tensors
 
 
 class TorchLink(Link):
-    """See Link."""
+    """The link of a Keras model to its job, with PyTorch as the backend."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -35,13 +36,13 @@ class TorchLink(Link):
         torch._foreach_copy_(as_tensors(flat), [variable.value for variable in self.declaration.variables])
 
     @torch.no_grad()
+    @override
     def load(self) -> None:
-        """See Link."""
         torch._foreach_copy_(self._parameters, self._views)
 
     @torch.no_grad()
+    @override
     def exchange(self, learning_rate: Any, indices: Sequence[int], gradients: Sequence[Any]) -> Any:
-        """See Link."""
         by_index: list[torch.Tensor | None] = [None] * self.declaration.trained
         for index, gradient in zip(indices, gradients, strict=True):
             by_index[index] = gradient
@@ -55,8 +56,8 @@ class TorchLink(Link):
         torch._foreach_copy_(self._parameters[:trained], self._views[:trained])
         return clock
 
+    @override
     def look_up(self, handle: Any, ids: torch.Tensor, rows: LayerRows, *, counts_no_use: bool) -> Any:
-        """See Link."""
         array = ids.detach().cpu().numpy()
         found = torch.from_numpy(self.pull_rows(array, rows, counts_no_use=counts_no_use)).to(ids.device)
 
@@ -65,8 +66,8 @@ class TorchLink(Link):
 
         return _Tracked.apply(handle.value, (found,), collect)  # type: ignore[no-untyped-call]
 
+    @override
     def close(self) -> None:
-        """See Link."""
         self._gradients.close()
         super().close()
 
@@ -78,14 +79,14 @@ class _Tracked(torch.autograd.Function):
     """
 
     @staticmethod
+    @override
     def forward(
         ctx: Any, handle: torch.Tensor, rows: tuple[torch.Tensor], collect: Callable[[torch.Tensor], Any]
     ) -> torch.Tensor:
-        """See torch.autograd.Function."""
         ctx.collect, ctx.handle = collect, handle
         return rows[0]
 
     @staticmethod
+    @override
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        """See torch.autograd.Function."""
         return torch.as_tensor(ctx.collect(gradients[0])).to(ctx.handle), None, None

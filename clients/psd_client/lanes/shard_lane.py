@@ -12,6 +12,7 @@ from typing import Any
 
 from google.protobuf.message import Message
 from numpy.typing import NDArray
+from typing_extensions import override
 
 from psd.contract import frames
 from psd.contract.credentials import Credentials
@@ -67,8 +68,9 @@ class ShardLane(Lane):
         self._shared: tuple[FlatBuffers, Sequence[FlatBuffers]] | None = None
 
     @property
+    @override
     def is_interruptible(self) -> bool:
-        """See Lane. Only while nothing has to be asked over gRPC."""
+        """True while nothing has to be asked over gRPC."""
         return self._bulk is not None and self._bulk.is_open
 
     def close(self) -> None:
@@ -79,29 +81,29 @@ class ShardLane(Lane):
 
     # -- control calls -------------------------------------------------------------------------------------------------
 
+    @override
     def ask(self, method: str, request: Message, reply: type[MessageT], call: Call, *, is_wait: bool = False) -> MessageT:
-        """See Lane."""
         return self._channel.unary(f"{_CONTROL}{method}", request, reply, call, is_wait=is_wait)
 
     def open_bulk(self, request: control_pb2.OpenBulkRequest, call: Call) -> control_pb2.OpenBulkReply:
         """Ask for a ticket to a bulk connection."""
         return self.ask("OpenBulk", request, control_pb2.OpenBulkReply, call)
 
+    @override
     def begin_heartbeat(
         self, request: control_pb2.HeartbeatRequest, timeout_s: float
     ) -> Callable[[], control_pb2.HeartbeatReply]:
-        """See Lane."""
         return self._channel.begin_unary(f"{_CONTROL}Heartbeat", request, control_pb2.HeartbeatReply, Call(timeout_s, Scope()))
 
+    @override
     def leave(self, request: control_pb2.LeaveRequest, timeout_s: float) -> None:
-        """See Lane."""
         self._channel.is_leaving = True
         self._channel.unary(f"{_CONTROL}Leave", request, control_pb2.LeaveReply, Call(timeout_s, Scope()), is_wait=False)
 
     # -- bulk calls ----------------------------------------------------------------------------------------------------
 
+    @override
     def prepare(self, caller: job_pb2.Caller, call: Call) -> Share | None:
-        """See Lane."""
         connection = self._opened(caller, call)
         return self._share if connection is not None and connection.is_local else None
 
@@ -124,8 +126,8 @@ class ShardLane(Lane):
                 connection.attach(gradients, places, call)
         return connection
 
+    @override
     def initialize(self, first: data_pb2.InitializeFrame, blocks: Sequence[Block], values: FlatBuffers, call: Call) -> bool:
-        """See Lane."""
         connection = self._connection(first.caller, call)
         if connection is not None and blocks:
             call_message = bulk_pb2.BulkCall(method=bulk_pb2.BULK_METHOD_INITIALIZE, initialize=first)
@@ -135,18 +137,18 @@ class ShardLane(Lane):
         self.traffic.sent_bytes += sum(block.nbytes for block in blocks)
         return reply.accepted
 
+    @override
     def store_buffers(self, request: data_pb2.BuffersRequest, call: Call) -> None:
-        """See Lane."""
         self._channel.unary(f"{_DATA}StoreBuffers", request, data_pb2.BuffersReply, call, is_wait=False)
         self.traffic.sent_bytes += sum(len(block.payload) for block in request.buffers)
 
+    @override
     def set_parameters(self, request: data_pb2.ParametersRequest, call: Call) -> None:
-        """See Lane."""
         self._channel.unary(f"{_DATA}SetParameters", request, data_pb2.ParametersReply, call, is_wait=False)
         self.traffic.sent_bytes += sum(len(block.payload) for block in request.parameters)
 
+    @override
     def push(self, part: GradientPart, call: Call) -> data_pb2.PushReply:
-        """See Lane."""
         connection = self._connection(part.header.caller, call)
         if connection is not None:
             message = bulk_pb2.BulkCall(method=bulk_pb2.BULK_METHOD_PUSH, push=part.header)
@@ -162,10 +164,10 @@ class ShardLane(Lane):
         reply = self._channel.frame(f"{_DATA}PushPullSmall", self._small(part, None), call)
         return self._answered(reply, part.answered, None, None)
 
+    @override
     def push_pull(
         self, part: GradientPart, parameters: FlatBuffers, call: Call, ahead: RowsAhead | None = None
     ) -> data_pb2.PushReply:
-        """See Lane."""
         connection = self._connection(part.header.caller, call)
         rows: WantedRows | None = None
         if connection is not None:
@@ -192,8 +194,8 @@ class ShardLane(Lane):
         rows = WantedRows(self._name, ahead.wanted, places)
         return rows if len(rows.requests) == 1 and rows.requests[0].nbytes <= AHEAD_BYTES_MAX else None
 
+    @override
     def pull(self, request: data_pb2.PullRequest, blocks: Sequence[Block], parameters: FlatBuffers, call: Call) -> None:
-        """See Lane."""
         connection = self._connection(request.caller, call)
         awaited = {block.index: block.nbytes for block in blocks}
         tables_block = parameters.layout.tables_block(self.shard)
@@ -206,10 +208,10 @@ class ShardLane(Lane):
         received = self._channel.stream_in(f"{_DATA}Pull", request, call)
         self._received(received, awaited, None if request.versions_only else parameters)
 
+    @override
     def pull_rows(
         self, request: data_pb2.PullRequest, wanted: Sequence[TableRows], call: Call, *, counts_no_use: bool = False
     ) -> int:
-        """See Lane."""
         connection = self._connection(request.caller, call)
         if connection is None:
             return self._asked("PullRows", data_pb2.RowsRequest(pull=request, counts_no_use=counts_no_use), wanted, call)
@@ -217,12 +219,12 @@ class ShardLane(Lane):
         message = bulk_pb2.BulkCall(method=method, pull=request, counts_no_use=counts_no_use)
         return connection.pull_rows(message, WantedRows(self._name, wanted, connection.places), call)
 
+    @override
     def read_rows(self, request: data_pb2.ReadRequest, wanted: Sequence[TableRows], call: Call) -> int:
-        """See Lane."""
         return self._asked("ReadRows", data_pb2.RowsRequest(read=request), wanted, call)
 
+    @override
     def read(self, request: data_pb2.ReadRequest, blocks: Sequence[Block], parameters: FlatBuffers, call: Call) -> set[int]:
-        """See Lane."""
         awaited = {block.index: block.nbytes for block in blocks}
         answer = BlockAnswer(self._name, awaited, parameters)
         self._take(answer, self._channel.stream_in(f"{_DATA}Read", request, call))
@@ -230,10 +232,10 @@ class ShardLane(Lane):
 
     # -- vectors -------------------------------------------------------------------------------------------------------
 
+    @override
     def run_vectors(
         self, batch: vectors_pb2.VectorBatch, pieces: Sequence[NDArray[Any]], call: Call
     ) -> vectors_pb2.VectorAnswer:
-        """See Lane."""
         self.traffic.sent_bytes += batch.payload_bytes
         answer = vectors_pb2.VectorAnswer
         if batch.payload_bytes <= VECTORS_AT_ONCE_BYTES_MAX:
@@ -241,17 +243,17 @@ class ShardLane(Lane):
             return self._channel.unary(f"{_VECTORS}Run", frame, answer, call, is_wait=False)
         return self._channel.stream_out(f"{_VECTORS}RunFrames", vector_frames(batch, pieces), answer, call, is_wait=False)
 
+    @override
     def change_vectors(self, kind: str, request: vectors_pb2.VectorChange, call: Call) -> vectors_pb2.VectorAnswer:
-        """See Lane."""
         method = f"{_VECTORS}{kind.capitalize()}"
         return self._channel.unary(method, request, vectors_pb2.VectorAnswer, call, is_wait=False)
 
+    @override
     def list_vectors(self, request: vectors_pb2.VectorListRequest, call: Call) -> vectors_pb2.VectorListReply:
-        """See Lane."""
         return self._channel.unary(f"{_VECTORS}List", request, vectors_pb2.VectorListReply, call, is_wait=False)
 
+    @override
     def fetch_vector(self, request: vectors_pb2.VectorFetch, out: memoryview, call: Call) -> None:
-        """See Lane."""
         at = 0
         for frame in self._channel.stream_in(f"{_VECTORS}Fetch", request, call):
             _, numbers = frames.split(frame, "VectorFrame")

@@ -27,7 +27,7 @@ from psd_client.lanes.flat import FlatBuffers
 from psd_client.lanes.overlap_feed import Feed, Outgoing
 
 SMALL_BYTES = 64 << 10
-"""See OutgoingBlocks.is_small."""
+"""Bytes that fit the buffers of a socket; for OutgoingBlocks.is_small."""
 
 CANCEL_S = 2.0
 """Seconds that a shard may take to let go of this worker's memory after a call was cancelled. It takes one block."""

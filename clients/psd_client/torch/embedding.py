@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import torch
 from torch.nn import functional
+from typing_extensions import override
 
 from psd.contract.arguments import whole_number
 from psd.contract.errors import InvalidRequest, InvalidTensor, NotDeclared
@@ -147,8 +148,8 @@ class TableModule(torch.nn.Module):
     def check(self, ids: torch.Tensor, *more: Any) -> None:
         """Raise TypeError or InvalidTensor for arguments of the forward pass that do not go together."""
 
+    @override
     def extra_repr(self) -> str:
-        """See torch.nn.Module."""
         shown = f"{self.spec.name!r}, {self.spec.dim}"
         return shown if self.padding_idx is None else f"{shown}, padding_idx={self.padding_idx}"
 
@@ -201,8 +202,8 @@ class Embedding(TableModule):
         """
         return look_up([(self, (ids,))])[0]
 
+    @override
     def output(self, rows: Rows, found: Wanted, ids: torch.Tensor) -> torch.Tensor:
-        """See TableModule."""
         expanded = torch.from_numpy(found.distinct.expand(rows).reshape(*ids.shape, self.spec.dim))
         return self.tracked(expanded, found, is_expanded=True)
 
@@ -244,8 +245,8 @@ class EmbeddingBag(TableModule):
         """
         return look_up([(self, (ids, offsets, per_sample_weights))])[0]
 
+    @override
     def check(self, ids: torch.Tensor, *more: Any) -> None:
-        """See TableModule."""
         offsets, weights = (*more, None, None)[:2]
         where = f"embedding {self.spec.name!r}"
         if ids.dim() not in (1, 2):
@@ -263,8 +264,8 @@ class EmbeddingBag(TableModule):
                 f"{where}: per_sample_weights: shape must be {tuple(ids.shape)}, as that of ids, got {tuple(weights.shape)}"
             )
 
+    @override
     def output(self, rows: Rows, found: Wanted, ids: torch.Tensor, *more: Any) -> torch.Tensor:
-        """See TableModule."""
         offsets, weights = (*more, None, None)[:2]
         places = torch.from_numpy(found.distinct.inverse).view(ids.shape).to(self.handle.device)
         return functional.embedding_bag(
@@ -277,8 +278,8 @@ class EmbeddingBag(TableModule):
             padding_idx=found.padding,
         )
 
+    @override
     def extra_repr(self) -> str:
-        """See torch.nn.Module."""
         return f"{super().extra_repr()}, mode={self.mode!r}"
 
 
@@ -317,7 +318,7 @@ class EmbeddingCollection(torch.nn.ModuleDict):
 
     @uncompiled
     def prefetch(self, ids: Mapping[str, Any]) -> None:
-        """See Embedding.prefetch. ids: as in the forward pass."""
+        """Fetch the rows of the next forward pass; takes the same ids."""
         lookups = self._lookups(ids)
         if lookups:
             lookups[0][0].tables.prefetch([(module, module.wanted(arguments[0])) for module, arguments in lookups])

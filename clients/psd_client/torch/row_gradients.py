@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from typing_extensions import override
 
 from psd.contract.errors import InvalidRequest
 from psd_client.torch.rows_norm import RowsNorm
@@ -135,6 +136,7 @@ class Tracked(torch.autograd.Function):
     """
 
     @staticmethod
+    @override
     def forward(
         ctx: Any,
         handle: torch.nn.Parameter,
@@ -142,14 +144,13 @@ class Tracked(torch.autograd.Function):
         kept: CollectedGradients,
         sums: Callable[[torch.Tensor], tuple[Ids, Numbers]],
     ) -> torch.Tensor:
-        """See torch.autograd.Function."""
         ctx.handle, ctx.kept, ctx.sums = handle, kept, sums
         return rows[0]
 
     @staticmethod
     @uncompiled
+    @override
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, None, None, None]:
-        """See torch.autograd.Function."""
         ctx.kept.check_is_last(is_last=not torch.is_grad_enabled())
         ids, sums = ctx.sums(gradients[0].detach())
         if _is_accumulated(ctx.next_functions[0][0]):

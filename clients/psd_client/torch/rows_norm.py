@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from psd.contract.errors import InvalidRequest
 from psd_client.torch.uncompiled import uncompiled
@@ -71,10 +72,11 @@ class RowsNorm(torch.Tensor):
 
     @classmethod
     @uncompiled
+    @override
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """See torch: called in place of each function of torch that is given one."""
+        """Run a function of torch that was given one of these."""
         del types
         kwargs = kwargs or {}
         name = func.__name__

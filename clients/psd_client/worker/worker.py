@@ -98,11 +98,11 @@ class WorkerConnection:
 
     @property
     def clock(self) -> int:
-        """See ParameterServer.clock."""
+        """Steps that this worker has finished."""
         return self._session.clock
 
     def barrier(self, name: str) -> None:
-        """See ParameterServer.barrier."""
+        """Wait until all workers have called it with this name."""
         arguments.word(InvalidRequest, "name", name)
         exchange = self._exchange
         with self.operation(f"barrier {name!r}"):
@@ -111,12 +111,12 @@ class WorkerConnection:
             self._session.barrier(name, exchange.keep if exchange is not None and exchange.is_unconfirmed else None)
 
     def log(self, step: int, scalars: Mapping[str, Any]) -> None:
-        """See ParameterServer.log."""
+        """Report scalars of a step; returns at once."""
         self._check_usable("log")
         self._scalars.add(step, scalars)
 
     def stats(self) -> dict[str, int]:
-        """See ParameterServer.stats."""
+        """Counts of this worker so far, by name."""
         counts = dict(self._exchange.counts) if self._exchange is not None else {}
         lanes = self._shards.lanes
         return counts | {
@@ -127,11 +127,11 @@ class WorkerConnection:
 
     @property
     def transports(self) -> list[str]:
-        """See ParameterServer.transports."""
+        """Transports of bulk data, per shard."""
         return [lane.transport for lane in self._shards.lanes]
 
     def save_client_state(self, state: bytes) -> None:
-        """See ParameterServer.save_client_state."""
+        """Give the next push a state to store. Raises InvalidRequest."""
         if not isinstance(state, (bytes, bytearray, memoryview)):
             arguments.refuse(InvalidRequest, "client state", "bytes", state)
         if len(state) > CLIENT_STATE_BYTES_MAX:
@@ -140,11 +140,11 @@ class WorkerConnection:
 
     @property
     def client_state(self) -> bytes:
-        """See ParameterServer.client_state."""
+        """The state that a worker of this rank saved with its last push that counts."""
         return self._session.stored_state
 
     def close(self, error: BaseException | None = None) -> None:
-        """See ParameterServer.close. Leave as one who has finished, or has failed by `error`. Idempotent."""
+        """Leave as one who has finished, or has failed by `error`. Idempotent."""
         if os.getpid() != self._pid:  # a forked child ends, and has none of the threads that could be waited for
             self._ended.acquire(blocking=False)
             return

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import override
 
 from psd.checkpoint import RestoredBlock
 from psd.contract import layout
@@ -188,8 +189,8 @@ class BlockState(Trained):
         page = self._page
         return int(page.sessions[rank]), int(page.clocks[rank])
 
+    @override
     def last_counted(self, rank: int) -> pages.Counted:
-        """See Trained."""
         page = self._arena.pin(self._slot)
         try:
             return int(page.sessions[rank]), int(page.clocks[rank])
@@ -240,8 +241,9 @@ class BlockState(Trained):
         """Give a pinned page back."""
         self._arena.unpin(page)
 
+    @override
     def read(self, version_min: int, reader: int | None = None) -> tuple[int, Page] | None:
-        """See Trained: the version and its page, pinned; a reader's is kept for rules that ask for it."""
+        """The version and its page, pinned; a reader's is kept for rules that ask for it."""
         if self.version < version_min and not self._is_due:
             return None  # without the lock, which another call may hold while its kernel works
         with self.lock:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from typing_extensions import override
 
 import psd_core
 from psd.contract.errors import StateLost
@@ -32,12 +33,14 @@ class ExactRound(Round):
         self._parts: dict[int, Contribution] = {}
         self._sum: Any = None
 
+    @override
     def decide(self, members: int) -> None:
-        """See Round."""
         self._decided, self.is_staging = members, False
 
+    @override
     def standing(self, part: Contribution) -> Outcome | None:
-        """See Round. A half push of an earlier session does not count: its successor's replaces it, until that is decided."""
+        """Standing of a gradient. A half push of an earlier session does not count: its successor's replaces it, until that is
+        decided."""
         if self._decided is not None and not self._decided >> part.rank & 1:
             return Outcome.LATE
         staged = self._parts.get(part.rank)
@@ -47,14 +50,14 @@ class ExactRound(Round):
             return Outcome.STAGED if self._decided is None else Outcome.DUPLICATE
         return Outcome.LATE if staged.session > part.session or self._decided is not None else None
 
+    @override
     def session_of(self, rank: int, *, is_committed: bool) -> int:
-        """See Round."""
         part = self._parts.get(rank)
         counts = is_committed if self._decided is None else self._decided >> rank & 1
         return part.session if part is not None and counts else 0
 
+    @override
     def take(self, part: Contribution) -> Taken:
-        """See Round."""
         if self._decided is not None and not self._decided & ~(self._staged() | 1 << part.rank):
             return Taken.LAST
         self._keep(part)
@@ -71,12 +74,13 @@ class ExactRound(Round):
         psd_core.scaled_copy(kept, values)
         return kept
 
+    @override
     def is_complete(self) -> bool:
-        """See Round."""
         return self._decided is not None and not self._decided & ~self._staged()
 
+    @override
     def update(self, last: Contribution | None) -> Update:
-        """See Round. The sum runs in the order of the ranks, in double precision for the weights."""
+        """Sum in the order of the ranks, in double precision for the weights."""
         assert self._decided is not None
         parts = dict(self._parts)
         if last is not None:
@@ -103,12 +107,12 @@ class ExactRound(Round):
             psd_core.accumulate(self._sum, *summand)
         return self._sum, final, weight
 
+    @override
     def missing(self) -> int:
-        """See Round."""
         return (self.waited() if self._decided is None else self._decided) & ~self._staged()
 
+    @override
     def loss(self) -> StateLost | None:
-        """See Round."""
         lost = 0 if self._decided is None else self._decided & ~self._staged() & ~self.waited()
         if not lost:
             return None
@@ -119,8 +123,8 @@ class ExactRound(Round):
             ranks=ranks,
         )
 
+    @override
     def end(self) -> None:
-        """See Round."""
         for rank in list(self._parts):
             self._drop(rank)
         if self._sum is not None:
@@ -148,21 +152,24 @@ class MeasuredRound(ExactRound):
         self._whole: Update | None = None
         self._squares: dict[bool, Squares] = {}
 
+    @override
     def judge(self, verdict: Verdict) -> None:
-        """See Round."""
         self._verdict = verdict
 
+    @override
     def take(self, part: Contribution) -> Taken:
-        """See Round. Never the last: all gradients have to be measured together."""
+        """Keep the gradient. It is never the last: all gradients have to be measured together."""
         self._keep(part)
         return Taken.COMPLETE if self.is_complete() else Taken.OPEN
 
+    @override
     def is_complete(self) -> bool:
-        """See Round. A round without members changes nothing and needs no verdict."""
+        """True once there is a verdict, or nothing to judge: without members a round changes nothing."""
         return super().is_complete() and (self._decided == 0 or self._verdict is not None)
 
+    @override
     def update(self, last: Contribution | None) -> Update:
-        """See Round: follows the verdict."""
+        """Update that follows the verdict."""
         assert last is None
         whole, verdict = self._gathered(), self._verdict
         if verdict is None:
@@ -173,8 +180,8 @@ class MeasuredRound(ExactRound):
         ratios = None if places is None else np.array(verdict.ratios)[places]
         return whole._replace(gradient=replace(whole.gradient, scale=verdict.scale, ratios=ratios))
 
+    @override
     def measure(self, page: Page | None, under: Verdict | None) -> Squares | Unmeasured:
-        """See Round."""
         if not super().is_complete():
             return Unmeasured.OPEN
         setting, of_gradient = self._setting, under is None
@@ -196,8 +203,8 @@ class MeasuredRound(ExactRound):
     def _squares_of(self, values: Any) -> int | None:
         return psd_core.square_sum(values)
 
+    @override
     def end(self) -> None:
-        """See Round."""
         self._whole = None
         super().end()
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import override
 
 from psd.contract.errors import StateLost
 from psd.contract.verdicts import Squares, Verdict
@@ -254,20 +255,21 @@ class FastRound(Round):
     def _new_sum(self) -> RoundSum:
         return RoundSum(self._setting.accumulators)
 
+    @override
     def standing(self, part: Contribution) -> Outcome | None:
-        """See Round. What an earlier session of the rank has pushed stays; a rank has no second gradient in a round."""
+        """Standing of a gradient. What an earlier session of the rank has pushed stays; a rank has one gradient in a round."""
         session = self.sessions.get(part.rank)
         if session is None:
             return None
         return Outcome.DUPLICATE if session == part.session else Outcome.LATE
 
+    @override
     def session_of(self, rank: int, *, is_committed: bool) -> int:
-        """See Round."""
         del is_committed
         return self.sessions.get(rank, 0)
 
+    @override
     def take(self, part: Contribution) -> Taken:
-        """See Round."""
         values, weight, noted = self._values(part), self._weight(part), self._noted(part)
         if not self._closes_with(part):
             self._sum.add(values, weight, part.loan)
@@ -295,16 +297,17 @@ class FastRound(Round):
     def _voice_with(self, part: Contribution) -> Voice:
         return part.voice if self._voice is None else min(self._voice, part.voice)
 
+    @override
     def is_complete(self) -> bool:
-        """See Round. Of nobody, too, if it is void."""
+        """True if it closes now, also as a round of nobody if it is void."""
         if self.is_due:
             return True
         if self._contributors:
             return self._setting.policy.closes(self._contributors, self.waited())
         return self._setting.members.is_void(self._number)
 
+    @override
     def update(self, last: Contribution | None) -> Update:
-        """See Round."""
         accumulator, values, weight = self._sum.terms
         if last is None:
             gradient = self._reduced(accumulator, values, weight, self._total_weight, self._touched)
@@ -314,14 +317,14 @@ class FastRound(Round):
         gradient = self._reduced(accumulator, values, weight, total_weight, touched)
         return Update(gradient, self._voice_with(last).scalars, {**self.sessions, last.rank: last.session})
 
+    @override
     def missing(self) -> int:
-        """See Round."""
         return self.waited() & ~self._contributors
 
+    @override
     def take_over(self, loan: Loan) -> None:
-        """See Round."""
         self._sum.take_over(loan)
 
+    @override
     def end(self) -> None:
-        """See Round."""
         self._sum.end()

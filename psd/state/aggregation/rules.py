@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import override
 
 import psd_core
 from psd.contract.custom_rules import ListedRule, describe
@@ -122,7 +123,7 @@ class BoundRule(NamedTuple):
     slot_starts: Sequence[float]
 
 
-class Elementwise:
+class Elementwise(Rule):
     """A rule of psd_core, bound to the flags of a group."""
 
     needs_backup = False
@@ -133,10 +134,10 @@ class Elementwise:
         self._slots = len(self._facts.slots(group.flags))
         self._scalars = len(self._facts.scalars)
 
+    @override
     def apply(
         self, before: Page, after: Page, gradient: Gradient, segment_ends: NDArray[np.uint32], scalars: Sequence[float]
     ) -> None:
-        """See Rule."""
         psd_core.step_block(
             self._facts.name,
             before.parameter,
@@ -190,10 +191,11 @@ class Layerwise(Elementwise):
                 accumulators.give_back(array)
         return sums
 
+    @override
     def apply(
         self, before: Page, after: Page, gradient: Gradient, segment_ends: NDArray[np.uint32], scalars: Sequence[float]
     ) -> None:
-        """See Rule. The gradient has the ratios."""
+        """Apply the rule; the gradient has the ratios."""
         assert gradient.ratios is not None
         lr = self._facts.scalars.index("lr")
         super().apply(before, after, gradient, segment_ends, scalars)
@@ -213,7 +215,7 @@ class Static:
         raise AssertionError("a static group has no updates")
 
 
-class Custom:
+class Custom(Rule):
     """A user's own rule; psd/contract/custom_rules.py says what its author relies on."""
 
     needs_backup = False
@@ -223,10 +225,11 @@ class Custom:
         self._slots = group.slots
         self._scalars = group.scalars
 
+    @override
     def apply(
         self, before: Page, after: Page, gradient: Gradient, segment_ends: NDArray[np.uint32], scalars: Sequence[float]
     ) -> None:
-        """See Rule. `after` begins as a copy of `before`; runs of neighbours at the same step are updated in it together."""
+        """Apply the user's rule; `after` begins as a copy of `before`, and runs of neighbours at one step go together."""
         np.copyto(after.parameter, before.parameter)
         slots = dict(zip(self._slots, after.slots, strict=False))
         for old, new in zip(before.slots, slots.values(), strict=False):

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import override
 
 from psd.contract.custom_rules import ListedRule
 from psd.contract.errors import InvalidRequest
@@ -26,7 +27,7 @@ EPS = 1e-7
 """The constant of DC-ASGD-a, as in the paper."""
 
 
-class AgedRate:
+class AgedRate(Rule):
     """The rule, with lr / (1 + age)."""
 
     needs_backup = False
@@ -35,16 +36,16 @@ class AgedRate:
         self._rule = rule
         self._rate = group.info.scalars.index("lr")
 
+    @override
     def apply(
         self, before: Page, after: Page, gradient: Gradient, segment_ends: NDArray[np.uint32], scalars: Sequence[float]
     ) -> None:
-        """See Rule."""
         aged = list(scalars)
         aged[self._rate] /= 1 + gradient.age
         self._rule.apply(before, after, gradient, segment_ends, aged)
 
 
-class Compensated:
+class Compensated(Rule):
     """The rule, with the gradient g + lambda * g * g * (parameters now - parameters that the worker had read).
 
     g * g stands for the diagonal of the Hessian. DC-ASGD-a divides lambda, per element, by the root of a running mean of g * g,
@@ -60,10 +61,10 @@ class Compensated:
         self._lambda = group.info.scalars.index("dc_lambda")
         self._sign = -1.0 if "maximize" in group.flags else 1.0
 
+    @override
     def apply(
         self, before: Page, after: Page, gradient: Gradient, segment_ends: NDArray[np.uint32], scalars: Sequence[float]
     ) -> None:
-        """See Rule."""
         grad = gradient.reduced()
         strength: float | NDArray[Any] = self._sign * scalars[self._lambda]
         if self._is_adaptive:

@@ -92,7 +92,7 @@ class Positions:
         return mask
 
     def agreed(self, workers: Iterable[Worker]) -> dict[int, int]:
-        """See `found`; when nothing is lacking."""
+        """Positions of the workers that are in the cut; only when none is lacking."""
         agreed = {}
         for worker in workers:
             position = self.of(worker.rank, worker.session) if worker.state is WorkerState.LIVE else None

@@ -134,7 +134,7 @@ class CutSchedule:
         )
 
     def _last_pushes(self, job: Job) -> tuple[tuple[int, int, int], ...]:
-        """See EndNote.pushes."""
+        """The last push of each worker that is there, for the end note; empty with rounds."""
         if not job.is_cut_by_positions:
             return ()
         there = [worker.rank for worker in self._core.members.workers if worker.state is not WorkerState.EXPIRED]

@@ -373,7 +373,7 @@ class Exchange:
         return rows
 
     def fill_rows(self, tables: TablesBlock, rows: Sequence[TableRows], *, is_use: bool) -> None:
-        """See TablesBlock.fill."""
+        """Read the rows, now, into the arrays that they are for."""
         try:
             tables.fill(rows, is_use=is_use)
         except StoreClosed:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import override
 
 from psd.contract.custom_rules import ListedRule
 from psd.contract.errors import InvalidRequest, OutOfSpace
@@ -264,8 +265,8 @@ class TablesBlock(Trained):
     def _counted(self, rank: int) -> Counted:
         return self._window[rank]
 
+    @override
     def last_counted(self, rank: int) -> Counted:
-        """See Trained."""
         return max(partition.counted(rank) for partition in self.partitions)
 
     def _alone(self, part: Contribution, age: int) -> Update:
@@ -365,8 +366,9 @@ class TablesBlock(Trained):
 
     # -- reading -----------------------------------------------------------------------------------------------------------
 
+    @override
     def read(self, version_min: int, reader: int | None = None) -> tuple[int, None] | None:
-        """See Trained: the version alone."""
+        """The version alone."""
         del reader
         if self.version < version_min and not self._is_due:
             return None  # without the lock, which another call may hold while its kernel works

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from typing_extensions import override
+
 import psd_core
 from psd.contract.rows import TableRows
 from psd.state.aggregation.exact_rounds import ExactRound, MeasuredRound
@@ -73,10 +75,10 @@ class SumsPool:
 
 
 class _RowsSum(RoundSum):
-    """See RoundSum. The sum is a TableSums; what is lent, Gradients, is read by the push to the store itself."""
+    """A sum of rows: a TableSums. What is lent, Gradients, is read by the push to the store itself."""
 
+    @override
     def add(self, values: Any, weight: float, loan: Loan | None = None) -> None:
-        """See RoundSum."""
         if values is None:
             return
         if self._first is not None:
@@ -88,8 +90,9 @@ class _RowsSum(RoundSum):
         else:
             self._begin(values, weight)
 
+    @override
     def complete(self, values: Any, weight: float, loan: Loan) -> None:
-        """See RoundSum. It is added, too, where the two could not be pushed to the store as they are."""
+        """Add a gradient, too, that could not be pushed to the store beside the sum."""
         if self._sum is None and (self._first is None or weight == 1):
             super().complete(values, weight, loan)
         else:
@@ -102,13 +105,14 @@ class _RowsSum(RoundSum):
 
 
 class FastRowsRound(FastRound):
-    """See FastRound."""
+    """A fast round whose gradients are rows."""
 
     def _new_sum(self) -> RoundSum:
         return _RowsSum(self._setting.accumulators)
 
+    @override
     def take(self, part: Contribution) -> Taken:
-        """See Round. The last of several, if it is not lent, is added to the sum, from which it cannot be taken back; so it
+        """The last of several, if it is not lent, is added to the sum, from which it cannot be taken back; so it
         counts at once, whether there is space for the update or not."""
         if part.loan is not None or not self._contributors or not self._closes_with(part):
             return super().take(part)
@@ -119,7 +123,7 @@ class FastRowsRound(FastRound):
 
 
 class ExactRowsRound(ExactRound):
-    """See ExactRound."""
+    """An exact round whose gradients are rows."""
 
     def _copied(self, values: Gradients) -> Gradients:
         return {rows.table: TableRows(rows.table, rows.ids.copy(), rows.values.copy()) for rows in values.values()}
@@ -139,7 +143,7 @@ class ExactRowsRound(ExactRound):
 
 
 class MeasuredRowsRound(MeasuredRound, ExactRowsRound):
-    """See MeasuredRound."""
+    """A measured round whose gradients are rows."""
 
     def _reduced_to_one(self, found: Gradient) -> TableSums | None:
         """The round's sums, of which each row is multiplied by 1 / the total weight; None if nobody has a gradient."""

@@ -15,6 +15,7 @@ from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
 from textual.screen import ModalScreen
 from textual.widgets import DataTable, Footer, Static
+from typing_extensions import override
 
 from psd.contract import facts
 from psd.watch.history import Moment
@@ -58,8 +59,8 @@ class HelpScreen(ModalScreen[None]):
 
     CSS = "HelpScreen { align: center middle; } #help { width: 76; height: auto; padding: 1 2; border: round $accent; }"
 
+    @override
     def compose(self) -> ComposeResult:
-        """See Textual's Screen."""
         yield Static(_HELP.format(sorts=", ".join(SORTS), columns=_COLUMNS), id="help")
 
     def on_key(self) -> None:
@@ -100,8 +101,8 @@ class TopApp(App[None]):
         self._ended = threading.Event()
         self._seen: tuple[JobSnapshot, Sequence[Moment], dict[str, Sequence[CurvePoint]], Sequence[Event]] | None = None
 
+    @override
     def compose(self) -> ComposeResult:
-        """See Textual's App."""
         yield Static("asking the shards ...", id="head", markup=False)
         yield DataTable(id="shards", cursor_type="row")
         yield DataTable(id="workers", cursor_type="row")

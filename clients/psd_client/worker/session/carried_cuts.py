@@ -42,7 +42,7 @@ class CarriedCuts:
         self.is_unready = self.are_named = False
 
     def set_ready(self, is_ready: bool) -> None:
-        """See `is_unready`. What shards have named is heard again then."""
+        """Set `is_unready`. What shards have named is heard again once the worker is ready."""
         with self.lock:
             self.is_unready, self._carried = not is_ready, None
             if is_ready:

@@ -103,7 +103,7 @@ class Session:
 
     @property
     def pushing(self) -> int | None:
-        """See above."""
+        """The clock of a push that a shard may still lack; None: there is none."""
         return self.cuts.pushing
 
     @pushing.setter
