@@ -100,6 +100,8 @@ OUTSIDE = {
     "matplotlib": ("psd.cli.ctl.plot",),
 }
 
+ROOMS = tuple(f"psd.cli.{room}" for room in ("ctl", "hosts", "job", "kubernetes", "processes", "ray", "words"))
+
 ENVIRONMENT = ("psd.contract.environment", "psd.cli")
 
 
@@ -153,6 +155,40 @@ def test_modules_do_not_import_in_circles():
     order = list(graphlib.TopologicalSorter(graph).static_order())
 
     assert set(order) >= set(known)
+
+
+def test_folders_do_not_import_in_circles():
+    """In each folder, its files and the folders in it import each other in one direction: one can be read after the other."""
+    known = modules()
+    graphs = {}
+    for i in imports():
+        importer, module = i.importer.split("."), i.module.split(".")
+        shared = next((n for n, (a, b) in enumerate(zip(importer, module, strict=False)) if a != b), None)
+        if i.module in known and shared is not None:  # else one of them is a package, and the other lies in it
+            folder = graphs.setdefault(tuple(importer[:shared]), {})
+            folder.setdefault(importer[shared], set()).add(module[shared])
+
+    for graph in graphs.values():
+        list(graphlib.TopologicalSorter(graph).static_order())
+
+    assert {("psd", "state"), ("psd", "cli"), ("psd_client", "worker")} <= set(graphs)
+
+
+def test_the_parts_of_a_shard_do_not_know_it():
+    """A desk speaks for the whole shard; what it asks does not know the shard, nor who asks."""
+    parts = [f"psd.state.{folder}" for folder in ("aggregation", "durability", "tables", "workers")]
+    whole = [f"psd.state.{name}" for name in ("shard", "desks", "cuts", "core", "job")]
+
+    assert [f"{i.importer}:{i.line}" for i in imports() if is_within(i.importer, *parts) and is_within(i.module, *whole)] == []
+
+
+def test_rooms_of_the_command_line_do_not_import_its_doors():
+    """The commands are on top: what belongs to one of them alone may stay in its file, since nobody else needs it."""
+    doors = {name for name in modules() if is_within(name, "psd.cli") and name.count(".") == 2} - set(ROOMS)
+    back = [f"{i.importer}:{i.line}" for i in imports() if is_within(i.importer, *ROOMS) and i.module in doors]
+
+    assert doors
+    assert back == []
 
 
 def test_a_class_has_a_name_of_its_own():

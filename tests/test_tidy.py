@@ -65,6 +65,12 @@ def test_no_docstring_is_empty_words():
     assert empty == []
 
 
+@pytest.mark.parametrize("under", ["psd", "clients"])
+def test_no_docstring_only_points_elsewhere(under):
+    """What overrides a method says so with @override, which type checkers look at; anything else has words of its own."""
+    assert lines_with(r'^\s*r?"""See \S+?[.:]?("""|$| )', sources(".py", ".pyx", under=under)) == []
+
+
 @pytest.mark.parametrize("under", ["psd", "clients", "benchmarks", "examples", "docs", "setup.py"])
 def test_docstrings_begin_with_a_verb_or_a_noun(under):
     """A reader of one docstring knows what is meant without the name beside it: "Name of the file", not "Of the file"."""
