@@ -39,7 +39,7 @@ Rows = dict[str, list[Bar | None]]
 
 @dataclass(frozen=True)
 class Chart:
-    """What is drawn of a table.
+    """A table, and what is drawn of it.
 
     Attributes:
         name: of the files.
@@ -166,7 +166,7 @@ CHARTS = (
 
 
 def middle(of: Bar) -> float:
-    """Where the bar ends."""
+    """End of the bar."""
     return (min(of.numbers) + max(of.numbers)) / 2
 
 
@@ -212,7 +212,7 @@ def _bar(bar: Bar, begin: float, y: float, scale: float, colour: str, scheme: Sc
 
 
 def _in_words(chart: Chart, rows: Rows) -> str:
-    """What a reader who does not see the chart hears."""
+    """Words for a reader who does not see the chart."""
     said = "; ".join(
         f"{name.replace('`', '')} {' and '.join(each.says for each in bars if each)}" for name, bars in rows.items()
     )

@@ -28,7 +28,7 @@ LOG = "killed-shard.log"
 ROWS, LINE, PANE, LEFT = 11, 17, 44, 24
 CHARACTERS = 102
 HOLD_S = 6.0
-"""How long the end is shown before it begins anew."""
+"""Time for which the end is shown before the picture begins anew."""
 
 Said = list[tuple[float, str]]
 """Seconds since the first word of a worker, and a line."""
@@ -75,12 +75,12 @@ def shard_of(launcher: int) -> int:
 
 
 def results(said: Said) -> list[str]:
-    """What was learned: accuracy and loss at each step reported, and the accuracy in the end."""
+    """Results: accuracy and loss at each step reported, and the accuracy in the end."""
     return [found[0] for _, text in said if (found := re.search(r"accuracy +[\d.]+%  loss [\d.]+|\"accuracy\": [\d.]+", text))]
 
 
 def record(data: Path | None, options: list[str], kill_at: int) -> list[Said]:
-    """What the two runs said.
+    """Lines that the two runs have written.
 
     Raises:
         RuntimeError: a job failed, or they did not learn the same.

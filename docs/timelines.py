@@ -10,11 +10,11 @@ from __future__ import annotations
 from pictures import WIDTH, Scheme, box, folder_asked_for, line, picture, words, write
 
 DURATIONS = ((2, 2, 3, 2, 2, 2, 2, 2, 2, 2, 2, 2), (2, 2, 2, 2, 3, 2, 2, 2, 2, 2, 2, 2), (4, 4, 5, 4, 4, 4, 4, 4, 4, 4, 4, 4))
-"""How long each step of each worker takes, in units of time."""
+"""Length of each step of each worker, in units of time."""
 
 UNTIL = 24
 AHEAD = {"sync": 0, "ssp:2": 2, "async": None}
-"""How many steps a worker may be ahead of the slowest one when it begins another."""
+"""Steps that a worker may be ahead of the slowest one when it begins another."""
 
 SAYS = {
     "sync": "an update is made of one gradient of each worker; all wait for the slowest",
@@ -37,7 +37,7 @@ def schedule(ahead: int | None) -> list[list[tuple[int, int]]]:
 
 
 def updates(mode: str, steps: list[list[tuple[int, int]]]) -> list[int]:
-    """When the parameters change."""
+    """Moments at which the parameters change."""
     if mode == "sync":
         return [max(end for _, end in round_) for round_ in zip(*steps, strict=False)]
     return [end for done in steps for _, end in done]

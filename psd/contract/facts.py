@@ -118,7 +118,7 @@ JOB = (
     Fact("received_bytes_per_s", "rate", "Payload that all shards receive."),
     Fact("sent_bytes_per_s", "rate", "Payload that all shards send."),
 )
-"""Of the whole job, worked out from those of its shards and workers."""
+"""Numbers of the whole job, worked out from those of its shards and workers."""
 
 SHARD = (
     Fact("uptime_s", "now", "Age of the shard's process.", "status", weight=40, table="shards"),
@@ -278,8 +278,8 @@ SHARD = (
         table="checkpoints",
     ),
 )
-"""Of one shard, since its process began. One that a shard does not have, such as the age of a checkpoint before the first, it
-does not send."""
+"""Numbers of one shard, since its process began. It does not send those that it does not have, such as the age of a checkpoint
+before the first."""
 
 WORKER = (
     Fact("clock", "now", "Steps that the worker has finished.", "worker", "psd_worker_clock{rank}", weight=90, table="workers"),
@@ -304,7 +304,7 @@ WORKER = (
         table="workers",
     ),
 )
-"""Of one worker. Where shards differ the largest holds: one without blocks hears of no steps."""
+"""Numbers of one worker. Where shards differ the largest holds: one without blocks hears of no steps."""
 
 TABLE = (
     Fact("rows", "now", "Rows.", "table", "psd_table_rows{table}"),
@@ -348,7 +348,7 @@ TABLE = (
         'psd_table_gradients_dropped_total{table, reason="unadmitted"}',
     ),
 )
-"""Of one table, on one shard in metrics, on all shards together elsewhere; counted since the table was made, but reads and hits
-since the process began."""
+"""Numbers of one table: on one shard in metrics, on all shards together elsewhere. Counted since the table was made, but reads
+and hits since the process began."""
 
 CATALOGUE: dict[str, Sequence[Fact]] = {"job": JOB, "shard": SHARD, "worker": WORKER, "table": TABLE}

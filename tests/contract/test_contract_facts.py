@@ -35,6 +35,7 @@ def test_a_number_is_called_the_same_everywhere(of, fact):
 
 @pytest.mark.parametrize("of", CATALOGUE)
 def test_a_name_and_a_series_belong_to_one_number(of):
+    """No number has the name, or the metric, of another."""
     assert max(Counter(fact.name for fact in CATALOGUE[of]).values()) == 1
     assert max(Counter(fact.metric for fact in CATALOGUE[of] if fact.metric).values(), default=1) == 1
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from malformed_target import FOREIGN, LAYOUT, LENGTH, ME, SPEC, STATIC, TRAINED, WORLD, Request, Target
 
+from psd.contract.integers import INTEGER_MAX
 from psd.v1 import control_pb2, data_pb2, job_pb2
 
 
@@ -379,8 +380,10 @@ def wrong_control(rng: random.Random, target: Target) -> Request:
         reasons, word = ("WrongShard",), "shard 0/2"
     elif kind == 7:
         request = control_pb2.RollbackRequest(checkpoint="none", incarnation=caller.incarnation)
-        name, request.timeline = "Rollback", rng.choice((1, (1 << 64) - 1))
+        name, request.timeline = "Rollback", rng.choice((1, INTEGER_MAX, (1 << 64) - 1))
         reasons, word = ("CheckpointFailed",), "checkpoint"
+        if request.timeline > INTEGER_MAX:
+            reasons, word = ("InvalidRequest",), "timeline"
     elif kind == 0:
         name, request = "Barrier", control_pb2.BarrierRequest(caller=caller, seq=1, name=rng.choice(("", "b" * 257)))
         reasons, word = ("InvalidRequest",), "name"

@@ -1,4 +1,4 @@
-"""What rides on a worker's pushes beside the gradient: each thing that is told to the shards, or heard in their replies, is one
+"""Riders on a worker's pushes, beside the gradient: each thing that is told to the shards, or heard in their replies, is one
 rider. The exchange has a list of them.
 
 A push in progress calls them in the order of that list. A new one is a class here or in a module of its own, a line in the list
