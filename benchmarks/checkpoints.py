@@ -95,14 +95,14 @@ def measure_checkpoints(stack: ExitStack, megabytes: int, count: int, directory:
     for _ in range(count):
         wait_steps(QUIET_STEPS_MIN)
         name = shard.checkpoint()
-        status = shard.status()
-        ended = time.monotonic() - status.checkpoint_age_s
-        writing.append((ended - status.checkpoint_took_s, ended))
-        rates.append(status.checkpoint_bytes / status.checkpoint_took_s)
+        status = shard.status().numbers
+        ended = time.monotonic() - status["checkpoint_age_s"]
+        writing.append((ended - status["checkpoint_took_s"], ended))
+        rates.append(status["checkpoint_bytes"] / status["checkpoint_took_s"])
         verify(url, name)
         wait_steps(QUIET_STEPS_MIN)
         # Against a plain write under the same load: the job trains here, too.
-        plain.append(status.checkpoint_bytes / plain_write_s(directory / "plain", status.checkpoint_bytes))
+        plain.append(status["checkpoint_bytes"] / plain_write_s(directory / "plain", status["checkpoint_bytes"]))
     done.set()
     worker.join()
     shard.end()

@@ -33,8 +33,8 @@ def until(fact: Callable[[], bool]) -> None:
 
 def until_away(shard: ShardProcess) -> None:
     """Return when the others have been without somebody for long, by this shard's clock."""
-    back_at = shard.status().uptime_s + AWAY_S
-    until(lambda: shard.status().uptime_s >= back_at)
+    back_at = shard.status().numbers["uptime_s"] + AWAY_S
+    until(lambda: shard.status().numbers["uptime_s"] >= back_at)
 
 
 def seen(shard: ShardProcess) -> control_pb2.WorkerStatus:
