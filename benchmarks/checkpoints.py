@@ -102,7 +102,8 @@ def measure_checkpoints(stack: ExitStack, megabytes: int, count: int, directory:
         verify(url, name)
         wait_steps(QUIET_STEPS_MIN)
         # Against a plain write under the same load: the job trains here, too.
-        plain.append(status["checkpoint_bytes"] / plain_write_s(directory / "plain", status["checkpoint_bytes"]))
+        nbytes = int(status["checkpoint_bytes"])
+        plain.append(nbytes / plain_write_s(directory / "plain", nbytes))
     done.set()
     worker.join()
     shard.end()
