@@ -59,10 +59,11 @@ def connecting(_: str) -> None:
 def declaring(servers: str) -> None:
     """The worker that is to provide the initial values does not."""
     chosen, faults = connect_faulty(servers, world_size=2)
-    is_over = threading.Event()
-    faults.run_before("initialize", shard=0, action=is_over.wait)
+    is_chosen, is_over = threading.Event(), threading.Event()
+    faults.run_before("initialize", shard=0, action=lambda: (is_chosen.set(), is_over.wait()))
     with chosen, connect(servers, 1) as ps:
         first = Thread(lambda: declared(chosen))
+        is_chosen.wait(60.0)
         try:
             declared(ps)
         finally:
