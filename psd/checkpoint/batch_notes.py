@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 
 from psd.checkpoint.cut import Cut
-from psd.checkpoint.sealing import FORMAT, VECTORS_VERSION, seal, unseal
+from psd.checkpoint.sealing import FORMAT, FORMAT_VERSION, seal, unseal
 from psd.checkpoint.storage import FileStore
 from psd.contract.errors import CheckpointCorrupt
 
@@ -19,7 +19,7 @@ _NOTE = re.compile(r"shard-\d+-of-\d+\.(\w+)\.batches")
 
 def write_batches(storage: FileStore, cut: Cut, stage: str, shard_index: int, latest: Mapping[int, int]) -> None:
     """Store a shard's note."""
-    head = {"format": FORMAT, "format_version": VECTORS_VERSION}
+    head = {"format": FORMAT, "format_version": FORMAT_VERSION}
     storage.write(cut.name, _file(cut, stage, shard_index), [seal({**head, "latest": [*latest.items()]})])
 
 

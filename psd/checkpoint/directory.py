@@ -2,7 +2,7 @@
 
 The order of writing makes a checkpoint valid at one instant, by one rename or put:
 
-    every shard    its numbers and rows, then its part's document    write_part
+    every shard    its numbers, then its part's document    write_part
     any shard      the manifest, once all parts are there            complete
 
 and the order of deleting makes it invalid at one instant: the manifest goes first. Nothing here waits, knows the time or keeps
@@ -18,18 +18,17 @@ import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from psd.checkpoint import batch_notes, ends, writing
+from psd.checkpoint.blocks import BlockPart, RestoredBlock
 from psd.checkpoint.cut import MANIFEST, WHOLE_KEPT, CheckpointInfo, CheckpointState, Cut, CutName, part_file
 from psd.checkpoint.ends import EndNote
 from psd.checkpoint.export import ExportProgress, export_tensors
 from psd.checkpoint.loading import Incomplete, load
 from psd.checkpoint.manifest import Manifest
-from psd.checkpoint.reading import restored_blocks, verify_part
-from psd.checkpoint.records import BlockPart, RestoredBlock
-from psd.checkpoint.row_reading import StoredTable, restored_table, verify_rows
+from psd.checkpoint.reading import read_chunk, restored_blocks, restored_vectors
+from psd.checkpoint.row_reading import StoredTable, restored_table
 from psd.checkpoint.storage import CrashPoint, no_crash, open_storage
-from psd.checkpoint.table_records import TablePart
-from psd.checkpoint.vector_reading import restored_vectors, verify_vectors
-from psd.checkpoint.vector_records import VectorsPart
+from psd.checkpoint.tables import ROWS, TablePart
+from psd.checkpoint.vectors import VectorsPart
 from psd.contract.errors import CheckpointCorrupt, CheckpointFailed, CheckpointUnsupported
 from psd.contract.layout import Layout
 from psd.contract.orders import scale_at
@@ -364,20 +363,18 @@ class CheckpointDirectory:
             manifest = self.load(name)
         except (CheckpointCorrupt, CheckpointUnsupported) as error:
             return [str(error)]
-        done = 0
-        base = manifest.base
-        total = sum(part.data_bytes + part.rows_bytes + part.vectors_bytes for part in manifest.parts)
-        total += sum(part.rows_bytes for part in base.parts) if base else 0
-
-        def advance(nbytes: int) -> None:
-            nonlocal done
-            done += nbytes
+        wanted = [(manifest, chunk) for part in manifest.parts for chunk in part.chunks]
+        if manifest.base is not None:
+            of_base = [chunk for part in manifest.base.parts for chunk in part.chunks if chunk.kind == ROWS.name]
+            wanted += [(manifest.base, chunk) for chunk in of_base]
+        done, total, problems = 0, sum(chunk.nbytes for _, chunk in wanted), []
+        for one, chunk in wanted:
+            try:
+                read_chunk(self.storage, one, chunk)
+            except (CheckpointCorrupt, CheckpointFailed) as error:
+                problems.append(str(error))
+            done += chunk.nbytes
             progress(done, total)
-
-        problems = [problem for part in manifest.parts for problem in verify_part(self.storage, manifest, part, advance)]
-        for one in (manifest, base) if base else (manifest,):
-            problems += [problem for part in one.parts for problem in verify_rows(self.storage, one, part, advance)]
-        problems += [problem for part in manifest.parts for problem in verify_vectors(self.storage, manifest, part, advance)]
         return problems
 
     def export(self, manifest: Manifest, path: str, progress: ExportProgress = _ignore, table: str = "") -> None:

@@ -147,7 +147,7 @@ def test_newest_when_any_byte_of_a_document_is_flipped_then_goes_back_loudly_and
     assert directory.newest().name == newer.name
 
 
-@pytest.mark.parametrize("file", ["manifest.json", "shard-00000-of-00002.json", "shard-00001-of-00002.safetensors"])
+@pytest.mark.parametrize("file", ["manifest.json", "shard-00000-of-00002.json", "shard-00001-of-00002.chunks"])
 @pytest.mark.parametrize("damage", ["removed", "truncated", "emptied", "lengthened"])
 def test_newest_when_a_file_is_damaged_then_the_one_before_is_used(two, tmp_path, caplog, file, damage):
     directory, older, newer = two
@@ -174,7 +174,7 @@ def test_verify_when_any_byte_of_the_numbers_is_flipped_then_names_the_file_and_
     directory, _, newer = two
     manifest = directory.newest()
     assert directory.verify(newer.name) == []
-    for path in (tmp_path / newer.name).glob("*.safetensors"):
+    for path in (tmp_path / newer.name).glob("*.chunks"):
         for place in range(0, path.stat().st_size, 997):
             _flip(path, place)
             (problem,) = directory.verify(newer.name)
@@ -190,7 +190,7 @@ def test_export_when_a_byte_was_flipped_then_no_file_appears_and_an_older_one_st
     directory, _, newer = two
     target = tmp_path / "model.safetensors"
     target.write_text("old")
-    _flip(tmp_path / newer.name / "shard-00000-of-00002.safetensors", 20_000)
+    _flip(tmp_path / newer.name / "shard-00000-of-00002.chunks", 20_000)
 
     with pytest.raises(CheckpointCorrupt, match="shard-00000-of-00002"):
         directory.export(directory.newest(), str(target))
@@ -250,10 +250,10 @@ def test_collect_garbage_when_deleting_then_the_manifest_goes_first_and_durably(
         "remove manifest.json",
         f"fsync directory {older.name}",
         f"fsync directory {tmp_path.name}",
+        "remove shard-00000-of-00002.chunks",
         "remove shard-00000-of-00002.json",
-        "remove shard-00000-of-00002.safetensors",
+        "remove shard-00001-of-00002.chunks",
         "remove shard-00001-of-00002.json",
-        "remove shard-00001-of-00002.safetensors",
         f"remove directory {older.name}",
     ]
     assert [path.name for path in tmp_path.iterdir()] == [newer.name]
@@ -279,7 +279,7 @@ def test_collect_garbage_when_another_shard_does_so_at_the_same_time_then_neithe
 
 def test_collect_garbage_when_somebody_died_in_the_middle_then_temporary_files_go_too(two, tmp_path):
     _, older, newer = two
-    (tmp_path / older.name / ".shard-00000-of-00002.safetensors.17-ab.tmp").write_bytes(b"half")
+    (tmp_path / older.name / ".shard-00000-of-00002.chunks.17-ab.tmp").write_bytes(b"half")
 
     CheckpointDirectory(str(tmp_path), keep=1).collect_garbage()
 
