@@ -64,7 +64,7 @@ class Chunk(NamedTuple):
     start: int
 
     def to_document(self) -> dict[str, Any]:
-        """What stands in the part's document; the rest follows from its place there."""
+        """The fields that stand in the part's document; the others follow from its place there."""
         return dict(zip(self._fields[:6], self[:6], strict=True))
 
 
