@@ -19,7 +19,8 @@ five. The `.json` files are for people, too, one chunk or tensor to a line, and 
     sealing.py, manifest.py    the JSON documents
     storage.py      local directories and object stores: whole files or none
     writing.py, loading.py, reading.py, row_reading.py, row_values.py, export.py, importing.py    the verbs
-    ends.py         what shards hold at the end of a job
+    notes.py        what shards tell each other here
+    ends.py         what they hold at the end of a job
     directory.py    CheckpointDirectory, the one class that others use
     plain.py, safetensors.py, parquet.py    files as other programs write them
     parameters.py   parameters alone, of any job's checkpoint or of a plain safetensors file, for another job to begin with
@@ -30,7 +31,7 @@ A layer between contract and state: knows neither the blocks in a shard's memory
 from psd.checkpoint.blocks import BlockPart, RestoredBlock
 from psd.checkpoint.cut import CheckpointInfo, CheckpointState, Cut
 from psd.checkpoint.directory import CheckpointDirectory
-from psd.checkpoint.ends import EndNote, common_cut
+from psd.checkpoint.ends import EndNote, common_cut, read_ends, write_end
 from psd.checkpoint.importing import import_table
 from psd.checkpoint.manifest import Manifest
 from psd.checkpoint.parameters import ParameterSource, directory_at, open_parameters, parameter_blocks, table_values
@@ -56,5 +57,7 @@ __all__ = [
     "CheckpointState",
     "EndNote",
     "common_cut",
+    "read_ends",
+    "write_end",
     "import_table",
 ]
