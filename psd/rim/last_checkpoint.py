@@ -161,7 +161,7 @@ class LastCheckpoint:
         wanted = {index for index in range(job.layout.shard_count) if have_all or job.layout.blocks_of(index)}
         while lacking := wanted - (ends := read_ends(notes, note, count)).keys():
             found = next(filter(None, (self._directory.stored(final, index) for index in sorted(lacking))), None)
-            if found is not None:
+            if found is not None and found.step >= note.step:  # else it is of an earlier end
                 self._store(found, began, timeout_s)
                 return
             if self._now() > began + timeout_s / 2:

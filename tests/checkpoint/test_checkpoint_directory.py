@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import itertools
 import logging
 
 import pytest
 from helpers_checkpoint import (
+    CREATED_AT,
     check_restored,
     cut_of,
     files_of,
@@ -19,7 +21,7 @@ from helpers_checkpoint import (
 )
 
 from psd.checkpoint import CheckpointDirectory, CheckpointState
-from psd.checkpoint.cut import MANIFEST, CutName, name_of
+from psd.checkpoint.cut import FINAL_ID, MANIFEST, CutName, name_of
 from psd.contract.config import ConfigError
 from psd.contract.errors import CheckpointCorrupt, CheckpointFailed
 from psd.contract.layout import Layout
@@ -236,6 +238,20 @@ def test_collect_garbage_when_checkpoints_are_in_any_state_then_the_newest_valid
     assert unfinished & set(left) == unfinished & set(newer)
     damaged = {name for name, state in zip(names, states, strict=True) if state == "d"}
     assert damaged & set(left) == {name for name in damaged if len(valid) < keep or name > valid[-keep]}
+
+
+def test_stored_when_the_last_cut_of_a_timeline_is_asked_for_then_it_is_found_by_its_id_alone(tmp_path):
+    """Who asks may have heard of a worker's end at another step, and at another time."""
+    directory = CheckpointDirectory(str(tmp_path))
+    for timeline, step in ((0, 5), (1, 7)):
+        cut = cut_of(small_spec(), 2, step, timeline, FINAL_ID)
+        directory.write_part(cut, 1, parts(cut, 1))
+
+    for timeline, step in ((0, 5), (1, 7), (2, None)):
+        asked = dataclasses.replace(cut_of(small_spec(), 2, 3, timeline, FINAL_ID), created_at=1.0)
+        found = directory.stored(asked, 1)
+        assert (found and (found.timeline, found.step, found.created_at)) == (step and (timeline, step, CREATED_AT))
+        assert directory.stored(asked, 0) is None
 
 
 def test_collect_garbage_when_deleting_then_the_manifest_goes_first_and_durably(two, tmp_path):
