@@ -124,7 +124,7 @@ class CutSchedule:
         )
 
     def _counted(self, job: Job) -> Iterator[tuple[str, set[str]]]:
-        """What the trained blocks count, in words, for the end note."""
+        """Yield what the trained blocks count, in words, for the end note."""
         if self._has_rounds:
             yield "a round", {f"version {version}" for version in job.trained_versions}
         elif job.is_cut_by_positions:
