@@ -144,18 +144,8 @@ class CheckpointInfo:
 
 
 def data_file(shard_index: int, shard_count: int) -> str:
-    """A part's numbers."""
-    return f"shard-{shard_index:05}-of-{shard_count:05}.safetensors"
-
-
-def rows_file(shard_index: int, shard_count: int) -> str:
-    """A part's rows of tables; only in jobs that have some."""
-    return f"shard-{shard_index:05}-of-{shard_count:05}.rows"
-
-
-def vectors_file(shard_index: int, shard_count: int) -> str:
-    """A part's elements of server-side vectors; only where there are some."""
-    return f"shard-{shard_index:05}-of-{shard_count:05}.vectors"
+    """All of a part's numbers."""
+    return f"shard-{shard_index:05}-of-{shard_count:05}.chunks"
 
 
 def part_file(shard_index: int, shard_count: int) -> str:

@@ -2,7 +2,7 @@
 
 The order of writing makes a checkpoint valid at one instant, by one rename or put:
 
-    every shard    its numbers and rows, then its part's document    write_part
+    every shard    its numbers, then its part's document    write_part
     any shard      the manifest, once all parts are there            complete
 
 and the order of deleting makes it invalid at one instant: the manifest goes first. Nothing here waits, knows the time or keeps
@@ -17,19 +17,18 @@ import logging
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from psd.checkpoint import batch_notes, ends, writing
+from psd.checkpoint import writing
+from psd.checkpoint.blocks import BlockPart, RestoredBlock
 from psd.checkpoint.cut import MANIFEST, WHOLE_KEPT, CheckpointInfo, CheckpointState, Cut, CutName, part_file
-from psd.checkpoint.ends import EndNote
 from psd.checkpoint.export import ExportProgress, export_tensors
 from psd.checkpoint.loading import Incomplete, load
 from psd.checkpoint.manifest import Manifest
-from psd.checkpoint.reading import restored_blocks, verify_part
-from psd.checkpoint.records import BlockPart, RestoredBlock
-from psd.checkpoint.row_reading import StoredTable, restored_table, verify_rows
+from psd.checkpoint.notes import ShardNotes
+from psd.checkpoint.reading import read_chunk, restored_blocks, restored_vectors
+from psd.checkpoint.row_reading import StoredTable, restored_table
 from psd.checkpoint.storage import CrashPoint, no_crash, open_storage
-from psd.checkpoint.table_records import TablePart
-from psd.checkpoint.vector_reading import restored_vectors, verify_vectors
-from psd.checkpoint.vector_records import VectorsPart
+from psd.checkpoint.tables import ROWS, TablePart
+from psd.checkpoint.vectors import VectorsPart
 from psd.contract.errors import CheckpointCorrupt, CheckpointFailed, CheckpointUnsupported
 from psd.contract.layout import Layout
 from psd.contract.orders import scale_at
@@ -47,7 +46,7 @@ class CheckpointDirectory:
     """The checkpoints at one URL.
 
     Attributes:
-        location: the URL without credentials, for messages. storage: its files.
+        location: the URL without credentials, for messages. storage: its files. notes: that shards leave there for each other.
     """
 
     def __init__(self, url: str, *, keep: int = 3, crash_point: CrashPoint = no_crash, only: str = "") -> None:
@@ -68,6 +67,7 @@ class CheckpointDirectory:
         self._only = only
         self.storage = open_storage(url, crash_point)
         self.location = self.storage.location
+        self.notes = ShardNotes(self.storage)
 
     # -- writing -------------------------------------------------------------------------------------------------------
 
@@ -131,19 +131,20 @@ class CheckpointDirectory:
             vectors,
         )
 
-    def stored(self, cut: Cut, shard_index: int) -> Cut | None:
-        """The cut of that id of which a shard's part is stored, with what its name says there."""
-        for name in self._names():
-            its = _cut_name(name)
-            if its.cut_id == cut.cut_id:
-                found = dataclasses.replace(cut, timeline=its.timeline, step=its.step, order=its.order)
-                if writing.is_written(self.storage, found, shard_index, self.storage.files(name)):
-                    return found
-        return None
+    def named(self, cut_id: str) -> list[str]:
+        """Names of the checkpoints of a cut's id, newest first, whatever is there of them."""
+        return [name for name in self._names() if _cut_name(name).cut_id == cut_id]
 
-    def as_stored(self, cut: Cut, shard_index: int) -> Cut | None:
-        """The cut of that name, of the time that a shard's stored part has; None if that is not there."""
-        return writing.as_written(self.storage, cut, shard_index)
+    def stored(self, cut: Cut, shard_index: int) -> Cut | None:
+        """The cut of that id of which a shard's part is stored, with what its name and that part say of it."""
+        for name in self.named(cut.cut_id):
+            its = _cut_name(name)
+            if its.is_final and its.timeline != cut.timeline:  # each timeline may have one
+                continue
+            there = dataclasses.replace(cut, timeline=its.timeline, step=its.step, order=its.order)
+            if (found := writing.as_written(self.storage, there, shard_index)) is not None:
+                return found
+        return None
 
     def has_later(self, cut: Cut) -> bool:
         """True if a checkpoint of a cut that was announced after this one is valid."""
@@ -161,43 +162,6 @@ class CheckpointDirectory:
             CheckpointFailed: the file system refused something.
         """
         return writing.complete(self.storage, cut)
-
-    # -- cuts of vectors: see batch_notes.py ---------------------------------------------------------------------------
-
-    def write_batches(self, cut: Cut, stage: str, shard_index: int, latest: Mapping[int, int]) -> None:
-        """Note that a shard has come to a stage of a cut, and the number of the latest batch of each session there."""
-        batch_notes.write_batches(self.storage, cut, stage, shard_index, latest)
-
-    def count_batches(self, cut: Cut, stage: str) -> int:
-        """Number of the shards that have come to a stage of a cut."""
-        return batch_notes.count_batches(self.storage, cut, stage)
-
-    def has_batches(self, cut: Cut, stage: str) -> bool:
-        """True if some shard has come to a stage of a cut, whatever step that has there."""
-        names = [name for name in self._names() if _cut_name(name).cut_id == cut.cut_id]
-        return any(batch_notes.has_batches(self.storage, name, stage) for name in names)
-
-    def read_batches(self, cut: Cut, stage: str) -> list[dict[int, int]] | None:
-        """Notes of all shards about a stage; None while some are missing."""
-        return batch_notes.read_batches(self.storage, cut, stage)
-
-    def remove_batches(self, cut: Cut) -> None:
-        """Remove all notes of a cut, which is complete."""
-        batch_notes.remove_batches(self.storage, cut)
-
-    # -- the end of a job: see ends.py ---------------------------------------------------------------------------------
-
-    def write_end_note(self, note: EndNote, shard_index: int, shard_count: int) -> None:
-        """Store what a shard holds at its end, in place of an earlier note."""
-        ends.write_note(self.storage, note, shard_index, shard_count)
-
-    def end_notes(self, own: EndNote, shard_count: int) -> dict[int, EndNote]:
-        """The notes of the shards of one's own job that are there, by shard."""
-        return ends.read_notes(self.storage, own, shard_count)
-
-    def remove_end_note(self, shard_index: int, shard_count: int) -> None:
-        """Remove a shard's note, if there is one."""
-        ends.remove_note(self.storage, shard_index, shard_count)
 
     # -- finding -------------------------------------------------------------------------------------------------------
 
@@ -364,20 +328,18 @@ class CheckpointDirectory:
             manifest = self.load(name)
         except (CheckpointCorrupt, CheckpointUnsupported) as error:
             return [str(error)]
-        done = 0
-        base = manifest.base
-        total = sum(part.data_bytes + part.rows_bytes + part.vectors_bytes for part in manifest.parts)
-        total += sum(part.rows_bytes for part in base.parts) if base else 0
-
-        def advance(nbytes: int) -> None:
-            nonlocal done
-            done += nbytes
+        wanted = [(manifest, chunk) for part in manifest.parts for chunk in part.chunks]
+        if manifest.base is not None:
+            of_base = [chunk for part in manifest.base.parts for chunk in part.chunks if chunk.kind == ROWS.name]
+            wanted += [(manifest.base, chunk) for chunk in of_base]
+        done, total, problems = 0, sum(chunk.nbytes for _, chunk in wanted), []
+        for one, chunk in wanted:
+            try:
+                read_chunk(self.storage, one, chunk)
+            except (CheckpointCorrupt, CheckpointFailed) as error:
+                problems.append(str(error))
+            done += chunk.nbytes
             progress(done, total)
-
-        problems = [problem for part in manifest.parts for problem in verify_part(self.storage, manifest, part, advance)]
-        for one in (manifest, base) if base else (manifest,):
-            problems += [problem for part in one.parts for problem in verify_rows(self.storage, one, part, advance)]
-        problems += [problem for part in manifest.parts for problem in verify_vectors(self.storage, manifest, part, advance)]
         return problems
 
     def export(self, manifest: Manifest, path: str, progress: ExportProgress = _ignore, table: str = "") -> None:

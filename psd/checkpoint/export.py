@@ -18,9 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from psd.checkpoint import parquet, safetensors
+from psd.checkpoint.blocks import BLOCK
 from psd.checkpoint.manifest import Manifest
 from psd.checkpoint.plain import IDS_SUFFIX, ROWS_SUFFIX
-from psd.checkpoint.reading import RecordReader, TensorPlace, overlapping, tensor_places
+from psd.checkpoint.reading import BlockReader, TensorPlace, overlapping, tensor_places
 from psd.checkpoint.row_values import StoredValues
 from psd.checkpoint.storage import Chunk, FileStore, open_parent
 from psd.contract.errors import CheckpointFailed
@@ -97,13 +98,13 @@ def _check_names(manifest: Manifest, entries: list[safetensors.Entry]) -> None:
 
 def _tensors(storage: FileStore, manifest: Manifest, places: list[TensorPlace]) -> Iterator[Chunk]:
     full = [place for place in places if place.tensor.size]
-    sources = [overlapping(manifest, place.space, place.start, place.tensor.size) for place in full]
-    with closing(RecordReader(storage, manifest, sources)) as records:
+    sources = [overlapping(manifest, BLOCK.name, place.space, place.start, place.tensor.size) for place in full]
+    with closing(BlockReader(storage, manifest, sources)) as blocks:
         for place, source in zip(full, sources, strict=True):
-            for record in source:
-                start = max(place.start, record.offset) - record.offset
-                stop = min(place.start + place.tensor.size, record.offset + record.length) - record.offset
-                values = converted(records.get(record).parameter[start:stop], place.tensor.dtype)
+            for chunk in source:
+                start = max(place.start, chunk.first) - chunk.first
+                stop = min(place.start + place.tensor.size, chunk.first + chunk.length) - chunk.first
+                values = converted(blocks.get(chunk).parameter[start:stop], place.tensor.dtype)
                 yield values.data.cast("B")
 
 

@@ -9,7 +9,7 @@ import hashlib
 import re
 from collections.abc import Mapping
 
-from psd.checkpoint.cut import MANIFEST, CutName, rows_file, vectors_file
+from psd.checkpoint.cut import MANIFEST, CutName, data_file
 from psd.checkpoint.manifest import Manifest, ManifestDocument, Part, parse_part
 from psd.checkpoint.storage import FileStore
 from psd.contract.errors import CheckpointCorrupt
@@ -69,15 +69,12 @@ def _load_part(storage: FileStore, name: str, files: Mapping[str, int], document
     entry = document.parts[index]
     file = entry.file
     check_size(name, files, file, entry.nbytes)
-    check_size(name, files, entry.data_file, entry.data_bytes)
-    if entry.rows_bytes is not None:
-        check_size(name, files, rows_file(index, len(document.parts)), entry.rows_bytes)
-    if entry.vectors_bytes is not None:
-        check_size(name, files, vectors_file(index, len(document.parts)), entry.vectors_bytes)
     text = read_document(storage, name, file)
     if hashlib.sha256(text).hexdigest() != entry.sha256:
         raise CheckpointCorrupt(f"{name}/{file}: was changed: its checksum is not the one in the manifest")
-    return parse_part(text, f"{name}/{file}", document.identity, index)
+    part = parse_part(text, f"{name}/{file}", document.identity, index)
+    check_size(name, files, data_file(index, len(document.parts)), part.data_bytes)
+    return part
 
 
 def read_document(storage: FileStore, name: str, file: str) -> bytes:

@@ -1,9 +1,8 @@
 """The JSON documents of a checkpoint: each part's own, and the manifest that makes the checkpoint valid.
 
-The manifest has the size and SHA-256 of each part's document; that has the size of its data file and a CRC-32 of the header
-and of each record, and likewise of its rows of tables; both are sealed (sealing.py). So every byte is accounted for. A manifest
-whose tables build on another checkpoint has the SHA-256 of that one's, too. The manifest is a pure function of the cut and the
-parts, so that any shard may write it, or all.
+The manifest has the size and SHA-256 of each part's document; that has the size and CRC-32 of each chunk of the part; both are
+sealed (sealing.py). So every byte is accounted for. A manifest whose tables build on another checkpoint has the SHA-256 of that
+one's, too. The manifest is a pure function of the cut and the parts, so that any shard may write it, or all.
 
 Strict in what it reads: wrong content is CheckpointCorrupt, with the file's name and what is wrong; what is whole
 and not known here is CheckpointUnsupported. Must not know file systems.
@@ -21,12 +20,12 @@ from typing import Any, NamedTuple
 from google.protobuf.message import DecodeError
 
 import psd
-from psd.checkpoint.cut import MANIFEST, STEP_MAX, Cut, data_file, part_file, rows_file, vectors_file
-from psd.checkpoint.records import Record, StoredSpace, stored_spaces
-from psd.checkpoint.safetensors import ITEM_BYTES
-from psd.checkpoint.sealing import FORMAT, FORMAT_VERSION, TABLES_VERSION, VECTORS_VERSION, seal, unseal
-from psd.checkpoint.table_records import Chunk, TableRecord, problem_of
-from psd.checkpoint.vector_records import VectorRun, difference_of, problem_of_vectors
+from psd.checkpoint.blocks import BLOCK, StoredSpace, stored_spaces
+from psd.checkpoint.chunks import Chunk, check_chunk, parse_chunks, tiled
+from psd.checkpoint.cut import MANIFEST, STEP_MAX, Cut, part_file
+from psd.checkpoint.sealing import FORMAT, FORMAT_VERSION, seal, unseal
+from psd.checkpoint.tables import HISTORY, REMOVED, ROWS, TableRecord, check_tables
+from psd.checkpoint.vectors import ELEMENTS, difference_of
 from psd.contract.errors import CheckpointCorrupt, CheckpointUnsupported, PsdError
 from psd.contract.jobspec import GroupSpec, JobSpec, TensorSpec
 from psd.contract.tables import SparseTableSpec
@@ -37,38 +36,38 @@ from psd_core.vector import VectorSpec
 _IDENTITY = ("name", "run_id", "timeline", "step", "created_at", "shard_count", "layout_digest")
 """Fields on which the manifest and all parts must agree."""
 
+KINDS = {kind.name: kind for kind in (BLOCK, ROWS, REMOVED, HISTORY, ELEMENTS)}
+"""All that a chunk can be."""
+
 
 @dataclass(frozen=True, eq=False)
 class Part:
     """One shard's part, as its document describes it.
 
     Attributes:
-        header_bytes: of the data file, its first 8 bytes included. records: in the order of their bytes.
+        chunks: in the order of their bytes.
         worker_clocks: by rank, as this shard knew them. client_states: opaque bytes by rank; only some shards have any.
-        tables: of the job, in its order. chunks: of their rows, in the order of their bytes, `rows_bytes` in all.
-        base: name of the checkpoint that those tables build on that are not full; empty: there are none.
-        vectors: server-side ones. vector_runs: of their elements, in the order of the bytes, `vectors_bytes` in all.
-        sessions: the number of the latest batch on these, by session.
         learning_rates: scales of the learning rate at this step and later; only shard 0 has any.
+        tables: of the job, in its order. base: the name of the checkpoint that those build on that are not full; empty: there
+            are none.
+        vectors: server-side ones. sessions: the number of the latest batch on these, by session.
     """
 
     shard_index: int
-    data_bytes: int
-    header_bytes: int
-    header_crc32: int
-    records: tuple[Record, ...]
+    psd_version: str
+    chunks: tuple[Chunk, ...]
     worker_clocks: Mapping[int, int]
     client_states: Mapping[int, bytes]
-    psd_version: str
-    tables: tuple[TableRecord, ...] = ()
-    chunks: tuple[Chunk, ...] = ()
-    rows_bytes: int = 0
-    base: str = ""
-    vectors: tuple[VectorSpec, ...] = ()
-    vector_runs: tuple[VectorRun, ...] = ()
-    vectors_bytes: int = 0
-    sessions: Mapping[int, int] = dataclasses.field(default_factory=dict)
-    learning_rates: tuple[LearningRateScale, ...] = ()
+    learning_rates: tuple[LearningRateScale, ...]
+    tables: tuple[TableRecord, ...]
+    base: str
+    vectors: tuple[VectorSpec, ...]
+    sessions: Mapping[int, int]
+
+    @property
+    def data_bytes(self) -> int:
+        """Bytes of all chunks."""
+        return sum(chunk.nbytes for chunk in self.chunks)
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,7 +75,8 @@ class Manifest:
     """A checkpoint, read, with its parts.
 
     Attributes:
-        created_at: seconds since 1970. spaces: the job's. records: of each space, by offset; they tile it.
+        created_at: seconds since 1970. spaces: the job's.
+        runs: the chunks of each space and vector, by kind and number, in the order of their elements, which they have all.
         worker_clocks: by rank, the smallest that any shard knew. client_states: opaque bytes by rank.
         nbytes: of all files. base: the checkpoint that its tables build on; None: it is whole by itself.
     """
@@ -93,7 +93,7 @@ class Manifest:
     client_states: Mapping[int, bytes]
     parts: tuple[Part, ...]
     spaces: tuple[StoredSpace, ...]
-    records: tuple[tuple[Record, ...], ...]
+    runs: Mapping[tuple[str, int], tuple[Chunk, ...]]
     nbytes: int
     base: Manifest | None = None
 
@@ -116,10 +116,10 @@ class Manifest:
 # -- writing --
 
 
-def _head(cut: Cut, psd_version: str, *, has_vectors: bool = False) -> dict[str, Any]:
+def _head(cut: Cut, psd_version: str) -> dict[str, Any]:
     return {
         "format": FORMAT,
-        "format_version": VECTORS_VERSION if has_vectors else TABLES_VERSION if cut.spec.tables else FORMAT_VERSION,
+        "format_version": FORMAT_VERSION,
         "psd_version": psd_version,
         "name": cut.name,
         "run_id": cut.run_id,
@@ -142,44 +142,18 @@ def part_document(cut: Cut, part: Part) -> bytes:
     """The text of a part's own manifest."""
     return seal(
         {
-            **_head(cut, part.psd_version, has_vectors=bool(part.vectors)),
+            **_head(cut, part.psd_version),
             "shard_index": part.shard_index,
-            "data": {
-                "file": data_file(part.shard_index, cut.shard_count),
-                "nbytes": part.data_bytes,
-                "header_bytes": part.header_bytes,
-                "header_crc32": part.header_crc32,
-            },
             "worker_clocks": _by_rank(part.worker_clocks),
             "client_states": _by_rank(part.client_states),
-            **({"learning_rates": [_rate_document(rate) for rate in part.learning_rates]} if part.learning_rates else {}),
-            "blocks": [dict(zip(Record._fields[1:], record[1:], strict=True)) for record in part.records],
-            **(_tables_document(cut, part) if cut.spec.tables else {}),
-            **(_vectors_document(cut, part) if part.vectors else {}),
+            "learning_rates": [{"clock": rate.clock, "scale": rate.scale} for rate in part.learning_rates],
+            "tables": [record._asdict() for record in part.tables],
+            "base": part.base,
+            "vectors": [spec._asdict() for spec in part.vectors],
+            "vector_batches": _by_rank(part.sessions),
+            "chunks": [chunk.to_document() for chunk in part.chunks],
         }
     )
-
-
-def _tables_document(cut: Cut, part: Part) -> dict[str, Any]:
-    return {
-        "base": part.base,
-        "rows_file": {"file": rows_file(part.shard_index, cut.shard_count), "nbytes": part.rows_bytes},
-        "tables": [record._asdict() for record in part.tables],
-        "chunks": [chunk._asdict() for chunk in part.chunks],
-    }
-
-
-def _vectors_document(cut: Cut, part: Part) -> dict[str, Any]:
-    return {
-        "vectors_file": {"file": vectors_file(part.shard_index, cut.shard_count), "nbytes": part.vectors_bytes},
-        "vectors": [spec._asdict() for spec in part.vectors],
-        "vector_runs": [run._asdict() for run in part.vector_runs],
-        "vector_batches": _by_rank(part.sessions),
-    }
-
-
-def _rate_document(rate: LearningRateScale) -> dict[str, Any]:
-    return {"clock": rate.clock, "scale": rate.scale}
 
 
 def manifest_document(cut: Cut, parts: Sequence[Part], documents: Sequence[bytes], base: BaseEntry | None = None) -> bytes:
@@ -198,16 +172,12 @@ def manifest_document(cut: Cut, parts: Sequence[Part], documents: Sequence[bytes
             states.setdefault(rank, state)
     return seal(
         {
-            **_head(cut, parts[0].psd_version, has_vectors=bool(parts[0].vectors)),
+            **_head(cut, parts[0].psd_version),
             "parts": [
                 {
                     "file": part_file(part.shard_index, cut.shard_count),
                     "nbytes": len(document),
                     "sha256": hashlib.sha256(document).hexdigest(),
-                    "data_file": data_file(part.shard_index, cut.shard_count),
-                    "data_bytes": part.data_bytes,
-                    **({"rows_bytes": part.rows_bytes} if spec.tables else {}),
-                    **({"vectors_bytes": part.vectors_bytes} if part.vectors else {}),
                 }
                 for part, document in zip(parts, documents, strict=True)
             ],
@@ -259,22 +229,15 @@ def parse_part(data: bytes, file: str, identity: Mapping[str, Any], shard_index:
         _check_identity(document, file, {**identity, "shard_index": shard_index})
         return Part(
             shard_index=shard_index,
-            data_bytes=document["data"]["nbytes"],
-            header_bytes=document["data"]["header_bytes"],
-            header_crc32=document["data"]["header_crc32"],
-            records=tuple(Record(part=shard_index, **block) for block in document["blocks"]),
+            psd_version=document["psd_version"],
+            chunks=parse_chunks(document["chunks"], shard_index),
             worker_clocks=_clocks(document),
             client_states=_states(document),
-            psd_version=document["psd_version"],
-            tables=tuple(TableRecord(**record) for record in document.get("tables", ())),
-            chunks=tuple(Chunk(**chunk) for chunk in document.get("chunks", ())),
-            rows_bytes=document["rows_file"]["nbytes"] if "rows_file" in document else 0,
-            base=document.get("base", ""),
-            vectors=tuple(VectorSpec(**spec) for spec in document.get("vectors", ())),
-            vector_runs=tuple(VectorRun(**run) for run in document.get("vector_runs", ())),
-            vectors_bytes=document["vectors_file"]["nbytes"] if "vectors_file" in document else 0,
-            sessions={int(session): int(number) for session, number in document.get("vector_batches", {}).items()},
-            learning_rates=tuple(LearningRateScale(**rate) for rate in document.get("learning_rates", ())),
+            learning_rates=tuple(LearningRateScale(**rate) for rate in document["learning_rates"]),
+            tables=tuple(TableRecord(**record) for record in document["tables"]),
+            base=document["base"],
+            vectors=tuple(VectorSpec(**spec) for spec in document["vectors"]),
+            sessions={int(session): int(number) for session, number in document["vector_batches"].items()},
         )
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise CheckpointCorrupt(f"{file}: has unexpected contents: {error!r}") from error
@@ -287,21 +250,11 @@ def identity_of(cut: Cut) -> dict[str, Any]:
 
 
 class PartEntry(NamedTuple):
-    """A part as the manifest lists it: its document's name, size and SHA-256, its data file's name and size, the sizes
-    of its rows and of its vectors."""
+    """A part as the manifest lists it: its document's name, size and SHA-256."""
 
     file: str
     nbytes: int
     sha256: str
-    data_file: str
-    data_bytes: int
-    rows_bytes: int | None = None
-    vectors_bytes: int | None = None
-
-    @property
-    def all_bytes(self) -> int:
-        """Bytes of all files of the part."""
-        return self.nbytes + self.data_bytes + (self.rows_bytes or 0) + (self.vectors_bytes or 0)
 
 
 class BaseEntry(NamedTuple):
@@ -345,12 +298,9 @@ class ManifestDocument:
             spaces = tuple(stored_spaces(spec))
             clocks, states = _clocks(document), _states(document)
             is_known = document["spaces"] == _spaces_document(spaces)
-            records = _tiled(self.file, spaces, parts) if is_known else ()
-            for part in parts:
-                self._check_tables(spec, part, base)
-            self._check_vectors(parts)
-        except CheckpointCorrupt:
-            raise
+            runs = self._runs(spec, spaces, parts, base) if is_known else {}
+        except CheckpointCorrupt as error:
+            raise CheckpointCorrupt(f"{self.file}: {error}") from None
         except PsdError as error:  # the document's checksum is right
             raise CheckpointUnsupported(
                 f"{self.file}: psd {psd.__version__} does not know such a job, which psd {document['psd_version']} has stored: "
@@ -371,34 +321,48 @@ class ManifestDocument:
             client_states=states,
             parts=tuple(parts),
             spaces=spaces,
-            records=records,
-            nbytes=self.nbytes + sum(entry.all_bytes for entry in self.parts),
+            runs=runs,
+            nbytes=self.nbytes + sum(entry.nbytes for entry in self.parts) + sum(part.data_bytes for part in parts),
             base=base,
         )
 
-    def _check_tables(self, spec: JobSpec, part: Part, base: Manifest | None) -> None:
-        where = f"{self.file}: part {part.shard_index}"
+    def _runs(
+        self, spec: JobSpec, spaces: Sequence[StoredSpace], parts: Sequence[Part], base: Manifest | None
+    ) -> dict[tuple[str, int], tuple[Chunk, ...]]:
+        """The chunks of each space and vector; CheckpointCorrupt unless the parts have what they should."""
+        for part in parts:
+            try:
+                self._check(spec, spaces, part, base)
+            except CheckpointCorrupt as error:
+                raise CheckpointCorrupt(f"part {part.shard_index} {error}") from None
+        if difference := difference_of([(part.vectors, part.sessions) for part in parts]):
+            raise CheckpointCorrupt(f"its parts are of different moments: {difference}")
+        sizes = {(BLOCK.name, index): stored.space.size for index, stored in enumerate(spaces)}
+        sizes |= {(ELEMENTS.name, index): vector.size for index, vector in enumerate(parts[0].vectors if parts else ())}
+        runs: dict[tuple[str, int], list[Chunk]] = {key: [] for key in sizes}
+        for part in parts:
+            for chunk in part.chunks:
+                if KINDS[chunk.kind].is_run:
+                    runs[chunk.kind, chunk.of].append(chunk)
+        return {key: tiled(runs[key], size, f"{KINDS[key[0]].owner} {key[1]}") for key, size in sizes.items()}
+
+    def _check(self, spec: JobSpec, spaces: Sequence[StoredSpace], part: Part, base: Manifest | None) -> None:
         if len(part.tables) != len(spec.tables):
-            raise CheckpointCorrupt(f"{where} has {len(part.tables)} tables of {len(spec.tables)}")
-        if problem := problem_of(part.tables, part.chunks, part.rows_bytes):
-            raise CheckpointCorrupt(f"{where} {problem}")
+            raise CheckpointCorrupt(f"has {len(part.tables)} tables of {len(spec.tables)}")
+        for vector in part.vectors:
+            vector.check()
+        owners = {"space": spaces, "table": part.tables, "vector": part.vectors}
+        for chunk in part.chunks:
+            kind = KINDS[chunk.kind]
+            check_chunk(kind, owners[kind.owner][chunk.of], chunk)
+        check_tables(part.tables, part.chunks)
         if all(record.is_full for record in part.tables):
             return
         if base is None or part.base != base.name:
-            raise CheckpointCorrupt(f"{where} builds on checkpoint {part.base!r}, not on {base.name if base else 'none'!r}")
+            raise CheckpointCorrupt(f"builds on checkpoint {part.base!r}, not on {base.name if base else 'none'!r}")
         there = base.parts[part.shard_index].tables if base.shard_count == self.identity["shard_count"] else ()
         if [(record.width, True) for record in part.tables] != [(record.width, record.is_full) for record in there]:
-            raise CheckpointCorrupt(f"{where} builds on checkpoint {base.name}, which has not these tables in full")
-
-    def _check_vectors(self, parts: Sequence[Part]) -> None:
-        for part in parts:
-            for spec in part.vectors:
-                spec.check()
-            problem = problem_of_vectors(part.vectors, part.vector_runs, part.vectors_bytes, part.shard_index, len(parts))
-            if problem:
-                raise CheckpointCorrupt(f"{self.file}: part {part.shard_index} {problem}")
-        if difference := difference_of([(part.vectors, part.sessions) for part in parts]):
-            raise CheckpointCorrupt(f"{self.file}: its parts are of different moments: {difference}")
+            raise CheckpointCorrupt(f"builds on checkpoint {base.name}, which has not these tables in full")
 
 
 def _check_identity(document: Mapping[str, Any], file: str, identity: Mapping[str, Any]) -> None:
@@ -413,34 +377,3 @@ def _clocks(document: Mapping[str, Any]) -> dict[int, int]:
 
 def _states(document: Mapping[str, Any]) -> dict[int, bytes]:
     return {int(rank): base64.b64decode(state, validate=True) for rank, state in document["client_states"].items()}
-
-
-def _tiled(file: str, spaces: Sequence[StoredSpace], parts: Sequence[Part]) -> tuple[tuple[Record, ...], ...]:
-    """The records of each space by offset, after a check that they tile the spaces, and the data files behind their headers."""
-    of_space: list[list[Record]] = [[] for _ in spaces]
-    for part in parts:
-        end = part.header_bytes
-        for record in part.records:
-            stored = spaces[record.space]
-            fields = stored.fields(record.length, record.segments)
-            nbytes = sum(field.length * ITEM_BYTES[field.dtype] for field in fields)
-            if (record.start, record.nbytes, record.segments) != (
-                end,
-                nbytes,
-                stored.segments_in(record.offset, record.length),
-            ):
-                raise CheckpointCorrupt(f"{file}: part {part.shard_index} describes a block wrongly: {record}")
-            end += nbytes
-            of_space[record.space].append(record)
-        if end != part.data_bytes:
-            raise CheckpointCorrupt(f"{file}: the blocks of part {part.shard_index} end at {end}, not at {part.data_bytes}")
-    for index, (stored, records) in enumerate(zip(spaces, of_space, strict=True)):
-        records.sort(key=lambda record: record.offset)
-        end = 0
-        for record in records:
-            if record.offset != end:
-                break
-            end += record.length
-        if end != stored.space.size or sum(record.length for record in records) != end:
-            raise CheckpointCorrupt(f"{file}: the parts do not hold space {index} from element {end} on exactly once")
-    return tuple(map(tuple, of_space))

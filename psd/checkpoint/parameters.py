@@ -13,11 +13,12 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from psd.checkpoint.blocks import BLOCK
 from psd.checkpoint.cut import CutName
 from psd.checkpoint.directory import CheckpointDirectory
 from psd.checkpoint.manifest import Manifest
 from psd.checkpoint.plain import PlainFile, Run, ValueRows, ValueTable
-from psd.checkpoint.reading import RecordReader, overlapping, tensor_places
+from psd.checkpoint.reading import BlockReader, overlapping, tensor_places
 from psd.checkpoint.row_values import StoredValues
 from psd.checkpoint.storage import FileStore
 from psd.contract.config import SAFETENSORS_SUFFIX
@@ -159,10 +160,10 @@ class _Checkpoint:
     def read(self, runs: Sequence[Run]) -> Iterator[NDArray[Any]]:
         """The elements of each run, in the order in which they are asked for."""
         places = [(self._places[run.name].space, self._places[run.name].start + run.start, run.length) for run in runs]
-        sources = [overlapping(self._manifest, *place) for place in places]
-        with closing(RecordReader(self._storage, self._manifest, sources)) as records:
+        sources = [overlapping(self._manifest, BLOCK.name, *place) for place in places]
+        with closing(BlockReader(self._storage, self._manifest, sources)) as blocks:
             for (_, start, length), source in zip(places, sources, strict=True):
-                parts = [records.get(record) for record in source]
+                parts = [blocks.get(chunk) for chunk in source]
                 yield np.concatenate(
                     [part.parameter[max(0, start - part.offset) : start + length - part.offset] for part in parts]
                 )

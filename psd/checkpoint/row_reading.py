@@ -1,4 +1,4 @@
-"""Reads the rows of a checkpoint's tables: for the shards of any layout, for other programs, and to check every byte.
+"""Reads the rows of a checkpoint's tables: for the shards of any layout, and for other programs.
 
 A shard has the ids whose hash is in its run, whatever the number of shards; so it reads the parts whose runs overlap its own,
 and of these leaves the rows of others. Chunks are read a few ahead, and checked before a row is used. Of a checkpoint that
@@ -14,11 +14,11 @@ from contextlib import closing
 import numpy as np
 from numpy.typing import NDArray
 
-from psd.checkpoint.cut import rows_file
+from psd.checkpoint.chunks import Chunk, ChunkKind
 from psd.checkpoint.manifest import Manifest, Part
-from psd.checkpoint.reading import Advance, problems_of, read_ahead, read_checked
+from psd.checkpoint.reading import read_ahead, read_chunk
 from psd.checkpoint.storage import FileStore
-from psd.checkpoint.table_records import HISTORY, ROWS, Chunk, StoredRows, decode_rows
+from psd.checkpoint.tables import HISTORY, REMOVED, ROWS, StoredRows, decode_rows
 from psd.contract.errors import CheckpointCorrupt, SpecMismatch
 from psd.contract.layout import Layout
 from psd_core.distinct import shard_of
@@ -68,8 +68,7 @@ class StoredTable:
 
     def _history(self, part: Part) -> NDArray[np.float64]:
         for chunk in _chunks(part, self._table, HISTORY):
-            data = _read(self._storage, self._manifest, part, chunk)
-            return np.frombuffer(data, "<f8").reshape(chunk.rows, -1)
+            return np.frombuffer(read_chunk(self._storage, self._manifest, chunk), "<f8").reshape(chunk.length, -1)
         return np.empty((0, 0))
 
     def __iter__(self) -> Iterator[StoredRows]:
@@ -94,8 +93,8 @@ class StoredTable:
             yield from self._rows_in(manifest, part)
             return
         assert manifest.base is not None
-        removed = _chunks(part, self._table, "removed")
-        gone = [np.frombuffer(_read(self._storage, manifest, part, chunk), "<u8") for chunk in removed]
+        removed = _chunks(part, self._table, REMOVED)
+        gone = [np.frombuffer(read_chunk(self._storage, manifest, chunk), "<u8") for chunk in removed]
         for batch in self._rows_in(manifest, part):
             gone.append(batch.ids)
             yield batch
@@ -108,11 +107,10 @@ class StoredTable:
             yield batch
 
     def _rows_in(self, manifest: Manifest, part: Part) -> Iterator[StoredRows]:
-        def read(chunk: Chunk) -> StoredRows:
-            return decode_rows(chunk, _read(self._storage, manifest, part, chunk), self.width)
-
-        with closing(read_ahead(read, _chunks(part, self._table, ROWS))) as batches:
-            yield from batches
+        chunks = _chunks(part, self._table, ROWS)
+        with closing(read_ahead(self._storage, manifest, chunks)) as coming:
+            for chunk, data in zip(chunks, coming, strict=True):
+                yield decode_rows(chunk, data)
 
 
 def restored_table(storage: FileStore, manifest: Manifest, layout: Layout, shard_index: int, table: int) -> StoredTable:
@@ -126,15 +124,5 @@ def _where(batch: StoredRows, mask: NDArray[np.bool_]) -> StoredRows:
     return StoredRows(batch.ids[mask], batch.used[mask], batch.rows[mask])
 
 
-def _chunks(part: Part, table: int, kind: str) -> list[Chunk]:
-    return [chunk for chunk in part.chunks if (chunk.table, chunk.kind) == (table, kind)]
-
-
-def _read(storage: FileStore, manifest: Manifest, part: Part, chunk: Chunk) -> bytes:
-    file = rows_file(part.shard_index, manifest.shard_count)
-    return read_checked(storage, manifest.name, file, chunk, f"rows of table {chunk.table}")
-
-
-def verify_rows(storage: FileStore, manifest: Manifest, part: Part, advance: Advance) -> Iterator[str]:
-    """Read every byte of a part's rows; return the problems in words."""
-    return problems_of(part.chunks, lambda chunk: _read(storage, manifest, part, chunk), advance)
+def _chunks(part: Part, table: int, kind: ChunkKind) -> list[Chunk]:
+    return [chunk for chunk in part.chunks if (chunk.of, chunk.kind) == (table, kind.name)]

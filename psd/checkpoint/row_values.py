@@ -17,7 +17,7 @@ from psd.checkpoint.manifest import Manifest
 from psd.checkpoint.plain import ValueRows, ValueTable
 from psd.checkpoint.row_reading import StoredTable
 from psd.checkpoint.storage import FileStore
-from psd.checkpoint.table_records import StoredRows
+from psd.checkpoint.tables import StoredRows
 from psd_core.table import TableSpec, TableStore
 
 

@@ -20,12 +20,7 @@ import psd
 from psd.contract.errors import CheckpointCorrupt, CheckpointUnsupported
 
 FORMAT = "psd-checkpoint"
-FORMAT_VERSION = 1
-TABLES_VERSION = 4
-"""Version of the documents of jobs with tables, which an older psd must not take for jobs without."""
-VECTORS_VERSION = 5
-"""Version of the documents of checkpoints with server-side vectors, likewise."""
-_VERSIONS = (FORMAT_VERSION, TABLES_VERSION, VECTORS_VERSION)
+FORMAT_VERSION = 6
 
 
 def _seal_of(body: bytes) -> bytes:
@@ -59,10 +54,10 @@ def unseal(data: bytes, file: str) -> dict[str, Any]:
         del document["checksum"]
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise CheckpointCorrupt(f"{file}: is not such a document: {error!r}") from None
-    if document.get("format") != FORMAT or document.get("format_version") not in _VERSIONS:
+    if document.get("format") != FORMAT or document.get("format_version") != FORMAT_VERSION:
         raise CheckpointUnsupported(
             f"{file}: is of format {document.get('format')!r}, version {document.get('format_version')!r}, written by psd "
-            f"{document.get('psd_version')}; this is psd {psd.__version__}, which reads {FORMAT!r}, "
-            f"versions {', '.join(map(str, _VERSIONS))}"
+            f"{document.get('psd_version')}; this is psd {psd.__version__}, which reads "
+            f"{FORMAT!r}, version {FORMAT_VERSION}"
         )
     return document

@@ -1,32 +1,28 @@
 """Writes one shard's part of a cut, and the manifest once all parts are there.
 
-A shard's numbers are streamed, array by array, straight from the pages that it hands over: their sizes follow from the layout,
-so the file's header comes first. The part's document follows when the numbers are durable, the manifest when all documents are.
-Must not know other checkpoints, nor whose turn it is.
+A shard's numbers are streamed, array by array, straight from the pages that it hands over. The part's document follows when
+they are durable, the manifest when all documents are. Must not know other checkpoints, nor whose turn it is.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
-import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Iterable, Mapping, Sequence
 
 import psd
 from psd.checkpoint import manifest as documents
-from psd.checkpoint import safetensors
-from psd.checkpoint.cut import MANIFEST, Cut, data_file, part_file, rows_file, vectors_file
+from psd.checkpoint.blocks import BlockPart, block_chunks
+from psd.checkpoint.chunks import Chunk, encode
+from psd.checkpoint.cut import MANIFEST, Cut, data_file, part_file
 from psd.checkpoint.loading import Incomplete, check_size, load, load_base, read_document
 from psd.checkpoint.manifest import BaseEntry, Manifest, ManifestDocument, Part
-from psd.checkpoint.records import BlockPart, Field, Record, encode, stored_spaces
 from psd.checkpoint.sealing import unseal
-from psd.checkpoint.storage import Chunk as Bytes
 from psd.checkpoint.storage import FileStore
-from psd.checkpoint.table_records import Chunk, TablePart, TableRecord, encode_tables
-from psd.checkpoint.vector_records import VectorRun, VectorsPart, difference_of, encode_vectors
+from psd.checkpoint.tables import TablePart, TableRecord, table_chunks
+from psd.checkpoint.vectors import VectorsPart, difference_of, specs_of, vector_chunks
 from psd.contract.errors import CheckpointCorrupt, CheckpointFailed
-from psd.contract.layout import Block
 from psd.v1.job_pb2 import LearningRateScale
 
 logger = logging.getLogger(__name__)
@@ -52,46 +48,24 @@ def write_part(
         raise CheckpointFailed(f"{cut.name}: shard {shard_index} has {len(tables)} tables of {len(cut.spec.tables)}")
     base = "" if all(table.is_full for table in tables) else base
     _base_of(storage, cut, base)  # before much is written in vain
-    spaces = stored_spaces(cut.spec)
-    plans = [
-        (plan, spaces[plan.space].fields(plan.length, len(plan.segment_ends))) for plan in cut.layout.blocks_of(shard_index)
-    ]
-    header = _header(cut, shard_index, plans)
-    records: list[Record] = []
-    storage.write(
-        cut.name,
-        data_file(shard_index, cut.shard_count),
-        _chunks(cut, shard_index, header, plans, blocks, records),
-    )
     chunks: list[Chunk] = []
-    if tables:
-        storage.write(cut.name, rows_file(shard_index, cut.shard_count), encode_tables(tables, chunks))
-    runs: list[VectorRun] = []
-    specs = tuple(vectors.specs) if vectors is not None else ()
-    if vectors is not None and specs:
-        storage.write(cut.name, vectors_file(shard_index, cut.shard_count), encode_vectors(vectors, runs))
+    new = itertools.chain(block_chunks(cut, shard_index, blocks), table_chunks(tables), vector_chunks(vectors))
+    storage.write(cut.name, data_file(shard_index, cut.shard_count), encode(new, shard_index, chunks))
     part = Part(
         shard_index=shard_index,
-        data_bytes=len(header) + sum(record.nbytes for record in records),
-        header_bytes=len(header),
-        header_crc32=zlib.crc32(header),
-        records=tuple(records),
+        psd_version=psd.__version__,
+        chunks=tuple(chunks),
         worker_clocks=worker_clocks,
         client_states=client_states,
         learning_rates=tuple(learning_rates),
-        psd_version=psd.__version__,
         tables=tuple(TableRecord(table.step, table.clock, table.count, table.width, table.is_full) for table in tables),
-        chunks=tuple(chunks),
-        rows_bytes=sum(chunk.nbytes for chunk in chunks),
         base=base,
-        vectors=specs,
-        vector_runs=tuple(runs),
-        vectors_bytes=sum(run.nbytes for run in runs),
-        sessions=vectors.sessions if vectors is not None and specs else {},
+        vectors=specs_of(vectors),
+        sessions=vectors.sessions if vectors is not None and vectors.specs else {},
     )
     document = documents.part_document(cut, part)
     storage.write(cut.name, part_file(shard_index, cut.shard_count), [document])
-    return part.data_bytes + part.rows_bytes + part.vectors_bytes + len(document)
+    return part.data_bytes + len(document)
 
 
 def _base_of(storage: FileStore, cut: Cut, name: str) -> tuple[BaseEntry, Manifest] | None:
@@ -132,59 +106,11 @@ def as_written(storage: FileStore, cut: Cut, shard_index: int) -> Cut | None:
 
 
 def _read_part(cut: Cut, shard_index: int, document: bytes, files: Mapping[str, int]) -> Part:
-    """Read a part from its document; CheckpointCorrupt unless it is this cut's, and its data file has the recorded length."""
+    """Read a part from its document; CheckpointCorrupt unless it is this cut's, and has its length."""
     file = f"{cut.name}/{part_file(shard_index, cut.shard_count)}"
     part = documents.parse_part(document, file, documents.identity_of(cut), shard_index)
     check_size(cut.name, files, data_file(shard_index, cut.shard_count), part.data_bytes)
-    if part.tables:
-        check_size(cut.name, files, rows_file(shard_index, cut.shard_count), part.rows_bytes)
-    if part.vectors:
-        check_size(cut.name, files, vectors_file(shard_index, cut.shard_count), part.vectors_bytes)
     return part
-
-
-_Plans = list[tuple[Block, list[Field]]]
-
-
-def _header(cut: Cut, shard_index: int, plans: _Plans) -> bytes:
-    entries = safetensors.lay_out(
-        (field.tensor_name(plan.space, plan.offset), field.dtype, (field.length,)) for plan, fields in plans for field in fields
-    )
-    try:
-        return safetensors.header(entries, {"psd_checkpoint": cut.name, "shard": f"{shard_index}/{cut.shard_count}"})
-    except ValueError as error:
-        raise CheckpointFailed(f"{cut.name}: shard {shard_index} has too many blocks for one file: {error}") from None
-
-
-def _chunks(
-    cut: Cut, shard_index: int, header: bytes, plans: _Plans, blocks: Iterable[BlockPart], records: list[Record]
-) -> Iterator[Bytes]:
-    """Yield the data file's bytes; append to `records` the place and checksum of each block."""
-    yield header
-    start = len(header)
-    for (plan, fields), block in zip(plans, blocks, strict=True):
-        assert (block.space, block.offset, block.length) == (plan.space, plan.offset, plan.length), (block, plan)
-        if cut.spec.consistency.has_rounds and plan.trained and block.version != cut.step:
-            raise CheckpointFailed(f"{cut.name}: block {plan.index} is at version {block.version}, the cut at {cut.step}")
-        crc32 = nbytes = 0
-        for chunk in encode(block, fields):
-            crc32 = zlib.crc32(chunk, crc32)
-            nbytes += chunk.nbytes
-            yield chunk
-        records.append(
-            Record(
-                part=shard_index,
-                space=plan.space,
-                offset=plan.offset,
-                length=plan.length,
-                version=block.version,
-                segments=len(plan.segment_ends),
-                start=start,
-                nbytes=nbytes,
-                crc32=crc32,
-            )
-        )
-        start += nbytes
 
 
 def complete(storage: FileStore, cut: Cut) -> bool:
@@ -221,7 +147,7 @@ def _difference_of_positions(cut: Cut, parts: Sequence[Part]) -> str:
         return ""
     layout = cut.layout
     trained = [p for p in parts if cut.spec.tables or any(block.trained for block in layout.blocks_of(p.shard_index))]
-    for first, part in pairwise(trained):
+    for first, part in itertools.pairwise(trained):
         for rank in sorted(first.worker_clocks.keys() | part.worker_clocks.keys()):
             ours, theirs = first.worker_clocks.get(rank), part.worker_clocks.get(rank)
             if ours != theirs:

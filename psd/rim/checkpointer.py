@@ -373,7 +373,7 @@ class Checkpointer:
         """Remove what a stored checkpoint has made superfluous; what fails there is logged, and no failure of that one."""
         try:
             if has_notes:
-                self._directory.remove_batches(cut)
+                self._directory.notes.remove(cut.name)
             self._directory.collect_garbage()
         except PsdError as error:
             logger.warning("what is older than checkpoint %s could not be removed: %s", cut.name, error)

@@ -16,8 +16,9 @@ import time
 from collections.abc import Callable
 from concurrent.futures import TimeoutError as FutureTimeoutError
 
-from psd.checkpoint import CheckpointDirectory, Cut, EndNote, common_cut
+from psd.checkpoint import CheckpointDirectory, Cut, EndNote, common_cut, read_ends, write_end
 from psd.checkpoint.cut import FINAL_ID, name_of
+from psd.checkpoint.ends import DIRECTORY as ENDS
 from psd.contract.config import ServerConfig
 from psd.contract.errors import CheckpointFailed, PsdError
 from psd.rim.checkpointer import POLL_S, Checkpointer
@@ -76,7 +77,7 @@ class LastCheckpoint:
     def begin(self) -> None:
         """Remove the note that an earlier process of this shard may have left: the shard has not ended."""
         try:
-            self._directory.remove_end_note(self._config.shard_index, self._config.shard_count)
+            self._directory.notes.remove(ENDS, self._config.shard_index)
         except CheckpointFailed as error:
             logger.warning("the shard goes on without its place for checkpoints: %s", error)
 
@@ -137,7 +138,6 @@ class LastCheckpoint:
         job, note = self._shard.job, self._shard.schedule.end_note()
         if job is None or note is None or self.name:
             return
-        index, count = self._config.shard_index, self._config.shard_count
         try:
             if self._is_taken():
                 return
@@ -146,7 +146,7 @@ class LastCheckpoint:
             finally:
                 if not self.name:
                     time.sleep(min(LINGER_S, timeout_s))
-                self._directory.remove_end_note(index, count)
+                self._directory.notes.remove(ENDS, self._config.shard_index)
         except PsdError as error:
             self._checkpointer.fail(error)
 
@@ -154,14 +154,14 @@ class LastCheckpoint:
         began = self._now()
         if not self._checkpointer.await_written(timeout_s):
             raise CheckpointFailed("an earlier checkpoint was not written in time, so that there is none of the end")
-        self._directory.write_end_note(note, self._config.shard_index, self._config.shard_count)
-        step = self._shard.schedule.last_progress
-        final = Cut(FINAL_ID, step, note.timeline, note.run_id, created_at=note.ended_at, layout=job.layout)
+        notes, count = self._directory.notes, self._config.shard_count
+        write_end(notes, note, self._config.shard_index, count)
+        final = Cut(FINAL_ID, note.step, note.timeline, note.run_id, created_at=note.ended_at, layout=job.layout)
         have_all = bool(job.spec.tables) or self._shard.vectors.has_vectors
         wanted = {index for index in range(job.layout.shard_count) if have_all or job.layout.blocks_of(index)}
-        while lacking := wanted - (notes := self._directory.end_notes(note, self._config.shard_count)).keys():
-            found = next(filter(None, (self._directory.as_stored(final, index) for index in sorted(lacking))), None)
-            if found is not None:
+        while lacking := wanted - (ends := read_ends(notes, note, count)).keys():
+            found = next(filter(None, (self._directory.stored(final, index) for index in sorted(lacking))), None)
+            if found is not None and found.step >= note.step:  # else it is of an earlier end
                 self._store(found, began, timeout_s)
                 return
             if self._now() > began + timeout_s / 2:
@@ -169,7 +169,7 @@ class LastCheckpoint:
                 raise CheckpointFailed(f"{names} did not end at the same time, so that there is no checkpoint of the end")
             time.sleep(POLL_S)  # the other shards write to the same directory and do not talk to this one
         try:
-            cut = common_cut(notes, job.layout)
+            cut = common_cut(ends, job.layout)
         except CheckpointFailed:
             self._directory.discard_unfinished(note.timeline)
             raise

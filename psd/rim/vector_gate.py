@@ -109,11 +109,11 @@ class VectorCuts:
 
     def come(self, cut: Cut) -> None:
         """Say that this shard has heard of a cut."""
-        self._directory.write_batches(cut, _COME, self._shard_index, {})
+        self._note(cut, _COME, {})
 
     def leave(self, cut: Cut) -> None:
         """Say that this shard takes no part in a cut, so that the others need not wait for it."""
-        self._directory.write_batches(cut, _LEFT, self._shard_index, {})
+        self._note(cut, _LEFT, {})
 
     def have_all_come(self, cut: Cut, for_s: float, *, is_fresh: bool) -> bool:
         """True if all shards have heard of a cut.
@@ -125,10 +125,10 @@ class VectorCuts:
             CheckpointFailed: they have not come in time. GivenUp: there is nobody to wait for any more.
         """
         self._check_not_ending(cut)
-        come = self._directory.count_batches(cut, _COME)
+        come = self._count_come(cut)
         if come == cut.shard_count:
             return True
-        if not come or (for_s > LEFT_S and self._directory.has_batches(cut, _LEFT)):
+        if not come or (for_s > LEFT_S and self._has_one_left(cut)):
             raise GivenUp(f"{cut.name}: another shard takes no part in it")
         # Who hears of one that was announced before finds the note of another shard, unless that has given it up long ago.
         if for_s > HELD_S_MAX and not is_fresh and come <= 1:
@@ -171,17 +171,28 @@ class VectorCuts:
 
     def _held(self, cut: Cut, deadline: float) -> list[dict[int, int]]:
         """The batches that each shard had run when it held others back."""
-        self._directory.write_batches(cut, _HELD, self._shard_index, self._desk.latest())
-        while (notes := self._directory.read_batches(cut, _HELD)) is None:
+        self._note(cut, _HELD, {str(session): number for session, number in self._desk.latest().items()})
+        while len(notes := self._directory.notes.read(cut.name, _HELD, cut.shard_count)) < cut.shard_count:
             if self._now() > deadline:
                 raise CheckpointFailed(f"{cut.name}: not all shards have held batches back within {HELD_S_MAX:g} s")
             self._check_goes_on(cut)
             self._pause(POLL_S)
-        return notes
+        return [{int(session): number for session, number in latest.items()} for latest in notes.values()]
+
+    def _note(self, cut: Cut, stage: str, latest: Mapping[str, int]) -> None:
+        """Say that this shard has come to a stage of a cut, and the number of the latest batch of each session there."""
+        self._directory.notes.write(cut.name, stage, self._shard_index, cut.shard_count, latest)
+
+    def _count_come(self, cut: Cut) -> int:
+        return len(self._directory.notes.shards(cut.name, _COME, cut.shard_count))
+
+    def _has_one_left(self, cut: Cut) -> bool:
+        """True if some shard takes no part in a cut, whatever step that has there."""
+        return any(self._directory.notes.shards(name, _LEFT, cut.shard_count) for name in self._directory.named(cut.cut_id))
 
     def _check_goes_on(self, cut: Cut) -> None:
         self._check_not_ending(cut)
-        if self._directory.count_batches(cut, _COME) < cut.shard_count:
+        if self._count_come(cut) < cut.shard_count:
             raise GivenUp(f"{cut.name}: another shard has given it up")
 
     def _check_not_ending(self, cut: Cut) -> None:

@@ -7,6 +7,7 @@ import logging
 import os
 import threading
 import traceback
+from concurrent.futures import ThreadPoolExecutor
 
 import fsspec
 import pytest
@@ -14,7 +15,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from helpers_checkpoint import check_restored, cut_of, memory_url, small_spec, store
 
 from psd.checkpoint import CheckpointDirectory
-from psd.checkpoint.reading import READERS, read_ahead
+from psd.checkpoint.reading import READERS
 from psd.contract.config import ConfigError
 from psd.contract.errors import CheckpointFailed, PsdError
 from psd.contract.layout import Layout
@@ -96,7 +97,8 @@ def test_store_of_one_connection_when_it_is_read_ahead_and_written_to_then_one_t
     directory.export(directory.load(cut.name), f"{URL}/run/model.safetensors")  # reads in threads what it writes meanwhile
 
     names = list(directory.storage.files(cut.name))
-    assert all(found == names for found in read_ahead(lambda _: list(directory.storage.files(cut.name)), range(8 * READERS)))
+    with ThreadPoolExecutor(READERS) as pool:
+        assert all(found == names for found in pool.map(lambda _: list(directory.storage.files(cut.name)), range(8 * READERS)))
     assert not OneConnection.broken
 
 

@@ -29,7 +29,7 @@ def _name(step):
 
 
 def _damage(place, step):
-    path = place / _name(step) / "shard-00001-of-00002.safetensors"
+    path = place / _name(step) / "shard-00001-of-00002.chunks"
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
@@ -92,7 +92,7 @@ def test_verify_when_a_byte_was_flipped_then_the_file_is_named_and_the_status_is
     assert main(["verify", str(place), _name(7)]) == 0
 
     shown = capsys.readouterr().out
-    assert f"problem: {_name(8)}/shard-00001-of-00002.safetensors: the bytes" in shown
+    assert f"problem: {_name(8)}/shard-00001-of-00002.chunks: the bytes" in shown
 
 
 @pytest.mark.parametrize("name", ["nothing", "timeline-00000-step-000000000001-zz"])

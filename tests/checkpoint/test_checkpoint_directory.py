@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import itertools
 import logging
 
 import pytest
 from helpers_checkpoint import (
+    CREATED_AT,
     check_restored,
     cut_of,
     files_of,
@@ -19,7 +21,7 @@ from helpers_checkpoint import (
 )
 
 from psd.checkpoint import CheckpointDirectory, CheckpointState
-from psd.checkpoint.cut import MANIFEST, CutName, name_of
+from psd.checkpoint.cut import FINAL_ID, MANIFEST, CutName, name_of
 from psd.contract.config import ConfigError
 from psd.contract.errors import CheckpointCorrupt, CheckpointFailed
 from psd.contract.layout import Layout
@@ -147,7 +149,7 @@ def test_newest_when_any_byte_of_a_document_is_flipped_then_goes_back_loudly_and
     assert directory.newest().name == newer.name
 
 
-@pytest.mark.parametrize("file", ["manifest.json", "shard-00000-of-00002.json", "shard-00001-of-00002.safetensors"])
+@pytest.mark.parametrize("file", ["manifest.json", "shard-00000-of-00002.json", "shard-00001-of-00002.chunks"])
 @pytest.mark.parametrize("damage", ["removed", "truncated", "emptied", "lengthened"])
 def test_newest_when_a_file_is_damaged_then_the_one_before_is_used(two, tmp_path, caplog, file, damage):
     directory, older, newer = two
@@ -174,7 +176,7 @@ def test_verify_when_any_byte_of_the_numbers_is_flipped_then_names_the_file_and_
     directory, _, newer = two
     manifest = directory.newest()
     assert directory.verify(newer.name) == []
-    for path in (tmp_path / newer.name).glob("*.safetensors"):
+    for path in (tmp_path / newer.name).glob("*.chunks"):
         for place in range(0, path.stat().st_size, 997):
             _flip(path, place)
             (problem,) = directory.verify(newer.name)
@@ -190,7 +192,7 @@ def test_export_when_a_byte_was_flipped_then_no_file_appears_and_an_older_one_st
     directory, _, newer = two
     target = tmp_path / "model.safetensors"
     target.write_text("old")
-    _flip(tmp_path / newer.name / "shard-00000-of-00002.safetensors", 20_000)
+    _flip(tmp_path / newer.name / "shard-00000-of-00002.chunks", 20_000)
 
     with pytest.raises(CheckpointCorrupt, match="shard-00000-of-00002"):
         directory.export(directory.newest(), str(target))
@@ -238,6 +240,20 @@ def test_collect_garbage_when_checkpoints_are_in_any_state_then_the_newest_valid
     assert damaged & set(left) == {name for name in damaged if len(valid) < keep or name > valid[-keep]}
 
 
+def test_stored_when_the_last_cut_of_a_timeline_is_asked_for_then_it_is_found_by_its_id_alone(tmp_path):
+    """Who asks may have heard of a worker's end at another step, and at another time."""
+    directory = CheckpointDirectory(str(tmp_path))
+    for timeline, step in ((0, 5), (1, 7)):
+        cut = cut_of(small_spec(), 2, step, timeline, FINAL_ID)
+        directory.write_part(cut, 1, parts(cut, 1))
+
+    for timeline, step in ((0, 5), (1, 7), (2, None)):
+        asked = dataclasses.replace(cut_of(small_spec(), 2, 3, timeline, FINAL_ID), created_at=1.0)
+        found = directory.stored(asked, 1)
+        assert (found and (found.timeline, found.step, found.created_at)) == (step and (timeline, step, CREATED_AT))
+        assert directory.stored(asked, 0) is None
+
+
 def test_collect_garbage_when_deleting_then_the_manifest_goes_first_and_durably(two, tmp_path):
     _, older, newer = two
     steps = []
@@ -250,10 +266,10 @@ def test_collect_garbage_when_deleting_then_the_manifest_goes_first_and_durably(
         "remove manifest.json",
         f"fsync directory {older.name}",
         f"fsync directory {tmp_path.name}",
+        "remove shard-00000-of-00002.chunks",
         "remove shard-00000-of-00002.json",
-        "remove shard-00000-of-00002.safetensors",
+        "remove shard-00001-of-00002.chunks",
         "remove shard-00001-of-00002.json",
-        "remove shard-00001-of-00002.safetensors",
         f"remove directory {older.name}",
     ]
     assert [path.name for path in tmp_path.iterdir()] == [newer.name]
@@ -279,7 +295,7 @@ def test_collect_garbage_when_another_shard_does_so_at_the_same_time_then_neithe
 
 def test_collect_garbage_when_somebody_died_in_the_middle_then_temporary_files_go_too(two, tmp_path):
     _, older, newer = two
-    (tmp_path / older.name / ".shard-00000-of-00002.safetensors.17-ab.tmp").write_bytes(b"half")
+    (tmp_path / older.name / ".shard-00000-of-00002.chunks.17-ab.tmp").write_bytes(b"half")
 
     CheckpointDirectory(str(tmp_path), keep=1).collect_garbage()
 

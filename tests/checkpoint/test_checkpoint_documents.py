@@ -15,7 +15,7 @@ import psd
 from psd.checkpoint import CheckpointDirectory
 from psd.checkpoint.cut import MANIFEST
 from psd.checkpoint.manifest import ManifestDocument
-from psd.checkpoint.sealing import seal, unseal
+from psd.checkpoint.sealing import FORMAT_VERSION, seal, unseal
 from psd.contract.errors import CheckpointCorrupt, CheckpointUnsupported
 from psd.contract.jobspec import JobSpec, TensorSpec
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("no_fsync")
 def test_documents_when_stored_then_they_are_the_golden_ones(tmp_path, monkeypatch):
     """A change of the format needs a new version and a reader for the old one: checkpoints outlive psd's versions.
 
-    To look at a difference: diff the two directories.
+    The checksums in the documents pin every byte of the chunks. To look at a difference: diff the two directories.
     """
     monkeypatch.setattr(psd, "__version__", "0.1.0")
     directory = CheckpointDirectory(str(tmp_path))
@@ -50,7 +50,7 @@ def test_golden_manifest_when_read_by_any_program_then_it_is_json_with_these_key
 
 
 def test_unseal_when_any_byte_is_flipped_then_the_document_is_refused():
-    data = seal({"format": "psd-checkpoint", "format_version": 1, "list": [{"a": 1}, {"b": "é"}], "empty": []})
+    data = seal({"format": "psd-checkpoint", "format_version": FORMAT_VERSION, "list": [{"a": 1}, {"b": "é"}], "empty": []})
 
     assert unseal(data, "x")["list"] == [{"a": 1}, {"b": "é"}]
     for place, bit in itertools.product(range(len(data)), range(8)):
@@ -64,15 +64,17 @@ def test_unseal_when_any_byte_is_flipped_then_the_document_is_refused():
 
 
 def test_unseal_when_a_later_psd_wrote_it_then_says_which():
-    data = seal({"format": "psd-checkpoint", "format_version": 6, "psd_version": "9.1"})
+    data = seal({"format": "psd-checkpoint", "format_version": 7, "psd_version": "9.1"})
 
-    with pytest.raises(CheckpointUnsupported, match=r"version 6, written by psd 9\.1; this is psd .*, which reads .* 1, 4, 5"):
+    with pytest.raises(
+        CheckpointUnsupported, match=r"version 7, written by psd 9\.1; this is psd .*, which reads .* version 6"
+    ):
         unseal(data, "x")
 
 
 def test_manifest_when_content_is_unexpected_then_it_is_refused_without_a_crash():
     """What cannot be read is damaged; a job that can be read and is none that this psd knows may be a later psd's."""
-    head = {"format": "psd-checkpoint", "format_version": 1, "psd_version": psd.__version__, "name": "n"}
+    head = {"format": "psd-checkpoint", "format_version": FORMAT_VERSION, "psd_version": psd.__version__, "name": "n"}
     identity = {"run_id": "r", "timeline": 0, "step": 0, "created_at": 0.0, "shard_count": 0, "layout_digest": ""}
     rest = {"parts": [], "worker_clocks": {}, "client_states": {}, "spaces": [], "job_spec": ""}
 
@@ -138,7 +140,7 @@ def test_complete_when_many_shards_do_it_at_once_then_the_manifest_is_one_and_th
 
     assert len(contents) == 10
     assert len(valid_names(directories[0])) == 10
-    assert {path.suffix for path in files_of(tmp_path)} == {".json", ".safetensors"}
+    assert {path.suffix for path in files_of(tmp_path)} == {".json", ".chunks"}
 
 
 def test_complete_when_a_part_is_missing_then_says_no_and_writes_nothing(tmp_path):
@@ -149,7 +151,7 @@ def test_complete_when_a_part_is_missing_then_says_no_and_writes_nothing(tmp_pat
     directory.write_part(cut, 1, parts(cut, 1))
     assert not directory.complete(cut)
     directory.write_part(cut, 0, parts(cut, 0))
-    (tmp_path / cut.name / "shard-00000-of-00002.safetensors").unlink()
+    (tmp_path / cut.name / "shard-00000-of-00002.chunks").unlink()
     assert not directory.complete(cut)
 
     assert not (tmp_path / cut.name / MANIFEST).exists()

@@ -13,13 +13,12 @@ from helpers_tables import ShardTables, stored, tables_spec
 
 import psd
 from psd.checkpoint import CheckpointDirectory
-from psd.checkpoint import table_records as records
+from psd.checkpoint import tables as stored_tables
 from psd.checkpoint.manifest import ManifestDocument, parse_part
 from psd.checkpoint.parquet import ParquetTable
 from psd.checkpoint.plain import PlainFile
 from psd.checkpoint.sealing import seal, unseal
 from psd.contract.errors import CheckpointCorrupt, CheckpointFailed, SpecMismatch
-from psd.contract.jobspec import JobSpec
 from psd.contract.layout import Layout
 
 pytestmark = pytest.mark.usefixtures("no_fsync")
@@ -32,7 +31,7 @@ IDS = np.random.default_rng(0).integers(0, 1 << 63, 3001)
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch):
     """Several chunks of a few rows."""
-    monkeypatch.setattr(records, "CHUNK_BYTES", 1 << 13)
+    monkeypatch.setattr(stored_tables, "CHUNK_BYTES", 1 << 13)
     monkeypatch.setattr("psd_core._table_snapshot.BATCH_ROWS", 512)
 
 
@@ -111,14 +110,16 @@ def test_any_byte_that_changes_is_found_in_a_checkpoint_and_in_what_it_builds_on
     tables.write(0, IDS[:10], 3.5)
     changed, _ = tables.store(directory, 8, base=full.name, since=marks)
 
+    parts = directory.load(full.name).parts
     for path in files_of(tmp_path / "checkpoints"):
         whole = path.read_bytes()
+        of_base = parts[int(path.name[6:11])].chunks if path.match(f"{full.name}/*.chunks") else ()
         for place in (0, len(whole) // 2, len(whole) - 1):
             damaged = bytearray(whole)
             damaged[place : place + 1] = bytes([damaged[place] ^ 1]) if whole else b"x"
             path.write_bytes(damaged)
-            is_tensors_of_base = path.parent.name == full.name and path.suffix == ".safetensors"
-            assert bool(directory.verify(changed.name)) != is_tensors_of_base, (path, place)
+            is_block_of_base = any(c.kind == "block" and c.start <= place < c.start + c.nbytes for c in of_base)
+            assert bool(directory.verify(changed.name)) != is_block_of_base, (path, place)
         path.write_bytes(whole)
     assert directory.verify(changed.name) == []
 
@@ -126,12 +127,12 @@ def test_any_byte_that_changes_is_found_in_a_checkpoint_and_in_what_it_builds_on
 def test_a_damaged_chunk_is_never_used(tables, tmp_path):
     directory = CheckpointDirectory(str(tmp_path / "checkpoints"))
     cut, _ = tables.store(directory, 7)
-    path = tmp_path / "checkpoints" / cut.name / "shard-00001-of-00003.rows"
+    path = tmp_path / "checkpoints" / cut.name / "shard-00001-of-00003.chunks"
     damaged = bytearray(path.read_bytes())
-    damaged[9000] ^= 1
+    damaged[-9000] ^= 1
     path.write_bytes(damaged)
 
-    with pytest.raises(CheckpointCorrupt, match=r"shard-00001-of-00003\.rows: the bytes .* the checksum of rows of table 0"):
+    with pytest.raises(CheckpointCorrupt, match=r"shard-00001-of-00003\.chunks: the bytes .* the checksum of rows of table 0"):
         stored(directory, cut.name, 2, 0)
 
 
@@ -178,20 +179,6 @@ def test_a_job_whose_tables_differ_is_refused(tables):
         directory.read_table(directory.load(cut.name), Layout(other, 3), 0, 0)
 
 
-def test_documents_of_jobs_with_tables_are_of_a_version_that_an_older_psd_refuses(tables, tmp_path):
-    """It would read the tensors and take the job for one without tables; jobs without have the version that they had."""
-    directory = CheckpointDirectory(str(tmp_path / "checkpoints"))
-    cut, _ = tables.store(directory, 7)
-    without = cut_of(JobSpec(1, tables.spec.tensors), 1, 8)
-    directory.write_part(without, 0, parts(without, 0))
-    directory.complete(without)
-
-    for name, version in ((cut.name, 4), (without.name, 1)):
-        documents = list((tmp_path / "checkpoints" / name).glob("*.json"))
-        assert documents
-        assert all(f'"format_version": {version},' in path.read_text() for path in documents)
-
-
 def test_a_checkpoint_is_the_golden_one(tmp_path, monkeypatch):
     """A change of the format needs a new version and a reader for the old one. This one builds on another."""
     monkeypatch.setattr(psd, "__version__", "0.1.0")
@@ -206,7 +193,7 @@ def test_a_checkpoint_is_the_golden_one(tmp_path, monkeypatch):
     written = {path.name: path.read_bytes() for path in files_of(tmp_path / "run" / changed.name)}
     golden = {path.name: path.read_bytes() for path in files_of(GOLDEN)}
 
-    del written["shard-00000-of-00001.safetensors"]
+    del written["shard-00000-of-00001.chunks"]  # pinned by the checksums in the documents
     assert written == golden
 
 
@@ -216,7 +203,8 @@ def test_a_checkpoint_that_builds_on_itself_or_on_no_checkpoint_is_corrupt(tmp_p
     document = unseal((GOLDEN / "manifest.json").read_bytes(), "x")
     here = tmp_path / document["name"]
     shutil.copytree(GOLDEN, here)
-    (here / "shard-00000-of-00001.safetensors").write_bytes(bytes(document["parts"][0]["data_bytes"]))
+    chunks = unseal((GOLDEN / "shard-00000-of-00001.json").read_bytes(), "x")["chunks"]
+    (here / "shard-00000-of-00001.chunks").write_bytes(bytes(sum(chunk["nbytes"] for chunk in chunks)))
     document["base"]["name"] = name
     (here / "manifest.json").write_bytes(seal(document))
 

@@ -114,7 +114,7 @@ def test_store_when_files_are_local_then_each_step_is_durable_before_the_next(tm
         f"fsync directory {tmp_path.name}",
         f"make directory {cut.name}",
         "fsync directory x",
-        *file("shard-00000-of-00001.safetensors"),
+        *file("shard-00000-of-00001.chunks"),
         *file("shard-00000-of-00001.json"),
         here,
         "fsync directory x",
@@ -225,5 +225,5 @@ def test_write_part_when_the_store_is_away_then_its_own_words_are_kept(strict_ur
     cut = cut_of(small_spec(), 1)
     StrictStore.is_away = True
 
-    with pytest.raises(CheckpointFailed, match=r"cannot write .*safetensors: cannot connect to the endpoint"):
+    with pytest.raises(CheckpointFailed, match=r"cannot write .*chunks: cannot connect to the endpoint"):
         directory.write_part(cut, 0, parts(cut, 0))

@@ -1,5 +1,6 @@
 """Server-side vectors in checkpoints: stored by any number of shards, read by any number, of one moment or refused."""
 
+import dataclasses
 from contextlib import contextmanager
 
 import numpy as np
@@ -7,6 +8,8 @@ import pytest
 from helpers_checkpoint import cut_of, parts, small_spec
 
 from psd.checkpoint import CheckpointDirectory
+from psd.checkpoint.cut import MANIFEST
+from psd.checkpoint.manifest import ManifestDocument
 from psd.contract.errors import CheckpointCorrupt, CheckpointFailed
 from psd_core.vector import BatchName, VectorSpec, VectorStore
 from psd_core.vector_operations import STRIPE, Operations
@@ -50,7 +53,7 @@ def test_any_number_of_shards_reads_what_any_number_has_stored(stored, directory
     assert directory.complete(cut)
     manifest = directory.load(cut.name)
 
-    assert manifest.vectors == SPECS
+    assert manifest.vectors == tuple(sorted(SPECS))
     assert directory.verify(cut.name) == []
     for count in (1, 2, 5):
         found = {spec.name: [] for spec in SPECS}
@@ -75,21 +78,37 @@ def test_a_checkpoint_of_different_moments_does_not_come_to_be(directory, tmp_pa
             directory.complete(cut)
 
 
+def test_parts_that_do_not_hold_each_element_once_are_no_checkpoint(directory, tmp_path):
+    """Whatever their documents say."""
+    cut = cut_of(small_spec(), 2)
+    with shards_with_vectors(tmp_path, 2) as (stores, _):
+        write(directory, cut, stores)
+    directory.complete(cut)
+    first, second = directory.load(cut.name).parts
+    document = ManifestDocument(directory.storage.read(cut.name, MANIFEST), cut.name)
+    without = dataclasses.replace(second, chunks=tuple(c for c in second.chunks if c.kind != "elements"))
+    twice = dataclasses.replace(second, chunks=(*second.chunks, *(c for c in first.chunks if c.kind == "elements")))
+
+    for wrong in (without, twice):
+        with pytest.raises(CheckpointCorrupt, match=r"the parts do not hold vector . from element"):
+            document.with_parts([first, wrong])
+
+
 def test_every_byte_counts(directory, tmp_path):
     """A changed element is found when it is read, and a file that is too short before."""
     cut = cut_of(small_spec(), 2)
     with shards_with_vectors(tmp_path, 2) as (stores, _):
         write(directory, cut, stores)
     directory.complete(cut)
-    (file,) = (tmp_path / "checkpoints" / cut.name).glob("shard-00001-*.vectors")
+    (file,) = (tmp_path / "checkpoints" / cut.name).glob("shard-00001-*.chunks")
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
 
     (problem,) = directory.verify(cut.name)
 
-    assert "the checksum of vector 'x' does not match" in problem
-    with pytest.raises(CheckpointCorrupt, match="vector 'x'"):
+    assert "the checksum of elements of vector 2 from " in problem
+    with pytest.raises(CheckpointCorrupt, match="elements of vector 2"):
         list(directory.read_vectors(directory.load(cut.name)))
     file.write_bytes(data[:-8])
     with pytest.raises(CheckpointCorrupt, match="bytes instead of"):

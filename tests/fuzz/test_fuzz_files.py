@@ -7,6 +7,7 @@ hold, too.
 from __future__ import annotations
 
 import base64
+import dataclasses
 import json
 import struct
 from collections.abc import Callable
@@ -20,9 +21,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from psd.checkpoint import safetensors
-from psd.checkpoint.ends import EndNote, common_cut, note_document, parse_note
+from psd.checkpoint.ends import EndNote, common_cut
 from psd.checkpoint.manifest import ManifestDocument, parse_part
-from psd.checkpoint.sealing import seal, unseal
+from psd.checkpoint.sealing import FORMAT, FORMAT_VERSION, seal, unseal
 from psd.contract.config import ConfigError, is_loopback, is_rule_path, parse_address, parse_servers, parse_shard
 from psd.contract.consistency import Consistency
 from psd.contract.environment import VARIABLES, client_config, job_defaults
@@ -113,11 +114,12 @@ def test_checkpoints_of_tables(data: st.DataObject) -> None:
 def test_end_notes(data: st.DataObject) -> None:
     """A shard's note at its end is corrupt, or makes a cut with another's, or says why it does not."""
     layout = Layout(JobSpec.from_message(job_pb2.JobSpec.FromString(base64.b64decode(unseal(MANIFEST, "x")["job_spec"]))), 2)
-    own = EndNote("a", "run", 0, "00", 7, (7,), ((0, 5, 7),), 0, 1.0)
+    own = EndNote("run", 0, "00", 7, {"a push of worker 0": ["step 7 of session 5"]}, 0, 1.0)
+    whole = seal({"format": FORMAT, "format_version": FORMAT_VERSION, "facts": dataclasses.asdict(own)})
 
     def agree() -> Any:
-        note = parse_note(altered(data, note_document(own)), "n")
-        return common_cut({0: own, 1: note}, layout) if note.is_of_one_job(own) else None
+        note = EndNote.parse(unseal(altered(data, whole), "n").get("facts"))
+        return common_cut({0: own, 1: note}, layout) if note.job == own.job else None
 
     ends_in(PsdError, agree)
 

@@ -17,8 +17,8 @@ pytestmark = pytest.mark.process
 STEPS_BETWEEN = 5
 
 OPERATIONS = {
-    "first": ["make directory *:1", "fsync directory *:1", "make directory *:1", "create shard-*.safetensors:1"],
-    "data": ["write *.safetensors:1", "write *.safetensors:9", "fsync *.safetensors:1", "rename *.safetensors:1"],
+    "first": ["make directory *:1", "fsync directory *:1", "make directory *:1", "create shard-*.chunks:1"],
+    "data": ["write *.chunks:1", "write *.chunks:9", "fsync *.chunks:1", "rename *.chunks:1"],
     "documents": ["create *.json:1", "write *.json:1", "fsync *.json:1", "rename *.json:1"],
     "manifest": ["create manifest.json:1", "write manifest.json:1", "rename manifest.json:1"],
     "removal": ["remove manifest.json:1", "remove *.json:3", "remove directory *:1"],

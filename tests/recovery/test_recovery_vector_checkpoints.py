@@ -85,7 +85,7 @@ def test_a_checkpoint_of_vectors_is_of_one_moment(cluster: Callable[..., Any], t
         assert (x == x[0]).all()
         assert (counts[[0, 20, 40]] == x[0]).all()
         assert not counts[1].any()
-        assert not list((tmp_path / "checkpoints" / name).glob("*.batches"))
+        assert not list((tmp_path / "checkpoints" / name).glob("*.note"))
     assert x[0] == sum(counted)
 
     second = cluster(3, checkpoint_dir=url)

@@ -86,7 +86,7 @@ def test_a_cut_that_fails_while_the_job_ends_is_no_last_checkpoint_that_failed(
 
     def fail(*_: Any) -> None:
         has_failed.set()
-        raise CheckpointFailed("cannot write shard-00001-of-00002.come.batches: No such file or directory")
+        raise CheckpointFailed("cannot write shard-00001-of-00002.come.note: No such file or directory")
 
     with psd_client.connect(running.servers, 0, 1, retry_timeout=1) as ps:
         x, is_taken = ps.vector("x", SIZE), threading.Event()
@@ -145,7 +145,7 @@ def test_a_shard_that_has_missed_a_cut_says_so(cluster: Callable[..., Any], tmp_
             pause.wait(0.01)
 
         of = Cut("a1", 1, 0, second.shard.run_id, 1.0, second.shard.declared().layout)
-        assert CheckpointDirectory(str(tmp_path)).has_batches(of, "left")
+        assert CheckpointDirectory(str(tmp_path)).notes.shards(of.name, "left", 2) == {1}
 
 
 def test_a_batch_that_its_worker_has_left_half_done_is_stored_so(cluster: Callable[..., Any], tmp_path: Path) -> None:

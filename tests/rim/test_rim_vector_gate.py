@@ -109,8 +109,8 @@ def test_batches_are_held_for_five_seconds_in_all_whoever_is_late(shards, direct
     clock, cut, session = Clock(), cut_of(one), one.caller.session
     cuts = one.cuts(directory, pause=clock.pause, now=lambda: clock.now)
     for index in range(2):
-        directory.write_batches(cut, "come", index, {})
-    clock.at[4.9] = lambda: directory.write_batches(cut, "held", 1, {session: 3})
+        directory.notes.write(cut.name, "come", index, 2, {})
+    clock.at[4.9] = lambda: directory.notes.write(cut.name, "held", 1, 2, {str(session): 3})
 
     with pytest.raises(CheckpointFailed, match=f"batch 3 of session {session}, which another shard has run, has not come"):
         one.cut(cut, cuts)
@@ -130,7 +130,7 @@ def test_batches_are_not_held_for_a_cut_that_will_not_be(shards, directory, happ
     is_ending = threading.Event()
     cuts = one.cuts(directory, pause=clock.pause, now=lambda: clock.now, is_ending=is_ending.is_set)
     for index in range(2):
-        directory.write_batches(cut, "come", index, {})
+        directory.notes.write(cut.name, "come", index, 2, {})
     clock.at[0.3] = is_ending.set if happens == "ending" else lambda: directory.discard(cut)
 
     with pytest.raises(GivenUp, match=why):

@@ -220,7 +220,7 @@ def test_what_cannot_be_read_is_refused_and_the_shard_is_as_it_was(directory, tm
         rollback(driver, name, 1, run_id="other")
     with pytest.raises((CheckpointCorrupt, CheckpointFailed)):
         rollback(driver, "timeline-00000-step-000000000009-zz", 1)
-    part = next(path for path in (tmp_path / "checkpoints" / name).iterdir() if path.suffix == ".safetensors")
+    part = next(path for path in (tmp_path / "checkpoints" / name).iterdir() if path.suffix == ".chunks")
     data = bytearray(part.read_bytes())
     data[-3] ^= 1
     part.write_bytes(data)
@@ -238,7 +238,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over(directory, tmp_path, caplog)
         driver.push(seat, 2, 1.0, scalars=MOMENTUM)
     newest = store(driver, directory, 3, cut_id="a2")
     for path in (tmp_path / "checkpoints" / newest).iterdir():
-        if path.suffix == ".safetensors":
+        if path.suffix == ".chunks":
             path.write_bytes(path.read_bytes()[:-8])
 
     fresh = Driver(spec_of(), directory=directory)

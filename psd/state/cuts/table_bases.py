@@ -60,4 +60,4 @@ class TableBases:
 
 
 def _changed(manifest: Manifest) -> int:
-    return sum(chunk.rows for part in manifest.parts for chunk in part.chunks if chunk.kind in ("rows", "removed"))
+    return sum(chunk.length for part in manifest.parts for chunk in part.chunks if chunk.kind in ("rows", "removed"))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from psd.checkpoint import Cut, EndNote
 from psd.checkpoint.cut import FINAL_ID, WHOLE_KEPT, CutName
@@ -74,14 +74,6 @@ class CutSchedule:
             return self._core.declared().version_max
         return self._clock() + self._batches()
 
-    @property
-    def last_progress(self) -> int:
-        """The same of a job that has ended, whichever workers this shard has heard of it from."""
-        if self._has_rounds and self._core.declared().trained_count:
-            return self._core.declared().version_max
-        with self._core.lock:
-            return max(worker.clock for worker in self._core.members.workers) + self._batches()
-
     def _batches(self) -> int:
         """Number of batches that a job of vectors alone has run; its clocks stand still."""
         vectors = self._core.storage.vectors
@@ -122,23 +114,24 @@ class CutSchedule:
         if job is None:
             return None
         return EndNote(
-            nonce=new_id(),
             run_id=self._core.run_id,
             timeline=self._core.timeline,
             layout_digest=job.layout.digest.hex(),
             step=self.progress,
-            versions=job.trained_versions if self._has_rounds else (),
-            pushes=self._last_pushes(job),
+            counted={what: sorted(found) for what, found in self._counted(job) if found},
             order=job.arena.word("cut_order"),
             ended_at=self._wall(),
         )
 
-    def _last_pushes(self, job: Job) -> tuple[tuple[int, int, int], ...]:
-        """The last push of each worker that is there, for the end note; empty with rounds."""
-        if not job.is_cut_by_positions:
-            return ()
-        there = [worker.rank for worker in self._core.members.workers if worker.state is not WorkerState.EXPIRED]
-        return tuple(sorted((rank, *pushed) for rank in there for pushed in job.last_pushes(rank)))
+    def _counted(self, job: Job) -> Iterator[tuple[str, set[str]]]:
+        """Yield what the trained blocks count, in words, for the end note."""
+        if self._has_rounds:
+            yield "a round", {f"version {version}" for version in job.trained_versions}
+        elif job.is_cut_by_positions:
+            there = [worker.rank for worker in self._core.members.workers if worker.state is not WorkerState.EXPIRED]
+            for rank in there:
+                pushes = job.last_pushes(rank)
+                yield f"a push of worker {rank}", {f"step {clock} of session {session}" for session, clock in pushes}
 
     def take_end(self, cut: Cut) -> None:
         """Take this shard's part of the cut that the shards' end notes agree on."""
