@@ -191,7 +191,7 @@ def measure_recovery(stack: ExitStack, megabytes: int, count: int, memory: Path)
 def measure_table(stack: ExitStack, rows: int, directory: Path) -> dict[str, Any]:
     """Measure steps and memory while the rows of a table are written."""
     url = directory / "rows"
-    shard = Shard("--checkpoint-dir", str(url), "--max-table-rows", str(2 * rows), "--max-table-bytes", str(200 * rows))
+    shard = Shard("--checkpoint-dir", str(url), "--max-table-rows", str(2 * rows), "--max-table-bytes", str(400 * rows))
     stack.callback(shard.end)
     shard.start()
     shard.wait_ready()
