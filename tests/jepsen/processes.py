@@ -284,7 +284,7 @@ def may_mount() -> bool:
     return os.geteuid() == 0 and shutil.which("mount") is not None
 
 
-_DISK_BYTES = {"small": 1 << 20, "medium": 24 << 20, "large": 160 << 20}
+_DISK_BYTES = {"small": 2 << 20, "medium": 24 << 20, "large": 160 << 20}
 
 
 def _mount(path: Path, plan: Plan) -> bool:
