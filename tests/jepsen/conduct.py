@@ -177,6 +177,8 @@ def _launches(histories: Histories) -> Iterator[Failure]:
         kind, status = record["kind"], record["status"]
         text = f"psd-run {number} ({kind or 'till the end'}) ended with status {status} in {record['took']:.1f} s"
         expected = {0} if not kind else {-9} if kind == "run-kill" else {128 + SIGNALS[kind], 74}
+        if _has_second(histories, number):
+            expected.add(-SIGNALS.get(kind, 0))  # it may meet a psd-run whose job has just ended, and ends the process itself
         if status not in expected:
             yield Failure("exit status of psd-run", text)
         if record["left"]:
