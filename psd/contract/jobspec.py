@@ -19,6 +19,7 @@ from psd.contract.consistency import SYNC, Consistency
 from psd.contract.errors import InvalidRequest, InvalidTensor
 from psd.contract.printable import is_printable, utf8_size
 from psd.contract.rules import BUFFERS, STATIC, TABLE_RULES, RuleInfo, rule_info
+from psd.contract.staleness import check_staleness
 from psd.contract.tables import SparseTableSpec
 from psd.v1 import job_pb2
 from psd_core.optimizer import FLOAT32_MAX
@@ -111,8 +112,8 @@ class GroupSpec:
 
     @functools.cached_property
     def info(self) -> RuleInfo:
-        """Facts of the rule; InvalidRequest if there is none, or it does not go with the staleness."""
-        return rule_info(self.rule, slots=self.slots, scalars=self.scalars, staleness=self.staleness)
+        """Facts of the rule; InvalidRequest if there is none."""
+        return rule_info(self.rule, slots=self.slots, scalars=self.scalars)
 
     def differences(self, other: GroupSpec) -> Iterator[tuple[str, object, object]]:
         """Differences that there may be from another group, each with its two values; the optimizer comes first."""
@@ -184,6 +185,7 @@ class JobSpec:
             raise InvalidRequest(f"groups: there must be 1 to {GROUPS_MAX}, got {len(self.groups)}")
         for group in self.groups:
             rule = group.info
+            check_staleness(group.staleness, rule)
             rule.check_flags(group.flags)
             rule.check_constants(group.constants)
             if group.staleness and self.consistency.has_rounds:

@@ -14,7 +14,6 @@ from psd.contract.arguments import real_number
 from psd.contract.config import is_rule_path
 from psd.contract.custom_rules import name_problem
 from psd.contract.errors import InvalidRequest
-from psd.contract.staleness import check_staleness
 from psd_core.optimizer import Range, RuleFacts, Slot, facts_of
 from psd_core.row_rules import RowwiseAdagrad
 from psd_core.rules import RULES as PSD_RULES
@@ -117,12 +116,11 @@ RULES = (
 )
 
 
-def rule_info(name: str, *, slots: Sequence[str] = (), scalars: Sequence[str] = (), staleness: str = "") -> RuleInfo:
+def rule_info(name: str, *, slots: Sequence[str] = (), scalars: Sequence[str] = ()) -> RuleInfo:
     """Facts of a rule as a group declares it.
 
     Args:
         name: of one of psd's rules, or the import path of a user's own. slots, scalars: names; of the latter only.
-        staleness: see GroupSpec; only checked here.
 
     Raises:
         InvalidRequest: there is no such rule, or the arguments do not go with it.
@@ -133,14 +131,11 @@ def rule_info(name: str, *, slots: Sequence[str] = (), scalars: Sequence[str] = 
             if problem:
                 raise InvalidRequest(f"groups.{field}: of rule {name!r}: {problem}")
         kept = tuple(Slot(slot, start=slot) for slot in slots)
-        info = RuleInfo(name, scalars=tuple(scalars), constants=tuple(slots), all_slots=kept, is_custom=True)
-    elif name not in RULES:
+        return RuleInfo(name, scalars=tuple(scalars), constants=tuple(slots), all_slots=kept, is_custom=True)
+    if name not in RULES:
         raise InvalidRequest(
             f"groups.rule: unknown rule {name!r}; there are {sorted(RULES)}, and import paths such as my_module:MyRule"
         )
-    elif slots or scalars:
+    if slots or scalars:
         raise InvalidRequest(f"groups.{'slots' if slots else 'scalars'}: only a user's own rule names them, not {name!r}")
-    else:
-        info = RULES[name]
-    check_staleness(staleness, info)
-    return info
+    return RULES[name]
