@@ -1,14 +1,14 @@
 """Explores the protocol: the real client and the real shards, in every order of events that a small world allows.
 
-    make check-protocol              # all settings: everything with one fault, with two what PROTOCOL_SECONDS of CPU allow
+    make check-protocol              # everything with one fault; with two, and at random, what PROTOCOL_SECONDS of CPU allow
     python tests/protocol/check_protocol.py --only sync-fast --faults 2 --seconds 600
 
-Two workers and two shards; messages are lost, repeated and late, processes die, stall and return, programs call again after
-errors, or call with another gradient; some jobs have tables beside their tensors. setting.py says what is explored, world.py
-what may happen, explorer.py in which order, programs.py and invariants.py what must hold; planted.py has defects that it must
-find. green.py lets the client's threads run one at a time. A finding is told as the numbered events that lead to it; the exit
-status is 1 if there is one. If there is none, the last line says how much has been seen: with each number of faults,
-everything, or what follows some of them.
+Two workers and two shards, and at random three of each; messages are lost, repeated and late, processes die, stall and return,
+programs call again after errors, or call with another gradient; some jobs have tables beside their tensors. setting.py says
+what is explored, world.py what may happen, explorer.py in which order, programs.py and invariants.py what must hold; planted.py
+has defects that it must find. green.py lets the client's threads run one at a time. A finding is told as the numbered events
+that lead to it; the exit status is 1 if there is one. If there is none, the last line of a search says how much has been seen:
+with each number of faults, everything, or what follows some of them.
 """
 
 from __future__ import annotations
