@@ -34,7 +34,7 @@ help:
 	@echo "make test-browser   psdctl dashboard in headless Chromium (Debian's package chromium), beside a real job; half a minute"
 	@echo "make chaos   the long recovery tests: dozens of kills, broken connections, full-size memory (a quarter of an hour)"
 	@echo "make jepsen  jobs that are broken in every way that we know, for SECONDS, from SEED; failures are kept in build/jepsen"
-	@echo "make check-protocol   the real client and shards in every order of a small world's events, with one fault, and for PROTOCOL_SECONDS each with two (an hour and a half)"
+	@echo "make check-protocol   the real client and shards in every order of a small world's events, with one fault, for PROTOCOL_SECONDS each with two, and at random in larger worlds (two hours)"
 	@echo "make fuzz    every decoder, and lives of a state directory, with FUZZ_EXAMPLES random inputs each, 2000 by default: up to half an hour"
 	@echo "make bench   the dense step against other systems, latency, overlap, kernels: tables of ratios, in 3 minutes on a quiet machine"
 	@echo "make lint    ruff and mypy alone"
@@ -82,10 +82,10 @@ exit $$status
 endef
 
 # The rules of the source, messages, kernels, a shard's state, files: all in one process. Without what is long: a crash at each store,
-# a failure of each operation of a file system, the simulation. tests/README.md says what each folder shows.
+# a failure of each operation of a file system. tests/README.md says what each folder shows.
 check: $(INSTALLED)
 	$(call checked,--numprocesses 2 -m "not process and not slow" \
-		--ignore-glob "*_crash.py" --ignore-glob "*_torture.py" --ignore-glob "*_simulation.py" \
+		--ignore-glob "*_crash.py" --ignore-glob "*_torture.py" \
 		tests/test_*.py tests/contract tests/core tests/state tests/checkpoint)
 
 # Four files of tests at a time, on two cores: they often wait, for processes to start and for connections to fail. In the order

@@ -46,8 +46,6 @@ RULES = {
 }
 """Rules and their learning rates: a small one, one that suits sync, and one that is at its edge."""
 
-STALENESS = {"SGD": ("lr", "dc", "dc-adaptive"), "SGD, momentum 0.9": ("lr", "dc"), "Adam": ("lr", "dc")}
-
 
 @dataclass(frozen=True)
 class Setting:
@@ -68,7 +66,7 @@ def settings(seeds: int, only: str) -> list[Setting]:
         for rule, rates in RULES.items()
         for lr in rates
         for mode in MODES
-        for staleness in ("", *(STALENESS[rule] if mode == "async" else ()))
+        for staleness in (("", "lr") if mode == "async" else ("",))
         if only in mode
     ]
 

@@ -80,7 +80,7 @@ OUTSIDE = {
         "psd.cli.hosts.link",
         "psd.cli.hosts.rendezvous",
     ),
-    "asyncio": ("psd.watch.dashboard", "psd.cli.ctl.dashboard"),
+    "asyncio": ("psd.watch.dashboard", "psd.cli.ctl.dashboard", "psd.rim.metrics_server"),
     "aiohttp": ("psd.watch.dashboard",),
     "multiprocessing": ("psd_client",),
     "subprocess": ("psd.cli", "psd_client.owned"),

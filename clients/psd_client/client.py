@@ -122,8 +122,7 @@ class ParameterServer:
                 all shards or on none: the same bits whatever the timing and whatever dies, but of tables with
                 `expire_seconds`, in which time has a part. Synchronous only.
             staleness: async and ssp: treatment of gradients whose parameters have been updated since their worker read
-                them, `age` times. "lr" divides the learning rate by 1 + age; "dc" compensates the delay to first order
-                (DC-ASGD), "dc:0.1" with another strength than 0.04; "dc-adaptive" is DC-ASGD-a. See docs/consistency.md.
+                them, `age` times. "lr" divides the learning rate by 1 + age. See docs/consistency.md.
             clip_norm: the largest norm that a round's gradient may have, over all parameters and rows, and the workers' mean
                 (or sum): a longer one is scaled down, as torch.nn.utils.clip_grad_norm_ does. Without rounds: each push's.
                 Implies "exact".

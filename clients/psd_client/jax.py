@@ -86,8 +86,7 @@ def distribute(
         raise TypeError(f"{min(misplaced)}: goes into connect_args, such as connect_args={{'servers': 'host:7000', 'rank': 0}}")
     check_keywords(declare_args, OF_THE_JOB)
     check_connection(ps, *(connect_args or {}))
-    stale, stale_scalars = parse_staleness(staleness)
-    spec = replace(spec_of(optimizer), staleness=stale)
+    spec = replace(spec_of(optimizer), staleness=parse_staleness(staleness))
     if learning_rate is not None and "lr" not in spec.info.scalars:
         raise InvalidRequest(f"learning_rate: the rule {spec.rule!r} has none")
     paths, tree = jax.tree_util.tree_flatten_with_path(params)
@@ -113,7 +112,7 @@ def distribute(
     def step(batch_size: Any, *gradients: NDArray[Any]) -> tuple[NDArray[Any], ...]:
         for view, gradient in zip(worker.gradients.views, gradients, strict=True):
             write_gradient(view, np.asarray(gradient))
-        options = {**optimizer.option_values(), **stale_scalars}
+        options = optimizer.option_values()
         if learning_rate is not None:
             options["lr"] = learning_rate(worker.clock)
         worker.push_pull_flat([scalar_values(spec, options, 0)], weight_of(batch_size, "batch_size"))

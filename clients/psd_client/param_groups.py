@@ -25,7 +25,7 @@ class ParamGroups:
         names: of all parameters. optimizer: the rule, and the scalars that a group does not name itself; None: there are no
             names.
         groups: {"params": [names], "lr": ..., ...} each; None: one group of all parameters, if there are any.
-        staleness: what is done about the age of gradients, such as "lr" or "dc:0.04"; None: nothing.
+        staleness: what is done about the age of gradients, "lr"; None: nothing.
         rules_of_tables: name and optimizer of each table. Those that have the same optimizer object share a group.
 
     Attributes:
@@ -44,7 +44,7 @@ class ParamGroups:
         staleness: str | None = None,
         rules_of_tables: Mapping[str, Optimizer] = MappingProxyType({}),
     ) -> None:
-        name_of_staleness, stale_scalars = parse_staleness(staleness)
+        treatment = parse_staleness(staleness)
         if not isinstance(optimizer, Optimizer) and (names or optimizer is not None):
             raise TypeError(f"optimizer: expected one of psd_client's, such as psd_client.SGD(lr=...), got {optimizer!r}")
         self.groups: list[dict[str, Any]] = []
@@ -67,8 +67,8 @@ class ParamGroups:
                     raise ValueError(f"groups[{index}]['params']: {name!r} {problem}")
                 del unassigned[name]
                 self.group_of[name] = index
-            self.groups.append({"params": members} | rule.scalars() | stale_scalars)
-            self.specs.append(replace(spec_of(rule), staleness=name_of_staleness))
+            self.groups.append({"params": members} | rule.scalars())
+            self.specs.append(replace(spec_of(rule), staleness=treatment))
         if unassigned:
             raise ValueError(f"groups: {next(iter(unassigned))!r} is in no group")
         self.group_of_table: dict[str, int] = {}
@@ -76,8 +76,8 @@ class ParamGroups:
         for name, rule in rules_of_tables.items():
             if id(rule) not in index_of:
                 index_of[id(rule)] = len(self.groups)
-                self.groups.append({"tables": []} | rule.scalars() | stale_scalars)
-                self.specs.append(replace(spec_of(rule), staleness=name_of_staleness))
+                self.groups.append({"tables": []} | rule.scalars())
+                self.specs.append(replace(spec_of(rule), staleness=treatment))
             self.group_of_table[name] = index_of[id(rule)]
             self.groups[index_of[id(rule)]]["tables"].append(name)
 

@@ -37,7 +37,7 @@ from psd_core.optimizer import FLOAT32_MAX
 NAMES_MAX = 64
 """Limit of the slots, and of the numbers, of one rule."""
 
-RESERVED = frozenset({"step", "age", "params", "dc_lambda", "dc_decay", "dc_mean_square"})
+RESERVED = frozenset({"step", "age", "params"})
 """Names that psd uses itself beside a rule's own."""
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")

@@ -19,7 +19,7 @@ from psd.contract.consistency import SYNC, Consistency
 from psd.contract.errors import InvalidRequest, InvalidTensor
 from psd.contract.printable import is_printable, utf8_size
 from psd.contract.rules import BUFFERS, STATIC, TABLE_RULES, RuleInfo, rule_info
-from psd.contract.staleness import RATE, STALENESS
+from psd.contract.staleness import check_staleness
 from psd.contract.tables import SparseTableSpec
 from psd.v1 import job_pb2
 from psd_core.optimizer import FLOAT32_MAX
@@ -100,7 +100,7 @@ class GroupSpec:
     Attributes:
         rule: its name, or the import path of a user's own. flags: sorted. constants: in the order of RuleInfo.constants.
         slots, scalars: names, of a user's own rule only; its constants are what the slots begin with.
-        staleness: what is done about the age of gradients in async and ssp, a key of STALENESS.
+        staleness: what is done about the age of gradients in async and ssp: "lr", or nothing.
     """
 
     rule: str = "sgd"
@@ -112,8 +112,8 @@ class GroupSpec:
 
     @functools.cached_property
     def info(self) -> RuleInfo:
-        """Facts of the rule, staleness included; InvalidRequest if there is none."""
-        return rule_info(self.rule, slots=self.slots, scalars=self.scalars, staleness=self.staleness)
+        """Facts of the rule; InvalidRequest if there is none."""
+        return rule_info(self.rule, slots=self.slots, scalars=self.scalars)
 
     def differences(self, other: GroupSpec) -> Iterator[tuple[str, object, object]]:
         """Differences that there may be from another group, each with its two values; the optimizer comes first."""
@@ -185,6 +185,7 @@ class JobSpec:
             raise InvalidRequest(f"groups: there must be 1 to {GROUPS_MAX}, got {len(self.groups)}")
         for group in self.groups:
             rule = group.info
+            check_staleness(group.staleness, rule)
             rule.check_flags(group.flags)
             rule.check_constants(group.constants)
             if group.staleness and self.consistency.has_rounds:
@@ -226,23 +227,15 @@ class JobSpec:
                 raise InvalidRequest(f"{where}: rule {group.rule!r} is none for tables: {why}elementwise ones are")
             if group.info.is_custom and table.updates != "lazy":
                 raise InvalidRequest(f"{where}: updates: must be lazy with a rule of your own, got {table.updates!r}")
-            if group.staleness not in ("", RATE):
-                raise InvalidRequest(f"{where}: staleness {group.staleness!r} is none for tables; {RATE!r} is")
         for tensor in self.tensors:
             if self.groups[tensor.group].rule in TABLE_RULES:
                 raise InvalidTensor(f"tensor {tensor.name!r}: rule {self.groups[tensor.group].rule!r} is for tables only")
 
     @property
     def stored_groups(self) -> tuple[GroupSpec, ...]:
-        """The groups as far as checkpoints depend on them: a staleness without slots of its own may change, and whose buffers
-        are kept."""
+        """The groups as far as checkpoints depend on them: the staleness may change, and whose buffers are kept."""
         return tuple(
-            dataclasses.replace(
-                group,
-                staleness=group.staleness if STALENESS[group.staleness].slots else "",
-                flags=() if group.is_of_buffers else group.flags,
-            )
-            for group in self.groups
+            dataclasses.replace(group, staleness="", flags=() if group.is_of_buffers else group.flags) for group in self.groups
         )
 
     def _check_norms(self) -> None:

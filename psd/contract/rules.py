@@ -7,14 +7,13 @@ says what their numbers may be, and the users' own.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from psd.contract.arguments import real_number
 from psd.contract.config import is_rule_path
 from psd.contract.custom_rules import name_problem
 from psd.contract.errors import InvalidRequest
-from psd.contract.staleness import STALENESS, check_staleness
 from psd_core.optimizer import Range, RuleFacts, Slot, facts_of
 from psd_core.row_rules import RowwiseAdagrad
 from psd_core.rules import RULES as PSD_RULES
@@ -28,7 +27,7 @@ _ANY = Range()
 
 @dataclass(frozen=True)
 class RuleInfo(RuleFacts):
-    """Facts of a rule as a group declares it, staleness included, and what both sides refuse.
+    """Facts of a rule as a group declares it, and what both sides refuse.
 
     Attributes:
         is_custom: a user's own rule, of which psd knows nothing but what it declares.
@@ -117,8 +116,8 @@ RULES = (
 )
 
 
-def rule_info(name: str, *, slots: Sequence[str] = (), scalars: Sequence[str] = (), staleness: str = "") -> RuleInfo:
-    """Facts of a rule as a group declares it, staleness included.
+def rule_info(name: str, *, slots: Sequence[str] = (), scalars: Sequence[str] = ()) -> RuleInfo:
+    """Facts of a rule as a group declares it.
 
     Args:
         name: of one of psd's rules, or the import path of a user's own. slots, scalars: names; of the latter only.
@@ -132,22 +131,11 @@ def rule_info(name: str, *, slots: Sequence[str] = (), scalars: Sequence[str] = 
             if problem:
                 raise InvalidRequest(f"groups.{field}: of rule {name!r}: {problem}")
         kept = tuple(Slot(slot, start=slot) for slot in slots)
-        info = RuleInfo(name, scalars=tuple(scalars), constants=tuple(slots), all_slots=kept, is_custom=True)
-    elif name not in RULES:
+        return RuleInfo(name, scalars=tuple(scalars), constants=tuple(slots), all_slots=kept, is_custom=True)
+    if name not in RULES:
         raise InvalidRequest(
             f"groups.rule: unknown rule {name!r}; there are {sorted(RULES)}, and import paths such as my_module:MyRule"
         )
-    elif slots or scalars:
+    if slots or scalars:
         raise InvalidRequest(f"groups.{'slots' if slots else 'scalars'}: only a user's own rule names them, not {name!r}")
-    else:
-        info = RULES[name]
-    if not staleness:
-        return info
-    check_staleness(staleness, info)
-    more = STALENESS[staleness]
-    return replace(
-        info,
-        scalars=info.scalars + more.scalar_names,
-        all_slots=info.all_slots + tuple(map(Slot, more.slots)),
-        ranges={**info.ranges, **more.ranges},
-    )
+    return RULES[name]

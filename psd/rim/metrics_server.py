@@ -10,14 +10,13 @@ own server has a thread for each connection, for as long as its client likes, an
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
-import selectors
 import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 logger = logging.getLogger(__name__)
 
@@ -32,21 +31,8 @@ DEADLINE_S = 10.0
 CACHE_S = 0.2
 PAUSE_S = 0.002
 """Pause after each accepted connection: at most 500 a second."""
-
-
-@dataclass(eq=False)
-class _Connection:
-    """One connection.
-
-    Attributes:
-        answer: what of it is unsent; None before, empty once all was sent. passed_over: bytes read after that.
-    """
-
-    sock: socket.socket
-    deadline: float
-    head: bytearray = field(default_factory=bytearray)
-    answer: memoryview | None = None
-    passed_over: int = 0
+FULL_S = 0.1
+"""Pause where there are no descriptors left."""
 
 
 class MetricsServer:
@@ -67,8 +53,7 @@ class MetricsServer:
         self._content_type = content_type
         self._page = b""
         self._page_until = 0.0
-        self._connections: dict[int, _Connection] = {}  # by descriptor, oldest first
-        self._never = threading.Event()
+        self._connections: dict[asyncio.Task[None], socket.socket] = {}  # oldest first
         self._thread = threading.Thread(target=self._run, name="psd-metrics", daemon=True)
 
     def start(self) -> None:
@@ -89,109 +74,72 @@ class MetricsServer:
             raise OSError(
                 f"--metrics-port: cannot bind {self._host}:{self.port}: {error.strerror}; is the port in use?"
             ) from error
+        self._listener.setblocking(False)
         self.port = self._listener.getsockname()[1]
-        self._selector = selectors.DefaultSelector()
-        self._wake, self._woken = socket.socketpair()
-        for sock in (self._listener, self._woken):
-            sock.setblocking(False)
-            self._selector.register(sock, selectors.EVENT_READ)
+        self._loop = asyncio.new_event_loop()
+        self._serving = self._loop.create_task(self._serve())
         self._thread.start()
 
     def stop(self) -> None:
         """Close everything. Idempotent."""
         if self._thread.is_alive():
-            with contextlib.suppress(OSError):
-                self._wake.send(b"x")
+            with contextlib.suppress(RuntimeError):  # it has ended by itself
+                self._loop.call_soon_threadsafe(self._serving.cancel)
             self._thread.join()
 
     def _run(self) -> None:
+        with contextlib.closing(self._loop), self._listener, contextlib.suppress(asyncio.CancelledError):
+            self._loop.run_until_complete(self._serving)
+
+    async def _serve(self) -> None:
         try:
-            while self._turn():
-                pass
+            while True:
+                try:
+                    sock, _ = await self._loop.sock_accept(self._listener)
+                except OSError:  # it has gone again, or there are no descriptors left
+                    await asyncio.sleep(FULL_S)
+                    continue
+                if len(self._connections) >= CONNECTIONS_MAX:
+                    oldest = next(iter(self._connections))
+                    oldest.cancel()
+                    await asyncio.wait([oldest])
+                connection = self._loop.create_task(self._attend(sock))
+                self._connections[connection] = sock
+                connection.add_done_callback(self._forget)
+                await asyncio.sleep(PAUSE_S)
         finally:
-            for connection in list(self._connections.values()):
-                self._close(connection)
-            for sock in (self._listener, self._wake, self._woken):
-                sock.close()
-            self._selector.close()
+            for connection in self._connections:
+                connection.cancel()
+            await asyncio.gather(*self._connections, return_exceptions=True)
+            await asyncio.sleep(0)  # what has been hung up on is closed
 
-    def _turn(self) -> bool:
-        """Handle pending events; False when it is time to end."""
-        deadlines = [connection.deadline for connection in self._connections.values()]
-        timeout = max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
-        for key, _ in self._selector.select(timeout):
-            if key.fileobj is self._woken:
-                return False
-            if key.fileobj is self._listener:
-                self._accept()
-            elif key.fd in self._connections:  # it may have been closed a moment ago, for a newer one
-                self._go_on(self._connections[key.fd])
-        now = time.monotonic()
-        for connection in [c for c in self._connections.values() if c.deadline <= now]:
-            self._close(connection)
-        return True
+    def _forget(self, connection: asyncio.Task[None]) -> None:
+        self._connections.pop(connection).close()
 
-    def _accept(self) -> None:
+    async def _attend(self, sock: socket.socket) -> None:
+        with contextlib.suppress(OSError, EOFError, asyncio.TimeoutError):
+            await asyncio.wait_for(self._converse(sock), DEADLINE_S)
+
+    async def _converse(self, sock: socket.socket) -> None:
+        reader, writer = await asyncio.open_connection(sock=sock, limit=HEAD_BYTES_MAX)
+        writer.transport.set_write_buffer_limits(0)  # what is drained has been sent
         try:
-            sock, _ = self._listener.accept()
-        except OSError:  # it has gone again, or there are no descriptors left
-            self._pause(0.1)
-            return
-        if len(self._connections) >= CONNECTIONS_MAX:
-            self._close(next(iter(self._connections.values())))
-        sock.setblocking(False)
-        self._connections[sock.fileno()] = _Connection(sock, time.monotonic() + DEADLINE_S)
-        self._selector.register(sock, selectors.EVENT_READ)
-        self._pause(PAUSE_S)
-
-    def _pause(self, seconds: float) -> None:
-        """Let the shard work."""
-        self._never.wait(seconds)
-
-    def _go_on(self, connection: _Connection) -> None:
-        try:
-            if connection.answer is None:
-                self._read(connection)
-            elif connection.answer:
-                self._write(connection)
-            else:
-                self._pass_over(connection)
-        except (BlockingIOError, InterruptedError):
-            pass
-        except OSError:
-            self._close(connection)
-
-    def _read(self, connection: _Connection) -> None:
-        data = connection.sock.recv(HEAD_BYTES_MAX)
-        if not data:
-            self._close(connection)
-            return
-        connection.head += data
-        if b"\r\n\r\n" in connection.head or len(connection.head) > HEAD_BYTES_MAX:
-            connection.answer = memoryview(self._answer(bytes(connection.head)))
-            self._selector.modify(connection.sock, selectors.EVENT_WRITE)
-
-    def _write(self, connection: _Connection) -> None:
-        assert connection.answer is not None
-        connection.answer = connection.answer[connection.sock.send(connection.answer) :]
-        if not connection.answer:
-            connection.sock.shutdown(socket.SHUT_WR)
-            self._selector.modify(connection.sock, selectors.EVENT_READ)
-
-    def _pass_over(self, connection: _Connection) -> None:
-        data = connection.sock.recv(HEAD_BYTES_MAX)
-        connection.passed_over += len(data)
-        if not data or connection.passed_over > BODY_BYTES_MAX:
-            self._close(connection)
-
-    def _close(self, connection: _Connection) -> None:
-        del self._connections[connection.sock.fileno()]
-        self._selector.unregister(connection.sock)
-        connection.sock.close()
+            try:
+                head = await reader.readuntil(b"\r\n\r\n")
+            except asyncio.LimitOverrunError:
+                head = b""
+            writer.write(self._answer(head))
+            await writer.drain()
+            writer.write_eof()
+            passed_over = 0
+            while passed_over <= BODY_BYTES_MAX and (data := await reader.read(HEAD_BYTES_MAX)):
+                passed_over += len(data)
+        finally:
+            writer.transport.abort()
 
     def _answer(self, head: bytes) -> bytes:
         words = head.partition(b"\r\n")[0].split(b" ")
-        if len(head) > HEAD_BYTES_MAX or len(words) != 3 or not words[2].startswith(b"HTTP/1."):
+        if len(words) != 3 or not words[2].startswith(b"HTTP/1."):
             return _response("400 Bad Request", "text/plain", b"expected GET " + PATH.encode() + b" HTTP/1.1\n")
         if words[1].partition(b"?")[0] != PATH.encode():
             return _response("404 Not Found", "text/plain", b"there is only " + PATH.encode() + b" here\n")

@@ -247,7 +247,7 @@ class Job:
         """Gradients applied without rounds, by their age; see StatusReply.ages."""
         totals: list[int] = []
         for block in self._trained:
-            counts = list(block.readers.ages)
+            counts = list(block.ages.counts)
             totals += [0] * (len(counts) - len(totals))
             for bucket, count in enumerate(counts):
                 totals[bucket] += count
@@ -256,7 +256,7 @@ class Job:
     @property
     def age_total(self) -> int:
         """The sum of the ages in `ages`."""
-        return sum(block.readers.age_total for block in self._trained)
+        return sum(block.ages.total for block in self._trained)
 
     @property
     def round_times(self) -> Histogram:
@@ -348,11 +348,6 @@ class Job:
         for page in pages.values():
             self.arena.unpin(page)
 
-    def give_back_pages(self) -> None:
-        """Give back the pages kept for what workers have read: nobody will send a gradient any more."""
-        for block in self.blocks.values():
-            block.forget_readers()
-
     @property
     def lacks_space(self) -> bool:
         """True if a round is complete and could not be applied for lack of space; to be settled again when there is some."""
@@ -361,8 +356,6 @@ class Job:
     def on_gone(self, rank: int) -> None:
         """Forget what mattered only while a session of the rank lived."""
         self.agreement.on_gone(rank)
-        for block in self.blocks.values():
-            block.forget_reader(rank)
 
     # -- sizes ---------------------------------------------------------------------------------------------------------
 

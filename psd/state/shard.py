@@ -241,7 +241,6 @@ class Shard:
             with self._core.lock:
                 if self._core.job is not None:
                     self.cuts.forget(self._core.job, "the shard ends")
-                    self._core.job.give_back_pages()
             self._core.storage.close(keep=keep)
 
     def check_draining(self) -> None:

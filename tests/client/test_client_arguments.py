@@ -286,7 +286,7 @@ def test_connect_when_a_setting_is_wrong_then_names_it(
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda ps: ps.declare(W, SGD(lr=1), staleness=3), 'staleness: expected "lr", "dc" or .* got 3'),
+        (lambda ps: ps.declare(W, SGD(lr=1), staleness=3), 'staleness: expected "lr" or None, got 3'),
         (lambda ps: ps.declare(W, SGD(lr=1), consistency=["sync"]), r"consistency: expected a string, got \['sync'\]"),
         (lambda ps: ps.declare(W, SGD(lr=1), reduce=[]), r"reduce: expected one of mean, sum, got \[\]"),
         (lambda ps: ps.declare({1: np.zeros(2)}, SGD(lr=1)), "params: names must be strings, got 1"),

@@ -11,7 +11,6 @@ from psd.contract.custom_rules import load_listed, load_rule
 from psd.contract.errors import InvalidRequest
 from psd.contract.jobspec import GroupSpec, JobSpec, TensorSpec
 from psd.contract.layout import Layout
-from psd.contract.rules import rule_info
 
 HERE = __name__
 
@@ -148,38 +147,21 @@ def test_a_wrong_declaration_is_refused(wrong: GroupSpec, message: str) -> None:
         job(wrong)
 
 
-def test_staleness_adds_scalars_and_slots_behind_the_rules_own() -> None:
-    """What the rule itself takes stays where it was."""
-    adaptive = GroupSpec("sgd", ("momentum",), staleness="dc-adaptive").info
-
-    assert adaptive.scalars == (*rule_info("sgd").scalars, "dc_lambda", "dc_decay")
-    assert adaptive.slots(("momentum",)) == ("momentum", "dc_mean_square")
-    assert adaptive.slot_starts(("momentum",), ()) == (0.0, 0.0)
-    assert group(staleness="dc").info.scalars == ("lr", "drag", "dc_lambda")
-
-
 @pytest.mark.parametrize(
     ("wrong", "mode", "message"),
     [
         (GroupSpec("sgd", staleness="lr"), "sync", "groups.staleness: is 'lr', but under sync no gradient is stale"),
-        (GroupSpec("sgd", staleness="decay"), "async", "groups.staleness: must be one of .*'dc', 'dc-adaptive', 'lr'"),
+        (GroupSpec("sgd", staleness="decay"), "async", "groups.staleness: must be 'lr' or empty, got 'decay'"),
         (
             GroupSpec("ftrl", staleness="lr"),
             "ssp:3",
             "'lr' does not go with rule 'ftrl', which computes the parameters from lr",
         ),
         (group(scalars=("rate", "drag"), staleness="lr"), "async", "'lr' does not go with rule 'm:R', which has no lr"),
-        (GroupSpec("static", staleness="dc"), "async", "is 'dc', but nothing is pushed to a static group"),
+        (GroupSpec("static", staleness="lr"), "async", "'lr' does not go with rule 'static', which has no lr"),
     ],
 )
 def test_a_staleness_that_makes_no_sense_is_refused(wrong: GroupSpec, mode: str, message: str) -> None:
     """Sync refuses all of them."""
     with pytest.raises(InvalidRequest, match=message):
         job(wrong, mode=mode)
-
-
-@pytest.mark.parametrize(("values", "scalar"), [((0.1, 0, 0, 0, -1, 0.9), "dc_lambda"), ((0.1, 0, 0, 0, 1, 1.5), "dc_decay")])
-def test_scalars_of_the_staleness_have_ranges(values: tuple[float, ...], scalar: str) -> None:
-    """They are checked as those of the rules are."""
-    with pytest.raises(InvalidRequest, match=rf"scalars\[0\]\.{scalar}: must be"):
-        GroupSpec("sgd", staleness="dc-adaptive").info.check_scalars(values, (), "scalars[0]")

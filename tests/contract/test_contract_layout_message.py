@@ -57,7 +57,7 @@ def test_the_blocks_of_all_shards_have_every_element_once(spec: JobSpec, shards:
 
 def test_rules_numbers_have_their_names() -> None:
     """In the order in which they travel; slots are those that the flags ask for."""
-    groups = (*GROUPS[1:], GroupSpec("my.module:Rule", (), (0.0, 1.0), ("a", "b"), ("lr", "x")), GroupSpec(staleness="dc"))
+    groups = (*GROUPS[1:], GroupSpec("my.module:Rule", (), (0.0, 1.0), ("a", "b"), ("lr", "x")), GroupSpec(staleness="lr"))
     tensors = tuple(TensorSpec(f"t{i}", (3,), group=i) for i in range(len(groups)))
 
     spec = JobSpec(1, tensors, groups, Consistency.parse("async"))
@@ -69,4 +69,4 @@ def test_rules_numbers_have_their_names() -> None:
     assert told[1] == job_pb2.RuleNames()
     assert list(told[2].constants) == ["initial_accumulator_value"]
     assert told[3] == job_pb2.RuleNames(constants=["a", "b"], scalars=["lr", "x"], slots=["a", "b"])
-    assert list(told[4].scalars) == ["lr", "momentum", "dampening", "weight_decay", "dc_lambda"]
+    assert list(told[4].scalars) == ["lr", "momentum", "dampening", "weight_decay"]

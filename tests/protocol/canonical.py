@@ -112,8 +112,6 @@ LEFT_OUT_ATTRIBUTES = frozenset(
         "_min_clock",
         "_is_min_clock_known",
         "_gates_min_clock",
-        "_readers",
-        "readers",
         "is_skipped",
         "last_text",
         "last_missing",

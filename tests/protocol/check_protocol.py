@@ -1,14 +1,14 @@
 """Explores the protocol: the real client and the real shards, in every order of events that a small world allows.
 
-    make check-protocol              # all settings: everything with one fault, with two what PROTOCOL_SECONDS of CPU allow
+    make check-protocol              # everything with one fault; with two, and at random, what PROTOCOL_SECONDS of CPU allow
     python tests/protocol/check_protocol.py --only sync-fast --faults 2 --seconds 600
 
-Two workers and two shards; messages are lost, repeated and late, processes die, stall and return, programs call again after
-errors, or call with another gradient; some jobs have tables beside their tensors. setting.py says what is explored, world.py
-what may happen, explorer.py in which order, programs.py and invariants.py what must hold; planted.py has defects that it must
-find. green.py lets the client's threads run one at a time. A finding is told as the numbered events that lead to it; the exit
-status is 1 if there is one. If there is none, the last line says how much has been seen: with each number of faults,
-everything, or what follows some of them.
+Two workers and two shards, and at random three of each; messages are lost, repeated and late, processes die, stall and return,
+programs call again after errors, or call with another gradient; some jobs have tables beside their tensors. setting.py says
+what is explored, world.py what may happen, explorer.py in which order, programs.py and invariants.py what must hold; planted.py
+has defects that it must find. green.py lets the client's threads run one at a time. A finding is told as the numbered events
+that lead to it; the exit status is 1 if there is one. If there is none, the last line of a search says how much has been seen:
+with each number of faults, everything, or what follows some of them.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ import argparse
 import itertools
 import logging
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import green
 import shard_process
 import worker_process
 from explorer import Explorer
-from setting import Setting
+from setting import FAULTS, Setting
 from stories import story
 from world import World
 
@@ -60,6 +61,26 @@ SETTINGS = (
     Setting("lost-disks", faults=frozenset({"blank", "die", "lose"})),
 )
 """Each with two steps of each worker. Slow heartbeats and lost disks are much to see, and have few other faults beside them."""
+
+_LARGE = Setting("", shards=3, blocks=4, steps=4, programs=("push_pull",) * 3, budget=6, faults=frozenset(FAULTS) - {"blank"})
+_MIXED = ("push_then_pull", "push_pull", "push_only")
+
+WALKS = (
+    _LARGE.but(name="sync", programs=_MIXED),
+    _LARGE.but(name="quorum", quorum=2),
+    _LARGE.but(name="exact", aggregation="exact", programs=_MIXED),
+    _LARGE.but(name="exact-quorum", aggregation="exact", quorum=2),
+    _LARGE.but(name="norms", aggregation="exact", job={"clip_norm": 1e30}),
+    _LARGE.but(name="norms-quorum", aggregation="exact", quorum=2, job={"clip_norm": 1e30}),
+    _LARGE.but(name="async", consistency="async", programs=_MIXED),
+    _LARGE.but(name="ssp:0", consistency="ssp:0"),
+    _LARGE.but(name="ssp:2", consistency="ssp:2"),
+    _LARGE.but(name="barrier", programs=("push_pull_barrier",) * 3, successor="push_pull_barrier"),
+    _LARGE.but(name="tables", tables=2),
+    _LARGE.but(name="tables-exact", tables=2, aggregation="exact"),
+    _LARGE.but(name="tables-async", tables=2, consistency="async"),
+)
+"""Larger worlds, through which to walk at random. So large a norm is measured, and never clips."""
 
 SETUP_ACTIONS = 13
 """At the beginning of each story: both workers join and declare."""
@@ -99,6 +120,18 @@ def explore(
         return explorer, told
 
 
+def walk(setting: Setting, seeds: Iterable[int]) -> tuple[Explorer, list[str]]:
+    """Walk through a world at random, once for each seed, until something is found: the story of it."""
+    with exploring(setting) as world:
+        explorer = Explorer(world)
+        for seed in seeds:
+            explorer.walk(seed)
+            if explorer.findings:
+                finding = explorer.findings[0]
+                return explorer, ["\n".join((f"seed {seed}", *finding.wrong, *story(world, finding.actions, from_step=0)))]
+        return explorer, []
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="Explore what can happen to psd's protocol.")
     parser.add_argument("--only", metavar="NAME", help=f"one of: {', '.join(setting.name for setting in SETTINGS)}")
@@ -112,7 +145,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the order in which faults are tried (default: 0)")
     args = parser.parse_args()
     settings = [setting for setting in SETTINGS if args.only in (None, setting.name)]
-    if not settings:
+    walks = [setting for setting in WALKS if args.only in (None, setting.name)]
+    if not settings and not walks:
         parser.error(f"--only: there is no setting {args.only!r}")
     is_sound = True
     # With fewer faults first, although more include them: what follows the last fault can be reduced, and has an end.
@@ -125,7 +159,20 @@ def main() -> int:
         for text in told:
             say(text)
             is_sound = False
+    for setting in walks:
+        say(f"== walks, {setting.name}")
+        explorer, told = walk(setting, _seeds(args.seed, args.seconds))
+        say(f"{explorer.states} states, depth {explorer.depth}, {len(told)} findings")
+        for text in told:
+            say(text)
+            is_sound = False
     return 0 if is_sound else 1
+
+
+def _seeds(first: int, seconds: float) -> Iterator[int]:
+    """Numbers from the first on, for so many seconds of CPU."""
+    until = time.process_time() + seconds
+    return itertools.takewhile(lambda _: time.process_time() < until, itertools.count(first))
 
 
 def say(text: str) -> None:

@@ -1,4 +1,4 @@
-"""The search: every state that can be reached with so many faults, each once.
+"""The search: every state that can be reached with so many faults, each once; and walks at random through larger worlds.
 
 In layers: first what happens without a fault, then with one, and so on; within a layer depth first. A state that was reached
 with fewer faults has seen everything that can follow. So what is found first is found with as few faults as it takes.
@@ -20,6 +20,13 @@ from world import ON, Action, State, World
 
 DEPTH_MAX = 300
 """Actions, of which no run has so many unless a worker goes in circles."""
+
+WALK_MAX = 3000
+"""Actions of one walk."""
+
+FAULTS_SHARE = 1 / 15
+LATE_SHARE = 1 / 2
+"""Probabilities: of a fault, where one may strike; that a message which was lost comes late."""
 
 LOOKS_AT_CLOCK = 64
 """States after which the search looks at the clock."""
@@ -125,11 +132,40 @@ class Explorer:
         assert all(state.modes[p] == ON and state.workers[p].view.is_begun for p in range(len(world.setting.programs)))
         return state, chain
 
-    def _expand(self, state: State, chain: Chain, depth: int, layer: int) -> None:
+    def walk(self, seed: int) -> None:
+        """Follow one run to its end: in each state an action that is drawn, mostly one that is no fault."""
+        drawn = random.Random(seed)
+        state, chain = self.set_up()
+        left = self._budget
+        for depth in range(WALK_MAX):
+            options, free = self._look(state, chain, depth, with_faults=left > 0)
+            kinds: dict[str, list[tuple[Action, int]]] = {}
+            for action, cost in options:
+                if cost:
+                    kinds.setdefault(str(action[3] if action[0] == "deliver" else action[0]), []).append((action, cost))
+            if self.findings or not options:
+                return
+            is_fault = kinds and (not free or drawn.random() < FAULTS_SHARE)
+            action, cost = drawn.choice(kinds[drawn.choice(sorted(kinds))]) if is_fault else (drawn.choice(free), 0)
+            result = self._world.take(state, action)
+            if result.lost and cost < left and "late" in self._world.setting.faults and drawn.random() < LATE_SHARE:
+                action, cost = ("+late", action), cost + 1
+                result = self._world.take(state, action)
+            self.steps += 1
+            left -= cost
+            state, chain = result.state, (chain, action)
+            if result.wrong:
+                self._find(chain, result.wrong)
+                return
+        self._find(chain, ["the world does not come to an end"])
+
+    def _look(
+        self, state: State, chain: Chain, depth: int, *, with_faults: bool
+    ) -> tuple[list[tuple[Action, int]], list[Action]]:
+        """The actions that are possible, with their costs, and those that cost nothing; finds what is wrong."""
         self.states += 1
         self.depth = max(self.depth, depth)
-        is_last = layer == self._budget
-        options = self._world.options(state, with_faults=not is_last)
+        options = self._world.options(state, with_faults=with_faults)
         free = [action for action, cost in options if not cost]
         if not any(self._invariants.must_happen(state, action) for action in free):
             options += [(action, 0) for action in self._world.overdue(state)]
@@ -139,8 +175,13 @@ class Explorer:
             wrong += self._restores.check(state, self._invariants.sure(state))
         if wrong:
             self._find(chain, wrong)
-            return
-        if is_last:
+            return [], []
+        return options, free
+
+    def _expand(self, state: State, chain: Chain, depth: int, layer: int) -> None:
+        is_last = layer == self._budget
+        options, free = self._look(state, chain, depth, with_faults=not is_last)
+        if is_last and options:
             options = [(action, 0) for action in persistent(self._world, state, free)]
         while options:
             action, cost = options.pop()

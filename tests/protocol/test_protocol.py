@@ -17,18 +17,8 @@ from setting import Setting
 STATES = 100
 """To look at in each setting."""
 
-SMALL = (
-    "cuts-async",
-    "cuts-tables-async",
-    "readers",
-    "tables",
-    "tables-exact",
-    "quorum",
-    "tables-async",
-    "push-only-exact",
-    "lost-disks",
-)
-"""Jobs with tables have tensors, too."""
+SMALL = ("cuts-async", "cuts-tables-async", "readers", "push-only-exact", "lost-disks")
+"""What walks do not see (test_walks.py)."""
 
 COUNT = """
 from check_protocol import explore

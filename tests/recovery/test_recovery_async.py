@@ -26,6 +26,7 @@ SIZE = 600_000
 """float32: two blocks on each of two shards."""
 
 WORLD_SIZE = 3
+SEED = 30
 DIRECTIONS_OF = {"push_pull": DIRECTIONS, "push": ["up"]}
 """In which a method moves bulk data."""
 
@@ -62,30 +63,13 @@ def work(
 
 
 @pytest.mark.parametrize(
-    ("transport", "method", "kills", "faults", "seed"),
-    [
-        pytest.param("grpc", "push_pull", 2, 4, 30, id="short-grpc-push_pull"),
-        pytest.param("tcp", "push", 2, 4, 30, id="short-tcp-push"),
-        pytest.param("shm", "push_pull", 3, 0, 30, id="short-shm-push_pull"),
-        *(
-            pytest.param(
-                transport, method, 50, faults, 31, id=f"long-{transport}-{method}",
-                marks=[pytest.mark.chaos, pytest.mark.timeout(1200)],
-            )
-            for transport, faults in {"grpc": 30, "tcp": 30, "shm": 0}.items()
-            for method in DIRECTIONS_OF
-        ),
-    ],
-)  # fmt: skip
+    ("transport", "method", "kills", "faults"), [("grpc", "push_pull", 2, 4), ("tcp", "push", 2, 4), ("shm", "push_pull", 3, 0)]
+)
 def test_when_shards_are_killed_and_connections_break_then_the_sum_is_exact(
-    shard_processes: Callable[..., list[ShardProcess]],
-    transport: str,
-    method: str,
-    kills: int,
-    faults: int,
-    seed: int,
+    shard_processes: Callable[..., list[ShardProcess]], transport: str, method: str, kills: int, faults: int
 ) -> None:
-    """No push is lost, and none is counted twice, though it may have been sent any number of times."""
+    """No push is lost, and none is counted twice, though it may have been sent any number of times; tests/jepsen does it at
+    length."""
     shards = shard_processes(2, "--lease", "60")
     doing = functools.partial(work, pushed=threading.Barrier(WORLD_SIZE), is_answered=method == "push_pull")
 
@@ -94,7 +78,7 @@ def test_when_shards_are_killed_and_connections_break_then_the_sum_is_exact(
         WORLD_SIZE,
         doing,
         transport=transport,
-        seed=seed,
+        seed=SEED,
         kills=kills,
         faults=faults,
         directions=DIRECTIONS_OF[method],
@@ -105,28 +89,21 @@ def test_when_shards_are_killed_and_connections_break_then_the_sum_is_exact(
         np.testing.assert_array_equal(result, total(counts))
 
 
-@pytest.mark.parametrize(
-    ("transport", "seed"),
-    [
-        ("shm", 40),
-        *(pytest.param(("grpc", "tcp", "shm")[seed % 3], seed, marks=pytest.mark.chaos) for seed in range(41, 71)),
-    ],
-)
 def test_when_a_worker_is_killed_then_it_loses_at_most_the_push_that_was_not_acknowledged(
-    shard_processes: Callable[..., list[ShardProcess]], transport: str, seed: int
+    shard_processes: Callable[..., list[ShardProcess]],
 ) -> None:
     """Each block has counted that push or not; the other workers' sum, and what was acknowledged before, are exact."""
-    source = random.Random(seed)
+    source = random.Random(SEED)
     shards = shard_processes(2, "--lease", "60")
     program = str(Path(__file__).with_name("dying_worker.py"))
-    arguments = [servers_of(shards), "2", "3", str(SIZE), transport]
+    arguments = [servers_of(shards), "2", "3", str(SIZE), "shm"]
 
     with subprocess.Popen([sys.executable, program, *arguments], stdout=subprocess.PIPE, text=True) as dying:
         acknowledged: list[int] = []
         killing = threading.Thread(target=_kill_after, args=(dying, source, acknowledged))
         killing.start()
         doing = functools.partial(work, pushed=threading.Barrier(2, action=killing.join))
-        results = run_disturbed(shards, 2, doing, transport=transport, seed=seed, kills=1, faults=transport != "shm")
+        results = run_disturbed(shards, 2, doing, transport="shm", seed=SEED, kills=1, faults=0)
 
     (left, values), (right, _) = results
     pushed = total([left, right]) - values

@@ -21,12 +21,7 @@ pytestmark = pytest.mark.process
     ("transport", "kills", "faults", "seed"),
     [
         pytest.param("tcp", 5, 2, 20, id="short"),
-        *(
-            pytest.param(
-                transport, 50, faults, 21, id=f"long-{transport}", marks=[pytest.mark.chaos, pytest.mark.timeout(1200)]
-            )
-            for transport, faults in {"grpc": 10, "tcp": 10, "shm": 0}.items()
-        ),
+        pytest.param("grpc", 50, 10, 21, id="long", marks=[pytest.mark.chaos, pytest.mark.timeout(1200)]),
     ],
 )
 def test_training_when_shards_are_killed_and_connections_break_then_ends_in_the_same_bits(

@@ -74,30 +74,19 @@ def work(
         return set(ps.pull()["w"].tolist()), ps.tables["t"].pull(ids_of(np.arange(rows)))
 
 
-MODES: dict[str, dict[str, Any]] = {"async": {"consistency": "async"}, "fast": {}, "exact": {"aggregation": "exact"}}
-
-
 @pytest.mark.parametrize(
-    ("transport", "mode", "rows", "kills", "faults"),
+    ("transport", "consistency", "rows", "kills", "faults"),
     [
-        pytest.param("tcp", "fast", 1000, 2, 3, id="short-tcp-fast"),
-        *(
-            pytest.param(
-                transport, mode, 100_000, 40, faults, id=f"long-{transport}-{mode}",
-                marks=[pytest.mark.chaos, pytest.mark.timeout(1200)],
-            )
-            for transport, mode, faults in (
-                ("tcp", "async", 30), ("grpc", "async", 30), ("shm", "fast", 0), ("tcp", "fast", 30), ("grpc", "exact", 30),
-            )
-        ),
+        pytest.param("tcp", "sync", 1000, 2, 3, id="short"),
+        pytest.param("tcp", "async", 100_000, 40, 30, id="large", marks=[pytest.mark.chaos, pytest.mark.timeout(1200)]),
     ],
-)  # fmt: skip
+)
 def test_when_shards_are_killed_and_connections_break_then_every_row_is_exact(
-    shard_processes: Callable[..., list[ShardProcess]], transport: str, mode: str, rows: int, kills: int, faults: int
+    shard_processes: Callable[..., list[ShardProcess]], transport: str, consistency: str, rows: int, kills: int, faults: int
 ) -> None:
-    """No gradient of a row is lost, and none is counted twice."""
+    """No gradient of a row is lost, and none is counted twice. Of many rows, too: a table that grows while it is killed."""
     shards, steps = shard_processes(2, "--lease", "60"), steps_for(kills, faults)
-    doing = functools.partial(work, rows=rows, steps=steps, pushed=threading.Barrier(WORLD_SIZE), **MODES[mode])
+    doing = functools.partial(work, rows=rows, steps=steps, pushed=threading.Barrier(WORLD_SIZE), consistency=consistency)
 
     results = run_disturbed(
         shards, WORLD_SIZE, doing, transport=transport, seed=50, kills=kills, faults=faults, directions=DIRECTIONS

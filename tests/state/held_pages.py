@@ -15,7 +15,7 @@ import numpy as np
 from shard_driver import Driver, Seat, job_spec
 
 from psd.contract.errors import PsdError
-from psd.contract.jobspec import GroupSpec, JobSpec
+from psd.contract.jobspec import JobSpec
 from psd.state.cuts.snapshots import Done
 from psd.v1 import data_pb2
 from psd_core.arena import Page
@@ -49,7 +49,7 @@ class Holder:
         self.driver = driver
         self.seats = seats
         self.job = driver.core.declared()
-        self.clock = max(block.version for block in self.job.blocks.values()) if self.job.policy.has_rounds else 0
+        self.clock = max(block.version for block in self.job.blocks.values())
 
     def seen(self) -> Any:
         return None
@@ -63,10 +63,8 @@ class Holder:
             for index in range(BLOCKS):
                 self.push_block(seat, index, 1.0)
 
-    def push_block(self, seat: Seat, index: int, value: float, **how: Any) -> Any:
-        if not self.job.policy.has_rounds:
-            how = {"versions": [0] * BLOCKS, "scalars": (1.0, 0.0, 0.0, 0.0, 0.04)}
-        push = self.driver.begin_push(seat, self.clock, **how)
+    def push_block(self, seat: Seat, index: int, value: float) -> Any:
+        push = self.driver.begin_push(seat, self.clock)
         self.driver.push_block(push, index, value)
         return push
 
@@ -138,8 +136,6 @@ class UpdateInFlight(Holder):
         rule, goes_on = block._rule, self._goes_on
 
         class Slow:
-            needs_backup = False
-
             def apply(self, before: Page, after: Page, *args: Any) -> None:
                 begun.set()
                 assert goes_on.wait(100)
@@ -216,28 +212,4 @@ class LentGradients(Holder):
             push.loan.end()
 
 
-class Backups(Holder):
-    """What the workers of an asynchronous job have read, kept for DC-ASGD; given back when their sessions end, or never."""
-
-    _plain = spec_of("async")
-    spec = JobSpec(WORKERS, _plain.tensors, tuple(GroupSpec("sgd", staleness="dc") for _ in _plain.groups), _plain.consistency)
-
-    def __init__(self, driver: Driver, seats: list[Seat]) -> None:
-        super().__init__(driver, seats)
-        for seat in seats:
-            driver.pull(seat, 0)
-        self._pages = [page for block in self.job.blocks.values() for page in block.readers._pages.values()]
-        assert len(self._pages) == WORKERS * BLOCKS
-        self.train_on()
-
-    def seen(self) -> Any:
-        return bytes_of(self._pages)
-
-    def give_back(self) -> None:
-        for rank in range(WORKERS):
-            with self.driver.core.lock:
-                self.job.on_gone(rank)
-        self.job.arena.trim()
-
-
-KINDS = (PulledPages, SnapshotPages, OpenCutPages, UpdateInFlight, Sums, ExactParts, LentGradients, Backups)
+KINDS = (PulledPages, SnapshotPages, OpenCutPages, UpdateInFlight, Sums, ExactParts, LentGradients)

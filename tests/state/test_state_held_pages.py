@@ -6,7 +6,7 @@ import gc
 import weakref
 
 import pytest
-from held_pages import BLOCKS, KINDS, SIZE, Backups, Holder, OpenCutPages
+from held_pages import BLOCKS, KINDS, SIZE, Holder, OpenCutPages
 from shard_driver import Driver
 from stored_job import STEP, Cluster, store
 
@@ -14,16 +14,10 @@ from psd.checkpoint import CheckpointDirectory
 from psd.contract.config import ConfigError
 from psd.contract.errors import StateLost
 
-SCALARS = (1.0, 0.0, 0.0, 0.0)
-
 
 @pytest.fixture
 def directory(tmp_path):
     return CheckpointDirectory(str(tmp_path / "checkpoints"))
-
-
-def scalars_of(spec):
-    return (*SCALARS, 0.04) if spec.groups[0].staleness else SCALARS
 
 
 def stored(kind, directory, **config):
@@ -33,8 +27,7 @@ def stored(kind, directory, **config):
     cluster = Cluster("exact" if kind.spec.aggregation == "exact" else "sync", [driver], [[seat] for seat in seats])
     for clock in range(STEP):
         for seat in seats:
-            versions = [driver.version()] * BLOCKS if kind.spec.consistency.mode == "async" else []
-            driver.push(seat, clock, 1.0, scalars=scalars_of(kind.spec), versions=versions)
+            driver.push(seat, clock, 1.0)
         if cluster.mode == "exact":
             cluster.close_round(clock)
     return driver, seats, store(cluster, directory)
@@ -93,8 +86,7 @@ def test_what_is_held_of_an_arena_that_is_replaced_stays_and_is_given_back_witho
     assert holder.seen() == before
     holder.give_back()
     assert (file_of(driver), pages_of(driver)) == (file, pages)
-    expected = 7.0 - STEP * (driver.spec.world_size if kind is Backups else 1)
-    assert all(set(driver.values(index)) == {expected} for index in range(BLOCKS))
+    assert all(set(driver.values(index)) == {7.0 - STEP} for index in range(BLOCKS))
     assert len(driver.values()) == SIZE
     if where == "in --state-dir":
         driver.restart(directory=directory)

@@ -117,26 +117,22 @@ def test_wrong_params_are_refused(cluster, rule, params, error, message):
         run(cluster, rule, params=params)
 
 
-def test_staleness_is_a_word_and_its_strength_an_option(cluster):
+def test_staleness_is_a_word(cluster):
     """A single worker is never late: the same numbers as without."""
 
     def sgd(model):
         return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
 
     expected = values(run(cluster, sgd, "async")[0])
-    for word in ("lr", "dc:0.5", "dc-adaptive"):
-        model, optimizer = run(cluster, sgd, "async", staleness=word)
-        assert_close(values(model), expected, 1e-12)
-    assert optimizer.param_groups[0]["dc_lambda"] == 2.0
-    assert optimizer.param_groups[0]["dc_decay"] == 0.95
+    model, _ = run(cluster, sgd, "async", staleness="lr")
+    assert_close(values(model), expected, 1e-12)
 
 
 @pytest.mark.parametrize(
     ("word", "consistency", "message"),
     [
         ("lr", "sync", "groups.staleness: is 'lr', but under sync no gradient is stale"),
-        ("dc", "sync", "groups.staleness: is 'dc', but under sync no gradient is stale"),
-        ("faster", "async", "staleness: got 'faster'; expected"),
+        ("faster", "async", "staleness: expected .* got 'faster'"),
     ],
 )
 def test_staleness_that_makes_no_sense_is_refused(cluster, word, consistency, message):

@@ -86,7 +86,7 @@ def test_gradients_of_several_lookups_add_up_until_zero_grad():
         ((first * weights_of(first)).sum() - (second * weights_of(second)).sum()).backward()
         (embedding(shuffled(9, seed=2)) ** 2).sum().backward()
     torch.testing.assert_close(dense(tables, DIM), theirs.weight.grad)
-    torch.testing.assert_close(mine.handle.grad, theirs.weight.grad.norm())
+    torch.testing.assert_close(mine.handle.grad.norm(), theirs.weight.grad.norm())
 
     tables.on_step()
     torch.testing.assert_close(dense(tables, DIM), theirs.weight.grad)
@@ -115,7 +115,7 @@ def test_what_is_done_to_all_gradients_is_done_to_rows():
 
     mine.zero_grad()
     (mine(ids) * float("inf")).sum().backward()
-    assert mine.handle.grad.isinf()
+    assert mine.handle.grad.isinf().all()
 
 
 def test_rows_are_of_the_modules_dtype():
@@ -131,7 +131,7 @@ def test_rows_are_of_the_modules_dtype():
     mine, theirs, tables = pair()
     check_same(mine.double()(ids), theirs.double()(ids))
     torch.testing.assert_close(dense(tables, DIM), theirs.weight.grad.float())
-    torch.testing.assert_close(mine.handle.grad, theirs.weight.grad.norm(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(mine.handle.grad.norm(), theirs.weight.grad.norm(), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])

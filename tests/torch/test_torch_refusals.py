@@ -82,7 +82,7 @@ def test_choice_of_torchs_kernel_is_ignored(run_workers, options):
         ({"model": [nn.Linear(1, 1)]}, TypeError, r"model: expected a torch.nn.Module, got \[Linear"),
         ({"optimizer": None}, TypeError, "optimizer: expected one of torch.optim, or a rule of psd_client, got None"),
         ({"optimizer": SGD}, TypeError, "optimizer: expected one of torch.optim"),
-        ({"staleness": 1}, InvalidRequest, 'staleness: expected "lr"'),
+        ({"staleness": 1}, InvalidRequest, 'staleness: expected "lr" or None'),
         (
             {"overlap": True, "clip_norm": 1.0, "consistency": "async"},
             InvalidRequest,

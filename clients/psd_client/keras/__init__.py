@@ -94,7 +94,7 @@ def distribute(
     if clip_norm is not None and options.clip_norm not in (None, clip_norm):
         raise InvalidRequest(f"clip_norm: is {clip_norm}, and the optimizer's global_clipnorm {options.clip_norm}; pass one")
     decays = given._use_weight_decay  # noqa: SLF001 - what exclude_from_weight_decay has left
-    declaration = read_declaration(model, options.with_staleness(*parse_staleness(staleness)), decays, embeddings_in(model))
+    declaration = read_declaration(model, options.with_staleness(parse_staleness(staleness)), decays, embeddings_in(model))
     with connection_of(ps, connect_args) as connection:
         link = link_type(
             declaration,

@@ -95,9 +95,9 @@ class KerasOptions:
         values = {**self.values, "weight_decay": self.weight_decay if decays else 0.0}
         return group_spec(self.rule, self.always, values), values
 
-    def with_staleness(self, name: str, scalars: Mapping[str, float]) -> KerasOptions:
+    def with_staleness(self, name: str) -> KerasOptions:
         """The same, with this treatment of the age of gradients."""
-        return replace(self, rule=replace(self.rule, staleness=name), values={**self.values, **scalars})
+        return replace(self, rule=replace(self.rule, staleness=name))
 
 
 def options_of(name: str, config: Mapping[str, Any]) -> KerasOptions:

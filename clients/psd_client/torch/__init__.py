@@ -103,8 +103,7 @@ def distribute(
         reduce: "mean" over the samples, or "sum"; None takes PSD_REDUCE, or "mean".
         quorum: workers whose gradients close a synchronous round; None takes PSD_QUORUM, or all.
         aggregation: "fast" or "exact", see ParameterServer.declare; None takes PSD_AGGREGATION, or "fast".
-        staleness: async and ssp: treatment of gradients that come late, "lr", "dc" or "dc-adaptive", see
-            ParameterServer.declare. The strength of "dc" is in the param_groups, as "dc_lambda", and may change.
+        staleness: async and ssp: treatment of gradients that come late, "lr"; see ParameterServer.declare.
         clip_norm: the largest norm of the mean (or sum) of all workers' gradients, over all parameters: what
             torch.nn.utils.clip_grad_norm_ does in one process, where calling it clips each worker's own. Implies "exact".
         nan_policy: treatment of NaN and infinity: "refuse", "skip" or "allow", see ParameterServer.declare. A GradScaler
@@ -139,12 +138,6 @@ def distribute(
             f"overlap: not with clip_norm under consistency={str(mode)!r}, where each push is clipped by its own norm, which "
             'is known only when back-propagation has ended; leave one of them out, or use consistency="sync"'
         )
-    stale, stale_scalars = parse_staleness(staleness)
-    if overlap == "forward" and stale.startswith("dc"):
-        raise InvalidRequest(
-            f'overlap: not "forward" with staleness={staleness!r}; shards do not keep the older parameters that some gradients '
-            "then come from"
-        )
     if overlap and nan_policy == "skip":
         raise InvalidRequest('overlap: not with nan_policy="skip", which looks at the whole gradient before anything is sent')
     if not isinstance(model, torch.nn.Module):
@@ -156,11 +149,8 @@ def distribute(
         raise TypeError("params: torch's optimizers have theirs already; it is for psd_client's rules")
     else:
         always, template = check_optimizer(optimizer)
-    for group in optimizer.param_groups:
-        for scalar, value in stale_scalars.items():
-            group.setdefault(scalar, value)
     _add_handles(model, optimizer)
-    declaration = read_declaration(model, optimizer, replace(template, staleness=stale), always, buffers)
+    declaration = read_declaration(model, optimizer, replace(template, staleness=parse_staleness(staleness)), always, buffers)
 
     def initialize(flat: FlatBuffers) -> None:
         copy_all(as_tensors(flat)[: len(declaration.parameters)], declaration.parameters)

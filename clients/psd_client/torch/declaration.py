@@ -118,7 +118,7 @@ def read_declaration(
     embeddings = table_modules(model)
     handles = {id(embedding.handle) for embedding in embeddings}
     for embedding in embeddings:
-        if not embedding.handle.is_meta and embedding.handle.item():
+        if not embedding.handle.is_meta and embedding.handle.any():
             raise InvalidRequest(
                 f"embedding {embedding.spec.name!r}: its handle was given a value, as by an initialization of all parameters; "
                 "it must be 0, and its rows begin as its `init` says"

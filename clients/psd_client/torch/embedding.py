@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch.nn import functional
 from typing_extensions import override
@@ -34,9 +35,9 @@ class TableModule(torch.nn.Module):
 
     Attributes:
         spec: the table. optimizer: its rule; None: that of the handle's param_group.
-        handle: a number that stands for the table among the model's parameters: the param_group that has it is the table's, if
+        handle: a parameter that stands for the table in the model: the param_group that has it is the table's, if
             the table has no optimizer of its own; the output is on its device, of its dtype, and tracked if it requires_grad;
-            its `.grad` is the norm of the gradients collected, see rows_norm.py.
+            its `.grad` has the gradients collected, a row for each distinct id, see row_gradients.py.
         padding_idx: id whose row is zeros and has no gradient; None: none.
     """
 
@@ -59,7 +60,7 @@ class TableModule(torch.nn.Module):
         self.padding_idx = None if padding_idx is None else whole_number(InvalidRequest, "padding_idx", padding_idx)
         if not -(1 << 63) <= (self.padding_idx or 0) < 1 << 63:
             raise InvalidRequest(f"padding_idx: must be an id of int64, got {padding_idx}")
-        self.handle = torch.nn.Parameter(torch.zeros((), device=device))
+        self.handle = torch.nn.Parameter(torch.zeros(1, dim, device=device))
         self.gradients = CollectedGradients(self.spec.name)
         self._tables: Tables | None = None
         self._hook: torch.utils.hooks.RemovableHandle | None = None
@@ -137,7 +138,9 @@ class TableModule(torch.nn.Module):
 
         def sums(gradient: torch.Tensor) -> tuple[Ids, Numbers]:
             values = in_numpy(gradient, dim)
-            return found.without_padding(found.distinct.sum(values) if is_expanded else values)
+            if is_expanded:  # to memory of its own: others may have that of the gradient
+                values = found.distinct.sum(values, np.empty((len(found.distinct.ids), dim), np.float32))
+            return found.without_padding(values)
 
         return cast(torch.Tensor, Tracked.apply(self.handle, (rows,), self.gradients, sums))  # type: ignore[no-untyped-call]
 

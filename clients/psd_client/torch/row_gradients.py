@@ -1,16 +1,13 @@
 """The gradients of an embedding's rows, as back-propagation makes them; and the embedding's handle in the model.
 
-The rows are on the shards, so the model has one parameter in their place, a single number: the handle. Its `.grad` is the norm
-of the gradients collected so far. So whatever treats all gradients of a model alike treats these, too: `zero_grad`, a
-GradScaler (infinity in a row's gradient is infinity in the norm) and torch.nn.utils.clip_grad_norm_ all act on the norm, and
-what they multiply it by is what the rows' gradients are multiplied by. What does not multiply is refused (rows_norm.py).
-
-Must not know shards, pulls or modules.
+The rows are on the shards, so the model has one parameter in their place, the handle: zeros, with a row for each of those that
+have a gradient now. Its `.grad` is their gradient. So whatever is done to all gradients of a model is done to these, too. A few
+rows more, of zeros, give the gradients of different ids different shapes: torch then refuses to add one to another, as programs
+do that put gradients aside. Must not know shards, pulls or modules.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -20,20 +17,18 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from psd.contract.errors import InvalidRequest
-from psd_client.torch.rows_norm import RowsNorm
 from psd_client.torch.uncompiled import uncompiled
 from psd_core.distinct import distinct
 
 Ids = NDArray[np.uint64]
 Numbers = NDArray[np.float32]
 
-
-_ROUNDING = 0.01
-"""Share of a norm by which it may differ from what it should be, since a model that is moved to 16 bits rounds it."""
+REMEMBERED = 8
+"""Latest gradients that must differ in shape if they differ in ids."""
 
 
 class CollectedGradients:
-    """The gradients of one embedding's rows since the last `zero_grad`, of each distinct id one.
+    """The gradients of one embedding's rows since the last `zero_grad`, of each distinct id one; they lie in the handle's.
 
     Args:
         table: name of the table, for errors.
@@ -41,82 +36,67 @@ class CollectedGradients:
 
     def __init__(self, table: str) -> None:
         self._table = table
-        self._rows: tuple[Ids, Numbers] | None = None
-        self._norm = 0.0
-        self._is_watched = True
-        self._asked: tuple[int, tuple[Ids, Numbers], float] | None = None  # of torch.autograd.grad: which call, and so far
+        self._ids: dict[int, Ids] = {}  # of the latest gradients, by their number of rows
+        self._zeros: int | None = None  # torch's count of changes of the gradient, if it was made of nothing but zeros
 
     def add(self, handle: torch.nn.Parameter, ids: Ids, gradients: Numbers) -> None:
-        """Add gradients (k, dim) of distinct ids (k,), which may be kept, to what is there."""
+        """Add gradients (k, dim) of distinct ids (k,), which may be kept and changed, to what is there."""
         before = self.take(handle)
-        self._rows = (ids, gradients) if before is None else summed([before, (ids, gradients)])
-        norm = torch.linalg.vector_norm(torch.from_numpy(self._rows[1])).double()
-        if norm.isfinite():  # never 0, by which rows that are to be forgotten are told from rows whose gradients are zeros
-            limits = torch.finfo(handle.dtype)
-            norm.clamp_(limits.tiny, limits.max)
-        found = handle.grad
-        if not isinstance(found, RowsNorm):
-            found = handle.grad = RowsNorm.of(torch.zeros_like(handle.detach()), self._table)
-        self._is_watched = isinstance(found, RowsNorm)
-        with torch.no_grad():
-            found.set(norm) if isinstance(found, RowsNorm) else found.copy_(norm)
-        self._norm = found.item()
+        if before is not None:
+            ids, gradients = summed([before, (ids, gradients)])
+        more = self._rows_for(ids) - len(ids)
+        values = torch.from_numpy(np.pad(gradients, ((0, more), (0, 0))) if more else gradients)
+        handle.grad = None
+        handle.data = handle.data.new_zeros(()).expand(values.shape)
+        handle.grad = values.to(handle)
+        self._zeros = None if _has_numbers(handle.grad) else handle.grad._version  # noqa: SLF001 - torch's own count
+
+    def _rows_for(self, ids: Ids) -> int:
+        """The number of rows of these ids' gradient; at least 2, since torch repeats a single row."""
+        count = max(2, len(ids))
+        while not np.array_equal(self._ids.get(count, ids), ids):
+            count += 1
+        self._ids.pop(count, None)
+        self._ids[count] = ids
+        if len(self._ids) > REMEMBERED:
+            del self._ids[next(iter(self._ids))]
+        return count
 
     def take(self, handle: torch.nn.Parameter) -> tuple[Ids, Numbers] | None:
-        """The gradients, after doing to them what the program has done to the handle's; None if there are none.
+        """The gradients, with whatever the program has done to the handle's; None if there are none.
 
         Raises:
-            InvalidRequest: the handle's is neither what back-propagation has made, nor a multiple that was seen.
+            InvalidRequest: the handle has a gradient that no back-propagation has made.
         """
         found = handle.grad
-        norm = 0.0 if found is None else found.item()
-        if norm == 0:
-            self._rows, self._norm = None, 0.0
+        if found is not None and not _has_numbers(found) and found._version != self._zeros:  # noqa: SLF001
+            found = None  # by zero_grad(set_to_none=False): rows without a gradient are not pushed at each step
+        if found is None:
             return None
-        right = found.is_value[0] if isinstance(found, RowsNorm) else self._norm
-        if self._rows is None or (not math.isclose(norm, right, rel_tol=_ROUNDING) and not (norm != norm and right != right)):
-            self._refuse(norm)
-        elif right != self._norm and math.isfinite(self._norm):
-            ids, gradients = self._rows
-            self._rows, self._norm = (ids, gradients * np.float32(right / self._norm)), right
-        return self._rows
-
-    def _refuse(self, norm: float) -> NoReturn:
-        raise InvalidRequest(
-            f"embedding {self._table!r}: the gradient of its handle was set to {norm:g} by the program; it is the norm of the "
-            "rows' gradients, which backward() collects, and can be multiplied in place, or set to None"
-        )
-
-    def check_is_last(self, *, is_last: bool) -> None:
-        """Raise InvalidRequest for a back-propagation that is to be differentiated itself, by create_graph=True."""
-        if not is_last:
-            raise InvalidRequest(
-                f"embedding {self._table!r}: create_graph=True: the gradients of rows on the shards cannot be differentiated "
-                "again; leave them out, by inputs= or requires_grad_(False)"
+        ids = self._ids.get(len(found))
+        if ids is None:
+            self.refuse(
+                "the gradient of its handle was set by the program, and belongs to no rows; what backward() has collected "
+                "there may be changed, or set to None"
             )
+        return ids, in_numpy(found.detach(), found.shape[1])[: len(ids)]
+
+    def refuse(self, what: str) -> NoReturn:
+        """Raise InvalidRequest for a back-propagation whose gradients cannot be those of rows."""
+        raise InvalidRequest(f"embedding {self._table!r}: {what}")
 
     def refuse_others(self, gradient: torch.Tensor | None) -> None:
-        """Raise InvalidRequest for a gradient of the handle's own, that is, of a loss that was computed with it.
-
-        Called by back-propagation. What torch.autograd.grad is told of the rows comes by here, too.
-        """
-        call = torch._C._current_graph_task_id()  # noqa: SLF001 - torch has no public way to tell one from the next
-        if gradient is not None and (self._asked is None or self._asked[0] != call):
-            raise InvalidRequest(
-                f"embedding {self._table!r}: the loss was computed with its handle, as by a penalty over all parameters of the "
-                "model; it is 0, and has nothing of the rows, which are on the shards: leave it out, and give weight_decay to "
-                "the rows' optimizer"
+        """Raise InvalidRequest for a gradient of the handle's own, that is, of a loss that was computed with it."""
+        if gradient is not None:
+            self.refuse(
+                "the loss was computed with its handle, as by a penalty over all parameters of the model; it is 0, and has "
+                "nothing of the rows, which are on the shards: leave it out, and give weight_decay to the rows' optimizer"
             )
 
-    def asked(self, call: int, ids: Ids, gradients: Numbers) -> float:
-        """The number to be returned for one lookup by torch.autograd.grad: all of a call together are the norm of the sum."""
-        if self._asked is None or self._asked[0] != call:
-            self._asked = call, (ids[:0], gradients[:0]), 0.0
-        _, so_far, before = self._asked
-        rows = summed([so_far, (ids, gradients)])
-        norm = float(np.linalg.norm(rows[1]))
-        self._asked = call, rows, norm
-        return norm - before
+
+def _has_numbers(gradient: torch.Tensor) -> bool:
+    """True if it has another number than 0; the first row mostly says so."""
+    return bool(gradient[:1].any()) or bool(gradient.any())
 
 
 def summed(parts: list[tuple[Ids, Numbers]]) -> tuple[Ids, Numbers]:
@@ -150,22 +130,19 @@ class Tracked(torch.autograd.Function):
     @staticmethod
     @uncompiled
     @override
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, None, None, None]:
-        ctx.kept.check_is_last(is_last=not torch.is_grad_enabled())
-        ids, sums = ctx.sums(gradients[0].detach())
-        if _is_accumulated(ctx.next_functions[0][0]):
-            ctx.kept.add(ctx.handle, ids, sums)
-            return None, None, None, None
-        call = torch._C._current_graph_task_id()  # noqa: SLF001 - likewise
-        return torch.full_like(ctx.handle, ctx.kept.asked(call, ids, sums)), None, None, None
-
-
-def _is_accumulated(node: Any) -> bool:
-    """True if the back-propagation under way adds to `.grad` there: neither by torch.autograd.grad nor for other inputs=."""
-    try:
-        return bool(torch._C._will_engine_execute_node(node))  # noqa: SLF001 - likewise
-    except RuntimeError:  # which this is for a leaf that torch.autograd.grad was asked for
-        return False
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, None, None, None]:
+        if torch.is_grad_enabled():
+            ctx.kept.refuse(
+                "create_graph=True: the gradients of rows on the shards cannot be differentiated again; leave them out, by "
+                "inputs= or requires_grad_(False)"
+            )
+        try:
+            is_accumulated = torch._C._will_engine_execute_node(ctx.next_functions[0][0])  # noqa: SLF001 - torch has no public way
+        except RuntimeError:  # which this is for a leaf that torch.autograd.grad was asked for
+            ctx.kept.refuse("torch.autograd.grad: has no gradient to return for rows on the shards; call backward() instead")
+        if is_accumulated:  # else by torch.autograd.grad, or for other inputs=
+            ctx.kept.add(ctx.handle, *ctx.sums(gradients[0].detach()))
+        return None, None, None, None
 
 
 def in_numpy(gradient: torch.Tensor, dim: int) -> Numbers:

@@ -12,7 +12,6 @@ import torch
 
 from psd.contract.errors import InvalidRequest, InvalidTensor
 from psd.contract.jobspec import GroupSpec, TensorSpec
-from psd.contract.staleness import STALENESS
 from psd_client.torch.declaration import TorchDeclaration
 from psd_client.torch.options import has_slots
 from psd_client.worker.exchange.loading import SlotValues
@@ -115,8 +114,6 @@ def _slots(group: GroupSpec, tensor: TensorSpec, state: Mapping[str, Any]) -> Sl
     for name, slot in names.items():
         value = state.get(name)
         if value is None:
-            if slot in STALENESS[group.staleness].slots:  # which torch does not have; it begins anew
-                continue
             raise InvalidRequest(
                 f"load_state_dict: {tensor.name!r}: the state has no {name!r}, which the rule {group.rule!r} has"
             )

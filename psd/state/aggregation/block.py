@@ -22,7 +22,6 @@ from psd.state import pages
 from psd.state.aggregation.offered_buffers import Offered
 from psd.state.aggregation.rounds import Contribution, Round, RoundSetting, Unmeasured, Update, segments
 from psd.state.aggregation.rules import BoundRule, Gradient, SegmentFailed
-from psd.state.aggregation.staleness import Readers
 from psd.state.aggregation.trained import RoundServices, Trained
 from psd.state.counts import RoundTimes
 from psd_core.arena import Arena, Page, StoreFull
@@ -92,7 +91,6 @@ class BlockState(Trained):
             services.rounds,
             lambda number: services.round_kind(number, setting),
             times,
-            Readers(plan.index, services.arena.unpin),
             page.version if page is not None else 0,
         )
 
@@ -199,9 +197,8 @@ class BlockState(Trained):
 
     def _alone(self, part: Contribution, age: int) -> Update:
         touched = segments(len(self.plan.segment_ends), 1) if part.present is None else part.present
-        backup = self.readers.backup(part.rank, part.version_read)
         values = part.values if part.weight else None
-        gradient = Gradient(None, values, 1.0, part.scale, touched, age=age, backup=backup)
+        gradient = Gradient(None, values, 1.0, part.scale, touched, age=age)
         return Update(gradient, part.scalars, {part.rank: part.session})
 
     def _measured(self, under: Verdict | None) -> Squares | Unmeasured:
@@ -242,28 +239,14 @@ class BlockState(Trained):
         self._arena.unpin(page)
 
     @override
-    def read(self, version_min: int, reader: int | None = None) -> tuple[int, Page] | None:
-        """The version and its page, pinned; a reader's is kept for rules that ask for it."""
+    def read(self, version_min: int) -> tuple[int, Page] | None:
+        """The version and its page, pinned."""
         if self.version < version_min and not self._is_due:
             return None  # without the lock, which another call may hold while its kernel works
         with self.lock:
             if not self._reach(version_min):
                 return None
-            if reader is not None and self._rule.needs_backup:
-                self.readers.keep(reader, self._arena.pin(self._slot))
             return self.version, self._arena.pin(self._slot)
-
-    def forget_reader(self, rank: int) -> None:
-        """Forget what a worker has read: its session has ended."""
-        if self._rule.needs_backup:
-            with self.lock:
-                self.readers.keep(rank, None)
-
-    def forget_readers(self) -> None:
-        """Forget what all workers have read."""
-        if self._rule.needs_backup:
-            with self.lock:
-                self.readers.drop()
 
     @property
     def _page(self) -> Page:

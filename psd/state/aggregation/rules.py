@@ -40,7 +40,6 @@ class Gradient:
         touched: (k,) uint8, the segments for which some worker has a gradient; the others are carried over unchanged. Not all
             zero, if there is an accumulator or a last contribution.
         age: updates that the block has seen since the worker read it; 0 where rounds hold the workers together.
-        backup: the parameters that the worker had read, if the rule asks for them and they are known.
         ratios: (k,) float64, for a layer-wise rule: the trust ratio of each segment's tensor.
     """
 
@@ -51,7 +50,6 @@ class Gradient:
     touched: NDArray[np.uint8]
     ratios: NDArray[np.float64] | None = None
     age: int = 0
-    backup: NDArray[Any] | None = None
 
     def reduced(self) -> NDArray[Any]:
         """The sum, in the parameters' dtype: an array of its own, or the only contribution where it lies.
@@ -94,20 +92,12 @@ def rule_failed(cause: BaseException, rule: str, kind: str, name: str, version: 
 
 
 class Rule(Protocol):
-    """One update rule, bound to the flags of a group.
-
-    Attributes:
-        needs_backup: it wants to know the parameters that the worker had read.
-    """
-
-    needs_backup: bool
+    """One update rule, bound to the flags of a group."""
 
     def apply(
         self, before: Page, after: Page, gradient: Gradient, segment_ends: NDArray[np.uint32], scalars: Sequence[float]
     ) -> None:
         """Write to `after` the result of applying the gradient to `before`. `after` is a spare page of the same shape.
-
-        Slots and scalars behind its own are left to whoever has put them there.
 
         Raises:
             SegmentFailed: a user's code did.
@@ -126,13 +116,9 @@ class BoundRule(NamedTuple):
 class Elementwise(Rule):
     """A rule of psd_core, bound to the flags of a group."""
 
-    needs_backup = False
-
     def __init__(self, group: GroupSpec) -> None:
         self._flags = group.flags
         self._facts = psd_core.RULES[group.rule]
-        self._slots = len(self._facts.slots(group.flags))
-        self._scalars = len(self._facts.scalars)
 
     @override
     def apply(
@@ -142,8 +128,8 @@ class Elementwise(Rule):
             self._facts.name,
             before.parameter,
             after.parameter,
-            before.slots[: self._slots],
-            after.slots[: self._slots],
+            before.slots,
+            after.slots,
             gradient.accumulator,
             gradient.last,
             weight=gradient.weight,
@@ -152,7 +138,7 @@ class Elementwise(Rule):
             touched=gradient.touched,
             steps_in=before.steps,
             steps_out=after.steps,
-            scalars=scalars[: self._scalars],
+            scalars=scalars,
             flags=self._flags,
         )
 
@@ -208,8 +194,6 @@ class Layerwise(Elementwise):
 class Static:
     """Tensors that never change."""
 
-    needs_backup = False
-
     def apply(self, *_: object) -> None:
         """Raise: nothing is pushed to a static group."""
         raise AssertionError("a static group has no updates")
@@ -217,8 +201,6 @@ class Static:
 
 class Custom(Rule):
     """A user's own rule; psd/contract/custom_rules.py says what its author relies on."""
-
-    needs_backup = False
 
     def __init__(self, group: GroupSpec, rule: ListedRule) -> None:
         self._rule = rule.kind()
@@ -231,14 +213,14 @@ class Custom(Rule):
     ) -> None:
         """Apply the user's rule; `after` begins as a copy of `before`, and runs of neighbours at one step go together."""
         np.copyto(after.parameter, before.parameter)
-        slots = dict(zip(self._slots, after.slots, strict=False))
-        for old, new in zip(before.slots, slots.values(), strict=False):
+        slots = dict(zip(self._slots, after.slots, strict=True))
+        for old, new in zip(before.slots, after.slots, strict=True):
             np.copyto(new, old)
         touched = gradient.touched != 0
         np.copyto(after.steps, before.steps + touched)
         grad = gradient.reduced().view()
         grad.flags.writeable = False
-        hyper = dict(zip(self._scalars, scalars, strict=False))
+        hyper = dict(zip(self._scalars, scalars, strict=True))
         edges = np.flatnonzero(np.diff(touched) | (np.diff(after.steps) != 0)) + 1
         for first, end in zip((0, *edges.tolist()), (*edges.tolist(), len(touched)), strict=True):
             run = slice(int(segment_ends[first - 1]) if first else 0, int(segment_ends[end - 1]))

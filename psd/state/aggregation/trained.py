@@ -28,7 +28,7 @@ from psd.state.aggregation.consistency import Policy
 from psd.state.aggregation.lent_gradients import Loan
 from psd.state.aggregation.rounds import Contribution, Outcome, Round, Taken, Unmeasured, Update
 from psd.state.aggregation.rules import rule_failed
-from psd.state.aggregation.staleness import Readers
+from psd.state.aggregation.staleness import Ages
 from psd.state.aggregation.version_waits import Take, VersionWaits
 from psd.state.counts import RoundTimes
 from psd.state.pages import Counted
@@ -66,7 +66,7 @@ class Trained(ABC):
         version: updates applied; under SYNC also the number of the open round.
         ratio_places: see RoundSetting; None unless the rule is layer-wise.
         lacks_space: a round is complete and could not be applied for lack of space; to be settled again when there is some.
-        readers: what the workers have read, where there are no rounds.
+        ages: of the gradients, where there are no rounds.
     """
 
     is_trained = True
@@ -78,12 +78,11 @@ class Trained(ABC):
         services: RoundServices,
         open_round: Callable[[int], Round],
         times: RoundTimes,
-        readers: Readers,
         version: int,
     ) -> None:
         self.index = index
         self.times = times
-        self.readers = readers
+        self.ages = Ages(index)
         self.lock = locks.new(locks.Level.BLOCK, index)
         self._members = services.members
         self._policy = services.policy
@@ -121,12 +120,10 @@ class Trained(ABC):
         """Sums of squares of the open round, see Round."""
 
     @abstractmethod
-    def read(self, version_min: int, reader: int | None = None) -> tuple[int, Page] | tuple[int, None] | None:
+    def read(self, version_min: int) -> tuple[int, Page] | tuple[int, None] | None:
         """The version, and what there is to give back of it; None while it is below `version_min`.
 
         Raises OutOfSpace if the version is there but for the room to write it; the same call may succeed later.
-
-        reader: the rank of a worker that computes its next gradient from it.
         """
 
     # -- gradients ---------------------------------------------------------------------------------------------------------
@@ -173,9 +170,9 @@ class Trained(ABC):
 
     def _apply_alone(self, part: Contribution) -> Outcome:
         """Without rounds: apply a push as an update of its own. The mean, or the sum, of one gradient is that gradient."""
-        age = self.readers.age(part.rank, part.version_read, self.version)
+        age = self.ages.age(part.rank, part.version_read, self.version)
         self._apply(self._alone(part, age or 0), part.clock)
-        self.readers.count(age)
+        self.ages.count(age)
         return Outcome.COUNTED
 
     def take_over(self, loan: Loan, round_: int) -> None:

@@ -326,8 +326,7 @@ class Exchange:
         job.participant.follow(decisions, verdict)
         if skipped:
             self._core.settle()
-        reader = None if request.versions_only else worker.rank
-        return Pull(job, worker, request.caller.session, request.clock, reader), blocks
+        return Pull(job, worker, request.caller.session, request.clock), blocks
 
     def begin_answer(self, push: Push) -> Pull:
         """The pull of the clock after a push; it reads the blocks that the push has covered.
@@ -339,7 +338,7 @@ class Exchange:
             raise InvalidRequest("PushPull: not with exact aggregation; use Push, Commit and Pull")
         with self._core.lock:
             self._core.counters.pulls += 1
-        return Pull(push.job, push.worker, push.session, push.clock + 1, push.worker.rank)
+        return Pull(push.job, push.worker, push.session, push.clock + 1)
 
     def begin_pull_rows(self, request: data_pb2.PullRequest) -> tuple[Pull, TablesBlock]:
         """Check a pull of rows; return it with the tables' block, to be read before any rows are."""
@@ -387,7 +386,7 @@ class Exchange:
         self._check_session(pull)
         version_min = pull.clock if pull.has_rounds and block.is_trained else 0
         try:
-            found = block.read(version_min, pull.reader)
+            found = block.read(version_min)
         except StoreClosed:
             raise self._core.gone_back() from None
         return found if found is not None else self._core.when(block, version_min, pull.worker, pull.session, WaitKind.ROUND)
@@ -398,7 +397,7 @@ class Exchange:
         if not pull.has_rounds and pull.job.policy.lag(pull.clock) != 0:
             return None
         try:
-            return block.read(pull.clock, None) if pull.has_rounds else block.read(0, pull.reader)
+            return block.read(pull.clock if pull.has_rounds else 0)
         except StoreClosed:
             raise self._core.gone_back() from None
 

@@ -70,14 +70,12 @@ class Pull:
 
     Attributes:
         job: as it was when the pull began; the call ends where there is another one, see Exchange.
-        reader: rank of the worker, if it will compute gradients from what it reads; None: it only waits.
     """
 
     job: Job
     worker: Worker
     session: int
     clock: int
-    reader: int | None
 
     @property
     def has_rounds(self) -> bool:

@@ -26,7 +26,6 @@ from psd.contract.tables import SparseTableSpec
 from psd.contract.verdicts import Squares, Verdict
 from psd.state.aggregation.rounds import Contribution, Round, RoundSetting, Unmeasured, Update, segments
 from psd.state.aggregation.rules import Gradient, Static
-from psd.state.aggregation.staleness import Readers
 from psd.state.aggregation.trained import RoundServices, Trained
 from psd.state.counts import RoundTimes
 from psd.state.pages import Counted, SetMark
@@ -99,7 +98,7 @@ class Partition:
     Attributes:
         notes: as the store has them; shared by partitions that are alike, and never changed in place.
         version: updates that it has. clock: of the last one; rows are marked by it, see `next_clock`.
-        ages: the learning rate is divided by 1 + the age of a gradient.
+        has_aged_rate: the learning rate is divided by 1 + the age of a gradient.
         age_max: in units of the clock: rows that were not used for longer are removed; 0: they stay.
         own: the rule, if it is a user's own.
     """
@@ -109,9 +108,9 @@ class Partition:
         "_values",
         "_wall",
         "age_max",
-        "ages",
         "clock",
         "group",
+        "has_aged_rate",
         "notes",
         "own",
         "spec",
@@ -132,7 +131,7 @@ class Partition:
         self.spec = spec
         self.store = store
         self.group = spec.group
-        self.ages = group.staleness == RATE
+        self.has_aged_rate = group.staleness == RATE
         self.own = OwnRule(rules[group.rule]) if group.info.is_custom else None
         self.age_max = spec.expire_s * MICROSECONDS or spec.expire_steps * STEP
         self._wall = wall
@@ -177,7 +176,7 @@ class Partition:
         if values != self._values:
             self._values = values
             self._scalars = dict(zip(self._scalars, values, strict=True))
-        if self.ages and age:
+        if self.has_aged_rate and age:
             return {**self._scalars, "lr": self._scalars["lr"] / (1 + age)}
         return self._scalars
 
@@ -224,7 +223,6 @@ class TablesBlock(Trained):
             services,
             lambda number: kind(number, setting),
             times,
-            Readers(index, lambda _: None),
             min(partition.version for partition in self.partitions),
         )
         self._last_reset: SetMark | None = None  # in this life of the shard
@@ -367,9 +365,8 @@ class TablesBlock(Trained):
     # -- reading -----------------------------------------------------------------------------------------------------------
 
     @override
-    def read(self, version_min: int, reader: int | None = None) -> tuple[int, None] | None:
+    def read(self, version_min: int) -> tuple[int, None] | None:
         """The version alone."""
-        del reader
         if self.version < version_min and not self._is_due:
             return None  # without the lock, which another call may hold while its kernel works
         with self.lock:
