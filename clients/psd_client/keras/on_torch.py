@@ -1,6 +1,6 @@
 """Keras on torch: gradients lie in the flat buffers, as for torch's own users (torch/gradients.py).
 
-Must not know shards, sessions or rules. Beside the modules of psd_client.torch the only one that imports torch.
+Must not know shards, sessions or rules. The only module outside of psd_client.torch that imports torch.
 """
 
 from __future__ import annotations
