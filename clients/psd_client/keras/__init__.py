@@ -232,7 +232,7 @@ class DistributedOptimizer(_Distributed, keras.optimizers.Optimizer):
 
     @property
     def loss_scale_factor(self) -> float | None:
-        """A fixed factor, as in Keras. Only `distribute` may set it to None: a LossScaleOptimizer around this one is refused."""
+        """A fixed factor, as in Keras. Only `distribute` may set it to None; a LossScaleOptimizer around this is refused."""
         return self._loss_scale_factor
 
     @loss_scale_factor.setter

@@ -1,4 +1,4 @@
-"""Calls of psdctl to single shards, for its commands that change something. Must not know the commands."""
+"""Calls to single shards, for those commands of psdctl that change something. Must not know the commands."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ _HINTS = {
 
 
 class CallFailed(Exception):
-    """A shard did not do what it was asked for; the text says why, and what to do next."""
+    """A shard did not do what it was asked to do; the text says why, and what to do next."""
 
 
 def call_shard(
     index: int, server: str, credentials: Credentials, timeout_s: float, make: Callable[[Any], Callable[..., Any]], request: Any
 ) -> Any:
-    """The reply of one shard.
+    """Call one shard; return its reply.
 
     Args:
-        make: picks the method of a stub, such as `lambda stub: stub.Drain`.
+        make: selects the method of a stub, such as `lambda stub: stub.Drain`.
 
     Raises:
-        CallFailed: there is none.
+        CallFailed: the shard has not replied, or has refused.
     """
     with dial(server, credentials) as channel:
         stub = control_pb2_grpc.ControlServiceStub(channel)  # type: ignore[no-untyped-call]
