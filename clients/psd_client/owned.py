@@ -16,9 +16,9 @@ from collections.abc import Mapping, Sequence
 from typing import IO
 
 END_S = 10.0
-"""Longest end of a process that has been told to."""
+"""Seconds for a process to end after its input has been closed; then it is killed."""
 
-_forking = threading.RLock()  # held while a pipe is made, so that no fork comes before it is known here
+_forking = threading.RLock()  # held while a pipe is made, so that no fork comes before the pipe is in `_alive`
 _alive: weakref.WeakSet[OwnedProcess] = weakref.WeakSet()
 
 

@@ -44,13 +44,13 @@ from psd_core.vector_operations import VectorOperation
 logger = logging.getLogger("psd_client")
 
 AHEAD = 2
-"""Rounds ahead at which the first attempt aims; doubled after each attempt that came too late."""
+"""The first attempt asks for a cut so many rounds ahead; doubled after each attempt that came too late."""
 
 PATIENCE_S = 1.0
-"""Seconds without a closed round after which training is at rest, and the reader takes the blocks as they are."""
+"""If no round closes for so many seconds, training counts as paused, and the reader takes the blocks as they are."""
 
 POSITIONS_PATIENCE_S = 60.0
-"""The same in jobs without rounds, for the workers' positions: one that is lost is waited for as long as its lease."""
+"""Seconds to wait for the workers' positions in jobs without rounds: a lost worker is waited for until its lease runs out."""
 
 DESCRIBE_TIMEOUT_S = READ_TIMEOUT_S = 10.0
 
@@ -230,7 +230,7 @@ class Reader:
                 if self._layout is not None and not self._layout.spec.consistency.has_rounds:
                     Scope().sleep(POLL_S)
                 elif rests:
-                    seen = -1  # training goes on after all
+                    seen = -1  # training was not paused after all
                 else:
                     ahead *= 2
                 last: Exception = error

@@ -17,7 +17,7 @@ from psd.contract.launching import READY_PATTERN, python_command
 from psd_client.owned import OwnedProcess
 
 START_S = 60.0
-"""Longest start of a shard, which takes half a second on a machine that is not busy."""
+"""Seconds for a shard to start; it takes half a second on a machine that is not busy."""
 
 _open: weakref.WeakSet[PrivateShard] = weakref.WeakSet()
 

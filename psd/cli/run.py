@@ -56,10 +56,11 @@ _OF_EACH_HOST = ("node_rank", "rendezvous", "log_dir", "state_dir", "env", "dash
 """Options that may differ between the hosts of a job, or that are compared as the words of a command."""
 
 _FILES_OF_EACH_HOST = ("tls_cert", "tls_key", "token_file")
-"""Options that all hosts have or none, each with a path of its own."""
+"""Options that all hosts must have, or none; the paths may differ."""
 
 CREDENTIALS = ("PSD_TLS_CA", "PSD_TLS_CERT", "PSD_TLS_KEY", "PSD_TOKEN_FILE")
-"""Variables for shards with certificates or tokens; those of psd-run on one machine have neither, and serve it alone."""
+"""Variables for shards with certificates or tokens. Shards of psd-run on one machine have neither, and serve only that
+machine."""
 
 
 def parse(
@@ -196,7 +197,7 @@ def _shards(args: argparse.Namespace) -> ServerConfig:
 
 def _launched_flags(shards: ServerConfig, args: argparse.Namespace, hidden: Sequence[str] = ()) -> list[str]:
     """Flags of psd-server for shards that psd-run itself starts. hidden: settings to leave out."""
-    # A job that is to end is ended here, with the status of the worker that has failed; the others wait meanwhile.
+    # With "end", psd-run ends the job, with the status of the failed worker; until then the others wait.
     failure = "continue" if args.on_worker_failure == "continue" else "wait"
     secured = values(args, ("tls_cert", "tls_key", "token_file", "insecure"))
     launched = dataclasses.replace(shards, on_worker_failure=failure, heeds_launcher=True, **secured)

@@ -22,10 +22,10 @@ NODES_MAX = 1024
 RESTARTS_MAX = 1_000_000
 
 SHARD_RESTARTS = 100
-"""Restarts by default: a limit for a shard that dies of each request, about once a second."""
+"""Default number of restarts: a limit for a shard that dies of every request, about once a second."""
 
 SET_BY_PSD_RUN = ("PSD_SERVERS", "PSD_RANK", "PSD_WORLD_SIZE", "PSD_RUN_ID", "PSD_NODE", "RANK", "LOCAL_RANK", "WORLD_SIZE")
-"""Variables that say which process is which."""
+"""Variables that psd-run sets to tell the processes apart."""
 
 _USAGE = """\
 psd-run [options] script.py [args ...]

@@ -63,16 +63,16 @@ FINAL_CHECKPOINT_S_MAX = 3600.0
 """Seconds to store the parameters of a job that is done. Only a store that does not answer takes as long."""
 
 STORE_PATIENCE_S = 5.0
-"""Seconds at the start for the shard's files to be read, and the place of the checkpoints tried, until that is said."""
+"""Seconds after which the log says that the start is still busy reading the shard's files, or trying the checkpoint place."""
 
 DONE_GRACE_S = 1.0
 """Grace in seconds after the last worker has left, when only its own last reply and a psdctl can still be under way."""
 
 DRAIN_SLACK_S = 5.0
-"""Seconds beyond the grace to cut off calls and end threads. A drain that takes longer has a defect."""
+"""Seconds beyond the grace to cut off calls and end threads. If a drain takes longer, that is a defect."""
 
 DESCRIPTORS_PER_WORKER, DESCRIPTORS_BESIDE = 4, 1024
-"""Descriptors to ask for: more than the server accepts connections."""
+"""Descriptors to ask for: more than the number of connections that the server accepts."""
 
 _STARTED, _DONE, _DRAINED, _FAILED, _ALONE = range(FIRST_WORD, FIRST_WORD + 5)  # what the threads say to the main one
 

@@ -15,7 +15,7 @@ from psd.watch.merging import Answer
 StatusCall: TypeAlias = "grpc.CallFuture[control_pb2.StatusReply]"
 
 RECONNECT_MS = 1000
-"""Longest time between attempts to reach a shard that is away, so that one that is back is soon seen."""
+"""Longest time between attempts to reach an absent shard, so that its return is noticed soon."""
 
 _OPTIONS = (("grpc.initial_reconnect_backoff_ms", 200), ("grpc.max_reconnect_backoff_ms", RECONNECT_MS))
 

@@ -16,7 +16,7 @@ SLOW_RATE = 0.7
 """or makes fewer than this part of the median worker's steps, where workers do not keep step;"""
 
 CALLS_SHARE = 0.5
-"""and the way to the shards is the limit if workers spend more than this part of their time in calls."""
+"""and calls to the shards are the limit if workers spend more than this part of their time in them."""
 
 _LIVE = "live"
 _GONE = ("finished", "expired", "failed")

@@ -13,11 +13,11 @@ MOMENTS_MAX = 1200
 EVENTS_MAX = 500
 CURVES_MAX = 256
 POINTS_MAX = 8192
-"""Points that are kept of one curve, of all workers together,"""
+"""Largest number of points kept for one curve, over all workers."""
 POINTS_MIN = 512
-"""and how many at least, when there are so many curves that all together"""
+"""Number of points of a curve that are kept in any case, however many curves there are."""
 ALL_POINTS_MAX = 1 << 17
-"""would be more than this: a browser is sent all of them when it comes, some 40 bytes each."""
+"""Limit for the points of all curves together: a browser gets all of them when it connects, about 40 bytes each."""
 
 
 class Placed(Protocol):

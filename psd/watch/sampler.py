@@ -36,7 +36,7 @@ from psd.watch.snapshot import (
 from psd.watch.words import shard_state, wait_kind, wait_text, waits_text, worker_state
 
 MEASURED_S = 1.0
-"""Seconds between the two looks of a picture that is shown once: rates need two."""
+"""Seconds between the two looks of `measure`: rates need two."""
 
 RATE_S = 10.0
 """Seconds over which rates are measured."""
@@ -45,7 +45,7 @@ ANSWER_S = 1.5
 """Seconds that a look waits for a shard, by default."""
 
 ANSWERS_MAX = 64
-"""Answers with points of curves that are read in one look; the rest is for the next."""
+"""Answers with points of curves that one look reads at most; the next look reads the rest."""
 
 _IN_ROUNDS = (pb.WAIT_KIND_ROUND, pb.WAIT_KIND_EARLIER_ROUND, pb.WAIT_KIND_STALENESS)
 
@@ -262,7 +262,7 @@ class Sampler:
                 self._points_of, is_other = reply.incarnation, self._points_read > 0
                 self._points_read = 0
                 if is_other:
-                    continue  # what was asked for was another one's count
+                    continue  # the number that was sent belongs to another incarnation: ask again from 0
             self._points_read = reply.latest
             now = self._wall()
             for curve in reply.curves:

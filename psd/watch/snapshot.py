@@ -16,7 +16,7 @@ from psd.contract import facts
 from psd.contract.facts import Fact
 
 WAIT_S = 0.5
-"""Waits that are shorter are part of every step, and not told one by one."""
+"""Shorter waits are part of every step, and are not shown one by one."""
 
 
 @dataclass(frozen=True)

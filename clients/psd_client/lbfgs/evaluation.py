@@ -24,7 +24,7 @@ Open = Callable[[str, int], Any]
 _LINE = 3
 _MISSING, _RAISED, _BAD_LOSS, _BAD_GRADIENT = -1, -2, -3, 1  # a gradient's element i that is not finite: 1 + i
 INFINITE_START, CALLBACK_RAISED = -4, -5
-"""Troubles of the leader's."""
+"""Troubles that only the leader can have."""
 
 
 class Shares(NamedTuple):

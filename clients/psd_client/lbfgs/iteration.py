@@ -16,7 +16,7 @@ from psd_client.lbfgs.line_search import NoStep, Search, backtracking, strong_wo
 from psd_client.lbfgs.state import CONTROL, SIZE, State
 
 CURVATURE_MIN = 2.0**-52
-"""Least s.y, as a share of y.y, of a pair that enters the history, as in SciPy's L-BFGS-B."""
+"""A pair enters the history if s.y is more than this share of y.y, as in SciPy's L-BFGS-B."""
 
 
 class Iterations:
@@ -77,7 +77,7 @@ class Iterations:
         except NoStep:
             if not self.state.slots:
                 raise
-            self.state.slots = []  # as at the beginning: along the gradient
+            self.state.slots = []  # without a history the direction is the gradient's, as at the beginning
             self._step()
 
     def _step(self) -> None:
@@ -107,7 +107,7 @@ class Iterations:
             with self._new_batch() as b:
                 b.combine(d, [sign * multiple for multiple in multiples.values()], [self._vector(name) for name in multiples])
                 if state.l1:
-                    b.zip(d, "project", self._vector(GRADIENT))  # only where it is against the pseudo-gradient
+                    b.zip(d, "project", self._vector(GRADIENT))  # keep only elements of the opposite sign
                     b.scale(d, -1.0)
                 slope, square = b.dot(d, self._vector(GRADIENT)), b.dot(self._vector(GRADIENT), self._vector(GRADIENT))
             if float(slope) < 0 and math.isfinite(float(slope)):

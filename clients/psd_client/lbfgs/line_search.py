@@ -11,18 +11,18 @@ from collections.abc import Generator
 from typing import NamedTuple
 
 DECREASE = 1e-4
-"""Share of the decrease that the slope promises which a step must reach: c1 of Nocedal and Wright."""
+"""A step must reach this share of the decrease that the slope predicts: c1 of Nocedal and Wright."""
 
 CURVATURE = 0.9
-"""Share of the slope at the start that may be left at a step: their c2, as they advise for quasi-Newton methods."""
+"""At a step the slope may be this share of the slope at the start: their c2, as they advise for quasi-Newton methods."""
 
 GROWTH = 4.0
-"""Most by which a step is lengthened at once."""
+"""Largest factor by which a step is lengthened at once."""
 
 TRIALS_MAX = 30
 
 ROUNDING = 2.0**-44
-"""Relative rise of the objective that is taken for rounding: near the minimum its differences are lost in that."""
+"""A relative rise of the objective up to this counts as rounding: near the minimum, differences are smaller than that."""
 
 Search = Generator[float, tuple[float, float], float]
 

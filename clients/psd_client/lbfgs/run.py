@@ -177,7 +177,7 @@ class _Run:
         """Iterate until there is a reason to stop, tell the other workers, and return the result."""
         state = self._read()
         if state is None or not state.recent:
-            state = replace(self._problem)  # after a RolledBack to the time before the first one it is begun again
+            state = replace(self._problem)  # begin again, also if a RolledBack has led to the time before the first evaluation
             self._vectors("x.0", len(self._start)).put(self._start)
         if state.order != Order.FINISH:
             state.order = Order.EVALUATE

@@ -16,9 +16,9 @@ from psd.contract.errors import InvalidRequest
 
 _FORMAT = 1
 CONTROL = "control"
-"""Name of the vector."""
+"""Name of the vector that holds the state."""
 SIZE = 64
-"""Numbers in it."""
+"""Size of that vector."""
 
 HISTORY_MAX = 20
 LOOK_BACK = 5

@@ -295,7 +295,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._exchange(size, grad_scaler)
         finally:
             self._size_of_step = None
-        # A scheduler that was built on the given optimizer would warn that nobody has called its step.
+        # Otherwise a scheduler built on the given optimizer would warn that its step has not been called.
         self._given._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001
         if self._groups.schedule is not None:
             self._groups.schedule.on_optimizer_step()
@@ -386,7 +386,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         scalars = self._groups.scalars_now(self.param_groups)
         size = weight_of(self.batch_size, "batch_size") if self._size_of_step is None else self._size_of_step
         self._sent = scalars, size
-        # After the job has gone back the model may be of versions that do not exist any more.
+        # After the job has gone back, the model may have versions that do not exist any more.
         versions = [min(pair) for pair in zip(self._parameters.versions, self._worker.parameters.versions, strict=True)]
         return lambda feed, on_received: self._worker.push_pull_feed(scalars, size, feed, on_received, versions)
 

@@ -106,7 +106,7 @@ class SharedGroups:
                 )
             now = group_spec(specs[index], self._declaration.always, group)
             declared, flags = set(specs[index].flags), set(now.flags)
-            # Momentum that has become 0 keeps its slot; the other way round there is none.
+            # If momentum becomes 0, its slot is kept; if it was 0 at the declaration, there is no slot.
             changed = sorted((declared ^ flags) - {"momentum"} | (flags - declared))
             if changed:
                 raise InvalidRequest(

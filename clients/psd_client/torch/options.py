@@ -16,7 +16,7 @@ from psd_core.rules import CLASSES, RULES
 _CLASSES = {kind.__name__: kind for kind in CLASSES if kind.is_in_torch}
 
 _IGNORED = {"foreach", "fused"}
-"""Options that choose among torch's own kernels for the same arithmetic. The shards have theirs, so either value is right."""
+"""Options that choose between torch's kernels for the same arithmetic. The shards have their own, so any value is right."""
 
 
 def rule_of(kind: type, optim: ModuleType) -> tuple[str, tuple[str, ...]]:

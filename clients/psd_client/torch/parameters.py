@@ -127,7 +127,7 @@ class Parameters:
                     copied[block] = self._buffers.versions[block]
                     self._copy_block(block, apart)
         self._left = self._pieces.keys() - copied.keys()
-        # Others are copied once all of their blocks are there; until then none of these counts as copied.
+        # Parameters in `apart` are copied once all of their blocks are there; until then none of these blocks counts as copied.
         lacking = {tensor for tensor in apart if self._blocks_of.get(tensor, set()) & self._left}
         self._copy(apart - lacking)
         self._left.update(*(self._blocks_of[tensor] for tensor in lacking))

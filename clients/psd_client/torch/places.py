@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from psd_client.torch.parameters import as_tensor
 
 _REFERENCES = 2
-"""Number of references to a view that nobody else holds: that of the list, and the argument of the function that counts."""
+"""Reference count of a view that only psd holds: the list's reference, and the argument of the function that counts."""
 
 
 class Places:
@@ -43,7 +43,7 @@ class Places:
         self._views = views
         self._kept = [(array, view.data_ptr()) for array, view in zip(arrays, views, strict=True)]
         self._own = {id(view) for view in views}
-        self._taken: set[int] = set()  # places that are, or may be, somebody's gradient
+        self._taken: set[int] = set()  # places that are, or may be, the gradient of some parameter
         self._moved: list[torch.Tensor] = []  # gradients that were in the buffer, and now are not
         starts = [space.__array_interface__["data"][0] for space in spaces]
         self._ranges = [(start, start + space.nbytes) for start, space in zip(starts, spaces, strict=True)]
@@ -90,7 +90,7 @@ class Places:
         left, self._taken = self._taken - taken, taken
         if apart or self._moved:
             self._part(apart)
-        del parameter, view, gradient  # which hold one of the views
+        del parameter, view, gradient  # these hold a reference to one of the views
         for number in left:
             if sys.getrefcount(self._views[number]) > _REFERENCES:
                 self._views[number].data = self._views[number].clone()

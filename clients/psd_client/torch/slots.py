@@ -19,7 +19,7 @@ from psd_client.torch.options import has_slots
 from psd_client.worker.exchange.loading import SlotValues
 
 _IN_TORCH = {("sgd", "momentum"): "momentum_buffer"}
-"""Torch's names of slots that have another one in psd, by rule and slot."""
+"""Torch's names of slots that are called differently in psd, by rule and slot."""
 
 _COUNTED = {"step", "mu_product"}
 """Parts of torch's state that follow from the number of steps."""
@@ -116,7 +116,7 @@ def _slots(group: GroupSpec, tensor: TensorSpec, state: Mapping[str, Any]) -> Sl
     for name, slot in names.items():
         value = state.get(name)
         if value is None:
-            if slot in STALENESS[group.staleness].slots:  # which torch does not have; it begins anew
+            if slot in STALENESS[group.staleness].slots:  # torch does not have this slot; it is reset
                 continue
             raise InvalidRequest(
                 f"load_state_dict: {tensor.name!r}: the state has no {name!r}, which the rule {group.rule!r} has"

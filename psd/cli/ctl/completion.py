@@ -59,7 +59,7 @@ def values_of(parser: argparse.ArgumentParser) -> list[str]:
 
 
 Programs = Mapping[str, Mapping[str, argparse.ArgumentParser]]
-"""Parsers by program and command; the command of a program that has none is the empty string."""
+"""Parsers by program and command; for a program without commands, the command is the empty string."""
 
 
 def _word(text: str) -> str:

@@ -20,7 +20,7 @@ _HINTS = {
     "FAILED_PRECONDITION": "psdctl status shows how far the job is",
     "UNIMPLEMENTED": "its version of psd is older than this psdctl; psdctl status --json has it",
 }
-"""Advice what to do next, by gRPC's code of the error."""
+"""Advice on what to do next, by the error's gRPC code."""
 
 
 class CallFailed(Exception):

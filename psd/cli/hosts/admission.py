@@ -18,7 +18,7 @@ from psd.cli.words.arguments import flag_of
 from psd.contract.printable import printable
 
 _SHOWN_MAX = 8
-"""Nodes that are named before the rest are counted."""
+"""Number of nodes that are named; the others are only counted."""
 
 _TEXT_MAX = 64
 

@@ -37,10 +37,11 @@ from psd.contract.launching import DONE_PATTERN, HAS_STORED, LAST_CHECKPOINT_PAT
 _LOOPBACK = "127.0.0.1"
 
 CHECKPOINTS_TOLD = 16
-"""Last checkpoints that a shard has told of: another one's news of them may come later than that of the next."""
+"""Number of last checkpoints to remember: one shard's report of a checkpoint may come after another shard's report of the
+next."""
 
 Meet = Callable[[selectors.BaseSelector, "Launcher"], Gathering]
-"""Starts the meeting with other hosts; what comes of it is told to the launcher."""
+"""Starts to gather the other hosts; the launcher's methods are called for their events."""
 
 
 class Launcher:
@@ -137,9 +138,9 @@ class Launcher:
         if gathering is not None:
             gathering.on_time(now)
         if self._policy.deadline is not None and self._policy.deadline <= now:
-            for key, _ in self._selector.select(0):  # what has come in time counts, though all else has kept us from it
+            for key, _ in self._selector.select(0):  # events that came in time count, even if the loop was busy
                 key.data()
-        # Again after each: what one event decides may change what the next one means.
+        # The deadline is checked again, because these events may have changed it.
         if self._policy.deadline is not None and self._policy.deadline <= now:
             self._perform(self._policy.on_deadline(now))
 

@@ -43,10 +43,10 @@ GATHER_S = 600.0
 """Seconds for all nodes to join: a cluster may start them one after the other."""
 
 MISSING_SAID_S = 5.0
-"""Seconds between two words on who is missing."""
+"""Seconds between two messages about missing nodes."""
 
 STRANGERS_MAX = 64
-"""Strangers at a time; the oldest is turned away for a new one."""
+"""Largest number of strangers; the oldest is turned away for a new one."""
 
 STRANGER_S = 10.0
 """Seconds within which a stranger must have become a node."""
@@ -54,13 +54,13 @@ STRANGER_S = 10.0
 STRANGERS_MESSAGE_BYTES_MAX = 16 << 10
 
 _REFUSALS_SAID_MAX = 20
-"""Different refusals that the user is told of; whoever dials on and on is to fill no log."""
+"""Number of different refusals that are shown to the user, so that repeated connections cannot fill the log."""
 
 PRINTED_MAX = 200
-"""Characters of a line that are quoted, of those that a host prints before its psd-run speaks."""
+"""Number of characters quoted from a line that a host prints before its psd-run sends anything."""
 
 END_S = 20.0
-"""Seconds for nodes to clear away in the end, before their connections are closed."""
+"""Seconds for nodes to clear away at the end, before their connections are closed."""
 
 
 class Leader(Protocol):
@@ -86,7 +86,7 @@ class Leader(Protocol):
 
 
 Close: TypeAlias = Callable[[bool], str | None]
-"""Ends a connection; is told whether a node has joined by it. Returns how it has ended, in words, if it knows."""
+"""Ends a connection. The argument says whether a node has joined through it. Returns how it has ended, in words, or None."""
 
 
 class Peer:

@@ -36,7 +36,7 @@ _HINTS = {
     errno.EADDRINUSE: "; has another host --node-rank 0, too?",
     errno.EADDRNOTAVAIL: "; is it an address of this host?",
 }
-"""Errors that make a host follow, and what is asked of one that is told to lead."""
+"""Errors of listening that make a host a follower; with hints for a host that was told to lead."""
 
 Replan = Callable[[str, int], Plan]
 

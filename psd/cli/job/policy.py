@@ -59,11 +59,11 @@ READY_REPORT_S = 5.0
 """Seconds from the start of a shard to the line that says that psd-run waits for it."""
 
 SHARD_STARTS_MAX = 3
-"""Starts in a row of a shard that has died. More than one, as its port may be somebody else's for a moment: of a worker's own
-socket, when the system picks this port for one that dials it. Few, as most reasons, such as damaged state, stay."""
+"""Starts in a row of a shard that has died. More than one, because another process may have its port for a moment: the system
+may pick it for the socket of a worker that connects to it. But few, because most causes, such as damaged state, persist."""
 
 START_S_MAX = 600.0
-"""Seconds that a worker may take from its start until it joins, for a shard that was itself started again to hear of it."""
+"""Seconds that a restarted worker may take until it joins. For so long, a shard that restarts is told of it, too."""
 
 SHARDS_END_S = 3.0
 """Seconds from the end of the last worker until the shards are told to end; they end by themselves if every worker has left,"""
@@ -75,7 +75,7 @@ SAVING_SLACK_S = 2.0
 """Seconds beyond the grace for a last checkpoint: shard 0 says first why there is none."""
 
 SHARDS_SLACK_S = 5.0
-"""Seconds beyond the grace for shards: they end by themselves when it is over, and know better what to leave."""
+"""Seconds beyond the grace for shards: they end by themselves when it is over, and in better order than if killed."""
 
 KILL_S = 5.0
 """Seconds from SIGKILL to giving up: the kernel may be unable to end a process that hangs in a device or a network file

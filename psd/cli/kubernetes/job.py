@@ -168,7 +168,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 _IN_MANIFESTS = ("checkpoint_dir", "checkpoint_secs", "exit_when_done")
-"""Settings of shards that the manifests have a place for."""
+"""Settings of shards that have their own place in the manifests."""
 
 _FOR_CLUSTERS = ("image", "name", "namespace", "dry_run", "rescale")
 _FOR_ONE_MACHINE = {

@@ -24,7 +24,7 @@ from psd.cli.words.arguments import EXIT_CHECKPOINT, EXIT_OK, EXIT_STATE_LOST
 from psd.contract.config import join_address
 
 _WATCHDOGS_MAX = 4
-"""Watchdogs started in one job at most. Whoever kills more of them means it."""
+"""Largest number of watchdogs started in one job. If more are killed, it is on purpose."""
 
 _SWEEP_GRACE_S = 2.0
 """Seconds for processes that workers have left behind, once the workers themselves are gone."""
@@ -102,7 +102,7 @@ class HostProcesses:
         except OSError as error:
             self._say(f"cannot start {name}: {error}")
             self._unborn.append(name)
-            signal.raise_signal(signal.SIGCHLD)  # told as any death: nobody expects one while it starts others
+            signal.raise_signal(signal.SIGCHLD)  # `reap` reports it like any death: the caller expects none in `start`
             return
         self._children[name] = child
         self._selector.register(child, selectors.EVENT_READ, functools.partial(self._read_output, name))

@@ -24,7 +24,7 @@ QUIET_S = 2.0
 """Seconds after which an unfinished line is shown."""
 
 SETTLED_S = 0.1
-"""Seconds after which a process that moves its cursor has left the lines above it for good."""
+"""After so many quiet seconds, a process that moves its cursor up will not change the lines above it any more."""
 
 PROGRESS_INTERVAL_S = 1.0
 """Seconds between two states of a progress bar that are shown as lines."""
@@ -157,7 +157,7 @@ class Lines:
             self._rows.append(_Row())
         if not self._moves:
             return self._release(self._at)
-        # The cursor may come back to a bar; nobody comes back to a line of text, and what is above it.
+        # The cursor may return to a progress bar, but not to a line of text, nor to anything above it.
         above = range(self._at, 0, -1)
         return self._release(next((count for count in above if self._rows[count - 1].state is None), self._at - ROWS_MAX))
 

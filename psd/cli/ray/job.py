@@ -117,12 +117,12 @@ class _RayJob:
         )
         self._signals: list[int] = []
         self._servers: list[str] = []
-        self._lives: dict[Any, int] = {}  # of programs that run: what Ray will say of each, and its rank
-        self._held: dict[Any, int] = {}  # those that have ended since the shards' addresses were last heard
-        self._asked: list[Any] = []  # what Ray will say of these,
-        self._is_asked_late = True  # after all that is held
-        self._awaited: dict[Any, Callable[[Any], None]] = {}  # what Ray will say of shards, and who hears it
-        self._begun = [0] * plan.workers  # lives of each
+        self._lives: dict[Any, int] = {}  # running programs: Ray's reference to the result, and the rank
+        self._held: dict[Any, int] = {}  # those that have ended since the shards' addresses were last checked
+        self._asked: list[Any] = []  # Ray's references to the shards' addresses,
+        self._is_asked_late = True  # and True if they were requested after all in _held had ended
+        self._awaited: dict[Any, Callable[[Any], None]] = {}  # Ray's references to results of shards, and their handlers
+        self._begun = [0] * plan.workers  # number of lives begun, by rank
         self._summary = Summary(checkpoint_dir=plan.checkpoint_dir)
         self._lacks_room_since: float | None = None
 

@@ -12,13 +12,13 @@ from psd.cli.words.terminal import show
 from psd.contract.config import ConfigError
 
 NOTICE_S = 10.0
-"""Seconds until a job that waits says what for."""
+"""Seconds of waiting after which the user is told what is missing."""
 
 PLACED_S = 600.0
 """Seconds for a job to get its room; a cluster that grows by itself may need minutes."""
 
 _SLICE_S = 1.0
-"""Seconds of a wait that Ctrl-C does not end: Ray does not look for signals in it."""
+"""Length in seconds of a single wait: Ctrl-C works only between waits, because Ray does not check for signals in one."""
 
 
 def reserve(ray: Any, bundles: Sequence[Mapping[str, float]], strategy: str = "SPREAD") -> Any:

@@ -33,14 +33,14 @@ from psd.contract.settings import words_of
 from psd_core import private_files
 
 NAMESPACE = "psd"
-"""Ray's namespace of all jobs' actors, in which a name is given once: a job's shards keep a second job of that name out."""
+"""Ray's namespace of the actors of all jobs. Names in it are unique, so a job's shards keep out a second job of that name."""
 
 STARTS_MAX = 20
-"""Starts of psd-server in a row that have not led to a shard that serves. More than psd-run's, since the one before, which ends
-with its actor, may have the directory and the port for a moment."""
+"""Starts of psd-server in a row after none of which the shard has served. More than psd-run's, because the process of an actor
+that has just ended may have the directory and the port for a moment."""
 
 SAYINGS = {"counted": COUNTED_PATTERN, "done": DONE_PATTERN, "saved": LAST_CHECKPOINT_PATTERN}
-"""Lines of psd-server that are waited for, or kept."""
+"""Patterns of the lines of psd-server that are kept, by name; see `said`."""
 
 _AGAIN_S = 0.5
 

@@ -24,13 +24,13 @@ EXIT_OK = 0
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
 EXIT_STATE_LOST = 65
-"""Nobody can continue with the parameters that a shard leaves: EX_DATAERR of sysexits.h."""
+"""The parameters that a shard leaves cannot be continued with: EX_DATAERR of sysexits.h."""
 
 EXIT_CHECKPOINT = 74
-"""All is in order but the last checkpoint, which could not be stored: EX_IOERR of sysexits.h."""
+"""All went well, except that the last checkpoint could not be stored: EX_IOERR of sysexits.h."""
 
 EXIT_HOST_LOST = 75
-"""A host of a job on several was lost, so that the same command may do better: EX_TEMPFAIL of sysexits.h."""
+"""One of several hosts was lost, so the same command may succeed when it is repeated: EX_TEMPFAIL of sysexits.h."""
 
 LAST_CHECKPOINT_SIGNAL = signal.SIGUSR1
 """Tells a shard that the job is about to end: it takes the last checkpoint while the workers still train, and goes on."""
@@ -149,7 +149,7 @@ _CONVERTERS: dict[Any, Callable[[str], Any]] = {
 }
 
 Options: TypeAlias = Mapping[str, Setting]
-"""Options by the names of their values: --checkpoint-dir sets checkpoint_dir, --lease sets lease_s."""
+"""Options by name of the value that they set: --checkpoint-dir sets checkpoint_dir, --lease sets lease_s."""
 
 
 def add_options(group: argparse._ArgumentGroup, options: Options, defaults: Mapping[str, Any]) -> None:

@@ -26,7 +26,7 @@ from psd.contract.printable import printable, printable_lines
 
 LEVELS = ("debug", "info", "warning", "error")
 LOG_LEVEL = "info"
-"""The level of shards by default."""
+"""The default log level of shards."""
 
 _STANDARD_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 

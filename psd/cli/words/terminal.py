@@ -17,13 +17,13 @@ from typing import TextIO
 from psd.contract.printable import printable_lines
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""Errors of a file that cannot grow at present. No reader has gone, who would not want anything any more."""
+"""Errors of a file that cannot grow at present. They do not mean that a reader has gone."""
 
 ROOM_S = 5.0
-"""Seconds without any room until a process that is told to end no longer waits for whoever reads its output."""
+"""Seconds without room after which a process that is told to end no longer waits for the reader of its output."""
 
 _LOOK_S = 0.2
-"""Seconds between two looks whether it is told to end."""
+"""Seconds between two checks whether the process is told to end."""
 
 
 def prepare_streams() -> None:

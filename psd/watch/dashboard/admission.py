@@ -20,7 +20,7 @@ from psd.contract.tokens import digest_of
 
 VISITORS_MAX = 1000
 VISIT_S = 7 * 24 * 3600.0
-"""Seconds for which a cookie is good."""
+"""Seconds for which a cookie is valid."""
 
 REFUSAL_S = 1.0
 """Seconds that an answer to a wrong token takes,"""

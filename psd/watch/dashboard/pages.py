@@ -20,7 +20,7 @@ from psd.watch.dashboard.admission import VISIT_S, Doorkeeper, TooManyTries
 
 STREAMS_MAX = 64
 LATE_MAX = 16
-"""Looks that wait for a browser that does not read; then its stream is ended, and it asks for a new one."""
+"""Snapshots kept for a browser that does not read; if there are more, its stream is ended, and it asks for a new one."""
 
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "

@@ -26,7 +26,7 @@ from psd.watch.dashboard.visitors import Visitors
 from psd.watch.sampler import Sampler
 
 STUCK_S = 30.0
-"""Seconds until a browser that takes nothing of what it is sent, or has vanished, is hung up on."""
+"""Seconds after which the connection to a browser that reads nothing, or has vanished, is closed."""
 
 END_S = 2.0
 """Seconds that answers in progress have when the dashboard ends."""
@@ -73,7 +73,7 @@ async def serve(sampler: Sampler, place: DashboardPlace, interval_s: float, on_r
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()
     for signum in (signal.SIGINT, signal.SIGTERM):
-        with contextlib.suppress(RuntimeError, ValueError):  # not in the main thread: whoever runs us there cancels
+        with contextlib.suppress(RuntimeError, ValueError):  # not in the main thread: the caller cancels this task
             loop.add_signal_handler(signum, ended.set)
     streams = Streams()
     with ThreadPoolExecutor(1, "psd-look") as thread:

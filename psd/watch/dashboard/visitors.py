@@ -115,7 +115,7 @@ class Visitors:
     async def _welcome(self, visitor: _Visitor) -> None:
         visitor.has_begun = True
         timeout_s = HANDSHAKE_S if self._tls is not None else None
-        with contextlib.suppress(OSError, asyncio.TimeoutError):  # who ends amid the handshake, or says what is none
+        with contextlib.suppress(OSError, asyncio.TimeoutError):  # it ends in the handshake, or sends no handshake
             visitor.transport, _ = await self._loop.connect_accepted_socket(
                 self._protocol, visitor.sock, ssl=self._tls, ssl_handshake_timeout=timeout_s
             )

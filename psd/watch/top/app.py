@@ -40,7 +40,7 @@ Is it training, how fast, what limits it, who is slow.
 Columns that do not fit are left out; a wider terminal has more."""
 
 _EXPLAINED = ("latency_s", "cpu_share", "awaited_share", "last_seen_s", "behind")
-"""Numbers whose headings do not say all; a small terminal has no room for more."""
+"""Numbers whose headings need an explanation; a small terminal has no room for more."""
 
 _COLUMNS = "\n".join(
     f"[b]{fact.title.upper():<11}[/b]{fact.help}" for fact in (*facts.SHARD, *facts.WORKER) if fact.name in _EXPLAINED

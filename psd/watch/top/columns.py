@@ -82,7 +82,7 @@ _BY_NAME: dict[str, Callable[[Any], str]] = {
     "last_seen_s": lambda worker: "never" if worker.last_seen_s < 0 else f"{duration(worker.last_seen_s)} ago",
     "version_max": lambda shard: "..".join(f"{version}" for version in sorted({shard.version_min, shard.version_max})),
 }
-"""Numbers that are not shown by their unit alone."""
+"""Numbers that are shown differently from others of their unit."""
 
 
 def of_fact(fact: Fact) -> Column[Any]:
@@ -159,7 +159,7 @@ SORTS: dict[str, Callable[[WorkerSnapshot], Any]] = {
     "awaited": lambda worker: -worker.awaited_share,
     "last-seen": lambda worker: -worker.last_seen_s,
 }
-"""Orders of the workers: those that need attention come first."""
+"""Orders of the workers, in each of which those that need attention come first."""
 
 
 def sorted_workers(workers: Sequence[WorkerSnapshot], by: str, *, is_reversed: bool = False) -> list[WorkerSnapshot]:
