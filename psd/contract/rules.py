@@ -138,7 +138,8 @@ def rule_info(name: str, *, slots: Sequence[str] = (), scalars: Sequence[str] = 
             f"groups.rule: unknown rule {name!r}; there are {sorted(RULES)}, and import paths such as my_module:MyRule"
         )
     elif slots or scalars:
-        raise InvalidRequest(f"groups.{'slots' if slots else 'scalars'}: only a user's own rule names them, not {name!r}")
+        field = "slots" if slots else "scalars"
+        raise InvalidRequest(f"groups.{field}: only a CustomRule may name its {field}; {name!r} has built-in ones")
     else:
         info = RULES[name]
     if not staleness:
