@@ -47,7 +47,7 @@ AHEAD = 2
 """The first attempt asks for a cut so many rounds ahead; doubled after each attempt that came too late."""
 
 PATIENCE_S = 1.0
-"""If no round closes for so many seconds, training counts as paused, and the reader takes the blocks as they are."""
+"""Seconds without a closed round after which training counts as paused: the reader then takes the blocks as they are."""
 
 POSITIONS_PATIENCE_S = 60.0
 """Seconds to wait for the workers' positions in jobs without rounds: a lost worker is waited for until its lease runs out."""

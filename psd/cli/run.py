@@ -216,7 +216,7 @@ def _check_credentials(args: argparse.Namespace, environ: Mapping[str, str]) -> 
 def _meeting(
     args: argparse.Namespace, node: int | None, words: Sequence[str], environ: Mapping[str, str], for_all: Mapping[str, str]
 ) -> Meeting | None:
-    """How the hosts meet; None if there is only one."""
+    """Make the description of how the hosts meet; None if there is only one host."""
     if not args.hosts and (args.nnodes or 1) == 1:
         return None
     told = {name: value for name, value in vars(args).items() if name not in _OF_EACH_HOST}

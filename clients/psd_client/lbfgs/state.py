@@ -26,7 +26,7 @@ LOOK_BACK = 5
 
 
 class Order(IntEnum):
-    """What the leader asks the workers to do."""
+    """Request of the leader to the workers."""
 
     EVALUATE = 1  # the loss and its gradient, at the point `at`
     FINISH = 2

@@ -355,7 +355,7 @@ class JobPolicy:
         return [] if since is None else [Tell(shard, line.format(worker.number)) for shard in sorted(self._ready)]
 
     def _wind_down(self, now: float) -> list[Action]:
-        """If no worker is left, begin to wait for the shards to end by themselves."""
+        """Begin to wait for the shards to end by themselves, if no worker is left."""
         if not self._has_workers:
             self._status, self.phase, self._phase_ends_at = self._workers_status, Phase.WINDING_DOWN, now + self._shards_end_s
         return []

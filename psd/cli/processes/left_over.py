@@ -70,8 +70,7 @@ def _members(groups: Collection[int], run_id: str, node_mark: str) -> Iterator[i
 
 
 def _leaders(groups: Collection[int]) -> Iterator[int]:
-    """For systems without /proc: the groups that still have a member, as negative pids, with which kill signals a whole
-    group."""
+    """Groups that still have a member, as negative pids (kill then signals the group); for systems without /proc."""
     for group in groups:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(group, 0)

@@ -211,8 +211,7 @@ class _RayJob:
         self._look_for_moves()
 
     def _look_for_moves(self) -> None:
-        """If shards have moved, rerun all workers, unless the job is ending; if not, report the ends of workers to the
-        policy."""
+        """Rerun all workers if shards have moved, unless the job is ending. If none has, report workers' ends to the policy."""
         self._asked = self._asked or self._shards.answers("address")
         moved = self._shards.addresses(self._asked, _LOOK_S if self._held else 0.0)
         if moved is None:
