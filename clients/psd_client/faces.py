@@ -30,8 +30,7 @@ def check_keywords(given: Iterable[str], known: Iterable[str]) -> None:
 
 
 def check_connection(ps: Any, *others: str) -> None:
-    """Raise TypeError unless `ps` is a connection, or None. others: names of arguments for `connect`; none with a
-    connection."""
+    """Raise TypeError unless `ps` is a connection, or None. others: names of arguments for `connect`."""
     check_keywords(others, OF_CONNECT)
     if ps is not None and others:
         raise TypeError(f"distribute: pass either ps or {', '.join(sorted(others))}; ps is connected already")

@@ -61,8 +61,7 @@ class OwnedProcess:
         self.pid = self._process.pid
 
     def wait(self) -> int:
-        """Wait for the process's end; return its exit status, negative for a signal. Its group's id stays reserved until
-        `close`."""
+        """Wait for the process's end; return its exit status, negative for a signal. Its id stays reserved until `close`."""
         try:
             ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
         except ChildProcessError:

@@ -81,8 +81,7 @@ class ParamGroups:
             self.groups[index_of[id(rule)]]["tables"].append(name)
 
     def scalars(self) -> list[list[float]]:
-        """The scalars of the next push, by group. Raises InvalidRequest, KeyError or TypeError for a wrong value in
-        `groups`."""
+        """The scalars of the next push, by group. Raises InvalidRequest, KeyError or TypeError for wrong values."""
         if self._checked is None or self._checked[0] != self.groups:
             values = [
                 scalar_values(spec, group, i) for i, (spec, group) in enumerate(zip(self.specs, self.groups, strict=True))

@@ -45,8 +45,7 @@ def check_named(what: str, values: Any) -> None:
 
 
 def as_array(what: str, value: Any, dtype: Any = None) -> NDArray[Any]:
-    """Convert a value to an array, or raise InvalidTensor. dtype: for values without one, such as lists. what: name, for
-    messages."""
+    """Convert a value to an array, or raise InvalidTensor. dtype: for values without one. what: name, for messages."""
     if value is None or isinstance(value, (dict, Mapping)):
         refuse(InvalidTensor, what, "an array", value)
     if isinstance(value, np.ma.MaskedArray):

@@ -60,8 +60,7 @@ class BatchAnswer:
     """The answer to one operation of a batch: `value`, `float(...)` or `int(...)`, once the batch has run."""
 
     def __init__(self, what: str, take: Callable[[Iterator[Any]], Any]) -> None:
-        """Take a description of the operation, and a function that makes its value from the shards' results; not for
-        programs."""
+        """Take the operation's description, and what makes its value from the shards' results; not for programs."""
         self._what = what
         self._take = take
         self._value: Any = None
@@ -196,8 +195,7 @@ class Batch(Operations, Notes[BatchAnswer]):
         return vector.name
 
     def _note(self, operation: VectorOperation, name: str = "") -> VectorSpec:
-        """Check and record an operation; return the declaration of its first vector. name: the method's, if it is not the
-        operation's."""
+        """Check and record an operation; return the declaration of its first vector. name: the method's, if different."""
         name = name or operation.name
         if self._has_run:
             raise RuntimeError(f"psd: {name}: this batch has run already; make another one")

@@ -59,8 +59,7 @@ _FILES_OF_EACH_HOST = ("tls_cert", "tls_key", "token_file")
 """Options that all hosts must have, or none; the paths may differ."""
 
 CREDENTIALS = ("PSD_TLS_CA", "PSD_TLS_CERT", "PSD_TLS_KEY", "PSD_TOKEN_FILE")
-"""Variables for shards with certificates or tokens. Shards of psd-run on one machine have neither, and serve only that
-machine."""
+"""Variables for shards with certificates or tokens. Shards on one machine only have neither, and serve no other machine."""
 
 
 def parse(

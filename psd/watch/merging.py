@@ -46,8 +46,7 @@ def reason(answer: Answer) -> str:
 
 
 def problems(answers: Sequence[Answer]) -> list[str]:
-    """Reasons why the answers are incomplete or do not fit together; empty if all shards have answered and belong to one
-    job."""
+    """Reasons why the answers are incomplete or do not fit together; empty if all shards of one job have answered."""
     silent = [f"{answer.server} did not answer: {reason(answer)}" for answer in answers if answer.reply is None]
     return silent + misfits(answers)
 

@@ -100,8 +100,7 @@ def read_declaration(
 def _tables(
     layers: Iterable[Any], options: KerasOptions, before: int
 ) -> tuple[list[SparseTableSpec], list[GroupSpec], list[dict[str, Any]]]:
-    """The tables of embeddings, a group for each, and the groups' options. before: number of groups that come first in the
-    job."""
+    """The tables of embeddings, a group for each, and the groups' options. before: number of groups before them."""
     named: dict[str, Any] = {}
     for layer in layers:
         first = named.setdefault(layer.spec.name, layer)

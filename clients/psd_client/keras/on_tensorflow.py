@@ -86,8 +86,7 @@ class TensorFlowLink(Link):
         return tf.custom_gradient(tracked)(tf.convert_to_tensor(handle), ids)
 
     def _exchange(self, rate: Any, named: dict[str, Any]) -> tuple[Any, Any]:
-        """Run one step. named: gradients by the variable's index. Traced once for each set of variables that have a
-        gradient."""
+        """Run one step. named: gradients by the variable's index. Traced once for each set of indices."""
         gradients = {int(index): gradient for index, gradient in named.items()}
         runs, arrays = self._runs(gradients)
         trained = range(self.declaration.trained)
@@ -137,8 +136,7 @@ class TensorFlowLink(Link):
         self._assign(everything, self._call(lambda: [views[index] for index in everything], [], [], everything))
 
     def _call(self, function: Callable[..., list[Any]], inputs: list[Any], first: list[Any], indices: list[int]) -> list[Any]:
-        """Call a Python function from the graph. Its results have the dtypes `first`, then those of the shards for these
-        tensors."""
+        """Call a Python function from the graph. Its results have the dtypes `first`, then those of these tensors."""
         dtypes = [tf.as_dtype(self.declaration.tensors[index].master_dtype) for index in indices]
         return list(tf.numpy_function(function, inputs, [*first, *dtypes]))
 

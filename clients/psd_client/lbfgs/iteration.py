@@ -156,8 +156,7 @@ class Iterations:
         return _total([*losses, *(factor * float(value) for factor, value in terms)]), float(along)
 
     def _accept(self, pair: int) -> None:
-        """Add the accepted step's (s, y) pair to the history if its curvature is large enough, and prepare the next
-        direction."""
+        """Add the accepted step's (s, y) to the history if its curvature is large enough; prepare the next direction."""
         state = self.state
         s, y = step_name(pair), change_name(pair)
         b = self._new_batch()

@@ -1,5 +1,4 @@
-"""One call of minimize: the leader's loop and that of the other workers. All meet at a barrier before and after each
-evaluation."""
+"""One call of minimize: the leader's loop, and that of the others. They meet at a barrier before and after each evaluation."""
 
 from __future__ import annotations
 

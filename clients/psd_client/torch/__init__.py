@@ -185,8 +185,7 @@ def distribute(
 
 
 def _add_handles(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Add the handles of embeddings that have their own rule to the param_groups, so that zero_grad and a GradScaler find
-    them."""
+    """Add the handles of embeddings with their own rule to the param_groups: zero_grad and a GradScaler look there."""
     known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for embedding in table_modules(model):
         if embedding.optimizer is not None and id(embedding.handle) not in known:

@@ -39,8 +39,7 @@ def unscale(scaler: Any, optimizer: Any) -> bool:
 
 
 def report(scaler: Any, optimizer: Any, *, is_skipped: bool) -> None:
-    """Tell the scaler, for its next update, whether all workers skipped the step, even if this worker's gradients were
-    finite."""
+    """Tell the scaler's next update whether all workers skipped the step, even if this worker's gradients were finite."""
     found = scaler._found_inf_per_device(optimizer)  # noqa: SLF001
     if not found:  # without gradients, where a scaler has looked at nothing, and its update would fail
         flag = scaler.scale(next(_parameters(optimizer)).detach().new_zeros(()))

@@ -26,14 +26,12 @@ class Buffers:
         self._views = as_tensors(flat)[len(declaration.parameters) :]
 
     def send(self, times_gone_back: int) -> None:
-        """Write the buffers to the flat memory, to be sent; but if the job has gone back to a checkpoint, take over its
-        buffers."""
+        """Write the buffers to the flat memory, to be sent; or, if the job has gone back, take over its buffers."""
         if not self.follow(times_gone_back):
             self.write()
 
     def follow(self, times_gone_back: int) -> bool:
-        """Take over the received buffers if the job has gone back to a checkpoint since the last call; return whether it
-        has."""
+        """Take over the received buffers if the job has gone back since the last call; return whether it has."""
         if times_gone_back == self._times_gone_back:
             return False
         self._times_gone_back = times_gone_back

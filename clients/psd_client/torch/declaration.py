@@ -43,8 +43,7 @@ BUFFER_POLICIES = ("first", "mean", "local")
 
 @dataclass(frozen=True)
 class BufferPlace:
-    """The attribute that holds a buffer. Its module may assign another tensor, as in `self.mean = 0.9 * self.mean + 0.1 *
-    x`."""
+    """The attribute that holds a buffer. The module may assign another tensor: `self.mean = 0.9 * self.mean + 0.1 * x`."""
 
     module: torch.nn.Module
     name: str
@@ -229,8 +228,7 @@ def _plain_names(*lists: Iterable[tuple[str, Any]]) -> list[list[tuple[str, Any]
 def _distinct(
     named: Iterable[tuple[str, Any]], identity: Callable[[Any], int] = id
 ) -> tuple[list[tuple[str, Any]], dict[str, tuple[str, ...]]]:
-    """Each item once, with its first name; and its other names, by the first. identity: gives equal numbers for the same
-    item."""
+    """Each item once, with its first name; and its other names, by the first. identity: tells items apart."""
     names: dict[int, list[str]] = {}
     items: dict[int, Any] = {}
     for name, item in named:

@@ -172,8 +172,7 @@ class Gradients:
 
     @contextmanager
     def _noted_failure(self, push: _Push) -> Iterator[None]:
-        """Handle the failure of a push, and raise it; note if this worker cannot go on, because its gradients cannot be sent
-        again."""
+        """Note and raise the failure of a push; this worker cannot go on if its gradients cannot be sent again."""
         try:
             yield
         except NonFiniteGradient as error:
@@ -213,8 +212,7 @@ class Gradients:
             raise
 
     def abandon(self) -> None:
-        """Give up the push under way (with overlap). Blocks that have been sent count, as if the worker had died at this
-        point."""
+        """Give up the push under way (with overlap). Blocks already sent count, as if the worker had died at this point."""
         push, self._push = self._push, None
         if push is not None:
             self._is_broken = True
@@ -222,8 +220,7 @@ class Gradients:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Add up gradients in this block without sending them (with overlap); the next ones outside of it are sent with
-        them."""
+        """Add up gradients in this block without sending them (with overlap); they are sent with the next ones outside."""
         before, self._is_syncing = self._is_syncing, False
         try:
             yield

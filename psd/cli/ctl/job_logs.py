@@ -96,8 +96,7 @@ def _logs_of(directory: str) -> dict[str, Path]:
 
 
 def _last_lines(file: BinaryIO, count: int) -> Sequence[bytes]:
-    """The last complete lines of a file, which is read from its end. An incomplete line after them is left for the next
-    call."""
+    """The last complete lines of a file, read from its end. An incomplete line after them is left for the next call."""
     begin = file.seek(0, os.SEEK_END)
     data, nbytes = b"", _READ_BYTES
     while begin and data.count(b"\n") <= count:

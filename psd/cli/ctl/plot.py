@@ -127,8 +127,7 @@ def _entry(point: CurveSummary) -> dict[str, float | str]:
 
 
 def smoothed(values: Sequence[float], count: int) -> list[float]:
-    """The mean of each value and the ones before it, `count` in all, of which finite ones count; NaN where the value is not
-    finite."""
+    """Running means over `count` values. Values that are not finite are left out, and their own mean is NaN."""
     found = []
     for index, value in enumerate(values):
         window = [each for each in values[max(0, index + 1 - count) : index + 1] if math.isfinite(each)]

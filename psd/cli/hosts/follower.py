@@ -51,8 +51,7 @@ class Follower:
         self._signals = 0
 
     def run(self, wakeups: Wakeups, messages: Sequence[Message] = ()) -> int:
-        """Take part until the job ends; return its exit status. Signals are passed to the leader. messages: those already
-        received."""
+        """Take part until the job ends; return its status. Signals are passed to the leader. messages: received before."""
         for selector in (self._selector, self._urgent):
             selector.register(wakeups, selectors.EVENT_READ, functools.partial(self._read_signals, wakeups))
             selector.register(self._link.reader, selectors.EVENT_READ, self._receive)
@@ -197,8 +196,7 @@ class Follower:
             _say(text)
 
     def _give_up(self, why: str, status: int = EXIT_FAILURE) -> None:
-        """End all processes here in order, because there is no leader any more. status: the exit status, if the job has
-        begun."""
+        """End all processes here in order, because there is no leader any more. status: used if the job has begun."""
         self._status = status if self._processes is not None else EXIT_FAILURE
         living = self._processes.living if self._processes is not None else []
         _say(f"{why}; ending {len(living)} processes here" if living else why)

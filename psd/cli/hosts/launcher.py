@@ -37,8 +37,7 @@ from psd.contract.launching import DONE_PATTERN, HAS_STORED, LAST_CHECKPOINT_PAT
 _LOOPBACK = "127.0.0.1"
 
 CHECKPOINTS_TOLD = 16
-"""Number of last checkpoints to remember: one shard's report of a checkpoint may come after another shard's report of the
-next."""
+"""Number of last checkpoints to remember: a shard may report one after another shard has reported the next."""
 
 Meet = Callable[[selectors.BaseSelector, "Launcher"], Gathering]
 """Starts to gather the other hosts; the launcher's methods are called for their events."""
@@ -154,8 +153,7 @@ class Launcher:
             self._processes.reap()
 
     def _is_told_to_end(self) -> bool:
-        """True if a signal that ends the job has come, even if not handled yet: a slow reader of the output may hold up the
-        loop."""
+        """True if a signal that ends the job has come, even if not handled yet: a reader of the output may hold up the loop."""
         return self._signals > 0 or (self._wakeups is not None and self._wakeups.has_told(signal.SIGCHLD))
 
     def on_nodes_ready(self, plan: Plan, address: str) -> None:

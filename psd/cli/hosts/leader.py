@@ -312,8 +312,7 @@ class Gathering:
             self._leader.on_lost([], f"node {peer.number}{host} has not joined: {end or why}{words}")
 
     def _meet(self, peer: Peer, message: Message) -> None:
-        """Handle a message of a host that has not joined yet; begin when all have. Raises NotAdmittedError if it cannot
-        join."""
+        """Handle a message of a host that has not joined; begin when all have. Raises NotAdmittedError if it cannot."""
         if not peer.nonce:
             self._admission.check_version(message["join"])
             peer.nonce = new_nonce()

@@ -136,8 +136,7 @@ class HostProcesses:
             self._replace_watchdog()
 
     def clear_away(self, *, keep: bool) -> None:
-        """End all processes, even if psd-run itself has failed; remove the state. keep: keep it if a later run can continue
-        from it."""
+        """End all processes, even if psd-run has failed; remove the state. keep: leave it, if a later run can continue."""
         for child in self._children.values():
             child.signal(signal.SIGKILL)
         for name, child in self._children.items():

@@ -118,8 +118,7 @@ class ShardProcess:
             return self._address
 
     def said(self, what: str) -> str:
-        """The line that matches one of the SAYINGS. Waits until psd-server has written it; empty if it has ended for good
-        without."""
+        """A line that matches one of the SAYINGS; waits for it. Empty if psd-server has ended for good without writing it."""
         with self._changed:
             self._changed.wait_for(lambda: what in self._said or self._has_ended)
             return self._said.get(what, "")
@@ -268,8 +267,7 @@ class RayShards:
         return found
 
     def addresses(self, asked: Sequence[Any], timeout_s: float) -> list[str] | None:
-        """The results of `answers("address")`; None if not all have come in time. Raises ConfigError if a shard cannot be
-        started."""
+        """Results of `answers("address")`; None if not all came in time. Raises ConfigError if a shard cannot be started."""
         ray = load()
         try:
             return list(ray.get(list(asked), timeout=timeout_s))
@@ -294,8 +292,7 @@ class RayShards:
         self._actors[index].tell.remote(self._turn, line)
 
     def environment(self, rank: int, world_size: int) -> dict[str, str]:
-        """Environment variables for a worker, from which `psd_client.connect()` learns the shards' addresses and the worker's
-        rank."""
+        """Environment variables for a worker, which tell `psd_client.connect()` the shards' addresses and its rank."""
         who = {"PSD_RANK": str(rank), "PSD_WORLD_SIZE": str(world_size)}
         return {"PSD_SERVERS": ",".join(self.servers), "PSD_RUN_ID": self.run_id, **who}
 

@@ -123,8 +123,7 @@ def seconds(text: str) -> float:
 
 
 def location(text: str) -> str:
-    """Convert an argument that is a path or a URL; @FILE gives the file's contents, so that no secret is among the
-    arguments."""
+    """Convert an argument that is a path or a URL; @FILE gives the file's contents, to keep secrets off the command line."""
     if not text.startswith("@"):
         return text
     try:

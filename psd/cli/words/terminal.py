@@ -46,8 +46,7 @@ def prepare_streams() -> None:
 
 
 def discard(stream: TextIO) -> None:
-    """Redirect a stream that cannot be written to to /dev/null: else Python would fail to flush it at exit, and change the
-    status."""
+    """Redirect an unwritable stream to /dev/null: else Python would fail to flush it at exit, and change the status."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())
     os.close(nowhere)

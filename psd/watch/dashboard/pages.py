@@ -174,8 +174,7 @@ class Pages:
         return response
 
     async def _is_in(self, request: web.Request) -> web.Response:
-        """Tell whether the browser is admitted. If the page found out from a refusal, the browser's console would show an
-        error."""
+        """Tell whether the browser is admitted. A refusal would tell it, too, but leave an error on its console."""
         return web.json_response({"is_admitted": self._admission.is_admitted(request.cookies.get(self._cookie))})
 
     async def _enter(self, request: web.Request) -> web.Response:

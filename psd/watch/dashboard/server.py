@@ -49,8 +49,7 @@ class DashboardPlace:
 
 
 def listen(host: str, port: int, *, is_firm: bool) -> socket.socket:
-    """A socket that listens at an address. If the port is taken, uses another one, unless `is_firm`. Raises OSError if it
-    cannot."""
+    """Listen at an address; if the port is taken, at another one, unless `is_firm`. Raises OSError if that fails."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     both = host == "::" and socket.has_dualstack_ipv6()
     try:

@@ -24,8 +24,7 @@ EVENTS_MAX = 6
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """The last `width` values as bars, scaled from the smallest to the largest of them; a value that is not a number is a
-    blank."""
+    """The last `width` values as bars, scaled from the smallest to the largest of them. One that is not finite is a blank."""
     shown = values[-width:]
     finite = [value for value in shown if math.isfinite(value)]
     if not finite:
