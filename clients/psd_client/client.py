@@ -172,8 +172,8 @@ class ParameterServer:
         """Send gradients; returns when all shards have them. Parameters without a gradient may be left out.
 
         Args:
-            grads: by name, in the declared shapes and dtypes.
-            weight: samples behind them, for `reduce="mean"`.
+            grads: gradients by name, in the declared shapes and dtypes.
+            weight: number of samples behind the gradients, for `reduce="mean"`.
             tables: gradients of rows, as pairs (ids, gradients) by name of the table; see DeclaredTable.push. Ids and gradients
                 may be changed once this has returned.
 

@@ -1,9 +1,9 @@
 """The layer whose rows are on the shards, in the manner of keras.layers.Embedding.
 
-The layer has one trainable variable, of two numbers: its handle. `distribute` declares it as any other. Its gradient has the
-norm of the rows' gradients, so that what scales all gradients scales these; what changes each element by itself is noticed, and
-refused (table_rows.py). Link.push_pull makes of it what the rows' are multiplied by, and trains the handle with zero. Must not
-know connections, nor a backend (link.py).
+The layer has one trainable variable, of two numbers: its handle, which `distribute` declares like any other variable. The
+handle's gradient has the norm of the rows' gradients, so that operations that scale all gradients scale these, too; operations
+on single elements are noticed and refused (table_rows.py). Link.push_pull finds the factor for the rows' gradients from it, and
+trains the handle with zero. Must not know connections, nor a backend (link.py).
 """
 
 from __future__ import annotations

@@ -106,7 +106,8 @@ class Link(ABC):
             return self.ps.clock, self.ps.is_skipped
 
     def _row_gradients(self) -> dict[int, Gradients]:
-        """The gradients of rows by table; those of the handles become zero, after they have told how the rows' are scaled."""
+        """The gradients of rows, by table, scaled as the handles' gradients were. The handles' gradients are then set to
+        zero."""
         parts: dict[int, list[Gradients]] = {}
         for handle, rows in self._rows:
             view = self.worker.gradients.views[handle]

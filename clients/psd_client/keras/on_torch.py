@@ -73,9 +73,9 @@ class TorchLink(Link):
 
 
 class _Tracked(torch.autograd.Function):
-    """Rows that back-propagation gives gradients to. The handle's is what `collect` makes of theirs.
+    """Passes rows on, and gives their gradients to `collect` in back-propagation; its result is the handle's gradient.
 
-    They come in a tuple, as those of torch/row_gradients.py do.
+    The rows come in a tuple, as in torch/row_gradients.py.
     """
 
     @staticmethod

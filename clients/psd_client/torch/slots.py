@@ -116,7 +116,7 @@ def _slots(group: GroupSpec, tensor: TensorSpec, state: Mapping[str, Any]) -> Sl
     for name, slot in names.items():
         value = state.get(name)
         if value is None:
-            if slot in STALENESS[group.staleness].slots:  # torch does not have this slot; it is reset
+            if slot in STALENESS[group.staleness].slots:  # which torch does not have; it begins anew
                 continue
             raise InvalidRequest(
                 f"load_state_dict: {tensor.name!r}: the state has no {name!r}, which the rule {group.rule!r} has"

@@ -43,7 +43,7 @@ class Deployment:
         command: command of the workers. shard_environ, worker_environ: variables in addition to those of the manifests.
         shard_flags: flags of psd-server; they are added to those of the manifests, or replace them.
         checkpoint_dir, checkpoint_secs, grace_s: see psd-server --help; grace_s: None: the manifests'.
-        restarts_max: of each worker; 0: as many as the manifests say.
+        restarts_max: limit of restarts of each worker; 0: as many as the manifests say.
         is_insecure: without certificate and tokens. is_dry: print the manifests. is_rescale: an existing job gets another size.
     """
 

@@ -239,7 +239,7 @@ class RayShards:
     """The shards of a job on a Ray cluster; can be sent to tasks and actors.
 
     Attributes:
-        run_id: of the job.
+        run_id: id of the job.
     """
 
     def __init__(self, actors: Sequence[Any], run_id: str, group: Any) -> None:
