@@ -340,7 +340,7 @@ class VectorStore:
     def _used(self) -> Iterator[_vector.Vectors]:
         with self._lock, files.lack_of_space(f"no space for vectors in {self._directory}"):
             if self._open is None:
-                raise StoreClosed(f"{self._directory} has been closed")
+                raise StoreClosed(f"the vector store {self._directory} has been closed")
             if self._open.applied != self._open.commit:  # the system has failed in the middle of the call before
                 self._finish(self._open)
             yield self._open

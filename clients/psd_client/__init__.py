@@ -1,12 +1,11 @@
-"""psd_client: the package that a training program imports. Frameworks' faces are submodules of their own, such as
-psd_client.torch.
+"""psd_client: the package that a training program imports. Each framework has a submodule, such as psd_client.torch.
 
     ps = psd_client.connect()                                   # under psd-run; else servers=, rank=, world_size=
     params = ps.declare({"w": w0}, optimizer=psd_client.SGD(lr=0.1))
     params = ps.push_pull({"w": gradient})
     ps.close()
 
-Importing it imports no framework and opens nothing.
+Importing psd_client imports no framework and opens no connection.
 """
 
 import logging

@@ -1,7 +1,7 @@
-"""The public face: ParameterServer, for programs that hold named NumPy arrays; connecting.py makes one.
+"""The public face: ParameterServer, for programs that hold named NumPy arrays. connecting.py makes it.
 
-Adds names to a worker (worker.py, flat_calls.py): what a parameter is called, which group it is in, what its gradient must look
-like. Must not know shards, sessions or bytes.
+Adds names to a worker (worker.py, flat_calls.py): the name of each parameter, its group, and the shape and dtype of its
+gradient. Must not know shards, sessions or bytes.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _NO_TABLES: Mapping[str, tuple[Any, Any]] = MappingProxyType({})
 class ParameterServer:
     """One worker's connection to its job; made by `connect`. A context manager; used by one thread at a time.
 
-    After any error but SessionFenced, ShardRestarted and the like, which end the session, the same call may be made again: a
-    push that some shards have counted already is not counted twice.
+    After an error the program may make the same call again: a push that some shards have counted already is not counted
+    twice. Only errors that end the session, such as SessionFenced and ShardRestarted, do not allow this.
 
     Args:
         config: settings.
-        lanes: the way to each shard, in their order; closed with the connection.
-        on_end: called when it is closed.
+        lanes: the lane to each shard, in the order of the shards; closed with the connection.
+        on_end: called when the connection is closed.
     """
 
     def __init__(self, config: ClientConfig, lanes: Sequence[Lane], on_end: Callable[[], None] = lambda: None) -> None:
@@ -60,14 +60,14 @@ class ParameterServer:
 
     @property
     def clock(self) -> int:
-        """Steps that this worker has finished; a worker that joins a running job begins at the others' clock."""
+        """Number of steps that this worker has finished. A worker that joins a running job begins at the others' clock."""
         return self._worker.clock
 
     @property
     def is_skipped(self) -> bool:
-        """True if the round of the last push has changed nothing on any shard, because a gradient or a norm was not finite.
+        """True if the last push's round was skipped: a gradient or norm was not finite, so no shard has changed anything.
 
-        Known after the pull that follows the push. Without rounds it is this worker's push that was left out.
+        Known after the pull that follows the push. In jobs without rounds: whether this worker's push was skipped.
         """
         return self._worker.is_skipped
 
@@ -78,7 +78,7 @@ class ParameterServer:
 
     @property
     def transports(self) -> list[str]:
-        """Per shard, the transport of bulk data ("shm", "tcp", "grpc"), and why not a better one; empty before `declare`."""
+        """Transport of bulk data to each shard: "shm", "tcp" or "grpc", and why no better one; empty before `declare`."""
         return self._worker.transports
 
     @property
@@ -109,7 +109,7 @@ class ParameterServer:
     ) -> dict[str, NDArray[Any]]:
         """Agree with the other workers on what is trained and how, and get the job's parameters.
 
-        The first worker's values are used; the others wait for them. A worker that joins later gets the current ones.
+        The first worker's values are used; the others wait for them. A worker that joins later gets the current values.
 
         Args:
             params: this worker's initial values: float32, float64 or float16 arrays of any shape, by name; {} if there are
@@ -171,14 +171,14 @@ class ParameterServer:
         """Send gradients; returns when all shards have them. Parameters without a gradient may be left out.
 
         Args:
-            grads: by name, in the declared shapes and dtypes.
-            weight: samples behind them, for `reduce="mean"`.
+            grads: gradients by name, in the declared shapes and dtypes.
+            weight: number of samples behind the gradients, for `reduce="mean"`.
             tables: gradients of rows, as pairs (ids, gradients) by name of the table; see DeclaredTable.push. Ids and gradients
                 may be changed once this has returned.
 
         Raises:
             InvalidTensor, NonFiniteGradient, InvalidRequest: an argument is wrong; nothing was sent.
-            WaitTimeout: synchronous: the previous round has not closed within the wait timeout.
+            WaitTimeout: in a synchronous job, the previous round has not closed within the wait timeout.
             ShardUnavailable, SessionFenced, ShardRestarted: not all shards have it; see docs/guarantees.md for what to do.
         """
         with self._worker.operation("push"):
@@ -190,12 +190,12 @@ class ParameterServer:
             exchange.push(groups.scalars(), weight, present, rows)
 
     def pull(self) -> dict[str, NDArray[Any]]:
-        """Fetch the parameters, in synchronous jobs after the round of this worker's last push.
+        """Fetch the parameters; in a synchronous job, wait first for the round of this worker's last push.
 
         Returns new arrays; with `copy=False` in `declare`, always the same ones.
 
         Raises:
-            WaitTimeout: the workers that it names have not pushed within the wait timeout.
+            WaitTimeout: some workers, which the message names, have not pushed within the wait timeout.
             ShardUnavailable, SessionFenced, ShardRestarted: not all shards have answered.
         """
         with self._worker.operation("pull"):
@@ -206,7 +206,7 @@ class ParameterServer:
     def push_pull(
         self, grads: Mapping[str, Any], weight: float = 1, tables: Mapping[str, tuple[Any, Any]] = _NO_TABLES
     ) -> dict[str, NDArray[Any]]:
-        """`push`, then `pull`, in one round trip; arguments, result and errors are those of both."""
+        """Push, then pull, in one round trip. Arguments, result and errors are those of `push` and `pull`."""
         with self._worker.operation("push_pull"):
             named, groups = self._by_name
             exchange = self._worker.declared
@@ -217,17 +217,18 @@ class ParameterServer:
             return self._results()
 
     def load_parameters(self, params: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
-        """Set the job's parameters in the midst of it; returns them, as `pull` does.
+        """Set the parameters of a running job; return them, as `pull` does.
 
-        To be called by all workers at the same step, with the same values: it waits until all have, one of them sets them, and
-        all have them when it returns. What the rules keep on the shards stays, see `reset_slots`; so do the rows of tables.
+        All workers must call this at the same step, with the same values. The call waits for all of them, and one of them sends
+        the values; when it returns, every worker has them. The slots of the rules stay (see `reset_slots`), and so do the rows
+        of tables.
 
         Args:
             params: all that were declared, by name.
 
         Raises:
-            InvalidTensor: one is missing, unknown, or of another shape. InvalidRequest: another worker was given other values.
-            NonFiniteGradient: one holds NaN or infinity. Nothing was set.
+            InvalidTensor: a parameter is missing, unknown, or has another shape. InvalidRequest: another worker passed other
+                values. NonFiniteGradient: a parameter holds NaN or infinity. Nothing was set.
             BarrierTimeout: not all workers have called it within the wait timeout.
         """
         named, _ = self._by_name
@@ -235,38 +236,39 @@ class ParameterServer:
         return self._results()
 
     def reset_slots(self) -> None:
-        """Let what the rules keep on the shards begin anew: momentum, moments, the counts of steps; of tensors and of rows.
+        """Reset the slots of the rules (momentum, moments, counts of steps) of all tensors and rows to their initial values.
 
-        Parameters, rows and the clock stay. To be called as `load_parameters` is, by all workers at the same step.
+        Parameters, rows and the clock stay. All workers must call this at the same step, as with `load_parameters`.
 
         Raises:
-            InvalidRequest: rows that nobody has trained have changed with a table's steps, see docs/tables.md; nothing changed.
+            InvalidRequest: a table has updates="catch_up" and untrained rows that have changed, by weight decay say (see
+                docs/tables.md); nothing was reset.
             BarrierTimeout: not all workers have called it within the wait timeout.
         """
         self._worker.set_slots({})
 
     def vector(self, name: str, size: int | None = None, dtype: str = "float64") -> Vector:
-        """Make a vector of zeros on the shards, or find the one of that name.
+        """Make a vector of zeros on the shards, or find the existing vector of that name.
 
-        Every worker may call this, before or without `declare`; the first one makes it. See docs/vectors.md.
+        Every worker may call this, before or without `declare`; the first call makes the vector. See docs/vectors.md.
 
         Args:
             name: 1 to 256 bytes of UTF-8, printable.
-            size: number of elements; None finds a vector that is there already, whatever its size and dtype.
+            size: number of elements; None finds an existing vector, of any size and dtype.
             dtype: "float64", "float32" or "int64".
 
         Raises:
-            SpecMismatch: there is one of that name with another size, dtype or row length.
+            SpecMismatch: a vector of that name exists with another size, dtype or row length.
             InvalidRequest: an argument is wrong, or above a limit of the shards. UnknownVector: no such vector, and no size.
             OutOfSpace: a shard has no room for it.
         """
         return vector_of(self._worker.vectors, name, size, dtype)
 
     def matrix(self, name: str, rows: int | None = None, cols: int | None = None, dtype: str = "float64") -> Matrix:
-        """Make a matrix of zeros on the shards, or find the one of that name: a vector with a row length.
+        """Make a matrix of zeros on the shards, or find the existing one of that name. A matrix is a vector with a row length.
 
         Args:
-            rows, cols: the shape; neither finds a matrix that is there already. name, dtype: as in `vector`.
+            rows, cols: the shape; leave out both to find an existing matrix. name, dtype: as in `vector`.
 
         Raises:
             SpecMismatch, InvalidRequest, UnknownVector, OutOfSpace: as `vector`.
@@ -283,29 +285,30 @@ class ParameterServer:
         return Batch(self._worker.vectors)
 
     def barrier(self, name: str) -> None:
-        """Wait until all workers that are in the job have called barrier with this name.
+        """Wait until all workers in the job have called `barrier` with this name.
 
         Raises:
             InvalidRequest: the name is not 1 to 256 bytes of printable UTF-8.
-            BarrierTimeout: the workers that it names have not arrived within the wait timeout.
+            BarrierTimeout: some workers, which the message names, have not arrived within the wait timeout.
         """
         self._worker.barrier(name)
 
     def log(self, step: int, /, **scalars: Any) -> None:
         """Report scalars of a step for psdctl top, the dashboard and files: `ps.log(ps.clock, loss=loss, accuracy=0.9)`.
 
-        Costs microseconds: a thread of its own sends them to shard 0 twice a second, and writes them to PSD_LOG_DIR and
-        PSD_TENSORBOARD. Neither a slow shard nor a slow disk keeps training; points are lost where the worker is killed before
-        they are sent, and shard 0 keeps the last 4096 of each series only as long as it lives. The files keep all.
+        The call takes microseconds: a separate thread sends the points to shard 0 twice a second, and writes them to
+        PSD_LOG_DIR and PSD_TENSORBOARD. Neither a slow shard nor a slow disk slows training down. Points are lost if the worker
+        is killed before they are sent, and shard 0 keeps only the last 4096 of each series, for as long as it lives. The files
+        keep all points.
 
         Args:
             step: the place on the horizontal axis, 0 or more; most programs use `ps.clock`.
-            scalars: by name, numbers, or tensors and arrays of one element; NaN and infinity are shown as such. At most 64
-                names for a worker, of 1 to 256 bytes each; `**{"loss/train": 0.5}` gives one that is no Python name. A tensor
-                on a GPU is waited for.
+            scalars: numbers by name, or tensors and arrays of one element; NaN and infinity are shown as such. A worker may use
+                at most 64 names, of 1 to 256 bytes each; `**{"loss/train": 0.5}` passes a name that is no Python identifier.
+                For a tensor on a GPU the call waits.
 
         Raises:
-            InvalidRequest: a step, name or value is wrong, or there are too many names; nothing of the call was noted.
+            InvalidRequest: a step, name or value is wrong, or there are too many names; the whole call is ignored.
         """
         self._worker.log(step, scalars)
 
@@ -317,47 +320,50 @@ class ParameterServer:
 
             * pushes: pushes that all shards have.
             * pushes_dropped: pushes given up, because their calls failed and another gradient was to be pushed.
-            * pushes_overruled: pushes whose learning rate or the like gave way to that of a worker longer in the job.
-            * blocks_counted: blocks that count the gradient of a push.
-            * blocks_duplicate: blocks that had counted it already when it came again.
-            * blocks_late: blocks that do not count it, because their round had closed without it.
-            * blocks_staged: blocks that have it but do not know yet whether it counts (exact aggregation).
-            * rounds_skipped: see `is_skipped`.
+            * pushes_overruled: pushes whose scalars, such as lr, gave way to those of a worker that has been in the job longer.
+            * blocks_counted: blocks that have counted the gradient of a push.
+            * blocks_duplicate: blocks that had already counted the gradient when it was sent again.
+            * blocks_late: blocks that have not counted the gradient, because their round had closed without it.
+            * blocks_staged: blocks that hold the gradient but do not know yet whether it counts (exact aggregation).
+            * rounds_skipped: rounds that changed nothing; see `is_skipped`.
             * rejoins: new sessions after the first.
-            * rows_pushed, rows_pulled: rows of tables, distinct ids in each call.
-            * sent_bytes, received_bytes: bytes of gradients and parameters moved, ids included.
+            * rows_pushed, rows_pulled: rows of tables, counting each distinct id once per call.
+            * sent_bytes, received_bytes: bytes of gradients and parameters moved, including ids.
         """
         return self._worker.stats()
 
     def save_client_state(self, state: bytes) -> None:
         """Have the shards keep what this worker needs to continue: its place in the data, the state of random numbers.
 
-        Call it before the push of a step; it then belongs to the time after that step, and holds if that push counts.
-        `client_state` gives it back to the rank's next process, and after a restore. At most 1 MiB; it travels with the next
-        push, and is written to the state directory of one shard. With overlap, where the push begins in backward(), call it
-        before that.
+        Call this before the push of a step: the bytes belong to the time after that step, and are kept only if that push
+        counts. `client_state` returns them to the rank's next process, and after the job has gone back to a checkpoint. They
+        travel with the next push, and one shard writes them to its state directory. With overlap a push begins in backward(),
+        so call this before backward().
 
-        Raises InvalidRequest for what is not bytes, or more than 1 MiB.
+        Raises:
+            InvalidRequest: this is not bytes, or more than 1 MiB.
         """
         self._worker.save_client_state(state)
 
     @property
     def client_state(self) -> bytes:
-        """The state that a worker of this rank saved with its last push that counts; empty if none.
+        """The bytes that a worker of this rank saved with its last push that counted; empty if there are none.
 
-        Set by `declare`, and anew when the job goes back to a checkpoint.
+        Set by `declare`, and again when the job goes back to a checkpoint.
         """
         return self._worker.client_state
 
     def close(self) -> None:
-        """Finish and disconnect; nobody waits for this worker any more. Idempotent.
+        """Finish and disconnect; no other worker waits for this one any more. Idempotent.
 
-        Synchronous: if the last call was a push, this waits until its round has closed, because until then a shard that is
-        killed needs the gradient again: until all other workers have pushed, or ended, or their leases have; at most for the
-        wait timeout. What prevents that is logged; so is a call that has failed since, after which nothing is waited for. A
-        program that ends without close() waits likewise, and so does a thread of its own for a ParameterServer that is
-        forgotten. Only over gRPC, and if this Python starts no threads at its end, as some 3.12 do not, a killed shard gets no
-        more than 31 MiB again, and nothing with exact aggregation; the log says then that the gradient is lost.
+        In a synchronous job whose last call was a push, this waits until the round of the push has closed, because a shard that
+        is killed before then needs the gradient again. The round closes when each other worker has pushed or ended, or its
+        lease has run out; the wait lasts at most for the wait timeout. What prevents the round from closing is logged. If a
+        call has failed since the push, that is logged, and this does not wait. A program that ends without close() waits in the
+        same way; for a ParameterServer that is no longer referenced, a thread waits.
+
+        One case is weaker: over gRPC, in a Python that starts no threads while it exits (some 3.12 do not), a killed shard gets
+        at most 31 MiB again, and nothing with exact aggregation; the log then says that the gradient is lost.
         """
         self._worker.close()
 
@@ -368,7 +374,7 @@ class ParameterServer:
         self._worker.close(error)
 
     def _results(self) -> dict[str, NDArray[Any]]:
-        """Return what has been pulled."""
+        """Return the parameters that the last pull has received, by name."""
         named, _ = self._by_name
         exchange = self._worker.declared
         return named.results(exchange.parameters, exchange.places.lend())
@@ -381,5 +387,5 @@ class ParameterServer:
 
 
 def worker_of(ps: ParameterServer) -> FlatCalls:
-    """The worker behind a connection: the inner interface that the faces of frameworks build on."""
+    """The worker behind a connection: the inner interface, which the faces of frameworks use."""
     return ps._worker  # noqa: SLF001

@@ -1,6 +1,6 @@
 """connect(): a worker's or a reader's connection to its job, or to a private shard of this process.
 
-Must not know what travels on it.
+Must not know what travels on the connection.
 """
 
 from __future__ import annotations
@@ -74,10 +74,11 @@ def connect(
 ) -> ParameterServer | Reader:
     """Join a job as one of its workers, or read from it.
 
-    Arguments that are not given come from the environment, which psd-run sets: PSD_SERVERS, PSD_RANK and so on. Where neither
-    servers nor a rank are given, no PSD_* says where a job is, and WORLD_SIZE is not above 1, the program trains alone, as the
-    one worker of a job on a private shard: a process that ends with the connection, or with this process. Each connection has
-    its own; a reader reads from the latest. PSD_STANDALONE=0 forbids this.
+    Arguments that are not given come from the environment, which psd-run sets: PSD_SERVERS, PSD_RANK and so on.
+
+    A program trains alone if neither `servers` nor `rank` is given, no PSD_* variable says where a job is, and WORLD_SIZE is
+    not above 1. It is then the only worker of a job on a private shard: a process that ends with the connection, or with this
+    process. Each connection has its own private shard; a reader reads from the latest one. PSD_STANDALONE=0 forbids this.
 
     Args:
         servers: the shards' addresses in their order, such as "10.0.0.1:7000,10.0.0.2:7000", or a list of them.
@@ -96,7 +97,7 @@ def connect(
 
     Raises:
         ConfigError: a value is wrong or missing, a file cannot be used, or the transport does not work here.
-        TlsFailed: one side does not accept the other's certificate, or only one side uses TLS; says which and why.
+        TlsFailed: one side does not accept the other's certificate, or only one side uses TLS; the message says which and why.
         Unauthenticated, PermissionDenied: the token is unknown, or does not allow this role.
         ShardUnavailable: a shard could not be reached within the retry timeout.
         WrongShard, ForeignRun, SpecMismatch: the shards belong to another job, or are listed in another order.
@@ -153,7 +154,8 @@ def _connect_alone(role: str, **arguments: Any) -> ParameterServer | Reader:
 
 
 def _private(address: str, arguments: dict[str, Any]) -> tuple[ClientConfig, list[Lane]]:
-    """Settings and way of the one worker at a private shard, which has no TLS and no tokens, whatever the environment says."""
+    """The settings and the lane for a private shard's only worker. A private shard has no TLS and no tokens; what the
+    environment says of them is ignored."""
     config = client_config(
         servers=address, rank=0, world_size=1, tls_ca="", tls_cert="", tls_key="", token_file="", **arguments
     )

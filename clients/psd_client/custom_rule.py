@@ -1,4 +1,4 @@
-"""CustomRule: a rule of the user's own, as a worker names it.
+"""CustomRule: the way in which a worker names a user's own update rule.
 
 psd/contract/custom_rules.py finds the class and says what it must look like. Must not know tensors or connections.
 """
@@ -14,22 +14,22 @@ from psd_core.optimizer import Optimizer, number
 
 
 class CustomRule(Optimizer):
-    """A rule of your own: a Python class that the shards find by its import path, and that their operator has listed.
+    """An update rule of your own: a Python class. The shards import it by its path; their operator must have listed it.
 
         psd_client.CustomRule("my_package.my_module:MyRule", lr=0.01)
 
     The class must be importable here, too; psd/contract/custom_rules.py shows its form.
 
     Args:
-        rule: the path, or the class itself if it is found under its module and name.
-        hyper: numbers in place of the class's defaults; they travel with each push and may change during the job.
+        rule: the import path; or the class itself, if it can be imported by its module and name.
+        hyper: numbers that replace the class's defaults; they travel with each push and may change during the job.
 
     Raises:
-        ConfigError: the class cannot be imported, or is not what is expected.
-        TypeError, ValueError: naming the argument.
+        ConfigError: the class cannot be imported, or lacks the expected form.
+        TypeError, ValueError: an argument is wrong; the message names it.
 
     Attributes:
-        spec: what is declared.
+        spec: the group's declaration.
     """
 
     def __init__(self, rule: str | type, **hyper: float) -> None:
@@ -60,7 +60,7 @@ class CustomRule(Optimizer):
         return CustomRule(self._path, **(self._values | dict(options)))
 
     def scalars(self) -> dict[str, Any]:
-        """The scalars of a push, by name, in the class's order."""
+        """The scalars of a push by name, in the order in which the class lists them."""
         return dict(self._values)
 
     __eq__, __hash__ = object.__eq__, object.__hash__

@@ -1,4 +1,4 @@
-"""The connection that a framework's face trains over: the program's own, or one that is made for it.
+"""The connection that a framework's face uses: one that the program passes, or one that is made here.
 
 Must not know frameworks.
 """
@@ -20,7 +20,7 @@ OF_THE_JOB = {"consistency", "reduce", "quorum", "aggregation", "clip_norm", "na
 
 
 def check_keywords(given: Iterable[str], known: Iterable[str]) -> None:
-    """Raise TypeError for a keyword of `distribute` that is none of the known, with the likeliest one."""
+    """Raise TypeError for an unknown keyword of `distribute`; the message suggests the most similar known one."""
     known = set(known)
     for name in given:
         if name not in known:
@@ -30,7 +30,7 @@ def check_keywords(given: Iterable[str], known: Iterable[str]) -> None:
 
 
 def check_connection(ps: Any, *others: str) -> None:
-    """Raise TypeError unless `ps` is a connection, or None. others: names of what `connect` is given to make one."""
+    """Raise TypeError unless `ps` is a connection, or None. others: names of arguments for `connect`."""
     check_keywords(others, OF_CONNECT)
     if ps is not None and others:
         raise TypeError(f"distribute: pass either ps or {', '.join(sorted(others))}; ps is connected already")
@@ -40,7 +40,7 @@ def check_connection(ps: Any, *others: str) -> None:
 
 @contextmanager
 def connection_of(ps: ParameterServer | None, arguments: Mapping[str, Any]) -> Iterator[ParameterServer]:
-    """The given connection; or one made with these arguments of `connect`, which is closed if the block fails."""
+    """Yield the given connection, or a new one made with these arguments of `connect`, which is closed if the block fails."""
     connection = ps if ps is not None else connect(**arguments)
     try:
         yield connection

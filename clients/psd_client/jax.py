@@ -6,9 +6,9 @@
     updates, state = transformation.update(gradients, state, params)
     params = optax.apply_updates(params, updates)  # or jax.tree.map(jax.numpy.add, params, updates)
 
-The transformation has optax's form and needs no optax. Its update is a push_pull: the updates are what leads from `params` to
-the shards' parameters (to the last bit but one: a sum of floating-point numbers rounds). It works under jax.jit, by an ordered
-io_callback. Must not know blocks, shards or messages. Only this module imports JAX.
+The transformation has the form of optax's, but does not need optax. Its update is a push_pull: the updates are the differences
+between the shards' parameters and `params` (adding them gives the shards' values, up to rounding in the last bit). It works
+under jax.jit, by an ordered io_callback. Must not know blocks, shards or messages. Only this module imports JAX.
 """
 
 from __future__ import annotations
@@ -46,8 +46,9 @@ class GradientTransformation(NamedTuple):
     """A transformation like optax's: `init(params) -> state`, `update(gradients, state, params, batch_size=1) -> (updates,
     state)`.
 
-    The state is the worker's clock, up to what JAX's whole numbers hold: 2**31 - 1 without jax_enable_x64. batch_size: samples
-    behind the gradients. Outside of jax.jit `update` raises psd's errors; inside, JAX raises its own, with their text.
+    The state is the worker's clock, limited to JAX's largest integer: 2**31 - 1 without jax_enable_x64. batch_size: number of
+    samples behind the gradients. Outside of jax.jit `update` raises psd's errors; inside, JAX raises an error of its own with
+    their text.
     """
 
     init: Callable[[Params], State]
@@ -64,7 +65,7 @@ def distribute(
     connect_args: dict[str, Any] | None = None,
     **declare_args: Any,
 ) -> tuple[Params, GradientTransformation]:
-    """Declare parameters; return the job's current ones, at first those of the first worker, and the transformation.
+    """Declare parameters; return the job's current values (at the start, those of the first worker) and the transformation.
 
     Args:
         params: a pytree of float32, float64, float16 or bfloat16 arrays.
@@ -105,7 +106,7 @@ def distribute(
         worker.declare_tensors(tensors, [spec], initial=fill(arrays), **declare_args)
 
     def pulled(leaves: list[Any]) -> list[Any]:
-        """The shards' parameters, in the dtypes of the given leaves; copies, since the next pull writes to the buffer."""
+        """Copy the shards' parameters to arrays with the dtypes of the given leaves; the next pull overwrites the buffer."""
         views = worker.parameters.views
         return [jax.numpy.array(view).astype(leaf.dtype) for view, leaf in zip(views, leaves, strict=True)]
 
@@ -119,7 +120,7 @@ def distribute(
         return state_of(), *worker.parameters.views
 
     def state_of() -> NDArray[Any]:
-        """The clock, in JAX's whole numbers; one that has no room there is the largest of them."""
+        """The worker's clock as a JAX integer; the largest integer if the clock is greater."""
         dtype = jax.dtypes.canonicalize_dtype(np.int64)
         return np.asarray(min(worker.clock, np.iinfo(dtype).max), dtype)
 

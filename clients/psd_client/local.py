@@ -1,4 +1,4 @@
-"""A cluster of this program's own, for notebooks: `local` starts shards, and `run` calls a function in several workers.
+"""A private cluster for one program, such as a notebook: `local` starts shards, and `run` calls a function in several workers.
 
     def train(epochs):
         optimizer = psd_client.torch.distribute(model(), ...)      # as in a script under psd-run
@@ -8,9 +8,9 @@
     with psd_client.local(shards=2, workers=4) as cluster:
         losses = cluster.run(train, epochs=3)
 
-Workers are fresh processes, not forks: gRPC, OpenMP, CUDA and TensorFlow, which a notebook has mostly used by then, do not
-survive a fork. The function travels by cloudpickle, which takes what a notebook or a REPL has defined, too: through a pipe, to
-a process that this one has started. Its result comes back likewise, and nothing of it is on the network.
+Workers are fresh processes, not forks: gRPC, OpenMP, CUDA and TensorFlow do not survive a fork, and a notebook has mostly used
+one of them by then. The function is sent by cloudpickle, which also takes functions defined in a notebook or a REPL. It travels
+through a pipe to a process that this one has started, and its result comes back through a pipe; neither is on the network.
 
 Must not know jobs or connections; psd_client/local_worker.py is the workers' side.
 """
@@ -39,10 +39,12 @@ from psd_client.standalone import PrivateShard
 
 
 class RunFailed(RuntimeError):
-    """A worker of a local cluster has raised an error, or died; the message has its traceback.
+    """A worker of a local cluster has raised an error or died; the message includes the traceback.
+
+    `__cause__` is the error itself, if it could be sent.
 
     Attributes:
-        rank: the worker's. The error itself is `__cause__`, if it could be sent.
+        rank: the worker's rank.
     """
 
     def __init__(self, rank: int, message: str) -> None:
@@ -53,7 +55,7 @@ class RunFailed(RuntimeError):
 def local(shards: int = 1, workers: int = 1) -> LocalCluster:
     """Start shards on this machine, for functions that `LocalCluster.run` calls in several workers.
 
-    A context manager: at its end, and with this process however that ends, the shards end, and what they held is gone.
+    A context manager. The shards end with it, or with this process, even if that is killed; what they held is lost.
 
     Args:
         shards: number of shards.
@@ -69,12 +71,12 @@ def local(shards: int = 1, workers: int = 1) -> LocalCluster:
 
 
 class LocalCluster:
-    """Shards of this process, and functions that run in several workers; made by `local`.
+    """Shards that belong to this process, and a way to run functions in several workers; made by `local`.
 
     Attributes:
-        servers: the shards' addresses, for `psd_client.connect(cluster.servers, role="reader")` and psdctl; other ones in each
-            run.
-        workers: how many there are.
+        servers: the shards' addresses, for `psd_client.connect(cluster.servers, role="reader")` and psdctl; they differ from
+            run to run.
+        workers: number of workers.
     """
 
     def __init__(self, shards: int, workers: int) -> None:
@@ -101,13 +103,13 @@ class LocalCluster:
     def run(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
         """Call `fn(*args, **kwargs)` in all workers at once; return what the calls return, in the order of the ranks.
 
-        Each worker is a process of its own with the environment that psd-run gives to a script, so that `connect()` and
-        `distribute` join this cluster, and `rank` and `world_size` of a connection say who is who. What they print is shown
-        here, with the worker's rank. Each run is a job of its own, on new shards, which stay for readers until the next one.
+        Each worker is a separate process with the environment that psd-run gives to a script: `connect()` and `distribute` join
+        this cluster, and `rank` and `world_size` of a connection tell the workers apart. What a worker prints is shown here,
+        with its rank. Each run is a separate job on new shards, which stay for readers until the next run.
 
         Raises:
-            RunFailed: a worker has raised an error, or died; the others are ended.
-            KeyboardInterrupt: Ctrl-C; all workers are ended, and so is the cluster.
+            RunFailed: a worker has raised an error or died; the other workers are ended.
+            KeyboardInterrupt: Ctrl-C was pressed; all workers and the cluster are ended.
             TypeError: the function or an argument cannot be sent to another process.
             RuntimeError: the cluster is closed.
         """
@@ -133,7 +135,7 @@ class LocalCluster:
                 worker.close()
 
     def close(self) -> None:
-        """End the shards; what they held is gone. Idempotent."""
+        """End the shards; what they held is lost. Idempotent."""
         self._is_closed = True
         self._end_shards()
 
@@ -145,7 +147,7 @@ class LocalCluster:
 
 
 class _Worker:
-    """One worker's process and what comes from it: lines to be shown, and a result."""
+    """One worker's process, the lines that it prints, and its result."""
 
     def __init__(self, rank: int, environ: dict[str, str]) -> None:
         self.rank = rank
@@ -163,7 +165,7 @@ class _Worker:
         self._line = b""
 
     def begin(self, task: bytes, ended: Callable[[int], None]) -> None:
-        """Send the task, and tell when the process has ended; in threads, since the process may take its time for either."""
+        """Send the task, and call `ended` with the rank when the process has ended; in threads, as both may take long."""
 
         def send() -> None:
             with contextlib.suppress(OSError, ValueError):  # it has died, or is being ended
@@ -179,7 +181,7 @@ class _Worker:
             threading.Thread(target=target, name="psd-local", daemon=True).start()
 
     def read(self, descriptor: int) -> bool:
-        """Take what has come at one of the two descriptors; False at its end."""
+        """Read from one of the two descriptors; returns False at its end."""
         data = os.read(descriptor, 1 << 16)
         if descriptor == self.result:
             self._received += data
@@ -189,10 +191,10 @@ class _Worker:
         return bool(data)
 
     def finish(self) -> Any:
-        """The result, when the process has ended and all has been read.
+        """The result, once the process has ended and all its output has been read.
 
         Raises:
-            RunFailed: it has none.
+            RunFailed: the worker has died or raised an error.
         """
         self._show([self._line] if self._line else [])
         self._line = b""
@@ -210,13 +212,13 @@ class _Worker:
         sys.stdout.flush()
 
     def close(self) -> None:
-        """End the process, with all that it has started."""
+        """End the process, and every process that it has started."""
         self.process.close(is_killed=True)
         os.close(self.result)
 
 
 def _results(workers: list[_Worker], task: bytes) -> list[Any]:
-    """Run the workers to their ends, or to the first one that fails."""
+    """Run the workers until all have ended, or one has failed; return their results by rank."""
     ended: SimpleQueue[int] = SimpleQueue()
     wakeup, waker = socket.socketpair()
 
@@ -247,7 +249,7 @@ def _results(workers: list[_Worker], task: bytes) -> list[Any]:
 
 
 def _drain(worker: _Worker, descriptor: int) -> None:
-    """Read what an ended process has left."""
+    """Read the output that is left in the pipe of an ended process."""
     with contextlib.suppress(BlockingIOError):  # something that it has started still has the pipe
         while worker.read(descriptor):
             pass

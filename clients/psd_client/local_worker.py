@@ -1,7 +1,7 @@
 """One worker of a local cluster: reads a function from standard input, calls it, and sends back what it returns or raises.
 
-The process, and all that it has started, ends when standard input does, which its owner holds. Must not know who that is, nor
-what the function does. psd_client/local.py is the owner's side.
+The owner holds the other end of standard input; when it closes, this process ends, with every process that it has started. Must
+not know who the owner is, nor what the function does. psd_client/local.py is the owner's side.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _call(task: bytes) -> Any:
 
 
 def _theirs(error: BaseException) -> TracebackType | None:
-    """The traceback without what is done here."""
+    """The error's traceback without the frames of this module."""
     found = error.__traceback__
     while found is not None and found.tb_frame.f_code.co_filename == __file__:
         found = found.tb_next
@@ -38,7 +38,7 @@ def _theirs(error: BaseException) -> TracebackType | None:
 
 
 def _sendable(error: BaseException) -> bytes:
-    """The error itself, if it can be sent and read again."""
+    """The pickled error, if it can be sent and read again; else empty."""
     try:
         data: bytes = cloudpickle.dumps(error)
         cloudpickle.loads(data)

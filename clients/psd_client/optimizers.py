@@ -1,6 +1,6 @@
-"""Groups and scalars, for declarations and pushes, from a rule that the worker names, such as psd_client.Adam(lr=1e-3).
+"""Groups for declarations and scalars for pushes, made from the worker's rule, such as psd_client.Adam(lr=1e-3).
 
-The rules are in psd_core/rules.py; and CustomRule. Must not know tensors or connections.
+The rules are those of psd_core/rules.py, and CustomRule. Must not know tensors or connections.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from psd_core.optimizer import Optimizer, number, option_of, scalar_of
 
 
 def spec_of(optimizer: Optimizer) -> GroupSpec:
-    """The group that a rule declares: its name and fixed facts."""
+    """The declaration of a rule's group: the rule's name, flags and constants."""
     if isinstance(optimizer, CustomRule):
         return optimizer.spec
     return group_spec(GroupSpec(optimizer.rule), optimizer.always, optimizer.option_values())
 
 
 def group_spec(declared: GroupSpec, always: tuple[str, ...], options: Mapping[str, Any]) -> GroupSpec:
-    """The declaration of a group of the same rule and staleness with these options, such as an entry of `param_groups`.
+    """The declaration of a group like `declared`, but with these options, such as those in an entry of `param_groups`.
 
-    Momentum is both a number and, if it is not 0, the flag that gives it a slot.
+    Momentum is a number and, if it is not 0, also a flag: the flag gives it a slot.
     """
     info = declared.info
     if info.is_custom:
@@ -37,8 +37,8 @@ def scalar_values(group: GroupSpec, options: Mapping[str, object], index: int) -
     """The values of one group's scalars in the rule's order, from a mapping such as an entry of `param_groups`.
 
     Raises:
-        InvalidRequest: not finite, out of range, or at odds with the group's flags.
-        KeyError, TypeError: a scalar is missing or is no number; the message names it.
+        InvalidRequest: a scalar is not finite, out of range, or contradicts the group's flags.
+        KeyError, TypeError: a scalar is missing or is not a number; the message names it.
     """
     rule = group.info
     values = []

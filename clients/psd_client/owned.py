@@ -1,8 +1,7 @@
-"""Processes that this one has started for itself, and that end with it.
+"""Processes that this process starts for its own use, and that end with it.
 
-Each reads standard input, which is a pipe whose only other end is here: the kernel tells it of this process's end, whatever
-ends this process, kill -9 included. Forked children of this process close their copies of the pipes at once. Must not know what
-the processes do.
+The standard input of each is a pipe whose only other end is here. So the kernel tells it when this process ends, even by
+kill -9. Forked children of this process close their copies of the pipes at once. Must not know what the processes do.
 """
 
 from __future__ import annotations
@@ -17,20 +16,21 @@ from collections.abc import Mapping, Sequence
 from typing import IO
 
 END_S = 10.0
-"""Longest end of a process that has been told to."""
+"""Seconds for a process to end after its input has been closed; then it is killed."""
 
-_forking = threading.RLock()  # held while a pipe is made, so that no fork comes before it is known here
+_forking = threading.RLock()  # held while a pipe is made, so that no fork comes before the pipe is in `_alive`
 _alive: weakref.WeakSet[OwnedProcess] = weakref.WeakSet()
 
 
 class OwnedProcess:
-    """A process in a session of its own: Ctrl-C on the terminal is for this program alone, which may go on.
+    """A process in its own session, so that Ctrl-C on the terminal reaches this program only, which may go on.
 
     Args:
-        pass_fds: descriptors that it inherits. is_merged: its standard error is its standard output; else it is this process's.
+        pass_fds: descriptors that the process inherits.
+        is_merged: the process writes standard error to its standard output; else to this process's standard error.
 
     Attributes:
-        input, output: its standard input and output. pid: its process id, and its group's.
+        input, output: the process's standard input and output. pid: the process id, which is also the group's id.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class OwnedProcess:
         self.pid = self._process.pid
 
     def wait(self) -> int:
-        """Wait for its end; returns its exit status, negative for a signal. Its group's number stays ours until `close`."""
+        """Wait for the process's end; return its exit status, negative for a signal. Its id stays reserved until `close`."""
         try:
             ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
         except ChildProcessError:
@@ -71,7 +71,7 @@ class OwnedProcess:
         return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
 
     def close(self, *, is_killed: bool = False) -> None:
-        """Wait until it has ended because its input has, or kill it with all of its group. Idempotent; nothing in a forked
+        """Close the process's input and wait for its end, or kill its whole group. Idempotent; does nothing in a forked
         child."""
         if os.getpid() != self._owner:
             return

@@ -1,5 +1,4 @@
-"""Parameter groups of the dict face: which names share which scalars, like torch's param_groups; tables have groups of their
-own behind them.
+"""Parameter groups of the dict face: which names share which scalars, like torch's param_groups. Groups of tables come last.
 
 Owns the dicts that the user may change between pushes, and checks them at each push. Must not know shards or values.
 """
@@ -22,18 +21,18 @@ class ParamGroups:
     """The groups of a job.
 
     Args:
-        names: of all parameters. optimizer: the rule, and the scalars that a group does not name itself; None: there are no
-            names.
-        groups: {"params": [names], "lr": ..., ...} each; None: one group of all parameters, if there are any.
-        staleness: what is done about the age of gradients, "lr"; None: nothing.
-        rules_of_tables: name and optimizer of each table. Those that have the same optimizer object share a group.
+        names: names of all parameters.
+        optimizer: the rule, and the scalars that a group does not set itself; None if there are no names.
+        groups: dicts such as {"params": [names], "lr": ..., ...}; None: one group of all parameters, if there are any.
+        staleness: treatment of late gradients, "lr"; None: they are applied as they are.
+        rules_of_tables: optimizer of each table, by name. Tables with the same optimizer object share a group.
 
     Attributes:
-        groups: one dict each, "params" or "tables", the names, and the current scalars; the user's to change.
-        specs: what is declared. group_of: index of each name's group. group_of_table: likewise.
+        groups: a dict for each group: "params" or "tables" with the names, and the current scalars, which the user may change.
+        specs: declarations of the groups. group_of, group_of_table: index of the group, by name of the parameter or table.
 
     Raises:
-        TypeError, ValueError: the argument is wrong; the message names it.
+        TypeError, ValueError: an argument is wrong; the message names it.
     """
 
     def __init__(
@@ -82,7 +81,7 @@ class ParamGroups:
             self.groups[index_of[id(rule)]]["tables"].append(name)
 
     def scalars(self) -> list[list[float]]:
-        """The scalars of the next push; raises InvalidRequest, KeyError or TypeError for the user's wrong values."""
+        """The scalars of the next push, by group. Raises InvalidRequest, KeyError or TypeError for wrong values."""
         if self._checked is None or self._checked[0] != self.groups:
             values = [
                 scalar_values(spec, group, i) for i, (spec, group) in enumerate(zip(self.specs, self.groups, strict=True))

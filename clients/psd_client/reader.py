@@ -1,9 +1,10 @@
-"""A reader: fetches consistent copies of the parameters while training continues, and takes part in nothing.
+"""A reader: fetches consistent copies of the parameters while training continues, and takes no part in it.
 
-It names the same cut to all shards, a few rounds ahead; each shard pins its blocks' pages as they reach it. So the copy is one
-version throughout, no worker waits, and no round counts the reader. In jobs without rounds the workers' positions make the cut,
-as they do for checkpoints, and the copy is the state after some pushes of each. Rows of tables it reads as they are. One that
-has to wait itself, for a job that has not begun, says so on the log. Must not know sessions, clocks or gradients.
+The reader asks all shards for the same cut, a few rounds ahead; each shard pins its blocks' pages as they reach the cut. So the
+copy has one version throughout, no worker waits, and no round counts the reader. In jobs without rounds the workers' positions
+define the cut, as for checkpoints: the copy is the state after each worker's pushes up to its position. Rows of tables are read
+in their current state. A reader that must wait, for a job that has not begun, logs this. Must not know sessions, clocks or
+gradients.
 """
 
 from __future__ import annotations
@@ -43,13 +44,13 @@ from psd_core.vector_operations import VectorOperation
 logger = logging.getLogger("psd_client")
 
 AHEAD = 2
-"""Rounds ahead at which the first attempt aims; doubled after each attempt that came too late."""
+"""The first attempt asks for a cut so many rounds ahead; doubled after each attempt that came too late."""
 
 PATIENCE_S = 1.0
-"""Seconds without a closed round after which training is at rest, and the reader takes the blocks as they are."""
+"""Seconds without a closed round after which training counts as paused: the reader then takes the blocks as they are."""
 
 POSITIONS_PATIENCE_S = 60.0
-"""The same in jobs without rounds, for the workers' positions: one that is lost is waited for as long as its lease."""
+"""Seconds to wait for the workers' positions in jobs without rounds: a lost worker is waited for until its lease runs out."""
 
 DESCRIBE_TIMEOUT_S = READ_TIMEOUT_S = 10.0
 
@@ -59,39 +60,39 @@ ResultT = TypeVar("ResultT")
 
 
 class ReadTable:
-    """Table of the job that a reader reads; an item of `Reader.tables`.
+    """A table of the job, as a reader sees it; an item of `Reader.tables`.
 
     Attributes:
-        name: as declared. dim: numbers of a row.
+        name: the declared name. dim: length of a row.
     """
 
     def __init__(self, spec: SparseTableSpec, read: Callable[[NDArray[Any]], NDArray[np.float32]]) -> None:
-        """Take a table of the reader's job, and what reads its rows; not for programs."""
+        """Take a table of the reader's job, and the function that reads its rows; not for programs."""
         self.name = spec.name
         self.dim = spec.dim
         self._read = read
 
     def pull(self, ids: Any) -> NDArray[np.float32]:
-        """The rows of ids as they now are on their shards: a new float32 array of shape `(*ids.shape, dim)`.
+        """Fetch the current rows of ids: a new float32 array of shape `(*ids.shape, dim)`.
 
-        Each row is whole, and none is made or marked as used. Workers may push meanwhile: rows of different shards may be of
-        different steps.
+        Each row is read whole; no row is created or marked as used. Workers may push meanwhile, so rows of different shards may
+        be of different steps.
 
         Args:
             ids: as in DeclaredTable.pull.
 
         Raises:
-            InvalidTensor: the ids are no whole numbers.
+            InvalidTensor: the ids are not whole numbers.
             NotDeclared: the job has no initial values within the wait timeout. ShardUnavailable: a shard could not be reached.
         """
         return self._read(as_row_ids("ids", ids))
 
 
 class ReadVectors:
-    """A reader's calls for server-side vectors: it pulls, and changes nothing."""
+    """A reader's calls for server-side vectors: it can pull them, but not change them."""
 
     def __init__(self, fetches: Fetches) -> None:
-        """Take what fetches from the shards; not for programs."""
+        """Take the functions that fetch from the shards; not for programs."""
         self._fetches = fetches
 
     def run(self, operations: list[VectorOperation], vectors: Mapping[str, VectorSpec]) -> list[Found]:
@@ -105,11 +106,11 @@ class ReadVectors:
         raise InvalidRequest(f"vector {spec.name!r}: is dropped by workers; a reader only pulls")
 
     def pull(self, spec: VectorSpec, first: int, last: int) -> NDArray[Any]:
-        """Elements of a range."""
+        """Fetch the elements of a range."""
         return self._fetches.stretch(spec, first, last)
 
     def pull_at(self, spec: VectorSpec, indices: NDArray[np.int64], *, of_rows: bool) -> NDArray[Any]:
-        """Elements at indices (n,), or rows of a matrix by number, end to end."""
+        """Fetch the elements at indices (n,), or rows of a matrix by number, one after the other."""
         return self._fetches.at(spec, indices, of_rows=of_rows)
 
 
@@ -118,10 +119,11 @@ class Reader:
 
     Args:
         config: settings; rank and world_size mean nothing here.
-        lanes: the way to each shard, closed with the reader.
+        lanes: the lane to each shard; closed with the reader.
 
     Attributes:
-        version: of the parameters that `pull` has fetched last: rounds closed, or, without rounds, the slowest worker's clock.
+        version: version of the parameters that the last `pull` fetched: the number of closed rounds; without rounds, the clock
+            of the slowest worker.
     """
 
     def __init__(self, config: ClientConfig, lanes: Sequence[Lane]) -> None:
@@ -145,7 +147,7 @@ class Reader:
 
     @property
     def vectors(self) -> dict[str, Vector]:
-        """The job's server-side vectors and matrices by name, to pull from: what each shard has at that moment.
+        """The job's server-side vectors and matrices by name. A pull returns what each shard has at that moment.
 
         Raises:
             NotDeclared: no job within the wait timeout. ShardUnavailable: a shard could not be reached.
@@ -178,7 +180,7 @@ class Reader:
         return pull.results()[table]
 
     def _patiently(self, read: Callable[[], ResultT]) -> ResultT:
-        """The result of `read`, as soon as there is a job with values."""
+        """The result of `read`, which is repeated until there is a job with initial values."""
         self._last = None
         clock = RetryPolicy(0).clock
         deadline = clock() + self._config.wait_timeout_s
@@ -193,9 +195,10 @@ class Reader:
                 Scope().sleep(POLL_S)
 
     def pull(self) -> dict[str, NDArray[Any]]:
-        """The parameters as new arrays by name, float16 and bfloat16 ones as float32; all of one version if the job has rounds.
+        """Fetch the parameters as new arrays by name (float16 and bfloat16 as float32); all of one version if the job has
+        rounds.
 
-        Else they are what some first pushes of each worker have made of them, the same of all shards.
+        Without rounds they are the state after a certain number of each worker's pushes, the same on all shards.
 
         Raises:
             NotDeclared: no job, or no initial values, within the wait timeout.
@@ -227,7 +230,7 @@ class Reader:
                 if self._layout is not None and not self._layout.spec.consistency.has_rounds:
                     Scope().sleep(POLL_S)
                 elif rests:
-                    seen = -1  # training goes on after all
+                    seen = -1  # training was not paused after all
                 else:
                     ahead *= 2
                 last: Exception = error

@@ -1,7 +1,7 @@
-"""Private shards: processes that serve this program alone, where there is no cluster, and end with it.
+"""Private shards: processes that serve only this program, where there is no cluster, and end with it.
 
-Processes and not threads: a shard's work would take its turns with the program's under one GIL, gRPC's server does not survive
-the forks that data loaders make, and a client knows nothing of a server's insides. Must not know jobs or connections.
+Shards are processes, not threads: threads would share the GIL with the program, gRPC's server does not survive the forks of
+data loaders, and a client must not import the server. Must not know jobs or connections.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from psd.contract.launching import READY_PATTERN, python_command
 from psd_client.owned import OwnedProcess
 
 START_S = 60.0
-"""Longest start of a shard, which takes half a second on a machine that is not busy."""
+"""Seconds for a shard to start; it takes half a second on a machine that is not busy."""
 
 _open: weakref.WeakSet[PrivateShard] = weakref.WeakSet()
 
 
 class PrivateShard:
-    """One shard of this process, alone or one of several. Once it has been made, `wait_ready` says when it serves.
+    """A private shard of this process, alone or one of several. It starts when made; `wait_ready` waits until it serves.
 
     Attributes:
-        address: HOST:PORT, once ready. process: what serves it. owner: the process that has started it. started_at: on the
-            monotonic clock.
+        address: HOST:PORT; empty until the shard is ready. process: the shard's process. owner: pid of the process that started
+            it. started_at: time of the start, on the monotonic clock.
     """
 
     def __init__(self, index: int = 0, count: int = 1) -> None:
@@ -39,10 +39,10 @@ class PrivateShard:
         self.process = OwnedProcess([*python_command("psd.cli.server"), *place, "--exit-on-eof", "--log-level", "warning"])
 
     def wait_ready(self) -> str:
-        """Wait until it serves; returns its address.
+        """Wait until the shard serves; return its address.
 
         Raises:
-            ShardUnavailable: it could not be started; standard error has its words.
+            ShardUnavailable: the shard could not be started; it has written the reason to standard error.
         """
         try:
             self.address = self._read_address()
@@ -67,12 +67,12 @@ class PrivateShard:
         return match[3]
 
     def close(self) -> None:
-        """End the shard; what it held is gone. Idempotent; nothing in a forked child."""
+        """End the shard; what it held is lost. Idempotent; does nothing in a forked child."""
         _open.discard(self)
         self.process.close()
 
     @classmethod
     def newest(cls) -> PrivateShard | None:
-        """The one that this process has started last, of those that live."""
+        """The latest shard that this process has started and not closed; None if there is none."""
         mine = [shard for shard in _open if shard.owner == os.getpid()]
         return max(mine, key=lambda shard: shard.started_at) if mine else None

@@ -1,6 +1,6 @@
-"""Sparse tables in the dict face: their declaration, their rows by id, and ids for what is no number.
+"""Sparse tables in the dict face: their declaration, their rows by id, and hashed ids for strings and bytes.
 
-Checks names, ids, shapes and dtypes, all of them before anything is sent. Must not know shards, sessions or stores.
+Checks all names, ids, shapes and dtypes before anything is sent. Must not know shards, sessions or stores.
 """
 
 from __future__ import annotations
@@ -39,28 +39,27 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Table:
-    """Declaration of a sparse table: rows of `dim` numbers by 64-bit id, of which there may be any number.
+    """Declaration of a sparse table: any number of rows of `dim` numbers, each with a 64-bit id.
 
-    An id that nobody has trained has its initial values, and takes no memory.
+    The row of an id that nobody has trained has its initial values and takes no memory.
 
     Args:
-        name: unique among the job's tables; with `seed` it determines initial values.
-        dim: numbers of a row.
-        optimizer: the update rule: an elementwise one, RowwiseAdagrad, or CustomRule. Tables that are given the same object
+        name: unique among the job's tables; determines the initial values, together with `seed`.
+        dim: length of a row.
+        optimizer: the update rule: an elementwise rule, RowwiseAdagrad, or CustomRule. Tables with the same optimizer object
             share one entry of `param_groups`.
         init: initial values: Zeros(), Constant(value), Uniform(low, high), Normal(std, mean=0) or TruncatedNormal(std).
         seed: from 0 to 2**64 - 1.
-        dtype: in which values are stored: "float32", or "bfloat16", rounded stochastically.
-        updates: "lazy": a row rests in steps that do not touch it; or "catch_up": weight decay, momentum and the like come out
-            as under the dense rule.
-        admit_after: n: an id gets a row with its n-th gradient; those before are counted and dropped.
+        dtype: dtype of stored values: "float32", or "bfloat16" with stochastic rounding.
+        updates: "lazy": a row does not change in steps that do not touch it; or "catch_up": weight decay, momentum and the like
+            have the same effect as under the dense rule.
+        admit_after: an id gets a row with this number of gradients; the gradients before are counted and dropped.
         admit_probability: chance that a gradient counts for `admit_after`, above 0 and at most 1.
-        expire_steps, expire_seconds: a row that nobody has used for so long is removed; 0: never. One of the two. Without
-            rounds a step is as many pushes as there are workers. Seconds are the shards' own: no run has the bits of another,
-            with aggregation="exact" neither.
-        max_rows: limit of rows, of all shards together; 0: as many as the shards' memory allows.
-        at_limit: "evict": rows that were not used for long make room; or "refuse": gradients for new rows are counted and
-            dropped.
+        expire_steps, expire_seconds: a row that nobody has used for this long is removed; 0: never. Set only one of the two.
+            Without rounds, as many pushes as there are workers make a step. Seconds are those of each shard's clock, so two
+            runs differ in their bits, even with aggregation="exact".
+        max_rows: limit of the rows on all shards together; 0: as many as the shards' memory allows.
+        at_limit: "evict": the rows unused for longest make room; or "refuse": gradients for new rows are counted and dropped.
 
     Raises:
         InvalidRequest: a value is wrong; the message names it.
@@ -87,7 +86,7 @@ class Table:
         self.spec(0)
 
     def spec(self, group: int) -> SparseTableSpec:
-        """The table as a job declares it. group: index of the group of its rule."""
+        """The table's declaration in the job spec. group: index of the group that has its rule."""
 
         def whole(name: str) -> int:
             return whole_number(InvalidRequest, f"table {self.name!r}: {name}", getattr(self, name))
@@ -110,10 +109,10 @@ class Table:
 
 
 class DeclaredTable:
-    """A table of the job, through which a worker reads and trains its rows; an item of `ParameterServer.tables`.
+    """A table of the job, with which a worker reads and trains rows; an item of `ParameterServer.tables`.
 
     Attributes:
-        name: as declared. dim: numbers of a row.
+        name: the declared name. dim: length of a row.
     """
 
     def __init__(self, worker: FlatCalls, index: int, spec: SparseTableSpec, groups: ParamGroups) -> None:
@@ -127,50 +126,50 @@ class DeclaredTable:
 
     @property
     def group(self) -> dict[str, Any]:
-        """The table's entry of `ParameterServer.param_groups`: `ps.tables["user"].group["lr"] = 0.01` holds from the next
-        push."""
+        """The table's entry in `param_groups`: `ps.tables["user"].group["lr"] = 0.01` takes effect at the next push."""
         return self._groups.groups[self._spec.group]
 
     def pull(self, ids: Any, *, counts_no_use: bool = False) -> NDArray[np.float32]:
-        """Fetch the rows of ids; in synchronous jobs after the round of this worker's last push.
+        """Fetch the rows of ids; in a synchronous job, wait first for the round of this worker's last push.
 
         Args:
-            ids: of any shape, int64 or uint64; narrower whole numbers and lists of them are converted. An id of int64 is that
-                of uint64 with the same bits. Each distinct one travels once.
-            counts_no_use: for evaluation: the rows are not marked as used, neither for expiry nor for eviction.
+            ids: an array of any shape, int64 or uint64; narrower integers and lists are converted. An int64 id is the same as
+                the uint64 id with the same bits. Each distinct id travels once.
+            counts_no_use: for evaluation: do not mark the rows as used (for expiry and eviction).
 
         Returns:
-            A new float32 array of shape `(*ids.shape, dim)`. This makes no row: one that is not there has its initial values.
+            A new float32 array of shape `(*ids.shape, dim)`. No row is made: one that does not exist has its initial values.
 
         Raises:
-            InvalidTensor: the ids are no whole numbers.
+            InvalidTensor: the ids are not whole numbers.
             WaitTimeout, ShardUnavailable, SessionFenced, ShardRestarted: as `ParameterServer.pull`.
         """
         return self._worker.pull_rows({self._index: as_row_ids("ids", ids)}, counts_no_use=counts_no_use)[self._index]
 
     def prefetch(self, ids: Any) -> None:
-        """Have the rows of ids come with the next `push_pull`, in its round trip: those of the next batch, say.
+        """Fetch the rows of ids, such as those of the next batch, in the round trip of the next `push_pull`.
 
-        `pull` of the same ids, after it, returns them without another round trip, as they were when it ended. Whatever does not
-        fit, and all rows with exact aggregation, `pull` fetches as ever. Sends nothing.
+        A `pull` of the same ids after that `push_pull` returns them without another round trip, as they were when it ended.
+        Rows that do not fit, and all rows with exact aggregation, are fetched by `pull` as usual. This call sends nothing.
 
         Args:
             ids: as in `pull`.
 
         Raises:
-            InvalidTensor: the ids are no whole numbers.
+            InvalidTensor: the ids are not whole numbers.
         """
         self._worker.prefetch_rows({self._index: as_row_ids("ids", ids)})
 
     def push(self, ids: Any, grads: Any, weight: float = 1) -> None:
-        """Send gradients of rows as a whole step of this worker's clock, in which no other table and no tensor has a gradient.
+        """Send gradients of rows. This is a whole step of this worker: no other table and no tensor has a gradient in it.
 
-        `ParameterServer.push_pull(grads, tables={...})` makes one step of several.
+        `ParameterServer.push_pull(grads, tables={...})` puts several tables and tensors into one step.
 
         Args:
-            ids: as in `pull`; gradients of repeated ones are summed.
-            grads: `(*ids.shape, dim)` float32 or float16, which travels as it is.
-            weight: samples behind them, for `reduce="mean"`. A worker that sends no gradient for a row counts as zero there.
+            ids: as in `pull`; gradients of repeated ids are summed.
+            grads: `(*ids.shape, dim)`, float32 or float16; float16 is sent as it is.
+            weight: number of samples behind the gradients, for `reduce="mean"`. If a worker sends no gradient for a row, its
+                gradient counts as zero there.
 
         Raises:
             InvalidTensor, NonFiniteGradient, InvalidRequest: an argument is wrong; nothing was sent.
@@ -188,7 +187,7 @@ _GRADIENTS = (np.dtype(np.float32), np.dtype(np.float16))
 
 
 def gradients_of(specs: Sequence[SparseTableSpec], tables: Any) -> Gradients:
-    """The gradients of rows, by index, of {name: (ids, gradients)}.
+    """Check {name: (ids, gradients)}; return the gradients of rows by index of the table.
 
     Raises:
         InvalidTensor: an unknown name, a wrong shape or a wrong dtype.
@@ -208,7 +207,7 @@ def gradients_of(specs: Sequence[SparseTableSpec], tables: Any) -> Gradients:
 
 
 def as_row_ids(what: str, ids: Any) -> NDArray[Any]:
-    """Ids as an int64 or uint64 array of their shape. Raises InvalidTensor for other than whole numbers of 64 bits."""
+    """Ids as an int64 or uint64 array of the same shape. Raises InvalidTensor unless they are 64-bit whole numbers."""
     array = ids if type(ids) is np.ndarray else as_array(what, ids)
     if array.dtype in _IDS:
         return array
@@ -243,18 +242,18 @@ def _row_gradients(
 def hash_ids(values: Any, seed: int = 0) -> NDArray[np.uint64]:
     """64-bit ids of strings or bytes, the same on every machine.
 
-    An id is the BLAKE2b digest of the bytes, or of the string in UTF-8, with 8 bytes, read as a little-endian number. The salt
-    is the seed as 16 bytes, little-endian. Among 100 million strings some two have the same id with a probability of 0.03 %.
+    An id is the 8-byte BLAKE2b digest of the bytes, or of the string in UTF-8, read as a little-endian number. The salt is the
+    seed as 16 bytes, little-endian. Among 100 million strings, two have the same id with a probability of 0.03 %.
 
     Args:
-        values: a string, bytes, or a list, a tuple or an array of them.
+        values: a string or bytes; or a list, tuple or array of them.
         seed: from 0 to 2**64 - 1.
 
     Returns:
-        Array (n,) of uint64; of the array's shape; () for one value.
+        An array of uint64: (n,) for a list, the shape of an array, () for one value.
 
     Raises:
-        InvalidTensor: a value is neither. InvalidRequest: the seed is out of range.
+        InvalidTensor: a value is neither a string nor bytes. InvalidRequest: the seed is out of range.
     """
     if not 0 <= whole_number(InvalidRequest, "seed", seed) < 1 << 64:
         raise InvalidRequest(f"seed: must be from 0 to 2**64 - 1, got {seed}")

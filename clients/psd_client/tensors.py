@@ -1,6 +1,6 @@
-"""Named NumPy arrays in and out of flat buffers, for the dict face of the client.
+"""Copies between named NumPy arrays and flat buffers, for the dict face of the client.
 
-Checks names, shapes and dtypes, all of them before anything is written. Must not know shards, clocks or optimizers' arithmetic.
+Checks all names, shapes and dtypes before anything is written. Must not know shards, clocks or optimizers' arithmetic.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from psd_client.lanes.flat import FlatBuffers
 
 
 def tensor_specs(params: Mapping[str, Any], groups: Mapping[str, int]) -> list[TensorSpec]:
-    """Declarations of named arrays, in their order; `groups` has the index of each one's group."""
+    """Declarations of named arrays, in their order. groups: index of each array's group, by name."""
     check_params(params)
     specs = []
     for name, value in params.items():
@@ -31,7 +31,7 @@ def tensor_specs(params: Mapping[str, Any], groups: Mapping[str, int]) -> list[T
 
 
 def check_params(params: Any) -> None:
-    """Raise InvalidTensor unless these are values by names."""
+    """Raise InvalidTensor unless this is a mapping whose keys are strings."""
     check_named("params", params)
     for name in params:
         if not isinstance(name, str):
@@ -39,13 +39,13 @@ def check_params(params: Any) -> None:
 
 
 def check_named(what: str, values: Any) -> None:
-    """Raise InvalidTensor unless these are values by name."""
+    """Raise InvalidTensor unless this is a mapping. what: name of the argument, for the message."""
     if not isinstance(values, (dict, Mapping)):  # which finds a dict ten times as fast
         refuse(InvalidTensor, what, 'arrays by name, such as {"w": array}', values)
 
 
 def as_array(what: str, value: Any, dtype: Any = None) -> NDArray[Any]:
-    """An array; `dtype` is for what has none itself, such as a list. Raises InvalidTensor for what is none; `what`: for it."""
+    """Convert a value to an array, or raise InvalidTensor. dtype: for values without one. what: name, for messages."""
     if value is None or isinstance(value, (dict, Mapping)):
         refuse(InvalidTensor, what, "an array", value)
     if isinstance(value, np.ma.MaskedArray):
@@ -67,8 +67,8 @@ def fill(params: Mapping[str, Any]) -> Callable[[FlatBuffers], None]:
 
 
 def check_gradient(what: str, spec: TensorSpec, declared: np.dtype[Any], gradient: Any) -> None:
-    """Raise InvalidTensor unless an array has the tensor's shape, and a dtype whose numbers the declared dtype can hold.
-    `what`: for messages."""
+    """Raise InvalidTensor unless a gradient has the tensor's shape and a dtype that converts to the declared one without loss.
+    what: name of the argument, for messages."""
     shape, dtype = tuple(gradient.shape), gradient.dtype
     if shape != spec.shape:
         raise InvalidTensor(f"{what}[{spec.name!r}]: shape must be {spec.shape}, got {shape}")
@@ -77,7 +77,7 @@ def check_gradient(what: str, spec: TensorSpec, declared: np.dtype[Any], gradien
 
 
 def write_gradient(view: NDArray[Any], gradient: NDArray[Any]) -> None:
-    """Write a matching gradient into its view of the buffers; for bfloat16, which matches nothing else, its bits."""
+    """Write a checked gradient into its view of the buffers; of bfloat16, its bits as uint16."""
     if view.dtype == np.uint16:
         view[...] = gradient.astype(gradient.dtype.newbyteorder("="), copy=False).view(np.uint16)
     else:
@@ -88,7 +88,7 @@ class NamedTensors:
     """The tensors of a declared job by name.
 
     Args:
-        dtypes: of the arrays that were declared, which is what `results` returns.
+        dtypes: dtypes of the declared arrays; `results` returns arrays of these.
         copy: False: `results` lends the buffers' memory where it has the declared dtype.
     """
 
@@ -100,10 +100,10 @@ class NamedTensors:
         self._index = {spec.name: index for index, spec in enumerate(specs)}
 
     def write_gradients(self, grads: Mapping[str, Any], buffers: FlatBuffers) -> NDArray[np.bool_] | None:
-        """Write gradients into the buffers; return which tensors have one, or None for all.
+        """Write gradients into the buffers; return which tensors have one, or None if all have.
 
         Raises:
-            InvalidTensor: an unknown name, a wrong shape or a wrong dtype; the buffers are as they were.
+            InvalidTensor: an unknown name, a wrong shape or a wrong dtype; the buffers are unchanged.
         """
         check_named("grads", grads)
         arrays: dict[int, NDArray[Any]] = {}
@@ -119,10 +119,10 @@ class NamedTensors:
         return present
 
     def whole(self, params: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
-        """All of the tensors, in their order.
+        """Check that all tensors are given; return them in the order of the declaration.
 
         Raises:
-            InvalidTensor: one is missing, unknown, or of another shape.
+            InvalidTensor: a tensor is missing, unknown, or has another shape.
         """
         check_named("params", params)
         found = {}
@@ -144,9 +144,9 @@ class NamedTensors:
         return index
 
     def results(self, buffers: FlatBuffers, lent: Sequence[NDArray[Any] | None]) -> dict[str, NDArray[Any]]:
-        """The buffers' contents in the declared dtypes: what is lent of them, or new arrays, or views that nobody can write to.
+        """The buffers' contents in the declared dtypes: lent arrays, new arrays, or read-only views.
 
-        lent: by tensor; None: not lent.
+        lent: the array lent for each tensor; None: not lent.
         """
         named = zip(self._specs, self._dtypes, buffers.views, lent, strict=True)
         if not self._has_half:
@@ -176,7 +176,7 @@ def _checked(spec: TensorSpec, declared: np.dtype[Any], value: Any) -> NDArray[A
 
 
 def _of_number(spec: TensorSpec, declared: np.dtype[Any], value: float) -> NDArray[Any]:
-    """The array of a Python number, which has no dtype of its own."""
+    """The array of a Python number, in the declared dtype."""
     try:
         with np.errstate(over="ignore"):
             array = np.asarray(float(value), declared)

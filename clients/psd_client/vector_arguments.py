@@ -1,7 +1,7 @@
-"""Arrays, indices and ranges that programs pass to server-side vectors, in the one form that travels.
+"""Checks arrays, indices and ranges that programs pass to server-side vectors, and converts them to the form that is sent.
 
-Each function returns that, or raises InvalidRequest or InvalidTensor, which names the argument. Must not know batches, shards
-or messages.
+Each function returns the converted value, or raises InvalidRequest or InvalidTensor, which names the argument. Must not know
+batches, shards or messages.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _INT64 = np.iinfo(np.int64)
 
 
 def as_values(values: Any, shape: tuple[int, ...], spec: VectorSpec) -> NDArray[Any]:
-    """Numbers of a shape, or what broadcasts to it, in the vector's dtype."""
+    """Numbers of this shape, or broadcast to it, in the vector's dtype."""
     array = _array("values", values, spec)
     try:
         return np.ascontiguousarray(np.broadcast_to(array, shape))
@@ -32,7 +32,7 @@ def as_values(values: Any, shape: tuple[int, ...], spec: VectorSpec) -> NDArray[
 
 
 def as_stretch(values: Any, start: Any, spec: VectorSpec) -> tuple[int, NDArray[Any]]:
-    """The first element that an array is meant for, and the array in one dimension; all elements if there is no `start`."""
+    """The first element to set, and the values in one dimension. Without `start` the array must cover all elements."""
     array = _array("values", values, spec)
     if start is None:
         shape = (spec.size // spec.columns, spec.columns) if spec.columns else (spec.size,)
@@ -43,7 +43,7 @@ def as_stretch(values: Any, start: Any, spec: VectorSpec) -> tuple[int, NDArray[
 
 
 def as_indices(indices: Any, spec: VectorSpec) -> NDArray[np.int64]:
-    """Indices of elements, of any shape; of a matrix also a pair (rows, cols)."""
+    """Indices of elements, of any shape; for a matrix also given as a pair (rows, cols)."""
     if isinstance(indices, tuple):
         if not spec.columns or len(indices) != 2:
             raise InvalidRequest(f"indices: a pair (rows, cols) is for matrices; {spec.name!r} is none, or it is no pair")
@@ -56,14 +56,14 @@ def as_indices(indices: Any, spec: VectorSpec) -> NDArray[np.int64]:
 
 
 def as_row_numbers(rows: Any, spec: VectorSpec) -> NDArray[np.int64]:
-    """Numbers of rows, of any shape."""
+    """Row numbers, in an array of any shape."""
     with _refused():
         limit = rows_of("rows", spec)
     return _within("rows", rows, limit, spec)
 
 
 def stretch(start: Any, stop: Any, size: int) -> tuple[int, int]:
-    """First and last + 1 of a range, as a slice has them."""
+    """The first index of a range and the one after its last, as in a slice."""
     whole = [
         None if value is None else whole_number(InvalidRequest, name, value)
         for name, value in (("start", start), ("stop", stop))
@@ -89,7 +89,7 @@ def _within(name: str, values: Any, limit: int, spec: VectorSpec) -> NDArray[np.
 
 @contextmanager
 def _refused() -> Iterator[None]:
-    """Raise psd_core's refusals as the client's."""
+    """Raise errors of psd_core's checks as the client's errors."""
     try:
         yield
     except VectorError as error:

@@ -1,7 +1,7 @@
-"""Batches of operations on server-side vectors: what a program notes, and what it finds out.
+"""Batches of operations on server-side vectors, and their answers.
 
-Operations are checked while the batch is written, before anything is sent (psd_core/vector_checks.py). Most methods of Batch
-are made of the rows of psd_core/vector_operations.py. Must not know shards or messages.
+Each operation is checked when it is added to the batch, before anything is sent (psd_core/vector_checks.py). Most methods of
+Batch are made from the rows of psd_core/vector_operations.py. Must not know shards or messages.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from psd_core.vector_operations import ROWS, Notes, Operand, Operations, Row, Ve
 
 
 class Calls(Protocol):
-    """The part of a connection that vectors need: VectorCalls, of a worker; a reader's only pulls."""
+    """The calls of a connection that vectors need. A worker has all of them (VectorCalls); a reader only pulls."""
 
     def run(self, operations: list[VectorOperation], vectors: Mapping[str, VectorSpec]) -> list[Found]:
-        """Have all shards run a batch on these vectors; what its reductions have found in all shards together, in order."""
+        """Have all shards run a batch on these vectors; return the results of its reductions over all shards, in order."""
 
     def drop(self, spec: VectorSpec) -> None:
         """Remove a vector."""
@@ -37,15 +37,15 @@ class Calls(Protocol):
         """Elements of a range."""
 
     def pull_at(self, spec: VectorSpec, indices: NDArray[np.int64], *, of_rows: bool) -> NDArray[Any]:
-        """Elements at indices (n,), or rows of a matrix by number, end to end."""
+        """Fetch the elements at indices (n,), or rows of a matrix by number, one after the other."""
 
 
 class VectorHandle(Operand):
-    """The name of a vector of a connection.
+    """A reference to a vector, by its name.
 
     Attributes:
         name, size, dtype: as declared. dtype is a string.
-        spec, calls: what psd has of it; not for programs.
+        spec, calls: the declaration and the connection's calls; not for programs.
     """
 
     def __init__(self, spec: VectorSpec, calls: Calls) -> None:
@@ -60,14 +60,15 @@ class BatchAnswer:
     """The answer to one operation of a batch: `value`, `float(...)` or `int(...)`, once the batch has run."""
 
     def __init__(self, what: str, take: Callable[[Iterator[Any]], Any]) -> None:
-        """Take a description of the operation, and what makes its value of what is found; not for programs."""
+        """Take the operation's description, and what makes its value from the shards' results; not for programs."""
         self._what = what
         self._take = take
         self._value: Any = None
 
     @property
     def value(self) -> Any:
-        """A float; an int for argmax, and of int64 vectors for all but norm2; an array (n, m) for gram.
+        """The answer: a float; an int for argmax, and for int64 vectors with all operations but norm2; an array (n, m) for
+        gram.
 
         Raises:
             RuntimeError: the batch has not run.
@@ -91,7 +92,7 @@ class BatchAnswer:
 
 
 class Batch(Operations, Notes[BatchAnswer]):
-    """Operations that travel together, made by `ParameterServer.batch`: one round trip per shard, and only scalars come back.
+    """Operations that are sent together: one round trip per shard, and only scalars come back. Made by `ParameterServer.batch`.
 
     ::
 
@@ -100,16 +101,19 @@ class Batch(Operations, Notes[BatchAnswer]):
             d = b.dot(x, y)        # sees the y that the axpy has made
         print(float(d))
 
-    The methods are those of Vector, with the vector that they are called on as the first argument. They only take notes; the
-    batch runs at the end of the `with` block, in order, as one transaction on each shard: all of it or nothing, once, and seen
-    whole by others. If the block raises, nothing runs. Arrays that are given must not be changed before it has run.
+    The methods are those of Vector, with the vector as the first argument. They only record the operations; the batch runs at
+    the end of the `with` block. Each shard runs the operations in order, as one transaction: all or none of them, exactly once,
+    and no other worker sees a part. If the block raises an error, nothing runs. Arrays that are passed must not be changed
+    before the batch has run.
+
+    All errors are raised at the end of the block.
 
     Raises:
-        InvalidRequest: at the end of the block, as all of these: it has more operations or bytes than the shards take, or they
-            refuse one; nothing was changed.
+        InvalidRequest: the batch has more operations or bytes than the shards accept, or they refuse an operation; nothing was
+            changed.
         UnknownVector: a vector was dropped.
-        ShardUnavailable, SessionFenced, ShardRestarted, RolledBack: as `ParameterServer.push`. The same batch may be run again,
-            with `run`, and counts once; another batch that follows a failure first completes the one that failed.
+        ShardUnavailable, SessionFenced, ShardRestarted, RolledBack: as `ParameterServer.push`. The program may run the same
+            batch again, with `run`; it counts once. If it runs another batch instead, the failed one is completed first.
     """
 
     def __init__(self, calls: Calls) -> None:
@@ -132,7 +136,7 @@ class Batch(Operations, Notes[BatchAnswer]):
             self.run()
 
     def run(self) -> None:
-        """Run the batch, unless it has run: for use without `with`, or after an error. An empty one does nothing."""
+        """Run the batch, unless it has run; for use without `with`, or after an error. An empty batch does nothing."""
         if not self._has_run and self._operations:
             named = (name for o in self._operations for name in (o.out, *o.x, *o.y) if name)
             vectors = {name: self._handles[name].spec for name in named}
@@ -144,13 +148,13 @@ class Batch(Operations, Notes[BatchAnswer]):
     # -- the methods that are no rows ------------------------------------------------------------------------------------
 
     def put(self, y: VectorHandle, values: Any, start: int | None = None) -> None:
-        """Set all elements of y, or those from `start` on, to an array's; see Vector.put."""
+        """Set the elements of y, all or those from `start` on, to the values of an array; see Vector.put."""
         name = self._name(y)
         first, array = as_stretch(values, start, y.spec)
         self._note(VectorOperation("put", name, start=first, values=array))
 
     def add(self, y: VectorHandle, values: Any, indices: Any = None) -> None:
-        """Add an array's numbers to y, to all elements or to those at indices; see Vector.add."""
+        """Add the values of an array to the elements of y, all or those at indices; see Vector.add."""
         name, spec = self._name(y), y.spec
         if indices is None:
             start, array = as_stretch(values, None, spec)
@@ -168,9 +172,10 @@ class Batch(Operations, Notes[BatchAnswer]):
         self._note(VectorOperation("add_rows", name, places=numbers.reshape(-1), values=array))
 
     def gram(self, ys: Sequence[VectorHandle], xs: Sequence[VectorHandle] | None = None) -> BatchAnswer:
-        """Take all dot products of several vectors, in one pass: an array of `ys[i].dot(xs[j])`, or of `ys[i].dot(ys[j])`.
+        """Compute all dot products of several vectors in one pass: an array of `ys[i].dot(xs[j])`; without xs,
+        `ys[i].dot(ys[j])`.
 
-        Of int64 vectors it has Python's whole numbers (dtype object) if one of them does not fit int64.
+        For int64 vectors the array holds Python integers (dtype object) if one of the products does not fit int64.
         """
         if not ys or (xs is not None and not xs):
             raise InvalidRequest("gram: expected at least one vector, got none")
@@ -181,7 +186,7 @@ class Batch(Operations, Notes[BatchAnswer]):
     # -- how it is done --------------------------------------------------------------------------------------------------
 
     def _name(self, vector: VectorHandle) -> str:
-        """The name of what a program has passed as a vector; raises InvalidRequest if it is none of this connection."""
+        """The name of a vector that a program has passed; raises InvalidRequest if this is not a vector of this connection."""
         if not isinstance(vector, VectorHandle):
             refuse(InvalidRequest, "vector", "one of ParameterServer.vector or matrix", vector)
         if vector.calls is not self._calls:
@@ -190,7 +195,7 @@ class Batch(Operations, Notes[BatchAnswer]):
         return vector.name
 
     def _note(self, operation: VectorOperation, name: str = "") -> VectorSpec:
-        """Check and note an operation; the declaration of its first vector. name: of the method, if not the operation's."""
+        """Check and record an operation; return the declaration of its first vector. name: the method's, if different."""
         name = name or operation.name
         if self._has_run:
             raise RuntimeError(f"psd: {name}: this batch has run already; make another one")
@@ -211,7 +216,7 @@ class Batch(Operations, Notes[BatchAnswer]):
 
 
 def _method_of(row: Row[Any]) -> Any:
-    """The method of Batch that a row of the table stands for."""
+    """Make the method of Batch for a row of the table."""
 
     def method(self: Batch, y: VectorHandle, *args: Any, **kwargs: Any) -> BatchAnswer | None:
         operation = row.said(self._name, y, args, kwargs)
@@ -229,9 +234,9 @@ for _row in ROWS.values():
 
 
 def _products(rows: int, cols: int, is_whole: bool, found: Iterator[Any]) -> NDArray[Any]:
-    """The array of a gram: all pairs, or, without other vectors, those of the lower triangle.
+    """The array of a gram's products; without `xs` it is symmetric, made from its lower triangle.
 
-    Whole numbers that int64 does not hold stay Python's: NumPy would round them where others are negative.
+    Integers beyond int64 stay Python's: NumPy would round them if others are negative.
     """
     pairs = [[next(found).whole() if is_whole else next(found).round() for _ in range(cols or row + 1)] for row in range(rows)]
     if not cols:

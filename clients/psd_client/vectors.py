@@ -1,4 +1,4 @@
-"""Server-side vectors and matrices: numbers that lie on the shards, and what the shards compute with them.
+"""Server-side vectors and matrices: numbers that lie on the shards, and operations that the shards carry out on them.
 
     w = ps.vector("w", size=1_000_000)              # float64, zeros; the same on every worker
     g = ps.vector("g", size=1_000_000)
@@ -28,15 +28,15 @@ from psd_core.vector_operations import DTYPES, ROWS, SIZE_MAX, Operations, Row
 
 
 class Vector(VectorHandle, Operations):
-    """Numbers on the shards, made by `ParameterServer.vector`; `size` of one dtype, in stripes over all shards.
+    """A vector on the shards: `size` numbers of one dtype, in stripes over all shards. Made by `ParameterServer.vector`.
 
-    Each method is one round trip to every shard; `ParameterServer.batch` makes one of many. Vectors that an operation takes
-    together must have the same size and dtype. NaN and infinity are values like others. int64 is exact, and wraps around as
-    NumPy's does; sums and products of int64 vectors are exact whatever their size. float32 vectors are reduced in float64.
+    Each method makes one round trip to every shard; `ParameterServer.batch` sends many operations in one. Vectors in one
+    operation must have the same size and dtype. NaN and infinity are allowed values. int64 elements wrap around, as NumPy's do,
+    but sums and dot products of int64 vectors are exact, however large. float32 vectors are reduced in float64.
 
-    Every operation counts once, under retries and kills of shards. Several workers may work on one vector at once: each sees
-    the operations of the others whole on each shard, in an order that may differ from shard to shard, unless barriers order
-    them.
+    Every operation counts once, even if it is retried or a shard is killed. Several workers may use one vector at once: on each
+    shard an operation is seen whole or not at all, but the order of operations may differ from shard to shard, unless barriers
+    fix it.
 
     Attributes:
         name, size, dtype: as declared. dtype is a string.
@@ -49,16 +49,17 @@ class Vector(VectorHandle, Operations):
         return f"{type(self).__name__}({self.name!r}, size={self.size}, dtype={self.dtype!r})"
 
     def drop(self) -> None:
-        """Remove the vector from the shards; for all workers. Whoever uses it later gets UnknownVector."""
+        """Remove the vector from the shards, for all workers. Later uses raise UnknownVector."""
         self.calls.drop(self.spec)
 
     # -- what is done with arrays; the methods for vectors and numbers are made of the rows below ------------------------
 
     def put(self, values: Any, start: int | None = None) -> None:
-        """Set all elements, or those from `start` on, to an array's.
+        """Set the elements, all or those from `start` on, to the values of an array.
 
         Args:
-            values: of the vector's shape, or, with `start`, as many as there are to be set; converted to the vector's dtype.
+            values: an array of the vector's shape; with `start`, of as many elements as it sets. Converted to the vector's
+                dtype.
         """
         _run("put", self, values, start)
 
@@ -66,9 +67,10 @@ class Vector(VectorHandle, Operations):
         """Add numbers to all elements, or to those at indices.
 
         Args:
-            values: of the vector's shape, or of the shape of `indices`; or one number for all. int64 takes whole numbers only.
-            indices: whole numbers from 0 to size - 1, of any shape; one that comes several times is added to as often. Of a
-                matrix also a pair (rows, cols), as NumPy's.
+            values: an array of the vector's shape, or of the shape of `indices`; or one number for all. For int64, whole
+                numbers.
+            indices: whole numbers from 0 to size - 1, of any shape; a repeated index is added to each time. For a matrix also a
+                pair (rows, cols), as in NumPy.
         """
         _run("add", self, values, indices)
 
@@ -76,11 +78,12 @@ class Vector(VectorHandle, Operations):
         """Fetch elements: all, a range, or those at indices.
 
         Args:
-            start, stop: the range, as in a slice of NumPy's; negative ones count from the end.
+            start, stop: the range, as in a NumPy slice; negative numbers count from the end.
             indices: as in `add`; instead of a range.
 
         Returns:
-            A new array of the vector's dtype: the range, or of the shape of the indices; each shard's part is of one moment.
+            A new array of the vector's dtype: the range, or an array of the shape of the indices. Each shard reads its part at
+            one moment.
         """
         if indices is None:
             return self.calls.pull(self.spec, *stretch(start, stop, self.size))
@@ -99,7 +102,7 @@ def _run(name: str, vector: Vector, *args: Any, **kwargs: Any) -> Any:
 
 
 def _method_of(row: Row[Any]) -> Any:
-    """The method of Vector that a row of the table stands for."""
+    """Make the method of Vector for a row of the table."""
     return row.as_method(Vector, lambda self, *args, **kwargs: _run(row.name, self, *args, **kwargs))
 
 
@@ -108,9 +111,9 @@ for _row in ROWS.values():
 
 
 class Matrix(Vector):
-    """A vector with a row length, made by `ParameterServer.matrix`: rows * cols numbers, row after row.
+    """A vector with a row length: rows * cols numbers, row after row. Made by `ParameterServer.matrix`.
 
-    All operations of Vector work on all its elements.
+    All operations of Vector work on all of its elements.
     """
 
     @property
@@ -132,11 +135,11 @@ class Matrix(Vector):
         """Fetch the matrix, a range of its rows, or elements at indices.
 
         Args:
-            start, stop: the range of rows, as in a slice of NumPy's.
+            start, stop: the range of rows, as in a NumPy slice.
             indices: as in `add`.
 
         Returns:
-            A new array `(rows, cols)`, or of the shape of the indices.
+            A new array: `(rows, cols)`, or of the shape of the indices.
         """
         if indices is not None:
             return super().pull(start, stop, indices=indices)
@@ -144,7 +147,7 @@ class Matrix(Vector):
         return super().pull(first * self.cols, last * self.cols).reshape(last - first, self.cols)
 
     def pull_rows(self, rows: Any) -> NDArray[Any]:
-        """Fetch rows by number: a new array `(*rows.shape, cols)`; a repeated one travels as often.
+        """Fetch rows by number: a new array `(*rows.shape, cols)`. A repeated row is sent each time.
 
         Args:
             rows: whole numbers from 0 to rows - 1, of any shape.
@@ -157,33 +160,33 @@ class Matrix(Vector):
 
         Args:
             values: `(*rows.shape, cols)`, or what broadcasts to it.
-            rows: as in `pull_rows`; one that comes several times is added to as often.
+            rows: as in `pull_rows`; a repeated row is added to each time.
         """
         _run("add_rows", self, values, rows)
 
 
 class MakingCalls(Calls, Protocol):
-    """A connection that makes and finds vectors, too."""
+    """The calls of a connection that can also make and list vectors."""
 
     def make(self, spec: VectorSpec) -> None:
-        """Make a vector, unless it is there."""
+        """Make a vector, unless it exists."""
 
     def listed(self) -> list[VectorSpec]:
-        """The vectors that there are, by name."""
+        """Declarations of all vectors of the job, by name."""
 
 
 def as_vector(spec: VectorSpec, calls: Calls) -> Vector:
-    """The vector, or the matrix, of a declaration."""
+    """The Vector or Matrix for a declaration."""
     return Matrix(spec, calls) if spec.columns else Vector(spec, calls)
 
 
 def by_name(calls: MakingCalls) -> dict[str, Vector]:
-    """The vectors that there are."""
+    """All vectors of the job, by name."""
     return ByName("vector", {spec.name: as_vector(spec, calls) for spec in calls.listed()})
 
 
 def vector_of(calls: MakingCalls, name: Any, size: Any, dtype: Any) -> Vector:
-    """The vector that a program asks for; see ParameterServer.vector."""
+    """Make or find a vector, as ParameterServer.vector describes."""
     word(InvalidRequest, "name", name)
     if size is None:
         return _found(calls, name)
@@ -193,7 +196,7 @@ def vector_of(calls: MakingCalls, name: Any, size: Any, dtype: Any) -> Vector:
 
 
 def matrix_of(calls: MakingCalls, name: Any, rows: Any, cols: Any, dtype: Any) -> Matrix:
-    """The matrix that a program asks for; see ParameterServer.matrix."""
+    """Make or find a matrix, as ParameterServer.matrix describes."""
     word(InvalidRequest, "name", name)
     if rows is None or cols is None:
         if rows is not cols:

@@ -1,11 +1,12 @@
-"""The processes: psd-server, psd-run, psdctl. Read flags, build configurations, print; decide nothing about training.
+"""The commands psd-server, psd-run and psdctl. They read flags, build configurations and print; they decide nothing about
+training.
 
-    server.py, run.py, psdctl.py, agent.py   the doors, a command each; run_options.py  psd-run's flags
+    server.py, run.py, psdctl.py, agent.py   the entry points, one for each command; run_options.py  psd-run's flags
     ray/, kubernetes/, hosts/                where a job may run
-    processes/                               its processes on one machine
-    job/                                     what belongs to it, and what to do next
+    processes/ a job's processes on one machine
+    job/ what belongs to a job, and what to do next
     ctl/                                     the commands of psdctl
     words/                                   arguments, logs, text for terminals
 
-Doors import rooms, and no room imports a door.
+Entry points import from the folders, and no folder imports an entry point.
 """

@@ -1,8 +1,7 @@
-"""psd-run's other side on a host that it reaches over ssh: is told the command line that psd-run was given, and takes part in
-the job.
+"""The side of psd-run that runs on a host reached over ssh: receives psd-run's command line, and takes part in the job.
 
-Its standard input and output are the connection, so that nothing else may be printed there from now on. What the login shell
-has printed comes before the first message, and its last line may have no end.
+Standard input and output are the connection, so nothing else may be printed from now on. The login shell's output comes before
+the first message, and may end in the middle of a line.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""psdctl: looks at a job from outside, and steers it. Here are `status` and `checkpoint`; each other command has a module.
+"""psdctl: inspects and controls a job from outside. `status` and `checkpoint` are here; every other command has its own module.
 
-A subcommand is a function that adds its parser and sets `run`, a function from the parsed flags to the exit status; so later
-ones slot in beside. What the shards' answers mean together is psd/watch's, how status shows it psd/cli/ctl/report.py's.
+A subcommand is a function that adds its parser and sets `run`, a function from the parsed flags to the exit status. psd/watch
+combines the answers of the shards, and psd/cli/ctl/report.py shows them for status.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""psd-run: a whole job by one command. Reads the flags, builds the plan; psd/cli/hosts/launcher.py carries it out on machines,
-psd/cli/kubernetes/job.py and psd/cli/ray/job.py on a cluster.
+"""psd-run: starts a whole job with one command. Reads the flags and builds the plan; psd/cli/hosts/launcher.py carries it out
+on machines, psd/cli/kubernetes/job.py and psd/cli/ray/job.py on a cluster.
 
     run_options.py  flags and help
     run.py          the commands and environments of shards and workers
@@ -10,7 +10,7 @@ psd/cli/kubernetes/job.py and psd/cli/ray/job.py on a cluster.
     processes/      child.py  one process;  output.py  its lines;  display.py  the terminal;  log_files.py  --log-dir;
                     state_directories.py  the shards' state;  watchdog.py, left_over.py  no orphans
 
-Knows how a shard is started and what a worker finds in its environment; nothing of what they do.
+Knows how a shard is started and what a worker's environment contains, but not what they do.
 """
 
 from __future__ import annotations
@@ -56,21 +56,21 @@ _OF_EACH_HOST = ("node_rank", "rendezvous", "log_dir", "state_dir", "env", "dash
 """Options that may differ between the hosts of a job, or that are compared as the words of a command."""
 
 _FILES_OF_EACH_HOST = ("tls_cert", "tls_key", "token_file")
-"""Options that all hosts have or none, each with a path of its own."""
+"""Options that all hosts must have, or none; the paths may differ."""
 
 CREDENTIALS = ("PSD_TLS_CA", "PSD_TLS_CERT", "PSD_TLS_KEY", "PSD_TOKEN_FILE")
-"""Variables for shards with certificates or tokens; those of psd-run on one machine have neither, and serve it alone."""
+"""Variables for shards with certificates or tokens. Shards on one machine only have neither, and serve no other machine."""
 
 
 def parse(
     argv: Sequence[str] | None, environ: Mapping[str, str], run_id: str | None = None, node: int | None = None
 ) -> Plan | Deployment | RayPlan:
-    """The plan; a wrong option ends the process with status 2 and one line of explanation.
+    """Make the plan. A wrong option ends the process with status 2 and one line of explanation.
 
     Args:
-        argv: the arguments. environ: of psd-run.
-        run_id: of the run; None: a new one, or that of the one to be continued.
-        node: which host of the job this is; None: as the arguments say; -1: none of them.
+        argv: the arguments. environ: the environment of psd-run.
+        run_id: id of the run; None: a new id, or that of the run to continue.
+        node: number of this host in the job; None: as the arguments say; -1: this host is not in the job.
     """
     parser = run_options.parser()
     args = parser.parse_args(argv)
@@ -189,14 +189,14 @@ def _plan(
 
 
 def _shards(args: argparse.Namespace) -> ServerConfig:
-    """Settings of all shards, wherever they run, but for security, of which Kubernetes has its own."""
+    """Settings that all shards share, without those of security, which are different on Kubernetes."""
     names = [name for name, each in settings_of(ServerConfig).items() if each.is_shared and each.group != SECURITY]
     return ServerConfig(0, args.shards, **values(args, [name for name in names if name in args]), exit_when_done=True)
 
 
 def _launched_flags(shards: ServerConfig, args: argparse.Namespace, hidden: Sequence[str] = ()) -> list[str]:
-    """Options of psd-server that all shards have which psd-run itself looks after, but those that are hidden."""
-    # A job that is to end is ended here, with the status of the worker that has failed; the others wait meanwhile.
+    """Flags of psd-server for shards that psd-run itself starts. hidden: settings to leave out."""
+    # With "end", psd-run ends the job, with the status of the failed worker; until then the others wait.
     failure = "continue" if args.on_worker_failure == "continue" else "wait"
     secured = values(args, ("tls_cert", "tls_key", "token_file", "insecure"))
     launched = dataclasses.replace(shards, on_worker_failure=failure, heeds_launcher=True, **secured)
@@ -204,7 +204,7 @@ def _launched_flags(shards: ServerConfig, args: argparse.Namespace, hidden: Sequ
 
 
 def _check_credentials(args: argparse.Namespace, environ: Mapping[str, str]) -> None:
-    """Raise ConfigError if the workers could not reach shards that ask for what they do not have."""
+    """Raise ConfigError if the shards require TLS or tokens for which the workers have no files."""
     for option, needed in (("tls_cert", "PSD_TLS_CA"), ("token_file", "PSD_TOKEN_FILE")):
         if getattr(args, option) and not environ.get(needed):
             raise ConfigError(
@@ -215,7 +215,7 @@ def _check_credentials(args: argparse.Namespace, environ: Mapping[str, str]) -> 
 def _meeting(
     args: argparse.Namespace, node: int | None, words: Sequence[str], environ: Mapping[str, str], for_all: Mapping[str, str]
 ) -> Meeting | None:
-    """The way in which hosts meet; None: there is one."""
+    """Make the description of how the hosts meet; None if there is only one host."""
     if not args.hosts and (args.nnodes or 1) == 1:
         return None
     told = {name: value for name, value in vars(args).items() if name not in _OF_EACH_HOST}
@@ -283,12 +283,12 @@ def _is_script(words: Sequence[str]) -> bool:
 
 
 def _module_dir(words: Sequence[str]) -> Path:
-    """The directory with the modules of a worker's program: the script's, as in Python, or the present one."""
+    """The directory that Python puts on sys.path for the worker's program: the script's, or the current one."""
     return Path(words[0]).absolute().parent if _is_script(words) else Path.cwd()
 
 
 def _run_id(words: Sequence[str]) -> str:
-    """A unique name that tells the program."""
+    """A unique name for the run, with the program's name in it."""
     what = words[1] if words[0] == "-m" else words[0]
     stem = re.sub(r"[^A-Za-z0-9_.]+", "-", Path(what).stem).strip("-")[:32]
     return f"{stem or 'job'}-{secrets.token_hex(6)}"
@@ -303,7 +303,7 @@ def _cores() -> int:
 
 
 def plan_again(argv: Sequence[str], run_id: str | None, node: int) -> Plan:
-    """The plan of one node of a job on several hosts, under the run id that is agreed on."""
+    """Make the plan of one node of a job on several hosts, with the run id that all have agreed on."""
     plan = parse(argv, os.environ, run_id, node)
     assert isinstance(plan, Plan)
     return plan

@@ -1,4 +1,4 @@
-"""psd-run's flags, and the page that --help prints. Says what may be asked for; psd/cli/run.py makes a plan of it."""
+"""psd-run's flags, and the page that --help prints. Checks the flags; psd/cli/run.py makes a plan from them."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ NODES_MAX = 1024
 RESTARTS_MAX = 1_000_000
 
 SHARD_RESTARTS = 100
-"""Restarts by default: a limit for a shard that dies of each request, about once a second."""
+"""Default number of restarts: a limit for a shard that dies of every request, about once a second."""
 
 SET_BY_PSD_RUN = ("PSD_SERVERS", "PSD_RANK", "PSD_WORLD_SIZE", "PSD_RUN_ID", "PSD_NODE", "RANK", "LOCAL_RANK", "WORLD_SIZE")
-"""Variables that say which process is which."""
+"""Variables that psd-run sets to tell the processes apart."""
 
 _USAGE = """\
 psd-run [options] script.py [args ...]
@@ -277,7 +277,7 @@ def parser() -> Parser:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raise ConfigError if a number, or what two options say together, cannot be."""
+    """Raise ConfigError if a number is out of range, or two options contradict each other."""
     check_count(ConfigError, "--shards", args.shards, 1, SHARDS_MAX)
     if args.workers is not None:
         check_count(ConfigError, "--workers", args.workers, 1, WORKERS_MAX)
@@ -297,7 +297,7 @@ def check(args: argparse.Namespace) -> None:
 
 
 def places(args: argparse.Namespace) -> NodePlaces:
-    """Number of shards and workers, and where they are; ConfigError if what is said of hosts cannot be."""
+    """Numbers of shards and workers, and their nodes. Raises ConfigError if the options for hosts are wrong."""
     if args.hosts:
         why = "is for psd-run on every host; with --hosts it starts them itself"
         refuse_given(args, dict.fromkeys(("nnodes", "node_rank", "rendezvous"), why))
@@ -323,7 +323,7 @@ def places(args: argparse.Namespace) -> NodePlaces:
 
 
 def check_one_host(args: argparse.Namespace) -> None:
-    """Raise ConfigError if an option is given that only a job on several hosts has."""
+    """Raise ConfigError if an option is given that is only for jobs on several hosts."""
     why = "is for shards that other machines reach: --nnodes, --hosts, --on kubernetes"
     refuse_given(args, dict.fromkeys(("tls_cert", "tls_key", "token_file", "remote_python", "insecure"), why))
 
@@ -339,7 +339,7 @@ def check_consistency(args: argparse.Namespace, consistency: str | None) -> None
 
 
 def environment(given: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables that --env names; ConfigError if one is psd-run's own, or has no value."""
+    """The variables that --env names. Raises ConfigError if one is set by psd-run itself, or has no value."""
     found = {}
     for word in given:
         name, has_value, value = word.partition("=")

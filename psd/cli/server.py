@@ -1,10 +1,10 @@
-"""psd-server: one process, one shard. Flags in, a ServerConfig out; then signals in, an exit status out.
+"""psd-server: one process, one shard. Makes a ServerConfig from flags, serves, and makes an exit status from signals.
 
-The main thread sleeps until something that can end the process wakes it: a signal, the thread that watches for the end of the
-job, the thread that drains. So every decision is taken here, in order, by one thread, and a second signal is heard while the
-first one's drain is still under way.
+The main thread sleeps until something wakes it that can end the process: a signal, the thread that watches for the end of the
+job, or the thread that drains. So one thread takes all decisions, in order, and a second signal is noticed while the drain for
+the first one is still under way.
 
-Knows of the server only ShardServer's life (start, done, drain); nothing of gRPC or of the state behind it.
+Knows only the life cycle of ShardServer (start, done, drain), nothing of gRPC or of the state behind it.
 """
 
 from __future__ import annotations
@@ -63,16 +63,16 @@ FINAL_CHECKPOINT_S_MAX = 3600.0
 """Seconds to store the parameters of a job that is done. Only a store that does not answer takes as long."""
 
 STORE_PATIENCE_S = 5.0
-"""Seconds at the start for the shard's files to be read, and the place of the checkpoints tried, until that is said."""
+"""Seconds after which the log says that the start is still busy reading the shard's files, or trying the checkpoint place."""
 
 DONE_GRACE_S = 1.0
 """Grace in seconds after the last worker has left, when only its own last reply and a psdctl can still be under way."""
 
 DRAIN_SLACK_S = 5.0
-"""Seconds beyond the grace to cut off calls and end threads. A drain that takes longer has a defect."""
+"""Seconds beyond the grace to cut off calls and end threads. If a drain takes longer, that is a defect."""
 
 DESCRIPTORS_PER_WORKER, DESCRIPTORS_BESIDE = 4, 1024
-"""Descriptors to ask for: more than the server accepts connections."""
+"""Descriptors to ask for: more than the number of connections that the server accepts."""
 
 _STARTED, _DONE, _DRAINED, _FAILED, _ALONE = range(FIRST_WORD, FIRST_WORD + 5)  # what the threads say to the main one
 
@@ -153,7 +153,7 @@ def parser() -> Parser:
 
 
 def parse(argv: Sequence[str] | None) -> tuple[ServerConfig, logs.Settings]:
-    """The configuration and the log settings; a wrong option ends the process with status 2 and one line of explanation."""
+    """The configuration and the log settings. A wrong option ends the process with status 2 and one line of explanation."""
     given = parser()
     args = given.parse_args(argv)
     args.rules = tuple(args.rules)
@@ -208,7 +208,7 @@ def _watch_input(wakeups: Wakeups) -> None:
 
 
 def _heed(server: ShardServer, config: ServerConfig, wakeups: Wakeups) -> None:
-    """Hear from a launcher which workers it starts again, until it ends; what is no such line is passed over."""
+    """Read from the launcher which workers it restarts, until it ends. Other lines are ignored."""
     for line in sys.stdin:
         if found := re.fullmatch(r"(starting|gone) (\d{1,9})\n", line):
             server.shard.expect_worker(int(found[2]), will_come=found[1] == "starting")
@@ -217,10 +217,10 @@ def _heed(server: ShardServer, config: ServerConfig, wakeups: Wakeups) -> None:
 
 
 def _start(config: ServerConfig, wakeups: Wakeups, say: Callable[[str], None]) -> tuple[ShardServer, list[int]]:
-    """Start the server, in a thread of its own, as a store may never answer; return it, and what was heard meanwhile.
+    """Start the server in a separate thread, because a store may never answer; return it, and the events of the meantime.
 
     Raises:
-        OSError, ConfigError, PsdError: it cannot serve.
+        OSError, ConfigError, PsdError: the server cannot be started.
     """
     # Only here: gRPC takes a while to load, and wrong options should be reported at once.
     from psd.rim.server import ShardServer
@@ -260,7 +260,7 @@ def _end_at_once(signum: int, config: ServerConfig, say: Callable[[str], None]) 
 
 
 def _serve(server: ShardServer, config: ServerConfig, wakeups: Wakeups, heard: list[int], say: Callable[[str], None]) -> int:
-    """Wait for the first reason to end, drain, and return the exit status. `heard` is what was heard before."""
+    """Wait for the first reason to end, drain, and return the exit status. heard: events that have come before."""
     name = _name(config)
 
     def watch() -> None:

@@ -146,7 +146,7 @@ def _fields(data: memoryview, what: str, fields_max: int) -> Iterator[tuple[int,
     while position < size:
         start, count = position, count + 1
         if count > fields_max:
-            raise InvalidRequest(f"{what}: has more than {fields_max} fields")
+            raise InvalidRequest(f"{what}: has more than {fields_max} fields, the limit; the sender's psd version may differ")
         tag, position = _read_varint(data, position, what)
         content, wire_type = position, tag & 7
         if wire_type == _LENGTH:

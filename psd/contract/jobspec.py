@@ -290,7 +290,10 @@ class JobSpec:
     def check_limits(self, limits: Limits) -> None:
         """Raise InvalidRequest or InvalidTensor where the job is larger than a shard accepts."""
         if self.world_size > limits.workers_max:
-            raise InvalidRequest(f"world_size: {self.world_size} is above the shard's --max-workers {limits.workers_max}")
+            raise InvalidRequest(
+                f"world_size: {self.world_size} is above the shard's --max-workers {limits.workers_max}; "
+                f"restart the shards with --max-workers {self.world_size}"
+            )
         longest = max((len(name.encode()) for t in self.tensors for name in (t.name, *t.aliases)), default=0)
         if longest > limits.name_bytes_max:
             raise InvalidTensor(f"tensors.name: has {longest} bytes, the shard's --max-name-bytes is {limits.name_bytes_max}")

@@ -137,5 +137,6 @@ def rule_info(name: str, *, slots: Sequence[str] = (), scalars: Sequence[str] = 
             f"groups.rule: unknown rule {name!r}; there are {sorted(RULES)}, and import paths such as my_module:MyRule"
         )
     if slots or scalars:
-        raise InvalidRequest(f"groups.{'slots' if slots else 'scalars'}: only a user's own rule names them, not {name!r}")
+        field = "slots" if slots else "scalars"
+        raise InvalidRequest(f"groups.{field}: only a CustomRule may name its {field}; {name!r} has built-in ones")
     return RULES[name]

@@ -60,7 +60,7 @@ class Verdict:
             raise InvalidRequest(f"verdict.ratios: expected {expected}, got {len(message.ratios)}")
         for ratio in message.ratios:
             if not (math.isfinite(ratio) and ratio >= 0):
-                raise InvalidRequest(f"verdict.ratios: must be finite and >= 0, got {ratio}")
+                raise InvalidRequest(f"verdict.ratios: must be finite and >= 0, got {ratio} (internal)")
         return cls(message.round, message.skip, message.scale, tuple(message.ratios), message.is_final)
 
 

@@ -69,7 +69,7 @@ class WorkerMemory:
         try:
             seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
         except OSError:
-            raise InvalidRequest("size: the descriptor is not a memory file (memfd)") from None
+            raise InvalidRequest("shared memory: expected a memory file (memfd), got another kind of descriptor") from None
         if not seals & fcntl.F_SEAL_SHRINK:
             raise InvalidRequest("size: the file must be sealed against shrinking (F_SEAL_SHRINK)")
         actual = os.fstat(fd).st_size

@@ -1,10 +1,11 @@
-"""A job seen from outside: its shards are looked at again and again. `psdctl top` and `psdctl dashboard` show what is found.
+"""A job seen from outside: its shards are asked for their status at intervals. `psdctl top` and `psdctl dashboard` show the
+result.
 
     asking.py     one call to each shard, the one that psdctl status makes
-    merging.py    the answers as one picture;  words.py  in words
-    sampler.py    looks, one after the other;  snapshot.py  what one look amounts to;  rates.py, events.py  found by comparing
-    history.py    a bounded past of it all, thinner the older it is;  diagnosis.py  what a look means
+    merging.py    combines the answers;  words.py  puts them into words
+    sampler.py    takes snapshots at intervals;  snapshot.py  one snapshot;  rates.py, events.py  what two of them show
+    history.py    a bounded history, thinner the older it is;  diagnosis.py  what a snapshot means
     dashboard/    in a browser;  top/  in a terminal
 
-A reader takes no part in the job. Must not know flags, terminals or the environment.
+Takes no part in the job. Must not know flags, terminals or the environment.
 """

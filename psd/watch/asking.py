@@ -1,4 +1,4 @@
-"""Asks all shards of a job for their status at once, as often as wanted. Must not know what the answers mean."""
+"""Asks all shards of a job for their status, in parallel. Must not know what the answers mean."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from psd.watch.merging import Answer
 StatusCall: TypeAlias = "grpc.CallFuture[control_pb2.StatusReply]"
 
 RECONNECT_MS = 1000
-"""Longest time between attempts to reach a shard that is away, so that one that is back is soon seen."""
+"""Longest time between attempts to reach an absent shard, so that its return is noticed soon."""
 
 _OPTIONS = (("grpc.initial_reconnect_backoff_ms", 200), ("grpc.max_reconnect_backoff_ms", RECONNECT_MS))
 
 
 def dial(server: str, credentials: Credentials) -> grpc.Channel:
-    """A channel to one shard."""
+    """Open a channel to a shard."""
     pem = credentials.pem()
     if pem is None:
         return grpc.insecure_channel(server, _OPTIONS)
@@ -29,13 +29,13 @@ def dial(server: str, credentials: Credentials) -> grpc.Channel:
 
 
 def why_failed(server: str, call: grpc.Call, credentials: Credentials) -> str:
-    """The reason of a failed call, in better words than gRPC's if it is TLS."""
+    """The reason why a call failed; explains TLS errors, which gRPC words badly."""
     is_tls = call.code() is grpc.StatusCode.UNAVAILABLE
     return (credentials.why_not(server) if is_tls else None) or call.details() or ""
 
 
 class Asker:
-    """Connections to the shards of a job, kept between questions. One question at a time.
+    """Connections to the shards of a job, kept open between calls. Only one call of `ask` at a time.
 
     Args:
         servers: addresses of the shards, in their order.
@@ -49,7 +49,7 @@ class Asker:
         self._calls: list[StatusCall] = []
 
     def ask(self, timeout_s: float) -> list[Answer]:
-        """Ask all shards at once; the answers, or errors, are in the order of `servers`."""
+        """Ask all shards in parallel; return their answers, or errors, in the order of `servers`."""
         self._dial_anew_if_changed()
         request, metadata = control_pb2.StatusRequest(), self._credentials.metadata()
         stubs = [control_pb2_grpc.ControlServiceStub(channel) for channel in self._channels]  # type: ignore[no-untyped-call]
@@ -57,7 +57,7 @@ class Asker:
         return [self._answer(server, call) for server, call in zip(self.servers, self._calls, strict=True)]
 
     def curves(self, after: int, timeout_s: float) -> control_pb2.CurvesReply | None:
-        """Ask shard 0 for the scalars that workers have reported after this point; None if it does not say."""
+        """Ask shard 0 for the scalars that workers have reported after this point; None if the call fails."""
         stub = control_pb2_grpc.ControlServiceStub(self._channels[0])  # type: ignore[no-untyped-call]
         request = control_pb2.CurvesRequest(after=after)
         try:
@@ -67,11 +67,11 @@ class Asker:
         return reply
 
     def silent(self) -> list[str]:
-        """Addresses that have not answered the present question yet. From any thread."""
+        """Addresses of shards that have not answered the current `ask` yet. May be called from any thread."""
         return [server for server, call in zip(self.servers, self._calls, strict=False) if not call.done()]
 
     def _dial_anew_if_changed(self) -> None:
-        """Use certificates that have been replaced; a channel keeps those that it was made with."""
+        """Open new channels if the certificates have been replaced: a channel keeps those that it was made with."""
         pem = self._credentials.pem()
         if pem != self._pem:
             self.close()
@@ -84,7 +84,7 @@ class Asker:
             return Answer(server, None, call.code().name, why_failed(server, call, self._credentials))
 
     def close(self) -> None:
-        """Hang up. Idempotent."""
+        """Close the connections. Idempotent."""
         for channel in self._channels:
             channel.close()
 

@@ -1,4 +1,4 @@
-"""The meaning of a look, in words: is the job training, what limits it, who is slow. Pure functions on snapshots."""
+"""The meaning of a snapshot, in words: whether the job trains, what limits it, who is slow. Pure functions on snapshots."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ SLOW_RATE = 0.7
 """or makes fewer than this part of the median worker's steps, where workers do not keep step;"""
 
 CALLS_SHARE = 0.5
-"""and the way to the shards is the limit if workers spend more than this part of their time in calls."""
+"""and calls to the shards are the limit if workers spend more than this part of their time in them."""
 
 _LIVE = "live"
 _GONE = ("finished", "expired", "failed")
 
 
 def diagnosed(now: JobSnapshot) -> JobSnapshot:
-    """The look with its state, headline, limit and slow workers filled in."""
+    """The snapshot, with its state, headline, limit and slow workers filled in."""
     state, headline = _state(now)
     now = replace(now, state=state, headline=headline, slow=_slow(now.workers))
     return replace(now, limit=_limit(now) if state in ("training", "waiting") else "")

@@ -1,7 +1,7 @@
-"""Events between two looks at a job: joins, departures, restarts, checkpoints, refused requests.
+"""Events between two snapshots of a job: joins, departures, restarts, checkpoints, refused requests.
 
-Pure functions on snapshots. What came and went between two looks is not seen; of what was before the first one, what has left
-traces is told, with its own time.
+Pure functions on snapshots. Something that began and ended between two snapshots is not noticed. Events before the first
+snapshot are reported, with their own time, if they have left traces in it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from psd.watch.words import count_text
 
 
 def events_between(before: JobSnapshot | None, now: JobSnapshot) -> list[Event]:
-    """Events that the second look shows and the first one does not; of a first look, those that it has traces of."""
+    """Events between two snapshots; for a first snapshot, the events of which it has traces."""
     if before is None:
         return sorted(_traces(now), key=lambda event: event.at)
     return [Event(now.at, kind, level, text, _step_of(text, now)) for kind, level, text in _events(before, now)]
@@ -97,7 +97,7 @@ def _of_checkpoints(before: JobSnapshot, now: JobSnapshot) -> Iterator[tuple[str
 
 
 def _step_of(text: str, now: JobSnapshot) -> int:
-    """The step at which it happened: a checkpoint's name says its own, the clock only the present one."""
+    """The step at which an event happened: that in the name of a checkpoint; for other events, the current one."""
     found = re.match(r"checkpoint .*step-(\d{1,15})", text)
     return int(found[1]) if found else now.clock
 

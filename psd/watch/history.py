@@ -1,4 +1,4 @@
-"""A bounded past: rows of numbers, one a look, thinner the older they are; curves; events. Must not know shards."""
+"""A bounded history: a row of numbers for each snapshot, fewer the older they are; curves; events. Must not know shards."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ MOMENTS_MAX = 1200
 EVENTS_MAX = 500
 CURVES_MAX = 256
 POINTS_MAX = 8192
-"""Points that are kept of one curve, of all workers together,"""
+"""Largest number of points kept for one curve, over all workers."""
 POINTS_MIN = 512
-"""and how many at least, when there are so many curves that all together"""
+"""Number of points of a curve that are kept in any case, however many curves there are."""
 ALL_POINTS_MAX = 1 << 17
-"""would be more than this: a browser is sent all of them when it comes, some 40 bytes each."""
+"""Limit for the points of all curves together: a browser gets all of them when it connects, about 40 bytes each."""
 
 
 class Placed(Protocol):
-    """A point of a worker, at a place along the axis."""
+    """A point of a worker, at a place on the horizontal axis."""
 
     @property
     def rank(self) -> int:
-        """The worker's."""
+        """The worker's rank."""
         ...
 
     @property
     def place(self) -> float:
-        """Step or time."""
+        """The step or the time."""
         ...
 
 
@@ -38,14 +38,14 @@ PointT = TypeVar("PointT", bound=Placed)
 
 
 def thinned(points: Sequence[PointT], points_max: int) -> list[PointT]:
-    """The same points if they are few; else fewer of each worker in the older half, evenly spaced.
+    """The same points if they are few; else with fewer points of each worker in the older half, evenly spaced.
 
-    So the end of a curve is as fine as it was measured, and all before is equally coarse, back to the beginning.
+    So the end of a curve is as fine as it was measured, and the rest, back to the beginning, is evenly coarse.
     """
     if len(points) <= points_max:
         return list(points)
     half = len(points) // 2
-    # So far apart that at least a quarter of them goes: evenly spaced ones were closer than that, and every second goes.
+    # At this distance at least a quarter of the points go; if they are evenly spaced, every second one.
     places: dict[int, list[float]] = {}
     for point in points[:half]:
         places.setdefault(point.rank, []).append(point.place)
@@ -60,10 +60,10 @@ def thinned(points: Sequence[PointT], points_max: int) -> list[PointT]:
 
 @dataclass(frozen=True)
 class Moment:
-    """The numbers of one look that are drawn over time.
+    """The numbers of one snapshot that are drawn over time.
 
     Attributes:
-        worker_...: for each worker. shard_...: for each shard. The words after them are names of the catalogue.
+        worker_...: a number for each worker. shard_...: a number for each shard. The rest of the name is one of the catalogue.
     """
 
     at: float
@@ -81,7 +81,7 @@ class Moment:
 
     @property
     def rank(self) -> int:
-        """One and the same, since all moments are thinned together."""
+        """The same rank for all, since all moments are thinned together."""
         return 0
 
     @property
@@ -91,7 +91,7 @@ class Moment:
 
 
 def moment_of(snapshot: JobSnapshot) -> Moment:
-    """The numbers of a look that are kept."""
+    """The numbers of a snapshot that are kept."""
     found: dict[str, Any] = {}
     for name in (field.name for field in fields(Moment)):
         of, _, number = name.partition("_")
@@ -101,10 +101,10 @@ def moment_of(snapshot: JobSnapshot) -> Moment:
 
 
 class History:
-    """Everything that has been seen so far.
+    """Everything that has been seen so far, within limits.
 
     Attributes:
-        moments: the oldest first. events: the last ones, the oldest first.
+        moments: numbers of past snapshots, the oldest first. events: the last events, the oldest first.
     """
 
     def __init__(self) -> None:
@@ -114,23 +114,24 @@ class History:
         self._left: dict[tuple[str, int], int] = {}  # by curve and rank: the last step that was logged before the job went back
 
     def add(self, snapshot: JobSnapshot | None, events: Iterable[Event]) -> None:
-        """Note a look, and what has happened since the one before. None: a first look, which knows no rates."""
+        """Add a snapshot, and the events since the one before. None: a first snapshot, which has no rates."""
         if snapshot is not None:
             self.moments = thinned([*self.moments, moment_of(snapshot)], MOMENTS_MAX)
         self.events.extend(events)
 
     def go_back(self) -> None:
-        """Note that the job trains anew what it has trained already, from an earlier step on or as another job.
+        """Note that the job repeats steps, because it has gone back, or is another job.
 
-        What steps are is the program's own: each worker leaves its points from the next earlier step on that it logs.
+        Which steps are logged is up to the program. So, when a worker next logs an earlier step, its points from there on are
+        dropped.
         """
         self._left = {(name, rank): step for name, points in self._curves.items() for rank, step in points}
 
     def add_point(self, curve: str, point: CurvePoint) -> bool:
-        """Note a point; another one of the same worker and step takes its place.
+        """Add a point; it replaces a point of the same worker and step.
 
         Returns:
-            Whether the worker's points from there on were dropped, as the job has gone back.
+            True if the worker's points from this step on were dropped first, because the job has gone back.
         """
         if curve not in self._curves and len(self._curves) >= CURVES_MAX:
             return False
@@ -151,5 +152,5 @@ class History:
 
     @property
     def curves(self) -> dict[str, Sequence[CurvePoint]]:
-        """Points by the names of the curves, in the order in which they came."""
+        """The points of each curve, by its name, in the order in which they came."""
         return {name: [*points.values()] for name, points in self._curves.items()}

@@ -1,8 +1,8 @@
-"""One picture of a job from the answers of its shards.
+"""Combines the answers of a job's shards.
 
-Pure functions on psd.v1 messages. Where shards know different things of one worker, the worst holds, because that is what
-somebody who looks at the status needs to see; of its clocks the largest, because a shard hears of a step only with a push, and
-one without blocks gets none. Must not know how the answers were fetched, nor how they are shown.
+Pure functions on psd.v1 messages. If shards report different states of a worker, the worst one counts, because that is what the
+user needs to see. Of its clocks the largest one counts, because a shard learns of a step only from a push, and a shard without
+blocks gets none. Must not know how the answers were fetched, nor how they are shown.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _WORST_FIRST = (
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer of one address: a reply, or the name and the text of the error."""
+    """The answer from one address: a reply, or the name and the text of an error."""
 
     server: str
     reply: pb.StatusReply | None
@@ -33,26 +33,26 @@ class Answer:
 
 @dataclass(frozen=True)
 class MergedWait:
-    """One worker's wait, which several shards may report."""
+    """A wait of one worker; several shards may report it."""
 
     wait: pb.Wait
     shards: tuple[int, ...]
 
 
 def reason(answer: Answer) -> str:
-    """Reason why a shard has not answered, without gRPC's long story of attempts to connect."""
+    """The reason why a shard has not answered, without gRPC's long report of its attempts to connect."""
     message = answer.error_message
     return f"{answer.error_code}, {message.rpartition(': ')[2] if message.startswith('failed to connect') else message}"
 
 
 def problems(answers: Sequence[Answer]) -> list[str]:
-    """Problems of the picture itself; empty if all shards answered and belong together."""
+    """Reasons why the answers are incomplete or do not fit together; empty if all shards of one job have answered."""
     silent = [f"{answer.server} did not answer: {reason(answer)}" for answer in answers if answer.reply is None]
     return silent + misfits(answers)
 
 
 def misfits(answers: Sequence[Answer]) -> list[str]:
-    """Shards that have answered, and are not those of one job in their order."""
+    """Problems with shards that have answered, but are not the shards of one job in their order."""
     found = []
     replies = [(a.server, a.reply) for a in answers if a.reply is not None]
     for index, answer in enumerate(answers):
@@ -91,13 +91,13 @@ def merged_workers(replies: Iterable[pb.StatusReply]) -> list[pb.WorkerStatus]:
 
 
 def job_clock(workers: Sequence[pb.WorkerStatus]) -> int:
-    """Clock of the slowest live worker, or how far the job has got if none lives, by its merged workers."""
+    """Clock of the slowest live worker; if none lives, how far the job has got. workers: the merged ones."""
     live = [worker.clock for worker in workers if worker.state == pb.WORKER_STATE_LIVE]
     return min(live) if live else max((worker.clock for worker in workers), default=0)
 
 
 def merged_waits(replies: Iterable[pb.StatusReply]) -> list[MergedWait]:
-    """Each wait once, by rank, with the shards that report it and all who are missing on any of them."""
+    """Each wait once, by rank, with the shards that report it and the workers that are missing on any of them."""
     waits: dict[tuple[int, int, str, int], pb.Wait] = {}
     shards: dict[tuple[int, int, str, int], list[int]] = {}
     for reply in replies:

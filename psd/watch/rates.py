@@ -10,7 +10,7 @@ class Rates:
     """Counters by name, and their growth per second over a window.
 
     Args:
-        window_s: growth is measured over so many seconds, or over fewer if the counter has not been known for longer.
+        window_s: length of the window in seconds; the window is shorter if a counter has been known for less time.
     """
 
     def __init__(self, window_s: float) -> None:
@@ -18,10 +18,10 @@ class Rates:
         self._seen: dict[Hashable, deque[tuple[float, float]]] = {}
 
     def of(self, name: Hashable, now: float, value: float, slack: float = 0.0) -> float:
-        """The growth of a counter per second, given its present value; one that has shrunk begins anew.
+        """Note a counter's current value; return its growth per second. A counter that has shrunk starts anew.
 
         Args:
-            slack: one that has shrunk by no more than this is taken as unchanged.
+            slack: a counter that has shrunk by at most this counts as unchanged.
         """
         seen = self._seen.setdefault(name, deque())
         if seen and value < seen[-1][1]:
@@ -36,6 +36,6 @@ class Rates:
         return (value - before) / (now - then) if now > then else 0.0
 
     def forget(self, *prefix: Hashable) -> None:
-        """Forget the counters whose names are tuples that begin so."""
+        """Forget all counters whose names are tuples that begin with these items."""
         for name in [n for n in self._seen if isinstance(n, tuple) and n[: len(prefix)] == prefix]:
             del self._seen[name]

@@ -1,7 +1,7 @@
-"""Looks at a job, one look after the other, and makes of each a `JobSnapshot`; remembers the past. The one place that turns
+"""Takes one `JobSnapshot` of a job after the other (each is called a look), and keeps their history. The only module that turns
 messages into what is shown.
 
-Must not know terminals or browsers. Not thread-safe: looks are taken by one thread.
+Must not know terminals or browsers. Not thread-safe: one thread takes all looks.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from psd.watch.snapshot import (
 from psd.watch.words import shard_state, wait_kind, wait_text, waits_text, worker_state
 
 MEASURED_S = 1.0
-"""Seconds between the two looks of a picture that is shown once: rates need two."""
+"""Seconds between the two looks of `measure`: rates need two."""
 
 RATE_S = 10.0
 """Seconds over which rates are measured."""
@@ -45,35 +45,36 @@ ANSWER_S = 1.5
 """Seconds that a look waits for a shard, by default."""
 
 ANSWERS_MAX = 64
-"""Answers with points of curves that are read in one look; the rest is for the next."""
+"""Answers with points of curves that one look reads at most; the next look reads the rest."""
 
 _IN_ROUNDS = (pb.WAIT_KIND_ROUND, pb.WAIT_KIND_EARLIER_ROUND, pb.WAIT_KIND_STALENESS)
 
 
 class Asks(Protocol):
-    """Asks the shards; see psd/watch/asking.py: Asker."""
+    """The calls to the shards that a sampler needs; psd/watch/asking.py has them."""
 
     def ask(self, timeout_s: float) -> list[Answer]:
         """Return the answers, in the order of the shards."""
         ...
 
     def curves(self, after: int, timeout_s: float) -> pb.CurvesReply | None:
-        """Return shard 0's answer; None if there is none."""
+        """Return the scalars that shard 0 reports after this point; None if it does not answer."""
         ...
 
 
 class Sampler:
-    """A job under observation.
+    """Observes a job.
 
     Args:
         asker: asks the shards.
-        clock: monotonic seconds. wall: seconds since 1970. answer_s: how long a look waits for a shard.
-        has_curves: ask for what workers log, too.
+        clock: returns monotonic seconds. wall: returns seconds since 1970. answer_s: seconds that a look waits for a shard.
+        has_curves: True to ask for the scalars that workers log, too.
 
     Attributes:
-        history: of all looks so far. now: the last look; None before the first.
-        answers: what the last look is made of. points: that it has found, with the names of their curves.
-        has_gone_back: with these points others were dropped, which the job has left by going back.
+        history: the history of all looks so far. now: the latest snapshot; None before the first look.
+        answers: the answers from which it was made. points: points of curves that the last look has found, with the curves'
+            names.
+        has_gone_back: True if older points were dropped for these, because the job has gone back.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class Sampler:
         self._points_read = 0  # and the number of the last one read
 
     def look(self) -> JobSnapshot:
-        """Ask all shards once; the job as it is now."""
+        """Ask all shards once; return a snapshot of the job."""
         self.answers = self._asker.ask(self._answer_s)
         before, now = self.now, self._snapshot(self.answers)
         self._events = events_between(before, now)
@@ -114,7 +115,7 @@ class Sampler:
         return now
 
     def measure(self) -> JobSnapshot:
-        """Look twice, with time in between; the second look."""
+        """Look twice, some time apart, so that rates are known; return the second snapshot."""
         self.look()
         time.sleep(MEASURED_S)
         return self.look()
@@ -210,13 +211,13 @@ class Sampler:
         )
 
     def _orders(self, first: pb.StatusReply | None, clock: int) -> tuple[str, ...]:
-        """Orders that shard 0 has, in words; if it does not answer, those that it had."""
+        """Orders that shard 0 reports, in words; if it does not answer, those of the last snapshot."""
         if first is None:
             return self.now.orders if self.now is not None else ()
         return tuple(orders_text(first.learning_rates, first.ends_at, clock))
 
     def _grown(self, of: tuple[Any, ...], rows: Sequence[facts.Fact], numbers: dict[str, float]) -> dict[str, float]:
-        """The rates of those numbers that have one, by the names of the rates."""
+        """The rates of those numbers that have one, by name of the rate."""
         now = self._clock()
         return {
             fact.name: self._rates.of((*of, fact.name), now, numbers[fact.rate_of], 1.0 if fact.unit == "share" else 0.0)
@@ -261,7 +262,7 @@ class Sampler:
                 self._points_of, is_other = reply.incarnation, self._points_read > 0
                 self._points_read = 0
                 if is_other:
-                    continue  # what was asked for was another one's count
+                    continue  # the number that was sent belongs to another incarnation: ask again from 0
             self._points_read = reply.latest
             now = self._wall()
             for curve in reply.curves:
@@ -274,7 +275,7 @@ class Sampler:
 
 
 def _has_gone_back(before: JobSnapshot, now: JobSnapshot) -> bool:
-    """True if a job may train steps again: it has gone back, or is another one."""
+    """True if the job may repeat steps: it has gone back, or is another job."""
     (old, new) = (max((worker.clock for worker in each.workers), default=0) for each in (before, now))
     return (now.run_id, now.timeline) != (before.run_id, before.timeline) or new < old
 
@@ -284,7 +285,7 @@ def _is_missing(rank: int, wait: pb.Wait) -> bool:
 
 
 def _without_rates(known: Numbers) -> dict[str, float]:
-    """The last numbers of what does not answer any more."""
+    """The last known numbers of something that does not answer any more, with all rates 0."""
     return {name: 0.0 if known.catalogue[name].kind == "rate" else value for name, value in known.numbers.items()}
 
 

@@ -1,8 +1,8 @@
-"""The result of one look at a job: plain values, ready to be shown, and their JSON, for psdctl status, top and workers and the
-dashboard alike. Must not know where they come from.
+"""A snapshot of a job: plain values, ready to be shown, and their JSON. psdctl status, top and workers and the dashboard all
+use it. Must not know where the values come from.
 
-Words are attributes of the classes here, numbers those of the catalogue (psd/contract/facts.py). Totals are as the shards told
-them, so that they agree with the metrics. Rates are those of the last seconds (`RATE_S` in psd/watch/sampler.py).
+Words are attributes of the classes here; numbers are those of the catalogue (psd/contract/facts.py). Totals are those that the
+shards report, so that they agree with the metrics. Rates are those of the last seconds (`RATE_S` in psd/watch/sampler.py).
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from psd.contract import facts
 from psd.contract.facts import Fact
 
 WAIT_S = 0.5
-"""Waits that are shorter are part of every step, and not told one by one."""
+"""Shorter waits are part of every step, and are not shown one by one."""
 
 
 @dataclass(frozen=True)
 class CallTimes:
-    """Calls of one kind: how many a second, and how long one takes, waits for other workers included."""
+    """Calls of one kind: how many a second, and how long one takes, including waits for other workers."""
 
     call: str
     count: int
@@ -30,11 +30,12 @@ class CallTimes:
 
 
 class Numbers:
-    """Numbers of something: each is an attribute, and a key of its JSON, by its name in the catalogue; 0 where it is not known.
+    """Base of objects with numbers. Each number is an attribute, and a key in the JSON, by its name in the catalogue; 0 if
+    unknown.
 
     Attributes:
-        numbers: those that are known, by name.
-        catalogue: the rows of all that there are, by name.
+        numbers: the known numbers, by name.
+        catalogue: rows of the catalogue for all numbers of this kind, by name.
     """
 
     numbers: Mapping[str, float]
@@ -48,7 +49,7 @@ class Numbers:
 
 @dataclass(frozen=True)
 class TableTotals(Numbers):
-    """A sparse table, over all shards that answer."""
+    """A sparse table: totals over all shards that answer."""
 
     catalogue = facts.by_name(facts.TABLE)
 
@@ -61,12 +62,12 @@ class ShardSnapshot(Numbers):
     """One shard.
 
     Attributes:
-        state: "serving", "empty", "draining", "restoring", or "no answer"; `error` says why then, and totals are those of the
-            last answer.
-        detail: its place in the life cycle, if that says more.
-        psd_version: of its program. state_dir: where its arena is.
+        state: "serving", "empty", "draining", "restoring" or "no answer"; if "no answer", `error` says why, and totals are
+            those of the last answer.
+        detail: the phase of its life cycle, if that says more.
+        psd_version: version of its program. state_dir: directory of its arena.
         checkpoint_dir: where it stores checkpoints; empty: it takes none. checkpoint_last: name of the last one; empty: none
-            yet. checkpoint_error: why the last attempt has failed; empty: it has not.
+            yet. checkpoint_error: why the last attempt failed; empty: it did not.
         ages: numbers of gradients by age: 0, 1, 2, 3 to 4, 5 to 8, and so on.
     """
 
@@ -94,8 +95,8 @@ class WorkerSnapshot(Numbers):
 
     Attributes:
         state: "live", "absent", "expired", "failed" or "finished".
-        transport: how its data travel, to all shards; with the reason if it is not the best.
-        waits: what it waits for, in words; empty: for nothing.
+        transport: transport of its data to all shards; with the reason if it is not the best one.
+        waits: what the worker waits for, in words; empty: nothing.
     """
 
     catalogue = facts.by_name(facts.WORKER)
@@ -115,8 +116,8 @@ class WaitSnapshot:
     """A worker's wait.
 
     Attributes:
-        kind: "round", "earlier_round", "staleness", "barrier", "initial_values" or "cut". name: of the barrier.
-        missing: ranks that it is for. shards: those where the worker waits.
+        kind: "round", "earlier_round", "staleness", "barrier", "initial_values" or "cut". name: name of the barrier.
+        missing: ranks of the workers that it waits for. shards: shards on which the worker waits.
     """
 
     rank: int
@@ -131,12 +132,12 @@ class WaitSnapshot:
 
 @dataclass(frozen=True)
 class Event:
-    """Something that has happened between two looks.
+    """Something that has happened between two snapshots.
 
     Attributes:
         at: seconds since 1970. kind: "join", "leave", "lost", "restart", "checkpoint", "refused", "order", "state" or "run".
         level: "info", "warning" or "error".
-        step: of the job, or of the checkpoint.
+        step: step of the job, or of the checkpoint.
     """
 
     at: float
@@ -157,7 +158,7 @@ class CurvePoint:
 
     @property
     def place(self) -> float:
-        """Step, along which curves are drawn."""
+        """The step: the horizontal axis of curves."""
         return self.step
 
 
@@ -175,14 +176,14 @@ class JobSnapshot(Numbers):
 
     Attributes:
         at: seconds since 1970.
-        has_rates: False in a first look, which knows no rates.
-        state: "training", "starting", "waiting", "stalled", "finished", "unreachable", or "looking" in a first look, which does
-            not know either.
-        headline: the state in a sentence. limit: what limits the job's speed, in a sentence; empty: it does not train.
+        has_rates: False in a first snapshot, which has no rates.
+        state: "training", "starting", "waiting", "stalled", "finished" or "unreachable"; "looking" in a first snapshot, from
+            which the state cannot be told.
+        headline: the state in a sentence. limit: what limits the job's speed, in a sentence; empty if the job does not train.
         slow: ranks of workers that hold others back.
-        waits: all of them. waiting: those that last, a sentence for each group of workers that wait alike.
-        orders: what an operator has ordered and holds, or will, a sentence for each: learning_rates, and ends_at, a step; 0:
-            the job is not to end.
+        waits: all waits. waiting: long waits, a sentence for each group of workers that wait for the same.
+        orders: an operator's orders that are, or will be, in effect, a sentence for each: those of learning_rates and ends_at.
+        ends_at: step at which the job is to end; 0: none.
         problems: shards that do not answer, or do not belong together, a sentence for each.
     """
 
@@ -212,8 +213,8 @@ class JobSnapshot(Numbers):
 
 
 def as_json(value: Any, *, has_rates: bool = True) -> Any:
-    """Values of JSON: an object has all numbers of its kind; null where one is not known, is not finite, which JSON has no word
-    for, or is a rate and `has_rates` is False."""
+    """Convert to values of JSON. An object has all numbers of its kind. A number is null if it is unknown, if it is not finite
+    (JSON has no such numbers), or if it is a rate and `has_rates` is False."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, JobSnapshot):

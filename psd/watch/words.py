@@ -1,4 +1,4 @@
-"""Words for people who look at a job: waits as sentences, sizes and times in units. Must not know where they are shown."""
+"""Texts about a job for people: waits as sentences, sizes and times in units. Must not know where they are shown."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ GAP = 2
 
 
 def wait_text(wait: pb.Wait) -> str:
-    """One sentence: who waits, in what, for whom."""
+    """A sentence that says who waits, where and for whom."""
     return f"worker {wait.rank} waits {_wait_for(wait)}; so far {duration(wait.waited_s)}"
 
 
 def waits_text(waits: Sequence[pb.Wait]) -> list[str]:
-    """Sentences as of `wait_text`, one for all workers that wait alike."""
+    """Sentences like those of `wait_text`, one for all workers that wait for the same."""
     groups: dict[tuple[object, ...], list[pb.Wait]] = {}
     for wait in waits:
         missing = tuple(sorted(worker.rank for worker in wait.missing))
@@ -32,7 +32,7 @@ def _together(waits: Sequence[pb.Wait]) -> str:
 
 
 def count_text(count: int, noun: str) -> str:
-    """So many of something: 1 worker, 3 workers."""
+    """A count of something: 1 worker, 3 workers."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
@@ -67,7 +67,7 @@ def _missing_text(worker: pb.WorkerStatus) -> str:
 
 
 def shard_state(reply: pb.StatusReply) -> tuple[str, str]:
-    """The shard's state in a word; and its place in the life cycle, if that says more."""
+    """The shard's state in a word; and the phase of its life cycle, if that says more."""
     state = pb.ShardState.Name(reply.state).removeprefix("SHARD_STATE_").lower()
     life = pb.LifeCycle.Name(reply.life).removeprefix("LIFE_CYCLE_").lower() if reply.life else state
     return state, "" if life == state else life
@@ -84,7 +84,7 @@ def wait_kind(wait: pb.Wait) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]], is_left: Sequence[bool]) -> list[str]:
-    """Rows as lines of aligned columns; the headings are the first row. is_left: by column, True for words."""
+    """Rows as lines of aligned columns; the first row has the headings. is_left: True for columns of words."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         (" " * GAP)

@@ -137,8 +137,8 @@ def test_a_declared_rule_says_all_that_a_checkpoint_needs() -> None:
         (group(slots=("a/b", "c")), "groups.slots: .* must be identifiers"),
         (group(flags=("maximize",)), "has no flag 'maximize'"),
         (group(scalars=tuple(f"x{i}" for i in range(65))), "has 65 names, the limit is 64"),
-        (GroupSpec("sgd", slots=("a",)), "groups.slots: only a user's own rule names them, not 'sgd'"),
-        (GroupSpec("sgd", scalars=("lr",)), "groups.scalars: only a user's own rule names them, not 'sgd'"),
+        (GroupSpec("sgd", slots=("a",)), "groups.slots: only a CustomRule may name its slots; 'sgd' has built-in ones"),
+        (GroupSpec("sgd", scalars=("lr",)), "groups.scalars: only a CustomRule may name its scalars; 'sgd' has built-in ones"),
     ],
 )
 def test_a_wrong_declaration_is_refused(wrong: GroupSpec, message: str) -> None:

@@ -117,7 +117,7 @@ def test_what_is_no_memory_file_is_refused(join: Callable[..., BulkWorker]) -> N
     stream = worker.connect(local=True)
     read, write = os.pipe()
     try:
-        with pytest.raises(PsdError, match="not a memory file"):
+        with pytest.raises(PsdError, match="shared memory: expected a memory file"):
             worker.attach(stream, read)
     finally:
         os.close(read)

@@ -2,14 +2,15 @@
 
     model.compile(optimizer=psd.distribute(model, keras.optimizers.SGD(0.1)), loss=...)     # model.fit as usual
 
-The result is a keras.optimizers.Optimizer: Keras calls it as any other, and it does one push_pull in the place of the update.
-It keeps Keras's own two numbers: `learning_rate`, which travels with each push, and so may be a schedule or be changed by
-callbacks; and `iterations`, which is the worker's clock. options.py says which rule an optimizer is, declaration.py
-what a model declares; on_tensorflow.py and on_torch.py move the numbers, and only that of the backend in use is imported.
+The result is a keras.optimizers.Optimizer: Keras calls it like any other, and instead of the update it does one push_pull.
+It keeps two of Keras's numbers: `learning_rate`, which is sent with each push, and so may be a schedule or be changed by
+callbacks; and `iterations`, which is the worker's clock. options.py says which rule an optimizer corresponds to, declaration.py
+what a model declares; on_tensorflow.py and on_torch.py move the numbers, and only the one for the backend in use is imported.
 
-With the dtype policy "mixed_float16" Keras wraps the optimizer in a LossScaleOptimizer, which leaves a step out where it finds
-an infinity; the other workers would then wait for a gradient that never comes. So `distribute` returns a LossScaleOptimizer of
-its own there, which always steps, and scales by what is true of the round of all workers (nan_policy="skip").
+With the dtype policy "mixed_float16" Keras wraps the optimizer in a LossScaleOptimizer, which skips a step if it finds an
+infinity; the other workers would then wait for a gradient that never comes. So `distribute` returns its own LossScaleOptimizer,
+which never skips a step by itself, and which adapts the scale to whether the round of all workers was skipped
+(nan_policy="skip").
 
 Must not know blocks, shards or messages.
 """
@@ -150,12 +151,12 @@ def _options(given: Any) -> KerasOptions:
 
 
 class _Distributed:
-    """Properties and methods of the result beyond those of Keras.
+    """Properties and methods of distributed optimizers beyond those of Keras.
 
     Attributes:
-        batch_size: samples behind the gradients of the next step, 1 unless the program sets it. Workers with batches of
-            different sizes set theirs before each step, so that the mean over all samples comes out right.
-        error: what the last step has raised, or None. In graph mode TensorFlow raises a tf.errors.OpError in its place.
+        batch_size: number of samples behind the gradients of the next step; 1 unless the program sets it. Workers with batches
+            of different sizes set it before each step, so that the mean over all samples is right.
+        error: the error that the last step has raised, or None. In graph mode TensorFlow raises a tf.errors.OpError instead.
     """
 
     _link: Link
@@ -168,7 +169,7 @@ class _Distributed:
 
     @property
     def batch_size(self) -> float:
-        """Samples behind the gradients of the next step: 1, unless the program sets it."""
+        """Number of samples behind the gradients of the next step; 1 unless the program sets it."""
         return self._link.batch_size
 
     @batch_size.setter
@@ -177,7 +178,7 @@ class _Distributed:
 
     @property
     def error(self) -> BaseException | None:
-        """The error of the last step, or None; in graph mode TensorFlow raises a tf.errors.OpError in its place."""
+        """The error that the last step has raised, or None. In graph mode TensorFlow raises a tf.errors.OpError instead."""
         return self._link.error
 
     def pull(self) -> None:
@@ -189,17 +190,18 @@ class _Distributed:
     def load_parameters(self) -> None:
         """Set the job's parameters to the values that the model's variables have now, as after model.load_weights.
 
-        To be called by all workers at the same step, with the same values: it waits until all have, one of them sets them, and
-        all have them when it returns. What the rule keeps on the shards stays, see `reset_slots`; so do embeddings' rows.
+        All workers must call this at the same step, with the same values. The call waits for all of them, and one of them sends
+        the values; when it returns, every worker has them. The rule's slots stay (see `reset_slots`), and so do embeddings'
+        rows.
 
         Raises:
-            InvalidRequest: another worker has other values. NonFiniteGradient: one is NaN or infinite. Nothing was set.
+            InvalidRequest: another worker has other values. NonFiniteGradient: a value is NaN or infinite. Nothing was set.
             BarrierTimeout: not all workers have called it within the wait timeout.
         """
         self._link.set_parameters()
 
     def reset_slots(self) -> None:
-        """Let what the rule keeps on the shards begin anew: see ParameterServer.reset_slots. `iterations` stays."""
+        """Reset the rule's slots to their initial values, as ParameterServer.reset_slots does. `iterations` stays."""
         self._link.ps.reset_slots()
 
     def close(self) -> None:
@@ -211,9 +213,9 @@ class _Distributed:
 class DistributedOptimizer(_Distributed, keras.optimizers.Optimizer):
     """A Keras optimizer whose variables and slots live on the shards; made by `distribute`.
 
-    Its `iterations` is the worker's clock: a worker that joins, or goes on from a checkpoint, goes on in its schedules, too. A
-    saved model has the given optimizer in it, without slots, and loads as one that knows nothing of psd (in a program that has
-    imported psd_client.keras, or with compile=False).
+    `iterations` is the worker's clock: if a worker joins a running job or continues from a checkpoint, its schedules continue,
+    too. A saved model contains the given optimizer, without slots, not this one. A program that loads it must have imported
+    psd_client.keras, or pass compile=False.
     """
 
     def __init__(self, given: Any, link: Link) -> None:
@@ -230,8 +232,7 @@ class DistributedOptimizer(_Distributed, keras.optimizers.Optimizer):
 
     @property
     def loss_scale_factor(self) -> float | None:
-        """A fixed factor, as in Keras. None can be set only by `distribute`: a LossScaleOptimizer around this one would do
-        so."""
+        """A fixed factor, as in Keras. Only `distribute` may set it to None; a LossScaleOptimizer around this is refused."""
         return self._loss_scale_factor
 
     @loss_scale_factor.setter
@@ -244,20 +245,20 @@ class DistributedOptimizer(_Distributed, keras.optimizers.Optimizer):
         self._loss_scale_factor = value
 
     def _backend_apply_gradients(self, grads: Sequence[Any], trainable_variables: Sequence[Any]) -> None:
-        """Override Keras's hook for the update itself: gradients are there, and unscaled by a fixed loss_scale_factor."""
+        """Push and pull instead of Keras's update. The gradients have been unscaled by a fixed loss_scale_factor."""
         indices = [self._get_variable_index(variable) for variable in trainable_variables]
         clock = self._link.exchange(self.learning_rate, indices, grads)
         self._iterations.assign(clock - 1)  # Keras adds 1 when this returns
 
     def get_config(self) -> dict[str, Any]:
-        """The given optimizer with the current learning rate, for saved models."""
+        """The config of the given optimizer, with the current learning rate, for saved models."""
         config = keras.optimizers.serialize(self._given)
         config["config"]["learning_rate"] = super().get_config()["learning_rate"]
         return {"given": config}
 
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any:
-        """The given optimizer, not a distributed one: a connection cannot be stored."""
+        """Return the given optimizer, not a distributed one: a connection cannot be saved."""
         return keras.optimizers.deserialize(config["given"], custom_objects=custom_objects)
 
 
@@ -266,7 +267,7 @@ class DistributedLossScaleOptimizer(_Distributed, keras.optimizers.LossScaleOpti
     """A DistributedOptimizer with dynamic loss scaling: a step with an infinity on any worker is skipped on all of them.
 
     Args:
-        scaler: whose options it takes, and which a saved model has.
+        scaler: the LossScaleOptimizer whose options are used, and which is saved with a model.
     """
 
     def __init__(self, inner: DistributedOptimizer, link: Link, scaler: keras.optimizers.LossScaleOptimizer) -> None:
@@ -276,7 +277,7 @@ class DistributedLossScaleOptimizer(_Distributed, keras.optimizers.LossScaleOpti
         self.build(link.declaration.variables[: link.declaration.trained])
 
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
-        """Apply gradients as Keras does, but push infinities, too: psd finds them, and skips the round."""
+        """Apply gradients as Keras does, but push infinities, too: the shards find them and skip the round."""
         ops = keras.ops
         scale = ops.convert_to_tensor(self.dynamic_scale)
         unscaled = [None if gradient is None else ops.divide(gradient, scale) for gradient in grads]
@@ -288,12 +289,12 @@ class DistributedLossScaleOptimizer(_Distributed, keras.optimizers.LossScaleOpti
         self.dynamic_scale.assign(ops.where(is_skipped, scale * 0.5, ops.where(grows, scale * 2.0, scale)))
 
     def get_config(self) -> dict[str, Any]:
-        """An ordinary LossScaleOptimizer around the given optimizer."""
+        """The config of an ordinary LossScaleOptimizer around the given optimizer."""
         config = keras.optimizers.serialize(self._given)
         config["config"]["inner_optimizer"] = self.inner_optimizer.get_config()["given"]
         return {"given": config}
 
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any:
-        """Return the given optimizer, see DistributedOptimizer.from_config."""
+        """Return the given optimizer, as DistributedOptimizer.from_config does."""
         return keras.optimizers.deserialize(config["given"], custom_objects=custom_objects)

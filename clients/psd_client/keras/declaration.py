@@ -1,7 +1,7 @@
 """The declaration of a Keras model and its optimizer, checked before connecting.
 
-Decides names, groups, what is trained and what is only shared, and refuses what the shards would not do as Keras does. Names
-are the variables' paths. Imports no framework. Must not know connections, gradients or steps.
+Decides names and groups, and which variables are trained and which only shared. Refuses whatever the shards would not do as
+Keras does. Names are the variables' paths. Imports no framework. Must not know connections, gradients or steps.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class KerasDeclaration:
 
     Attributes:
         variables: Keras variables: those that are trained, in the order of model.trainable_variables, then those of frozen
-            layers. tensors: their specs, in the same order. trained: how many are trained.
-        groups: all of the job. options: of those that are trained, without the learning rate.
-        layers: the embeddings. tables: what they declare; the groups of these are the last ones. table_options: of these
-            groups, without the learning rate if that is the optimizer's.
+            layers. tensors: their specs, in the same order. trained: number of those that are trained.
+        groups: all groups of the job. options: options of the groups that are trained, without the learning rate.
+        layers: the embeddings. tables: the tables that they declare, whose groups come last. table_options: options of these
+            groups, without the learning rate if it is the optimizer's.
     """
 
     variables: list[Any]
@@ -40,7 +40,7 @@ class KerasDeclaration:
     table_options: list[dict[str, Any]]
 
     def scalars(self, learning_rate: float) -> list[list[float]]:
-        """The scalars of a push, per group; raises InvalidRequest for a learning rate that is out of range."""
+        """The scalars of a push, by group. Raises InvalidRequest if the learning rate is out of range."""
         static: list[dict[str, Any]] = [{}] * (len(self.groups) - len(self.options) - len(self.table_options))
         options = [*self.options, *static, *self.table_options]
         return [
@@ -56,8 +56,11 @@ class KerasDeclaration:
 def read_declaration(
     model: Any, options: KerasOptions, decays: Callable[[Any], bool], embeddings: Sequence[Any] = ()
 ) -> KerasDeclaration:
-    """Read and check the declaration. `decays`: whether the optimizer applies its weight decay to a variable. embeddings: the
-    layers of the model whose rows are on the shards.
+    """Read the declaration from a model, and check it.
+
+    Args:
+        decays: tells whether the optimizer applies its weight decay to a variable.
+        embeddings: the layers of the model whose rows are on the shards.
 
     Raises:
         InvalidRequest, InvalidTensor: the model has no variables yet, none to train, or one that psd cannot train.
@@ -97,7 +100,7 @@ def read_declaration(
 def _tables(
     layers: Iterable[Any], options: KerasOptions, before: int
 ) -> tuple[list[SparseTableSpec], list[GroupSpec], list[dict[str, Any]]]:
-    """The tables of embeddings, a group for each, and the groups' options. before: groups of the job that come first."""
+    """The tables of embeddings, a group for each, and the groups' options. before: number of groups before them."""
     named: dict[str, Any] = {}
     for layer in layers:
         first = named.setdefault(layer.spec.name, layer)
@@ -119,8 +122,8 @@ def _tables(
 
 
 def _frozen(model: Any, trained: list[Any]) -> list[Any]:
-    """The variables that layers could train but do not. Not what they keep for themselves, such as BatchNormalization's
-    statistics."""
+    """The variables of frozen layers: weights that could be trained but are not. Statistics, such as those of
+    BatchNormalization, are not among them."""
     known = {id(variable) for variable in trained}
     frozen: dict[int, Any] = {}
     for layer in model._flatten_layers():  # noqa: SLF001 - the public ways do not tell weights from statistics
@@ -150,7 +153,7 @@ def _dtype(variable: Any) -> str:
 
 
 def _unique(paths: Iterable[str]) -> list[str]:
-    """Unique paths: from the second of the same one on, ":n" is appended, since Keras lets layers share a name."""
+    """Unique paths: ":2", ":3" and so on are appended to repeated ones, since Keras lets layers share a name."""
     counts: dict[str, int] = {}
     names = []
     for path in paths:

@@ -1,9 +1,9 @@
 """The layer whose rows are on the shards, in the manner of keras.layers.Embedding.
 
-The layer has one trainable variable, of two numbers: its handle. `distribute` declares it as any other. Its gradient has the
-norm of the rows' gradients, so that what scales all gradients scales these; what changes each element by itself is noticed, and
-refused (table_rows.py). Link.push_pull makes of it what the rows' are multiplied by, and trains the handle with zero. Must not
-know connections, nor a backend (link.py).
+The layer has one trainable variable, of two numbers: its handle, which `distribute` declares like any other variable. The
+handle's gradient has the norm of the rows' gradients, so that operations that scale all gradients scale these, too; operations
+on single elements are noticed and refused (table_rows.py). Link.push_pull finds the factor for the rows' gradients from it, and
+trains the handle with zero. Must not know connections, nor a backend (link.py).
 """
 
 from __future__ import annotations
@@ -26,26 +26,25 @@ RULES_OF_ROWS = {kind.__name__: kind for kind in (*CLASSES, RowwiseAdagrad)}
 
 @keras.saving.register_keras_serializable(package="psd")
 class Embedding(keras.layers.Layer):
-    """Rows by id, as keras.layers.Embedding has them, from a table on the shards that grows by id.
+    """Rows by id, as in keras.layers.Embedding, from a table on the shards that grows by id.
 
         layer = psd.Embedding("user", dim=64, optimizer=psd_client.Adagrad(lr=0.05))
 
-    The table is declared, and the layer joined to it, when `distribute` is called with the model; copies of a model, and those
-    that are loaded, have no rows. Rows are trained by whatever takes a gradient of them, as Keras's are, whether `training` is
-    given or not. A lookup counts as a use of its rows, for expiry and eviction, with training=True alone; else their gradient
-    does. Weights and saved models have nothing of the rows: the shards' checkpoints have them. Layers of a table must declare
-    it alike.
+    `distribute` declares the table and joins the layer to it. Copies of a model, and loaded models, have no rows. Rows are
+    trained whenever a gradient of them is computed, as in Keras, with or without `training`. With training=True a lookup counts
+    as a use of its rows (for expiry and eviction); otherwise only a push of their gradients does. Weights and saved models do
+    not contain the rows: the shards' checkpoints do. Layers that share a table must declare it alike.
 
     Args:
-        table: its name, and the layer's, unless `name` is given.
-        dim: numbers of a row.
-        optimizer: the rule of its rows, such as psd_client.Adagrad(lr=0.05); None: that of the optimizer given to `distribute`,
-            whose learning rate it then follows.
-        init: values of rows that nobody has trained; by default as in keras.layers.Embedding. With seed, name and id they are
-            always the same.
-        updates: treatment of weight decay, momentum and the like on rows that a step does not touch: "catch_up", as in Keras;
-            or "lazy": they rest, which costs less, and is all that a CustomRule can do. See psd_client.Table.
-        options: of psd_client.Table: dtype, admit_after and so on.
+        table: name of the table; also the layer's name, unless `name` is given.
+        dim: length of a row.
+        optimizer: the update rule of the rows, such as psd_client.Adagrad(lr=0.05). None: the rule of the optimizer given to
+            `distribute`, with its learning rate.
+        init: values of rows that nobody has trained; by default as in keras.layers.Embedding. They depend only on seed, name
+            and id.
+        updates: treatment of rows that a step does not touch, under weight decay, momentum and the like. "catch_up": as in
+            Keras. "lazy": they do not change, which costs less; a CustomRule allows nothing else. See psd_client.Table.
+        options: other options of psd_client.Table: dtype, admit_after and so on.
     """
 
     def __init__(
@@ -75,7 +74,7 @@ class Embedding(keras.layers.Layer):
         """The rows (..., dim) of ids (...), int64 or int32.
 
         Raises:
-            InvalidTensor: ids of another dtype. NotDeclared: `distribute` has not been called.
+            InvalidTensor: the ids have another dtype. NotDeclared: `distribute` has not been called.
         """
         dtype = keras.backend.standardize_dtype(ids.dtype)
         if dtype not in ("int64", "int32"):
@@ -91,7 +90,7 @@ class Embedding(keras.layers.Layer):
         return keras.ops.cast(rows, self.compute_dtype)
 
     def compute_output_spec(self, ids: Any, training: bool | None = None) -> keras.KerasTensor:
-        """Shape and dtype of the output; asks no shard."""
+        """Shape and dtype of the output; calls no shard."""
         del training
         return keras.KerasTensor((*ids.shape, self.spec.dim), dtype=self.compute_dtype)
 
@@ -107,7 +106,7 @@ class Embedding(keras.layers.Layer):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Embedding:
-        """The layer of a saved model, which is joined to no job."""
+        """Make the layer of a saved model; it is joined to no job."""
         init, rule = dict(config["init"]), config["optimizer"]
         made = INITIALS[init.pop("name")](**init)
         if rule is not None:

@@ -1,4 +1,4 @@
-"""The step between a Keras optimizer and the shards, as far as it is common to all backends.
+"""The step from a Keras optimizer to the shards: the part that all backends share.
 
 Must not know a framework, shards or messages.
 """
@@ -21,16 +21,17 @@ from psd_client.lanes.flat import FlatBuffers
 
 
 class Link(ABC):
-    """One model's variables and one connection. A backend's half says how gradients get into the buffers, and parameters out.
+    """Links one model's variables to one connection. Each backend's subclass copies gradients into the buffers, and parameters
+    out.
 
     Args:
-        connection: not declared yet. arguments: of ParameterServer.declare_tensors, behind `initial`.
+        connection: a connection that has declared nothing yet. arguments: further arguments for `declare_tensors`.
 
     Attributes:
-        batch_size: samples behind the gradients of the next step.
-        error: what the last step has raised, or None: in graph mode TensorFlow raises an error of its own in its place.
-        is_skipped: whether the last step's round was skipped; a tensor of the backend, in graph mode a symbolic one.
-        is_scaled: the loss is scaled dynamically, by one who knows of rounds that are skipped.
+        batch_size: number of samples behind the gradients of the next step.
+        error: the error that the last step has raised, or None. In graph mode TensorFlow raises another error instead.
+        is_skipped: True if the last step's round was skipped; a tensor of the backend, in graph mode a symbolic one.
+        is_scaled: True if the loss is scaled dynamically, by an optimizer that knows of skipped rounds.
     """
 
     def __init__(self, declaration: KerasDeclaration, connection: ParameterServer, **arguments: Any) -> None:
@@ -59,7 +60,7 @@ class Link(ABC):
 
     @abstractmethod
     def load(self) -> None:
-        """Copy all that is declared from the buffers into the model: once, and after a pull."""
+        """Copy all declared values from the buffers into the model: at the beginning, and after a pull."""
 
     def set_parameters(self) -> None:
         """Set the job's parameters to what the model holds; called by all workers at the same step."""
@@ -68,10 +69,11 @@ class Link(ABC):
 
     @abstractmethod
     def exchange(self, learning_rate: Any, indices: Sequence[int], gradients: Sequence[Any]) -> Any:
-        """One step: gradients to the shards, new parameters into the model.
+        """Make one step: send the gradients to the shards, and load the new parameters into the model.
 
         Args:
-            learning_rate: a number, or a tensor or variable of the backend. indices: of the variables that have a gradient.
+            learning_rate: a number, or a tensor or variable of the backend.
+            indices: indices of the variables that have a gradient.
 
         Returns:
             the worker's clock after the step, for Keras's `iterations`; a number or a tensor of the backend.
@@ -79,10 +81,10 @@ class Link(ABC):
 
     @abstractmethod
     def look_up(self, handle: Any, ids: Any, rows: LayerRows, *, counts_no_use: bool) -> Any:
-        """Rows (..., dim) of ids (...), in float32; the gradient of the handle is what LayerRows makes of theirs."""
+        """Rows (..., dim) of ids (...), in float32. The handle gets the gradient that LayerRows.collect returns for theirs."""
 
     def pull_rows(self, ids: NDArray[Any], rows: LayerRows, *, counts_no_use: bool) -> NDArray[np.float32]:
-        """Pull a layer's rows, after other calls of the model's that run beside it."""
+        """Pull a layer's rows; waits for other calls of this model that are under way."""
         with self._noting():
             return rows.pull(ids, counts_no_use=counts_no_use)
 
@@ -91,7 +93,8 @@ class Link(ABC):
         self.ps.close()
 
     def push_pull(self, learning_rate: float, missing: Sequence[int], write: Callable[[FlatBuffers], None]) -> tuple[int, bool]:
-        """Have `write` put the gradients into the buffers, push and pull; return the clock, and whether the round was skipped.
+        """Call `write` to put the gradients into the buffers; push and pull; return the clock, and whether the round was
+        skipped.
 
         missing: indices of the trained variables without a gradient.
         """
@@ -103,7 +106,8 @@ class Link(ABC):
             return self.ps.clock, self.ps.is_skipped
 
     def _row_gradients(self) -> dict[int, Gradients]:
-        """The gradients of rows by table; those of the handles become zero, after they have told how the rows' are scaled."""
+        """The gradients of rows, by table, scaled as the handles' gradients were. The handles' gradients are then set to
+        zero."""
         parts: dict[int, list[Gradients]] = {}
         for handle, rows in self._rows:
             view = self.worker.gradients.views[handle]

@@ -1,11 +1,12 @@
-"""Keras on TensorFlow: one step is one tf.numpy_function over all gradients, in graph mode and in eager mode alike.
+"""Keras on TensorFlow: one step is one tf.numpy_function over all gradients, both in graph mode and in eager mode.
 
-Its inputs are TensorFlow's own memory, one array per gradient; one numpy.concatenate per run of neighbours copies them into the
-flat buffers, from which they travel. Its outputs are the views of the flat parameter buffer, which TensorFlow copies into the
-variables, inside of the graph. So each number is copied once on either way, and Python does nothing per tensor but name it.
+The function's inputs are arrays in TensorFlow's own memory, one for each gradient. One numpy.concatenate for each run of
+neighbours copies them into the flat buffers, from which they are sent. Its outputs are views of the flat parameter buffer,
+which TensorFlow copies into the variables, inside of the graph. So each number is copied once in each direction, and Python
+does no work for single tensors except listing them.
 
-XLA cannot compile a call of Python; the package keeps Keras from trying. Must not know shards, sessions or rules. Only this
-module imports TensorFlow.
+XLA cannot compile a call to Python; keras/__init__.py keeps Keras from trying. Must not know shards, sessions or rules. Only
+this module imports TensorFlow.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from psd_client.lanes.flat import FlatBuffers
 
 
 class _Run(NamedTuple):
-    """A run of gradients that lie side by side: their place, and the number of arrays."""
+    """A run of gradients that are adjacent in a flat space: where it lies, and of how many arrays it consists."""
 
     space: int
     start: int
@@ -85,7 +86,7 @@ class TensorFlowLink(Link):
         return tf.custom_gradient(tracked)(tf.convert_to_tensor(handle), ids)
 
     def _exchange(self, rate: Any, named: dict[str, Any]) -> tuple[Any, Any]:
-        """Run one step; traced once for each choice of variables that have a gradient, given by their index."""
+        """Run one step. named: gradients by the variable's index. Traced once for each set of indices."""
         gradients = {int(index): gradient for index, gradient in named.items()}
         runs, arrays = self._runs(gradients)
         trained = range(self.declaration.trained)
@@ -108,7 +109,7 @@ class TensorFlowLink(Link):
         return tf.ensure_shape(clock, ()), tf.ensure_shape(is_skipped, ())
 
     def _runs(self, gradients: dict[int, Any]) -> tuple[list[_Run], list[Any]]:
-        """The gradients in the order of the flat spaces, flat and in the buffers' dtypes, and the places of runs of them."""
+        """The runs, and the gradients in the order of the flat spaces: flat, and in the buffers' dtypes."""
         runs: list[_Run] = []
         arrays: list[Any] = []
         for number, space in enumerate(self.worker.gradients.layout.spaces):
@@ -135,7 +136,7 @@ class TensorFlowLink(Link):
         self._assign(everything, self._call(lambda: [views[index] for index in everything], [], [], everything))
 
     def _call(self, function: Callable[..., list[Any]], inputs: list[Any], first: list[Any], indices: list[int]) -> list[Any]:
-        """Call Python from the graph; the results have the dtypes `first`, and then those of the shards for some tensors."""
+        """Call a Python function from the graph. Its results have the dtypes `first`, then those of these tensors."""
         dtypes = [tf.as_dtype(self.declaration.tensors[index].master_dtype) for index in indices]
         return list(tf.numpy_function(function, inputs, [*first, *dtypes]))
 

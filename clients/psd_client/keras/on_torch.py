@@ -1,6 +1,6 @@
 """Keras on torch: gradients lie in the flat buffers, as for torch's own users (torch/gradients.py).
 
-Must not know shards, sessions or rules. Beside the modules of psd_client.torch the only one that imports torch.
+Must not know shards, sessions or rules. The only module outside of psd_client.torch that imports torch.
 """
 
 from __future__ import annotations
@@ -73,9 +73,9 @@ class TorchLink(Link):
 
 
 class _Tracked(torch.autograd.Function):
-    """Rows that back-propagation gives gradients to. The handle's is what `collect` makes of theirs.
+    """Passes rows on, and gives their gradients to `collect` in back-propagation; its result is the handle's gradient.
 
-    They come in a tuple, as those of torch/row_gradients.py do.
+    The rows come in a tuple, as in torch/row_gradients.py.
     """
 
     @staticmethod

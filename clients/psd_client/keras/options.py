@@ -1,8 +1,8 @@
-"""Keras's optimizers as the shards know them: rule, flags and numbers, by Keras's names.
+"""The rules that correspond to Keras's optimizers, and their flags and numbers, by Keras's names.
 
-Decides which classes and options psd has, and refuses the others by name. Where Keras computes otherwise than torch, the rule
+Decides which classes and options psd has, and refuses the others by name. If Keras computes differently from torch, the rule
 has the flag "keras" (psd_core/csrc/rule_*.h say what it changes), and a Keras user always gets it. Imports no framework: it
-looks at names and at what get_config() gives.
+looks at names and at what get_config() returns.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class _Kind:
     """A class of keras.optimizers.
 
     Attributes:
-        rule: psd's. numbers: Keras's option -> psd's; scales: what a number is multiplied by, if not 1.
-        fixed: psd's options that Keras does not have. only: Keras's options that must have this value.
-        decays: the shards can apply Keras's weight decay, which is apart from the gradient.
+        rule: psd's rule. numbers: psd's name of each of Keras's options. scales: factors for psd's options, if not 1.
+        fixed: values of psd's options that Keras does not have. only: values that options of Keras must have.
+        decays: True if the shards can apply Keras's weight decay, which does not pass through the gradient.
     """
 
     rule: str
@@ -77,11 +77,11 @@ _REFUSED = {
 
 @dataclass(frozen=True)
 class KerasOptions:
-    """An optimizer as the shards know it.
+    """A Keras optimizer as the shards know it.
 
     Attributes:
-        always: flags that do not follow from the options. values: psd's options but for the learning rate.
-        weight_decay: 0 without. clip_norm: None without.
+        always: flags that do not follow from the options. values: psd's options, without the learning rate.
+        weight_decay: 0 if there is none. clip_norm: None if there is none.
     """
 
     rule: GroupSpec
@@ -96,15 +96,15 @@ class KerasOptions:
         return group_spec(self.rule, self.always, values), values
 
     def with_staleness(self, name: str) -> KerasOptions:
-        """The same, with this treatment of the age of gradients."""
+        """The same options, with this treatment of late gradients."""
         return replace(self, rule=replace(self.rule, staleness=name))
 
 
 def options_of(name: str, config: Mapping[str, Any]) -> KerasOptions:
-    """The rule and options of a class of keras.optimizers; `config`: its get_config().
+    """The rule and options of an optimizer. name: its class in keras.optimizers. config: the result of its get_config().
 
     Raises:
-        TypeError: psd does not have the class. InvalidRequest: it does not have an option.
+        TypeError: psd does not support the class. InvalidRequest: psd does not support an option.
     """
     kind = _KINDS.get(name)
     if kind is None:
@@ -140,7 +140,7 @@ def options_of(name: str, config: Mapping[str, Any]) -> KerasOptions:
 
 
 def _check(name: str, kind: _Kind, scalar: str, values: Mapping[str, Any]) -> None:
-    """Raise InvalidRequest, in Keras's words, for a number that is out of psd's range."""
+    """Raise InvalidRequest, with Keras's names, for a number that is out of psd's range."""
     value = values[option_of(scalar)]
     if isinstance(value, tuple):
         value = value[int(scalar[-1]) - 1]

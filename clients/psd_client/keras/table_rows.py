@@ -13,11 +13,11 @@ from psd_client.worker.flat_calls import FlatCalls
 from psd_core.distinct import distinct
 
 DIRECTION = np.array([-0.96, 0.28], np.float32)
-"""Direction of a handle's gradient, which is the norm of the rows' gradients times this: so it has the same norm, and what
-changes each element by itself gives it another direction."""
+"""Direction of a handle's gradient: this vector times the norm of the rows' gradients. So it has the same norm, and operations
+on single elements, such as clipping by value, change its direction."""
 
 _ROUNDING = 0.01
-"""Share of the norm by which 16 bits may change a direction."""
+"""Share of the norm by which rounding to 16 bits may change the direction."""
 
 Gradients = tuple[NDArray[np.uint64], NDArray[np.float32]]
 
@@ -26,7 +26,7 @@ class LayerRows:
     """The rows of one layer.
 
     Args:
-        table: index in the job. name: of the table. dim: numbers of a row.
+        table: index of the table in the job. name: name of the table. dim: length of a row.
     """
 
     def __init__(self, worker: FlatCalls, table: int, name: str, dim: int) -> None:
@@ -42,7 +42,7 @@ class LayerRows:
         return self._worker.pull_rows({self.table: ids}, counts_no_use=counts_no_use)[self.table]
 
     def collect(self, ids: NDArray[Any], gradients: NDArray[Any]) -> NDArray[np.float32]:
-        """Keep the gradients of one lookup until the step; return what stands for them, as the gradient of the handle."""
+        """Keep the gradients of one lookup until the step; return the gradient of the handle, which represents them."""
         found = distinct(np.ascontiguousarray(ids).reshape(-1))
         sums = found.sum(np.array(gradients, np.float32).reshape(-1, self.dim))
         norm = np.float32(np.linalg.norm(sums))
@@ -52,10 +52,11 @@ class LayerRows:
         return stands
 
     def take(self, handle: NDArray[Any]) -> Gradients | None:
-        """Gradients collected so far, once, multiplied by what the handle's was multiplied by; None if there are none.
+        """Return the gradients collected so far, and forget them; None if there are none. They are scaled as the handle's
+        gradient was.
 
         Raises:
-            InvalidRequest: something else was done to the handle's, by which the rows' cannot be changed likewise.
+            InvalidRequest: the handle's gradient was changed in another way than by a factor, which cannot be done to the rows.
         """
         parts, before = self._parts, self._norm
         self._parts, self._norm = [], 0.0

@@ -5,7 +5,7 @@
 
     result = psd_client.lbfgs.minimize(ps, loss_and_grad, np.zeros(rows.shape[1]), l2=1.0)
 
-The leader, worker 0, decides; x, its gradients and the history are vectors on the shards, which compute with them.
+Worker 0 leads: it takes the decisions. x, its gradients and the history are vectors on the shards, which compute with them.
 """
 
 from psd_client.lbfgs.run import Result, minimize

@@ -1,8 +1,8 @@
 """Direction of L-BFGS, from the dot products of its history alone. Must not know vectors or workers.
 
-The two-loop recursion (Nocedal and Wright, algorithm 7.4) adds multiples of vectors that it has dot products of. So it can be
-carried out on these products, and its result is one number for each vector: Chen, Wang and Zhou, Large-scale L-BFGS using
-MapReduce, NIPS 2014.
+The two-loop recursion (Nocedal and Wright, algorithm 7.4) only takes dot products of vectors and adds multiples of them. If all
+dot products are known, it needs no vectors, and its result is one factor for each vector: Chen, Wang and Zhou, Large-scale
+L-BFGS using MapReduce, NIPS 2014.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ GRADIENT = "gradient"
 
 
 def step_name(slot: int) -> str:
-    """Name of a pair's difference of points."""
+    """Name of the vector s of a pair, the difference of two points."""
     return f"s.{slot}"
 
 
 def change_name(slot: int) -> str:
-    """Name of a pair's difference of gradients."""
+    """Name of the vector y of a pair, the difference of two gradients."""
     return f"y.{slot}"
 
 
 class Products:
-    """Dot products of vectors, by their names in either order."""
+    """Dot products of vectors, by the names of both, in either order."""
 
     def __init__(self) -> None:
         self._values: dict[frozenset[str], float] = {}
@@ -36,19 +36,19 @@ class Products:
         return self._values[frozenset(names)]
 
     def enter(self, rows: Sequence[str], columns: Sequence[str], values: NDArray[np.float64]) -> None:
-        """Take an array (rows, columns) of them, in place of older ones."""
+        """Store dot products, an array (rows, columns); they replace older ones."""
         for row, of_row in zip(rows, values.tolist(), strict=True):
             self._values.update({frozenset((row, column)): value for column, value in zip(columns, of_row, strict=True)})
 
 
 def direction(slots: Sequence[int], products: Products) -> dict[str, float]:
-    """Multiples of the gradient and of the pairs' vectors whose sum is the direction.
+    """The direction, as a factor for the gradient and for each vector of the pairs.
 
     Args:
-        slots: those of the pairs, oldest first.
-        products: of the pairs' differences of gradients with each other and with those of points, and of all with the gradient.
+        slots: slots of the pairs, oldest first.
+        products: dot products of every y with every y and every s, and of each of these with the gradient.
 
-    Sums are rounded once, so that they are the same in every version of Python.
+    Sums are rounded only once, so that they are the same in every version of Python.
     """
     count = range(len(slots))
     s, y = [step_name(slot) for slot in slots], [change_name(slot) for slot in slots]

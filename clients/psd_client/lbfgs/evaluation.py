@@ -1,7 +1,8 @@
-"""Evaluation of the loss by all workers: each one's share, and what the leader learns of all shares.
+"""Evaluation of the loss by all workers: how each one stores its share, and how the leader collects them.
 
-A worker puts its gradient in a vector of its own. When that is complete on all shards, it puts one line into a small vector of
-all workers: the number of the evaluation, the loss, and a trouble if there is one. So the leader knows whose shares are whole.
+Each worker puts its gradient into its own vector. Once that is complete on all shards, it writes one line into a small vector
+that all workers share: the number of the evaluation, the loss, and the trouble if there was one. So the leader can tell which
+shares are complete.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ Open = Callable[[str, int], Any]
 _LINE = 3
 _MISSING, _RAISED, _BAD_LOSS, _BAD_GRADIENT = -1, -2, -3, 1  # a gradient's element i that is not finite: 1 + i
 INFINITE_START, CALLBACK_RAISED = -4, -5
-"""Troubles of the leader's."""
+"""Troubles that only the leader can have."""
 
 
 class Shares(NamedTuple):
-    """Shares of all workers: their losses, or the first one's trouble and its rank."""
+    """Losses of all workers; or, if some have failed, the rank and the trouble of the first of them."""
 
     losses: list[float]
     failed_rank: int = 0
@@ -35,10 +36,10 @@ class Shares(NamedTuple):
 
 
 class Evaluator:
-    """One worker's part of evaluations.
+    """One worker's part in evaluations.
 
     Attributes:
-        x: the last point, as this worker has pulled it. error: what `loss_and_grad` has raised.
+        x: the last point that this worker has pulled. error: the error that `loss_and_grad` has raised, or None.
     """
 
     def __init__(self, open_vector: Open, rank: int, world_size: int, size: int, loss_and_grad: LossAndGrad) -> None:
@@ -52,7 +53,7 @@ class Evaluator:
         self.error: Exception | None = None
 
     def evaluate(self, state: State) -> None:
-        """Store this worker's share of the loss and its gradient at the point that the state names."""
+        """Compute and store this worker's share of the loss and of the gradient, at the point `state.at`."""
         self.x = self._open(f"x.{state.at}", self._size).pull()
         loss, trouble = math.nan, 0
         try:
@@ -80,7 +81,7 @@ class Evaluator:
         return float(loss), gradient.astype(np.float64, copy=False)
 
     def shares(self, state: State) -> Shares:
-        """The shares of all workers, for the leader."""
+        """Losses of all workers, or the first trouble; called by the leader."""
         lines = self._shares.pull().reshape(-1, _LINE)
         for rank, (number, _, trouble) in enumerate(lines.tolist()):
             if number != state.nfev or trouble:
@@ -88,14 +89,14 @@ class Evaluator:
         return Shares(lines[:, 1].tolist())
 
     def failure(self, state: State) -> Exception:
-        """The error that a failed evaluation is on this worker."""
+        """The error to raise on this worker after a failed evaluation."""
         if self.error is not None:
             return self.error
         return trouble_error(state.failed_rank, state.trouble, state.nfev)
 
 
 def trouble_error(rank: int, trouble: int, number: int) -> PsdError:
-    """Error of a worker's trouble in an evaluation, which has a number."""
+    """The error that describes a worker's trouble. number: number of the evaluation."""
     if trouble == _MISSING:
         return WorkerFailed(f"worker {rank} left during evaluation {number} of the loss: its share is missing", rank=rank)
     if trouble == _RAISED:

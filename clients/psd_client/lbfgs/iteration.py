@@ -1,7 +1,7 @@
-"""Iterations of L-BFGS, as the leader makes them: batches on the shards' vectors, and decisions on the numbers that come back.
+"""Iterations of L-BFGS, made by the leader: it runs batches on the shards' vectors, and decides by the numbers that come back.
 
-Vectors, all of the size of x: two points with their gradients (x.0, x.1, g.0, g.1), the direction, the history's pairs
-(s.i, y.i); with L1 also the pseudo-gradient, the orthant, and one to compute in. Nothing here has elements of them.
+All vectors have the size of x: two points with their gradients (x.0, x.1, g.0, g.1), the direction, and the history's pairs
+(s.i, y.i); with L1 also the pseudo-gradient, the orthant, and a scratch vector. Their elements never come here.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from psd_client.lbfgs.line_search import NoStep, Search, backtracking, strong_wo
 from psd_client.lbfgs.state import CONTROL, SIZE, State
 
 CURVATURE_MIN = 2.0**-52
-"""Least s.y, as a share of y.y, of a pair that enters the history, as in SciPy's L-BFGS-B."""
+"""A pair enters the history if s.y is more than this share of y.y, as in SciPy's L-BFGS-B."""
 
 
 class Iterations:
-    """Iterations from a state on.
+    """Makes the iterations that follow a state.
 
     Args:
-        new_batch: makes a batch. open_vector: opens a vector. state: where to begin; it is changed as iterations are made.
-        size, world_size: elements of x, number of workers.
-        evaluate: has all workers evaluate the loss at the point that the state names; returns their losses.
+        new_batch: makes a batch. open_vector: opens a vector. state: the state to begin with; each iteration changes it.
+        size, world_size: number of elements of x, number of workers.
+        evaluate: has all workers evaluate the loss at the point `state.at`; returns their losses.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Iterations:
         """Evaluate the first point, if that is not done yet, and prepare the first direction.
 
         Raises:
-            NoStep: the loss is infinite there.
+            NoStep: the loss is infinite at the first point.
         """
         state = self.state
         if not state.recent:
@@ -70,14 +70,14 @@ class Iterations:
         """Make one iteration.
 
         Raises:
-            NoStep: nothing was found that is smaller; the state is as before.
+            NoStep: no step was found that makes the objective smaller; the point is as before.
         """
         try:
             self._step()
         except NoStep:
             if not self.state.slots:
                 raise
-            self.state.slots = []  # as at the beginning: along the gradient
+            self.state.slots = []  # without a history the direction is the gradient's, as at the beginning
             self._step()
 
     def _step(self) -> None:
@@ -98,7 +98,7 @@ class Iterations:
         self._accept(pair)
 
     def _direct(self) -> tuple[float, float]:
-        """Compute the direction; returns the slope along it, below 0, and the step to try first."""
+        """Compute the direction; return the slope along it, which is negative, and the step to try first."""
         state = self.state
         while True:
             multiples = direction(state.slots, self._products)
@@ -107,7 +107,7 @@ class Iterations:
             with self._new_batch() as b:
                 b.combine(d, [sign * multiple for multiple in multiples.values()], [self._vector(name) for name in multiples])
                 if state.l1:
-                    b.zip(d, "project", self._vector(GRADIENT))  # only where it is against the pseudo-gradient
+                    b.zip(d, "project", self._vector(GRADIENT))  # keep only elements of the opposite sign
                     b.scale(d, -1.0)
                 slope, square = b.dot(d, self._vector(GRADIENT)), b.dot(self._vector(GRADIENT), self._vector(GRADIENT))
             if float(slope) < 0 and math.isfinite(float(slope)):
@@ -117,7 +117,7 @@ class Iterations:
             state.slots = []
 
     def _try(self, step: float, trial: int, pair: int) -> float:
-        """Ask for an evaluation at a step; returns the decrease that the (pseudo-)gradient promises there."""
+        """Ask for an evaluation after this step; return the change of the objective that the (pseudo-)gradient predicts."""
         state = self.state
         x, tried, moved = self._vector(f"x.{state.point}"), self._vector(f"x.{trial}"), self._vector(step_name(pair))
         b = self._new_batch()
@@ -131,13 +131,13 @@ class Iterations:
         return float(promised)
 
     def _ask(self, b: Any) -> None:
-        """Store the state, which asks the workers for an evaluation, at the end of a batch."""
+        """Add the state to a batch, and run it; a stored state with a new number asks the workers for an evaluation."""
         self.state.nfev += 1
         b.put(self._open(CONTROL, SIZE), self.state.pack())
         b.run()
 
     def _value(self, at: int) -> tuple[float, float]:
-        """The objective at a point, and the slope along the direction; its gradient is then in place."""
+        """Compute the gradient at a point; return the objective there, and the slope along the direction."""
         state = self.state
         losses = self._evaluate().losses
         x, g = self._vector(f"x.{at}"), self._vector(f"g.{at}")
@@ -156,7 +156,7 @@ class Iterations:
         return _total([*losses, *(factor * float(value) for factor, value in terms)]), float(along)
 
     def _accept(self, pair: int) -> None:
-        """Enter the pair of the step that was taken into the history, if it is of use, and prepare the next direction."""
+        """Add the accepted step's (s, y) to the history if its curvature is large enough; prepare the next direction."""
         state = self.state
         s, y = step_name(pair), change_name(pair)
         b = self._new_batch()
@@ -166,9 +166,9 @@ class Iterations:
         state.slots = slots if self._products[s, y] > CURVATURE_MIN * self._products[y, y] else slots[:-1]
 
     def _prepare(self, b: Any, known: list[int], fresh: list[int]) -> None:
-        """Run the batch with what the next direction needs: the gradient's norm, and products of the history's pairs.
+        """Run a batch, and add to it what the next direction needs: the gradient's norm and dot products of the pairs.
 
-        known: slots of the pairs whose products with each other are known. fresh: those of the others, which are newer.
+        known: slots of the pairs whose products with each other are known. fresh: slots of the other pairs, which are newer.
         """
         state = self.state
         gradient = self._vector(GRADIENT)
@@ -191,7 +191,7 @@ class Iterations:
 
 
 def _total(terms: list[float]) -> float:
-    """The sum, rounded once; infinite beyond the range of float64, as a loss is at a step too long."""
+    """The sum, rounded once; infinite if it exceeds the range of float64, as after a step that is too long."""
     try:
         return math.fsum(terms)
     except OverflowError:

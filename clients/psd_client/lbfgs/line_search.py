@@ -1,7 +1,7 @@
 """Line searches of L-BFGS, on numbers alone. Must not know vectors or workers.
 
-A search is a generator: it yields the steps to try, is sent the objective and the slope there, and returns the step to take,
-which is the last one that it has tried; or raises `NoStep`. Objective and slope may be infinite or NaN at a step too long.
+A search is a generator: it yields a step to try, is sent the objective and the slope there, and so on. It returns the step to
+take, which is the last one tried, or raises `NoStep`. If a step is too long, objective and slope may be infinite or NaN.
 """
 
 from __future__ import annotations
@@ -11,24 +11,24 @@ from collections.abc import Generator
 from typing import NamedTuple
 
 DECREASE = 1e-4
-"""Share of the decrease that the slope promises which a step must reach: c1 of Nocedal and Wright."""
+"""A step must reach this share of the decrease that the slope predicts: c1 of Nocedal and Wright."""
 
 CURVATURE = 0.9
-"""Share of the slope at the start that may be left at a step: their c2, as they advise for quasi-Newton methods."""
+"""At a step the slope may be this share of the slope at the start: their c2, as they advise for quasi-Newton methods."""
 
 GROWTH = 4.0
-"""Most by which a step is lengthened at once."""
+"""Largest factor by which a step is lengthened at once."""
 
 TRIALS_MAX = 30
 
 ROUNDING = 2.0**-44
-"""Relative rise of the objective that is taken for rounding: near the minimum its differences are lost in that."""
+"""A relative rise of the objective up to this counts as rounding: near the minimum, differences are smaller than that."""
 
 Search = Generator[float, tuple[float, float], float]
 
 
 class NoStep(Exception):
-    """No step along the direction makes the objective small enough."""
+    """Raised when no step along the direction makes the objective small enough."""
 
 
 class _Point(NamedTuple):
@@ -38,10 +38,10 @@ class _Point(NamedTuple):
 
 
 def strong_wolfe(fun: float, slope: float, first: float) -> Search:
-    """Step with the strong Wolfe conditions: Nocedal and Wright, Numerical Optimization, 2nd ed., algorithms 3.5 and 3.6.
+    """Search for a step that satisfies the strong Wolfe conditions: Nocedal and Wright, 2nd ed., algorithms 3.5 and 3.6.
 
     Args:
-        fun, slope: objective and slope at step 0; the slope is below 0. first: the step to try first.
+        fun, slope: objective and slope at step 0; the slope is negative. first: the step to try first.
     """
     low, high = _Point(0.0, fun, slope), None  # the best step so far, and one beyond which none need be looked for
     step = first
@@ -66,7 +66,7 @@ def strong_wolfe(fun: float, slope: float, first: float) -> Search:
 
 
 def _between(low: _Point, high: _Point) -> float:
-    """Minimum of the cubic through both points, if it is well inside; else the middle."""
+    """The minimum of the cubic through both points, if it is well inside the interval; else the middle."""
     middle, width = (low.step + high.step) / 2, abs(high.step - low.step)
     if not (math.isfinite(high.fun) and math.isfinite(high.slope)):
         return middle
@@ -81,9 +81,9 @@ def _between(low: _Point, high: _Point) -> float:
 
 
 def backtracking(fun: float, first: float) -> Search:
-    """Step that is halved until the objective is small enough, as OWL-QN needs: Andrew and Gao 2007, section 3.2.
+    """Halve the step until the objective is small enough, as OWL-QN does: Andrew and Gao 2007, section 3.2.
 
-    Sent with the objective is not a slope but the decrease that the pseudo-gradient promises for the step, a number below 0.
+    Instead of a slope it is sent the change of the objective that the pseudo-gradient predicts for the step: a negative number.
     """
     step = first
     for _ in range(TRIALS_MAX):

@@ -1,4 +1,4 @@
-"""One call of minimize: the leader's loop and the others', which meet at a barrier before and after each evaluation."""
+"""One call of minimize: the leader's loop, and that of the others. They meet at a barrier before and after each evaluation."""
 
 from __future__ import annotations
 
@@ -37,15 +37,16 @@ _finished: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # 
 
 @dataclass(frozen=True)
 class Result:
-    """Result of `minimize`, alike on all workers; in words of SciPy's OptimizeResult.
+    """Result of `minimize`, the same on all workers; the names are those of SciPy's OptimizeResult.
 
     Attributes:
-        x: the point, a new array. fun: the objective there, with the terms of l1 and l2.
-        nit: iterations. nfev: evaluations of the loss.
-        success: the tolerance was reached. message: how it ended. status: 0 the gradient, or 3 the decrease of the objective
-            is below the tolerance; 1 the limit of iterations is reached; 2 the line search has failed; 99 the callback has
-            raised StopIteration; 4, in a callback: running.
-        gradient_norm: the largest element of the gradient, or with l1 of the pseudo-gradient, without its sign.
+        x: the point, a new array. fun: the objective there, including the terms of l1 and l2.
+        nit: number of iterations. nfev: number of evaluations of the loss.
+        success: True if the tolerance was reached. message: how the minimization ended, in words.
+        status: the same as a number. The tolerance was reached: 0 by the gradient, 3 by the decrease of the objective. 1: the
+            limit of iterations was reached. 2: the line search has failed. 99: the callback has raised StopIteration. 4, in a
+            callback only: still running.
+        gradient_norm: the largest absolute value in the gradient (with l1, in the pseudo-gradient).
         step: length of the last step, as a multiple of the direction.
     """
 
@@ -78,31 +79,31 @@ def minimize(
 ) -> Result:
     """Minimize the sum of all workers' losses, plus l2 / 2 * sum(x**2) + l1 * sum(abs(x)).
 
-    All workers call it, with the same arguments but for their own share of the loss. Everything but these shares is computed
-    on the shards: x, its gradients and the history are vectors there. The result has the same bits for any number of shards,
-    and whichever shard is killed; with another number of workers sums are rounded otherwise.
+    All workers call this with the same arguments, except for `loss_and_grad`, which computes each worker's share of the loss.
+    Everything else is computed on the shards: x, its gradients and the history are vectors there. The result has the same bits
+    for any number of shards, even if shards are killed; with another number of workers sums are rounded differently.
 
-    Once more the same call, by a program that was started again, or after RolledBack or another error: goes on from the last
-    iteration that the shards hold, or returns the result if there is one. For that, calls have numbers: the first one of a
+    A program may repeat a call, after a restart, RolledBack or another error: it then continues from the last iteration that
+    the shards hold, or returns the result if there is one. The shards recognize the call by its number: the first one of a
     program is "lbfgs.0".
 
     Args:
-        ps: the connection. Nothing need be declared.
-        loss_and_grad: gives this worker's share of the sum, and its gradient, at x: a pair (float, array (n,)). +inf says that
-            the loss has no value there, and a shorter step is tried. x is a new array (n,) of float64.
-        x0: where to begin, (n,); worker 0's.
-        l2, l1: weights of the regularization, >= 0. With l1, OWL-QN (Andrew and Gao 2007): elements of x become zeros.
-        history: pairs of differences that the direction is made of, 1 to 20.
-        max_iterations: most iterations.
-        tolerance: end when no element of the gradient is above it, or when the objective has decreased in 5 iterations by no
-            more than it as a share of the objective (of 1, if that is smaller).
-        callback: called on worker 0 after each iteration, with a Result of that moment; StopIteration ends the minimization.
-        name: of the vectors on the shards, in place of the call's number.
+        ps: the connection. `declare` need not be called.
+        loss_and_grad: function of x, a new array (n,) of float64. Returns this worker's share of the sum and its gradient, a
+            pair (float, array (n,)). A loss of +inf says that there is no value at x; a shorter step is then tried.
+        x0: the point to begin at, (n,); that of worker 0 is used.
+        l2, l1: weights of the regularization, >= 0. With l1, OWL-QN (Andrew and Gao 2007) is used: elements of x become zero.
+        history: number of past steps from which the direction is computed, 1 to 20.
+        max_iterations: largest number of iterations.
+        tolerance: end when no element of the gradient exceeds this, or when the objective has decreased in 5 iterations by no
+            more than this share of the objective (of 1, if the objective is smaller).
+        callback: called on worker 0 after each iteration with a Result; it may raise StopIteration to end the minimization.
+        name: name of the vectors on the shards; replaces the call's number.
 
     Raises:
         InvalidRequest, InvalidTensor: an argument is wrong.
         NonFiniteGradient: a loss is NaN, or a gradient NaN or infinite; names the worker. Raised on all workers.
-        WorkerFailed: a worker has left, or its loss_and_grad has raised, so that its share is missing. Raised on the others.
+        WorkerFailed: a worker has left, or its loss_and_grad has raised an error. Raised on the other workers.
         WaitTimeout, ShardUnavailable, SessionFenced: as `ParameterServer.push`.
     """
     start = _checked_start(x0)
@@ -121,7 +122,7 @@ def minimize(
 
 
 class _Vectors:
-    """The vectors of a minimization: opened by name when they are first used."""
+    """The vectors of a minimization; each is opened when it is first used."""
 
     def __init__(self, ps: ParameterServer, name: str) -> None:
         self._ps = ps
@@ -134,7 +135,7 @@ class _Vectors:
         return self._open[name]
 
     def drop_all_but(self, *names: str) -> None:
-        """Drop the others of this name, also those that an earlier life of a program has made."""
+        """Drop the other vectors of this minimization, including those from before a restart of the program."""
         for full_name, vector in self._ps.vectors.items():
             prefix, _, name = full_name.partition(f"{self._prefix}.")
             if not prefix and name and name not in names:
@@ -142,7 +143,7 @@ class _Vectors:
 
 
 class _Run:
-    """One call on one worker, from what the shards hold on."""
+    """One call on one worker; it continues from what the shards hold."""
 
     def __init__(
         self, ps: ParameterServer, loss_and_grad: LossAndGrad, start: NDArray[np.float64], problem: State, name: str
@@ -156,7 +157,7 @@ class _Run:
         self._evaluator = Evaluator(self._vectors, ps.rank, ps.world_size, len(start), loss_and_grad)
 
     def follow(self) -> Result:
-        """Evaluate whenever the leader asks for it."""
+        """Evaluate the loss whenever the leader asks, until it reports the end; return the result."""
         last = -1
         while True:
             self._meet()
@@ -172,10 +173,10 @@ class _Run:
             self._meet()
 
     def lead(self, max_iterations: int, tolerance: float, callback: Callback | None) -> Result:
-        """Iterate until there is a reason to stop, and tell the others."""
+        """Iterate until there is a reason to stop, tell the other workers, and return the result."""
         state = self._read()
         if state is None or not state.recent:
-            state = replace(self._problem)  # after a RolledBack to the time before the first one it is begun again
+            state = replace(self._problem)  # begin again, also if a RolledBack has led to the time before the first evaluation
             self._vectors("x.0", len(self._start)).put(self._start)
         if state.order != Order.FINISH:
             state.order = Order.EVALUATE
@@ -211,7 +212,7 @@ class _Run:
         return status
 
     def _evaluate(self, state: State) -> Shares:
-        """Have all workers evaluate what the state, which is stored, asks for."""
+        """Have all workers make the evaluation that the stored state asks for."""
         self._meet()
         self._evaluator.evaluate(state)
         self._meet()
@@ -221,7 +222,7 @@ class _Run:
         return shares
 
     def _fail(self, state: State, rank: int, trouble: int) -> Exception:
-        """Tell all workers of a worker's trouble; returns what it is on this one."""
+        """Tell all workers of a worker's trouble; return the error to raise on this one."""
         state.order, state.failed_rank, state.trouble = Order.FAIL, rank, trouble
         self._control.put(state.pack())
         self._meet()

@@ -1,8 +1,8 @@
-"""State of a minimization as it lies on the shards, in one small vector: where it is, and what the workers are to do next.
+"""State of a minimization, stored on the shards in one small vector: how far it is, and what the workers do next.
 
-A vector of one stripe lies on one shard, so that a new state replaces the old one at once. What it names (a point, pairs of the
-history) is complete on all shards before it is written, and stays as it is until another state has replaced it: whoever is
-killed, the minimization goes on from there. Must not know batches.
+A vector of one stripe lies on one shard, so that a new state replaces the old one atomically. The vectors that a state names (a
+point, the history's pairs) are complete on all shards before the state is written, and do not change until another state has
+replaced it. So the minimization can continue from there, whatever process is killed. Must not know batches.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from psd.contract.errors import InvalidRequest
 
 _FORMAT = 1
 CONTROL = "control"
-"""Name of the vector."""
+"""Name of the vector that holds the state."""
 SIZE = 64
-"""Numbers in it."""
+"""Size of that vector."""
 
 HISTORY_MAX = 20
 LOOK_BACK = 5
@@ -26,7 +26,7 @@ LOOK_BACK = 5
 
 
 class Order(IntEnum):
-    """Order to the workers."""
+    """Request of the leader to the workers."""
 
     EVALUATE = 1  # the loss and its gradient, at the point `at`
     FINISH = 2
@@ -34,7 +34,7 @@ class Order(IntEnum):
 
 
 class Status(IntEnum):
-    """Reason of the end, as numbers of SciPy's where it has one."""
+    """Reason for the end; the numbers are SciPy's where it has the same reason."""
 
     CONVERGED_GRADIENT = 0
     MAX_ITERATIONS = 1
@@ -49,11 +49,14 @@ class State:
     """State of a minimization.
 
     Attributes:
-        l1, l2, history: of the problem, fixed. point: number of the current point, 0 or 1; the other is the trial.
-        slots: those of the pairs in the history, oldest first. recent: objectives of the last iterations and of now.
-        order, at: what to do, and the number of the point to evaluate.
-        failed_rank, trouble: of a failure: see evaluation.py.
-        nit, nfev: iterations, and evaluations of the loss, the one in `order` included. step: length of the last one.
+        l1, l2, history: the problem's parameters; they never change.
+        point: number of the current point, 0 or 1; the other one is the trial point.
+        slots: slots of the pairs in the history, oldest first.
+        recent: objectives after the last iterations; the last one is the current objective.
+        order, at: what the workers do, and the number of the point to evaluate.
+        failed_rank, trouble: rank of the worker that has failed, and its trouble, see evaluation.py.
+        nit, nfev: number of iterations; number of evaluations, including the one that `order` asks for.
+        step: length of the last step.
     """
 
     l1: float
@@ -78,11 +81,11 @@ class State:
         return self.recent[-1] if self.recent else math.nan
 
     def free_slot(self) -> int:
-        """Slot for the next pair: there is one more than pairs in the history."""
+        """A slot for the next pair. One is always free: there is one slot more than pairs in the history."""
         return next(slot for slot in range(self.history + 1) if slot not in self.slots)
 
     def pack(self) -> list[float]:
-        """The numbers of the vector."""
+        """The state as the numbers of the vector."""
         numbers = [_FORMAT, self.l1, self.l2, self.history, self.point, self.order, self.at, self.failed_rank, self.trouble]
         numbers += [self.nit, self.nfev, self.gradient_norm, self.step, self.status]
         numbers += [len(self.slots), *self.slots, len(self.recent), *self.recent]
@@ -90,7 +93,7 @@ class State:
 
     @classmethod
     def unpack(cls, numbers: Sequence[float]) -> State | None:
-        """The state of the vector's numbers; None: none was stored yet."""
+        """The state that the vector's numbers hold; None if none has been stored yet."""
         form, l1, l2, history, point, order, at, failed_rank, trouble, nit, nfev, gradient_norm, step, status, *lists = numbers
         if not form:
             return None
@@ -102,7 +105,7 @@ class State:
         )  # fmt: skip
 
     def check_same(self, name: str, problem: State) -> None:
-        """Raise InvalidRequest if this is the state of another problem."""
+        """Raise InvalidRequest if this state belongs to a problem with other parameters."""
         for of in ("l1", "l2", "history"):
             here, there = getattr(problem, of), getattr(self, of)
             if here != there:
@@ -120,7 +123,7 @@ class State:
         return Status.MAX_ITERATIONS if self.nit >= max_iterations else Status.RUNNING
 
     def advance(self, fun: float) -> None:
-        """Take the trial point, where the objective is `fun`, for the current one."""
+        """Make the trial point the current one. fun: the objective there."""
         self.point = 1 - self.point
         self.nit += 1
         self.recent = [*self.recent[-LOOK_BACK:], fun]

@@ -1,13 +1,14 @@
 """The PyTorch face: `distribute` places a torch optimizer's parameters and slots on the shards.
 
-A step is one push_pull: gradients lie in the client's flat gradient space (gradients.py) and travel to the shards, which
-apply the rule, and the new parameters are copied back into the model in place (parameters.py). Copies convert dtypes and
-strides on the way, so parameters may have any memory layout, any device, and be float64, float32, float16 or bfloat16 (of the
-last two the shards hold a float32 master).
+A step is one push_pull. The gradients lie in the client's flat gradient space (gradients.py) and are sent to the shards, which
+apply the rule; the new parameters are then copied into the model in place (parameters.py). The copies convert dtypes and
+strides, so parameters may have any memory layout, be on any device, and be float64, float32, float16 or bfloat16 (for the last
+two the shards hold a float32 master).
 
-declaration.py decides what is declared, groups.py what travels with each push; embedding.py has modules whose rows are on the
-shards, and tables.py what they pull and push; schedule.py keeps a schedule of learning rates at the job's clock; uncompiled.py
-keeps torch.compile out of all this. Must not know blocks, shards or messages. Only the torch modules import torch.
+declaration.py decides what is declared, and groups.py which scalars go with each push; embedding.py has the modules whose rows
+are on the shards, and tables.py pulls and pushes these rows; schedule.py keeps a learning-rate schedule at the job's clock;
+uncompiled.py keeps torch.compile out of all this. Must not know blocks, shards or messages. Only the torch modules import
+torch.
 """
 
 from __future__ import annotations
@@ -174,7 +175,7 @@ def distribute(
 
 
 def _add_handles(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Have the handles of embeddings with a rule of their own in the param_groups, where zero_grad and a GradScaler look."""
+    """Add the handles of embeddings with their own rule to the param_groups: zero_grad and a GradScaler look there."""
     known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for embedding in table_modules(model):
         if embedding.optimizer is not None and id(embedding.handle) not in known:
@@ -187,7 +188,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     Attributes:
         ps: the connection, for barriers, the clock and the rank.
-        batch_size: samples behind the gradients of the next step; see `step`. With overlap to be set before backward().
+        batch_size: number of samples behind the gradients of the next step; see `step`. With overlap, set it before backward().
     """
 
     _step_supports_amp_scaling = True  # see amp.py
@@ -224,20 +225,20 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @property
     def table_groups(self) -> dict[str, dict[str, Any]]:
-        """Numbers of the tables' rules by name of the table, such as {"user": {"lr": 0.05, ...}}, which the program may change.
+        """Options of the tables' rules by name of the table, such as {"user": {"lr": 0.05, ...}}. The program may change them.
 
-        Of an embedding without an optimizer of its own it is the entry of param_groups.
+        For an embedding without its own optimizer this is the entry of param_groups.
         """
         return self._declaration.tables.by_name
 
     @property
     def rank(self) -> int:
-        """This worker's number, from 0: which share of the data is its own."""
+        """This worker's number, from 0; it selects this worker's share of the data."""
         return self.ps.rank
 
     @property
     def world_size(self) -> int:
-        """Number of workers, and of shares of the data."""
+        """Number of workers, and so of shares of the data."""
         return self.ps.world_size
 
     @overload
@@ -254,20 +255,22 @@ class DistributedOptimizer(torch.optim.Optimizer):
     ) -> float | None:
         """Push the gradients and pull the new parameters into the model.
 
-        Returns when the round that the gradients belong to has closed (sync), or as soon as the staleness bound allows. If it
-        fails, the model is as it was; with overlap, parts of it may be new, and `pull` makes it whole.
+        Returns when the round of these gradients has closed (sync), or as soon as the staleness bound allows. If the step
+        fails, the model is unchanged; with overlap, some parameters may already be new, and `pull` brings the others up to
+        date.
 
         Args:
             closure: evaluates the model again and returns the loss, as in torch; called once.
-            batch_size: samples behind these gradients. Workers with batches of different sizes pass theirs, so that the mean
-                over all samples comes out right; 0 takes part in the round and contributes nothing. None: the attribute
-                `batch_size`, which is 1 unless the program has set it.
-            grad_scaler: given by `grad_scaler.step(optimizer)`; the gradients are unscaled here, unless they have been.
+            batch_size: number of samples behind these gradients. Workers with batches of different sizes pass it, so that the
+                mean over all samples is right. With 0 the worker takes part in the round but contributes nothing. None: the
+                attribute `batch_size`, which is 1 unless the program has set it.
+            grad_scaler: passed by `grad_scaler.step(optimizer)`; the gradients are unscaled here, unless the program has done
+                so.
 
         Raises:
-            InvalidRequest: the program has changed parameters itself, see `load_parameters`; nothing has been sent.
-            NonFiniteGradient: NaN or infinity in a gradient, and nan_policy is "refuse"; nothing has been sent, except with
-                overlap, where the worker cannot go on.
+            InvalidRequest: the program has changed parameters itself (use `load_parameters` for that); nothing has been sent.
+            NonFiniteGradient: a gradient has NaN or infinity, and nan_policy is "refuse". Nothing has been sent, except with
+                overlap, after which this worker cannot go on.
             PsdError: what the shards or the connection refuse.
         """
         loss = None
@@ -281,7 +284,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._exchange(size, grad_scaler)
         finally:
             self._size_of_step = None
-        # A scheduler that was built on the given optimizer would warn that nobody has called its step.
+        # Otherwise a scheduler built on the given optimizer would warn that its step has not been called.
         self._given._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001
         if self._groups.schedule is not None:
             self._groups.schedule.on_optimizer_step()
@@ -316,16 +319,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def load_parameters(self, state_dict: Mapping[str, torch.Tensor]) -> None:
         """Set the job's parameters as `model.load_state_dict` would in one process; also buffers, unless they are "local".
 
-        To be called by all workers at the same step, with the same values: it waits until all have, one of them sets them, and
-        all have them when it returns. What the rule keeps on the shards, such as momentum, stays, see `reset_slots`; so do the
-        rows of tables. A worker that is started again must not call it at another step than the others; to begin with other
-        values, load them into the model before `distribute`.
+        All workers must call this at the same step, with the same values. The call waits for all of them, and one of them sends
+        the values; when it returns, every worker has them. The rule's slots on the shards, such as momentum, stay (see
+        `reset_slots`), and so do the rows of tables. A restarted worker must not call this at another step than the others; to
+        begin training with certain values, load them into the model before `distribute`.
 
         Args:
-            state_dict: the model's, whole, such as torch.load or safetensors have it.
+            state_dict: the complete state_dict of the model, such as torch.load or safetensors return it.
 
         Raises:
-            InvalidRequest, InvalidTensor: a tensor is missing, unexpected, or of another shape; or another worker was given
+            InvalidRequest, InvalidTensor: a tensor is missing, unexpected, or has another shape; or another worker passed
                 other values. Nothing was set.
             NonFiniteGradient: a parameter holds NaN or infinity; nothing was set.
             BarrierTimeout: not all workers have called it within the wait timeout.
@@ -345,9 +348,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._parameters.note()
 
     def reset_slots(self) -> None:
-        """Let what the rules keep on the shards begin anew: momentum, moments, the counts of steps; of tensors and of rows.
+        """Reset the slots of the rules (momentum, moments, counts of steps) of all tensors and rows to their initial values.
 
-        Parameters, rows and the clock stay. To be called as `load_parameters` is, by all workers at the same step.
+        Parameters, rows and the clock stay. All workers must call this at the same step, as with `load_parameters`.
 
         Raises:
             BarrierTimeout: not all workers have called it within the wait timeout.
@@ -359,7 +362,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Add up gradients without sending them (with overlap); the next back-propagation outside sends the sums.
+        """Add up gradients without sending them (with overlap); the next back-propagation outside of the block sends the sums.
 
         Without overlap gradients add up until step() in any case, as in torch.
         """
@@ -367,12 +370,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
             yield
 
     def _prepare_push(self) -> Callable[[Feed, Callable[[int], None]], None]:
-        """Overlap: begin the push when the first gradient is there, with the header as it is then."""
+        """With overlap: prepare the push when the first gradient is there, with the scalars of that moment."""
         self._parameters.check_unchanged()
         scalars = self._groups.scalars_now(self.param_groups)
         size = weight_of(self.batch_size, "batch_size") if self._size_of_step is None else self._size_of_step
         self._sent = scalars, size
-        # After the job has gone back the model may be of versions that do not exist any more.
+        # After the job has gone back, the model may have versions that do not exist any more.
         versions = [min(pair) for pair in zip(self._parameters.versions, self._worker.parameters.versions, strict=True)]
         return lambda feed, on_received: self._worker.push_pull_feed(scalars, size, feed, on_received, versions)
 
@@ -404,14 +407,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return {**super().state_dict(), **self._slots.clocks}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over the param_groups; and the slots, if it is the state of one of torch's own optimizers that was stepped.
+        """Take over the param_groups; also the slots, if this is the state of one of torch's own optimizers and has slots.
 
-        Such a state is set on the shards, and slots of which it has nothing begin anew: to be called as `load_parameters` is,
-        by all workers at the same step. Else the slots stay what they are, and so does the clock.
+        With slots, all workers must call this at the same step, as with `load_parameters`: the slots are set on the shards, and
+        those that the state lacks are reset. Without, the slots on the shards stay. The clock stays in any case.
 
         Raises:
-            InvalidRequest: the state goes with other slots than those on the shards: it was taken at another step, and not
-                before the first one, with slots that have begun anew since; or it has slots that the job's rules do not have.
+            InvalidRequest: the state does not fit the slots on the shards. Either it was taken at another step (a state from
+                before the first step fits again right after `reset_slots`), or it has slots that the job's rules do not have.
             InvalidTensor: a slot has another shape than its parameter. Nothing has changed.
             NonFiniteGradient, BarrierTimeout: as `load_parameters`.
         """
@@ -427,12 +430,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._groups.take_over(self)
 
     def keep_schedule(self, given: LRScheduler, every: int) -> DistributedScheduler:
-        """Keep a schedule at the job's clock, for `scheduler`; not for programs."""
+        """Keep a schedule at the job's clock. Called by `scheduler`; not for programs."""
         connection = self.ps
         return self._groups.keep(given, lambda: connection.clock, every)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raise: what a job trains is fixed when it is declared."""
+        """Raise InvalidRequest: the groups of a job are fixed when it is declared."""
         if self._is_declared:
             raise InvalidRequest("add_param_group: the job has been declared; add all groups before distribute()")
         super().add_param_group(param_group)

@@ -1,6 +1,6 @@
-"""Copies of a model's buffers, such as BatchNorm's running statistics, to and from where they travel.
+"""Copies of a model's buffers, such as BatchNorm's running statistics, to and from the flat memory that is sent and received.
 
-Must not know when buffers are stored, nor how.
+Must not know when or how buffers are stored.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from psd_client.torch.parameters import as_tensors
 
 
 class Buffers:
-    """The buffers of one model that the shards keep.
+    """Those buffers of a model that the shards keep.
 
     Args:
-        flat: where they are sent from and received.
-        times_gone_back: how often the job had gone back to a checkpoint when what is in `flat` was received.
+        flat: memory from which the buffers are sent, and into which they are received.
+        times_gone_back: how often the job had gone back to a checkpoint when the contents of `flat` were received.
     """
 
     def __init__(self, declaration: TorchDeclaration, flat: FlatBuffers, times_gone_back: int = 0) -> None:
@@ -26,12 +26,12 @@ class Buffers:
         self._views = as_tensors(flat)[len(declaration.parameters) :]
 
     def send(self, times_gone_back: int) -> None:
-        """Write them to where they are sent from, after following the job back to a checkpoint, if it has gone back."""
+        """Write the buffers to the flat memory, to be sent; or, if the job has gone back, take over its buffers."""
         if not self.follow(times_gone_back):
             self.write()
 
     def follow(self, times_gone_back: int) -> bool:
-        """Take over what was received when the job went back to a checkpoint; False if it has not since the last time."""
+        """Take over the received buffers if the job has gone back since the last call; return whether it has."""
         if times_gone_back == self._times_gone_back:
             return False
         self._times_gone_back = times_gone_back
@@ -40,13 +40,13 @@ class Buffers:
 
     @torch.no_grad()
     def write(self) -> None:
-        """Write them to where they are sent from."""
+        """Write the model's buffers to the flat memory."""
         for buffer, view in zip(self._declaration.buffers, self._views, strict=True):
             view.copy_(buffer)
 
     @torch.no_grad()
     def receive(self) -> None:
-        """Take over what was received. What is equal is not written to: it may be memory that cannot be."""
+        """Copy the received buffers into the model. Equal ones are not written, as their memory may be read-only."""
         for buffer, view in zip(self._declaration.buffers, self._views, strict=True):
             value = view.to(buffer.device, buffer.dtype)
             if not torch.equal(buffer, value):

@@ -1,7 +1,7 @@
 """The declaration of a torch model and its optimizer, checked before connecting.
 
-Decides names, groups, what is trained and what is only shared, and refuses what the shards would not do as torch does. Must not
-know connections, gradients or steps.
+Decides names and groups, and which tensors are trained and which only shared. Refuses whatever the shards would not do as torch
+does. Must not know connections, gradients or steps.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ BUFFER_POLICIES = ("first", "mean", "local")
 
 @dataclass(frozen=True)
 class BufferPlace:
-    """The place of a buffer. Its module may assign another tensor there, as in `self.mean = 0.9 * self.mean + 0.1 * x`."""
+    """The attribute that holds a buffer. The module may assign another tensor: `self.mean = 0.9 * self.mean + 0.1 * x`."""
 
     module: torch.nn.Module
     name: str
 
     @property
     def tensor(self) -> torch.Tensor | None:
-        """The tensor that is there now."""
+        """The buffer's current tensor."""
         return getattr(self.module, self.name)  # type: ignore[no-any-return]
 
 
@@ -60,11 +60,11 @@ class TorchDeclaration:
 
     Attributes:
         parameters: the model's distinct parameters.
-        places: of the buffers that the shards keep. local_buffers: names of all, if they keep none.
-        tensors: the specs of both, in the same order.
-        always: flags that the optimizer's class stands for.
-        trained: indices of those that are pushed. frozen: of those that the optimizer has, but that need no gradient.
-        tables: of the embeddings, whose groups are the last ones.
+        places: places of the buffers that the shards keep. local_buffers: names of all buffers, if the shards keep none.
+        tensors: specs of the parameters, then of these buffers, in the same order.
+        always: flags that the optimizer's class implies.
+        trained: indices of the parameters that are pushed. frozen: indices of those in the optimizer that need no gradient.
+        tables: the embeddings' tables; their groups come last.
     """
 
     parameters: list[torch.Tensor]
@@ -79,10 +79,10 @@ class TorchDeclaration:
 
     @property
     def buffers(self) -> list[torch.Tensor]:
-        """The buffers that the shards keep, as the model has them now.
+        """The current tensors of the buffers that the shards keep.
 
         Raises:
-            InvalidTensor: one has another shape than it was declared with.
+            InvalidTensor: a buffer no longer has the shape that was declared.
         """
         buffers = []
         for spec, place in zip(self.tensors[len(self.parameters) :], self.places, strict=True):
@@ -98,7 +98,7 @@ class TorchDeclaration:
 
 
 class Options(torch.optim.Optimizer):
-    """The param_groups of a rule that torch does not have, for its result and for schedulers."""
+    """An optimizer that only holds param_groups, for a rule that torch does not have; a scheduler may be built on it."""
 
     def __init__(self, rule: Optimizer, params: Iterable[Any]) -> None:
         super().__init__(params, rule.option_values())
@@ -113,7 +113,8 @@ class Options(torch.optim.Optimizer):
 def read_declaration(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, template: GroupSpec, always: tuple[str, ...], buffers: str
 ) -> TorchDeclaration:
-    """Read and check the declaration. `template`: the rule. `buffers`: "first", "mean" or "local"."""
+    """Read the declaration from a model and its optimizer, and check it. template: the rule. buffers: "first", "mean" or
+    "local"."""
     groups = [group_spec(template, always, group) for group in optimizer.param_groups]
     embeddings = table_modules(model)
     handles = {id(embedding.handle) for embedding in embeddings}
@@ -172,10 +173,10 @@ def read_declaration(
 
 
 def state_values(declaration: TorchDeclaration, state: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-    """The values of the declared tensors in a state_dict, in their order; of tied ones any name will do.
+    """The values of the declared tensors in a state_dict, in their order. Tied tensors are found by any of their names.
 
     Raises:
-        InvalidRequest, InvalidTensor: one is missing, unexpected, or of another shape.
+        InvalidRequest, InvalidTensor: a tensor is missing, unexpected, or has another shape.
     """
     if not isinstance(state, Mapping):
         refuse(InvalidRequest, "state_dict", "tensors by name, as model.state_dict() has them", state)
@@ -215,7 +216,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> tuple[tuple[str, ...], 
 
 
 def _plain_names(*lists: Iterable[tuple[str, Any]]) -> list[list[tuple[str, Any]]]:
-    """Names without what DistributedDataParallel and torch.compile put before them, or between."""
+    """Names without the parts that DistributedDataParallel and torch.compile have added."""
     named = [[(".".join(part for part in name.split(".") if part != "_orig_mod"), item) for name, item in one] for one in lists]
     names = [name for one in named for name, _ in one]
     while names and all(name.startswith("module.") for name in names):
@@ -227,7 +228,7 @@ def _plain_names(*lists: Iterable[tuple[str, Any]]) -> list[list[tuple[str, Any]
 def _distinct(
     named: Iterable[tuple[str, Any]], identity: Callable[[Any], int] = id
 ) -> tuple[list[tuple[str, Any]], dict[str, tuple[str, ...]]]:
-    """Each item by its first name; and by that, its other ones. identity: equal for names of one item."""
+    """Each item once, with its first name; and its other names, by the first. identity: tells items apart."""
     names: dict[int, list[str]] = {}
     items: dict[int, Any] = {}
     for name, item in named:
@@ -277,7 +278,7 @@ def _buffer_spec(name: str, aliases: Sequence[str], buffer: torch.Tensor, group:
 
 
 def _check_memory(named: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
-    """Raise InvalidTensor if two elements share memory: an update of one would silently change the other."""
+    """Raise InvalidTensor if two elements of parameters share memory: an update of one would silently change the other."""
     storages: dict[tuple[torch.device, int], list[tuple[str, torch.nn.Parameter]]] = {}
     for name, parameter in named:
         if parameter.numel():

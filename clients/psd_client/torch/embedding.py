@@ -1,8 +1,8 @@
 """Embeddings whose rows are on the shards: modules in the manner of torch.nn.Embedding and torch.nn.EmbeddingBag.
 
 A forward pass pulls the distinct rows of its ids, and back-propagation collects a gradient for each. `distribute` finds the
-modules and joins them to the job; its result's `step()` pushes what was collected. Until then, and in copies of the module,
-there are no rows.
+modules and joins them to the job; the optimizer that it returns pushes the collected gradients in `step()`. A module has no
+rows before it is joined; nor has a copy of a module.
 
 Must not know connections or rounds (tables.py), nor how gradients are kept (row_gradients.py).
 """
@@ -31,14 +31,14 @@ MODES = ("sum", "mean", "max")
 
 
 class TableModule(torch.nn.Module):
-    """Base of the modules that look rows up in one table. Use a subclass.
+    """Base class of the modules that look up rows in one table.
 
     Attributes:
-        spec: the table. optimizer: its rule; None: that of the handle's param_group.
-        handle: a parameter that stands for the table in the model: the param_group that has it is the table's, if
-            the table has no optimizer of its own; the output is on its device, of its dtype, and tracked if it requires_grad;
-            its `.grad` has the gradients collected, a row for each distinct id, see row_gradients.py.
-        padding_idx: id whose row is zeros and has no gradient; None: none.
+        spec: the table's declaration. optimizer: the table's rule; None: that of the handle's param_group.
+        handle: a scalar parameter that represents the table in the model. Its param_group sets the table's options, if the
+            table has no optimizer of its own. The output has its device and dtype, and is tracked if it requires_grad. Its
+            `.grad` has a row for each distinct id whose gradient was collected, see row_gradients.py.
+        padding_idx: id whose row is zeros and has no gradient, or None.
     """
 
     def __init__(
@@ -67,12 +67,12 @@ class TableModule(torch.nn.Module):
 
     @property
     def is_tracked(self) -> bool:
-        """True if back-propagation may give the rows of a lookup gradients; in evaluation mode, too, as in torch."""
+        """True if back-propagation may compute gradients for looked-up rows; also in evaluation mode, as in torch."""
         return torch.is_grad_enabled() and self.handle.requires_grad
 
     @property
     def is_learning(self) -> bool:
-        """True if a lookup is a use of its rows. In evaluation mode it is none before their gradients are pushed."""
+        """True if a lookup counts as a use of its rows. In evaluation mode, only a push of their gradients does."""
         return self.training and self.is_tracked
 
     @property
@@ -90,7 +90,7 @@ class TableModule(torch.nn.Module):
         return self._tables
 
     def join(self, tables: Tables) -> None:
-        """Look up rows there from now on; called by `distribute`."""
+        """Look up rows in these tables from now on; called by `distribute`."""
         self._tables = tables
         self.handle.grad = None
         self.gradients = CollectedGradients(self.spec.name)
@@ -101,11 +101,11 @@ class TableModule(torch.nn.Module):
 
     @uncompiled
     def prefetch(self, ids: torch.Tensor) -> None:
-        """Bring the rows of the next step's batch while the program does other things.
+        """Fetch the rows of the next step's batch in the background, while the program does other things.
 
-        The next step's lookup of these very ids then finds them there; of other ones it brings them itself, as without. In
-        synchronous and ssp jobs they are asked for as soon as the next `step()` has its parameters, so that they are the same
-        to the bit; in asynchronous ones at once, and may be one step older.
+        If the next step looks up exactly these ids, it finds their rows here; else the lookup pulls its rows, as without
+        prefetch. In synchronous and ssp jobs the rows are pulled as soon as the next `step()` has its parameters, so that they
+        are the same to the bit; in asynchronous jobs they are pulled at once, and may be one step older.
 
         Args:
             ids: as in the forward pass.
@@ -127,9 +127,9 @@ class TableModule(torch.nn.Module):
         return wanted(self.tables.index_of[name], self.spec.dim, flat, self.padding_idx)
 
     def tracked(self, rows: torch.Tensor, found: Wanted, *, is_expanded: bool) -> torch.Tensor:
-        """Rows on the handle's device, of its dtype, whose gradients are collected.
+        """The rows on the handle's device and in its dtype, connected so that their gradients are collected.
 
-        is_expanded: a row for each id of the batch, not for each distinct one.
+        is_expanded: True if there is a row for each id of the batch; else for each distinct id.
         """
         rows = rows.to(self.handle.device, self.handle.dtype)
         if not self.is_tracked:
@@ -145,11 +145,11 @@ class TableModule(torch.nn.Module):
         return cast(torch.Tensor, Tracked.apply(self.handle, (rows,), self.gradients, sums))  # type: ignore[no-untyped-call]
 
     def output(self, rows: Rows, found: Wanted, ids: torch.Tensor, *more: Any) -> torch.Tensor:
-        """The output of the module, from the rows pulled. more: the other arguments of the forward pass."""
+        """The output of the module, computed from the pulled rows. more: the other arguments of the forward pass."""
         raise NotImplementedError
 
     def check(self, ids: torch.Tensor, *more: Any) -> None:
-        """Raise TypeError or InvalidTensor for arguments of the forward pass that do not go together."""
+        """Raise TypeError or InvalidTensor if the arguments of the forward pass do not fit together."""
 
     @override
     def extra_repr(self) -> str:
@@ -157,11 +157,11 @@ class TableModule(torch.nn.Module):
         return shown if self.padding_idx is None else f"{shown}, padding_idx={self.padding_idx}"
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state of a copy, which is joined to no job and has collected nothing."""
+        """The state for a copy: joined to no job, with no collected gradients."""
         return {**self.__dict__, "_tables": None, "gradients": CollectedGradients(self.spec.name), "_hook": None}
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        """Put nothing there: the rows are on the shards."""
+        """Save nothing: the rows are on the shards."""
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, metadata: Any, *more: Any) -> None:
         strict, missing, unexpected, errors = more
@@ -172,8 +172,8 @@ class TableModule(torch.nn.Module):
 class Embedding(TableModule):
     """Rows by id, as torch.nn.Embedding has them, from a table on the shards that grows by id.
 
-    The table is declared when `distribute` is called with the model. Embeddings of the same name look up in the same table, and
-    must be declared alike.
+    The table is declared when `distribute` is called with the model. Embeddings of the same name share one table, and must be
+    declared alike.
 
         embedding = psd.Embedding("user", dim=64, optimizer=psd_client.Adagrad(lr=0.05))
         rows = embedding(ids)  # (..., 64)
@@ -183,15 +183,16 @@ class Embedding(TableModule):
     checkpoints have the rows.
 
     Args:
-        name: of the table.
-        dim: numbers of a row.
-        optimizer: the rule of its rows, such as psd_client.Adagrad(lr=0.05); None: that of the param_group of the optimizer
-            given to `distribute` that has the module's parameter, whose learning rate and schedule it then follows.
-        init: values of rows that nobody has trained; by default as in torch.nn.Embedding. With seed, name and id they are
-            always the same.
+        name: name of the table.
+        dim: length of a row.
+        optimizer: the update rule of the rows, such as psd_client.Adagrad(lr=0.05). None: the rule of the optimizer given to
+            `distribute`; the rows then follow the learning rate and schedule of the param_group that has the module's
+            parameter.
+        init: values of rows that nobody has trained; by default as in torch.nn.Embedding. They depend only on seed, name and
+            id.
         padding_idx: id whose row is zeros, is not on the shards, and has no gradient.
-        device: where the output is, as `to(device)` sets it.
-        options: of psd_client.Table: dtype, updates, admit_after and so on.
+        device: device of the output; `to(device)` changes it.
+        options: other options of psd_client.Table: dtype, updates, admit_after and so on.
     """
 
     @uncompiled
@@ -212,14 +213,14 @@ class Embedding(TableModule):
 
 
 class EmbeddingBag(TableModule):
-    """Sums, means or maxima of rows, as torch.nn.EmbeddingBag has them, from a table on the shards that grows by id.
+    """Sums, means or maxima of rows, as in torch.nn.EmbeddingBag, from a table on the shards that grows by id.
 
-    See Embedding.
+    All that is said of the table in Embedding holds here, too.
 
     Args:
         mode: "sum", "mean" or "max".
-        include_last_offset: the last of the offsets is the number of ids.
-        name, dim, more: as in Embedding. Of a bag, ids that are padding_idx are left out.
+        include_last_offset: True if the last of the offsets is the number of ids.
+        name, dim, more: as in Embedding. In a bag, ids equal to padding_idx are left out.
     """
 
     def __init__(
@@ -236,12 +237,12 @@ class EmbeddingBag(TableModule):
     def forward(
         self, ids: torch.Tensor, offsets: torch.Tensor | None = None, per_sample_weights: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """One row (bags, dim) for each bag of ids.
+        """One row for each bag of ids: (bags, dim).
 
         Args:
             ids: int64 or int32, (bags, n); or (n,) with offsets.
-            offsets: (bags,) where in `ids` each bag begins.
-            per_sample_weights: of the shape of ids, with mode="sum": what each row is multiplied by.
+            offsets: (bags,), the index in `ids` at which each bag begins.
+            per_sample_weights: factors for the rows, of the shape of ids; only with mode="sum".
 
         Raises:
             as Embedding.
@@ -287,7 +288,7 @@ class EmbeddingBag(TableModule):
 
 
 def _are_offsets(offsets: torch.Tensor, ids: int) -> bool:
-    """True if they are where bags begin; for some others torch itself reads memory that is not its own."""
+    """True if these are valid beginnings of bags. With some invalid ones torch itself reads beyond its memory."""
     if offsets.dim() != 1 or not len(offsets):
         return offsets.dim() == 1 and ids == 0
     begins = offsets.cpu()
@@ -295,13 +296,13 @@ def _are_offsets(offsets: torch.Tensor, ids: int) -> bool:
 
 
 class EmbeddingCollection(torch.nn.ModuleDict):
-    """Embeddings by the names of features, which are looked up together: one round trip per shard for all of their tables.
+    """Embeddings by name of a feature. They are looked up together, in one round trip per shard for all of their tables.
 
         embeddings = psd.EmbeddingCollection({"user": psd.Embedding("user", 64), "seen": psd.EmbeddingBag("item", 64)})
         rows = embeddings({"user": users, "seen": (items, offsets)})  # {"user": (n, 64), "seen": (n, 64)}
 
     Args:
-        modules: Embedding and EmbeddingBag, by feature; features may share a module, or a table.
+        modules: an Embedding or EmbeddingBag for each feature; features may share a module, or a table.
     """
 
     def __init__(self, modules: Mapping[str, TableModule]) -> None:
@@ -312,16 +313,16 @@ class EmbeddingCollection(torch.nn.ModuleDict):
 
     @uncompiled
     def forward(self, ids: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """The outputs by feature. ids: by feature; of a bag also a tuple, such as (ids, offsets).
+        """The outputs by feature. ids: ids by feature; for a bag also a tuple, such as (ids, offsets).
 
         Raises:
-            InvalidRequest: there is no such feature. Else as Embedding.
+            InvalidRequest: there is no such feature. Other errors as Embedding.
         """
         return dict(zip(ids, look_up(self._lookups(ids)), strict=True))
 
     @uncompiled
     def prefetch(self, ids: Mapping[str, Any]) -> None:
-        """Fetch the rows of the next forward pass; takes the same ids."""
+        """Fetch the rows of the next forward pass in the background. ids: as in the forward pass."""
         lookups = self._lookups(ids)
         if lookups:
             lookups[0][0].tables.prefetch([(module, module.wanted(arguments[0])) for module, arguments in lookups])
@@ -337,7 +338,7 @@ class EmbeddingCollection(torch.nn.ModuleDict):
 
 
 def look_up(lookups: Sequence[tuple[TableModule, tuple[Any, ...]]]) -> list[torch.Tensor]:
-    """The outputs of some modules for their arguments, with one round trip for what is to be pulled."""
+    """The outputs of some modules for their arguments; all rows are pulled in one round trip."""
     found = []
     for module, (ids, *more) in lookups:
         found.append((module, module.wanted(ids)))

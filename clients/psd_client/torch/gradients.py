@@ -1,11 +1,11 @@
-"""The gradients of torch's parameters, in the client's flat buffers, from which they travel.
+"""The gradients of torch's parameters, in the client's flat buffers, from which they are sent.
 
-As soon as back-propagation has finished a parameter's gradient a hook copies it into the flat buffer, while it still lies in
-the processor's cache, and makes `.grad` a view of the buffer (places.py). So nothing is copied at the push, and what
-the program does to `.grad` before the step, such as clipping, happens in the buffer. Where `.grad` cannot be a view (another
-device, dtype or memory layout) the copy is made at the push. With `overlap` it is made by the hook, too, and each block leaves
-when it is complete. If the push continues during the next forward pass, `.grad` stays torch's own, so that nothing but the hook
-of the next back-propagation changes what is sent, and that one waits for the push before.
+As soon as back-propagation has finished a parameter's gradient, a hook copies it into the flat buffer, while it is still in the
+processor's cache, and makes `.grad` a view of the buffer (places.py). So nothing is copied at the push, and changes that the
+program makes to `.grad` before the step, such as clipping, happen in the buffer. If `.grad` cannot be a view (because of its
+device, dtype or memory layout), the copy is made at the push; with `overlap`, also by the hook. With `overlap` each block is
+sent when it is complete. If the push continues during the next forward pass, `.grad` remains torch's own tensor: only the hook
+of the next back-propagation writes to the buffer, and it waits for the push before.
 
 Must not know shards, sessions or optimizers' options.
 """
@@ -36,13 +36,13 @@ from psd_client.torch.uncompiled import uncompiled
 
 @dataclass(frozen=True)
 class Overlap:
-    """Options of gradients that leave before the step.
+    """Options for gradients that are sent before the step.
 
     Attributes:
-        prepare: called when the first gradient is there; what it returns pushes what a feed gives, and pulls, in a thread of
-            its own, and tells which blocks of the parameters have been received.
-        on_begin: told of each push's feed before that. on_told: called when the error of a push is raised.
-        in_background: a push goes on during the next forward pass.
+        prepare: called when the first gradient is there. Returns a function that runs in a separate thread: it pushes what a
+            feed gives, pulls, and reports each block of the parameters when it has been received.
+        on_begin: called with each push's feed before the push begins. on_told: called when the error of a push is raised.
+        in_background: the push continues during the next forward pass.
     """
 
     prepare: Callable[[], Callable[[Feed, Callable[[int], None]], None]]
@@ -55,7 +55,7 @@ class Gradients:
     """The gradients of the trained parameters of one model.
 
     Args:
-        overlap: None: nothing leaves before the step.
+        overlap: options for sending gradients early; None: nothing is sent before the step.
     """
 
     def __init__(self, declaration: TorchDeclaration, buffers: FlatBuffers, overlap: Overlap | None) -> None:
@@ -86,7 +86,7 @@ class Gradients:
         self._remove_hooks = weakref.finalize(self, _remove, hooks)
 
     def close(self) -> None:
-        """Leave the parameters alone from now on. Raises what the last push has failed with, if nobody has been told."""
+        """Leave the parameters alone from now on. Raises the error of the last push, unless it has been raised before."""
         self._remove_hooks()
         self.abandon()
         if self._in_background:
@@ -98,7 +98,7 @@ class Gradients:
         """Put all gradients into the buffers; return which tensors have one, None for all.
 
         Args:
-            gradients: of the trained parameters; None: what is in their `.grad`.
+            gradients: gradients of the trained parameters; None: those in `.grad`.
 
         Raises:
             InvalidTensor, InvalidRequest: a gradient is sparse, or a frozen parameter has one.
@@ -123,10 +123,10 @@ class Gradients:
         return self._buffers.present_but(missing)
 
     def finish(self, take: Callable[[Callable[[bool], int | None]], None], tables: Sequence[Sequence[TableRows]] = ()) -> None:
-        """Overlap: send what has not left yet, and take the parameters.
+        """With overlap: send the gradients that have not been sent yet, and take the new parameters.
 
         Args:
-            take: asks the function that it is given for the blocks of the parameters, see `_Push.next_block`.
+            take: takes the parameters, block by block; called with a function that gives the blocks, `_Push.next_block`.
             tables: gradients of rows, by shard.
 
         Raises:
@@ -156,7 +156,7 @@ class Gradients:
             self._going_on = None
 
     def _make_room(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Free the places of gradients that are elsewhere, or missing, to be written to."""
+        """Free the places of parameters whose gradients are elsewhere or missing, so that they can be written to."""
         self._places.renew(range(len(self._views)))
         for number in range(len(self._views)):
             if gradients[number] is not self._views[number]:
@@ -172,7 +172,7 @@ class Gradients:
 
     @contextmanager
     def _noted_failure(self, push: _Push) -> Iterator[None]:
-        """Note a push's failure; raise if this worker cannot go on because its gradients cannot be sent again."""
+        """Note and raise the failure of a push; this worker cannot go on if its gradients cannot be sent again."""
         try:
             yield
         except NonFiniteGradient as error:
@@ -197,7 +197,7 @@ class Gradients:
         self._overlap.on_told()
 
     def _leave_views(self) -> None:
-        """Protect what is being sent from further changes of `.grad`."""
+        """Make `.grad` independent of the buffers that are being sent, so that changes of it do no harm."""
         for parameter, view in zip(self._parameters, self._views, strict=True):
             if parameter.grad is view:
                 parameter.grad = view.clone()
@@ -212,7 +212,7 @@ class Gradients:
             raise
 
     def abandon(self) -> None:
-        """Give up the push under way (with overlap). Blocks that have left are counted, as if the worker had died there."""
+        """Give up the push under way (with overlap). Blocks already sent count, as if the worker had died at this point."""
         push, self._push = self._push, None
         if push is not None:
             self._is_broken = True
@@ -220,7 +220,7 @@ class Gradients:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Add up gradients in here without sending them (with overlap); they leave with the next ones outside."""
+        """Add up gradients in this block without sending them (with overlap); they are sent with the next ones outside."""
         before, self._is_syncing = self._is_syncing, False
         try:
             yield
@@ -251,7 +251,7 @@ class Gradients:
             self._send(number, push)
 
     def _is_alike_now(self, number: int, gradient: torch.Tensor) -> bool:
-        """True unless the model has been moved, to a device or a dtype where `.grad` cannot be the view."""
+        """True unless the model has been moved to a device or converted to a dtype where `.grad` cannot be the view."""
         view = self._views[number]
         return gradient.layout is torch.strided and (gradient.dtype, gradient.device) == (view.dtype, view.device)
 
@@ -318,7 +318,8 @@ class _Push:
     """A push under way.
 
     Attributes:
-        sent: by number of the parameter, its gradient, and that one's version. error: what it has failed with.
+        sent: the gradients that were sent, with torch's version of each, by number of the parameter. error: why the push
+            failed, or None.
     """
 
     def __init__(self, feed: Feed, begin: Callable[[Feed, Callable[[int], None]], None]) -> None:
@@ -342,7 +343,7 @@ class _Push:
     def next_block(self, is_waiting: bool) -> int | None:
         """The next block of the parameters that has been received.
 
-        None: all have been received; or none is there now, and it is not to be waited for. Raises what has failed.
+        None: all have been received; or, if not waiting, none is there now. Raises the error of the push.
         """
         try:
             block = self._received.get(is_waiting)

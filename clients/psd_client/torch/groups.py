@@ -1,7 +1,7 @@
-"""The param_groups of a distributed optimizer: the same dicts as the given optimizer's, so that schedulers may hold either.
+"""The param_groups of a distributed optimizer: the same dicts as the given optimizer's, so that schedulers may use either.
 
-Decides what of them travels with each push, keeps the schedule that moves them, refuses what the declaration has fixed.
-Must not know connections or gradients.
+Decides which of their options go with each push, keeps the schedule that changes them, and refuses changes of options that the
+declaration has fixed. Must not know connections or gradients.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class SharedGroups:
 
     Args:
         given: the optimizer that was given to `distribute`.
-        slots: what becomes of a state that is loaded into it.
+        slots: checks a state that is loaded into that optimizer.
 
     Attributes:
-        schedule: what keeps their learning rates at the job's clock, if the program has asked for that.
+        schedule: keeps the learning rates at the job's clock, if the program has asked for that; else None.
     """
 
     def __init__(self, given: torch.optim.Optimizer, declaration: TorchDeclaration, slots: LoadedSlots) -> None:
@@ -60,7 +60,7 @@ class SharedGroups:
         given.register_load_state_dict_post_hook(share)
 
     def take_over(self, optimizer: torch.optim.Optimizer) -> None:
-        """Give an optimizer that has loaded a state the shared dicts again, with the options that it has loaded."""
+        """Restore the shared dicts of an optimizer that has loaded a state, and write the loaded options into them."""
         loaded, optimizer.param_groups = optimizer.param_groups, list(self._dicts)
         for group, new in zip(self._dicts, loaded, strict=True):
             group.update(new)
@@ -68,7 +68,7 @@ class SharedGroups:
             self.schedule.reapply()
 
     def keep(self, given: LRScheduler, clock: Callable[[], int], every: int) -> DistributedScheduler:
-        """Keep a schedule at a clock, see psd_client.torch.scheduler."""
+        """Keep a schedule at this clock, as psd_client.torch.scheduler describes."""
         if self.schedule is not None:
             raise InvalidRequest(
                 "scheduler: the optimizer has one already; make one of several by torch's ChainedScheduler or SequentialLR"
@@ -77,17 +77,17 @@ class SharedGroups:
         return self.schedule
 
     def scalars_now(self, own: Groups) -> list[list[float]]:
-        """The scalars for the push of the worker's clock, after bringing the schedule to it."""
+        """The scalars for the next push, after moving the schedule to the worker's clock."""
         if self.schedule is not None:
             self.schedule.follow()
         return self.scalars(own)
 
     def scalars(self, own: Groups) -> list[list[float]]:
-        """The scalars of a push, per group; `own`: the distributed optimizer's param_groups.
+        """The scalars of a push, by group. own: the distributed optimizer's param_groups.
 
         Raises:
-            InvalidRequest: an option that is fixed for the job has changed; or there are other groups than were declared, or
-                other parameters in them.
+            InvalidRequest: an option that is fixed for the job has changed; or the groups, or the parameters in them, are not
+                those that were declared.
         """
         specs = self._declaration.groups
         for groups in (own, self._given.param_groups):
@@ -106,7 +106,7 @@ class SharedGroups:
                 )
             now = group_spec(specs[index], self._declaration.always, group)
             declared, flags = set(specs[index].flags), set(now.flags)
-            # Momentum that has become 0 keeps its slot; the other way round there is none.
+            # If momentum becomes 0, its slot is kept; if it was 0 at the declaration, there is no slot.
             changed = sorted((declared ^ flags) - {"momentum"} | (flags - declared))
             if changed:
                 raise InvalidRequest(
@@ -124,7 +124,7 @@ class SharedGroups:
 
 
 def _refuse_step(given: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Refuse to step an optimizer that was given to `distribute`: that would train this worker's copy alone."""
+    """Refuse a step of the optimizer that was given to `distribute`: it would train this worker's copy only."""
     del args, kwargs
     raise InvalidRequest(
         f"{type(given).__name__}.step: this optimizer was given to psd.distribute(), and steps no more; step its result: "

@@ -1,4 +1,4 @@
-"""Torch's optimizers as the shards know them: rule and options, by torch's names.
+"""The rules that correspond to torch's optimizers, and their options, by torch's names.
 
 Decides which classes and options psd has, and refuses the others by name. Imports no torch: it looks at names and values.
 """
@@ -16,7 +16,7 @@ from psd_core.rules import CLASSES, RULES
 _CLASSES = {kind.__name__: kind for kind in CLASSES if kind.is_in_torch}
 
 _IGNORED = {"foreach", "fused"}
-"""Options that choose among torch's own kernels for the same arithmetic. The shards have theirs, so either value is right."""
+"""Options that choose between torch's kernels for the same arithmetic. The shards have their own, so any value is right."""
 
 
 def rule_of(kind: type, optim: ModuleType) -> tuple[str, tuple[str, ...]]:
@@ -41,7 +41,7 @@ def rule_of(kind: type, optim: ModuleType) -> tuple[str, tuple[str, ...]]:
 
 
 def check_options(rule: str, options: Mapping[str, Any], index: int) -> None:
-    """Raise InvalidRequest if an option is on that the shards would not honour."""
+    """Raise InvalidRequest if an option is set that the shards would not honour."""
     info = RULES[rule]
     honoured = {*map(option_of, info.scalars), *info.flags, *info.constants}
     for option, value in options.items():
@@ -50,9 +50,9 @@ def check_options(rule: str, options: Mapping[str, Any], index: int) -> None:
 
 
 def has_slots(state: Mapping[str, Any]) -> str | None:
-    """The first slot in one parameter's state, or None if no step has put any there.
+    """The first slot in a parameter's state, or None if no step has written any.
 
-    Adagrad makes its slots when it is built; they are worth nothing until the first step.
+    Adagrad makes its slots when it is built; they do not count before the first step.
     """
     if float(state.get("step", 1)) == 0:
         return None
@@ -60,7 +60,7 @@ def has_slots(state: Mapping[str, Any]) -> str | None:
 
 
 def check_no_slots(states: Iterable[Mapping[str, Any]], what: str) -> None:
-    """Raise InvalidRequest, naming `what`, if there are slots, which would be lost."""
+    """Raise InvalidRequest if there are slots, because they would be lost. what: begins the message."""
     for state in states:
         slot = has_slots(state)
         if slot:

@@ -1,7 +1,7 @@
-"""Flat buffers as torch sees them, and copies from there into the parameters of a model.
+"""Torch's views of flat buffers, and copies from these into the parameters of a model.
 
-These keep memory of their own: it may be on another device, of another dtype or memory layout, and back-propagation may still
-read it while the next values arrive.
+Parameters keep their own memory: it may have another device, dtype or memory layout, and back-propagation may still read it
+while the next values arrive.
 
 The copies are torch._foreach_copy_, one call for many tensors. It has no public name; its public neighbours either lay out a
 new vector at each step (torch.cat, parameters_to_vector) or replace the parameters' memory (vector_to_parameters).
@@ -29,19 +29,19 @@ def as_tensors(buffers: FlatBuffers) -> list[torch.Tensor]:
 
 
 def as_tensor(view: NDArray[Any]) -> torch.Tensor:
-    """Torch's view of an array's memory; of 16 bits that are bfloat16's in their dtype."""
+    """Torch's view of an array's memory; uint16, which holds the bits of bfloat16, becomes torch.bfloat16."""
     return torch.from_numpy(view).view(torch.bfloat16) if view.dtype == np.uint16 else torch.from_numpy(view)
 
 
 @torch.no_grad()
 def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Copy tensors, of which there may be none."""
+    """Copy tensors pairwise; the lists may be empty."""
     if targets:
         torch._foreach_copy_(targets, sources)
 
 
 def is_alike(parameter: torch.Tensor, view: torch.Tensor) -> bool:
-    """True if a view of the flat buffer could take the place of the parameter, or of its gradient."""
+    """True if a view of the flat buffer could replace the parameter, or its gradient."""
     return parameter.device == view.device and parameter.dtype == view.dtype and parameter.is_contiguous()
 
 
@@ -49,10 +49,10 @@ class Parameters:
     """The trained parameters of one model.
 
     Args:
-        buffers: where they are received.
+        buffers: buffers into which the parameters are received.
 
     Attributes:
-        versions: by block, of what is in the model.
+        versions: version of the values that the model has, by block.
     """
 
     def __init__(self, declaration: TorchDeclaration, buffers: FlatBuffers) -> None:
@@ -72,8 +72,9 @@ class Parameters:
     def check_unchanged(self) -> None:
         """Raise InvalidRequest if the program has changed a parameter since it was received: the next copy would undo that.
 
-        One that was changed and has its value again is not changed. Not seen is what torch does not count either, such as
-        `.data.clamp_()`; nor a change of one of which a part was left out, whose value is not known here.
+        A parameter that has its received value again counts as unchanged. Two kinds of changes are not noticed: those that
+        torch does not count, such as `.data.clamp_()`; and changes of a parameter that was received only in part, whose value
+        is not known here.
         """
         for index, (parameter, view) in self._pairs.items():
             if _mark(parameter) == self._marks[index]:
@@ -88,12 +89,12 @@ class Parameters:
             self._marks[index] = _mark(parameter)
 
     def note(self) -> None:
-        """Note what tells whether the program changes a parameter from now on."""
+        """Note the state of the parameters, to notice if the program changes one from now on."""
         self._marks = {index: _mark(parameter) for index, (parameter, _) in self._pairs.items()}
 
     @torch.no_grad()
     def copy(self) -> None:
-        """Copy all of them, after they have been received."""
+        """Copy all parameters, after they have been received."""
         self._copy(self._pairs)
         self._left = set()
         self.versions = list(self._buffers.versions)
@@ -101,12 +102,13 @@ class Parameters:
 
     @torch.no_grad()
     def copy_as_received(self, next_block: Callable[[bool], int | None], *, is_all: bool) -> None:
-        """Copy piece by piece those that can be, while others are still being received.
+        """Copy block by block, while other blocks are still being received; a parameter with another layout is copied as a
+        whole.
 
         Args:
-            next_block: returns the index of one that has been received; None, if there is none now and it is told not to wait,
-                or if all have been received, or received anew.
-            is_all: all of them; else those that have been received now, and those that were left out the last time.
+            next_block: returns the index of a block that has been received. Returns None if all have been received, possibly
+                more than once, or if it is told not to wait and there is none.
+            is_all: copy all blocks; else only wait for those that were left out the last time, and copy what else is there.
         """
         try:
             self._copy_as_received(next_block, is_all=is_all)
@@ -125,7 +127,7 @@ class Parameters:
                     copied[block] = self._buffers.versions[block]
                     self._copy_block(block, apart)
         self._left = self._pieces.keys() - copied.keys()
-        # Others are copied once all of their blocks are there; until then none of these counts as copied.
+        # Parameters in `apart` are copied once all of their blocks are there; until then none of these blocks counts as copied.
         lacking = {tensor for tensor in apart if self._blocks_of.get(tensor, set()) & self._left}
         self._copy(apart - lacking)
         self._left.update(*(self._blocks_of[tensor] for tensor in lacking))
@@ -144,5 +146,5 @@ class Parameters:
 
 
 def _mark(parameter: torch.Tensor) -> tuple[int, int]:
-    """Torch's count of changes in place, and where the numbers are."""
+    """Torch's count of in-place changes, and the address of the data."""
     return parameter._version, parameter.data_ptr()  # noqa: SLF001

@@ -1,11 +1,10 @@
-"""The places of gradients in the flat buffer: which lie there, and that none lies in another parameter's place.
+"""The places of gradients in the flat buffer: which gradients lie there, and that none lies in another parameter's place.
 
-A parameter's `.grad` is a view of its own place in the buffer, once a hook has put it there; the program may then give it to
-another parameter, or to several. Before anything is written to such a place, what was moved becomes memory of its own. The
-program may also give the view itself other memory, by `.grad.data =`, or by `model.half()`, which does so, or move the memory
-of all tensors that share it, by `model.share_memory()` or a queue of torch.multiprocessing: the place then gets another view.
-So it does when the program has kept a gradient, and the parameter has none any more, or another one: what was kept gets memory
-of its own.
+Once a hook has put a parameter's gradient into its place, `.grad` is a view of the buffer. The program may do three things with
+that view. It may assign it to other parameters: before the place is written again, the assigned gradient gets its own memory.
+It may give the view other memory, by `.grad.data =`, `model.half()`, `model.share_memory()` or a queue of
+torch.multiprocessing: the place then gets a new view. And it may keep the view while the parameter's `.grad` is set to None or
+to another tensor: then the kept view gets its own memory, and the place a new view.
 
 Must not know shards, pushes or hooks.
 """
@@ -22,15 +21,15 @@ from numpy.typing import NDArray
 from psd_client.torch.parameters import as_tensor
 
 _REFERENCES = 2
-"""Number of references to a view that nobody else holds: that of the list, and the argument of the function that counts."""
+"""Reference count of a view that only psd holds: the list's reference, and the argument of the function that counts."""
 
 
 class Places:
     """The places of some parameters' gradients.
 
     Args:
-        views: of the buffer, one for each parameter; renewed here. arrays: the same of NumPy, which no program has in its
-            hands. spaces: the buffer's memory.
+        views: a view of the buffer for each parameter; this class replaces them. arrays: the same views in NumPy, which
+            programs cannot reach. spaces: the buffer's memory.
     """
 
     def __init__(
@@ -44,13 +43,13 @@ class Places:
         self._views = views
         self._kept = [(array, view.data_ptr()) for array, view in zip(arrays, views, strict=True)]
         self._own = {id(view) for view in views}
-        self._taken: set[int] = set()  # places that are, or may be, somebody's gradient
+        self._taken: set[int] = set()  # places that are, or may be, the gradient of some parameter
         self._moved: list[torch.Tensor] = []  # gradients that were in the buffer, and now are not
         starts = [space.__array_interface__["data"][0] for space in spaces]
         self._ranges = [(start, start + space.nbytes) for start, space in zip(starts, spaces, strict=True)]
 
     def renew(self, numbers: Iterable[int]) -> None:
-        """Make new views of the places whose views have got other memory."""
+        """Replace those views that have been given other memory."""
         for number in numbers:
             array, address = self._kept[number]
             if self._views[number].data_ptr() != address:
@@ -60,7 +59,7 @@ class Places:
                 self._taken.discard(number)
 
     def put(self, number: int) -> None:
-        """Put a parameter's gradient into its place, unless the program has moved it: several parameters may have it then, and
+        """Put a parameter's gradient into its place, unless the program has moved it: several parameters may then share it, and
         back-propagation adds to it for each of them."""
         self.clear(number)
         parameter, view = self._parameters[number], self._views[number]
@@ -73,13 +72,13 @@ class Places:
             self._taken.add(number)
 
     def clear(self, number: int) -> None:
-        """Remove another parameter's gradient, or one that the program has kept, from a parameter's place."""
+        """Remove a gradient that another parameter has, or that the program has kept, from a parameter's place."""
         if number in self._taken and self._parameters[number].grad is not self._views[number]:
             self.part()
 
     @torch.no_grad()
     def part(self) -> None:
-        """Remove from all places the gradients of other parameters, and those that the program has kept."""
+        """Do what `clear` does for all places: gradients of other parameters, and kept ones, get their own memory."""
         taken: set[int] = set()
         apart: dict[int, torch.Tensor] = {}
         for number, (parameter, view) in enumerate(zip(self._parameters, self._views, strict=True)):
@@ -91,14 +90,14 @@ class Places:
         left, self._taken = self._taken - taken, taken
         if apart or self._moved:
             self._part(apart)
-        del parameter, view, gradient  # which hold one of the views
+        del parameter, view, gradient  # these hold a reference to one of the views
         for number in left:
             if sys.getrefcount(self._views[number]) > _REFERENCES:
                 self._views[number].data = self._views[number].clone()
                 self.renew((number,))
 
     def _part(self, apart: dict[int, torch.Tensor]) -> None:
-        """Replace gradients, by their id, wherever they are."""
+        """Replace each parameter's `.grad` whose id is in `apart`."""
         for number, parameter in enumerate(self._parameters):
             gradient = apart.get(id(parameter.grad))
             if gradient is not None:

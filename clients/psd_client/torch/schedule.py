@@ -1,8 +1,8 @@
 """A torch learning-rate scheduler at the job's clock, not at the number of this process's steps.
 
-The two differ where a worker was started again, has fallen behind, or has gone back to a checkpoint with its job. The scheduler
-is moved by its own steps, so that its numbers are the very bits of a run that nothing has disturbed: on to the clock, or from
-its beginning, if the clock has gone back. 100,000 steps take a second.
+The two differ if a worker was restarted, has fallen behind, or has gone back to a checkpoint with its job. The scheduler is
+then stepped until it reaches the clock, from its beginning if the clock has gone back, so that its numbers have the same bits
+as in an undisturbed run. 100,000 steps take a second.
 
 Must not know connections, gradients or shards.
 """
@@ -25,14 +25,14 @@ class Owner(Protocol):
     """The distributed optimizer that a scheduler belongs to."""
 
     def keep_schedule(self, given: LRScheduler, every: int) -> DistributedScheduler:
-        """Have the schedule's learning rates in every push."""
+        """Use the schedule's learning rates in every push."""
 
 
 _owners: WeakKeyDictionary[torch.optim.Optimizer, ReferenceType[Owner]] = WeakKeyDictionary()
 
 
 def register(owner: Owner, *optimizers: torch.optim.Optimizer) -> None:
-    """Register the optimizers, whose schedulers then belong to `owner`."""
+    """Register optimizers. Schedulers that are built on them then belong to `owner`."""
     for optimizer in optimizers:
         _owners[optimizer] = ref(owner)
 
@@ -42,19 +42,19 @@ def scheduler(given: LRScheduler, *, every: int = 1) -> DistributedScheduler:
 
         schedule = psd.scheduler(torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10_000))
 
-    A worker that is restarted, that joins a running job, falls behind, or goes back to a checkpoint with its job then has
-    the learning rates of the step at which it continues, to the bit. The program calls `step()` as usual, after
-    optimizer.step(); missing calls are made up for by the next optimizer.step().
+    A worker that is restarted, joins a running job, falls behind, or goes back to a checkpoint with its job then has exactly
+    the learning rates of the step at which it continues. The program calls `step()` as usual, after optimizer.step(); the next
+    optimizer.step() makes up for missing calls.
 
     Args:
-        given: a scheduler of what `distribute` has returned, or of the optimizer given to it; as it is at the job's step 0. Of
-            several torch's ChainedScheduler or SequentialLR makes one. Not ReduceLROnPlateau.
-        every: steps of the optimizer for each step of the scheduler. For a schedule in epochs: the steps of an epoch, the same
-            on all workers.
+        given: a scheduler in its initial state, built on the optimizer that `distribute` returned or on the one passed to it.
+            To use several schedulers, combine them with torch's ChainedScheduler or SequentialLR. Not ReduceLROnPlateau.
+        every: number of optimizer steps for each step of the scheduler. For a schedule in epochs: the number of steps in an
+            epoch, the same on all workers.
 
     Raises:
-        TypeError: no scheduler of torch.optim.lr_scheduler.
-        InvalidRequest: a scheduler that cannot be brought to any clock, that has been stepped, or of another optimizer.
+        TypeError: this is not a scheduler of torch.optim.lr_scheduler.
+        InvalidRequest: the scheduler cannot be moved to any clock, has been stepped, or belongs to another optimizer.
     """
     _check(given)
     if whole_number(InvalidRequest, "every", every) < 1:
@@ -70,9 +70,9 @@ class DistributedScheduler(LRScheduler):
     """A scheduler whose position is the job's clock; made by `scheduler`. Its other attributes are the given one's.
 
     Args:
-        given: as it is at the job's step 0.
-        clock: the worker's.
-        every: steps of the optimizer for each of the scheduler's.
+        given: a scheduler in its initial state.
+        clock: returns the worker's clock.
+        every: number of optimizer steps for each step of the scheduler.
     """
 
     def __init__(self, given: LRScheduler, clock: Callable[[], int], every: int) -> None:
@@ -100,8 +100,8 @@ class DistributedScheduler(LRScheduler):
         """Bring the learning rates to the job's clock, as optimizer.step() itself does before it pushes.
 
         Raises:
-            InvalidRequest: a number is given; or the optimizer makes more steps between two calls than `every` says, so that
-                the schedule was written for other steps than the job's.
+            InvalidRequest: an epoch is given; or the optimizer has made more than `every` steps since the last call, which
+                shows that the schedule counts something other than the job's steps.
         """
         if epoch is not None:
             raise InvalidRequest("scheduler.step: takes no epoch; the position is the job's clock")
@@ -134,7 +134,7 @@ class DistributedScheduler(LRScheduler):
             self._advance()
 
     def reapply(self) -> None:
-        """Set the options that the schedule moves again, after load_state_dict, say, has replaced them."""
+        """Set the options that the schedule controls again, for instance after load_state_dict has replaced them."""
         self._is_stale = True
         self.follow()
 
@@ -144,11 +144,11 @@ class DistributedScheduler(LRScheduler):
         return self._given.get_last_lr()
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, for reading only: the job's clock determines it."""
+        """The position, for information only: the job's clock determines it."""
         return {"last_epoch": self._position}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Do nothing: the position stays the job's."""
+        """Ignore the state: the job's clock determines the position."""
         del state_dict
         self.follow()
 
@@ -194,23 +194,23 @@ def _check(given: Any) -> None:
 
 
 def _parts(scheduler: Any) -> Iterator[Any]:
-    """The scheduler and those that it is composed of."""
+    """The scheduler, and the schedulers that it combines."""
     yield scheduler
     for part in getattr(scheduler, "_schedulers", ()):
         yield from _parts(part)
 
 
 def _mark(scheduler: Any) -> list[Any]:
-    """Everything that each step changes."""
+    """The counters that each step of the scheduler changes."""
     return [(vars(part).get("last_epoch"), vars(part).get("_step_count")) for part in _parts(scheduler)]
 
 
 def _copied(state: dict[str, Any], scheduler: LRScheduler) -> dict[str, Any]:
-    """A state of the scheduler that its steps do not change."""
+    """A copy of the scheduler's state, which its steps do not change."""
     shared = [part for found in _parts(scheduler) for part in (found, found.optimizer)]
     return copy.deepcopy(state, {id(part): part for part in shared})
 
 
 def _value(option: Any) -> Any:
-    """The value of an option that is not changed in place."""
+    """The option's value; a copy if it can be changed in place."""
     return option.clone() if isinstance(option, torch.Tensor) else option

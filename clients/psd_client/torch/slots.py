@@ -1,6 +1,7 @@
-"""The slots of torch's own optimizers, as the shards keep them: which state of torch's is which slot.
+"""Slots from the states of torch's own optimizers: which value in torch's state is which slot on the shards.
 
-Reads the `state` of a state_dict, and refuses what the shards would not go on from as torch does. Must not know connections.
+Reads the `state` of a state_dict. Refuses a state from which the shards would not continue as torch does. Must not know
+connections.
 """
 
 from __future__ import annotations
@@ -17,17 +18,17 @@ from psd_client.torch.options import has_slots
 from psd_client.worker.exchange.loading import SlotValues
 
 _IN_TORCH = {("sgd", "momentum"): "momentum_buffer"}
-"""Torch's names of slots that have another one in psd, by rule and slot."""
+"""Torch's names of slots that are called differently in psd, by rule and slot."""
 
 _COUNTED = {"step", "mu_product"}
 """Parts of torch's state that follow from the number of steps."""
 
 
 class LoadedSlots:
-    """Which states go with the slots that are on the shards.
+    """Decides which states fit the slots that are on the shards.
 
     Args:
-        clock: asks for the worker's. times_gone_back: asks how often the job has gone back to a checkpoint.
+        clock: returns the worker's clock. times_gone_back: returns how often the job has gone back to a checkpoint.
     """
 
     def __init__(self, declaration: TorchDeclaration, clock: Callable[[], int], times_gone_back: Callable[[], int]) -> None:
@@ -37,7 +38,7 @@ class LoadedSlots:
         self._began: tuple[int, int] | None = 0, times_gone_back()
 
     def begin(self) -> None:
-        """Note that the slots begin anew now."""
+        """Note that the slots have just been reset."""
         self._began = self._clock(), self._times_gone_back()
 
     def load(self) -> None:
@@ -46,18 +47,18 @@ class LoadedSlots:
 
     @property
     def _began_at(self) -> int | None:
-        """The clock at which the slots have begun anew; None: they were loaded, or are a checkpoint's."""
+        """The clock at which the slots were last reset; None if they were loaded, or come from a checkpoint."""
         if self._began is None or self._began[1] != self._times_gone_back():
             return None
         return self._began[0]
 
     @property
     def clocks(self) -> dict[str, int | None]:
-        """Entries of a state_dict by which it is known again."""
+        """Entries of a state_dict by which `check` can tell whether it fits."""
         return {"clock": self._clock(), "slots_began": self._began_at}
 
     def check(self, state: Mapping[str, Any]) -> None:
-        """Raise InvalidRequest for a state whose slots are not those that are on the shards: they do not change with it."""
+        """Raise InvalidRequest if a state without slots belongs to other slots than those on the shards, which would stay."""
         now = self._clock()
         clock = state.get("clock", 0)
         is_begun = clock == state.get("slots_began", 0)
@@ -72,13 +73,13 @@ class LoadedSlots:
 def slots_of(
     declaration: TorchDeclaration, param_groups: list[dict[str, Any]], state_dict: Mapping[str, Any]
 ) -> dict[int, SlotValues]:
-    """The slots in a state_dict, by index of the tensor; nothing of parameters that have made no step.
+    """The slots in a state_dict, by index of the tensor; parameters that have made no step are left out.
 
     Args:
-        param_groups: of the job's optimizer; the state's has as many parameters, in the same order.
+        param_groups: param_groups of the job's optimizer. Those of the state must have as many parameters, in the same order.
 
     Raises:
-        InvalidRequest, InvalidTensor: they are not those of the job's rules and parameters; the message says which.
+        InvalidRequest, InvalidTensor: a slot does not fit the job's rules or parameters; the message says which.
     """
     groups = state_dict["param_groups"]
     if [len(group["params"]) for group in groups] != [len(group["params"]) for group in param_groups]:

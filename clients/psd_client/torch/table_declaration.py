@@ -1,7 +1,7 @@
-"""The tables that a model's embeddings declare, and the groups that have their rules.
+"""The tables that a model's embeddings declare, and the groups with their rules.
 
-A table's rule is its own, or that of the param_group that has the embedding's handle. A group has either tensors or tables, so
-tables have groups of their own, behind the others. Must not know connections or lookups.
+A table has its own rule, or that of the param_group that contains the embedding's handle. A group has either tensors or tables,
+so tables have separate groups, which come last. Must not know connections or lookups.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ class TableDeclaration:
     """The tables of one model.
 
     Attributes:
-        members: by name of the table, in the job's order, the embeddings that look rows up there.
-        specs: of the tables. groups: their groups. options: of each group, a dict that has its scalars, and may change.
-        by_name: the options by name of the table.
+        members: the embeddings that look up rows in each table, by name of the table, in the job's order.
+        specs: declarations of the tables. groups: declarations of their groups. options: each group's dict of options, which
+            has its scalars; the program may change it.
+        by_name: the options, by name of the table.
     """
 
     members: dict[str, list[TableModule]] = field(default_factory=dict)
@@ -44,12 +45,12 @@ def declare_tables(
     """Declare the tables of some embeddings.
 
     Args:
-        given: the optimizer's param_groups. group_of: index there, by the id of a parameter.
-        before: the groups of the job that come first, those of `given` at the beginning.
-        staleness: of tables that have a rule of their own.
+        given: the optimizer's param_groups. group_of: index of a parameter's param_group, by id() of the parameter.
+        before: the groups of the job that come before those of tables; they begin with those of `given`.
+        staleness: treatment of late gradients in tables that have their own rule.
 
     Raises:
-        InvalidRequest: a table is declared in two ways, or no param_group has its rule.
+        InvalidRequest: two embeddings declare a table differently, or a table has no rule: no param_group contains the handle.
     """
     declared = TableDeclaration()
     for embedding in embeddings:
@@ -78,7 +79,7 @@ def declare_tables(
 
 
 def _given_group(name: str, members: Sequence[TableModule], group_of: Mapping[int, int]) -> int:
-    """The index of the param_group that has the handles of these embeddings."""
+    """The index of the param_group that contains the handles of these embeddings."""
     found = {group_of.get(id(member.handle), -1) for member in members}
     if -1 in found:
         raise InvalidRequest(

@@ -1,7 +1,7 @@
-"""The tables of one job as a model's embeddings see them: pulls of rows, prefetched ones, and the gradients of a step.
+"""The tables of one job as a model's embeddings use them: pulls, prefetches, and the gradients of a step.
 
-A prefetch is made by a thread of its own, in turn with the program's calls. Rows that it has brought serve one lookup of the
-same ids by the same module, at the clock they were asked for: in async also one step later. Must not know autograd.
+A prefetch runs in a separate thread, which takes turns with the program's calls. Prefetched rows serve one lookup of the same
+ids by the same module, at the clock at which they were requested; in async also one step later. Must not know autograd.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ class Wanted(NamedTuple):
     """The rows that one lookup needs.
 
     Attributes:
-        table: index in the job. dim: of its rows. ids: flat, as given. distinct: of them.
-        padding: place of the padding among the distinct ids; None: it is not among them.
+        table: index of the table in the job. dim: length of its rows.
+        ids: the given ids, flat. distinct: the distinct ones among them.
+        padding: index of the padding among the distinct ids; None if it is not among them.
     """
 
     table: int
@@ -37,23 +38,23 @@ class Wanted(NamedTuple):
     padding: int | None
 
     def without_padding(self, gradients: Numbers) -> tuple[Ids, Numbers]:
-        """Ids and gradients of the distinct rows, but for the padding's."""
+        """The distinct ids and their gradients, without the padding."""
         if self.padding is None:
             return self.distinct.ids, gradients
         return np.delete(self.distinct.ids, self.padding), np.delete(gradients, self.padding, axis=0)
 
     @property
     def on_shards(self) -> Ids:
-        """The distinct ids, but for the padding."""
+        """The distinct ids, without the padding."""
         return self.distinct.ids if self.padding is None else np.delete(self.distinct.ids, self.padding)
 
     def with_padding(self, rows: Rows) -> Rows:
-        """The rows of all distinct ids; zeros where the padding is."""
+        """The rows of all distinct ids, with zeros for the padding."""
         return rows if self.padding is None else np.insert(rows, self.padding, 0.0, axis=0)
 
 
 def wanted(table: int, dim: int, ids: NDArray[np.int64], padding: int | None) -> Wanted:
-    """The rows that a lookup of these ids needs. padding: an id that stands for nothing."""
+    """The rows that a lookup of these ids needs. padding: id of the padding, or None."""
     found = distinct(ids)
     if padding is None:
         return Wanted(table, dim, ids, found, None)
@@ -62,17 +63,17 @@ def wanted(table: int, dim: int, ids: NDArray[np.int64], padding: int | None) ->
 
 
 class Learner(Protocol):
-    """An embedding."""
+    """An embedding, as this module sees it."""
 
     gradients: CollectedGradients
     handle: torch.nn.Parameter
 
     @property
     def is_learning(self) -> bool:
-        """True if a lookup is a use of its rows."""
+        """True if a lookup counts as a use of its rows."""
 
     def join(self, tables: Tables) -> None:
-        """Look up rows there from now on."""
+        """Look up rows in these tables from now on."""
 
 
 Lookup = tuple[Learner, Wanted]
@@ -82,11 +83,12 @@ class Tables:
     """The tables of one job.
 
     Args:
-        members: by name of the table, in the job's order, the embeddings that look rows up there; joined to the job here.
-        has_feeds: pushes begin before their step; nothing else can then be asked for until the step.
+        members: the embeddings that look up rows in each table, by name of the table, in the job's order. They are joined to
+            the job here.
+        has_feeds: pushes begin before their step; nothing can then be requested in between.
 
     Attributes:
-        index_of: index in the job, by name.
+        index_of: index of each table in the job, by name.
     """
 
     def __init__(self, worker: FlatCalls, members: Mapping[str, Sequence[Learner]], *, has_feeds: bool = False) -> None:
@@ -102,7 +104,7 @@ class Tables:
                 embedding.join(self)
 
     def pull(self, lookups: Sequence[Lookup]) -> list[Rows]:
-        """The distinct rows of some lookups, with one round trip for those that are not here yet.
+        """The distinct rows of some lookups; those that were not prefetched are pulled in one round trip.
 
         Raises:
             PsdError: what the shards or the connection refuse.
@@ -120,13 +122,13 @@ class Tables:
         return [rows for rows in found if rows is not None]
 
     def prefetch(self, lookups: Sequence[Lookup]) -> None:
-        """Prefetch the rows of lookups that the next step makes."""
+        """Prefetch the rows for lookups of the next step."""
         self._next += [(learner, place._replace(ids=place.ids.copy())) for learner, place in lookups]  # it may reuse them
         if self._is_async and not self._has_feeds:
             self._fetch()
 
     def gradients(self) -> dict[int, tuple[Ids, Numbers]]:
-        """Gradients that the embeddings have collected: by table, distinct ids and the gradient of each."""
+        """The gradients that the embeddings have collected: for each table, distinct ids and their gradients."""
         found = {}
         for index, members in enumerate(self._members):
             parts = [part for member in members if (part := member.gradients.take(member.handle)) is not None]
@@ -135,12 +137,12 @@ class Tables:
         return found
 
     def on_step(self) -> None:
-        """Drop what was brought for the step that has ended, and ask for what the next one needs."""
+        """Drop rows that were prefetched for the step that has ended, and begin the prefetches for the next one."""
         self._fetches = [fetch for fetch in self._fetches if self._is_of_now(fetch)]
         self._fetch()
 
     def settle(self) -> None:
-        """Wait until nothing is being brought; raise what a prefetch has failed with, once."""
+        """Wait until no prefetch is running; raise the error of one that has failed, once."""
         for fetch in list(self._fetches):
             self._wait(fetch)
 
@@ -150,7 +152,7 @@ class Tables:
             self._fetches.append(_Fetch(self._worker, lookups))
 
     def _fetched(self, learner: Learner, place: Wanted) -> Rows | None:
-        """The rows that were brought for this very lookup; None if there are none."""
+        """The rows that were prefetched for exactly this lookup; None if there are none."""
         self._next = [lookup for lookup in self._next if not _is_same(lookup, (learner, place))]
         for fetch in self._fetches:
             for index, lookup in enumerate(fetch.lookups):
@@ -175,11 +177,11 @@ class Tables:
 
 
 class _Fetch:
-    """Rows that a thread brings.
+    """A prefetch, made in its own thread.
 
     Attributes:
-        lookups: what for; and rows, of each. error: what it has failed with.
-        clock, times_gone_back: the worker's when they were asked for.
+        lookups: the lookups to prefetch for. rows: the rows of each. error: why the prefetch has failed, or None.
+        clock, times_gone_back: those of the worker when the rows were requested.
         is_finished, in_background, ended, before: see psd_client.worker.worker.Turn.
     """
 
@@ -209,10 +211,10 @@ class _Fetch:
             self.ended.set()
 
     def abort(self) -> None:
-        """Do nothing: the connection ends, and with it the pull."""
+        """Do nothing: the connection is ending, which ends the pull."""
 
     def wait(self) -> None:
-        """Wait until the rows are there; raise what has failed."""
+        """Wait until the rows are there; raise the error if the prefetch has failed."""
         self.ended.wait()
         if self.error is not None:
             raise self.error
@@ -221,7 +223,7 @@ class _Fetch:
 def pull_rows(
     worker: FlatCalls, places: Sequence[Wanted], *, counts_no_use: bool = False, turn: Turn | None = None
 ) -> list[Rows]:
-    """The distinct rows that some lookups need, zeros for the padding, with one round trip."""
+    """Pull the distinct rows that some lookups need, in one round trip; with zeros for the padding."""
     asked: dict[int, list[Ids]] = {}
     for place in places:
         asked.setdefault(place.table, []).append(place.on_shards)

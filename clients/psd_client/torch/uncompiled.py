@@ -1,6 +1,6 @@
-"""A decorator that keeps torch.compile out of psd's own work, where a compiled model or a compiled step calls it.
+"""A decorator that keeps torch.compile out of psd's code, when a compiled model or a compiled step calls it.
 
-Must not know what that work is.
+Must not know what that code does.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def uncompiled(function: Function) -> Function:
-    """Have a function, and all that it calls, run as it is written where it is called from compiled code.
+    """Run a function, and all that it calls, uncompiled, even when compiled code calls it.
 
-    The compiler would follow a call into the client, down to its sockets, and compile each piece that it finds there: minutes
-    for nothing. Functions that torch calls, such as hooks, are followed, too.
+    Without this the compiler would follow a call into the client, down to its sockets, and compile each piece that it finds:
+    this takes minutes and gains nothing. It follows functions that torch calls, too, such as hooks.
     """
     return cast(Function, torch.compiler.disable(function))  # type: ignore[no-untyped-call]

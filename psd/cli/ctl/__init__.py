@@ -1,1 +1,1 @@
-"""The commands of psdctl, a module each, and what several of them need."""
+"""The commands of psdctl, one module for each, and helpers that several of them use."""

@@ -1,7 +1,7 @@
-"""psdctl's commands for checkpoints: lists them, reads every byte, exports a model, imports a table. Ask no shard; work on the
-files alone.
+"""psdctl's commands for checkpoints: list them, verify every byte, export a model, import a table. They only read files, and
+ask no shard.
 
-What is true of a checkpoint is psd/checkpoint's to say; here it is put into words for people and programs.
+psd/checkpoint finds out the facts about a checkpoint; this module presents them to people and programs.
 """
 
 from __future__ import annotations
@@ -219,7 +219,7 @@ def as_json(location: str, found: Sequence[CheckpointInfo]) -> dict[str, Any]:
 
 
 def as_text(location: str, found: Sequence[CheckpointInfo]) -> str:
-    """A table for people, and below it the reasons why some checkpoints are not valid; without a final line end."""
+    """A table for people, followed by the reasons why some checkpoints are not valid; without a final line end."""
     if not found:
         return f"no checkpoints in {location}"
     has_tables = any(info.rows is not None for info in found)

@@ -1,7 +1,7 @@
-"""`psdctl completion`: scripts by which a shell completes the words of psdctl, psd-run and psd-server.
+"""`psdctl completion`: scripts with which a shell completes the arguments of psdctl, psd-run and psd-server.
 
-Made from the commands' own parsers, so that they know every option, and ask nothing when they run. Must not know what options
-mean; a value of which only a few are possible is completed, and everything else is left to the shell, as names of files.
+The scripts are made from the commands' own parsers, so they know every option and run no program. Must not know what options
+mean: values from a fixed list are completed, and all others are left to the shell, as names of files.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class OptionWords:
     """An option: its names, the start of its help, and its value.
 
     Attributes:
-        choices: the values that there are; None: any. takes_value: one follows.
+        choices: the allowed values; None: any. takes_value: True if a value follows the option.
     """
 
     names: tuple[str, ...]
@@ -59,7 +59,7 @@ def values_of(parser: argparse.ArgumentParser) -> list[str]:
 
 
 Programs = Mapping[str, Mapping[str, argparse.ArgumentParser]]
-"""Parsers by program and command; the command of a program that has none is the empty string."""
+"""Parsers by program and command; for a program without commands, the command is the empty string."""
 
 
 def _word(text: str) -> str:
@@ -106,7 +106,7 @@ def _bash_case(parser: argparse.ArgumentParser) -> str:
 
 
 def zsh(programs: Programs) -> str:
-    """The script for zsh, which calls it under the name of its file: its own functions have other names than that."""
+    """The script for zsh. zsh calls a function with the name of the script's file, so the functions in it have other names."""
     parts = ["#compdef " + " ".join(programs)]
     for name, commands in programs.items():
         parts.append(f"_words_of_{name.replace('-', '_')}() {{")
@@ -165,10 +165,10 @@ _SHELLS: dict[str, Callable[[Programs], str]] = {"bash": bash, "zsh": zsh, "fish
 
 
 def add_command(commands: Commands, others: Callable[[], Mapping[str, argparse.ArgumentParser]]) -> None:
-    """Add `completion` to psdctl, whose commands are those that `commands` has when it runs.
+    """Add `completion` to psdctl. It completes all commands that `commands` has when it runs, including those added later.
 
     Args:
-        others: gives the parsers of the other programs, by name.
+        others: returns the parsers of the other programs, by name.
     """
     parser = arguments.add_command(commands, "completion", "|".join(_SHELLS), _DESCRIPTION, _EPILOG)
     parser.add_argument_group("for which shell").add_argument("shell", choices=_SHELLS, help="bash, zsh or fish")

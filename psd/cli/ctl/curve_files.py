@@ -1,7 +1,7 @@
 """Curves from the JSON lines that workers write with --log-dir. Must not know how they are drawn.
 
-A worker that was started again goes on in its file, mostly from an earlier step: what it had logged from there on is replaced,
-as in the job. A last line that was cut off, because the worker was killed while it wrote, is passed over.
+A restarted worker continues its file, mostly from an earlier step: the points that it had logged from that step on are
+replaced, as in the job. A last line that was cut off because the worker was killed is skipped.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SUFFIX = ".jsonl"
 
 @dataclass(frozen=True)
 class LoggedPoint:
-    """One scalar of one worker. at: seconds since 1970."""
+    """A scalar that one worker has logged. at: seconds since 1970."""
 
     step: int
     value: float
@@ -32,8 +32,8 @@ class LoggedRun:
     """The curves of one run.
 
     Attributes:
-        curves: by name, and by rank; steps ascend. begun_at: when its first point was made, in seconds since 1970.
-        skipped: lines that could not be read.
+        curves: points by name and rank, with ascending steps. begun_at: time of the first point, in seconds since 1970.
+        skipped: number of lines that could not be read.
     """
 
     name: str
@@ -43,10 +43,10 @@ class LoggedRun:
 
 
 def read_run(path: Path) -> LoggedRun:
-    """The curves of a --log-dir, or of one file of it.
+    """Read the curves of a --log-dir, or of one file in it.
 
     Raises:
-        ConfigError: there are none, or they cannot be read.
+        ConfigError: there are no curves, or a file cannot be read.
     """
     files = sorted(path.glob(f"*{SUFFIX}")) if path.is_dir() else [path]
     curves: dict[str, dict[int, list[LoggedPoint]]] = {}
@@ -79,9 +79,9 @@ def _add(curves: dict[str, dict[int, list[LoggedPoint]]], line: dict[str, Any]) 
 
 @dataclass(frozen=True)
 class CurveSummary:
-    """A curve of all workers together at one step: the mean of those that logged it, the least and the largest value.
+    """One step of a curve, over all workers that logged it: the mean, the smallest and the largest value.
 
-    A value that is not finite makes the mean so, and is left out of the others.
+    A value that is not finite makes the mean not finite, too; it is left out of the smallest and largest.
     """
 
     step: int
@@ -92,7 +92,7 @@ class CurveSummary:
 
 
 def summarized(ranks: Mapping[int, Sequence[LoggedPoint]]) -> list[CurveSummary]:
-    """The workers' points of one curve, step by step."""
+    """Combine the workers' points of one curve, step by step."""
     by_step: dict[int, list[LoggedPoint]] = {}
     for points in ranks.values():
         for point in points:

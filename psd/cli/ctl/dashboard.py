@@ -1,4 +1,4 @@
-"""`psdctl dashboard`: reads the flags, and serves the dashboard of a job. What it shows is psd/watch/dashboard's."""
+"""`psdctl dashboard`: reads the flags, and serves the dashboard of a job. psd/watch/dashboard decides what is shown."""
 
 from __future__ import annotations
 
@@ -97,10 +97,10 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _place(args: argparse.Namespace) -> DashboardPlace:
-    """The place to listen at, and what to ask of browsers.
+    """The place at which to listen, with the token to ask for and TLS.
 
     Raises:
-        ConfigError: an option is wrong. OSError: the address cannot be listened on.
+        ConfigError: an option is wrong. OSError: listening at the address fails.
     """
     from psd.watch.dashboard import server
     from psd.watch.dashboard.admission import is_loopback
@@ -128,7 +128,7 @@ def _place(args: argparse.Namespace) -> DashboardPlace:
 
 
 def announcement(host: str, place: DashboardPlace) -> list[str]:
-    """Lines that tell where the dashboard is, and how to get in."""
+    """Lines that tell the user the dashboard's address, and how to log in."""
     from psd.watch.dashboard.admission import is_loopback
 
     name = socket.gethostname() if host in ("", "0.0.0.0", "::") else host  # noqa: S104

@@ -1,4 +1,4 @@
-"""Options of the psdctl commands that ask the shards of a job: where they are, how long to wait, with which credentials."""
+"""Options shared by the psdctl commands that ask shards: their addresses, how long to wait, and credentials."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TIMEOUT_MAX_S = 3_600.0
 
 
 def add_where(parser: Parser, timeout_s: float, timeout_help: str) -> None:
-    """Add the options; `check` then makes values of them."""
+    """Add the options. After parsing, call `check`."""
     where = parser.add_argument_group("which job")
     where.add_argument(
         "--servers",
@@ -28,7 +28,7 @@ def add_where(parser: Parser, timeout_s: float, timeout_help: str) -> None:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Replace the parsed flags by checked values: `servers`, a tuple; `credentials`. A wrong one ends the process."""
+    """Replace parsed flags by checked values: `servers`, a tuple, and `credentials`. A wrong flag ends the process."""
     parser: Parser = args.parser
     if args.servers is None:
         parser.error("--servers: expected the shards' addresses, here or in PSD_SERVERS; psd-run prints them when it starts")
@@ -41,6 +41,6 @@ def check(args: argparse.Namespace) -> None:
 
 
 def check_seconds(parser: Parser, name: str, value: float | None) -> None:
-    """End the process, unless a time is not given or one that commands may wait."""
+    """End the process if a time is given and is not one that commands may wait."""
     if value is not None and not 0 < value <= TIMEOUT_MAX_S:
         parser.error(f"--{name}: expected more than 0 and at most {TIMEOUT_MAX_S:g} seconds, got {value:g}")

@@ -1,4 +1,4 @@
-"""`psdctl logs`: the files that psd-run --log-dir keeps, one for each process. Must not know who writes them."""
+"""`psdctl logs`: shows the files that psd-run --log-dir keeps, one for each process. Must not know who writes them."""
 
 from __future__ import annotations
 
@@ -91,12 +91,12 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _logs_of(directory: str) -> dict[str, Path]:
-    """The files of a directory, by the names of their processes."""
+    """The log files in a directory, by name of the process."""
     return {path.stem: path for path in sorted(Path(directory).glob(f"*{SUFFIX}")) if path.is_file()}
 
 
 def _last_lines(file: BinaryIO, count: int) -> Sequence[bytes]:
-    """The last complete lines. The file is read from its end; what comes after them is left for the next time."""
+    """The last complete lines of a file, read from its end. An incomplete line after them is left for the next call."""
     begin = file.seek(0, os.SEEK_END)
     data, nbytes = b"", _READ_BYTES
     while begin and data.count(b"\n") <= count:
@@ -109,7 +109,7 @@ def _last_lines(file: BinaryIO, count: int) -> Sequence[bytes]:
 
 
 def _new_lines(file: BinaryIO) -> Iterator[bytes]:
-    """The lines that have come; one that is not complete yet is left for the next time."""
+    """The lines that have been added; a line that is not complete yet is left for the next call."""
     while True:
         at = file.tell()
         line = file.readline()
@@ -120,7 +120,7 @@ def _new_lines(file: BinaryIO) -> Iterator[bytes]:
 
 
 class _Printer:
-    """Prints lines, with their process if there are several."""
+    """Prints lines, with the name of their process if there are several."""
 
     def __init__(self, is_named: bool, *, is_json: bool) -> None:
         self._is_named = is_named

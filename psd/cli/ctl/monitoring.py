@@ -1,6 +1,7 @@
-"""`psdctl monitoring`: the Grafana dashboard and the Prometheus alert rules for psd's metrics, which are in the wheel, printed.
+"""`psdctl monitoring`: prints the Grafana dashboard and the Prometheus alert rules for psd's metrics, which are part of the
+wheel.
 
-Knows where these files are; nothing of what they say.
+Knows where these files are, but not what they contain.
 """
 
 from __future__ import annotations

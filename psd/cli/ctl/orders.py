@@ -1,6 +1,7 @@
-"""`psdctl set-lr`, `drain` and `kick`: what an operator orders a running job to do. The shards do it; here they are asked.
+"""`psdctl set-lr`, `drain` and `kick`: an operator's orders to a running job. This module sends them; the shards carry them
+out.
 
-Each command may be given again, after a failure or by mistake: what has been done is not done twice.
+Each command may be repeated, after a failure or by mistake: nothing is done twice.
 """
 
 from __future__ import annotations
@@ -125,7 +126,7 @@ def _run_drain(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _step(clock: int) -> int | None:
-    """The step at which an order begins; None: with each worker's next push."""
+    """The step at which an order takes effect; None if it does with each worker's next push."""
     return clock if clock > NEXT_PUSH else None
 
 

@@ -1,7 +1,7 @@
 """`psdctl plot`: draws the curves of runs into one picture, to compare them.
 
-By matplotlib, an extra: it writes PNG and SVG alike, and a writer of our own would have to draw axes and letters for both. Must
-not know how the files are read.
+Needs matplotlib, an extra: it writes both PNG and SVG, and a writer of our own would have to draw axes and letters for both.
+Must not know how the files are read.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _names(runs: Sequence[LoggedRun], wanted: Sequence[str]) -> list[str]:
-    """The scalars to draw, in the order in which they were logged first."""
+    """Names of the scalars to draw, in the order in which they were first logged."""
     known = list(dict.fromkeys(name for run in runs for name in run.curves))
     for name in wanted:
         if name not in known:
@@ -108,7 +108,7 @@ def _names(runs: Sequence[LoggedRun], wanted: Sequence[str]) -> list[str]:
 
 
 def _named_apart(runs: Sequence[LoggedRun], paths: Sequence[str]) -> dict[str, LoggedRun]:
-    """The runs by what tells them apart: the directory's name, or, where two are alike, the path."""
+    """The runs by a unique name: that of the directory, or its path if two names are alike."""
     names = [run.name for run in runs]
     return {path if names.count(run.name) > 1 else run.name: run for run, path in zip(runs, paths, strict=True)}
 
@@ -127,7 +127,7 @@ def _entry(point: CurveSummary) -> dict[str, float | str]:
 
 
 def smoothed(values: Sequence[float], count: int) -> list[float]:
-    """Means of each value and those before it, `count` in all; of the finite ones, NaN where the value itself is not."""
+    """Running means over `count` values. Values that are not finite are left out, and their own mean is NaN."""
     found = []
     for index, value in enumerate(values):
         window = [each for each in values[max(0, index + 1 - count) : index + 1] if math.isfinite(each)]
@@ -164,7 +164,7 @@ def _draw(runs: dict[str, LoggedRun], names: Sequence[str], args: argparse.Names
 
 
 def _name_lines(panel: Any, lines: dict[str, Any]) -> None:
-    """Show the names of the runs as they are: matplotlib leaves out those that begin with _, and sets what is between two $."""
+    """Show the runs' names unchanged: matplotlib leaves out names that begin with _, and reads text between two $ as math."""
     legend = panel.legend(lines.values(), map(str, range(len(lines))))
     for text, label in zip(legend.get_texts(), lines, strict=True):
         text.set_parse_math(False)

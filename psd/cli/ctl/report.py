@@ -1,6 +1,6 @@
-"""psdctl status as text: one look at a job, all of it. The numbers are those of the catalogue, in columns as psdctl top's.
+"""psdctl status as text: one complete snapshot of a job. The numbers are those of the catalogue, in columns like psdctl top's.
 
-Pure functions on a snapshot. Knows neither how it was taken nor where the text goes.
+Pure functions on a snapshot. Must not know how it was taken, nor where the text goes.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _age_table(shards: Sequence[ShardSnapshot]) -> str:
 
 
 def _errors(shards: Sequence[ShardSnapshot]) -> list[str]:
-    """The last errors of checkpoints, each once for all shards that report it."""
+    """The last errors of checkpoints; an error that several shards report is shown once."""
     errors: dict[str, list[str]] = {}
     for shard in shards:
         if shard.checkpoint_error:
@@ -77,5 +77,5 @@ def _errors(shards: Sequence[ShardSnapshot]) -> list[str]:
 
 
 def table(rows: Sequence[tuple[str, ...]], left: set[int]) -> str:
-    """Rows in aligned columns, the first one being the headings; `left` are the columns of words."""
+    """Rows in aligned columns; the first row has the headings. left: indices of columns aligned on the left."""
     return "\n".join(aligned(rows, [index in left for index in range(len(rows[0]))]))

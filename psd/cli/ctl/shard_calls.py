@@ -1,4 +1,4 @@
-"""Calls of psdctl to single shards, for its commands that change something. Must not know the commands."""
+"""Calls to single shards, for those commands of psdctl that change something. Must not know the commands."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ _HINTS = {
     "FAILED_PRECONDITION": "psdctl status shows how far the job is",
     "UNIMPLEMENTED": "its version of psd is older than this psdctl; psdctl status --json has it",
 }
-"""Advice what to do next, by gRPC's code of the error."""
+"""Advice on what to do next, by the error's gRPC code."""
 
 
 class CallFailed(Exception):
-    """A shard did not do what it was asked for; the text says why, and what to do next."""
+    """A shard did not do what it was asked to do; the text says why, and what to do next."""
 
 
 def call_shard(
     index: int, server: str, credentials: Credentials, timeout_s: float, make: Callable[[Any], Callable[..., Any]], request: Any
 ) -> Any:
-    """The reply of one shard.
+    """Call one shard; return its reply.
 
     Args:
-        make: picks the method of a stub, such as `lambda stub: stub.Drain`.
+        make: selects the method of a stub, such as `lambda stub: stub.Drain`.
 
     Raises:
-        CallFailed: there is none.
+        CallFailed: the shard has not replied, or has refused.
     """
     with dial(server, credentials) as channel:
         stub = control_pb2_grpc.ControlServiceStub(channel)  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""`psdctl top`: live in a terminal, or once as text. What is shown is psd/watch/top's."""
+"""`psdctl top`: live in a terminal, or once as text. psd/watch/top decides what is shown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`psdctl workers`: who trains, how fast, and who waits for whom. What is shown is psd/watch's."""
+"""`psdctl workers`: who trains, how fast, and who waits for whom. psd/watch decides what is shown."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""A job on one or several machines, each with a psd-run: how they meet, who leads, and how the job is carried out."""
+"""A job on one or several machines, with a psd-run on each: how they meet, which one leads, and how the job is carried out."""

@@ -1,7 +1,7 @@
-"""Judgement of the psd-run that leads a job: who may be a node, and who is still missing.
+"""The leader's decision which hosts may become nodes of the job, and which nodes are still missing.
 
-A node has the leader's version of psd, its tokens, its options and command, an address that the others reach, and a number that
-nobody else has. What is wrong is said in words, to the node and to the leader's user. Knows no connections.
+A node must have the leader's version of psd, its tokens, options and command, an address that the other nodes can reach, and a
+unique number. A refusal says what is wrong, to the node and to the leader's user. Knows no connections.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from psd.cli.words.arguments import flag_of
 from psd.contract.printable import printable
 
 _SHOWN_MAX = 8
-"""Nodes that are named before the rest are counted."""
+"""Number of nodes that are named; the others are only counted."""
 
 _TEXT_MAX = 64
 
 
 class NotAdmittedError(Exception):
-    """This one cannot be a node of the job; the text is for both sides."""
+    """Raised when a host cannot be a node of the job; the text is for both sides."""
 
 
 @dataclass(frozen=True)
 class Node:
-    """One that has joined."""
+    """A node that has joined."""
 
     number: int
     host: str
@@ -40,7 +40,7 @@ class NodeAdmission:
     """The nodes of one job.
 
     Args:
-        plan: of the job, as the leader has it. address: of the leader's machine; empty: no node is there.
+        plan: the leader's plan of the job. address: address of the leader's machine; empty if no node is there.
     """
 
     def __init__(self, plan: Plan, address: str) -> None:
@@ -54,7 +54,7 @@ class NodeAdmission:
         return [number for number in range(self._places.nodes) if number not in self.nodes]
 
     def who_is_missing(self) -> str:
-        """The missing nodes, and those that are there, in words."""
+        """Words that name the missing nodes, and those that have joined."""
         hosts = self._meeting.hosts
         missing = [f"{number} ({hosts[number]})" if hosts else f"{number}" for number in self.missing]
         there = [f"{node.number} ({node.host})" for _, node in sorted(self.nodes.items())]
@@ -70,10 +70,11 @@ class NodeAdmission:
         """Admit a node.
 
         Args:
-            hello: what it has said. nonce: what it was sent. number: which node it is; None: it says so itself, or takes any.
+            hello: the host's hello. nonce: the nonce that it was sent. number: the node's number; None: the hello names one, or
+                any will do.
 
         Raises:
-            NotAdmittedError: it cannot be one. KeyError, TypeError, ValueError: what it says makes no sense.
+            NotAdmittedError: the host cannot be a node. KeyError, TypeError, ValueError: the hello is malformed.
         """
         if wrong := what_is_wrong(proof_of(self._meeting.key, "node", nonce, hello["nonce"]), hello["proof"]):
             raise NotAdmittedError(wrong)
@@ -119,7 +120,7 @@ class NodeAdmission:
 
 
 def _text(given: object) -> str:
-    """A peer's text, for a terminal."""
+    """Text from a peer, made printable for a terminal."""
     return printable(str(given))[:_TEXT_MAX]
 
 

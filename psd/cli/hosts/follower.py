@@ -1,9 +1,9 @@
-"""A host's part of a job that another host leads: runs what that one says of the command that it was itself started with.
+"""A host's part in a job that another host leads: starts processes of its own command when the leader says so.
 
     join -> nonce -> hello -> welcome, begin -> ready; then start, signal, tell -> output, exit; until end
 
-It ends everything here when the connection has ended, whoever was to blame, since nobody else would: a job that has lost its
-leader cannot go on. The other side is psd/cli/hosts/leader.py; psd/cli/agent.py begins it over ssh.
+When the connection ends, for any reason, it ends all processes here, since nobody else would: a job cannot go on without its
+leader. The other side is psd/cli/hosts/leader.py; psd/cli/agent.py starts this side over ssh.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from psd.contract.printable import printable
 
 
 class Follower:
-    """One node of a job, but the leading one.
+    """A node of a job, other than the leader.
 
     Args:
-        plan: of the job, as this host was asked for it. replan: makes it again, for a run id and a node.
-        link: to the leader. address: of this machine, for others.
+        plan: the plan from this host's own command line. replan: makes it again, for a run id and a node.
+        link: connection to the leader. address: address of this machine, for the other hosts.
     """
 
     def __init__(self, plan: Plan, replan: Callable[[str, int], Plan], link: NodeLink, address: str) -> None:
@@ -51,7 +51,7 @@ class Follower:
         self._signals = 0
 
     def run(self, wakeups: Wakeups, messages: Sequence[Message] = ()) -> int:
-        """Take part until the job ends; returns its exit status. Signals go on to the leader. `messages` have come before."""
+        """Take part until the job ends; return its status. Signals are passed to the leader. messages: received before."""
         for selector in (self._selector, self._urgent):
             selector.register(wakeups, selectors.EVENT_READ, functools.partial(self._read_signals, wakeups))
             selector.register(self._link.reader, selectors.EVENT_READ, self._receive)
@@ -122,13 +122,13 @@ class Follower:
 
     @property
     def _running(self) -> HostProcesses:
-        """The processes of this host; ValueError before the job has begun."""
+        """The processes of this host. Raises ValueError before the job has begun."""
         if self._processes is None:
             raise ValueError("the job has not begun")
         return self._processes
 
     def _name(self, given: Sequence[object]) -> Name:
-        """A process of this host; ValueError if it is another's."""
+        """Name of a process of this host. Raises ValueError if it belongs to another host."""
         kind, number = given
         name = Name(str(kind), int(str(number)))
         if name not in self._plan.places.names(self._plan.node):
@@ -136,7 +136,7 @@ class Follower:
         return name
 
     def _introduce(self, message: Message) -> None:
-        """Show who this is, and look whom it has found; nothing else is done for a leader that has not shown that it is one."""
+        """Prove to the leader who this host is, and check the leader's proof. Before that, no other message is obeyed."""
         key = self._meeting.key
         if "nonce" in message:
             self._leaders_proof = proof_of(key, "leader", message["nonce"], self._nonce)
@@ -191,12 +191,12 @@ class Follower:
             self._processes.reap()
 
     def _remark(self, text: str) -> None:
-        """Tell whoever has started psd-run on this host; over ssh that is the leader, who knows."""
+        """Tell the user who started psd-run on this host. Over ssh that is the leader, which knows already."""
         if not self._meeting.hosts:
             _say(text)
 
     def _give_up(self, why: str, status: int = EXIT_FAILURE) -> None:
-        """End all processes here in order, as nobody is left to say how. The status is for a job that has begun."""
+        """End all processes here in order, because there is no leader any more. status: used if the job has begun."""
         self._status = status if self._processes is not None else EXIT_FAILURE
         living = self._processes.living if self._processes is not None else []
         _say(f"{why}; ending {len(living)} processes here" if living else why)

@@ -1,9 +1,9 @@
-"""Carries out a job of psd-run: one thread, one selector over the children's output, their deaths, other hosts and the signals.
+"""Carries out a job of psd-run: one thread, with one selector over the children's output and deaths, other hosts, and signals.
 
     events: output, exits, SIGCHLD, SIGINT, time   ->   psd/cli/job/policy.py decides   ->   actions: start, signal, say
 
-Where a process runs, on this machine (psd/cli/processes/host_processes.py) or on another (psd/cli/hosts/leader.py), only the
-actions know. Decides nothing about the job itself.
+Only the actions know where a process runs: on this machine (psd/cli/processes/host_processes.py) or on another
+(psd/cli/hosts/leader.py). Decides nothing about the job itself.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ from psd.contract.launching import DONE_PATTERN, HAS_STORED, LAST_CHECKPOINT_PAT
 _LOOPBACK = "127.0.0.1"
 
 CHECKPOINTS_TOLD = 16
-"""Last checkpoints that a shard has told of: another one's news of them may come later than that of the next."""
+"""Number of last checkpoints to remember: a shard may report one after another shard has reported the next."""
 
 Meet = Callable[[selectors.BaseSelector, "Launcher"], Gathering]
-"""Starts the meeting with other hosts; what comes of it is told to the launcher."""
+"""Starts to gather the other hosts; the launcher's methods are called for their events."""
 
 
 class Launcher:
     """One job, from its first process to its last.
 
     Args:
-        plan: of the job.
-        meet: with other hosts; None: this machine runs all.
+        plan: plan of the job.
+        meet: gathers the other hosts; None: this machine runs all processes.
     """
 
     def __init__(self, plan: Plan, meet: Meet | None = None) -> None:
@@ -137,9 +137,9 @@ class Launcher:
         if gathering is not None:
             gathering.on_time(now)
         if self._policy.deadline is not None and self._policy.deadline <= now:
-            for key, _ in self._selector.select(0):  # what has come in time counts, though all else has kept us from it
+            for key, _ in self._selector.select(0):  # events that came in time count, even if the loop was busy
                 key.data()
-        # Again after each: what one event decides may change what the next one means.
+        # The deadline is checked again, because these events may have changed it.
         if self._policy.deadline is not None and self._policy.deadline <= now:
             self._perform(self._policy.on_deadline(now))
 
@@ -153,15 +153,15 @@ class Launcher:
             self._processes.reap()
 
     def _is_told_to_end(self) -> bool:
-        """True if a signal has come that ends the job, handled or not: the loop may be held up by a reader of the output."""
+        """True if a signal that ends the job has come, even if not handled yet: a reader of the output may hold up the loop."""
         return self._signals > 0 or (self._wakeups is not None and self._wakeups.has_told(signal.SIGCHLD))
 
     def on_nodes_ready(self, plan: Plan, address: str) -> None:
-        """Begin, as all hosts are ready.
+        """Begin the job: all hosts are ready.
 
         Args:
-            plan: of this machine's part; its own run id is that of all.
-            address: of this machine, for its shards; empty: it has no part.
+            plan: plan of this machine's part, with the run id that all hosts have.
+            address: address of this machine, for its shards; empty if it runs no processes.
         """
         self._plan = plan
         if address:
@@ -183,16 +183,16 @@ class Launcher:
         self._perform(self._policy.on_exit(name, returncode, time.monotonic()))
 
     def on_signal(self, signum: int, count: int) -> None:
-        """Handle a signal to this psd-run, or to one on another host: that psd-run's first, second, ...
+        """Handle a signal to this psd-run, or to one on another host. count: 1 for the first signal to that psd-run, and so on.
 
-        Ctrl-C on srun is sent to all of them at once; a second one means more than that, two first ones do not.
+        Ctrl-C on srun reaches all hosts at once: so two first signals count as one, and only a second one means more.
         """
         if count > self._signals:
             self._signals = count
             self._perform(self._policy.on_signal(signum, time.monotonic()))
 
     def on_lost(self, names: Sequence[Name], why: str) -> None:
-        """Handle the loss of a host, with all that runs there."""
+        """Handle the loss of a host and of all its processes."""
         for name in names:
             if name in self._lines:
                 self._show(name, self._lines[name].end())
@@ -224,7 +224,7 @@ class Launcher:
         return [self._addresses[name.number]] if name.number in self._addresses else []
 
     def _clear_away(self) -> None:
-        """End all processes and remove the state, here and elsewhere, also when psd-run itself has failed."""
+        """End all processes and remove the state, on all hosts; called even if psd-run itself has failed."""
         status = self._policy.status
         if self._processes is not None:
             self._processes.clear_away(keep=status != EXIT_OK)
@@ -265,7 +265,7 @@ class Launcher:
             self.say(trouble)
 
     def _is_repeated(self, line: bytes) -> bool:
-        """True for the news of a checkpoint that another shard has told."""
+        """True if the line reports a checkpoint that another shard has already reported."""
         stored = re.fullmatch(STORED_PATTERN, line.decode(errors="replace"))
         if stored is None:
             return False
@@ -282,7 +282,7 @@ class Launcher:
             self._processes.start(DASHBOARD, servers.split(","))
 
     def say(self, text: str, quote: Name | None = None) -> None:
-        """Tell the user; `quote` names the process whose last lines belong to it."""
+        """Tell the user. quote: process whose last lines are shown with the text."""
         lines = [text.encode(errors="backslashreplace")]  # the name of a file may be no text
         if quote is not None and quote in self._lines and self._lines[quote].tail:
             lines[0] += b"; its last lines:"
@@ -296,7 +296,7 @@ class Launcher:
         return [self._prefixes.row(name, row) for name, row in found]
 
     def _write(self, lines: Sequence[bytes], elsewhere: WholeWriter | None = None) -> None:
-        """Write lines, on standard output or elsewhere; without any, what is unfinished has changed."""
+        """Write lines, on standard output or elsewhere. Without lines, redraw the unfinished ones."""
         try:
             if lines:
                 self._display.write(lines, time.monotonic(), elsewhere)

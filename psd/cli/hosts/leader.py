@@ -1,4 +1,4 @@
-"""The other hosts of a job, as the psd-run sees them that leads it: who has joined, what is told to them, what they tell.
+"""The other hosts of a job, for the psd-run that leads it: which have joined, and the messages to and from them.
 
     join            from a node: its version of psd                                 ->   nonce
     hello           from a node: its proof, what it was asked to run, which number it wants, its address   ->   welcome, a proof
@@ -7,14 +7,14 @@
     told            from a node that got Ctrl-C: the job is to end everywhere
     end             to all: the job's status; they clear away, and end
 
-A node runs the command that it was itself started with: nobody can make it run another by way of this connection. A connection
-that ends, or has been silent for too long, is a node that is lost, with all that it ran; its own psd-run ends all that.
+A node runs the command that it was itself started with; nobody can make it run another one through this connection. If a
+connection ends, or is silent for too long, its node counts as lost, with all its processes; the node's own psd-run ends them.
 
-Until it is welcome, whoever has dialled is a stranger: there are few of them at a time, for a short while, and what they say is
-short.
+A host that has connected is a stranger until it is welcome. Only a few strangers are kept at a time, for a short while, and
+their messages must be short.
 
-Knows messages and connections; who may join is psd/cli/hosts/admission.py's, and what becomes of the job the policy's.
-psd/cli/hosts/rendezvous.py and psd/cli/hosts/ssh.py make the connections, psd/cli/hosts/follower.py is the other side.
+Knows messages and connections. psd/cli/hosts/admission.py decides who may join, and the policy what becomes of the job.
+psd/cli/hosts/rendezvous.py and psd/cli/hosts/ssh.py make the connections; psd/cli/hosts/follower.py is the other side.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ GATHER_S = 600.0
 """Seconds for all nodes to join: a cluster may start them one after the other."""
 
 MISSING_SAID_S = 5.0
-"""Seconds between two words on who is missing."""
+"""Seconds between two messages about missing nodes."""
 
 STRANGERS_MAX = 64
-"""Strangers at a time; the oldest is turned away for a new one."""
+"""Largest number of strangers; the oldest is turned away for a new one."""
 
 STRANGER_S = 10.0
 """Seconds within which a stranger must have become a node."""
@@ -54,20 +54,20 @@ STRANGER_S = 10.0
 STRANGERS_MESSAGE_BYTES_MAX = 16 << 10
 
 _REFUSALS_SAID_MAX = 20
-"""Different refusals that the user is told of; whoever dials on and on is to fill no log."""
+"""Number of different refusals that are shown to the user, so that repeated connections cannot fill the log."""
 
 PRINTED_MAX = 200
-"""Characters of a line that are quoted, of those that a host prints before its psd-run speaks."""
+"""Number of characters quoted from a line that a host prints before its psd-run sends anything."""
 
 END_S = 20.0
-"""Seconds for nodes to clear away in the end, before their connections are closed."""
+"""Seconds for nodes to clear away at the end, before their connections are closed."""
 
 
 class Leader(Protocol):
-    """Leader of a job, psd-run's loop, as the events of other hosts see it."""
+    """The leader of a job (psd-run's loop): its methods are called for events of other hosts."""
 
     def on_nodes_ready(self, plan: Plan, address: str) -> None:
-        """All nodes are ready for the job to begin, by this plan; this machine has this address, or no part if it is empty."""
+        """Begin the job by this plan: all nodes are ready. address: that of this machine; empty if it runs no processes."""
 
     def on_output(self, name: Name, data: bytes) -> None:
         """Handle output of a process."""
@@ -76,26 +76,26 @@ class Leader(Protocol):
         """Handle the end of a process."""
 
     def on_signal(self, signum: int, count: int) -> None:
-        """Handle a signal that a node was sent, the count-th one there."""
+        """Handle a signal that a node's psd-run has received. count: number of signals that it has received so far."""
 
     def on_lost(self, names: Sequence[Name], why: str) -> None:
-        """Handle a node that is gone, with these processes."""
+        """Handle the loss of a node, and of these processes with it."""
 
     def say(self, text: str) -> None:
         """Tell the user."""
 
 
 Close: TypeAlias = Callable[[bool], str | None]
-"""Ends a connection; is told whether a node has joined by it. Returns how it has ended, in words, if it knows."""
+"""Ends a connection. The argument says whether a node has joined through it. Returns how it has ended, in words, or None."""
 
 
 class Peer:
-    """A connection to another host, and what is known of it.
+    """A connection to another host, and what is known of that host.
 
     Args:
-        link: to it.
-        number: which node it is; None: a stranger, who says so itself, or takes any.
-        origin: where it is, as this side sees it.
+        link: the connection.
+        number: number of the node; None for a stranger, which asks for a number or takes any.
+        origin: the host's address, as this side sees it.
     """
 
     def __init__(self, link: NodeLink, close: Close, number: int | None = None, origin: str = "") -> None:
@@ -120,10 +120,10 @@ class Gathering:
     """The other hosts of one job.
 
     Args:
-        plan: of the job; its node is this machine's, if that has one.
-        address: this machine's, for the others; empty: no node is here.
-        replan: makes the plan again, for the run id that is agreed on.
-        selector: of the caller's loop; functions are its data. leader: what events lead to.
+        plan: plan of the job; its node is that of this machine, if it has one.
+        address: address of this machine, for the others; empty if no node is here.
+        replan: makes the plan again, with the run id that all agree on.
+        selector: selector of the caller's loop; its data are functions. leader: is told of events.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class Gathering:
 
     @property
     def due(self) -> float | None:
-        """The time at which to call `on_time`; None: no need."""
+        """The time at which to call `on_time`; None if there is no need."""
         times = [peer.link.beat_at() for peer in self._peers]
         times += [time.monotonic() + FLUSH_S] if any(peer.link.has_unsent for peer in self._peers) else []
         times += [peer.welcome_by for peer in self._strangers]
@@ -153,7 +153,7 @@ class Gathering:
         return min(times, default=None)
 
     def on_time(self, now: float) -> None:
-        """Say that this side is there, send what had no room, and look who has not said anything for too long."""
+        """Send signs of life and unsent messages, and give up connections that have been silent for too long."""
         for peer in list(self._peers):
             peer.link.flush()
             if not peer.link.beat(now):
@@ -171,7 +171,7 @@ class Gathering:
             self._leader.say(f"waiting for {self._admission.who_is_missing()}")
 
     def listen(self, listener: socket.socket, tls: ssl.SSLContext | None) -> None:
-        """Take connections from now on, with TLS if there is a context for it."""
+        """Accept connections from now on; with TLS if a context is given."""
         self._tls = tls
         descriptor_limit.allow(2 * self._plan.places.nodes + 8 * STRANGERS_MAX)
         listener.setblocking(False)
@@ -182,12 +182,12 @@ class Gathering:
         self._leader.say(f"waiting at {where}{reached} for {self._admission.who_is_missing()}")
 
     def add(self, peer: Peer) -> None:
-        """Take a connection whose other side is about to say hello."""
+        """Add a connection to a host that will say hello."""
         self._peers.append(peer)
         self._selector.register(peer.link.reader, selectors.EVENT_READ, functools.partial(self._read, peer))
 
     def keep_in_touch(self) -> None:
-        """Give signs of life from a thread of its own: the loop may be held up, by a terminal that was stopped, say."""
+        """Send signs of life from a separate thread, because the loop may be held up, for instance by a stopped terminal."""
         threading.Thread(target=self._keep_in_touch, name="psd-run-beats", daemon=True).start()
 
     def _keep_in_touch(self) -> None:
@@ -196,19 +196,19 @@ class Gathering:
                 peer.link.beat(time.monotonic())
 
     def start(self, name: Name, addresses: Sequence[str]) -> None:
-        """Have a process started where it belongs."""
+        """Have a process started on its node."""
         self._send(name, {"start": [name.kind, name.number], "addresses": list(addresses)})
 
     def signal(self, name: Name, signum: int) -> None:
-        """Have a process signalled."""
+        """Have a process signalled on its node."""
         self._send(name, {"signal": [name.kind, name.number], "signum": signum})
 
     def tell(self, name: Name, line: str) -> None:
-        """Have a shard told something."""
+        """Have a line written to a shard's standard input."""
         self._send(name, {"tell": [name.kind, name.number], "line": line})
 
     def close(self, status: int) -> None:
-        """Tell all nodes that the job is over, and wait until they have cleared away, but not for long."""
+        """Tell all nodes that the job is over, and wait a short time until they have cleared away."""
         self._gather_by, self._is_over = None, True
         for peer in list(self._peers):
             peer.link.send({"end": status})
@@ -233,7 +233,7 @@ class Gathering:
 
     @property
     def _strangers(self) -> list[Peer]:
-        """Those that have dialled and are not welcome yet, the oldest first."""
+        """Hosts that have connected and are not welcome yet, the oldest first."""
         return [peer for peer in self._peers if not peer.has_joined and peer.number is None]
 
     def _send(self, name: Name, message: Message) -> None:
@@ -269,7 +269,7 @@ class Gathering:
             self._lose(peer, why)
 
     def _handle(self, peer: Peer, message: Message) -> str:
-        """Handle a message; returns the reason to end the connection, usually none."""
+        """Handle a message; return a reason to end the connection, usually none."""
         if not peer.has_joined:
             if message:
                 self._meet(peer, message)
@@ -291,7 +291,7 @@ class Gathering:
         return ""
 
     def _name(self, peer: Peer, given: Sequence[object]) -> Name:
-        """A process of a peer's own; ValueError if it is somebody else's."""
+        """Name of a process of this peer. Raises ValueError if it belongs to another host."""
         kind, number = given
         name = Name(str(kind), int(str(number)))
         if peer.number is None or name not in self._plan.places.names(peer.number):
@@ -312,7 +312,7 @@ class Gathering:
             self._leader.on_lost([], f"node {peer.number}{host} has not joined: {end or why}{words}")
 
     def _meet(self, peer: Peer, message: Message) -> None:
-        """Handle what one says that has not joined yet; begin when all are there. NotAdmittedError: it cannot join."""
+        """Handle a message of a host that has not joined; begin when all have. Raises NotAdmittedError if it cannot."""
         if not peer.nonce:
             self._admission.check_version(message["join"])
             peer.nonce = new_nonce()

@@ -1,11 +1,11 @@
 """A connection between two psd-runs of one job: messages as lines of JSON, over a socket, with or without TLS, or over the two
 pipes of an ssh process.
 
-Nothing here waits: what cannot be written at once is kept until the selector says that there is room, and who has much to say
-looks at `is_crowded` first. Both sides say something every `BEAT_S` seconds, so that a connection whose other end has vanished
-is noticed within `SILENCE_S`, whatever carries it.
+Nothing here waits. Messages that cannot be written at once are kept until the selector says that there is room; a sender of
+many messages checks `is_crowded` first. Both sides send something every `BEAT_S` seconds, so that the loss of the other end is
+noticed within `SILENCE_S`, on every kind of connection.
 
-Knows lines and time; not what the messages mean.
+Knows lines and time, but not what the messages mean.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _READ_BYTES = 1 << 16
 
 
 def _parsed(line: bytes | bytearray) -> Message | None:
-    """The message that a line is; None: it is none."""
+    """The message in a line; None if it is not a message."""
     try:
         found = json.loads(line)
     except (ValueError, RecursionError):  # brackets in brackets in brackets
@@ -53,13 +53,13 @@ class NodeLink:
     """One end of a connection.
 
     Args:
-        reader, writer: descriptors, made non-blocking; the same one for a socket. Who has opened them closes them.
-        tls: of that socket; None: without.
-        has_preamble: lines that are no messages may come before the first message, such as those of a login shell.
+        reader, writer: descriptors; the same one for a socket. They are made non-blocking; the caller closes them.
+        tls: the TLS socket; None without TLS.
+        has_preamble: other lines, such as those of a login shell, may come before the first message.
 
     Attributes:
-        message_bytes_max: limit of a line that is received. silence_s: seconds of silence after which the other side is lost.
-        preamble: the last of those lines.
+        message_bytes_max: limit of a received line. silence_s: seconds of silence after which the other side counts as lost.
+        preamble: the last of the lines before the first message.
     """
 
     def __init__(self, reader: int, writer: int, tls: ssl.SSLSocket | None = None, *, has_preamble: bool = False) -> None:
@@ -81,22 +81,22 @@ class NodeLink:
 
     @property
     def has_unsent(self) -> bool:
-        """True if `flush` is to be called when there is room."""
+        """True if messages wait to be sent by `flush`, when there is room."""
         return bool(self._unsent)
 
     @property
     def is_crowded(self) -> bool:
-        """True if the other side does not take what it is sent."""
+        """True if many bytes wait, because the other side does not read."""
         return len(self._unsent) > CROWDED_BYTES
 
     def send(self, message: Message) -> None:
-        """Send a message, now or by a later `flush`; what a broken connection is given is lost."""
+        """Send a message, now or by a later `flush`. On a broken connection it is lost."""
         with self._lock:
             self._unsent += json.dumps(message).encode() + b"\n"
         self.flush()
 
     def flush(self) -> None:
-        """Send what there is room for."""
+        """Send as much of the waiting messages as there is room for."""
         with self._lock:
             if self._is_broken:
                 self._unsent.clear()
@@ -111,12 +111,12 @@ class NodeLink:
                 self._unsent.clear()
 
     def end(self) -> None:
-        """Send nothing from now on: the descriptors are about to be closed, and their numbers to be somebody else's."""
+        """Send nothing from now on: the descriptors are about to be closed, and their numbers may then be reused."""
         with self._lock:
             self._is_broken = True
 
     def receive(self) -> list[Message] | None:
-        """Receive the messages that have come; None at the end of the connection, also one that is broken or makes no sense."""
+        """Receive the messages that have come; None if the connection has ended, is broken, or has brought something else."""
         try:
             with self._lock:
                 data = self._read()
@@ -143,7 +143,7 @@ class NodeLink:
         return found
 
     def _read(self) -> bytes:
-        """Read what is there, at most a record of TLS; BlockingIOError if nothing is."""
+        """Read the available bytes, at most one TLS record. Raises BlockingIOError if there are none."""
         if self._tls is None:
             return os.read(self.reader, _READ_BYTES)
         try:
@@ -152,7 +152,7 @@ class NodeLink:
             raise BlockingIOError from None
 
     def _write(self) -> int:
-        """Write some of what is unsent; BlockingIOError if there is no room."""
+        """Write some of the unsent bytes. Raises BlockingIOError if there is no room."""
         if self._tls is None:
             return os.write(self.writer, self._unsent)
         try:
@@ -161,7 +161,7 @@ class NodeLink:
             raise BlockingIOError from None
 
     def wait(self) -> list[Message]:
-        """Wait for the first messages; none if none have come within `SILENCE_S`."""
+        """Wait for the first messages, at most `SILENCE_S`; return them, or an empty list."""
         give_up_at = time.monotonic() + SILENCE_S
         while (left_s := give_up_at - time.monotonic()) > 0:
             select.select([self.reader], [], [], left_s)
@@ -177,9 +177,9 @@ class NodeLink:
         return min(self._said_at + BEAT_S, self._heard_at + self.silence_s)
 
     def beat(self, now: float) -> bool:
-        """Say that this side is there, if it is time; False if the other side has been silent for too long.
+        """Send a sign of life if it is time; return False if the other side has been silent for too long.
 
-        What has come, and was not received because this side was held up, is no silence.
+        It is not silent if bytes have come that were not received yet because this side was held up.
         """
         if now >= self._said_at + BEAT_S:
             self._said_at = now  # one that waits for room needs no company

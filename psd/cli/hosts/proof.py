@@ -5,10 +5,11 @@
     node   -> leader   hello, with a nonce of its own, and HMAC-SHA256(key, "node", both nonces)
     leader -> node     welcome, with HMAC-SHA256(key, "leader", both nonces)
 
-The key is made of all tokens that the file lists, so that the token of a worker alone opens nothing. No token crosses the
-network, and no proof can be used again. The node shows its proof first: whoever merely dials learns nothing to guess tokens by.
+The key is made from all tokens in the file, so that a single worker's token is not enough. No token crosses the network, and no
+proof can be used again. The node shows its proof first, so a stranger who connects learns nothing from which tokens could be
+guessed.
 
-Knows tokens; no connections.
+Knows tokens, but no connections.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ NONCE_BYTES = 16
 
 
 def key_of(token_file: str) -> bytes:
-    """The key of the hosts that have this file, whatever the order of its lines; empty without a file.
+    """The key of all hosts that have this file, in any order of its lines; empty without a file.
 
     Raises:
-        ConfigError: as of `read_tokens`.
+        ConfigError: as `read_tokens`.
     """
     if not token_file:
         return b""
@@ -35,19 +36,19 @@ def key_of(token_file: str) -> bytes:
 
 
 def new_nonce() -> str:
-    """A nonce that nobody has used before."""
+    """A random number that has not been used before."""
     return secrets.token_hex(NONCE_BYTES)
 
 
 def proof_of(key: bytes, who: str, leaders_nonce: str, nodes_nonce: str) -> str:
-    """The proof that `who` ("node" or "leader") has the key; empty without one."""
+    """The proof that `who` ("node" or "leader") has the key; empty without a key."""
     if not key:
         return ""
     return hmac.digest(key, "\0".join((who, leaders_nonce, nodes_nonce)).encode(), "sha256").hex()
 
 
 def what_is_wrong(expected: str, given: str) -> str:
-    """The reason why a proof of the other side does not fit; empty: it does."""
+    """The reason why the other side's proof is wrong; empty if it is right."""
     if hmac.compare_digest(expected.encode(), given.encode()):
         return ""
     if not expected:

@@ -1,10 +1,10 @@
-"""psd-run --nnodes: the same command on every host, of which one leads; how they find each other at --rendezvous HOST:PORT.
+"""psd-run --nnodes: the same command on every host. The hosts meet at --rendezvous HOST:PORT, and one of them leads.
 
-The host that has the address leads: whoever can listen there is node 0, unless --node-rank says otherwise. All others dial, and
-go on dialling while it is not there yet.
+The host that can listen at the address leads, as node 0, unless --node-rank says otherwise. All others connect to it, and retry
+until it is there.
 
-What they say is as safe as what the shards are told: over TLS with --tls-cert, and to hosts with the same --token-file alone
-(psd/cli/hosts/proof.py).
+Their connections are as safe as those to the shards: they use TLS with --tls-cert, and accept only hosts with the same
+--token-file (psd/cli/hosts/proof.py).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _HINTS = {
     errno.EADDRINUSE: "; has another host --node-rank 0, too?",
     errno.EADDRNOTAVAIL: "; is it an address of this host?",
 }
-"""Errors that make a host follow, and what is asked of one that is told to lead."""
+"""Errors of listening that make a host a follower; with hints for a host that was told to lead."""
 
 Replan = Callable[[str, int], Plan]
 
@@ -45,10 +45,10 @@ def run(plan: Plan, replan: Replan) -> int:
     """Lead the job, or take part in it; returns psd-run's exit status.
 
     Args:
-        plan: of the job, as this host was asked for it. replan: makes it again, for a run id and a node.
+        plan: the plan from this host's command line. replan: makes it again, for a run id and a node.
 
     Raises:
-        ConfigError: this host cannot listen there, or nobody leads there.
+        ConfigError: this host cannot listen at the address, or no leader is found there.
     """
     assert plan.meeting is not None
     host, port = parse_address(plan.meeting.rendezvous, "--rendezvous")
@@ -70,7 +70,7 @@ def run(plan: Plan, replan: Replan) -> int:
 
 
 def _listen(host: str, port: int, *, must: bool) -> socket.socket | None:
-    """A socket at the address; None if another host, or another process of this one, is to lead."""
+    """A socket that listens at the address; None if another host or process is the leader."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)
@@ -118,7 +118,7 @@ def _follow(plan: Plan, replan: Replan, host: str, port: int) -> int:
 
 
 def _dial(host: str, port: int, tls: ssl.SSLContext | None) -> socket.socket:
-    """A connection to node 0; ConfigError if one is there with which there can be none, OSError if there may be later."""
+    """Connect to node 0. Raises ConfigError if that can never succeed, OSError if it may succeed later."""
     connection = socket.create_connection((host, port), _DIAL_TIMEOUT_S)
     if connection.getsockname() == connection.getpeername():  # TCP lets a socket dial itself, where nobody listens
         connection.close()

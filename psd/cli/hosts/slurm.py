@@ -1,4 +1,4 @@
-"""psd-run --on slurm: as one task of `srun`, which starts psd-run as often as the job has tasks; they meet as with --nnodes.
+"""psd-run --on slurm: srun starts a psd-run for each of the job's tasks, and they meet as with --nnodes.
 
     srun --nodes 2 --ntasks 4 psd-run --on slurm --shards 2 train.py      4 workers; ranks are SLURM_PROCID
 
@@ -24,10 +24,11 @@ _ASK_S = 20.0
 
 
 def fill_in(args: argparse.Namespace, environ: Mapping[str, str]) -> None:
-    """Set what SLURM knows: the number of nodes, which one this is, where they meet, and the workers, unless they are given.
+    """Set the options that SLURM knows: number of nodes, number of this node, rendezvous, and the workers, if they are not
+    given.
 
     Raises:
-        ConfigError: this is no task of srun, or scontrol does not answer.
+        ConfigError: this is not a task of srun, or scontrol does not answer.
     """
     refuse_given(args, dict.fromkeys(("nnodes", "node_rank", "hosts"), "not with --on slurm, where srun's tasks are the nodes"))
     try:
@@ -45,7 +46,7 @@ def fill_in(args: argparse.Namespace, environ: Mapping[str, str]) -> None:
 
 
 def _address(hosts: str) -> str:
-    """Address of the first of some hosts, such as node[1-4]: what SLURM's own daemons dial."""
+    """Address of the first host in a list such as node[1-4]: the one that SLURM's own daemons use."""
     first = _ask("show", "hostnames", hosts).split("\n", 1)[0]
     words = dict(word.split("=", 1) for word in _ask("--oneliner", "show", "node", first).split() if "=" in word)
     return words.get("NodeAddr", first)

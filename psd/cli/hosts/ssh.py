@@ -1,13 +1,13 @@
-"""psd-run --hosts a:4,b:4: starts a psd-run on each host, over ssh, and leads them. Nothing of the job runs here, unless this
-host is one of them.
+"""psd-run --hosts a:4,b:4: starts a psd-run on each host, over ssh, and leads them. The job does not run on this host, unless
+it is one of them.
 
     ssh HOST exec PYTHON -m psd.cli.agent        its two pipes are the connection; psd/cli/agent.py is the other side
 
-The command, its directory and the variables of --env go over the connection, not in the arguments, which everybody on that host
-can read. ssh asks nothing (BatchMode): hosts are known, and keys are there, or an agent has them. When psd-run ends, however it
-does, so does the connection, and with it what runs there.
+The command, its directory and the variables of --env are sent over the connection, not as arguments, which everybody on that
+host could read. ssh asks no questions (BatchMode): hosts must be known, and keys must be present or in an agent. When psd-run
+ends, for any reason, the connection ends, and with it the processes on that host.
 
-Knows ssh; the messages are psd/cli/hosts/leader.py's.
+Knows ssh; psd/cli/hosts/leader.py handles the messages.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ _CONNECTING_END_S = 1.0
 
 
 def parse_hosts(text: str) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """Parse --hosts: hosts as ssh takes them, and the workers of each.
+    """Parse --hosts: hosts, in the form that ssh takes, and the number of workers on each.
 
     Raises:
-        ConfigError: it is not of the form HOST:WORKERS,...
+        ConfigError: the value is not of the form HOST:WORKERS,...
     """
     hosts, workers = [], []
     for part in text.split(","):
@@ -58,8 +58,8 @@ def run(plan: Plan, replan: Callable[[str, int], Plan], argv: Sequence[str]) -> 
     """Run the job over ssh; returns psd-run's exit status.
 
     Args:
-        plan: of the job; none of its nodes is here. replan: makes it again, for a run id and a node.
-        argv: of psd-run, which the hosts are given, too.
+        plan: plan of the job; none of its nodes is here. replan: makes it again, for a run id and a node.
+        argv: arguments of psd-run, which are also sent to the hosts.
     """
     meeting = plan.meeting
     assert meeting is not None
@@ -103,7 +103,7 @@ def _start(ssh: Sequence[str], host: str, remote_python: str) -> subprocess.Pope
 
 
 def _end(process: subprocess.Popen[bytes], has_joined: bool) -> str | None:
-    """Close the connection: that ends what is still there. Returns how ssh has ended; None: it had to be ended."""
+    """Close the connection, which ends all processes on that host. Return how ssh has ended; None: it was killed."""
     for pipe in (process.stdin, process.stdout):
         if pipe is not None:
             with contextlib.suppress(OSError):

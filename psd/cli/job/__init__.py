@@ -1,1 +1,1 @@
-"""A job of psd-run: what belongs to it, and what to do next. Decides; starts nothing."""
+"""A job of psd-run: what belongs to it, and what to do next. Decides, but starts nothing."""

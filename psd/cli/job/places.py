@@ -1,9 +1,9 @@
-"""Which host of a job runs which process. A host of a job is called a node, and has a number.
+"""The assignment of a job's processes to its hosts. A host of a job is called a node, and has a number.
 
     --nnodes 2 --shards 3 --workers 5     node 0: shards 0 and 2, workers 0 to 2     node 1: shard 1, workers 3 and 4
 
-Workers of one node have ranks in a row, so that a slice of the data is read on one host; shards go round, so that a node has at
-most one more than another. Pure; knows no addresses.
+The workers of a node have consecutive ranks, so that a slice of the data is read on one host. Shards go to the nodes in turn,
+so that a node has at most one more than another. Pure; knows no addresses.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from psd.cli.job.policy import Name
 
 @dataclass(frozen=True)
 class NodePlaces:
-    """NodePlaces of a job's processes.
+    """The node of each of a job's processes.
 
     Attributes:
-        shards: how many. workers: how many, node by node.
+        shards: number of shards. workers: number of workers of each node.
     """
 
     shards: int
@@ -47,5 +47,5 @@ class NodePlaces:
 
 
 def spread(workers: int, nodes: int) -> tuple[int, ...]:
-    """Numbers of workers of each node: as equal as can be, the first ones having one more."""
+    """Numbers of workers of each node, as equal as possible: the first nodes may have one more."""
     return tuple(workers // nodes + (node < workers % nodes) for node in range(nodes))

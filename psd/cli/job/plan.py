@@ -16,7 +16,7 @@ class MeetingTls:
     """PEM files for the connections between the psd-runs.
 
     Attributes:
-        leader: what the shards have, too. node: what workers have, too.
+        leader: files of node 0, the same as the shards'. node: files of the other nodes, the same as the workers'.
     """
 
     leader: TlsFiles
@@ -28,13 +28,14 @@ class Meeting:
     """Ways in which the psd-runs of several hosts find each other.
 
     Attributes:
-        rendezvous: HOST:PORT at which node 0 listens; empty: one psd-run starts the others over ssh.
-        hosts: for ssh, as ssh takes them. ssh: the command for it. remote_python: the interpreter there; empty: as here.
+        rendezvous: HOST:PORT at which node 0 listens; empty if one psd-run starts the others over ssh.
+        hosts: the hosts, in the form that ssh takes. ssh: the ssh command. remote_python: the interpreter on the hosts; empty:
+            the same path as here.
         environ: the variables that --env names.
         node: the number that this node asks for; None: any.
-        alike: what all hosts must be told alike: digests of values, by the options' names.
-        is_guarded: shards may listen beyond their machine.
-        key: of psd/cli/hosts/proof.py. tls: with a rendezvous; None: without.
+        alike: digests of the values that must be the same on all hosts, by name of the option.
+        is_guarded: True if shards may listen beyond their machine.
+        key: the key of psd/cli/hosts/proof.py. tls: files for TLS at the rendezvous; None: no TLS.
     """
 
     rendezvous: str
@@ -54,16 +55,16 @@ class Plan:
     """A job to run.
 
     Attributes:
-        run_id: of this run only; processes are found by it.
-        places: how many shards and workers there are, and on which node. node: this one; -1: none of them.
-        meeting: with other hosts; None: this machine runs all.
+        run_id: unique id of this run, by which its processes are found.
+        places: numbers of shards and workers, and their nodes. node: number of this node; -1: this machine is none of them.
+        meeting: how this host meets the others; None: this machine runs all processes.
         on_worker_failure, restarts_max, shard_restarts_max, grace_s: see psd-run --help.
         checkpoint_dir: where the shards store checkpoints; empty: nowhere.
-        log_dir: for a file of each process; None: no files.
-        urls: those with a secret, which the shards read from files of these names in the state directory.
-        state_dirs: where each node's shards' state directories are made.
-        is_state_private: they are removed in any case.
-        kept_run_id: of the run that has left its state there; None: none has.
+        log_dir: directory for a log file of each process; None: no files.
+        urls: URLs with a secret, by the name of the file in the state directory from which the shards read them.
+        state_dirs: directory of each node in which its shards' state directories are made.
+        is_state_private: True if the state is removed in any case.
+        kept_run_id: id of the run that has left its state there; None if none has.
         shard_command: the command of a shard, by index, address to listen at, and state directory.
         worker_command: the command of every worker.
         dashboard_command: the command of the dashboard; empty: there is none.
@@ -92,10 +93,10 @@ class Plan:
     worker_environ: Callable[[int, Sequence[str]], Mapping[str, str]]
 
     def is_here(self, name: Name) -> bool:
-        """True if this node runs a process."""
+        """True if this node runs the process."""
         return self.places.node_of(name) == self.node
 
     @property
     def node_mark(self) -> str:
-        """Value of PSD_NODE in the environment of this node's processes; empty if this machine runs all."""
+        """Value of PSD_NODE in the environment of this node's processes; empty if this machine runs all processes."""
         return f"{self.run_id}/{self.node}" if self.meeting is not None else ""

@@ -23,14 +23,14 @@ and psd/cli/ray/job.py carry out. So each order of events is a plain unit test. 
     a shard ends with status 74     it could not store the last checkpoint: a job that is well but for that, or was told to
                                     end, has that status, too
 
-Ours, not torchrun or a process manager such as supervisor: those restart what dies, but do not tell a shard that has state, and
-is waited for, from a worker, nor what the job's own status is.
+psd has its own policy, instead of torchrun or a process manager such as supervisor, because those restart what dies, but do not
+distinguish shards, which have state and are waited for, from workers, and give the job no exit status of its own.
 
 A job goes through the phases STARTING, RUNNING, WINDING_DOWN (all workers have finished, shards end by themselves), or from
 any of them SAVING (a last checkpoint is taken), STOPPING (workers got SIGTERM), KILLING_WORKERS, STOPPING_SHARDS, KILLING, to
-ENDED. Every phase but RUNNING has a deadline, at which the next harder one begins: so a job that is to end does end, whatever
-its processes do. Only shards that store the parameters of a job that is done have the time that it takes. A shard that is being
-started has a deadline, too.
+ENDED. Every phase except RUNNING has a deadline, at which the next, harder phase begins: so a job that is told to end does end,
+whatever its processes do. Only shards that store the parameters of a finished job have as long as it takes. A shard that is
+being started has a deadline, too.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ READY_REPORT_S = 5.0
 """Seconds from the start of a shard to the line that says that psd-run waits for it."""
 
 SHARD_STARTS_MAX = 3
-"""Starts in a row of a shard that has died. More than one, as its port may be somebody else's for a moment: of a worker's own
-socket, when the system picks this port for one that dials it. Few, as most reasons, such as damaged state, stay."""
+"""Starts in a row of a shard that has died. More than one, because another process may have its port for a moment: the system
+may pick it for the socket of a worker that connects to it. But few, because most causes, such as damaged state, persist."""
 
 START_S_MAX = 600.0
-"""Seconds that a worker may take from its start until it joins, for a shard that was itself started again to hear of it."""
+"""Seconds that a restarted worker may take until it joins. For so long, a shard that restarts is told of it, too."""
 
 SHARDS_END_S = 3.0
 """Seconds from the end of the last worker until the shards are told to end; they end by themselves if every worker has left,"""
@@ -75,7 +75,7 @@ SAVING_SLACK_S = 2.0
 """Seconds beyond the grace for a last checkpoint: shard 0 says first why there is none."""
 
 SHARDS_SLACK_S = 5.0
-"""Seconds beyond the grace for shards: they end by themselves when it is over, and know better what to leave."""
+"""Seconds beyond the grace for shards: they end by themselves when it is over, and in better order than if killed."""
 
 KILL_S = 5.0
 """Seconds from SIGKILL to giving up: the kernel may be unable to end a process that hangs in a device or a network file
@@ -110,7 +110,7 @@ class Send:
 
 @dataclass(frozen=True)
 class Say:
-    """Tell the user; `quote` names the process whose last lines belong to the message."""
+    """Tell the user. quote: process whose last lines are shown with the message."""
 
     text: str
     quote: Name | None = None
@@ -142,18 +142,18 @@ class Phase(enum.Enum):
 
 
 class JobPolicy:
-    """The decisions on one job.
+    """Decides what is done about each event of one job.
 
     Args:
-        state_dirs: of the shards, for messages.
-        workers: how many.
+        state_dirs: state directories of the shards, for messages.
+        workers: number of workers.
         on_worker_failure: one of ON_WORKER_FAILURE.
-        restarts_max: of workers. shard_restarts_max: of shards.
-        grace_s: from SIGTERM to SIGKILL, and for the last checkpoint.
-        has_checkpoints: there is a place for them.
+        restarts_max: limit of restarts of workers. shard_restarts_max: limit of restarts of shards.
+        grace_s: seconds from SIGTERM to SIGKILL, and for the last checkpoint.
+        has_checkpoints: True if there is a place for checkpoints.
 
     Attributes:
-        phase: where the job is.
+        phase: the phase that the job is in.
     """
 
     def __init__(
@@ -252,7 +252,7 @@ class JobPolicy:
         return actions + self._advance(now)
 
     def on_lost(self, names: Sequence[Name], why: str, now: float) -> list[Action]:
-        """Handle the loss of a host, with all that ran there; before the job has begun, of the host alone."""
+        """Handle the loss of a host and of these processes; there are none before the job has begun."""
         has_begun = bool(self._alive)
         gone = self._alive & set(names)
         self._alive -= gone
@@ -271,7 +271,7 @@ class JobPolicy:
         return [say, *self._wind_down(now), *self._advance(now)]
 
     def on_saved(self, now: float, *, is_stored: bool) -> list[Action]:
-        """Handle shard 0's answer about the last checkpoint: whether all shards have stored it."""
+        """Handle shard 0's report whether all shards have stored the last checkpoint."""
         self._is_saved = self._is_saved or is_stored
         return self._stop(Say(f"stopping the job, {self._within}"), now) if self.phase is Phase.SAVING else []
 
@@ -295,7 +295,7 @@ class JobPolicy:
         return [Say(f"{name}: killing all processes"), *self._kill(now)]
 
     def on_deadline(self, now: float) -> list[Action]:
-        """Handle a phase, or a shard's start, that has lasted too long."""
+        """Handle the end of a deadline: a phase, or a shard's start, has lasted too long."""
         late = self._names(self._alive)
         if self.phase in (Phase.STARTING, Phase.RUNNING):
             slow = [name for name, at in self._reports_at.items() if at <= now]
@@ -351,11 +351,11 @@ class JobPolicy:
         return self._fail(Say(f"{death}; {why}stopping the job", quote=worker), status, now)
 
     def _tell_of(self, worker: Name, line: str, since: float | None) -> list[Action]:
-        """Tell the shards that serve of a worker that was started again; the others will be told."""
+        """Tell the shards that serve of a worker that was restarted; the others are told when they serve."""
         return [] if since is None else [Tell(shard, line.format(worker.number)) for shard in sorted(self._ready)]
 
     def _wind_down(self, now: float) -> list[Action]:
-        """Wait for the shards to end by themselves, if no worker is left."""
+        """Begin to wait for the shards to end by themselves, if no worker is left."""
         if not self._has_workers:
             self._status, self.phase, self._phase_ends_at = self._workers_status, Phase.WINDING_DOWN, now + self._shards_end_s
         return []
@@ -396,7 +396,7 @@ class JobPolicy:
         return self._restart_shard(shard, death, returncode, now)
 
     def _is_missed(self, shard: Name, returncode: int) -> bool:
-        """True if a shard that has died while the job ends holds what the last checkpoint needs."""
+        """True if the last checkpoint needs the state of a shard that has died while the job ends."""
         if not self._has_checkpoints or shard not in self._died_at or returncode == 0 or self.phase is Phase.KILLING:
             return False
         if self.phase is Phase.STOPPING_SHARDS and returncode > 0:
@@ -475,7 +475,7 @@ class JobPolicy:
 
     @property
     def _has_workers(self) -> bool:
-        """True if a worker lives; asked at the end of each of thousands."""
+        """True if a worker lives. Must be fast: it is asked at the end of each worker, and there may be thousands."""
         return any(name.kind == "worker" for name in self._alive)
 
     def _living(self, kind: str) -> list[Name]:

@@ -1,12 +1,12 @@
-"""The lines with which psd-run ends: what the job has done, by what its shards say of themselves when they end.
+"""The last lines of psd-run's output: what the job has done, from what its shards report when they end.
 
     12.3 s; step 400, 32.5 steps/s; 800 pushes accepted, 3 late
     1 restart of shards
     checkpoints: /data/run-7
 
-A push goes to all shards that have a part of what is trained, so that the largest count holds. The rate is that of the steps
-after all workers had joined, without their imports. A shard that was started again counts from then on; if no other one has
-counted from the beginning, there is no word of a rate. Knows no processes.
+A push goes to every shard that has trained parameters, so the largest of the shards' counts is right. The rate covers the steps
+after all workers had joined, so it does not include their imports. A restarted shard counts from its restart; if no shard has
+counted from the beginning, no rate is shown. Knows no processes.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class Summary:
     """Record of what psd-run has seen and heard of one job.
 
     Args:
-        is_continued: the shards go on with what an earlier run has left, of which this one has not seen the beginning.
-        checkpoint_dir: where the checkpoints are; empty: there are none.
+        is_continued: True if the shards continue an earlier run, whose beginning this psd-run has not seen. checkpoint_dir:
+            place of the checkpoints; empty: there are none.
     """
 
     def __init__(self, *, is_continued: bool = False, checkpoint_dir: str = "") -> None:
@@ -40,7 +40,7 @@ class Summary:
         self._starts[kind, number] = self._starts.get((kind, number), 0) + 1
 
     def on_line(self, shard: int, line: str) -> None:
-        """Note what a shard says about itself."""
+        """Note a line of a shard's output, if it is the report of its counts."""
         counted = re.fullmatch(COUNTED_PATTERN, line)
         if counted is None:
             return
@@ -54,7 +54,7 @@ class Summary:
         self._clock = max(self._clock, clock)
 
     def lines(self, took_s: float) -> list[str]:
-        """The summary of a job that took so long, all in all."""
+        """The summary. took_s: seconds that the whole job took."""
         first = [f"{took_s:.1f} s"]
         if self._has_counts:
             rate = f", {self._rate:.3g} steps/s" if self._rate else ""

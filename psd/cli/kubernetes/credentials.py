@@ -1,8 +1,8 @@
 """Certificates and tokens for a job on Kubernetes, as Secrets; `psdctl credentials` prints them.
 
-The certificate is its own authority: one key pair, good for the shards' names alone, trusted by those who hold the certificate.
-Made by the openssl command, since Python itself cannot; the package cryptography could, as a compiled dependency of every
-install for one certificate. Tokens are 256 random bits. Nothing is written to disk.
+The certificate is self-signed: one key pair, valid only for the shards' names, trusted by everybody who has the certificate. It
+is made with the openssl command, because Python's library cannot make one, and the package cryptography would be a compiled
+dependency of every install. Tokens are 256 random bits. Nothing is written to disk.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ exit status:
 
 
 def check_name(name: str) -> str:
-    """Check that Kubernetes accepts the name for a StatefulSet and its pods; ConfigError if not."""
+    """Raise ConfigError unless Kubernetes accepts the name for a StatefulSet and its pods."""
     if not _NAME.fullmatch(name):
         raise ConfigError(f"--name: expected at most 41 small letters, digits and hyphens, a letter first, got {name!r}")
     return name
 
 
 def secrets_of(name: str, namespace: str = "", *, shards: int = SHARDS_MAX) -> list[dict[str, Any]]:
-    """The Secrets NAME-tls and NAME-tokens, for that many shards.
+    """The Secrets NAME-tls and NAME-tokens. The certificate is for this number of shards.
 
     Raises:
         ConfigError: openssl is missing, or failed.

@@ -1,8 +1,8 @@
 """psd-run --on kubernetes: a job as manifests, printed or applied. Takes the manifests of deploy/ (manifests.py) and fills in
 the script, the sizes and the options; kubectl.py carries it out.
 
-A script whose path is relative lies here, and is sent in a ConfigMap. One whose path is absolute, a module and any other
-command are the image's. An option that is at its default leaves the manifests as they are.
+A script with a relative path is on this machine, and is sent in a ConfigMap. A script with an absolute path, a module or
+another command must be in the image. An option with its default value does not change the manifests.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class Deployment:
     """A job for Kubernetes.
 
     Attributes:
-        image: with psd, and what the script needs. name: of the StatefulSet, and what the names of all else begin with.
-        namespace: empty: kubectl's. script: sent along; None: the command needs none.
-        modules: files beside the script that shards import rules from.
-        command: of the workers. shard_environ, worker_environ: beside what the manifests give.
-        shard_flags: of psd-server, beside or instead of those that the manifests give.
+        image: container image with psd and what the script needs. name: name of the StatefulSet; all other names begin with it.
+        namespace: empty: kubectl's default. script: the script to send; None: the command needs none.
+        modules: files beside the script from which shards import rules.
+        command: command of the workers. shard_environ, worker_environ: variables in addition to those of the manifests.
+        shard_flags: flags of psd-server; they are added to those of the manifests, or replace them.
         checkpoint_dir, checkpoint_secs, grace_s: see psd-server --help; grace_s: None: the manifests'.
-        restarts_max: of each worker; 0: as many as the manifests say.
+        restarts_max: limit of restarts of each worker; 0: as many as the manifests say.
         is_insecure: without certificate and tokens. is_dry: print the manifests. is_rescale: an existing job gets another size.
     """
 
@@ -168,7 +168,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 _IN_MANIFESTS = ("checkpoint_dir", "checkpoint_secs", "exit_when_done")
-"""Settings of shards that the manifests have a place for."""
+"""Settings of shards that have their own place in the manifests."""
 
 _FOR_CLUSTERS = ("image", "name", "namespace", "dry_run", "rescale")
 _FOR_ONE_MACHINE = {
@@ -200,7 +200,7 @@ def deployment(
     """The job that psd-run's options describe.
 
     Args:
-        words: what is to run, as it was given. shards: what they say of all shards. For the others see Deployment.
+        words: the words to run, as given. shards: the settings of all shards. For the others see Deployment.
 
     Raises:
         ConfigError: an option does not go together with --on kubernetes, or is wrong.
@@ -237,14 +237,14 @@ def deployment(
 
 
 def _check_beginning(url: str) -> None:
-    """Raise ConfigError if pods cannot reach what a new job begins with."""
+    """Raise ConfigError if pods could not reach the checkpoint with which a new job begins."""
     if url and "://" not in url:
         raise ConfigError(f"--from-checkpoint: {url!r} would be a different place in each pod; expected a URL that all reach")
     check_no_secret("--from-checkpoint", url)
 
 
 def check_no_secret(option: str, url: str) -> None:
-    """Raise ConfigError for a URL that would stand in the manifests, and so in the cluster, with a secret in it."""
+    """Raise ConfigError for a URL with a secret: it would be in the manifests, where everybody could read it."""
     if has_secret(url):
         raise ConfigError(
             f"{option}: {shown(url)} is given with a password or key, which everybody could read in the manifests; give it "
@@ -273,7 +273,7 @@ def worker_command(words: Sequence[str]) -> tuple[Path | None, list[str]]:
 
 
 def _modules(script: Path, rules: Sequence[str]) -> list[Path]:
-    """The modules of rules that lie beside the script; others are the image's."""
+    """The modules of rules that are beside the script; others must be in the image."""
     found = (script.with_name(f"{rule.partition(':')[0]}.py") for rule in dict.fromkeys(rules))
     return [path for path in dict.fromkeys(found) if path.is_file()]
 

@@ -1,9 +1,10 @@
 """Applies the manifests of psd/cli/kubernetes/job.py to a cluster, with the kubectl command.
 
-The command, not the package kubernetes: it has the user's contexts, credentials and plug-ins, and apply is a command's feature.
+It uses the command, not the package kubernetes, because the command has the user's contexts, credentials and plug-ins, and only
+the command can apply.
 
-In order: what must not be overwritten is looked for; with --rescale a checkpoint is taken and the shards and workers of the old
-size are removed, their volumes too; credentials are made where there are none; the manifests are applied.
+The order is: refuse if a job would be overwritten; with --rescale take a checkpoint, then remove the shards and workers of the
+old size, with their volumes; make credentials if there are none; apply the manifests.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class Kubectl:
     """The kubectl command in one namespace; empty: kubectl's default.
 
     Args:
-        run: as subprocess.run.
+        run: a function with the signature of subprocess.run.
     """
 
     def __init__(self, namespace: str, run: Callable[..., subprocess.CompletedProcess[str]] = subprocess.run) -> None:
@@ -37,14 +38,14 @@ class Kubectl:
         self._run = run
 
     def __call__(self, *args: str, stdin: str | None = None) -> str:
-        """Run it and return its output; ConfigError with its error text if it fails."""
+        """Run kubectl and return its output. Raises ConfigError with its error text if it fails."""
         done = self._run([*self.prefix, *args], input=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         if done.returncode != 0:
             raise ConfigError(f"{' '.join([*self.prefix, *args])}: {done.stderr.strip() or done.returncode}")
         return done.stdout
 
     def get(self, kind: str, name: str) -> Manifest | None:
-        """One object; None if there is none of that name."""
+        """Get an object; None if there is none of that name."""
         text = self("get", kind, name, "--ignore-not-found", "--output", "json")
         found: dict[str, Any] | None = json.loads(text) if text.strip() else None
         return found
@@ -98,8 +99,7 @@ def deploy(
 
 
 def _make_room(kubectl: Kubectl, name: str, replicas: int, checkpoint_dir: str) -> None:
-    """Store the shards' state, then remove workers, shards and volumes: each volume holds a part for the old number of
-    shards."""
+    """Take a checkpoint, then remove workers, shards and volumes, whose contents are for the old number of shards."""
     config = kubectl.get("configmap", name)
     stored = config["data"].get("CHECKPOINT_DIR", "") if config is not None else ""
     if stored != checkpoint_dir:

@@ -4,9 +4,9 @@
     named      the same under another name; shards, workers: of another size
     as_yaml    for kubectl
 
-Of Kustomize it knows what those files use: `resources`, and `patches` in the form of JSON Patch: the four operations below, for
-which the package jsonpatch would be a dependency, and kubectl's own Kustomize a command that --dry-run does without. Decides
-nothing; psd/cli/kubernetes/job.py does. Must not know flags, nor kubectl.
+Only those features of Kustomize are implemented that the files use: `resources`, and `patches` in the form of JSON Patch with
+the four operations below. The package jsonpatch would be another dependency, and kubectl's own Kustomize would make --dry-run
+need kubectl. Decides nothing; psd/cli/kubernetes/job.py does. Must not know flags, nor kubectl.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""One child process of psd-run: started in its own session, its output in one pipe, ended as a whole group.
+"""One child process of psd-run: started in its own session, with its output in one pipe, and ended with its whole group.
 
-An own session, because Ctrl-C on the terminal then reaches psd-run alone, which stops the job in order; and because the whole
-group (a worker and, say, its data loaders) can then be signalled and, when its first process has ended, cleared away.
+The child has its own session for two reasons. Ctrl-C on the terminal then reaches only psd-run, which stops the job in order.
+And the whole group (a worker and, for instance, its data loaders) can be signalled, and killed when its first process has
+ended.
 
-Decides nothing: which process is started, signalled or mourned, and when, is psd/cli/job/policy.py's.
+Decides nothing: psd/cli/job/policy.py decides which process is started or signalled, and when.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class Child:
     """
 
     def __init__(self, command: Sequence[str], environ: Mapping[str, str], *, is_told: bool = False) -> None:
-        """Start the child, with a pipe as its standard input if it `is_told` something; OSError if that is impossible."""
+        """Start the child. is_told: its standard input is a pipe, for `tell`. Raises OSError if it cannot be started."""
         self._process = subprocess.Popen(  # noqa: S603, what the user asked for
             command,
             env=environ,
@@ -48,7 +49,7 @@ class Child:
         return self._output.fileno()
 
     def read(self) -> bytes | None:
-        """Read the available output; None if there is none, b"" at its end."""
+        """Read the available output; None if there is none at present, b"" at its end."""
         try:
             return os.read(self.fileno(), READ_BYTES)
         except BlockingIOError:
@@ -62,7 +63,7 @@ class Child:
         return bytes(rest)
 
     def tell(self, line: str) -> None:
-        """Write a line to its standard input; one that has ended, or does not read, misses it."""
+        """Write a line to the child's standard input. If the child has ended or does not read, the line is lost."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             os.write(self._process.stdin.fileno(), line.encode() + b"\n")
@@ -81,7 +82,7 @@ class Child:
             return True
 
     def close(self) -> int:
-        """End the rest of the group and free everything; return the exit status, negative for a signal."""
+        """Kill the rest of the group and free all resources; return the exit status, negative for a signal."""
         self.signal(signal.SIGKILL)
         self._output.close()
         if self._process.stdin is not None:

@@ -1,7 +1,7 @@
-"""Raises the limit of open descriptors as far as the connections need and the system permits.
+"""Raises the limit of open descriptors to what the connections need, as far as the system permits.
 
-Login shells start with 1,024, of which connections that nobody uses could take all, so that a checkpoint could not be written.
-Knows nothing of psd.
+Login shells start with 1,024. Idle connections could use up all of them, so that a checkpoint could not be written. Knows
+nothing of psd.
 """
 
 from __future__ import annotations

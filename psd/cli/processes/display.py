@@ -1,10 +1,10 @@
-"""Terminal output of psd-run: lines, one below the other; beneath them, on a terminal, those that are not finished yet.
+"""Terminal output of psd-run: finished lines, one below the other; on a terminal, unfinished lines (rows) beneath them.
 
     [worker 0] epoch 1: loss 0.532
     [worker 0]  17%|#7        | 10/60 [00:01<00:05,  9.65it/s]      <- these are redrawn in place
     [worker 1]  15%|#5        |  9/60 [00:01<00:05,  9.60it/s]
 
-Knows terminals; not whose lines these are.
+Knows terminals, but not which process wrote a line.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NO_WRAP, _WRAP, _PLAIN = b"\x1b[?7l", b"\x1b[?7h", b"\x1b[0m"
 
 
 def is_terminal(stream: WholeWriter) -> bool:
-    """True if rows can be redrawn there."""
+    """True if the stream is a terminal on which rows can be redrawn."""
     return stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
 
 
@@ -33,11 +33,11 @@ class Display:
     """Lines and rows on a stream.
 
     Args:
-        rows: what is to be seen beneath the lines at present, in order, prefixes included.
+        rows: returns the current rows in order, with their prefixes.
 
     Attributes:
-        is_live: there are rows, as the stream is a terminal.
-        due: when to call `redraw`; None: there is no need.
+        is_live: True if rows are shown, because the stream is a terminal.
+        due: time at which to call `redraw`; None if there is no need.
     """
 
     def __init__(self, stream: WholeWriter, rows: Callable[[], Sequence[bytes]]) -> None:
@@ -49,10 +49,11 @@ class Display:
         self._drawn_at = float("-inf")
 
     def write(self, lines: Sequence[bytes], now: float, elsewhere: WholeWriter | None = None) -> None:
-        """Write lines, with their ends, above the rows; `elsewhere`, such as standard error, may be the same terminal.
+        """Write lines, with their line ends, above the rows. elsewhere: another stream for the lines, such as standard error,
+        which may be the same terminal.
 
         Raises:
-            OSError: nobody reads the stream any more. Of `elsewhere`, nobody is told.
+            OSError: nobody reads the stream any more. Errors of `elsewhere` are ignored.
         """
         rows = self._visible()
         erased = b"\x1b[%dF\x1b[J" % len(self._drawn) if self._drawn else b""
@@ -67,7 +68,7 @@ class Display:
         self._drawn, self._drawn_at, self.due = rows, now, None
 
     def redraw(self, now: float) -> None:
-        """Show the rows as they are now, unless they were drawn a moment ago; `due` says when, then."""
+        """Show the current rows. If the last ones were drawn a moment ago, only set `due`."""
         self.due = None
         if self._visible() == self._drawn:
             return
@@ -77,7 +78,7 @@ class Display:
             self.write([], now)
 
     def _visible(self) -> list[bytes]:
-        """The rows that fit, without what would disturb the others."""
+        """The rows that fit on the screen, without control sequences that would disturb other rows."""
         if not self.is_live:
             return []
         try:

@@ -1,8 +1,8 @@
-"""The processes of a job on this machine: their starts, signals, output and deaths, and that none of them is left behind.
+"""The processes of a job on this machine: starts and signals them, reports their output and deaths, and leaves none behind.
 
-Invariants: every child is known to the watchdog from its start to its end; a child's output is read to its end before its death
-is told; after `clear_away` no process of this machine's part of the run is left, and no state directory that nobody has asked
-for. Decides nothing: what is told to it, it does; what happens, it tells.
+Invariants: the watchdog knows every child from its start to its end; a child's output is read to its end before its death is
+reported; after `clear_away` no process of the run is left on this machine, and no state directory that is not to be kept.
+Decides nothing: it does what it is told, and reports what happens.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from psd.cli.words.arguments import EXIT_CHECKPOINT, EXIT_OK, EXIT_STATE_LOST
 from psd.contract.config import join_address
 
 _WATCHDOGS_MAX = 4
-"""Watchdogs started in one job at most. Whoever kills more of them means it."""
+"""Largest number of watchdogs started in one job. If more are killed, it is on purpose."""
 
 _SWEEP_GRACE_S = 2.0
 """Seconds for processes that workers have left behind, once the workers themselves are gone."""
@@ -42,11 +42,11 @@ class HostProcesses:
     """The part of a job that runs on this machine.
 
     Args:
-        plan: of the job, and of this node.
-        host: address at which its shards listen.
-        selector: of the caller's loop; what is registered here has a function as its data, to be called when it is ready.
-        on_output: called with a process and what it has written. on_exit: called with one that has ended, and its status,
-            negative for a signal. say: called with what the user should know.
+        plan: plan of the job, for this node.
+        host: address at which the shards listen.
+        selector: selector of the caller's loop. The data of what is registered here is a function to call when it is ready.
+        on_output: called with a process and the bytes that it has written. on_exit: called with a process that has ended, and
+            its status, negative for a signal. say: called with messages for the user.
 
     Raises:
         ConfigError: the state directory cannot be used.
@@ -85,8 +85,8 @@ class HostProcesses:
         """Start a process.
 
         Args:
-            name: of the process.
-            addresses: for a worker or the dashboard those of all shards; for a shard its own, if it is started again.
+            name: name of the process.
+            addresses: for a worker or the dashboard, the addresses of all shards; for a restarted shard, its own address.
         """
         plan = self._plan
         if name.kind == "shard":
@@ -102,7 +102,7 @@ class HostProcesses:
         except OSError as error:
             self._say(f"cannot start {name}: {error}")
             self._unborn.append(name)
-            signal.raise_signal(signal.SIGCHLD)  # told as any death: nobody expects one while it starts others
+            signal.raise_signal(signal.SIGCHLD)  # `reap` reports it like any death: the caller expects none in `start`
             return
         self._children[name] = child
         self._selector.register(child, selectors.EVENT_READ, functools.partial(self._read_output, name))
@@ -110,12 +110,12 @@ class HostProcesses:
             self._watchdog.add(child.pid)
 
     def signal(self, name: Name, signum: int) -> None:
-        """Signal a process, with all that it has started; nothing if it has ended."""
+        """Signal the whole group of a process; do nothing if it has ended."""
         if name in self._children:
             self._children[name].signal(signum)
 
     def tell(self, name: Name, line: str) -> None:
-        """Tell a shard something, on its standard input; nothing if it has ended."""
+        """Write a line to a shard's standard input; do nothing if it has ended."""
         if name in self._children:
             self._children[name].tell(line)
 
@@ -125,7 +125,7 @@ class HostProcesses:
         return sorted(self._children)
 
     def reap(self) -> None:
-        """Tell of those that have ended, or could not be started; to be called after SIGCHLD."""
+        """Report processes that have ended or could not be started. Call this after SIGCHLD."""
         unborn, self._unborn = self._unborn, []
         for name in unborn:
             self._on_exit(name, CANNOT_START)
@@ -136,7 +136,7 @@ class HostProcesses:
             self._replace_watchdog()
 
     def clear_away(self, *, keep: bool) -> None:
-        """End all processes and remove the state, or keep what can be continued with; also when psd-run itself has failed."""
+        """End all processes, even if psd-run has failed; remove the state. keep: leave it, if a later run can continue."""
         for child in self._children.values():
             child.signal(signal.SIGKILL)
         for name, child in self._children.items():
@@ -151,7 +151,7 @@ class HostProcesses:
             self._watchdog.close()
 
     def _use_of_state(self) -> str:
-        """Words for what can be done with the parameters that the shards have left."""
+        """Words that say how the parameters left by the shards can be used."""
         ends = {name: status for name, status in sorted(self._ends.items()) if name.kind == "shard"}
         if EXIT_STATE_LOST in ends.values():
             return ", but cannot be continued with, as a round of exact aggregation was lost; remove them before the next job"

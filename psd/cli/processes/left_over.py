@@ -1,11 +1,11 @@
 """Finds and ends the processes of one run, however they were started: by process group, and by PSD_RUN_ID in the environment.
 
-psd-run gives every child a process group of its own, so a group holds a shard, or a worker with what it started. What a worker
-started may have left that group (a daemon, another session); such a process still has the run's id in its environment, where
-Linux shows it. Elsewhere, and for a process that has cleared its environment, only the groups count.
+psd-run gives every child its own process group, so a group contains a shard, or a worker and its child processes. These may
+have left the group (a daemon, another session), but they still have the run's id in their environment, where Linux shows it. On
+other systems, and for a process that has cleared its environment, only the groups count.
 
-Ours, not psutil: that would read the same two files of /proc, as a compiled dependency of every install, for the one loop here.
-A control group would hold all of them, but needs rights that users often lack.
+psutil is not used: it would read the same two files of /proc for the one loop here, as a compiled dependency of every install.
+A control group would contain all processes, but needs rights that users often lack.
 
 Used by psd-run at the end of a job and by its watchdog. Knows nothing of shards and workers.
 """
@@ -26,9 +26,9 @@ _POLL_S = 0.05  # these are not our children, so their end has to be looked for
 def end_processes(groups: Collection[int], run_id: str, grace_s: float, node_mark: str = "") -> int:
     """End all processes of these groups and of this run: SIGTERM, after `grace_s` SIGKILL. Returns how many there were.
 
-    With a node's mark only that node's, as another one of the same run may be on this machine.
+    With a node's mark, end only that node's processes, because another node of the run may be on this machine.
 
-    Takes `grace_s` and a moment at most. Looks again until there are none, as a process may have just been starting another.
+    Takes `grace_s` and a moment at most. Looks repeatedly until no process is left, because one may have just started another.
     """
     seen: set[int] = set()
     terminated: set[int] = set()
@@ -49,7 +49,7 @@ def end_processes(groups: Collection[int], run_id: str, grace_s: float, node_mar
 
 
 def _members(groups: Collection[int], run_id: str, node_mark: str) -> Iterator[int]:
-    """Pids of the living processes of the groups and of the run, ours excepted."""
+    """Pids of the living processes of the groups and of the run, except this process."""
     if not (_PROC / "self" / "stat").exists():
         yield from _leaders(groups)
         return
@@ -70,7 +70,7 @@ def _members(groups: Collection[int], run_id: str, node_mark: str) -> Iterator[i
 
 
 def _leaders(groups: Collection[int]) -> Iterator[int]:
-    """Groups that still have a member, on systems without /proc, as the negative pids by which kill addresses a whole group."""
+    """Groups that still have a member, as negative pids (kill then signals the group); for systems without /proc."""
     for group in groups:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(group, 0)

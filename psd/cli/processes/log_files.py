@@ -1,9 +1,9 @@
-"""psd-run --log-dir: one file per process, with its lines as it wrote them, without prefix and colours of ours.
+"""psd-run --log-dir: one file for each process, with the lines that it wrote, without psd-run's prefixes and colours.
 
     DIR/psd-run.log   DIR/shard-0.log   DIR/worker-0.log
 
-A process that is started again goes on in its file, and so does the next run with the directory: nothing is overwritten. Knows
-neither processes nor terminals.
+A restarted process continues its file, and so does the next run with the same directory: nothing is overwritten. Knows neither
+processes nor terminals.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ class LogFiles:
     """The files of one run.
 
     Args:
-        directory: made if need be.
+        directory: the log directory; created if needed.
 
     Raises:
-        ConfigError: it cannot be made or written to.
+        ConfigError: the directory cannot be made or written to.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -36,10 +36,11 @@ class LogFiles:
             raise ConfigError(f"--log-dir: cannot write to {directory}: {error.strerror or error}") from error
 
     def write(self, name: str, lines: Sequence[bytes]) -> str:
-        """Add lines, without their ends, of one process, such as "worker 0".
+        """Add lines, without line ends, to the file of a process, such as "worker 0".
 
         Returns:
-            What is to be said about it: that the disk is full, say, once; usually nothing. The job goes on without the files.
+            A message for the user, usually empty. If writing fails, because the disk is full for instance, the message says so
+            once, and the job goes on without the files.
         """
         if not lines or self._has_failed:
             return ""

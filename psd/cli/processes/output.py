@@ -4,14 +4,14 @@
     [worker 1] step 10  loss 0.541
     [shard 0]  psd-server: shard 0/2 ready at 127.0.0.1:40213
 
-Invariants: a line of one process is never cut by another's; nothing that was written is lost, except the states of a progress
-bar in between (text that a carriage return makes the terminal overwrite). Of these a file gets at most one a second, and always
-the last one; of a line without an end (a prompt, "loading ... ") what there is, when its process has been quiet for a while. A
-terminal has unfinished lines in view all the time, redrawn in place: psd/cli/processes/display.py.
+Invariants: a line is never cut by a line of another process. Nothing is lost, except intermediate states of a progress bar
+(text that a carriage return makes the terminal overwrite): a file gets at most one state a second, and always the last one. A
+line without an end (a prompt, "loading ... ") is written when its process has been quiet for a while. A terminal always shows
+unfinished lines, redrawn in place: psd/cli/processes/display.py.
 
-honcho, which merges outputs likewise, knows neither progress bars nor unfinished lines, and no limit for a line.
+honcho also merges outputs, but it knows neither progress bars nor unfinished lines, and has no limit for a line.
 
-Bytes in, bytes out: what a program writes is passed on as it is. Knows neither files nor processes; time is passed in.
+Bytes in, bytes out: what a program writes is passed on unchanged. Knows neither files nor processes; time is passed in.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ QUIET_S = 2.0
 """Seconds after which an unfinished line is shown."""
 
 SETTLED_S = 0.1
-"""Seconds after which a process that moves its cursor has left the lines above it for good."""
+"""After so many quiet seconds, a process that moves its cursor up will not change the lines above it any more."""
 
 PROGRESS_INTERVAL_S = 1.0
 """Seconds between two states of a progress bar that are shown as lines."""
@@ -46,11 +46,11 @@ _BEGINNING_OF_A_MARK = re.compile(rb"(?:\r|\x1b\[?)\Z")
 
 
 class _Row:
-    """A line in the making.
+    """An unfinished line.
 
     Attributes:
-        text: since its last carriage return.
-        state: its last state before that which has not been shown; None before its first carriage return.
+        text: the text since the last carriage return.
+        state: the text before that carriage return; empty if it was shown; None before the first carriage return.
     """
 
     def __init__(self, state: bytes | None = None) -> None:
@@ -63,19 +63,19 @@ class _Row:
         return bool(self.text.strip() or self.state)
 
     def rewind(self) -> None:
-        """Handle a carriage return. A bar that has wiped itself out, by blanks, keeps its last state."""
+        """Handle a carriage return. A progress bar that erases itself with blanks keeps its last state."""
         self.state = self.text.rstrip() or self.state or b""
         self.text = b""
 
     def sample(self, now: float) -> list[bytes]:
-        """The state, if the one before was shown long enough ago."""
+        """The state to show now; nothing if the last one was shown too short a time ago."""
         if not self.state or now - self._shown_at < PROGRESS_INTERVAL_S:
             return []
         state, self.state, self._shown_at = self.state, b"", now
         return [state]
 
     def finish(self) -> list[bytes]:
-        """The line, as a terminal shows it; nothing if that was shown already. The row is empty then."""
+        """End the line, and return it as a terminal shows it; nothing if that was shown already."""
         text, self.text = self.text, b""
         if self.state is None:
             return [text]
@@ -87,7 +87,7 @@ class Lines:
     """Cuts one process's output into lines.
 
     Args:
-        is_live: the reader sees `rows` beneath the lines, redrawn in place, so that they need not become lines now and then.
+        is_live: `rows` are shown beneath the lines and redrawn in place, so they need not be written as lines now and then.
 
     Attributes:
         tail: the last lines.
@@ -108,7 +108,7 @@ class Lines:
         return [row.text for row in self._rows if row.text.strip()]
 
     def feed(self, data: bytes, now: float) -> list[bytes]:
-        """Take bytes that were read; return the lines, without their ends, that can be shown."""
+        """Take bytes that were read; return the lines that can be shown now, without line ends."""
         data = self._mark + data
         cut = _BEGINNING_OF_A_MARK.search(data)
         data, self._mark = (data[: cut.start()], cut[0]) if cut else (data, b"")
@@ -133,14 +133,14 @@ class Lines:
         return lines
 
     def quiet_at(self) -> float | None:
-        """The time at which `flush` is to be called, unless more comes; None if there is no need."""
+        """The time at which to call `flush` unless more output comes; None if there is no need."""
         if self._at > 0:
             return self._fed_at + SETTLED_S
         is_due = not self._is_live and any(row.is_worth_showing for row in self._rows)
         return self._fed_at + QUIET_S if is_due else None
 
     def flush(self) -> list[bytes]:
-        """Return what can be shown because the process is quiet."""
+        """Return the lines to show because the process is quiet."""
         if self._at > 0:
             return self._release(self._at)
         return [] if self._is_live else self.end()
@@ -157,7 +157,7 @@ class Lines:
             self._rows.append(_Row())
         if not self._moves:
             return self._release(self._at)
-        # The cursor may come back to a bar; nobody comes back to a line of text, and what is above it.
+        # The cursor may return to a progress bar, but not to a line of text, nor to anything above it.
         above = range(self._at, 0, -1)
         return self._release(next((count for count in above if self._rows[count - 1].state is None), self._at - ROWS_MAX))
 
@@ -169,7 +169,7 @@ class Lines:
             self._rows.insert(0, _Row(b""))  # it has been shown already
 
     def _release(self, count: int) -> list[bytes]:
-        """The first rows, as lines; no longer rows."""
+        """Turn the first rows into lines; return them."""
         count = max(0, count)
         lines = [line for row in self._rows[:count] for line in row.finish()]
         del self._rows[:count]
@@ -178,7 +178,7 @@ class Lines:
 
 
 class Prefixes:
-    """The prefix of each process: aligned, and in colour if the reader is a person."""
+    """The prefix of each process: aligned, and coloured on a terminal."""
 
     def __init__(self, names: Iterable[str], *, colour: bool) -> None:
         names = list(names)

@@ -1,7 +1,7 @@
-"""Arguments of this process as the system shows them to everybody, such as in ps: without the secrets of URLs among them.
+"""Removes the secrets in URLs from the arguments of this process that the system shows to everybody, for instance in ps.
 
-Whoever types a password can be overseen until the process has come so far; options that take a URL take @FILE, too, which is
-never seen. Must not know options.
+A password among the arguments is visible until this has been done. Options that take a URL also take @FILE, which is never
+visible. Must not know options.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _ARGUMENTS_START = 45
 
 
 def hide_secrets() -> None:
-    """Write over them, where the kernel reads them for others; nothing on systems without /proc."""
+    """Overwrite the secrets in the memory from which the kernel reads arguments. Does nothing on systems without /proc."""
     try:
         given = Path("/proc/self/cmdline").read_bytes()
         start = int(Path("/proc/self/stat").read_bytes().rpartition(b") ")[2].split()[_ARGUMENTS_START])
@@ -30,7 +30,7 @@ def hide_secrets() -> None:
 
 
 def _hidden(word: bytes) -> bytes:
-    """An argument without secrets, as long as it was."""
+    """The argument with its secrets replaced, at the same length."""
     text = os.fsdecode(word)
     clear = shown(text)
     return word if clear == text else os.fsencode(clear)[: len(word)].ljust(len(word))

@@ -1,16 +1,16 @@
-"""The state directory of a run of psd-run: its shards keep their parameters there, so that a shard that dies can be restarted.
+"""The state directory of a run of psd-run. The shards keep their parameters there, so that a shard that dies can be restarted.
 
     <state directory>/run        the run's id, one line
     <state directory>/url-...    a URL with a secret in it, for the shards, which would be seen among a command's arguments
     <state directory>/lock       locked while the run lives, by psd-run and by its watchdog
     <state directory>/shard-0    the --state-dir of shard 0, and so on; the shards fill and, at a proper end, remove them
 
-A *private* one lies in memory (/dev/shm) if there is such a thing, and ends with the run, however that ends: psd-run removes
-it, or its watchdog, or, if both were killed, the next psd-run. A *named* one is the user's: it is emptied when the run ends
-well; after a run that did not, the next run with the directory continues with its contents, under the same id.
+A *private* directory lies in memory (/dev/shm) if the system has that. It ends with the run in any case: psd-run removes it, or
+its watchdog, or, if both were killed, the next psd-run. A *named* directory belongs to the user: it is emptied when the run
+ends well; otherwise the next run with the directory continues from its contents, with the same run id.
 
-Invariants: nothing is removed that psd-run has not made; no two runs have a directory, or an id, at the same time. Knows
-nothing of what shards write.
+Invariants: nothing is removed that psd-run has not made; no two runs use a directory, or an id, at the same time. Knows nothing
+of what shards write.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def private_path(run_id: str) -> Path:
 
 
 def is_run_id(text: str) -> bool:
-    """True for what can be a run's id, and so a part of a directory's name."""
+    """True if this can be a run's id, and so a part of a directory's name."""
     return _RUN_ID.fullmatch(text) is not None
 
 
@@ -79,18 +79,18 @@ class StateDirectory:
     """The state directory of a living run.
 
     Args:
-        path: made if need be, for this user alone.
-        run_id: of the run; if a named directory holds a run, that one's.
-        shards: how many.
-        is_private: removed at the end in any case.
-        urls: what the shards are to read from files in it, by the files' names.
+        path: the directory; created if needed, accessible to this user only.
+        run_id: id of the run; if a named directory holds a run, the id of that one.
+        shards: number of shards.
+        is_private: True if the directory is removed at the end in any case.
+        urls: URLs that the shards read from files in it, by name of the file.
 
     Raises:
-        ConfigError: it cannot be made, is another run's or user's, or not psd-run's.
+        ConfigError: the directory cannot be made, belongs to another run or user, or is not one of psd-run's.
 
     Attributes:
         path, is_private: as given.
-        lock_fd: whoever has it open keeps other runs out.
+        lock_fd: descriptor of the lock; other runs are kept out while any process has it open.
     """
 
     def __init__(
@@ -130,10 +130,10 @@ class StateDirectory:
         return shard_path(self.path, index)
 
     def close(self, *, keep: bool) -> bool:
-        """Remove the directory, or its contents if it is named; leave it if it may be kept and there is anything to keep.
+        """Remove the directory, or only its contents if it is named. keep: leave a named one, if there is anything to keep.
 
         Returns:
-            Whether it was kept.
+            True if it was kept.
         """
         shards = [self.shard(index) for index in range(self._shards)]
         is_kept = keep and not self.is_private and any(shard.exists() for shard in shards)
@@ -153,17 +153,17 @@ class StateDirectory:
 
 
 def shard_path(path: Path, index: int) -> Path:
-    """The state directory of one shard in that of its run."""
+    """The path of a shard's state directory in the directory of its run."""
     return path / f"shard-{index}"
 
 
 def remove_private(path: Path) -> None:
-    """Remove a private state directory whose processes have ended, as far as that is possible."""
+    """Remove a private state directory whose processes have ended; ignores errors."""
     shutil.rmtree(path, ignore_errors=True)
 
 
 def clear_abandoned() -> None:
-    """Remove this user's private state directories whose run was killed with its watchdog and of whose shards none lives."""
+    """Remove this user's private state directories whose psd-run, watchdog and shards have all been killed."""
     for path in memory_directory().glob(f"{_PRIVATE_PREFIX}*"):
         with contextlib.suppress(OSError):
             status = path.lstat()
@@ -175,7 +175,7 @@ def clear_abandoned() -> None:
 
 
 def _take_lock(path: Path) -> int:
-    """Lock the directory until the descriptor, and those that were inherited from it, are closed; kill -9 closes them, too."""
+    """Lock the directory until the descriptor and all inherited copies of it are closed; kill -9 closes them, too."""
     while True:
         fd = private_files.open_own(path / _LOCK, os.O_RDWR | os.O_CREAT)
         try:
@@ -191,7 +191,7 @@ def _take_lock(path: Path) -> int:
 
 
 def _is_free(lock: Path) -> bool:
-    """True if nobody holds a lock. One that does not exist is about to be made."""
+    """True if a lock file exists and no process holds it. If it does not exist, it is about to be made."""
     try:
         fd = private_files.open_own(lock, os.O_RDWR)
     except FileNotFoundError:

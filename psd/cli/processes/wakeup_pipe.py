@@ -1,9 +1,9 @@
-"""Lets one thread sleep until a signal, an event of another thread or a deadline, and misses none of them.
+"""Lets one thread sleep until a signal, an event of another thread or a deadline comes, and misses none of them.
 
-Signals arrive as bytes in a socket, which the interpreter's C handler writes (signal.set_wakeup_fd). A queue or an Event that a
-Python handler fills would not do: a signal between the interpreter's last check and the system call that sleeps sets a flag
-that nobody looks at until the sleep ends. Other threads write bytes above all signals' numbers into the same socket. asyncio's
-signal handlers use the same socket, for programs that are an event loop throughout, which neither user of this module is.
+The interpreter's C handler writes each signal as a byte into a socket (signal.set_wakeup_fd). A queue or an Event that a Python
+handler fills would not work: if a signal comes between the interpreter's last check and the system call that sleeps, its
+handler runs only when the sleep ends. Other threads write bytes above all signals' numbers into the same socket. asyncio's
+signal handlers work in the same way, but need an event loop, which neither user of this module has.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ JOB_SIGNALS = (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Wakeups:
-    """A context manager for the main thread, in which signals wake the sleeper. Signals that are ignored when it begins
-    (nohup's SIGHUP) stay so."""
+    """A context manager for the main thread: inside it, signals wake the sleeper. Signals that were ignored before, such as
+    SIGHUP under nohup, stay ignored."""
 
     def __init__(self, signums: Iterable[int]) -> None:
         self._signums = [signum for signum in signums if signal.getsignal(signum) is not signal.SIG_IGN]
@@ -43,7 +43,7 @@ class Wakeups:
         # Left open: a thread may still send, and a closed descriptor's number may be somebody else's by then.
 
     def fileno(self) -> int:
-        """Descriptor that is readable when there is something; for a selector."""
+        """Descriptor, for a selector, that is readable when a byte has come."""
         return self._reader.fileno()
 
     def read(self) -> list[int]:
@@ -54,14 +54,14 @@ class Wakeups:
             return []
 
     def has_told(self, *but: int) -> bool:
-        """True if a signal has come that was not read yet, others than these."""
+        """True if a signal other than these has come and has not been read yet."""
         try:
             return not set(self._reader.recv(4096, socket.MSG_PEEK)) <= set(but)
         except BlockingIOError:
             return False
 
     def wait(self, timeout_s: float | None = None) -> list[int]:
-        """Sleep until something comes; return it, or nothing if nothing came in time."""
+        """Sleep until bytes come; return them, or an empty list if none have come in time."""
         select.select([self._reader], [], [], timeout_s)
         return self.read()
 

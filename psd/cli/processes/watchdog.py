@@ -1,14 +1,15 @@
-"""Ends a job's processes when psd-run itself has been killed, so that no orphan goes on training, and removes its state.
+"""Ends a job's processes and removes its state if psd-run itself is killed, so that no orphan goes on training.
 
-A process of its own, in its own session, that does nothing but read a pipe. Only psd-run holds the write end, so the kernel
-itself reports psd-run's death, SIGKILL included, as the end of the file. The protocol is a line each:
+The watchdog is a separate process, in its own session, that only reads a pipe. psd-run alone holds the write end, so the kernel
+reports psd-run's death, even by SIGKILL, as the end of the file. Each line of the protocol is one of these:
 
     +4711   process group 4711 belongs to the job
     -4711   it has ended; its number may be used by others from now on
     =/a/b   a file, or a directory with all that is in it, to be removed once the processes have ended; in the quoting of URLs
     end     the job is over; the end of the file that follows means nothing
 
-PR_SET_PDEATHSIG and libraries around it end direct children alone, not what these have started, and remove no directories.
+PR_SET_PDEATHSIG, and libraries that use it, end only direct children, not the processes that these have started, and remove no
+directories.
 
 This file holds both sides: `Watchdog` is psd-run's, `main` the process. Knows nothing of shards and workers.
 """
@@ -34,14 +35,15 @@ GRACE_S = 5.0
 
 
 class Watchdog:
-    """psd-run's handle on its watchdog. The job can go on without one; it is only unprotected then.
+    """psd-run's handle on its watchdog. A job can go on without a watchdog, but is then unprotected.
 
     Args:
-        run_id: of the run.
-        lock_fd: a descriptor that it keeps open until it has ended, so that what this locks stays so while it works.
-        node_mark: of the node, if others run parts of the job.
-        groups: process groups that live already.
-        paths: of files and directories to be removed if psd-run dies.
+        run_id: id of the run.
+        lock_fd: descriptor of the state directory's lock. The watchdog keeps it open, and so the directory locked, until it
+            ends.
+        node_mark: mark of the node, if other nodes run parts of the job.
+        groups: process groups that exist already.
+        paths: files and directories to remove if psd-run dies.
     """
 
     def __init__(
@@ -79,7 +81,7 @@ class Watchdog:
         self._write(f"-{group}\n")
 
     def close(self) -> None:
-        """Tell it that the job is over, and wait for its end. Also frees what a dead one leaves."""
+        """Tell the watchdog that the job is over, and wait for its end. Also frees the resources of a dead one."""
         self._write("end\n")
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):

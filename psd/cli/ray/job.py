@@ -8,8 +8,8 @@
     a node, and no room is left  the job waits for room, and says what is missing
     psd-run itself               Ray ends all actors of the job, and these their processes
 
-psd/cli/job/policy.py decides, as on any machine; this carries out what it says, by Ray's means. Knows what a worker finds in
-its environment; nothing of what it does.
+psd/cli/job/policy.py decides, as on any machine; this module carries out its decisions with Ray. Knows a worker's environment,
+but not what it does.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ class RayPlan:
     """A job for Ray.
 
     Attributes:
-        address: of the cluster; "auto": the one that this machine belongs to.
+        address: address of the cluster; "auto": the cluster that this machine belongs to.
         shards, workers, restarts_max, grace_s, on_worker_failure: see psd-run --help.
-        run_id: of the job. checkpoint_dir: see psd-run --help. shard_flags: of psd-server.
-        shard_environ, worker_environ: variables, beside the nodes' own.
-        command, script: see WorkerProcess.run. modules: for shards, as ShardProcess takes them.
-        worker_resources: of each worker, for Ray.
+        run_id: id of the job. checkpoint_dir: see psd-run --help. shard_flags: flags of psd-server.
+        shard_environ, worker_environ: variables in addition to the nodes' own.
+        command, script: see WorkerProcess.run. modules: modules for shards, see ShardProcess.
+        worker_resources: Ray resources of each worker.
     """
 
     address: str
@@ -101,8 +101,8 @@ class RayPlan:
 
 
 class _RayJob:
-    """One job, from its placement group to its last actor. psd/cli/job/policy.py decides, as on any machine, but for shards
-    that die: Ray starts these again."""
+    """One job, from its placement group to its last actor. psd/cli/job/policy.py decides, as on any machine, except that Ray
+    restarts shards that die."""
 
     def __init__(self, plan: RayPlan, ray: Any) -> None:
         self._plan, self._ray = plan, ray
@@ -117,12 +117,12 @@ class _RayJob:
         )
         self._signals: list[int] = []
         self._servers: list[str] = []
-        self._lives: dict[Any, int] = {}  # of programs that run: what Ray will say of each, and its rank
-        self._held: dict[Any, int] = {}  # those that have ended since the shards' addresses were last heard
-        self._asked: list[Any] = []  # what Ray will say of these,
-        self._is_asked_late = True  # after all that is held
-        self._awaited: dict[Any, Callable[[Any], None]] = {}  # what Ray will say of shards, and who hears it
-        self._begun = [0] * plan.workers  # lives of each
+        self._lives: dict[Any, int] = {}  # running programs: Ray's reference to the result, and the rank
+        self._held: dict[Any, int] = {}  # those that have ended since the shards' addresses were last checked
+        self._asked: list[Any] = []  # Ray's references to the shards' addresses,
+        self._is_asked_late = True  # and True if they were requested after all in _held had ended
+        self._awaited: dict[Any, Callable[[Any], None]] = {}  # Ray's references to results of shards, and their handlers
+        self._begun = [0] * plan.workers  # number of lives begun, by rank
         self._summary = Summary(checkpoint_dir=plan.checkpoint_dir)
         self._lacks_room_since: float | None = None
 
@@ -166,7 +166,7 @@ class _RayJob:
 
     @contextlib.contextmanager
     def _noted_signals(self) -> Iterator[None]:
-        """Note signals, for the policy, instead of ending whatever is under way."""
+        """Record signals for the policy, instead of interrupting what is under way."""
         signums = [each for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(each) != signal.SIG_IGN]
         before = {signum: signal.signal(signum, lambda heard, _: self._signals.append(heard)) for signum in signums}
         try:
@@ -176,7 +176,7 @@ class _RayJob:
                 signal.signal(signum, handler)
 
     def _train(self) -> int:
-        """Do as the policy says until the last process has ended; returns the job's status."""
+        """Carry out the policy's decisions until the last process has ended; return the job's status."""
         for index, task in enumerate(self._shards.answers("said", "done")):
             self._awaited[task] = functools.partial(self._on_done, index)
         for index, task in enumerate(self._shards.answers("ended")):
@@ -196,7 +196,7 @@ class _RayJob:
         return self._policy.status
 
     def _wait(self) -> None:
-        """Handle what Ray has to say, if that comes soon."""
+        """Handle results of Ray's tasks, if any come soon."""
         tasks = [task for task in (*self._lives, *self._awaited) if task not in self._held]
         ended, _ = self._ray.wait(tasks, timeout=_LOOK_S)
         for task in ended:
@@ -211,7 +211,7 @@ class _RayJob:
         self._look_for_moves()
 
     def _look_for_moves(self) -> None:
-        """Run all workers again if shards have other addresses, unless the job ends; else the end of a worker is its own."""
+        """Rerun all workers if shards have moved, unless the job is ending. If none has, report workers' ends to the policy."""
         self._asked = self._asked or self._shards.answers("address")
         moved = self._shards.addresses(self._asked, _LOOK_S if self._held else 0.0)
         if moved is None:
@@ -242,7 +242,7 @@ class _RayJob:
             self._perform(self._policy.on_exit(worker, self._status_of(worker, life), time.monotonic()))
 
     def _status_of(self, worker: Name, life: Any) -> int:
-        """Status of a program that has ended, negative for a signal."""
+        """Exit status of a program that has ended, negative for a signal."""
         try:
             return int(self._ray.get(life))
         except self._ray.exceptions.RayActorError:
@@ -296,7 +296,7 @@ class _RayJob:
         self._lives[life] = rank
 
     def _tell_of_room(self) -> None:
-        """Say once what is missing, if actors whose node was lost have no room elsewhere."""
+        """Tell the user, once, which resources are missing if actors of a lost node find no room elsewhere."""
         if room.state(self._ray, self._group) != "RESCHEDULING":
             self._lacks_room_since = None
             return
@@ -308,7 +308,7 @@ class _RayJob:
             self._lacks_room_since = float("inf")
 
     def _stop_workers(self) -> None:
-        """End all programs, and forget them."""
+        """End all workers' programs, and forget them."""
         grace_s = self._plan.grace_s
         stopped = [self._actors[rank].stop.remote(self._begun[rank], grace_s) for rank in self._lives.values()]
         self._ray.wait(stopped, num_returns=len(stopped), timeout=grace_s + 5.0) if stopped else None
@@ -316,7 +316,7 @@ class _RayJob:
         self._held.clear()
 
     def _end(self) -> None:
-        """End whatever is left, and give back the room."""
+        """End all programs and shards that are left, and release their resources."""
         with contextlib.suppress(self._ray.exceptions.RayError):
             self._stop_workers()
             for index, counted in enumerate(self._shards.stop(self._plan.grace_s)):
@@ -335,7 +335,7 @@ def ray_plan(
     """The job that psd-run's options describe.
 
     Args:
-        words: what is to run, as it was given. For the others see RayPlan.
+        words: the words to run, as given. For the others see RayPlan.
 
     Raises:
         ConfigError: an option does not go together with --on ray, or is wrong.
@@ -364,7 +364,7 @@ def ray_plan(
 
 
 def _script(word: str) -> dict[str, bytes]:
-    """The script with the Python files beside it, which it may import; empty: the nodes have what is to run."""
+    """The script, and the Python files beside it, which it may import; empty if the nodes have what is to run."""
     path = Path(word)
     if path.suffix != ".py" or path.is_absolute():
         return {}

@@ -1,6 +1,6 @@
-"""Room on a Ray cluster for the shards and workers of a job: how long it is waited for, and what is said meanwhile.
+"""Room on a Ray cluster for a job: reserves it, waits for it, and tells the user meanwhile what is missing.
 
-Knows placement groups and the cluster's resources; nothing of shards and workers.
+Knows placement groups and the cluster's resources, but nothing of shards and workers.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from psd.cli.words.terminal import show
 from psd.contract.config import ConfigError
 
 NOTICE_S = 10.0
-"""Seconds until a job that waits says what for."""
+"""Seconds of waiting after which the user is told what is missing."""
 
 PLACED_S = 600.0
 """Seconds for a job to get its room; a cluster that grows by itself may need minutes."""
 
 _SLICE_S = 1.0
-"""Seconds of a wait that Ctrl-C does not end: Ray does not look for signals in it."""
+"""Length in seconds of a single wait: Ctrl-C works only between waits, because Ray does not check for signals in one."""
 
 
 def reserve(ray: Any, bundles: Sequence[Mapping[str, float]], strategy: str = "SPREAD") -> Any:
-    """Ask for the placement group of a job; ConfigError if Ray refuses such bundles."""
+    """Ask for the placement group of a job. Raises ConfigError if Ray refuses the bundles."""
     try:
         return ray.util.placement_group([dict(bundle) for bundle in bundles], strategy=strategy)
     except ValueError as error:
@@ -30,7 +30,7 @@ def reserve(ray: Any, bundles: Sequence[Mapping[str, float]], strategy: str = "S
 
 
 def wait_for(ray: Any, group: Any) -> None:
-    """Wait until a placement group has its room, and say what is missing; ConfigError if it does not come."""
+    """Wait until a placement group has its room, and tell the user what is missing. Raises ConfigError if it takes too long."""
     seconds = 0.0
     while not group.wait(_SLICE_S):
         seconds += _SLICE_S
@@ -46,20 +46,20 @@ def state(ray: Any, group: Any) -> str:
 
 
 def waiting_text(ray: Any, group: Any) -> str:
-    """Words for what a group waits for."""
+    """Words that say what a group waits for."""
     return f"waiting for room on the Ray cluster: {missing(ray, group)}"
 
 
 def missing(ray: Any, group: Any) -> str:
-    """Words for what the cluster lacks for a group."""
+    """Words that say which resources the cluster lacks for a group."""
     return shortage(group.bundle_specs, ray.cluster_resources(), ray.available_resources())
 
 
 def shortage(bundles: Sequence[Mapping[str, float]], total: Mapping[str, float], free: Mapping[str, float]) -> str:
-    """Words for what a cluster lacks for these bundles: resources, or a node that has a whole bundle's.
+    """Words that say what a cluster lacks for these bundles: resources, or one node that has enough for a whole bundle.
 
     Args:
-        bundles: what is to lie on one node each. total, free: resources of all nodes together.
+        bundles: resources of each bundle, which must be on one node. total, free: resources of all nodes together.
     """
     wanted: dict[str, float] = {}
     for bundle in bundles:

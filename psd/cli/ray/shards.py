@@ -1,9 +1,9 @@
-"""The shards of a job as actors of Ray, each with a psd-server of its own. psd.ray is the face of it for programs.
+"""The shards of a job as actors of Ray, each with its own psd-server. Programs use them through psd.ray.
 
-Ray places them, by a placement group, and starts an actor again that has died. An actor starts its psd-server again if that
-alone dies. Both find the parameters where they were, in a directory in the memory of the node, at the same address. If
-the node is gone, so are they: Ray starts the shard elsewhere, at another address, and it begins with the newest checkpoint, to
-which all shards go back then.
+Ray places the actors with a placement group, and restarts an actor that has died. An actor restarts its psd-server if only that
+dies. In both cases the shard finds its parameters in a directory in the node's memory, and has the same address. If the node is
+lost, the parameters are lost, too: Ray then starts the shard elsewhere, at another address, with the newest checkpoint, and all
+shards go back to it.
 
 Must not know workers: psd/cli/ray/job.py starts them, or the program does.
 """
@@ -33,14 +33,14 @@ from psd.contract.settings import words_of
 from psd_core import private_files
 
 NAMESPACE = "psd"
-"""Ray's namespace of all jobs' actors, in which a name is given once: a job's shards keep a second job of that name out."""
+"""Ray's namespace of the actors of all jobs. Names in it are unique, so a job's shards keep out a second job of that name."""
 
 STARTS_MAX = 20
-"""Starts of psd-server in a row that have not led to a shard that serves. More than psd-run's, since the one before, which ends
-with its actor, may have the directory and the port for a moment."""
+"""Starts of psd-server in a row after none of which the shard has served. More than psd-run's, because the process of an actor
+that has just ended may have the directory and the port for a moment."""
 
 SAYINGS = {"counted": COUNTED_PATTERN, "done": DONE_PATTERN, "saved": LAST_CHECKPOINT_PATTERN}
-"""Lines of psd-server that are waited for, or kept."""
+"""Patterns of the lines of psd-server that are kept, by name; see `said`."""
 
 _AGAIN_S = 0.5
 
@@ -55,11 +55,12 @@ def load() -> Any:
 
 
 class ShardProcess:
-    """An actor: one shard on one node, started again until it has ended in order.
+    """An actor: one shard on one node, restarted until it has ended in order.
 
     Args:
-        index, count: which shard of how many. run_id: of the job. flags: of psd-server. environ: beside this actor's own.
-        modules: texts of files, by name, among which psd-server looks for rules; empty: --rule-dir says where.
+        index, count: index of the shard, number of shards. run_id: id of the job. flags: flags of psd-server.
+        environ: variables in addition to this actor's own.
+        modules: texts of files, by name, in which psd-server looks for rules; empty if --rule-dir names a directory.
     """
 
     def __init__(
@@ -109,7 +110,7 @@ class ShardProcess:
         return f"shard {self._index}"
 
     def address(self) -> str:
-        """Address at which it serves; waits until it does. ConfigError if it cannot."""
+        """Address at which the shard serves; waits until it does. Raises ConfigError if it cannot."""
         with self._changed:
             self._changed.wait_for(lambda: self._address or self._error, READY_TIMEOUT_S)
             if not self._address:
@@ -117,18 +118,18 @@ class ShardProcess:
             return self._address
 
     def said(self, what: str) -> str:
-        """A line of one of the SAYINGS; waits until psd-server has written it, or has ended for good: then it may be empty."""
+        """A line that matches one of the SAYINGS; waits for it. Empty if psd-server has ended for good without writing it."""
         with self._changed:
             self._changed.wait_for(lambda: what in self._said or self._has_ended)
             return self._said.get(what, "")
 
     def ended(self) -> tuple[int, bool]:
-        """Status of psd-server, and whether all workers had left it; waits until it has ended for good."""
+        """Wait until psd-server has ended for good; return its status, and whether all workers had left it."""
         self._runner.join()
         return self._status, "done" in self._said
 
     def signal(self, signum: int) -> None:
-        """Send a signal to psd-server; one that ends it does so for good."""
+        """Send a signal to psd-server. After a signal that ends it, it is not restarted."""
         with self._changed:
             self._is_over = self._is_over or signum != LAST_CHECKPOINT_SIGNAL
             process = self._process
@@ -136,9 +137,10 @@ class ShardProcess:
             process.send_signal(signum)
 
     def tell(self, turn: int, line: str) -> None:
-        """Pass on a line about a worker, for --heed-launcher, unless a later one has overtaken it; `turn` says which is later.
+        """Pass a line about a worker to psd-server (--heed-launcher), unless a later line has overtaken it. turn: number of the
+        line.
 
-        A psd-server that is started again meanwhile hears of it, too.
+        A psd-server that is restarted meanwhile gets the line, too.
         """
         who = line.rpartition(" ")[2]
         with self._changed:
@@ -155,10 +157,10 @@ class ShardProcess:
                 self._process.stdin.flush()
 
     def stop(self, grace_s: float) -> str:
-        """End the shard in order, with a last checkpoint if it takes some; then remove what it held.
+        """End the shard in order, with a last checkpoint if it takes checkpoints; then remove its state.
 
         Returns:
-            What it has said of the pushes that it has counted; empty: nothing.
+            The shard's report of the pushes that it has counted; empty if it has made none.
         """
         self.signal(signal.SIGTERM)
         if self._process is not None:
@@ -184,7 +186,7 @@ class ShardProcess:
             self._changed.notify_all()
 
     def _run_once(self) -> bool:
-        """Run psd-server to its end; True if it has served."""
+        """Run psd-server to its end; return True if it has served."""
         port = self._port.read_text() if self._port.exists() else "0"
         place = [
             "--listen",
@@ -237,7 +239,7 @@ class RayShards:
     """The shards of a job on a Ray cluster; can be sent to tasks and actors.
 
     Attributes:
-        run_id: of the job.
+        run_id: id of the job.
     """
 
     def __init__(self, actors: Sequence[Any], run_id: str, group: Any) -> None:
@@ -245,7 +247,7 @@ class RayShards:
 
     @property
     def servers(self) -> list[str]:
-        """Addresses of the shards, as they are now; waits for those that are being started again.
+        """Current addresses of the shards; waits for shards that are being restarted.
 
         Raises:
             ConfigError: a shard cannot be started.
@@ -265,7 +267,7 @@ class RayShards:
         return found
 
     def addresses(self, asked: Sequence[Any], timeout_s: float) -> list[str] | None:
-        """The answers to `answers("address")`; None: not all have come in time. ConfigError: a shard cannot be started."""
+        """Results of `answers("address")`; None if not all came in time. Raises ConfigError if a shard cannot be started."""
         ray = load()
         try:
             return list(ray.get(list(asked), timeout=timeout_s))
@@ -277,28 +279,28 @@ class RayShards:
             raise ConfigError(f"the shards of {self.run_id} have ended, or could not be started: {error}") from error
 
     def answers(self, method: str, *args: Any) -> list[Any]:
-        """Ask each shard by a method of ShardProcess; returns Ray's references to the answers."""
+        """Call a method of ShardProcess on each shard; return Ray's references to the results."""
         return [getattr(actor, method).remote(*args) for actor in self._actors]
 
     def signal(self, index: int, signum: int) -> None:
-        """Send a signal to a shard; waits for nothing."""
+        """Send a signal to a shard; does not wait."""
         self._actors[index].signal.remote(signum)
 
     def tell(self, index: int, line: str) -> None:
-        """Pass on a line about a worker to a shard, which was started with --heed-launcher; waits for nothing."""
+        """Pass a line about a worker to a shard that was started with --heed-launcher; does not wait."""
         self._turn += 1
         self._actors[index].tell.remote(self._turn, line)
 
     def environment(self, rank: int, world_size: int) -> dict[str, str]:
-        """Variables for a worker, by which `psd_client.connect()` finds the shards and knows who it is."""
+        """Environment variables for a worker, which tell `psd_client.connect()` the shards' addresses and its rank."""
         who = {"PSD_RANK": str(rank), "PSD_WORLD_SIZE": str(world_size)}
         return {"PSD_SERVERS": ",".join(self.servers), "PSD_RUN_ID": self.run_id, **who}
 
     def stop(self, grace_s: float = 10.0) -> list[str]:
-        """End the shards, with a last checkpoint if they take some and workers train, and give back their resources.
+        """End the shards, with a last checkpoint if they take checkpoints and workers train; release their resources.
 
         Returns:
-            What each has said of the pushes that it has counted; empty where it has said nothing.
+            Each shard's report of the pushes that it has counted; empty if it has made none.
         """
         ray = load()
         found = [""] * len(self._actors)
@@ -320,10 +322,11 @@ def start(shards: int = 1, *, run_id: str = "", resources: Mapping[str, float] |
     """Start the shards of a job as actors on the Ray cluster that this program is connected to, spread over its nodes.
 
     Args:
-        shards: how many.
+        shards: number of shards.
         run_id: name of the job; empty: one is made up.
-        resources: of each shard, for Ray (default: one CPU).
-        options: of psd-server, such as checkpoint_dir="s3://bucket/run", checkpoint_steps=1000, lease=20, insecure=True.
+        resources: Ray resources of each shard (default: one CPU).
+        options: options of psd-server, such as checkpoint_dir="s3://bucket/run", checkpoint_steps=1000, lease=20,
+            insecure=True.
 
     Raises:
         ConfigError: Ray is not installed, the cluster has no room, a job of this name runs on it, or psd-server refuses an

@@ -1,7 +1,8 @@
-"""A worker of psd-run --on ray: the actor that runs its program, as often as it is told to, on whichever node Ray has put it.
+"""A worker of psd-run --on ray: an actor that runs the worker's program, each time it is told to, on the node that Ray chose.
 
-A life that was stopped does not begin any more, and a later one ends those before it: calls may overtake each other on the
-way to an actor that Ray has just started again. Must not know shards, nor why a worker is run again.
+Each run of the program is called a life. Calls may overtake each other on the way to an actor that Ray has just restarted: so a
+life that was stopped before it began does not begin, and a later life ends earlier ones. Must not know shards, nor why a worker
+is run again.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from psd.cli.processes.watchdog import Watchdog
 
 
 class WorkerProcess:
-    """An actor: the place of one worker on a node. `run` is called for each of its lives, which are numbered from 1."""
+    """An actor that runs one worker's program on a node. `run` is called for each life; lives are numbered from 1."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -41,9 +42,9 @@ class WorkerProcess:
         """Run the worker's command to its end; return its status, negative for a signal.
 
         Args:
-            life: number of this one. command: with the script's place taken by its first word, if its text is there.
-            script: texts of the script and of the files beside it, by name; empty: the command needs none.
-            environ: beside this actor's own.
+            life: number of this life. command: the words to run; if `script` is given, the first word is the script.
+            script: texts of the script and of the files beside it, by name; empty if the command needs none.
+            environ: variables in addition to this actor's own.
         """
         self.stop(life - 1, 0.0)
         with tempfile.TemporaryDirectory(prefix="psd-run-") as folder:
@@ -76,7 +77,7 @@ class WorkerProcess:
                 watchdog.close()
 
     def stop(self, life: int, grace_s: float) -> None:
-        """End the command's lives up to this one: SIGTERM, after `grace_s` SIGKILL."""
+        """End all lives up to this number: SIGTERM, after `grace_s` SIGKILL."""
         with self._lock:
             if life < self._life:
                 return

@@ -1,1 +1,1 @@
-"""Words in and out: arguments, logs, and text for terminals. Must not know jobs."""
+"""Input and output of the commands: arguments, logs, and text for terminals. Must not know jobs."""

@@ -1,8 +1,7 @@
-"""Parts of the three commands' argument parsers: one-line errors, help that keeps its layout, converters, exit statuses, shared
-options.
+"""Shared parts of the three commands' argument parsers: one-line errors, help with a fixed layout, converters, exit statuses.
 
-Converters only say "not a number"; what a number may be is the configuration's business (psd/contract/config.py), whose
-ConfigError the commands report through `Parser.error`, so that each limit is stated in one place.
+Converters only refuse what is not a number. The configuration (psd/contract/config.py) checks limits, so that each is stated in
+one place; the commands report its ConfigError through `Parser.error`.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ EXIT_OK = 0
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
 EXIT_STATE_LOST = 65
-"""Nobody can continue with the parameters that a shard leaves: EX_DATAERR of sysexits.h."""
+"""The parameters that a shard leaves cannot be continued with: EX_DATAERR of sysexits.h."""
 
 EXIT_CHECKPOINT = 74
-"""All is in order but the last checkpoint, which could not be stored: EX_IOERR of sysexits.h."""
+"""All went well, except that the last checkpoint could not be stored: EX_IOERR of sysexits.h."""
 
 EXIT_HOST_LOST = 75
-"""A host of a job on several was lost, so that the same command may do better: EX_TEMPFAIL of sysexits.h."""
+"""One of several hosts was lost, so the same command may succeed when it is repeated: EX_TEMPFAIL of sysexits.h."""
 
 LAST_CHECKPOINT_SIGNAL = signal.SIGUSR1
 """Tells a shard that the job is about to end: it takes the last checkpoint while the workers still train, and goes on."""
@@ -43,7 +42,7 @@ def flag_of(name: str) -> str:
 
 
 def refuse_given(args: argparse.Namespace, whys: Mapping[str, str], where: str = "") -> None:
-    """Raise ConfigError, with the reason, if one of these options is given. where: begins each reason."""
+    """Raise ConfigError if one of these options is given. whys: the reason, by option. where: begins each reason."""
     for name, why in whys.items():
         value = getattr(args, name)
         if not (value is None or value is False or value == ""):
@@ -83,7 +82,7 @@ class Parser(argparse.ArgumentParser):
         raise SystemExit(EXIT_USAGE)
 
     def add_information(self) -> None:
-        """Add the options that only print; last, so that the help begins with what matters."""
+        """Add the options that only print something. Call this last, so that the help begins with what matters."""
         group = self.add_argument_group("information")
         group.add_argument("-h", "--help", action="help", help="show this page and exit")
         group.add_argument(
@@ -101,14 +100,14 @@ def add_command(commands: Commands, name: str, usage: str, description: str, epi
 
 
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Description and epilog as written; options in a column of their own that fits the terminal of a README."""
+    """Shows description and epilog as written, and options in a separate column, in lines of at most 100 characters."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=28, width=100)
 
 
 def whole_number(text: str) -> int:
-    """A converter for argparse; 1_000 and 1000 are both fine."""
+    """Convert an argument to a whole number; 1_000 and 1000 are both accepted."""
     try:
         return int(text)
     except ValueError:
@@ -116,7 +115,7 @@ def whole_number(text: str) -> int:
 
 
 def seconds(text: str) -> float:
-    """A converter for argparse."""
+    """Convert an argument to a number of seconds."""
     try:
         return float(text)
     except ValueError:
@@ -124,7 +123,7 @@ def seconds(text: str) -> float:
 
 
 def location(text: str) -> str:
-    """A converter for argparse: a path or a URL; of @FILE what the file holds, so that no secret is among the arguments."""
+    """Convert an argument that is a path or a URL; @FILE gives the file's contents, to keep secrets off the command line."""
     if not text.startswith("@"):
         return text
     try:
@@ -135,7 +134,7 @@ def location(text: str) -> str:
 
 
 def _port(text: str) -> int | None:
-    """A converter for argparse."""
+    """Convert an argument to the number of a port, or None for "off"."""
     return None if text == "off" else whole_number(text)
 
 
@@ -149,7 +148,7 @@ _CONVERTERS: dict[Any, Callable[[str], Any]] = {
 }
 
 Options: TypeAlias = Mapping[str, Setting]
-"""Options by the names of their values: --checkpoint-dir sets checkpoint_dir, --lease sets lease_s."""
+"""Options by name of the value that they set: --checkpoint-dir sets checkpoint_dir, --lease sets lease_s."""
 
 
 def add_options(group: argparse._ArgumentGroup, options: Options, defaults: Mapping[str, Any]) -> None:
@@ -177,7 +176,7 @@ def add_options(group: argparse._ArgumentGroup, options: Options, defaults: Mapp
 
 
 def values(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
-    """The parsed values of some options, by name."""
+    """The parsed values of these options, by name."""
     return {name: getattr(args, name) for name in names}
 
 
@@ -188,7 +187,7 @@ SECRET_OPTIONS = tuple(name for name, each in settings_of(ServerConfig).items() 
 
 
 def add_settings(parser: argparse.ArgumentParser, group: str) -> argparse._ArgumentGroup:
-    """Add a group of psd-server's options, with its settings; returns it."""
+    """Add a group of psd-server's options to the help; return the group."""
     added = parser.add_argument_group(group)
     add_options(added, settings_of(ServerConfig, group), SERVER_DEFAULTS)
     return added

@@ -3,10 +3,9 @@
     psd-server: WARNING session fenced  rank=3 session=12
     {"time": "2026-01-31T12:00:00.000Z", "level": "warning", "logger": "psd.rim.server", "message": "session fenced", ...}
 
-Records carry constant texts and fields (`logger.warning("session fenced", extra={"rank": 3})`); this is the one place that
-turns them into lines. Ours, not python-json-logger or structlog, since both forms must escape what peers have chosen, and the
-rest is twenty lines. What peers have chosen cannot begin a line of its own, nor command the terminal: see printable.py. Knows
-no event.
+Records have constant texts and fields (`logger.warning("session fenced", extra={"rank": 3})`); only this module turns them into
+lines. It uses neither python-json-logger nor structlog: both formats must escape text chosen by peers, and the rest is twenty
+lines. Such text can neither begin a new line nor control the terminal: see printable.py. Knows no particular event.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from psd.contract.printable import printable, printable_lines
 
 LEVELS = ("debug", "info", "warning", "error")
 LOG_LEVEL = "info"
-"""The level of shards by default."""
+"""The default log level of shards."""
 
 _STANDARD_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
@@ -35,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 class Settings(NamedTuple):
-    """The log settings of a process: the least important level, one of LEVELS, and the format."""
+    """The log settings of a process: the lowest level that is logged, one of LEVELS, and the format."""
 
     level: str
     is_json: bool = False
@@ -85,10 +84,10 @@ class _JsonFormatter(logging.Formatter):
 
 
 def configure(prog: str, settings: Settings, *, shard: int) -> Callable[[str], None]:
-    """Send psd's records from a level up, and all other warnings, to stderr; with JSON, uncaught exceptions as well.
+    """Send psd's records from this level up, and warnings of all other loggers, to stderr; with JSON, uncaught exceptions, too.
 
     Returns:
-        What says on stderr, whatever the level, what happens to the process itself.
+        A function that writes a message about the process itself to stderr, at any level.
     """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_JsonFormatter(shard) if settings.is_json else _TextFormatter(prog))

@@ -1,5 +1,5 @@
-"""Output of the commands: text of peers is made printable, so that it cannot control a terminal; streams take all that they are
-given, whatever the locale, and whoever has opened them.
+"""Output of the commands. Text from peers is made printable, so that it cannot control a terminal. Streams write everything
+that they are given, in any locale, even if their descriptor does not block.
 """
 
 from __future__ import annotations
@@ -17,19 +17,20 @@ from typing import TextIO
 from psd.contract.printable import printable_lines
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""Errors of a file that cannot grow at present. No reader has gone, who would not want anything any more."""
+"""Errors of a file that cannot grow at present. They do not mean that a reader has gone."""
 
 ROOM_S = 5.0
-"""Seconds without any room until a process that is told to end no longer waits for whoever reads its output."""
+"""Seconds without room after which a process that is told to end no longer waits for the reader of its output."""
 
 _LOOK_S = 0.2
-"""Seconds between two looks whether it is told to end."""
+"""Seconds between two checks whether the process is told to end."""
 
 
 def prepare_streams() -> None:
-    """Have standard streams that take and give any text: one that was closed leads nowhere, what the locale lacks is escaped.
+    """Make the standard streams usable for any text: a closed one is opened on /dev/null, characters unknown to the locale are
+    escaped.
 
-    To be called first of all: the next file to be opened would get the number of one that was closed.
+    Call this before anything else: the next file that is opened would get the number of a closed stream.
     """
     for fd in range(3):
         try:
@@ -45,21 +46,22 @@ def prepare_streams() -> None:
 
 
 def discard(stream: TextIO) -> None:
-    """Have a stream lead nowhere that could not be written to: at exit Python would fail to flush it, and change the status."""
+    """Redirect an unwritable stream to /dev/null: else Python would fail to flush it at exit, and change the status."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())
     os.close(nowhere)
 
 
 class WholeWriter:
-    """The bytes of a text stream's file, each write of which is whole: it waits where there is no room.
+    """Writes bytes to a text stream's file, completely: each write waits until there is room.
 
-    Python's own buffers raise an error where a descriptor does not block, as whoever has opened it may have chosen; and with
-    PYTHONUNBUFFERED there are none, so that a write is cut short in silence. A reader that has stopped reading must keep nobody
-    from ending: once the process is told to, what has no room for ROOM_S is dropped, and nothing is waited for any more.
+    Python's own buffers raise an error if the descriptor does not block, which the parent process may have chosen; and with
+    PYTHONUNBUFFERED there are no buffers, and writes are cut short silently. A reader that has stopped reading must not keep
+    the process from ending: once the process is told to end, output that finds no room for ROOM_S is dropped, as is all that
+    follows.
 
     Args:
-        is_told_to_end: says whether the process is told to end; asked while there is no room.
+        is_told_to_end: returns True if the process has been told to end; called while there is no room.
     """
 
     def __init__(self, stream: TextIO, is_told_to_end: Callable[[], bool] = lambda: False) -> None:
@@ -68,14 +70,14 @@ class WholeWriter:
         self._has_given_up = False
 
     def write(self, data: bytes) -> None:
-        """Write all; OSError if that is impossible."""
+        """Write all bytes. Raises OSError if that is impossible."""
         left = memoryview(data)
         while left and self._waits_for_room():
             with contextlib.suppress(BlockingIOError):  # somebody else has taken the room
                 left = left[os.write(self.fileno(), left[: select.PIPE_BUF]) :]  # so much fits where there is any
 
     def _waits_for_room(self) -> bool:
-        """Wait until something can be written; False if that is given up."""
+        """Wait until something can be written; return False when giving up."""
         give_up_at = None
         while not select.select([], [self.fileno()], [], 0 if self._has_given_up else _LOOK_S)[1]:
             if give_up_at is None and self._is_told_to_end():
@@ -90,11 +92,11 @@ class WholeWriter:
         return self._stream.fileno()
 
     def isatty(self) -> bool:
-        """True if it is a terminal."""
+        """True if the stream is a terminal."""
         return self._stream.isatty()
 
 
 def show(text: str, *, is_error: bool = False) -> None:
-    """Print lines, on standard output or standard error; that the latter cannot be written to, nobody could be told."""
+    """Print lines on standard output or standard error. Errors of standard error are ignored: nobody could be told."""
     with contextlib.suppress(OSError) if is_error else contextlib.nullcontext():
         print(printable_lines(text), file=sys.stderr if is_error else sys.stdout, flush=True)

@@ -103,7 +103,8 @@ class Admission:
                 raise self._gone_back()
             if request.resume and not self._core.life.has_values:
                 raise StateLost(
-                    f"shard {config.shard_index} has come back without the parameters that it held; the job cannot go on",
+                    f"shard {config.shard_index} has come back without the parameters that it held, and has found no "
+                    "checkpoint to go back to; start the job anew, with --checkpoint-dir to survive this the next time",
                     shard=config.shard_index,
                 )
             members = self._membership_for(request.world_size)

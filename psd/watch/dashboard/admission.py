@@ -1,8 +1,8 @@
-"""Doorkeeper to the dashboard: on loopback whoever is on this machine; beyond it, who has shown the token.
+"""Access to the dashboard: on loopback for everybody on this machine; on other addresses for those who have the token.
 
-The token is shown once, in the body of a request, and exchanged for a cookie; it is in no address, and so in no log. On
-loopback the name in the request must be a loopback name, so that no page of another site, whose name was made to point here,
-can read what a browser on this machine may. Must not know what there is to see.
+A browser sends the token once, in the body of a request, and gets a cookie for it; so the token is in no URL, and in no log. On
+loopback the request must name a loopback host. Otherwise another site, whose name was made to point here, could read with the
+user's browser what that may see. Must not know the pages.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from psd.contract.tokens import digest_of
 
 VISITORS_MAX = 1000
 VISIT_S = 7 * 24 * 3600.0
-"""Seconds for which a cookie is good."""
+"""Seconds for which a cookie is valid."""
 
 REFUSAL_S = 1.0
 """Seconds that an answer to a wrong token takes,"""
@@ -29,7 +29,7 @@ REFUSALS_MAX = 8
 
 
 def is_loopback(host: str) -> bool:
-    """True if a name or address is this machine's own, which no other machine reaches."""
+    """True if a name or address is a loopback one, which no other machine can reach."""
     if host in ("localhost", "localhost."):
         return True
     try:
@@ -39,14 +39,14 @@ def is_loopback(host: str) -> bool:
 
 
 class TooManyTries(Exception):
-    """Too many wrong tokens are being answered."""
+    """Raised while too many wrong tokens are being answered."""
 
 
 class Doorkeeper:
     """Decides who is let in.
 
     Args:
-        token: to be shown; None: everybody who reaches a loopback address is let in.
+        token: the token to ask for; None: everybody who uses a loopback name is let in.
     """
 
     def __init__(self, token: str | None, now: Callable[[], float] = time.monotonic) -> None:
@@ -75,10 +75,10 @@ class Doorkeeper:
         return until is not None and self._now() < until
 
     async def enter(self, token: str) -> str | None:
-        """The cookie for a visitor with this token; None if it is wrong, after a moment.
+        """Check a token; return a cookie for the visitor, or, after a delay, None if the token is wrong.
 
         Raises:
-            TooManyTries: nobody is told anything for now.
+            TooManyTries: too many wrong tokens are being answered; try again later.
         """
         if self._digest is not None and hmac.compare_digest(self._digest, digest_of(token)):
             cookie = secrets.token_urlsafe(32)

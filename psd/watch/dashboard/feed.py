@@ -1,6 +1,6 @@
-"""Messages for browsers: the whole past, then each look. Plain JSON, without NaN, which JSON does not have: null instead.
+"""Messages for browsers: first the whole history, then each snapshot. Plain JSON; NaN, which JSON does not have, becomes null.
 
-Knows the values of psd/watch; neither requests nor sockets.
+Knows the values of psd/watch, but neither requests nor sockets.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ COLUMNS = tuple(field.name for field in dataclasses.fields(Moment))
 
 
 def whole(sampler: Sampler) -> str:
-    """Everything that is known: the last look, and the history in columns."""
+    """Everything that is known: the latest snapshot, and the history in columns."""
     history: History = sampler.history
     found = {
         "now": as_json(sampler.now),
@@ -29,7 +29,7 @@ def whole(sampler: Sampler) -> str:
 
 
 def look(sampler: Sampler) -> str:
-    """The last look alone: what to add to what was sent before."""
+    """The latest snapshot only, to be added to what was sent before."""
     assert sampler.now is not None
     moment = moment_of(sampler.now)
     found = {
@@ -42,7 +42,7 @@ def look(sampler: Sampler) -> str:
 
 
 def _brief(value: Any) -> Any:
-    """Numbers to be drawn, with the digits that a drawing shows."""
+    """Numbers to be drawn, rounded to the digits that are visible in a drawing."""
     if isinstance(value, tuple):
         return [_brief(item) for item in value]
     return as_json(round(value, 5)) if isinstance(value, float) else value

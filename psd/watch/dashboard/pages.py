@@ -1,5 +1,5 @@
-"""The addresses that the dashboard answers: the page and its parts, the job as JSON, the stream of looks, the exchange of the
-token. All read only. Must not know shards.
+"""The URLs that the dashboard serves: the page and its parts, the job as JSON, the stream of snapshots, the exchange of the
+token. All are read-only. Must not know shards.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from psd.watch.dashboard.admission import VISIT_S, Doorkeeper, TooManyTries
 
 STREAMS_MAX = 64
 LATE_MAX = 16
-"""Looks that wait for a browser that does not read; then its stream is ended, and it asks for a new one."""
+"""Snapshots kept for a browser that does not read; if there are more, its stream is ended, and it asks for a new one."""
 
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
@@ -39,13 +39,13 @@ Handler: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Streams:
-    """Browsers that are sent each look."""
+    """The browsers to which each snapshot is sent."""
 
     def __init__(self) -> None:
         self._queues: set[asyncio.Queue[bytes | None]] = set()
 
     def send(self, kind: str, text: str) -> None:
-        """Send an event to all."""
+        """Send an event to all browsers."""
         data = event(kind, text)
         for queue in [*self._queues]:
             try:
@@ -67,7 +67,7 @@ class Streams:
 
     @contextlib.contextmanager
     def joined(self) -> Iterator[asyncio.Queue[bytes | None]]:
-        """A queue of events, the last of which is None."""
+        """Yield a queue of events for a browser; None is the last item."""
         queue: asyncio.Queue[bytes | None] = asyncio.Queue(LATE_MAX)
         self._queues.add(queue)
         try:
@@ -77,24 +77,24 @@ class Streams:
 
     @property
     def is_full(self) -> bool:
-        """True if no further browser is taken."""
+        """True if no further browser is accepted."""
         return len(self._queues) >= STREAMS_MAX
 
 
 def event(kind: str, text: str) -> bytes:
-    """An event of a stream; the text has no line ends."""
+    """An event in the form of a stream. The text must not have line ends."""
     return f"event: {kind}\ndata: {text}\n\n".encode()
 
 
 class Pages:
-    """The answers.
+    """Handlers of all requests.
 
     Args:
-        whole: gives everything that is known of the job, as JSON.
-        is_https: cookies are for encrypted connections alone. cookie: its name.
+        whole: returns everything that is known of the job, as JSON.
+        is_https: True if cookies are for encrypted connections only. cookie: name of the cookie.
 
     Attributes:
-        on_let_in: told of the connection of each request that may see the job.
+        on_let_in: called with the connection of each request that may see the job.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class Pages:
         return app
 
     async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Refuse who is not admitted; the page itself, which asks for the token, is for all."""
+        """Refuse requests that are not admitted. The page itself, which asks for the token, is for everybody."""
         if not self._admission.is_known_host(request.host):
             return self._refusal(403, "this address is not a name of the dashboard's machine; use 127.0.0.1 or localhost")
         is_job = request.path.startswith("/api/") and request.path != "/api/enter"
@@ -161,7 +161,7 @@ class Pages:
         return response
 
     async def _stream(self, request: web.Request) -> web.StreamResponse:
-        """Everything first, then each look, until the browser goes or the dashboard ends."""
+        """Send everything first, then each snapshot, until the browser goes or the dashboard ends."""
         if self._streams.is_full:
             return self._refusal(503, f"{STREAMS_MAX} pages of this dashboard are open; close one")
         response = web.StreamResponse(headers={**_HEADERS, "Content-Type": "text/event-stream; charset=utf-8"})
@@ -174,7 +174,7 @@ class Pages:
         return response
 
     async def _is_in(self, request: web.Request) -> web.Response:
-        """Tell whether the browser is let in: a page that finds out by being refused leaves an error on its console."""
+        """Tell whether the browser is admitted. A refusal would tell it, too, but leave an error on its console."""
         return web.json_response({"is_admitted": self._admission.is_admitted(request.cookies.get(self._cookie))})
 
     async def _enter(self, request: web.Request) -> web.Response:
@@ -194,7 +194,7 @@ class Pages:
 
 
 def _static_files() -> dict[str, tuple[bytes, str]]:
-    """Contents and kinds of all files that are served, by name: they are few and small. One is the catalogue of the numbers."""
+    """Contents and types of all files that are served, by name: they are few and small. One is the catalogue of the numbers."""
     folder = resources.files("psd.watch.dashboard") / "static"
     names = ("name", "title", "unit", "kind", "weight")
     rows = {of: [{name: getattr(fact, name) for name in names} for fact in facts] for of, facts in CATALOGUE.items()}

@@ -1,7 +1,7 @@
-"""The dashboard's process: looks at the job once an interval, serves the pages, ends when it is told to.
+"""The dashboard's process: takes a snapshot of the job once an interval, serves the pages, and ends when it is told to.
 
-Looks are taken in a thread of their own, because they wait for shards; whoever needs what they have found runs there, too, so
-that nothing is locked. Must not know flags.
+Snapshots are taken in a separate thread, because they wait for shards. Everything that reads them runs in the same thread, so
+no lock is needed. Must not know flags.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from psd.watch.dashboard.visitors import Visitors
 from psd.watch.sampler import Sampler
 
 STUCK_S = 30.0
-"""Seconds until a browser that takes nothing of what it is sent, or has vanished, is hung up on."""
+"""Seconds after which the connection to a browser that reads nothing, or has vanished, is closed."""
 
 END_S = 2.0
 """Seconds that answers in progress have when the dashboard ends."""
@@ -34,11 +34,11 @@ END_S = 2.0
 
 @dataclass(frozen=True)
 class DashboardPlace:
-    """The place at which the dashboard is served.
+    """The address at which the dashboard is served, and who may see it.
 
     Attributes:
         listener: a socket that listens.
-        token: to be shown by browsers; None: not asked for. is_token_new: it was made up for this process.
+        token: the token that browsers must send; None: none is needed. is_token_new: True if it was made for this process.
         tls: None: plain HTTP.
     """
 
@@ -49,7 +49,7 @@ class DashboardPlace:
 
 
 def listen(host: str, port: int, *, is_firm: bool) -> socket.socket:
-    """A socket at an address; at another port if that one is taken and need not be kept. OSError if there is none."""
+    """Listen at an address; if the port is taken, at another one, unless `is_firm`. Raises OSError if that fails."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     both = host == "::" and socket.has_dualstack_ipv6()
     try:
@@ -64,15 +64,15 @@ def listen(host: str, port: int, *, is_firm: bool) -> socket.socket:
 
 
 async def serve(sampler: Sampler, place: DashboardPlace, interval_s: float, on_ready: Callable[[], None]) -> None:
-    """Look and serve until SIGINT or SIGTERM, or until cancelled.
+    """Take snapshots and serve pages until SIGINT or SIGTERM, or until cancelled.
 
     Args:
-        on_ready: called when pages are answered.
+        on_ready: called when pages are served.
     """
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()
     for signum in (signal.SIGINT, signal.SIGTERM):
-        with contextlib.suppress(RuntimeError, ValueError):  # not in the main thread: whoever runs us there cancels
+        with contextlib.suppress(RuntimeError, ValueError):  # not in the main thread: the caller cancels this task
             loop.add_signal_handler(signum, ended.set)
     streams = Streams()
     with ThreadPoolExecutor(1, "psd-look") as thread:
@@ -113,8 +113,8 @@ async def serve(sampler: Sampler, place: DashboardPlace, interval_s: float, on_r
 
 @contextlib.asynccontextmanager
 async def server_of(pages: Pages) -> AsyncIterator[Callable[[], asyncio.Protocol]]:
-    """Yield a maker of protocols for connections; when it is left, answers in progress end."""
-    # Who sends what is no request is told so, and fills no log.
+    """Yield a function that makes the protocol for a connection. At the end, answers in progress are ended."""
+    # A connection that sends something other than a request gets an answer, but no line in the log.
     strangers = logging.Logger("strangers", logging.CRITICAL)
     runner = web.AppRunner(pages.app(), access_log=None, logger=strangers, handle_signals=False, shutdown_timeout=END_S)
     await runner.setup()

@@ -1,7 +1,7 @@
-"""The connections of the dashboard: a number that it can bear, whoever makes them.
+"""The connections of the dashboard, limited to a number that it can bear.
 
-Where more come than a limit, the oldest one that has not been let in is hung up on, as at a shard's ports: whoever has
-something to say says it at once, so that this is somebody who only holds on. Must not know pages.
+If there are more, the oldest one that has not been let in is closed, as at a shard's ports: an honest visitor sends its request
+at once, so the oldest is one that only holds the connection. Must not know pages.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ HANDSHAKE_S = 10.0
 
 @dataclass(eq=False)
 class _Visitor:
-    """A connection; its transport comes with the end of the TLS handshake."""
+    """A connection. It has a transport only after the TLS handshake."""
 
     sock: socket.socket
     is_let_in: bool = False
@@ -54,7 +54,7 @@ class Visitors:
     """Accepts connections until `close`.
 
     Args:
-        listener: a socket that listens, which is closed at the end. protocol: makes one for a connection. tls: None: plain.
+        listener: a socket that listens; closed by `close`. protocol: makes the protocol for a connection. tls: None: no TLS.
     """
 
     def __init__(self, listener: socket.socket, protocol: Callable[[], asyncio.Protocol], tls: ssl.SSLContext | None) -> None:
@@ -66,13 +66,13 @@ class Visitors:
         self._listen()
 
     def let_in(self, transport: asyncio.BaseTransport | None) -> None:
-        """Note that whoever speaks through a connection may see the job."""
+        """Note that the visitor on this connection may see the job."""
         for visitor in self._found:
             if visitor.transport is transport:
                 visitor.is_let_in = True
 
     def close(self) -> None:
-        """Accept nobody any more. Connections that stand are their protocols' to end."""
+        """Accept no more connections. Existing ones are ended by their protocols."""
         self._is_closed = True
         self._loop.remove_reader(self._listener)
         for visitor in self._found:
@@ -115,7 +115,7 @@ class Visitors:
     async def _welcome(self, visitor: _Visitor) -> None:
         visitor.has_begun = True
         timeout_s = HANDSHAKE_S if self._tls is not None else None
-        with contextlib.suppress(OSError, asyncio.TimeoutError):  # who ends amid the handshake, or says what is none
+        with contextlib.suppress(OSError, asyncio.TimeoutError):  # it ends in the handshake, or sends no handshake
             visitor.transport, _ = await self._loop.connect_accepted_socket(
                 self._protocol, visitor.sock, ssl=self._tls, ssl_handshake_timeout=timeout_s
             )

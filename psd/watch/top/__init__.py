@@ -1,6 +1,6 @@
-"""`psdctl top`: a job that is looked at, in a terminal. Imports Textual in app.py alone, which only a terminal needs.
+"""`psdctl top`: a job in a terminal. Only app.py imports Textual, and only a terminal needs it.
 
-columns.py   shards and workers as rows of words, sorted, in the width that there is
-lines.py     what stands above and below the tables; the whole as plain text
+columns.py   shards and workers as rows of words, sorted, as wide as the terminal allows
+lines.py     the lines above and below the tables; everything as plain text
 app.py       the same, live
 """

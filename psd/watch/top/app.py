@@ -1,7 +1,7 @@
 """psdctl top on a terminal, with Textual. The one module that imports it.
 
-A thread takes the looks; the terminal shows the last one, or, while it is paused, the one that it was paused at. Must not know
-shards or messages.
+A thread takes snapshots; the terminal shows the latest one or, while it is paused, the one at which it was paused. Must not
+know shards or messages.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Is it training, how fast, what limits it, who is slow.
 Columns that do not fit are left out; a wider terminal has more."""
 
 _EXPLAINED = ("latency_s", "cpu_share", "awaited_share", "last_seen_s", "behind")
-"""Numbers whose headings do not say all; a small terminal has no room for more."""
+"""Numbers whose headings need an explanation; a small terminal has no room for more."""
 
 _COLUMNS = "\n".join(
     f"[b]{fact.title.upper():<11}[/b]{fact.help}" for fact in (*facts.SHARD, *facts.WORKER) if fact.name in _EXPLAINED
@@ -64,15 +64,15 @@ class HelpScreen(ModalScreen[None]):
         yield Static(_HELP.format(sorts=", ".join(SORTS), columns=_COLUMNS), id="help")
 
     def on_key(self) -> None:
-        """Leave, whatever the key."""
+        """Close the screen on any key."""
         self.dismiss()
 
 
 class TopApp(App[None]):
-    """A job, live.
+    """Shows a job, live.
 
     Args:
-        interval_s: time between two looks. sort: one of SORTS.
+        interval_s: seconds between two snapshots. sort: one of SORTS.
     """
 
     TITLE = "psdctl top"
@@ -111,7 +111,7 @@ class TopApp(App[None]):
         yield Footer()
 
     def on_mount(self) -> None:
-        """Begin to look."""
+        """Begin to take snapshots."""
         self.query_one("#workers").focus()
         self.run_worker(self._look_on, thread=True, exit_on_error=True)
 
@@ -124,7 +124,7 @@ class TopApp(App[None]):
             self._ended.wait(self._interval_s)
 
     def on_unmount(self) -> None:
-        """End the looks."""
+        """Take no more snapshots."""
         self._ended.set()
 
     def take(
@@ -134,13 +134,13 @@ class TopApp(App[None]):
         curves: dict[str, Sequence[CurvePoint]],
         events: Sequence[Event],
     ) -> None:
-        """Show a look, unless the picture is paused."""
+        """Show a snapshot, unless the display is paused."""
         if not self._is_paused:
             self._seen = now, moments, curves, events
             self._show()
 
     def on_resize(self) -> None:
-        """Show what fits now."""
+        """Show the parts that fit the new size."""
         self.call_after_refresh(self._show)
 
     def _show(self) -> None:
@@ -161,7 +161,7 @@ class TopApp(App[None]):
         self.query_one("#events", Static).update("\n".join(lines.event_lines(events, width, count)))
 
     def _fill(self, which: str, found: Grid) -> None:
-        """Replace the rows of a table; who looks at a place in it goes on to look there."""
+        """Replace the rows of a table; keep the cursor and the scroll position."""
         table = self.query_one(which, DataTable)
         row, scrolled_to = table.cursor_row, table.scroll_y
         if tuple(column.label.plain for column in table.ordered_columns) != found.titles:
@@ -178,7 +178,7 @@ class TopApp(App[None]):
             table.scroll_to(y=scrolled_to, animate=False)
 
     def action_pause(self) -> None:
-        """Stop, or go on, to show new looks."""
+        """Stop showing new snapshots, or go on."""
         self._is_paused = not self._is_paused
         self._show()
 
@@ -190,7 +190,7 @@ class TopApp(App[None]):
         self._show()
 
     def action_reverse(self) -> None:
-        """Turn the order round."""
+        """Reverse the order."""
         self._is_reversed = not self._is_reversed
         self._show()
 

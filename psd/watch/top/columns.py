@@ -1,5 +1,5 @@
-"""Shards, workers and tables as rows of words, numbers in the columns that the catalogue (psd/contract/facts.py) has; what one
-sorts by, and what is left out where it is narrow.
+"""Shards, workers and tables as rows of words. The catalogue (psd/contract/facts.py) defines the columns of numbers; this
+module the orders for sorting, and which columns are left out if space is short.
 
 Pure functions on snapshots. Must not know terminals.
 """
@@ -23,8 +23,8 @@ class Column(Generic[T]):
     """One column.
 
     Attributes:
-        text: of a cell.
-        weight: columns of the least weight are left out first.
+        text: returns the text of a cell.
+        weight: columns with the least weight are left out first.
     """
 
     title: str
@@ -47,7 +47,7 @@ class Grid:
 
 
 def grid(columns: Sequence[Column[T]], items: Sequence[T], width: int) -> Grid:
-    """Rows for the items, with as many columns as fit into `width`, but always the first."""
+    """Rows for the items, with as many columns as fit into `width`; the first column is always there."""
     cells = {column.title: [column.text(item) for item in items] for column in columns}
     widths = {title: max([len(title), *map(len, texts)]) for title, texts in cells.items()}
     kept = list(columns)
@@ -58,12 +58,12 @@ def grid(columns: Sequence[Column[T]], items: Sequence[T], width: int) -> Grid:
 
 
 def rate(per_s: float) -> str:
-    """A number a second, with as many digits as tell something."""
+    """A rate, with only the significant digits."""
     return "-" if per_s == 0 else f"{per_s:.0f}" if per_s >= 100 else f"{per_s:.1f}" if per_s >= 1 else f"{per_s:.2g}"
 
 
 def seconds(value: float) -> str:
-    """A short time."""
+    """A short time, in suitable units."""
     if value == 0:
         return "-"
     return f"{value * 1e3:.1f} ms" if value < 0.1 else f"{value * 1e3:.0f} ms" if value < 1 else duration(value)
@@ -82,7 +82,7 @@ _BY_NAME: dict[str, Callable[[Any], str]] = {
     "last_seen_s": lambda worker: "never" if worker.last_seen_s < 0 else f"{duration(worker.last_seen_s)} ago",
     "version_max": lambda shard: "..".join(f"{version}" for version in sorted({shard.version_min, shard.version_max})),
 }
-"""Numbers that are not shown by their unit alone."""
+"""Numbers that are shown differently from others of their unit."""
 
 
 def of_fact(fact: Fact) -> Column[Any]:
@@ -98,7 +98,7 @@ def of_fact(fact: Fact) -> Column[Any]:
 
 
 def _live_columns(rows: Sequence[Fact]) -> list[Column[Any]]:
-    """Those of psdctl top, the weightiest first."""
+    """The columns of psdctl top, those with the greatest weight first."""
     return [of_fact(fact) for fact in sorted(rows, key=lambda fact: -fact.weight) if fact.weight]
 
 
@@ -144,7 +144,7 @@ STATUS_WORKER_COLUMNS: tuple[Column[WorkerSnapshot], ...] = (
 
 
 def status_columns(table: str) -> tuple[Column[ShardSnapshot], ...]:
-    """Those of a table of psdctl status, of which each shard is a row."""
+    """The columns of a table of psdctl status, which has a row for each shard."""
     words = {"shards": (_STATE, _ADDRESS), "checkpoints": _CHECKPOINTS}.get(table, ())
     return (_SHARD, *words, *(of_fact(fact) for fact in facts.SHARD if fact.table == table))
 
@@ -159,9 +159,9 @@ SORTS: dict[str, Callable[[WorkerSnapshot], Any]] = {
     "awaited": lambda worker: -worker.awaited_share,
     "last-seen": lambda worker: -worker.last_seen_s,
 }
-"""Orders of the workers: those that need attention come first."""
+"""Orders of the workers, in each of which those that need attention come first."""
 
 
 def sorted_workers(workers: Sequence[WorkerSnapshot], by: str, *, is_reversed: bool = False) -> list[WorkerSnapshot]:
-    """The workers in that order; alike ones by their ranks."""
+    """The workers in this order; equal ones by rank."""
     return sorted(workers, key=lambda worker: (SORTS[by](worker), worker.rank), reverse=is_reversed)

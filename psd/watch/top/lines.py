@@ -1,6 +1,6 @@
-"""Lines above and below the tables of psdctl top: the headline, sparklines, who waits for whom, events; and all of it as text.
+"""Lines above and below the tables of psdctl top: the headline, sparklines, who waits for whom, events; and everything as text.
 
-Pure functions on snapshots and the past. Must not know terminals.
+Pure functions on snapshots and the history. Must not know terminals.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ EVENTS_MAX = 6
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """The last `width` values as bars, from the least to the largest of them; what is no number is a blank."""
+    """The last `width` values as bars, scaled from the smallest to the largest of them. One that is not finite is a blank."""
     shown = values[-width:]
     finite = [value for value in shown if math.isfinite(value)]
     if not finite:
@@ -51,7 +51,7 @@ def head_lines(now: JobSnapshot, width: int) -> list[str]:
 
 
 def spark_lines(moments: Sequence[Moment], width: int) -> list[str]:
-    """Throughput and latency over the last looks, with what they are now."""
+    """Throughput and latency over the last snapshots, with their current values."""
     if not moments:
         return []
     last = moments[-1]
@@ -66,7 +66,7 @@ def spark_lines(moments: Sequence[Moment], width: int) -> list[str]:
 
 
 def curve_lines(curves: dict[str, Sequence[CurvePoint]], width: int) -> list[str]:
-    """The scalars that workers log: the last value of each, and how it went."""
+    """The scalars that workers log: the last value of each, and its course."""
     entries = []
     for name, points in list(curves.items())[:CURVES_MAX]:
         rank = min(point.rank for point in points)
@@ -86,7 +86,7 @@ def _in_two_columns(entries: Sequence[tuple[str, str, Sequence[float]]], width: 
 
 
 def wait_lines(now: JobSnapshot, width: int) -> list[str]:
-    """Sentences of who waits for whom; the rest as a number."""
+    """Sentences that say who waits for whom; if there are too many, the number of the others."""
     lines = [_cut(wait, width) for wait in now.waiting[:WAITS_MAX]]
     if len(now.waiting) > WAITS_MAX:
         lines.append(f"and {len(now.waiting) - WAITS_MAX} more waits")
