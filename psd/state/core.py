@@ -396,15 +396,15 @@ class ShardCore:
     def check_caller(self, caller: job_pb2.Caller) -> Worker:
         """The worker of a live session, its lease renewed; raises what `check_target` does, SessionFenced or InvalidRequest."""
         self.check_target(caller)
-        worker = self.members.check_session(caller.rank, caller.session)
-        self.members.on_seen(worker, self.now())
+        members = self.members
+        worker = members.check_session(caller.rank, caller.session)
+        members.on_seen(worker, self.now())
         return worker
 
     def check_clock(self, worker: Worker, clock: int) -> None:
         """Raise InvalidRequest if a worker's clock is further ahead than shards can drift apart."""
-        job = self.declared()
         # Without blocks nobody pushes here, and the clock moves by heartbeats alone.
-        if clock > worker.clock and job.trained_count:
+        if clock > worker.clock and (job := self.declared()).trained_count:
             self.members.check_clock(worker, clock, job.version_max)
 
     def gone_back(self) -> ShardRestarted:

@@ -55,7 +55,7 @@ class Job:
 
     Attributes:
         blocks: this shard's blocks by index. tables: the block that stands for its part of the tables; None without any.
-        trained_count: those that every push must cover. is_trained: there are some, here or on other shards.
+        block_count: both. trained_count: those that every push must cover. is_trained: there are some, here or on other shards.
         buffer_blocks: those of them that workers compute. wants_buffers: some worker is to call StoreBuffers.
         wants_all_buffers: each of them is.
         is_cut_by_positions: cuts are positions of the workers; see psd/state/cuts/positions.py.
@@ -128,6 +128,7 @@ class Job:
             checks = RowChecks(spec, shard_index, shard_count, limits)
             self.tables = TablesBlock(self._tables_index, spec, stores_of(), rounds, times, checks, wall, rules)
             self._trained.append(self.tables)
+        self.block_count = len(self.blocks) + (self.tables is not None)
         self.trained_count = len(self._trained)
         self._pushed_to: dict[int, BlockState | TablesBlock] = {block.index: block for block in trained_blocks}
         if self.tables is not None:
@@ -135,7 +136,6 @@ class Job:
         self.buffer_blocks = {index: b for index, b in self.blocks.items() if spec.groups[b.plan.group].is_of_buffers}
         self.wants_buffers = any(group.is_of_buffers for group in spec.groups) or bool(self.layout.untrained_shards)
         self.wants_all_buffers = any(group.is_of_buffers and "mean" in group.flags for group in spec.groups)
-        self._first_gradients: dict[int, bytes] = {}  # digests by rank
         self.is_trained = bool(spec.tables) or any(block.trained for block in self.layout.blocks)
         self.is_cut_by_positions = self.is_trained and not self.policy.has_rounds
         self.participant = Participant(spec, self._trained)
@@ -191,11 +191,6 @@ class Job:
         """This shard's part of the layout, as workers and readers are told it."""
         return layout_message(self.layout, self._shard_index)
 
-    @property
-    def block_count(self) -> int:
-        """Blocks of this shard, the tables' block among them."""
-        return len(self.blocks) + (self.tables is not None)
-
     def read_from(self, indexes: Sequence[int]) -> list[Trained]:
         """The blocks of these indexes, in their order; all, if there are none."""
         if not indexes:
@@ -220,11 +215,6 @@ class Job:
         for index, (info, values) in enumerate(zip(self._infos, scalars, strict=True)):
             info.check_scalars(values, self.spec.groups[index].flags, f"scalars[{index}]")
         self._fit_scalars = scalars
-
-    def same_gradient_as(self, rank: int, digest: bytes) -> int | None:
-        """The lowest other rank whose first gradient had this digest; None if there is none."""
-        self._first_gradients[rank] = digest
-        return min((other for other, its in self._first_gradients.items() if its == digest and other != rank), default=None)
 
     def versions_read(self, versions: Sequence[int]) -> dict[int, int]:
         """The versions that a push's header says its worker has read, by block; not asked for where rounds make them pointless.

@@ -28,12 +28,15 @@ class JobOrdersDesk:
 
     Args:
         save: keeps them, or raises.
+
+    Attributes:
+        current: the orders, for replies, which copy them; None if there are none.
     """
 
     def __init__(self, save: Callable[[bytes], None]) -> None:
         self._save = save
         self._orders = job_pb2.JobOrders()
-        self._current: job_pb2.JobOrders | None = None  # the same, if there are any
+        self.current: job_pb2.JobOrders | None = None
 
     def restore(self, stored: bytes) -> None:
         """Go on with what an earlier process of this shard has kept."""
@@ -55,10 +58,6 @@ class JobOrdersDesk:
         earlier = [rate for rate in stored if not own or rate.clock < own[0].clock]
         if earlier:
             self._change(job_pb2.JobOrders(learning_rates=[*earlier, *own], ends_at=self._orders.ends_at))
-
-    def current(self) -> job_pb2.JobOrders | None:
-        """The orders, for replies, which copy them; None if there are none."""
-        return self._current
 
     def scale_learning_rate(self, scale: float, clock: int) -> job_pb2.LearningRateScale:
         """Scale the learning rate from a clock on; the order that holds, which is an earlier one if that says the same.
@@ -96,4 +95,4 @@ class JobOrdersDesk:
 
     def _take(self, orders: job_pb2.JobOrders) -> None:
         self._orders = orders
-        self._current = orders if orders.ByteSize() else None
+        self.current = orders if orders.ByteSize() else None

@@ -388,7 +388,7 @@ class Shard:
                 min_clock=(members.min_clock() or 0) if members is not None else 0,
                 waits=core.waiting.open(),
                 job=job,
-                orders=core.orders.current(),
+                orders=core.orders.current,
             )
 
     @property

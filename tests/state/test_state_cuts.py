@@ -20,7 +20,7 @@ class Taker:
     def __init__(self, driver):
         self._ready, self._missed, self.progressed = [], [], 0
         self._done = driver.shard.cuts.take_part()
-        driver.shard.exchange._schedule = self
+        driver.shard.schedule.announce_due = self.announce_due
 
     def announce_due(self):
         self.progressed += 1

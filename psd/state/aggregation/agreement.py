@@ -81,12 +81,12 @@ class Agreement:
 
     def hear(self, round_: int, voice: Voice) -> None:
         """Note what a worker says whose push has brought a valid block; raises what `check` does."""
-        self.check(round_, voice)
         said = self._rounds.get(round_)
         held = said.held if said is not None else None
         if said is not None and held is not None and held.scalars == voice.scalars:
             voice = voice._replace(scalars=held.scalars)  # not kept once for each worker
         else:
+            self.check(round_, voice)
             open_round = self._open_round()
             if round_ < open_round:
                 return

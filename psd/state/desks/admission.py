@@ -146,7 +146,7 @@ class Admission:
                 checkpoint=self._core.restored_from,
                 is_tentative=self._core.is_tentative,
                 workers=[member.state.value for member in members.workers],  # type: ignore[misc]
-                orders=self._core.orders.current(),
+                orders=self._core.orders.current,
                 push_ids_max=self._core.push_ids_max,
             )
         self._core.settle()

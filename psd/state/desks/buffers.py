@@ -12,15 +12,9 @@ from psd.contract.errors import InvalidRequest
 from psd.state.core import ShardCore
 from psd.state.cuts.cuts import Cuts
 from psd.state.cuts.snapshots import check_cuts
-from psd.state.job import Job
-from psd.state.workers.membership import Membership, Worker, WorkerState
+from psd.state.workers.membership import WorkerState
 from psd.v1 import data_pb2
 from psd_core.arena import StoreClosed
-
-
-def wants_buffers(job: Job, members: Membership, worker: Worker) -> bool:
-    """True if this worker is to store its buffers, which the job has: there is none of a lower rank, or all are to."""
-    return job.wants_all_buffers or all(w.state is not WorkerState.LIVE for w in members.workers[: worker.rank])
 
 
 class BufferDesk:

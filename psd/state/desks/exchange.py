@@ -6,6 +6,7 @@ push: begin_push -> gate -> push_block for every block -> end_push        pull: 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,25 +18,19 @@ from psd.contract.errors import InvalidRequest, InvalidTensor
 from psd.contract.jobspec import JobSpec
 from psd.contract.rows import TableRows
 from psd.contract.rules import weight_of
-from psd.state.aggregation.agreement import Voice
 from psd.state.aggregation.block import BlockState
 from psd.state.aggregation.rounds import Contribution, Outcome
 from psd.state.aggregation.trained import Trained
 from psd.state.core import ShardCore, check_begun_as
 from psd.state.cuts.cuts import Cuts
-from psd.state.cuts.snapshots import check_cuts
-from psd.state.desks.buffers import wants_buffers
 from psd.state.desks.cut_schedule import CutSchedule
-from psd.state.desks.transfers import Found, Pull, Push
-from psd.state.durability.client_states import check_client_state
+from psd.state.desks.riders import riders_of
+from psd.state.desks.transfers import Found, Pull, Push, PushRiders, check_session
 from psd.state.job import Job
 from psd.state.tables.block import TablesBlock
 from psd.state.tickets import Ticket, WaitKind
-from psd.state.workers.membership import WorkerState
 from psd.v1 import data_pb2
 from psd_core.arena import StoreClosed
-
-FIRST_GRADIENT_BYTES = 16
 
 
 class Exchange:
@@ -43,8 +38,8 @@ class Exchange:
 
     def __init__(self, core: ShardCore, cuts: Cuts, schedule: CutSchedule) -> None:
         self._core = core
-        self._cuts = cuts
-        self._schedule = schedule
+        self._riders_of = partial(riders_of, core, cuts, schedule)
+        self._riders: PushRiders | None = None  # of the job that was pushed to last
 
     # -- push ----------------------------------------------------------------------------------------------------------
 
@@ -58,74 +53,56 @@ class Exchange:
             weight_of(header.weight)
             job.check_scalars(scalars)
             self._core.check_clock(worker, header.clock)
-            decisions = job.participant.check(header.decisions)
-            check_cuts(header.cuts)
-            check_client_state(header.client_state)
-            check_first_gradient(header.first_gradient)
-            has_rounds = job.policy.has_rounds
-            versions = {} if has_rounds else job.versions_read(header.versions)
-            scale = check_scale(header, job.spec) if header.HasField("scale") else 1.0
-            begun_as = check_begun_as(header.session, header.caller)
             if header.since > header.clock + 1:
                 raise InvalidRequest(f"since: {header.since} is beyond clock {header.clock}")
-            if has_rounds:
-                job.agreement.check(header.clock, Voice(header.since, worker.rank, scalars))
+            has_rounds = job.policy.has_rounds
+            push = Push(
+                job,
+                self._riders if self._riders is not None and self._riders.job() is job else self._ride(job),
+                header,
+                worker,
+                header.caller.session,
+                check_begun_as(header.session, header.caller),
+                header.clock,
+                header.weight,
+                scalars,
+                scale=check_scale(header, job.spec) if header.HasField("scale") else 1.0,
+                since=header.since,
+                is_finite=header.is_finite,
+                versions={} if has_rounds else job.versions_read(header.versions),
+            )
+            for check in push.riders.check:
+                check(push)
             # Without rounds a clock decides nothing but who waits for this worker, itself at the gate included. With rounds it
             # waits for the first valid block, see _enter.
             skipped = not has_rounds and self._core.members.on_clock(worker, header.clock)
-            if job.is_exact:
-                self._core.count_staged(decisions)
-        if decisions:
-            job.participant.follow(decisions)
         if skipped:
             self._core.settle()
-        if self._cuts.awaits_positions and header.cuts:
-            self._cuts.hear(header.cuts, worker, header.caller.session)
-        return Push(
-            job,
-            worker,
-            header.caller.session,
-            begun_as,
-            header.clock,
-            header.weight,
-            scalars,
-            scale=scale,
-            since=header.since,
-            is_finite=header.is_finite,
-            client_state=header.client_state,
-            first_gradient=header.first_gradient,
-            cuts=tuple(header.cuts),
-            versions=versions,
-        )
+        for begin in push.riders.begin:
+            begin(push)
+        return push
 
-    def _enter(self, push: Push, job: Job) -> None:
+    def _ride(self, job: Job) -> PushRiders:
+        """The riders of a job that there was none of before."""
+        self._riders = self._riders_of(job)
+        return self._riders
+
+    def _enter(self, push: Push) -> None:
         """Note that the push has brought a valid block: from here on it takes part."""
-        if push.client_state:
-            self._check_session(push)
-            self._keep_client_state(push, job)
+        for keep in push.riders.keep:
+            keep(push)
         with self._core.lock:
-            self._check_session(push)
-            if job.policy.has_rounds:
-                job.agreement.hear(push.clock, push.voice)
+            check_session(self._core, push)
+            for enter in push.riders.enter:
+                enter(push)
             self._core.on_used()
             push.worker.has_pushed = True
             skipped = self._core.members.on_clock(push.worker, push.clock)
-        if push.cuts:
-            self._cuts.learn(job, push.cuts, push.worker, push.session)
+        for entered in push.riders.entered:
+            entered(push)
         push.is_entered = True
         if skipped:
             self._core.settle()
-
-    def _keep_client_state(self, push: Push, job: Job) -> None:
-        """Write down what the worker saves with this push, before any block counts it."""
-        rank, members = push.worker.rank, self._core.members
-        self._core.client_states.on_push(
-            rank,
-            (push.begun_as, push.clock + 1),
-            push.client_state,
-            counted=job.last_counted(rank),
-            is_current=lambda: members.session_of(rank) == push.session,
-        )
 
     def gate(self, call: Push | Pull, clock: int) -> Ticket | None:
         """A ticket if a worker at `clock` must wait for slower ones before it may push or pull."""
@@ -136,8 +113,8 @@ class Exchange:
             min_clock = self._core.members.min_clock()
             if min_clock is None or needed <= min_clock:
                 return None
-            if isinstance(call, Push) and self._cuts.needs(call.worker, call.session, clock):
-                return None  # who is slower may be held for a cut, which waits for this push
+            if isinstance(call, Push) and any(is_awaited(call) for is_awaited in call.riders.is_awaited):
+                return None
             ticket = self._core.ticket(
                 call.worker, call.session, WaitKind.STALENESS, clock, lambda: self._core.members.slower_than(needed)
             )
@@ -145,16 +122,11 @@ class Exchange:
             return ticket
 
     def hold(self, push: Push) -> Ticket | None:
-        """A ticket if a push has to wait until cuts are taken that it is not in; to be asked before its first block."""
-        return self._cuts.hold(push.worker, push.session, push.clock) if self._cuts.awaits_positions else None
-
-    def _check_session(self, call: Push | Pull) -> None:
-        """Raise SessionFenced if the session has ended since the call began, and ShardRestarted if the shard has gone back to a
-        checkpoint. Takes no lock: it is asked for every block."""
-        if call.worker is not self._core.members.worker(call.worker.rank):
-            raise self._core.gone_back()
-        if call.worker.session != call.session or call.worker.state is not WorkerState.LIVE:
-            self._core.members.check_session(call.worker.rank, call.session)
+        """A ticket if a push has to wait for what rides on it; to be asked until there is none, before its first block."""
+        for hold in push.riders.hold:
+            if (ticket := hold(push)) is not None:
+                return ticket
+        return None
 
     def check_arrival(self, push: Push) -> None:
         """Note that a block has come; InvalidRequest if there are far more than the shard has: the push might never end."""
@@ -200,9 +172,9 @@ class Exchange:
             if job.spec.nan_policy != "allow" and not push.is_finite:
                 block.checks.check_finite(values, push.worker.rank, push.clock)
         if not push.is_entered:
-            self._enter(push, job)
+            self._enter(push)
         else:
-            self._check_session(push)
+            check_session(self._core, push)
         push.worker.last_seen = self._core.now()
         read = push.versions.get(index)
         part = Contribution(
@@ -232,7 +204,8 @@ class Exchange:
             push.outcomes[outcome] += 1
             if outcome in (Outcome.COUNTED, Outcome.STAGED) and push.outcomes[outcome] == 1:
                 with self._core.lock:
-                    job.agreement.on_counted(push.clock, push.worker.rank)
+                    for count in push.riders.count:
+                        count(push)
         return None
 
     def _gradient(
@@ -267,10 +240,16 @@ class Exchange:
             )
         outcomes = push.outcomes
         counted, late, staged = outcomes[Outcome.COUNTED], outcomes[Outcome.LATE], outcomes[Outcome.STAGED]
-        clock = push.clock + 1
+        reply = data_pb2.PushReply(
+            clock=push.clock + 1,
+            blocks_counted=counted,
+            blocks_duplicate=outcomes[Outcome.DUPLICATE],
+            blocks_late=late,
+            blocks_staged=staged,
+        )
         with self._core.lock:
-            self._check_session(push)
-            members.on_step(push.worker, clock)
+            check_session(self._core, push)
+            members.on_step(push.worker, push.clock + 1)
             if staged:
                 job.participant.on_staged(push.clock, push.worker.rank)
                 self._core.count_staged()
@@ -281,25 +260,13 @@ class Exchange:
             else:
                 self._core.counters.pushes_duplicate += 1
             self._core.open_gates(push.worker)
-            overruled = job.agreement.overruled(push.clock, push.worker.rank)
-            wants = job.wants_buffers and wants_buffers(job, members, push.worker)
-            same = job.same_gradient_as(push.worker.rank, push.first_gradient) if push.first_gradient else None
-            orders = self._core.orders.current()
-        if self._cuts.awaits_positions:
-            self._cuts.advance()
-        self._schedule.announce_due()
-        return data_pb2.PushReply(
-            clock=max(clock, job.version_max) if late else clock,
-            blocks_counted=counted,
-            blocks_duplicate=outcomes[Outcome.DUPLICATE],
-            blocks_late=late,
-            blocks_staged=staged,
-            cuts=self._cuts.latest(),
-            overruled=overruled,
-            wants_buffers=wants,
-            same_gradient_as=same,
-            orders=orders,
-        )
+            for answer in push.riders.answer:
+                answer(push, reply)
+        for end in push.riders.end:
+            end(push, reply)
+        if late:
+            reply.clock = max(reply.clock, job.version_max)
+        return reply
 
     # -- pull ----------------------------------------------------------------------------------------------------------
 
@@ -383,7 +350,7 @@ class Exchange:
 
         The caller gives the page back with `BlockState.unpin`.
         """
-        self._check_session(pull)
+        check_session(self._core, pull)
         version_min = pull.clock if pull.has_rounds and block.is_trained else 0
         try:
             found = block.read(version_min)
@@ -394,10 +361,11 @@ class Exchange:
     def peek(self, block: Trained, pull: Pull) -> Found | None:
         """Look up as `read` does, but return None instead of a ticket; for answers that leave early while more of a push
         arrives."""
-        if not pull.has_rounds and pull.job.policy.lag(pull.clock) != 0:
+        policy = pull.job.policy
+        if not policy.has_rounds and policy.lag(pull.clock) != 0:
             return None
         try:
-            return block.read(pull.clock if pull.has_rounds else 0)
+            return block.read(pull.clock if policy.has_rounds else 0)
         except StoreClosed:
             raise self._core.gone_back() from None
 
@@ -416,9 +384,3 @@ def check_scale(header: data_pb2.PushHeader, spec: JobSpec) -> float:
     if not 0 <= header.scale <= 1:  # also refuses NaN
         raise InvalidRequest(f"scale: must be from 0 to 1, got {header.scale}")
     return header.scale
-
-
-def check_first_gradient(digest: bytes) -> None:
-    """Raise InvalidRequest unless it has the length of a digest, or none."""
-    if len(digest) not in (0, FIRST_GRADIENT_BYTES):
-        raise InvalidRequest(f"first_gradient: has {len(digest)} bytes, expected {FIRST_GRADIENT_BYTES} or none")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 
 from psd.contract.jobspec import JobSpec
-from psd_client.worker.exchange.riders import Rider
+from psd_client.worker.exchange.rider import Rider
 from psd_client.worker.exchange.sent_push import SentPush
 
 logger = logging.getLogger("psd_client")

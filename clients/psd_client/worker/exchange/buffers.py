@@ -14,7 +14,7 @@ from psd.v1 import data_pb2
 from psd_client.lanes.flat import FlatBuffers
 from psd_client.lanes.shards import Shards
 from psd_client.lanes.transport import Call, Lane
-from psd_client.worker.exchange.riders import Rider
+from psd_client.worker.exchange.rider import Rider
 from psd_client.worker.exchange.sent_push import SentPush
 from psd_client.worker.session.session import Session
 

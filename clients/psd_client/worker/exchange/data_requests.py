@@ -18,7 +18,7 @@ from psd.v1 import data_pb2
 from psd_client.lanes.flat import FlatBuffers
 from psd_client.lanes.overlap_feed import Feed
 from psd_client.lanes.transport import GradientPart
-from psd_client.worker.exchange.riders import Riders
+from psd_client.worker.exchange.rider import Riders
 from psd_client.worker.exchange.sent_push import SentPush
 from psd_client.worker.exchange.verdict_search import VerdictSearch
 from psd_client.worker.rows import RowGradients

@@ -27,15 +27,13 @@ from psd_client.lanes.flat import FlatBuffers, share_memory
 from psd_client.lanes.overlap_feed import Feed
 from psd_client.lanes.shards import Shards, transfer_s
 from psd_client.lanes.transport import Call, Lane, Share
-from psd_client.worker.exchange.attendance import Attendance
 from psd_client.worker.exchange.buffers import BufferKeeper
 from psd_client.worker.exchange.data_requests import DataRequests
 from psd_client.worker.exchange.finiteness import check_finite
-from psd_client.worker.exchange.first_gradient import FirstGradient
 from psd_client.worker.exchange.lending import ParameterPlaces, lent_places
 from psd_client.worker.exchange.loading import ParameterLoad
 from psd_client.worker.exchange.push_counts import PushCounts
-from psd_client.worker.exchange.riders import ClientStateRider, CutRider, DecisionRider, OrderRider, Riders
+from psd_client.worker.exchange.riders import ClientStateRider, riders_of
 from psd_client.worker.exchange.row_traffic import RowTraffic
 from psd_client.worker.exchange.sent_push import SentPush
 from psd_client.worker.exchange.verdict_search import VerdictSearch
@@ -101,17 +99,8 @@ class ParameterExchange:
         self._counts = PushCounts()
         self.counts = self._counts.totals
         self.buffers = BufferKeeper(session, shards, layout, self.parameters, self._timeout_s)
-        self._riders = Riders(
-            OrderRider(session),
-            CutRider(session),
-            *([DecisionRider(session)] if self._is_exact else []),
-            self.client_state,
-            Attendance(rank, layout.spec, self.counts),
-            self.buffers,
-            self.rows,
-            *([FirstGradient(rank, self.gradients)] if layout.spec.world_size > 1 else []),
-            self._counts,
-        )
+        own = (self.client_state, self.buffers, self.rows, self._counts)
+        self._riders = riders_of(rank, session, layout, self.gradients, self.counts, *own)
         self._requests = DataRequests(session, self.gradients, self._riders, self._verdicts)
         self._load = ParameterLoad(rank, session, shards, self.parameters, wait_timeout_s, self._timeout_s)
         if segment is not None:

@@ -13,7 +13,7 @@ from itertools import chain
 
 from psd.contract.rows import TableRows
 from psd_client.lanes.flat import FlatBuffers
-from psd_client.worker.exchange.riders import Rider
+from psd_client.worker.exchange.rider import Rider
 from psd_client.worker.exchange.sent_push import SentPush
 
 logger = logging.getLogger("psd_client")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 
 from psd.v1 import data_pb2
-from psd_client.worker.exchange.riders import Rider
+from psd_client.worker.exchange.rider import Rider
 from psd_client.worker.exchange.sent_push import SentPush
 
 NAMES = (

@@ -1,50 +1,21 @@
-"""Riders on a worker's pushes, beside the gradient: each thing that is told to the shards, or heard in their replies, is one
-rider. The exchange has a list of them.
+"""Riders on a worker's pushes: each thing that a push tells the shards beside the gradient, or hears in their replies, is a
+rider.
 
-A push in progress calls them in the order of that list. A new one is a class here or in a module of its own, a line in the list
-(exchange.py), and a field of PushHeader or PushReply; its mirror on the shards is a rider of psd/state/riders.py. Must not know
-when a push is sent, or sent again.
+A push in progress calls them in the order of `riders_of`. A new one is a class here, or in a module of its own, a line in that
+function, and a field of PushHeader or PushReply; its mirror on the shards is a rider of psd/state/desks/riders.py. Must not
+know when a push is sent, or sent again.
 """
 
 from __future__ import annotations
 
+from psd.contract.layout import Layout
 from psd.v1 import data_pb2
+from psd_client.lanes.flat import FlatBuffers
+from psd_client.worker.exchange.attendance import Attendance
+from psd_client.worker.exchange.first_gradient import FirstGradient
+from psd_client.worker.exchange.rider import Rider, Riders
 from psd_client.worker.exchange.sent_push import SentPush
 from psd_client.worker.session.session import Session
-
-
-class Rider:
-    """Rides on each push of one worker. A method that a rider does not define does nothing."""
-
-    def before_push(self) -> None:
-        """Prepare for a push that is about to be made; may call the shards."""
-
-    def write(self, sent: SentPush) -> None:
-        """Add to the header of a new push what is the same for all shards. Called once for a push, however often it is sent."""
-
-    def write_to(self, shard: int, header: data_pb2.PushHeader) -> None:
-        """Add to one shard's header. Called each time that the push leaves for it; from a thread of its own."""
-
-    def hear(self, sent: SentPush) -> None:
-        """Take what the replies say, once all shards have the push. The worker's clock has moved on."""
-
-    def forget(self) -> None:
-        """Forget what went with the parameters: the job has gone back to a checkpoint, whose parameters are there now."""
-
-
-class Riders:
-    """All riders of a worker, in their order.
-
-    Attributes:
-        prepare, write, write_to, hear, forget: that method of each rider that has something to do then.
-    """
-
-    def __init__(self, *riders: Rider) -> None:
-        self.prepare = [rider.before_push for rider in riders if type(rider).before_push is not Rider.before_push]
-        self.write = [rider.write for rider in riders if type(rider).write is not Rider.write]
-        self.write_to = [rider.write_to for rider in riders if type(rider).write_to is not Rider.write_to]
-        self.hear = [rider.hear for rider in riders if type(rider).hear is not Rider.hear]
-        self.forget = [rider.forget for rider in riders if type(rider).forget is not Rider.forget]
 
 
 class OrderRider(Rider):
@@ -118,3 +89,21 @@ class ClientStateRider(Rider):
         """Note that it is kept."""
         if self.state is self._sent:  # else it is the next push's, which is being computed
             self.state = b""
+
+
+def riders_of(
+    rank: int, session: Session, layout: Layout, gradients: FlatBuffers, counts: dict[str, int], *others: Rider
+) -> Riders:
+    """All that ride on the pushes of one worker.
+
+    Args:
+        counts: see Attendance. others: those that the exchange knows, too.
+    """
+    return Riders(
+        OrderRider(session),
+        CutRider(session),
+        *([DecisionRider(session)] if layout.spec.aggregation == "exact" else []),
+        Attendance(rank, layout.spec, counts),
+        *([FirstGradient(rank, gradients)] if layout.spec.world_size > 1 else []),
+        *others,
+    )
