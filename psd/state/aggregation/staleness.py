@@ -1,4 +1,4 @@
-"""Treatment of the age of gradients in async and ssp: a rule around another rule, and what a block's readers have read.
+"""Treatment of old gradients in async and ssp: rules that wrap another rule, and what the readers of a block have read.
 
 `AgedRate` divides the learning rate by 1 + age (Zhang et al. 2016, arXiv:1511.05950). `Compensated` adds to the gradient, to
 first order, what it would have changed by while it was under way (DC-ASGD, Zheng et al. 2017, arXiv:1609.08326).
@@ -28,7 +28,7 @@ EPS = 1e-7
 
 
 class AgedRate(Rule):
-    """The rule, with lr / (1 + age)."""
+    """A rule with its learning rate divided by 1 + age."""
 
     needs_backup = False
 
@@ -46,10 +46,10 @@ class AgedRate(Rule):
 
 
 class Compensated(Rule):
-    """The rule, with the gradient g + lambda * g * g * (parameters now - parameters that the worker had read).
+    """A rule applied to the gradient g + lambda * g * g * (parameters now - parameters that the worker had read).
 
     g * g stands for the diagonal of the Hessian. DC-ASGD-a divides lambda, per element, by the root of a running mean of g * g,
-    which is the page's last slot. A gradient whose `backup` is not known goes through as it is. When the rule maximizes, the
+    which is the page's last slot. A gradient whose `backup` is not known is left as it is. When the rule maximizes, the
     objective's curvature has the other sign.
     """
 
@@ -72,7 +72,7 @@ class Compensated(Rule):
             np.multiply(grad, grad, out=mean_square)
             mean_square *= 1 - decay
             mean_square += decay * before.slots[-1]
-            # Where the worker has no gradient nothing has been seen; elsewhere zeros are gradients, too.
+            # Segments without a gradient keep their mean; in the others, zeros are gradients, too.
             for index in np.flatnonzero(gradient.touched == 0).tolist():
                 run = slice(int(segment_ends[index - 1]) if index else 0, int(segment_ends[index]))
                 mean_square[run] = before.slots[-1][run]
@@ -88,7 +88,7 @@ class Compensated(Rule):
 
 
 def bound_rule(group: GroupSpec, listed: Mapping[str, ListedRule]) -> Rule:
-    """The rule of a group as its blocks apply it; the spec has been checked, so that it exists."""
+    """The rule of a group as its blocks apply it. It exists, because the spec has been checked."""
     rule = rule_of(group, listed)
     if group.staleness == NONE:
         return rule
@@ -98,17 +98,18 @@ def bound_rule(group: GroupSpec, listed: Mapping[str, ListedRule]) -> Rule:
 
 @locks.guarded_by(locks.Level.BLOCK)
 class Readers:
-    """The versions that the workers of a block have read, and the age of their gradients. Under the block's lock.
+    """The versions of a block that workers have read, and the age of their gradients. Used under the block's lock.
 
     The backups of DC-ASGD are the pages that the shard has sent, kept pinned: an update never writes to such a page, so that
     keeping it costs no copy. They take at most one page, parameters and slots, per worker and block; workers that have read the
     same version share one. They end with the process: a gradient that was under way then is not compensated.
 
     Args:
+        block: the block's index, for messages.
         unpin: gives a page back.
 
     Attributes:
-        ages: gradients by age_bucket of their age. age_total: the sum of these ages.
+        ages: number of gradients by age_bucket of their age. age_total: the sum of these ages.
     """
 
     def __init__(self, block: int, unpin: Callable[[Page], None]) -> None:
@@ -119,7 +120,7 @@ class Readers:
         self._pages: dict[int, Page] = {}
 
     def keep(self, rank: int, page: Page | None) -> None:
-        """Keep a pinned page as what a worker has read, instead of the one before; None: keep none."""
+        """Keep the pinned page that a worker has read, and give its earlier one back; with None, keep none."""
         before = self._pages.pop(rank, None)
         if page is not None:
             self._pages[rank] = page
@@ -127,7 +128,7 @@ class Readers:
             self._unpin(before)
 
     def drop(self) -> None:
-        """Keep nothing any more."""
+        """Give all kept pages back."""
         for rank in list(self._pages):
             self.keep(rank, None)
 
@@ -135,7 +136,7 @@ class Readers:
         """The age of a gradient; None if its worker does not name the version it read.
 
         Raises:
-            InvalidRequest: nobody can have read that version yet.
+            InvalidRequest: the block has not reached that version yet.
         """
         if version_read is None:
             return None
