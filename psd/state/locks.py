@@ -17,7 +17,7 @@ ClassT = TypeVar("ClassT", bound=type)
 
 
 class Level(enum.IntEnum):
-    """Place of a lock in the order. A thread holds one lock of a level at most; but many blocks' locks, in the blocks' order."""
+    """Place of a lock in the order. A thread holds one lock of a level at most; of BLOCK more, in the order of the blocks."""
 
     JOB = 1
     ANNOUNCING = 2

@@ -1,4 +1,4 @@
-"""The exchange: gradients in, parameters out. The middle of a push's life, between the frames and the blocks.
+"""The exchange: takes gradients in, and gives parameters out. The middle of a push's life, between the frames and the blocks.
 
 push: begin_push -> gate -> push_block for every block -> end_push        pull: begin_pull -> gate -> read, unpin
 """
@@ -70,8 +70,8 @@ class Exchange:
                 raise InvalidRequest(f"since: {header.since} is beyond clock {header.clock}")
             if has_rounds:
                 job.agreement.check(header.clock, Voice(header.since, worker.rank, scalars))
-            # Without rounds a clock decides nothing but who waits for this worker, itself at the gate included. With rounds it
-            # waits for the first valid block, see _enter.
+            # Without rounds a clock decides only which workers wait at the gate, this one included. With rounds, it is noted
+            # with the first valid block (_enter).
             skipped = not has_rounds and self._core.members.on_clock(worker, header.clock)
             if job.is_exact:
                 self._core.count_staged(decisions)
@@ -117,7 +117,7 @@ class Exchange:
             self._core.settle()
 
     def _keep_client_state(self, push: Push, job: Job) -> None:
-        """Write down what the worker saves with this push, before any block counts it."""
+        """Store the state that the worker saves with this push, before any block counts the push."""
         rank, members = push.worker.rank, self._core.members
         self._core.client_states.on_push(
             rank,
@@ -137,7 +137,7 @@ class Exchange:
             if min_clock is None or needed <= min_clock:
                 return None
             if isinstance(call, Push) and self._cuts.needs(call.worker, call.session, clock):
-                return None  # who is slower may be held for a cut, which waits for this push
+                return None  # slower workers may be held for a cut, which waits for this push
             ticket = self._core.ticket(
                 call.worker, call.session, WaitKind.STALENESS, clock, lambda: self._core.members.slower_than(needed)
             )
@@ -145,19 +145,19 @@ class Exchange:
             return ticket
 
     def hold(self, push: Push) -> Ticket | None:
-        """A ticket if a push has to wait until cuts are taken that it is not in; to be asked before its first block."""
+        """A ticket if a push must wait until cuts that do not include it are taken. Call it before the push's first block."""
         return self._cuts.hold(push.worker, push.session, push.clock) if self._cuts.awaits_positions else None
 
     def _check_session(self, call: Push | Pull) -> None:
         """Raise SessionFenced if the session has ended since the call began, and ShardRestarted if the shard has gone back to a
-        checkpoint. Takes no lock: it is asked for every block."""
+        checkpoint. Takes no lock, because it is called for every block."""
         if call.worker is not self._core.members.worker(call.worker.rank):
             raise self._core.gone_back()
         if call.worker.session != call.session or call.worker.state is not WorkerState.LIVE:
             self._core.members.check_session(call.worker.rank, call.session)
 
     def check_arrival(self, push: Push) -> None:
-        """Note that a block has come; InvalidRequest if there are far more than the shard has: the push might never end."""
+        """Note that a block has come; InvalidRequest if a push brings far more than the shard has, and so might never end."""
         push.arrived += 1
         limit = 2 * push.job.block_count
         if push.arrived > limit:
@@ -175,11 +175,11 @@ class Exchange:
         memory: Sequence[memoryview] = (),
         more: bool = False,
     ) -> Ticket | None:
-        """Count one block of a push; a ticket if its round is not open yet (call again when it resolves).
+        """Count one block of a push. Returns a ticket if its round is not open yet: call again when it resolves.
 
         Args:
-            is_lent: the payload stays as it is until the push's loan has ended.
-            rows, memory, more: see PushedBlock.
+            is_lent: True if the payload does not change before the push's loan has ended.
+            rows, memory, more: as in PushedBlock.
         """
         job = push.job
         block = job.trained(index)
@@ -238,7 +238,7 @@ class Exchange:
     def _gradient(
         self, push: Push, block: BlockState, present: bytes, payload: memoryview
     ) -> tuple[NDArray[Any] | None, NDArray[np.uint8] | None]:
-        """A block's gradient, None if it is empty, and the mask of its segments that have one, None if all have."""
+        """A block's gradient (None if it is empty), and the mask of the segments that have one (None if all have)."""
         plan = block.plan
         mask = frames.present_mask(present, len(plan.segment_ends)) if present else None
         if mask is not None and not mask.any():
@@ -258,7 +258,7 @@ class Exchange:
         return values, mask
 
     def end_push(self, push: Push) -> data_pb2.PushReply:
-        """Finish a push whose blocks have all come; moves the worker's clock."""
+        """Finish a push whose blocks have all come, and move the worker's clock."""
         job, members = push.job, self._core.members
         if len(push.covered) < job.trained_count:
             raise InvalidRequest(
@@ -330,10 +330,10 @@ class Exchange:
         return Pull(job, worker, request.caller.session, request.clock, reader), blocks
 
     def begin_answer(self, push: Push) -> Pull:
-        """The pull of the clock after a push; it reads the blocks that the push has covered.
+        """The pull that answers a push: at the next clock, of the blocks that the push has covered.
 
         Raises:
-            InvalidRequest: aggregation is exact; a round then closes by a decision, which comes after the push.
+            InvalidRequest: aggregation is exact: a round then closes by a decision, which comes after the push.
         """
         if push.job.is_exact:
             raise InvalidRequest("PushPull: not with exact aggregation; use Push, Commit and Pull")
@@ -342,14 +342,14 @@ class Exchange:
         return Pull(push.job, push.worker, push.session, push.clock + 1, push.worker.rank)
 
     def begin_pull_rows(self, request: data_pb2.PullRequest) -> tuple[Pull, TablesBlock]:
-        """Check a pull of rows; return it with the tables' block, to be read before any rows are."""
+        """Check a pull of rows; return it with the tables' block, whose version is to be read before any rows."""
         if request.blocks:
             raise InvalidRequest(f"blocks: {len(request.blocks)} are asked for with rows, expected none")
         pull, _ = self.begin_pull(request)
         return pull, tables_of(pull.job)
 
     def begin_read_rows(self, request: data_pb2.ReadRequest) -> TablesBlock:
-        """Check a read of rows by somebody who is no worker."""
+        """Check a read of rows by a reader, which is no worker; return the tables' block."""
         self._core.check_run(request.run_id)
         job = self._core.initialized()
         job.check_digest(request.layout_digest)
@@ -373,14 +373,14 @@ class Exchange:
         return rows
 
     def fill_rows(self, tables: TablesBlock, rows: Sequence[TableRows], *, is_use: bool) -> None:
-        """Read the rows, now, into the arrays that they are for."""
+        """Read the present rows into the arrays of `rows`."""
         try:
             tables.fill(rows, is_use=is_use)
         except StoreClosed:
             raise self._core.gone_back() from None
 
     def read(self, block: Trained, pull: Pull) -> Found | Ticket:
-        """A block's version and pinned page for a worker at `clock`, or a ticket for its round to close.
+        """A block's version and pinned page for a pull, or a ticket that resolves when its round closes.
 
         The caller gives the page back with `BlockState.unpin`.
         """
@@ -393,8 +393,7 @@ class Exchange:
         return found if found is not None else self._core.when(block, version_min, pull.worker, pull.session, WaitKind.ROUND)
 
     def peek(self, block: Trained, pull: Pull) -> Found | None:
-        """Look up as `read` does, but return None instead of a ticket; for answers that leave early while more of a push
-        arrives."""
+        """As `read`, but returns None instead of a ticket; for answers that are sent early, while more of a push arrives."""
         if not pull.has_rounds and pull.job.policy.lag(pull.clock) != 0:
             return None
         try:
@@ -411,7 +410,7 @@ def tables_of(job: Job) -> TablesBlock:
 
 
 def check_scale(header: data_pb2.PushHeader, spec: JobSpec) -> float:
-    """The factor of a push; InvalidRequest if the worker may not choose it, or it is out of range."""
+    """The factor by which a push is multiplied; InvalidRequest if the worker may not choose it, or it is out of range."""
     if spec.consistency.has_rounds or not spec.clip_norm:
         raise InvalidRequest("scale: only in a job without rounds that has clip_norm; in rounds, a verdict has it")
     if not 0 <= header.scale <= 1:  # also refuses NaN
@@ -420,6 +419,6 @@ def check_scale(header: data_pb2.PushHeader, spec: JobSpec) -> float:
 
 
 def check_first_gradient(digest: bytes) -> None:
-    """Raise InvalidRequest unless it has the length of a digest, or none."""
+    """Raise InvalidRequest unless the digest has the right length or is empty."""
     if len(digest) not in (0, FIRST_GRADIENT_BYTES):
         raise InvalidRequest(f"first_gradient: has {len(digest)} bytes, expected {FIRST_GRADIENT_BYTES} or none")

@@ -1,6 +1,6 @@
-"""A push or a pull in progress: its header's facts, and its progress.
+"""A push or a pull in progress: what its header says, and how far it is.
 
-Exchange moves them on, and the data plane holds them. Must not know messages or waits.
+The data plane keeps these objects, and Exchange changes them. Must not know messages or waits.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from psd.v1 import data_pb2
 from psd_core.arena import Page
 
 Found = tuple[int, Page] | tuple[int, None]
-"""A block's version, and its page, pinned: to be given back by `BlockState.unpin`. The tables' block has no page."""
+"""A block's version, and its pinned page, to be given back by `BlockState.unpin`. The tables' block has no page."""
 
 
 @dataclass(slots=True)
 class Push:
-    """A push in progress: its header's facts, and the blocks that it has covered.
+    """A push in progress: what its header says, and the blocks that it has covered.
 
     Attributes:
-        job: as it was when the push began; the call ends where there is another one, see Exchange.
-        session: of the worker that sends it. begun_as: the session as which it was begun, which is in its name.
-        is_entered: a valid block has come. Until then the push has changed nothing but its worker's lease.
-        is_finite: the worker has looked for NaN and infinity itself.
-        since: see Voice. first_gradient: see PushHeader.
-        versions: by block, of the parameters that the worker had read; empty: not known, or pointless.
-        loan: of the gradient that blocks may read where the worker has it.
-        staged: rows of the tables' block whose last frame has not come.
-        arrived: blocks that have come, also those that were covered before. outcomes: how many blocks had each Outcome.
+        job: the job when the push began; if another one has replaced it, the call fails (see Exchange).
+        session: session that sends the push. begun_as: session that began it, which is part of its name.
+        is_entered: True once a valid block has come. Until then the push has changed nothing but its worker's lease.
+        is_finite: True if the worker has checked for NaN and infinity itself.
+        since: as in Voice. first_gradient: as in PushHeader.
+        versions: by block, the version that the worker had read; empty: not known, or not needed.
+        loan: lends the gradient to blocks that read it where it lies.
+        staged: rows for the tables' block whose last frame has not come.
+        arrived: number of blocks that have come, repeated ones included. outcomes: number of blocks for each Outcome.
     """
 
     job: Job
@@ -60,7 +60,7 @@ class Push:
 
     @property
     def voice(self) -> Voice:
-        """The worker's say in the scalars of its round, over all groups."""
+        """The scalars (such as lr) that this worker states for its round, for all groups."""
         return Voice(self.since, self.worker.rank, self.scalars)
 
 
@@ -69,7 +69,7 @@ class Pull:
     """A pull in progress: who reads, and at which clock.
 
     Attributes:
-        job: as it was when the pull began; the call ends where there is another one, see Exchange.
+        job: the job when the pull began; if another one has replaced it, the call fails (see Exchange).
         reader: rank of the worker, if it will compute gradients from what it reads; None: it only waits.
     """
 
@@ -81,5 +81,5 @@ class Pull:
 
     @property
     def has_rounds(self) -> bool:
-        """True if the job's workers push in rounds; else each push is an update of its own, applied when it comes."""
+        """True if pushes form rounds; otherwise each push is an update of its own, applied when it comes."""
         return self.job.policy.has_rounds
