@@ -321,7 +321,7 @@ class Admission:
         return reply, ticket
 
     def begin_initialize(self, caller: job_pb2.Caller, layout_digest: bytes, choice: int) -> Initialization:
-        """Check an offer of initial values, and whether it is wanted. The caller always ends it by `Initialization.give_back`."""
+        """Check an offer of initial values, and whether it is wanted. The caller always ends it by its `give_back`."""
         with self._core.lock:
             worker = self._core.check_caller(caller)
             job = self._core.declared()

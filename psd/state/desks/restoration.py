@@ -177,8 +177,8 @@ class Restoration:
                 job.settle()
 
     def rollback(self, request: control_pb2.RollbackRequest) -> None:
-        """Begin a timeline from a checkpoint. Does nothing if this shard is on that timeline, or on a later one, or is in another
-        incarnation than the worker has found.
+        """Begin a timeline from a checkpoint. Does nothing if this shard is on that timeline, or on a later one, or is in
+        another incarnation than the worker has found.
 
         Raises:
             InvalidRequest: there is no such timeline.
@@ -358,7 +358,7 @@ class Restoration:
             raise OutOfSpace(f"{storage.directory} has no room for vectors: {error.strerror}") from error
 
     def _readable(self, checkpoint: str) -> CheckpointDirectory:
-        """The directory that has this checkpoint, or the first one if none has it; CheckpointFailed if there is no directory."""
+        """The directory that has this checkpoint, or the first one if none has it; CheckpointFailed without directories."""
         if not self._directories:
             raise CheckpointFailed("checkpoint: this shard was started without --checkpoint-dir and cannot read one")
         return next((directory for directory in self._directories if directory.has(checkpoint)), self._directories[0])
