@@ -153,7 +153,7 @@ class Session:
         self._barrier_seq = 0
 
     def join_anew(self) -> None:
-        """Join. Before the first declaration, if nobody has given the run a name and shard 0 has made another one, join that."""
+        """Join. Before the first declaration, if nobody has named the run and shard 0 has made another name, join that run."""
         try:
             self._join()
         except ForeignRun:
@@ -360,7 +360,7 @@ class Session:
             self.on_cuts()
 
     def leave(self) -> None:
-        """Tell every shard that this worker has ended. Failures are logged: at a shard that was not told, the lease runs out."""
+        """Tell every shard that this worker has ended. Failures are logged; where that is not heard, the lease runs out."""
         known_as = self.memberships.end()
         deadline = time.monotonic() + (LEAVE_FAILED_TIMEOUT_S if self.has_failed else LEAVE_TIMEOUT_S)
         left_at = time.time()
