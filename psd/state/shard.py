@@ -413,7 +413,7 @@ class Shard:
 
     @property
     def absent(self) -> dict[int, Absence]:
-        """For each rank that nobody waits for any more, the reason."""
+        """The ranks that nobody waits for any more, each with the reason."""
         members = self._core.membership
         return members.absent if members is not None else {}
 

@@ -19,7 +19,7 @@ from psd.state import locks
 
 
 class WaitKind(enum.Enum):
-    """What a caller waits for. Values are those of psd.v1.WaitKind."""
+    """The kind of event that a caller waits for. Values are those of psd.v1.WaitKind."""
 
     ROUND = 1
     EARLIER_ROUND = 2

@@ -111,7 +111,7 @@ class FlatCalls(WorkerConnection):
 
     @property
     def times_gone_back(self) -> int:
-        """How often the job has gone back to a checkpoint since it was declared; `parameters` then hold the checkpoint's."""
+        """Times that the job has gone back to a checkpoint since it was declared; `parameters` then hold the checkpoint's."""
         return self.declared.buffers.times_gone_back
 
     @property

@@ -11,7 +11,7 @@ from psd.contract.jobspec import JobSpec
 
 
 class Policy(Protocol):
-    """What a shard asks about consistency.
+    """The questions that a shard asks about consistency.
 
     Attributes:
         has_rounds: True: gradients of a round are reduced to one update. False: each push is applied as it arrives.

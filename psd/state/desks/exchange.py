@@ -393,7 +393,7 @@ class Exchange:
         return found if found is not None else self._core.when(block, version_min, pull.worker, pull.session, WaitKind.ROUND)
 
     def peek(self, block: Trained, pull: Pull) -> Found | None:
-        """As `read`, but returns None instead of a ticket; for answers that are sent early, while more of a push arrives."""
+        """Do as `read`, but return None instead of a ticket; for answers that are sent early, while more of a push arrives."""
         if not pull.has_rounds and pull.job.policy.lag(pull.clock) != 0:
             return None
         try:

@@ -91,7 +91,7 @@ class Loads:
         return True
 
     def settle(self) -> None:
-        """If all workers have come, choose the one that sends the values."""
+        """Choose the worker that sends the values, if all workers have come."""
         if not self._arrived or self._setter is not None:
             return
         self._is_gathered = self._is_gathered or not self.missing()

@@ -41,7 +41,7 @@ class FirstGradient(Rider):
             sent.header.first_gradient, self._digest = self._digest, b""
 
     def hear(self, sent: SentPush) -> None:
-        """If this was the first push, hash its gradient, rows of tables included. Warn if shards have seen the same one."""
+        """Hash the gradient, rows of tables included, if this was the first push. Warn if shards have seen the same one."""
         if self._is_awaited:
             self._is_awaited = False
             self._look(sent.tables)
