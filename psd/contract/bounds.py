@@ -38,7 +38,7 @@ _shapes: dict[str, _Shape] = {}
 
 
 def check_parts(data: bytes | memoryview, kind: _Descriptor, parts_max: int = PARTS_MAX) -> None:
-    """Raise InvalidRequest for a message of more parts than that. What is no message passes: to parse it says why."""
+    """Raise InvalidRequest for a message with too many parts. Bytes that are no message pass: parsing them raises the error."""
     if len(data) > UNCOUNTED_BYTES:
         _Count(kind.name, parts_max).add(memoryview(data), _shape(kind))
 
@@ -58,7 +58,7 @@ def _shape(kind: _Descriptor) -> _Shape:
 
 
 class _Count:
-    """The parts and fields that are left to a message."""
+    """The number of parts and fields that a message may still have."""
 
     def __init__(self, name: str, parts_max: int) -> None:
         self._name = name
@@ -68,7 +68,7 @@ class _Count:
         self._tags = parts_max * TAGS_PER_PART
 
     def add(self, data: memoryview, shape: _Shape) -> None:
-        """Look through a message, and those in it in which there can be parts."""
+        """Count the parts of a message, and of the messages in it that can have parts."""
         at, size = 0, len(data)
         while at < size:
             tag, at = _varint(data, at, size)
@@ -106,7 +106,7 @@ class _Count:
 
 
 def _varint(data: memoryview, at: int, size: int) -> tuple[int, int]:
-    """A number, and the place behind it; of one that is cut off or too long, the end."""
+    """A number, and the position behind it; the end of the bytes if the number is cut off or too long."""
     value = shift = 0
     while at < size and shift < 70:
         byte = data[at]

@@ -1,6 +1,6 @@
-"""The consistency word: "sync", "async", "ssp:3". Parses and prints it; acts on nothing.
+"""The consistency word: "sync", "async", "ssp:3". Parses and prints it.
 
-psd/state/aggregation/consistency.py does.
+psd/state/aggregation/consistency.py acts on it.
 """
 
 from __future__ import annotations

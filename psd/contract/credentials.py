@@ -1,6 +1,6 @@
 """Credentials of a client, and the certificates by which it knows shards: files that are read again when they change.
 
-For workers, readers and psdctl alike. Must not know gRPC: whoever dials hands it what is here.
+For workers, readers and psdctl. Must not know gRPC: the code that connects hands these to it.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class Credentials:
         return None if self._token is None else metadata_of(self._token.current())
 
     def has_other_token(self, refused: MetadataOut | None) -> bool:
-        """True if the file holds another token than the one that a call carried; reads it if need be.
+        """True if the file holds another token than the one that a call carried; reads the file if need be.
 
-        Many calls may be refused at once, and the first to look must not keep the others from another attempt.
+        Many calls may be refused at once: the first one that finds a new token must not keep the others from trying again.
         """
         if self._token is None:
             return False
@@ -66,7 +66,7 @@ class Credentials:
         return None if self._tls is None else self._tls.current()[1]
 
     def why_not(self, address: str) -> str | None:
-        """The reason why gRPC cannot connect to HOST:PORT, if it is TLS or its absence; dials, for a second or two at most."""
+        """The reason why gRPC cannot connect to HOST:PORT, if it is TLS or its absence. Dials, for a second or two at most."""
         host, port = parse_address(address, "servers")
         context = None
         if self._tls is not None:

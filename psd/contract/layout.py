@@ -67,7 +67,7 @@ class Block:
     """A contiguous run of a space, made of segments: tensors, or the pieces of tensors that fall into it.
 
     Attributes:
-        index: in the job; space: index of the space; offset, length: in elements of the space.
+        index: the block's index in the job; space: index of its space; offset, length: in elements of the space.
         dtype, gradient_dtype: the space's.
         trained: False in static groups, to which nothing is pushed.
         segment_tensors: (k,) index of each segment's tensor in the spec.
@@ -110,7 +110,7 @@ class Layout:
 
     Attributes:
         spec: the job spec. spaces: the flat spaces. blocks: all blocks of the job, by index.
-        client_state_shard: to which workers give what they save for themselves: that of the first block that is pushed to.
+        client_state_shard: the shard to which workers send the state that they save: the one with the first trained block.
         digest: 16 bytes that two layouts share exactly if they are equal.
     """
 

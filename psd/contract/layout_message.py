@@ -1,6 +1,6 @@
-"""The layout as shards tell it to programs that do not compute it: the blocks of one shard, and the names of rules' numbers.
+"""The layout as a message, for programs that do not compute it: the blocks of one shard, and the names of rules' numbers.
 
-psd's own clients compute the layout themselves (layout.py). Must not know who asks.
+psd's own clients compute the layout themselves (layout.py). Must not know the programs that ask.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ NEXT_PUSH = 1
 
 
 def scale_at(rates: Iterable[LearningRateScale], clock: int) -> float:
-    """The scale of the learning rate of a push at that clock: the last one that has begun; 1 if none has."""
+    """The scale for the learning rate of a push at this clock: that of the last order that has begun; 1 if none has."""
     scale = 1.0
     for rate in rates:
         scale = rate.scale if rate.clock <= clock else scale

@@ -1,7 +1,7 @@
 """Foreign text, made safe to show: characters that would control a terminal, or end a line, are escaped.
 
-Whatever a peer has chosen (the names of hosts, tensors, runs and barriers, the texts of its errors) passes through `printable`
-where it is shown or logged. Names that are declared must not need it.
+Text that a peer has chosen (the names of hosts, tensors, runs and barriers, the texts of its errors) passes through `printable`
+when it is shown or logged. Names that are declared must not need it.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ def printable(text: str) -> str:
 
 
 def printable_lines(text: str) -> str:
-    """The same for a text whose lines are wanted."""
+    """The text with control characters escaped as by `printable`, except that its lines stay."""
     return "\n".join(map(printable, text.split("\n")))
 
 
 def is_printable(text: str) -> bool:
-    """True if nothing in a text is to be escaped."""
+    """True if no character of a text must be escaped."""
     return text.isprintable() or not any(map(_is_control, text))
 
 
 def utf8_size(text: str) -> int:
-    """Bytes of a text in UTF-8, also where it has half characters, which cannot be sent: what is not printable is refused."""
+    """Bytes of a text in UTF-8. It may have half characters, which cannot be sent: then it is refused as not printable."""
     return len(text.encode(errors="surrogatepass"))
 
 

@@ -1,7 +1,7 @@
 """The roster of a job: which workers are no longer waited for, and why; and the sentence about a change of it, the same in the
 logs of workers and shards.
 
-Must not know leases, nor how workers hear of it.
+Must not know leases, or how workers hear of it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Roster:
     """The absent workers as they were last told.
 
     Attributes:
-        is_usual: the last change was that workers have finished, and no more. is_of_silence: some have fallen silent.
+        is_usual: True if the last change was only that workers have finished. is_of_silence: True if some have fallen silent.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class Roster:
 
 
 def _clause(ranks: Iterable[int], one: str, several: str) -> str:
-    """Some workers and what is told of them; empty without any."""
+    """A clause that names some workers and says why nobody waits for them; empty without workers."""
     numbers = sorted(ranks)
     if len(numbers) <= 1:
         return "".join(f"worker {number} {one}" for number in numbers)

@@ -48,9 +48,9 @@ class TableRows(NamedTuple):
 def in_frames(
     tables: Iterable[TableRows], nbytes_max: int = FRAME_BYTES_MAX, *, ids_alone: bool = False
 ) -> list[list[TableRows]]:
-    """Cut rows into frames of at most so many bytes, or of one larger row: views of the arrays, in order. Of nothing, nothing.
+    """Cut rows into frames of at most so many bytes, or of one larger row: views of the arrays, in order. None without rows.
 
-    ids_alone: their numbers do not travel.
+    ids_alone: True if only ids are sent, without values.
     """
     some = [rows for rows in tables if len(rows.ids)]
     nbytes = sum([rows.ids.nbytes + (0 if ids_alone else rows.values.nbytes) for rows in some])
@@ -83,15 +83,15 @@ def parts_of(frame: Iterable[TableRows]) -> list[data_pb2.RowsPart]:
 
 
 def tables_present(rows: Iterable[TableRows], count: int) -> bytes:
-    """PushFrame.present of a push of these rows, in a job of so many tables: it has a gradient for those that are named, though
-    they have no rows on this shard."""
+    """PushFrame.present for a push of these rows, in a job with so many tables. A table that is named has a gradient, even if
+    it has no rows on this shard."""
     mask = np.zeros(count, np.bool_)
     mask[[each.table for each in rows]] = True
     return present_bits(mask)
 
 
 def payload_of(frame: Sequence[TableRows]) -> list[NDArray[Any]]:
-    """The pieces of a frame's payload, ids and numbers, as they follow each other."""
+    """The pieces of a frame's payload in their order: all ids, then all values."""
     return [*(rows.ids for rows in frame), *(rows.values for rows in frame)]
 
 
@@ -144,7 +144,7 @@ def rows_in(
 
 
 def row_bytes_of(part: data_pb2.RowsPart, dims: Sequence[int]) -> int:
-    """Bytes of the numbers of one of its rows.
+    """Bytes of the values of one row of a part.
 
     Raises:
         InvalidRequest: there is no such table. InvalidTensor: a wrong dtype.

@@ -1,8 +1,8 @@
 """A TLS connection with the methods of a socket that wire.Stream calls.
 
 OpenSSL lets one thread at a time into a connection, and a worker's connection is used by two, one sending and one receiving.
-So the socket does not block: each step takes a lock for as long as OpenSSL computes, and whoever waits for the network waits
-without it. Ends of connections are those of the socket below: half-closing it says what it says without TLS.
+So the socket does not block: each step takes a lock for as long as OpenSSL computes, and a thread waits for the network without
+the lock. A connection ends like the socket below: half-closing means the same as without TLS.
 """
 
 from __future__ import annotations
@@ -67,13 +67,13 @@ class TlsSocket:
         return sent
 
     def sendall(self, data: bytes | memoryview) -> None:
-        """Send all of it."""
+        """Send the whole buffer."""
         view = memoryview(data)
         while view.nbytes:
             view = view[self.send(view) :]
 
     def send(self, view: memoryview) -> int:
-        """Send a piece of it; return its size."""
+        """Send a piece of the buffer; return the size of the piece."""
         chunk = view[:STEP_BYTES]
         return self._run(lambda: self._tls.send(chunk))
 

@@ -43,7 +43,7 @@ class OutgoingBatch:
         self._brings = [place for place, operation in enumerate(operations) if KINDS[operation.name].brings]
 
     def at(self, shard: int, shards: int) -> tuple[vectors_pb2.VectorBatch, Pieces]:
-        """The message for one shard, without a payload, and the pieces of that."""
+        """The message for one shard without its payload, and the pieces of the payload."""
         message, pieces = vectors_pb2.VectorBatch(), Pieces()
         message.CopyFrom(self._message)
         for place in self._brings:
@@ -68,7 +68,7 @@ class OutgoingBatch:
 
 
 def _part(operation: VectorOperation, spec: VectorSpec, first: int, last: int) -> tuple[int, int, Pieces]:
-    """The part of what an operation brings that a shard with these elements gets: where it starts, how many, and the arrays."""
+    """The part of an operation's numbers for a shard with these elements: where it starts, how many there are, and arrays."""
     values: Any = operation.values
     places = operation.places
     if places is None:
@@ -83,12 +83,12 @@ def _part(operation: VectorOperation, spec: VectorSpec, first: int, last: int) -
 
 
 def payload_bytes(pieces: Sequence[NDArray[Any]]) -> int:
-    """Bytes of the payload that these pieces make."""
+    """Bytes of the payload that is made of these pieces."""
     return sum(piece.nbytes + _padding(piece.nbytes) for piece in pieces)
 
 
 def payload_parts(pieces: Sequence[NDArray[Any]]) -> Iterator[memoryview]:
-    """The payload, piece by piece, with what lies between."""
+    """The payload, piece by piece, with the padding behind each."""
     for piece in pieces:
         yield np.ascontiguousarray(piece).data.cast("B")
         if _padding(piece.nbytes):

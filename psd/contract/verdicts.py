@@ -36,7 +36,7 @@ def members_mask(members: bytes) -> int:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Way in which a decided round is applied. psd.v1.Verdict says it on the wire."""
+    """The way in which a decided round is applied; psd.v1.Verdict is its message."""
 
     round: int
     skip: bool = False
@@ -65,7 +65,7 @@ class Verdict:
 
 
 def clip_scale(norm_max: float, norm: float) -> float:
-    """The factor for a gradient of that norm, so that it has at most `norm_max` (torch.nn.utils.clip_grad_norm_)."""
+    """The factor that brings a gradient of this norm to at most `norm_max`, as torch.nn.utils.clip_grad_norm_ computes it."""
     return min(1.0, norm_max / (norm + CLIP_EPSILON))
 
 
@@ -94,7 +94,7 @@ def total_of(measures: Iterable[job_pb2.Measure], count: int) -> Squares:
 
 
 def measures_gradients(spec: JobSpec, under: Verdict | None) -> bool:
-    """True if gradients are the next to be measured, False if updates are. `under`: the verdict so far."""
+    """True if gradients must be measured next, False if updates must. `under`: the verdict so far."""
     return under is None and spec.clip_norm > 0
 
 

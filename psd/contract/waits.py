@@ -1,4 +1,4 @@
-"""A wait that explains itself if it takes long, for those who have no thread that could.
+"""A wait that explains itself if it takes long, for callers that have no thread to do that.
 
 Must not know what is waited for.
 """

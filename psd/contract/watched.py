@@ -45,7 +45,7 @@ class Watched(Generic[ValueT]):
         self._value = load()
 
     def current(self) -> ValueT:
-        """The newest value, after a look whether the files have changed. From any thread."""
+        """The newest value: looks whether the files have changed. Any thread may call this."""
         if self._signature() != self._seen:
             self._read()
         return self._value

@@ -197,7 +197,7 @@ class Stream:
         return taken
 
     def _read_ahead(self, count: int) -> None:
-        """Have so many of the next bytes at hand."""
+        """Read ahead until so many of the next bytes are here."""
         if self._start + count > READ_AHEAD_BYTES:
             held = bytes(self._ahead[self._start : self._end])
             self._ahead[: len(held)] = held
@@ -224,7 +224,7 @@ class Stream:
             return count
 
     def _pause_after(self, error: OSError) -> None:
-        """Return if the failed call may be repeated: nothing had moved for a while."""
+        """Call `on_pause` after a call that has timed out; returns if the call may be repeated."""
         # Python calls it a TimeoutError, too, when TCP has found out that the peer is gone.
         if not isinstance(error, (BlockingIOError, TimeoutError)) or error.errno == errno.ETIMEDOUT:
             raise Disconnected(error.strerror or str(error)) from None
@@ -256,7 +256,7 @@ class Stream:
             self.socket.on_pause = on_pause
 
     def set_deadline(self, seconds: float | None) -> None:
-        """Set how long all that is received from now on may take together, however little comes at a time; None: for ever."""
+        """Set how long all receives from now on may take together, however little comes at a time; None: for ever."""
         self._deadline = math.inf if seconds is None else time.monotonic() + seconds
         self.set_timeout(seconds or 0)
 
@@ -271,17 +271,17 @@ class Stream:
         return _TCP_PROGRESS.unpack(info) if len(info) == _TCP_PROGRESS.size else None
 
     def shut_down(self, how: int) -> None:
-        """End one or both directions; wakes whoever is blocked in them."""
+        """End one or both directions; wakes threads that are blocked in them."""
         with contextlib.suppress(OSError):
             self.socket.shutdown(how)
 
     def close(self) -> None:
-        """Close the descriptor; nobody may be using it."""
+        """Close the descriptor. No other thread may be using it."""
         self.socket.close()
 
 
 def _beyond(views: list[memoryview], count: int) -> list[memoryview]:
-    """The rest of the views behind so many bytes."""
+    """The rest of the views after so many bytes."""
     for i, view in enumerate(views):
         if count < view.nbytes:
             return [view[count:], *views[i + 1 :]]
@@ -290,7 +290,7 @@ def _beyond(views: list[memoryview], count: int) -> list[memoryview]:
 
 
 def _keep_alive(sock: socket.socket | TlsSocket) -> None:
-    """Have the system check from time to time whether a silent peer is still there."""
+    """Let the system check from time to time whether a silent peer still exists."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in KEEP_ALIVE.items():
         if hasattr(socket, option):

@@ -1,6 +1,6 @@
 """State shared by the parts of a shard: its identity, its one lock, its members, its job, and the checks of every request.
 
-The lock guards everything about who and when; gradients and parameters are guarded by each block's own lock. See locks.py.
+The lock guards members, waits and the job's life cycle; each block's own lock guards gradients and parameters. See locks.py.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ from psd_core.arena import Arena, BlockShape
 from psd_core.table import TableStore
 
 UNNAMED_RUN = re.compile(r"run-[0-9a-f]{16}")
-"""A run name made by shard 0, from the first session that it issued, because nobody has given one. Until somebody reads the
-job's values it binds nobody: a shard 0 that dies before makes another one, larger than those before, and the others follow."""
+"""A run name that shard 0 has made, from the first session that it issued, because nobody has given one. It may change until
+somebody reads the job's values: if shard 0 dies before that, it makes another, larger name, and the other shards take it."""
 
 
 def check_begun_as(session: int, caller: job_pb2.Caller) -> int:
@@ -79,14 +79,14 @@ class ShardCore:
     """The shared state of a shard. Its attributes are for the other modules of psd.state only.
 
     Attributes:
-        job, membership: None until a worker declares, or joins. starting: see Membership.
+        job, membership: None until a worker declares, or joins. starting: as in Membership.
         gates: tickets of workers that the staleness bound holds back.
         life: what the shard holds, and may do with it. Changed by `become`.
-        timeline, restored_from: see JoinReply.
-        lost_round: EXACT: why the shard is DAMAGED, see Restoration, or cannot go on.
-        now: monotonic seconds. wall: seconds since 1970.
-        rules: the users' own that jobs may name, by import path. functions: those that batches on vectors may.
-        has_checkpoints: there is a place for them, and perhaps one to go back to. on_settled: called without locks by `settle`.
+        timeline, restored_from: as in JoinReply.
+        lost_round: EXACT: the reason why the shard is DAMAGED (see Restoration), or cannot go on.
+        now: returns monotonic seconds. wall: returns seconds since 1970.
+        rules: users' own rules that jobs may name, by import path. functions: those that batches on vectors may name.
+        has_checkpoints: True if there is a place for checkpoints. on_settled: called without locks by `settle`.
     """
 
     def __init__(
@@ -153,10 +153,10 @@ class ShardCore:
     def make_job(self, spec: JobSpec, members: Membership, restored_from: str = "", *, grows: bool = False) -> Job:
         """Make a job whose arena holds no values yet, in place of the present arena. Called with `job_lock`, not with `lock`.
 
-        grows: the present job is of vectors alone, which are the new one's, too.
+        grows: the present job has vectors alone, and the new job keeps them.
 
         Raises:
-            OutOfSpace: there is no room for it; nothing was made. If it grows, nothing has changed.
+            OutOfSpace: there is no room for it; nothing was made. With `grows`, nothing has changed.
         """
         shard, limits = (self.config.shard_index, self.config.shard_count), self.config.limits
         specs = partition_specs(spec, shard, notes_count(spec.world_size), limits, self.storage.free_bytes)
@@ -178,13 +178,13 @@ class ShardCore:
         return self._job(spec, members, arena_of, lambda: self.storage.tables if grows else self.storage.create_tables(specs))
 
     def take_grown_job(self, job: Job, members: Membership) -> None:
-        """Go over from a job of vectors alone to one that trains something beside them, and has no values yet."""
+        """Replace a job that has vectors alone by one that also trains something, and has no values yet."""
         self.take_job(job, members)
         self.become(Life.EMPTY)
         self.initial = self.new_initial()
 
     def shrink_job(self, spec: JobSpec, members: Membership) -> None:
-        """Go back to a job of vectors alone from one that has had no values. Called with `job_lock`, not with `lock`."""
+        """Go back to a job of vectors alone from one that never had values. Called with `job_lock`, not with `lock`."""
         job = self._job(spec, members, lambda *_: self.storage.shrink(), list)
         with self.lock:
             self.take_job(job, members)
@@ -195,19 +195,19 @@ class ShardCore:
         members.keep(self._save_worker)
 
     def become(self, following: Life) -> None:
-        """Enter another state of the life cycle; the arena tells it to the next process."""
+        """Enter another state of the life cycle, and note in the arena what the shard's next process must know of it."""
         self.life.to(following)
         if self.job is not None:
             self.job.arena.set_word("tentative", following is Life.TENTATIVE)
             self.job.arena.set_word("undeclared", following in (Life.TENTATIVE, Life.RESTORED))
 
     def on_used(self) -> None:
-        """Note that somebody builds on the initial values: they are final."""
+        """Note that a worker has used the initial values: they are final now."""
         if self.life.now is Life.UNREAD:
             self.become(Life.SERVING)
 
     def new_members(self, world_size: int, clock: int = 0) -> Membership:
-        """A membership of workers that have yet to come."""
+        """A membership that no worker has joined yet."""
         return Membership(world_size, self.config.lease_s, clock, self.config.on_worker_failure, self.starting)
 
     def new_initial(self) -> InitialValues:
@@ -216,7 +216,7 @@ class ShardCore:
 
     @property
     def is_tentative(self) -> bool:
-        """True if a worker must say, by Rollback, which timeline begins, before anything else is done."""
+        """True if nothing can be done before a worker says, by Rollback, which timeline begins."""
         return self.life.now in (Life.TENTATIVE, Life.LOST)
 
     @property
@@ -227,13 +227,13 @@ class ShardCore:
 
     @property
     def push_ids_max(self) -> int:
-        """The most ids of rows in one push, or one pull: what the files of the job's tables were made for, if it has some."""
+        """The most ids of rows in one push, or one pull. If the job has tables, their files were made with this limit."""
         job = self.job  # once: asked without the lock, too
         return self.config.limits.push_ids_max if job is None or job.tables is None else job.tables.checks.ids_max
 
     @property
     def how_to_begin_afresh(self) -> str:
-        """Advice, in an error, for who means another job than the one that is here."""
+        """Advice for the error of a worker that declares another job than the one that is here."""
         if self.restored_from:
             return (
                 f"The job goes on from checkpoint {self.restored_from}; to begin another one, start the shards with another "
@@ -268,8 +268,8 @@ class ShardCore:
         for rank in range(spec.world_size):
             session, clock, state = arena.member(rank)
             if state:
-                # See _save_worker: two bits say how far the floor lies below the clock. A floor that lies further below matters
-                # no more: rounds before the worker's last push had closed when that was counted.
+                # As _save_worker has it, two bits say how far the floor lies below the clock. How much further does not matter:
+                # rounds before the worker's last push had closed when that push was counted.
                 members.restore(
                     rank,
                     state=WorkerState(state & 0xF),
@@ -291,7 +291,7 @@ class ShardCore:
         arena.set_word("restarts", arena.word("restarts") + 1)
         if arena.word("undeclared"):
             life = Life.TENTATIVE if arena.word("tentative") else Life.RESTORED
-        else:  # values that nothing was built on may still be those of an initializer that died
+        else:  # values that nobody has used may still be those of an initializing worker that died
             life = Life.SERVING if job.version_max > 0 or stored.restored_from else Life.UNREAD
         self.run_id, self.restored_from, self.timeline = stored.run_id, stored.restored_from, arena.word("timeline")
         with self.lock:
@@ -334,7 +334,7 @@ class ShardCore:
         return self.has_checkpoints and self.life.now is not Life.STRANDED
 
     def _save_worker(self, worker: Worker) -> None:
-        if self.job is not None:  # else it is saved when there is one
+        if self.job is not None:  # else take_job saves it
             below = min(2, worker.clock - worker.floor)
             self.job.arena.set_member(worker.rank, worker.session, worker.clock, worker.state | below << 4)
 
@@ -352,24 +352,24 @@ class ShardCore:
             )
 
     def check_is_first(self, what: str) -> None:
-        """Raise WrongShard unless this is shard 0. what: happens there alone, such as "barriers are held by"."""
+        """Raise WrongShard unless this is shard 0. what: begins the message, such as "barriers are held by"."""
         if self.config.shard_index != 0:
             raise WrongShard(f"{what} shard 0, this is shard {self.config.shard_index}")
 
     def check_run(self, run_id: str) -> None:
-        """Raise ForeignRun unless a reader means this run, by name or by none; NotDeclared while the shard is tentative."""
+        """Raise ForeignRun if a reader names another run than this one; NotDeclared while the shard is tentative."""
         if run_id and run_id != self.run_id:
             raise ForeignRun(f"run_id: this shard serves run {self.run_id!r}, not {run_id!r}")
         self._check_timeline()
 
     @property
     def is_run_open(self) -> bool:
-        """True if the run's name may still change: nobody has given one, and nothing was built on the present one."""
+        """True if the run's name may still change: nobody has given one, and nobody has used the job's values."""
         is_unnamed = not self.config.run_id and (not self.run_id or UNNAMED_RUN.fullmatch(self.run_id) is not None)
         return is_unnamed and self.life.now in (Life.EMPTY, Life.UNREAD) and not self.restored_from
 
     def check_run_id(self, run_id: str, field: str = "caller.run_id") -> None:
-        """Raise ForeignRun if a worker means another run. A shard that knows none yet is met by its incarnation."""
+        """Raise ForeignRun if a worker means another run. A shard without a name yet is told apart by its incarnation."""
         if not self.run_id or run_id == self.run_id or (self.is_run_open and UNNAMED_RUN.fullmatch(run_id)):
             return
         raise ForeignRun(f"{field}: this shard serves run {self.run_id!r}, not {run_id!r}")
@@ -394,7 +394,7 @@ class ShardCore:
             )
 
     def check_caller(self, caller: job_pb2.Caller) -> Worker:
-        """The worker of a live session, its lease renewed; raises what `check_target` does, SessionFenced or InvalidRequest."""
+        """The worker of a live session, whose lease this renews; raises what `check_target` and Membership.check_session do."""
         self.check_target(caller)
         members = self.members
         worker = members.check_session(caller.rank, caller.session)
@@ -408,7 +408,7 @@ class ShardCore:
             self.members.check_clock(worker, clock, job.version_max)
 
     def gone_back(self) -> ShardRestarted:
-        """The error for a call whose job was given up for a checkpoint while it was under way."""
+        """The error for a call that was under way when the job went back to a checkpoint."""
         index = self.config.shard_index
         return ShardRestarted(f"shard {index} has gone back to a checkpoint since the call began", shard=index)
 
@@ -442,7 +442,7 @@ class ShardCore:
         return ticket
 
     def on_session_end(self, worker: Worker) -> None:
-        """End the waits of a session that has ended by leaving, expiry or a new one, and the waits for it."""
+        """End the waits of and for a session that has ended, because its worker has left, expired or joined again."""
         for ticket in self.waiting.open(worker.rank):
             if ticket.session < worker.session:
                 ticket.fail(worker.replaced(ticket.session))
@@ -468,12 +468,12 @@ class ShardCore:
         self._gates_min_clock = None
 
     def open_gates(self, stepped: Worker | None = None) -> None:
-        """Resolve the tickets of workers that the staleness bound no longer holds back, `stepped` having finished a step."""
+        """Resolve the tickets of workers that the staleness bound no longer holds back. stepped: has just finished a step."""
         if not self.gates or self.job is None:
             return
         min_clock = self.members.min_clock()
         if min_clock is not None and min_clock == self._gates_min_clock:
-            return  # of a thousand workers that finish steps, only the slowest one opens gates
+            return  # only the slowest worker opens gates: for all others there is nothing to do
         self._gates_min_clock = min_clock
         policy = self.job.policy
         opened = [ticket for ticket in self.gates if min_clock is None or policy.lag(ticket.clock) <= min_clock]
@@ -484,7 +484,7 @@ class ShardCore:
         self.gates = [t for t in self.gates if not t.future.done()]
 
     def settle(self) -> None:
-        """Open what a change of who is waited for completes. Called without the lock."""
+        """Open barriers, gates and rounds that are complete now that other workers are waited for. Called without the lock."""
         with self.lock:
             self.barriers.on_members_changed()
             self.loads.settle()

@@ -1,7 +1,7 @@
-"""Counts of one shard: totals, latencies, and who keeps whom waiting. psdctl status and the metrics read them here.
+"""Counts of one shard: totals, latencies, and which workers keep others waiting. psdctl status and the metrics read them here.
 
-Hot paths only add to integers and floats that are there already, under a lock that they hold anyway or one of their lane's own;
-whoever asks pays for adding up. Must not know Prometheus, messages or lanes' carriers.
+Hot paths only add to integers and floats that exist already, under a lock that they hold anyway or one of their lane's own;
+readers do the summing up. Must not know Prometheus, messages or how lanes carry data.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from psd.state import locks
 
 LANES = ("shm", "tcp", "grpc")
 DATA_CALLS = ("push", "pull", "push_pull")
-"""Calls that every lane carries,"""
+"""Calls that every lane carries."""
 GRPC_CALLS = ("commit", "measure", "batch")
-"""and those that gRPC alone does: of exact aggregation (psd/state/aggregation/settlement.py), and batches on vectors."""
+"""Calls that gRPC alone carries: those of exact aggregation (psd/state/aggregation/settlement.py), and batches on vectors."""
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 """Upper bounds of the latencies' buckets: from a small step within a machine to a wait that needs attention."""
@@ -27,10 +27,10 @@ REFUSALS = frozenset({"INVALID_ARGUMENT", "OUT_OF_RANGE", "FAILED_PRECONDITION",
 
 
 class Histogram:
-    """Counts of seconds in the buckets of SECONDS, and one above. Whoever observes holds a lock.
+    """Counts of seconds in the buckets of SECONDS, and in one above them. The caller of `observe` holds a lock.
 
     Attributes:
-        counts: per bucket, not cumulative. total: the sum of what was observed.
+        counts: per bucket, not cumulative. total: sum of the seconds observed.
     """
 
     __slots__ = ("counts", "total")
@@ -58,7 +58,7 @@ class LaneCounts:
     """Traffic of one lane. Thread-safe.
 
     Attributes:
-        received_bytes, sent_bytes: of payload. calls: how long those took that did not fail, by their kinds.
+        received_bytes, sent_bytes: bytes of payload. calls: how long calls that did not fail took, by kind.
     """
 
     def __init__(self, lane: str) -> None:
@@ -88,11 +88,11 @@ class LaneCounts:
 
 
 class Counters:
-    """Totals since the shard started; see StatusReply. Guarded by the shard's lock, but for the lanes.
+    """Totals since the shard started, as StatusReply has them. Guarded by the shard's lock, except the lanes.
 
     Attributes:
-        errors: calls that ended in an error, by its reason and code. barriers: how long workers were in one.
-        leases_expired: workers that were silent for too long. sessions: workers' joins, again ones included.
+        errors: calls that ended in an error, by its reason and code. barriers: how long workers were in barriers.
+        leases_expired: workers that were silent for too long. sessions: workers' joins, repeated ones included.
     """
 
     def __init__(self) -> None:
@@ -107,7 +107,7 @@ class Counters:
         self.lanes = {lane: LaneCounts(lane) for lane in LANES}
 
     def count_error(self, error: PsdError) -> None:
-        """Note that a call has ended in an error. There are as many reasons as classes of errors."""
+        """Note that a call has ended in an error. Each class of errors has one reason, so that the counts stay few."""
         key = (error.reason, error.code)
         self.errors[key] = self.errors.get(key, 0) + 1
 
@@ -136,11 +136,11 @@ class Counters:
 
 
 class RoundTimes:
-    """The time that a block's rounds were open, and for whom. Under the block's lock.
+    """Measures how long a block's rounds were open, and which workers they waited for. Used under the block's lock.
 
     Args:
-        now: monotonic seconds.
-        on_awaited: told by how many seconds a worker's gradient came after its round's first; None: nobody asks.
+        now: returns monotonic seconds.
+        on_awaited: called with a rank, and the seconds by which its gradient came after the first of its round; may be None.
 
     Attributes:
         closed: seconds from a round's first gradient to its update.
@@ -161,8 +161,10 @@ class RoundTimes:
         return self._opened_at is not None
 
     def on_gradient(self, rank: int, waited: Callable[[], int]) -> None:
-        """Note a gradient that the open round is about to count; for the first, `waited` returns the mask of workers waited
-        for."""
+        """Note a gradient that the open round is about to count.
+
+        waited: returns the mask of the workers that the round waits for; called for its first gradient.
+        """
         now = self._now()
         if self._opened_at is None:
             self._opened_at, self._awaited = now, waited()
@@ -171,8 +173,10 @@ class RoundTimes:
         self._awaited &= ~(1 << rank)
 
     def on_close(self, waited: int) -> None:
-        """Note that the round has closed, and which workers (a mask) are waited for now. Those that others gave up have been
-        awaited, too."""
+        """Note that the round has closed. Workers that it waited for, but that have gone since, count as awaited until now.
+
+        waited: mask of the workers that are waited for now.
+        """
         if self._opened_at is None:
             return
         took_s, self._opened_at = self._now() - self._opened_at, None
@@ -185,7 +189,7 @@ class RoundTimes:
 
 
 def total(histograms: Sequence[Histogram]) -> Histogram:
-    """The sum of several."""
+    """The sum of several histograms."""
     found = Histogram()
     for each in histograms:
         found.add(each)

@@ -1,8 +1,8 @@
-"""Scalars that workers report, such as their losses: the last points of each series, in memory, for whoever looks on.
+"""Scalars that workers report, such as their losses: the last points of each series, in memory, for psdctl and the dashboard.
 
-Shard 0 keeps them. They are no part of the job: a shard that is killed forgets them. A worker counts its points for as long as
-its connection lives, so that what is sent again is not kept twice. Has a lock of its own, which no push or pull takes. Must not
-know messages.
+Shard 0 keeps them. They are no part of the job: a shard that is killed forgets them. A worker numbers its points for as long as
+its connection lives, so that points that are sent again are not kept twice. Has a lock of its own, which no push or pull takes.
+Must not know messages.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from psd.contract.scalars import BATCH_POINTS_MAX, SERIES_MAX, check_name
 from psd.state import locks
 
 POINTS_MAX = 4096
-"""Points that are kept of a series,"""
+"""Most points that are kept of one series."""
 POINTS_MIN = 16
-"""and how many at least, when there are so many series that all together"""
+"""Points that are kept of one series at least, even if all series together then have more than ALL_POINTS_MAX."""
 ALL_POINTS_MAX = 2 << 20
-"""would be more than this, which is 64 MiB."""
+"""Most points that are kept of all series together, but for POINTS_MIN. They take 64 MiB."""
 
 READ_POINTS_MAX = 8192
-"""Points of one answer."""
+"""Most points in one answer."""
 
 
 class PointBatch(NamedTuple):
-    """Points of one worker's series, as columns; see LogRequest."""
+    """Points of one worker's series, as columns, like LogRequest."""
 
     first: int
     names: Sequence[str]
@@ -42,7 +42,7 @@ class PointBatch(NamedTuple):
 
 
 class CurvePart(NamedTuple):
-    """Points of one series, as columns; see Curve."""
+    """Points of one series, as columns, like Curve."""
 
     rank: int
     name: str
@@ -53,7 +53,7 @@ class CurvePart(NamedTuple):
 
 @dataclass(slots=True)
 class _Points:
-    """The points of one series. numbers: by the shard's count of all points."""
+    """The points of one series. numbers: each point's number in the shard's count of all points."""
 
     numbers: array[int] = field(default_factory=lambda: array("Q"))
     steps: array[int] = field(default_factory=lambda: array("Q"))
@@ -69,8 +69,8 @@ class Curves:
     """The points of all workers' series. Thread-safe.
 
     Args:
-        now: monotonic seconds.
-        name_bytes_max: of a series' name.
+        now: returns monotonic seconds.
+        name_bytes_max: the most bytes of a series' name.
     """
 
     def __init__(self, now: Callable[[], float], name_bytes_max: int) -> None:
@@ -80,14 +80,14 @@ class Curves:
         self._series: dict[int, dict[str, _Points]] = {}  # by rank
         self._next: dict[int, tuple[int, int]] = {}  # by rank: the connection, and the number of its next point
         self._count = 0
-        self._trimmed_at = 0  # so many series: those that no point comes for were trimmed, too
+        self._trimmed_at = 0  # number of series when all of them were last trimmed
 
     def add(self, rank: int, connection: int, batch: PointBatch) -> None:
-        """Keep a worker's points, but for those that this connection has sent before.
+        """Keep a worker's points, except those that this connection has sent before.
 
         Raises:
-            InvalidRequest: too many points or series, a name or a step that none may have, or columns that do not fit; nothing
-                was kept.
+            InvalidRequest: too many points or series, an invalid name or step, or columns of different lengths; nothing was
+                kept.
         """
         lengths = {len(batch.series), len(batch.steps), len(batch.values), len(batch.ago_s)}
         if len(lengths) > 1:
@@ -126,10 +126,10 @@ class Curves:
             self._trim(found)
 
     def _trim(self, changed: Sequence[_Points]) -> None:
-        """Drop the oldest points; only some at a time, since all others have to be moved."""
+        """Drop the oldest points of series that have a quarter too many: dropping moves all others, so it is done rarely."""
         series_count = max(1, sum(map(len, self._series.values())))
         limit = max(POINTS_MIN, min(POINTS_MAX, ALL_POINTS_MAX // series_count))
-        if series_count > self._trimmed_at + self._trimmed_at // 8:  # each has fewer now, those that have ended, too
+        if series_count > self._trimmed_at + self._trimmed_at // 8:  # the limit has shrunk, also for series that get no points
             self._trimmed_at = series_count
             changed = [points for own in self._series.values() for points in own.values()]
         for points in changed:

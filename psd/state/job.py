@@ -44,14 +44,14 @@ class Job:
     """A declared job on one shard.
 
     Args:
-        arena_of: makes, or finds again, the arena for blocks of these shapes. stores_of: likewise the tables' stores.
-        on_lost: see RoundServices.
+        arena_of: makes, or finds again, the arena for blocks of these shapes. stores_of: does so for the tables' stores.
+        on_lost: as in RoundServices.
         rules: the users' own rules that are listed on this shard.
         storage: keeps verdicts beside the arena.
-        now: monotonic seconds. wall: seconds since 1970.
+        now: returns monotonic seconds. wall: returns seconds since 1970.
 
     Raises:
-        InvalidRequest: the job names a rule that is not.
+        InvalidRequest: the job names a rule that is not listed on this shard.
 
     Attributes:
         blocks: this shard's blocks by index. tables: the block that stands for its part of the tables; None without any.
@@ -60,7 +60,7 @@ class Job:
         wants_all_buffers: each of them is.
         is_cut_by_positions: cuts are positions of the workers; see psd/state/cuts/positions.py.
         agreement: SYNC: the scalars of the open rounds.
-        coordinator: EXACT, on shard 0 only; participant: on all shards: see settlement.py.
+        coordinator: EXACT, on shard 0 only. participant: EXACT, on all shards. See settlement.py.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Job:
         }
         self._infos = [group.info for group in spec.groups]
         plans = self.layout.blocks_of(shard_index)
-        first = next((plan for plan in plans if plan.trained), None)  # by which we say who is late; all see much the same
+        first = next((plan for plan in plans if plan.trained), None)  # it measures who is late; other blocks see much the same
         self.arena = arena_of(
             self.layout,
             [
@@ -145,7 +145,7 @@ class Job:
             measuring = shard_count if spec.tables else len(with_blocks)
             self.coordinator = Coordinator(spec, self.policy, membership, self.arena, storage, measuring)
         self.agreement = Agreement(self._infos, lambda: self.version_min)
-        self._fit_scalars: Scalars | None = None  # those that were found fit last: mostly the next ones, too
+        self._fit_scalars: Scalars | None = None  # the last ones that were found valid: the next ones mostly equal them
         self._shard_index = shard_index
 
     def _ratio_places(self, plan: Block) -> NDArray[np.intp] | None:
@@ -175,7 +175,7 @@ class Job:
             raise BlockOutOfRange(f"block: {index} is not on shard {self._shard_index}; {where}") from None
 
     def trained(self, index: int) -> BlockState | TablesBlock:
-        """The block of that index, or the tables' block, as what is pushed to.
+        """The block of that index, which may be the tables' block, for a push.
 
         Raises:
             BlockOutOfRange: it is not this shard's. InvalidRequest: nothing is pushed to it.
@@ -188,26 +188,26 @@ class Job:
 
     @cached_property
     def layout_message(self) -> job_pb2.ShardLayout:
-        """This shard's part of the layout, as workers and readers are told it."""
+        """This shard's part of the layout, as sent to workers and readers."""
         return layout_message(self.layout, self._shard_index)
 
     def read_from(self, indexes: Sequence[int]) -> list[Trained]:
-        """The blocks of these indexes, in their order; all, if there are none."""
+        """The blocks of these indexes, in their order; without indexes, all blocks."""
         if not indexes:
             return [*self.blocks.values(), *([] if self.tables is None else [self.tables])]
         return [self.tables if self.tables is not None and i == self._tables_index else self.block(i) for i in indexes]
 
     def lacking(self, covered: Collection[int]) -> int:
-        """The first index of what a push has not covered and must."""
+        """The lowest index of a block that a push must cover and has not."""
         return min(block.index for block in self._trained if block.index not in covered)
 
     def note_cut(self, order: int) -> None:
-        """Keep the order of the latest cut, also for the shard's next process: the next one's is to be greater."""
+        """Store the order of the latest cut, also for the shard's next process: the next cut's must be greater."""
         if order > self.arena.word("cut_order"):
             self.arena.set_word("cut_order", order)
 
     def check_scalars(self, scalars: Scalars) -> None:
-        """Raise InvalidRequest unless there is one entry per group, each fit for its rule."""
+        """Raise InvalidRequest unless there is one entry per group, each valid for its rule."""
         if scalars == self._fit_scalars:
             return
         if len(scalars) != len(self._infos):
@@ -217,10 +217,10 @@ class Job:
         self._fit_scalars = scalars
 
     def versions_read(self, versions: Sequence[int]) -> dict[int, int]:
-        """The versions that a push's header says its worker has read, by block; not asked for where rounds make them pointless.
+        """The versions that the worker of a push has read, as its header says, by block index. May be empty.
 
         Raises:
-            InvalidRequest: another number of them than there are trained blocks; or none, where the job needs them.
+            InvalidRequest: there are not as many versions as trained blocks; or none, and the job needs them.
         """
         if not self._trained:
             return {}
@@ -234,7 +234,7 @@ class Job:
 
     @property
     def ages(self) -> list[int]:
-        """Gradients applied without rounds, by their age; see StatusReply.ages."""
+        """Number of gradients applied without rounds, by their age, as in StatusReply.ages."""
         totals: list[int] = []
         for block in self._trained:
             counts = list(block.ages.counts)
@@ -277,47 +277,50 @@ class Job:
 
     @property
     def trained_versions(self) -> tuple[int, ...]:
-        """Versions of the trained blocks, ascending, each once: one if no round is half closed."""
+        """Distinct versions of the trained blocks, ascending. There is one unless a round is half closed."""
         return tuple(sorted({block.version for block in self._trained}))
 
     def entry_round(self, rank: int) -> int:
-        """The first round in which a new session of the rank takes part, as far as this shard's blocks tell.
+        """The first round in which a new session of the rank can take part, as far as this shard's blocks tell.
 
-        With fast aggregation a rank has one gradient in a round, and an earlier session's may be in some blocks' open one.
+        With fast aggregation a rank has one gradient in a round, and some blocks' open round may have an earlier session's.
         """
         if self.is_exact:
             return self.version_max
         return max((block.entry_round(rank) for block in self._trained), default=0)
 
     def counted(self, rank: int) -> Counted:
-        """The last push of a rank that counts in some block here, or will when its round closes."""
+        """The latest push of a rank that counts in some block here, or will when its round closes."""
         is_committed = self.coordinator is not None and self.coordinator.has_committed(rank)
         return max((block.counted(rank, is_committed=is_committed) for block in self._trained), default=(0, 0))
 
     def last_counted(self, rank: int) -> Counted:
-        """The last push of a rank that counts in the first block here; others may be a round behind or ahead. Takes no lock."""
+        """The last push of a rank that counts in the first block; others may be a round behind or ahead. Takes no lock."""
         return self._trained[0].last_counted(rank)
 
     def last_pushes(self, rank: int) -> set[Counted]:
-        """The last pushes of a rank that count in the blocks here: one, unless some lack a part of it."""
+        """The last pushes of a rank that count in the blocks here. There is one, unless some blocks lack their part of it."""
         return {block.last_counted(rank) for block in self._trained}
 
     def counted_on(self, of_blocks: Mapping[int, Page], of_tables: Collection[TableSnapshot]) -> list[Counted]:
-        """The last push of each rank that some of these pages, of all blocks, or these snapshots count."""
+        """The latest push of each rank that is counted in some of these pages, which are those of all blocks, or snapshots."""
         trained = [of_blocks[index] for index, block in self.blocks.items() if block.plan.trained]
         found = [pages.counted(trained)] if trained else []
         found += [counted_in(snapshot.notes) for snapshot in of_tables]
         return [max(counted) for counted in zip(*found, strict=True)] or [(0, 0)] * self.spec.world_size
 
     def settle(self) -> None:
-        """Close every round that is complete now that somebody left, expired or skipped rounds."""
+        """Close every round that is complete now that a worker has left, expired or skipped rounds."""
         if self.policy.has_rounds:
             for block in self._trained:
                 block.settle()
 
     def take_all(self, but: Collection[int] = (), *, base: str | None) -> tuple[dict[int, Page], list[TableSnapshot] | None]:
-        """The pages of all blocks at one instant, but for some, pinned, by block; and the tables' snapshots, None if others are
-        under way. base: the checkpoint that those build on, as TablesBlock.snapshots has it; None: no snapshots are wanted."""
+        """The pages of all blocks except `but`, by index, pinned at one instant; and the tables' snapshots, None if others are
+        under way.
+
+        base: the checkpoint on which the snapshots build, as for TablesBlock.snapshots; None: begin no snapshots.
+        """
         pages: dict[int, Page] = {}
         tables: list[TableSnapshot] | None = []
         with contextlib.ExitStack() as locks:
@@ -340,11 +343,11 @@ class Job:
 
     @property
     def lacks_space(self) -> bool:
-        """True if a round is complete and could not be applied for lack of space; to be settled again when there is some."""
+        """True if a complete round could not be applied for lack of space; it is to be settled again later."""
         return any(block.lacks_space for block in self._trained)
 
     def on_gone(self, rank: int) -> None:
-        """Forget what mattered only while a session of the rank lived."""
+        """Forget what matters only during a session of the rank, because that has ended."""
         self.agreement.on_gone(rank)
 
     # -- sizes ---------------------------------------------------------------------------------------------------------

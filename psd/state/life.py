@@ -1,4 +1,4 @@
-"""The life cycle of a shard's parameters: no values, values, values of a checkpoint. One table says what may follow what.
+"""The life cycle of a shard's parameters: no values, values, values of a checkpoint. One table has the allowed transitions.
 
 Thread-safe. Must not know jobs, workers, or how a checkpoint is read.
 """
@@ -12,7 +12,7 @@ from psd.state import locks
 
 
 class Life(enum.Enum):
-    """Values are those of psd.v1.LifeCycle, which says more of each."""
+    """State in the life cycle. Values are those of psd.v1.LifeCycle, which describes each."""
 
     EMPTY = 1
     UNREAD = 2
@@ -78,7 +78,7 @@ TRANSITIONS: dict[Life, dict[Life, str]] = {
         Life.LOADING: f"the job is declared in another way than it was stored; or {_GOES_BACK}",
     },
 }
-"""Transitions: from each state to each that may follow, and when."""
+"""Transitions: for each state, the states that may follow it, and when they do."""
 
 
 class LifeCycle:

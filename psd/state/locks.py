@@ -1,8 +1,8 @@
-"""The locks of a shard: the order in which they are taken, and which of them guards what.
+"""The locks of a shard: the order in which they are taken, and which methods are called under which lock.
 
-A thread that holds a lock takes only such as stand below it; docs/design/life-of-a-push.md says what each is for, and how long
-it is held. Nothing here costs a running shard anything: the tests put other locks in the place of these, which check the order,
-and a check in the place of each method that is marked (tests/checked_locks.py).
+A thread that holds a lock takes only locks of later levels; docs/design/life-of-a-push.md says what each is for, and how long
+it is held. Nothing here costs a running shard anything: the tests replace these locks by others that check the order, and wrap
+each method that is marked in a check (tests/checked_locks.py).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ ClassT = TypeVar("ClassT", bound=type)
 
 
 class Level(enum.IntEnum):
-    """Place of a lock in the order. No two of a level are held at once, but blocks' locks, in the order of the blocks."""
+    """Place of a lock in the order. A thread holds one lock of a level at most; of BLOCK more, in the order of the blocks."""
 
     JOB = 1
     ANNOUNCING = 2
@@ -28,14 +28,14 @@ class Level(enum.IntEnum):
 
 
 def new(level: Level, index: int = 0) -> threading.Lock:
-    """A lock. Who holds a shard's may take it again. `index`: of the block."""
+    """A new lock. A thread that holds a shard's lock may take it again. `index`: the block's index, for a block's lock."""
     del index
     return threading.RLock() if level is Level.SHARD else threading.Lock()  # type: ignore[return-value]
 
 
 @dataclass(frozen=True)
 class Guard:
-    """The lock under which methods of a class are called."""
+    """Methods of a class that are called with a lock of this level held."""
 
     cls: type
     level: Level
@@ -46,7 +46,7 @@ GUARDS: list[Guard] = []
 
 
 def guarded_by(level: Level, *, only: Collection[str] = (), but: Collection[str] = ()) -> Callable[[ClassT], ClassT]:
-    """Mark a class whose public methods, or only some, or all but some, are called with a lock of that level held."""
+    """Mark a class: its public methods (`only` some of them, or all `but` some) are called with a lock of that level held."""
 
     def mark(cls: ClassT) -> ClassT:
         own = {name for name, value in vars(cls).items() if callable(value) and not name.startswith("_")}

@@ -1,10 +1,10 @@
-"""Orders of an operator to a running job: another scale for its learning rate, or to end. On shard 0.
+"""Orders of an operator to a running job: to scale its learning rate, or to end. On shard 0.
 
-Workers hear of it by the replies to their pushes. An order begins at a clock that nobody can have reached before hearing of it:
-a worker pushes for a round only after the one before it has closed on shard 0, and so after a reply to an earlier push. Kept
-beside the arena before anybody hears of it. Scales are in checkpoints, too: a job that goes on from one has the scale that it
-had there. Each holds from its clock on, so that a job that goes back has the same scales at the same steps again.
-Must not know workers.
+Workers hear of an order in the replies to their pushes. An order begins at a clock that nobody can reach before hearing of it:
+a worker pushes for a round only after the one before it has closed on shard 0, and so after a reply to an earlier push. Orders
+are stored beside the arena before anybody hears of them. Checkpoints have the scales, too: a job that goes on from one has the
+scale that it had there. Each scale holds from its clock on, so that a job that goes back has the same scales at the same steps
+again. Must not know workers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from psd.v1 import job_pb2
 
 SCALE_MAX = 1e6
 ORDERS_MAX = 8
-"""Scales that are kept, the latest ones: a job that goes back needs earlier ones, too."""
+"""Number of scales that are kept, the latest ones. A job that goes back needs earlier ones, too."""
 
 
 @locks.guarded_by(locks.Level.SHARD, but=("learning_rates_from",))
@@ -39,20 +39,20 @@ class JobOrdersDesk:
         self.current: job_pb2.JobOrders | None = None
 
     def restore(self, stored: bytes) -> None:
-        """Go on with what an earlier process of this shard has kept."""
+        """Take over the orders that an earlier process of this shard has stored."""
         self._take(job_pb2.JobOrders.FromString(stored))
 
     def learning_rates_from(self, clock: int) -> list[job_pb2.LearningRateScale]:
-        """The scales of pushes at that clock and later, for a checkpoint. Needs no lock: orders are replaced as a whole."""
+        """The scales for pushes at that clock and later, for a checkpoint. Needs no lock: orders are replaced as a whole."""
         rates = [*self._orders.learning_rates]
         begun = sum(rate.clock <= clock for rate in rates)
         return rates[max(0, begun - 1) :]
 
     def on_restore(self, stored: Sequence[job_pb2.LearningRateScale]) -> None:
-        """Take up the scales of a checkpoint. What this shard knows itself is newer, from its own first scale on.
+        """Take over the scales of a checkpoint that come before this shard's own first scale: its own ones are newer.
 
         Raises:
-            OutOfSpace: they cannot be kept; nothing has changed.
+            OutOfSpace: the scales cannot be stored; nothing has changed.
         """
         own = [*self._orders.learning_rates]
         earlier = [rate for rate in stored if not own or rate.clock < own[0].clock]
@@ -60,12 +60,12 @@ class JobOrdersDesk:
             self._change(job_pb2.JobOrders(learning_rates=[*earlier, *own], ends_at=self._orders.ends_at))
 
     def scale_learning_rate(self, scale: float, clock: int) -> job_pb2.LearningRateScale:
-        """Scale the learning rate from a clock on; the order that holds, which is an earlier one if that says the same.
+        """Scale the learning rate from a clock on, and return the order that holds: an earlier one if it has the same scale.
 
-        Later ones are dropped: they were given before the job went back to a checkpoint.
+        Orders that begin later are dropped: they were given before the job went back to a checkpoint.
 
         Raises:
-            InvalidRequest: no learning rate is scaled so. OutOfSpace: it cannot be kept; nothing has changed.
+            InvalidRequest: the scale is out of range. OutOfSpace: the order cannot be stored; nothing has changed.
         """
         if not (math.isfinite(scale) and 0 < scale <= SCALE_MAX):
             raise InvalidRequest(f"scale: expected more than 0 and at most {SCALE_MAX:g}, got {scale}")
@@ -79,7 +79,7 @@ class JobOrdersDesk:
         return found
 
     def end(self, clock: int) -> int:
-        """End the job before the pushes of a clock; the clock, which is an earlier order's if there was one."""
+        """End the job before the pushes of a clock. Returns that clock; if the job is to end already, the earlier order's."""
         if not self._orders.ends_at:
             self._change(job_pb2.JobOrders(learning_rates=self._orders.learning_rates, ends_at=max(NEXT_PUSH, clock)))
         return self._orders.ends_at

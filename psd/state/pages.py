@@ -1,5 +1,5 @@
-"""The next page of a block, before it becomes current: values, slots, steps and the dedup window; and the memory where a
-round's gradients are summed.
+"""Writes the next page of a block, before it becomes current: values, slots, steps and the dedup window. Also lends the memory
+in which a round's gradients are summed.
 
 Must not know rounds, rules or locks.
 """
@@ -17,18 +17,18 @@ from psd.checkpoint import RestoredBlock
 from psd_core.arena import Arena, Page
 
 Counted: TypeAlias = tuple[int, int]
-"""A rank's last push that counts, as the dedup window of a page has it: its session, and the clock after it."""
+"""The last push of a rank that counts, as the dedup window of a page has it: its session, and its clock + 1."""
 
 
 class SetMark(NamedTuple):
-    """One load, which sets parameters or slots: its session, and the session's count of loads."""
+    """Name of one load, which sets parameters or slots: the session, and the number of the load in that session."""
 
     session: int
     seq: int
 
 
 def initialize(page: Page, values: NDArray[Any], slot_starts: Sequence[float]) -> None:
-    """Initial parameters; slots begin as their rule says, steps and the dedup window as zero."""
+    """Write initial parameters; slots begin as their rule says, steps and the dedup window as zero."""
     np.copyto(page.parameter, values)
     for slot, start in zip(page.slots, slot_starts, strict=True):
         slot.fill(start)
@@ -48,7 +48,7 @@ def restore(page: Page, stored: RestoredBlock) -> None:
 
 
 def carry_over(before: Page, after: Page) -> None:
-    """Copy values, slots and steps unchanged: an update of nothing."""
+    """Copy values, slots and steps unchanged, for an update that changes nothing."""
     np.copyto(after.parameter, before.parameter)
     for old, new in zip(before.slots, after.slots, strict=True):
         np.copyto(new, old)
@@ -59,7 +59,8 @@ class Change(NamedTuple):
     """Parts of a block that a load sets; all else stays as it is.
 
     Attributes:
-        values: parameters. slots: by number, from 1, with the steps of the segments. resets: all other slots begin anew.
+        values: new parameters. slots: new values of slots and steps of the segments, by the slot's number, from 1.
+        resets: True if all other slots begin anew.
     """
 
     values: NDArray[Any] | None = None
@@ -67,19 +68,19 @@ class Change(NamedTuple):
     resets: bool = False
 
     def and_also(self, slot: int, values: NDArray[Any], steps: Sequence[int]) -> Change:
-        """The same and a slot, or with 0 the parameters, unless it sets those already."""
+        """This change, extended by a slot, or by the parameters if `slot` is 0. Parts that it has already stay."""
         if not slot:
             return self if self.values is not None else self._replace(values=values)
         return self._replace(slots={slot: (values, steps), **self.slots}, resets=True)
 
     def without(self, done: Collection[int]) -> Change:
-        """The rest of it; `done`: of earlier ones of the same load, `what` they were."""
+        """This change without the parts that earlier changes of the same load have set. done: their `what`."""
         slots = {slot: values for slot, values in self.slots.items() if slot not in done}
         return Change(None if PARAMETERS in done else self.values, slots, self.resets and RESET not in done)
 
     @property
     def what(self) -> frozenset[int]:
-        """Names of what it changes: the slots' numbers, PARAMETERS, and RESET where slots begin anew."""
+        """The parts that this changes: numbers of slots, PARAMETERS if it has values, RESET if slots begin anew."""
         others = [PARAMETERS] * (self.values is not None) + [RESET] * self.resets
         return frozenset([*self.slots, *others])
 
@@ -88,7 +89,7 @@ PARAMETERS, RESET = 0, -1
 
 
 def set_anew(before: Page, after: Page, change: Change, slot_starts: Sequence[float]) -> None:
-    """Write what a load sets, and all else as it was. slot_starts: of slots that begin anew."""
+    """Write what a load sets, and all else as it was. slot_starts: the values of slots that begin anew."""
     carry_over(before, after)
     if change.values is not None:
         np.copyto(after.parameter, change.values)
@@ -103,7 +104,7 @@ def set_anew(before: Page, after: Page, change: Change, slot_starts: Sequence[fl
 
 
 def count(before: Page, after: Page, sessions: Mapping[int, int], clock: int) -> None:
-    """Write the dedup window, with the pushes of `clock` of these sessions, by rank, now counted."""
+    """Write the dedup window, in which the pushes of `clock` by these sessions count now. sessions: by rank."""
     after.sessions[:] = before.sessions
     after.clocks[:] = before.clocks
     for rank, session in sessions.items():
@@ -112,35 +113,35 @@ def count(before: Page, after: Page, sessions: Mapping[int, int], clock: int) ->
 
 
 def counted(pages: Sequence[Page]) -> list[Counted]:
-    """The last push of each rank that any of these pages counts."""
+    """The latest push of each rank that is counted in any of these pages."""
     sessions = np.max([page.sessions for page in pages], axis=0)
     clocks = np.max([np.where(page.sessions == sessions, page.clocks, 0) for page in pages], axis=0)
     return list(zip(sessions.tolist(), clocks.tolist(), strict=True))
 
 
 class Lender(Protocol):
-    """Memory to sum the gradients of a round in."""
+    """Lends buffers in which a round's gradients are summed; they are given back when the round closes."""
 
     def lend(self) -> Any:
-        """An accumulator with undefined contents."""
+        """Lend a buffer, with undefined contents."""
         ...
 
     def give_back(self, lent: Any, /) -> None:
-        """Give it back."""
+        """Take a lent buffer back."""
         ...
 
 
 class BlockAccumulators:
-    """Memory of the arena to sum the gradients of one block in."""
+    """Lends memory of the arena in which the gradients of one block are summed."""
 
     def __init__(self, arena: Arena, slot: int) -> None:
         self._arena = arena
         self._slot = slot
 
     def lend(self) -> NDArray[Any]:
-        """An array with undefined contents."""
+        """Lend an array, with undefined contents."""
         return self._arena.lend_accumulator(self._slot)
 
     def give_back(self, array: NDArray[Any]) -> None:
-        """Give back a lent array."""
+        """Take a lent array back."""
         self._arena.return_accumulator(array)

@@ -2,7 +2,7 @@
 
     admission.join -> declare -> (begin_initialize, initialize_block, end_initialize)
     exchange.begin_push, push_block, end_push; begin_pull, read    again and again
-    admission.leave            beside it: admission.heartbeat, arrive (barrier), tick
+    admission.leave            at any time: admission.heartbeat, arrive (barrier), tick
 
 Nothing here blocks: where a caller must wait for other workers it gets a Ticket, which later events resolve. Must not know
 gRPC, sockets, flags or the environment.
@@ -48,11 +48,11 @@ from psd_core.table import TableSnapshot
 logger = logging.getLogger(__name__)
 
 ABANDONED_LEASES = 6
-"""A worker that has been silent for so many leases does not come back; --exit-when-done no longer waits for it."""
+"""Leases for which --exit-when-done waits for a silent worker; after that it is taken to be gone for good."""
 
 
 def check_writable(directory: CheckpointDirectory) -> None:
-    """Raise ConfigError if no checkpoint could be stored there: better at the start than when the first one is due."""
+    """Raise ConfigError if no checkpoint could be stored there, at the start instead of when the first one is due."""
     try:
         directory.check()
     except CheckpointFailed as error:
@@ -64,18 +64,18 @@ class Shard:
 
     Args:
         config: which shard, limits, lease.
-        now: monotonic seconds. wall: seconds since the epoch.
+        now: returns monotonic seconds. wall: returns seconds since 1970.
         crash_point: called at each named step at which a process may die, for tests.
-        directory: of checkpoints to restore from.
+        directory: the checkpoints to restore from.
 
     Raises:
         ConfigError: --state-dir is another shard's or run's, in use, damaged, or no place for files; or --checkpoint-dir cannot
-            be written to. A shard that goes on with what it has does so without.
+            be written to, and the shard has no state of its own to go on with.
 
     Attributes:
-        is_recovered: the shard goes on with what an earlier process of it held.
-        restored_from: name of the checkpoint that it has begun with; it is tentative then.
-        config: which shard, limits, lease. now: monotonic seconds.
+        is_recovered: True if the shard goes on with the state of an earlier process.
+        restored_from: name of the checkpoint that it has begun with, or None. With one, the shard is tentative.
+        config, now: as given.
         admission, exchange, buffers, parameters, vectors, restoration, cuts, schedule: the desks, each for its calls.
     """
 
@@ -134,13 +134,13 @@ class Shard:
             return ticket
 
     def withdraw(self, ticket: Ticket) -> None:
-        """Take back the arrival, at a barrier or a load, of a caller that has given up."""
+        """Take back the arrival of a caller that no longer waits at a barrier or a load."""
         with self._core.lock:
             self._core.barriers.on_withdraw(ticket)
             self._core.loads.on_withdraw(ticket)
 
     def expect_worker(self, rank: int, *, will_come: bool) -> None:
-        """Note that a launcher is starting a worker's process again, or will not: meanwhile its lease does not run out."""
+        """Note whether a launcher is starting a worker's process again. While it is, the worker's lease does not run out."""
         with self._core.lock:
             members = self._core.membership
             if will_come and members is not None and rank < len(members.workers):
@@ -149,8 +149,9 @@ class Shard:
                 self._core.starting.pop(rank, None)
 
     def tick(self) -> list[Worker]:
-        """Expire leases and rows, handle the consequences, retry updates that lacked room, and announce a cut if one is due;
-        to be called every `tick_s`.
+        """Expire leases and rows, handle the consequences, retry updates that lacked room, and announce a cut if one is due.
+
+        To be called every `tick_s`.
 
         Returns:
             The workers that expired.
@@ -166,7 +167,7 @@ class Shard:
         if expired or (job is not None and job.lacks_space):
             self._core.settle()
         if job is not None and job.tables is not None:
-            with contextlib.suppress(StoreClosed):  # the job goes back meanwhile
+            with contextlib.suppress(StoreClosed):  # the job is going back to a checkpoint
                 job.tables.expire()
         self.restoration.give_up_lost_round()
         self.schedule.announce_due()
@@ -174,7 +175,7 @@ class Shard:
         return expired
 
     def drain(self) -> None:
-        """Fail every wait, now and later, with Draining."""
+        """Fail all waits, those that begin later included, with Draining."""
         self.is_draining = True
         self._core.waiting.refuse(self._draining())
 
@@ -197,10 +198,10 @@ class Shard:
         )
 
     def begin_read(self, request: data_pb2.ReadRequest, done: Done) -> Snapshot:
-        """Begin to collect the pages of a reader's cut; see DataService.Read. To be given back by `cuts.abandon`.
+        """Begin to collect the pages of a reader's cut; see DataService.Read. The caller gives them back by `cuts.abandon`.
 
         Args:
-            done: where the snapshot is put when it is complete, or missed.
+            done: receives the snapshot when it is complete, or missed.
         """
         self._core.check_run(request.run_id)
         job = self._core.initialized()
@@ -211,7 +212,7 @@ class Shard:
         return snapshot
 
     def learn(self, caller: job_pb2.Caller, cuts: Sequence[data_pb2.Cut]) -> None:
-        """Take part in cuts that a heartbeat brings, of a job that has its values."""
+        """Take part in the cuts that a heartbeat names, if the job has its values."""
         job = self._core.job  # once: asked without the lock
         if cuts and job is not None and self._core.life.has_values and not self._core.is_tentative:
             with self._core.lock:
@@ -219,13 +220,13 @@ class Shard:
             self.cuts.learn(job, cuts, worker, caller.session)
 
     def _describe(self, snapshot: Snapshot, pages: Mapping[int, Page], tables: Collection[TableSnapshot]) -> None:
-        """Facts of a cut beside its blocks. Runs under a block's lock, or the shard's, and takes no other."""
+        """Add to a snapshot what a cut has beside blocks and rows. Runs under a block's or the shard's lock; takes no other."""
         members, positions = self._core.members, snapshot.positions
         snapshot.timeline = self._core.timeline
         step = snapshot.cut.step if snapshot.job.policy.has_rounds else None
         if positions is not None:
             clocks = positions.found
-        elif snapshot.job.is_cut_by_positions:  # nothing changes any more
+        elif snapshot.job.is_cut_by_positions:  # a cut without positions: nothing changes any more
             all_have_ended = snapshot.cut.id == FINAL_ID  # as this shard, or another one, has heard
             is_part = [w.state is WorkerState.FINISHED or (all_have_ended and w.session != 0) for w in members.workers]
             clocks = {w.rank: w.clock for w in members.workers if is_part[w.rank]}
@@ -236,7 +237,7 @@ class Shard:
         snapshot.client_states.update(self._core.client_states.at(snapshot.job.counted_on(pages, tables)))
 
     def close(self, *, keep: bool) -> None:
-        """Let go of the arena, after the last request. Without `keep` it is removed."""
+        """Close the arena, after the last request. keep: leave its files for a later process."""
         with self._core.job_lock:
             with self._core.lock:
                 if self._core.job is not None:
@@ -262,12 +263,12 @@ class Shard:
 
     @property
     def cannot_go_on(self) -> str:
-        """Reason why nobody can continue with the parameters that this shard holds; empty: it knows of none."""
+        """The reason why the job cannot continue with the parameters of this shard; empty if there is none."""
         core = self._core
         is_stuck = not core.has_checkpoints or core.life.now in (Life.DAMAGED, Life.STRANDED)
         return str(core.lost_round) if core.lost_round is not None and is_stuck else ""
 
-    # -- what an operator orders ---------------------------------------------------------------------------------------
+    # -- orders of an operator -----------------------------------------------------------------------------------------
 
     def scale_learning_rate(self, scale: float) -> job_pb2.LearningRateScale:
         """Scale the job's learning rate; see ControlService.SetLearningRate."""
@@ -286,7 +287,7 @@ class Shard:
         return ends_at
 
     def _next_clock(self) -> int:
-        """The first clock that nobody pushes at before hearing of what is ordered now; 0 without rounds."""
+        """The first clock at which no worker pushes before it hears of an order given now; 0 without rounds."""
         self._core.check_is_first("orders are given to")
         job = self._core.initialized()
         if not job.trained_count:
@@ -315,7 +316,7 @@ class Shard:
 
     @property
     def run_id(self) -> str:
-        """The name of the run; empty before anybody has named it."""
+        """The name of the run; empty while it has none."""
         return self._core.run_id
 
     def declared(self) -> Job:
@@ -341,7 +342,7 @@ class Shard:
         members = self._core.membership
         if members is None:
             return True
-        if rank >= len(members.workers):  # of a job that there was before
+        if rank >= len(members.workers):  # a rank of an earlier job
             return False
         worker = members.workers[rank]
         return worker.state is WorkerState.LIVE and worker.session == session
@@ -352,7 +353,7 @@ class Shard:
 
     @contextlib.contextmanager
     def counted(self, call: str) -> Iterator[None]:
-        """Count a call of GRPC_CALLS, unless it fails: how long what is within takes."""
+        """Count how long the body, a call of GRPC_CALLS, takes, unless it fails."""
         began = self.now()
         yield
         self.lane_counts("grpc").count_call(call, self.age_s(began))
@@ -411,7 +412,7 @@ class Shard:
 
     @property
     def absent(self) -> dict[int, Absence]:
-        """The workers that nobody waits for any more, by rank, and why."""
+        """The ranks that nobody waits for any more, each with the reason."""
         members = self._core.membership
         return members.absent if members is not None else {}
 
@@ -427,5 +428,5 @@ class Shard:
             return self._core.members.in_mask(ticket.missing())
 
     def age_s(self, since: float) -> float:
-        """Seconds since a time of this shard's clock."""
+        """Seconds that have passed since `since`, a time of `now`."""
         return self.now() - since

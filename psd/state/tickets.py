@@ -1,4 +1,4 @@
-"""Tickets: one caller that waits for other workers, and the facts of its wait.
+"""Tickets: the waits of callers for other workers.
 
 State methods never block: where a caller must wait they return a Ticket, whose future they later resolve (or fail, when the
 shard drains or the caller's session ends). The rim blocks on the future, in the caller's own thread; `Waiting` keeps the open
@@ -19,7 +19,7 @@ from psd.state import locks
 
 
 class WaitKind(enum.Enum):
-    """Values are those of psd.v1.WaitKind."""
+    """The kind of event that a caller waits for. Values are those of psd.v1.WaitKind."""
 
     ROUND = 1
     EARLIER_ROUND = 2
@@ -34,7 +34,9 @@ class Ticket:
     """The wait of one caller.
 
     Attributes:
-        missing: returns the mask of the workers that hold it up; takes no lock but the shard's.
+        since: when the wait began, in the shard's monotonic seconds.
+        missing: returns the mask of the workers that it waits for; takes no lock but the shard's.
+        name: of a barrier; else empty.
         future: resolved when the wait is over; its result depends on the kind.
     """
 
@@ -67,7 +69,7 @@ class Waiting:
         self._refusal: PsdError | None = None
 
     def add(self, ticket: Ticket) -> Ticket:
-        """Keep a ticket until its future is done; fails it at once if the shard drains."""
+        """Keep a ticket until its future is done. If the shard drains, the ticket fails at once."""
         with self._lock:
             self._tickets[id(ticket)] = ticket
             refusal = self._refusal

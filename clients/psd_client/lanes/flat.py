@@ -28,17 +28,17 @@ class FlatBuffers:
     """Memory for every tensor of a job, zero at first. Unused pages cost nothing.
 
     Args:
-        segment: shared memory to take; None: ordinary memory.
-        of_gradients: in the gradients' dtypes, which may have 16 bits; static tensors get no memory, and empty views.
+        segment: shared memory to use; None: ordinary memory.
+        of_gradients: True: for gradients, in their dtypes, which may have 16 bits. Static tensors then get empty views.
 
     Attributes:
-        layout: where everything lies.
+        layout: the job's layout.
         spaces: one 1-D array per flat space of the layout, in its order; empty ones for static spaces without memory.
         views: one array per tensor of the spec, in its order: a view into its space, in the tensor's shape. A tensor without
             elements has an array of its own, of the master's dtype.
-        segment: as given. starts: where each space begins in it, in bytes; 0 where it is not there.
-        versions: by block of the layout, and then by tables' block, PullFrame.version of what was received; 0 before.
-        on_received: called with a block's index when it has been received, in whatever thread; None: nobody asks.
+        segment: as given. starts: offset of each space in it, in bytes; 0 for a space that is not in it.
+        versions: PullFrame.version of what was received, by block of the layout, and then by tables' block; 0 before.
+        on_received: called, in any thread, with the index of each block that was received; may be None.
     """
 
     def __init__(self, layout: Layout, *, segment: Segment | None = None, of_gradients: bool = False) -> None:
@@ -82,7 +82,7 @@ class FlatBuffers:
             self.on_received(index)
 
     def pieces(self, index: int) -> Iterator[tuple[int, slice]]:
-        """The pieces of block `index`: tensors of the spec, and which of their elements, counted in C order."""
+        """The pieces of block `index`: for each, the tensor's index in the spec, and the slice of its elements, in C order."""
         block = self.layout.blocks[index]
         space = self.layout.spaces[block.space]
         end = 0
@@ -92,7 +92,7 @@ class FlatBuffers:
             yield tensor, slice(first, first + end - begin)
 
     def present_but(self, missing: Sequence[int]) -> NDArray[np.bool_] | None:
-        """A mask (tensors,) of the tensors that have a gradient, None for all; the given ones have none."""
+        """A mask (tensors,) of the tensors that have a gradient, if `missing` have none; None if all have one."""
         if not missing:
             return None
         present = np.ones(len(self.views), np.bool_)
@@ -100,14 +100,14 @@ class FlatBuffers:
         return present
 
     def squares(self) -> int | None:
-        """The sum of the squares of all that is trained, see psd_core.square_sum."""
+        """The sum of the squares of all trained tensors; see psd_core.square_sum."""
         spaces = zip(self.layout.spaces, self.spaces, strict=True)
         trained = [memory for space, memory in spaces if not self.layout.spec.groups[space.group].is_static]
         return psd_core.total_squares(map(psd_core.square_sum, trained))
 
     def first_nonfinite(self) -> str | None:
-        """Name of the first tensor, in the order of the layout, that holds NaN or infinity; None if all is finite. Buffers may
-        hold anything."""
+        """Name of the first tensor, in the order of the layout, that holds NaN or infinity; None if all are finite. Groups of
+        buffers are not checked."""
         for space, memory in self._looked_at:
             if memory.nbytes < SCANNED_BYTES_FOR_TWO:
                 element = psd_core.first_nonfinite(memory)
@@ -119,7 +119,7 @@ class FlatBuffers:
         return None
 
     def _first_nonfinite(self, memory: NDArray[Any]) -> int:
-        """Run psd_core.first_nonfinite in two threads, where it takes milliseconds: everybody waits for it."""
+        """Run psd_core.first_nonfinite in two threads: on large memory it takes milliseconds, for which every step waits."""
         if self._scanner is None:
             self._scanner = ThreadPoolExecutor(1, thread_name_prefix="psd-scan")
         middle = memory.size // 2
@@ -130,7 +130,7 @@ class FlatBuffers:
 
 
 def share_memory(layout: Layout, places: int = 1) -> Segment | None:
-    """A segment for a job's gradients, so many times its parameters, and rows on their way; None if the system gives none."""
+    """A segment for a job's gradients, for `places` copies of its parameters, and for rows; None if the system has none."""
     trained = [space for space in layout.spaces if not layout.spec.groups[space.group].is_static]
     nbytes = sum(aligned(space.size * space.dtype.itemsize) for space in layout.spaces) * places
     nbytes += sum(aligned(space.size * space.gradient_dtype.itemsize) for space in trained)

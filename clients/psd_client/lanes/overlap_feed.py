@@ -1,8 +1,9 @@
-"""A push that is still being computed: blocks leave as soon as all their tensors have a gradient.
+"""A push that is still being computed: a block is sent as soon as all its tensors have a gradient.
 
-Of those that are there the first one of the model leaves first: back-propagation makes it last, and the next forward pass needs
-it first. Made anew for each push. Back-propagation says `ready`, and then `finish`; the lanes' threads take the blocks, each
-from the first one on, as often as a call is repeated. Must not know what computes gradients, nor how they travel.
+Of the blocks that are ready, the first one of the model is sent first: back-propagation makes it last, and the next forward
+pass needs it first. There is a new feed for each push. Back-propagation calls `ready`, and then `finish`. The lanes' threads
+take the blocks; a call that is repeated takes them again from the first one on. Must not know what computes gradients, or how
+they travel.
 """
 
 from __future__ import annotations
@@ -19,22 +20,22 @@ from psd.contract.layout import Block, Layout
 from psd.contract.rows import TableRows
 
 Outgoing = tuple[Block, NDArray[np.bool_] | None]
-"""A block, and which of its segments have a gradient; None: all."""
+"""A block, and a mask of its segments that have a gradient; None: all have."""
 
 
 class Aborted(Exception):
-    """The push will not be completed: its computation has failed."""
+    """Raised if the push will not be completed, because its computation has failed."""
 
 
 class Feed:
     """The blocks of one push, as they become ready.
 
     Attributes:
-        is_finished: nothing is computed any more. present: (tensors,) which have a gradient then; None: all.
-        tables: by shard, the gradients of rows then; empty: none on any.
-        ended: set when its push has ended, well or not.
-        in_background: when it is finished, the program does not wait for its push.
-        before: see psd_client.worker.worker.Turn.
+        is_finished: True once nothing is computed any more. present: (tensors,) which have a gradient then; None: all.
+        tables: by shard, the gradients of rows, once finished; empty if no shard has any.
+        ended: set when its push has ended, with or without an error.
+        in_background: True if the program does not wait for its push when the feed is finished.
+        before: as in psd_client.worker.worker.Turn.
     """
 
     def __init__(self, layout: Layout, *, in_background: bool = False) -> None:
@@ -58,7 +59,7 @@ class Feed:
                     self._blocks_of.setdefault(tensor, []).append(block)
 
     def ready(self, tensor: int) -> None:
-        """Note that a tensor's gradient is there, and stays unchanged until the round has closed. Once for each tensor."""
+        """Note that a tensor's gradient is there, and stays unchanged until the round has closed. Call it once for a tensor."""
         with self._changed:
             for block in self._blocks_of.get(tensor, ()):
                 self._lacking[block.index] -= 1
@@ -67,8 +68,8 @@ class Feed:
                     self._changed.notify_all()
 
     def finish(self, present: NDArray[np.bool_] | None, tables: Sequence[Sequence[TableRows]] = ()) -> None:
-        """Note that no other tensor will be ready. `present`: (tensors,) which have a gradient; the others lie there as
-        zeros. tables: see the attribute."""
+        """Note that no other tensor will be ready. `present`: (tensors,) which have a gradient; the others are zeros in the
+        buffers. tables: the value of the attribute."""
         with self._changed:
             for block in self._layout.blocks:
                 if self._lacking.get(block.index):
@@ -79,28 +80,28 @@ class Feed:
             self._changed.notify_all()
 
     def abort(self) -> None:
-        """Give up the push; whoever waits for its blocks gets Aborted."""
+        """Give up the push; calls that wait for its blocks get Aborted."""
         with self._changed:
             self._is_aborted = True
             self._changed.notify_all()
 
     def wait(self) -> None:
-        """Return when the feed is finished. Aborted: see `abort`."""
+        """Wait until the feed is finished; Aborted after `abort`."""
         with self._changed:
             self._changed.wait_for(lambda: self.is_finished or self._is_aborted)
             if self._is_aborted:
                 raise Aborted
 
     def given(self) -> dict[int, NDArray[np.bool_] | None]:
-        """The blocks that have left, by index, and which of their segments have a gradient; None: all."""
+        """The blocks that were sent, by index, with a mask of the segments that have a gradient; None: all have."""
         with self._changed:
             return {block.index: present for given in self._given for block, present in given}
 
     def take(self, blocks: Sequence[Block]) -> Iterator[Outgoing]:
-        """Yield the blocks of one shard, each when it is ready; a second time in the same order.
+        """Yield the blocks of one shard, each when it is ready. If called again, yields them in the same order.
 
         Raises:
-            Aborted: see `abort`.
+            Aborted: `abort` was called.
         """
         for number, block in enumerate(blocks):
             shard = self._layout.shard_of(block.index)

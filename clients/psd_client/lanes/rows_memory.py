@@ -1,7 +1,8 @@
-"""Memory for the numbers of rows on their way, which shards on the same machine see: they read gradients and write rows there.
+"""Memory for the values of rows that are sent or received. Shards on the same machine see it: they read gradients and write
+rows there.
 
-One part of a segment; whoever finds it in use, or too small, gets ordinary memory, and the rows travel. Must not know tables,
-sockets or shards.
+It is a part of a segment. If it is in use, or too small, the caller gets ordinary memory, and the rows are sent in messages.
+Must not know tables, sockets or shards.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from numpy.typing import NDArray
 from psd_client.lanes.segment import Segment
 
 ROWS_BYTES = 32 << 20
-"""Bytes of one direction. Pages that nobody has used take no memory."""
+"""Bytes for one direction, sending or receiving. Unused pages take no memory."""
 
 ALIGN_BYTES = 64
 
 
 class RowsMemory:
-    """Memory of one direction.
+    """Memory for one direction, sending or receiving.
 
     Args:
         segment: has ROWS_BYTES left; None: all memory is ordinary.
@@ -34,7 +35,7 @@ class RowsMemory:
         self._lent: weakref.ref[NDArray[Any]] | None = None
 
     def arrays(self, shapes: Sequence[tuple[int, int]], dtypes: Sequence[np.dtype[Any]]) -> list[NDArray[Any]]:
-        """Arrays that hold anything. The memory is lent until all of them, and whatever was made of them, have been let go."""
+        """Arrays with undefined contents. The memory is in use until all of them, and all their views, have been dropped."""
         starts, end = [], 0
         for (rows, dim), dtype in zip(shapes, dtypes, strict=True):
             starts.append(end)

@@ -1,7 +1,7 @@
-"""Memory that a worker shares with the shards on its machine: an anonymous file, gone when the last of them lets go of it.
+"""Memory that a worker shares with the shards on its machine: an anonymous file, which ends when no process uses it any more.
 
-It has no name in any file system, so nothing is left behind, whoever dies. It is sealed against shrinking, which shards insist
-on. A forked child has it as it has all other memory: what it writes there is its own. Must not know layouts, sockets or shards.
+It has no name in any file system, so nothing is left behind, whichever process dies. It is sealed against shrinking, as shards
+demand. A forked child gets it like all other memory: what it writes there is its own. Must not know layouts, sockets or shards.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class Segment:
     """Shared memory, zero at first, from which arrays are cut one after the other.
 
     Args:
-        nbytes: how much all arrays together may take, each rounded up to ALIGN_BYTES.
+        nbytes: the most bytes of all arrays together, each rounded up to ALIGN_BYTES.
 
     Raises:
         OSError: the system has no memory files, or no memory.
 
     Attributes:
-        fd: of the file. nbytes: its size. nonce: its first bytes, which only those know who see the memory.
-        is_given_up: nobody else sees what is written to it, and it is shared with nobody any more.
+        fd: the file's descriptor. nbytes: its size. nonce: its first bytes, which only processes that see the memory know.
+        is_given_up: True once the memory is private: no other process sees what is written to it.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -62,27 +62,27 @@ class Segment:
         return self.array(start, size, dtype), start
 
     def reserve(self, nbytes: int) -> int:
-        """Set bytes aside for the caller; return where they begin."""
+        """Set bytes aside for the caller; return their offset."""
         start = self._end
         self._end += aligned(nbytes)
         return start
 
     def array(self, start: int, size: int, dtype: np.dtype[Any]) -> NDArray[Any]:
-        """A (size,) array of what lies from byte `start` on."""
+        """A (size,) array over the memory from byte `start` on."""
         array: NDArray[Any] = np.ndarray((size,), dtype, self._mapping, start)
         return array
 
     def where(self, arrays: list[NDArray[Any]]) -> list[int]:
-        """Offsets of C-contiguous arrays in the file, in bytes; nothing if one lies elsewhere, or the memory was given up."""
+        """Offsets of C-contiguous arrays in the file, in bytes; empty if one is not in it, or the memory was given up."""
         starts = offsets(arrays, self._address, self.nbytes) if not self.is_given_up else None
         return starts or []
 
     def give_up(self, received: Sequence[NDArray[Any]]) -> None:
-        """Make the memory private to this process, at the same address and with the same contents: others keep seeing the old
+        """Make the memory private to this process, at the same address and with the same contents. Other processes keep the old
         contents.
 
-        From now on a page becomes this process's own when it writes there. received: arrays cut from here which only others
-        write to; they become its own at once, so that what is still written there is not seen either.
+        A page becomes this process's own when it first writes there. received: arrays of this memory to which only others
+        write; their pages become its own at once, so that it does not see what others still write there.
         """
         self.is_given_up = True
         own = _mmap(None, self.nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | _MAP_NORESERVE, self.fd, 0)

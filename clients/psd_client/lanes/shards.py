@@ -1,11 +1,12 @@
-"""Calls to several shards at once: in parallel, each repeated where that helps, under one deadline; all succeed, or an error.
+"""Calls to several shards at once: in parallel, with retries where they can help, under one deadline. If one fails, all fail.
 
 An `Operation` is one such call: its deadline, its scope and its retries. Only errors after which the same call may succeed are
 retried, by exponential back-off with full jitter, until the retry timeout. That is safe for every call of psd: a push is named
-by (rank, session, clock) and counted once however often it is sent, a barrier by its number, and the others only read or state.
+by (rank, session, clock) and counted once however often it is sent; so is a barrier by its number; others only read, or set the
+same again.
 
-Ours, not tenacity, or gRPC's own retry policy: one deadline spans all shards, another shard's failure ends the wait, and the
-error says which shard could not be reached for how long. gRPC's policy covers no bulk connection.
+We don't use tenacity, or gRPC's own retry policy: here one deadline spans all shards, another shard's failure ends the wait,
+and the error says which shard could not be reached for how long. gRPC's policy does not cover bulk connections.
 
 The first failure cancels the calls to the other shards through their scope, so nothing hangs, and so does an interrupt of the
 calling thread. Clock and randomness are passed in. Must not know what the calls are, nor sessions or gradients.
@@ -34,11 +35,11 @@ BACKOFF_FIRST_S = 0.05
 BACKOFF_MAX_S = 0.5
 
 ENDING_S = CANCEL_S + 1
-"""Seconds to wait for calls that were cancelled. What ends later, as a name server that does not answer lets it, finds its
+"""Seconds to wait for calls that were cancelled. A call that ends later, because a name server does not answer, say, finds its
 scope cancelled before it touches anything."""
 
 THROUGHPUT_MIN = 10 << 20
-"""Bytes a second that a connection is expected to move at least. Deadlines are for waiting; this much is added for the data."""
+"""Bytes a second that a connection must move at least. Timeouts are for waiting; the time for the data is added to them."""
 
 _REPEATED: tuple[type[PsdError], ...] = (*RETRIED, ShardRestarted)
 
@@ -57,7 +58,7 @@ class RetryPolicy:
 
     Attributes:
         timeout_s: how long a shard may fail; 0: no second attempt.
-        clock: seconds, monotonic. uniform: a number from [0, 1).
+        clock: returns monotonic seconds. uniform: returns a number from [0, 1).
     """
 
     timeout_s: float
@@ -66,7 +67,8 @@ class RetryPolicy:
 
 
 class Outage:
-    """The failures of one shard in a row, which an attempt ends that ran for longer than the retry timeout: it was served."""
+    """The successive failures of one shard. If an attempt runs for longer than the retry timeout, it was served: that ends
+    the outage."""
 
     def __init__(self, lane: Lane, policy: RetryPolicy) -> None:
         self._lane = lane
@@ -76,7 +78,7 @@ class Outage:
         self._failures = 0
 
     def on_attempt(self) -> None:
-        """An attempt begins."""
+        """Note that an attempt begins."""
         self._attempt_began = self._policy.clock()
 
     def pause_after(self, error: PsdError) -> float:
@@ -101,8 +103,8 @@ class Operation(Generic[ResultT]):
     """One call to some shards.
 
     Args:
-        action: makes the call to one shard; repeated as the class says.
-        timeout_s: for all attempts together. on_restart: see Shards.
+        action: makes the call to one shard; repeated after errors that are retried.
+        timeout_s: limit for all attempts together. on_restart: as in Shards.
     """
 
     def __init__(
@@ -130,10 +132,10 @@ class Operation(Generic[ResultT]):
         """The result of the call to one shard, after as many attempts as it takes.
 
         Args:
-            failed: how the first attempt has ended, if it was made elsewhere.
+            failed: the error of the first attempt, if that was made elsewhere.
 
         Raises:
-            ShardUnavailable: every attempt failed, for the retry timeout. Errors that are not retried pass.
+            ShardUnavailable: all attempts failed until the retry timeout. Errors that are not retried pass through.
         """
         outage, has_answered = Outage(lane, self._policy), False
         self._health.begin_asking(lane.shard)
@@ -170,7 +172,7 @@ class Shards:
     """The lanes of a job, in the order of its shards.
 
     Attributes:
-        on_restart: called where a shard has come back as another incarnation. If it returns, the attempt is repeated.
+        on_restart: called when a shard has come back as another incarnation. If it returns, the attempt is repeated.
     """
 
     def __init__(self, lanes: Sequence[Lane], policy: RetryPolicy, health: ShardHealth) -> None:
@@ -188,9 +190,9 @@ class Shards:
         *,
         is_bulk: bool = False,
     ) -> list[ResultT]:
-        """Make one call to `lanes` (default: all); the results in their order, or the first error after the retries.
+        """Make one call to `lanes` (default: all). Returns the results in their order, or raises the first error after retries.
 
-        is_bulk: `action` makes bulk calls only.
+        is_bulk: True if `action` makes bulk calls only.
         """
         lanes = self.lanes if lanes is None else lanes
         operation = Operation(action, timeout_s, self._policy, self._health, self.on_restart)
@@ -228,7 +230,7 @@ class Shards:
         return [result, *results]
 
     def run_once(self, action: Callable[[Lane], None]) -> None:
-        """Have `action`, which raises nothing, done at all shards."""
+        """Run `action`, which must not raise, at all shards, without retries."""
         self._in_parallel(action, self.lanes, Scope())
 
     def _in_parallel(self, action: Callable[[Lane], ResultT], lanes: Sequence[Lane], scope: Scope) -> list[ResultT]:
@@ -267,12 +269,12 @@ class _Parallel(Generic[ResultT]):
         task = Task(function, self._done)
         try:
             self._crew.begin(task)
-        except RuntimeError:  # the interpreter exits, and no longer has threads for anybody
+        except RuntimeError:  # the interpreter exits, and starts no threads any more
             task.run()
         self._tasks.append(task)
 
     def results(self) -> list[ResultT]:
-        """Wait for all of them, or until one has failed; raise the error then."""
+        """Wait for all calls, and return their results; if one fails, cancel the others and raise its error."""
         try:
             while len(self._ended) < len(self._tasks):
                 self._ended.append(self._done.get())
@@ -288,7 +290,8 @@ class _Parallel(Generic[ResultT]):
         return [task.result for task in self._tasks]
 
     def cancel(self) -> BaseException | None:
-        """Cancel them, and wait for those that end in time; the error of the lowest shard that was not merely cancelled."""
+        """Cancel all calls, and wait for those that end in time. Returns the error of the lowest shard whose call failed by
+        itself, or else some error."""
         self._scope.cancel()
         deadline = time.monotonic() + ENDING_S
         while len(self._ended) < len(self._tasks):

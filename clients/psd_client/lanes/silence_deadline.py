@@ -1,7 +1,7 @@
-"""Patience of whoever waits for the other end of a bulk connection: checked every PAUSE_S, in its own thread.
+"""Limits how long a thread waits for the other end of a bulk connection. The waiting thread checks them every PAUSE_S.
 
-Not beyond the call's deadline; not for long once it was cancelled; and over TCP not if nothing has moved for SILENT_S, since a
-shard that is there says so. Must not know messages.
+It waits no longer than the call's deadline; not for long once the call was cancelled; and over TCP no longer than SILENT_S if
+nothing moves, because a shard that lives says so. Must not know messages.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SILENT_S = 16.0
 
 
 class Patience:
-    """The patience of one connection, for one call after the other. `cancel` may come from any thread."""
+    """The patience of one connection, for one call after another. Any thread may call `cancel`."""
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
@@ -34,15 +34,15 @@ class Patience:
         self._deadline = self._moved_at + timeout_s
 
     def cancel(self) -> None:
-        """End the call: CANCEL_S from now, or from the first time that this was called."""
+        """End the call CANCEL_S after this was called first."""
         self._cancelled_at = min(self._cancelled_at, time.monotonic())
         self._deadline = math.inf
 
     def check(self) -> None:
-        """Raise whatever ends the call, if anything does, because nothing has moved for a while.
+        """Raise the error that ends the call, if its time is up or nothing has moved for too long.
 
         Raises:
-            TimeoutError: its time is up. Disconnected: the other end has vanished.
+            TimeoutError: the call's time is up. Disconnected: the other end has vanished.
         """
         now = time.monotonic()
         if now >= self._deadline or now - self._cancelled_at >= CANCEL_S:

@@ -30,12 +30,12 @@ SMALL_BYTES = 64 << 10
 """Bytes that fit the buffers of a socket; for OutgoingBlocks.is_small."""
 
 CANCEL_S = 2.0
-"""Seconds that a shard may take to let go of this worker's memory after a call was cancelled. It takes one block."""
+"""Seconds that a shard may take to stop using this worker's memory after a call was cancelled: the time for one block."""
 
 MessageT = TypeVar("MessageT", bound=Message)
 
 Share = Callable[[FlatBuffers, Sequence[FlatBuffers]], None]
-"""A function that lets a shard see the gradients and all places for parameters, whose memory is shared, in later bulk calls."""
+"""A function that gives a shard access to the gradients, and to all places for parameters, in shared memory: for bulk calls."""
 
 
 class Cancelled(Exception):
@@ -62,11 +62,11 @@ class Scope:
             cancel()
 
     def entered(self, cancel: Callable[[], object]) -> Bracket[Callable[[], object]]:
-        """Enter a call; `cancel` ends it, and is also called if the calling thread itself is interrupted."""
+        """A context for one call. `cancel` ends the call; it is also called if the calling thread itself is interrupted."""
         return Bracket(cancel, self.enter, self._end)
 
     def enter(self, cancel: Callable[[], object]) -> None:
-        """Begin what `entered` ends. Raises Cancelled if it is too late."""
+        """Begin a call that `cancel` can end. Raises Cancelled if the scope is cancelled already."""
         with self._lock:
             if not self.is_cancelled:
                 self._cancels.add(cancel)
@@ -87,7 +87,7 @@ class Scope:
             self.leave(cancel)
 
     def sleep(self, seconds: float) -> None:
-        """Wait; raise Cancelled if the scope is or becomes cancelled."""
+        """Sleep; raise Cancelled if the scope is cancelled before or meanwhile."""
         with self._lock:
             if self._sleeping is None:
                 self._sleeping = threading.Event()
@@ -99,7 +99,7 @@ class Scope:
 
 
 class Call(NamedTuple):
-    """The conditions of one call: its deadline, from now, and the scope that can end it."""
+    """The conditions of one call: its time limit, from now, and the scope that can end it."""
 
     timeout_s: float
     scope: Scope
@@ -107,15 +107,16 @@ class Call(NamedTuple):
 
 @dataclass
 class OutgoingBlocks:
-    """Blocks that a call sends to one shard: initial values, or those of a push.
+    """Blocks that a call sends to one shard: initial values, or the gradients of a push.
 
     Attributes:
-        blocks: of the shard; of a push, the trained ones. At least one, unless there is a tables_block.
-        buffers: where their numbers lie; finite, and zero in tensors that are not present.
+        blocks: the shard's blocks; for a push, the trained ones. At least one, unless there is a tables_block.
+        buffers: hold their values: finite, and zero in tensors that are not present.
         present: (tensors of the spec,) which tensors have a gradient; None: all.
-        feed: gives the blocks, if the gradients are still being computed.
+        feed: provides the blocks, if the gradients are still being computed.
         tables_block: index of the shard's tables' block, which is pushed, too; None: the job has no tables.
-        tables: gradients of rows of the shard, as they are to travel; of each table distinct ids. The feed's, if that has any.
+        tables: gradients of the shard's rows, in the dtype in which they are sent, with distinct ids for each table. If the
+            feed has some, these are sent instead.
     """
 
     blocks: Sequence[Block]
@@ -127,16 +128,16 @@ class OutgoingBlocks:
 
     @property
     def is_small(self) -> bool:
-        """True if the part is complete, and fits the buffers of a socket."""
+        """True if the blocks are complete, and fit the buffers of a socket."""
         return self.is_complete_within(SMALL_BYTES)
 
     def is_complete_within(self, nbytes: int) -> bool:
-        """True if nothing of the part is still being computed, and it has at most so many bytes."""
+        """True if no block is still being computed, and all together have at most so many bytes."""
         return self.feed is None and self.nbytes <= nbytes
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the blocks' parameters and of the rows; without those of the feed."""
+        """Bytes of the blocks' parameters and of `tables`; without the rows of the feed."""
         return sum([block.nbytes for block in self.blocks]) + sum([rows.nbytes for rows in self.tables])
 
     def outgoing(self) -> Iterator[Outgoing]:
@@ -148,7 +149,7 @@ class OutgoingBlocks:
             yield block, None if self.present is None else self.present[block.segment_tensors]
 
     def outgoing_rows(self) -> Sequence[TableRows]:
-        """The gradients of rows; may wait for them."""
+        """The gradients of rows; waits for them if the feed computes them."""
         if self.feed is not None and self.tables_block is not None:
             self.feed.wait()
             if self.feed.tables:
@@ -168,17 +169,17 @@ class GradientPart(OutgoingBlocks):
 
     @property
     def answered(self) -> dict[int, int]:
-        """The blocks that answer a push_pull: bytes of parameters by index; 0: only a version comes, of the tables."""
+        """The blocks that answer a push_pull: bytes of parameters by index; 0 for the tables' block, which sends a version."""
         blocks = {block.index: block.nbytes for block in self.blocks}
         return blocks if self.tables_block is None else blocks | {self.tables_block: 0}
 
 
 @dataclass
 class RowsAhead:
-    """Rows that a push_pull may fetch besides, as of its answer.
+    """Rows that a push_pull may fetch, too, as they are when it is answered.
 
     Attributes:
-        wanted: whose values are to be filled. version: of the shard's tables, if they have been; else None.
+        wanted: the rows, whose values are filled. version: the version of the shard's tables if they were filled; else None.
     """
 
     wanted: Sequence[TableRows]
@@ -199,11 +200,11 @@ class Traffic:
 
 
 class Lane(ABC):
-    """The way to one shard. Bulk calls come from one thread at a time; control calls may run beside them.
+    """The connections of a worker to one shard. One thread at a time makes bulk calls; control calls may run beside them.
 
     Attributes:
-        shard: index. address: HOST:PORT. traffic: so far.
-        transport: how bulk data travels, and why not better, for status.
+        shard: the shard's index. address: HOST:PORT. traffic: payload bytes so far.
+        transport: how bulk data travels, and why not by a better transport, for status.
     """
 
     transport: str
@@ -219,17 +220,17 @@ class Lane(ABC):
         return False
 
     def prepare(self, caller: job_pb2.Caller, call: Call) -> Share | None:
-        """Open the transport for bulk calls; return a function that shares memory with the shard, None if it cannot see this
-        process's."""
+        """Open the transport for bulk calls. Returns a function that shares memory with the shard; None if the shard cannot see
+        this process's memory."""
         del caller, call
         return None
 
     @abstractmethod
     def ask(self, method: str, request: Message, reply: type[MessageT], call: Call, *, is_wait: bool = False) -> MessageT:
-        """Have a method of ControlService answer one message. is_wait: it may wait for other workers."""
+        """Call a method of ControlService with one message. is_wait: True if the method may wait for other workers."""
 
     def join(self, request: control_pb2.JoinRequest, call: Call) -> control_pb2.JoinReply:
-        """Enter the worker."""
+        """Join the job at this shard."""
         return self.ask("Join", request, control_pb2.JoinReply, call)
 
     def declare(self, request: control_pb2.DeclareRequest, call: Call) -> control_pb2.DeclareReply:
@@ -249,7 +250,7 @@ class Lane(ABC):
         return self.ask("Measure", request, control_pb2.MeasureReply, call)
 
     def barrier(self, request: control_pb2.BarrierRequest, call: Call) -> control_pb2.BarrierReply:
-        """Wait until everybody has arrived."""
+        """Wait at a barrier until all workers have arrived."""
         return self.ask("Barrier", request, control_pb2.BarrierReply, call, is_wait=True)
 
     @abstractmethod
@@ -268,7 +269,7 @@ class Lane(ABC):
 
     @abstractmethod
     def initialize(self, first: data_pb2.InitializeFrame, blocks: Sequence[Block], values: FlatBuffers, call: Call) -> bool:
-        """Provide the initial values of the blocks; False if the shard has others already, which then hold.
+        """Provide the initial values of the blocks. False if the shard has other values already, which it keeps.
 
         Args:
             first: the head of the first frame: caller, layout digest and choice.
@@ -276,7 +277,7 @@ class Lane(ABC):
 
     @abstractmethod
     def store_buffers(self, request: data_pb2.BuffersRequest, call: Call) -> None:
-        """Store what this worker has computed beside the parameters."""
+        """Store buffers: what this worker has computed beside the parameters."""
 
     def load(self, request: control_pb2.LoadRequest, call: Call) -> control_pb2.LoadReply:
         """Wait at shard 0 until all workers load parameters, or report that they are set."""
@@ -284,7 +285,7 @@ class Lane(ABC):
 
     @abstractmethod
     def set_parameters(self, request: data_pb2.ParametersRequest, call: Call) -> None:
-        """Set parameters."""
+        """Set parameters or slots."""
 
     @abstractmethod
     def push(self, part: GradientPart, call: Call) -> data_pb2.PushReply:
@@ -292,19 +293,19 @@ class Lane(ABC):
 
     @abstractmethod
     def pull(self, request: data_pb2.PullRequest, blocks: Sequence[Block], parameters: FlatBuffers, call: Call) -> None:
-        """Fetch `blocks`, which `request` names, into the buffers; they are undefined if it fails. With `versions_only` nothing
-        is fetched: the call only waits."""
+        """Fetch `blocks`, which `request` names, into the buffers, which are undefined if this fails. With the request's
+        `versions_only` nothing is fetched: the call only waits."""
 
     @abstractmethod
     def pull_rows(
         self, request: data_pb2.PullRequest, wanted: Sequence[TableRows], call: Call, *, counts_no_use: bool = False
     ) -> int:
-        """Fetch rows of tables into `wanted`'s values; return the version of the shard's tables, the least if updates came
-        between. counts_no_use: the rows are not marked as used."""
+        """Fetch rows of tables into `wanted`'s values. Returns the version of the shard's tables; the lowest, if updates came
+        in between. counts_no_use: do not mark the rows as used."""
 
     @abstractmethod
     def read_rows(self, request: data_pb2.ReadRequest, wanted: Sequence[TableRows], call: Call) -> int:
-        """Do as `pull_rows` does, for a reader: does not wait."""
+        """Do as `pull_rows`, for a reader, and without waiting."""
 
     def describe(self, request: control_pb2.DescribeRequest, call: Call) -> control_pb2.DescribeReply:
         """Fetch the job and its progress, for a reader."""
@@ -312,34 +313,34 @@ class Lane(ABC):
 
     @abstractmethod
     def read(self, request: data_pb2.ReadRequest, blocks: Sequence[Block], parameters: FlatBuffers, call: Call) -> set[int]:
-        """Fetch all blocks of the shard as of a cut into the buffers; what stands for the workers' positions, see PullFrame."""
+        """Fetch all blocks of the shard at a cut into the buffers. Returns the digests of workers' positions in PullFrames."""
 
     @abstractmethod
     def push_pull(
         self, part: GradientPart, parameters: FlatBuffers, call: Call, ahead: RowsAhead | None = None
     ) -> data_pb2.PushReply:
-        """Push, and fetch the same blocks into the buffers, which are undefined if it fails; full duplex.
+        """Push, and fetch the same blocks into the buffers, which are undefined if this fails; full duplex.
 
-        ahead: rows to be fetched, too, if that takes no other round trip.
+        ahead: rows to fetch, too, if that takes no further round trip.
         """
 
     @abstractmethod
     def run_vectors(
         self, batch: vectors_pb2.VectorBatch, pieces: Sequence[NDArray[Any]], call: Call
     ) -> vectors_pb2.VectorAnswer:
-        """Run a batch on vectors, whose payload these pieces are."""
+        """Run a batch on vectors. pieces: the batch's payload."""
 
     @abstractmethod
     def change_vectors(self, kind: str, request: vectors_pb2.VectorChange, call: Call) -> vectors_pb2.VectorAnswer:
-        """Make or drop a vector, as `kind` says: "create" or "drop"."""
+        """Make or drop a vector. kind: "create" or "drop"."""
 
     @abstractmethod
     def list_vectors(self, request: vectors_pb2.VectorListRequest, call: Call) -> vectors_pb2.VectorListReply:
-        """Fetch the declarations of the vectors."""
+        """Fetch the specs of all vectors."""
 
     @abstractmethod
     def fetch_vector(self, request: vectors_pb2.VectorFetch, out: memoryview, call: Call) -> None:
-        """Fetch numbers of a vector into `out`, which they fill, and whose contents are undefined if this fails."""
+        """Fetch numbers of a vector, as many as fill `out`, whose contents are undefined if this fails."""
 
     @abstractmethod
     def close(self) -> None:

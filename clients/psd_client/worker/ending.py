@@ -1,6 +1,6 @@
-"""The end of connections that nobody has closed: when they are forgotten, and when the program ends, by an exception or not.
+"""Ends connections that the program has not closed: when it drops them, and when it ends, by an exception or not.
 
-Must not know what a worker does meanwhile.
+Must not know what a worker does before that.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ class Endable(Protocol):
 
     @property
     def seat(self) -> tuple[tuple[str, ...], int] | None:
-        """The shards and the rank, while it is open."""
+        """The shards' addresses and the rank; None once it has ended."""
 
     def close(self, error: BaseException | None = None) -> None:
-        """End as one that has finished, or failed by `error`. Idempotent."""
+        """End the connection: as finished, or as failed if there is an `error`. Idempotent."""
 
     def abort_turn(self) -> None:
-        """Let go of the threads of a push whose gradient nobody will complete."""
+        """Release the threads of a push whose gradient nobody will complete."""
 
 
 class ChildFailed(Exception):
@@ -47,14 +47,14 @@ def remember(worker: Endable) -> None:
 
 
 def remembered() -> list[Endable]:
-    """Connections of this process that are not forgotten; some may have ended."""
+    """Connections that this process has made and not dropped; some may have ended."""
     return list(_open_workers)
 
 
 def close_in_thread(worker: Endable) -> None:
-    """Close a worker that the program has forgotten, which may have pushed last.
+    """Close a worker that the program has dropped, perhaps right after a push.
 
-    In a thread of its own: Python frees objects anywhere, also in a thread that holds one of gRPC's locks.
+    It does so in a thread of its own, because Python frees objects anywhere, also in a thread that holds one of gRPC's locks.
     """
     with contextlib.suppress(RuntimeError):  # the interpreter exits, and atexit has closed all workers
         threading.Thread(target=worker.close, name="psd-leave").start()
@@ -62,7 +62,7 @@ def close_in_thread(worker: Endable) -> None:
 
 @atexit.register
 def _close_all() -> None:
-    """Leave every job, at the end of the program."""
+    """Close all connections at the end of the program."""
     # Set while multiprocessing ends a child by an exception; set for good when an exception has ended the main program.
     error = sys.exc_info()[1] or getattr(sys, "last_value", None) or _child_error
     for worker in list(_open_workers):
@@ -80,8 +80,8 @@ def _begin_end() -> None:
 def _has_failed_as_child() -> bool:
     """True in a child of multiprocessing that an exception has ended.
 
-    From Python 3.13 on a child is still running its own functions for the end when the exception has been handled, and
-    only the function that has called this one knows of it.
+    From Python 3.13 on a child runs its functions for the end after the exception was handled. Then only multiprocessing's own
+    function further up the stack knows of the exception.
     """
     frame = inspect.currentframe()
     while frame is not None and frame.f_code is not BaseProcess._bootstrap.__code__:  # type: ignore[attr-defined]  # noqa: SLF001

@@ -1,7 +1,7 @@
 """The calls on flat buffers, with which the faces of frameworks declare, push and pull.
 
-The buffers are the worker's; a face writes gradients where they are sent from, and reads parameters where they are received.
-Must not know frameworks, names of tensors, or how anything travels.
+The buffers belong to the worker. A face writes gradients into the memory from which they are sent, and reads parameters from
+the memory into which they are received. Must not know frameworks, names of tensors, or how anything travels.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ class FlatCalls(WorkerConnection):
         is_lending: bool = False,
         tables: Sequence[SparseTableSpec] = (),
     ) -> None:
-        """Declare flat tensors: `initial` writes this worker's values into the buffers; then `parameters` holds the job's.
+        """Declare flat tensors, and tables, whose rows `pull_rows` fetches. Afterwards `parameters` hold the job's values.
 
-        And tables, whose rows `pull_rows` fetches.
-
-        is_lending: see ParameterPlaces.
+        Args:
+            initial: writes this worker's initial values into the buffers.
+            is_lending: as in ParameterPlaces.
         """
         with self.operation("declare"):
             if self._exchange is not None:
@@ -103,15 +103,15 @@ class FlatCalls(WorkerConnection):
             self._exchange = exchange
 
     def keep_buffers(self, fill: Callable[[int], None]) -> None:
-        """Store what `fill` writes into the views in `parameters` of tensors of buffers, whenever that is due.
+        """Send buffers whenever they are due. `fill` writes them into their tensors' views in `parameters`.
 
-        fill: given `times_gone_back`. Where that has grown, what is there is the job's, and nothing is to be written.
+        fill: called with `times_gone_back`. If that has grown, it must write nothing: the views hold the checkpoint's buffers.
         """
         self.declared.buffers.fill = fill
 
     @property
     def times_gone_back(self) -> int:
-        """Number of times that the job has gone back to a checkpoint since it was declared; `parameters` then hold it anew."""
+        """Times that the job has gone back to a checkpoint since it was declared; `parameters` then hold the checkpoint's."""
         return self.declared.buffers.times_gone_back
 
     @property
@@ -128,7 +128,7 @@ class FlatCalls(WorkerConnection):
         return self._exchange is not None and self._exchange.is_skipped
 
     def pull_flat(self) -> None:
-        """Pull into `parameters`, whose contents are undefined if it fails."""
+        """Pull into `parameters`, whose contents are undefined if this fails."""
         with self.operation("pull"):
             self.declared.pull()
 
@@ -138,9 +138,9 @@ class FlatCalls(WorkerConnection):
         """Pull rows of tables, in one round trip to each shard: new arrays of shape (*ids.shape, dim), by table.
 
         Args:
-            wanted: by index of the table, ids: int64 or uint64, of any shape. Each distinct one travels once.
-            counts_no_use: the rows are not marked as used: for evaluation.
-            turn: in a thread of the caller's, for which `take_turn` has reserved the connection.
+            wanted: ids by index of the table: int64 or uint64, of any shape. Each distinct id is sent once.
+            counts_no_use: for evaluation: do not mark the rows as used.
+            turn: the call's turn, if it is made in another thread, for which `take_turn` has reserved the connection.
         """
         if self._turn is None and not counts_no_use and (found := self.declared.rows.take(wanted)):
             self._check_usable("pull of rows")
@@ -149,25 +149,25 @@ class FlatCalls(WorkerConnection):
             return self.declared.pull_rows(wanted, counts_no_use=counts_no_use)
 
     def prefetch_rows(self, wanted: Mapping[int, NDArray[Any]]) -> None:
-        """Have rows come with the next push_pull: `pull_rows` of the same ids, after it, then needs no round trip."""
+        """Ask for rows with the next push_pull: then `pull_rows` of the same ids, after it, needs no round trip."""
         self.declared.rows.prefetch(wanted)
 
     def rows_by_shard(self, rows: Gradients) -> list[list[TableRows]]:
-        """Gradients of rows as `Feed.finish` takes them; not to be changed before the feed's push has ended."""
+        """Gradients of rows in the form that `Feed.finish` takes. Do not change them before the feed's push has ended."""
         return self.declared.rows.gradients(rows).by_shard
 
     def set_parameters(self, write: Callable[[FlatBuffers], None]) -> None:
-        """Set the job's parameters to what `write` writes; called by all workers, with the same values, at the same step.
+        """Set the job's parameters to what `write` writes. All workers must call it, with the same values, at the same step.
 
-        When it returns `parameters` hold them.
+        When it returns, `parameters` hold these values.
         """
         with self.operation("load_parameters"):
             self.declared.load(lambda load: load.run(write))
 
     def set_slots(self, given: Mapping[int, SlotValues]) -> None:
-        """Set the slots of tensors, by their index in the job; let those of all others, and of rows, begin anew.
+        """Set the slots of tensors, by the tensors' index; let the slots of all other tensors, and of rows, begin anew.
 
-        Called by all workers, with the same values, at the same step.
+        All workers must call it, with the same values, at the same step.
         """
         with self.operation("reset_slots"):
             self.declared.load(lambda load: load.run_slots(given))
@@ -181,11 +181,11 @@ class FlatCalls(WorkerConnection):
         *,
         skip: bool = False,
     ) -> None:
-        """Push `gradients` and pull into `parameters`, whose contents are undefined if it fails, in one round trip.
+        """Push `gradients` and pull into `parameters`, whose contents are undefined if this fails, in one round trip.
 
         Args:
-            scalars: per group, in the order of the rule's list.
-            weight: samples behind the gradients.
+            scalars: the rule's scalars for each group, in the order of the rule's list.
+            weight: number of samples from which the gradients were computed.
             present: (tensors,) which tensors have a gradient; None: all. The views of the others are zeroed.
             rows: gradients of rows of tables; copied if they are needed later.
             skip: the gradients are not finite: skip the round. For jobs with nan_policy="skip".
@@ -194,11 +194,12 @@ class FlatCalls(WorkerConnection):
             self.declared.push_pull(scalars, weight, present, rows, skip=skip)
 
     def take_turn(self, turn: Turn) -> None:
-        """Reserve the connection, before the thread begins that makes the call: between the calls before and after this one."""
+        """Reserve the connection for a call that another thread will make, before that thread is started: the call comes after
+        those already made, and before those made from now on."""
         turn.before, self._turn = self._turn, turn
 
     def begin_feed(self, feed: Feed) -> None:
-        """Reserve the connection, before the thread begins that calls `push_pull_feed`: later calls come after it."""
+        """Reserve the connection for `push_pull_feed`, before the thread that calls it starts: later calls come after it."""
         self._session.orders.check_end(self.clock)
         self.take_turn(feed)
         self._untold = None
@@ -211,15 +212,15 @@ class FlatCalls(WorkerConnection):
         on_received: Callable[[int], None],
         versions_read: Sequence[int] | None = None,
     ) -> None:
-        """Push and pull as `push_pull_flat` does, in a thread of the caller's, gradients that are still being computed.
+        """Push and pull as `push_pull_flat` does, while the gradients are still being computed. Call it in another thread.
 
-        Once the feed is finished, other calls wait for this one's end.
+        Once the feed is finished, other calls wait until this one has ended.
 
         Args:
-            feed: says which blocks of `gradients` are ready. The shards look for NaN.
-            on_received: told the index of each block of `parameters` that has been received, in any thread; again, if it is
+            feed: says which blocks of `gradients` are ready. The shards check for NaN.
+            on_received: called, in any thread, with the index of each block of `parameters` that was received; again, if it is
                 received again.
-            versions_read: by block, of the parameters that the gradients were computed from; None: all that were received.
+            versions_read: by block, the version from which the gradients were computed; None: the versions received last.
         """
         try:
             with self.operation("push_pull", turn=feed):
@@ -237,5 +238,5 @@ class FlatCalls(WorkerConnection):
             feed.ended.set()
 
     def forget_failure(self) -> None:
-        """Note that the program has heard of the last push's failure."""
+        """Note that the program knows of the last push's failure."""
         self._untold = None

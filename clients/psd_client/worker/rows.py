@@ -1,6 +1,6 @@
-"""Rows of tables at one worker: the gradients of a push, and what a pull asks for, by shard.
+"""Rows of tables at one worker: divides the gradients of a push, and the ids of a pull, among the shards.
 
-Each distinct id travels once. Must not know sessions, rounds or what tables are for.
+Each distinct id is sent once. Must not know sessions, rounds or what tables are for.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from psd_client.lanes.shards import THROUGHPUT_MIN
 from psd_core.distinct import Distinct, distinct_of_each, expand_each, sum_each
 
 PULL_IDS_MAX = 1 << 16
-"""Ids of one call, or fewer where a shard takes no more: larger pulls are made of several."""
+"""Most ids in one call, if the shards allow so many. Larger pulls are made of several calls."""
 
 REMEMBERED = 2
-"""Batches whose distinct ids are remembered: where rows are fetched ahead, the next pull comes before a push."""
+"""Number of batches whose distinct ids are remembered: if rows are fetched ahead, the next pull comes before the push."""
 REMEMBERED_BYTES_MAX = 8 << 20
-"""Bytes of ids of the largest batch that is remembered."""
+"""Most bytes of ids in a batch that is remembered."""
 
 _FLOAT32, _UINT16 = np.dtype(np.float32), np.dtype(np.uint16)
 
 Gradients = Mapping[int, tuple[NDArray[Any], NDArray[Any]]]
-"""Gradients of rows, by index of the table: ids, int64 or uint64, of any shape; and numbers of shape (*ids.shape, dim), in
-float32, float16, or uint16, the bits of bfloat16. They travel in their dtype."""
+"""Gradients of rows, by index of the table: ids, int64 or uint64, of any shape; and values of shape (*ids.shape, dim), in
+float32, float16, or uint16 with the bits of bfloat16. They are sent in their dtype."""
 
 
 class Batches:
-    """The distinct ids of one worker's latest batches: a push mostly has those of the pull before."""
+    """Remembers the distinct ids of one worker's latest batches: a push usually has the ids of the last pull."""
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
@@ -43,7 +43,7 @@ class Batches:
         self._latest: list[tuple[list[tuple[int, bytes]], list[Distinct]]] = []
 
     def dims(self, tables: Iterable[int]) -> list[int]:
-        """Numbers of a row of each table. Raises InvalidRequest if there is none such."""
+        """Length of a row of each of these tables; InvalidRequest if one does not exist."""
         try:
             return [self._dims[table] for table in tables]
         except KeyError as error:
@@ -64,13 +64,13 @@ class Batches:
 
 
 class RowGradients:
-    """The gradients of rows in one push: of each distinct id the sum. The program may change its own arrays afterwards.
+    """The gradients of rows in one push, summed for each distinct id. The program may change its own arrays afterwards.
 
     Args:
-        gradients: see Gradients; may be empty. memory: for their sums.
+        gradients: the program's gradients; may be empty. memory: provides memory for the sums.
 
     Attributes:
-        by_shard: the rows of each shard. transfer_s: seconds that they may take.
+        by_shard: the rows of each shard. transfer_s: seconds that sending them may take.
     """
 
     def __init__(self, batches: Batches, gradients: Gradients, memory: RowsMemory) -> None:
@@ -92,11 +92,11 @@ class RowGradients:
         self.transfer_s = nbytes / THROUGHPUT_MIN
 
     def squares(self) -> int | None:
-        """The sum of the squares of all sums, see psd_core.square_sum."""
+        """The sum of the squares of all sums; see psd_core.square_sum."""
         return psd_core.total_squares(psd_core.square_sum_of_rows(values) for values in self._values)
 
     def first_nonfinite(self) -> tuple[str, int] | None:
-        """The first table, and the id, whose sum holds NaN or infinity; None if all are finite."""
+        """The table and the id of the first sum that holds NaN or infinity; None if all are finite."""
         for table, batch, values in zip(self._tables, self._found, self._values, strict=True):
             element = psd_core.first_nonfinite(values.reshape(-1))
             if element >= 0:
@@ -105,7 +105,7 @@ class RowGradients:
 
 
 def is_same_rows(some: Sequence[Sequence[TableRows]], others: Sequence[Sequence[TableRows]]) -> bool:
-    """True if they are of the same tables, and the rows of all shards have the same bits."""
+    """True if both have the same tables, and rows with the same bits for all shards."""
     mine, theirs = ([rows for shard in by_shard for rows in shard] for by_shard in (some, others))
     return len(mine) == len(theirs) and all(
         a.table == b.table
@@ -117,14 +117,14 @@ def is_same_rows(some: Sequence[Sequence[TableRows]], others: Sequence[Sequence[
 
 
 class RowPull:
-    """One pull of rows: what it asks each shard for, and what has come. May be made again: what came before is overwritten.
+    """One pull of rows: what it asks each shard for, and the rows that have come. If it is repeated, these are overwritten.
 
     Args:
-        wanted: by index of the table, ids: int64 or uint64, of any shape. memory: for what comes.
-        ids_max: the most that each shard takes in one call.
+        wanted: ids by index of the table: int64 or uint64, of any shape. memory: provides memory for the rows.
+        ids_max: the most ids that each shard takes in one call.
 
     Attributes:
-        rows: number of distinct ids, of all tables. transfer_s: seconds that they may take.
+        rows: number of distinct ids, over all tables. transfer_s: seconds that receiving the rows may take.
     """
 
     def __init__(self, batches: Batches, wanted: Mapping[int, NDArray[Any]], memory: RowsMemory, ids_max: int) -> None:
@@ -134,7 +134,7 @@ class RowPull:
         dims, specs = batches.dims(tables), batches.layout.spec.tables
         self._shapes = [(*wanted[table].shape, dim) for table, dim in zip(tables, dims, strict=True)]
         self._found = batches.of({table: wanted[table] for table in tables})
-        # What is stored in 16 bits loses nothing by travelling so.
+        # Rows that are stored in 16 bits are sent in 16 bits: nothing is lost.
         dtypes = [_UINT16 if specs[table].dtype == "bfloat16" else _FLOAT32 for table in tables]
         shapes = [(len(batch.ids), dim) for batch, dim in zip(self._found, dims, strict=True)]
         self._values = memory.arrays(shapes, dtypes)
@@ -142,7 +142,7 @@ class RowPull:
         self.transfer_s = sum([values.nbytes for values in self._values]) / THROUGHPUT_MIN
 
     def at(self, shard: int) -> list[list[TableRows]]:
-        """The rows of one shard, whose values are to be filled, in portions for one call each; none if none are wanted."""
+        """The rows of one shard, whose values are still to be filled, in portions for one call each; empty if it has none."""
         whole = _rows_of(shard, self._layout.shard_count, self._tables, self._found, self._values)
         if self.rows <= self._portion:
             return [whole] if sum([len(rows.ids) for rows in whole]) else []
@@ -160,7 +160,7 @@ class RowPull:
         return portions
 
     def results(self) -> dict[int, NDArray[np.float32]]:
-        """The rows of all ids (*ids.shape, dim), by table."""
+        """The rows of all ids, repeated ones included, by table: shape (*ids.shape, dim)."""
         expanded = expand_each(self._found, self._values)
         return {table: rows.reshape(shape) for table, rows, shape in zip(self._tables, expanded, self._shapes, strict=True)}
 
@@ -168,7 +168,7 @@ class RowPull:
 def _rows_of(
     shard: int, shards: int, tables: Sequence[int], found: Sequence[Distinct], values: Sequence[NDArray[Any]]
 ) -> list[TableRows]:
-    """One shard's part of the distinct ids of some tables, and of a row of numbers for each."""
+    """One shard's part of the distinct ids of some tables, and of their rows of values."""
     if shards == 1:
         return [TableRows(table, batch.ids, rows) for table, batch, rows in zip(tables, found, values, strict=True)]
     cut = [slice(batch.starts[shard], batch.starts[shard + 1]) for batch in found]
@@ -181,7 +181,7 @@ def _rows_of(
 def _narrowed(values: NDArray[np.float32], dtype: np.dtype[Any]) -> NDArray[Any]:
     """Numbers in float16, or as the bits of bfloat16, rounded to the nearest, ties to even."""
     if dtype == np.float16:
-        with np.errstate(over="ignore"):  # infinity is looked for afterwards
+        with np.errstate(over="ignore"):  # first_nonfinite finds infinity afterwards
             return values.astype(np.float16)
     bits = values.view(np.uint32)
     rounded = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16

@@ -1,8 +1,8 @@
 """One worker's connection: the order of calls (connect, declare, close), one thread at a time, and the end.
 
-A worker that ends in whatever way says so to the shards: on close(), when the object is forgotten, and when the interpreter
-exits (ending.py). Programs hold a ParameterServer, which has a worker; flat_calls.py adds what all faces build on: flat buffers
-in, flat buffers out. The work is done below: session.py (who takes part) and exchange.py (bytes).
+However a worker ends, it tells the shards: on close(), when the program drops the object, and when the interpreter exits
+(ending.py). Programs hold a ParameterServer, which has a worker; flat_calls.py adds the calls on flat buffers, on which all
+faces build. Other modules do the work: session.py (membership) and exchange.py (bytes).
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ ONE_JOB = (
     "A process is one worker of one job, and what a job trains is fixed. To train two models, declare them together: in torch "
     "as one torch.nn.ModuleList, with one optimizer"
 )
-"""Advice for who declares a second time."""
+"""Advice for a program that declares a second time."""
 
 
 class Turn(Protocol):
-    """A call in another thread, which the program's own calls come after.
+    """A call that another thread makes, and that comes before the program's later calls.
 
     Attributes:
-        is_finished: it waits for nothing that the program does. in_background: the program does not wait for it.
-        ended: set when it has ended, well or not.
-        before: the turn that was taken before, until that has ended: this one's call comes after it.
+        is_finished: True once it waits for nothing that the program does. in_background: the program does not wait for it.
+        ended: set when the call has ended, with or without an error.
+        before: the turn before this one, while its call may not have ended: this call comes after it.
     """
 
     is_finished: bool
@@ -55,15 +55,15 @@ class Turn(Protocol):
     before: Turn | None
 
     def abort(self) -> None:
-        """Give it up, unless it ends with the connection."""
+        """Give the call up, unless it ends with the connection."""
 
 
 class WorkerConnection:
     """One worker of a job, over flat buffers.
 
     Args:
-        config: settings. lanes: the way to each shard, in their order; closed with the connection.
-        on_end: called when it has ended, whichever way.
+        config: settings. lanes: one to each shard, in the shards' order; closed with the connection.
+        on_end: called when the connection has ended, however it did.
 
     Attributes:
         rank: this worker's number, from 0. world_size: number of workers of the job.
@@ -78,7 +78,7 @@ class WorkerConnection:
         self._busy = threading.Lock()
         self._exchange: ParameterExchange | None = None
         self._turn: Turn | None = None
-        self._untold: Exception | None = None  # of a push whose caller did not wait for it
+        self._untold: Exception | None = None  # error of a push for which the program did not wait
         self._last_failed = False
         health = ShardHealth([lane.address for lane in lanes])
         self._reporter = WaitReporter(config.rank, config.report_after_s)
@@ -98,11 +98,11 @@ class WorkerConnection:
 
     @property
     def clock(self) -> int:
-        """Steps that this worker has finished."""
+        """Number of steps that this worker has finished."""
         return self._session.clock
 
     def barrier(self, name: str) -> None:
-        """Wait until all workers have called it with this name."""
+        """Wait until all workers have called this with the same name."""
         arguments.word(InvalidRequest, "name", name)
         exchange = self._exchange
         with self.operation(f"barrier {name!r}"):
@@ -144,8 +144,8 @@ class WorkerConnection:
         return self._session.stored_state
 
     def close(self, error: BaseException | None = None) -> None:
-        """Leave as one who has finished, or has failed by `error`. Idempotent."""
-        if os.getpid() != self._pid:  # a forked child ends, and has none of the threads that could be waited for
+        """Leave the job: as finished, or as failed if there is an `error`. Idempotent."""
+        if os.getpid() != self._pid:  # a forked child ends: it has none of the threads
             self._ended.acquire(blocking=False)
             return
         is_success = error is None or (isinstance(error, SystemExit) and error.code in (None, 0))
@@ -179,9 +179,9 @@ class WorkerConnection:
             ending.close_in_thread(self)
 
     def abort_turn(self) -> None:
-        """At the end of the program. Nobody completes a push that is still being computed: let its threads go.
+        """Release, at the end of the program, the threads of a push that is still being computed: nobody will complete it.
 
-        One that goes on may still need threads, which there are none of later: wait for it, unless the program has failed.
+        Wait for a push that is computed, unless the program has failed: it may need new threads, which cannot be started later.
         """
         if os.getpid() == self._pid:
             self._end_turn(is_success=getattr(sys, "last_value", None) is None)
@@ -196,7 +196,7 @@ class WorkerConnection:
             turn = turn.before
 
     def _confirm_last(self, exchange: ParameterExchange) -> None:
-        """Keep the last push until its round has closed; not after a failure, nor if another thread uses the connection."""
+        """Wait until the round of the last push has closed; not after a failure, or if another thread uses the connection."""
         is_usable = not self._ended.locked() and not self._busy.locked()
         if not is_usable or not exchange.is_unconfirmed:
             return
@@ -211,7 +211,7 @@ class WorkerConnection:
             self._warn_unconfirmed(str(error))
 
     def _store_last(self, exchange: ParameterExchange) -> None:
-        """Store the buffers of the last step for the job's last checkpoint."""
+        """Send the buffers of the last step, for the job's last checkpoint."""
         if self._ended.locked() or self._busy.locked() or self._last_failed:
             return
         try:
@@ -240,17 +240,17 @@ class WorkerConnection:
 
     @property
     def declared(self) -> ParameterExchange:
-        """The data plane, once there is a job.
+        """The data plane of the declared job.
 
         Raises:
-            NotDeclared: there is none yet.
+            NotDeclared: no job is declared yet.
         """
         if self._exchange is None:
             raise NotDeclared("psd: nothing is declared yet: call declare() first")
         return self._exchange
 
     def _go_back(self, error: RolledBack) -> RolledBack:
-        """Join the timeline that begins at a checkpoint; return the error that tells the program so."""
+        """Follow the job back to a checkpoint; return the error that tells the program about it."""
         if self._exchange is not None:
             self._exchange.go_back()
         elif self._session.is_declared:  # a job of vectors alone
@@ -265,11 +265,11 @@ class WorkerConnection:
 
     @property
     def seat(self) -> tuple[tuple[str, ...], int] | None:
-        """The shards and the rank, while the connection is open."""
+        """The shards' addresses and the rank; None once the connection has ended."""
         return None if self._ended.locked() else (self._config.servers, self.rank)
 
     def operation(self, what: str, *, turn: Turn | None = None) -> Bracket[tuple[str, Turn | None]]:
-        """One call of the program's. turn: it is that one's; calls that are made once it is finished come after it."""
+        """Bracket one call of the program. turn: the call's turn, if another thread makes it: calls after that wait for it."""
         return Bracket((what, turn), self._begin_operation, self._end_operation)
 
     def _begin_operation(self, what_and_turn: tuple[str, Turn | None]) -> None:
@@ -296,7 +296,7 @@ class WorkerConnection:
             self._busy.release()
 
     def _fail(self, what: str, error: BaseException) -> NoReturn:
-        """Raise what the program is told of this error."""
+        """Raise the error that the program gets in place of this one."""
         try:
             if isinstance(error, RolledBack):
                 raise self._go_back(error) from None
@@ -318,7 +318,7 @@ class WorkerConnection:
             ) from error
 
     def _check_usable(self, what: str) -> None:
-        """Raise RuntimeError if the connection has ended, or is another process's."""
+        """Raise RuntimeError if the connection has ended, or belongs to another process."""
         if os.getpid() != self._pid:
             raise RuntimeError(
                 f"psd: {what}: connected in process {self._pid}, used in process {os.getpid()}. A connection does not survive "

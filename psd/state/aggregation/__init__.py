@@ -1,1 +1,1 @@
-"""Aggregation: blocks, rounds, when a round closes, and how its gradients are applied. Must not know leases or files."""
+"""Aggregation: blocks and rounds, when a round closes, and how its gradients are applied. Must not know leases or files."""

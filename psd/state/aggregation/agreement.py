@@ -1,9 +1,9 @@
-"""The scalars of a round, as its workers state them on one shard: who gives way, who is told, who is refused.
+"""The scalars of a round, such as lr, as its workers state them on one shard: which worker's hold, and what the others hear.
 
-An update has the scalars of the worker that has been in the job longest among those whose gradients it counts (rounds.py sees
-to that, block by block, by their `Voice`). A worker that came later, and whose schedule may therefore lag, gives way, and is
-told by a reply. Two that have been there from the start and disagree are a mistake in the configuration. Under the shard's
-lock; must not know blocks.
+An update counts the gradients of several workers, and uses the scalars of the one that has been in the job longest (rounds.py
+chooses it for each block, by their `Voice`). A worker that joined later may have a schedule that lags: its scalars are ignored,
+and a reply tells it so. If two workers that have been there from the start disagree, the job is configured wrongly, and the
+push is refused. Used under the shard's lock; must not know blocks.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ Scalars = tuple[tuple[float, ...], ...]
 
 
 class Voice(NamedTuple):
-    """One worker's say in the scalars of a round. The least one holds: that of the worker that has been in the job longest.
+    """The scalars that one worker states for a round. The least voice holds: that of the worker that has been there longest.
 
-    So the order in which gradients come does not matter, and shards agree that have heard the same workers.
+    So the order in which gradients arrive does not matter, and shards that have heard the same workers agree.
 
     Attributes:
-        since: the clock since which the worker has been there without a gap, as PushHeader.since says it.
-        scalars: of one group, or of all.
+        since: the clock since which the worker has taken part without a gap (PushHeader.since).
+        scalars: the scalars of one group, or a tuple for each group.
     """
 
     since: int
@@ -38,7 +38,7 @@ class Voice(NamedTuple):
 
 @dataclass(slots=True)
 class _Round:
-    """Voices by rank, over all groups; the ranks whose gradients have been counted; whose voice holds."""
+    """One round: each rank's voice, for all groups; the ranks whose gradients were counted; the voice that holds."""
 
     voices: dict[int, Voice] = field(default_factory=dict)
     counted: set[int] = field(default_factory=set)
@@ -47,10 +47,10 @@ class _Round:
 
 @locks.guarded_by(locks.Level.SHARD)
 class Agreement:
-    """The scalars of the rounds that are open on one shard, and of the one before.
+    """The scalars of the rounds that are open on one shard, and of the round before them.
 
     Args:
-        infos: of each group's rule. open_round: the lowest round that is open on this shard.
+        infos: facts about the rule of each group. open_round: returns the lowest round that is open on this shard.
     """
 
     def __init__(self, infos: Sequence[RuleInfo], open_round: Callable[[], int]) -> None:
@@ -59,7 +59,10 @@ class Agreement:
         self._rounds: dict[int, _Round] = {}
 
     def check(self, round_: int, voice: Voice) -> None:
-        """Raise ScalarsDisagree, naming both workers and values, if they have been there from the start and disagree."""
+        """Raise ScalarsDisagree if this worker and the one whose voice holds disagree, and both have been there from the start.
+
+        The error names both workers and their values.
+        """
         said = self._rounds.get(round_)
         held = said.held if said is not None else None
         if said is None or held is None or held.since or voice.since or held.scalars == voice.scalars:
@@ -105,7 +108,7 @@ class Agreement:
             self._rounds[round_].counted.add(rank)
 
     def on_gone(self, rank: int) -> None:
-        """Forget the scalars of a worker that has gone, for rounds that do not count its gradient."""
+        """Forget the scalars of a worker that has gone, except in rounds that have counted its gradient."""
         for round_, said in list(self._rounds.items()):
             if rank in said.voices and rank not in said.counted:
                 del said.voices[rank]
@@ -114,7 +117,7 @@ class Agreement:
                     del self._rounds[round_]
 
     def overruled(self, round_: int, rank: int) -> data_pb2.Overruled | None:
-        """The notice for a worker whose push of a round has come: scalars that gave way, in that round or the one before."""
+        """The notice, for the reply to a worker's push, that its scalars gave way in that round or the one before; or None."""
         for said_of in (round_, round_ - 1):
             said = self._rounds.get(said_of)
             own = said.voices.get(rank) if said is not None else None
@@ -133,12 +136,12 @@ class Agreement:
         return None
 
     def known(self) -> dict[int, object]:
-        """All that the agreement holds, for comparison."""
+        """All that is known, by round; tests compare it."""
         return {r: (dict(said.voices), set(said.counted), said.held) for r, said in self._rounds.items()}
 
 
 def _difference(first: Sequence[Sequence[float]], second: Sequence[Sequence[float]]) -> tuple[int, int]:
-    """The first group, and its first scalar, in which two that are not equal differ."""
+    """The group and the scalar of the first difference. The two must not be equal."""
     return next(
         (group, scalar)
         for group, pair in enumerate(zip(first, second, strict=True))

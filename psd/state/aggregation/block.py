@@ -1,6 +1,6 @@
-"""One block: its current page, what an update writes to the next one, and what is beside updates.
+"""One block: its current page, how an update writes the next one, and the other ways to set its values.
 
-The dedup window is part of the page. Must not know sessions' validity, leases or messages.
+The dedup window is part of the page. Must not know which sessions are valid, leases or messages.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class BlockServices:
     """The facts and services that all blocks of a job share.
 
     Attributes:
-        round_kind: of the rounds that they open, one after the other.
+        round_kind: the class of the rounds that the blocks open, one after the other.
         tensor_at: names the tensor at an element of a block, for messages.
     """
 
@@ -47,11 +47,11 @@ class BlockState(Trained):
 
     Args:
         slot: the block's index in the arena.
-        times: of its rounds.
+        times: measures how long the block's rounds are open.
 
     Attributes:
-        ratio_places: see RoundSetting; None unless the rule is layer-wise.
-        offered: of a block of buffers that holds the mean of the workers'; else None.
+        ratio_places: as in RoundSetting; None unless the rule is layer-wise.
+        offered: what workers have offered, if the block holds the mean of their buffers; else None.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class BlockState(Trained):
         self._services = services
         self._arena = services.arena
         self._last_set: tuple[pages.SetMark, frozenset[int]] | None = (
-            None  # load, and what it has set, in this life of the shard
+            None  # the last load in this life of the shard, and what it has set
         )
         setting = RoundSetting(
             plan.segment_ends,
@@ -105,7 +105,7 @@ class BlockState(Trained):
         return len(self._bound.slot_starts) * self.plan.nbytes
 
     def prepare(self, values: NDArray[Any]) -> Page:
-        """A page with initial parameters, for `begin`, or to be discarded; slots begin as their rule says, all else as zero.
+        """A page with initial parameters, for `begin` or `discard`. Slots begin as their rule says, all else as zero.
 
         Raises:
             OutOfSpace: the block is as it was.
@@ -131,7 +131,7 @@ class BlockState(Trained):
         self.begin(self._written(lambda page: pages.restore(page, stored)), stored.version)
 
     def store(self, rank: int, values: NDArray[Any], present: Collection[int]) -> None:
-        """Replace the values of a block of buffers by this worker's, or by the mean over the ranks that are present.
+        """Replace the values of a block of buffers by this worker's, or by the mean over the present ranks if it holds a mean.
 
         Raises:
             OutOfSpace: the block is as it was.
@@ -145,8 +145,9 @@ class BlockState(Trained):
 
     @contextlib.contextmanager
     def setting(self, change: pages.Change, mark: pages.SetMark, clock: int) -> Iterator[None]:
-        """Set parameters or slots when the context is left without an error; the lock is held until then. What
-        this load has set before stays; nor, with rounds, does anything change when the block is beyond its clock.
+        """Set parameters or slots when the context is left without an error; the lock is held until then.
+
+        Parts that this load has already set are not set again. With rounds, nothing changes if the block is beyond `clock`.
 
         Raises:
             OutOfSpace: the block is as it was.

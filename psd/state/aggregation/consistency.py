@@ -1,6 +1,6 @@
 """The consistency policies: when a round closes, and who may go on. Small pure objects; psd/contract/consistency.py names them.
 
-Sets of workers are bit masks (see membership.py). Must not know blocks, gradients or time.
+Sets of workers are bit masks, as in membership.py. Must not know blocks, gradients or time.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from psd.contract.jobspec import JobSpec
 
 
 class Policy(Protocol):
-    """The questions of a shard about consistency.
+    """The questions that a shard asks about consistency.
 
     Attributes:
         has_rounds: True: gradients of a round are reduced to one update. False: each push is applied as it arrives.
-        has_bound: nobody goes further ahead of the slowest worker than a bound.
+        has_bound: True if no worker may go further ahead of the slowest one than a bound.
     """
 
     has_rounds: bool
@@ -34,7 +34,7 @@ class Sync:
     """Bulk-synchronous (BSP): one update per round. With quorum < world_size there are backup workers (Chen et al. 2016)."""
 
     has_rounds = True
-    has_bound = False  # on clocks; rounds do without
+    has_bound = False  # rounds need none
 
     def __init__(self, quorum: int) -> None:
         self.quorum = quorum
@@ -44,7 +44,7 @@ class Sync:
         return contributors.bit_count() >= min(self.quorum, (contributors | waited).bit_count())
 
     def lag(self, clock: int) -> int:
-        """No clock: the rounds themselves hold the workers together."""
+        """0: nobody has to wait here, because the rounds themselves hold the workers together."""
         del clock
         return 0
 
@@ -61,13 +61,13 @@ class Async:
         return True
 
     def lag(self, clock: int) -> int:
-        """No bound."""
+        """0: there is no bound."""
         del clock
         return 0
 
 
 class StaleSynchronous(Async):
-    """Stale synchronous parallel (SSP; Ho et al. 2013): applied at once; a worker waits while clock - min_clock > bound."""
+    """Stale synchronous parallel (SSP; Ho et al. 2013): as ASP, but a worker waits while clock - min_clock > bound."""
 
     has_bound = True
 
@@ -75,12 +75,12 @@ class StaleSynchronous(Async):
         self.staleness_bound = staleness_bound
 
     def lag(self, clock: int) -> int:
-        """The slowest worker may be `staleness_bound` steps behind."""
+        """The clock `staleness_bound` steps behind, but at least 0."""
         return max(0, clock - self.staleness_bound)
 
 
 def ranks_in(mask: int) -> list[int]:
-    """The workers of a bit mask."""
+    """The ranks in a bit mask, ascending."""
     return [rank for rank in range(mask.bit_length()) if mask >> rank & 1]
 
 

@@ -1,9 +1,9 @@
 """The open round of a block with exact aggregation: it keeps gradients apart until it is settled how they count.
 
-`ExactRound` takes them only from the workers that shard 0 has decided on, and adds them in the order of the ranks, so that
-the result depends on nothing else. `MeasuredRound` also waits for a verdict, where updates need norms over the whole
-gradient. See psd/state/aggregation/settlement.py for who decides and judges. Under the block's lock; must not know versions,
-workers' leases or shards.
+`ExactRound` counts only the gradients of the workers that shard 0 has decided on, and adds them in the order of the ranks, so
+that the result depends on nothing else. `MeasuredRound` also waits for a verdict; jobs whose updates need norms over the whole
+gradient use it. psd/state/aggregation/settlement.py tells how rounds are decided and judged. Used under the block's lock; must
+not know versions, workers' leases or shards.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class ExactRound(Round):
 
     @override
     def standing(self, part: Contribution) -> Outcome | None:
-        """Standing of a gradient. A half push of an earlier session does not count: its successor's replaces it, until that is
-        decided."""
+        """Standing of a gradient. Until the round is decided, a push of a later session replaces the half push of an earlier
+        one."""
         if self._decided is not None and not self._decided >> part.rank & 1:
             return Outcome.LATE
         staged = self._parts.get(part.rank)
@@ -80,7 +80,7 @@ class ExactRound(Round):
 
     @override
     def update(self, last: Contribution | None) -> Update:
-        """Sum in the order of the ranks, in double precision for the weights."""
+        """The sum in the order of the ranks; weights are added in double precision."""
         assert self._decided is not None
         parts = dict(self._parts)
         if last is not None:
@@ -132,7 +132,7 @@ class ExactRound(Round):
             self._sum = None
 
     def _staged(self) -> int:
-        return sum(1 << rank for rank in list(self._parts))  # of a copy: `missing` is asked without the lock
+        return sum(1 << rank for rank in list(self._parts))  # over a copy, because `missing` is asked without the lock
 
     def _drop(self, rank: int) -> None:
         part = self._parts.pop(rank, None)
@@ -144,7 +144,7 @@ class ExactRound(Round):
 
 
 class MeasuredRound(ExactRound):
-    """Also waits for a verdict: with all members' gradients it can be measured, and with the verdict it is complete."""
+    """Also waits for a verdict. It can be measured once it has all members' gradients, and is complete with the verdict."""
 
     def __init__(self, number: int, setting: RoundSetting) -> None:
         super().__init__(number, setting)
@@ -158,18 +158,18 @@ class MeasuredRound(ExactRound):
 
     @override
     def take(self, part: Contribution) -> Taken:
-        """Keep the gradient. It is never the last: all gradients have to be measured together."""
+        """Keep the gradient. Never returns Taken.LAST, because all gradients have to be measured together."""
         self._keep(part)
         return Taken.COMPLETE if self.is_complete() else Taken.OPEN
 
     @override
     def is_complete(self) -> bool:
-        """True once there is a verdict, or nothing to judge: without members a round changes nothing."""
+        """True once all members' gradients and the verdict are here. A round without members needs neither."""
         return super().is_complete() and (self._decided == 0 or self._verdict is not None)
 
     @override
     def update(self, last: Contribution | None) -> Update:
-        """Update that follows the verdict."""
+        """The update as the verdict has it: scaled, or with no gradient if the round is skipped."""
         assert last is None
         whole, verdict = self._gathered(), self._verdict
         if verdict is None:
@@ -209,7 +209,7 @@ class MeasuredRound(ExactRound):
         super().end()
 
     def _gathered(self) -> Update:
-        """The round, its gradient reduced to one array; the same numbers that a step would reduce it to."""
+        """The round's update with its gradient reduced to one array: the same numbers that the kernel would compute."""
         if self._whole is None:
             found = super().update(None)
             gradient = Gradient(self._reduced_to_one(found.gradient), None, 1.0, 1.0, found.gradient.touched)

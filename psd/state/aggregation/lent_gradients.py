@@ -1,12 +1,13 @@
-"""Gradients that are lent: they are not copied, but read where they lie, in memory that shard and worker share or in a message.
+"""Lent gradients: they are not copied, but read where they lie, in memory that shard and worker share or in a message.
 
 A call that waits for its round lends its gradients (`Loan`). A round reads two of them in place (`RoundSum`): the first one,
 instead of beginning a sum with a copy of it, and the one that completes the round, in the pass that applies the update. Any of
-the round's calls may do that. Before a call ends it ends its loan, and blocks that still read the memory copy what they need.
+the round's calls may run that pass. Before a call ends, it ends its loan, and blocks that still read its memory copy what they
+need.
 
 1. When `Loan.end` has returned, nothing reads the memory.
-2. A gradient that is lent counts as one that is copied would: once, in the same place of the sum.
-3. If there is no memory for a copy, the sum is as it was, and still reads the gradient where it lies.
+2. A lent gradient counts like a copied one: once, and in the same place of the sum.
+3. If there is no memory for a copy, the sum stays as it was, and still reads the gradient where it lies.
 
 `RoundSum` is used under its block's lock. Must not know rounds, blocks or workers.
 """
@@ -22,7 +23,7 @@ import psd_core
 from psd.state.pages import Lender
 
 HALF_BYTES = 2
-"""Bytes of an element that a sum cannot have: gradients of 16 bits are widened as they are added."""
+"""Element size of 16-bit gradients. A sum is never of 16 bits: such gradients are widened as they are added."""
 
 
 class Loan:
@@ -32,18 +33,18 @@ class Loan:
         self._borrowers: list[tuple[Callable[[Loan, int], None], int]] = []
 
     def to(self, take_over: Callable[[Loan, int], None], round_: int) -> None:
-        """Note that a gradient of this call may be read in a round; `take_over` is called with both when the loan ends."""
+        """Note that a round may read a gradient of this call. When the loan ends, `take_over` is called with loan and round."""
         self._borrowers.append((take_over, round_))
 
     def end(self) -> None:
-        """Have everybody copy what is still needed: the worker's memory is about to change, or to go."""
+        """Let every borrower copy what it still needs, because the worker's memory is about to change or to be released."""
         while self._borrowers:
             take_over, round_ = self._borrowers.pop()
             take_over(self, round_)
 
 
 class Lent(NamedTuple):
-    """A gradient that is lent."""
+    """A lent gradient, with its weight in the sum."""
 
     values: Any
     weight: float
@@ -53,7 +54,7 @@ class Lent(NamedTuple):
 class RoundSum:
     """The weighted sum of a block's gradients. Two of them may be lent: the first one, and the last one.
 
-    The first is read in place if a sum could begin with it as it is: it is not widened, and its weight is 1.
+    The first one is read in place if it equals the beginning of the sum: its weight is 1, and it needs no widening.
     """
 
     def __init__(self, accumulators: Lender) -> None:
@@ -64,12 +65,12 @@ class RoundSum:
 
     @property
     def terms(self) -> tuple[NDArray[Any] | None, NDArray[Any] | None, float]:
-        """The sum so far; what is still to be added to it, and by which weight."""
+        """The sum so far, then the gradient still to be added (or None), and its weight."""
         sum_ = self._sum if self._first is None else self._first.values
         return (sum_, None, 0.0) if self._last is None else (sum_, self._last.values, self._last.weight)
 
     def add(self, values: NDArray[Any] | None, weight: float, loan: Loan | None = None) -> None:
-        """Add a gradient, None if it is empty. If it fails, nothing has changed but where an earlier one lies."""
+        """Add a gradient; None adds nothing. If this fails, the sum is the same, though the first one may now be a copy."""
         if values is None:
             return
         if self._first is not None:
@@ -82,12 +83,12 @@ class RoundSum:
             self._begin(values, weight)
 
     def complete(self, values: NDArray[Any] | None, weight: float, loan: Loan) -> None:
-        """Take the last gradient, which is lent: it is not added, but the second one of `terms`."""
+        """Take the last gradient, which is lent. It is not added: `terms` returns it beside the sum."""
         if values is not None:
             self._last = Lent(values, weight, loan)
 
     def take_over(self, loan: Loan) -> None:
-        """Copy, or add, what was lent by this loan. If it fails, nothing has changed."""
+        """Copy, or add to the sum, the gradients of this loan. If this fails, the sum is the same, and may still read them."""
         if self._first is not None and self._first.loan is loan:
             self._take_over_first()
         if self._last is not None and self._last.loan is loan:
@@ -95,7 +96,7 @@ class RoundSum:
             self._last = None
 
     def end(self) -> None:
-        """Read nothing any more, and give the memory back."""
+        """Stop reading lent gradients, and give the sum's memory back."""
         self._first = self._last = None
         if self._sum is not None:
             self._accumulators.give_back(self._sum)

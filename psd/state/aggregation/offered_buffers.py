@@ -1,7 +1,7 @@
 """Values that several workers have offered for one block of buffers, and their mean.
 
-Kept in memory alone: after a restart of the shard the mean is of those that have offered since. Guarded by the block's lock.
-Must not know pages, sessions or messages.
+Kept only in memory: after a restart of the shard, the mean covers only workers that have offered since. Guarded by the block's
+lock. Must not know pages, sessions or messages.
 """
 
 from __future__ import annotations
@@ -20,8 +20,11 @@ class Offered:
         self._by_rank: dict[int, NDArray[Any]] = {}
 
     def mean_with(self, rank: int, values: NDArray[Any], present: Collection[int]) -> NDArray[Any]:
-        """The mean with this rank's new offer, over those of the ranks that are present; in their order, so that it does not
-        depend on who came first. Integers have no mean: those of the lowest rank."""
+        """Store this rank's new offer, and return the mean of the offers of this rank and those present.
+
+        Adds in the order of the ranks, so that the result does not depend on who came first. Integers have no mean: for them,
+        returns the offer of the lowest rank.
+        """
         self._by_rank[rank] = np.array(values)
         offers = [self._by_rank[key] for key in sorted(self._by_rank) if key == rank or key in present]
         if values.dtype.kind != "f":

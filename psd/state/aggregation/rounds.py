@@ -1,6 +1,6 @@
 """The open round of a block: the gradients that it has, and how they are summed.
 
-`Round` is what a block asks of it. `FastRound` adds gradients as they arrive; psd/state/aggregation/exact_rounds.py keeps
+`Round` is the interface to the block. `FastRound` adds gradients as they arrive; psd/state/aggregation/exact_rounds.py keeps
 them apart until shard 0 has decided on them. Used under the block's lock. Must not know versions, workers' leases or pages.
 """
 
@@ -32,16 +32,17 @@ class Contribution(NamedTuple):
     """One worker's part of a push for one block.
 
     Attributes:
-        weight: samples behind it; 0 takes part and adds nothing.
+        session: the session that began the push. Rank, session and clock are the push's name.
+        weight: number of samples that the gradient was computed from; with 0 the worker takes part and adds nothing.
         values: (n,) gradient in the block's gradient_dtype, zero where not present; None: no gradient in this block at all.
-            For the tables' block, Gradients: see psd/state/tables/pushes.py.
+            For the tables' block, Gradients (psd/state/tables/pushes.py).
         present: (k,) uint8, the segments with a gradient; None: all.
-        scalars: of the block's group; of all groups, for the tables' block.
-        version_read: of the parameters that the gradient was computed from; None: not known.
-        scale: without rounds: by which the gradient is multiplied.
-        loan: by which the values may be read later, where they lie; None: they are the call's, and gone when it goes on.
-        session: as which the push was begun; with rank and clock, its name. sent_by: the session that sends it.
-        since: see Voice.
+        scalars: the scalars of the block's group; for the tables' block, those of all groups.
+        version_read: version of the parameters that the gradient was computed from; None: not known.
+        scale: without rounds: the gradient is multiplied by it.
+        loan: allows the round to read the values later, where they lie; None: the values are gone when this call goes on.
+        sent_by: the session that sends the push, which may be a later one.
+        since: as in Voice.
     """
 
     rank: int
@@ -59,7 +60,7 @@ class Contribution(NamedTuple):
 
     @property
     def voice(self) -> Voice:
-        """The worker's say in the scalars of the round."""
+        """The scalars that this worker proposes for the round."""
         return Voice(self.since, self.rank, self.scalars)
 
 
@@ -74,23 +75,23 @@ class Outcome(enum.IntEnum):
 
 
 class Taken(enum.Enum):
-    """The state of a round with a contribution that it takes."""
+    """The state of a round after it was offered a contribution."""
 
     OPEN = enum.auto()  # it waits for others
-    DUE = enum.auto()  # complete; whoever asks for the result first applies it
+    DUE = enum.auto()  # complete; the first call that asks for the result applies it
     COMPLETE = enum.auto()  # to be applied now
     LAST = enum.auto()  # to be applied now, with the contribution, which was not taken: if that fails, nothing has changed
 
 
 class Unmeasured(enum.Enum):
-    """The reason why a round has no measure here."""
+    """The reason why a round cannot be measured here now."""
 
     OPEN = enum.auto()  # gradients are still to come
     CLOSED = enum.auto()
 
 
 class Update(NamedTuple):
-    """The update by a round: its gradient, the scalars that hold, and by rank the sessions whose pushes it counts."""
+    """The update that a round makes: its gradient, the scalars to use, and by rank the sessions whose pushes it counts."""
 
     gradient: Gradient
     scalars: Sequence[Any]
@@ -99,7 +100,7 @@ class Update(NamedTuple):
 
 @functools.lru_cache(8192)
 def segments(count: int, value: int) -> NDArray[np.uint8]:
-    """All segments, or none, shared by rounds: making arrays costs more than what is done with them."""
+    """A read-only array of `count` times `value` (1: all segments, 0: none). Cached: making it costs more than using it."""
     array = np.full(count, value, np.uint8)
     array.flags.writeable = False
     return array
@@ -110,9 +111,9 @@ class RoundSetting:
     """The facts that all rounds of a block share.
 
     Attributes:
-        segment_ends, rule: of the block.
-        is_mean: updates are by the mean of the gradients, weighted by samples; else by their sum.
-        ratio_places: for a layer-wise rule: of each segment of the block, where its tensor's ratio is in a verdict.
+        segment_ends, rule: those of the block.
+        is_mean: True: an update applies the mean of the gradients, weighted by samples. False: their sum.
+        ratio_places: (k,), for a layer-wise rule: for each segment of the block, the index of its tensor's ratio in a verdict.
     """
 
     segment_ends: NDArray[np.uint32]
@@ -128,11 +129,11 @@ class Round(ABC):
     """An open round of one block.
 
     Args:
-        number: of the round; also the block's version while it is open.
+        number: the round's number; also the block's version while it is open.
 
     Attributes:
-        is_due: it is complete, and left to whoever asks for its result first.
-        is_staging: it is not known yet whether the gradients that it takes count.
+        is_due: True if it is complete, and the first call that asks for its result is to apply it.
+        is_staging: True while it is not known whether the gradients that it takes count.
     """
 
     is_due = False
@@ -147,7 +148,7 @@ class Round(ABC):
 
     @abstractmethod
     def standing(self, part: Contribution) -> Outcome | None:
-        """None if the round takes this contribution; else what became of it: LATE, or it has come before."""
+        """None if the round takes this contribution; else why not: it is LATE, or has come before (DUPLICATE, STAGED)."""
 
     @abstractmethod
     def take(self, part: Contribution) -> Taken:
@@ -155,11 +156,14 @@ class Round(ABC):
 
     @abstractmethod
     def is_complete(self) -> bool:
-        """True if the round is to be applied as it is."""
+        """True if the round is to be applied now, with what it has."""
 
     @abstractmethod
     def update(self, last: Contribution | None) -> Update:
-        """The update by the round, with the contribution that completes it. If it fails, nothing has changed."""
+        """The update that the round makes, with `last`, the contribution that completes it but was not taken, if there is one.
+
+        If this fails, nothing has changed.
+        """
 
     @abstractmethod
     def missing(self) -> int:
@@ -175,32 +179,32 @@ class Round(ABC):
 
     @abstractmethod
     def session_of(self, rank: int, *, is_committed: bool) -> int:
-        """The session of a rank whose gradient counts in this round, unless the process dies before it closes; 0: none's does.
+        """The session of this rank whose gradient counts in this round, unless the process dies before it closes; 0: none.
 
         Args:
-            is_committed: EXACT: all shards have it, as shard 0 knows.
+            is_committed: EXACT: shard 0 knows that all shards have the gradient.
         """
 
-    # -- what is of some kinds only ------------------------------------------------------------------------------------
+    # -- what only some kinds of rounds do -----------------------------------------------------------------------------
 
     def take_over(self, loan: Loan) -> None:
-        """FAST: copy what was lent by this loan. If it fails, nothing has changed."""
+        """FAST: copy the gradients of this loan that are still needed. If this fails, nothing has changed."""
         del loan
 
     def decide(self, members: int) -> None:
-        """EXACT: let these workers (a bit mask) make up the round."""
+        """EXACT: note that these workers (a bit mask) are the round's members."""
         raise NotImplementedError
 
     def loss(self) -> StateLost | None:
-        """EXACT: why the round can never close: gradients of members that are gone are not here; or None."""
+        """EXACT: the error if the round can never close, because gradients of members that are gone are lost; else None."""
         return None
 
     def measure(self, page: Page | None, under: Verdict | None) -> Squares | Unmeasured:
-        """EXACT, with verdicts: sums of squares of the gradient; or of the updates `under` a verdict, two for each segment."""
+        """EXACT, with verdicts: the sum of squares of the gradient; or, `under` a verdict, two sums for each segment."""
         raise NotImplementedError
 
     def judge(self, verdict: Verdict) -> None:
-        """EXACT, with verdicts: let the round be applied as its verdict says."""
+        """EXACT, with verdicts: note the verdict, as which the round is to be applied."""
         raise NotImplementedError
 
     # -- sums ----------------------------------------------------------------------------------------------------------
@@ -224,7 +228,7 @@ class Round(ABC):
         total_weight: float,
         touched: NDArray[np.uint8],
     ) -> Gradient:
-        """The mean, or the sum, of the accumulator and the last values, which have a weight of their own."""
+        """The mean, or the sum, of the accumulator, which is weighted already, and of `weight` times `last`."""
         scale = 1.0
         if self._setting.is_mean and total_weight > 0:
             if accumulator is None and weight == total_weight:
@@ -235,20 +239,19 @@ class Round(ABC):
 
 
 class FastRound(Round):
-    """Adds contributions as they arrive. Closes when the policy says so of those that are waited for.
+    """Adds contributions as they arrive. Closes when the policy says so, given its contributors and who is waited for.
 
-    The contribution that completes it is not added if it is lent: the update is applied later, by whoever asks for its result
-    first.
+    If the contribution that completes it is lent, it is not added: the first call that asks for the result applies the update.
 
     Attributes:
-        sessions: by rank, of the contributions.
+        sessions: the sessions of the contributions, by rank.
     """
 
     def __init__(self, number: int, setting: RoundSetting) -> None:
         super().__init__(number, setting)
         self.sessions: dict[int, int] = {}
         self._contributors = 0
-        self._voice: Voice | None = None  # the one that holds, of the contributors
+        self._voice: Voice | None = None  # of the contributors' voices, the one that holds
         self._total_weight = 0.0
         self._sum = self._new_sum()
 
@@ -257,7 +260,7 @@ class FastRound(Round):
 
     @override
     def standing(self, part: Contribution) -> Outcome | None:
-        """Standing of a gradient. What an earlier session of the rank has pushed stays; a rank has one gradient in a round."""
+        """Standing of a gradient. A rank has one gradient in a round; one that an earlier session has pushed stays."""
         session = self.sessions.get(part.rank)
         if session is None:
             return None
@@ -285,7 +288,7 @@ class FastRound(Round):
         return self._setting.policy.closes(self._contributors | 1 << part.rank, self.waited())
 
     def _noted(self, part: Contribution) -> tuple[NDArray[np.uint8], Voice]:
-        """Values that `_note` needs memory for: to be had before a sum changes, from which nothing can be taken back."""
+        """Arguments for `_note`, which take memory: made before the sum changes, because nothing can be taken back from it."""
         return self._grown(self._touched, part), self._voice_with(part)
 
     def _note(self, part: Contribution, touched: NDArray[np.uint8], voice: Voice) -> None:
@@ -299,7 +302,7 @@ class FastRound(Round):
 
     @override
     def is_complete(self) -> bool:
-        """True if it closes now, also as a round of nobody if it is void."""
+        """True if the round closes now: because it has its contributors, or is void (everybody has skipped it)."""
         if self.is_due:
             return True
         if self._contributors:

@@ -1,7 +1,7 @@
 """The update rules as a shard applies them to a page: each binds a group's flags and calls one kernel, or a user's own class.
 
-psd/contract/rules.py says what a rule's numbers may be, psd_core what they do; psd/state/aggregation/staleness.py puts what
-aged gradients need around a rule. Must not know workers, rounds or locks.
+psd/contract/rules.py says what a rule's numbers may be, and psd_core what they do; psd/state/aggregation/staleness.py wraps a
+rule where gradients have an age. Must not know workers, rounds or locks.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Gradient:
-    """The reduced gradient of a block, not yet summed: scale * (accumulator + weight * last).
+    """The reduced gradient of a block, as terms that are still to be summed: scale * (accumulator + weight * last).
 
-    Of arrays for a block; of rows for the tables' block, see psd/state/tables/rounds.py.
+    The terms are arrays for a block, and rows for the tables' block (psd/state/tables/rounds.py).
 
-    The last contribution of a round is added in the same pass that applies the rule; a single one is not accumulated at all.
+    The kernel that applies the rule adds the last contribution in the same pass; a single one is not accumulated at all.
 
     Attributes:
         accumulator: sum of the weighted earlier contributions, or None.
@@ -52,9 +52,9 @@ class Gradient:
     age: int = 0
 
     def reduced(self) -> NDArray[Any]:
-        """The sum, in the parameters' dtype: an array of its own, or the only contribution where it lies.
+        """The sum, in the parameters' dtype: a new array, or the only contribution itself if it is the sum.
 
-        The same bits as in psd_core.step_block.
+        It has the same bits as the sum that psd_core.step_block computes.
         """
         given = self.last if self.last is not None else self.accumulator
         assert given is not None
@@ -72,7 +72,7 @@ class Gradient:
 
 
 class SegmentFailed(Exception):
-    """A user's own rule raised (the cause), in the run of a block that begins with this segment."""
+    """Raised when a user's own rule raises (the cause), for a run of segments that begins with this one."""
 
     def __init__(self, segment: int) -> None:
         super().__init__(segment)
@@ -80,10 +80,12 @@ class SegmentFailed(Exception):
 
 
 def rule_failed(cause: BaseException, rule: str, kind: str, name: str, version: int, *, is_known: bool) -> RuleFailed:
-    """The error for the workers; the user's traceback goes to the log, unless the round has failed before.
+    """The error for the workers. The traceback of the user's rule goes to the log, unless it is known.
 
     Args:
-        kind: "tensor" or "table". name: of the one that was to be updated.
+        rule: import path of the rule.
+        kind: "tensor" or "table". name: which one was to be updated.
+        is_known: True if the round has failed before.
     """
     text = f"rule {rule!r} failed in {kind} {name!r} at version {version}, which stays as it is"
     if not is_known:
@@ -100,13 +102,13 @@ class Rule(Protocol):
         """Write to `after` the result of applying the gradient to `before`. `after` is a spare page of the same shape.
 
         Raises:
-            SegmentFailed: a user's code did.
+            SegmentFailed: a user's rule has raised.
         """
         ...
 
 
 class BoundRule(NamedTuple):
-    """The rule of a group as its blocks apply it; its name, for messages; and what each of its slots begins with."""
+    """The rule of a group as its blocks apply it; its name, for messages; and the value that each of its slots begins with."""
 
     rule: Rule
     name: str
@@ -158,7 +160,10 @@ class Layerwise(Elementwise):
         scalars: Sequence[float],
         accumulators: Lender,
     ) -> Squares:
-        """Sums of squares, two for each segment: of its parameters and of its direction; zeros where nothing is touched."""
+        """Sums of squares, two for each segment: of its parameters and of its direction; zeros if it is not touched.
+
+        None if some square is not finite.
+        """
         sums = [0] * (2 * len(segment_ends))
         if gradient.accumulator is None:
             return sums
@@ -181,7 +186,7 @@ class Layerwise(Elementwise):
     def apply(
         self, before: Page, after: Page, gradient: Gradient, segment_ends: NDArray[np.uint32], scalars: Sequence[float]
     ) -> None:
-        """Apply the rule; the gradient has the ratios."""
+        """Apply the rule, with the trust ratios of the gradient."""
         assert gradient.ratios is not None
         lr = self._facts.scalars.index("lr")
         super().apply(before, after, gradient, segment_ends, scalars)
@@ -200,7 +205,7 @@ class Static:
 
 
 class Custom(Rule):
-    """A user's own rule; psd/contract/custom_rules.py says what its author relies on."""
+    """A user's own rule; psd/contract/custom_rules.py says what its author can rely on."""
 
     def __init__(self, group: GroupSpec, rule: ListedRule) -> None:
         self._rule = rule.kind()
@@ -211,7 +216,8 @@ class Custom(Rule):
     def apply(
         self, before: Page, after: Page, gradient: Gradient, segment_ends: NDArray[np.uint32], scalars: Sequence[float]
     ) -> None:
-        """Apply the user's rule; `after` begins as a copy of `before`, and runs of neighbours at one step go together."""
+        """Apply the user's rule to `after`, which begins as a copy of `before`: one call for each run of neighbouring segments
+        that are at the same step."""
         np.copyto(after.parameter, before.parameter)
         slots = dict(zip(self._slots, after.slots, strict=True))
         for old, new in zip(before.slots, after.slots, strict=True):
@@ -235,7 +241,7 @@ class Custom(Rule):
 
 
 def check_returned(value: object) -> None:
-    """Raise TypeError if a user's rule has returned something: it does not update in place then."""
+    """Raise TypeError if a user's rule has returned something: it should update its arguments in place."""
     if value is not None:
         raise TypeError(f"apply must update param and slots in place and return None, got {type(value).__name__}")
 
@@ -261,7 +267,7 @@ def check_listed(spec: JobSpec, listed: Mapping[str, ListedRule]) -> None:
 
 
 def rule_of(group: GroupSpec, listed: Mapping[str, ListedRule]) -> Rule:
-    """The rule of a group; the spec has been checked, so that it exists."""
+    """The rule of a group. The rule exists, because the spec has been checked."""
     if group.is_static:
         return Static()
     if group.is_layerwise:
@@ -270,7 +276,7 @@ def rule_of(group: GroupSpec, listed: Mapping[str, ListedRule]) -> Rule:
 
 
 def _touched(gradient: Gradient, segment_ends: NDArray[np.uint32]) -> Iterator[tuple[int, slice, int]]:
-    """Number, place and offset in its run of each segment that the gradient touches."""
+    """The number, place in the block, and offset in its run (psd_core.RUN) of each segment that the gradient touches."""
     start = 0
     for segment, (end, is_touched) in enumerate(zip(segment_ends.tolist(), gradient.touched.tolist(), strict=True)):
         if is_touched:

@@ -1,9 +1,9 @@
-"""Settlement of the rounds of exact aggregation: the members of a round, and how it is applied, the same on all shards.
+"""Settlement of the rounds of exact aggregation: all shards agree on the members of a round, and on how it is applied.
 
     1. commit     a worker tells shard 0 that all shards have its whole push
-    2. decision   shard 0: the members of the round, when the policy says so of those that have committed
-    3. measure    each shard: sums of squares of its part of the round
-    4. verdict    shard 0: by which scale and trust ratios the round is applied, or not at all
+    2. decision   shard 0 chooses the members of the round, as soon as the policy lets those that have committed close it
+    3. measure    each shard computes sums of squares of its part of the round
+    4. verdict    shard 0 says with which scale and trust ratios the round is applied, or that it is skipped
     5. the blocks apply the round
 
 3 and 4 are for jobs whose updates need norms over the whole gradient. As in a two-phase commit, shard 0 is the coordinator, and
@@ -12,7 +12,8 @@ asks, how often, or in which incarnation of a shard: measures follow from the de
 alone, to the bit. A decision is recorded in the arena, and a final verdict beside it, before anybody hears of it: once a
 verdict is known, some shard may have applied it, and could not measure that round again.
 
-Rounds are settled one after the other. Under the shard's lock, but for what says that it takes none. Must not know sessions.
+Rounds are settled one after the other. Methods run under the shard's lock unless they say that they take none. Must not know
+sessions.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from psd.v1 import control_pb2, data_pb2, job_pb2
 from psd_core.arena import Arena
 
 KEPT = 8
-"""Decisions that the arena keeps. Shards are at most one round apart; two would do."""
+"""Number of decisions that the arena keeps. Shards are at most one round apart, so two would be enough."""
 
 _WORD = "decided"
 
@@ -42,7 +43,7 @@ Decided = tuple[int, int]
 
 
 class Verdicts(Protocol):
-    """Keeper of the latest verdict: a shard that is started again knows it."""
+    """Storage of the latest verdict, so that a shard that is started again knows it."""
 
     def load_verdict(self) -> bytes:
         """The stored verdict; empty if there is none."""
@@ -56,7 +57,7 @@ class Coordinator:
     """Shard 0's part: who has committed the next round, what was decided, and the verdict on the latest round that has one.
 
     Args:
-        measuring: how many shards have something to measure.
+        measuring: number of shards that have something to measure.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class Coordinator:
         return self._arena.word(_WORD)
 
     def entry_clock(self, rank: int) -> int:
-        """The clock at which a new session of a rank takes part. If its last one had committed the open round, that stands."""
+        """The clock at which a new session of a rank begins: after the open round, if an earlier session has committed it."""
         return self.next_round + self.has_committed(rank)
 
     def has_committed(self, rank: int) -> bool:
@@ -98,9 +99,9 @@ class Coordinator:
         return [self._message((each, mask)) for each in rounds if (mask := self._arena.decision(each)) is not None]
 
     def latest_for(self, rank: int) -> list[job_pb2.Decision]:
-        """The latest decisions, with the last one that a worker of this rank had committed: it may have been busy since.
+        """The latest decisions, with the one on the last round that this rank has committed: it may be older than the others.
 
-        Known as long as this process lives; a later one knows the latest alone.
+        This process alone remembers that one; after a restart only the latest decisions are known.
         """
         found, last = self.latest(), self._last.get(rank)
         if last is not None and found and last[0] < found[0].round:
@@ -108,7 +109,7 @@ class Coordinator:
         return found
 
     def has_left_out(self, rank: int, round_: int) -> bool:
-        """True if a round was decided without the worker's push, in the time of this process."""
+        """True if this process has decided a round without the worker's push."""
         last = self._last.get(rank)
         return self._began_at <= round_ < self.next_round and (last is None or last[0] != round_)
 
@@ -131,8 +132,8 @@ class Coordinator:
         """Note that all shards have the worker's push of `clock`; True if that round is already decided.
 
         Args:
-            skip: the worker's gradient is not finite: the round is decided to be made of nobody, and so changes nothing.
-            only_wait: there is no such push; the worker takes part after that round, and has not heard what it is made of.
+            skip: the worker's gradient is not finite: the round is decided to have no members, and so changes nothing.
+            only_wait: there is no such push. The worker takes part after that round, and only waits for the decision on it.
 
         Raises:
             InvalidRequest: the round before is not decided, so that the worker cannot have pushed this one.
@@ -162,7 +163,7 @@ class Coordinator:
         return self._members.waited_in(self.next_round) & ~self._committed
 
     def settle(self) -> list[Decided]:
-        """Decide the rounds that are complete now, and those that everybody skips.
+        """Decide the rounds that are complete now, and those that everybody has skipped.
 
         Returns:
             All decisions since the last call; this shard's own blocks have not been told yet.
@@ -195,7 +196,7 @@ class Coordinator:
         return self._verdict if self._verdict is not None and self._verdict.round == round_ else None
 
     def judge(self, round_: int, under: Verdict | None, measures: Sequence[job_pb2.Measure]) -> Verdict | None:
-        """The verdict that follows from the measures of a round; None if one is known that needs no more. Takes no lock.
+        """The verdict that follows from the measures of a round; None if the round needs no other one. Takes no lock.
 
         Raises:
             InvalidRequest: the measures are not those of all shards.
@@ -209,7 +210,7 @@ class Coordinator:
         return judged(self._spec, round_, under, measures)
 
     def record(self, verdict: Verdict | None) -> None:
-        """Keep a verdict; the first one stands, and all others equal it."""
+        """Keep a verdict. If there is one on that round already, it stays: the new one equals it."""
         if verdict is None or self._is_judged(verdict.round):
             return
         if verdict.is_final:
@@ -223,24 +224,24 @@ class Coordinator:
 
 @locks.guarded_by(locks.Level.SHARD, only=("on_staged", "count"))
 class Participant:
-    """Each shard's part: it tells its blocks what has been settled, measures them, and counts pushes as they turn out.
+    """Each shard's part: tells its blocks what has been settled, measures them, and counts which pushes were applied.
 
     Args:
-        trained: what every push must cover.
+        trained: the blocks that every push must cover.
     """
 
     def __init__(self, spec: JobSpec, trained: Sequence[Trained]) -> None:
         self._spec = spec
         self._trained = trained
         self._decided_round = self._judged_round = -1
-        self._staged: dict[int, int] = {}  # by round, the workers whose whole push has come, and may not count
+        self._staged: dict[int, int] = {}  # by round, the workers whose whole push has come, but may not count
         self._members: dict[int, int] = {}
 
     def check(self, decisions: Sequence[job_pb2.Decision]) -> list[Decided]:
         """The decisions that a worker brings. Takes no lock.
 
         Raises:
-            InvalidRequest: there are too many, one names a worker that there is not, or the job has none.
+            InvalidRequest: there are too many, one names a worker that does not exist, or the job has no decisions.
         """
         if len(decisions) > KEPT:
             raise InvalidRequest(f"decisions: {len(decisions)} are more than the {KEPT} that shards keep")
@@ -264,20 +265,20 @@ class Participant:
     def verdict_of(
         self, request: control_pb2.CommitRequest | control_pb2.MeasureRequest | data_pb2.PullRequest
     ) -> Verdict | None:
-        """The verdict that a worker brings; InvalidRequest if it cannot be one. Takes no lock."""
+        """The verdict that a worker brings, or None; InvalidRequest if it is malformed. Takes no lock."""
         return Verdict.from_message(request.verdict, self._spec) if request.HasField("verdict") else None
 
     def follow(self, decisions: Iterable[Decided], verdict: Verdict | None = None) -> None:
-        """Tell the blocks what rounds are made of, and how one is applied. Repeating it changes nothing. Takes no lock.
+        """Tell the blocks the members of rounds, and the verdict on one. Repeating it changes nothing. Takes no lock.
 
         Raises:
-            InvalidRequest: a round that nobody can have decided yet; those that come would be taken for old ones.
+            InvalidRequest: a round that nobody can have decided yet. Following it would make all rounds before it look old.
         """
         for round_, members in decisions:
             if round_ > self._decided_round + 1:
                 self._check_round("decisions.round", round_)
-            # A block that had not closed the round when it was first told has kept the decision, unless the process has died
-            # since; therefore the last one is told again.
+            # A block that had not closed the round when it was first told keeps the decision, but loses it if the process dies;
+            # therefore blocks are told the last decision again.
             if round_ >= self._decided_round:
                 self._decided_round = round_
                 for block in self._trained:
@@ -294,7 +295,7 @@ class Participant:
             raise InvalidRequest(f"{field}: {round_} is far beyond this shard's {furthest}")
 
     def measure(self, round_: int, under: Verdict | None, rank: int) -> control_pb2.MeasureReply:
-        """Measure this shard's part of a round, for a worker of that rank. Takes no lock."""
+        """Measure this shard's part of a round. Different ranks begin at different blocks. Takes no lock."""
         if not measures_gradients(self._spec, under):
             under = under or Verdict(round_)
         totals: Squares = [0] * (1 if under is None else 2 * len(self._spec.layerwise_tensors))
@@ -318,11 +319,14 @@ class Participant:
         return control_pb2.MeasureReply(measure=measure_message(totals))
 
     def on_staged(self, round_: int, rank: int) -> None:
-        """Note that a whole push has come of which it is not known here yet whether it counts."""
+        """Note that a worker's whole push has come, while this shard does not know yet whether it counts."""
         self._staged[round_] = self._staged.get(round_, 0) | 1 << rank
 
     def count(self, decisions: Sequence[Decided]) -> tuple[int, int]:
-        """Numbers of staged pushes found, also by these decisions, to count and not to count. A round of nobody has neither."""
+        """Note decisions; return how many staged pushes are now known to count, and how many are known not to count.
+
+        The pushes of a round that was skipped, and so has no members, are in neither number.
+        """
         self._members.update(decisions)
         counted = left_out = 0
         for round_ in [r for r in self._staged if r in self._members or r < min(self._members, default=0)]:

@@ -36,7 +36,7 @@ class AgedRate(Rule):
 
 
 def bound_rule(group: GroupSpec, listed: Mapping[str, ListedRule]) -> Rule:
-    """The rule of a group as its blocks apply it; the spec has been checked, so that it exists."""
+    """The rule of a group as its blocks apply it. It exists, because the spec has been checked."""
     rule = rule_of(group, listed)
     return AgedRate(rule, group) if group.staleness else rule
 
@@ -58,7 +58,7 @@ class Ages:
         """The age of a gradient; None if its worker does not name the version it read.
 
         Raises:
-            InvalidRequest: nobody can have read that version yet.
+            InvalidRequest: the block has not reached that version yet.
         """
         if version_read is None:
             return None

@@ -1,15 +1,16 @@
-"""Common part of all that pushes cover: version, open round, and the gradients counted. The life of a gradient ends here.
+"""Common part of everything that can be pushed to: its version, its open round, and which gradients it has counted.
 
-`Trained` has what a block of parameters and a shard's part of the tables share: rounds, waits, the dedup by the name of a push.
-What an update writes, and where the dedup window is kept, each of them says: psd/state/aggregation/block.py for pages,
+`Trained` has what a block of parameters and a shard's part of the tables share: rounds, waits, and the dedup by the name of a
+push. Its subclasses define what an update writes, and where the dedup window is kept: psd/state/aggregation/block.py for pages,
 psd/state/tables/block.py for rows.
 
-Every method runs under the own lock of what is trained, which is held while the kernel works (the GIL is not), so blocks
-proceed in parallel and a block is updated by one thread at a time. The dedup window has, per rank, the session and clock of the
-last push counted. It changes with the parameters, in one step, so a push may be sent any number of times, also to a shard that
-was killed and came back. When another arena has taken the place of this one, whoever is still about it gets StoreClosed.
+Every method runs under a lock that each block has for itself. The lock is held while the kernel works (the GIL is not), so
+blocks proceed in parallel and a block is updated by one thread at a time. The dedup window has, per rank, the session and clock
+of the last push counted. It changes with the parameters, in one step, so a push may be sent any number of times, also if the
+shard was killed and came back. Calls that still use this arena when another one takes its place get StoreClosed.
 
-Nothing under that lock takes the shard's (see core.py). Must not know sessions' validity, leases, messages, pages or rows.
+No code takes the shard's lock while it holds a block's (see core.py). Must not know which sessions are valid, leases, messages,
+pages or rows.
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ from psd_core.arena import Page, StoreClosed
 
 @dataclass(frozen=True, slots=True)
 class RoundServices:
-    """The facts and services that all that is trained in a job shares.
+    """The facts and services that all blocks of a job, and its tables' block, share.
 
     Attributes:
-        is_mean: see RoundSetting.
-        on_lost: told why an open round can never close; True if its waits will be ended by somebody else.
+        is_mean: as in RoundSetting.
+        on_lost: called with the reason why an open round can never close; returns True if the shard will end the waits for it.
     """
 
     members: Membership
@@ -53,11 +54,11 @@ class RoundServices:
 
 
 class Trained(ABC):
-    """A block, or a shard's part of the tables.
+    """A block of parameters, or a shard's part of the tables (the tables' block).
 
     Args:
-        open_round: makes the round of that number.
-        version: that it begins with.
+        open_round: makes the round with a given number.
+        version: the version to begin with.
 
     Attributes:
         index: as pushes name it.
@@ -97,27 +98,27 @@ class Trained(ABC):
         self.version = version
         self._round = self._open_round(version)
 
-    # -- what each says for itself ------------------------------------------------------------------------------------------
+    # -- what subclasses define --------------------------------------------------------------------------------------------
 
     @abstractmethod
     def _counted(self, rank: int) -> Counted:
-        """The last push of a rank that counts, but for the open round."""
+        """The last push of a rank that an update has counted; the open round is left out."""
 
     @abstractmethod
     def last_counted(self, rank: int) -> Counted:
-        """The last push of a rank that counts here by now. Takes no lock: another call may hold it while its kernel works."""
+        """The last push of a rank that an update has counted. Takes no lock, which another call may hold for a whole update."""
 
     @abstractmethod
     def _alone(self, part: Contribution, age: int) -> Update:
-        """Without rounds: a push as an update of its own."""
+        """Without rounds: the update that applies this push alone."""
 
     @abstractmethod
     def _write(self, update: Update, clock: int) -> int:
-        """Write an update, with the sessions whose push of `clock` it counts, and make it current; the version with it."""
+        """Write an update, and count the pushes of `clock` that it is made of; return the version that is current then."""
 
     @abstractmethod
     def _measured(self, under: Verdict | None) -> Squares | Unmeasured:
-        """Sums of squares of the open round, see Round."""
+        """Sums of squares of the open round; see Round.measure."""
 
     @abstractmethod
     def read(self, version_min: int) -> tuple[int, Page] | tuple[int, None] | None:
@@ -129,24 +130,24 @@ class Trained(ABC):
     # -- gradients ---------------------------------------------------------------------------------------------------------
 
     def contribute(self, part: Contribution) -> Outcome:
-        """Count one worker's gradient, and apply the update if that completes one.
+        """Count one worker's gradient, and apply the update if it is complete then.
 
-        If the contribution is lent, that is left to the first one who asks for the result, or to `take_over`: the threads that
-        wait for a round's blocks then share the work.
+        If the contribution is lent, the update is left to the first call that asks for the result, or to `take_over`: so the
+        threads that wait for a round's blocks share the work.
 
-        If it raises (no memory, OutOfSpace), nothing was counted, and the push may be sent again.
+        If this raises (no memory, OutOfSpace), nothing was counted, and the push may be sent again.
         """
         with self.lock:
             if self._is_due:
                 self._apply_due()
             elif self._failure is not None:
-                self._settle()  # a round that has all its gradients, and whose rule has raised, tries again
+                self._settle()  # the round has all its gradients, but its rule has raised: try again
             session, clock = self._counted(part.rank)
             if session == part.session and clock > part.clock:
                 return Outcome.DUPLICATE
             if session > part.session or self._members.session_of(part.rank) != part.sent_by:
                 # The rank has joined again between the check of the session and now, and its new session has been told in which
-                # round it begins: see `entry_round`.
+                # round it begins (`entry_round`).
                 return Outcome.LATE
             if not self._policy.has_rounds:
                 return self._apply_alone(part)
@@ -176,9 +177,10 @@ class Trained(ABC):
         return Outcome.COUNTED
 
     def take_over(self, loan: Loan, round_: int) -> None:
-        """Copy what was lent by this loan to a round, unless that has closed.
+        """Copy the gradients that a loan has lent to this round, unless the round has closed.
 
-        A round that is due is applied, unless there is no space: whoever asks for its result then tries again, and is told.
+        A round that is due is applied. If there is no space for that, the next call that asks for the result tries again, and
+        gets the error.
         """
         if self.version > round_:
             return  # without the lock, which another call may hold while its kernel works
@@ -187,10 +189,10 @@ class Trained(ABC):
             self._settle()
 
     def entry_round(self, rank: int) -> int:
-        """FAST: the first round in which a new session of the rank takes part: the one after the open round, if that has a
-        gradient of it.
+        """FAST: the first round in which a new session of the rank takes part: the open one, or the next if the open one has a
+        gradient of the rank.
 
-        Gradients of its earlier sessions that are still on their way are refused from now on.
+        Gradients of the rank's earlier sessions that are still on their way are refused from now on.
         """
         with self.lock:
             return self.version + (self._round.session_of(rank, is_committed=True) > 0)
@@ -202,7 +204,7 @@ class Trained(ABC):
             return (session, self.version + 1) if session else self._counted(rank)
 
     def decide(self, round_: int, members: int) -> None:
-        """EXACT: let the workers `members` (a bit mask) make up a round; it closes when their gradients are here."""
+        """EXACT: note that the workers `members` (a bit mask) make up a round; it closes when their gradients are here."""
         with self.lock:
             if round_ == self.version:
                 self._round.decide(members)
@@ -216,7 +218,7 @@ class Trained(ABC):
                 self._settle()
 
     def measure(self, round_: int, under: Verdict | None) -> Squares | Unmeasured:
-        """Sums of squares of a decided round, see Round; StateLost if it cannot be completed any more."""
+        """Sums of squares of a decided round (see Round.measure); StateLost if the round cannot be completed any more."""
         with self.lock:
             if round_ < self.version:
                 return Unmeasured.CLOSED
@@ -228,7 +230,7 @@ class Trained(ABC):
             return found
 
     def settle(self) -> None:
-        """Close the rounds that are complete now: somebody left, expired or skipped rounds."""
+        """Close the rounds that are complete now that a worker has left, expired or skipped rounds."""
         with self.lock:
             self._settle()
 
@@ -241,11 +243,11 @@ class Trained(ABC):
         except RuleFailed:
             return  # those who wait for the round have been told
         except OutOfSpace:
-            # Whoever waits for the round's result asks now, which tries again, and is told if there is still no room.
+            # Wake the calls that wait for the round's result: they try again, and get the error if there is still no room.
             self.lacks_space = True
             self._waits.within_reach(self.version + 1)
         except StoreClosed:
-            return  # those who wait have been told that the job goes back
+            return  # those who wait have been told that the job goes back to a checkpoint
 
     def _fail_if_lost(self) -> None:
         """EXACT: end the waits for a round that cannot be completed any more."""
@@ -281,8 +283,8 @@ class Trained(ABC):
         closed.end()
 
     def _note_failed(self, cause: BaseException, rule: str, kind: str, name: str) -> RuleFailed:
-        """The error for a user's rule that has raised; see rule_failed. A round stays open then: whoever waits for it, now or
-        later, learns why, and a worker that sends again tries again."""
+        """The error for a user's rule that has raised; see rule_failed. The round stays open: calls that wait for it, now or
+        later, get this error, and a push that is sent again makes the rule run again."""
         error = rule_failed(cause, rule, kind, name, self.version, is_known=self._failure is not None)
         if self._policy.has_rounds:
             self._failure = error
@@ -292,9 +294,9 @@ class Trained(ABC):
     # -- waits -------------------------------------------------------------------------------------------------------------
 
     def at_version(self, version: int, whose: object, take: Take) -> bool:
-        """Call `take` when the version is reached; False if it is passed.
+        """Call `take` under the block's lock when this version is reached; False if the block is already beyond it.
 
-        It runs under this lock; not any more after `not_at_version` with the same two arguments.
+        After `not_at_version` with the same two arguments `take` is not called any more.
         """
         with self.lock:
             if self.version > version:
@@ -306,12 +308,12 @@ class Trained(ABC):
             return True
 
     def not_at_version(self, version: int, whose: object) -> None:
-        """Cancel the wait for that version."""
+        """Cancel the wait that `at_version` began with these arguments."""
         with self.lock:
             self._waits.drop_take(version, whose)
 
     def _reach(self, version_min: int) -> bool:
-        """True if the version is there, or is now: under the lock. Raises OutOfSpace as `read` does."""
+        """True if the version is reached, if need be by applying the round that is due. Raises OutOfSpace as `read` does."""
         if self.version < version_min and self._is_due:
             self._apply_due()
         return self.version >= version_min
@@ -328,7 +330,7 @@ class Trained(ABC):
                     ticket.fail(self._failure)
 
     def missing_in(self, round_: int) -> int:
-        """Mask of the workers whose gradients the open round lacks; 0 if `round_` has closed. Takes no lock: for messages."""
+        """Mask of the workers whose gradients the open round lacks, for messages; 0 if `round_` has closed. Takes no lock."""
         if round_ < self.version:
             return 0
         return self._round.missing()

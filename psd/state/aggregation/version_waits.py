@@ -1,4 +1,4 @@
-"""The waits for a version: callers, by their tickets, and cuts, which then take what they need.
+"""The waits for a version of a block: callers wait by tickets, cuts by functions that take what the cut needs.
 
 Used under the block's lock. Must not know pages' contents, rounds or workers.
 """
@@ -25,7 +25,7 @@ class VersionWaits:
     def add(self, version: int, ticket: Ticket) -> None:
         """Resolve a ticket when the block reaches the version."""
         waiters = self._tickets.setdefault(version, [])
-        # Those that gave up are cleared as others come, so that timed-out waits do not pile up.
+        # Waits that have timed out are removed here, so that they do not pile up.
         waiters[:] = [t for t in waiters if not t.future.done()] + [ticket]
 
     def add_take(self, version: int, whose: object, take: Take) -> None:
@@ -33,25 +33,25 @@ class VersionWaits:
         self._takes.setdefault(version, {})[whose] = take
 
     def drop_take(self, version: int, whose: object) -> None:
-        """Cancel such a wait, if there is one."""
+        """Cancel a wait that `add_take` began, if there is one."""
         takes = self._takes.get(version, {})
         takes.pop(whose, None)
         if not takes:
             self._takes.pop(version, None)
 
     def reached(self, version: int) -> None:
-        """Note that the block has reached a version."""
+        """End the waits for a version that the block has reached."""
         for take in self._takes.pop(version, {}).values():
             take()
         self.within_reach(version)
 
     def within_reach(self, version: int) -> None:
-        """Resolve the callers' waits for this version now; cuts still wait until the block has reached it."""
+        """Resolve the callers' tickets for this version; cuts go on waiting until the block has reached it."""
         for ticket in self._tickets.pop(version, ()):
             ticket.resolve()
 
     def fail(self, error: PsdError) -> None:
-        """End all callers' waits."""
+        """End all callers' waits with this error."""
         for tickets in self._tickets.values():
             for ticket in tickets:
                 ticket.fail(error)

@@ -3,11 +3,11 @@
 A shard announces a cut, workers carry it to the others. With rounds it is a version a few rounds ahead, so that every shard
 hears of it before its blocks get there; each block's page is pinned when the block reaches that version. Without rounds it is
 a position of each worker (positions.py): each shard pins all its blocks when it has counted the pushes before, and none beyond.
-Training goes on meanwhile: an update writes to another page. Pages of buffers come last: whoever keeps them has stored them
-before the last round closed; where there are no rounds, the shard waits for them.
+Training goes on meanwhile: an update writes to another page. Pages of buffers are pinned last: with rounds, workers have stored
+them before the last round closed; without, the shard waits for them.
 
-A `Snapshot` that is complete, or that cannot be completed any more, is put into the queue of whoever began it, who takes it
-from there in a thread of its own. Nobody is called back, since pages come under the blocks' locks. Thread-safe.
+A `Snapshot` that is complete, or that cannot be completed any more, is put into the queue that its creator has given, and the
+creator takes it from there in another thread. There are no callbacks, because pages come under the blocks' locks. Thread-safe.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ AHEAD = 3
 reply to its push of round r + 1 at the latest, and tells the others with its push of round r + 2, before that can close."""
 
 UNWRITTEN_MAX = 2
-"""Snapshots to be stored: one that is being written and one that waits. Each may pin another version of every block; what pins
-nothing is not limited by it."""
+"""Most snapshots to be stored: one that is being written and one that waits. Each may pin another version of every block;
+snapshots that pin nothing are not limited."""
 
 READS_MAX = CUTS_MAX // 2
 """Cuts of readers, in a job without rounds, that may wait for positions at a time: workers carry them."""
@@ -52,17 +52,17 @@ GOES_BACK = "the job goes back to a checkpoint"
 Surroundings = Callable[[Snapshot, Mapping[int, Page], Collection[TableSnapshot]], None]
 
 _NO_TABLES: list[TableSnapshot] = []
-"""Stands for no news of the tables."""
+"""Value of `tables` if there is nothing new about the tables."""
 
 
 class Cuts:
     """The cuts of a job that this shard takes part in.
 
     Args:
-        surroundings: fills in clocks and client states, which go with these pages and tables.
+        surroundings: adds the clocks and client states that belong to these pages and tables to a snapshot.
 
     Attributes:
-        awaits_positions: some cut does. given_up: the ids of cuts, the latest last, that some shard cannot have.
+        awaits_positions: True if some cut waits for positions. given_up: ids of cuts that some shard cannot take, latest last.
     """
 
     def __init__(self, core: ShardCore, surroundings: Surroundings) -> None:
@@ -78,9 +78,9 @@ class Cuts:
         self._gone: weakref.WeakSet[Job] = weakref.WeakSet()
 
     def take_part(self) -> Done:
-        """Store the cuts announced from now on: returns the queue of snapshots, each to be `release`d.
+        """Collect the cuts announced from now on. Returns the queue of their snapshots, each of which must be `release`d.
 
-        Before that the shard ignores cuts; the checkpoints stay incomplete.
+        Before this is called, the shard ignores cuts to be stored, and their checkpoints stay incomplete.
         """
         if self._to_store is None:
             self._to_store = SimpleQueue()
@@ -88,12 +88,12 @@ class Cuts:
 
     @property
     def unwritten(self) -> int:
-        """Snapshots that were handed over to be stored and have not been released."""
+        """Number of snapshots that were handed over to be stored and are not released yet."""
         return len(self._unwritten)
 
     @property
     def is_storing(self) -> bool:
-        """True if snapshots are to be written, or the last one of all waits for the tables of one of them."""
+        """True if snapshots are still to be written, or the final one waits until the tables of one of them are written."""
         with self._lock:
             return bool(self._unwritten) or any(snapshot.is_final and snapshot.lacks_tables for snapshot in self._open)
 
@@ -105,7 +105,7 @@ class Cuts:
 
     @property
     def open(self) -> list[data_pb2.Cut]:
-        """Cuts whose version this shard's blocks have not reached yet."""
+        """The cuts for which this shard has not collected everything yet."""
         with self._lock:
             return [snapshot.cut for snapshot in self._open]
 
@@ -122,8 +122,8 @@ class Cuts:
             return list(latest.values())[-CUTS_MAX:]
 
     def learn(self, job: Job, cuts: Iterable[data_pb2.Cut], worker: Worker | None = None, session: int = 0) -> None:
-        """Take part in cuts that this shard announces, or that a worker brings, and note what it says of itself in that
-        session. What is known is ignored."""
+        """Take part in cuts that this shard announces, or that a worker brings. Known cuts are ignored; but what the worker
+        says about its position, in that session, is noted."""
         to_store = self._to_store
         for cut in cuts:
             if cut.given_up:
@@ -187,7 +187,7 @@ class Cuts:
             return [snapshot for snapshot in self._open if snapshot.awaits_positions]
 
     def hear(self, cuts: Iterable[data_pb2.Cut], worker: Worker, session: int) -> None:
-        """Note what a worker says, in that session, of cuts that wait for positions."""
+        """Note what a worker says, in this session, about cuts that wait for positions."""
         with self._core.lock:
             said = {cut.id: cut for cut in cuts if cut.ready or cut.HasField("position")}
             is_news = False
@@ -199,7 +199,7 @@ class Cuts:
                     order = 0 if position is None else cut.order
                     is_news |= snapshot.positions.hear(worker.rank, session, position, is_ready=cut.ready, order=order)
             if is_news:
-                # A push that a cut is to have does not wait for others, which may wait for the cut.
+                # A push that a cut needs does not wait for other workers, which may be held for the cut.
                 for gate in self._core.gates:
                     if gate.rank == worker.rank:
                         gate.resolve()
@@ -207,14 +207,14 @@ class Cuts:
             self.advance()
 
     def needs(self, worker: Worker, session: int, clock: int) -> bool:
-        """True if a cut waits for the worker's push of that clock."""
+        """True if a cut waits for this worker's push of this clock."""
         return any(
             snapshot.positions is not None and snapshot.positions.needs(worker.rank, session, clock)
             for snapshot in self._awaiting_positions()
         )
 
     def hold(self, worker: Worker, session: int, clock: int) -> Ticket | None:
-        """A ticket if the worker's push of that clock is beyond its position in a cut that is not taken yet."""
+        """A ticket if this worker's push of this clock is beyond its position in a cut that is not taken yet."""
         for snapshot in self._awaiting_positions():
             positions = snapshot.positions
             assert positions is not None
@@ -234,12 +234,12 @@ class Cuts:
         return None
 
     def _lacking(self, snapshot: Snapshot) -> int:
-        """Mask of the workers that a cut waits for: see Positions.lacking. Under the shard's lock."""
+        """Mask of the workers that a cut waits for (Positions.lacking). The caller holds the shard's lock."""
         assert snapshot.positions is not None
         return snapshot.positions.lacking(self._core.members.workers, by_clock=snapshot.job.trained_count > 0)
 
     def advance(self) -> None:
-        """Take the cuts that are whole now."""
+        """Take the cuts for which all positions are reached now; on shard 0, also tell workers to choose positions."""
         for snapshot in self._awaiting_positions() if self.awaits_positions else ():
             try:
                 self._advance(snapshot)
@@ -247,7 +247,7 @@ class Cuts:
                 self._miss(snapshot, GOES_BACK)
 
     def _advance(self, snapshot: Snapshot) -> None:
-        """Say that workers are to choose their positions, or take the pages, if all is there."""
+        """Tell workers to choose their positions in a cut, or take its pages, if everything for that is there."""
         positions, job = snapshot.positions, snapshot.job
         assert positions is not None
         with self._core.lock:
@@ -263,7 +263,7 @@ class Cuts:
                 return
             positions.found = positions.agreed(workers)
             base = snapshot.cut.base if snapshot.awaits_tables else None
-            # Nothing changes the pages meanwhile but who is not live, of whom what has counted counts.
+            # Only workers that are not live can change the pages meanwhile; of them, the cut has the pushes that have counted.
             pages, tables = job.take_all(but=job.buffer_blocks, base=base)
             beyond = positions.beyond(workers, job.counted_on(pages, tables or [])) if job.trained_count else ""
             if not beyond:
@@ -283,13 +283,13 @@ class Cuts:
             self._let_go(snapshot)
 
     def _is_next(self, snapshot: Snapshot) -> bool:
-        """True unless workers choose their positions in another cut to be stored: which is the later one is to be told by their
-        names, whatever workers come and go in between."""
+        """True unless workers are choosing positions in another cut to be stored: one at a time, so that the cuts' names tell
+        which one is later, even if workers come and go in between."""
         others = [] if snapshot.cut.is_read else self._awaiting_positions()
         return not any(other.positions is not None and other.positions.is_ready and not other.cut.is_read for other in others)
 
     def _tell(self, snapshot: Snapshot, **news: Any) -> None:
-        """Have the shard's replies say more of a cut."""
+        """Change what the shard's replies say about a cut."""
         with self._lock:
             given_up = snapshot.cut.id in self.given_up
             snapshot.cut = told(snapshot.cut, **{"waits": False, "ready": False, "given_up": given_up, **news})
@@ -297,7 +297,7 @@ class Cuts:
                 self._known[snapshot.cut.id] = snapshot.cut
 
     def _let_go(self, snapshot: Snapshot) -> None:
-        """Let the pushes go on that were held for a cut."""
+        """Release the pushes that were held for a cut."""
         with self._lock:
             self._see_whether_positions_are_awaited()
             held = snapshot.positions.tickets if snapshot.positions is not None else []
@@ -305,7 +305,7 @@ class Cuts:
             ticket.resolve()
 
     def _give_up_late(self, now: float, lease_s: float) -> None:
-        """Give up the cuts for which pushes are held, or that wait for positions, for too long."""
+        """Give up the cuts that hold pushes, or wait for positions, for too long."""
         for snapshot in self._awaiting_positions():
             positions = snapshot.positions
             assert positions is not None
@@ -317,7 +317,7 @@ class Cuts:
             self.give_up(snapshot.cut.id, f"the positions of workers {lacking}, or pushes before them, have not come in time")
 
     def give_up(self, cut_id: str, why: str) -> None:
-        """Give up a cut for positions, and have workers tell all shards: one cannot have its part, or has another."""
+        """Give up a cut by positions, because a shard cannot take its part, or has another part. Workers tell all shards."""
         with self._lock:
             if cut_id in self.given_up:
                 return
@@ -331,14 +331,14 @@ class Cuts:
     # -- buffers -----------------------------------------------------------------------------------------------------------
 
     def take_buffers(self, cut_ids: Collection[str]) -> None:
-        """Take the buffers for these cuts as they are: their worker has brought them."""
+        """Take the present buffers for these cuts, because workers have stored them."""
         with self._lock:
             waiting = [snapshot for snapshot in self._open if snapshot.awaits_buffers and snapshot.cut.id in cut_ids]
         self._take_buffers(waiting)
 
     def on_tick(self, now: float, patience_s: float) -> None:
-        """Take the buffers as they are for cuts that have waited for them for so long: their worker is busy, or gone. Give up
-        cuts whose positions do not come."""
+        """Take the present buffers for cuts that have waited for them longer than `patience_s`: the worker is busy, or gone.
+        Give up cuts whose positions do not come."""
         if self.awaits_positions:
             self.advance()
             self._give_up_late(now, patience_s)
@@ -357,7 +357,7 @@ class Cuts:
                 self._miss(snapshot, GOES_BACK)
 
     def take_final(self, job: Job, cut: data_pb2.Cut) -> None:
-        """Take the blocks as they are, now that nothing changes them any more."""
+        """Take this shard's part of the final cut. Call it when nothing changes the blocks any more."""
         assert self._to_store is not None
         job.note_cut(cut.order)
         snapshot = Snapshot(cut, job, self._to_store, is_final=True, awaits_tables=job.tables is not None)
@@ -375,14 +375,14 @@ class Cuts:
             self._add(snapshot, pages, tables)
 
     def abandon(self, snapshot: Snapshot) -> None:
-        """Drop a snapshot that nobody waits for any more, and its pages."""
+        """Drop a snapshot that is no longer wanted, and its pages."""
         with self._lock:
             self._open.pop(snapshot, None)
         self._let_go(snapshot)
         self._give_back(snapshot)
 
     def release(self, snapshot: Snapshot) -> None:
-        """Give back the pages that a snapshot to be stored still holds. To do so again changes nothing."""
+        """Give back the pages that a snapshot to be stored still holds. Idempotent."""
         self._give_back(snapshot)
         snapshot.job.arena.trim()
         with self._lock:
@@ -394,11 +394,11 @@ class Cuts:
                 self._add(other, {}, other.job.tables.snapshots(other.cut.base))
             except StoreClosed:
                 self._miss(other, GOES_BACK)
-            except (MemoryError, OSError) as error:  # no failure of the one that is stored
+            except (MemoryError, OSError) as error:  # must not fail the snapshot that is released
                 self._miss(other, error_text(error))
 
     def forget(self, job: Job, why: str = GOES_BACK) -> None:
-        """Drop all open cuts, also those begun later: the job ends here."""
+        """Drop all open cuts of a job that this shard gives up, and later those that are begun for it."""
         with self._lock:
             self._gone.add(job)
             snapshots = list(self._open)
@@ -433,8 +433,8 @@ class Cuts:
             self._miss(snapshot, f"the tables are at version {tables.version}, beyond the cut's {snapshot.cut.step}")
 
     def _add(self, snapshot: Snapshot, pages: Mapping[int, Page], tables: list[TableSnapshot] | None = _NO_TABLES) -> None:
-        """Take pages, or the tables' snapshots, for an open snapshot, and with the last ones hand it over; give them back if it
-        is not open any more. tables: None: they cannot be begun."""
+        """Add pages, or the tables' snapshots, to an open snapshot, and hand it over once it is complete. If it is not open any
+        more, give them back. tables: None: the tables' snapshots cannot be begun now."""
         is_to_store = snapshot.done is self._to_store
         is_taken = True
         with self._lock:
@@ -486,7 +486,7 @@ class Cuts:
         with self._lock:
             pages, snapshot.pages = snapshot.pages, {}
             tables, snapshot.tables = snapshot.tables, []
-        # Or whoever names distant cuts and hangs up, again and again, would fill the blocks' memory.
+        # Otherwise a reader that names distant cuts and hangs up, again and again, would fill the blocks' memory.
         for index in () if snapshot.is_complete else snapshot.job.blocks.keys() - pages.keys():
             snapshot.job.blocks[index].not_at_version(snapshot.cut.step, snapshot)
         if snapshot.awaits_tables and snapshot.job.tables is not None:

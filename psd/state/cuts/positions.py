@@ -1,9 +1,9 @@
-"""The workers' positions in one cut of a job without rounds, as one shard knows them: Chandy and Lamport 1985, with workers'
-marks on all that they send.
+"""The workers' positions in one cut of a job without rounds, as one shard knows them. The algorithm is that of Chandy and
+Lamport 1985, where workers mark everything that they send.
 
-A worker's position is the clock of the first push of its that the cut does not have. A shard's part is whole when it has the
-position of every live worker, and has counted all pushes before it; what is beyond is held until then. Positions are of a
-session: a worker that joins anew chooses again. Must not know pages, messages or locks.
+A worker's position is the clock of its first push that the cut does not have. A shard's part is whole when the shard knows the
+position of every live worker, and has counted all pushes before it; pushes beyond it are held until then. A position belongs to
+a session: a worker that joins anew chooses again. Must not know pages, messages or locks.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ class Positions:
     """Positions of one cut on one shard.
 
     Attributes:
-        since: when the cut was begun. is_read: it is a reader's. held_since: when the first push was held for it.
-        is_ready: shard 0 has said that workers are to choose. order: that it has given the cut then; see Cut.
-        heard: (rank, session) of those that have heard of it from all shards. tickets: of the pushes that are held.
-        is_taken: this shard's part is taken, and nothing is held for it any more. found: then, by rank, the positions of live
-            workers, and the clocks of those that have left; that of others is what has been counted, and not agreed upon.
+        since: when the cut was begun. is_read: a reader wants the cut. held_since: when the first push was held for it.
+        is_ready: shard 0 has said that workers must choose. order: the cut's order, which shard 0 gave it then (Cut.order).
+        heard: (rank, session) of workers that have heard of it from all shards. tickets: those of the pushes that are held.
+        is_taken: this shard's part is taken, and no push is held for it any more. found: what was found then: by rank, the
+            positions of live workers, and the clocks of those that have left. Other workers are not agreed upon: of them the
+            cut has what has counted.
     """
 
     since: float
@@ -56,33 +57,34 @@ class Positions:
         return news
 
     def of(self, rank: int, session: int) -> int | None:
-        """The position of a worker in this session; None if it has not been heard."""
+        """The position of a worker in this session; None if it is not known."""
         chosen = self._chosen.get(rank)
         return chosen[1] if chosen is not None and chosen[0] == session else None
 
     def holds(self, rank: int, session: int, clock: int) -> bool:
-        """True if a push of that clock has to wait until the cut is taken."""
+        """True if a push of this clock must wait until the cut is taken."""
         position = self.of(rank, session)
         return not self.is_taken and position is not None and clock >= position
 
     def needs(self, rank: int, session: int, clock: int) -> bool:
-        """True if the cut is to have a push of that clock."""
+        """True if the cut still needs a push of this clock."""
         position = self.of(rank, session)
         return not self.is_taken and position is not None and clock < position
 
     @property
     def digest(self) -> int:
-        """48 bits that stand for `found`; never 0."""
+        """A digest of `found`, of 48 bits; never 0."""
         text = ",".join(f"{rank}:{position}" for rank, position in sorted(self.found.items()))
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "little") or 1
 
     def have_all_heard(self, workers: Iterable[Worker]) -> bool:
-        """True if every live worker has heard of the cut from all shards; who is alone is held for nobody, and tells them."""
+        """True if every live worker has heard of the cut from all shards. A worker that is alone need not: it is held for
+        nobody, and tells the shards."""
         live = [(w.rank, w.session) for w in workers if w.state is WorkerState.LIVE]
         return self.heard.issuperset(live) or (len(live) == 1 and not self.is_read)
 
     def lacking(self, workers: Iterable[Worker], *, by_clock: bool) -> int:
-        """Mask of the live workers whose position is not known, or, `by_clock`, not reached yet."""
+        """Mask of the live workers whose position is not known or, with `by_clock`, not reached yet."""
         mask = 0
         for worker in workers:
             if worker.state is WorkerState.LIVE:
@@ -92,7 +94,7 @@ class Positions:
         return mask
 
     def agreed(self, workers: Iterable[Worker]) -> dict[int, int]:
-        """Positions of the workers that are in the cut; only when none is lacking."""
+        """Positions by rank of the workers that are in the cut. Call it only when no worker is lacking."""
         agreed = {}
         for worker in workers:
             position = self.of(worker.rank, worker.session) if worker.state is WorkerState.LIVE else None
@@ -103,8 +105,8 @@ class Positions:
         return agreed
 
     def beyond(self, workers: Iterable[Worker], counted: Sequence[Counted]) -> str:
-        """The reason why pages that count these last pushes are no cut; empty if they are. A shard that comes back may hear of
-        one that others took long ago."""
+        """The reason why pages that count these last pushes are beyond the cut; empty if they are not. A shard that comes back
+        may hear of a cut that others took long ago."""
         for worker in workers:
             position = self.of(worker.rank, worker.session)
             if position is not None and (worker.clock > position or counted[worker.rank] > (worker.session, position)):
@@ -112,8 +114,8 @@ class Positions:
         return ""
 
     def step(self, workers: Iterable[Worker], default: int, *, has_bound: bool) -> int:
-        """The step of a cut, which all workers that are in the job have finished: the same on all shards."""
+        """The step of the cut, which all workers that are in the job have finished. It is the same on all shards."""
         live = [self.found[w.rank] for w in workers if w.state is WorkerState.LIVE]
-        if has_bound:  # who is absent may still come, and begins where it is waited for
+        if has_bound:  # absent workers may still come, and begin where the bound waits for them
             live += [w.clock for w in workers if w.state is WorkerState.ABSENT]
         return min(live) if live else max(self.found.values(), default=default)

@@ -1,4 +1,4 @@
-"""A shard's part of a cut as it is collected, and the names of cuts. Must not know how pages come."""
+"""A shard's part of a cut while it is collected, and the names of cuts. Must not know how pages come."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _ID = re.compile(r"[0-9A-Za-z]{1,64}")
 
 
 def new_id() -> str:
-    """An id for another cut."""
+    """A new id for a cut."""
     return secrets.token_hex(4)
 
 
 def check_cuts(cuts: Sequence[data_pb2.Cut]) -> None:
-    """Raise InvalidRequest for a name, a time or a step that no cut has, or too many cuts."""
+    """Raise InvalidRequest if there are too many cuts, or one has an invalid id, time, order, step, position or base."""
     if len(cuts) > CUTS_MAX:
         raise InvalidRequest(f"cuts: {len(cuts)} are above the limit of {CUTS_MAX}")
     for cut in cuts:
@@ -49,16 +49,16 @@ class Snapshot:
     """This shard's part of a cut.
 
     Attributes:
-        job, timeline: that it belongs to; the shard may have gone back to a checkpoint meanwhile.
-        done: where the snapshot is put, once, when all pages are there or cannot be had.
-        why_missed: why they cannot; empty if they are there.
-        pages: pinned, by block; whoever takes the snapshot unpins them. is_complete: all were there.
-        tables: of a cut to be stored: a snapshot of each table, begun; ended with the pages.
-        awaits_tables: they have not been begun. lacks_tables: they cannot, because those of an earlier cut are being written.
+        job, timeline: those that it belongs to; the shard may have gone back to a checkpoint meanwhile.
+        done: queue into which the snapshot is put, once, when all pages are there or cannot be had.
+        why_missed: why they cannot be had; empty if they are there.
+        pages: pinned pages by block; the one that takes the snapshot unpins them. is_complete: all pages were there.
+        tables: for a cut to be stored: a snapshot of each table, begun; given back with the pages.
+        awaits_tables: these are not begun yet. lacks_tables: they cannot be, because those of an earlier cut are being written.
         worker_clocks, client_states: by rank. learning_rates: scales of the learning rate, on shard 0.
-        awaits_buffers: no round says when they are there, and they have not been brought. since: when that was noticed.
+        awaits_buffers: buffers were not stored yet, and no round tells when they are. since: when that was noticed.
         is_final: nothing changes the job any more.
-        positions: of the workers, in a job without rounds.
+        positions: the workers' positions, in a job without rounds.
     """
 
     cut: data_pb2.Cut
@@ -81,7 +81,7 @@ class Snapshot:
 
     @property
     def awaits_positions(self) -> bool:
-        """True if pushes may have to be held for it."""
+        """True if pushes may have to be held for this cut."""
         return self.positions is not None and not self.positions.is_taken
 
 
@@ -90,7 +90,7 @@ Done: TypeAlias = "SimpleQueue[Snapshot | None]"
 
 
 def told(cut: data_pb2.Cut, **news: Any) -> data_pb2.Cut:
-    """A cut with other fields; one that replies have is never changed."""
+    """A copy of a cut with changed fields: a message that replies contain is never changed itself."""
     told = data_pb2.Cut()
     told.CopyFrom(cut)
     for name, value in news.items():

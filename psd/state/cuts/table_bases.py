@@ -1,9 +1,9 @@
-"""The checkpoint that later ones of tables build on: the last whole one, as long as not too much has changed since.
+"""The checkpoint of tables on which later ones build: the last whole one, as long as not too much has changed since.
 
-A checkpoint is *whole* if it has all rows of all tables on all shards. Once one is valid, what follows has only the rows that
-have changed since; once one of those has more than half as many changed rows as there are rows, the next one is whole again.
-So decides the shard that announces a cut, for all: the cut names its base. A shard that does not remember it, because it has
-been restarted, writes all of its rows, which is right beside anything. Must not know how snapshots are taken.
+A checkpoint is *whole* if it has all rows of all tables on all shards. Once one is valid, the checkpoints after it have only
+the rows that have changed since. If one of those has more than half as many changed rows as there are rows, the next one is
+whole again. The shard that announces a cut decides for all shards: the cut names its base. A shard that does not remember the
+base, because it was restarted, writes all its rows, which is always right. Must not know how snapshots are taken.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from psd.contract.errors import PsdError
 from psd.state.cuts.snapshots import Snapshot
 
 REMEMBERED = 3
-"""Whole checkpoints that a shard remembers: the one that others build on, and what may take its place."""
+"""Whole checkpoints that a shard remembers: the one on which others build, and those that may take its place."""
 
 
 class TableBases:
-    """Decides by `TablesBlock.base` what the next snapshots of a job's tables have. Used by the thread that writes them."""
+    """Sets `TablesBlock.base`, and so which rows the next snapshots of tables have. Used by the thread that writes them."""
 
     def __init__(self, directory: CheckpointDirectory) -> None:
         self._directory = directory
@@ -35,14 +35,14 @@ class TableBases:
                 tables.bases = {**newest, name: [table.mark for table in snapshot.tables]}
 
     def on_failed(self, snapshot: Snapshot) -> None:
-        """Let the next one be whole: what this one builds on may be the reason."""
+        """Let the next checkpoint be whole: the base of this one may be the reason why it failed."""
         self._latest = None
         if snapshot.job.tables is not None:
             snapshot.job.tables.base = ""
             snapshot.job.tables.bases = {}
 
     def is_settled(self) -> bool:
-        """Look whether the latest checkpoint is valid by now, and decide about the next; False if that is not known yet."""
+        """Decide about the next checkpoint if the latest one is valid by now; False if that is not known yet."""
         if self._latest is None:
             return True
         snapshot, name = self._latest

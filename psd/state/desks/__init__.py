@@ -1,1 +1,1 @@
-"""Desks: each answers one kind of request for the whole shard, which the parts in other folders do not know."""
+"""Desks: each answers one kind of request. Desks know the whole shard; the parts in other folders do not."""

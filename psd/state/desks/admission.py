@@ -37,16 +37,16 @@ TRANSPORT_BYTES_MAX = 256
 HOST_BYTES_MAX = 256
 
 GIVEN = 1
-"""Number of the choice, see psd/state/workers/initial.py, for values that no worker has provided; smaller than any session."""
+"""Number of the choice (psd/state/workers/initial.py) for values that no worker has provided; smaller than any session."""
 
 
 @dataclass(slots=True)
 class Initialization:
-    """Initial values in progress, until all blocks are there: on pages that nobody reads yet, or aside.
+    """Initial values that are arriving. Until all blocks are there, they wait on pages that nobody reads yet, or in `aside`.
 
     Attributes:
-        is_first: the shard has no values, and so a page for each block. Else there is room for others only if nobody lacks it:
-            that is asked for when all are there.
+        is_first: True if the shard has no values yet, and so a spare page for each block. Otherwise the values replace others:
+            they wait in `aside`, and pages are asked for when all blocks are there.
     """
 
     worker: Worker
@@ -69,9 +69,9 @@ class Admission:
     """Handles workers that join and leave.
 
     Args:
-        wall: gives seconds since the epoch, for sessions that grow over restarts.
-        redeclare: takes a restored job to another spec.
-        give_values: gives a new job its initial values, or says that there are none to be had here.
+        wall: returns seconds since 1970, for sessions that grow over restarts.
+        redeclare: changes a restored job to another spec.
+        give_values: gives a new job its initial values; returns False if this shard has none to give.
     """
 
     def __init__(
@@ -88,10 +88,10 @@ class Admission:
         self._last_session = 0
 
     def join(self, request: control_pb2.JoinRequest) -> control_pb2.JoinReply:
-        """Enter a worker; see ControlService.Join."""
+        """Let a worker join; see ControlService.Join."""
         config = self._core.config
         self._check_join(request)
-        # Who resumes does not wait for a checkpoint to be loaded: its session has ended by that.
+        # A worker that resumes does not wait while a checkpoint is loaded: that has ended its session.
         with contextlib.nullcontext() if request.resume else self._core.job_lock, self._core.lock:
             if request.run_id:
                 self._core.check_run_id(request.run_id, "run_id")
@@ -110,7 +110,7 @@ class Admission:
             members = self._membership_for(request.world_size)
             before = members.worker(request.rank)
             if request.resume and not before.session and self._core.restored_from:
-                raise self._gone_back()  # it comes from a timeline of the same number, which nobody else knew any more
+                raise self._gone_back()  # it comes from another timeline of the same number, which nobody else remembered
             if request.resume and not before.session:
                 raise StateLost(
                     f"shard {config.shard_index} has come back without the parameters that it held, and serves a job that "
@@ -158,10 +158,10 @@ class Admission:
         return RolledBack(text, timeline=core.timeline, checkpoint=core.restored_from)
 
     def _check_join(self, request: control_pb2.JoinRequest) -> None:
-        """Raise unless what the request says by itself is right."""
+        """Raise InvalidRequest or WrongShard if the request is wrong in itself, whatever the job."""
         config = self._core.config
         self._core.check_address(request.shard_index, request.shard_count)
-        members = self._core.membership  # the limit may be smaller than when they joined
+        members = self._core.membership  # the limit may be smaller now than when they joined
         is_known = members is not None and len(members.workers) == request.world_size
         if not is_known and not 1 <= request.world_size <= config.limits.workers_max:
             raise InvalidRequest(
@@ -199,7 +199,7 @@ class Admission:
         return members
 
     def _run_id(self, asked: str, session: int) -> str:
-        """Name of the run after a worker has joined that believes it to be `asked`; see core.py: UNNAMED_RUN."""
+        """Name of the run once a worker has joined that knows it as `asked`; see UNNAMED_RUN in core.py."""
         known = self._core.run_id
         if self._core.config.shard_index == 0:
             return known or ("" if UNNAMED_RUN.fullmatch(asked) else asked) or f"run-{session:016x}"
@@ -215,11 +215,11 @@ class Admission:
         return job.coordinator.latest() if job is not None and job.coordinator is not None else []
 
     def _entry_clock(self, worker: Worker, *, is_awaited: bool) -> int:
-        """The clock at which a joining worker takes part: the open round; without rounds where its rank was before, but beside
-        the slowest of the others if that is further, and no further ahead of it than a bound lets it be.
+        """The clock at which a joining worker takes part.
 
-        Not beside the others where a bound has made them wait for it (`is_awaited`): a worker that only comes a moment after
-        them at the start of a job makes as many steps as they do.
+        With rounds: the open round. Without: where its rank was before; but not behind the slowest of the others, and no
+        further ahead of it than the bound allows. If a bound has made the others wait for this worker (`is_awaited`), it stays
+        where its rank was: a worker that comes a moment after the others at the start makes as many steps as they do.
         """
         job = self._core.job
         if job is None:
@@ -227,7 +227,7 @@ class Admission:
         if job.coordinator is not None:
             return job.coordinator.entry_clock(worker.rank)
         if job.policy.has_rounds:
-            # Without blocks a shard has no rounds, and knows the clock from its workers alone.
+            # A shard without trained blocks has no rounds, and knows only its workers' clocks.
             return job.entry_round(worker.rank) if job.trained_count else max(w.clock for w in self._core.members.workers)
         if job.policy.has_bound and is_awaited:
             return worker.clock
@@ -236,7 +236,8 @@ class Admission:
         return max(slowest, worker.clock - max(0, job.policy.lag(worker.clock) - slowest))
 
     def declare(self, request: control_pb2.DeclareRequest) -> tuple[control_pb2.DeclareReply, Ticket | None]:
-        """Agree on the job. With a ticket, the reply holds once it resolves; its result becomes `choice`."""
+        """Agree with a worker on the job. If a ticket is returned, the reply is valid once it resolves, with its result as
+        `choice`."""
         spec = self._spec_of(request.spec)
         with self._core.job_lock:
             self._make_job(request.caller, spec)
@@ -245,7 +246,7 @@ class Admission:
         return reply, ticket
 
     def _spec_of(self, message: job_pb2.JobSpec) -> JobSpec:
-        """The job that a worker declares; InvalidRequest, InvalidTensor if it is beyond the limits."""
+        """The job that a worker declares; InvalidRequest or InvalidTensor if it exceeds the limits."""
         limits = self._core.config.limits
         try:
             JobSpec.check_counts(message, limits)
@@ -255,11 +256,11 @@ class Admission:
             job = self._core.job
             if job is None or message != job.spec.to_message():
                 raise
-            return job.spec  # the limits have become smaller since it was made
+            return job.spec  # the limits have become smaller since the job was made
         return spec
 
     def _make_job(self, caller: job_pb2.Caller, spec: JobSpec) -> None:
-        """Have a job to agree on: the first declaration makes it, and may change what was restored."""
+        """Make the job if this is its first declaration; if the job was restored, change it to what is declared."""
         with self._core.lock:
             self._core.check_caller(caller)
             members, job = self._core.members, self._core.job
@@ -292,7 +293,7 @@ class Admission:
         with self._core.lock:
             worker = self._core.check_caller(caller)
             job = self._core.declared()
-            if spec.is_empty and not job.spec.is_empty:  # a worker of vectors, which has no part in what is trained, or not yet
+            if spec.is_empty and not job.spec.is_empty:  # the worker uses vectors alone, and trains nothing, or not yet
                 reply = control_pb2.DeclareReply(layout_digest=job.layout.digest, initialized=True, clock=worker.clock)
                 return reply, None
             if job.spec != spec:
@@ -321,7 +322,7 @@ class Admission:
         return reply, ticket
 
     def begin_initialize(self, caller: job_pb2.Caller, layout_digest: bytes, choice: int) -> Initialization:
-        """Check the offer of initial values, and whether it is wanted. `Initialization.give_back` ends it, whatever happens."""
+        """Check an offer of initial values, and whether it is wanted. The caller always ends it by its `give_back`."""
         with self._core.lock:
             worker = self._core.check_caller(caller)
             job = self._core.declared()
@@ -330,10 +331,10 @@ class Admission:
             return Initialization(worker, caller.session, choice, is_accepted, not self._core.life.has_values, job)
 
     def initialize_block(self, init: Initialization, index: int, payload: memoryview) -> None:
-        """Take one block's values, which are read once: they may lie in memory that the worker can still change.
+        """Take one block's values. They are read only once, because they may lie in memory that the worker can still change.
 
         Raises:
-            OutOfSpace: other offers have taken all the room.
+            OutOfSpace: other offers take all the room.
         """
         block = init.job.block(index)
         values = frames.numbers(payload, block.plan.dtype, block.plan.length, f"block {index}")
@@ -348,10 +349,10 @@ class Admission:
             self._core.check_finite(values, index, f"the initial values of worker {init.worker.rank}", init.worker.rank, 0)
 
     def end_initialize(self, init: Initialization) -> bool:
-        """Make the values the job's, all blocks or none; False if the shard has others already.
+        """Let the job begin with these values, all blocks or none; False if the shard has other values already.
 
         Raises:
-            OutOfSpace: there is no room for all of them; what the shard had before it still has.
+            OutOfSpace: there is no room for all of them; the shard keeps what it had before.
         """
         with self._core.job_lock:
             job = init.job
@@ -374,7 +375,7 @@ class Admission:
                     self._core.initial.on_set(init.choice)
             finally:
                 init.give_back()
-        self._core.settle()  # of what happened before there were blocks
+        self._core.settle()  # for members that changed before there were blocks
         return True
 
     def _is_wanted(self, init: Initialization) -> bool:
@@ -399,7 +400,7 @@ class Admission:
                 if self._core.job.coordinator is None:
                     skipped = self._core.members.on_clock(worker, request.clock)
                 elif request.clock > worker.clock:
-                    # This shard may have seen no push, and the commit, which takes part in a round, be still on its way.
+                    # Not on_clock: this shard may have seen no push yet, while the commit for that round is still on its way.
                     self._core.members.on_step(worker, request.clock)
             if request.leaving:
                 skipped |= self._core.members.on_leaving(worker)
@@ -419,9 +420,9 @@ class Admission:
         return True
 
     def leave(self, caller: job_pb2.Caller, *, failed: bool, left_at: float = 0.0) -> None:
-        """End a session. Leaving again, or after having been fenced, changes nothing.
+        """End a session because its worker leaves. If it has ended already, nothing changes.
 
-        It does not matter which life of the shard the worker knew: a worker that ends will not resume.
+        The worker need not know the shard's present incarnation: a worker that ends will not resume.
         """
         with self._core.lock:
             self._core.check_run_id(caller.run_id)

@@ -1,7 +1,7 @@
-"""Buffers: what workers compute beside the parameters, such as BatchNorm's running statistics, and store at cuts.
+"""Buffers: values that workers compute beside the parameters, such as BatchNorm's running statistics, and store at cuts.
 
-The first worker that is there stores its own, or all store theirs and the shards hold the mean. They come in a call of their
-own, seldom, and before the push that reaches a cut. That call also tells of cuts to a shard that nobody pushes to.
+Either the live worker of the lowest rank stores its own, or all workers store theirs and the shards hold the mean. They do so
+seldom, by a separate call before the push that reaches a cut. If nobody pushes to a shard, this call tells it of cuts.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class BufferDesk:
     def __init__(self, core: ShardCore, cuts: Cuts) -> None:
         self._core = core
         self._cuts = cuts
-        self._brought: dict[str, set[int]] = {}  # by cut, the ranks that have stored theirs for it
+        self._brought: dict[str, set[int]] = {}  # by cut, the ranks that have stored their buffers for it
 
     def store(self, request: data_pb2.BuffersRequest) -> int:
-        """Store a worker's buffers; return how many bytes they are. See DataService.StoreBuffers."""
+        """Store a worker's buffers; return their size in bytes. See DataService.StoreBuffers."""
         core = self._core
         with core.lock:
             worker = core.check_caller(request.caller)

@@ -1,6 +1,6 @@
-"""Announces cuts: by steps or by time, which is shard 0's task, or on request.
+"""Announces cuts: by steps or by time, which only shard 0 does, or on request.
 
-Looked at after each push, whose reply then carries the cut, and with each tick. Must not know files.
+Shard 0 checks after each push, whose reply then carries the cut, and at each tick, whether one is due. Must not know files.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from psd.state.workers.membership import WorkerState
 from psd.v1 import data_pb2
 
 AGAIN_S = 10.0
-"""Seconds from a cut that was given up to the next."""
+"""Seconds after a cut that was given up until it is announced again."""
 
 
 class CutSchedule:
     """Announces the cuts of one shard.
 
     Args:
-        wall: seconds since 1970.
+        wall: returns seconds since 1970.
     """
 
     def __init__(self, core: ShardCore, cuts: Cuts, wall: Callable[[], float]) -> None:
@@ -38,22 +38,22 @@ class CutSchedule:
         self._wall = wall
         self._lock = locks.new(locks.Level.ANNOUNCING)
         self._era: tuple[int, bytes] | None = None  # timeline and layout of the cuts that were announced last
-        self._may_be_known = False  # a cut of that step or a later one, from before
-        self._last_step = 0  # of the last cut announced; without rounds of the job, if it has been at an earlier one since
+        self._may_be_known = False  # True if an earlier process may have announced a cut of the same step, or a later one
+        self._last_step = 0  # step of the last cut announced; without rounds, the job's if that has been lower since
         self._last_moves = 0
-        self._whole_ids: list[str] = []  # of the last cuts that build on no others
+        self._whole_ids: list[str] = []  # ids of the last cuts that build on no others
         self._announced: deque[str] = deque(maxlen=2 * CUTS_MAX)  # ids
         self._last_announced_at = core.now()
         self._last_id, self._announced_at = "", core.now()
 
     @property
     def is_training(self) -> bool:
-        """True if there is a job, and a part of it here that changes."""
+        """True if there is a job, and this shard holds a part of it that changes."""
         job = self._job_with_part()
         return job is not None and (job.trained_count > 0 or self._core.storage.vectors is not None)
 
     def _job_with_part(self) -> Job | None:
-        """The job, if there is one, and a part of it here."""
+        """The job, if there is one and this shard holds a part of it; else None."""
         job = self._core.job  # once: asked without the lock, too
         if job is None or self._core.is_tentative or not self._core.life.has_values:
             return None
@@ -62,20 +62,20 @@ class CutSchedule:
 
     @property
     def is_left_in_order(self) -> bool:
-        """True if every worker has left, so that all shards know alike where the job has ended."""
+        """True if every worker has left, so that all shards agree on the step at which the job has ended."""
         members = self._core.membership
         return members is not None and all(worker.state is WorkerState.FINISHED for worker in members.workers)
 
     @property
     def progress(self) -> int:
-        """Rounds closed; without rounds, or trained blocks, the clock of the slowest worker, or of the last that has left, and
-        where nothing is trained the batches on vectors."""
+        """Number of rounds closed. Without rounds or trained blocks: the clock of the slowest worker, or the highest clock if
+        all have gone; plus the number of batches on vectors if nothing is trained."""
         if self._has_rounds and self._core.declared().trained_count:
             return self._core.declared().version_max
         return self._clock() + self._batches()
 
     def _batches(self) -> int:
-        """Number of batches that a job of vectors alone has run; its clocks stand still."""
+        """Number of batches that a job of vectors alone has run, because its clocks stand still; else 0."""
         vectors = self._core.storage.vectors
         return vectors.commits if vectors is not None and not self._core.declared().is_trained else 0
 
@@ -89,7 +89,7 @@ class CutSchedule:
         return self._core.declared().policy.has_rounds
 
     def has_announced(self, cut_id: str) -> bool:
-        """True if a cut was announced here, not too long ago."""
+        """True if this cut is one of those that were last announced here."""
         return cut_id in self._announced
 
     def announce(self, cut_id: str) -> None:
@@ -98,9 +98,9 @@ class CutSchedule:
             self._announce(cut_id, self.progress)
 
     def announce_final(self) -> None:
-        """Take this shard's part of the last cut, now that no worker changes anything any more.
+        """Take this shard's part of the final checkpoint. Call it when no worker can change anything any more.
 
-        It is the same on all shards if all workers have left in order.
+        If all workers have left in order, all shards choose the same cut.
         """
         job = self._job_with_part()
         if job is not None:
@@ -109,7 +109,7 @@ class CutSchedule:
             self._cuts.take_final(job, cut)
 
     def end_note(self) -> EndNote | None:
-        """Describe what this shard holds, now that nothing changes it any more; None if that is nothing."""
+        """Describe what this shard holds when nothing changes it any more; None if it holds nothing."""
         job = self._job_with_part()
         if job is None:
             return None
@@ -139,21 +139,21 @@ class CutSchedule:
         self._cuts.take_final(self._core.declared(), message)
 
     def announce_due(self) -> None:
-        """Announce a cut if one is due, and the earlier ones are written."""
+        """Announce a cut if one is due and all earlier ones are written."""
         config = self._core.config
         is_scheduled = config.checkpoint_steps or config.checkpoint_secs
         if config.shard_index != 0 or not is_scheduled or not self.is_training:
             return
-        with self._lock, contextlib.suppress(NotDeclared):  # as soon as the shard goes back
+        with self._lock, contextlib.suppress(NotDeclared):  # raised once the shard goes back to a checkpoint
             job = self._core.declared()
             self._look_at(job)
             if self._cuts.unwritten:
                 return
             step = self.progress
             if job.is_cut_by_positions:
-                self._last_step = min(self._last_step, step)  # the slowest may be another one now
+                self._last_step = min(self._last_step, step)  # another worker may be the slowest now
             is_due_again = self._core.now() - self._announced_at >= AGAIN_S
-            if is_due_again and self._last_id in self._cuts.given_up:  # for workers' positions that have not come in time
+            if is_due_again and self._last_id in self._cuts.given_up:  # workers' positions had not come in time
                 self._announce(new_id(), step)
             if config.checkpoint_steps:
                 self._announce_multiple(step, config.checkpoint_steps)
@@ -164,7 +164,7 @@ class CutSchedule:
                     self._announce(new_id(), step)
 
     def _announce_multiple(self, step: int, every: int) -> None:
-        """Announce by --checkpoint-steps, if the next multiple is due."""
+        """Announce a cut at the next multiple of `every` (--checkpoint-steps) steps, if it is due."""
         if self._has_rounds:
             due = -(-(step + AHEAD) // every) * every
             if due > self._last_step:
@@ -176,12 +176,12 @@ class CutSchedule:
         self._announce_at(cut_id, step + AHEAD if self._has_rounds else step)
 
     def _moves(self) -> int:
-        """Number that grows with whatever a checkpoint has, whoever is the slowest."""
+        """A number that grows with every change that a checkpoint would have, even if the slowest worker makes no step."""
         vectors = self._core.storage.vectors
         return self._core.declared().updates + (vectors.commits if vectors is not None else 0)
 
     def _look_at(self, job: Job) -> None:
-        """Begin anew with another job, or another state of it."""
+        """Reset the schedule if the timeline or the layout has changed."""
         era, before = (self._core.timeline, job.layout.digest), self._era
         if era != before:
             self._era, self._last_step, self._last_moves = era, 0, 0
@@ -198,7 +198,7 @@ class CutSchedule:
         self._announced.append(cut_id)
         base = job.tables.base if job.tables is not None else ""
         found = CutName.of(base)
-        if found is None or found.cut_id not in self._whole_ids:  # it may be removed any time now
+        if found is None or found.cut_id not in self._whole_ids:  # else the base may be removed at any time
             base = ""
             self._whole_ids = [*self._whole_ids, cut_id][-WHOLE_KEPT:]
         self._cuts.learn(job, [data_pb2.Cut(id=cut_id, step=step, created_at=self._wall(), base=base, order=order)])

@@ -1,4 +1,4 @@
-"""The exchange: gradients in, parameters out. The middle of a push's life, between the frames and the blocks.
+"""The exchange: takes gradients in, and gives parameters out. The middle of a push's life, between the frames and the blocks.
 
 push: begin_push -> gate -> push_block for every block -> end_push        pull: begin_pull -> gate -> read, unpin
 """
@@ -129,7 +129,7 @@ class Exchange:
         return None
 
     def check_arrival(self, push: Push) -> None:
-        """Note that a block has come; InvalidRequest if there are far more than the shard has: the push might never end."""
+        """Note that a block has come; InvalidRequest if a push brings far more than the shard has, and so might never end."""
         push.arrived += 1
         limit = 2 * push.job.block_count
         if push.arrived > limit:
@@ -147,11 +147,11 @@ class Exchange:
         memory: Sequence[memoryview] = (),
         more: bool = False,
     ) -> Ticket | None:
-        """Count one block of a push; a ticket if its round is not open yet (call again when it resolves).
+        """Count one block of a push. Returns a ticket if its round is not open yet: call again when it resolves.
 
         Args:
-            is_lent: the payload stays as it is until the push's loan has ended.
-            rows, memory, more: see PushedBlock.
+            is_lent: True if the payload does not change before the push's loan has ended.
+            rows, memory, more: as in PushedBlock.
         """
         job = push.job
         block = job.trained(index)
@@ -211,7 +211,7 @@ class Exchange:
     def _gradient(
         self, push: Push, block: BlockState, present: bytes, payload: memoryview
     ) -> tuple[NDArray[Any] | None, NDArray[np.uint8] | None]:
-        """A block's gradient, None if it is empty, and the mask of its segments that have one, None if all have."""
+        """A block's gradient (None if it is empty), and the mask of the segments that have one (None if all have)."""
         plan = block.plan
         mask = frames.present_mask(present, len(plan.segment_ends)) if present else None
         if mask is not None and not mask.any():
@@ -231,7 +231,7 @@ class Exchange:
         return values, mask
 
     def end_push(self, push: Push) -> data_pb2.PushReply:
-        """Finish a push whose blocks have all come; moves the worker's clock."""
+        """Finish a push whose blocks have all come, and move the worker's clock."""
         job, members = push.job, self._core.members
         if len(push.covered) < job.trained_count:
             raise InvalidRequest(
@@ -296,10 +296,10 @@ class Exchange:
         return Pull(job, worker, request.caller.session, request.clock), blocks
 
     def begin_answer(self, push: Push) -> Pull:
-        """The pull of the clock after a push; it reads the blocks that the push has covered.
+        """The pull that answers a push: at the next clock, of the blocks that the push has covered.
 
         Raises:
-            InvalidRequest: aggregation is exact; a round then closes by a decision, which comes after the push.
+            InvalidRequest: aggregation is exact: a round then closes by a decision, which comes after the push.
         """
         if push.job.is_exact:
             raise InvalidRequest("PushPull: not with exact aggregation; use Push, Commit and Pull")
@@ -308,14 +308,14 @@ class Exchange:
         return Pull(push.job, push.worker, push.session, push.clock + 1)
 
     def begin_pull_rows(self, request: data_pb2.PullRequest) -> tuple[Pull, TablesBlock]:
-        """Check a pull of rows; return it with the tables' block, to be read before any rows are."""
+        """Check a pull of rows; return it with the tables' block, whose version is to be read before any rows."""
         if request.blocks:
             raise InvalidRequest(f"blocks: {len(request.blocks)} are asked for with rows, expected none")
         pull, _ = self.begin_pull(request)
         return pull, tables_of(pull.job)
 
     def begin_read_rows(self, request: data_pb2.ReadRequest) -> TablesBlock:
-        """Check a read of rows by somebody who is no worker."""
+        """Check a read of rows by a reader, which is no worker; return the tables' block."""
         self._core.check_run(request.run_id)
         job = self._core.initialized()
         job.check_digest(request.layout_digest)
@@ -339,14 +339,14 @@ class Exchange:
         return rows
 
     def fill_rows(self, tables: TablesBlock, rows: Sequence[TableRows], *, is_use: bool) -> None:
-        """Read the rows, now, into the arrays that they are for."""
+        """Read the present rows into the arrays of `rows`."""
         try:
             tables.fill(rows, is_use=is_use)
         except StoreClosed:
             raise self._core.gone_back() from None
 
     def read(self, block: Trained, pull: Pull) -> Found | Ticket:
-        """A block's version and pinned page for a worker at `clock`, or a ticket for its round to close.
+        """A block's version and pinned page for a pull, or a ticket that resolves when its round closes.
 
         The caller gives the page back with `BlockState.unpin`.
         """
@@ -378,7 +378,7 @@ def tables_of(job: Job) -> TablesBlock:
 
 
 def check_scale(header: data_pb2.PushHeader, spec: JobSpec) -> float:
-    """The factor of a push; InvalidRequest if the worker may not choose it, or it is out of range."""
+    """The factor by which a push is multiplied; InvalidRequest if the worker may not choose it, or it is out of range."""
     if spec.consistency.has_rounds or not spec.clip_norm:
         raise InvalidRequest("scale: only in a job without rounds that has clip_norm; in rounds, a verdict has it")
     if not 0 <= header.scale <= 1:  # also refuses NaN

@@ -1,8 +1,8 @@
-"""Parameters and slots that the workers load in the midst of a job: one sets them on all shards, while shard 0 has the others
-wait.
+"""Parameters and slots that workers load in the midst of a job: one worker sets them on all shards, and the others wait at
+shard 0.
 
-Each block changes as by an update, in one step, and keeps its version and its dedup window. Who sets them is decided in
-workers/loading.py.
+Each block changes in one step, like an update, but keeps its version and its dedup window. workers/loading.py chooses the
+worker that sets them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from psd.v1 import control_pb2, data_pb2
 from psd_core.arena import StoreClosed
 
 STEPS_MAX = 1 << 53
-"""Steps that a segment may be said to have made: a rule computes with them as float64, and counts on."""
+"""Most steps that a load may state for a segment: a rule computes with them as float64, and goes on counting."""
 
 
 class ParameterDesk:
@@ -33,7 +33,10 @@ class ParameterDesk:
         self._core = core
 
     def load(self, request: control_pb2.LoadRequest) -> Ticket | None:
-        """Enter a worker; the ticket resolves with whether it is to set the values; None: they are set. See Load."""
+        """Register a worker that loads. The ticket resolves with True if it must set the values; None: they are set already.
+
+        See ControlService.Load.
+        """
         core = self._core
         core.check_is_first("loads are coordinated by")
         with core.lock:
@@ -43,7 +46,7 @@ class ParameterDesk:
             _check_seq(request.seq)
             if len(request.digest) != DIGEST_BYTES:
                 raise InvalidRequest(f"digest: has {len(request.digest)} bytes, expected {DIGEST_BYTES}")
-            # At one clock parameters may be loaded and slots begin anew: who was restarted since asks again for each.
+            # At one clock both parameters and slots may be loaded; a worker that was restarted since repeats both calls.
             word, stamp = "loaded_slots" if request.resets_slots else "loaded", stamp_of(request.digest, request.clock)
             moment = core.timeline, job.layout.digest, request.clock
             if request.is_set:
@@ -63,7 +66,7 @@ class ParameterDesk:
             return ticket
 
     def set(self, request: data_pb2.ParametersRequest) -> int:
-        """Set blocks; return how many bytes they are. See DataService.SetParameters."""
+        """Set blocks; return their size in bytes. See DataService.SetParameters."""
         core = self._core
         with core.lock:
             worker = core.check_caller(request.caller)
@@ -89,7 +92,7 @@ class ParameterDesk:
             changes[entry.block] = changes.get(entry.block, Change()).and_also(entry.slot, values, entry.steps)
             nbytes += values.nbytes
         try:
-            with contextlib.ExitStack() as setting:  # room for all of them, or none changes
+            with contextlib.ExitStack() as setting:  # if there is no room for all blocks, none changes
                 for index in sorted(changes):
                     setting.enter_context(job.blocks[index].setting(changes[index], mark, clock))
             if request.resets_slots and job.tables is not None:
@@ -99,7 +102,7 @@ class ParameterDesk:
         return nbytes
 
     def _checked(self, job: Job, entry: data_pb2.ParameterBlock, rank: int, clock: int) -> NDArray[Any]:
-        """The numbers of an entry."""
+        """The values of an entry, after all checks."""
         block = job.block(entry.block)
         if entry.block in job.buffer_blocks:
             raise InvalidRequest(f"parameters.block: {entry.block} is one of buffers; StoreBuffers stores those")

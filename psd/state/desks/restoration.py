@@ -1,13 +1,13 @@
-"""Restoration: a shard takes its state from a checkpoint, at its start or because another shard has lost what it held.
+"""Restoration: a shard takes its state from a checkpoint, at its start or because another shard has lost its own.
 
-A shard that finds a checkpoint when it starts without anything of its own loads it and is *tentative*: it cannot know whether
-the others live on, further ahead. The workers can: they bring all shards together on one checkpoint and a new *timeline*, by
+A shard that starts with no state of its own, and finds a checkpoint, loads it and is *tentative*: it cannot know whether the
+other shards are further ahead. The workers can: they bring all shards together on one checkpoint and a new *timeline*, by
 Rollback (psd_client/worker/session/timeline.py). Nothing else is done on a tentative shard, so states are never mixed.
 
-What goes on need not be the kind of job that was stored. Its clock is the checkpoint's step, which all workers had finished:
-that of every worker, and, where there are rounds, the version of every block. Without rounds a version counts updates, as many
-as all workers together have made steps, and not quite the same for every block. How many updates each segment has seen, which
-rules correct their means by, stays what it was.
+The job that goes on may have another consistency mode than the one that was stored. Every worker's clock is the checkpoint's
+step, which all workers had finished; with rounds it is every block's version, too. Without rounds a version counts updates:
+about one for each step of each worker, and not quite the same number for every block. The number of updates that each segment
+has seen, with which rules correct their means, is kept.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ logger = logging.getLogger(__name__)
 
 
 class Restoration:
-    """Loads checkpoints into a shard, its own (`directory`) or, where there are none, those of --from-checkpoint."""
+    """Loads checkpoints into a shard: those in `directory` or, if it has none, those of --from-checkpoint."""
 
     def __init__(self, core: ShardCore, cuts: Cuts, directory: CheckpointDirectory | None) -> None:
         config = core.config
@@ -76,15 +76,15 @@ class Restoration:
         self._parameters: ParameterSource | None = None
 
     def has_checkpoint(self) -> bool:
-        """True if there is one to begin with. Raises CheckpointFailed, CheckpointUnsupported: that cannot be told."""
+        """True if there is a checkpoint to begin with. Raises CheckpointFailed or CheckpointUnsupported if it cannot tell."""
         return any(directory.newest() is not None for directory in self._directories)
 
     def begin(self) -> str | None:
-        """Take up, at the start of a shard that holds nothing, what there is to begin with; return the name of the checkpoint
-        that is loaded, if any.
+        """Load the newest checkpoint, at the start of a shard that holds nothing, and return its name. Without one, open the
+        parameters of --parameters-only, and return None.
 
         Raises:
-            ConfigError: a checkpoint is of a job that names a rule that is not listed; or --from-checkpoint has none.
+            ConfigError: the checkpoint's job names a rule that is not listed; or --from-checkpoint has no checkpoint.
             CheckpointFailed, CheckpointCorrupt, CheckpointUnsupported: what there is cannot be read.
         """
         config = self._core.config
@@ -96,10 +96,11 @@ class Restoration:
         return name
 
     def give_values(self, job: Job) -> bool:
-        """Let a job that is just declared, and not served yet, begin with --parameters-only; False if there are none to give.
+        """Set the parameters of a job that is just declared, and not served yet, by --parameters-only; False without that flag.
 
         Raises:
-            SpecMismatch: they are not those of the job. NonFiniteGradient, CheckpointFailed, CheckpointCorrupt, OutOfSpace.
+            SpecMismatch: the parameters are not those of the job. NonFiniteGradient, CheckpointFailed, CheckpointCorrupt,
+                OutOfSpace.
         """
         source = self._parameters
         if source is None:
@@ -120,11 +121,10 @@ class Restoration:
         return True
 
     def load_newest(self) -> str | None:
-        """Become tentative, at the start, with the newest checkpoint that can be read; return its name, or None if there is
-        none.
+        """Load the newest checkpoint that can be read, and become tentative. Return its name, or None if there is none.
 
         Raises:
-            ConfigError: it is of a job that names a rule that is not listed.
+            ConfigError: its job names a rule that is not listed.
         """
         for directory in self._directories:
             if name := self._load_newest_of(directory):
@@ -152,17 +152,17 @@ class Restoration:
         return None
 
     def give_up_lost_round(self) -> None:
-        """EXACT: if a round has lost a gradient for good, become tentative, as if everything had been lost; all shards then go
-        back.
+        """EXACT: if a round has lost a gradient for good, load the newest checkpoint, as if everything had been lost; workers
+        then bring all shards back to it.
 
-        Without any checkpoint those who wait for the round get StateLost.
+        Without a checkpoint, calls that wait for the round get StateLost.
         """
         core = self._core
         if core.life.now is not Life.DAMAGED:
             return
         with core.job_lock:
             if core.life.now is not Life.DAMAGED:
-                return  # a worker was faster
+                return  # a worker's Rollback came first
             job = core.declared()
             logger.error("%s", core.lost_round)
             try:
@@ -177,13 +177,13 @@ class Restoration:
                 job.settle()
 
     def rollback(self, request: control_pb2.RollbackRequest) -> None:
-        """Begin a timeline from a checkpoint; nothing happens if this shard is on it, or on a later one, already, or is not as
-        the worker has found it.
+        """Begin a timeline from a checkpoint. Does nothing if this shard is on that timeline, or on a later one, or is in
+        another incarnation than the worker has found.
 
         Raises:
             InvalidRequest: there is no such timeline.
-            CheckpointFailed, CheckpointCorrupt: the checkpoint cannot be read here; the shard is as it was. One that is damaged
-                or gone will not be read later either: its error names another.
+            CheckpointFailed, CheckpointCorrupt: the checkpoint cannot be read here; the shard is as it was. If it is damaged or
+                gone, trying again would not help: the error names another one.
         """
         core = self._core
         if request.timeline > INTEGER_MAX:
@@ -208,12 +208,12 @@ class Restoration:
                 except CheckpointCorrupt as error:
                     error.detail["instead"] = self._instead_of(request.checkpoint)
                     raise
-        # A shard that waited for this has said already what it starts from; another one gives up later steps.
+        # A tentative shard has logged its checkpoint already; any other shard gives up later steps now.
         level = logging.DEBUG if is_there else logging.WARNING
         logger.log(level, "went back to checkpoint %s; timeline %d begins", request.checkpoint, request.timeline)
 
     def _instead_of(self, checkpoint: str) -> str:
-        """The newest checkpoint before one that cannot be read here, or else the newest of all; "" if there is none."""
+        """The newest checkpoint before this one, which cannot be read here, or else the newest of all; "" if there is none."""
         if CutName.of(checkpoint) is None:
             return ""
         try:
@@ -224,11 +224,12 @@ class Restoration:
         return found.name if found is not None and found.name != checkpoint else ""
 
     def redeclare(self, spec: JobSpec) -> None:
-        """Let the first declaration after a restore change workers, consistency, reduction and the treatment of staleness.
+        """Load the restored checkpoint again for another spec: the first declaration after a restore may change workers,
+        consistency, reduction and the treatment of staleness.
 
         Raises:
             SpecMismatch: the tensors or the groups are not those of the checkpoint.
-            CheckpointFailed, CheckpointCorrupt: it cannot be read any more.
+            CheckpointFailed, CheckpointCorrupt: the checkpoint cannot be read any more.
         """
         core = self._core
         stored = core.declared().spec
@@ -247,10 +248,10 @@ class Restoration:
         members: Membership | None = None,
         workers: Sequence[int] = (),
     ) -> None:
-        """Take everything from a checkpoint, for the job as it was stored, or as these members now declare it.
+        """Load everything from a checkpoint, for the job as it was stored, or with the spec and members given.
 
-        Every byte is checked before what is here is given up. If reading fails after that, the shard has lost what it held, and
-        is tentative: whoever comes brings it to a checkpoint again. Files are read without the shard's lock.
+        Every byte is checked before the present state is given up. If reading fails after that, the shard has lost its state,
+        and is tentative: the next worker brings it to a checkpoint again. Files are read without the shard's lock.
         """
         core = self._core
         spec = spec if spec is not None else manifest.spec
@@ -306,7 +307,7 @@ class Restoration:
             job.arena.set_word("initialized", 1)
 
     def _give_up(self, manifest: Manifest, timeline: int, members: Membership) -> None:
-        """Let go of the present job, if there is one; nobody's session continues but that of `members`."""
+        """Give up the present job, if there is one. All sessions end, except those of `members`."""
         core = self._core
         with core.lock:
             if core.job is not None:
@@ -327,7 +328,7 @@ class Restoration:
         self._core.incarnation = drawn_integer()
 
     def _blocks(self, manifest: Manifest, layout: Layout) -> Iterator[RestoredBlock]:
-        """A checkpoint's blocks for this shard, without the dedup windows: nobody's session goes on."""
+        """A checkpoint's blocks for this shard, without the dedup windows, because no session of then goes on."""
         for restored in self._readable(manifest.name).read_blocks(manifest, layout, self._core.config.shard_index):
             yield restored._replace(sessions=None, clocks=None)
 
@@ -337,12 +338,12 @@ class Restoration:
         return [directory.read_table(manifest, layout, index, table) for table in range(len(layout.spec.tables))]
 
     def _vectors(self, manifest: Manifest) -> Iterator[Piece]:
-        """The elements of a checkpoint's vectors that are this shard's."""
+        """This shard's elements of a checkpoint's vectors."""
         config = self._core.config
         return self._readable(manifest.name).read_vectors(manifest, config.shard_index, config.shard_count)
 
     def _fill_vectors(self, manifest: Manifest, workers: int) -> None:
-        """Make the vectors of a checkpoint, for as many workers as may come. OutOfSpace: the machine has no room for them."""
+        """Make and fill the vectors of a checkpoint, for at most so many workers; OutOfSpace if the machine lacks room."""
         storage = self._core.storage
         if not manifest.vectors:
             return
@@ -357,14 +358,14 @@ class Restoration:
             raise OutOfSpace(f"{storage.directory} has no room for vectors: {error.strerror}") from error
 
     def _readable(self, checkpoint: str) -> CheckpointDirectory:
-        """The directory with a checkpoint of that name."""
+        """The directory that has this checkpoint, or the first one if none has it; CheckpointFailed without directories."""
         if not self._directories:
             raise CheckpointFailed("checkpoint: this shard was started without --checkpoint-dir and cannot read one")
         return next((directory for directory in self._directories if directory.has(checkpoint)), self._directories[0])
 
 
 def _checked(partition: Partition, pieces: Iterator[ValueRows], location: str, used: int) -> Iterator[WholeRows]:
-    """The rows that a table begins with, used at that clock; NonFiniteGradient for one that is not finite."""
+    """The rows that a table begins with, marked as used at that clock; NonFiniteGradient if a value is not finite."""
     for ids, values in pieces:
         element = first_nonfinite(values.reshape(-1))
         if element >= 0:

@@ -1,4 +1,4 @@
-"""The desk at which workers settle the rounds of exact aggregation: they commit, and have shards measure. See settlement.py.
+"""Answers the calls by which workers settle rounds of exact aggregation, commit and measure; see aggregation/settlement.py.
 
 Must not know how rules compute, or what is in a block.
 """
@@ -19,7 +19,7 @@ class SettlementDesk:
         self._core = core
 
     def commit(self, request: control_pb2.CommitRequest) -> Ticket | None:
-        """Note that all shards have a push; a ticket if its round is not decided yet. See ControlService.Commit."""
+        """Note that all shards have a push. Returns a ticket if its round is not decided yet. See ControlService.Commit."""
         with self._core.lock:
             worker = self._core.check_caller(request.caller)
             coordinator, participant = self._coordinator(), self._core.declared().participant
@@ -39,7 +39,7 @@ class SettlementDesk:
         return ticket
 
     def commit_reply(self, rank: int, clock: int) -> control_pb2.CommitReply:
-        """The decision, for a worker of that rank that had committed `clock`."""
+        """The decision and the verdict, for the worker of a rank that has committed `clock`."""
         with self._core.lock:
             coordinator = self._coordinator()
             verdict = coordinator.verdict_on(clock)

@@ -1,4 +1,4 @@
-"""A shard at one moment, for psdctl and the metrics. Must not know messages or Prometheus."""
+"""The state of a shard at one moment, for psdctl and the metrics. Must not know messages or Prometheus."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from psd.v1 import job_pb2
 
 
 class ShardState(enum.Enum):
-    """Values are those of psd.v1.ShardState."""
+    """State of a shard for users. Values are those of psd.v1.ShardState."""
 
     EMPTY = 1
     SERVING = 2
@@ -29,16 +29,16 @@ STATES = {
     Life.LOST: ShardState.RESTORING,
     Life.TENTATIVE: ShardState.RESTORING,
 }
-"""State of a shard by its place in the life cycle; in all others it serves."""
+"""State of a shard by its place in the life cycle; at all other places it is SERVING."""
 
 
 @dataclass(frozen=True)
 class ShardStatus:
-    """Copies, made under the shard's lock, so that they are read without it. The job alone lives on.
+    """Copies, made under the shard's lock, so that they can be read without it. Only `job` is not a copy.
 
     Attributes:
-        restarts: processes that have gone on with this arena. directory: of the arena.
-        min_clock: of the slowest worker; 0 if there is none.
+        restarts: number of processes that have gone on with this arena. directory: where the arena is.
+        min_clock: clock of the slowest worker; 0 if there is none.
         job: None before one is declared.
     """
 

@@ -21,12 +21,12 @@ from psd.v1 import data_pb2
 from psd_core.arena import Page
 
 Found = tuple[int, Page] | tuple[int, None]
-"""A block's version, and its page, pinned: to be given back by `BlockState.unpin`. The tables' block has no page."""
+"""A block's version, and its pinned page, to be given back by `BlockState.unpin`. The tables' block has no page."""
 
 
 @dataclass(slots=True)
 class Push:
-    """A push in progress: its header's facts, and the blocks that it has covered.
+    """A push in progress: what its header says, and the blocks that it has covered.
 
     Attributes:
         job: as it was when the push began; the call ends where there is another one, see Exchange.
@@ -76,7 +76,7 @@ class Pull:
 
     @property
     def has_rounds(self) -> bool:
-        """True if the job's workers push in rounds; else each push is an update of its own, applied when it comes."""
+        """True if pushes form rounds; otherwise each push is an update of its own, applied when it comes."""
         return self.job.policy.has_rounds
 
 

@@ -1,8 +1,8 @@
-"""Calls for server-side vectors: who may make them, whether a batch has run before, and what it may name.
+"""Calls for server-side vectors: checks the caller, whether a batch has run before, and the vectors that it names.
 
-Vectors lie beside the arena, and belong to the job as its parameters do; a job may have nothing else. A batch has the name
-(session, seq): the store keeps the answers of the latest of each session, so one that is sent again, perhaps by the worker's
-next session, is answered and not run again. Must not know messages' carriers, files or stripes.
+Vectors are stored beside the arena, and belong to the job as its parameters do; a job may have nothing else. A batch has the
+name (session, seq). The store keeps the answer to the latest batch of each session, so a batch that is sent again, perhaps by
+the worker's next session, is answered but not run again. Must not know how messages travel, files or stripes.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class VectorCounts(NamedTuple):
     """Counts of a shard's vectors.
 
     Attributes:
-        number: of vectors. bytes: of this shard's part of them.
-        batches, operations: that were run. repeated: batches that were answered again.
+        number: number of vectors. bytes: size of this shard's part of them.
+        batches, operations: numbers of those that were run. repeated: number of batches that were only answered again.
     """
 
     number: int
@@ -45,10 +45,10 @@ class VectorCounts(NamedTuple):
 
 
 class VectorsCut:
-    """The vectors of a cut. See psd.checkpoint.VectorsPart.
+    """The vectors of a cut, as psd.checkpoint.VectorsPart.
 
     Attributes:
-        specs: the vectors. sessions: the number of the latest batch of each worker, by session.
+        specs: the vectors. sessions: by session, the number of its latest batch.
     """
 
     def __init__(self, snapshot: VectorSnapshot, sessions: dict[int, int]) -> None:
@@ -60,7 +60,7 @@ class VectorsCut:
 
 
 class _Seat:
-    """A rank's place among those that send batches: one batch at a time, the session that the last one began in, and the
+    """State of a rank that sends batches: a lock, so that one runs at a time; the session that began the last one; and the
     connection of the program that sent it."""
 
     def __init__(self) -> None:
@@ -80,7 +80,7 @@ class VectorDesk:
     # -- changes ---------------------------------------------------------------------------------------------------------
 
     def run(self, request: vectors_pb2.VectorBatch, payload: memoryview) -> bytes:
-        """Run a batch, or answer it again; what its reductions have found here. See VectorService.Run."""
+        """Run a batch, or answer it again. Returns this shard's results of its reductions. See VectorService.Run."""
         limits = self._core.config.limits
         if not 1 <= len(request.operations) <= limits.batch_operations_max:
             raise InvalidRequest(
@@ -104,7 +104,7 @@ class VectorDesk:
         return found
 
     def check_payload(self, nbytes: int) -> None:
-        """Raise InvalidRequest if a batch brings more than the shard takes at a time."""
+        """Raise InvalidRequest if a batch has more bytes than the shard takes at a time."""
         limit = self._core.config.limits.batch_bytes_max
         if nbytes > limit:
             raise InvalidRequest(f"payload: {nbytes} bytes are above the shard's --max-batch-bytes {limit}")
@@ -134,7 +134,7 @@ class VectorDesk:
     # -- reads -----------------------------------------------------------------------------------------------------------
 
     def all(self, request: vectors_pb2.VectorListRequest) -> list[VectorSpec]:
-        """The vectors that there are, by name; see VectorService.List."""
+        """All vectors, sorted by name; see VectorService.List."""
         self._check_asker(request)
         if self._core.storage.vectors is None:
             return []
@@ -147,7 +147,7 @@ class VectorDesk:
         return list(self._core.functions)
 
     def fetch(self, request: vectors_pb2.VectorFetch) -> NDArray[Any]:
-        """The elements that are asked for, as far as the shard has them; see VectorService.Fetch."""
+        """Those of the requested elements that this shard has; see VectorService.Fetch."""
         self._check_asker(request)
         with self._store() as vectors:
             (spec,) = self._known(vectors, [request.vector])
@@ -171,7 +171,7 @@ class VectorDesk:
         return found
 
     def status(self) -> VectorCounts:
-        """The vectors that there are, and what was done with them since the shard started."""
+        """Counts of the vectors, and of the batches since the shard started."""
         vectors, specs = self._core.storage.vectors, list[VectorSpec]()
         if vectors is not None:
             with suppress(StoreClosed):
@@ -186,8 +186,8 @@ class VectorDesk:
         return self._core.storage.vectors is not None
 
     def latest(self) -> dict[int, int]:
-        """The number of the latest batch of each live worker, by session; 0 for one that has sent none. A program that has
-        joined anew may have a batch of its earlier session to complete, and so both sessions are there."""
+        """The number of each live worker's latest batch, by session; 0 if it has sent none. If a program has joined again, its
+        earlier session is included, too, because that may have a batch to complete."""
         with self._core.lock:
             live = [worker for worker in self._core.members.workers if worker.state is WorkerState.LIVE]
         sessions = {worker.session for worker in live}
@@ -198,7 +198,7 @@ class VectorDesk:
         return self.latest_of(sessions)
 
     def latest_of(self, sessions: Collection[int]) -> dict[int, int]:
-        """The number of the latest batch of these sessions; 0 for one that is not known, or not any more."""
+        """The number of the latest batch of each of these sessions; 0 for a session that is not known, or not any more."""
         vectors = self._core.storage.vectors
         known = {} if vectors is None else vectors.sessions()
         return {session: known.get(session, 0) for session in sessions}
@@ -208,7 +208,7 @@ class VectorDesk:
         """All vectors as they are now, for a checkpoint; None if there are none.
 
         Args:
-            sessions: whose batches all shards' parts are to agree on; those of `latest` unless shards have agreed on them.
+            sessions: the sessions whose latest batches must be the same in all shards' parts; None: those of `latest`.
 
         Raises:
             CheckpointFailed: the shard goes back to a checkpoint.
@@ -237,10 +237,10 @@ class VectorDesk:
 
     @contextmanager
     def _named(self, vectors: VectorStore, request: vectors_pb2.VectorBatch | vectors_pb2.VectorChange) -> Iterator[BatchName]:
-        """The name of a batch of a worker that takes part in a job; no other one of that worker runs meanwhile.
+        """The name of a worker's batch. While the context is open, no other batch of that worker runs.
 
         Raises:
-            SessionFenced: the worker has gone on with a later session: this comes too late to be heard of.
+            SessionFenced: the worker has already sent batches in a later session, so this one comes too late.
         """
         core = self._core
         with core.lock:
@@ -258,7 +258,7 @@ class VectorDesk:
             yield name
 
     def _known(self, vectors: VectorStore, asked: Sequence[vectors_pb2.VectorSpec]) -> list[VectorSpec]:
-        """The declarations that a caller has, which must be those of vectors that are there."""
+        """The specs that a caller states; UnknownVector or InvalidRequest if the shard has no such vectors."""
         specs = [spec_of(message) for message in asked]
         there = vectors.specs(spec.name for spec in specs)
         for spec in specs:
@@ -287,7 +287,7 @@ class VectorDesk:
         return total
 
     def _open(self) -> None:
-        """Have a store, made when the job makes its first vector."""
+        """Make the store, if this is the job's first vector."""
         if self._core.storage.vectors is None:
             with self._core.job_lock:
                 self._core.declared()
@@ -295,7 +295,10 @@ class VectorDesk:
 
     @contextmanager
     def _store(self, caller: job_pb2.Caller | None = None) -> Iterator[VectorStore]:
-        """The store, whose errors come out as the shard's. caller: a worker, which knows of one that there may have been."""
+        """The store, with its errors turned into the contract's.
+
+        caller: a worker, which is checked first if there is no store: the shard may have lost one that the worker knows.
+        """
         vectors = self._core.storage.vectors
         if vectors is None:
             if caller is not None:
@@ -316,7 +319,7 @@ class VectorDesk:
 
 
 def _named_errors(operation: VectorOperation) -> VectorOperation:
-    """The operation, with a user's function whose errors say whose they are."""
+    """The operation, with a user's function wrapped so that its errors name the vector."""
     function = operation.function
     if isinstance(function, str):
         return operation
@@ -331,7 +334,7 @@ def _named_errors(operation: VectorOperation) -> VectorOperation:
 
 
 def _check_answer(spec: VectorSpec, count: int, columns: int) -> None:
-    """Raise InvalidRequest if so many elements, of more than a row, are above what a Fetch answers."""
+    """Raise InvalidRequest if so many elements, unless they are one row, exceed what a Fetch answers."""
     nbytes = count * np.dtype(spec.dtype).itemsize
     if nbytes > FETCH_BYTES_MAX and count > columns:
         raise InvalidRequest(

@@ -1,1 +1,1 @@
-"""Durability: the files of a shard, and what of them outlives the process. Must not know checkpoints, or who takes part."""
+"""Durability: the files of a shard, and which of them outlive the process. Must not know checkpoints or membership."""

@@ -1,5 +1,5 @@
-"""The identity of the machine's present life, from its start until it goes down: Linux' boot id, or what another system has of
-the kind. Must not know what depends on it.
+"""The identity of the machine's present boot, which lasts until it goes down: Linux' boot id, or what another system has like
+it. Must not know what depends on it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _IN_MEMORY = b"in memory"
 
 
 def boot_id(directory: Path) -> bytes:
-    """Bytes that tell this life of the machine from others, for files in a directory; empty where the system does not say."""
+    """Bytes that identify this boot of the machine, for files in a directory; empty if the system does not tell."""
     try:
         return _BOOT_ID.read_bytes().strip()
     except OSError:
@@ -24,7 +24,7 @@ def boot_id(directory: Path) -> bytes:
 
 
 def _boot_session() -> bytes:
-    """The same of macOS; empty elsewhere."""
+    """The identity of the boot on macOS; empty elsewhere."""
     found, size = ctypes.create_string_buffer(_SESSION_BYTES), ctypes.c_size_t(_SESSION_BYTES)
     try:
         failed = ctypes.CDLL(None).sysctlbyname(_SESSION, found, ctypes.byref(size), None, ctypes.c_size_t(0))
@@ -34,7 +34,7 @@ def _boot_session() -> bytes:
 
 
 def _is_in_memory(directory: Path) -> bool:
-    """True if files there are gone when the machine goes down, so that those that are there are of this life."""
+    """True if files there are lost when the machine goes down, so that those that exist are of this boot."""
     try:
         return directory.stat().st_dev == _SHARED_MEMORY.stat().st_dev != Path("/").stat().st_dev
     except OSError:

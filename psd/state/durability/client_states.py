@@ -1,8 +1,8 @@
-"""Client states: what each worker saves of its own program, such as its place in the data, with a push of its.
+"""Client states: what each worker saves of its own program with a push, such as its place in the data.
 
-A state is written down before the first block of its push is counted, and says which push it came with. The pages say which
-pushes are counted. So which state holds is decided by the very store that counts the push: whenever the process dies, a worker
-gets back the state of its last push that counts. Only the shard of the first trained block has any.
+A state is stored before the first block of its push is counted, and names that push. The pages say which pushes are counted. So
+the store that counts the push also decides which state holds: whenever the process dies, a worker gets back the state of its
+last push that counts. Only the shard of the first trained block has client states.
 
 Must not know blocks or rounds.
 """
@@ -19,13 +19,13 @@ from psd.state.durability.state_directory import Storage
 from psd.state.pages import Counted
 
 _SPARE = 1
-"""States kept that are older than the one that counts in the block asked: another block may be a round behind."""
+"""Number of kept states that are older than the one that counts in a block: another block may be a round behind."""
 _PENDING_MAX = 2
-"""Pushes of a worker that may still come to count: one in an open round, and one that has come early for the next."""
+"""Most pushes of a worker that may still count later: one in an open round, and one that has come early for the next."""
 
 
 class _Saved(NamedTuple):
-    """A state, and the window of a page that counts its push."""
+    """A state, and the entry in a page's dedup window that counts its push."""
 
     window: Counted
     state: bytes
@@ -38,7 +38,7 @@ def check_client_state(state: bytes) -> None:
 
 
 class ClientStates:
-    """The states of all workers: of each the one that counts, and a few that are older or may still come to count."""
+    """The states of all workers: for each, the one that counts, and a few that are older or may still count later."""
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
@@ -46,14 +46,14 @@ class ClientStates:
         self._saved: dict[int, list[_Saved]] = {}
 
     def on_push(self, rank: int, window: Counted, state: bytes, counted: Counted, is_current: Callable[[], bool]) -> None:
-        """Keep the state that comes with a push, before this call has any block counted.
+        """Store the state that comes with a push. Call it before any block counts the push.
 
         Args:
-            window: of a page that counts the push. counted: as some block has it now.
-            is_current: False if the rank has joined again meanwhile, so that nothing of this push will count.
+            window: the entry in a page's dedup window that counts the push. counted: the entry that some block has now.
+            is_current: returns False if the rank has joined again meanwhile, so that this push cannot count.
 
         Raises:
-            OutOfSpace, InternalError: it cannot be written; all is as it was.
+            OutOfSpace, InternalError: it cannot be written; nothing has changed.
         """
         with self._lock:
             saved = self._saved.get(rank, [])
@@ -65,7 +65,7 @@ class ClientStates:
             self._keep(rank, saved[max(0, at - _SPARE) : at + 1] + saved[at + 1 :][-_PENDING_MAX:])
 
     def settle(self, rank: int, counted: Counted) -> bytes:
-        """The state of the last push that counts, for a new session of the rank; what came with later ones is forgotten."""
+        """The state of the last push that counts, for a new session of the rank. States of later pushes are forgotten."""
         with self._lock:
             saved = self._saved.get(rank, [])
             at = _last(saved, counted)
@@ -73,8 +73,8 @@ class ClientStates:
             return saved[at].state if at >= 0 else b""
 
     def at(self, counted: Sequence[Counted]) -> dict[int, bytes]:
-        """The states by rank that count in some pages, whose windows say `counted` of each rank of the job; also those of a
-        restored job that had more workers."""
+        """The states, by rank, that hold for some pages. counted: by rank, the last push that these pages count. A restored job
+        that had more workers still has the states of their ranks."""
         found = {}
         with self._lock:
             for rank, saved in self._saved.items():
@@ -84,7 +84,7 @@ class ClientStates:
         return found
 
     def begin(self, states: Mapping[int, bytes]) -> None:
-        """Begin with the states of a checkpoint, whose pages have empty windows. Raises what `on_push` does."""
+        """Begin with the states of a checkpoint, whose pages have empty dedup windows. Raises what `on_push` does."""
         with self._lock:
             self._saved = {}
             for rank, state in states.items():
@@ -92,7 +92,7 @@ class ClientStates:
                 self._saved[rank] = [_Saved((0, 0), state)]
 
     def recover(self, kept: Mapping[str, bytes]) -> None:
-        """Go on with the states that an earlier process has left."""
+        """Take over the states that an earlier process has left."""
         with self._lock:
             for name, state in kept.items():
                 rank, *window = map(int, name.split("-"))
@@ -108,7 +108,7 @@ class ClientStates:
 
 
 def _last(saved: Sequence[_Saved], counted: Counted) -> int:
-    """The place of the last state whose push counts; -1 if none's does."""
+    """The index of the last state whose push counts; -1 if there is none."""
     return max((i for i, each in enumerate(saved) if each.window <= counted), default=-1)
 
 

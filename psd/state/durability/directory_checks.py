@@ -1,5 +1,5 @@
-"""A directory for a shard's files, before any is opened: whether it can be used, whether it is this user's alone, and whether
-something else is in their way.
+"""Checks a directory for a shard's files, before any is opened: that it can be used, that it is this user's alone, and that no
+other files have their names.
 
 Must not know how the files are made or opened.
 """
@@ -16,11 +16,11 @@ from psd.contract.config import ConfigError
 from psd_core import private_files
 
 _MAGIC = b"PSD"
-"""First bytes of every file of a shard, whatever else it begins with."""
+"""First bytes of every file of a shard, whatever follows them."""
 
 
 def check_usable(directory: Path) -> None:
-    """Raise ConfigError if no file can be made in the directory: better at the start than when a job is declared."""
+    """Raise ConfigError if no file can be made in the directory, at the start instead of when a job is declared."""
     try:
         is_made = not directory.exists()
         if not is_made:
@@ -39,10 +39,10 @@ def check_usable(directory: Path) -> None:
 
 def check_private(directory: Path, files: Iterable[Path]) -> None:
     """Raise ConfigError unless a directory is this user's, and nobody has put a link, or a file of another user, in the place
-    of one of a shard's.
+    of a shard's file.
 
     Args:
-        files: what a shard's files may be called there, whether they are there or not; directories with them among them.
+        files: paths that a shard's files and directories may have there, whether they exist or not.
     """
     try:
         private_files.check_directory(directory)
@@ -59,7 +59,7 @@ def check_private(directory: Path, files: Iterable[Path]) -> None:
 
 
 def check_unclaimed(paths: Iterable[Path]) -> None:
-    """Raise ConfigError for what has a name of a shard's file and is none: it would be removed, or written over."""
+    """Raise ConfigError for a file that has the name of a shard's file but is none: it would be removed, or written over."""
     for path in paths:
         if path.is_file():
             with path.open("rb") as file:

@@ -1,8 +1,8 @@
-"""The seal of a state directory whose shard has ended in order: how long each run of bytes in its files was, and its CRC-32.
+"""The seal of a state directory whose shard has ended in order: length and CRC-32 of each run of bytes in its files.
 
-While a shard lives its files are memory, and change with every push; no checksum of them would hold for long. So they are
-sealed when nothing changes them any more, and checked before the next process believes a byte. Holes are not sealed, nor what
-the arena does not use. Must not know what the files hold.
+While a shard runs, its files are memory, and change with every push; no checksum of them would hold for long. So they are
+sealed when nothing changes them any more, and checked before the next process uses a byte. Holes are not sealed, and neither is
+what the arena does not use. Must not know what the files hold.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _READ_BYTES = 1 << 20
 _THREADS = 4
 
 Stretch = tuple[int, int]
-"""First byte, and length."""
+"""Position of the first byte, and length."""
 
 
 def seal(directory: Path, arena: Path, used: Sequence[Stretch], others: Iterable[Path]) -> list[SealedFile]:
-    """The seals of an arena, as far as it is used, and of other files, when all of them have reached the disk.
+    """Write an arena and other files to the disk, and return their seals: of the arena, of the stretches that it uses.
 
     Raises:
-        OSError: one of them cannot be read, or does not reach the disk.
+        OSError: a file cannot be read, or does not reach the disk.
     """
     found = [_seal(directory, arena, used), *(_seal(directory, path) for path in others)]
     for place in {directory.absolute().parent, *((directory / file.name).parent for file in found)}:
@@ -41,10 +41,10 @@ def seal(directory: Path, arena: Path, used: Sequence[Stretch], others: Iterable
 
 
 def check(directory: Path, files: Iterable[SealedFile]) -> None:
-    """Read all that was sealed.
+    """Read and check everything that was sealed.
 
     Raises:
-        StateDamaged: a byte has changed since, or the disk does not give it back. OSError: a file may not be read, for now.
+        StateDamaged: a byte has changed since, or the disk cannot read it. OSError: a file cannot be opened or read for now.
     """
     for file in files:
         path = directory / file.name
@@ -88,7 +88,7 @@ def _runs(start: int, nbytes: int) -> Iterator[Stretch]:
 
 
 def _data(descriptor: int) -> Iterator[Stretch]:
-    """Stretches that are no holes."""
+    """The stretches of a file that are not holes."""
     end, size = 0, os.fstat(descriptor).st_size
     while end < size:
         try:
@@ -102,7 +102,7 @@ def _data(descriptor: int) -> Iterator[Stretch]:
 
 
 def _checksums(descriptor: int, runs: Sequence[Stretch]) -> list[int]:
-    """The CRC-32 of each run; -1 of one that is cut off."""
+    """The CRC-32 of each run; -1 if the run is cut off."""
 
     def checksum(run: Stretch) -> int:
         (at, left), crc32 = run, 0

@@ -1,6 +1,6 @@
 """Files that shards leave in their directories beside an arena: the names of these files, and their removal.
 
-Must not know what they hold, nor who may go on with them.
+Must not know what they hold, or who may go on with them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MAKING_S_MAX = 60.0
 
 
 def names(directory: Path) -> list[Path]:
-    """Names that a shard's files may have there, whether they are there or not, and what is half made there."""
+    """Paths that a shard's files may have in a directory, whether they exist or not, and files that are half made there."""
     fixed = (ARENA_NAME, LOCK_NAME, BARRIERS_NAME, ORDERS_NAME, VERDICT_NAME, BOOT_NAME, VECTORS_NAME)
     found = [directory / name for name in fixed]
     found += [*store_paths(directory), *directory.glob(f"{CLIENT_STATE_PREFIX}*"), *directory.glob("*.new")]
@@ -39,7 +39,7 @@ def names(directory: Path) -> list[Path]:
 
 
 def remove_notes(directory: Path) -> None:
-    """Delete what lies beside an arena."""
+    """Delete a shard's files beside an arena, except an operator's orders."""
     remove_stores(directory)
     shutil.rmtree(directory / VECTORS_NAME, ignore_errors=True)
     for name in (BARRIERS_NAME, VERDICT_NAME, BOOT_NAME):
@@ -49,14 +49,14 @@ def remove_notes(directory: Path) -> None:
 
 
 def abandon(arena: Arena, directory: Path) -> None:
-    """Let go of a private directory with all that is in it, also amid the end of the process."""
+    """Delete a private directory with all that is in it; works even while the process exits."""
     remove_stores(directory)
     shutil.rmtree(directory / VECTORS_NAME, ignore_errors=True)
     arena.abandon()
 
 
 def clear_abandoned(memory: Path, prefix: str) -> None:
-    """Remove the private directories, which begin like this, of this user's shards that were killed. What cannot be deleted
+    """Remove the private directories of this user's killed shards, whose names begin with `prefix`. What cannot be deleted
     stays."""
     for path in memory.glob(f"{prefix}*"):
         with contextlib.suppress(ArenaBusy, OSError):

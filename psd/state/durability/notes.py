@@ -1,8 +1,8 @@
-"""The small files that a shard keeps beside its arena: each is replaced whole, and shows whether it is what was written.
+"""Notes: the small files that a shard keeps beside its arena. Each is replaced whole, and has a checksum.
 
     8 bytes    magic "PSDNOTE1"
     4 bytes    CRC-32 of what follows, little-endian
-    content    whatever its writer means by it
+    content    in the format of its writer
 
 Must not know what notes say.
 """
@@ -31,19 +31,19 @@ class StateDamaged(ArenaError):
 
 
 class StateUnsupported(ArenaError):
-    """A file of a state directory is in no format that this release knows; the message names it."""
+    """A file of a state directory has a format that this release does not know; the message names it."""
 
 
 def write(
     directory: Path, name: str, content: bytes, crash_point: Callable[[str], None] = lambda _: None, *, is_durable: bool = False
 ) -> None:
-    """Put a note in place of an earlier one, whole or not at all.
+    """Write a note in place of an earlier one, whole or not at all.
 
     Args:
-        crash_point: called with "before" and "after". is_durable: on the disk, too, when this returns.
+        crash_point: called with "before" and "after". is_durable: True if the note must be on the disk when this returns.
 
     Raises:
-        OutOfSpace, InternalError: it cannot be written; what was there still is.
+        OutOfSpace, InternalError: it cannot be written; the earlier note is unchanged.
     """
     path, temporary = directory / name, directory / f"{name}{_UNFINISHED}"
     try:
@@ -66,7 +66,7 @@ def read(path: Path) -> bytes:
     """The content of a note; empty if there is none.
 
     Raises:
-        StateDamaged: it is not what was written. StateUnsupported: it begins as a note of another release does.
+        StateDamaged: it is not what was written. StateUnsupported: it begins like a note of another release.
         NotOurs, OSError: it cannot be read.
     """
     try:
@@ -87,18 +87,18 @@ def _check_of(content: bytes) -> bytes:
 
 
 def paths(directory: Path, prefix: str) -> list[Path]:
-    """The notes that are there whose names begin like this."""
+    """The notes in a directory whose names begin with `prefix`."""
     return [path for path in directory.glob(f"{prefix}*") if path.suffix != _UNFINISHED]
 
 
 def remove(directory: Path, name: str) -> None:
-    """Delete a note, if it is there, and what a killed process has left of the next one."""
+    """Delete a note, if it exists, and what a killed process has left of its next version."""
     for path in (directory / name, directory / f"{name}{_UNFINISHED}"):
         path.unlink(missing_ok=True)
 
 
 def sync_directory(directory: Path) -> None:
-    """Have the names in a directory reach the disk."""
+    """Write the names in a directory to the disk."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

@@ -5,11 +5,11 @@ With --state-dir the directory is the operator's, and a shard that is restarted 
 it is a private one in memory (/dev/shm), removed at the end; what killed shards have left there, the next one clears away.
 
 The kernel keeps what a killed process has written. A machine that goes down keeps some pages of it and not others; when it, or
-another machine that has taken over the disk, comes up, the arena would look whole and be of several moments. So a note says in
-which life of the machine the arena is in use, or that it was closed in order, with checksums of all files
+another machine that has taken over the disk, comes up, the arena would look whole, but be of several moments. So a note says in
+which boot of the machine the arena is in use, or that it was closed in order, with checksums of all files
 (end_checksums.py), which are checked before a byte is used.
 
-What cannot be written for lack of room is refused by name, and is as it was, here and in the directory; the same call succeeds
+If there is no room for a file, the error says so, and nothing has changed, here or in the directory; the same call succeeds
 when there is room again.
 
 Must not know workers or blocks' contents.
@@ -81,7 +81,7 @@ class Storage:
         """The job that an earlier process of this shard held, or None.
 
         Args:
-            can_go_back: tells, where a file is damaged, whether there is a checkpoint instead; then all of it is removed.
+            can_go_back: called if a file is damaged: returns whether there is a checkpoint. If so, all files are removed.
 
         Raises:
             ConfigError: the directory is another shard's, another run's, in use, or damaged, or there is no room to go on.
@@ -167,11 +167,11 @@ class Storage:
         return stored, arena
 
     def check_usable(self) -> None:
-        """Raise ConfigError if the directory is no place for files."""
+        """Raise ConfigError if no file can be made in the directory."""
         directory_checks.check_usable(self.directory)
 
     def _check(self) -> None:
-        """Raise StateDamaged for a byte that is not what was written, as far as that can be told."""
+        """Raise StateDamaged if a file is not what was written, as far as checksums tell."""
         boot = self._boot()
         end_checksums.check(self.directory, boot.files)
         if self._is_believed(boot):
@@ -179,7 +179,7 @@ class Storage:
                 notes.read(path)
 
     def give_up(self, why: Exception) -> None:
-        """Remove what cannot be gone on with, since there is a checkpoint."""
+        """Remove state that cannot be used, because there is a checkpoint to go back to."""
         logger.error("%s; going back to a checkpoint", f"--state-dir: {str(why).removeprefix('--state-dir: ')}")
         if self.arena is not None:
             self.close(keep=False)
@@ -187,11 +187,11 @@ class Storage:
             Arena.remove_from(self.directory, first=self._remove_beside)
 
     def _is_believed(self, boot: StoredBoot) -> bool:
-        """True if all that the shard wrote is in its files: a machine that has gone down meanwhile has kept only some of it."""
+        """True if the files have all that the shard wrote: it was closed in order, or the machine has not gone down since."""
         return boot.is_closed or (boot.boot_id != b"" and boot.boot_id == boot_id(self.directory))
 
     def _note_paths(self) -> list[Path]:
-        """The notes that are there, but that on the boot."""
+        """The notes in the directory, except the one on the boot."""
         found = (
             notes.paths(self.directory, name)
             for name in (leftovers.BARRIERS_NAME, leftovers.ORDERS_NAME, leftovers.VERDICT_NAME, leftovers.CLIENT_STATE_PREFIX)
@@ -213,11 +213,11 @@ class Storage:
             raise ConfigError(f"--state-dir: {self.directory}: holds run {stored.run_id!r}, not {self._config.run_id!r}")
 
     def create(self, stored: storage_pb2.StoredJob, shapes: Sequence[BlockShape], workers: int) -> Arena:
-        """A new arena for a job, in place of the one that is there.
+        """Make a new arena for a job, in place of the present one.
 
         Raises:
             OutOfSpace: the directory has no room for it.
-            InternalError: it is no place for an arena, or another process's.
+            InternalError: the directory cannot hold an arena, or another process uses it.
         """
         replace = self.arena is not None or self._has_remains
         self.close(keep=False)
@@ -236,7 +236,7 @@ class Storage:
         return self._take(arena)
 
     def grow(self, stored: storage_pb2.StoredJob, shapes: Sequence[BlockShape], tables: Sequence[TableSpec]) -> Arena:
-        """A new arena, and tables, for a job that takes the place of one of vectors alone; these, and all notes, stay.
+        """Make an arena, and tables, for a job that replaces one of vectors alone. The vectors, and all notes, stay.
 
         Until the new job has its values, the next process finds the old one.
 
@@ -256,9 +256,9 @@ class Storage:
         return self._take(arena)
 
     def shrink(self) -> Arena:
-        """The arena of the job of vectors alone again, whose place the present one has taken. Raises what `grow` does.
+        """Go back to the arena of the job of vectors alone that `grow` has replaced. Raises what `grow` does.
 
-        Tables' files that cannot be deleted are in nobody's way: those of the next job of tables replace them.
+        Tables' files that cannot be deleted do no harm: those of the next job with tables replace them.
         """
         assert self.arena is not None
         stored = storage_pb2.StoredJob.FromString(self.arena.meta).grown_from
@@ -268,7 +268,7 @@ class Storage:
         return self._take(arena)
 
     def _exchange(self, old: Arena, stored: storage_pb2.StoredJob, shapes: Sequence[BlockShape], **words: int) -> Arena:
-        """An arena with the same members, timeline and cuts that takes the old one's place."""
+        """Replace an arena by a new one with the same members, timeline and order of cuts."""
         kept = {name: old.word(name) for name in ("timeline", "cut_order")}
 
         def prepare(arena: Arena) -> None:
@@ -310,7 +310,7 @@ class Storage:
 
     @property
     def free_bytes(self) -> int:
-        """Space where the files lie, or will."""
+        """Free space in bytes where the files are, or will be."""
         place = next(path for path in (self.directory, *self.directory.absolute().parents) if path.exists())
         return shutil.disk_usage(place).free
 
@@ -318,7 +318,7 @@ class Storage:
         """Make the stores of a job's tables, beside the new arena.
 
         Raises:
-            OutOfSpace: the directory has no room for them; the arena has gone, too.
+            OutOfSpace: the directory has no room for them; the arena is removed, too.
         """
         try:
             with self._deleting():
@@ -342,7 +342,7 @@ class Storage:
         """Make the store of the job's vectors, beside the arena, if it has none yet.
 
         Args:
-            workers: that send batches.
+            workers: number of workers that can send batches.
 
         Raises:
             OutOfSpace: there is no room for it.
@@ -375,7 +375,7 @@ class Storage:
 
     @contextlib.contextmanager
     def taking_over(self) -> Iterator[None]:
-        """Inside, what lies beside the arena that was found is read. If it cannot be: LeftDamaged, or another ConfigError."""
+        """Turn errors of reading files beside the arena that was found into LeftDamaged, or another ConfigError."""
         try:
             yield
         except (ArenaCorrupt, StateDamaged) as error:
@@ -389,7 +389,7 @@ class Storage:
         """Store the opened barriers beside the arena; does nothing before there is an arena.
 
         Raises:
-            OutOfSpace, InternalError: it cannot be written; what was kept before still is.
+            OutOfSpace, InternalError: they cannot be written; those stored before are unchanged.
         """
         self._save(leftovers.BARRIERS_NAME, opened)
 
@@ -398,7 +398,7 @@ class Storage:
         return self._load(leftovers.BARRIERS_NAME)
 
     def save_orders(self, orders: bytes) -> None:
-        """Keep what the operator has told the job, beside the arena. Raises what `save_barriers` does."""
+        """Store the operator's orders beside the arena. Raises what `save_barriers` does."""
         self._save(leftovers.ORDERS_NAME, orders)
 
     def load_orders(self) -> bytes:
@@ -406,7 +406,7 @@ class Storage:
         return self._load(leftovers.ORDERS_NAME)
 
     def save_verdict(self, verdict: bytes) -> None:
-        """Keep shard 0's latest verdict, beside the arena. Raises what `save_barriers` does."""
+        """Store shard 0's latest verdict beside the arena. Raises what `save_barriers` does."""
         self._save(leftovers.VERDICT_NAME, verdict)
 
     def load_verdict(self) -> bytes:
@@ -414,18 +414,18 @@ class Storage:
         return self._load(leftovers.VERDICT_NAME)
 
     def save_client_state(self, name: str, state: bytes) -> None:
-        """Keep one of the states that workers save for themselves, under a name. Raises what `save_barriers` does."""
+        """Store a state that a worker saves for itself, under a name. Raises what `save_barriers` does."""
         self._save(f"{leftovers.CLIENT_STATE_PREFIX}{name}", state, "client_state")
 
     def remove_client_state(self, name: str) -> None:
-        """Forget a state that may have been kept. If its file cannot be deleted it is as good as an older one."""
+        """Delete a stored state, if it exists. If its file cannot be deleted, it does no harm: it counts as an older one."""
         if not self._is_private:
             self._crash_point("storage.client_state.remove")
             with contextlib.suppress(OSError):
                 (self.directory / f"{leftovers.CLIENT_STATE_PREFIX}{name}").unlink(missing_ok=True)
 
     def load_client_states(self) -> dict[str, bytes]:
-        """The states that are kept, by name."""
+        """The stored states, by name."""
         paths = notes.paths(self.directory, leftovers.CLIENT_STATE_PREFIX)
         return {path.name.removeprefix(leftovers.CLIENT_STATE_PREFIX): notes.read(path) for path in paths}
 
@@ -445,17 +445,16 @@ class Storage:
             notes.write(self.directory, leftovers.BOOT_NAME, boot.SerializeToString(), is_durable=True)
 
     def close(self, *, keep: bool) -> None:
-        """Let go of the arena. It stays if the operator named its directory and `keep`.
+        """Close the arena and the files beside it. With `keep`, files in a directory that the operator named stay; else all go.
 
-        A file that cannot be deleted changes nothing about that: all are closed, the log says which it is, and the next arena
-        replaces what is left.
+        If a file cannot be deleted, all are closed nevertheless, the log names it, and the next arena replaces what is left.
         """
         if self.arena is None:
             return
         arena, tables, vectors = self.arena, self.tables, self.vectors
         self.arena, self.tables, self.vectors = None, [], None
         is_removed = self._is_private or not keep
-        if is_removed:  # whoever finds some of the files is to take them for those of an arena that was never complete
+        if is_removed:  # so that a process that finds some of the files takes the arena for one that was never complete
             arena.set_word("given_up", 1)
             arena.set_word("initialized", 0)
         try:
@@ -477,14 +476,14 @@ class Storage:
 
     @contextlib.contextmanager
     def _deleting(self, refusal: type[ConfigError | InternalError] = InternalError) -> Iterator[None]:
-        """Inside, files are deleted, for others to take their place. If one cannot be: `refusal`."""
+        """Turn errors of deleting files, which others are to replace, into `refusal`."""
         try:
             yield
         except OSError as error:
             raise refusal(f"--state-dir: cannot use {self.directory}: {error}") from error
 
     def _note_closed(self, arena: Arena) -> None:
-        """Seal all that is left, when nothing changes it any more."""
+        """Seal the files that stay, when nothing changes them any more."""
         arena.stop()
         others = [*store_paths(self.directory), *(self.directory / leftovers.VECTORS_NAME).glob("*"), *self._note_paths()]
         try:

@@ -1,1 +1,1 @@
-"""Tables on a shard: their stores, and from pushes of rows to updates."""
+"""Tables on a shard: their stores, and how pushes of rows become updates."""

@@ -1,10 +1,10 @@
 """The tables' block: a shard's part of all tables, which has one version, one open round, and one dedup window.
 
-Each table's rows on this shard are a store of their own (psd_core/table.py), here a *partition*: a push is one transaction in
-each. Its notes say up to which version it is, and which pushes it counts. A shard that is killed between two of them, or lacks
-space for the next one, has partitions that are ahead of others. The block is at the least of their versions, and counts what
-all of them count; so what is missing is sent again, and goes only to those that lack it. Must not know sessions' validity,
-leases, messages or frames.
+Each table's rows on this shard are a store of their own (psd_core/table.py), here called a *partition*. A push is one
+transaction in each. A partition's notes hold its version, and the pushes that it counts. If a shard is killed between two
+transactions, or lacks space for the next one, some partitions are ahead of others. The block's version is the least of theirs,
+and it counts what all of them count; so the missing push is sent again, and goes only to the partitions that lack it. Must not
+know which sessions are valid, leases, messages or frames.
 """
 
 from __future__ import annotations
@@ -41,27 +41,27 @@ _NO_IDS = np.empty(0, np.uint64)
 _ALL = segments(1, 1)
 
 STEP = 720_720
-"""Units of a table's clock that a step takes: it is divided by the number of workers, and this has all up to 16 as divisors."""
+"""Units of a table's clock in one step. Without rounds it is divided by the number of workers; it is divisible by 1 to 16."""
 
 _VERSION = 0
-"""Place of the version in a partition's notes; the sessions by rank follow, and then the clocks."""
+"""Place of the version in a partition's notes. The sessions by rank follow it, and then the clocks by rank."""
 
 
 def notes_count(world_size: int) -> int:
-    """Words that a partition's notes have."""
+    """Number of words in a partition's notes."""
     return 1 + 2 * world_size
 
 
 def counted_in(notes: NDArray[np.uint64]) -> list[Counted]:
-    """The last push of each rank that a partition with these notes counts."""
+    """The last push of each rank that is counted according to these notes of a partition."""
     _, *words = notes.tolist()
     half = len(words) // 2
     return list(zip(words[:half], words[half:], strict=True))
 
 
 class _Given(NamedTuple):
-    """Gradients of an update for one table: `ids_count` ids, with those in `more`, which are another worker's; `is_distinct`:
-    none comes twice."""
+    """The gradients of an update for one table. `is_distinct`: no id comes twice. `more`: ids and gradients of another worker,
+    to be added. `ids_count`: number of ids, those in `more` included."""
 
     ids: NDArray[np.uint64]
     values: NDArray[Any]
@@ -74,9 +74,9 @@ class TableCounts(NamedTuple):
     """Numbers of one table's rows on one shard, since the table was made.
 
     Attributes:
-        rows: there are now. bytes: of the file, index and slots included.
-        reads: of rows. hits: those that found one; both since the process began.
-        refused: gradients for new rows at the limit. unadmitted: gradients of ids that have no row yet.
+        rows: present number of rows. bytes: size of the file, with index and slots.
+        reads: ids read. hits: reads that found a row. Both since the process began.
+        refused: gradients for new rows beyond the limit. unadmitted: gradients for ids that the table has not admitted yet.
     """
 
     name: str
@@ -141,38 +141,38 @@ class Partition:
         self._scalars: dict[str, float] = dict.fromkeys(group.info.scalars, 0.0)
 
     def note(self, notes: NDArray[np.uint64]) -> None:
-        """Note what the store's notes are now."""
+        """Take over the store's present notes."""
         self.notes = notes
         self.version = int(notes[_VERSION])
 
     def find_clock(self) -> None:
-        """Go on from the clock that the store has."""
+        """Set the clock to the store's."""
         self.clock = self.store.counters()["clock"]
         self.time = Elapsed(self._wall, self.clock) if self.spec.expire_s else None
 
     def next_clock(self, step: int) -> int:
-        """The clock of the update to come, and of uses until then: it is beyond that of every update before.
+        """The clock of the next update, and of reads until then: it is beyond those of all updates before.
 
-        Rows that expire by time have microseconds, and all others steps. See docs/design/tables.md: Clocks.
+        A table whose rows expire by time counts microseconds, all others count steps (docs/design/tables.md: Clocks).
 
         Args:
-            step: see TablesBlock.step.
+            step: the units of one update (TablesBlock.step).
         """
         return self.clock + step if self.time is None else max(self.clock + 1, self.time.now())
 
     def begin_update(self, step: int) -> int:
-        """Remove the rows that are too old for the update to come, and return its clock."""
+        """Remove the rows that are too old at the next update, and return the clock of that update."""
         clock = self.next_clock(step)
         if self.age_max:
             self.store.expire(clock, self.age_max)
         return clock
 
     def counted(self, rank: int) -> Counted:
-        """The last push of a rank that it counts. Asked for each table with each push: makes no list of all ranks."""
+        """The last push of a rank that this partition counts. Called for each table with each push, so it makes no list."""
         return int(self.notes[1 + rank]), int(self.notes[1 + len(self.notes) // 2 + rank])
 
     def scalars(self, values: Sequence[float], age: int) -> Mapping[str, float]:
-        """The rule's scalars by name."""
+        """The rule's scalars by name; if `ages`, the learning rate is divided by 1 + age."""
         if values != self._values:
             self._values = values
             self._scalars = dict(zip(self._scalars, values, strict=True))
@@ -185,15 +185,16 @@ class TablesBlock(Trained):
     """A shard's part of all tables.
 
     Args:
-        stores: of the job's tables, in their order.
-        wall: seconds since 1970, for rows that expire by time.
-        rules: users' own ones, by path.
+        stores: one for each of the job's tables, in their order.
+        checks: checks the rows that are sent.
+        wall: returns seconds since 1970, for rows that expire by time.
+        rules: users' own rules, by import path.
 
     Attributes:
         partitions: one for each table.
-        checks: of what is sent about rows.
-        base: the checkpoint for later ones to build on, see psd/state/cuts/table_bases.py; empty: none.
-        bases: those that this shard has stored whole, with the marks of the tables' snapshots. Both are set by whoever stores.
+        base: the checkpoint on which later ones build (psd/state/cuts/table_bases.py); empty: none.
+        bases: checkpoints whose tables this shard has stored whole, with the marks of their snapshots. The code that stores
+            checkpoints sets both.
     """
 
     def __init__(
@@ -229,7 +230,7 @@ class TablesBlock(Trained):
         self._recall()
 
     def _recall(self) -> None:
-        """Note what the partitions count, and let those that are alike share their notes."""
+        """Derive the dedup window from the partitions' notes, and let partitions with equal notes share one array."""
         first = self.partitions[0].notes
         for partition in self.partitions:
             if np.array_equal(partition.notes, first):
@@ -240,14 +241,14 @@ class TablesBlock(Trained):
 
     @property
     def step(self) -> int:
-        """Units of the next update: a round is a step; without rounds, so are as many pushes as there are workers then."""
+        """Units of the clock that the next update takes. A round is one step; without rounds, one push of every worker is."""
         return STEP if self._policy.has_rounds else max(1, STEP // max(1, self._members.taking_part()))
 
     def begin(self, version: int) -> None:
-        """Let the block begin at a version, with no push counted, and whatever rows there are.
+        """Let the block begin at a version, with no push counted and the rows that its tables have.
 
         Raises:
-            OutOfSpace: some tables may have begun.
+            OutOfSpace: some tables may have begun already.
         """
         with self.lock:
             notes = np.zeros(notes_count(self._world_size), np.uint64)
@@ -281,14 +282,14 @@ class TablesBlock(Trained):
         pending: list[tuple[Partition, int, _Given | None]] = []
         held: list[Partition] = []
         try:
-            if given and gradient.weight not in (0, 1):  # rounded where it is summed, so that all shards have the same bits
+            if given and gradient.weight not in (0, 1):  # weighted as a sum would be, so that all shards have the same bits
                 sums = lent = self._pool.lend()
                 sums.add(given[0], gradient.weight)
             step = self.step
-            for number, partition in enumerate(self.partitions):  # old rows go first, so that nothing goes amid the update
+            for number, partition in enumerate(self.partitions):  # removes old rows first, so that none goes amid the update
                 if not self._has(partition, update, clock):
                     pending.append((partition, partition.begin_update(step), _given_to(number, sums, given)))
-            for partition, _, rows in pending:  # room for all, or nothing else changes
+            for partition, _, rows in pending:  # without room for all of them nothing else changes
                 partition.store.hold(0 if rows is None else rows.ids_count)
                 held.append(partition)
             for partition, used, rows in pending:
@@ -332,7 +333,7 @@ class TablesBlock(Trained):
         return min([partition.version for partition in self.partitions])
 
     def _has(self, partition: Partition, update: Update, clock: int) -> bool:
-        """True if the update was written to this partition before the process died, or found no room in another one."""
+        """True if this partition has the update from an earlier try: the process died, or another partition had no room."""
         if self._policy.has_rounds:
             return partition.version > self.version
         ((rank, session),) = update.sessions.items()
@@ -347,7 +348,7 @@ class TablesBlock(Trained):
         return notes
 
     def _keep(self, partition: Partition, notes: NDArray[np.uint64], clock: int) -> None:
-        """Change notes and clock, and no row."""
+        """Change a partition's notes and clock, but no row."""
         try:
             self._write_notes(partition, notes, clock, is_held=False)
         except StoreFull as error:
@@ -373,10 +374,10 @@ class TablesBlock(Trained):
             return (self.version, None) if self._reach(version_min) else None
 
     def fill(self, rows: Sequence[TableRows], *, is_use: bool) -> None:
-        """Read rows into the arrays of `rows`, in their dtype. Takes no lock.
+        """Read rows into the arrays of `rows`, converting to their dtype. Takes no lock.
 
         Args:
-            is_use: they are marked as used.
+            is_use: True: mark the rows as used.
         """
         step = self.step
         for number, ids, values in rows:
@@ -388,9 +389,10 @@ class TablesBlock(Trained):
                 _narrow(partition.store.read(ids, clock=used), values)
 
     def snapshots(self, base: str) -> list[TableSnapshot] | None:
-        """A snapshot of each table, begun; None while others are under way. Under the lock.
+        """Begin a snapshot of each table; None while other snapshots are under way. The caller holds the lock.
 
-        base: the checkpoint whose rows they need not have again; they have all if this shard does not remember it.
+        Args:
+            base: the checkpoint whose rows the snapshots can leave out. If this shard does not remember it, they have all rows.
         """
         marks: Sequence[Mark | None] = self.bases.get(base) or [None] * len(self.partitions)
         begun: list[TableSnapshot] = []
@@ -408,7 +410,7 @@ class TablesBlock(Trained):
         return begun
 
     def check_reset(self) -> None:
-        """Raise InvalidRequest if slots cannot begin anew, because rows that are not stored follow from all steps so far."""
+        """Raise InvalidRequest if slots cannot begin anew, because steps have changed rows that nobody has trained."""
         for partition in self.partitions:
             if partition.store.moves_untrained:
                 raise InvalidRequest(
@@ -417,10 +419,10 @@ class TablesBlock(Trained):
                 )
 
     def reset_slots(self, mark: SetMark, clock: int) -> None:
-        """Let the slots of all rows begin anew, and the tables' counts of steps, as BlockState.reset_slots does.
+        """Let the slots of all rows, and the tables' counts of steps, begin anew; as with BlockState.setting, once for a load.
 
         Raises:
-            OutOfSpace: some have begun anew.
+            OutOfSpace: some slots have begun anew.
         """
         with self.lock:
             is_beyond = self._policy.has_rounds and self.version > clock
@@ -433,8 +435,8 @@ class TablesBlock(Trained):
     # -- the life of rows --------------------------------------------------------------------------------------------------
 
     def expire(self) -> None:
-        """Remove the rows that have expired by time; those that expire by steps go with an update. Does nothing amid an update,
-        which removes them, too: a user's rule may take long, and whoever calls this has other things to do."""
+        """Remove the rows that have expired by time; updates remove those that expire by steps. Does nothing while an update
+        runs: it removes such rows, too, and a user's rule may take longer than the caller can wait."""
         if self._expires_by_time and self.lock.acquire(blocking=False):
             try:
                 for partition in self.partitions:
@@ -448,7 +450,7 @@ class TablesBlock(Trained):
     def counts(self) -> list[TableCounts]:
         """Numbers of each table's rows on this shard."""
         found = []
-        with contextlib.suppress(StoreClosed):  # the job goes back meanwhile
+        with contextlib.suppress(StoreClosed):  # the job is going back to a checkpoint
             for partition in self.partitions:
                 now = partition.store.counters()
                 counted = {name: now[name] for name in TableCounts._fields if name in now}
@@ -457,7 +459,7 @@ class TablesBlock(Trained):
 
 
 def _given_to(number: int, sums: TableSums | None, given: Sequence[Any]) -> _Given | None:
-    """Gradients of an update for one table; None: it has no step of that table."""
+    """The gradients of an update for one table; None if the update has no step of that table."""
     if sums is not None:
         if number not in sums.touched:
             return None
@@ -475,7 +477,7 @@ def _given_to(number: int, sums: TableSums | None, given: Sequence[Any]) -> _Giv
 
 
 def _narrow(values: NDArray[np.float32], out: NDArray[Any]) -> None:
-    """Round to the 16 bits of `out`: float16, or uint16, which has those of bfloat16."""
+    """Round to the dtype of `out`: float16, or uint16 with the bits of bfloat16."""
     if out.dtype == np.float16:
         np.copyto(out, values, casting="same_kind")
         return

@@ -1,4 +1,4 @@
-"""Time as the clock of a table whose rows expire by seconds: it never goes back, also where the machine's clock is set back.
+"""Time as the clock of a table whose rows expire by seconds: it never goes back, even if the machine's clock is set back.
 
 Must not know rows or rounds.
 """
@@ -8,17 +8,17 @@ from __future__ import annotations
 from collections.abc import Callable
 
 MICROSECONDS = 1_000_000
-"""In a second."""
+"""Microseconds in a second."""
 
 
 class Elapsed:
-    """Microseconds since 1970, and as many more as the machine's clock was set back while this shard looked at it.
+    """Microseconds since 1970, plus the time by which the machine's clock was set back since this shard began to look at it.
 
-    May be asked from any thread: who finds that the clock was set back replaces what was seen before, whole. It then
-    stands still for a second at most, since another thread may have looked a moment later and be through first.
+    Any thread may ask. If the clock seems to have gone back by less than a second, the time stands still: another thread may
+    have looked a moment later and noted that first. If it has gone back further, it was set back, and the difference is added.
 
     Args:
-        wall: seconds since 1970. seen: what a process before has come to, below which this does not begin.
+        wall: returns seconds since 1970. seen: the time that an earlier process has reached; this one begins there or later.
     """
 
     def __init__(self, wall: Callable[[], float], seen: int) -> None:
@@ -27,7 +27,7 @@ class Elapsed:
         self._latest = now, max(0, seen - now)
 
     def now(self) -> int:
-        """Microseconds."""
+        """The time, in microseconds."""
         now = int(self._wall() * MICROSECONDS)
         before, ahead = self._latest
         if before - MICROSECONDS < now < before:

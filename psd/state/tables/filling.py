@@ -1,4 +1,4 @@
-"""Fills a shard's tables with rows from elsewhere: those of a checkpoint, or values alone, before anybody is served.
+"""Fills a shard's tables before it serves anybody: with the rows of a checkpoint, or with values alone.
 
 Must not know where rows come from, rounds or workers.
 """
@@ -30,12 +30,12 @@ def fill(
     clock: int,
     history: NDArray[np.float64] | None = None,
 ) -> None:
-    """Fill an empty table. Where there is no room for all rows, those stay that its policy says; the log has how many do not.
+    """Fill an empty table. If not all rows find room, the table's policy says which ones stay; the number lost is logged.
 
     Args:
-        count: of the rows to come, about; so much of the index is made at once.
-        step, clock, history: of the table; see psd_core.table.TableStore.write. Rows that were used in steps after `clock`, as
-            they are that were pulled while their checkpoint was stored, count as used at it: so it is that of all shards.
+        count: approximate number of rows to come; the index is made for that many at once.
+        step, clock, history: the table's; see psd_core.table.TableStore.write. Rows that were used after `clock`, because they
+            were pulled while their checkpoint was stored, count as used at `clock`, so that it is the same on all shards.
 
     Raises:
         OutOfSpace: the machine has no room for them.

@@ -1,4 +1,4 @@
-"""A user's own rule on rows: what its author relies on is in psd/contract/custom_rules.py. Must not know rounds or stores."""
+"""A user's own rule on rows; psd/contract/custom_rules.py says what its author can rely on. Must not know rounds or stores."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from psd_core.table import RowRule
 
 
 class RowsFailed(Exception):
-    """A user's own rule raised. `error`: what; `path`: the rule's."""
+    """Raised when a user's own rule raises. `error`: what it raised; `path`: import path of the rule."""
 
     def __init__(self, error: BaseException, path: str) -> None:
         super().__init__(error, path)
@@ -22,7 +22,7 @@ class RowsFailed(Exception):
 
 
 class OwnRule:
-    """A user's own rule, as a table calls it for some rows at a time."""
+    """A user's own rule in the form in which a table calls it, for some rows at a time."""
 
     def __init__(self, listed: ListedRule) -> None:
         self._path = listed.path
@@ -30,7 +30,7 @@ class OwnRule:
         self._slots = tuple(listed.slots)
 
     def with_numbers(self, scalars: Mapping[str, float], age: int) -> RowRule:
-        """The rule for one push. Raises RowsFailed."""
+        """The rule for one push, with its scalars and its age. The result raises RowsFailed."""
 
         def apply(param: NDArray[Any], grad: NDArray[Any], slots: list[NDArray[Any]], step: int) -> None:
             grad.flags.writeable = False

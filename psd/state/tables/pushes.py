@@ -1,4 +1,4 @@
-"""Rows as they come in frames: their checks, and one push's rows put together from several frames.
+"""Rows as they come in frames: checks them, and puts the rows of one push together from several frames.
 
 Must not know rounds, sessions or stores.
 """
@@ -23,25 +23,25 @@ from psd_core.distinct import first_elsewhere, shard_of
 from psd_core.table import PUSH_MAX
 
 Gradients: TypeAlias = dict[int, TableRows]
-"""The gradients of one push for the rows of one shard, by table. One that has no rows here may have some on other shards; one
-that is not there has no gradient at all."""
+"""The gradients of one push for the rows of one shard, by table. A table with no rows here may have some on other shards; a
+table that is missing has no gradient at all."""
 
 
 @dataclass(slots=True)
 class StagedRows:
-    """Rows of a push whose last frame has not come. `ids`: how many; `nbytes`: with their gradients."""
+    """The rows of a push whose last frame has not come. `ids`: their number; `nbytes`: their bytes, with the gradients."""
 
     rows: list[TableRows] = field(default_factory=list)
     ids: int = 0
     nbytes: int = 0
 
     def clear(self) -> None:
-        """Forget them."""
+        """Forget the rows."""
         self.rows, self.ids, self.nbytes = [], 0, 0
 
 
 class RowChecks:
-    """The checks of what a shard is sent about rows.
+    """Checks the rows, and the ids, that are sent to a shard.
 
     Attributes:
         ids_max: the most ids in one push, or one pull.
@@ -57,7 +57,7 @@ class RowChecks:
         self._shards = shard_count
         self.ids_max = limits.push_ids_max
         self._bytes_max = limits.push_bytes_max
-        # The sum of a round is pushed to a store at once.
+        # The sum of a round is pushed to a store as one push.
         self._table_ids_max = PUSH_MAX // spec.world_size if spec.consistency.has_rounds else PUSH_MAX
 
     def rows(
@@ -72,7 +72,7 @@ class RowChecks:
         """The rows of a frame; see rows_in.
 
         Args:
-            before: ids that the same call has brought in earlier frames.
+            before: number of ids that the same call has brought in earlier frames.
 
         Raises:
             InvalidRequest, InvalidTensor: the frame is wrong, or has too many. BlockOutOfRange: an id is another shard's.
@@ -97,7 +97,7 @@ class RowChecks:
         payload: memoryview,
         memory: Sequence[memoryview] = (),
     ) -> None:
-        """Copy the rows of a frame that others follow."""
+        """Copy the rows of a frame that is not the last of its push."""
         rows = self.rows(parts, payload, staged.ids, has_values=True, memory=memory)
         count = sum(len(part.ids) for part in rows)
         if not count:
@@ -116,7 +116,7 @@ class RowChecks:
         present: bytes = b"",
         memory: Sequence[memoryview] = (),
     ) -> Gradients:
-        """The rows of a push, with those of its last frame, which are read where they lie. present: see PushFrame."""
+        """The staged rows of a push together with those of its last frame, which are not copied. present: as in PushFrame."""
         mask = present_mask(present, len(self._dims))
         pieces = [*staged.rows, *self.rows(parts, payload, staged.ids, has_values=True, memory=memory)]
         found = {rows.table: rows for rows in pieces}
@@ -141,7 +141,7 @@ class RowChecks:
         return {rows.table: found.get(rows.table, rows) for rows in self._no_rows if mask[rows.table]}
 
     def check_finite(self, gradients: Gradients, rank: int, clock: int) -> None:
-        """Raise NonFiniteGradient, naming worker, table and id, if some number is not finite."""
+        """Raise NonFiniteGradient, which names worker, table and id, if some number is not finite."""
         for table, ids, values in gradients.values():
             element = psd_core.first_nonfinite(values.reshape(-1))
             if element >= 0:

@@ -1,6 +1,6 @@
 """The open round of a shard's part of the tables: as for blocks, but its gradients are of rows, and summed by id.
 
-A worker that has no gradient for a row counts as a zero. Used under the lock of the tables' block. Must not know versions,
+If a worker has no gradient for a row, that counts as zero. Used under the lock of the tables' block. Must not know versions,
 workers' leases or stores.
 """
 
@@ -25,7 +25,7 @@ class TableSums:
     """Sums of gradients by table and id.
 
     Attributes:
-        touched: the tables that have a gradient, if only of rows on other shards.
+        touched: the tables that have a gradient, even if only for rows on other shards.
     """
 
     def __init__(self, dims: Sequence[int]) -> None:
@@ -33,7 +33,7 @@ class TableSums:
         self.touched: set[int] = set()
 
     def add(self, gradients: Gradients, weight: float) -> None:
-        """Add weighted gradients: those for all tables or, where there is no memory, none."""
+        """Add weighted gradients for all tables; if there is no memory, for none."""
         for table, ids, values in gradients.values():
             self.tables[table].prepare(ids, values)
         for table in gradients:
@@ -41,41 +41,41 @@ class TableSums:
         self.touched |= gradients.keys()
 
     def multiply(self, factor: float) -> None:
-        """Multiply all of them."""
+        """Multiply all sums."""
         for sums in self.tables:
             values = sums.values.reshape(-1)
             psd_core.scaled_copy(values, values, factor)
 
     def squares(self) -> int | None:
-        """The sum of their squares, see psd_core.square_sum; the same whatever the order of the rows."""
+        """The sum of the squares of all sums (see psd_core.square_sum). It does not depend on the order of the rows."""
         return psd_core.total_squares(psd_core.square_sum_of_rows(sums.values) for sums in self.tables)
 
     def clear(self) -> None:
-        """Forget them, and keep the memory."""
+        """Forget all sums, but keep the memory."""
         self.touched.clear()
         for sums in self.tables:
             sums.clear()
 
 
 class SumsPool:
-    """Memory to sum a round's gradients in; it stays for the next round."""
+    """Lends the memory in which a round's gradients are summed, and keeps it for the next round."""
 
     def __init__(self, dims: Sequence[int]) -> None:
         self._dims = dims
         self._free: list[TableSums] = []
 
     def lend(self) -> TableSums:
-        """Empty sums."""
+        """Lend empty sums."""
         return self._free.pop() if self._free else TableSums(self._dims)
 
     def give_back(self, lent: TableSums) -> None:
-        """Give them back."""
+        """Take lent sums back."""
         lent.clear()
         self._free.append(lent)
 
 
 class _RowsSum(RoundSum):
-    """A sum of rows: a TableSums. What is lent, Gradients, is read by the push to the store itself."""
+    """A sum of rows, as TableSums. Lent Gradients are read by the push to the store itself."""
 
     @override
     def add(self, values: Any, weight: float, loan: Loan | None = None) -> None:
@@ -92,7 +92,7 @@ class _RowsSum(RoundSum):
 
     @override
     def complete(self, values: Any, weight: float, loan: Loan) -> None:
-        """Add a gradient, too, that could not be pushed to the store beside the sum."""
+        """Take the last gradient. If it cannot be pushed to the store beside what there is, it is added to the sum."""
         if self._sum is None and (self._first is None or weight == 1):
             super().complete(values, weight, loan)
         else:
@@ -112,8 +112,8 @@ class FastRowsRound(FastRound):
 
     @override
     def take(self, part: Contribution) -> Taken:
-        """The last of several, if it is not lent, is added to the sum, from which it cannot be taken back; so it
-        counts at once, whether there is space for the update or not."""
+        """Take a contribution. The last of several, if it is not lent, is added to the sum, and cannot be taken back from it;
+        so it counts at once, even if there is no space for the update."""
         if part.loan is not None or not self._contributors or not self._closes_with(part):
             return super().take(part)
         noted = self._noted(part)
@@ -146,7 +146,7 @@ class MeasuredRowsRound(MeasuredRound, ExactRowsRound):
     """A measured round whose gradients are rows."""
 
     def _reduced_to_one(self, found: Gradient) -> TableSums | None:
-        """The round's sums, of which each row is multiplied by 1 / the total weight; None if nobody has a gradient."""
+        """The round's sums, multiplied by the scale of the reduction; None if nobody has a gradient."""
         sums: TableSums | None = found.accumulator
         if sums is None and found.last is not None:
             sums = self._sum = self._setting.accumulators.lend()

@@ -1,6 +1,6 @@
-"""Slots of rows as they begin: of rows that come as values alone, and of all rows of a shard's table anew.
+"""Initial slots of rows: for rows that come as values alone, and for all rows of a shard's table when slots begin anew.
 
-The latter takes many transactions, each of which may be made again: who asked for it asks again if it fails. Must not know who.
+The latter takes many transactions, each of which may be repeated: if one fails, the caller calls again. Must not know callers.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from psd_core.arena import StoreFull
 from psd_core.table import TableStore
 
 WholeRows: TypeAlias = "tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.float32]]"
-"""Ids, clocks of the last use, and rows: value and slots."""
+"""Ids, clocks of the last use, and rows, each with its values and its slots."""
 
 
 def as_trained_by_nobody(store: TableStore, ids: NDArray[np.uint64], values: NDArray[np.float32], used: int) -> WholeRows:
-    """Rows of these values, with slots as they begin. used: clock of their last use."""
+    """Rows with these values and initial slots. used: clock of their last use."""
     layout = store.spec.layout
     rows = np.zeros((len(ids), layout.width), np.float32)
     rows[:, : store.spec.dim] = values
@@ -31,24 +31,24 @@ def as_trained_by_nobody(store: TableStore, ids: NDArray[np.uint64], values: NDA
 
 
 def reset_slots(name: str, store: TableStore) -> None:
-    """Let them begin anew. Values stay, as they are when they have caught up. Nobody may push meanwhile.
+    """Let the slots of all rows begin anew. Values stay, except that rows which lag catch up first. Nobody may push meanwhile.
 
     Raises:
-        OutOfSpace: some rows have begun anew; it is to be called again.
+        OutOfSpace: the slots of some rows have begun anew; call again.
     """
     try:
         _begin_rows(store)
         rows = np.empty((0, store.spec.layout.width), np.float32)
         no_history = np.empty((0, 1 + len(store.spec.facts.scalars)), np.float64)
         store.write(np.empty(0, np.uint64), rows, step=0, history=no_history)
-        if store.spec.catches_up:  # the rows still say that they are at the step of before
+        if store.spec.catches_up:  # the rows are still marked with the step that the table had before
             _begin_rows(store)
     except StoreFull as error:
         raise OutOfSpace(f"table {name!r}: no room for its rows while slots begin anew: {error.strerror}") from error
 
 
 def _begin_rows(store: TableStore) -> None:
-    """Write all rows anew, as they are at the table's step, with slots as they begin."""
+    """Write all rows anew, with their values at the table's step and with initial slots."""
     step = np.array([store.counters()["step"]], np.uint64).view(np.float32)
     portion = store.spec.push_max
     for found in store.walk():

@@ -1,7 +1,7 @@
 """The files of a shard's tables: one for each table, beside the arena, and how much memory each may take.
 
-Makes them when a job is declared, opens them again after the process has died, and removes them with the arena. Must not know
-rounds, workers or what the notes in a file mean.
+Makes the files when a job is declared, opens them again after the process has died, and removes them with the arena. Must not
+know rounds, workers or what the notes in a file mean.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ _PREFIX = "table-"
 
 
 def partition_specs(spec: JobSpec, shard: tuple[int, int], notes: int, limits: Limits, free_bytes: int) -> list[TableSpec]:
-    """The declarations of what one shard holds of each of a job's tables.
+    """The specs of one shard's part of each of a job's tables.
 
-    A table with a limit of rows has its share of that limit. The others divide what is left of the shard's memory for tables,
-    with the same number of rows each. What is counted is all that the files may ever take, see psd_core.table.bytes_max.
+    A table with a limit of rows gets this shard's share of that limit. The others get the same number of rows each, as many as
+    fit into what is left of the shard's memory for tables. A table counts with the most that its file may ever take
+    (psd_core.table.bytes_max).
 
     Args:
-        shard: index and count. notes: words that are kept beside the rows of each. free_bytes: space where the files lie.
+        shard: index and count. notes: words that each store keeps beside its rows. free_bytes: space where the files lie.
 
     Raises:
-        OutOfSpace, InvalidRequest: they do not fit; names the table and the limit.
+        OutOfSpace, InvalidRequest: the tables do not fit; names the table and the limit.
     """
     left = limits.table_bytes_max or free_bytes // 2
     whose = f"--max-table-bytes {left}" if limits.table_bytes_max else f"half of the free space, {left} bytes"
@@ -46,7 +47,7 @@ def partition_specs(spec: JobSpec, shard: tuple[int, int], notes: int, limits: L
 
     found: list[TableSpec] = []
     for table in spec.tables:
-        rows = table.rows_max // count + (index < table.rows_max % count)  # of all shards together exactly so many
+        rows = table.rows_max // count + (index < table.rows_max % count)  # adds up to rows_max over all shards
         if 0 < table.rows_max < count:
             raise InvalidRequest(f"table {table.name!r}: max_rows: {table.rows_max} rows are fewer than the {count} shards")
         if rows > limits.table_rows_max:
@@ -112,7 +113,7 @@ def _partition(spec: JobSpec, table: SparseTableSpec, notes: int, push_max: int,
 
 
 def create_stores(directory: Path, specs: Sequence[TableSpec], crash_point: Callable[[str], None] | None) -> list[TableStore]:
-    """Make an empty store for each; all or none.
+    """Make an empty store for each spec; all or none.
 
     Raises:
         OutOfSpace: the directory has no room for them.
@@ -132,10 +133,10 @@ def create_stores(directory: Path, specs: Sequence[TableSpec], crash_point: Call
 
 
 def open_stores(directory: Path, count: int, crash_point: Callable[[str], None] | None) -> list[TableStore]:
-    """Take over what another process has left.
+    """Open the stores that an earlier process has left.
 
     Raises:
-        FileNotFoundError, ArenaBusy, ArenaCorrupt, StoreFull: one of them cannot be; none stays open.
+        FileNotFoundError, ArenaBusy, ArenaCorrupt, StoreFull: one of them cannot be opened; none stays open.
     """
     stores: list[TableStore] = []
     try:
@@ -147,10 +148,10 @@ def open_stores(directory: Path, count: int, crash_point: Callable[[str], None] 
 
 
 def close_stores(stores: Sequence[TableStore], *, remove: bool) -> None:
-    """Close all of them. remove: delete their files, too.
+    """Close all stores. remove: delete their files, too.
 
     Raises:
-        OSError: a file cannot be deleted; all are closed, and the others' files have gone.
+        OSError: a file cannot be deleted; all stores are closed, and the other files are deleted.
     """
     with contextlib.ExitStack() as closing:
         for store in stores:
@@ -158,7 +159,7 @@ def close_stores(stores: Sequence[TableStore], *, remove: bool) -> None:
 
 
 def drop_stores(stores: Sequence[TableStore]) -> None:
-    """Close all of them and delete their files. One that cannot be deleted is replaced by those made next."""
+    """Close all stores and delete their files. A file that cannot be deleted is replaced by the stores made next."""
     try:
         close_stores(stores, remove=True)
     except OSError as error:

@@ -1,1 +1,1 @@
-"""Workers of a job: who is in it, who provides its values, who waits at a barrier. Must not know gradients."""
+"""Workers of a job: which take part, which one provides its values, which wait at a barrier. Must not know gradients."""

@@ -1,9 +1,9 @@
 """Named barriers: rendezvous of all workers that are in the job. Held by shard 0.
 
 An arrival is (name, generation, worker). The shard counts generations: a barrier's generation opens when every worker that is
-waited for has arrived, and the next arrival starts the next one. The caller's own number of the call (`seq`) makes a repeated
-arrival harmless, also after the barrier has opened: of each worker, which makes its calls one after the other, the last one
-that was answered is kept. Guarded by the shard's lock.
+waited for has arrived, and the next arrival starts the next one. The number that the worker gives its call (`seq`) makes a
+repeated arrival harmless, even after the barrier has opened: a worker makes its calls one after the other, and the shard keeps
+the last one that was answered. Guarded by the shard's lock.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from psd.state.tickets import Ticket
 from psd.v1 import storage_pb2
 
 NAMES_MAX = 4096
-"""Names whose generation is remembered while nobody waits there; the oldest is forgotten first. Only the reply's number then
-starts anew: who has arrived is kept as long as anybody waits."""
+"""Most barrier names that are remembered; the one used least recently is forgotten first, if nobody waits there. Only the
+generation in its replies then starts at 0 again."""
 
 _Call = tuple[int, int, int]
-"""A session, the number of its last call that was answered, and the generation."""
+"""A session, the number of its last call that was answered, and the generation in that answer."""
 
 
 @dataclass
@@ -37,10 +37,10 @@ class Barriers:
 
     Args:
         waited: asks the membership for the mask of workers that must arrive.
-        save: keeps what `restore` is given after the shard's process has died; raises PsdError where it cannot.
+        save: stores the state that `restore` takes after the shard's process has died; raises PsdError if it cannot.
 
     Attributes:
-        opened_count: how often one has opened since the shard started.
+        opened_count: how often a barrier has opened since the shard started.
     """
 
     def __init__(self, waited: Callable[[], int], save: Callable[[bytes], None]) -> None:
@@ -64,10 +64,10 @@ class Barriers:
             raise InvalidRequest(f"seq: must be at least 1, got {seq}")
 
     def on_arrive(self, begun_as: int, seq: int, ticket: Ticket) -> None:
-        """Enter a worker at the barrier that its ticket names; the ticket resolves with the generation when everybody has
-        arrived.
+        """Register a worker at the barrier that its ticket names. When all have arrived, that resolves with the generation.
 
-        begun_as: the session as which the call was begun: the number of the call is that session's.
+        Args:
+            begun_as: the session that began the call, and gave it its number `seq`.
         """
         name = ticket.name
         session, answered, generation = self._opened.get(ticket.rank, (0, 0, 0))
@@ -82,19 +82,19 @@ class Barriers:
             replaced[2].fail(BarrierTimeout(f"barrier {name!r}: worker {ticket.rank} sent the call again", missing=[]))
         try:
             self._open_if_complete(barrier)
-        except PsdError as error:  # as if this worker had not come: it is told, and the others go on waiting for it
+        except PsdError as error:  # this worker gets the error, as if it had not come; the others go on waiting for it
             del barrier.arrived[ticket.rank]
             ticket.fail(error)
         self._forget_old_names()
 
     def on_withdraw(self, ticket: Ticket) -> None:
-        """Take back the arrival of a ticket that ended without the barrier opening."""
+        """Take back the arrival of a ticket whose wait ended before the barrier opened."""
         barrier = self._barriers.get(ticket.name)
         if barrier is not None and barrier.arrived.get(ticket.rank, (0, 0, None))[2] is ticket:
             del barrier.arrived[ticket.rank]
 
     def on_session_end(self, rank: int) -> None:
-        """Take back every arrival of the rank's ended session."""
+        """Take back all arrivals of a rank whose session has ended."""
         for barrier in self._barriers.values():
             barrier.arrived.pop(rank, None)
 
@@ -104,13 +104,13 @@ class Barriers:
             if barrier.arrived:
                 try:
                     self._open_if_complete(barrier)
-                except PsdError as error:  # who has left has left; the others are told, and may come again
+                except PsdError as error:  # the change of members stands; those that wait get the error, and may come again
                     arrived, barrier.arrived = barrier.arrived, {}
                     for _, _, ticket in arrived.values():
                         ticket.fail(error)
 
     def missing(self, name: str) -> int:
-        """Mask of the workers that have not arrived."""
+        """Mask of the workers that a barrier still waits for."""
         barrier = self._barriers.get(name)
         arrived = 0 if barrier is None else sum(1 << rank for rank in list(barrier.arrived))
         return self._waited() & ~arrived
@@ -121,7 +121,7 @@ class Barriers:
         opened = dict(self._opened)
         for rank, (session, seq, _) in barrier.arrived.items():
             opened[rank] = (session, seq, barrier.generation)
-        # Before anybody goes on: if the shard dies now, those whose answer is lost must not wait for those who had theirs.
+        # Before anybody goes on: if the shard dies now, a worker whose answer is lost must not wait for those that got theirs.
         self._save(_to_stored(opened).SerializeToString())
         self._opened = opened
         self.opened_count += 1

@@ -1,13 +1,13 @@
 """Initial values: which worker provides them, and who waits for them.
 
 Shard 0 chooses the first worker that declares; the others wait there. The chosen worker initializes the shards 1 to N - 1 first
-and shard 0 last, so that "shard 0 has them" means that all have. If it dies before, the next one that waits is chosen, and its
-values replace what the dead one left on the other shards: nobody has read those yet. Once a shard has values that anybody could
-have read, nothing overwrites them.
+and shard 0 last, so that if shard 0 has values, all shards have. If the worker dies before that, the next one that waits is
+chosen, and its values replace those that the dead one left on the other shards: nobody has read them yet. Once a shard has
+values that anybody could have read, nothing overwrites them.
 
 Every choice has a number, larger than all before it. The other shards cannot know who was chosen last, because leases run out
 there at another time; they take the values of the largest number, so that a worker that was chosen earlier and is late changes
-nothing. The number is a session's or larger: so it grows over restarts of shard 0, too.
+nothing. The number is at least the worker's session, so that it grows over restarts of shard 0, too.
 
 Guarded by the shard's lock.
 """
@@ -50,16 +50,16 @@ class InitialValues:
         self.choice = max(self.choice + 1, worker.session)
 
     def wait(self, ticket: Ticket) -> None:
-        """Resolve the ticket with 0 when the values are there, or with the number of the choice when its worker is chosen."""
+        """Resolve the ticket with 0 when the values are there, or with the number of the choice if its worker is chosen."""
         self._waiting = [t for t in self._waiting if not t.future.done()]
         self._waiting.append(ticket)
 
     def missing(self) -> int:
-        """Mask of the worker that all wait for."""
+        """Mask of the worker that provides the values, for which the others wait."""
         return 0 if self.chosen is None else 1 << self.chosen.rank
 
     def on_gone(self, rank: int, workers: list[Worker]) -> None:
-        """Choose another worker if the chosen one's session has ended."""
+        """Choose another worker if the rank whose session has ended was the chosen one."""
         if self._life.has_values or self.chosen is None or self.chosen.rank != rank:
             return
         self.chosen = None

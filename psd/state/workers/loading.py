@@ -1,9 +1,9 @@
-"""Loads: all workers set the job's parameters together; who does, and who waits for it. On shard 0.
+"""Loads: all workers set the job's parameters together (load_parameters); one of them sends the values. On shard 0.
 
-When all have come, the one of the lowest rank is chosen; the others wait until it has set the parameters on all shards. If its
-session ends before, another one that waits is chosen. A worker that was restarted makes again what its program has loaded at
-this clock: what was set is known, in its order, in this life of the shard. Guarded by the shard's lock. Must not know
-parameters.
+When all workers have come, the one of the lowest rank is chosen; the others wait until it has set the parameters on all shards.
+If its session ends before that, another one that waits is chosen. The program of a restarted worker repeats its loads at this
+clock; so the shard remembers, for this life, which loads were made, and in which order. Guarded by the shard's lock. Must not
+know parameters.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from psd.state.tickets import Ticket
 DIGEST_BYTES = 16
 
 KNOWN_MAX = 64
-"""Loads of a kind at one clock that are known to have been made."""
+"""Most loads of one kind at one clock that are remembered."""
 
 Moment: TypeAlias = tuple[int, bytes, int]
 """Timeline, layout and clock of a load."""
 
 
 def stamp_of(digest: bytes, clock: int) -> int:
-    """A number that stands for one load of a job with rounds; never 0."""
+    """A number that identifies one load of a job with rounds; never 0."""
     found = hashlib.blake2b(digest + clock.to_bytes(8, "little"), digest_size=8).digest()
     return int.from_bytes(found, "little") | 1
 
 
 @locks.guarded_by(locks.Level.SHARD)
 class Loads:
-    """The load of a job that is under way.
+    """The load that is under way in a job, and the loads that were made.
 
     Args:
         waited: asks the membership for the mask of workers that must come.
@@ -46,20 +46,23 @@ class Loads:
         self._is_gathered = False
         self._setter: int | None = None
         self._told: dict[int, tuple[int, int]] = {}  # by rank, session and number of the last call that has ended
-        self._set: dict[str, tuple[Moment, list[int]]] = {}  # by kind, the last moment of a load, and the stamps of those at it
-        self._seen: dict[tuple[str, int], tuple[int, int, int]] = {}  # by kind and rank: session, last call, how many
+        self._set: dict[str, tuple[Moment, list[int]]] = {}  # by kind, the moment of the last load, and all stamps at it
+        self._seen: dict[tuple[str, int], tuple[int, int, int]] = {}  # by kind and rank: session, last call, loads so far
 
     def on_arrive(self, ticket: Ticket, seq: int, digest: bytes) -> None:
-        """Enter a worker. Its ticket resolves with True if it is to set the values, with False when they are set.
+        """Register a worker that loads. Its ticket resolves with True if it must send the values, with False once they are set.
+
+        Args:
+            digest: digest of its values.
 
         Raises:
-            InvalidRequest: it has other values than those that wait.
+            InvalidRequest: it has other values than the workers that wait.
         """
         if self._told.get(ticket.rank) == (ticket.session, seq):
             ticket.resolve(False)
             return
         if self._setter == ticket.rank and self._arrived[ticket.rank][1] != seq:
-            self.on_session_end(ticket.rank)  # it has given up what it was chosen for
+            self.on_session_end(ticket.rank)  # it has given up the call for which it was chosen
         others = [rank for rank in self._arrived if rank != ticket.rank]
         if others and digest != self._digest:
             raise InvalidRequest(f"digest: worker {ticket.rank} was given other values to load than worker {others[0]}")
@@ -73,7 +76,7 @@ class Loads:
         self.settle()
 
     def was_set(self, rank: int, session: int, seq: int, kind: str, moment: Moment, stamp: int) -> bool:
-        """True if this was loaded at that moment before the session took part in any, and is the session's next one."""
+        """True if this load was made at that moment without this session, and follows the loads that the session knows of."""
         last, stamps = self._set.get(kind, (moment, []))
         if last != moment:
             return False
@@ -88,7 +91,7 @@ class Loads:
         return True
 
     def settle(self) -> None:
-        """Choose who sets the values, if all have come."""
+        """Choose the worker that sends the values, if all workers have come."""
         if not self._arrived or self._setter is not None:
             return
         self._is_gathered = self._is_gathered or not self.missing()
@@ -97,7 +100,7 @@ class Loads:
             self._arrived[self._setter][0].resolve(True)
 
     def on_set(self, rank: int, kind: str, moment: Moment, stamp: int) -> None:
-        """Let the others go on: the values are there."""
+        """Note that this worker has set the values, and let all go on."""
         if self._setter != rank:
             return  # the call came again
         last, stamps = self._set.get(kind, (moment, []))
@@ -111,7 +114,7 @@ class Loads:
             ticket.resolve(False)
 
     def on_withdraw(self, ticket: Ticket) -> None:
-        """Take back the arrival of a ticket that ended otherwise."""
+        """Take back the arrival of a ticket whose wait ended before the values were set."""
         if self._arrived.get(ticket.rank, (None, 0))[0] is ticket:
             self.on_session_end(ticket.rank)
 
@@ -124,7 +127,7 @@ class Loads:
         self.settle()
 
     def missing(self) -> int:
-        """Mask of the workers that the others wait for."""
+        """Mask of the workers that the load waits for: those that have not come, or the chosen one."""
         if self._setter is not None:
             return 1 << self._setter
         return self._waited() & ~sum(1 << rank for rank in self._arrived)

@@ -1,15 +1,15 @@
 """Membership: ranks, sessions, leases, clocks. Pure decisions on values; the time is passed in.
 
 A worker is *waited for* while it is absent (has not joined yet) or live. It is *expired* when its lease ran out, and *finished*
-when it has left; nobody waits for either. One whose program has failed expires at once, or is left to its lease as if it had
-been killed, or ends everybody's session, and all are waited for as at the start: see ServerConfig.on_worker_failure. Sets of
-ranks are integers used as bit masks, so that "have all contributed?" is two machine operations for any number of workers.
+when it has left; nobody waits for either. ServerConfig.on_worker_failure says what happens if a worker's program fails: the
+worker expires at once; or its lease runs out, as if it had been killed; or all sessions end, and all workers are waited for as
+at the start. Sets of ranks are integers used as bit masks, so that "have all contributed?" is two machine operations.
 
 `clock` is the number of steps that a worker has finished as far as this shard knows; `floor` is the first round in which it
-takes part: rounds below do not wait for it. The floor moves only when a worker joins or skips rounds, never in normal running.
+takes part: earlier rounds do not wait for it. The floor moves only when a worker joins or skips rounds, not in normal running.
 
-Changed only under the shard's lock, but for a worker's `last_seen` and `awaited_s` (see docs/design/life-of-a-push.md: Locks);
-`waited_in`, `taking_part`, `is_void` and sessions may be asked without it. Must not know blocks, tickets or messages.
+Changed only under the shard's lock, except a worker's `last_seen` and `awaited_s` (see docs/design/life-of-a-push.md: Locks);
+`waited_in`, `taking_part`, `is_void` and sessions may be read without it. Must not know blocks, tickets or messages.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from psd.contract.roster import Absence
 from psd.state import locks
 
 CLOCK_SKIP_MAX = 1024
-"""Steps by which a request's clock may be ahead of what the shard knows. Shards drift apart by one or two rounds; a clock that
-is further ahead is a broken client's, and believing it would exclude that worker from every round."""
+"""Steps by which a request's clock may be ahead of the clock that the shard knows. Shards drift apart by one or two rounds; a
+clock that is further ahead comes from a broken client, and believing it would exclude that worker from every round."""
 
 
 TICK_S_MAX = 1.0
 
 
 def tick_s(lease_s: float) -> float:
-    """Seconds between two looks at the leases, that is from one `Membership.on_tick` to the next."""
+    """Seconds from one `Membership.on_tick`, which checks the leases, to the next."""
     return min(TICK_S_MAX, lease_s / 4)
 
 
 class WorkerState(enum.IntEnum):
-    """Values are those of psd.v1.WorkerState."""
+    """State of a worker. Values are those of psd.v1.WorkerState."""
 
     ABSENT = 1
     LIVE = 2
@@ -46,18 +46,19 @@ class WorkerState(enum.IntEnum):
 
 @dataclass(slots=True)
 class Worker:
-    """One rank.
+    """One rank, and the worker that has it now.
 
     Attributes:
-        last_seen: in the membership's time; negative if never. has_pushed: in the current session.
-        connection: see JoinRequest; 0 if not known. connected_since: the first session of that connection.
-        has_failed: the current session's program has ended by an error.
+        last_seen: when the shard last heard of it, in the membership's time; negative: never.
+        has_pushed: True if the current session has pushed.
+        connection: as in JoinRequest; 0 if not known. connected_since: the first session of that connection.
+        has_failed: the current session's program has ended with an error.
         is_leaving: it leaves when the round of its last push has closed.
         kicked: the connection whose session an operator has ended; it cannot come back.
         left_at: when it left, by its own clock, in seconds since 1970.
-        transport: what it says of its lane to this shard.
-        awaited_s: how long others have waited for it: in rounds, from the first gradient of each to its own; else, how long its
-            being slow has held somebody back.
+        transport: the lane that it says it uses to this shard.
+        awaited_s: seconds that others have waited for it: with rounds, from the first gradient of each round to this worker's;
+            without, the time for which the staleness bound held others back because of it.
     """
 
     rank: int
@@ -96,17 +97,17 @@ class Worker:
         return self.state is WorkerState.ABSENT and self.last_seen >= 0
 
     def on_heard(self, host: str, pid: int, connection: int) -> None:
-        """Note the address and process that the current session's worker states."""
+        """Note the host and process that the worker of the current session states."""
         if not connection or connection != self.connection:
             self.connection, self.connected_since = connection, self.session
         self.host, self.pid = host, pid
 
     def kicked_out(self) -> SessionFenced:
-        """The error for who was kicked."""
+        """The error for calls of a worker that was kicked."""
         return SessionFenced(f"worker {self.rank} was ended by an operator (psdctl kick)", cause="kicked", rank=self.rank)
 
     def replaced(self, session: int) -> SessionFenced:
-        """The reason why an earlier session of the rank has ended. If it was this worker's own it may join again."""
+        """The error for calls of an earlier session of the rank. If that was this worker's own, it may join again."""
         what = f"session {session} of worker {self.rank} has ended: "
         if session >= self.connected_since:
             return SessionFenced(f"{what}its worker has joined again", cause="expired", rank=self.rank)
@@ -124,14 +125,14 @@ class Membership:
     """The workers of one job on one shard.
 
     Args:
-        clock: at which everybody begins.
-        on_failure: see ServerConfig.on_worker_failure.
-        starting: ranks whose processes a launcher is starting again, and since when: no lease of theirs runs out meanwhile.
+        clock: the clock at which all workers begin.
+        on_failure: ServerConfig.on_worker_failure.
+        starting: ranks whose processes a launcher is starting again, with the time since when; their leases do not run out.
 
     Attributes:
         at_barriers: mask of the workers that barriers wait for.
-        absent: the workers that nobody waits for any more, by rank, and why.
-        whole_since: when every worker had joined for the first time, and the foremost clock then; None before.
+        absent: for each rank that nobody waits for any more, the reason.
+        whole_since: the time when all workers had joined for the first time, and the foremost clock then; None before.
     """
 
     def __init__(
@@ -146,7 +147,7 @@ class Membership:
         self.lease_s = lease_s
         self._on_failure = on_failure
         self._starting = {} if starting is None else starting
-        self._failed: Worker | None = None  # by whom all sessions have ended
+        self._failed: Worker | None = None  # the worker whose failure has ended all sessions
         self._last_tick: float | None = None
         self.whole_since: tuple[float, int] | None = None
         self._min_clock: int | None = None
@@ -155,7 +156,7 @@ class Membership:
         self._refresh()
 
     def keep(self, save: Callable[[Worker], None]) -> None:
-        """Call `save` for every worker now, and for each one again whenever it has changed."""
+        """Call `save` for every worker now, and again for each worker that changes."""
         self._save = save
         for worker in self.workers:
             save(worker)
@@ -170,7 +171,7 @@ class Membership:
         self.at_barriers = sum(1 << w.rank for w in waited if not w.is_leaving)
         self._is_min_clock_known = False
         self.absent = {w.rank: w.absence for w in self.workers if not w.is_waited_for}
-        # One assignment, so that blocks may ask without the shard's lock and never see half of a change.
+        # One assignment, so that blocks can read it without the shard's lock and never see half of a change.
         self._waited = (mask, max((w.floor for w in waited), default=0), min((w.floor for w in waited), default=None))
 
     # -- questions ---------------------------------------------------------------------------------------------------
@@ -187,7 +188,7 @@ class Membership:
         return self._waited[0].bit_count()
 
     def is_void(self, round_: int) -> bool:
-        """True if some worker is waited for, and all that are take part only after `round_`."""
+        """True if nobody takes part in `round_`: all workers that are waited for begin after it, and there is at least one."""
         floor_min = self._waited[2]
         return floor_min is not None and round_ < floor_min
 
@@ -217,7 +218,7 @@ class Membership:
         return self.workers[rank].session
 
     def check_session(self, rank: int, session: int) -> Worker:
-        """The worker, if `session` is its live one; SessionFenced, or WorkerFailed, says why it is not."""
+        """The worker of a rank, if `session` is its live session; else SessionFenced or WorkerFailed says why it is not."""
         worker = self.worker(rank)
         if worker.state is WorkerState.LIVE and worker.session == session:
             return worker
@@ -250,12 +251,12 @@ class Membership:
             return 0, 0.0
         return max(w.clock for w in self.workers) - clock, max(0.0, max(w.last_seen for w in self.workers) - since)
 
-    # -- events; those that return True changed whom others wait for -----------------------------------------------------
+    # -- events; True means that the set of workers that others wait for has changed -------------------------------------
 
     def on_join(self, rank: int, session: int, *, host: str = "", pid: int = 0, connection: int = 0, now: float) -> Worker:
-        """Enter a session; SessionFenced if the rank has had a later one. The same session again changes nothing.
+        """Register a session; SessionFenced if the rank has had a later one. Only renews the lease if it is registered already.
 
-        A new one is saved by `on_enter`, together with its clock: a shard that dies before has never seen it.
+        `on_enter` saves a new session, together with its clock: a shard that dies before that has never seen it.
         """
         worker = self.worker(rank)
         if session < worker.session:
@@ -278,7 +279,7 @@ class Membership:
         return is_news
 
     def on_return(self, worker: Worker, *, host: str, pid: int, connection: int, now: float) -> None:
-        """Note that a live session has met this shard again after the shard's process was replaced."""
+        """Note that a live session has found this shard again after the shard's process was replaced."""
         worker.on_heard(host, pid, connection)
         self.on_seen(worker, now)
 
@@ -305,7 +306,7 @@ class Membership:
         self._refresh()
 
     def on_gone_back(self, states: Sequence[int], now: float) -> None:
-        """Note the states, by rank, of the workers before the job went back. Those that were live have a lease to come back."""
+        """Take over the states, by rank, that workers had before the job went back. Live ones have a lease to come back in."""
         for worker, state in zip(self.workers, states, strict=False):
             if worker.state is not WorkerState.ABSENT:
                 continue
@@ -323,10 +324,10 @@ class Membership:
             self.on_seen(worker, now)
 
     def on_seen(self, worker: Worker, now: float) -> None:
-        """Renew the lease."""
+        """Renew a worker's lease."""
         worker.last_seen = now
         if self._last_tick is None:
-            self._last_tick = now  # leases run from here on, and this shard may be stopped before it first looks at them
+            self._last_tick = now  # leases run from now on, and the shard may be suspended before the first tick
 
     def check_clock(self, worker: Worker, clock: int, known: int) -> None:
         """Raise InvalidRequest if `clock` is further ahead of `known` than shards can drift apart."""
@@ -337,7 +338,7 @@ class Membership:
             )
 
     def on_clock(self, worker: Worker, clock: int) -> bool:
-        """Note that the worker says it has finished `clock` steps: rounds that it skipped do not wait for it."""
+        """Note that a worker says it has finished `clock` steps: rounds that it skipped do not wait for it. False if known."""
         if clock <= worker.clock:
             return False
         worker.clock = worker.floor = clock
@@ -353,7 +354,7 @@ class Membership:
         self._changed(worker)
 
     def on_leave(self, worker: Worker, *, failed: bool) -> list[Worker]:
-        """End the session; return the workers whose session that ends: none where a failed one is left to its lease."""
+        """End a worker's session; return all workers whose session this ends: none if the worker failed and keeps its lease."""
         if worker.state is not WorkerState.LIVE:
             return []
         worker.has_failed = failed
@@ -365,13 +366,13 @@ class Membership:
         return [worker]
 
     def on_kick(self, worker: Worker) -> None:
-        """End a session that an operator does not want; that ends nobody else's."""
+        """End a worker's session because an operator wants it; other sessions go on."""
         worker.state, worker.has_failed, worker.kicked = WorkerState.EXPIRED, True, worker.connection
         self._refresh()
         self._changed(worker)
 
     def _fail(self, failed: list[Worker]) -> list[Worker]:
-        """End the sessions of workers that have failed or are silent, and of all others if the job is to end then."""
+        """End the sessions of workers that have failed or are silent; if the job is to end then, those of all others, too."""
         ended = failed
         if self._on_failure == "end" and failed:
             self._failed = failed[0]
@@ -387,10 +388,10 @@ class Membership:
         return ended
 
     def on_tick(self, now: float) -> list[Worker]:
-        """Expire leases; return the workers whose session that ends. To be called every `tick_s`.
+        """Expire leases; return the workers whose session this ends. To be called every `tick_s`.
 
-        A shard that was itself stopped (suspended, or starved of CPU) has heard nobody for that time, which is not the workers'
-        silence: what this call comes late by counts for nobody, however often and little that is.
+        A shard that was itself stopped (suspended, or starved of CPU) has heard nobody for that time, but the workers were not
+        silent. So the time by which this call comes late, however little, is added to every lease.
         """
         late_s = 0.0 if self._last_tick is None else now - self._last_tick - tick_s(self.lease_s)
         self._last_tick = now
@@ -398,7 +399,7 @@ class Membership:
             for worker in self.workers:
                 if worker.last_seen >= 0:
                     worker.last_seen = min(now, worker.last_seen + late_s)
-        # Who was heard a lease after that word is another process than the one that had died: the word came late.
+        # A worker heard more than a lease after the notice is the new process, which had joined before the notice came.
         for rank in [rank for rank, since in self._starting.items() if self.workers[rank].last_seen > since + self.lease_s]:
             del self._starting[rank]
         leased = [w for w in self.workers if w.state is WorkerState.LIVE or w.is_awaited_back]
@@ -406,7 +407,7 @@ class Membership:
         return self._fail([w for w in leased if now - w.last_seen > self.lease_s])
 
     def all_done(self, now: float, patience_s: float) -> bool:
-        """True if every worker has left, or expired more than `patience_s` ago, and at least one has left."""
+        """True if every worker has left, or has expired and been silent for `patience_s`, and at least one has left."""
         gone = all(
             w.state is WorkerState.FINISHED or (w.state is WorkerState.EXPIRED and now - w.last_seen > patience_s)
             for w in self.workers

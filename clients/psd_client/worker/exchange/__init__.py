@@ -1,1 +1,1 @@
-"""A worker's pushes and pulls of trained values. Must not know heartbeats, or who closes the connection."""
+"""A worker's pushes and pulls of trained values. Must not know heartbeats, or how the connection is closed."""

@@ -1,9 +1,9 @@
-"""The clock since which a worker has been in the job without a gap, which decides whose scalars a round has; and the notices
-about it.
+"""The clock since which a worker has been in the job without a gap, which decides whether its scalars hold; and the shards'
+notices that they do not.
 
-The shards let the worker speak that has been there longest (psd/state/aggregation/agreement.py). So a worker that was started
-again, or has fallen behind, and whose learning-rate schedule may lag by that, changes nobody's update and ends nobody. Must
-not know lanes, blocks or frameworks.
+The shards use the scalars of the worker that has been there longest (psd/state/aggregation/agreement.py). A worker that was
+started again, or has fallen behind, may have a learning-rate schedule that lags: this way it changes no other worker's update,
+and causes no error. Must not know lanes, blocks or frameworks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Attendance(Rider):
     """Attendance of one worker.
 
     Args:
-        counts: `pushes_overruled` are rounds in which scalars of this worker's have given way to others.
+        counts: totals, in which `pushes_overruled` counts the rounds in which other scalars were used than this worker's.
     """
 
     def __init__(self, rank: int, spec: JobSpec, counts: dict[str, int]) -> None:
@@ -34,19 +34,19 @@ class Attendance(Rider):
         self._counts = counts
 
     def write(self, sent: SentPush) -> None:
-        """Write the clock since which this process has pushed at every step; 0 only from the job's start."""
+        """Write the clock since which this process has pushed at every step. It is 0 only if that is since the job's start."""
         session, clock = sent.session, sent.header.clock
         if self._last is None or clock not in (self._last[1], self._last[1] + 1):
             self._since = clock
         if self._last is not None and self._last[0] != session:
-            # Something went wrong between the two, of which the program's schedule may know or not: it is to give way if it
-            # differs from those that were there all the time, and not to be refused.
+            # Something went wrong between the two sessions, and the program's schedule may not know it. If it differs from that
+            # of workers that were there all the time, it must give way, and not be refused: so this is never 0.
             self._since = max(1, self._since)
         self._last = session, clock
         sent.header.since = self._since
 
     def hear(self, sent: SentPush) -> None:
-        """Log the shards' remarks on this worker's scalars; each once, until the worker joins or falls behind again."""
+        """Log the shards' notices about this worker's scalars; each once, until the worker joins or falls behind again."""
         for reply in sent.replies.values():
             if not reply.HasField("overruled"):
                 continue

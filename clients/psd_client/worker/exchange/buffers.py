@@ -1,8 +1,8 @@
 """Buffers of one worker, such as BatchNorm's running statistics, and when they are stored on the shards.
 
-They travel in a call of their own, never with each step: before the push that reaches a cut, before the worker leaves, and
-every REFRESH_S for readers. The shards say whose are wanted. That call also tells of cuts, and of the clock, to a shard that
-nobody pushes to. Must not know frameworks or gradients.
+They are sent by a call of their own, and not at each step: before the push that reaches a cut, before the worker leaves, and
+every REFRESH_S for readers. The shards say which worker's buffers they want. If nobody pushes to a shard, this call also tells
+it of cuts and of the clock. Must not know frameworks or gradients.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ class BufferKeeper(Rider):
     """Stores one worker's buffers.
 
     Args:
-        values: where `fill` writes them.
+        values: the memory into which `fill` writes them.
 
     Attributes:
-        fill: writes the buffers as they now are, unless it has not followed the job so often back; None: nobody computes any.
-        times_gone_back: how often the job has gone back to a checkpoint; `values` then hold the checkpoint's.
+        fill: writes the present buffers. Called with `times_gone_back`: if the program has not gone back so often yet, it
+            writes nothing, because `values` hold the checkpoint's. None: the program computes no buffers.
+        times_gone_back: how often the job has gone back to a checkpoint; `values` then hold the checkpoint's buffers.
     """
 
     def __init__(self, session: Session, shards: Shards, layout: Layout, values: FlatBuffers, timeout_s: float) -> None:
@@ -64,11 +65,11 @@ class BufferKeeper(Rider):
         self._is_wanted = any(reply.wants_buffers for reply in sent.replies.values())
 
     def forget(self) -> None:
-        """Have the program take up the checkpoint's buffers before it stores its own."""
+        """Let the program take over the checkpoint's buffers before it stores its own."""
         self.times_gone_back += 1
 
     def before_push(self) -> None:
-        """Store the buffers, if the next push reaches a cut, or nobody has for some time."""
+        """Send the buffers if the next push reaches a cut, or if they were not sent for REFRESH_S."""
         if not self._is_wanted:
             return
         cuts = self._due(self._session.clock + 1)
@@ -76,7 +77,7 @@ class BufferKeeper(Rider):
             self._store(self._lanes, cuts)
 
     def before_leaving(self) -> None:
-        """Store the buffers of the last step. Shards that nobody pushes to, which may have vectors, learn that it is done."""
+        """Send the buffers of the last step. Shards to which nobody pushes, which may have vectors, learn that it is done."""
         if self._session.clock == self._clock:
             return
         lanes = [*self._lanes] if self._is_wanted else []
@@ -84,7 +85,7 @@ class BufferKeeper(Rider):
         self._store(lanes, self._due(self._session.clock) if self._is_wanted else [])
 
     def _due(self, step: int) -> list[data_pb2.Cut]:
-        """The cuts that nothing was stored for, and that are at this step, or before, if there are rounds."""
+        """The cuts for which no buffers were sent yet; with rounds, only those at this step or before."""
         cuts = (cut for cut in self._session.cuts.carried() if cut.id not in self._brought)
         return [cut for cut in cuts if cut.step <= step or not self._has_rounds]
 
@@ -114,7 +115,7 @@ class BufferKeeper(Rider):
 
 
 def in_requests(blocks: list[Block]) -> Iterator[tuple[list[Block], bool]]:
-    """The blocks in portions of some MiB, at least one, each with whether it is the last."""
+    """The blocks in portions of some MiB, each with whether it is the last. There is at least one portion, perhaps empty."""
     portion: list[Block] = []
     for block in blocks:
         if portion and sum(b.nbytes for b in portion) + block.nbytes > REQUEST_BYTES_MAX:

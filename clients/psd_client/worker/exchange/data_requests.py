@@ -1,6 +1,6 @@
-"""Messages of one worker's data plane: who asks, at which clock, and what the shards are to know beside it.
+"""Makes the messages of one worker's pushes and pulls: the caller, its clock, and what else shards must know.
 
-Must not know when they are sent, nor what becomes of them; nor what rides on a push (riders.py).
+Must not know when messages are sent, or what becomes of them; or what rides on a push (riders.py).
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from psd_client.worker.session.session import Session
 
 
 class DataRequests:
-    """Messages of one worker.
+    """Makes the messages of one worker.
 
     Args:
-        gradients: what pushes send.
-        riders: what rides on pushes. verdicts: None: rounds have none.
+        gradients: the buffers that pushes send.
+        riders: what rides on pushes. verdicts: None if the job's rounds have no verdicts.
 
     Attributes:
         rows_read: by shard, the version of its tables at the last pull of rows.
@@ -62,7 +62,7 @@ class DataRequests:
         skip: bool,
         is_finite: bool,
     ) -> SentPush:
-        """The next push, with what rides on it."""
+        """The next push, with what riders write for all shards."""
         session, spec = self._session, self._layout.spec
         header = data_pb2.PushHeader(
             clock=session.clock,
@@ -81,7 +81,7 @@ class DataRequests:
         return sent
 
     def part(self, shard: int, sent: SentPush, blocks: Sequence[Block], received: Sequence[int]) -> GradientPart:
-        """The part of a push for one shard, whose trained blocks these are. received: versions by block."""
+        """The part of a push for one shard. blocks: its trained blocks. received: versions of all blocks, by index."""
         versions = []
         if not self._layout.spec.consistency.has_rounds:
             read = received if sent.versions_read is None else sent.versions_read
@@ -95,7 +95,7 @@ class DataRequests:
         return part
 
     def pull(self, shard: int, blocks: Sequence[Block] | None = None) -> data_pb2.PullRequest:
-        """A request for these blocks of the shard, and the tables'; None: all of the shard."""
+        """A pull of these blocks of a shard and of its tables' block; None: of all its blocks."""
         wanted = [block.index for block in blocks or ()]
         tables_block = self._layout.tables_block(shard)
         if blocks is not None and tables_block is not None:

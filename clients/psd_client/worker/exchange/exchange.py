@@ -1,12 +1,12 @@
 """The data plane of one worker: pushes, pulls and push_pulls of whole flat buffers, over all shards that hold trained blocks.
 
-Invariants. A push is named by (rank, session, clock) from its beginning to its end, also if its worker has to join anew
-meanwhile. The clock moves on only when every shard has the push, and with exact aggregation shard 0 knows that. A call that has
-failed leaves its push behind: the same call, made again, goes on with it, and before another gradient leaves, the push is
-either completed or its session is ended, so that nothing of it counts any more that has not counted by then. With rounds, the
-shards keep a gradient in memory until its round has closed; until then this side keeps it, too, and sends it again to a shard
-that was killed and came back. Nothing is sent unless all of it is valid. Static blocks are never pushed, and pulled only once,
-by `pull_all`. Gradients of tables' rows are part of a push like any block. Must not know names, optimizers or gRPC.
+Invariants. A push is named by (rank, session, clock) from its beginning to its end, even if its worker has to join anew
+meanwhile. The clock moves on only when every shard has the push and, with exact aggregation, shard 0 knows that. A call that
+has failed leaves its push behind. The same call, made again, goes on with it; before another gradient is sent, the push is
+either completed or its session is ended, so that no more of it can count. With rounds, the shards keep a gradient in memory
+until its round has closed; until then this side keeps it, too, and sends it again to a shard that was killed and came back.
+Nothing is sent unless all of it is valid. Static blocks are never pushed, and pulled only once, by `pull_all`. Gradients of
+tables' rows are part of a push like any block. Must not know names, optimizers or gRPC.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ logger = logging.getLogger("psd_client")
 
 
 class ParameterExchange:
-    """Moves gradients out and parameters in.
+    """Sends gradients and receives parameters.
 
     Args:
-        sharing: for the shards that can see this process's memory.
-        is_lending: see ParameterPlaces.
+        sharing: shares memory with a shard; one for each shard that can see this process's memory.
+        is_lending: as in ParameterPlaces.
 
     Attributes:
-        gradients: what the next push sends; after `push` to be written only when `confirm` has returned.
-        parameters: what the last pull brought; undefined after one that failed. places: where, and what was lent of it.
-        client_state: see ClientStateRider. buffers: what the worker computes beside the parameters.
-        is_skipped: the round of the last push changed nothing, because somebody's gradient was not finite; without rounds, this
-            worker's. Known after the pull.
-        counts: see ParameterServer.stats.
-        rows: those of tables on their way.
+        gradients: the buffers that the next push sends. After `push`, write to them only when `confirm` has returned.
+        parameters: what the last pull has brought; undefined if it failed. places: memory for that, and what was lent of it.
+        client_state: carries the state that the program saves. buffers: sends what it computes beside the parameters.
+        is_skipped: True if the round of the last push changed nothing, because some worker's gradient was not finite; without
+            rounds, this worker's. Known after the pull.
+        counts: as ParameterServer.stats shows them.
+        rows: rows of tables that are on their way.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class ParameterExchange:
         self._failed = None
 
     def load(self, how: Callable[[ParameterLoad], None]) -> None:
-        """Have parameters or slots loaded, and fetch all blocks."""
+        """Load parameters or slots by calling `how`, and fetch all blocks then."""
         self.confirm()
         how(self._load)
         self.pull_all()
@@ -136,7 +136,7 @@ class ParameterExchange:
             forget()
 
     def pull(self) -> None:
-        """Fetch the trained blocks, at the worker's clock. What a call that failed has begun to push is completed first."""
+        """Fetch the trained blocks, at the worker's clock. If a failed call has left a push behind, that is resolved first."""
         self.resolve()
         self._fetch(self._lanes)
         self._failed = None
@@ -152,14 +152,14 @@ class ParameterExchange:
         def pull_at(lane: Lane, call: Call) -> None:
             self._push_again(lane, call)
             request = self._requests.pull(lane.shard)
-            portions = wanted_at[lane.shard] or [[]]  # who wants none waits for the round
+            portions = wanted_at[lane.shard] or [[]]  # a pull of no rows still waits for the round
             read = [lane.pull_rows(request, rows, call, counts_no_use=counts_no_use) for rows in portions]
             self._requests.rows_read[lane.shard] = min(read)
 
         for attempt in self._session.attempts():
             with attempt:
                 self._learn()
-                # The tables' blocks alone are waited for; where nothing else is trained, that closes the round.
+                # This waits for the tables' blocks alone; if nothing else is trained, the round has closed then.
                 is_closing = self.is_unconfirmed and not self._trained
                 lanes = [lane for lane in self._lanes if is_closing or wanted_at[lane.shard]]
                 self._shards.run(pull_at, self._timeout_s + pull.transfer_s, lanes, is_bulk=True)
@@ -170,16 +170,16 @@ class ParameterExchange:
         return pull.results()
 
     def confirm(self) -> None:
-        """Wait until the round of the last push has closed, so that its gradients are no longer needed; free after a pull.
+        """Wait until the round of the last push has closed, so that its gradients are no longer needed. Free after a pull.
 
-        What a call that failed has begun to push is completed first.
+        If a failed call has left a push behind, that is resolved first.
         """
         self.resolve()
         if self._unconfirmed is not None:
             self._fetch(self._lanes, versions_only=True)
 
     def keep(self) -> None:
-        """Let shards that were restarted have the last push again, and shard 0 its commit, without waiting for its round."""
+        """Send the last push again to shards that were restarted, and its commit to shard 0, without waiting for its round."""
         sent = self._unconfirmed
         if sent is not None and self._session.clock > sent.header.clock + 1:  # late: no round is to wait for this worker
             self._fetch(self._lanes, versions_only=True)
@@ -204,7 +204,7 @@ class ParameterExchange:
     ) -> None:
         """Send the gradients; returns when every shard has them. The push before must be confirmed.
 
-        skip: they are not finite, and the job's policy is to skip the round then.
+        skip: the gradients are not finite, and the job's policy is to skip the round then.
         """
         sent = self._begin(scalars, weight, present, rows, skip=skip)
         try:
@@ -225,9 +225,10 @@ class ParameterExchange:
         feed: Feed | None = None,
         versions_read: Sequence[int] | None = None,
     ) -> None:
-        """Send the gradients and fetch the parameters of the clock after them, and the rows that `rows` is to have ahead.
+        """Send the gradients, and fetch the parameters of the clock after them, and the rows that were asked for by prefetch.
 
-        feed: gives blocks and rows, and which tensors have a gradient; the shards look for NaN. versions_read: see SentPush.
+        feed: provides blocks, rows and the tensors that have a gradient; the shards then check for NaN.
+        versions_read: as in SentPush.
         """
         sent = self._begin(scalars, weight, present, rows, skip=skip, feed=feed, versions_read=versions_read)
         ahead = None if self._is_exact or sent.is_finished else self.rows.pull_ahead([lane.shard for lane in self._lanes])
@@ -248,7 +249,7 @@ class ParameterExchange:
                     with attempt:
                         self._shards.run(push_pull_at, self._timeout_s + sent.rows.transfer_s, self._lanes, is_bulk=True)
                 self._finish(sent)
-                # Late at one shard and in time at another: there the answer is older than this worker's clock from here on.
+                # A push that was late at one shard has moved the clock further: other shards' answers may be older than that.
                 behind = [lane for lane in self._lanes if sent.replies[lane.shard].clock < self._session.clock]
                 for attempt in self._session.attempts() if behind else ():
                     with attempt:
@@ -276,7 +277,7 @@ class ParameterExchange:
         feed: Feed | None = None,
         versions_read: Sequence[int] | None = None,
     ) -> SentPush:
-        """The next push, or the last one if this is the same call again; raises for anything that must not be sent."""
+        """The next push, or the last one if this is the same call again. Raises if something must not be sent."""
         spec = self._layout.spec
         if skip and spec.nan_policy != "skip":
             raise InvalidRequest(f'skip: the job was declared with nan_policy="{spec.nan_policy}", not "skip"')
@@ -309,7 +310,7 @@ class ParameterExchange:
                     self._session.await_decisions(self._timeout_s)
         verdicts = self._verdicts
         if verdicts is not None and verdicts.applied < verdicts.latest < self._session.clock:
-            # Whoever made that round may be gone before all shards had its verdict; nobody could push the next one.
+            # The members of that round may be gone before all shards have its verdict; nobody could push the next round then.
             self._fetch(self._lanes, versions_only=True)
         for prepare in self._riders.prepare:
             prepare()
@@ -321,7 +322,7 @@ class ParameterExchange:
         return sent
 
     def _on_failed(self, sent: SentPush, error: BaseException) -> None:
-        """Note that the program's call has failed: the next one has to go on with this push, or to end it."""
+        """Note that the program's call has failed: the next call must go on with this push, or end it."""
         if not isinstance(error, RolledBack):
             sent.on_failure(error, self._trained, self.gradients)
             self._failed = sent
@@ -334,7 +335,7 @@ class ParameterExchange:
             self._session.pushing = None
 
     def resolve(self) -> None:
-        """Complete the push that a failed call has left behind, if its gradient is still there to be sent."""
+        """Complete the push that a failed call has left behind if its gradient is still in the buffers; else give it up."""
         failed = self._failed
         if failed is None or (failed.is_finished and failed is not self._unconfirmed):
             return
@@ -345,8 +346,8 @@ class ParameterExchange:
             self._give_up(failed)
 
     def _give_up(self, failed: SentPush) -> None:
-        """Give up an earlier push in favour of another gradient. What has counted of this one stands, and no more of it will:
-        its session ends."""
+        """Give up an earlier push, for another gradient. Its session ends: blocks that have counted it stay as they are, but no
+        other block will count it."""
         if failed.is_superseded:
             assert failed.error is not None
             raise failed.error
@@ -359,7 +360,7 @@ class ParameterExchange:
         failed.warn_given_up(self._rank, self._trained_count)
 
     def _complete(self, sent: SentPush, *, and_wait: bool = False) -> None:
-        """Have all shards take the push. and_wait: with exact aggregation, until its round is decided."""
+        """Send the push until all shards have it. and_wait: with exact aggregation, also wait until its round is decided."""
         if sent.is_finished:
             return
         for attempt in self._session.attempts():
@@ -383,7 +384,8 @@ class ParameterExchange:
         self._unconfirmed = sent if self._has_rounds else None
 
     def _finish(self, sent: SentPush) -> None:
-        """Every shard has the push: go on at the largest clock, which lies beyond the next one where it came late."""
+        """Note that every shard has the push, and go on at the largest of their clocks. If it came late, that is beyond the
+        next clock."""
         sent.is_finished = True
         replies = sent.replies.values()
         self._session.clock = max([self._session.clock, sent.header.clock + 1, *[reply.clock for reply in replies]])
@@ -409,7 +411,7 @@ class ParameterExchange:
             sent.warn_closed(self._rank, lane.shard, reply.blocks_late)
 
     def _commit(self, sent: SentPush, *, without_waiting: bool) -> None:
-        """Exact aggregation: tell shard 0 that all shards have a push; learn what was decided."""
+        """Exact aggregation: tell shard 0 that all shards have a push, and learn what it has decided."""
 
         def commit_at(lane: Lane, call: Call) -> control_pb2.CommitReply:
             self._push_again(lane, call)
@@ -428,7 +430,7 @@ class ParameterExchange:
         decision = next((d for d in reply.decisions if d.round == sent.header.clock), None)
         if decision is not None:
             members = members_mask(decision.members)
-            # Without that policy a round is made of nobody if all workers had gone beyond it: this gradient came too late.
+            # Without that policy, a round has no members if all workers had gone beyond it: then this gradient came too late.
             is_skipped = not members and self._layout.spec.nan_policy == "skip"
             self._counts.on_decision(sent, is_member=bool(members >> self._rank & 1), is_skipped=is_skipped)
             self.is_skipped = is_skipped
@@ -442,7 +444,7 @@ class ParameterExchange:
     # -- pulls ---------------------------------------------------------------------------------------------------------
 
     def _learn(self) -> None:
-        """Exact aggregation: keep the decisions that pulls carry to the shards, so that rounds close there."""
+        """Exact aggregation: learn decisions and verdict. Pulls carry them to the shards, so that rounds close there."""
         sent = self._unconfirmed
         if self._is_exact and sent is not None and not sent.is_decided:
             self._commit(sent, without_waiting=False)
@@ -451,14 +453,14 @@ class ParameterExchange:
             self._verdicts.find()
 
     def _fetch(self, lanes: Sequence[Lane], *, is_all: bool = False, versions_only: bool = False) -> None:
-        """Have the round of the last push closed, and fetch the trained blocks, or all, or none."""
+        """Wait until the round of the last push has closed, and fetch the trained blocks, or all, or none."""
         for attempt in self._session.attempts():
             with attempt:
                 self._pull(lanes, is_all=is_all, versions_only=versions_only)
                 self._on_closed()
 
     def _pull(self, lanes: Sequence[Lane], *, is_all: bool = False, versions_only: bool = False) -> None:
-        """Fetch the blocks, or wait for their versions alone, of the worker's clock."""
+        """Fetch the blocks at the worker's clock, or only wait for their versions."""
         self._learn()
         if not versions_only:
             self.parameters = self.places.renew()

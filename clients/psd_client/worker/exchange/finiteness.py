@@ -1,4 +1,4 @@
-"""The look for NaN and infinity in a gradient before anything of it is sent. Must not know shards or sessions."""
+"""Checks a gradient for NaN and infinity before anything of it is sent. Must not know shards or sessions."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from psd_client.worker.rows import RowGradients
 def check_finite(
     gradients: FlatBuffers, present: NDArray[np.bool_] | None, rows: RowGradients, rank: int, clock: int
 ) -> str | None:
-    """Zero the tensors that are not present; name the first gradient, if any, that makes the round be skipped.
+    """Zero the tensors that are not present; return the name of the first gradient that is not finite, or None.
 
     Raises:
-        NonFiniteGradient: there is one, and the job's nan_policy is "refuse".
+        NonFiniteGradient: a gradient is not finite, and the job's nan_policy is "refuse".
     """
     if present is not None:
         for tensor in np.flatnonzero(~present).tolist():

@@ -1,6 +1,6 @@
-"""A look at one worker's first gradient: if another worker's has the same bits, both train on the same samples.
+"""Compares the first gradients of workers, by digest: if two have the same bits, both workers train on the same samples.
 
-Programs that read the same data in the same order on all workers run without an error, and learn no faster than one process.
+Programs that read the same data in the same order on all workers run without an error, but learn no faster than one process.
 Must not know shards or frameworks.
 """
 
@@ -19,14 +19,14 @@ from psd_client.worker.exchange.sent_push import SentPush
 logger = logging.getLogger("psd_client")
 
 LOOKED_AT_BYTES = 64 << 20
-"""Bytes of the gradient that are looked at: a tenth of a second, once."""
+"""Most bytes of the gradient that are hashed: that takes a tenth of a second, once."""
 
 
 class FirstGradient(Rider):
     """The first gradient of one worker of several.
 
     Args:
-        gradients: where it lies when its push has ended.
+        gradients: the buffers that still hold it when its push has ended.
     """
 
     def __init__(self, rank: int, gradients: FlatBuffers) -> None:
@@ -36,12 +36,12 @@ class FirstGradient(Rider):
         self._digest = b""
 
     def write(self, sent: SentPush) -> None:
-        """Write its digest with the second push; nothing with others, or if the gradient was zero."""
+        """Write the digest into the second push, unless the gradient was zero; write nothing into others."""
         if self._digest:
             sent.header.first_gradient, self._digest = self._digest, b""
 
     def hear(self, sent: SentPush) -> None:
-        """Look at the gradient, rows of tables included, if this was its push; tell the user what the shards have found."""
+        """Hash the gradient, rows of tables included, if this was the first push. Warn if shards have seen the same one."""
         if self._is_awaited:
             self._is_awaited = False
             self._look(sent.tables)

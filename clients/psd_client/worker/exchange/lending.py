@@ -1,8 +1,8 @@
-"""Places where a worker's parameters are received, and which of them the program holds.
+"""Places in memory where a worker's parameters are received, and which of them the program holds.
 
-A large model is not copied for the program: it gets the place where it was received, as arrays of its own, and the next
-parameters go to another place. When the program has let go of those arrays, and of all that it has made of their memory, the
-place is used again. So arrays that were returned never change, as if they were copies. Must not know names, shards or sockets.
+A large model is not copied for the program. The program gets the place where it was received, as arrays of its own, and the
+next parameters go to another place. When the program has dropped these arrays, and all views of their memory, the place is used
+again. So arrays that were returned never change, as if they were copies. Must not know names, shards or sockets.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from psd_client.lanes.flat import FlatBuffers
 from psd_client.lanes.segment import Segment
 
 LENT_BYTES_MIN = 1 << 20
-"""Bytes of a model that is lent; a copy of a smaller one takes no longer than lending it."""
+"""Bytes of the smallest model that is lent: copying a smaller one takes no longer than lending it."""
 
 _PLACES_MAX = 3
 
 
 def lent_places(layout: Layout) -> int:
-    """Number of places for a program that may be lent them; one that is never used costs nothing."""
+    """Number of places for a program to which they can be lent. A place that is never used costs nothing."""
     return _PLACES_MAX if sum(block.nbytes for block in layout.blocks) >= LENT_BYTES_MIN else 1
 
 
@@ -34,10 +34,10 @@ class ParameterPlaces:
 
     Args:
         segment: shared memory for all of them; None: ordinary memory.
-        is_lending: the program may be given a place. Else there is one, which is received into again and again.
+        is_lending: True if places can be lent to the program. Otherwise there is one place, which is used again and again.
 
     Attributes:
-        shared: the places in the segment, to be shown to the shards.
+        shared: the places in the segment, which the shards must know.
     """
 
     def __init__(self, layout: Layout, segment: Segment | None, *, is_lending: bool) -> None:
@@ -51,7 +51,7 @@ class ParameterPlaces:
             _sharing.add(self)
 
     def renew(self) -> FlatBuffers:
-        """The place to receive into: the one of the last time, unless that is lent; then a free one that continues it."""
+        """The place to receive into: the current one or, if that is lent, a free one with its versions and static tensors."""
         if self._count_max == 1:
             return self.current
         if self._is_lent(self.current) or self.current not in self._places:
@@ -76,14 +76,14 @@ class ParameterPlaces:
             if not view.size or self._layout.spec.groups[tensor.group].is_static:
                 lent.append(None)
                 continue
-            # Over a memoryview, so that this array, and not the whole place, is the base of all that is made of it.
+            # Over a memoryview, so that this array, and not the whole place, is the base of all views of it.
             owner: NDArray[Any] = np.frombuffer(view.data.cast("B"), view.dtype)
             owners.append(weakref.ref(owner))
             lent.append(owner.reshape(view.shape))
         return lent
 
     def _free(self) -> list[FlatBuffers]:
-        """The places that are not lent, those first that have been used."""
+        """The places that are not lent; those that were used before come first."""
         free = [place for place in self._places if not self._is_lent(place)]
         return sorted(free, key=lambda place: place not in self._owners)
 
@@ -95,7 +95,7 @@ class ParameterPlaces:
         return any(ref() is not None for ref in self._owners.get(place, ()))
 
     def on_fork(self) -> None:
-        """Leave alone for ever what is lent now: a child process that shares the memory may hold it, too."""
+        """Never again use the places that are lent now: a child process that shares the memory may hold them, too."""
         self._places = [place for place in self._places if not self._is_lent(place)]
 
 

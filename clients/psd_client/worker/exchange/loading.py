@@ -1,7 +1,7 @@
 """Parameters and slots that the program loads in the midst of a job, on all workers at once.
 
-Shard 0 has all workers wait until all have called, and chooses the one that sends the values to the shards; the others go on
-when it has. Must not know frameworks.
+Shard 0 lets all workers wait until all have called, and chooses the one that sends the values to the shards; the others go on
+when it has done so. Must not know frameworks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class SlotValues(NamedTuple):
     """The slots of one tensor.
 
     Attributes:
-        arrays: by name of the slot, flat; one that is missing is as it begins. steps: that the tensor has made.
+        arrays: flat arrays by the slot's name; a missing slot gets its initial value. steps: number that the tensor has made.
     """
 
     arrays: Mapping[str, NDArray[Any]]
@@ -40,7 +40,8 @@ class ParameterLoad:
     """Loads the parameters, or the slots, of one job for one worker.
 
     Args:
-        parameters: the worker's. wait_s: for the other workers. timeout_s: for that, and for the data.
+        parameters: the worker's buffers. wait_s: how long to wait for the other workers. timeout_s: the same, with the time for
+            the data.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class ParameterLoad:
         }
 
     def run(self, write: Callable[[FlatBuffers], None]) -> None:
-        """Have the shards hold what `write` writes. The last push must be confirmed; the parameters are to be fetched then.
+        """Set the parameters on all shards to what `write` writes. The last push must be confirmed. Fetch parameters then.
 
         Raises:
             NonFiniteGradient: a value is NaN or infinite; nothing was set.
@@ -80,13 +81,13 @@ class ParameterLoad:
         self._agree(digest.digest(), lambda shard: self._of_parameters(self._blocks[shard]), lanes)
 
     def run_slots(self, given: Mapping[int, SlotValues]) -> None:
-        """Have the shards hold these slots of tensors, by their index; all others, of rows too, begin anew. The last push must
-        be confirmed.
+        """Set these slots of tensors, by the tensors' index; all other slots, those of rows included, begin anew. The last push
+        must be confirmed.
 
         Raises:
             NonFiniteGradient: a slot holds NaN or infinity; nothing was set.
-            InvalidRequest: as `run`; or the slots of a table's rows cannot begin anew, see Load.
-            BarrierTimeout: as `run`.
+            InvalidRequest: as in `run`; or the slots of a table's rows cannot begin anew, see ControlService.Load.
+            BarrierTimeout: as in `run`.
         """
         digest = hashlib.blake2b(b"slots", digest_size=16)
         tensors = self._parameters.layout.spec.tensors
@@ -111,7 +112,7 @@ class ParameterLoad:
         *,
         resets_slots: bool = False,
     ) -> None:
-        """Wait until all workers have come, and send the requests, by shard, if this one is to."""
+        """Wait until all workers have come. If shard 0 chooses this one, send the requests to each shard."""
         self._session.catch_up()
         self._seq += 1
 
@@ -130,8 +131,9 @@ class ParameterLoad:
                     self._ask(digest, self._timeout_s, is_set=True, resets_slots=resets_slots)
 
     def _await_cuts(self) -> None:
-        """Let no cut without rounds have what is set in some shards alone: this worker chooses no position until it is set in
-        all, and the shards take the cuts for which it has. The others wait meanwhile, and push nothing."""
+        """Make sure that no cut without rounds has values that only some shards have: this worker chooses no position until all
+        shards have them, and waits until shards have taken the cuts for which it has chosen one. The other workers wait
+        meanwhile, and push nothing."""
         self._session.cuts.set_ready(False)
         deadline = self._session.now() + self._timeout_s
         while self._session.cuts.is_held_to and self._session.now() < deadline:

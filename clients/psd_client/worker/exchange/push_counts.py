@@ -1,4 +1,4 @@
-"""Outcomes of a worker's pushes, which `stats()` shows: exactly what shards and decisions said.
+"""Counts the outcomes of a worker's pushes, which `stats()` shows: exactly as shards' replies and decisions state them.
 
 Must not know shards, or when anything is sent.
 """
@@ -26,10 +26,10 @@ NAMES = (
 
 
 class PushCounts(Rider):
-    """Totals by name; see ParameterServer.stats.
+    """Totals by name, for ParameterServer.stats.
 
     Attributes:
-        totals: as they are now.
+        totals: the present totals.
     """
 
     def __init__(self) -> None:
@@ -37,9 +37,9 @@ class PushCounts(Rider):
         self._lock = threading.Lock()
 
     def on_reply(self, sent: SentPush, shard: int, reply: data_pb2.PushReply) -> None:
-        """Note a shard's reply to a push; it replaces the shard's earlier reply. From any thread.
+        """Note a shard's reply to a push, in place of the shard's earlier reply. Any thread may call this.
 
-        A shard that is sent the push again, because it was killed, has staged it, although the decision is known.
+        A shard that was killed, and gets the push again, says that it has staged it, although the decision is known here.
         """
         known = reply
         if reply.blocks_staged and sent.staged_are != "blocks_staged":
@@ -61,7 +61,7 @@ class PushCounts(Rider):
         self.totals["rows_pushed"] += sum([len(rows.ids) for shard in sent.tables for rows in shard])
 
     def on_decision(self, sent: SentPush, *, is_member: bool, is_skipped: bool) -> None:
-        """Exact aggregation: a push's gradient counts, or not, on all shards that have staged it; neither, if skipped."""
+        """Exact aggregation: count the staged blocks of a push as counted or as late; as neither if the round was skipped."""
         sent.is_decided = True
         sent.staged_are = "" if is_skipped else "blocks_counted" if is_member else "blocks_late"
         for shard, reply in list(sent.replies.items()):

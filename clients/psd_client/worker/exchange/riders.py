@@ -19,19 +19,19 @@ from psd_client.worker.session.session import Session
 
 
 class OrderRider(Rider):
-    """Hears an operator's orders from shard 0. They scale the learning rates that a push says: see DataRequests."""
+    """Hears an operator's orders from shard 0. DataRequests scales the learning rates of a push by them."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
 
     def hear(self, sent: SentPush) -> None:
-        """Follow the orders as they now are."""
+        """Take over shard 0's present orders."""
         if 0 in sent.replies:
             self._session.orders.hear(sent.replies[0].orders)
 
 
 class DecisionRider(Rider):
-    """Carries the decisions on rounds that shard 0 has told to all shards; exact aggregation."""
+    """Exact aggregation: carries shard 0's decisions on rounds to all shards."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -43,32 +43,32 @@ class DecisionRider(Rider):
 
 
 class CutRider(Rider):
-    """Carries the cuts that shards name to all of them, and the worker's position in those without rounds."""
+    """Carries the cuts that shards name to all shards; without rounds, also the worker's positions in them."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
 
     def write_to(self, _shard: int, header: data_pb2.PushHeader) -> None:
-        """Write the cuts as they now are: a push that is sent again may say more of them."""
+        """Write the present cuts: a push that is sent again may say more about them."""
         cuts = self._session.cuts
         if cuts.are_named:
             header.cuts.extend(cuts.carried())
 
     def hear(self, sent: SentPush) -> None:
-        """Hear what each shard names. The call that had to send the push has ended: positions can be chosen again."""
+        """Note the cuts that each shard names. The push has ended, so positions can be chosen again."""
         self._session.hear_cuts(sent.replies)
         if self._session.cuts.is_unready:
             self._session.cuts.set_ready(True)
 
 
 class ClientStateRider(Rider):
-    """Takes what the program saves for itself to the shard that keeps it.
+    """Carries the state that the program saves for itself to the shard that keeps it.
 
     Args:
-        keeper: that shard, see Layout.client_state_shard.
+        keeper: the shard that keeps it (Layout.client_state_shard).
 
     Attributes:
-        state: goes with the next push; empty: as with the push before.
+        state: the state to send with the next push; empty: nothing new.
     """
 
     def __init__(self, keeper: int) -> None:
@@ -77,17 +77,17 @@ class ClientStateRider(Rider):
         self.state = b""
 
     def write(self, _sent: SentPush) -> None:
-        """Take the state with this push, also when it is sent again."""
+        """Attach the state to this push, also for when it is sent again."""
         self._sent = self.state
 
     def write_to(self, shard: int, header: data_pb2.PushHeader) -> None:
-        """Write it for the shard that keeps it."""
+        """Write the state into the header for the shard that keeps it."""
         if self._sent and shard == self._keeper:
             header.client_state = self._sent
 
     def hear(self, _sent: SentPush) -> None:
-        """Note that it is kept."""
-        if self.state is self._sent:  # else it is the next push's, which is being computed
+        """Note that the shard has the state."""
+        if self.state is self._sent:  # else the program has set the state for the next push already
             self.state = b""
 
 

@@ -1,4 +1,4 @@
-"""Rows of one worker on their way: the memory that they lie in, and those that a push_pull brings for the pull after it.
+"""Rows that one worker sends and receives: their memory, and the rows that a push_pull brings ahead for the pull after it.
 
 Must not know sessions, rounds or how anything travels.
 """
@@ -20,10 +20,10 @@ from psd_client.worker.rows import Batches, Gradients, RowGradients, RowPull
 
 
 class PullAhead:
-    """Rows that one push_pull is to fetch besides.
+    """Rows that one push_pull fetches beside the parameters.
 
     Attributes:
-        pull: all of them. at: what to ask of each shard; nothing if it is too much for one round trip.
+        pull: all of these rows. at: what to ask each shard for; empty if that is too much for one round trip.
     """
 
     def __init__(self, pull: RowPull, shards: Sequence[int]) -> None:
@@ -33,17 +33,17 @@ class PullAhead:
         self.at = {} if is_much else {shard: RowsAhead(of_shard[0]) for shard, of_shard in portions.items() if of_shard}
 
     def versions(self) -> dict[int, int]:
-        """Versions of the shards' tables, if all of it has come; else nothing."""
+        """Versions of the tables by shard, if all rows have come; else nothing."""
         found = {shard: rows.version for shard, rows in self.at.items() if rows.version is not None}
         return found if len(found) == len(self.at) else {}
 
 
 class RowTraffic(Rider):
-    """Rows of one worker.
+    """The rows that one worker sends and receives.
 
     Args:
-        segment: memory that shards see, with room for rows; None: there is none.
-        ids_max: the most ids that each shard takes in one pull, as they say now.
+        segment: memory that shards can see, with room for rows; None: there is none.
+        ids_max: returns the most ids that each shard takes in one pull now.
     """
 
     def __init__(self, layout: Layout, segment: Segment | None, ids_max: Callable[[], int]) -> None:
@@ -57,36 +57,36 @@ class RowTraffic(Rider):
         self._rows: dict[int, NDArray[np.float32]] = {}
 
     def gradients(self, gradients: Gradients) -> RowGradients:
-        """Gradients of rows as the next push sends them; what has come ahead is dropped, since rows change."""
+        """Gradients of rows in the form in which the next push sends them. Drops rows that came ahead, because rows change."""
         self._ids, self._rows = {}, {}
         return RowGradients(self._batches, gradients, self._pushed) if gradients else self._no_gradients
 
     def pull(self, wanted: Mapping[int, NDArray[Any]]) -> RowPull:
-        """A pull that is to be made."""
+        """A new pull of these rows."""
         return RowPull(self._batches, wanted, self._pulled, self._ids_max())
 
     def prefetch(self, wanted: Mapping[int, NDArray[Any]]) -> None:
-        """Have rows come with the next push_pull, for the `pull_rows` after it."""
+        """Ask for rows with the next push_pull, for the `pull_rows` after it."""
         for table, ids in wanted.items():
             self._wanted[table] = ids.copy()
 
     def pull_ahead(self, shards: Sequence[int]) -> PullAhead | None:
-        """Rows that the push_pull that begins now is to fetch besides, from these shards; None: none."""
+        """The rows that the push_pull that begins now must fetch, too, from these shards; None if there are none."""
         return PullAhead(self.pull(self._wanted), shards) if self._wanted else None
 
     def came(self, ahead: PullAhead) -> None:
-        """Keep what has come of it, which is all."""
+        """Keep rows that have all come ahead."""
         self._ids = {table: ids.tobytes() for table, ids in self._wanted.items()}
         self._rows = ahead.pull.results()
 
     def want_nothing(self) -> None:
-        """Note that a push_pull has ended: the next one is asked for no rows of this one's, whether they have come or not."""
+        """Note that a push_pull has ended: the next one does not ask for its rows again, even if they have not come."""
         self._wanted = {}
 
     def take(self, wanted: Mapping[int, NDArray[Any]]) -> dict[int, NDArray[np.float32]]:
-        """These rows, once, if all of them have come; else nothing."""
+        """Take these rows out, if all of them have come ahead; else return nothing."""
         for table, ids in wanted.items():
-            if table not in self._ids or self._ids[table] != ids.tobytes():  # where nothing has come no ids are copied
+            if table not in self._ids or self._ids[table] != ids.tobytes():  # copies no ids if nothing has come
                 return {}
         found = {}
         for table, ids in wanted.items():
@@ -96,5 +96,5 @@ class RowTraffic(Rider):
         return found
 
     def forget(self) -> None:
-        """Drop what has come: rows change."""
+        """Drop rows that came ahead, because rows change."""
         self._ids, self._rows = {}, {}

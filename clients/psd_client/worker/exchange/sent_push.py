@@ -1,6 +1,6 @@
-"""One push: its name and content, the shards' replies, and whether a repeated call means it.
+"""One push: its name and content, the shards' replies, and whether a call that is made again means this push.
 
-Must not know when it is sent, nor how it travels.
+Must not know when it is sent, or how it travels.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from psd_client.lanes.transport import GradientPart
 from psd_client.worker.rows import RowGradients, is_same_rows
 
 _PASSING = (ShardUnavailable, WaitTimeout, Overloaded, Draining, OutOfSpace)
-"""Errors of psd after which the very same push may succeed."""
+"""Errors of psd after which the same push may succeed."""
 
 logger = logging.getLogger("psd_client")
 
 DIGEST_BYTES_MAX = 1 << 30
-"""Limit of gradients that are compared after Ctrl-C: a second's work. Larger ones are given up."""
+"""Most bytes of gradients that are hashed after Ctrl-C, which takes a second. A push with more is given up."""
 
 
 @dataclass
@@ -45,17 +45,17 @@ class SentPush:
     """A push. With rounds it is kept until its round is known to have closed.
 
     Attributes:
-        session: as which it was begun; its name is (rank, session, header.clock), whoever sends it again.
-        header: without its caller, and what riders write for each shard.
-        present: which tensors have a gradient; None: all. skip: the gradient is not finite, and is not in it.
+        session: the session that began it. Its name is (rank, session, header.clock), even if a later session sends it again.
+        header: the header, without its caller and what riders write for each shard.
+        present: which tensors have a gradient; None: all. skip: the gradient is not finite, and is left out.
         rows: gradients of rows of tables.
-        feed: gives the blocks, if they are still being computed. versions_read: by block, of the parameters that the gradients
-            were computed from; None: of those that were received last.
-        incarnations: by shard, of those that have it. replies: by shard, the last one.
-        is_finished: all shards have it, with exact aggregation shard 0 knows that, and the worker's clock has moved on.
-        is_decided: exact aggregation: it is known which workers its round is made of.
-        staged_are: what staged blocks count as, a field of PushReply; empty: as nothing, because the round was skipped.
-        error: what the call that sends it has failed with.
+        feed: provides the blocks, if they are still being computed.
+        versions_read: by block, the version from which the gradients were computed; None: the version received last.
+        incarnations: by shard, the incarnation that has the push. replies: by shard, its last reply.
+        is_finished: all shards have it; with exact aggregation shard 0 knows that; and the worker's clock has moved on.
+        is_decided: exact aggregation: this worker knows the members of the round.
+        staged_are: the field of PushReply by which staged blocks are counted; empty: by none, because the round was skipped.
+        error: the error with which the program's call has failed.
     """
 
     session: int
@@ -71,12 +71,12 @@ class SentPush:
     is_decided: bool = False
     staged_are: str = "blocks_staged"
     error: BaseException | None = None
-    _left: dict[int, bytes] | None = None  # after a failure: what the blocks held that had left
+    _left: dict[int, bytes] | None = None  # after a failure: digests of the blocks that were sent
 
     def part(
         self, shard: int, caller: job_pb2.Caller, blocks: Sequence[Block], buffers: FlatBuffers, versions: Sequence[int]
     ) -> GradientPart:
-        """The part of one shard. `versions`: of its blocks, that this worker has read; where there are no rounds."""
+        """The part of one shard. `versions`: without rounds, the versions of its blocks that this worker has read."""
         own = data_pb2.PushHeader()
         own.CopyFrom(self.header)
         own.caller.CopyFrom(caller)
@@ -96,7 +96,7 @@ class SentPush:
 
     @property
     def tables(self) -> Sequence[Sequence[TableRows]]:
-        """Gradients of rows, by shard; empty: none on any."""
+        """Gradients of rows, by shard; empty if no shard has any."""
         return self.feed.tables if self.feed is not None else self.rows.by_shard
 
     @property
@@ -106,15 +106,15 @@ class SentPush:
 
     @property
     def may_be_completed(self) -> bool:
-        """True if the push itself was not refused, and is whole, so that the same numbers, sent again, complete it."""
+        """True if no shard has refused the push, and it is whole, so that sending the same numbers again can complete it."""
         if isinstance(self.error, SessionFenced):
             is_passing = not self.is_superseded
-        else:  # what is not psd's refuses nothing: Ctrl-C, or what the program's own signal handler has raised
+        else:  # errors of others are no refusal: Ctrl-C, or what the program's own signal handler has raised
             is_passing = isinstance(self.error, _PASSING) or not isinstance(self.error, PsdError)
         return is_passing and (self.feed is None or self.feed.is_finished)
 
     def on_failure(self, error: BaseException, blocks: Sequence[Block], buffers: FlatBuffers) -> None:
-        """Note the failure of its call, and what has left, so that the next call can tell whether it means this push."""
+        """Note that the program's call has failed, and what was sent, so that the next call can tell if it means this push."""
         self.error = error
         if isinstance(error, Exception) or sum(block.gradient_nbytes for block in blocks) <= DIGEST_BYTES_MAX:
             self._left = dict(self._digests(blocks, buffers, self.feed, self.present))
@@ -127,20 +127,19 @@ class SentPush:
         *,
         skip: bool,
     ) -> bool:
-        """True if a call made after a failed one may be the same call, as far as its arguments tell; see `is_unchanged`,
-        too."""
+        """True if a call after a failed one has the same arguments, and may mean this push. Also ask `is_unchanged`."""
         mine = list(self.header.scalars), self.header.weight, self.skip
         return mine == (list(scalars), weight, skip) and is_same_rows(self.tables, tables)
 
     def is_unchanged(self, blocks: Sequence[Block], buffers: FlatBuffers, present: NDArray[np.bool_] | None) -> bool:
-        """True if the buffers still hold the parts of this push that have left."""
+        """True if the buffers still hold the blocks of this push that were sent."""
         if self._left is None:
             return False
         left = [block for block in blocks if block.index in self._left]
         return self._left == dict(self._digests(left, buffers, None, present))
 
     def warn_given_up(self, rank: int, of: int) -> None:
-        """Tell the user that another gradient has taken this one's place, after its call had failed."""
+        """Warn that another gradient has taken this one's place, after its call had failed."""
         logger.warning(
             "psd: worker %d: gave up the push of step %d, which failed (%s); at least %d of %d blocks have counted it",
             rank,
@@ -151,7 +150,7 @@ class SentPush:
         )
 
     def warn_expired(self, rank: int, late: int, of: int) -> None:
-        """Tell the user that blocks have closed their round without this gradient, because it came late."""
+        """Warn that blocks have closed their round without this gradient, because it came late."""
         logger.warning(
             "psd: worker %d: the gradient of step %d came too late for its round in %d of %d blocks, because the worker's "
             "lease had run out",
@@ -162,7 +161,7 @@ class SentPush:
         )
 
     def warn_closed(self, rank: int, shard: int, late: int) -> None:
-        """Tell the user that a shard that was killed has closed the round without this gradient."""
+        """Warn that a shard that was killed has closed the round without this gradient."""
         logger.warning(
             "psd: worker %d: shard %d was killed, and %d of its blocks have closed the round of step %d without this "
             "worker's gradient",

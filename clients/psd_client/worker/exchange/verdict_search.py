@@ -1,9 +1,8 @@
 """Exact aggregation with norms over the whole gradient: finds the verdict on a decided round.
 
-Every shard measures its part of the round, shard 0 turns the measures of all into a verdict, and the pull that follows
-carries it to the shards, which apply the round. Any worker may do so, for a round of its own or one whose workers are gone,
-and all of them come to the same verdict; the first one's is kept. See psd/state/aggregation/settlement.py. Must not know
-gradients or clocks.
+Every shard measures its part of the round; shard 0 derives a verdict from all measures; the next pull carries it to the shards,
+which apply the round. Any worker may do this, for its own round or for one whose workers are gone. All come to the same
+verdict, and the first one is kept (psd/state/aggregation/settlement.py). Must not know gradients or clocks.
 """
 
 from __future__ import annotations
@@ -18,23 +17,23 @@ from psd_client.lanes.transport import Call, Lane
 from psd_client.worker.session.session import Session
 
 POLL_S = 0.05
-"""Seconds between two questions to all shards, after one was killed. They are asked again, and nobody waits at them: a worker
-waiting at one for what others have to send would not hear that another was killed, and lacks what only this worker can send."""
+"""Seconds until shards are asked again, while one lacks gradients because it was killed. Workers do not wait at that shard: one
+that waited there would not notice that another shard was killed, too, and needs this worker's gradient again."""
 
 ATTEMPTS_MAX = 8
-"""Attempts to find a verdict: two for each thing that is measured, and some for workers that come in between."""
+"""Attempts to find a verdict: two for each measurement, and some because other workers may come in between."""
 
 
 class VerdictSearch:
     """The part of one worker in finding verdicts.
 
     Args:
-        lanes: of the shards that have something to measure.
-        push_again: makes sure that a shard has this worker's gradient before it is asked.
+        lanes: the shards that have something to measure.
+        push_again: makes sure that a shard has this worker's gradient before it measures.
 
     Attributes:
-        verdict: the last that is known, final when `find` returns.
-        applied: the latest round of which this worker has told all shards.
+        verdict: the last verdict that is known; final when `find` returns.
+        applied: the latest round on which this worker has told all shards the verdict.
     """
 
     def __init__(
@@ -60,7 +59,7 @@ class VerdictSearch:
         return max((d.round for d in self._session.decisions if any(d.members)), default=-1)
 
     def find(self) -> None:
-        """Have the verdict on the latest round, measuring it if nobody has."""
+        """Learn the verdict on the latest round; measure the round if nobody has."""
         measures: Sequence[job_pb2.Measure] = ()
         under = None
         for _ in range(ATTEMPTS_MAX):
@@ -100,7 +99,7 @@ class VerdictSearch:
         return verdict is not None and verdict.round == round_ and verdict.is_final
 
     def _ask(self, round_: int, measures: Sequence[job_pb2.Measure], under: job_pb2.Verdict | None) -> None:
-        """Learn shard 0's verdict on the round, after sending it these measures, if any."""
+        """Send shard 0 these measures, if there are any, and learn its verdict on the round."""
 
         def commit_at(lane: Lane, call: Call) -> control_pb2.CommitReply:
             request = control_pb2.CommitRequest(
@@ -117,7 +116,7 @@ class VerdictSearch:
         self.on_commit(round_, reply)
 
     def _measure(self, round_: int, under: job_pb2.Verdict | None) -> list[job_pb2.Measure]:
-        """Measures of the round by shard; empty if it has closed somewhere, so that shard 0 knows the verdict."""
+        """The measures of the round, by shard; empty if some shard has closed it, so that shard 0 knows the verdict already."""
 
         def measure_at(lane: Lane, call: Call) -> control_pb2.MeasureReply:
             self._push_again(lane, call)

@@ -1,6 +1,6 @@
 """Files that a worker's scalars are written to: JSON lines, and TensorBoard's. Must not know shards.
 
-A file that cannot be written is said once, on the log; training goes on without it.
+If a file cannot be written, the log says so once; training goes on without it.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ class ScalarFiles:
     """The files of one worker, made when there is something to write. Used by one thread.
 
     Args:
-        log_dir: of worker-RANK.jsonl; empty: none. tensorboard_dir: of a directory worker-RANK; empty: none.
+        log_dir: directory for worker-RANK.jsonl; empty: no such file. tensorboard_dir: directory for TensorBoard's
+            worker-RANK; empty: none.
 
     Raises:
-        ConfigError: TensorBoard's files are wanted, and nothing is installed that writes them.
+        ConfigError: TensorBoard's files are wanted, but no package is installed that writes them.
     """
 
     def __init__(self, rank: int, log_dir: str, tensorboard_dir: str) -> None:
@@ -50,7 +51,7 @@ class ScalarFiles:
         self._has_failed = False
 
     def write(self, records: Sequence[LoggedScalars]) -> None:
-        """Write records, and let others see them."""
+        """Write records, and flush the files."""
         if records and self._log_dir:
             self._try(self._write_lines, records)
         if records and self._tensorboard_dir:

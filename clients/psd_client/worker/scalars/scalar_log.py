@@ -1,8 +1,8 @@
 """Scalars that the program reports, such as its loss, on their way to shard 0 and to files.
 
 The program's thread only notes them. A thread of their own, which the first scalar starts, sends and writes them twice a
-second; what shard 0 does not take is tried again, and the oldest are given up when there are too many. A program that is killed
-loses what was not sent yet. Must not know gradients; never waits for the program, nor the program for it.
+second. If shard 0 does not answer, they are sent again; if there are too many, the oldest are given up. A killed program loses
+those that were not sent yet. Must not know gradients; never waits for the program, nor the program for it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SEND_TIMEOUT_S = 2.0
 CLOSE_TIMEOUT_S = 30.0
 """Longest wait for the files, at the end of the program; TensorBoard's writer alone takes seconds to be imported."""
 UNSENT_MAX = 1 << 16
-"""Points that are kept for a shard that does not answer."""
+"""Most points that are kept while shard 0 does not answer."""
 
 
 class _Point(NamedTuple):
@@ -46,8 +46,8 @@ class ScalarLog:
     """The scalars of one worker.
 
     Args:
-        send: sends a request without its caller to shard 0, in so many seconds. PsdError or Cancelled if that fails.
-        files: where they are written, too.
+        send: sends a request, which lacks its caller, to shard 0 within so many seconds; raises PsdError or Cancelled.
+        files: the files to which they are written, too.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class ScalarLog:
                 self._thread = thread
 
     def flush(self) -> None:
-        """Write and send what there is, as far as that succeeds now."""
+        """Write and send all scalars noted so far, as far as that succeeds now."""
         with self._lock:
             records, self._unwritten = self._unwritten, deque(maxlen=UNSENT_MAX)
         self._files.write(records)

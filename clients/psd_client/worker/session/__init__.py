@@ -1,1 +1,1 @@
-"""A worker's session with the shards: joining, membership, heartbeats, and what is agreed there."""
+"""A worker's session with the shards: joining, membership, heartbeats, the declaration of the job, and cuts."""

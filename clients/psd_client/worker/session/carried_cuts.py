@@ -1,10 +1,10 @@
-"""Cuts that a worker has heard of from the shards, and carries to all of them; and its own position in those without rounds.
+"""Cuts of which shards have told a worker, and which it carries to all shards; without rounds, also its position in each cut.
 
-A shard names cuts in each of its replies; what its last reply has named is carried with every push and heartbeat. Where shards
-wait for positions (data.proto: Cut), the worker says that it has heard of the cut from all of them. When shard 0 says that all
-workers have, it chooses: the clock after the push that it is in the midst of, or else that of its next one. So a push that
-begins later has the position with it, and one that began before is in the cut. Thread-safe: pushes and heartbeats share it.
-Must not know how messages travel.
+A shard names cuts in each of its replies; every push and heartbeat carries the cuts that its last reply has named. If shards
+wait for positions (data.proto: Cut), the worker tells them when it has heard of the cut from all of them. When shard 0 says
+that all workers have done so, the worker chooses its position: the clock after the push that is under way, or else the clock of
+its next push. So a push that begins later states the position, and one that began before is in the cut. Thread-safe: pushes and
+heartbeats share it. Must not know how messages travel.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ class CarriedCuts:
     """The cuts of one worker.
 
     Args:
-        shard_count: from how many shards one must have been heard of.
+        shard_count: number of shards; the worker must hear of a cut from all of them.
 
     Attributes:
-        lock: under which `pushing` is changed: before a push's header is made, and when it has ended.
+        lock: guards changes of `pushing`, which is set before a push's header is made, and cleared when the push has ended.
         pushing: the clock of a push that a shard may still lack, or may lose before its round has closed.
-        are_named: shards have named some.
-        is_unready: no position is chosen: the call that sends a push has failed, and the program may take its time; or it
-            sets parameters.
+        are_named: True if shards have named cuts.
+        is_unready: True while no position is chosen, because the call that sends a push has failed, and the program may take
+            its time; or because it sets parameters.
     """
 
     def __init__(self, shard_count: int) -> None:
@@ -35,14 +35,14 @@ class CarriedCuts:
         self.lock = threading.Lock()
         self._session = 0
         self._named: dict[int, dict[str, data_pb2.Cut]] = {}  # by shard, what its last reply has named
-        self._positions: dict[str, tuple[int, int]] = {}  # with the cut's order, as shard 0 has said it with its word to choose
-        self._passed_over: set[int] = set()  # shards whose last reply may have asked for a position in vain
+        self._positions: dict[str, tuple[int, int]] = {}  # with the cut's order, which shard 0 stated when it said to choose
+        self._passed_over: set[int] = set()  # shards that may have asked for a position when the worker was not ready
         self._carried: Sequence[data_pb2.Cut] | None = ()  # None: to be made anew
         self.pushing: int | None = None
         self.is_unready = self.are_named = False
 
     def set_ready(self, is_ready: bool) -> None:
-        """Set `is_unready`. What shards have named is heard again once the worker is ready."""
+        """Set `is_unready`. Once the worker is ready, it responds again to what shards have named."""
         with self.lock:
             self.is_unready, self._carried = not is_ready, None
             if is_ready:
@@ -50,19 +50,19 @@ class CarriedCuts:
 
     @property
     def is_held_to(self) -> bool:
-        """True if shards still wait for what is before the position that this worker has chosen."""
+        """True if shards still wait for pushes before a position that this worker has chosen."""
         with self.lock:
             return any(cut.waits and cut.id in self._positions for cuts in self._named.values() for cut in cuts.values())
 
     def begin(self, session: int) -> None:
-        """Forget what was heard as another session. 0: there is none for now, and nothing is heard."""
+        """Forget what was heard in an earlier session. session: the new one; 0: there is none yet, and replies are ignored."""
         with self.lock:
             self._session = session
             self._named, self._positions, self._carried = {}, {}, ()
             self.are_named = False
 
     def forget(self, shard: int) -> None:
-        """Forget what a shard has named that was restarted: what another life of it knew is of no use to this one."""
+        """Forget the cuts that a shard has named, because it was restarted: its new incarnation does not know them."""
         with self.lock:
             self._named.pop(shard, None)
             self._carried, self.are_named = None, bool(self._named)
@@ -70,12 +70,12 @@ class CarriedCuts:
     def hear(
         self, shard: int, cuts: Sequence[data_pb2.Cut], clock: int, session: int | None = None, *, by_heartbeat: bool = False
     ) -> bool:
-        """Note what a shard's reply names; True if the shards are to hear of that soon.
+        """Note the cuts that a shard's reply names. True if the shards must hear news from this worker soon.
 
         Args:
-            clock: steps that the worker has finished.
-            session: to which the shard has replied, if that is not certain to be the present one.
-            by_heartbeat: there may be no push soon to carry a cut that is new.
+            clock: number of steps that the worker has finished.
+            session: the session to which the shard has replied; None: the present one.
+            by_heartbeat: True if a heartbeat has brought the reply: no push may come soon that would carry a new cut.
         """
         if not cuts and not self.are_named:
             return False
@@ -105,13 +105,13 @@ class CarriedCuts:
         return {cut_id for cuts in self._named.values() for cut_id in cuts}
 
     def _awaited(self) -> set[tuple[str, str]]:
-        """The cuts for which shards wait, and whether all do; or in vain."""
+        """The cuts for which shards wait, each with "all" or "some" of them, or "in vain" if the cut is given up."""
         ids = {cut.id for cuts in self._named.values() for cut in cuts.values() if cut.waits}
         waits = {(cut_id, "all" if self._all_wait(cut_id) else "some") for cut_id in ids}
         return waits | {(cut_id, "in vain") for cut_id in self._ids() if self._is_given_up(cut_id)}
 
     def _is_given_up(self, cut_id: str) -> bool:
-        """True if some shard cannot have the cut, or waits for a position for which shard 0 asks no more."""
+        """True if some shard cannot take the cut, or waits for a position for which shard 0 no longer asks."""
         by_shard = {shard: cuts[cut_id] for shard, cuts in self._named.items() if cut_id in cuts}
         if any(cut.given_up for cut in by_shard.values()):
             return True
@@ -129,7 +129,7 @@ class CarriedCuts:
             return any(cut.waits for cuts in self._named.values() for cut in cuts.values())
 
     def carried(self) -> Sequence[data_pb2.Cut]:
-        """The cuts as all shards are to be told of them."""
+        """The cuts, in the form in which this worker tells all shards of them."""
         carried = self._carried
         if carried is not None:
             return carried

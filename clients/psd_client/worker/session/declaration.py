@@ -1,7 +1,7 @@
-"""A worker's declaration to all shards: the job, and the initial values that it would provide.
+"""A worker's declaration to all shards: the job, and the initial values that the worker can provide.
 
-Shard 0 comes first, because it chooses the worker that initializes, and has its values last, so that when it has them all have.
-Must not know how a session is made, nor what becomes of it.
+Shard 0 is asked first, because it chooses the worker that initializes. It gets the values last, so that if it has them, all
+shards have. Must not know how a session is made, or what becomes of it.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class Declared:
     """The shards' answer to a declaration.
 
     Attributes:
-        is_provided: the values are this worker's.
-        clock: at which it takes part.
-        client_state: what a worker of this rank had saved for itself.
+        is_provided: True if the job's values are this worker's.
+        clock: the clock at which it takes part.
+        client_state: the state that a worker of this rank has saved for itself.
     """
 
     is_provided: bool
@@ -33,12 +33,12 @@ class Declared:
 
 
 class JobDeclaration:
-    """One job, as one worker declares it.
+    """One worker's declaration of a job.
 
     Args:
-        values: its parameters, if it has none yet.
-        caller: who asks, by shard.
-        timeout_s: for waiting for the worker that initializes.
+        values: the initial parameters, if the job has none yet.
+        caller: returns the caller of a request to a shard.
+        timeout_s: how long to wait for the worker that initializes.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class JobDeclaration:
         """Agree on the job, and provide the initial values if it has none yet.
 
         Args:
-            is_first: this worker has not found the job to have values before.
+            is_first: True if this worker has not seen the job with values before.
 
         Raises:
             StateLost: a shard has lost its part of a job that has begun.
@@ -76,7 +76,7 @@ class JobDeclaration:
                 break
             if not is_first:
                 raise StateLost(f"shard 0 at {lanes[0].address} has come back without the parameters that it held", shard=0)
-            # Shard 0 last: when it has its values, so have all.
+            # Shard 0 last: if it has its values, all shards have.
             accepted = self._initialize(lanes[1:], choice)
             if all(accepted):
                 is_provided = all(self._initialize(lanes[:1], choice))
@@ -114,12 +114,12 @@ class JobDeclaration:
         return self._shards.run(initialize_at, self._timeout_s + transfer_s(layout, lanes), lanes)
 
     def _check_still_chosen(self, choice: int, shard: int) -> None:
-        """Check, after `shard` has refused this worker's initial values, that it has its successor's, or those of a job that
+        """Find out why `shard` has refused this worker's initial values: returns if another worker was chosen since, or the job
         goes on.
 
         Raises:
-            StateLost: this worker is still the one whose values count, so the shard's belong to a job that shard 0 has lost.
-            SessionFenced: it is not.
+            StateLost: this worker is still the chosen one, so the shard's values are of a job of which shard 0 lost its part.
+            SessionFenced: this worker's session has ended.
         """
         (reply,) = self._shards.run(self._declare_at, self._timeout_s, self._shards.lanes[:1])
         if reply.choice == choice:

@@ -1,10 +1,10 @@
 """The heartbeat, a thread of each client: renews the worker's lease, and lets waiting.py explain long waits.
 
-Every third of the lease it sends a heartbeat to every shard at once, with the worker's clock. A shard that does not answer is
-logged once per outage; it is never fatal, because the operation that needs the shard has its own retries and raises the error.
-While a session is being made, the shards that know it already are sent heartbeats for it: another one may stay away for longer
-than a lease. Must not change the session: an operation that finds itself fenced joins again, not this thread; it only lets the
-session resume at a shard that was restarted. Shard 0's answers also say whom nobody waits for any more. Heartbeats carry cuts
+Every third of the lease it sends a heartbeat to all shards at once, with the worker's clock. A shard that does not answer is
+logged once per outage; that is never fatal, because an operation that needs the shard has its own retries and raises the error.
+While a session is being made, the shards that know it already get its heartbeats: another shard may be away for longer than a
+lease. Must not change the session: if it is fenced, an operation joins again, not this thread, which only lets the session
+resume at a shard that was restarted. Shard 0's answers also say which workers nobody waits for any more. Heartbeats carry cuts
 from shard to shard, as pushes do, for workers that push nothing.
 """
 
@@ -35,14 +35,14 @@ WAITING_BEAT_S = 3.0
 ANSWER_S = 2.5
 """Seconds that a shard may take to answer a heartbeat; with a short lease, half the time to the next one."""
 REPORT_S = 0.7
-"""The same limit when a wait is to be explained: within six seconds of the wait's beginning."""
+"""The same limit when a wait must be explained, within six seconds of its beginning."""
 CUT_BEAT_S = 0.05
-"""Seconds between two heartbeats while shards wait for the workers' positions in a cut, for the word that all are to choose."""
+"""Seconds between two heartbeats while shards wait for workers' positions in a cut: so workers soon hear when to choose."""
 NEWS_BEAT_S = 1.0
-"""Longest time between two heartbeats in a job without rounds: who makes a long step hears by them that its position is waited
-for."""
+"""Longest time between two heartbeats in a job without rounds: by them a worker in a long step hears that shards wait for its
+position."""
 CUT_WORKERS = 32
-"""Workers up to which these two hold; more of them take as much longer, so that shards have as many heartbeats to answer."""
+"""Most workers for which these two hold. With more, the times grow in proportion, so that shards answer no more heartbeats."""
 
 
 class Heartbeats:
@@ -90,7 +90,7 @@ class Heartbeats:
         if is_due:
             is_joining = membership is None or membership.is_joining
             self._reporter.report(waits, self._health.silent(is_joining=is_joining), self._health.asked())
-        # An operation that begins during the sleep is due in report_after_s at the earliest.
+        # If an operation begins during the sleep, it must be reported on in report_after_s at the earliest.
         pauses = [self._reporter.report_after_s]
         if membership is not None:
             pauses.append(self._next_beat - self._clock())
@@ -102,7 +102,7 @@ class Heartbeats:
     def _beat(self, membership: JobMembership, timeout_s: float) -> list[control_pb2.Wait]:
         """Send heartbeats at once to all shards that know the session; return the waits that they report for this worker."""
         began = self._clock()
-        # Where a session takes part is known only when all shards have let it in.
+        # The clock of a session is known only when all shards have let it in.
         clock = 0 if membership.is_joining else self._session.reported_clock
         leaving = self._session.is_leaving
         cuts = () if membership.is_joining else self._session.cuts.carried()
@@ -155,7 +155,7 @@ class Heartbeats:
         return max(1.0, self._session.world_size / CUT_WORKERS)
 
     def soon(self) -> None:
-        """Send heartbeats now, because the shards are to hear of a cut."""
+        """Send heartbeats now, because the shards must hear news of a cut."""
         self._next_beat = self._clock()
         self._wake.set()
 
@@ -165,7 +165,7 @@ class Heartbeats:
             logger.info("psd: worker %d: shard %d at %s answers again", self._rank, lane.shard, lane.address)
 
     def _on_roster(self, answer: control_pb2.HeartbeatReply) -> None:
-        """Log who is not waited for any more, or is again; at most one line for each heartbeat."""
+        """Log which workers are not waited for any more, or are again; at most one line for each heartbeat."""
         absent = dict.fromkeys(answer.failed, Absence.FAILED) | dict.fromkeys(answer.silent, Absence.SILENT)
         news = self._roster.news(absent | dict.fromkeys(answer.finished, Absence.FINISHED), self._session.world_size)
         if news:
@@ -191,10 +191,10 @@ class Heartbeats:
         return latest is not None and latest.session == membership.session
 
     def _resume(self, restarted: Mapping[Lane, ShardRestarted], until: float) -> None:
-        """Resume the session at restarted shards that no operation has met: their leases must be renewed.
+        """Resume the session at restarted shards, because no operation may call them, and the lease there must be renewed.
 
-        One of them may be away again, and all others must hear the next heartbeat in time: what is not done until then comes
-        first the next time.
+        One of them may be away again, and all others must hear the next heartbeat in time: so this ends then, and the shards
+        that are left come first the next time.
         """
         for lane in sorted(restarted, key=lambda lane: self._resumed_at.get(lane.shard, -math.inf)):
             now = self._clock()
@@ -212,11 +212,11 @@ class Heartbeats:
         self._thread.start()
 
     def wake(self) -> None:
-        """Look again now, because the worker has joined."""
+        """Run the next step now, because the worker has joined."""
         self._wake.set()
 
     def stop(self) -> None:
-        """Stop sending. Does not wait: `join` does, after the lanes have been closed."""
+        """Stop sending. Does not wait for the thread; call `join` for that once the lanes are closed."""
         self._stopped = True
         self._wake.set()
 

@@ -1,6 +1,6 @@
 """Joining: at shard 0, which issues the session, then at the others; and again at a shard that was restarted.
 
-Must not know what a worker does in the job, nor when it joins.
+Must not know what a worker does in the job, or when it joins.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class Entrance:
     """The steps by which one worker joins the job.
 
     Args:
-        memberships: told of every shard that has let the worker in, so that its lease is kept from then on.
+        memberships: notes every shard that has let the worker in, so that its lease there is renewed from then on.
 
     Attributes:
-        run_id: the run's name, as far as it is known.
+        run_id: the run's name; empty while it is not known.
     """
 
     def __init__(self, config: ClientConfig, shards: Shards, memberships: Memberships) -> None:
@@ -43,8 +43,8 @@ class Entrance:
         self.run_id = config.run_id
 
     def join(self) -> list[control_pb2.JoinReply]:
-        """Join as a new session, with all shards on one timeline; return their replies. The memberships have it as being
-        made."""
+        """Join as a new session, with all shards on one timeline; return their replies. The caller then completes the
+        membership, or gives it up."""
         before = self._memberships.latest
         return join_one_timeline(self._join_all, self._shards, 0 if before is None else before.timeline)
 
@@ -96,11 +96,11 @@ class Entrance:
     def resume(self, lane: Lane, call: Call, error: ShardRestarted) -> None:
         """Resume the same session at a shard that was killed and came back with its state.
 
-        Called by the threads of operations and by that of the heartbeats. Whoever is slower than the other one, or than a new
-        session, changes nothing.
+        Operations' threads and the heartbeats' thread call this. Changes nothing if another thread has resumed the session
+        first, or there is a new session.
 
         Raises:
-            StateLost: it came back without. RolledBack: the job has gone, or must go, back to a checkpoint.
+            StateLost: the shard came back without its state. RolledBack: the job has gone, or must go, back to a checkpoint.
             SessionFenced: the session has ended there meanwhile.
         """
         seen = self._memberships.latest
@@ -119,7 +119,7 @@ class Entrance:
 
 
 def _check(reply: control_pb2.JoinReply, lane: Lane) -> None:
-    """Raise InternalError for a reply that no shard sends."""
+    """Raise InternalError for a reply that no working shard sends."""
     if not (
         reply.incarnation
         and reply.session

@@ -1,7 +1,7 @@
-"""A worker's membership as the shards have confirmed it: the session, and which life of each shard knows it.
+"""A worker's membership as the shards have confirmed it: the session, and the incarnation of each shard that knows it.
 
-The thread of an operation makes memberships, and that of the heartbeats reads them and notes which shards were restarted. So a
-membership is a value, and every change is made under one lock, to the membership that it is about and to no later one. Must not
+An operation's thread makes memberships; the heartbeats' thread reads them, and notes which shards were restarted. So a
+membership is an immutable value, and every change is made under one lock, and only to the membership that it is about. Must not
 know calls.
 """
 
@@ -21,9 +21,9 @@ class JobMembership:
 
     Attributes:
         run_id, session: as in Caller.
-        incarnations: of each shard; 0 where the session has not been joined yet.
-        lease_s: the shortest of all shards'. timeline: of the job.
-        is_joining: it is being made, and good for heartbeats alone.
+        incarnations: the incarnation of each shard; 0 if the session has not joined there yet.
+        lease_s: the shortest lease of all shards. timeline: the job's timeline.
+        is_joining: True while it is being made; then only heartbeats may use it.
     """
 
     rank: int
@@ -36,7 +36,7 @@ class JobMembership:
     _callers: dict[int, job_pb2.Caller] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def caller(self, shard: int) -> job_pb2.Caller:
-        """The caller of a request to that shard; not to be changed."""
+        """The caller of a request to that shard. Do not change the message."""
         caller = self._callers.get(shard)
         if caller is None:
             life = self.incarnations[shard]
@@ -45,18 +45,18 @@ class JobMembership:
         return caller
 
     def with_incarnation(self, shard: int, incarnation: int) -> JobMembership:
-        """The same session, known to that life of a shard."""
+        """The same session, known to another incarnation of a shard."""
         incarnations = list(self.incarnations)
         incarnations[shard] = incarnation
         return replace(self, incarnations=tuple(incarnations))
 
 
 class Memberships:
-    """The present membership of a worker, and the one that it is about to get: leases run from the first shard's answer on.
+    """The present membership of a worker, and the one in the making, whose leases run from the first shard's answer on.
 
     Attributes:
-        on_joining: called when there is a new one, whose leases are to be renewed. on_restart: called when another life of a
-            shard has taken over the session; from any thread.
+        on_joining: called when a new membership has leases that must be renewed. on_restart: called, from any thread, when a
+            restarted shard has taken over the session.
     """
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class Memberships:
 
     @property
     def latest(self) -> JobMembership | None:
-        """The membership whose leases are to be renewed; None before the worker has joined anywhere, and after it has left."""
+        """The membership whose leases must be renewed; None before the worker has joined anywhere, and after it has left."""
         with self._lock:
             return self._joining if self._joining is not None else self._held
 
@@ -96,7 +96,7 @@ class Memberships:
         self.on_joining()
 
     def complete(self) -> JobMembership:
-        """Make the session in the making the worker's: all shards know it."""
+        """Let the worker use the session in the making, because all shards know it now."""
         with self._lock:
             if self._joining is None:
                 raise Cancelled
@@ -104,13 +104,13 @@ class Memberships:
             return self._held
 
     def give_up(self) -> None:
-        """Drop the session in the making, whether or not it has become the worker's."""
+        """Drop the session in the making; does nothing if it was completed."""
         with self._lock:
             self._joining = None
 
     def on_resumed(self, seen: JobMembership, shard: int, incarnation: int) -> bool:
-        """Note that another life of a shard has taken over the session of `seen`; False if that is no longer the worker's, or
-        another thread has been faster."""
+        """Note that another incarnation of a shard has taken over the session of `seen`. False if that is no longer the
+        worker's session, or another thread has noted it already."""
 
         def changed(membership: JobMembership | None) -> JobMembership | None:
             if membership is None or membership.session != seen.session:
@@ -128,7 +128,7 @@ class Memberships:
         return has_changed
 
     def end(self) -> Callable[[int], JobMembership | None]:
-        """Leave: drop both memberships. Returns as whom each shard has known the worker last."""
+        """Drop both memberships, because the worker leaves. Returns a function: by shard, the last membership that it knows."""
         with self._lock:
             held, joining = self._held, self._joining
             self._held = self._joining = None
@@ -140,4 +140,4 @@ class Memberships:
 
 
 def nothing() -> None:
-    """Do nothing: `on_joining` and `on_restart` unless they are set."""
+    """Do nothing. The value of `on_joining` and `on_restart` until they are set."""

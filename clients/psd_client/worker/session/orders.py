@@ -1,6 +1,6 @@
-"""Orders that an operator has given the job by psdctl, as this worker follows them: a scale for the learning rate, and the end.
+"""Orders that an operator has given the job by psdctl, and this worker follows: a scale for the learning rate, and the end.
 
-Shard 0's replies tell of them. Must not know how they travel.
+Shard 0's replies bring them. Must not know how they travel.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class FollowedOrders:
         self._scaled: list[data_pb2.GroupScalars] = []
 
     def hear(self, orders: job_pb2.JobOrders) -> None:
-        """Take shard 0's present orders, all of them."""
+        """Take over all of shard 0's present orders."""
         for rate in orders.learning_rates:
             if rate not in self._rates:
                 logger.info("psd: worker %d: %s, as an operator has ordered", self._rank, scale_text(rate))
@@ -49,7 +49,7 @@ class FollowedOrders:
     def scaled(
         self, scalars: Sequence[Sequence[float]], groups: Sequence[GroupSpec], clock: int
     ) -> list[data_pb2.GroupScalars]:
-        """The scalars of a push at that clock, group by group, with the learning rate scaled. Not to be changed."""
+        """The scalars of a push at that clock, by group, with the learning rate scaled. Do not change the messages."""
         scale = scale_at(self._rates, clock)
         if (scale, scalars) != self._scaled_from:  # making the messages anew takes ten times as long
             self._scaled_from = scale, [list(values) for values in scalars]
@@ -74,6 +74,6 @@ class FollowedOrders:
         ]
 
     def check_end(self, clock: int, *, is_begun: bool = False) -> None:
-        """Raise Drained if nobody pushes at this clock any more; not for a push that has begun, and was looked at then."""
+        """Raise Drained if the job ends before this clock. is_begun: the push has begun, and was checked then."""
         if not is_begun and self._ends_at and clock >= self._ends_at:
             raise Drained(clock)

@@ -1,8 +1,8 @@
 """A worker's session: joining, declaring the job, joining again after it was fenced or the job went back, leaving.
 
-Shard 0 comes first, because it issues sessions; among the others order does not matter. The clock is the largest of all
-shards', because no shard takes a push for a round that it has closed. A session that is left half made, because a shard could
-not be reached, is made anew before the next operation. Must not know how calls travel, nor gradients.
+The worker joins shard 0 first, because it issues sessions; the order of the others does not matter. The clock is the largest of
+all shards', because no shard takes a push for a round that it has closed. If a session is left half made, because a shard could
+not be reached, it is made anew before the next operation. Must not know how calls travel, or gradients.
 """
 
 from __future__ import annotations
@@ -29,35 +29,35 @@ logger = logging.getLogger("psd_client")
 
 LEAVE_TIMEOUT_S = 5.0
 LEAVE_FAILED_TIMEOUT_S = 1.5
-"""Seconds to leave after a failure or an interruption: the program should not be kept from ending."""
+"""Seconds to leave after a failure or an interruption: the program should end soon."""
 REJOINS_MAX = 5
-"""Rejoins in one operation after its wait timeout; more mean that the lease is too short for this network or this worker."""
+"""Rejoins that an operation may make even after its wait timeout. If all fail, the lease is too short for network or worker."""
 
 REJOIN_PAUSE_S = 0.1
 
 LATE_S = 1.0
-"""Seconds that a wait gets which goes on after its deadline, so that the shard can say for whom it was."""
+"""Seconds that are given to a wait after its deadline, so that the shard can say which workers it waited for."""
 
 
 class Session:
     """One worker's part in the job.
 
     Args:
-        now: monotonic seconds.
+        now: returns monotonic seconds.
 
     Attributes:
-        clock: steps that the worker has finished.
-        pushing: the clock of a push that a shard may still lack, or may lose before its round has closed. Heartbeats tell of no
-            later one meanwhile, because rounds do not wait for a worker that has gone beyond them.
-        is_leaving: it waits for the round of its last push to close, and does nothing more then.
-        has_failed: what it says when it leaves: False: finished. True: its program ends by an error.
-        decisions: exact aggregation: the latest that shard 0 has told, for the next push and pull.
-        cuts: to be carried to all shards. on_cuts: called when shards are to hear of them soon.
-        orders: an operator's, which it follows.
+        clock: number of steps that the worker has finished.
+        pushing: the clock of a push that a shard may still lack, or may lose before its round has closed. Until then heartbeats
+            report no later clock, because rounds do not wait for a worker that has gone beyond them.
+        is_leaving: the worker waits for the round of its last push to close, and does nothing more after that.
+        has_failed: the worker tells shards when it leaves: False: it has finished. True: its program ends with an error.
+        decisions: exact aggregation: shard 0's latest decisions, for the next push and pull.
+        cuts: cuts to be carried to all shards. on_cuts: called when shards must hear of them soon.
+        orders: the operator's orders that the worker follows.
         push_ids_max: the most ids of rows that each shard takes in one push, or one pull.
-        stored_state: what a worker of this rank had saved for itself, as of the last declaration.
-        rejoins: how often it has become a new session since the first, other than to go back to a checkpoint.
-        memberships: for the heartbeats. resume: see Entrance. now: as given.
+        stored_state: the state that a worker of this rank had saved for itself, as found by the last declaration.
+        rejoins: how often it has begun a new session after the first, other than to go back to a checkpoint.
+        memberships: for the heartbeats. resume: Entrance.resume. now: as given.
     """
 
     def __init__(self, config: ClientConfig, shards: Shards, now: Callable[[], float] = time.monotonic) -> None:
@@ -68,7 +68,7 @@ class Session:
         self._entrance = Entrance(config, shards, self.memberships)
         self._declaration: JobDeclaration | None = None
         self._is_entered = False  # joined and, if there is a declaration, declared at all shards
-        self._followed: int | None = None  # the timeline whose parameters the program has, or is about to get
+        self._followed: int | None = None  # timeline of the parameters that the program has, or is about to get
         self._barrier_seq = 0
         self._open_barrier: tuple[str, int, int] | None = None  # name, session and number of the last call, if it has failed
         shards.on_restart = self.resume = self._entrance.resume
@@ -93,7 +93,7 @@ class Session:
 
     @property
     def is_cut_by_positions(self) -> bool:
-        """True in a job without rounds: shards may wait for this worker's word in a cut."""
+        """True in a job without rounds: shards may wait for this worker's position in a cut."""
         return self._declaration is not None and not self._declaration.spec.consistency.has_rounds
 
     @property
@@ -122,17 +122,17 @@ class Session:
 
     @property
     def number(self) -> int:
-        """The session, as the shards know it."""
+        """The number by which the shards know the session."""
         return self.memberships.held.session
 
     def incarnation(self, shard: int) -> int:
-        """The life of a shard that this session knows."""
+        """The incarnation of a shard that this session knows."""
         return self.memberships.held.incarnations[shard]
 
     # -- joining -------------------------------------------------------------------------------------------------------
 
     def join(self) -> None:
-        """Become a member. Raises SessionFenced only if somebody else has the rank, or the lease always runs out on the way."""
+        """Join the job. Raises SessionFenced only if another process has the rank, or the lease always runs out meanwhile."""
         self._enter()
 
     def _join(self) -> None:
@@ -153,7 +153,7 @@ class Session:
         self._barrier_seq = 0
 
     def join_anew(self) -> None:
-        """Join; before the job has values, also one that others have begun under another name that nobody has given."""
+        """Join. Before the first declaration, if nobody has named the run and shard 0 has made another name, join that run."""
         try:
             self._join()
         except ForeignRun:
@@ -168,8 +168,8 @@ class Session:
         """Go on as a new session, declared at all shards, after this one was fenced.
 
         Raises:
-            SessionFenced: `error`, or a later one, because somebody else has the rank now; or because the lease runs out again
-                and again on the way.
+            SessionFenced: `error`, or a later one, because another process has the rank now; or because the lease runs out
+                again and again meanwhile.
             RolledBack: the job has gone back to a checkpoint meanwhile.
         """
         if not _may_return(error):
@@ -178,13 +178,13 @@ class Session:
         logger.warning("psd: worker %d: %s; it has joined again and continues at step %d", self._config.rank, error, self.clock)
 
     def begin_anew(self) -> None:
-        """Go on as a new session, declared at all shards: nothing counts any more of what the old one still sends. Raises what
+        """Go on as a new session, declared at all shards: what the old session still sends does not count any more. Raises what
         `rejoin` does."""
         self._enter()
         self.rejoins += 1
 
     def _enter(self) -> None:
-        """Join and, if there is a declaration, declare; again, if the new session's lease runs out on the way."""
+        """Join and, if there is a declaration, declare. Do it again if the new session's lease runs out meanwhile."""
         limit = Limit(self.now, self._config.wait_timeout_s)
         while True:
             try:
@@ -206,9 +206,9 @@ class Session:
                 return
 
     def go_back(self, fetch: Callable[[], None]) -> None:
-        """Join anew after the job has gone back to a checkpoint, bringing all shards to it if need be; `fetch` what is there.
+        """Join anew after the job has gone back to a checkpoint, bring all shards to it if need be, and `fetch` its parameters.
 
-        Until that has succeeded every operation raises RolledBack: a program must not go on with what it had before.
+        Until that has succeeded, every operation raises RolledBack: a program must not go on with its old parameters.
         """
         limit = Limit(self.now, self._config.wait_timeout_s)
         self._followed = None
@@ -225,11 +225,11 @@ class Session:
                 return
 
     def attempts(self) -> Attempts:
-        """Attempts at something that may be repeated as a new session."""
+        """Attempts at an operation that can be repeated in a new session."""
         return Attempts(self, self._config.wait_timeout_s, is_beginning=False)
 
     def catch_up(self) -> None:
-        """Do what an operation before has not brought to its end."""
+        """Finish entering the job if an earlier operation has failed to; RolledBack if the worker has yet to go back."""
         if self._declaration is None:
             return
         if self._followed is None:
@@ -240,7 +240,7 @@ class Session:
     # -- beginning -----------------------------------------------------------------------------------------------------
 
     def prepare_lanes(self) -> list[Share]:
-        """Open the transports for bulk data; return what shares memory with each shard that can see this process's."""
+        """Open the transports for bulk data. Returns, for each shard that can see this process's memory, what shares it."""
         shares: list[Share | None] = []
         for attempt in Attempts(self, self._config.wait_timeout_s, is_beginning=True):
             with attempt:
@@ -248,7 +248,7 @@ class Session:
         return [share for share in shares if share is not None]
 
     def declare(self, spec: JobSpec, values: FlatBuffers, fetch: Callable[[], None]) -> None:
-        """Agree on the job; provide `values` as its initial ones if it has none, else `fetch` its own."""
+        """Agree on the job. If it has no values, provide `values` as the initial ones; else `fetch` the job's values."""
         declaration = JobDeclaration(spec, values, self._shards, self.caller, self._config.wait_timeout_s)
         is_first = self._declaration is None or self._declaration.spec.is_empty
         is_provided = False
@@ -277,10 +277,10 @@ class Session:
     # -- in the job ------------------------------------------------------------------------------------------------------
 
     def await_decisions(self, timeout_s: float) -> None:
-        """Exact aggregation: learn the decision on the round before the clock, for pulls and pushes to carry to all shards.
+        """Exact aggregation: learn the decision on the round before the clock. Pulls and pushes carry it to all shards.
 
-        A session that follows one that had committed a round begins after that round, which may still be open; and those who
-        hear of the decision may leave before they have told all shards.
+        If an earlier session has committed a round, a new one begins after that round, which may still be open; and workers
+        that hear of the decision may leave before they have told all shards.
         """
         is_exact = self._declaration is not None and self._declaration.spec.aggregation == "exact"
         if not is_exact or self.clock <= 1 + max((decision.round for decision in self.decisions), default=-1):
@@ -296,10 +296,11 @@ class Session:
     def barrier(self, name: str, keep_push: Callable[[], None] | None = None) -> None:
         """Wait at shard 0 until every worker that is in the job has arrived.
 
-        keep_push: sends the last push to shards that have lost it. Others may wait for its round there, and arrive only then.
+        keep_push: sends the last push again to shards that have lost it: other workers may have to wait for its round there
+            before they can arrive.
         """
         begun = self._open_barrier
-        if begun is None or begun[0] != name:  # else the same call again: the barrier may have opened without our hearing of it
+        if begun is None or begun[0] != name:  # else the same call again: the barrier may have opened, but the reply was lost
             self._barrier_seq += 1
             begun = self._open_barrier = (name, self.number, self._barrier_seq)
         _, session, seq = begun
@@ -315,13 +316,13 @@ class Session:
                         self._shards.run(arrive, self._config.wait_timeout_s, self._shards.lanes[:1])
                     else:
                         self._arrive(arrive, keep_push)
-        except (BarrierTimeout, RolledBack):  # the arrival was withdrawn, or nobody's counts any more
+        except (BarrierTimeout, RolledBack):  # the arrival was withdrawn, or no arrival counts any more
             self._open_barrier = None
             raise
         self._open_barrier = None
 
     def _arrive(self, arrive: Callable[[Lane, Call], object], keep_push: Callable[[], None]) -> None:
-        """Wait at a barrier; each time that a shard was restarted, leave it, have the last push kept, and arrive again."""
+        """Wait at a barrier. Each time that a shard was restarted, leave it, call `keep_push`, and arrive again."""
         deadline = self.now() + self._config.wait_timeout_s
         while True:
             known = self.memberships.held.incarnations
@@ -344,7 +345,7 @@ class Session:
                 self.memberships.on_restart = nothing
 
     def log(self, request: control_pb2.LogRequest, timeout_s: float) -> None:
-        """Report scalars to shard 0, once; from any thread. The request lacks its caller."""
+        """Report scalars to shard 0, without retrying. Any thread may call this. The request lacks its caller."""
         lane = self._shards.lanes[0]
         request.caller.CopyFrom(self.caller(lane.shard))
         lane.log(request, Call(timeout_s, Scope()))
@@ -359,7 +360,7 @@ class Session:
             self.on_cuts()
 
     def leave(self) -> None:
-        """Tell every shard that this worker has ended. Failures are logged; the lease ends what was not heard."""
+        """Tell every shard that this worker has ended. Failures are logged; where that is not heard, the lease runs out."""
         known_as = self.memberships.end()
         deadline = time.monotonic() + (LEAVE_FAILED_TIMEOUT_S if self.has_failed else LEAVE_TIMEOUT_S)
         left_at = time.time()
@@ -384,7 +385,7 @@ class Session:
 
 
 class Limit:
-    """A limit on attempts: some time, and REJOINS_MAX times in any case, since the process may have been stopped."""
+    """A limit on attempts: a time, but at least REJOINS_MAX attempts, because the process may have been suspended."""
 
     def __init__(self, now: Callable[[], float], timeout_s: float) -> None:
         self._now = now
@@ -398,16 +399,16 @@ class Limit:
 
 
 class Attempts:
-    """Attempts at an operation of a session: after a failure because the session has ended, the operation continues as another.
+    """Attempts at an operation: if the session has ended meanwhile, the operation is repeated in a new session.
 
         for attempt in session.attempts():
             with attempt:
                 ...
 
-    Raises what ends a session for good, and the last error if that goes on for longer than `timeout_s`.
+    Raises errors that end a session for good, and the last error if attempts fail for longer than `timeout_s`.
 
     Args:
-        is_beginning: the worker knows nothing of the job yet: if shards have forgotten it, or gone back, it joins anew.
+        is_beginning: True if the worker knows nothing of the job yet: if shards have forgotten it, or gone back, it joins anew.
     """
 
     def __init__(self, session: Session, timeout_s: float, *, is_beginning: bool) -> None:
@@ -458,8 +459,8 @@ class Attempts:
     def _begin_again(self, error: PsdError) -> None:
         if self._begin_limit.is_over() or self._rejoins == REJOINS_MAX:
             raise error
-        # A shard that was killed before the job had its values comes back knowing nothing. Nothing is lost by beginning anew,
-        # however often it is killed; but if it has not been, that must end.
+        # A shard that was killed before the job had its values comes back with no state. Nothing is lost by beginning anew,
+        # however often it is killed; but if no shard was restarted, the attempts must end.
         self._session.join_anew()
         after = self._session.memberships.latest
         if self._before is not None and after is not None:
@@ -467,5 +468,5 @@ class Attempts:
 
 
 def _may_return(error: SessionFenced) -> bool:
-    """True unless somebody else has the rank now."""
+    """True unless another process has the rank now."""
     return error.detail.get("cause") == "expired"

@@ -1,9 +1,9 @@
 """Brings all shards of a job onto one timeline, when some have begun from a checkpoint.
 
-A shard that lost what it held comes back tentative: with a checkpoint, but not knowing whether the others live on, further
-ahead. States of different times must not be mixed, so all go back to the same checkpoint, and a new timeline begins. Any worker
-may see to that; several that do it at once agree, because a shard only ever moves to a later timeline. Must not know sessions,
-clocks or gradients.
+A shard that lost its state comes back tentative: with a checkpoint, but without knowing whether the others are further ahead.
+States of different times must not be mixed, so all shards go back to the same checkpoint, and a new timeline begins. Any worker
+can bring that about; several that do it at once agree, because a shard only ever moves to a later timeline. Must not know
+sessions, clocks or gradients.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ROLLBACK_TIMEOUT_S = 600.0
 
 ATTEMPTS_MAX = 20
 LOOK_AGAIN_S = 0.5
-"""Seconds for which another worker may put a mixture of timelines in order; then this worker does it."""
+"""Seconds to wait for another worker to bring shards of different timelines together, before this worker does it."""
 
 _STATES = (
     control_pb2.WORKER_STATE_LIVE,
@@ -32,7 +32,7 @@ _STATES = (
     control_pb2.WORKER_STATE_EXPIRED,
     control_pb2.WORKER_STATE_FINISHED,
 )
-"""States of a worker; if shards differ, the first one holds."""
+"""States of a worker. If shards state different ones, the first of them in this list holds."""
 
 
 def join_one_timeline(
@@ -44,7 +44,7 @@ def join_one_timeline(
     """The replies of `join_all`, once all shards are on one timeline.
 
     Args:
-        known: the latest timeline that the worker knows, which the shards may all have forgotten.
+        known: the latest timeline that the worker knows; all shards may have forgotten it.
 
     Raises:
         StateLost: the shards cannot be brought together: one of them has no state and there is no checkpoint.
@@ -71,24 +71,24 @@ def join_one_timeline(
 
 
 def _is_one_timeline(replies: Sequence[control_pb2.JoinReply]) -> bool:
-    """True if all replies agree on the timeline and its origin: two workers may have begun one at once."""
+    """True if all replies agree on the timeline and on its checkpoint: two workers may have begun timelines at once."""
     return len({(reply.timeline, reply.checkpoint) for reply in replies}) == 1 and not any(r.is_tentative for r in replies)
 
 
 def _bring_together(replies: Sequence[control_pb2.JoinReply], shards: Shards, instead: str, known: int) -> None:
-    """Have all shards go back to one checkpoint: that `instead` of one that a shard could not read, if it has named any."""
+    """Let all shards go back to one checkpoint. instead: the one that a shard has named after it could not read another."""
     latest = max(reply.timeline for reply in replies)
     sources = [r for r in replies if r.is_tentative] or [r for r in replies if r.timeline == latest]
-    # The oldest, if there are different ones: the newer may be damaged for some shards.
+    # The oldest, if they differ: a newer one may be damaged for some shards.
     checkpoint = instead or min((reply.checkpoint for reply in sources if reply.checkpoint), default=None)
     if checkpoint is None:
         raise StateLost("the shards are on different timelines, and none names a checkpoint to which all could go back")
-    # A later one than any shard's: those that are on the latest already may have been trained since. And than any that a worker
-    # was on, who else would not be told that the job has gone back.
+    # Later than any shard's: shards on the latest timeline may have been trained since. And later than any timeline that this
+    # worker was on: otherwise it would not hear that the job has gone back.
     timeline = max(latest, known) + 1
     of_ranks = list(zip(*(reply.workers for reply in replies if not reply.is_tentative), strict=False))
     workers = [next((state for state in _STATES if state in states), control_pb2.WORKER_STATE_ABSENT) for states in of_ranks]
-    # Where no shard has gone on, a job begins from its checkpoint, as it was meant to.
+    # If all shards are tentative, the job simply begins from its checkpoint, as intended: no warning.
     level = logging.INFO if all(reply.is_tentative for reply in replies) else logging.WARNING
     logger.log(level, "psd: the shards go back to checkpoint %s, timeline %d", checkpoint, timeline)
 
@@ -96,7 +96,7 @@ def _bring_together(replies: Sequence[control_pb2.JoinReply], shards: Shards, in
         request = control_pb2.RollbackRequest(
             run_id=replies[0].run_id, checkpoint=checkpoint, timeline=timeline, workers=workers
         )
-        # A shard that is not as it was found has followed somebody else, or has been lost again: whoever joins anew will see.
+        # A shard in another incarnation has followed another worker, or was lost again: the next attempt to join will tell.
         request.incarnation = replies[lane.shard].incarnation
         return lane.rollback(request, call)
 

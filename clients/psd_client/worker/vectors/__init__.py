@@ -1,1 +1,1 @@
-"""Server-side vectors, as one worker calls them."""
+"""One worker's calls for server-side vectors."""

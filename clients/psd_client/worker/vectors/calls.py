@@ -1,8 +1,8 @@
 """One worker's calls for server-side vectors: a batch goes to every shard, and counts once.
 
-A batch is named by the session under which it is sent first, and a number. What becomes of a call that fails, be it lost or
-half done, is not known, so a batch that has failed is kept: sent again it is the same one, and before another one it is
-completed. So all shards run the same batches of a worker, in its order. Must not know gRPC, nor what operations do.
+A batch is named by the session that sends it first, and a number. If a call fails, it is not known whether some shards have run
+the batch. So a failed batch is kept: if the program calls again, it is sent under the same name; before another batch, it is
+completed. So all shards run the same batches of a worker, in the same order. Must not know gRPC, or what operations do.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from psd_core.vector import VectorSpec
 from psd_core.vector_operations import VectorOperation
 
 _REFUSALS = (InvalidRequest, OutOfSpace, RuleFailed, SpecMismatch, RolledBack)
-"""Errors after which a batch is not completed: shards have refused it, or the job has gone back to before it."""
+"""Errors after which a batch is not completed: shards have refused it, or the job has gone back to a time before it."""
 
 
 Asked = TypeVar("Asked")
@@ -46,8 +46,9 @@ class _Sent:
     """A batch that was sent, or is about to be.
 
     Attributes:
-        operations, vectors: see `run`; empty for one that makes or drops a vector, as `change` says.
-        session: under which it was sent first. seq: its number.
+        operations, vectors: as in VectorCalls.run; empty if the batch makes or drops a vector.
+        session: the session that sent it first. seq: its number.
+        change: "create" or "drop", and the vector; None for a batch of operations.
     """
 
     operations: list[VectorOperation]
@@ -57,7 +58,7 @@ class _Sent:
     change: tuple[str, VectorSpec] | None = None
 
     def is_same(self, other: _Sent) -> bool:
-        """True if a program that calls again, after a failure, means the same."""
+        """True if both batches say the same, so that a program that calls again after a failure means the same batch."""
         return (
             self.change == other.change
             and self.vectors == other.vectors
@@ -74,8 +75,8 @@ class VectorCalls:
     """The calls of one worker.
 
     Args:
-        operation: begins a call of the program's; see WorkerConnection.operation.
-        is_declared: tells whether the worker has declared a job.
+        operation: begins a call of the program; see WorkerConnection.operation.
+        is_declared: returns whether the worker has declared a job.
     """
 
     def __init__(
@@ -94,16 +95,16 @@ class VectorCalls:
         self._has_joined = False
         self._seq = 0
         self._unfinished: _Sent | None = None
-        self._functions: list[set[str]] | None = None  # that each shard has listed
+        self._functions: list[set[str]] | None = None  # the users' functions that each shard has listed
         self._fetches = Fetches(shards, lambda shard: {"caller": session.caller(shard)}, config.wait_timeout_s)
 
     # -- vectors ---------------------------------------------------------------------------------------------------------
 
     def make(self, spec: VectorSpec) -> None:
-        """Make a vector, unless it is there.
+        """Make a vector, unless it exists.
 
         Raises:
-            SpecMismatch: there is another one of that name.
+            SpecMismatch: there is another vector of that name.
         """
         check_spec(spec)
         with self._operation(f"vector {spec.name!r}"):
@@ -136,7 +137,7 @@ class VectorCalls:
     # -- batches ---------------------------------------------------------------------------------------------------------
 
     def run(self, operations: list[VectorOperation], vectors: Mapping[str, VectorSpec]) -> list[Found]:
-        """Have all shards run a batch on these vectors; what its reductions have found in all shards together, in order."""
+        """Run a batch on these vectors on all shards. Returns the results of its reductions over all shards, in order."""
         with self._operation("batch on vectors"):
             self._check_functions(operations)
             return self._complete(self._named(operations, vectors))
@@ -163,7 +164,7 @@ class VectorCalls:
         return found
 
     def _check_functions(self, operations: Sequence[VectorOperation]) -> None:
-        """Refuse a user's function that some shard does not allow, before any shard runs the batch."""
+        """Raise InvalidRequest for a user's function that some shard does not allow, before any shard runs the batch."""
         for operation in operations:
             if operation.name == "custom":
                 if self._functions is None:
@@ -178,7 +179,7 @@ class VectorCalls:
     def _named(
         self, operations: list[VectorOperation], vectors: Mapping[str, VectorSpec], change: tuple[str, VectorSpec] | None = None
     ) -> _Sent:
-        """A batch with the next name, or the name of the one that has failed, if it is that one again."""
+        """A batch with the next name; or the one that has failed, if this is the same. Any other failed one is completed."""
         made = _Sent(operations, vectors, self._session.number, self._seq + 1, change)
         if self._unfinished is not None and self._unfinished.is_same(made):
             return self._unfinished
@@ -192,7 +193,7 @@ class VectorCalls:
             self._complete(self._unfinished)
 
     def _complete(self, sent: _Sent) -> list[Found]:
-        """Have all shards run a batch, however often it has to be sent."""
+        """Send a batch until all shards have run it, and return the merged results of its reductions."""
         try:
             outgoing = OutgoingBatch(sent.operations, sent.vectors)
             nbytes = sum(operation.values.nbytes for operation in sent.operations if operation.values is not None)
@@ -228,7 +229,7 @@ class VectorCalls:
     # -- the job ---------------------------------------------------------------------------------------------------------
 
     def _join_job(self) -> None:
-        """Take part in the job, whatever it trains; in one of vectors alone if nothing is declared."""
+        """Take part in the job. If this worker has not declared one, declare a job of vectors alone, which fits any job."""
         if self._has_joined or self._is_declared():
             return
         spec = JobSpec(world_size=self._config.world_size, tensors=(), groups=(), consistency=Consistency("async"))
@@ -238,7 +239,7 @@ class VectorCalls:
 
 
 def _merged(parts: Sequence[bytes]) -> list[Found]:
-    """The findings of all shards, put together."""
+    """The results of all shards, merged."""
     found = unpack_answers(parts[0])
     for part in parts[1:]:
         found = [one.merge(other) for one, other in zip(found, unpack_answers(part), strict=True)]  # type: ignore[arg-type]
@@ -246,7 +247,7 @@ def _merged(parts: Sequence[bytes]) -> list[Found]:
 
 
 def _are_same(one: VectorOperation, other: VectorOperation) -> bool:
-    """True if both say the same; NaN is NaN."""
+    """True if both operations are equal, where NaN equals NaN."""
     for mine, its in zip(one, other, strict=True):
         if isinstance(mine, np.ndarray) and isinstance(its, np.ndarray):
             if mine.shape != its.shape or mine.tobytes() != its.tobytes():

@@ -1,7 +1,7 @@
-"""Fetches of server-side vectors: what is asked of each shard, and how the answers become one array.
+"""Fetches of server-side vectors: asks each shard for its part, and puts the answers together into one array.
 
-For workers and readers. A call asks a shard for so much at a time that neither side holds more than some MiB of indices. Must
-not know sessions or programs' arguments.
+For workers and readers. A request is so small that neither side holds more than some MiB of indices. Must not know sessions or
+programs' arguments.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from psd_core.vector import VectorSpec
 from psd_core.vector_operations import extent
 
 INDICES_MAX = 1 << 19
-"""Indices in one request."""
+"""Most indices in one request."""
 
 
 class Fetches:
     """Fetches from all shards.
 
     Args:
-        asker: gives the fields by which a request to a shard says who asks: a worker, or a reader of some run.
-        timeout_s: for each round of requests, beside the time for moving the numbers.
+        asker: returns the fields that identify, in a request to a shard, the caller: a worker, or a reader of some run.
+        timeout_s: limit for each set of requests to all shards, without the time for moving the numbers.
     """
 
     def __init__(self, shards: Shards, asker: Callable[[int], Mapping[str, Any]], timeout_s: float) -> None:
