@@ -1,5 +1,4 @@
-"""What rides on a worker's pushes beside the gradient: each thing that is told to the shards, or heard in their replies, is one
-rider.
+"""The riders on a worker's pushes: each thing beside the gradient that is told to the shards, or heard in a reply, is one.
 
 A push in progress calls them in the order of `riders_of`. A new one is a class here, or in a module of its own, a line in that
 function, and a field of PushHeader or PushReply; its mirror on the shards is a rider of psd/state/desks/riders.py. Must not
