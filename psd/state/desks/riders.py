@@ -1,4 +1,4 @@
-"""What rides on workers' pushes beside the gradient: each thing that a header brings, or that a reply takes back, is one rider.
+"""The riders on workers' pushes: each thing beside the gradient that a header brings, or that a reply takes back, is one.
 
 The exchange calls those of a push's job in the order of `riders_of`. A new one is a class here, a line in that function, and a
 field of PushHeader or PushReply; its mirror in the worker is a rider of psd_client/worker/exchange/riders.py. Must not know

@@ -1,5 +1,4 @@
-"""Riders on a worker's pushes: each thing that a push tells the shards beside the gradient, or hears in their replies, is a
-rider.
+"""The riders on a worker's pushes: each thing beside the gradient that is told to the shards, or heard in a reply, is one.
 
 A push in progress calls them in the order of `riders_of`. A new one is a class here, or in a module of its own, a line in that
 function, and a field of PushHeader or PushReply; its mirror on the shards is a rider of psd/state/desks/riders.py. Must not
