@@ -137,14 +137,15 @@ def _is_fault_of_shards_alone(histories: Histories) -> bool:
 
 
 def _statuses(histories: Histories, exit_: dict[str, Any]) -> set[int]:
-    """With which a shard may end: 143 if it was told twice, -15 if its program had not begun then, and 74, without a last
-    checkpoint, if the others went on, or a round cannot be completed any more."""
+    """With which a shard may end: 143 if it was told twice, -15 if its program had not begun then; 74, without a last
+    checkpoint, if the others went on, or a round cannot be completed any more; 65 if what is in it is lost."""
     own = [record for record in histories.timeline if record.get("name") == exit_["name"] and record["t"] <= exit_["t"]]
     life = own[max(i for i, record in enumerate(own) if record["what"] == "start") :]
     told = [record for record in life if record.get("signal") == "SIGTERM"]
     was_ready = any(record["what"] == "ready" and record["t"] <= told[0]["t"] for record in life if told)
     ends_alone = histories.plan.checkpoint_steps and (histories.faults("shard-terminate", DAMAGE) or _may_be_lost(histories))
-    ends_alone = ends_alone or (histories.plan.ends_dead and any(map(_ends_in_mid_push, histories.lives)))
+    leaves_open = _ends_in_open_round if histories.plan.is_exact else _ends_in_mid_push
+    ends_alone = ends_alone or (histories.plan.ends_dead and any(map(leaves_open, histories.lives)))
     is_damaged = any(record["what"] in ("damage", "repair") for record in own)
     return (
         {0, -9}
@@ -152,12 +153,18 @@ def _statuses(histories: Histories, exit_: dict[str, Any]) -> set[int]:
         | ({143} if len(told) > 1 else set())
         | ({-15} if told and not was_ready else set())
         | ({74} if ends_alone else set())
+        | ({65} if _may_be_lost(histories) else set())
     )
 
 
 def _ends_in_mid_push(life: Life) -> bool:
     """It was killed, or hung, in a push, or gave it up."""
     return bool(life.calls) and life.calls[-1].pushes and not life.calls[-1].is_ok
+
+
+def _ends_in_open_round(life: Life) -> bool:
+    """It ended in a push, or after one whose round it has not waited for: shard 0 alone knows what that round consists of."""
+    return _ends_in_mid_push(life) or (bool(life.calls) and life.calls[-1].op == "push")
 
 
 def _damage(histories: Histories) -> Iterator[Failure]:
