@@ -117,7 +117,7 @@ class Mirror:
             case "gram":
                 both = [[_dot(one, another) for another in (array, its)] for one in (array, its)]
                 tolerance = None if is_whole else _tolerance(np.maximum(abs(array), abs(its)), np.maximum(abs(array), abs(its)))
-                return batch.gram([y, x]), (np.array(both), tolerance)
+                return batch.gram([y, x]), (np.array(both, object if is_whole else None), tolerance)  # exact beyond 2^63
             case "norm2":
                 return batch.norm2(y), (math.sqrt(_dot(array, array)), 1e-12 + 1e-12 * math.sqrt(_dot(array, array)))
             case "sum":
