@@ -197,7 +197,8 @@ class JobLives:
 
     def go_on(self, config: ServerConfig) -> bool:
         """The next life; False if it is refused, which changes nothing: the flags of the one before serve again."""
-        before, driver = self._config, self._driver_before
+        # What is restored is made anew, which the flags of a life that only went on may refuse.
+        before, driver = self._first_config if self._is_lost else self._config, self._driver_before
         assert before is not None
         for flags in (config, before):
             driver.config, driver.incarnation = flags, driver.incarnation + 1
