@@ -48,17 +48,18 @@ WITH_RULES = {
 }
 KERNELS = [f"psd_core/csrc/{name}.c" for name in ("half", "kernels", "kernels_f32", "kernels_f64")]
 ROWS = ["psd_core/csrc/half.c", "psd_core/csrc/kernels_f32.c"]
+CONTENT = "psd_core/csrc/content.c"
 TABLES = sorted(path.relative_to(ROOT).as_posix() for path in CSRC.glob("table*.c"))
 VECTORS = sorted(path.relative_to(ROOT).as_posix() for path in CSRC.glob("vector*.c"))
 
 kernels = Extension("psd_core._kernels", sources=["psd_core/_kernels.pyx", *KERNELS], **WITH_RULES)
-arena = Extension("psd_core._arena", sources=["psd_core/_arena.pyx"], depends=["psd_core/csrc/arena.h"], **HOW)
+arena = Extension("psd_core._arena", sources=["psd_core/_arena.pyx", CONTENT], depends=HEADERS, **HOW)
 TABLE_HOW = {**WITH_RULES, "depends": [*HEADERS, "psd_core/_table_c.pxd"]}
-table = Extension("psd_core._table", sources=["psd_core/_table.pyx", *TABLES, *ROWS], **TABLE_HOW)
+table = Extension("psd_core._table", sources=["psd_core/_table.pyx", *TABLES, *ROWS, CONTENT], **TABLE_HOW)
 distinct = Extension(
     "psd_core._distinct", sources=["psd_core/_distinct.pyx", "psd_core/csrc/distinct.c"], depends=HEADERS, **HOW
 )
-vector = Extension("psd_core._vector", sources=["psd_core/_vector.pyx", *VECTORS], libraries=["m"], depends=HEADERS, **HOW)
+vector = Extension("psd_core._vector", sources=["psd_core/_vector.pyx", *VECTORS, CONTENT], libraries=["m"], depends=HEADERS, **HOW)
 EXTENSIONS = [kernels, arena, table, distinct, vector]
 directives = {
     "language_level": "3",
