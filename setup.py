@@ -59,7 +59,9 @@ table = Extension("psd_core._table", sources=["psd_core/_table.pyx", *TABLES, *R
 distinct = Extension(
     "psd_core._distinct", sources=["psd_core/_distinct.pyx", "psd_core/csrc/distinct.c"], depends=HEADERS, **HOW
 )
-vector = Extension("psd_core._vector", sources=["psd_core/_vector.pyx", *VECTORS, CONTENT], libraries=["m"], depends=HEADERS, **HOW)
+vector = Extension(
+    "psd_core._vector", sources=["psd_core/_vector.pyx", *VECTORS, CONTENT], libraries=["m"], depends=HEADERS, **HOW
+)
 EXTENSIONS = [kernels, arena, table, distinct, vector]
 directives = {
     "language_level": "3",

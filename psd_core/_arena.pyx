@@ -1,4 +1,4 @@
-"""The block store's small C part: words in shared memory that are stored atomically and in order, and a checksum.
+"""The block store's small C part: words in shared memory that are stored atomically and in order, and checksums.
 
 This module owns every check that keeps an access within its buffer. It knows nothing of the arena's format.
 """
@@ -6,6 +6,7 @@ This module owns every check that keeps an access within its buffer. It knows no
 from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_FillInfo, PyBuffer_Release, PyObject_GetBuffer
 from cpython.exc cimport PyErr_SetFromErrno
 from libc.stdint cimport int64_t, uint64_t, uintptr_t
+from libc.string cimport memset
 
 
 cdef extern from "arena.h" nogil:
@@ -20,7 +21,16 @@ cdef extern from "arena.h" nogil:
     int psd_punch_hole(int, int64_t, int64_t) noexcept
 
 
+cdef extern from "content.h" nogil:
+    ctypedef struct psd_page_sums:
+        pass
+    void psd_page_add(psd_page_sums *, const void *, size_t) noexcept
+    uint64_t psd_page_check(const psd_page_sums *) noexcept
+
+
 LARGE_PAGE_BYTES = PSD_LARGE_PAGE
+cdef enum:
+    _LONG = 32768  # words whose checksum takes as long as giving up the GIL is worth
 
 
 cdef class LargeMap:
@@ -89,6 +99,37 @@ cdef class Words:
         """Return the 64-bit checksum of `count` words."""
         self.check(first, count)
         return psd_checksum(&self.words[first], count)
+
+    def content(self):
+        """Return the checksum of all words as a `Content` has it, without the GIL if they are many."""
+        cdef psd_page_sums sums
+        memset(&sums, 0, sizeof(sums))
+        if self.count < _LONG:
+            psd_page_add(&sums, self.words, 8 * self.count)
+        else:
+            with nogil:
+                psd_page_add(&sums, self.words, 8 * self.count)
+        return psd_page_check(&sums)
+
+
+cdef class Content:
+    """The checksum of what a page holds, computed piece by piece. Every piece but the last one has a multiple of 8 KiB."""
+
+    cdef psd_page_sums sums
+
+    def __cinit__(self):
+        memset(&self.sums, 0, sizeof(self.sums))
+
+    def add(self, const unsigned char[::1] data not None):
+        """Go on with more bytes, without the GIL."""
+        cdef size_t nbytes = data.shape[0]
+        if nbytes:
+            with nogil:
+                psd_page_add(&self.sums, &data[0], nbytes)
+
+    def check(self):
+        """Return the checksum of all that was added; it is never 0."""
+        return psd_page_check(&self.sums)
 
 
 def checksum(const unsigned char[::1] data not None):

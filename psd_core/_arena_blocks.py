@@ -40,7 +40,7 @@ class Page:
         sessions, clocks: (W,) uint64, the dedup window: per rank, whatever its writer keeps there.
         version: as published; 0 in a spare.
         pins: readers, plus one while the page is current. Guarded by the arena.
-        state, place, head: the arena's.
+        state, place, head, body: the arena's.
     """
 
     block: int
@@ -54,6 +54,7 @@ class Page:
     state: PageState
     place: Place
     head: Words
+    body: Words
 
 
 class Blocks:
@@ -111,7 +112,7 @@ class Blocks:
         assert page.block == block, f"block {block}: the page to publish is one of block {page.block}"
         head, number = page.head, page.place.number
         self._crash_point("arena.publish.before_header")
-        head.write(1, form.PAGE_MAGIC, block, number, version, head.count, 0, 0)
+        head.write(1, form.PAGE_MAGIC, block, number, version, head.count, page.body.content(), 0)
         check = head.checksum(1, head.count - 1)
         head.write(0, check)
         self._crash_point("arena.publish.before_flip")
@@ -169,4 +170,5 @@ class Blocks:
             state=PageState.SPARE,
             place=place,
             head=views.head,
+            body=views.body,
         )

@@ -18,7 +18,7 @@ import numpy as np
 from psd_core import _arena
 
 MAGIC = b"PSDARENA"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 BYTE_ORDER_MARK = 0x01020304
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM)
 """Errors that mean no space, be it on a disk, in a quota, under a limit or in memory."""
@@ -127,13 +127,15 @@ def align(value: int, unit: int) -> int:
 
 
 class PageLayout(NamedTuple):
-    """Byte offsets within a page; `head_words` are those that the checksum covers, itself among them."""
+    """Byte offsets within a page. `head_words` are those that the head's checksum covers, itself among them; `body_words`, from
+    the parameter on, those that the body's does."""
 
     sessions_at: int
     clocks_at: int
     steps_at: int
     head_words: int
     parameter_at: int
+    body_words: int
     slots_at: tuple[int, ...]
     size: int
 
@@ -148,7 +150,8 @@ def page_layout(shape: BlockShape, workers: int) -> PageLayout:
     stride = align(shape.length * np.dtype(shape.dtype).itemsize, CACHE_LINE_BYTES)
     slots_at = tuple(parameter_at + stride * (i + 1) for i in range(shape.slot_count))
     size = align(parameter_at + stride * (shape.slot_count + 1), UNIT_BYTES)
-    return PageLayout(sessions_at, clocks_at, steps_at, head_words, parameter_at, slots_at, size)
+    body_words = stride * (shape.slot_count + 1) // 8
+    return PageLayout(sessions_at, clocks_at, steps_at, head_words, parameter_at, body_words, slots_at, size)
 
 
 @dataclass(frozen=True)

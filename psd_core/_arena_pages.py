@@ -34,7 +34,7 @@ _VIEWS_MAX = 8
 class Views:
     """The arrays of one block shape over one place."""
 
-    __slots__ = ("clocks", "head", "parameter", "sessions", "slots", "steps")
+    __slots__ = ("body", "clocks", "head", "parameter", "sessions", "slots", "steps")
 
     def __init__(self, mapping: mmap.mmap, start: int, shape: form.BlockShape, layout: form.PageLayout, workers: int) -> None:
         def array(count: int, dtype: str, at: int) -> NDArray[Any]:
@@ -42,6 +42,7 @@ class Views:
             return view
 
         self.head = Words(mapping, start, layout.head_words)
+        self.body = Words(mapping, start + layout.parameter_at, layout.body_words)
         self.sessions = array(workers, "u8", layout.sessions_at)
         self.clocks = array(workers, "u8", layout.clocks_at)
         self.steps = array(shape.segment_count, "u8", layout.steps_at)

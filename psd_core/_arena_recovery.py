@@ -1,7 +1,7 @@
 """Opening an arena that another process left behind: reads it and trusts nothing.
 
 What is read before it is trusted is read with `pread`, not through a mapping: a truncated file or a hole on a full file system
-then gives an error instead of a signal. The front and each current page's head are read, never parameters or slots.
+then gives an error instead of a signal. The front and each current page are read, and no other page.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from psd_core._arena_pages import Place, Pool
 
 Read = Callable[[files.File, int, int], bytes]
 """A function (file, byte count, start) -> bytes, fewer at the end of the file."""
+
+_PIECE_BYTES = 1 << 20
 
 
 def read_front(file: files.File, read: Read) -> form.Front:
@@ -63,7 +65,7 @@ def add_extents(file: files.File, front: form.Front, records: Words, pool: Pool)
 
 
 def read_table(file: files.File, front: form.Front, table: Words, pool: Pool, read: Read) -> list[tuple[Place, int] | None]:
-    """Check each entry and the head of its page; return place and version by block, None if never published.
+    """Check each entry and its page; return place and version by block, None if never published.
 
     Raises:
         ArenaCorrupt: an entry outside the extents, of another size, taken twice, or a page that is not what the entry says.
@@ -86,14 +88,16 @@ def read_table(file: files.File, front: form.Front, table: Words, pool: Pool, re
             raise form.ArenaCorrupt(f"{where}: its page belongs to block {owners[number]}")
         owners[number] = block
         head = read(file, 8 * layout.head_words, place.offset)
-        current.append((place, _check_head(head, block, entry, place)))
+        version, check = _check_head(head, block, entry, place)
+        _check_body(file, layout, place, read, check, f"page of block {block} at byte {place.offset}, version {version}")
+        current.append((place, version))
     return current
 
 
-def _check_head(head: bytes, block: int, entry: int, place: Place) -> int:
-    """Return the page's version."""
+def _check_head(head: bytes, block: int, entry: int, place: Place) -> tuple[int, int]:
+    """Return the page's version, and the checksum of its body."""
     where = f"page of block {block} at byte {place.offset}"
-    check, magic, owner, number, version, head_words = struct.unpack_from("<6Q", head)
+    check, magic, owner, number, version, head_words, body_check = struct.unpack_from("<7Q", head)
     if magic != form.PAGE_MAGIC:
         raise form.ArenaCorrupt(f"{where}: header magic {magic:#x}: not a page")
     if _arena.checksum(memoryview(head)[8:]) != check:
@@ -105,4 +109,13 @@ def _check_head(head: bytes, block: int, entry: int, place: Place) -> int:
         )
     if form.pack_entry(number, check) != entry:
         raise form.ArenaCorrupt(f"block table entry {block} ({entry:#x}): its check does not match its page, version {version}")
-    return int(version)
+    return int(version), int(body_check)
+
+
+def _check_body(file: files.File, layout: form.PageLayout, place: Place, read: Read, check: int, where: str) -> None:
+    content = _arena.Content()
+    end = layout.parameter_at + 8 * layout.body_words
+    for at in range(layout.parameter_at, end, _PIECE_BYTES):
+        content.add(read(file, min(_PIECE_BYTES, end - at), place.offset + at))
+    if content.check() != check:
+        raise form.ArenaCorrupt(f"{where}: parameters and slots do not have the checksum {check:#x}")

@@ -7,7 +7,7 @@ fsynced.) Whoever has pinned an old page goes on reading it unchanged.
 
 Must not import psd, read the environment, or know what words, sessions, clocks and rounds mean.
 
-The file `arena` beside `lock`, all numbers little-endian, format 1:
+The file `arena` beside `lock`, all numbers little-endian, format 2:
 
     superblock   64 B: magic "PSDARENA", u32 format, byte order mark, workers W, blocks B, named words, 0; u64 bytes of meta,
                  checksum of superblock (with this word 0), shapes and meta; 16 B of 0
@@ -21,11 +21,12 @@ The file `arena` beside `lock`, all numbers little-endian, format 1:
     pages        by extent, in the order of the records; each extent begins at a multiple of 64 KiB
 
     a page       whole multiples of 4 KiB; its number is its offset / 4096. Head: u64 checksum of the head's other words, magic
-                 "PSDPAGE1", block, page number, version, words in the head, 0, 0, sessions u64[W], clocks u64[W], steps u64[k];
-                 then parameter and slots, each from a multiple of 64
+                 "PSDPAGE1", block, page number, version, words in the head, checksum of the body (csrc/content.h), 0, sessions
+                 u64[W], clocks u64[W], steps u64[k]; then the body: parameter and slots, each from a multiple of 64
 
-A page that no table entry names is free. So publishing is: write the head, fence, store the entry. Freeing is nothing at all.
-Growing is: make the file longer, store the extent record. The free list is what the table leaves over.
+A page that no table entry names is free. So publishing is: write the head, with the body's checksum, fence, store the entry.
+Freeing is nothing at all. Growing is: make the file longer, store the extent record. The free list is what the table leaves
+over.
 """
 
 from __future__ import annotations
@@ -187,7 +188,7 @@ class Arena:
     ) -> Arena | None:
         """Take over the arena that a process has left in a directory by dying, or by `close(remove=False)`.
 
-        Everything but parameters and slots is verified. An unfinished arena is removed.
+        Every published page is read and verified. An unfinished arena is removed.
 
         Args:
             check: called when the directory is locked, if there is an arena, before anything of it is read or changed. What it
@@ -257,10 +258,10 @@ class Arena:
         """Name of the file."""
         return self._directory.path / ARENA_NAME
 
-    def used_stretches(self) -> list[tuple[int, int]]:
-        """The bytes of the file that count, first and how many: its front, and the current pages."""
-        pages = [page for page in map(self._blocks.current, range(len(self.shapes))) if page is not None]
-        return [(0, self._front.size), *((page.place.offset, page.place.kind.size) for page in pages)]
+    @property
+    def front_bytes(self) -> int:
+        """Length of what lies before the pages, each of which has checksums of its own."""
+        return self._front.size
 
     def close(self, *, remove: bool) -> None:
         """Close the arena, even if pages of it are still held. Idempotent.

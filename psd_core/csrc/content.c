@@ -1,9 +1,16 @@
-/* The sums of content.h. One plain loop: integers only, so every version of it gives the same bits. */
+/* The sums of content.h. Integers only, so every version of a loop gives the same bits. */
 #include "portable.h"
 
 #include "content.h"
 
-#define PSD_KEY 0x9e3779b97f4a7c15u /* odd, so no two places have one key */
+#define PSD_KEY 0x9e3779b97f4a7c15u /* odd: no two places have one key, and to multiply by it loses nothing */
+
+PSD_INLINE uint64_t word_at(const char *bytes, size_t i)
+{
+    uint64_t word;
+    memcpy(&word, bytes + 8 * i, 8);
+    return word;
+}
 
 PSD_INLINE uint64_t product(uint64_t word, uint64_t key)
 {
@@ -13,24 +20,60 @@ PSD_INLINE uint64_t product(uint64_t word, uint64_t key)
 
 PSD_KERNEL void psd_content_add(psd_content *c, const void *data, size_t nbytes)
 {
-    const char *const bytes = data;
     const size_t n = nbytes / 8;
     const uint64_t key = (c->count + 1) * PSD_KEY;
     uint64_t words = 0, products = 0;
     for (size_t i = 0; i < n; i++) {
-        uint64_t word;
-        memcpy(&word, bytes + 8 * i, 8);
+        const uint64_t word = word_at(data, i);
         words += word;
         products += product(word, key + i * PSD_KEY);
     }
     c->count += n;
     if (nbytes % 8) {
         uint64_t word = 0;
-        memcpy(&word, bytes + 8 * n, nbytes % 8);
+        memcpy(&word, (const char *)data + 8 * n, nbytes % 8);
         words += word;
         products += product(word, key + n * PSD_KEY);
         c->count++;
     }
     c->words += words;
     c->products += products;
+}
+
+enum { ROW = 8 * PSD_PAGE_LANES };
+
+PSD_INLINE void add_rows(uint64_t *lanes, const char *bytes, size_t rows)
+{
+    for (size_t row = 0; row < rows; row++)
+        for (size_t i = 0; i < PSD_PAGE_LANES; i++) {
+            const uint64_t sum = lanes[i] + word_at(bytes + row * ROW, i);
+            lanes[i] = sum << 29 | sum >> 35;
+        }
+}
+
+PSD_KERNEL void psd_page_add(psd_page_sums *sums, const void *data, size_t nbytes)
+{
+    const char *at = data;
+    uint64_t lanes[PSD_PAGE_LANES];
+    memcpy(lanes, sums->lanes, sizeof lanes);
+    sums->nbytes += nbytes;
+    for (; nbytes >= PSD_PAGE_PIECE; nbytes -= PSD_PAGE_PIECE, at += PSD_PAGE_PIECE) {
+        add_rows(lanes, at, PSD_PAGE_PIECE / ROW);
+        for (size_t i = 0; i < PSD_PAGE_LANES; i++)
+            sums->pieces[i] = (sums->pieces[i] + lanes[i]) * PSD_KEY;
+    }
+    add_rows(lanes, at, nbytes / ROW);
+    if (nbytes % ROW) {
+        char last[ROW] = {0};
+        memcpy(last, at + nbytes / ROW * ROW, nbytes % ROW);
+        add_rows(lanes, last, 1);
+    }
+    memcpy(sums->lanes, lanes, sizeof lanes);
+}
+
+uint64_t psd_page_check(const psd_page_sums *sums)
+{
+    psd_content all = {0};
+    psd_content_add(&all, sums, sizeof *sums);
+    return psd_content_check(&all);
 }

@@ -44,7 +44,9 @@ def ended(tmp_path):
     request.vector.CopyFrom(spec_message(VectorSpec("x", 5000)))
     driver.shard.vectors.create(request)
     driver.core.storage.vectors.run([Operations.fill("x", 3.0)])
-    used = [at for start, count in driver.core.storage.arena.used_stretches() for at in range(start, start + count)]
+    arena = driver.core.storage.arena
+    pages = [arena.current(block).place for block in range(len(arena.shapes))]
+    used = [*range(arena.front_bytes), *(at for page in pages for at in range(page.offset, page.offset + page.kind.size))]
     driver.seat = seat
     driver.shard.close(keep=True)
     places = {}
@@ -134,7 +136,7 @@ def test_a_shard_whose_files_are_damaged_goes_back_to_a_checkpoint(tmp_path, cap
     path.write_bytes(data)
 
     empty = CheckpointDirectory(str(tmp_path / "empty"))
-    with pytest.raises(ConfigError, match=rf"{path}: .*checksum does not match; this shard cannot go on with it"):
+    with pytest.raises(ConfigError, match=rf"{path}: .*checksum.*; this shard cannot go on with it"):
         driver.restart(directory=empty)
     assert path.read_bytes() == data
     driver._start(directory=directory)

@@ -1,8 +1,8 @@
 """The seal of a state directory whose shard has ended in order: length and CRC-32 of each run of bytes in its files.
 
-While a shard runs, its files are memory, and change with every push; no checksum of them would hold for long. So they are
-sealed when nothing changes them any more, and checked before the next process uses a byte. Holes are not sealed, and neither is
-what the arena does not use. Must not know what the files hold.
+Pages, rows and stripes have checksums at all times (csrc/content.h). What lies around them changes in place, word by word, so
+it is sealed when nothing changes any more, and checked before the next process uses a byte. Holes are not sealed, nor are the
+arena's pages. Must not know what the files hold.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ Stretch = tuple[int, int]
 """Position of the first byte, and length."""
 
 
-def seal(directory: Path, arena: Path, used: Sequence[Stretch], others: Iterable[Path]) -> list[SealedFile]:
-    """Write an arena and other files to the disk, and return their seals: of the arena, of the stretches that it uses.
+def seal(directory: Path, arena: Path, front_bytes: int, others: Iterable[Path]) -> list[SealedFile]:
+    """Write an arena and other files to the disk, and return their seals: of the arena, of what lies before its pages.
 
     Raises:
         OSError: a file cannot be read, or does not reach the disk.
     """
-    found = [_seal(directory, arena, used), *(_seal(directory, path) for path in others)]
+    found = [_seal(directory, arena, [(0, front_bytes)]), *(_seal(directory, path) for path in others)]
     for place in {directory.absolute().parent, *((directory / file.name).parent for file in found)}:
         sync_directory(place)
     return found

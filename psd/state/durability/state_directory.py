@@ -487,7 +487,7 @@ class Storage:
         arena.stop()
         others = [*store_paths(self.directory), *(self.directory / leftovers.VECTORS_NAME).glob("*"), *self._note_paths()]
         try:
-            found = end_checksums.seal(self.directory, arena.path, arena.used_stretches(), others)
+            found = end_checksums.seal(self.directory, arena.path, arena.front_bytes, others)
             self._note_boot(StoredBoot(is_closed=True, files=found))
         except (PsdError, OSError) as error:
             logger.error(  # noqa: TRY400 - the reason says it all
