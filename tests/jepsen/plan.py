@@ -37,7 +37,7 @@ RUN = ("run-interrupt", "run-terminate", "run-hangup", "run-kill")
 the signal once more so much later."""
 
 DAMAGE = "shard-damage"
-"""A shard ends in order, and a byte of its files changes before it is started again."""
+"""A shard ends in order, or is killed if `part` is below a half, and a byte of its files changes before it is started again."""
 
 WORKERS = ("worker-kill", "worker-stop", "worker-interrupt", "worker-twin", "worker-vanish")
 

@@ -19,12 +19,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import damage
 from plan import Plan
 from program import Options
-
-from psd.state.durability import notes
-from psd.state.durability.leftovers import BOOT_NAME
-from psd.v1.storage_pb2 import StoredBoot
 
 HOST = "127.0.0.1"
 HERE = Path(__file__).parent
@@ -170,13 +167,11 @@ class ShardActor:
         shutil.rmtree(self._state, ignore_errors=True)
 
     def damage(self, source: random.Random) -> bool:
-        """Change a byte that counts, in any of its files; False if it has not ended in order, and so none is sealed."""
-        boot = StoredBoot.FromString(notes.read(self._state / BOOT_NAME))
-        if not boot.is_closed:
+        """Change a byte that counts, in any of its files; False if it has none yet."""
+        drawn = damage.draw(self._state, source)
+        if drawn is None:
             return False
-        file = source.choice([file for file in boot.files if file.runs])
-        run = source.choice(file.runs)
-        self._damaged = self._state / file.name, run.start + source.randrange(run.nbytes)
+        self._damaged = drawn
         self._timeline.note("damage", name=f"shard {self.index}", file=str(self._damaged[0]), at=self._damaged[1])
         self._flip()
         return True

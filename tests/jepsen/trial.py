@@ -314,12 +314,16 @@ class _Trial:
             case "shard-kill" | "shard-lose" | "shard-terminate" | "shard-damage":
                 if process.status is not None:
                     return  # it is down
-                if fault.kind in ("shard-terminate", DAMAGE) and not process.is_stopped:
+                is_told = fault.kind == "shard-terminate" or (fault.kind == DAMAGE and fault.part >= 0.5)
+                if is_told and not process.is_stopped:
                     process.signal(signal.SIGTERM)
                     self._watched[process] = time.monotonic() + TERMINATED_S * self._busyness.factor
                     self._start_when_ended(fault, shard, process)
                     return
                 process.kill()
+                if fault.kind == DAMAGE:
+                    self._start_when_ended(fault, shard, process)
+                    return
                 if fault.kind == "shard-lose":
                     shard.lose_state()
                 self._at(fault.seconds, lambda: self._end(fault, shard.start))
