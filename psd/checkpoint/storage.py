@@ -340,7 +340,7 @@ class ObjectStorage(FileStore):
 
 
 _turns: WeakKeyDictionary[Any, threading.Lock] = WeakKeyDictionary()
-"""Locks by file system: fsspec returns the same one again for the same URL."""
+"""Locks by file system: for the same URL, fsspec returns the same one to a thread again."""
 
 _turns_lock = threading.Lock()
 

@@ -20,7 +20,7 @@ class Credentials:
 
     Args:
         tls_ca: PEM file with the certificates that sign those of the shards; empty: no TLS.
-        tls_cert, tls_key: PEM files with the client's own certificate; empty: none. token_file: its token's; empty: none.
+        tls_cert, tls_key: PEM files with the client's own certificate; empty: none. token_file: a file with its token.
 
     Raises:
         ConfigError: a file cannot be read, or holds something else, or does not fit the others; names the file.
@@ -47,7 +47,7 @@ class Credentials:
         return None if self._token is None else metadata_of(self._token.current())
 
     def has_other_token(self, refused: MetadataOut | None) -> bool:
-        """True if the file holds another token than the one that a call carried; reads the file if need be.
+        """True if the file holds another token than the one that a call carried; reads the file if needed.
 
         Many calls may be refused at once: the first one that finds a new token must not keep the others from trying again.
         """

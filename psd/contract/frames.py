@@ -43,8 +43,8 @@ WINDOW_OPTIONS = (
     ("grpc.http2.lookahead_bytes", WINDOW_BYTES),
     ("grpc.http2.max_frame_size", HTTP2_FRAME_BYTES),
 )
-"""Options for both sides' channels: gRPC's own windows grow to tens of megabytes, which a shard that cannot send would have to
-keep for every worker."""
+"""Options for both sides' channels: gRPC's own windows grow to tens of megabytes, which a shard that does not read would have
+to keep for every worker."""
 
 KEEPALIVE_OPTIONS = (
     ("grpc.keepalive_time_ms", 10_000),

@@ -336,7 +336,7 @@ class Checkpointer:
                 vectors=vectors,
             )
         if self._config.shard_index == 0 and vectors is None:
-            # Workers do not push to shards without blocks, which may hear of a cut too late.
+            # Shards without blocks get no pushes, and may hear of a cut too late: write their empty parts for them.
             for index in range(job.layout.shard_count):
                 if not job.spec.tables and not job.layout.blocks_of(index):
                     self._directory.write_part(cut, index, ())

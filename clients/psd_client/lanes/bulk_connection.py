@@ -382,7 +382,7 @@ class BulkClient:
             ) from None
 
     def _rest(self) -> None:
-        """Note that no call is under way any more."""
+        """Note that no call is in progress any more."""
         self._wanted = None
         with self._lock:
             self._is_busy = False
