@@ -1,19 +1,19 @@
 """Arithmetic of a parameter server on memory that the caller owns.
 
 This package owns the loops over numbers: sums of gradients, update rules, the finite check, the widening of half precision.
-Each is a C kernel that runs without the GIL, allocates nothing and keeps nothing. ``rules.py`` is the table of the rules. It
-must not know of shards, sessions, rounds or messages: it imports NumPy and nothing of psd, and no gRPC.
+Each is a C kernel that runs without the GIL, allocates nothing and keeps nothing. ``rules.py`` is the table of the rules. Must
+not know shards, sessions, rounds or messages: it imports NumPy, but nothing of psd, and no gRPC.
 
 Invariants:
-  * An argument that does not fit is refused with InvalidArray, naming it, before anything is written.
+  * An argument that does not fit is refused with InvalidArray, which names it, before anything is written.
   * Results are the same bits on every instruction set: IEEE operations element by element in the array's type, no fused
-    multiply-add, no order that depends on threads or vector width. (Only which NaN a NaN is may differ.)
-  * An input is never modified; an output may be its own input, and else overlaps nothing.
+    multiply-add, no order that depends on threads or vector width. (Only the bits of a NaN may differ.)
+  * An input is never modified. An output may be its own input; otherwise it must overlap no other array.
 
 Arrays are one-dimensional, C-contiguous, aligned, float32 or float64, all of one type. But a gradient beside float32 may have
-half precision, as float16, or as uint16, which holds the bits of bfloat16: it is widened where it is read, and the result is
-that of widening it first. Any object with the buffer protocol will do, a read-only one too where it is an input. Two threads
-must not write to one array at the same time.
+half precision, as float16, or as uint16 with the bits of bfloat16: the kernel widens it while reading, with the same result as
+widening it first. Any object with the buffer protocol will do; an input may be read-only. Two threads must not write to one
+array at the same time.
 
 >>> import numpy as np
 >>> import psd_core
@@ -69,8 +69,8 @@ def accumulate(acc: RealArray, grad: GradientArray, weight: float = 1.0) -> None
 
     Args:
         acc: (n,) float32|float64, writable. Updated.
-        grad: (n,) same type, or float16|uint16 beside float32. May be ``acc`` itself, and else must not overlap it.
-        weight: rounded to the arrays' type; a weight of 1 adds the gradient exactly as it is.
+        grad: (n,) same type, or float16|uint16 beside float32. May be ``acc`` itself; otherwise must not overlap it.
+        weight: rounded to the arrays' type; with weight 1 the gradient itself is added.
 
     Raises:
         InvalidArray: type, shape, layout, alignment, length or overlap; ``acc`` is untouched.
@@ -81,11 +81,11 @@ def accumulate(acc: RealArray, grad: GradientArray, weight: float = 1.0) -> None
 
 
 def scaled_copy(out: RealArray, grad: GradientArray, weight: float = 1.0) -> None:
-    """Set ``out`` to ``weight * grad``: the first contribution of a round, for which nothing need be zeroed.
+    """Set ``out`` to ``weight * grad``: the first contribution of a round, so ``out`` need not be zeroed first.
 
     Args:
         out: (n,) float32|float64, writable. Overwritten.
-        grad: (n,) same type, or float16|uint16 beside float32. May be ``out`` itself, and else must not overlap it.
+        grad: (n,) same type, or float16|uint16 beside float32. May be ``out`` itself; otherwise must not overlap it.
         weight: rounded to the arrays' type.
 
     Raises:
@@ -111,13 +111,13 @@ def first_nonfinite(x: GradientArray) -> int:
 
 
 def widened(x: GradientArray) -> RealArray:
-    """Return the numbers of an array in half precision as float32, which holds them exactly.
+    """Return the elements of an array in half precision as float32, which represents them exactly.
 
     Args:
         x: (n,) float32|float64|float16|uint16.
 
     Returns:
-        A new array, aligned as those of ``aligned_empty``; ``x`` itself, not a copy, if it is float32 or float64.
+        A new array, aligned like those of ``aligned_empty``; ``x`` itself, not a copy, if it is float32 or float64.
 
     Raises:
         InvalidArray: type, shape, layout or alignment.
@@ -145,7 +145,7 @@ def aligned_empty(n: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
 
 
 def aligned_zeros(n: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-    """Return an array as `aligned_empty` does, of zeros; unused pages of a large one cost nothing."""
+    """Return an array of zeros, aligned as by `aligned_empty`; unused pages of a large one cost nothing."""
     return _aligned(np.zeros, n, dtype)
 
 

@@ -1,7 +1,7 @@
-"""C headers that the kernels are built with: of rules.py ids, and names for each rule's numbers, flags and slots; of
+"""C headers for building the kernels: from rules.py ids, and names for each rule's numbers, flags and slots; from
 vector_operations.py numbers.
 
-setup.py writes them into csrc; here, psd_core compares what its kernels were built with.
+setup.py writes them into csrc; psd_core checks that its kernels were built with the same.
 """
 
 from __future__ import annotations
@@ -55,5 +55,5 @@ enum {{ {", ".join(f"PSD_ZIP_{name.upper()}" for name in ZIP_FUNCTIONS)} }};
 
 
 def checksum() -> int:
-    """Tell tables apart: kernels that were built with another one would take a rule's numbers for others."""
+    """Checksum of the tables: kernels that were built with others would confuse a rule's numbers."""
     return zlib.crc32("".join(c_headers().values()).encode())

@@ -1,4 +1,4 @@
-"""The error of a checkout that was not built: it stands before an installed psd on the path of whatever is run in it."""
+"""The error for a checkout that was not built: programs that run in it import it instead of an installed psd."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stand-in for what a store has had open: whoever still asks for it hears that the store has been closed."""
+"""Stand-in for a closed store's partition: any use of it raises StoreClosed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from psd_core._arena_format import StoreClosed
 
 
 class Closed:
-    """Takes the place of a store's open partition.
+    """Replaces the partition of a store that was closed.
 
     Raises:
         StoreClosed: from every attribute.

@@ -1,4 +1,4 @@
-"""Norms over arrays that are cut into pieces, the same bits however they are cut."""
+"""Norms over arrays that are cut into pieces; the cuts do not change a bit of the result."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from psd_core import _kernels
 from psd_core._step_block import GradientArray
 
 RUN = 16
-"""Elements that `square_sum` adds in floating point; an array must be cut between runs."""
+"""Number of elements that `square_sum` adds in floating point; an array must be cut between such runs."""
 
 
 def square_sum(x: GradientArray, offset: int = 0) -> int | None:
-    """Return the sum of the squares in ``x``, such that the parts of an array add up to the whole to the bit.
+    """Return the sum of the squares in ``x``. The sums of an array's parts add up exactly to the sum of the whole.
 
     Squares are rounded to float64 and added within runs of 16 elements in one fixed order; the runs' sums are added without
-    rounding. So an array may be cut between runs, and the parts' results be added in any order.
+    rounding. So an array may be cut between runs, and the parts' results added in any order.
 
     Args:
         x: (n,) float32|float64|float16|uint16; a half-precision array has the sum of the widened one.
-        offset: where ``x`` begins within a run, 0 to 15: its position in the whole array modulo 16.
+        offset: position of ``x`` within a run, 0 to 15: its position in the whole array modulo 16.
 
     Returns:
-        An integer in units of 2**-1074, see ``square_root``; None if ``x`` holds NaN or infinity, or a square overflows.
+        An integer in units of 2**-1074, for ``square_root``; None if ``x`` holds NaN or infinity, or a square overflows.
 
     Raises:
         InvalidArray: type, shape, layout or alignment.
@@ -37,12 +37,12 @@ def square_sum(x: GradientArray, offset: int = 0) -> int | None:
 
 
 def square_sum_of_rows(rows: GradientArray) -> int | None:
-    """Return the sum of the squares in ``rows`` (n, dim): that of ``square_sum`` of each, so their order does not matter."""
+    """Return the sum of ``square_sum`` of each row of ``rows`` (n, dim); the order of rows does not matter."""
     return _kernels.square_sum(rows.reshape(-1), 0, rows.shape[1])
 
 
 def total_squares(sums: Iterable[int | None]) -> int | None:
-    """Return the total of results of ``square_sum``; None if one of them is."""
+    """Return the total of results of ``square_sum``; None if one of them is None."""
     total = 0
     for each in sums:
         if each is None:
@@ -64,7 +64,7 @@ def square_root(total: int) -> float:
 
 
 def trust_ratio(parameter_squares: int, direction_squares: int) -> float:
-    """Return LAMB's factor of an update: the tensor's norm over its direction's; 1 where either is 0, or the ratio overflows.
+    """Return LAMB's factor of an update: the tensor's norm over its direction's; 1 if either is 0, or the ratio overflows.
 
     Args:
         parameter_squares, direction_squares: sums of results of ``square_sum``.

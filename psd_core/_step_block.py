@@ -1,7 +1,6 @@
-"""The one entry that applies a rule: to a block, from one copy to another.
+"""The one function that applies a rule: to a block, from one copy to another.
 
-Owns what a caller must match for memory to be safe: which slots a rule needs under which flags. Must not know which values make
-sense.
+Checks what memory safety needs: the slots that a rule has under the given flags. Must not know which values make sense.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from psd_core.rules import RULES
 
 RealArray = npt.NDArray[np.float32] | npt.NDArray[np.float64]
 GradientArray = RealArray | npt.NDArray[np.float16] | npt.NDArray[np.uint16]
-"""The type for the bits of bfloat16, which NumPy lacks: uint16."""
+"""Arrays of gradients; uint16 has the bits of bfloat16, which NumPy lacks."""
 
 
 if checksum() != _kernels.RULES_CHECKSUM:
@@ -45,37 +44,37 @@ def step_block(
     scalars: Sequence[float],
     flags: Collection[str],
 ) -> None:
-    """Reduce the last contribution of a round and apply one update, from one copy of a block to another.
+    """Add the last contribution of a round and apply one update, from one copy of a block to another.
 
-    A block is a run of the flat parameter space made of segments, pieces of tensors that lie end to end. A touched segment i is
-    updated, as its step ``steps_in[i] + 1``, by the gradient ``scale * (acc + weight * grad)``, where an absent term is left
-    out; an untouched one is copied through unchanged, slots too. A lone contribution of weight and scale 1 is used as it is.
+    A block is a run of the flat parameter space, made of segments: pieces of tensors, end to end. A touched segment i is
+    updated, as its step ``steps_in[i] + 1``, by the gradient ``scale * (acc + weight * grad)``, where a missing term is left
+    out. An untouched one is copied unchanged, with its slots. A lone contribution of weight and scale 1 is used as it is.
 
     Rules that are in torch.optim follow it operation by operation in the arrays' type; torch itself may fuse a multiply and an
-    add, and so differ by rounding. A rule that is layer-wise makes no step, which needs norms of whole tensors, and a block may
-    have parts of them: ``param_out`` gets the direction of the update, and the caller makes the step.
+    add, and so differ by rounding. A layer-wise rule makes no step: that needs norms of whole tensors, and a block may have
+    only parts of them. ``param_out`` gets the direction of the update, and the caller makes the step.
 
     Args:
         rule: a key of ``RULES``.
         param_in: (n,) float32|float64.
-        param_out: (n,) same type, writable. Overwritten; ``param_in`` itself, or memory of its own.
-        slots_in, slots_out: one (n,) array, like the above, for each of ``RULES[rule].slots(flags)``, in that order.
+        param_out: (n,) same type, writable. Overwritten; ``param_in`` itself, or separate memory.
+        slots_in, slots_out: one (n,) array, like those above, for each of ``RULES[rule].slots(flags)``, in that order.
         acc: (n,) same type: the sum of the round's earlier contributions; or None.
         grad: (n,) same type, or float16|uint16 beside float32: the last contribution; None if ``acc`` has them all.
-        weight: of ``grad``. scale: of the sum, such as 1 over the sum of weights. Rounded to the arrays' type.
+        weight: factor of ``grad``. scale: factor of the sum, such as 1 / sum of weights. Both are rounded to the arrays' type.
         segment_ends: (k,) uint32, never falling, the last one n: segment i is [segment_ends[i - 1], segment_ends[i]).
-        touched: (k,) uint8, not 0 where the round has a gradient for the segment.
+        touched: (k,) uint8, not 0 for segments for which the round has a gradient.
         steps_in: (k,) uint64, updates applied to each segment so far.
-        steps_out: (k,) uint64, writable. ``steps_in``, plus 1 where touched; ``steps_in`` itself, or memory of its own.
+        steps_out: (k,) uint64, writable. Set to ``steps_in``, plus 1 if touched; ``steps_in`` itself, or separate memory.
         scalars: one number for each of ``RULES[rule].scalars``.
-        flags: names, of ``RULES[rule].flags``.
+        flags: names from ``RULES[rule].flags``.
 
     Raises:
         InvalidArray: type, shape, layout, alignment, length, overlap or ends, or a missing array; nothing is written.
-        ValueError: a rule, a flag or a number of scalars that there is not; a momentum without the flag that gives it a slot.
+        ValueError: an unknown rule or flag, a wrong number of scalars, or a momentum without the flag that gives it a slot.
 
-    Cost: O(n + k), no allocation, GIL released. Neighbours that are at the same step as far as the rule can tell are one
-        run, and runs are worked off in tiles of 1 KiB, so that nothing is read from or written to memory twice.
+    Cost: O(n + k), no allocation, GIL released. Neighbouring segments whose steps the rule cannot tell apart are one run,
+        and runs are processed in tiles of 1 KiB, so that nothing is read from or written to memory twice.
     """
     plan = _planned(rule, tuple(flags))
     for argument, slots in (("slots_in", slots_in), ("slots_out", slots_out)):
@@ -114,8 +113,8 @@ class _Plan(NamedTuple):
     """The consequences of a rule and its flags, the same for every block.
 
     Attributes:
-        flags: whether each of the rule's is on.
-        slots: that there are. kernel_slots: that the kernel knows; places: where each of these is among `slots`.
+        flags: True for each of the rule's flags that is on.
+        slots: the slots under these flags. kernel_slots: all that the kernel knows. places: place of each of these in `slots`.
         zeros: places of the scalars that must be 0.
     """
 

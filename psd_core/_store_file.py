@@ -1,10 +1,10 @@
-"""Files of the arena and of the stores of tables and vectors: lock, names, space, maps. Knows system calls, and nothing of
+"""Files of the arena and of the stores of tables and vectors: locks, names, space, maps. Makes the system calls; must not know
 what the bytes mean.
 
-The number of a closed descriptor is soon another file's. So each descriptor has one owner here, which closes it once and hands
-its number to nobody; whoever comes later is refused, or, with what no longer matters, left alone.
+The number of a closed descriptor soon belongs to another file. So each descriptor has one owner here, which closes it once and
+gives its number to nobody; later calls are refused, or do nothing if they no longer matter.
 
-Where the system lacks a call (macOS has no posix_fallocate and cannot punch holes), a slower or a lesser way is taken.
+If the system lacks a call (macOS has no posix_fallocate and cannot punch holes), a slower or weaker way is taken.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _ZEROS = bytes(1 << 20)
 
 @contextlib.contextmanager
 def lack_of_space(complaint: str) -> Iterator[None]:
-    """Raise StoreFull, with the system's words, for errors that mean a lack of space; others pass."""
+    """Raise StoreFull, with the system's message, for errors that mean a lack of space; other errors pass."""
     try:
         yield
     except StoreFull:
@@ -45,7 +45,7 @@ def lack_of_space(complaint: str) -> Iterator[None]:
 
 
 class _Descriptor:
-    """Owns a descriptor: it is closed once, at the latest with this object."""
+    """Owns a descriptor, and closes it once, at the latest when this object is freed."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -62,9 +62,9 @@ class _Descriptor:
 
 
 class File(_Descriptor):
-    """An open file, of this user alone; with O_EXCL a new one, in place of what a killed process has left.
+    """An open file that only this user can use; with O_EXCL a new one, which replaces what a killed process has left.
 
-    Thread-safe: one call at a time uses the descriptor, as the kernel would have it anyway.
+    Thread-safe: one call at a time uses the descriptor, as in the kernel anyway.
 
     Raises:
         StoreClosed: from every method, after `close`, unless it says otherwise.
@@ -83,7 +83,7 @@ class File(_Descriptor):
             yield self._fd
 
     def close(self) -> None:
-        """Close the file. What uses the descriptor in another thread ends first."""
+        """Close the file. Waits for calls in other threads that use the descriptor."""
         with self._lock:
             super().close()
 
@@ -108,7 +108,7 @@ class File(_Descriptor):
             return os.fstat(fd).st_size
 
     def read(self, nbytes: int, start: int) -> bytes:
-        """Bytes; fewer if the file ends before."""
+        """The bytes from `start` on; fewer if the file ends before."""
         parts = []
         with self._used() as fd:
             while nbytes > 0 and (part := os.pread(fd, nbytes, start)):
@@ -118,7 +118,7 @@ class File(_Descriptor):
         return b"".join(parts)
 
     def write(self, data: bytes, start: int) -> None:
-        """Write all bytes, into space that is reserved."""
+        """Write all bytes, into reserved space."""
         with self._used(f"no space for {len(data)} bytes") as fd:
             assert os.pwrite(fd, data, start) == len(data)
 
@@ -137,7 +137,7 @@ class File(_Descriptor):
                     os.pwrite(fd, _ZEROS[: start + nbytes - at], at)
 
     def release(self, start: int, nbytes: int) -> bool:
-        """Give the space of a range back. False if it was not: the file system cannot, or the file is closed."""
+        """Free the space of a range. False if that is not possible: the file system cannot, or the file is closed."""
         with self._lock:
             return not self.is_closed and _arena.punch_hole(self._fd, start, nbytes) == 0
 
@@ -147,13 +147,13 @@ class File(_Descriptor):
             return mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE, offset=start)
 
     def map_large(self, nbytes: int) -> _arena.LargeMap:
-        """Map the file's first bytes likewise, in a way that large pages can hold them. Raises StoreFull."""
+        """Map the file's first bytes so that large pages can hold them. The map outlives the file. Raises StoreFull."""
         with self._used(f"no memory to map {nbytes} bytes") as fd:
             return _arena.LargeMap(fd, nbytes)
 
 
 class Directory(_Descriptor):
-    """A directory that this process has locked until `close`. `is_made`: it was made for an arena, and goes with it."""
+    """A directory that this process has locked until `close`. `is_made`: it was made for an arena, and is removed with it."""
 
     def __init__(self, path: Path, lock_fd: int, *, is_made: bool) -> None:
         super().__init__(lock_fd)
@@ -161,9 +161,9 @@ class Directory(_Descriptor):
         self._is_made = is_made
 
     def remove(self, *names: str) -> None:
-        """Delete files; if no arena is left then, the lock too, and the directory if it was made for one and is empty.
+        """Delete files; if no arena is left, also the lock file, and the directory if it was made for one and is empty.
 
-        The lock file goes last and while it is locked: whoever waits for it then finds that it is gone, and makes another.
+        The lock file is deleted last and while it is locked: a process that waits for it finds it gone, and makes another.
         """
         if self.is_closed:
             return
@@ -180,11 +180,11 @@ class Directory(_Descriptor):
 def take_lock(path: Path, *, is_made: bool) -> Directory:
     """Lock an existing directory.
 
-    The kernel releases the lock when the process dies, however it dies. (A child made by fork alone holds it too.) The lock
-    file holds one line: the process id, and whether the directory was made for an arena, by whichever process that was.
+    The kernel releases the lock when the process dies, however it dies. (A forked child that calls no exec holds it, too.) The
+    lock file holds one line: the process id, and whether some process made the directory for an arena.
 
     Args:
-        is_made: this process has just made it.
+        is_made: True if this process has just made it.
 
     Raises:
         ArenaBusy: another descriptor holds it.
@@ -222,7 +222,7 @@ def take_lock(path: Path, *, is_made: bool) -> Directory:
 
 
 def make_directory(directory: Path) -> bool:
-    """Make a directory for this user alone; False if it was there."""
+    """Make a directory for this user alone; False if it exists."""
     try:
         directory.mkdir(mode=0o700, parents=True)
     except FileExistsError:
@@ -231,5 +231,5 @@ def make_directory(directory: Path) -> bool:
 
 
 def populate(mapping: mmap.mmap, start: int, nbytes: int) -> None:
-    """Spare those who write to a reserved range its page faults, if the kernel can."""
+    """Fault in the pages of a reserved range, if the kernel can, so that later writes need no page faults."""
     _arena.populate(mapping, start, nbytes)

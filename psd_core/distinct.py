@@ -1,4 +1,4 @@
-"""The distinct ids of a batch, grouped by shard, and rows of numbers on the way to them and back: what a worker sends and gets.
+"""The distinct ids of a batch, grouped by shard: sums the gradients of each id before they are sent, and expands received rows.
 
 Must not know stores, jobs or messages.
 """
@@ -30,7 +30,7 @@ def shard_of(ids: NDArray[Any], shards: int) -> NDArray[np.int64]:
 
     Args:
         ids: (n,) int64|uint64.
-        shards: number of them, from 1 to SHARDS_MAX.
+        shards: number of shards, from 1 to SHARDS_MAX.
     """
     keys = as_ids(ids)
     out = np.empty(len(keys), np.int64)
@@ -42,25 +42,25 @@ class Distinct:
     """The distinct ids of a batch; made by `distinct`. Immutable.
 
     Attributes:
-        ids: (k,) uint64, grouped by shard; in a group in the order in which they came first.
-        starts: shards + 1 numbers: those of shard s are ``ids[starts[s]:starts[s + 1]]``.
-        inverse: (n,) int32: where each id of the batch is, so that ``ids[inverse]`` is the batch.
+        ids: (k,) uint64, grouped by shard; in a group in the order of their first places in the batch.
+        starts: shards + 1 numbers: the ids of shard s are ``ids[starts[s]:starts[s + 1]]``.
+        inverse: (n,) int32: the place of each id of the batch, so that ``ids[inverse]`` is the batch.
     """
 
     def __init__(self, ids: NDArray[np.uint64], starts: list[int], inverse: NDArray[np.int32]) -> None:
-        """Take over arrays that match; not for callers."""
+        """Keep arrays that match; only `distinct` calls this."""
         self.ids = ids
         self.starts = starts
         self.inverse = inverse
         self._is_batch = len(ids) == len(inverse) and len(starts) == 2
 
     def sum(self, grads: NDArray[Any], out: NDArray[np.float32] | None = None) -> NDArray[np.float32]:
-        """Return the sum of the gradients of each distinct id (k, dim), in float32, added in the order in which they come.
+        """Return the sum of the gradients of each distinct id (k, dim), in float32, added in the order of the batch.
 
         Args:
-            grads: (n, dim) float32|float16|uint16 (bfloat16), one row for each id of the batch; itself returned if it is
-                float32 and there is nothing to add or to sort, unless there is `out`.
-            out: (k, dim) float32, C-contiguous, to be overwritten; a new one by default.
+            grads: (n, dim) float32|float16|uint16 (bfloat16), one row for each id of the batch. Without `out`, it is itself
+                returned if it is float32 and there is nothing to add or to sort.
+            out: (k, dim) float32, C-contiguous. Overwritten; a new array by default.
 
         Raises:
             InvalidArray: naming the argument.
@@ -73,11 +73,11 @@ class Distinct:
         return sums
 
     def expand(self, rows: NDArray[Any], out: NDArray[np.float32] | None = None) -> NDArray[np.float32]:
-        """Return the row of each id of the batch (n, dim), from the rows of the distinct ones: ``rows[inverse]``.
+        """Return the row of each id of the batch (n, dim), from the rows of the distinct ids: ``rows[inverse]``.
 
         Args:
             rows: (k, dim) float32|float16|uint16 (bfloat16).
-            out: (n, dim) float32, C-contiguous, to be overwritten; a new one by default.
+            out: (n, dim) float32, C-contiguous. Overwritten; a new array by default.
 
         Raises:
             InvalidArray: naming the argument.
@@ -93,12 +93,12 @@ def distinct(ids: NDArray[Any], shards: int = 1) -> Distinct:
 
     Args:
         ids: (n,) int64|uint64, at most IDS_MAX.
-        shards: number of them, from 1 to SHARDS_MAX; `shard_of` says which has an id.
+        shards: number of shards, from 1 to SHARDS_MAX; `shard_of` says which one has an id.
 
     Raises:
         InvalidArray: naming the argument.
 
-    Cost: O(n) whatever the ids; GIL released.
+    Cost: O(n) for any ids; GIL released.
     """
     return distinct_of_each([ids], shards)[0]
 
@@ -121,7 +121,7 @@ def distinct_of_each(batches: Sequence[NDArray[Any]], shards: int = 1) -> list[D
 
 
 def sum_each(found: Sequence[Distinct], grads: Sequence[NDArray[Any]], out: Sequence[NDArray[np.float32]]) -> None:
-    """Set each array of `out`, which matches, to the sums of the gradients of one batch: see Distinct.sum."""
+    """Set each array of `out` to the sums of the gradients of one batch: see Distinct.sum. The arrays must match."""
     given = [as_values("grads", rows, len(batch.inverse)) for batch, rows in zip(found, grads, strict=True)]
     _distinct.sum_rows(given, [batch.inverse for batch in found], list(out))
 
@@ -135,12 +135,12 @@ def expand_each(found: Sequence[Distinct], rows: Sequence[NDArray[Any]]) -> list
 
 
 def offsets(arrays: Sequence[NDArray[Any]], address: int, nbytes: int) -> list[int] | None:
-    """Return where C-contiguous arrays begin behind an address; None if one of them is not wholly within so many bytes."""
+    """Return the offsets of C-contiguous arrays from an address; None if one is not wholly within so many bytes of it."""
     return _distinct.offsets(list(arrays), address, nbytes)
 
 
 def first_elsewhere(batches: Sequence[NDArray[np.uint64]], shards: int, shard: int) -> tuple[int, int] | None:
-    """Return the batch, and the place in it, of the first id that is not of this shard; None if all are: see shard_of."""
+    """Return the batch, and the place in it, of the first id that belongs to another shard (see shard_of); else None."""
     return _distinct.first_elsewhere(list(batches), _checked(shards), shard)
 
 

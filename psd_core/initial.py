@@ -1,7 +1,7 @@
-"""Initial values of a table's rows: what a row holds that nobody has trained.
+"""Initial values of a table's rows, before anybody has trained them.
 
 A value is a pure function of the table's seed and name, the row's id and the place in the row (csrc/table_initial.c), so that
-it is the same on every shard and machine, and after a row has been evicted. Must not know of stores.
+it is the same on every shard and machine, and after a row has been evicted. Must not know stores.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ class Initial:
 
     number: ClassVar[int]
     _arguments: ClassVar[tuple[str, str]]
-    """Names of the arguments that the kernel takes as two numbers; "" for 0."""
+    """Names of the arguments for the kernel's two numbers; "" for 0."""
 
     def __post_init__(self) -> None:
         for name, value in dataclasses.asdict(self).items():
             if not isinstance(value, Real) or isinstance(value, bool) or not abs(cast("float", value)) <= _LARGEST:
                 raise ValueError(f"{name}: expected a number that is finite as a float32, got {value!r}")
-            object.__setattr__(self, name, float(value))  # whatever kind of number it was, it is the same distribution
+            object.__setattr__(self, name, float(value))  # equal numbers of any type give equal distributions
         if getattr(self, "std", 0) < 0:
             raise ValueError(f"std: must be >= 0, got {self.std}")  # type: ignore[attr-defined]
 
     @property
     def numbers(self) -> tuple[float, float]:
-        """The two numbers that the kernel takes."""
+        """The two numbers for the kernel."""
         first, second = (float(getattr(self, name)) if name else 0.0 for name in self._arguments)
         return first, second
 
@@ -73,7 +73,7 @@ class Uniform(Initial):
     """Uniform distribution.
 
     Args:
-        low, high: from `low` to `high`; finite as a float32.
+        low, high: the bounds; finite as a float32.
 
     Raises:
         ValueError: a number is not finite, or `low` is above `high`.
@@ -112,10 +112,10 @@ class Normal(Initial):
 
 @dataclass(frozen=True)
 class TruncatedNormal(Initial):
-    """Normal distribution around 0 without what lies beyond two standard deviations.
+    """Normal distribution around 0, cut off at two standard deviations.
 
     Args:
-        std: standard deviation before the ends are cut off, >= 0.
+        std: standard deviation before the cut, >= 0.
 
     Raises:
         ValueError: `std` is not finite as a float32, or negative.

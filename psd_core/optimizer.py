@@ -1,6 +1,6 @@
-"""The parts of the rows of rules.py: ranges of numbers, slots, the base of all rules; and the facts that follow from a row.
+"""The base class of the rules in rules.py, their parts (ranges of numbers, slots), and the facts that follow from a class.
 
-Must not know any rule. Imports the standard library alone, because setup.py loads it before psd_core can be imported.
+Must not know any rule. Imports only the standard library, because setup.py loads it before psd_core can be imported.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 OptimizerT = TypeVar("OptimizerT", bound="Optimizer")
 
 FLOAT32_MAX = 3.4028234663852886e38
-"""A double beyond it is infinite where the kernels compute in float32."""
+"""Largest float32: kernels that compute in float32 take a larger double for infinity."""
 
 FLOAT32_TINY = 1.1754943508222875e-38
-"""The smallest normal float32: what must be greater than 0 must be so in the kernels, too."""
+"""Smallest normal float32: a number that must be greater than 0 must be so in the kernels, too."""
 
 _BELOW_1 = math.nextafter(1, 0)
 
@@ -28,7 +28,7 @@ class Range(NamedTuple):
     high: float = math.inf
 
     def problem(self, value: float) -> str | None:
-        """The problem with a value, in words, or None."""
+        """The problem with a value, in words; None if there is none."""
         if not abs(value) <= FLOAT32_MAX:  # also refuses NaN
             return f"must be finite, also as a float32, got {value}"
         if self.low <= value <= self.high:
@@ -55,11 +55,11 @@ _RANGES = {
 """Ranges of arguments, by their annotation."""
 
 _PAIRS = {"beta1": ("betas", 0), "beta2": ("betas", 1)}
-"""Scalars that users give as one of a pair."""
+"""Scalars that users give in a pair: the pair's name, and the place in it."""
 
 
 def option_of(scalar: str) -> str:
-    """The option that a scalar is read from: itself, or the pair that it is in."""
+    """The option that contains a scalar: its own, or its pair's."""
     return _PAIRS[scalar][0] if scalar in _PAIRS else scalar
 
 
@@ -86,9 +86,9 @@ class Slot(NamedTuple):
     """An array that a rule keeps beside the parameter.
 
     Attributes:
-        flag: the slot is there only with this flag; empty: always. A number of that name implies the flag if it is not 0, and
-            must be 0 without it.
-        start: the argument that says what the slot begins with, fixed for the job; empty: zeros.
+        flag: the flag without which the slot does not exist; empty: it always does. A number of the same name implies the flag
+            if it is not 0, and must be 0 without it.
+        start: the argument with the slot's initial value, fixed for the job; empty: zeros.
     """
 
     name: str
@@ -100,19 +100,19 @@ class Slot(NamedTuple):
 class Optimizer:
     """Base of the rules, which hold no state and compute nothing: the shards do. Use a subclass.
 
-    Arguments that are bool are flags. Numbers travel with each push as scalars, in this order, but for a slot's `start`.
+    Arguments that are bool are flags. Numbers, except a slot's `start`, are sent with each push as scalars, in this order.
 
     Attributes:
-        rule: its name in jobs, and in the C header rule_<name>.h.
-        all_slots: with every flag; with torch's names, if torch has the rule, but for SGD's.
-        faces_flags: flags that are no arguments. "keras": epsilon or the learning rate is where keras.optimizers has it.
-        always: flags that the class stands for.
-        needs: flag -> the flag that it does not go without.
-        is_in_torch: torch.optim has the class, with these arguments.
-        is_layerwise: an update needs norms of whole tensors; the kernel gives its direction alone.
-        rests_without: numbers: while all of them are 0, a gradient of zeros changes nothing. Empty: it changes slots at least.
-        settles: a gradient of zeros does nothing more the second time, if the numbers stay as they are; and nothing to zeros.
-        lr_scales_steps: if not, the parameters are computed from lr anew at each update, and a smaller lr is no smaller step.
+        rule: the rule's name in jobs, and in the C header rule_<name>.h.
+        all_slots: the slots with every flag; with torch's names, if torch has the rule, except SGD's.
+        faces_flags: flags that are no arguments. "keras": epsilon or the learning rate is placed as in keras.optimizers.
+        always: flags that are always on in this class.
+        needs: for a flag, another flag without which it is refused.
+        is_in_torch: True if torch.optim has the class, with these arguments.
+        is_layerwise: True if an update needs norms of whole tensors; the kernel then computes only its direction.
+        rests_without: numbers: while all are 0, a gradient of zeros changes nothing. Empty: it changes at least the slots.
+        settles: True if a second gradient of zeros, with the same numbers, changes nothing more; and none changes zeros.
+        lr_scales_steps: False if each update computes the parameters from lr, so that a smaller lr is no smaller step.
 
     Raises:
         TypeError, ValueError: naming the argument.
@@ -147,7 +147,7 @@ class Optimizer:
 
     @classmethod
     def conflicts(cls, flags: Collection[str], numbers: Mapping[str, float]) -> list[tuple[str, str]]:
-        """Flags that do not go with the numbers, and why."""
+        """Flags that the numbers do not allow, and why."""
         del flags, numbers
         return []
 
@@ -156,11 +156,11 @@ class Optimizer:
         return {argument.name: getattr(self, argument.name) for argument in fields(self)}
 
     def with_options(self: OptimizerT, options: Mapping[str, Any]) -> OptimizerT:
-        """The same with some arguments changed; TypeError or ValueError as for the class itself."""
+        """The same rule with some arguments changed; TypeError or ValueError as from the class itself."""
         return replace(self, **options)
 
     def scalars(self) -> dict[str, Any]:
-        """Numbers that travel with each push, by option."""
+        """Numbers that are sent with each push, by option."""
         values = self.option_values()
         options = dict.fromkeys(option_of(name) for name in facts_of(type(self)).scalars)
         return {name: tuple(map(float, values[name])) if name == "betas" else float(values[name]) for name in options}
@@ -171,14 +171,13 @@ class RuleFacts:
     """Facts that follow from a rule's class.
 
     Attributes:
-        name: as it stands in GroupSpec.rule.
-        row: the class.
-        number: the kernels' id, in the table.
-        scalars: names of the numbers that travel with each push, in order.
-        flags: names of the switches that are fixed for the job.
+        name: the rule's name, as in GroupSpec.rule. row: the class.
+        number: the kernels' id of the rule.
+        scalars: names of the numbers that are sent with each push, in order.
+        flags: names of the switches, which are fixed for the job.
         constants: names of the numbers that are fixed for the job, in order: initial values of slots.
-        all_slots: with every flag, in order.
-        ranges: of scalars and constants, by name.
+        all_slots: the slots with every flag, in order.
+        ranges: ranges of scalars and constants, by name.
     """
 
     name: str
@@ -191,12 +190,12 @@ class RuleFacts:
     ranges: Mapping[str, Range] = field(default_factory=dict)
 
     def slots(self, flags: Collection[str]) -> tuple[str, ...]:
-        """Names of the slots that there are under these flags."""
+        """Names of the slots with these flags."""
         return tuple(slot.name for slot in self.all_slots if not slot.flag or slot.flag in flags)
 
 
 def facts_of(row: type[Optimizer]) -> RuleFacts:
-    """Facts of a class, but for the number."""
+    """Facts of a class, without the number."""
     arguments = {argument.name: str(argument.type) for argument in fields(row)}
     flags = [option for option, kind in arguments.items() if kind == "bool"]
     ranges: dict[str, Range] = {}

@@ -1,9 +1,9 @@
-"""Files that belong to this user alone, in directories where nobody else can put one: what is in their places and is something
-else is refused by its name, never followed, read or written over.
+"""Files that belong only to this user, in directories where nobody else can create one. Anything else found in their place is
+refused by its name, never followed, read or overwritten.
 
-Whoever can write to a directory may put a link under a name that is about to be opened, and have this process write through it
-to whatever it may write to. So links are not followed, what is made is made anew, and a directory in which strangers could do
-that is not used at all. Must not know what the files hold.
+A user who can write to a directory may put a link under a name that is about to be opened, so that this process writes to
+another of its files. So links are not followed, files are always created anew, and a directory that strangers can write to is
+not used at all. Must not know what the files hold.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from pathlib import Path
 
 MODE = 0o600
 
-_SAFE = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # a pipe in the place of a file must not keep anybody waiting
+_SAFE = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # a pipe in place of a file must not block
 _LINK_ERRORS = (errno.ELOOP, errno.EMLINK)
 
 
 class NotOurs(OSError):
-    """A thing in the place of a file or directory of ours is none; `strerror` names it and says why. Nothing has changed."""
+    """Raised if something else is in place of a file or directory; `strerror` names it and says why. Nothing has changed."""
 
     def __init__(self, message: str) -> None:
         super().__init__(errno.EPERM, message)
 
 
 def check_directory(path: Path) -> None:
-    """Raise NotOurs unless a directory is this user's, or root's, and not everybody's to write to. A group's is its owner's
-    decision."""
+    """Raise NotOurs unless a directory belongs to this user or root, and not everybody may write to it. Whether a group may is
+    the owner's decision."""
     found = path.lstat()
     if stat.S_ISLNK(found.st_mode):
         if found.st_uid not in (os.geteuid(), 0):
@@ -44,12 +44,12 @@ def check_directory(path: Path) -> None:
 
 
 def check_file(path: Path) -> None:
-    """Raise NotOurs unless it is a regular file of this user's; FileNotFoundError if there is none."""
+    """Raise NotOurs unless it is a regular file of this user; FileNotFoundError if it does not exist."""
     _check(path, path.lstat())
 
 
 def open_own(path: Path, flags: int) -> int:
-    """Open a file of this user's, and make it if the flags say so; returns a descriptor. Raises NotOurs, OSError."""
+    """Open a file of this user, or create it if the flags say so; return a descriptor. Raises NotOurs, OSError."""
     try:
         fd = os.open(path, flags | _SAFE, MODE)
     except OSError as error:
@@ -65,7 +65,7 @@ def open_own(path: Path, flags: int) -> int:
 
 
 def create(path: Path) -> int:
-    """Make a file, in place of one of this user's; returns a descriptor. Raises NotOurs, OSError."""
+    """Create a file, which replaces one of this user; return a descriptor. Raises NotOurs, OSError."""
     with contextlib.suppress(FileNotFoundError):
         check_file(path)
         path.unlink()
@@ -73,7 +73,7 @@ def create(path: Path) -> int:
 
 
 def write(path: Path, content: bytes, *, is_durable: bool = False) -> None:
-    """Make a file with that content, in place of one of this user's; is_durable: on the disk. Raises NotOurs, OSError."""
+    """Create a file with this content, which replaces one of this user. is_durable: sync to disk. Raises NotOurs, OSError."""
     with open(create(path), "wb") as file:
         file.write(content)
         if is_durable:
@@ -82,7 +82,7 @@ def write(path: Path, content: bytes, *, is_durable: bool = False) -> None:
 
 
 def read(path: Path) -> bytes:
-    """The content of a file of this user's. Raises NotOurs, OSError."""
+    """The content of a file of this user. Raises NotOurs, OSError."""
     with open(open_own(path, os.O_RDONLY), "rb") as file:
         return file.read()
 

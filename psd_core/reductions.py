@@ -1,6 +1,6 @@
-"""Answers of reductions: what shards find out about their parts of vectors. Sums are exact, so their order does not matter.
+"""Answers of reductions: exact sums and extremes over the shards' parts of a vector, and their bytes.
 
-Owns the exact sum, the extreme, and their bytes. Must not know vectors, batches or messages.
+Since sums are exact, their order does not matter. Must not know vectors, batches or messages.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 
 from psd_core import _vector
 
-_UNIT = 1074  # totals are in units of 2**-1074, the least float64
+_UNIT = 1074  # totals are in units of 2**-1074, the smallest positive float64
 
 
 @dataclass(frozen=True)
@@ -23,15 +23,15 @@ class ExactSum:
     """A sum of numbers, without any rounding.
 
     Attributes:
-        total: the finite ones, in units of 2**-1074.
-        infinities: the sum of those that are not finite: 0.0, an infinity, or NaN.
+        total: the sum of the finite numbers, in units of 2**-1074.
+        infinities: the sum of the others: 0.0, an infinity, or NaN.
     """
 
     total: int = 0
     infinities: float = 0.0
 
     def add(self, values: Iterable[float]) -> ExactSum:
-        """The sum with numbers added: float64, or what converts to it exactly, or whole ones."""
+        """The sum with `values` added: float64, or numbers that convert to it exactly, or integers."""
         total, infinities = self.total, self.infinities
         if isinstance(values, np.ndarray) and values.dtype.kind == "f":
             more, flags = _vector.exact_sum(np.ascontiguousarray(values, np.float64).reshape(-1))
@@ -60,7 +60,7 @@ class ExactSum:
             return math.inf if self.total > 0 else -math.inf
 
     def whole(self) -> int:
-        """The sum of int64 numbers, as it is."""
+        """The sum of int64 numbers, as an integer."""
         return self.total >> _UNIT
 
     def root(self) -> float:
@@ -73,9 +73,9 @@ class Extreme:
     """The least or the greatest element, and its index.
 
     Attributes:
-        value: int for int64. NaN wins.
-        index: the first one that has it, in the whole vector; -1: there are no elements here, and value is 0.
-        greatest: which of both it is.
+        value: int for int64. NaN if there is one.
+        index: the first element's index in the whole vector; -1: there are no elements here, and value is 0.
+        greatest: True for the greatest, False for the least.
     """
 
     value: float
@@ -104,7 +104,7 @@ _SUM, _EXTREME = 0, 1
 
 
 def unpack_answers(data: bytes) -> list[Answer]:
-    """The answers of a batch: one for each reduction, in order, and as many for Gram as it has pairs.
+    """The answers of a batch, in order: one for each reduction; for Gram one for each pair.
 
     Raises:
         ValueError: the bytes are not those of answers.

@@ -1,4 +1,4 @@
-"""Update rules that only tables have, beside those of rules.py. Must not know how a rule computes."""
+"""Update rules that only tables have, besides those of rules.py. Must not know how a rule computes."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ __all__ = ["RowwiseAdagrad"]
 
 @dataclass(frozen=True)
 class RowwiseAdagrad(Adagrad):
-    """Adagrad with one sum of squares a row, the mean over its numbers, as FBGEMM and TorchRec have it.
+    """Adagrad with one sum per row, of the mean squares over its numbers, as in FBGEMM and TorchRec.
 
-    A row then takes one number of slots, where Adagrad takes as many as the row has.
+    So a row's slot is one number, instead of Adagrad's one for each number of the row.
 
     Args:
-        lr, lr_decay, weight_decay, eps, initial_accumulator_value, maximize: see Adagrad.
+        lr, lr_decay, weight_decay, eps, initial_accumulator_value, maximize: as in Adagrad.
     """
 
     rule: ClassVar[str] = "rowwise_adagrad"

@@ -1,11 +1,10 @@
-"""The table of the update rules: a class each, from which ids, scalars, flags, slots, ranges and defaults follow everywhere.
+"""The table of the update rules: one class each, from which its ids, scalars, flags, slots, ranges and defaults follow.
 
-A class is what a worker names, psd_client.Adam(lr=1e-3) say, and one row of the table: `RULES` is what shards and clients look
-up, and _c_headers.py makes of it what the kernels are built with. To add a rule write csrc/rule_<name>.h, and a class here that
-is named in `__all__`.
+Workers use the classes, such as psd_client.Adam(lr=1e-3). Shards and clients look them up in `RULES`, from which _c_headers.py
+makes the headers of the kernels. To add a rule, write csrc/rule_<name>.h, and a class here that is named in `__all__`.
 
-Must not know how a rule computes; nor tensors, groups or messages. Imports the standard library alone, because setup.py loads
-it before psd_core can be imported.
+Must not know how a rule computes, or tensors, groups or messages. Imports only the standard library, because setup.py loads it
+before psd_core can be imported.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ class SGD(Optimizer):
 
     @classmethod
     def conflicts(cls, flags: Collection[str], numbers: Mapping[str, float]) -> list[tuple[str, str]]:
-        """Flags and numbers that do not go together: nesterov needs momentum, and no dampening."""
+        """Flags and numbers that exclude each other: nesterov needs momentum, and no dampening."""
         momentum, dampening = numbers["momentum"], numbers["dampening"]
         if "nesterov" not in flags or (momentum > 0 and dampening == 0):
             return []
@@ -155,7 +154,7 @@ class Adam(Optimizer):
 
 @dataclass(frozen=True)
 class AdamW(Adam):
-    """AdamW, equal to torch.optim.AdamW of the same arguments: Adam, with the weight decay apart from the gradient.
+    """AdamW, equal to torch.optim.AdamW of the same arguments: Adam, with the weight decay separate from the gradient.
 
     Args:
         lr, eps, weight_decay: numbers >= 0; parameters are multiplied by 1 - lr * weight_decay.
@@ -220,7 +219,7 @@ class FTRL(Optimizer):
     Args:
         lr: number > 0, the paper's alpha.
         beta: number >= 0.
-        l1, l2: numbers >= 0; the former makes parameters exactly 0.
+        l1, l2: numbers >= 0; l1 makes parameters exactly 0.
         initial_accumulator_value: number >= 0; what the sum of squares begins with. Fixed for the job.
     """
 
@@ -244,7 +243,7 @@ class LAMB(Optimizer):
     Synchronous only; implies exact aggregation.
 
     Args:
-        lr, eps, weight_decay: numbers >= 0; the decay is a part of the direction.
+        lr, eps, weight_decay: numbers >= 0; the decay is part of the direction.
         betas: two numbers >= 0 and < 1.
         maximize: climb instead of descend.
     """
@@ -265,7 +264,7 @@ class Lion(Optimizer):
     """Lion (Chen et al. 2023, arXiv:2302.06675).
 
     Args:
-        lr, weight_decay: numbers >= 0; the decay is apart from the gradient, as in AdamW.
+        lr, weight_decay: numbers >= 0; the decay is separate from the gradient, as in AdamW.
         betas: two numbers >= 0 and < 1.
         maximize: climb instead of descend.
     """
@@ -286,4 +285,4 @@ RULES = {
 """Facts by name, in the order of the kernels' ids."""
 
 CLASSES: tuple[type[Optimizer], ...] = tuple(globals()[name] for name in __all__)
-"""Classes that workers may name."""
+"""Classes for workers."""

@@ -1,29 +1,29 @@
 """Checkpoints as files: one consistent cut of a job, independent of the number of shards.
 
     <url>/timeline-00000-step-000000001200-7f3a/
-        shard-00000-of-00002.chunks    one shard's numbers: of blocks, of tables' rows, of vectors (chunks.py)
-        shard-00000-of-00002.json      its own manifest: each chunk's kind, place and CRC-32; clocks, client states
+        shard-00000-of-00002.chunks    one shard's values: blocks, tables' rows, vectors (chunks.py)
+        shard-00000-of-00002.json      the part's document: each chunk's kind, place and CRC-32; clocks, client states
         shard-00001-of-00002.chunks
         shard-00001-of-00002.json
         manifest.json                  written last, and only then is the checkpoint valid: the job spec, the cut, SHA-256
-                                       of the parts' manifests, clocks, client states
+                                       of the parts' documents, clocks, client states
 
-A checkpoint of a job with tables may *build on* another one: of some tables it has what has changed since. It is valid as long
-as that one is there, which is itself whole, and is kept for it.
+A checkpoint of a job with tables may *build on* another one: for some tables it holds only what has changed since. It is valid
+as long as the other exists, which builds on none itself, and is kept for it.
 
-What is stored are runs of the job's flat spaces, which depend on the job spec alone, so a checkpoint of two shards is read by
-five. The `.json` files are for people, too, one chunk or tensor to a line, and end with a checksum of themselves (sealing.py).
+Stored are runs of the job's flat spaces, which depend only on the job spec, so five shards can read a checkpoint of two. People
+can read the `.json` files, too: they have one chunk or tensor to a line, and end with a checksum of themselves (sealing.py).
 
-    cut.py          what a cut is, and the names of files
-    chunks.py, blocks.py, tables.py, vectors.py    a part's file, and what can be in it: each kind of chunk
+    cut.py          a cut, and the names of files
+    chunks.py, blocks.py, tables.py, vectors.py    a part's file, and the kinds of chunks in it
     sealing.py, manifest.py    the JSON documents
     storage.py      local directories and object stores: whole files or none
-    writing.py, loading.py, reading.py, row_reading.py, row_values.py, export.py, importing.py    the verbs
-    notes.py        what shards tell each other here
-    ends.py         what they hold at the end of a job
+    writing.py, loading.py, reading.py, row_reading.py, row_values.py, export.py, importing.py    the operations
+    notes.py        notes that shards leave for each other here
+    ends.py         notes on what shards hold at the end of a job
     directory.py    CheckpointDirectory, the one class that others use
-    plain.py, safetensors.py, parquet.py    files as other programs write them
-    parameters.py   parameters alone, of any job's checkpoint or of a plain safetensors file, for another job to begin with
+    plain.py, safetensors.py, parquet.py    files in other programs' formats
+    parameters.py   only the parameters, from a checkpoint or a plain safetensors file, for another job to begin with
 
 A layer between contract and state: knows neither the blocks in a shard's memory nor when a checkpoint is due.
 """

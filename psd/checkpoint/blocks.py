@@ -5,10 +5,10 @@
     sessions     (W,)    u64   the dedup window: per rank, session ...
     clocks       (W,)    u64   ... and clock after the last push counted
     parameter    (n,)    in the space's dtype
-    slots        (n,)    likewise, one per slot of the group's rule
+    slots        (n,)    in the same dtype, one array per slot of the group's rule
 
-Spaces depend on the job spec alone; how they are cut into blocks depends on the number of shards, so chunks say where they
-belong. Must not know files, nor who owns a block.
+Spaces depend only on the job spec. Their division into blocks depends on the number of shards, so each chunk names its place.
+Must not know files, or which shard owns a block.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from psd.contract.layout import Block, Layout, Space
 
 
 class BlockPart(NamedTuple):
-    """A block at the cut, as its shard hands it over: views of a pinned page, and the facts beside it.
+    """A block at the cut, as its shard provides it: views of a pinned page, and facts about the block.
 
     Attributes:
-        space, offset, length: which block, in elements of its space.
+        space, offset, length: the block's place, in elements of its space.
         version: updates applied.
-        parameter: (n,) in the space's dtype. slots: likewise, by name, in the order of the rule.
+        parameter: (n,) in the space's dtype. slots: (n,) in the same dtype, by name, in the order of the rule.
         steps: (k,) uint64, updates applied to each segment.
         sessions, clocks: (W,) uint64, the dedup window, by rank.
     """
@@ -50,11 +50,11 @@ class BlockPart(NamedTuple):
 
 
 class RestoredBlock(NamedTuple):
-    """A block to be restored. The arrays may be read-only views; copy them.
+    """A block to restore. The arrays may be read-only views; copy them.
 
     Attributes:
-        block: of the new layout.
-        version: the largest of the stored blocks it is made of; under sync they are all equal.
+        block: the block in the new layout.
+        version: the largest of the stored blocks from which it is made; under sync all are equal.
         parameter, slots, steps: as in BlockPart.
         sessions, clocks: the dedup window, or None if the block was cut differently or the job had another world size.
     """
@@ -73,8 +73,8 @@ class StoredSpace:
     """A flat space of the stored job.
 
     Attributes:
-        space: of the layout; its blocks do not matter. ends: where each of its tensors ends, in elements.
-        slots: names of the slots of its group. world_size: length of the dedup windows.
+        space: the layout's space; its blocks do not matter. ends: end of each of its tensors, in elements.
+        slots: names of its group's slots. world_size: length of the dedup windows.
     """
 
     space: Space
@@ -83,15 +83,15 @@ class StoredSpace:
     world_size: int
 
     def first_tensor(self, offset: int) -> int:
-        """The space's tensor that holds an element."""
+        """Number, in the space, of the tensor that holds an element."""
         return int(np.searchsorted(self.ends, offset, side="right"))
 
     def segments_in(self, chunk: Chunk) -> int:
-        """Number of tensors with elements in a block."""
+        """Number of tensors with elements in a chunk."""
         return self.first_tensor(chunk.first + chunk.length - 1) - self.first_tensor(chunk.first) + 1
 
     def nbytes_of(self, chunk: Chunk) -> int:
-        """Bytes of a block."""
+        """Bytes that a chunk must have."""
         numbers = 1 + self.segments_in(chunk) + 2 * self.world_size
         return 8 * numbers + (1 + len(self.slots)) * chunk.length * self.space.dtype.itemsize
 
@@ -111,7 +111,7 @@ def stored_spaces(spec: JobSpec) -> list[StoredSpace]:
 
 
 def block_chunks(cut: Cut, shard_index: int, blocks: Iterable[BlockPart]) -> Iterator[NewChunk]:
-    """A shard's blocks as chunks; CheckpointFailed if one is not of the cut. Each is done with when the next is asked for."""
+    """A shard's blocks as chunks; CheckpointFailed if one is not of the cut. Each is used only until the next is asked for."""
     for plan, block in zip(cut.layout.blocks_of(shard_index), blocks, strict=True):
         assert (block.space, block.offset, block.length) == (plan.space, plan.offset, plan.length), (block, plan)
         assert len(block.steps) == len(plan.segment_ends), (block, plan)

@@ -1,8 +1,8 @@
-"""One shard's part of a checkpoint as bytes: *chunks*, one behind the other, in one file without a header.
+"""One shard's part of a checkpoint as bytes: *chunks*, one after the other, in one file without a header.
 
-Nobody knows how much there will be when the first is written, so the part's document lists the chunks, in the order of their
-bytes, each with its CRC-32. A chunk has some MiB, and is all that writers and readers hold of a part. What it consists of says
-its kind: blocks.py, tables.py and vectors.py have those that there are. Must not know files, nor who has the numbers.
+When the first is written their number is not known yet, so the part's document lists the chunks, in the order of their bytes,
+each with its CRC-32. A chunk has some MiB, and writers and readers hold only a few of a part. Its kind says what it contains;
+the kinds are in blocks.py, tables.py and vectors.py. Must not know files, or where the values are kept.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class ChunkKind(NamedTuple):
     """A kind of chunk.
 
     Attributes:
-        owner: what holds it: a space, a table or a vector; `Chunk.of` is its number.
-        nbytes: takes the owner and the chunk; returns how many bytes this must have, -1 if it cannot be.
-        is_run: it is a run of its owner's elements, which all parts together have exactly once.
+        owner: the kind of thing whose values it has: a space, a table or a vector; `Chunk.of` is the owner's number.
+        nbytes: takes the owner and the chunk; returns the bytes that the chunk must have, -1 if no such chunk is possible.
+        is_run: True for a run of the owner's elements: all parts together have each element exactly once.
     """
 
     name: str
@@ -33,10 +33,10 @@ class ChunkKind(NamedTuple):
 
 
 class NewChunk(NamedTuple):
-    """A chunk to be written.
+    """A chunk to write.
 
     Attributes:
-        kind: its name. of: number of the owner. first: of a run, the first element. length: elements or rows.
+        kind: name of its kind. of: number of the owner. first: first element of a run. length: elements or rows.
     """
 
     kind: str
@@ -50,8 +50,8 @@ class Chunk(NamedTuple):
     """A stored chunk, and the checksum of its bytes.
 
     Attributes:
-        kind, of, first, length: see NewChunk.
-        part: index of the shard that wrote it. start: its place in that one's file.
+        kind, of, first, length: as in NewChunk.
+        part: index of the shard that wrote it. start: its offset in that shard's file.
     """
 
     kind: str
@@ -64,12 +64,12 @@ class Chunk(NamedTuple):
     start: int
 
     def to_document(self) -> dict[str, Any]:
-        """The fields that stand in the part's document; the others follow from its place there."""
+        """The fields that the part's document has; the others follow from the chunk's place there."""
         return dict(zip(self._fields[:6], self[:6], strict=True))
 
 
 def encode(new: Iterable[NewChunk], part: int, chunks: list[Chunk]) -> Iterator[memoryview]:
-    """Yield the bytes of a part, array by array, without a copy; append to `chunks` what they are."""
+    """Yield the bytes of a part, array by array, without a copy; append the chunks' records to `chunks`."""
     start = 0
     for content in new:
         crc32 = nbytes = 0
@@ -93,14 +93,14 @@ def parse_chunks(documents: Iterable[Mapping[str, Any]], part: int) -> tuple[Chu
 
 
 def check_chunk(kind: ChunkKind, owner: Any, chunk: Chunk) -> None:
-    """Raise CheckpointCorrupt if its owner cannot have such a chunk."""
+    """Raise CheckpointCorrupt if the owner cannot have such a chunk."""
     is_sound = all(type(number) is int and number >= 0 for number in chunk[1:]) and chunk.length > 0
     if not is_sound or chunk.nbytes != kind.nbytes(owner, chunk):
         raise CheckpointCorrupt(f"describes a chunk wrongly: {chunk}")
 
 
 def tiled(chunks: Iterable[Chunk], size: int, what: str) -> tuple[Chunk, ...]:
-    """Runs by their first elements; CheckpointCorrupt unless they are a whole of `size` elements, each exactly once."""
+    """The runs in order; CheckpointCorrupt unless they have each of `size` elements exactly once."""
     ordered = sorted(chunks, key=lambda chunk: chunk.first)
     end = 0
     for chunk in ordered:

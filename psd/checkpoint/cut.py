@@ -1,7 +1,7 @@
-"""The names of things: one consistent cut of a job, the files that hold it, and what a directory says of each checkpoint.
+"""Names: of one consistent cut of a job, of its files, and of a checkpoint's properties in listings.
 
-A cut is decided in one place and made known to all shards, so everything here is the same on all of them. Must not know how
-files are written.
+A cut is decided in one place and told to all shards, so everything here is the same on all of them. Must not know how files are
+written.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from psd.contract.layout import Layout
 MANIFEST = "manifest.json"
 
 WHOLE_KEPT = 2
-"""Newest checkpoints of tables that build on no other, which are not removed: what is being written builds on one of them."""
+"""Number of the newest checkpoints with tables that build on no other and are kept: the next one builds on one of them."""
 
 TIME_S_MAX = 253_402_300_799.0
-"""The last second of the year 9999: no cut is of a later one."""
+"""The last second of the year 9999, and so the latest time of a cut."""
 
 FINAL_ID = "final"
 """Id of the cut taken when all workers have left."""
@@ -31,7 +31,7 @@ ORDER_MAX = 10**12
 _NAME = re.compile(r"timeline-(\d{5,})(?:-cut-(\d{9,}))?-step-(\d{12,})-([0-9A-Za-z]{1,64})")
 
 STEP_MAX = (1 << 56) - 1
-"""Largest step of a checkpoint that a job can go on from: shards keep a worker's clock in 56 bits."""
+"""Largest step of a checkpoint from which a job can go on: shards keep a worker's clock in 56 bits."""
 
 
 def name_of(timeline: int, step: int, cut_id: str, order: int = 0) -> str:
@@ -47,11 +47,11 @@ class Cut:
     Attributes:
         cut_id: a name that no other cut has: 1 to 64 ASCII letters and digits.
         step: under sync the version of all trained blocks; else some measure of progress, such as min_clock.
-        timeline: grows whenever the job goes back to an older state, so that what came after counts as newer.
+        timeline: number that grows whenever the job goes back to an older state, so that later cuts count as newer.
         run_id: the run's name. created_at: seconds since 1970, UTC.
-        layout: of the job, for its number of shards.
-        order: greater than an earlier cut's of the timeline where the step alone would not say which is the later one: workers
-            may come and go, and the slowest be at an earlier clock than before.
+        layout: the job's, for its number of shards.
+        order: greater than that of an earlier cut of the timeline, if the steps do not show which is later: workers may come
+            and go, so that the slowest clock is lower than before.
     """
 
     cut_id: str
@@ -88,7 +88,7 @@ class Cut:
 class CutName(NamedTuple):
     """The parts of a checkpoint's name. Later ones compare as greater: by timeline, then by order, then by step.
 
-    What is stored when all workers have left is the last of its timeline.
+    The checkpoint that is stored when all workers have left is the last of its timeline.
     """
 
     timeline: int
@@ -115,19 +115,19 @@ class CheckpointState(str, enum.Enum):
     DAMAGED = "damaged"
     """The files do not match the manifest."""
     UNSUPPORTED = "unsupported"
-    """Whole, but of a version of psd whose checkpoints this one does not read. It is left alone."""
+    """Whole, but from a version of psd whose checkpoints this one cannot read. It is left alone."""
 
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """One line of a listing.
+    """One checkpoint in a listing.
 
     Attributes:
         created_at, shard_count: None unless it is valid.
-        nbytes: of all its files. reason: why it is not valid.
-        rows: of all its tables; None where there are none, or unless it is valid.
-        base: name of the checkpoint that it builds on; empty: it is whole by itself.
-        learning_rate_scale: that a job has which goes on from there; 1 if it is not valid.
+        nbytes: size of all its files. reason: why it is not valid.
+        rows: number of rows of all its tables; None without tables, or if it is not valid.
+        base: name of the checkpoint on which it builds; empty: none.
+        learning_rate_scale: the scale of the learning rate for a job that goes on from there; 1 if it is not valid.
     """
 
     name: str
@@ -144,10 +144,10 @@ class CheckpointInfo:
 
 
 def data_file(shard_index: int, shard_count: int) -> str:
-    """All of a part's numbers."""
+    """Name of the file with all values of a part."""
     return f"shard-{shard_index:05}-of-{shard_count:05}.chunks"
 
 
 def part_file(shard_index: int, shard_count: int) -> str:
-    """A part's own manifest, written after its numbers."""
+    """Name of a part's document, which is written after its values."""
     return f"shard-{shard_index:05}-of-{shard_count:05}.json"

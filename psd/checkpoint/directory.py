@@ -1,13 +1,13 @@
 """A directory of checkpoints: writes parts, completes checkpoints, finds the newest reliable one, deletes old ones.
 
-The order of writing makes a checkpoint valid at one instant, by one rename or put:
+A checkpoint becomes valid at one instant, by one rename or put, because it is written in this order:
 
-    every shard    its numbers, then its part's document    write_part
-    any shard      the manifest, once all parts are there            complete
+    every shard    its values, then its part's document    write_part
+    any shard      the manifest, once all parts exist      complete
 
-and the order of deleting makes it invalid at one instant: the manifest goes first. Nothing here waits, knows the time or keeps
-state: what is true is what the files say. Several shards may call anything at once. Errors of the file system surface as
-CheckpointFailed and leave what was valid valid. Must not know shards, blocks in memory, or when to store.
+It becomes invalid at one instant, because its manifest is deleted first. Nothing here waits, knows the time or keeps state:
+only the files count. Several shards may call anything at once. Errors of the file system are raised as CheckpointFailed, and
+leave valid checkpoints valid. Must not know shards, blocks in memory, or when to store.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ class CheckpointDirectory:
     """The checkpoints at one URL.
 
     Attributes:
-        location: the URL without credentials, for messages. storage: its files. notes: that shards leave there for each other.
+        location: the URL without credentials, for messages. storage: its files. notes: the shards' notes for each other.
     """
 
     def __init__(self, url: str, *, keep: int = 3, crash_point: CrashPoint = no_crash, only: str = "") -> None:
         """Store the arguments; nothing is read or written yet.
 
         Args:
-            url: a local path, or whatever fsspec takes.
+            url: a local path, or any URL that fsspec takes.
             keep: how many valid checkpoints `collect_garbage` leaves.
-            crash_point: for tests, see storage.py.
-            only: name of the one checkpoint that counts; empty: all do.
+            crash_point: for tests; see storage.py.
+            only: name of the only checkpoint to see; empty: all.
 
         Raises:
             ConfigError: fsspec does not know such URLs, or lacks the package for them.
@@ -72,12 +72,12 @@ class CheckpointDirectory:
     # -- writing -------------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """List the directory; write a small file there, durably, read it back and remove it. Makes the directory if need be.
+        """List the directory; write a small file there, durably, read it back and remove it. Creates the directory if needed.
 
         Raises:
-            CheckpointFailed: one of these is not possible, so that no checkpoint would be.
+            CheckpointFailed: one of these is not possible, so checkpoints are not, either.
         """
-        self.storage.directories()  # of what is no directory it has the clearer words
+        self.storage.directories()  # it has the clearer message for a path that is no directory
         name, content = f"psd-check-{secrets.token_hex(8)}", secrets.token_bytes(64)
         self.storage.write("", name, [content])
         try:
@@ -101,22 +101,22 @@ class CheckpointDirectory:
         base: str = "",
         vectors: VectorsPart | None = None,
     ) -> int:
-        """Store one shard's part of a cut, durably. A part that is there already is left as it is.
+        """Store one shard's part of a cut, durably, unless it is stored already.
 
         Args:
-            blocks: exactly the shard's blocks, in the order of the layout; taken one at a time, and done with when the next is
-                asked for, so that a generator can give a page back as soon as it is written.
-            worker_clocks: by rank; the manifest has the smallest of all shards'. client_states: opaque bytes by rank, if this
-                shard has any; where several have, the first shard's hold.
+            blocks: exactly the shard's blocks, in the order of the layout. Each is used only until the next is asked for, so
+                that a generator can release a page as soon as it is written.
+            worker_clocks: clocks by rank; the manifest has the smallest of all shards'. client_states: opaque bytes by rank, if
+                this shard has any; if several have, the first shard's count.
             learning_rates: scales of the learning rate at this step and later, on shard 0.
             vectors: a snapshot of the server-side vectors, if there are any.
-            tables: snapshots of exactly the job's tables. base: the valid checkpoint that those build on that are not full.
+            tables: snapshots of exactly the job's tables. base: the valid checkpoint on which those that are not full build.
 
         Returns:
             Bytes written.
 
         Raises:
-            CheckpointFailed: the file system refused something, or the blocks are not of one cut. The part does not exist.
+            CheckpointFailed: the file system refused something, or the blocks are not of one cut. The part is not stored.
         """
         return writing.write_part(
             self.storage,
@@ -132,11 +132,11 @@ class CheckpointDirectory:
         )
 
     def named(self, cut_id: str) -> list[str]:
-        """Names of the checkpoints of a cut's id, newest first, whatever is there of them."""
+        """Names of the checkpoints with a cut's id, newest first, even if incomplete."""
         return [name for name in self._names() if _cut_name(name).cut_id == cut_id]
 
     def stored(self, cut: Cut, shard_index: int) -> Cut | None:
-        """The cut of that id of which a shard's part is stored, with what its name and that part say of it."""
+        """The cut with the same id, as its name and the shard's stored part describe it; None if there is no such part."""
         for name in self.named(cut.cut_id):
             its = _cut_name(name)
             if its.is_final and its.timeline != cut.timeline:  # each timeline may have one
@@ -147,36 +147,35 @@ class CheckpointDirectory:
         return None
 
     def has_later(self, cut: Cut) -> bool:
-        """True if a checkpoint of a cut that was announced after this one is valid."""
+        """True if there is a valid checkpoint of a cut that was announced after this one."""
         times = (info.created_at for info in self.checkpoints() if info.state is CheckpointState.VALID)
         return any(time is not None and time > cut.created_at for time in times)
 
     def complete(self, cut: Cut) -> bool:
-        """Write the manifest if all parts are there. Any shard may, at any time, also several at once.
+        """Write the manifest if all parts exist. Any shard may do so, at any time, also several at once.
 
         Returns:
             True if the checkpoint is valid now, False if parts are missing.
 
         Raises:
-            CheckpointCorrupt: a part that is there is damaged.
-            CheckpointFailed: the file system refused something.
+            CheckpointCorrupt: a part is damaged. CheckpointFailed: the file system refused something.
         """
         return writing.complete(self.storage, cut)
 
     # -- finding -------------------------------------------------------------------------------------------------------
 
     def checkpoints(self) -> list[CheckpointInfo]:
-        """All checkpoints, newest first, with their states. Reads documents and sizes, not the numbers."""
+        """All checkpoints, newest first, with their states. Reads documents and sizes, not the values."""
         return [self._inspect(name) for name in self._names()]
 
     def newest(self, *, before: str | None = None) -> Manifest | None:
-        """The newest valid checkpoint, or the newest before the one of that name; None if there is none.
+        """The newest valid checkpoint, or the newest one before the checkpoint named `before`; None if there is none.
 
-        Newer ones that are not valid are logged as errors, with the file and the reason. Reads documents and sizes; the numbers
-        are checked when they are read: if that raises CheckpointCorrupt, go on with `before=` its name.
+        Newer ones that are not valid are logged as errors, with the file and the reason. Reads documents and sizes; the values
+        are checked when they are read: if that raises CheckpointCorrupt, pass its name as `before`.
 
         Raises:
-            CheckpointUnsupported: it is whole, but another version of psd has written it. It is not passed over: who went on
+            CheckpointUnsupported: it is whole, but another version of psd has written it. It is not skipped: a job that went on
                 from an older one would lose what this one holds.
         """
         limit = None if before is None else _cut_name(before)
@@ -192,7 +191,7 @@ class CheckpointDirectory:
         return None
 
     def load(self, name: str) -> Manifest:
-        """One checkpoint by its name; CheckpointCorrupt if it is damaged, incomplete or not there."""
+        """The checkpoint with this name; CheckpointCorrupt if it is damaged, incomplete or does not exist."""
         files = self.storage.files(name) if CutName.of(name) else {}
         if not files:
             raise CheckpointCorrupt(f"there is no checkpoint {name!r} in {self.location}")
@@ -207,7 +206,7 @@ class CheckpointDirectory:
         return sorted(names, key=_cut_name, reverse=True)
 
     def has(self, name: str) -> bool:
-        """True if there are files of a checkpoint of that name."""
+        """True if a checkpoint with this name has any files."""
         return bool(CutName.of(name) and self.storage.files(name))
 
     def _inspect(self, name: str) -> CheckpointInfo:
@@ -238,11 +237,11 @@ class CheckpointDirectory:
     # -- deleting ------------------------------------------------------------------------------------------------------
 
     def collect_garbage(self) -> list[str]:
-        """Remove what is no longer needed, once its replacement is durable; return the names.
+        """Remove checkpoints that are no longer needed, once their replacements are durable; return the names.
 
-        Left are the newest `keep` valid checkpoints, those that they build on, and all that is newer; of jobs with tables also
-        the newest WHOLE_KEPT that build on no other. Unfinished ones go when a newer one is valid, damaged ones when there are
-        `keep` newer valid ones. If nothing is valid, nothing is removed.
+        Kept are the newest `keep` valid checkpoints, those on which they build, and all newer ones; for jobs with tables also
+        the newest WHOLE_KEPT that build on no other. Unfinished ones are removed once a newer one is valid, damaged ones once
+        `keep` newer ones are. If none is valid, nothing is removed.
         """
         found = self.checkpoints()
         kept = [info for info in found if info.state is CheckpointState.VALID][: self._keep]
@@ -264,10 +263,10 @@ class CheckpointDirectory:
         return [info.name for info in doomed]
 
     def discard(self, cut: Cut) -> bool:
-        """Remove the remains of a cut that this shard could not complete, to free the disk.
+        """Remove the files of a cut that this shard could not complete, to free disk space.
 
         Returns:
-            False if the checkpoint is valid, because another shard has completed it; then it stays.
+            False if another shard has completed the checkpoint, so that it is valid; then it stays.
         """
         if self._inspect(cut.name).state is CheckpointState.VALID:
             return False
@@ -276,7 +275,7 @@ class CheckpointDirectory:
             document = self.storage.read(cut.name, file)
         except FileNotFoundError:
             document = b""
-        self.storage.remove(cut.name, file)  # without it nobody completes the checkpoint from here on
+        self.storage.remove(cut.name, file)  # without it nobody completes the checkpoint from now on
         if document and MANIFEST in self.storage.files(cut.name):
             self.storage.write(cut.name, file, [document])
             if self._inspect(cut.name).state is CheckpointState.VALID:
@@ -285,7 +284,7 @@ class CheckpointDirectory:
         return True
 
     def discard_unfinished(self, timeline: int, but: str = "") -> None:
-        """Remove what is unfinished of a timeline to which nobody writes any more, except the checkpoint `but`."""
+        """Remove unfinished checkpoints of a timeline to which nobody writes any more, except the checkpoint `but`."""
         for info in self.checkpoints():
             if info.state is CheckpointState.INCOMPLETE and info.timeline == timeline and info.name != but:
                 self._remove(info.name)
@@ -294,7 +293,7 @@ class CheckpointDirectory:
         files = self.storage.files(name)
         if MANIFEST in files:
             self.storage.remove(name, MANIFEST)
-            self.storage.sync(name)  # from here on it is not valid, also after a power failure
+            self.storage.sync(name)  # from now on it is not valid, even after a power failure
         for file in sorted(files.keys() - {MANIFEST}):
             self.storage.remove(name, file)
         self.storage.remove_directory(name)
@@ -304,26 +303,26 @@ class CheckpointDirectory:
     def read_blocks(self, manifest: Manifest, layout: Layout, shard_index: int) -> Iterator[RestoredBlock]:
         """Yield the blocks of one shard of `layout`, in order; the layout may have any number of shards.
 
-        Only a few blocks are in memory at a time, and every byte is checked before it is used.
+        Only a few blocks are in memory at a time. Every byte is checked before it is used.
 
         Raises:
             CheckpointCorrupt: a byte has changed.
             CheckpointFailed: a file cannot be read.
-            SpecMismatch: the tensors or the groups of the layout's job are not those that were stored.
+            SpecMismatch: the tensors or the groups of the layout's job differ from the stored ones.
         """
         return restored_blocks(self.storage, manifest, layout, shard_index)
 
     def read_table(self, manifest: Manifest, layout: Layout, shard_index: int, table: int) -> StoredTable:
-        """The rows of a table that belong to one shard of `layout`. Raises what `read_blocks` does, iterating it likewise."""
+        """The rows of a table that belong to one shard of `layout`. This, and iterating it, raise what `read_blocks` raises."""
         return restored_table(self.storage, manifest, layout, shard_index, table)
 
     def read_vectors(self, manifest: Manifest, shard_index: int = 0, shard_count: int = 1) -> Iterator[Piece]:
-        """The elements of all vectors that belong to one of any number of shards. Raises what `read_blocks` does."""
+        """The elements of all vectors that belong to one of any number of shards. Raises what `read_blocks` raises."""
         return restored_vectors(self.storage, manifest, shard_index, shard_count)
 
     def verify(self, name: str, progress: Callable[[int, int], None] = _ignore) -> list[str]:
-        """Read every byte of a checkpoint, and of the rows of the one that it builds on; return its problems in words.
-        `progress`: bytes read, of all."""
+        """Read every byte of a checkpoint, and of the rows of the one on which it builds; return its problems in words.
+        progress: gets the bytes read so far and the total."""
         try:
             manifest = self.load(name)
         except (CheckpointCorrupt, CheckpointUnsupported) as error:
@@ -346,11 +345,11 @@ class CheckpointDirectory:
         """Write parameters and tables as named tensors to a safetensors file at a path or URL; see export.py.
 
         Args:
-            table: write this one alone, which may also be to a Parquet file.
+            table: write only this table; then the file may also be a Parquet file.
 
         Raises:
             CheckpointCorrupt: a byte of the checkpoint has changed; the file is not written.
-            CheckpointFailed: a file cannot be read or written, or there is no such table. ConfigError: pyarrow is not there.
+            CheckpointFailed: a file cannot be read or written, or there is no such table. ConfigError: pyarrow is missing.
         """
         export_tensors(self.storage, manifest, path, progress, table)
 

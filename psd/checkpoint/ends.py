@@ -1,8 +1,8 @@
 """The end notes of a job's shards: what each holds once nothing changes it any more.
 
-Shards never talk to each other: workers carry what they have to know. At the end there may be no workers left, so each shard
-leaves a note where the checkpoints are. When all notes are there, every shard makes the same cut of them, or finds that what
-they hold is of different rounds. Must not know blocks in memory, nor how long anybody waits.
+Shards never talk to each other: workers pass on what they must know. At the end there may be no workers left, so each shard
+leaves a note among the checkpoints. When all notes exist, every shard makes the same cut from them, or finds that the shards
+hold different rounds. Must not know blocks in memory, or how long anybody waits.
 """
 
 from __future__ import annotations
@@ -27,12 +27,11 @@ class EndNote:
     """Facts about one shard at its end.
 
     Attributes:
-        run_id, timeline, layout_digest: of the job; the digest as hexadecimal digits.
+        run_id, timeline, layout_digest: the job's; the digest as hexadecimal digits.
         step: progress of the job, as this shard knows it.
-        counted: what its trained blocks count, in words, which must be one and the same on all shards: with rounds, their
-            versions; without, the last push of each worker, but for those whose leases have run out, of whom what has counted
-            counts.
-        order: of the last cut that it knows; see Cut. ended_at: seconds since 1970.
+        counted: what its trained blocks count, in words, which must be equal on all shards: with rounds, their versions;
+            without, the last push of each worker whose lease has not run out.
+        order: the order of the last cut that it knows; see Cut. ended_at: seconds since 1970.
     """
 
     run_id: str
@@ -45,12 +44,12 @@ class EndNote:
 
     @property
     def job(self) -> tuple[str, int, str]:
-        """The job, and the state that it began from."""
+        """The job, and its timeline."""
         return self.run_id, self.timeline, self.layout_digest
 
     @classmethod
     def parse(cls, facts: Any) -> EndNote:
-        """Read a note; CheckpointCorrupt if it is none."""
+        """Read a note; CheckpointCorrupt if the facts are not those of a note."""
         try:
             note = cls(**facts)
             counted = {str(what): [*map(str, found)] for what, found in note.counted.items()}
@@ -68,7 +67,7 @@ def write_end(notes: ShardNotes, note: EndNote, shard_index: int, shard_count: i
 
 
 def read_ends(notes: ShardNotes, own: EndNote, shard_count: int) -> dict[int, EndNote]:
-    """The notes of the shards of one's own job that are there, by shard."""
+    """The notes so far of the shards of the job in `own`, by shard."""
     found = {}
     for index, facts in notes.read(DIRECTORY, TOPIC, shard_count).items():
         with contextlib.suppress(CheckpointCorrupt):
@@ -79,7 +78,7 @@ def read_ends(notes: ShardNotes, own: EndNote, shard_count: int) -> dict[int, En
 
 
 def common_cut(notes: Mapping[int, EndNote], layout: Layout) -> Cut:
-    """The cut that all these shards hold; the same for whoever reads the same notes.
+    """The cut that all these shards hold. It depends only on the notes.
 
     Raises:
         CheckpointFailed: their blocks are of different rounds, or have counted different pushes of a worker.
@@ -92,9 +91,9 @@ def common_cut(notes: Mapping[int, EndNote], layout: Layout) -> Cut:
     for what, different in sorted(counted.items()):
         if len(different) > 1:
             raise CheckpointFailed(f"the shards ended in the middle of {what}: they are at {', '.join(sorted(different))}")
-    counting = [note for note in ordered if note.counted] or ordered  # a shard that has vectors alone hears late of clocks
+    counting = [note for note in ordered if note.counted] or ordered  # a shard that has only vectors learns of clocks late
     return Cut(
-        # When each has ended makes a name that no other end has.
+        # The times differ from end to end, so no two ends make the same name.
         cut_id="end" + hashlib.sha256(repr([note.ended_at for note in ordered]).encode()).hexdigest()[:8],
         step=min(note.step for note in counting),
         timeline=ordered[0].timeline,

@@ -1,9 +1,9 @@
 """Writes the tensors of a checkpoint as a plain safetensors file, by name, in the declared shapes and dtypes, and its tables as
 two tensors each (plain.py); or one table as a Parquet file.
 
-`safetensors.torch.load_file` and `model.load_state_dict` take the tensors. All else stays behind. Tensors held in float32 for
-a worker's float16 or bfloat16 are rounded to nearest even, as the worker's own copy is. A file is streamed, and appears
-under its name when it is complete.
+`safetensors.torch.load_file` and `model.load_state_dict` take the tensors. Nothing else is written. Tensors held in float32 for
+a worker's float16 or bfloat16 are rounded to nearest even, like the worker's own copy. A file is streamed, and appears under
+its name when it is complete.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def export_tensors(storage: FileStore, manifest: Manifest, path: str, progress: 
         ]
     )
     _check_names(manifest, entries)
-    # "pt" says that the layouts of weights are torch's; the transformers library asks for it.
+    # "pt" says that weights are laid out as in torch; the transformers library requires it.
     header = safetensors.header(entries, {"format": "pt", "psd_checkpoint": manifest.name})
     chunks = itertools.chain(
         [header],
@@ -85,7 +85,7 @@ def _tables(storage: FileStore, manifest: Manifest, wanted: str) -> dict[str, St
 
 
 def _is_wide(place: TensorPlace) -> bool:
-    """True if its elements have 8 bytes, as ids have."""
+    """True if the tensor's elements have 8 bytes, like ids."""
     return safetensors.ITEM_BYTES[ELEMENT_TYPES[place.tensor.dtype]] == 8
 
 
@@ -120,7 +120,7 @@ def _counted(
 
 
 def converted(values: NDArray[Any], dtype: str) -> NDArray[Any]:
-    """Master values in a worker's dtype; bfloat16 as its bit patterns."""
+    """Master values in a worker's dtype; bfloat16 as its bits."""
     if dtype == "float16":
         with np.errstate(over="ignore"):  # what is too large becomes infinity, as on the worker
             return values.astype("<f2")

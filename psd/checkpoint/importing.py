@@ -1,6 +1,6 @@
-"""Makes a file for --from-checkpoint of a table's ids and rows in another file, safetensors or Parquet.
+"""Makes a file for --from-checkpoint from a table's ids and rows in another file, safetensors or Parquet.
 
-Must not know checkpoints, nor jobs: whether a table fits is found when a job begins with the file.
+Must not know checkpoints or jobs: a job that begins with the file checks whether the table fits.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ def import_table(source: str, to: str, name: str, *, ids: str = "", rows: str = 
 
     Args:
         source: path or URL of a safetensors file, or path of a Parquet file.
-        name: of the table. ids, rows: names of the tensors or columns, if they are not the usual ones.
-        others: a safetensors file whose tensors and other tables are to be in the new one, too.
+        name: the table's name. ids, rows: names of the tensors or columns, if they are not the usual ones.
+        others: a safetensors file whose tensors and other tables are copied into the new one.
 
     Raises:
         CheckpointFailed: a file cannot be read or written, an id comes twice, or a number is not finite. Nothing is written.
-        CheckpointCorrupt: a file is not what its name says. ConfigError: pyarrow is not there.
+        CheckpointCorrupt: a file is not of the type that its name says. ConfigError: pyarrow is missing.
     """
     table: plain.ValueTable
     if source.endswith(parquet.SUFFIX):

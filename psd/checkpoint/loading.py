@@ -1,6 +1,6 @@
 """Reads a checkpoint's documents and tells whether it is reliable, as far as documents and sizes show.
 
-The numbers themselves are checked where they are read (reading.py). Must not know other checkpoints.
+The values themselves are checked when they are read (reading.py). Must not know other checkpoints.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _PART = re.compile(r"shard-\d+-of-(\d+)\.json")
 
 
 class Incomplete(Exception):
-    """The checkpoint has no manifest; the message lists what there is."""
+    """Raised if a checkpoint has no manifest; the message lists its files."""
 
 
 def load(storage: FileStore, name: str, files: Mapping[str, int]) -> Manifest:
@@ -29,7 +29,7 @@ def load(storage: FileStore, name: str, files: Mapping[str, int]) -> Manifest:
 
     Raises:
         Incomplete: there is no manifest.
-        CheckpointCorrupt: there is one, and something does not match it, or one that it builds on.
+        CheckpointCorrupt: something does not match the manifest, or is wrong with the checkpoint on which it builds.
     """
     if MANIFEST not in files:
         written = [match[1] for file in files if (match := _PART.fullmatch(file))]
@@ -52,15 +52,15 @@ def _load_base(storage: FileStore, document: ManifestDocument) -> Manifest | Non
 
 
 def load_base(storage: FileStore, name: str, sha256: str = "") -> tuple[Manifest, str]:
-    """A checkpoint that others build on, and the SHA-256 of its manifest, which is to be this one, if one is given.
+    """A checkpoint on which others build, and the SHA-256 of its manifest, which must be `sha256` if that is given.
 
-    Raises what `load` does.
+    Raises what `load` raises.
     """
     if CutName.of(name) is None:
         raise CheckpointCorrupt(f"{name!r} is not the name of a checkpoint")
     files = storage.files(name)
     found = hashlib.sha256(read_document(storage, name, MANIFEST)).hexdigest() if MANIFEST in files else ""
-    if found and sha256 not in ("", found):  # before it is looked into: no chain of manifests can come back to its beginning
+    if found and sha256 not in ("", found):  # checked before it is read, so manifests cannot form a circle
         raise CheckpointCorrupt(f"{name}/{MANIFEST}: was changed: its checksum is not the one in the other's manifest")
     return load(storage, name, files), found
 
@@ -78,7 +78,7 @@ def _load_part(storage: FileStore, name: str, files: Mapping[str, int], document
 
 
 def read_document(storage: FileStore, name: str, file: str) -> bytes:
-    """A whole small file; CheckpointCorrupt if it is not there."""
+    """A whole small file; CheckpointCorrupt if it is missing."""
     try:
         return storage.read(name, file)
     except FileNotFoundError:

@@ -1,11 +1,11 @@
-"""The JSON documents of a checkpoint: each part's own, and the manifest that makes the checkpoint valid.
+"""The JSON documents of a checkpoint: one for each part, and the manifest that makes the checkpoint valid.
 
 The manifest has the size and SHA-256 of each part's document; that has the size and CRC-32 of each chunk of the part; both are
-sealed (sealing.py). So every byte is accounted for. A manifest whose tables build on another checkpoint has the SHA-256 of that
-one's, too. The manifest is a pure function of the cut and the parts, so that any shard may write it, or all.
+sealed (sealing.py). So every byte is checked. If tables build on another checkpoint, the manifest also has the SHA-256 of that
+checkpoint's manifest. It is a pure function of the cut and the parts, so that any shard may write it, or all.
 
-Strict in what it reads: wrong content is CheckpointCorrupt, with the file's name and what is wrong; what is whole
-and not known here is CheckpointUnsupported. Must not know file systems.
+Reading is strict: wrong content raises CheckpointCorrupt, with the file's name and what is wrong; content that is whole but
+unknown to this version raises CheckpointUnsupported. Must not know file systems.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _IDENTITY = ("name", "run_id", "timeline", "step", "created_at", "shard_count", 
 """Fields on which the manifest and all parts must agree."""
 
 KINDS = {kind.name: kind for kind in (BLOCK, ROWS, REMOVED, HISTORY, ELEMENTS)}
-"""All that a chunk can be."""
+"""All kinds of chunks, by name."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,12 +45,12 @@ class Part:
     """One shard's part, as its document describes it.
 
     Attributes:
-        chunks: in the order of their bytes.
-        worker_clocks: by rank, as this shard knew them. client_states: opaque bytes by rank; only some shards have any.
+        chunks: its chunks, in the order of their bytes.
+        worker_clocks: clocks by rank, as this shard knew them. client_states: opaque bytes by rank; only some shards have any.
         learning_rates: scales of the learning rate at this step and later; only shard 0 has any.
-        tables: of the job, in its order. base: the name of the checkpoint that those build on that are not full; empty: there
-            are none.
-        vectors: server-side ones. sessions: the number of the latest batch on these, by session.
+        tables: the job's tables, in its order. base: name of the checkpoint on which those that are not full build; empty: all
+            are full.
+        vectors: the server-side vectors. sessions: the number of the latest batch on these, by session.
     """
 
     shard_index: int
@@ -72,13 +72,13 @@ class Part:
 
 @dataclass(frozen=True, eq=False)
 class Manifest:
-    """A checkpoint, read, with its parts.
+    """A checkpoint's documents, as they were read and checked.
 
     Attributes:
         created_at: seconds since 1970. spaces: the job's.
-        runs: the chunks of each space and vector, by kind and number, in the order of their elements, which they have all.
-        worker_clocks: by rank, the smallest that any shard knew. client_states: opaque bytes by rank.
-        nbytes: of all files. base: the checkpoint that its tables build on; None: it is whole by itself.
+        runs: all chunks of each space and vector, by kind and number, in the order of their elements.
+        worker_clocks: by rank, the smallest clock that any shard knew. client_states: opaque bytes by rank.
+        nbytes: size of all files. base: the checkpoint on which its tables build; None: they build on none.
     """
 
     name: str
@@ -99,7 +99,7 @@ class Manifest:
 
     @property
     def learning_rates(self) -> tuple[LearningRateScale, ...]:
-        """Scales of the learning rate at this step and later, as an operator has ordered."""
+        """Scales of the learning rate that an operator has ordered for this step and later."""
         return self.parts[0].learning_rates
 
     @property
@@ -139,7 +139,7 @@ def _by_rank(values: Mapping[int, Any]) -> dict[str, Any]:
 
 
 def part_document(cut: Cut, part: Part) -> bytes:
-    """The text of a part's own manifest."""
+    """The text of a part's document."""
     return seal(
         {
             **_head(cut, part.psd_version),
@@ -157,10 +157,10 @@ def part_document(cut: Cut, part: Part) -> bytes:
 
 
 def manifest_document(cut: Cut, parts: Sequence[Part], documents: Sequence[bytes], base: BaseEntry | None = None) -> bytes:
-    """The text of the manifest, from the parts and their documents as stored, in the order of the shards.
+    """The text of the manifest, from the parts and their stored documents, in the order of the shards.
 
     Args:
-        base: that the parts build on, if any do.
+        base: the checkpoint on which parts build, if any do.
     """
     spec = cut.spec
     clocks: dict[int, int] = {}
@@ -183,7 +183,7 @@ def manifest_document(cut: Cut, parts: Sequence[Part], documents: Sequence[bytes
             ],
             "worker_clocks": _by_rank(clocks),
             "client_states": _by_rank(states),
-            # The job in words, for people; what holds is job_spec, a psd.v1.JobSpec.
+            # The job in words, for people; psd reads only job_spec, a psd.v1.JobSpec.
             "job": {
                 "world_size": spec.world_size,
                 "consistency": str(spec.consistency),
@@ -210,7 +210,7 @@ def _table_document(table: SparseTableSpec) -> dict[str, Any]:
 
 
 def _group_document(group: GroupSpec) -> dict[str, Any]:
-    """The document of a group's rule; optional facts appear only where they apply."""
+    """The document of a group's rule; optional facts appear only if they apply."""
     fields = dataclasses.asdict(group)
     return {name: value for name, value in fields.items() if value or name in ("rule", "flags", "constants")}
 
@@ -223,7 +223,7 @@ def _spaces_document(spaces: Iterable[StoredSpace]) -> list[dict[str, Any]]:
 
 
 def parse_part(data: bytes, file: str, identity: Mapping[str, Any], shard_index: int) -> Part:
-    """Read a part's document, which must belong to the checkpoint with that identity."""
+    """Read a part's document, which must belong to the checkpoint with this identity."""
     document = unseal(data, file)
     try:
         _check_identity(document, file, {**identity, "shard_index": shard_index})
@@ -258,7 +258,7 @@ class PartEntry(NamedTuple):
 
 
 class BaseEntry(NamedTuple):
-    """The checkpoint that another one's tables build on: its name, and the SHA-256 of its manifest."""
+    """The checkpoint on which another one's tables build: its name, and the SHA-256 of its manifest."""
 
     name: str
     sha256: str
@@ -268,8 +268,8 @@ class ManifestDocument:
     """A manifest before its parts have been read.
 
     Attributes:
-        identity: what each part must say. parts: where they are, in the order of the shards.
-        base: what its tables build on, if anything.
+        identity: fields that each part must repeat. parts: their documents' entries, in the order of the shards.
+        base: the checkpoint on which its tables build, if any.
     """
 
     def __init__(self, data: bytes, name: str) -> None:
@@ -290,7 +290,7 @@ class ManifestDocument:
             raise CheckpointCorrupt(f"{self.file}: has unexpected contents: {error!r}") from error
 
     def with_parts(self, parts: Sequence[Part], base: Manifest | None = None) -> Manifest:
-        """The manifest; CheckpointCorrupt unless the parts, with their base, hold all of the job, each element once."""
+        """The manifest; CheckpointCorrupt unless the parts, with their base, hold each element of the job once."""
         document = self._document
         try:
             message = job_pb2.JobSpec.FromString(base64.b64decode(document["job_spec"], validate=True))
@@ -301,7 +301,7 @@ class ManifestDocument:
             runs = self._runs(spec, spaces, parts, base) if is_known else {}
         except CheckpointCorrupt as error:
             raise CheckpointCorrupt(f"{self.file}: {error}") from None
-        except PsdError as error:  # the document's checksum is right
+        except PsdError as error:  # the checksum is right, so another version of psd wrote it
             raise CheckpointUnsupported(
                 f"{self.file}: psd {psd.__version__} does not know such a job, which psd {document['psd_version']} has stored: "
                 f"{error}"
@@ -329,7 +329,7 @@ class ManifestDocument:
     def _runs(
         self, spec: JobSpec, spaces: Sequence[StoredSpace], parts: Sequence[Part], base: Manifest | None
     ) -> dict[tuple[str, int], tuple[Chunk, ...]]:
-        """The chunks of each space and vector; CheckpointCorrupt unless the parts have what they should."""
+        """The chunks of each space and vector; CheckpointCorrupt unless the parts have the chunks that they should."""
         for part in parts:
             try:
                 self._check(spec, spaces, part, base)

@@ -1,7 +1,7 @@
 """Parameters alone, by name, from the checkpoint of any job or from a plain safetensors file, for another job to begin with.
 
-What must match is each tensor's name and shape, and each table's name and dim. Its dtype is converted, and groups, rules and
-slots do not matter; what the new job does not have stays where it is. Must not know who asks, nor where the numbers go.
+Each tensor's name and shape must match, and each table's name and dim. The dtype is converted; groups, rules and slots do not
+matter; what the new job does not have is ignored. Must not know who asks, or where the values go.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class ParameterSource(Protocol):
     """Named tensors and tables in files.
 
     Attributes:
-        location: for messages. shapes: of the tensors, by name.
+        location: path or URL, for messages. shapes: the tensors' shapes, by name.
     """
 
     location: str
@@ -53,7 +53,7 @@ class ParameterSource(Protocol):
 
 
 def directory_at(url: str) -> CheckpointDirectory:
-    """The checkpoints at a URL, which may also be that of one checkpoint: then of this one alone."""
+    """The checkpoints at a URL, which may also be the URL of one checkpoint: then only this one."""
     parent, _, name = url.rstrip("/").rpartition("/")
     return CheckpointDirectory(parent or ".", only=name) if CutName.of(name) else CheckpointDirectory(url)
 
@@ -62,7 +62,7 @@ def open_parameters(url: str) -> ParameterSource:
     """The parameters of the newest valid checkpoint at a URL, of one checkpoint, or of a safetensors file.
 
     Raises:
-        CheckpointFailed, CheckpointCorrupt, CheckpointUnsupported: there is none that can be read.
+        CheckpointFailed, CheckpointCorrupt, CheckpointUnsupported: none can be read.
     """
     if url.endswith(SAFETENSORS_SUFFIX):
         return PlainFile(url)
@@ -78,7 +78,7 @@ def parameter_blocks(source: ParameterSource, layout: Layout, shard_index: int) 
 
     Raises:
         SpecMismatch: the source lacks a tensor or a table of the job, or has it in another shape. Nothing was read.
-        CheckpointCorrupt, CheckpointFailed: it cannot be read.
+        CheckpointCorrupt, CheckpointFailed: the source cannot be read.
     """
     for table in layout.spec.tables:
         _table_of(source, table)
@@ -108,9 +108,9 @@ def parameter_blocks(source: ParameterSource, layout: Layout, shard_index: int) 
 
 
 def table_values(source: ParameterSource, layout: Layout, shard_index: int) -> Iterator[tuple[int, Iterator[ValueRows]]]:
-    """The values of a shard's rows, for each of its tables: how many there may be, and these, in pieces of some MiB.
+    """The values of a shard's rows, for each of its tables: the most that there may be, and the rows, in pieces of some MiB.
 
-    Raises what `parameter_blocks` does.
+    Raises what `parameter_blocks` raises.
     """
     for spec in layout.spec.tables:
         table = _table_of(source, spec)
@@ -147,7 +147,7 @@ def _name_of(name: str, aliases: Sequence[str], shape: tuple[int, ...], source: 
 
 
 class _Checkpoint:
-    """A checkpoint of a job that may have been any other one."""
+    """The parameters in a checkpoint of any job."""
 
     def __init__(self, storage: FileStore, manifest: Manifest) -> None:
         self.location = f"checkpoint {manifest.name}"

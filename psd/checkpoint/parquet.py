@@ -1,6 +1,6 @@
 """Tables as Parquet files: a column of ids, int64 bits, and one of rows, lists of float32. Needs pyarrow, which is an extra.
 
-Streamed both ways, a group of rows at a time. Must not know checkpoints.
+Files are read and written as streams, one group of rows at a time. Must not know checkpoints.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _packages() -> tuple[Any, Any]:
 
 
 class _Pieces:
-    """A file to write to, whose bytes are taken away piece by piece."""
+    """A writable file whose bytes are taken out piece by piece."""
 
     closed = False
 
@@ -64,7 +64,7 @@ def encode(batches: Iterable[ValueRows], dim: int) -> Iterator[bytes]:
     """The bytes of a file; each batch becomes a group of rows.
 
     Raises:
-        ConfigError: pyarrow is not there.
+        ConfigError: pyarrow is missing.
     """
     pa, pq = _packages()
     schema = pa.schema([(IDS, pa.int64()), (ROWS, pa.list_(pa.float32(), dim))])
@@ -81,7 +81,7 @@ class ParquetTable(ValueTable):
     """A table in a local Parquet file, by the names of two columns; see ValueTable.
 
     Raises:
-        CheckpointFailed: the file or a column is not there, or is not as it should be. ConfigError: pyarrow is not there.
+        CheckpointFailed: the file or a column is missing, or not as it should be. ConfigError: pyarrow is missing.
     """
 
     def __init__(self, path: str, ids: str, rows: str) -> None:

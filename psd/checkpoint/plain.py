@@ -1,9 +1,9 @@
 """Plain safetensors files, as any program writes them: named tensors, and tables as two tensors each.
 
     user.ids     (n,) I64 or U64: the ids' bits
-    user.rows    (n, dim) F32, F16, BF16 or F64: the value of each
+    user.rows    (n, dim) F32, F16, BF16 or F64: the values of each id's row
 
-Numbers are read in pieces. Must not know checkpoints, nor who wants the numbers.
+Values are read in pieces. Must not know checkpoints, or who wants the values.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class ValueRows(NamedTuple):
 
 
 class ValueTable(Protocol):
-    """A table in some file, without slots. Each `rows()` reads it anew.
+    """A table in some file, without slots. Each call of `rows` reads the file again.
 
     Attributes:
-        count: of rows, at least as many as come. dim: numbers of a row. location: for messages.
+        count: number of rows, or an upper bound. dim: length of a row. location: path or URL, for messages.
     """
 
     count: int
@@ -54,7 +54,7 @@ class ValueTable(Protocol):
     location: str
 
     def rows(self) -> Iterator[ValueRows]:
-        """All rows, in pieces of some MiB, none of them without a row."""
+        """All rows, in pieces of some MiB, none of them empty."""
         ...
 
 
@@ -62,11 +62,11 @@ class PlainFile:
     """A safetensors file.
 
     Raises:
-        CheckpointFailed: there is none, or it cannot be read. CheckpointCorrupt: it is not one.
+        CheckpointFailed: the file does not exist, or cannot be read. CheckpointCorrupt: it is no safetensors file.
 
     Attributes:
-        location: for messages. all_entries: its tensors. entries: those of types that psd can compute with, by name. shapes:
-            theirs.
+        location: path or URL, for messages. all_entries: all tensors. entries: by name, those whose types psd can compute with.
+        shapes: shapes of `entries`, by name.
     """
 
     def __init__(self, url: str) -> None:
@@ -87,7 +87,7 @@ class PlainFile:
         return self._storage.read("", self._file, start, stop)
 
     def raw(self, run: Run) -> NDArray[Any]:
-        """Elements as they are stored; bfloat16 as its bits."""
+        """Elements in the stored dtype; bfloat16 as its bits."""
         entry = self.entries[run.name]
         dtype = DTYPES[entry.dtype]
         return np.frombuffer(self._content(entry, run.start * dtype.itemsize, run.length * dtype.itemsize), dtype)
@@ -118,7 +118,7 @@ class PlainFile:
         return [name for name in names if f"{name}{ROWS_SUFFIX}" in self.entries]
 
     def table(self, name: str) -> PlainTable:
-        """The table of that name; raises what PlainTable does."""
+        """The table with this name; raises what PlainTable raises."""
         return PlainTable(self, f"{name}{IDS_SUFFIX}", f"{name}{ROWS_SUFFIX}")
 
 
@@ -126,7 +126,7 @@ class PlainTable(ValueTable):
     """A table in a safetensors file, by the names of its two tensors; see ValueTable.
 
     Raises:
-        CheckpointFailed: one of them is not there, or is no such tensor.
+        CheckpointFailed: one of them is missing, or has another type or shape.
     """
 
     def __init__(self, file: PlainFile, ids: str, rows: str) -> None:
@@ -158,7 +158,7 @@ class PlainTable(ValueTable):
 
 
 def write_file(target: FileStore, file: str, table: ValueTable, name: str, others: PlainFile | None) -> None:
-    """Write a table by name, and all other tensors of another file, as one safetensors file. Streamed; whole or not at all.
+    """Write a table by name, and all other tensors of another file, to one safetensors file, as a stream; all or nothing.
 
     Raises:
         CheckpointFailed: a file cannot be read or written.

@@ -1,8 +1,8 @@
-"""Reads the numbers of a checkpoint: for the shards of any layout of the job.
+"""Reads the values of a checkpoint, for the shards of any layout of the job.
 
-Chunks are read whole, a few ahead in threads of their own, and their CRC-32 is compared before a number is used. A block of
-the new layout that was stored as it is comes as views of what was read; others are assembled from the chunks that they
-overlap, so at most a few blocks are in memory. Must not know where the numbers go.
+Chunks are read whole, a few ahead in other threads, and their CRC-32 is checked before a value is used. A block that was stored
+as in the new layout consists of views of the bytes that were read; others are assembled from the chunks that they overlap. So
+at most a few blocks are in memory. Must not know where the values go.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from psd_core.vector_operations import extent
 
 READERS = 4
 CHUNKS_AHEAD_MAX = 8
-"""Chunks read ahead, a block's of at most 4 MiB times one plus the slots: enough to hide a store's latency, little beside a
-shard's memory."""
+"""Chunks read ahead, for blocks at most 4 MiB times one plus the slots each: enough to hide a store's latency, little compared
+with a shard's memory."""
 
 
 class TensorPlace(NamedTuple):
-    """A tensor's place in the spaces of a checkpoint, by one of its names. Without elements: any place."""
+    """A tensor's place in the spaces of a checkpoint, by one of its names. A tensor without elements may have any place."""
 
     name: str
     tensor: TensorSpec
@@ -60,7 +60,7 @@ def tensor_places(manifest: Manifest) -> list[TensorPlace]:
 
 
 def overlapping(manifest: Manifest, kind: str, of: int, first: int, count: int) -> Sequence[Chunk]:
-    """The chunks that hold a run of a space or a vector, by their first elements."""
+    """The chunks that hold a run of a space or a vector, in order."""
     chunks = manifest.runs[kind, of]
     begin = bisect.bisect_right(chunks, first, key=_first) - 1
     return chunks[begin : bisect.bisect_left(chunks, first + count, key=_first)]
@@ -71,7 +71,7 @@ def _first(chunk: Chunk) -> int:
 
 
 def read_ahead(storage: FileStore, manifest: Manifest, chunks: Iterable[Chunk]) -> Generator[bytes]:
-    """The bytes of chunks, in their order; a few are read ahead, in threads. Close the iterator to end these."""
+    """The bytes of each chunk; threads read a few ahead. Close the iterator to end the threads."""
     with ThreadPoolExecutor(READERS, thread_name_prefix="psd-checkpoint") as pool:
         coming = iter(chunks)
         ahead: deque[Future[bytes]] = deque()
@@ -87,7 +87,7 @@ def read_ahead(storage: FileStore, manifest: Manifest, chunks: Iterable[Chunk]) 
 
 
 def read_chunk(storage: FileStore, manifest: Manifest, chunk: Chunk) -> bytes:
-    """The bytes of a chunk; CheckpointCorrupt if any has changed since it was written."""
+    """The bytes of a chunk; CheckpointCorrupt if one has changed since it was written."""
     file = data_file(chunk.part, manifest.shard_count)
     try:
         data = storage.read(manifest.name, file, chunk.start, chunk.start + chunk.nbytes)
@@ -106,13 +106,13 @@ class BlockReader:
     """Reads stored blocks in a known order, ahead of their use. Close it."""
 
     def __init__(self, storage: FileStore, manifest: Manifest, wanted: Iterable[Sequence[Chunk]]) -> None:
-        """`wanted`: the chunks of each use; one that stands twice in a row is read once."""
+        """`wanted`: the chunks for each use, in order; a chunk that comes twice in a row is read once."""
         self._manifest = manifest
         self._coming = read_ahead(storage, manifest, _without_repeats(wanted))
         self._current: tuple[Chunk, BlockPart] | None = None
 
     def get(self, chunk: Chunk) -> BlockPart:
-        """The next block of the order, or the previous one again; CheckpointCorrupt if a byte of it has changed."""
+        """The next block in the order, or the previous one again; CheckpointCorrupt if one of its bytes has changed."""
         if self._current is None or self._current[0] is not chunk:
             self._current = None
             self._current = chunk, decode_block(self._manifest.spaces[chunk.of], chunk, next(self._coming))
@@ -162,8 +162,8 @@ def restored_blocks(storage: FileStore, manifest: Manifest, layout: Layout, shar
 def _assembled(manifest: Manifest, block: Block, source: Sequence[Chunk], stored_blocks: BlockReader) -> RestoredBlock:
     """A block that was cut differently, assembled from several chunks.
 
-    A tensor's pieces may have seen different numbers of updates where gradients arrive one by one; the largest holds, because
-    with it no rule takes a larger step than it would have.
+    Without rounds, a tensor's pieces may have seen different numbers of updates. The largest counts, because with it no rule
+    takes a larger step than it would have.
     """
     stored = manifest.spaces[block.space]
     parameter = np.empty(block.length, block.dtype)

@@ -1,9 +1,9 @@
 """Reads the rows of a checkpoint's tables: for the shards of any layout, and for other programs.
 
-A shard has the ids whose hash is in its run, whatever the number of shards; so it reads the parts whose runs overlap its own,
-and of these leaves the rows of others. Chunks are read a few ahead, and checked before a row is used. Of a checkpoint that
-builds on another, first come the rows that have changed, then those of the other that have not, nor were removed: each once.
-Beside a few chunks, the ids of what has changed are all that is in memory. Must not know where the rows go.
+A shard has the ids whose hash is in its run, for any number of shards; so it reads the parts whose runs overlap its own, and
+skips the rows of other shards in them. Chunks are read a few ahead, and checked before a row is used. If a checkpoint builds on
+another, the changed rows come first, then the other's rows that were neither changed nor removed: each row once. Only a few
+chunks and the ids of changed rows are in memory. Must not know where the rows go.
 """
 
 from __future__ import annotations
@@ -25,14 +25,13 @@ from psd_core.distinct import shard_of
 
 
 class StoredTable:
-    """A table in a checkpoint, as far as one of `shard_count` shards is to have it. An iterable of StoredRows, from the files,
-    none of them without a row.
+    """One shard's rows of a table in a checkpoint. Iterating it reads the files, and yields StoredRows, none of them empty.
 
     Attributes:
-        step: of the table. Where parts differ, the largest, because with it no rule takes a larger step than it would have.
-        clock: of the last push, by which rows are marked as used; the largest likewise, since no row is used after it.
-        count: of the rows that will come; about, where it shares parts with other shards.
-        width: numbers of a row. history: as of the part with that step.
+        step: the table's step. If parts differ, the largest, because with it no rule takes a larger step than it would have.
+        clock: clock of the last push, by which rows are marked as used; the largest, since no row is used after it.
+        count: number of rows; an estimate if the shard shares stored parts with other shards.
+        width: numbers in a row, value and slots. history: that of the part with the step above.
     """
 
     def __init__(self, storage: FileStore, manifest: Manifest, table: int, shard_index: int = 0, shard_count: int = 1) -> None:
@@ -60,7 +59,7 @@ class StoredTable:
         self.history = self._history(latest)
 
     def _share(self, stored_index: int) -> float:
-        """Share of a stored part's run of hashes that is this shard's."""
+        """Fraction of a stored part's run of hashes that belongs to this shard."""
         index, count = self._shard
         stored = self._manifest.shard_count
         low, high = max(stored_index / stored, index / count), min((stored_index + 1) / stored, (index + 1) / count)
@@ -79,7 +78,7 @@ class StoredTable:
                 if not self._is_all_ours:
                     index, count = self._shard
                     batch = _where(batch, shard_of(batch.ids, count) == index)
-                if len(batch.ids):  # all may have changed since, or be another shard's
+                if len(batch.ids):  # empty if all were changed later, or belong to other shards
                     yield batch
             if found != part.tables[self._table].rows:
                 raise CheckpointCorrupt(

@@ -1,7 +1,7 @@
 """The values of a table in a checkpoint, without its slots: for other programs, and for jobs that begin with them.
 
-Rows of a table that catches up lie as they were when they were last touched. Here they are what a worker would have read: they
-go through a small table of their own in ordinary memory, whose kernel brings them to the table's step. Must not know files.
+In a table that catches up, rows are stored as they were when last touched. Here they become what a worker would have read: they
+pass through a small table in ordinary memory, whose kernel brings them to the table's step. Must not know files.
 """
 
 from __future__ import annotations

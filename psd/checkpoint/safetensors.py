@@ -1,13 +1,13 @@
-"""The safetensors file format, written and read by hand, because a shard streams its numbers and never holds them twice.
+"""The safetensors file format, written and read without its library, because a shard streams its values and never copies all.
 
     8 bytes    length of the header, little-endian
     header     JSON: name -> {"dtype", "shape", "data_offsets": [start, stop]}, optionally "__metadata__": {str: str};
                padded with blanks, so that the data begin on a multiple of 8 bytes
     data       the tensors' bytes, little-endian, row-major, without gaps; offsets count from here
 
-Sizes are known before any number is, so the header is written first. Tensors are refused here that the library would refuse:
-overlaps, gaps, sizes that do not fit the shape. Whoever lays them out sees to it that each starts on a multiple of its item
-size, as torch requires. Must not know checkpoints, blocks or file systems.
+Sizes are known before the values, so the header is written first. Tensors that the library refuses are refused here, too:
+overlaps, gaps, sizes that do not fit the shape. Callers of `lay_out` must order tensors so that each starts on a multiple of
+its item size, as torch requires. Must not know checkpoints, blocks or file systems.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ITEM_BYTES = {
     "U32": 4,
     "C64": 8,
 }
-"""Element types by their names in the format; psd writes none of the last five, and reads past them."""
+"""Bytes of element types by their names in the format; psd never writes the last five, and skips them when reading."""
 
 NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
     "U8": np.dtype("u1"),
@@ -57,7 +57,7 @@ ALIGNMENT_BYTES = 8
 
 
 class Entry(NamedTuple):
-    """One tensor: name, element type, shape, and where its bytes are, counted from the first byte after the header."""
+    """One tensor: name, element type, shape, and place of its bytes, counted from the first byte after the header."""
 
     name: str
     dtype: str
@@ -81,7 +81,7 @@ def header(entries: Iterable[Entry], metadata: Mapping[str, str]) -> bytes:
     """The file up to the first tensor's bytes.
 
     Raises:
-        ValueError: there are so many tensors that the header would be larger than readers accept.
+        ValueError: there are so many tensors that readers would not accept the header.
     """
     document: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     for entry in entries:
@@ -98,7 +98,7 @@ def header(entries: Iterable[Entry], metadata: Mapping[str, str]) -> bytes:
 
 
 def header_length(prefix: bytes) -> int:
-    """Bytes of the header behind a file's first 8 bytes; ValueError if those cannot begin a safetensors file."""
+    """Bytes of the header after a file's first 8 bytes; ValueError if these cannot begin a safetensors file."""
     length = int.from_bytes(prefix, "little")
     if len(prefix) != PREFIX_BYTES or length > HEADER_BYTES_MAX:
         raise ValueError("the first 8 bytes are not the length of a safetensors header")
@@ -109,7 +109,7 @@ def parse_header(text: bytes) -> tuple[list[Entry], dict[str, str]]:
     """The tensors in the order of their bytes, and the metadata, from a header without its first 8 bytes.
 
     Raises:
-        ValueError: it is not such a header, or its tensors overlap, leave gaps or do not fit their shapes.
+        ValueError: it is no such header, or its tensors overlap, leave gaps or do not fit their shapes.
     """
     try:
         document = json.loads(text)

@@ -1,4 +1,4 @@
-"""JSON documents whose last line is the SHA-256 of all bytes before it, so that any change of any byte is found.
+"""JSON documents whose last line is the SHA-256 of all bytes before it, so that a change of any byte is found.
 
     {
      "format": "psd-checkpoint",
@@ -6,7 +6,7 @@
      "checksum": "sha256:5feceb66ffc86f38d952786c6d696c79c2dbc239dd4e91b46729d73a27fb57e9"
     }
 
-Checked on the bytes, before anything is made of them. Must not know what the documents say beyond their format's version.
+The bytes are checked before they are parsed. Must not know what the documents say beyond their format's version.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def seal(document: Mapping[str, Any]) -> bytes:
 
 
 def unseal(data: bytes, file: str) -> dict[str, Any]:
-    """The document, without its checksum; CheckpointCorrupt unless it is whole, CheckpointUnsupported if of a version that
-    we do not read."""
+    """The document, without its checksum; CheckpointCorrupt unless it is whole, CheckpointUnsupported if this psd cannot read
+    its version."""
     body, given = data[:-_SEAL_BYTES], data[-_SEAL_BYTES:]
     if given != _seal_of(body):
         raise CheckpointCorrupt(f"{file}: is cut off or was changed: its checksum does not match")

@@ -1,16 +1,16 @@
 """The storage of checkpoints: whole files in one directory per checkpoint, on a local file system or in any store that fsspec
 knows.
 
-`write` either leaves the whole file, to stay, or no file of that name, whatever happens meanwhile:
+`write` leaves either the whole file, durably, or no file of that name, whatever happens meanwhile:
 
     LocalStorage    writes a temporary name, fsync, rename, fsync of the directory; readers ignore temporary names
-    ObjectStorage   puts one object, which such stores show when it is complete. Where a store (memory, SFTP) shows what is
-                    there so far, the sizes and checksums in the manifest, which is written last, tell. A file system that
-                    is not made for several threads, such as SFTP's one connection, is asked by one at a time
+    ObjectStorage   puts one object, which such stores show when it is complete. If a store (memory, SFTP) shows incomplete
+                    files, the sizes and checksums in the manifest, which is written last, reveal them. A file system that
+                    is not made for several threads, such as SFTP's one connection, is used by one thread at a time
 
 `crash_point` is called with a few words before each operation that changes a file; a test makes it kill the process or raise
-OSError there. What the system refuses is raised as CheckpointFailed with its words; a file that is not there is a
-FileNotFoundError. Must not know what is in the files.
+OSError there. Errors of the system are raised as CheckpointFailed with its message; for a missing file FileNotFoundError is
+raised. Must not know what is in the files.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ TEMPORARY_SUFFIX = ".tmp"
 
 
 def no_crash(step: str) -> None:
-    """The crash point outside of tests: does nothing."""
+    """Do nothing: the crash point outside of tests."""
 
 
 class FileStore(Protocol):
-    """Files in directories, one level deep. `directory` is a plain name, or "" for the top itself.
+    """Files in directories, one level deep. `directory` is a plain name, or "" for the top directory.
 
     Attributes:
         location: the URL without credentials, for messages.
@@ -66,19 +66,19 @@ class FileStore(Protocol):
         ...
 
     def write(self, directory: str, file: str, chunks: Iterable[Chunk]) -> None:
-        """Write a whole file, durably; makes the directory if need be, replaces a file of that name."""
+        """Write a whole file, durably. Creates the directory if needed; replaces a file with this name."""
         ...
 
     def remove(self, directory: str, file: str) -> None:
-        """Remove a file, if it is there."""
+        """Remove a file, if it exists."""
         ...
 
     def remove_directory(self, directory: str) -> None:
-        """Remove a directory, if it is there and empty."""
+        """Remove a directory, if it exists and is empty."""
         ...
 
     def sync(self, directory: str) -> None:
-        """Make the directory's entries durable, whoever wrote them; another shard may be removing it at this moment."""
+        """Make the directory's entries durable, also other shards'; one of them may be removing it at this moment."""
         ...
 
 
@@ -86,12 +86,12 @@ def open_storage(url: str, crash_point: CrashPoint = no_crash) -> FileStore:
     """The storage at a URL or local path.
 
     Raises:
-        ConfigError: fsspec does not know such URLs, or lacks the package for them, or the store does not take the connection.
+        ConfigError: fsspec does not know such URLs, or lacks the package for them, or the store refuses the connection.
     """
     place = f"checkpoint directory {shown(url)}"
     if not url:
         raise ConfigError("checkpoint directory: expected a path or a URL, got an empty string")
-    if "::" in url and "://" not in url:  # a path; fsspec would take it for a chain of URLs, and its first part for the place
+    if "::" in url and "://" not in url:  # a path, which fsspec would take for a chain of URLs
         return LocalStorage(Path(url).expanduser().absolute(), crash_point)
     try:
         file_system, path = fsspec.core.url_to_fs(url)
@@ -108,7 +108,7 @@ def open_storage(url: str, crash_point: CrashPoint = no_crash) -> FileStore:
 
 
 def open_parent(url: str) -> tuple[FileStore, str]:
-    """The storage of the directory that a file is in, and the file's name there. Raises what `open_storage` does."""
+    """The storage of a file's directory, and the file's name there. Raises what `open_storage` raises."""
     parent, _, file = url.rpartition("/")
     return open_storage(parent or ("/" if url.startswith("/") else ".")), file
 
@@ -117,7 +117,7 @@ def open_parent(url: str) -> tuple[FileStore, str]:
 def _surfacing(
     what: str, kind: type[Exception] = OSError, *, missing_is_failure: bool = False, url: str = ""
 ) -> Iterator[None]:
-    """Turn errors of a kind into CheckpointFailed, without the secrets of the URL; FileNotFoundError only on request."""
+    """Turn errors of one kind into CheckpointFailed, without the URL's secrets; FileNotFoundError only if that is a failure."""
     try:
         yield
     except (PsdError, AssertionError):
@@ -212,7 +212,7 @@ class LocalStorage(FileStore):
                 self._fsync(self._root)
 
     def _make_directory(self, path: Path) -> None:
-        """Make a directory with its parents, each of them durable."""
+        """Make a directory and its parents, durably."""
         if path.is_dir():
             return
         self._make_directory(path.parent)
@@ -241,7 +241,7 @@ class ObjectStorage(FileStore):
     """A prefix in a store that fsspec knows.
 
     Args:
-        file_system, path: of fsspec. url: both, as the user has given them.
+        file_system, path: fsspec's, for the URL. url: the user's.
     """
 
     def __init__(self, file_system: Any, path: str, url: str, crash_point: CrashPoint = no_crash) -> None:
@@ -286,7 +286,7 @@ class ObjectStorage(FileStore):
             with self._turn:
                 stream = self._open_new(directory, path)
             try:
-                # A turn for each chunk, not for all: the chunks may come from files that other threads read there meanwhile.
+                # A turn for each chunk, not for all: other threads may be reading the chunks from files in the same store.
                 for chunk in chunks:
                     self._crash_point(f"write {file}")
                     with self._turn:
@@ -295,14 +295,14 @@ class ObjectStorage(FileStore):
                 with self._turn:
                     stream.close()
             except BaseException:
-                with contextlib.suppress(Exception), self._turn:  # closing may have put what there was
+                with contextlib.suppress(Exception), self._turn:  # closing may have stored an incomplete file
                     with contextlib.suppress(Exception):
                         stream.close()
                     self._file_system.rm_file(path)
                 raise
 
     def _open_new(self, directory: str, path: str) -> Any:
-        """A file to write to, in a directory that other shards may be making at this moment."""
+        """A new writable file, in a directory that other shards may be making at this moment."""
         try:
             return self._file_system.open(path, "wb")
         except FileNotFoundError:  # a store with real directories, such as SFTP
@@ -312,7 +312,7 @@ class ObjectStorage(FileStore):
                 self._file_system.makedirs(parent, exist_ok=True)
                 break
             except Exception:
-                # It looks, and then makes: another may have made the directory, or one above it, in between.
+                # fsspec checks, then creates: another shard may create the directory, or its parent, in between.
                 self._file_system.invalidate_cache()
                 if self._file_system.isdir(parent):
                     break
@@ -330,23 +330,23 @@ class ObjectStorage(FileStore):
 
     @override
     def remove_directory(self, directory: str) -> None:
-        """Do nothing: in most stores a directory is gone with its last file."""
+        """Do nothing: in most stores a directory ends with its last file."""
         with contextlib.suppress(OSError, NotImplementedError), self._turn:
             self._file_system.rmdir(self._join(directory))
 
     @override
     def sync(self, directory: str) -> None:
-        """Do nothing: what such a store shows is durable."""
+        """Do nothing: files that such a store shows are durable."""
 
 
 _turns: WeakKeyDictionary[Any, threading.Lock] = WeakKeyDictionary()
-"""Locks by file system: fsspec gives a thread the same one again for the same URL."""
+"""Locks by file system: for the same URL, fsspec returns the same one to a thread again."""
 
 _turns_lock = threading.Lock()
 
 
 def _turn(file_system: Any) -> contextlib.AbstractContextManager[Any]:
-    """A lock for whoever asks a file system, unless it, and the one that it wraps, is made for several threads."""
+    """A lock to hold while a file system is used; does nothing if it, and the one that it wraps, allow several threads."""
     inner = getattr(file_system, "fs", None)
     if isinstance(file_system, AsyncFileSystem) and (inner is None or isinstance(inner, AsyncFileSystem)):
         return contextlib.nullcontext()

@@ -1,12 +1,11 @@
 """A checkpoint's facts about tables, and their layout in chunks:
 
     rows       ids (n,) u64, last use (n,) u64, rows (n, width) f32: value and slots
-    removed    ids (n,) u64 of rows that are not there any more
-    history    (n, k) f64: where rows catch up, from which step on which scalars held
+    removed    ids (n,) u64 of rows that were removed
+    history    (n, k) f64: if rows catch up, the scalars, and the step from which on each set was in force
 
-A table's part is *full*, or has what has changed since the checkpoint that its own builds on: ids that were removed, and rows
-that were written; first the ones go, then the others come. Rows are in no order that means anything. Must not know files, nor
-stores.
+A table's part is *full*, or has only the changes since the checkpoint on which its own builds: ids of removed rows, and written
+rows; readers apply them in this order. The order of rows has no meaning. Must not know files or stores.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from psd.contract.errors import CheckpointCorrupt
 from psd_core.table import CLOCK_MAX, STEP_MAX
 
 CHUNK_BYTES = 4 << 20
-"""Bytes of rows from which on a chunk is written."""
+"""Bytes of rows from which a chunk is written."""
 
 
 class StoredRows(NamedTuple):
@@ -41,11 +40,12 @@ class _Batch(Protocol):
 
 
 class TablePart(Protocol):
-    """A table's partition at the cut, as its shard hands it over: a psd_core.table.TableSnapshot, iterated once.
+    """A shard's part of a table at the cut: a psd_core.table.TableSnapshot, which can be iterated once.
 
     Attributes:
-        step: of the table. clock: of its last push. count: of all its rows on the shard. width: numbers of a row.
-        is_full: it has all rows; else those that came after a mark. removed: ids that went after it.
+        step: the table's step. clock: clock of its last push. count: number of all its rows on the shard.
+        width: numbers in a row. is_full: True if it has all rows; else it has those written after a mark.
+        removed: ids of rows removed after the mark.
     """
 
     step: int
@@ -59,7 +59,7 @@ class TablePart(Protocol):
 
 
 class TableRecord(NamedTuple):
-    """The entry of a table in a part's document. `rows`: how many there are on the shard; else see TablePart."""
+    """The entry of a table in a part's document. `rows`: their number on the shard; the others are as in TablePart."""
 
     step: int
     clock: int

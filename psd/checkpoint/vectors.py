@@ -1,8 +1,7 @@
-"""A checkpoint's facts about server-side vectors. A chunk has a run of the elements of one.
+"""A checkpoint's facts about server-side vectors. A chunk has a run of one vector's elements.
 
-A vector is not part of the job spec, so each part's document names those that there are; all parts name the same. With them is,
-for each session, the number of its latest batch: the parts are of one moment if these are equal. Must not know files, nor
-stores.
+Vectors are not part of the job spec, so each part's document names them; all parts name the same. It also has the number of
+each session's latest batch: if these are equal, the parts are of one moment. Must not know files or stores.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from psd_core.vector import Piece, VectorSpec
 
 
 class VectorsPart(Protocol):
-    """A shard's part of all vectors at the cut, as it hands it over, iterated once.
+    """A shard's part of all vectors at the cut; can be iterated once.
 
     Attributes:
         specs: the vectors. sessions: the number of the latest batch, by session.
@@ -34,7 +33,7 @@ ELEMENTS = ChunkKind("elements", "vector", lambda spec, chunk: chunk.length * sp
 
 
 def specs_of(part: VectorsPart | None) -> tuple[VectorSpec, ...]:
-    """The vectors in the order in which all parts have them."""
+    """The vectors in the order of all parts."""
     return tuple(sorted(part.specs)) if part is not None else ()
 
 
@@ -46,15 +45,15 @@ def vector_chunks(part: VectorsPart | None) -> Iterator[NewChunk]:
 
 
 def decode_vector(spec: VectorSpec, data: bytes) -> NDArray[Any]:
-    """Elements of a vector, as a read-only view of their bytes."""
+    """Elements of a vector, as a read-only view of `data`."""
     return np.frombuffer(data, np.dtype(spec.dtype).newbyteorder("<"))
 
 
 def difference_of(parts: Sequence[tuple[Sequence[VectorSpec], Mapping[int, int]]]) -> str:
-    """The first way in which the parts of a checkpoint are of different moments, in words; empty if they are of one.
+    """The first difference between the moments of a checkpoint's parts, in words; empty if all are of one moment.
 
     Args:
-        parts: vectors and sessions of each shard. A shard may have forgotten a session that no worker has any more.
+        parts: vectors and sessions of each shard. A shard may have dropped a session that no worker has any more.
     """
     specs, sessions = parts[0]
     for index, (others, latest) in enumerate(parts):

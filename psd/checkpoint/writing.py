@@ -1,7 +1,7 @@
-"""Writes one shard's part of a cut, and the manifest once all parts are there.
+"""Writes one shard's part of a cut, and the manifest once all parts exist.
 
-A shard's numbers are streamed, array by array, straight from the pages that it hands over. The part's document follows when
-they are durable, the manifest when all documents are. Must not know other checkpoints, nor whose turn it is.
+A shard's values are streamed, array by array, straight from its pages. The part's document is written when they are durable,
+the manifest when all documents are. Must not know other checkpoints, or which shard must write.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def write_part(
     if len(tables) != len(cut.spec.tables):
         raise CheckpointFailed(f"{cut.name}: shard {shard_index} has {len(tables)} tables of {len(cut.spec.tables)}")
     base = "" if all(table.is_full for table in tables) else base
-    _base_of(storage, cut, base)  # before much is written in vain
+    _base_of(storage, cut, base)  # raises before much is written in vain
     chunks: list[Chunk] = []
     new = itertools.chain(block_chunks(cut, shard_index, blocks), table_chunks(tables), vector_chunks(vectors))
     storage.write(cut.name, data_file(shard_index, cut.shard_count), encode(new, shard_index, chunks))
@@ -69,7 +69,7 @@ def write_part(
 
 
 def _base_of(storage: FileStore, cut: Cut, name: str) -> tuple[BaseEntry, Manifest] | None:
-    """The checkpoint of that name, to build on; None for no name."""
+    """The checkpoint to build on; None without a name."""
     if not name:
         return None
     try:
@@ -80,7 +80,7 @@ def _base_of(storage: FileStore, cut: Cut, name: str) -> tuple[BaseEntry, Manife
 
 
 def is_written(storage: FileStore, cut: Cut, shard_index: int, files: Mapping[str, int]) -> bool:
-    """True if the part is there and whole: some object stores show the remains of an interrupted put."""
+    """True if the part exists and is whole: some object stores show an interrupted put."""
     file = part_file(shard_index, cut.shard_count)
     if file not in files:
         return False
@@ -93,7 +93,7 @@ def is_written(storage: FileStore, cut: Cut, shard_index: int, files: Mapping[st
 
 
 def as_written(storage: FileStore, cut: Cut, shard_index: int) -> Cut | None:
-    """The cut of that name, of the time that a part has; None if that is not there, and whole."""
+    """The cut, with the time in a shard's stored part; None unless that exists and is whole."""
     file, files = part_file(shard_index, cut.shard_count), storage.files(cut.name)
     if file not in files:
         return None
@@ -106,7 +106,7 @@ def as_written(storage: FileStore, cut: Cut, shard_index: int) -> Cut | None:
 
 
 def _read_part(cut: Cut, shard_index: int, document: bytes, files: Mapping[str, int]) -> Part:
-    """Read a part from its document; CheckpointCorrupt unless it is this cut's, and has its length."""
+    """Read a part from its document; CheckpointCorrupt unless it belongs to this cut, and its file has the right length."""
     file = f"{cut.name}/{part_file(shard_index, cut.shard_count)}"
     part = documents.parse_part(document, file, documents.identity_of(cut), shard_index)
     check_size(cut.name, files, data_file(shard_index, cut.shard_count), part.data_bytes)
@@ -114,7 +114,7 @@ def _read_part(cut: Cut, shard_index: int, document: bytes, files: Mapping[str, 
 
 
 def complete(storage: FileStore, cut: Cut) -> bool:
-    """Write the manifest if all parts are there, as `CheckpointDirectory.complete` says."""
+    """Write the manifest if all parts exist, as `CheckpointDirectory.complete` says."""
     files = storage.files(cut.name)
     if MANIFEST in files:
         try:
@@ -134,15 +134,15 @@ def complete(storage: FileStore, cut: Cut) -> bool:
         raise CheckpointFailed(f"{cut.name}: its parts are no cut: {difference}", parts="differ")
     entry, base = _base_of(storage, cut, next((part.base for part in parts if part.base), "")) or (None, None)
     manifest = documents.manifest_document(cut, parts, texts, entry)
-    ManifestDocument(manifest, cut.name).with_parts(parts, base)  # raises unless readers will take it
-    storage.sync(cut.name)  # the other shards' files, before the word that they are there
+    ManifestDocument(manifest, cut.name).with_parts(parts, base)  # raises unless readers will accept it
+    storage.sync(cut.name)  # make the other shards' files durable before the manifest
     storage.write(cut.name, MANIFEST, [manifest])
     return True
 
 
 def _difference_of_positions(cut: Cut, parts: Sequence[Part]) -> str:
-    """The first worker in whose pushes the parts differ, in a job without rounds; empty if there is none. Workers may have come
-    and gone while positions were asked for."""
+    """The first worker whose pushes the parts count differently, in a job without rounds; empty if there is none. Workers may
+    have come and gone while positions were collected."""
     if cut.spec.consistency.has_rounds:
         return ""
     layout = cut.layout

@@ -1,1 +1,1 @@
-"""The agreements of servers and clients: messages, frames, layout, job spec, errors, configuration. Holds no state."""
+"""The contract of servers and clients: messages, frames, layout, job spec, errors, configuration. Holds no state."""

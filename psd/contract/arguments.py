@@ -1,8 +1,7 @@
 """Checks of the values that a program passes to a call, by kind: a word, a whole number, a number, a path.
 
-Each returns the value in the one form that is used below (an int for a NumPy integer, a str for a path), or raises the error
-that the caller has chosen, with the argument's name, what was expected and what there was. Must not know which arguments there
-are.
+Each returns the value in one form (an int for a NumPy integer, a str for a path), or raises the error class that the caller
+passes, with the argument's name, what was expected and what was given. Must not know any particular argument.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ def refuse(error: type[Exception], name: str, expected: str, value: Any) -> NoRe
 
 
 def word(error: type[Exception], name: str, value: Any) -> str:
-    """A string."""
+    """The value, which must be a string."""
     return value if isinstance(value, str) else refuse(error, name, "a string", value)
 
 
 def choice(error: type[Exception], name: str, value: Any, words: Iterable[str]) -> str:
-    """One of several words."""
+    """The value, which must be one of several words."""
     words = list(words)
     if isinstance(value, str) and value in words:
         return value
@@ -38,7 +37,7 @@ def choice(error: type[Exception], name: str, value: Any, words: Iterable[str]) 
 
 
 def whole_number(error: type[Exception], name: str, value: Any) -> int:
-    """A whole number, NumPy's included; a bool is none."""
+    """The value as an int; it must be a whole number, perhaps NumPy's, and no bool."""
     if not isinstance(value, bool):
         try:
             return operator.index(value)
@@ -48,7 +47,7 @@ def whole_number(error: type[Exception], name: str, value: Any) -> int:
 
 
 def real_number(error: type[Exception], name: str, value: Any) -> float:
-    """A number; a bool or a string is none."""
+    """The value as a float; it must be a number, and no bool or string."""
     try:
         return number(name, value)
     except TypeError:
@@ -56,7 +55,7 @@ def real_number(error: type[Exception], name: str, value: Any) -> float:
 
 
 class ByName(dict[str, ItemT]):
-    """Items by name, which say what there is when they are asked for another one.
+    """Items by name. The error for an unknown name lists those that exist.
 
     Args:
         kind: what an item is, for messages.
@@ -71,7 +70,7 @@ class ByName(dict[str, ItemT]):
 
 
 def path(error: type[Exception], name: str, value: Any) -> str:
-    """A path, as str or os.PathLike."""
+    """The value as a str; it must be a str or os.PathLike."""
     try:
         return word(error, name, os.fspath(value))
     except TypeError:

@@ -1,8 +1,8 @@
-"""The number of parts of a protobuf message, counted in its bytes, before anything is made of them.
+"""Counts the parts of a protobuf message in its bytes, before objects are made from them.
 
-A part, such as an empty message in a list, takes two bytes on the wire, some fifty in memory, and microseconds of whoever looks
-at it: 30 MiB of them kept a shard busy for a minute. A number in a list takes one, eight, and less of a look. So a long message
-is looked through first. A short one is not: what it can hold costs less than the look. Must not know what the fields mean.
+A part, such as an empty message in a list, takes two bytes on the wire, some fifty in memory, and microseconds to look at:
+30 MiB of them kept a shard busy for a minute. A number in a list takes one byte, eight, and less time. So a long message is
+counted first. A short one is not: all that it can hold costs less than counting. Must not know what the fields mean.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from google.protobuf.descriptor import FieldDescriptor
 from psd.contract.errors import InvalidRequest
 
 UNCOUNTED_BYTES = 64 << 10
-"""Length up to which a message is not looked through; a push of 1024 groups of parameters has less."""
+"""Length up to which a message is not counted; a push for 1024 groups of parameters is shorter."""
 
 PARTS_MAX = 1 << 16
-"""Messages, strings and runs of bytes in the lists of one message, all depths together. One for each block of 64 GiB."""
+"""Most messages, strings and byte strings in the lists of one message, at all depths: one for each block of 64 GiB."""
 
 TAGS_PER_PART = 16
-"""Fields that a message may have for each part that it may have, whatever they are: they bound the look itself."""
+"""Fields of any kind that a message may have for each part that it may have: a bound on the counting itself."""
 
 NUMBER_BYTES_PER_PART = 32
-"""Bytes of numbers in lists that a message may have for each part that it may have, all depths together."""
+"""Bytes of numbers in lists, at all depths, that a message may have for each part that it may have."""
 
 _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5  # wire types of the protobuf encoding
 
 _Descriptor: TypeAlias = Any  # of a message; there are two unrelated classes
 
 _Shape: TypeAlias = "dict[int, tuple[int, _Shape | None]]"
-"""Table by a field's number, of what is counted: how a field counts; and the shape of its messages."""
+"""The counted fields by number: how each counts, and the shape of its messages."""
 
 _IS_NO_LIST, _IS_PART, _IS_NUMBERS = range(3)
 

@@ -1,7 +1,7 @@
-"""Settings of a shard and of a client: frozen, validated on construction, units last in their names.
+"""Settings of a shard and of a client: frozen, checked when made, with units last in their names.
 
-Values come from flags and the environment (psd/contract/environment.py, psd/cli); nothing below those reads either. A wrong
-value raises ConfigError, whose message says what was expected.
+Values come from flags and the environment (psd/contract/environment.py, psd/cli); no other module reads these. A wrong value
+raises ConfigError, whose message says what was expected.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ RUN_ID_BYTES_MAX = 128
 CLIENT_STATE_BYTES_MAX = 1 << 20
 
 CUTS_MAX = 8
-"""Cuts that one message may name."""
+"""Most cuts that one message may name."""
 
 SAFETENSORS_SUFFIX = ".safetensors"
 
 
 class ConfigError(ValueError):
-    """A setting is wrong; the message names it and says what was expected."""
+    """Raised if a setting is wrong; the message names it and says what was expected."""
 
 
 def parse_address(text: str, what: str) -> tuple[str, int]:
@@ -45,12 +45,12 @@ def parse_address(text: str, what: str) -> tuple[str, int]:
 
 
 def join_address(host: str, port: int | str) -> str:
-    """Join them as HOST:PORT, or [IPV6]:PORT, as parse_address takes it."""
+    """Join host and port as HOST:PORT or [IPV6]:PORT, for parse_address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def is_loopback(address: str) -> bool:
-    """True if only this machine reaches HOST:PORT; names other than localhost are not looked up, and count as reachable."""
+    """True if only this machine can reach HOST:PORT. A name other than localhost is not looked up, and counts as reachable."""
     host = address.rpartition(":")[0].strip("[]")
     try:
         return ipaddress.ip_address(host.partition("%")[0]).is_loopback
@@ -105,7 +105,7 @@ def check_client_tls(ca: str, cert: str, key: str) -> None:
 
 
 ON_WORKER_FAILURE = ("wait", "continue", "end")
-"""Words for what becomes of a job one of whose workers fails; docs/operations.md says what each means."""
+"""Words for the fate of a job when a worker fails; docs/operations.md says what each word means."""
 
 
 # Groups of psd-server's help.
@@ -119,18 +119,18 @@ WATCHING = "watching"
 
 
 def _limit(default: int, low: int, high: int, text: str) -> Any:
-    """A limit: psd-server --max-... N."""
+    """A limit, set by psd-server --max-... N."""
     return setting(default, "N", text, low=low, high=high, group=LIMITS, prefix="--max-", is_shared=True)
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a shard on what it accepts from peers."""
+    """The limits on what a shard accepts from peers."""
 
-    workers_max: int = _limit(1024, 1, 100_000, "workers of the job")  # one that waits costs a thread, about 50 KiB
+    workers_max: int = _limit(1024, 1, 100_000, "workers of the job")  # a worker that waits costs a thread, about 50 KiB
     tensors_max: int = _limit(100_000, 1, 10_000_000, "tensors of the job")
     elements_max: int = _limit(1 << 40, 1, 1 << 48, "parameters of the job, all shards together")
-    # Frames need 4 MiB and a header; a declaration about 64 bytes a tensor.
+    # A frame needs 4 MiB and a header; a declaration about 64 bytes for each tensor.
     message_bytes_max: int = _limit(32 << 20, 5 << 20, 1 << 30, "one gRPC message; large declarations may need more")
     name_bytes_max: int = _limit(256, 1, 4096, "the name of a tensor or a barrier")  # in UTF-8
     tables_max: int = _limit(1024, 0, 10_000, "sparse tables of the job")
@@ -140,7 +140,7 @@ class Limits:
     )
     table_rows_max: int = _limit(1 << 31, 1, 1 << 31, "rows of one table on this shard")
     push_ids_max: int = _limit(1 << 20, 1, 1 << 20, "ids of rows in one push, or one pull, at this shard")
-    # The shard holds them until the push's last frame has come.
+    # The shard holds them until it has the push's last frame.
     push_bytes_max: int = _limit(1 << 30, 1, 1 << 40, "ids and gradients of rows in one push at this shard")
     vectors_max: int = _limit(1024, 0, VECTORS_MAX, "server-side vectors of the job")
     vector_bytes_max: int = _limit(
@@ -159,14 +159,13 @@ class Limits:
 
     @property
     def calls_max(self) -> int:
-        """Calls at a time; a worker has up to 4: a push or pull, a barrier or declaration, a heartbeat, and a retry of one
-        of them. The others are as many as strangers may hold (psd/rim/strangers.py, pace.py), and 64 for status, health,
-        readers."""
+        """Most calls at a time. A worker makes up to 4: a push or pull, a barrier or declaration, a heartbeat, and a retry of
+        one. The others are those of strangers (psd/rim/strangers.py, pace.py), and 64 for status, health and readers."""
         return self.calls or 4 * self.workers_max + 576
 
     @property
     def connections_max(self) -> int:
-        """Connections at a time; a worker has one, and two while it comes back."""
+        """Most connections at a time. A worker has one, and two while it reconnects."""
         return self.connections or 2 * self.workers_max + 64
 
     def __post_init__(self) -> None:
@@ -182,7 +181,7 @@ _security = functools.partial(setting, group=SECURITY, is_shared=True)
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """Settings of one psd-server process: shard_index of shard_count, and those that its help explains."""
+    """Settings of one psd-server process: shard_index and shard_count, and those that its help explains."""
 
     shard_index: int
     shard_count: int
@@ -341,15 +340,15 @@ class ClientConfig:
 
     Attributes:
         servers: addresses in the order of the shards.
-        rank, world_size: this worker's number, and how many there are.
-        run_id: the job's name; empty: whatever the shards serve.
-        transport: "auto" takes the best lane that works; a name forces one.
+        rank, world_size: this worker's number, and the number of workers.
+        run_id: the job's name; empty: any that the shards serve.
+        transport: "auto": the best one that works; else its name.
         wait_timeout_s: longest wait for other workers (a round, a barrier, the staleness bound, initial values).
         retry_timeout_s: how long an unreachable shard is tried again.
-        report_after_s: a wait longer than this is explained on the log, and again each time it has doubled.
-        tls_ca: PEM file: TLS, with shards whose certificates one of these has signed; empty: no TLS.
+        report_after_s: a wait longer than this is explained in the log, and again each time it has doubled.
+        tls_ca: PEM file with the certificates that sign those of the shards; empty: no TLS.
         tls_cert, tls_key: PEM files with this client's own certificate, if shards require one.
-        token_file: holds this client's token; empty: none.
+        token_file: file with this client's token; empty: none.
     """
 
     servers: tuple[str, ...]

@@ -12,7 +12,7 @@ from psd.contract.errors import InvalidRequest
 from psd.v1 import job_pb2
 
 STALENESS_BOUND_MAX = 1_000_000
-"""Largest bound in steps. Beyond that a worker may as well be asynchronous."""
+"""Largest bound, in steps. With a larger one a worker may as well be asynchronous."""
 
 _EXPECTED = 'expected "sync", "async" or "ssp:S" with S a whole number of steps, such as "ssp:3"'
 

@@ -19,11 +19,11 @@ class Credentials:
     """Credentials of one client.
 
     Args:
-        tls_ca: PEM file: TLS, with shards whose certificates one of these has signed; empty: no TLS.
-        tls_cert, tls_key: PEM files with the client's own certificate; empty: none. token_file: holds its token; empty: none.
+        tls_ca: PEM file with the certificates that sign those of the shards; empty: no TLS.
+        tls_cert, tls_key: PEM files with the client's own certificate; empty: none. token_file: a file with its token.
 
     Raises:
-        ConfigError: a file cannot be read, or holds something else, or they do not belong together; names it.
+        ConfigError: a file cannot be read, or holds something else, or does not fit the others; names the file.
     """
 
     def __init__(self, tls_ca: str = "", tls_cert: str = "", tls_key: str = "", token_file: str = "") -> None:
@@ -47,7 +47,7 @@ class Credentials:
         return None if self._token is None else metadata_of(self._token.current())
 
     def has_other_token(self, refused: MetadataOut | None) -> bool:
-        """True if the file holds another token than the one that a call carried; reads the file if need be.
+        """True if the file holds another token than the one that a call carried; reads the file if needed.
 
         Many calls may be refused at once: the first one that finds a new token must not keep the others from trying again.
         """
@@ -58,7 +58,7 @@ class Credentials:
         return self.metadata() != refused
 
     def pem(self) -> Pem | None:
-        """PEM files for gRPC; None: no TLS."""
+        """PEM files' contents, for gRPC; None: no TLS."""
         return None if self._tls is None else self._tls.current()[0]
 
     def context(self) -> ssl.SSLContext | None:

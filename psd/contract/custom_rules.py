@@ -1,22 +1,22 @@
 """Update rules written by users: a Python class by import path, such as "my_package.my_module:MyRule".
 
     class MyRule:
-        slots = {"velocity": 0.0}              # arrays of the parameter's shape, and what they begin with
-        hyper = {"lr": 0.1, "friction": 0.9}   # numbers that travel with each push, and their defaults
+        slots = {"velocity": 0.0}              # arrays of the parameter's shape, and their initial values
+        hyper = {"lr": 0.1, "friction": 0.9}   # numbers that are sent with each push, and their defaults
 
         def apply(self, param, grad, slots, hyper):
             slots["velocity"][:] = hyper["friction"] * slots["velocity"] + grad
             param -= hyper["lr"] * slots["velocity"]
 
 `apply` is called on a shard with 1-D arrays of one dtype and length: a run of one block, which may be a piece of a tensor, or
-several tensors at the same step end to end. So it must be *elementwise*: what becomes of an element must depend on that element
-alone. For a table the arrays are (n, dim) float32, some of the rows of one update, in any order: what becomes of a row must
-depend on that row alone. `param` and the arrays in `slots` are updated in place; `grad` is read-only. `hyper` has, beside the
-declared numbers, "step" (the number of this update for these tensors, or this table, from 1) and "age" (updates that the block,
-or the tables, have seen since the worker read them; 0 under sync). Blocks are updated by several threads at once: an object
-keeps nothing between calls.
+several tensors at the same step end to end. So it must be *elementwise*: the new value of an element must depend on that
+element alone. For a table the arrays are (n, dim) float32: some rows of one update, in any order. The new values of a row must
+depend on that row alone. `param` and the arrays in `slots` are updated in place; `grad` is read-only. Besides the declared
+numbers, `hyper` has "step" (the number of this update for these tensors, or this table, from 1) and "age" (updates of the
+block, or the tables, since the worker read them; 0 under sync). Several threads update blocks at once: an object must keep
+nothing between calls.
 
-Owns how such a class is found and what it must look like. Must not know groups, pages or connections.
+Imports such a class and checks its form. Must not know groups, pages or connections.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from psd.contract.config import ConfigError, is_rule_path
 from psd_core.optimizer import FLOAT32_MAX
 
 NAMES_MAX = 64
-"""Limit of the slots, and of the numbers, of one rule."""
+"""Limit of the slots of one rule, and of its numbers."""
 
 RESERVED = frozenset({"step", "age", "params"})
-"""Names that psd uses itself beside a rule's own."""
+"""Names that psd itself uses."""
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 
@@ -48,10 +48,8 @@ class ListedRule:
     """A rule that has been imported and checked.
 
     Attributes:
-        path: by which.
-        kind: the class.
-        slots: what each begins with, by name.
-        hyper: the defaults, by name. Both in the class's order.
+        path: the import path. kind: the class.
+        slots: initial values by name. hyper: defaults by name. Both are in the class's order.
     """
 
     path: str
@@ -61,7 +59,7 @@ class ListedRule:
 
 
 def name_problem(names: Sequence[str]) -> str | None:
-    """The problem with the names of a rule's slots or numbers, or None."""
+    """Problem with the names of a rule's slots or numbers; None if there is none."""
     if len(names) > NAMES_MAX:
         return f"has {len(names)} names, the limit is {NAMES_MAX}"
     for name in names:
@@ -76,7 +74,7 @@ def load_rule(path: str) -> ListedRule:
     """Import a rule and check its form.
 
     Raises:
-        ConfigError: it cannot be imported, or is not what the module's docstring shows; the message names it.
+        ConfigError: the rule cannot be imported, or has not the form above; the message names it.
     """
     found = _imported(path)
     if not isinstance(found, type):
@@ -106,14 +104,14 @@ def _imported(path: str) -> Any:
 
 @dataclass(frozen=True)
 class Listed:
-    """Classes and functions that an operator has listed with --rule: update rules, by path, and functions for vectors."""
+    """Update rules, and functions for vectors, that an operator has listed with --rule; by path."""
 
     rules: dict[str, ListedRule]
     functions: dict[str, Callable[..., Any]]
 
 
 def load_listed(paths: Sequence[str], directory: str) -> Listed:
-    """Import rules and functions by path; `directory` is searched for their modules after Python's own places.
+    """Import rules and functions by path. Their modules are looked for in Python's own places, then in `directory`.
 
     Raises:
         ConfigError: as `load_rule`.
@@ -144,7 +142,7 @@ def _numbers(path: str, attribute: str, value: Any) -> dict[str, float]:
 
 
 def describe(error: BaseException) -> str:
-    """One line on an error in foreign code, with the place where it was raised."""
+    """One line about an error in foreign code, with the place that raised it."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__ and not f.filename.startswith("<")]
     where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {error}{where}"

@@ -1,7 +1,7 @@
-"""The one place that reads PSD_* environment variables; psd-run and Kubernetes set them, clients take defaults from them.
+"""The only module that reads PSD_* environment variables: psd-run and Kubernetes set them, clients take defaults from them.
 
-Explicit arguments win over the environment. Everything below receives frozen values. And the one variable of another library's
-that is set for a program: gRPC would print a line for each fork, as notebooks make many, and for each connection that fails.
+Explicit arguments win over the environment. Also sets one variable of gRPC's, which else prints a line for each fork (notebooks
+fork often) and for each failed connection.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _HOW_TO_TRAIN = frozenset(
         *("LOG_DIR", "TENSORBOARD"),
     )
 )
-"""Variables that do not say where a job is."""
+"""Variables that do not say which job a program belongs to."""
 
 
 def _number(environ: Mapping[str, str], name: str, kind: Callable[[str], NumberT], expected: str) -> NumberT | None:
@@ -72,7 +72,7 @@ def _integer(environ: Mapping[str, str], name: str) -> int | None:
 
 
 def _who(environ: Mapping[str, str], world_size: int | None) -> tuple[int | None, int | None]:
-    """Rank and number of workers by the environment: psd's own variables, then the launcher's."""
+    """Rank and number of workers from the environment: psd's own variables, then the launcher's."""
     rank = _integer(environ, "PSD_RANK")
     if rank is not None:
         return rank, world_size
@@ -107,10 +107,10 @@ def client_config(
     token_file: str | os.PathLike[str] | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> ClientConfig:
-    """Settings of a client: arguments first, then the environment, then defaults.
+    """Settings of a client: from the arguments, else from the environment, else defaults.
 
     Raises:
-        ConfigError: a value is wrong, or servers, rank or world_size are given nowhere.
+        ConfigError: a value is wrong, or servers, rank or world_size are missing.
     """
     servers = servers if servers is not None else environ.get("PSD_SERVERS")
     world_size = world_size if world_size is not None else _integer(environ, "PSD_WORLD_SIZE")
@@ -149,8 +149,8 @@ def client_config(
 def why_not_alone(environ: Mapping[str, str] = os.environ) -> str:
     """The reason why a program that names no servers may not train alone, on a private shard; empty if it may.
 
-    It may if nothing says that it is one of several, or belongs to a job: a worker that has lost its settings on the way must
-    not train on its own, unnoticed.
+    It may unless a variable says that it is one of several workers, or belongs to a job: a worker whose settings were lost must
+    not train alone, unnoticed.
     """
     wish = environ.get("PSD_STANDALONE", "")
     if wish not in ("", "0", "1"):
@@ -168,7 +168,7 @@ def why_not_alone(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def worker_environment(servers: str, rank: int, world_size: int, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The environment of a worker of a local cluster: that of this process, but for what says which job it belongs to."""
+    """The environment of a worker of a local cluster: this process's, with other variables for the job."""
     try:
         cores = len(os.sched_getaffinity(0))
     except AttributeError:  # not Linux
@@ -193,14 +193,14 @@ def scalar_directories(environ: Mapping[str, str] = os.environ) -> tuple[str, st
 
 
 def memory_directory() -> Path:
-    """The directory for files in memory: /dev/shm if it exists, else the one for temporary files. Ours in it are private."""
+    """The directory for files in memory: /dev/shm if it is writable, else that for temporary files. psd's files are private."""
     shm = Path("/dev/shm")  # noqa: S108
     return shm if os.access(shm, os.W_OK) else Path(tempfile.gettempdir())
 
 
 def crash_point(environ: Mapping[str, str] = os.environ) -> Callable[[str], None] | None:
-    """The function to call at each named step at which a shard may die; None unless PSD_CRASH_POINT tells it to kill the
-    process there: tables have a step for each row."""
+    """A function for a shard to call at each crash point; PSD_CRASH_POINT says at which it kills the process. None without that
+    variable, because tables have a crash point for each row."""
     pattern, colon, count = environ.get("PSD_CRASH_POINT", "").rpartition(":")
     if not colon or not count.isdigit():
         return None
@@ -218,7 +218,7 @@ def crash_point(environ: Mapping[str, str] = os.environ) -> Callable[[str], None
 
 @dataclass(frozen=True)
 class JobDefaults:
-    """Defaults for a script that does not say. quorum: 0 for all workers."""
+    """Defaults for what a script does not say. quorum: 0 for all workers."""
 
     consistency: Consistency
     quorum: int
@@ -226,7 +226,7 @@ class JobDefaults:
     aggregation: str
 
     def consistency_of(self, word: str | None) -> Consistency:
-        """The consistency that a script asks for by a word; None: it does not. InvalidRequest if it is none of the words."""
+        """The consistency for a script's word; the default for None. InvalidRequest if the word is unknown."""
         return self.consistency if word is None else Consistency.parse(word)
 
 

@@ -1,4 +1,4 @@
-"""All errors that cross the wire, in one tree, and the one table from reasons to gRPC status codes.
+"""All errors that cross the wire, in one tree, each with its gRPC status code.
 
     PsdError
     ├── InvalidRequest            a field is wrong; a bug in the caller
@@ -33,8 +33,8 @@
     ├── ShardUnavailable          raised by clients: a shard could not be reached until the deadline
     └── InternalError             a defect of the shard; its log has the traceback
 
-A class's name is its *reason*, which travels in trailing metadata beside the status, so that clients raise the same class that
-the shard raised. `code` is the name of a gRPC status, chosen by what the caller should do (see the gRPC guide on status codes).
+A class's name is its *reason*, which is sent in trailing metadata beside the status, so that clients raise the class that the
+shard raised. `code` is the name of a gRPC status, chosen by what the caller should do (see the gRPC guide on status codes).
 This module imports no library: the rim and the clients turn the names into their library's objects.
 """
 
@@ -46,11 +46,11 @@ from psd.contract.printable import printable
 
 REASON_KEY = "psd-reason"
 DETAIL_KEY = "psd-detail-bin"
-"""Trailing metadata: the class name, and a JSON object of `PsdError.detail`."""
+"""Keys of trailing metadata: for the class name, and for a JSON object of `PsdError.detail`."""
 
 
 class PsdError(Exception):
-    """Base of psd's errors. Its text may have been a peer's, or name what a peer has named, and so is made printable.
+    """Base of psd's errors. Its text is made printable, because a peer may have chosen parts of it.
 
     Attributes:
         code: name of the gRPC status that carries the error.
@@ -66,14 +66,14 @@ class PsdError(Exception):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if cls.__name__.startswith("_"):
-            return  # never leaves its process
+            return  # an error with a private name is never sent
         if cls.__name__ in _BY_REASON:
             raise TypeError(f"two errors have the reason {cls.__name__}")
         _BY_REASON[cls.__name__] = cls
 
     @property
     def reason(self) -> str:
-        """The name under which the error travels."""
+        """The name under which the error is sent."""
         return type(self).__name__
 
 
@@ -170,13 +170,13 @@ class CutMissed(PsdError):
 
 
 class SessionFenced(PsdError):
-    """The worker's session has ended. Detail: cause, "expired" (join again) or "superseded" (somebody has the rank)."""
+    """The worker's session has ended. Detail: cause, "expired" (join again) or "superseded" (another worker has the rank)."""
 
     code = "ABORTED"
 
 
 class WorkerFailed(PsdError):
-    """Another worker has failed, or fallen silent, and the shards were told to end the job then. Detail: rank, of that one."""
+    """Another worker has failed, or fallen silent, and the shards were told to end the job then. Detail: its rank."""
 
     code = "ABORTED"
 
@@ -188,11 +188,11 @@ class WaitTimeout(PsdError):
 
 
 class BarrierTimeout(WaitTimeout):
-    """Not everybody arrived at a barrier in time; the arrival was withdrawn. Detail: missing, the absent ranks."""
+    """Not all workers arrived at a barrier in time; the arrival was withdrawn. Detail: missing, the absent ranks."""
 
 
 class CheckpointFailed(PsdError):
-    """A checkpoint could not be written or read; the message has the file and the system's words. Training goes on."""
+    """A checkpoint could not be written or read; the message has the file and the system's error. Training goes on."""
 
     code = "FAILED_PRECONDITION"
 
@@ -200,7 +200,7 @@ class CheckpointFailed(PsdError):
 class CheckpointCorrupt(PsdError):
     """A checkpoint is damaged or incomplete; the message names the file and what is wrong with it.
 
-    Detail, when a shard was to go back to it: instead, another checkpoint for all shards; empty: there is none.
+    Detail, if a shard should have gone back to it: instead, another checkpoint for all shards; empty if there is none.
     """
 
     code = "DATA_LOSS"
@@ -213,7 +213,7 @@ class CheckpointUnsupported(PsdError):
 
 
 class RuleFailed(PsdError):
-    """A user's own update rule raised an exception on a shard; the block, or the table, is as it was.
+    """A user's own update rule raised an exception on a shard; the block, or the table, is unchanged.
 
     Detail: rule, tensor (or table), version.
     """
@@ -222,10 +222,10 @@ class RuleFailed(PsdError):
 
 
 class OutOfSpace(PsdError):
-    """A shard has no room, in memory or on disk, for what it has to keep; the same call succeeds when there is room again.
+    """A shard has no room, in memory or on disk, for what it must keep; the same call succeeds when there is room again.
 
-    Nothing was changed, and nothing is lost that can be asked for again: a shard that has no room to go back to a checkpoint
-    has given up what it held, and goes back when it is asked again.
+    Nothing was changed, except by going back to a checkpoint: then the shard has dropped its state, and goes back when it is
+    asked again.
     """
 
     code = "RESOURCE_EXHAUSTED"
@@ -279,10 +279,10 @@ def reasons() -> dict[str, type[PsdError]]:
 
 
 def error_from(reason: str, message: str, detail: dict[str, Any]) -> PsdError:
-    """The error that a peer raised; a reason of a newer peer that this version does not know becomes a plain PsdError."""
+    """The error that a peer raised. A reason that this version does not know, from a newer peer, becomes a plain PsdError."""
     return _BY_REASON.get(reason, PsdError)(message, **detail)
 
 
 def error_text(error: BaseException) -> str:
-    """Words of an error; of one that says nothing, such as KeyboardInterrupt and mostly MemoryError, its kind."""
+    """The text of an error; its class if it has none, like KeyboardInterrupt and most MemoryErrors."""
     return str(error) or type(error).__name__

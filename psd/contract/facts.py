@@ -1,14 +1,14 @@
 """The catalogue of the numbers that operators see: each has one row here, and one name everywhere.
 
-A row says a number's name, kind and meaning, where a shard keeps it, its metric, its heading, and which tables have it as a
+A row has a number's name, kind and meaning, its place in a shard, its metric, its heading, and the tables in which it is a
 column. From the rows are made: what a shard sends (`numbers` in proto/psd/v1/control.proto), its metrics, the tables of psdctl
-status and top, every --json, the dashboard, and docs/reference/numbers.md. So a new number is counted somewhere, and has a
+status and top, every --json, the dashboard, and docs/reference/numbers.md. So a new number needs code that counts it, and a
 row here.
 
-Names are those of the field, and of ps where it has the same: clock (steps that a worker has finished), version (updates of a
-block), rank, transport, received and sent. The unit is the end of a name: `_bytes`, `_s` (seconds), `_share` (1 is the whole),
-`_per_s`; else it counts. A heading has words of the name; a metric has all of them, and Prometheus' own ends, `_seconds` and
-`_total`.
+Names are those of the field, and of a worker's connection if it has the number, too: clock (steps that a worker has finished),
+version (updates of a block), rank, transport, received and sent. A name ends with its unit: `_bytes`, `_s` (seconds), `_share`
+(1 is the whole), `_per_s`; without one it is a count. A heading has some words of the name; a metric has all, and Prometheus'
+endings `_seconds` and `_total`.
 
 Must not know shards, messages' services, or how anything is drawn.
 """
@@ -29,16 +29,16 @@ class Fact:
     """One number.
 
     Attributes:
-        name: in every JSON, on the wire, and in code.
-        kind: "total": only grows while the shard lives; "now": may shrink; "rate": of the last seconds, found by looking twice.
-        help: one sentence.
-        source: where a shard has it: one of the holders of psd/rim/views.py, and the attribute if it is not the name. Empty:
-            psd/watch works it out.
-        metric: as in a query. A label without a value stands for many series: psd_table_rows{table}. Empty: there is none.
-        heading: where the name says it less well.
-        rate_of: the number that it is the growth of.
-        weight: in psdctl top and the dashboard's tables, where those of the least weight are left out first; 0: not there.
-        table: of psdctl status, in which it is a column.
+        name: its name in every JSON, on the wire, and in code.
+        kind: "total": only grows while the shard lives; "now": may shrink; "rate": from the difference of two looks, seconds
+            apart.
+        help: its meaning, in one sentence.
+        source: its place in a shard: a holder of psd/rim/views.py, and the attribute if that is not the name. Empty: psd/watch
+            computes it.
+        metric: its metric as in a query. A label without a value is for many series: psd_table_rows{table}. Empty: none.
+        heading: a heading that says more than the name. rate_of: the number whose growth it is.
+        weight: its importance in psdctl top and the dashboard's tables, which omit the least important first; 0: not there.
+        table: the table of psdctl status in which it is a column.
     """
 
     name: str
@@ -53,12 +53,12 @@ class Fact:
 
     @property
     def unit(self) -> str:
-        """`bytes_per_s`, `per_s`, `bytes`, `share`, `s`, or, of what is counted, `count`."""
+        """`bytes_per_s`, `per_s`, `bytes`, `share`, `s`, or `count`."""
         return next((unit for unit in ("bytes_per_s", "per_s", "bytes", "share", "s") if _ends(self.name, unit)), "count")
 
     @property
     def title(self) -> str:
-        """The heading in small letters, as words."""
+        """The heading, as words in lower case."""
         return self.heading or re.sub(r"_(bytes|s|share)$", "", re.sub(r"(_bytes)?_per_s$", "/s", self.name)).replace("_", " ")
 
     @property
@@ -68,11 +68,11 @@ class Fact:
 
     @property
     def labels(self) -> dict[str, str]:
-        """The metric's labels; the value of one that stands for many series is empty."""
+        """The metric's labels; a label for many series has an empty value."""
         return dict(re.findall(r'(\w+)(?:="(\w+)")?', self.metric.partition("{")[2]))
 
     def of(self, value: float) -> float:
-        """The number of a peer: a whole one as an integer, and one that is not finite, which no shard sends, as 0."""
+        """A value from a peer: counts and bytes as an integer; 0 for a value that is not finite, which no shard sends."""
         value = value if math.isfinite(value) else 0.0
         return int(value) if self.unit in ("count", "bytes") else value
 
@@ -82,7 +82,7 @@ def _ends(name: str, unit: str) -> bool:
 
 
 def write(message: Any, numbers: Mapping[str, float]) -> None:
-    """Put numbers into a message: those that the protocol itself speaks of are its fields, the others are in `numbers`."""
+    """Put numbers into a message: into the field of the same name if there is one, else into `numbers`."""
     for name, value in numbers.items():
         if name in message.DESCRIPTOR.fields_by_name:
             setattr(message, name, value)
@@ -91,7 +91,7 @@ def write(message: Any, numbers: Mapping[str, float]) -> None:
 
 
 def read(message: Any, facts: Iterable[Fact]) -> dict[str, float]:
-    """The numbers of a message, by name: those of the catalogue that it has."""
+    """The numbers of `facts` that a message has, by name."""
     found = {}
     for fact in facts:
         if fact.name in message.DESCRIPTOR.fields_by_name:
@@ -118,7 +118,7 @@ JOB = (
     Fact("received_bytes_per_s", "rate", "Payload that all shards receive."),
     Fact("sent_bytes_per_s", "rate", "Payload that all shards send."),
 )
-"""Numbers of the whole job, worked out from those of its shards and workers."""
+"""Numbers of the whole job, computed from those of its shards and workers."""
 
 SHARD = (
     Fact("uptime_s", "now", "Age of the shard's process.", "status", weight=40, table="shards"),
@@ -278,8 +278,8 @@ SHARD = (
         table="checkpoints",
     ),
 )
-"""Numbers of one shard, since its process began. It does not send those that it does not have, such as the age of a checkpoint
-before the first."""
+"""Numbers of one shard, since its process began. It omits those that do not exist yet, such as the age of a checkpoint before
+the first."""
 
 WORKER = (
     Fact("clock", "now", "Steps that the worker has finished.", "worker", "psd_worker_clock{rank}", weight=90, table="workers"),
@@ -304,7 +304,7 @@ WORKER = (
         table="workers",
     ),
 )
-"""Numbers of one worker. Where shards differ the largest holds: one without blocks hears of no steps."""
+"""Numbers of one worker. If shards differ, the largest is taken: a shard without blocks is told of no steps."""
 
 TABLE = (
     Fact("rows", "now", "Rows.", "table", "psd_table_rows{table}"),
@@ -348,7 +348,7 @@ TABLE = (
         'psd_table_gradients_dropped_total{table, reason="unadmitted"}',
     ),
 )
-"""Numbers of one table: on one shard in metrics, on all shards together elsewhere. Counted since the table was made, but reads
-and hits since the process began."""
+"""Numbers of one table: on one shard in metrics, on all shards together elsewhere. Counted since the table was made; reads and
+hits since the process began."""
 
 CATALOGUE: dict[str, Sequence[Fact]] = {"job": JOB, "shard": SHARD, "worker": WORKER, "table": TABLE}

@@ -1,10 +1,10 @@
 """Frames: protobuf messages whose bulk data is the last field, built and read without copying the data more than once.
 
-A frame on the wire is  [header fields] [padding, field 14] [tag and length of the payload, field 15] [payload].  It is the
-very bytes that protobuf would write for the same message (a test compares them), so any stock client can speak it. `join`
-makes one; `split` takes one apart whatever order a foreign serializer chose; `join_nested` and `split_nested` do so with
-messages of frames. The padding lets the payload start on an 8-byte boundary, which the kernels need; a frame without it costs a
-copy, nothing else.
+A frame on the wire is  [header fields] [padding, field 14] [tag and length of the payload, field 15] [payload].  These are the
+bytes that protobuf writes for the same message (a test compares them), so any client with protobuf can use it. `join` makes
+one; `split` takes one apart, also if a foreign serializer chose another order; `join_nested` and `split_nested` do so with
+messages of frames. The padding lets the payload start on an 8-byte boundary, which the kernels need; without it the payload is
+copied once more.
 
 Must not know what the fields mean.
 """
@@ -27,37 +27,38 @@ FRAME_BYTES_MAX = 4 << 20
 """Largest payload of a frame of rows or of vectors, unless one row alone is larger."""
 
 FIELDS_MAX = 64
-"""Fields of one frame, several times what any has. Each is looked at in Python: a message full of tiny ones would keep a shard
+"""Most fields of one frame, several times what any has. Python looks at each: a message full of tiny ones would keep a shard
 busy for seconds."""
 
 WINDOW_BYTES = 4 << 20
-"""Bytes that one gRPC stream may have under way to a side that does not read: a block of the largest size, and more of one that
-is being read. The rest waits at the sender. Half of it goes out at once; what is longer waits for the other side's word."""
+"""Bytes that one gRPC stream may send to a side that does not read: a block of the largest size, and more of one that is being
+read. The rest waits at the sender. Half of it is sent at once; more only once the other side allows it."""
 
 HTTP2_FRAME_BYTES = 1 << 20
-"""HTTP/2's frames. Of its default, 16 KiB, each is copied by itself at both ends; longer ones would hold up heartbeats."""
+"""Size of HTTP/2's frames. Both ends copy each one separately, which is slow with its default, 16 KiB; longer frames than this
+would delay heartbeats."""
 
 WINDOW_OPTIONS = (
     ("grpc.http2.bdp_probe", 0),
     ("grpc.http2.lookahead_bytes", WINDOW_BYTES),
     ("grpc.http2.max_frame_size", HTTP2_FRAME_BYTES),
 )
-"""Options for both sides' channels: gRPC's own windows grow to tens of megabytes each, which a shard that is held back would
-have to keep for every worker."""
+"""Options for both sides' channels: gRPC's own windows grow to tens of megabytes, which a shard that does not read would have
+to keep for every worker."""
 
 KEEPALIVE_OPTIONS = (
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.ping_timeout_ms", 10_000),
 )
-"""Options for both sides' channels: a peer that vanishes without a word is noticed within 20 seconds. gRPC's keepalive timeout
-is for bytes that TCP has not had acknowledged; to a ping that a proxy acknowledges for the peer it would give a minute."""
+"""Options for both sides' channels: a peer that vanishes silently is noticed within 20 seconds. gRPC's keepalive timeout is for
+bytes that TCP has sent without an acknowledgement; after a ping that a proxy acknowledges, gRPC alone would wait a minute."""
 
 _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5  # wire types of the protobuf encoding
 _PADDING_TAG = PADDING_FIELD << 3 | _LENGTH
 _PAYLOAD_TAG = PAYLOAD_FIELD << 3 | _LENGTH
-# By the number of bytes needed mod 8. A field with content has three bytes at least (protobuf leaves out an empty one), so one
-# and two become nine and ten.
+# By the number of bytes needed mod 8. A field with content has at least three bytes (protobuf omits an empty one), so one and
+# two become nine and ten.
 _PADDINGS = tuple(b"" if n == 0 else bytes([_PADDING_TAG, n - 2]) + bytes(n - 2) for n in (0, 9, 10, 3, 4, 5, 6, 7))
 
 
@@ -71,22 +72,22 @@ def _varint(value: int) -> bytes:
 
 
 Piece: TypeAlias = bytes | memoryview | NDArray[Any] | None
-"""A piece of a payload, C-contiguous; None and an empty one are nothing."""
+"""A piece of a payload, C-contiguous; None is an empty one."""
 
 
 def join(head: bytes, *payload: Piece) -> bytes:
-    """The frame of a serialized message without its payload, and of the payload, whose pieces are copied once."""
+    """The frame made of a serialized message and of its payload, whose pieces are copied once."""
     views, nbytes = _views(payload)
     return b"".join((_front(head, nbytes, 0), *views)) if views else head
 
 
 def join_nested(parts: Iterable[tuple[int, bytes, Sequence[Piece]]]) -> bytes:
-    """The message whose fields are frames: of each part the number of its field, and what `join` takes."""
+    """A message whose fields are frames. parts: for each field its number, and the arguments of `join`."""
     found: list[bytes | memoryview] = []
     at = 0
     for field, head, payload in parts:
         views, nbytes = _views(payload)
-        # The padding depends on the length's own length. Where this guess is wrong the payload is copied once more, on arrival.
+        # The padding depends on the size of the length field. If this guess is wrong, the receiver copies the payload again.
         length_bytes = len(_varint(len(head) + nbytes + 2 * ALIGNMENT))
         front = _front(head, nbytes, at + 1 + length_bytes)
         opening = bytes([field << 3 | _LENGTH]) + _varint(len(front) + nbytes)
@@ -101,7 +102,7 @@ def _views(payload: Sequence[Piece]) -> tuple[list[memoryview], int]:
 
 
 def _front(head: bytes, payload_bytes: int, at: int) -> bytes:
-    """The bytes before the payload, of a frame that begins at byte `at` of a message."""
+    """The bytes before the payload, for a frame that begins at byte `at` of a message."""
     if not payload_bytes:
         return head
     prefix = bytes([_PAYLOAD_TAG]) + _varint(payload_bytes)
@@ -115,12 +116,11 @@ def split(frame: bytes | memoryview, what: str) -> tuple[bytes, memoryview]:
         InvalidRequest: the bytes are no protobuf message, or have more than FIELDS_MAX fields; `what` names it.
     """
     view, payload = memoryview(frame), memoryview(b"")
-    heads: list[memoryview] = []  # what stands before, between and behind payloads
+    heads: list[memoryview] = []  # the bytes before, between and after payloads
     head_start = 0
     for tag, start, content, end in _fields(view, what, FIELDS_MAX):
         if tag == _PAYLOAD_TAG:
-            # A foreign serializer may put fields behind it. If it stands there again, the last one counts, as everywhere
-            # in protobuf.
+            # A foreign serializer may put fields after the payload. If it is repeated, the last one counts, as in protobuf.
             payload = view[content:end]
             heads.append(view[head_start:start])
             head_start = end
@@ -129,10 +129,10 @@ def split(frame: bytes | memoryview, what: str) -> tuple[bytes, memoryview]:
 
 
 def split_nested(message: bytes, what: str, fields_max: int) -> Iterator[tuple[int, memoryview]]:
-    """Yield the fields of a message that are messages themselves: their numbers, and views of them.
+    """Yield the fields of a message that are messages themselves: the number of each, and a view of it.
 
     Raises:
-        InvalidRequest: as `split`, or the message has more fields than `fields_max`.
+        InvalidRequest: as from `split`, or the message has more fields than `fields_max`.
     """
     view = memoryview(message)
     for tag, _, content, end in _fields(view, what, fields_max):
@@ -141,7 +141,7 @@ def split_nested(message: bytes, what: str, fields_max: int) -> Iterator[tuple[i
 
 
 def _fields(data: memoryview, what: str, fields_max: int) -> Iterator[tuple[int, int, int, int]]:
-    """Yield tag, start, start of the content and end of each field."""
+    """Yield the tag, the start, the start of the content, and the end of each field."""
     position, size, count = 0, len(data), 0
     while position < size:
         start, count = position, count + 1

@@ -1,6 +1,6 @@
-"""Integers that cross the wire: small enough for languages whose only numbers are doubles, such as JavaScript.
+"""Integers that cross the wire: small enough for languages that have only doubles, such as JavaScript.
 
-A larger one would be rounded there, and what is compared with it would differ. Must not know what they count.
+These would round a larger one, so that comparisons with it fail. Must not know what they count.
 """
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ from __future__ import annotations
 import secrets
 
 INTEGER_MAX = (1 << 53) - 1
-"""The largest integer up to which a double has all of them."""
+"""Doubles represent all integers up to this one."""
 
 
 def drawn_integer() -> int:
-    """A random number, 1 to INTEGER_MAX, that nobody else has."""
+    """A random number from 1 to INTEGER_MAX, unique in practice."""
     return secrets.randbelow(INTEGER_MAX) + 1

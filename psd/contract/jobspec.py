@@ -1,7 +1,7 @@
-"""The job spec: the workers' declaration, as frozen values that are valid once they exist.
+"""The job spec: the workers' declaration, as frozen values that are checked when they are made.
 
-Knows its message form, how to check it against the limits, and how to name the first difference between two specs. Must not
-know where tensors live (layout.py) nor how rules compute (psd/state/aggregation/rules.py).
+Converts it to and from its message, checks it against limits, and names the first difference between two specs. Must not know
+where tensors are stored (layout.py) or how rules compute (psd/state/aggregation/rules.py).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from psd.contract.tables import SparseTableSpec
 from psd.v1 import job_pb2
 from psd_core.optimizer import FLOAT32_MAX
 
-NAME_BYTES_MAX = 4096  # what --max-name-bytes may be set to; by default shards accept 256
+NAME_BYTES_MAX = 4096  # highest --max-name-bytes; shards accept 256 by default
 GROUPS_MAX = 1024
 GROUP_ENTRIES_MAX = 64  # flags, constants, slots or scalars of one group
 DIMENSIONS_MAX = 64  # NumPy's own limit
@@ -64,7 +64,7 @@ _WORDS = {
     "clip_norm": "clip_norm",
     "nan_policy": "nan_policy",
 }
-"""Names that workers have for the fields of a JobSpec."""
+"""Names of the fields of a JobSpec in workers' programs."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,8 @@ class TensorSpec:
     """One dense named tensor.
 
     Attributes:
-        dtype: a key of DTYPES, or, of buffers, of BUFFER_DTYPES. group: index of its group.
-        aliases: other names of it, under which an export has it, too; no part of what workers must agree on.
+        dtype: a key of DTYPES; for buffers, of BUFFER_DTYPES. group: index of its group.
+        aliases: other names, under which an export has it, too. They may differ between workers.
     """
 
     name: str
@@ -89,7 +89,7 @@ class TensorSpec:
 
     @property
     def master_dtype(self) -> str:
-        """The dtype in which shards hold the tensor and frames carry its values: float32 for one of 16 bits, uint8 for bool."""
+        """The dtype of its values on shards and in frames: float32 for a dtype of 16 bits, uint8 for bool."""
         return _MASTER_DTYPES.get(self.dtype, self.dtype)
 
 
@@ -98,9 +98,9 @@ class GroupSpec:
     """Tensors updated by one rule.
 
     Attributes:
-        rule: its name, or the import path of a user's own. flags: sorted. constants: in the order of RuleInfo.constants.
-        slots, scalars: names, of a user's own rule only; its constants are what the slots begin with.
-        staleness: what is done about the age of gradients in async and ssp: "lr", or nothing.
+        rule: name of a rule, or import path of a user's own. flags: sorted. constants: in the order of RuleInfo.constants.
+        slots, scalars: names, only for a user's own rule, whose constants are the initial values of the slots.
+        staleness: how the age of gradients counts in async and ssp: "lr"; or not at all: "".
     """
 
     rule: str = "sgd"
@@ -112,11 +112,11 @@ class GroupSpec:
 
     @functools.cached_property
     def info(self) -> RuleInfo:
-        """Facts of the rule; InvalidRequest if there is none."""
+        """Facts of the rule; InvalidRequest if there is no such rule."""
         return rule_info(self.rule, slots=self.slots, scalars=self.scalars)
 
     def differences(self, other: GroupSpec) -> Iterator[tuple[str, object, object]]:
-        """Differences that there may be from another group, each with its two values; the optimizer comes first."""
+        """Properties that can differ from another group, each with both values; the optimizer comes first."""
         yield "optimizer", self.rule, other.rule
         for flag in sorted({*self.flags, *other.flags}):
             yield flag, "on" if flag in self.flags else "off", "on" if flag in other.flags else "off"
@@ -126,12 +126,12 @@ class GroupSpec:
 
     @property
     def is_static(self) -> bool:
-        """True if nothing is ever pushed to the group."""
+        """True if nobody ever pushes to the group."""
         return self.rule in (STATIC.name, BUFFERS.name)
 
     @property
     def is_of_buffers(self) -> bool:
-        """True if the group has what workers compute themselves; their numbers may be of any kind, NaN included."""
+        """True if workers compute the group's values themselves; these may be of any dtype, and NaN."""
         return self.rule == BUFFERS.name
 
     @property
@@ -142,17 +142,16 @@ class GroupSpec:
 
 @dataclass(frozen=True)
 class JobSpec:
-    """The declaration of a job: tensors, rules, workers, consistency. Raises InvalidRequest or InvalidTensor when built
-    wrongly.
+    """The declaration of a job: tensors, rules, workers, consistency. Raises InvalidRequest or InvalidTensor if it is wrong.
 
     Attributes:
-        quorum: workers whose gradients close a synchronous round; world_size unless there are backup workers.
+        quorum: number of gradients that close a synchronous round; world_size unless there are backup workers.
         reduction: "mean" (weighted by samples) or "sum".
-        aggregation: "fast" (as gradients arrive) or "exact" (by rank, the same bits whatever the timing; sync only).
-        clip_norm: the largest norm of a round's gradient, over all that is trained, rows too; 0: any. Without rounds: of each
-            push.
+        aggregation: "fast" (as gradients arrive) or "exact" (by rank, so that timing changes no bit; sync only).
+        clip_norm: the largest norm of a round's gradient, or without rounds of a push's, over all trained tensors and rows;
+            0: no limit.
         nan_policy: treatment of NaN and infinity in gradients: "refuse", "skip" (the round, on all shards) or "allow".
-        tables: sparse ones; a group has either tensors or tables.
+        tables: sparse tables; a group has either tensors or tables.
     """
 
     world_size: int
@@ -206,7 +205,7 @@ class JobSpec:
 
     @property
     def is_empty(self) -> bool:
-        """True if nothing is trained: the job of workers that have made vectors, and declared nothing, or not yet."""
+        """True if nothing is trained: the workers use vectors, and have declared nothing so far."""
         return not self.groups and not self.tensors and not self.tables
 
     def _check_tables(self) -> None:
@@ -233,7 +232,7 @@ class JobSpec:
 
     @property
     def stored_groups(self) -> tuple[GroupSpec, ...]:
-        """The groups as far as checkpoints depend on them: the staleness may change, and whose buffers are kept."""
+        """The groups without what may differ from a checkpoint's: the staleness, and which worker's buffers are kept."""
         return tuple(
             dataclasses.replace(group, staleness="", flags=() if group.is_of_buffers else group.flags) for group in self.groups
         )
@@ -260,7 +259,7 @@ class JobSpec:
 
     @property
     def has_verdicts(self) -> bool:
-        """True if the way to apply a round depends on the whole gradient; see psd/contract/verdicts.py."""
+        """True if applying a round depends on the whole gradient; see psd/contract/verdicts.py."""
         return self.consistency.has_rounds and (self.clip_norm > 0 or bool(self.layerwise_tensors))
 
     @cached_property
@@ -288,7 +287,7 @@ class JobSpec:
             raise InvalidTensor(f"tensor {tensor.name!r}: dtype must be one of {sorted(dtypes)}, got {tensor.dtype!r}")
 
     def check_limits(self, limits: Limits) -> None:
-        """Raise InvalidRequest or InvalidTensor where the job is larger than a shard accepts."""
+        """Raise InvalidRequest or InvalidTensor if the job is larger than a shard accepts."""
         if self.world_size > limits.workers_max:
             raise InvalidRequest(
                 f"world_size: {self.world_size} is above the shard's --max-workers {limits.workers_max}; "
@@ -310,7 +309,7 @@ class JobSpec:
 
     @staticmethod
     def check_counts(message: job_pb2.JobSpec, limits: Limits) -> None:
-        """Check the counts of a message before a Python object is made for each thing in it."""
+        """Check the counts in a message before Python objects are made from it."""
         if len(message.tensors) > limits.tensors_max:
             raise InvalidTensor(f"tensors: {len(message.tensors)} are above the shard's --max-tensors {limits.tensors_max}")
         aliases = sum(len(tensor.aliases) for tensor in message.tensors)
@@ -335,7 +334,7 @@ class JobSpec:
             reduction=REDUCTIONS[self.reduction],
             aggregation=AGGREGATIONS[self.aggregation],
             clip_norm=self.clip_norm,
-            nan_policy=NAN_POLICIES[self.nan_policy] if self.nan_policy != "refuse" else None,  # as jobs before it had it
+            nan_policy=NAN_POLICIES[self.nan_policy] if self.nan_policy != "refuse" else None,  # as before the field existed
         )
         self.consistency.fill(message)
         for group in self.groups:
@@ -378,20 +377,19 @@ class JobSpec:
         )
 
     def difference(self, other: JobSpec) -> str | None:
-        """The first difference between this spec, the job's, and another worker's, in the words of a worker; None if they are
-        equal."""
+        """The first difference between this spec, the job's, and a worker's, worded for workers; None if they are equal."""
         words = [(word, getattr(self, field) or "none", getattr(other, field) or "none") for field, word in _WORDS.items()]
         return _first_difference(chain(words, self._stored_differences(other, self.groups, other.groups)), "the job")
 
     def difference_from_stored(self, other: JobSpec, checkpoint: str) -> str | None:
-        """The first difference between the job of a checkpoint, this spec, and a worker's that may not differ; else None."""
+        """The first difference between this spec, a checkpoint's, and a worker's that is not allowed; None if there is none."""
         found = self._stored_differences(other, self.stored_groups, other.stored_groups)
         return _first_difference(found, f"checkpoint {checkpoint}")
 
     def _stored_differences(
         self, other: JobSpec, groups: Sequence[GroupSpec], groups_there: Sequence[GroupSpec]
     ) -> Iterator[tuple[str, object, object]]:
-        """Differences that there may be of tensors and groups, each with its two values."""
+        """Properties of tensors, tables and groups that can differ, each with both values."""
         mine, theirs = ({tensor.name: tensor for tensor in spec.tensors} for spec in (self, other))
         for name in [*mine, *theirs]:
             yield f"parameter {name!r}", "is" if name in mine else "is not", "is" if name in theirs else "is not"

@@ -1,17 +1,17 @@
-"""Ranks that other launchers give: which worker a process is, where psd-run has not said it.
+"""Ranks from other launchers: which worker a process is, if psd-run has not set it.
 
-    PSD_RANK, PSD_WORLD_SIZE               psd-run's, and Kubernetes manifests'
-    ray.train.get_context()                Ray Train, whose word is a function's and not the environment's
+    PSD_RANK, PSD_WORLD_SIZE               psd-run, and Kubernetes manifests
+    ray.train.get_context()                Ray Train, which has a function instead of variables
     RANK, WORLD_SIZE                       torchrun
     OMPI_COMM_WORLD_RANK, ..._SIZE         mpirun of Open MPI
     PMI_RANK, PMI_SIZE                     mpirun of MPICH and Intel MPI
     SLURM_PROCID, SLURM_STEP_NUM_TASKS     srun
-    JOB_COMPLETION_INDEX                   an Indexed Job of Kubernetes, which does not say how many there are
+    JOB_COMPLETION_INDEX                   an Indexed Job of Kubernetes, which does not tell the number of workers
 
-The first that is there holds. torchrun comes before srun, which often starts one torchrun per host; its own tasks are not the
-workers then. torchrun and mpirun do not start each other: if they disagree, one's variables are left over from elsewhere, and
-nobody can say which. srun may set PMI_RANK as well, so that this one counts only outside of SLURM. Workers of Ray have the
-variables of whatever has started Ray on their node, srun often; these are not about them.
+The first one present counts. torchrun comes before srun, which often starts one torchrun per host: then its tasks are not the
+workers. torchrun and mpirun do not start each other: if they disagree, one's variables are left over from elsewhere, and nobody
+can tell which. srun may set PMI_RANK, too, so this counts only outside SLURM. Workers of Ray inherit the variables of the
+launcher that started Ray on their node, often srun; these do not describe them.
 
 Pure functions on mappings; knows no connection, and imports no launcher.
 """
@@ -27,7 +27,7 @@ from psd.contract.config import ConfigError
 
 
 class Launched(NamedTuple):
-    """Word of a launcher about this process: its rank, how many there are, if it says so, and what it calls the two."""
+    """A launcher's facts about this process: its rank, the number of workers if known, and the names of the two variables."""
 
     rank: int
     world_size: int | None
@@ -44,14 +44,14 @@ _LAUNCHERS = (
 )
 
 _EXCLUSIVE = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
-"""Launchers of which one at most has started this process."""
+"""Rank variables of launchers of which at most one has started this process."""
 
 
 def launched(environ: Mapping[str, str], modules: Mapping[str, Any] = sys.modules) -> Launched | None:
-    """Read what the launcher of this process says; None if none of those above has started it.
+    """Read this process's rank from its launcher; None if none of those above has started it.
 
     Args:
-        environ: of this process. modules: what it has imported.
+        environ: this process's environment. modules: the modules that it has imported.
 
     Raises:
         ConfigError: two launchers disagree, or a variable is not a number.
@@ -72,9 +72,9 @@ def launched(environ: Mapping[str, str], modules: Mapping[str, Any] = sys.module
 
 
 def _ray_train(train: Any) -> Launched | None:
-    """The word of Ray Train; None in a process that is not one of its workers."""
+    """The rank from Ray Train; None in a process that is not one of its workers."""
     try:
-        with warnings.catch_warnings():  # with which older versions say that it is none
+        with warnings.catch_warnings():  # older versions warn in such a process
             warnings.simplefilter("ignore")
             context = train.get_context()
             rank, world_size = context.get_world_rank(), context.get_world_size()
@@ -86,7 +86,7 @@ def _ray_train(train: Any) -> Launched | None:
 def _is_there(environ: Mapping[str, str], rank_name: str) -> bool:
     if rank_name == "PMI_RANK" and "SLURM_PROCID" in environ:
         return False
-    # A batch script has SLURM_PROCID, too, and is no task: what it starts by itself is one process.
+    # A batch script has SLURM_PROCID, too, but is no task: a process that it starts without srun is alone.
     return rank_name in environ and (rank_name != "SLURM_PROCID" or "SLURM_STEP_NUM_TASKS" in environ)
 
 

@@ -1,7 +1,7 @@
-"""The start of a shard as a process, for whoever starts one: psd-run, or a program that trains without a cluster; and the lines
-in which such a process and its launcher speak to each other.
+"""The command that starts a shard's process, for psd-run and for programs that train without a cluster; and the lines that such
+a process and its launcher send each other.
 
-Must not know what a shard does, nor how its process is watched.
+Must not know what a shard does, or how its process is watched.
 """
 
 from __future__ import annotations
@@ -12,20 +12,19 @@ READY_PATTERN = r"psd-server: shard (\d+)/(\d+) ready at (\S+)"
 """The only line of psd-server on standard output: the shard's address."""
 
 STARTING_LINE, GONE_LINE = "starting {}", "gone {}"
-"""Lines for --heed-launcher."""
+"""Lines on standard input with --heed-launcher."""
 
 DONE_PATTERN = r"psd-server: shard (\d+)/(\d+) done: all workers have left"
-"""The line on standard error that announces a proper end with --exit-when-done; psd-run recognizes it."""
+"""The line on standard error that announces an orderly end with --exit-when-done; psd-run recognizes it."""
 
 COUNTED_PATTERN = (
     r"psd-server: shard \d+/\d+ has counted (\d+) pushes, (\d+) late, up to step (\d+) from (\d+)"
     r"(?:; (\d+) steps in ([\d.]+) s)?"
 )
-"""The line on standard error with which a shard that ends in order says what it has done, if it had a part in that; psd-run
-adds it up."""
+"""The line on standard error that counts what a shard has done, if anything, when it ends in order; psd-run adds these up."""
 
 STORED_PATTERN = r"psd-server: INFO stored checkpoint (\S+)"
-"""The log's line about a checkpoint. All shards that come last together write it; psd-run shows it once."""
+"""The log line about a checkpoint. If several shards finish together, each writes it; psd-run shows it once."""
 
 HAS_STORED = "has stored the last checkpoint"
 
@@ -34,6 +33,6 @@ LAST_CHECKPOINT_PATTERN = rf"psd-server: shard 0/\d+ ({HAS_STORED}|takes no chec
 
 
 def python_command(module: str) -> list[str]:
-    """Command that runs one of psd's modules, untouched by files in the working directory such as a user's queue.py."""
+    """Command that runs one of psd's modules, without importing files in the working directory such as a user's queue.py."""
     safe_path = ["-P"] if sys.version_info >= (3, 11) else []
     return [sys.executable, *safe_path, "-m", module]

@@ -1,16 +1,16 @@
 """The layout: a pure function of the job spec and the shard count that gives each block a shard.
 
 The tensors of one group and dtype are laid end to end in one *flat space*; each space is cut into equal blocks of at most
-BLOCK_BYTES_MAX, and smaller ones where a shard would have only a few; block b of the job belongs to shard b mod N. psd's own
-workers and its shards compute the layout alike and compare its digest; others are told it (layout_message.py).
+BLOCK_BYTES_MAX, smaller if a shard would have only a few; block b of the job belongs to shard b mod N. psd's own workers and
+shards compute the same layout and compare its digest; other programs are sent it (layout_message.py).
 
-Tensors of 16 bits have masters of 32, and gradients of 16: these travel as they are, and a shard's kernels widen them.
+Tensors of 16 bits have masters of 32, and gradients of 16: these are sent as they are, and a shard's kernels widen them.
 
 A space of more than a few thousand elements is cut into a multiple of N blocks, so that shards differ by less than a block's
 rounding; tiny spaces stay whole, because a block costs a message. Elementwise rules give the same bits however it is cut.
 
-A job with tables has one more block on each shard, behind all others: its part of all tables, by the ids' hash. It has no
-place in a space; it is pushed to, versioned and waited for as the trained blocks are.
+A job with tables has one more block on each shard, after all others: its part of all tables, by the ids' hash. It is in no
+space; it is pushed to, versioned and waited for like the trained blocks.
 
 Must not know values, versions or sockets.
 """
@@ -28,10 +28,10 @@ from psd.contract.jobspec import JobSpec
 
 BLOCK_BYTES_MAX = 4 << 20
 """Largest block. A block costs a shard some 0.2 ms of Python, since touching that much memory empties the caches. With 2 MiB
-the dense step took a tenth longer over TCP, and with 1 MiB over shared memory, too; for gRPC it makes no difference."""
+the dense step took a tenth longer over TCP, with 1 MiB over shared memory, too; for gRPC it makes no difference."""
 PIPELINED_BLOCKS = 8
-"""Blocks of a space that a shard has at least, if they are not too small: it answers the first while the last still arrive,
-which matters on slow networks."""
+"""Fewest blocks of a space on a shard, unless they are too small: on slow networks it matters that it answers the first while
+the last still arrive."""
 PIPELINED_BYTES_MIN = 512 << 10
 BLOCK_ELEMENTS_MIN = 512  # 2 KiB: below this a message costs more than the balance between shards gains
 BLOCK_ELEMENTS_STEP = 16  # blocks start on 64-byte boundaries of the space, so that kernels run on whole cache lines
@@ -47,7 +47,7 @@ class Space:
 
     Attributes:
         group: index of the group; dtype: master dtype of all its tensors; size: elements.
-        gradient_dtype: of their gradients, in memory and on the wire: their own; uint16, the bits, for bfloat16.
+        gradient_dtype: dtype of gradients in memory and on the wire: the tensors' own; uint16, the bits, for bfloat16.
         tensors: indices of its tensors in the spec; starts: where each begins, in elements.
         block_count, block_length: the blocks it is cut into; the last one may be shorter.
     """
@@ -189,16 +189,16 @@ class Layout:
         return beyond if beyond >= 0 else block % self.shard_count
 
     def tables_block(self, shard: int) -> int | None:
-        """Index of the block that stands for a shard's part of the tables; None in a job without tables."""
+        """Index of the block for a shard's part of the tables; None in a job without tables."""
         return len(self.blocks) + shard if self.spec.tables else None
 
     def blocks_of(self, shard: int) -> list[Block]:
-        """The blocks that a shard owns, in ascending order; empty where there are fewer blocks than shards."""
+        """The blocks that a shard owns, in ascending order; perhaps none, if there are fewer blocks than shards."""
         return self.blocks[shard :: self.shard_count]
 
     @property
     def untrained_shards(self) -> list[int]:
-        """Shards that own blocks, but none that is pushed to."""
+        """Shards that own blocks, but no trained ones."""
         if self.spec.tables:
             return []
         owned = [self.blocks_of(shard) for shard in range(self.shard_count)]

@@ -1,10 +1,10 @@
-"""Places of files, paths or URLs, as people may see them: without the passwords, tokens and keys that URLs can hold.
+"""Paths and URLs of files, as people may see them: without the passwords, tokens and keys that URLs can hold.
 
     sftp://anna:tea@host/run           is shown as   sftp://host/run
     abfs://box/run?sig=abc             is shown as   abfs://box/run?***
 
-Whoever puts a URL into a message, a log, a manifest or a list of arguments shows it by `shown`; what others say about a place,
-such as the errors of a package that dials it, goes through `cleared` first. Must not know what is at these places.
+A URL in a message, a log, a manifest or a list of arguments must go through `shown`; the texts of others about it, such as the
+errors of a package that connects to it, through `cleared`. Must not know what is stored there.
 """
 
 from __future__ import annotations
@@ -15,32 +15,32 @@ from urllib.parse import quote, unquote
 HIDDEN = "***"
 
 SECRET_LETTERS_MIN = 4
-"""Length from which a secret is looked for in texts; a shorter one is no secret, and may be part of any word."""
+"""Length from which a secret is looked for in texts; a shorter one protects nothing, and may be part of any word."""
 
 _USER = re.compile(r"(?<=://)[^/?#\s'\"]*@")
 _QUERY = re.compile(r"(://[^\s'\"?]*)\?[^\s'\"]*")
 
 
 def shown(url: str) -> str:
-    """A place without secrets; a path is shown as it is."""
+    """A URL without its secrets; a path unchanged."""
     return _QUERY.sub(rf"\1?{HIDDEN}", _USER.sub("", url))
 
 
 def has_secret(url: str) -> bool:
-    """True for a URL that is to be shown in another way than it is, and handed on where nobody sees it."""
+    """True for a URL with a secret: `shown` changes it, and it must be passed on where nobody sees it."""
     return shown(url) != url
 
 
 def cleared(text: str, *urls: str) -> str:
-    """A text without the secrets of any URL in it, and without those of the URLs given, however they are quoted."""
+    """A text without the secrets of the URLs in it and of the given URLs, however these are quoted."""
     for secret in sorted({secret for url in urls for secret in _secrets(url)}, key=len, reverse=True):
         text = text.replace(secret, HIDDEN)
     return shown(text)
 
 
 def cause(error: BaseException, *urls: str) -> BaseException | None:
-    """The error, as the cause of one that is raised in its place; None if it, or what led to it, quotes a secret, which a
-    traceback would print."""
+    """The error, to be the cause of the one that replaces it. None if it or its own causes quote a secret, which a traceback
+    would print."""
     link: BaseException | None = error
     while link is not None:
         said = f"{link} {link!r}"

@@ -1,6 +1,6 @@
-"""Orders of an operator to a job (`JobOrders` in proto/psd/v1/job.proto): what follows from them, and their words.
+"""Orders of an operator to a job (`JobOrders` in proto/psd/v1/job.proto): their effects, and their sentences.
 
-Without rounds orders begin with each worker's next push: the clock of such an order lies before all that workers push at.
+Without rounds an order begins with each worker's next push: its clock is lower than that of any push.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from psd.v1.job_pb2 import LearningRateScale
 
 NEXT_PUSH = 1
-"""Clocks up to this one, at which no order to a job with rounds begins, stand for each worker's next push."""
+"""Clocks up to this one mean each worker's next push; no order to a job with rounds has one."""
 
 
 def scale_at(rates: Iterable[LearningRateScale], clock: int) -> float:
@@ -33,7 +33,7 @@ def end_text(ends_at: int) -> str:
 
 
 def orders_text(rates: Iterable[LearningRateScale], ends_at: int, clock: int) -> list[str]:
-    """The orders that hold at a clock, and those that are still to begin, as sentences."""
+    """The orders in force at a clock, and those that begin later, as sentences."""
     rates = [*rates]
     scale = scale_at(rates, clock)
     found = [f"the learning rate is scaled by {scale:g}"] if scale != 1 else []

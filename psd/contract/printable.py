@@ -10,8 +10,8 @@ import logging
 import unicodedata
 
 _ESCAPED = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
-"""Categories of Unicode: control characters, which begin a terminal's commands; format characters, among them those that turn
-the direction of what follows around; half characters; the ends of lines and paragraphs."""
+"""Categories of Unicode: control characters, which begin a terminal's commands; format characters, some of which reverse the
+direction of the text after them; half characters; the ends of lines and paragraphs."""
 
 
 def printable(text: str) -> str:
@@ -45,7 +45,7 @@ def _escaped(character: str) -> str:
 
 
 class PrintableRecords(logging.Filter):
-    """A filter for a logger whose records others write to terminals and files: makes each record one printable line."""
+    """A filter for a logger, whose records may reach terminals and files: makes each record one printable line."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Let every record pass."""

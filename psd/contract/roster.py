@@ -13,7 +13,7 @@ _NAMED_MAX = 8
 
 
 class Absence(enum.Enum):
-    """The reason why nobody waits for a worker, in words about one and about several."""
+    """The reason why nobody waits for a worker; its values are the words for one worker and for several."""
 
     FAILED = ("has failed", "have failed")
     SILENT = ("has fallen silent", "have fallen silent")

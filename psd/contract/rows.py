@@ -1,6 +1,6 @@
-"""Rows of tables in frames: from arrays to the parts of a frame's payload, and back. Shared by both sides.
+"""Rows of tables in frames: turns arrays into the parts of a frame's payload, and back. Shared by both sides.
 
-A payload is the ids of all parts, one part after the other, and then the numbers of all parts likewise; either may be absent.
+A payload has the ids of all parts, one part after the other, then the values of all parts in that order; either may be absent.
 Must not know sockets, shards or what rows mean.
 """
 
@@ -24,7 +24,7 @@ DTYPES: dict[job_pb2.DType, np.dtype[Any]] = {
     job_pb2.DTYPE_FLOAT16: np.dtype(np.float16),
     job_pb2.DTYPE_BFLOAT16: np.dtype(np.uint16),
 }
-"""Dtypes in which numbers travel; uint16 has the bits of bfloat16."""
+"""Dtypes in which values are sent; uint16 has the bits of bfloat16."""
 _NUMBERS = {dtype: number for number, dtype in DTYPES.items()}
 
 
@@ -32,7 +32,7 @@ class TableRows(NamedTuple):
     """Rows of one table.
 
     Attributes:
-        table: index in the job spec. ids: (n,) uint64. values: (n, dim), of a dtype of DTYPES.
+        table: index in the job spec. ids: (n,) uint64. values: (n, dim), in a dtype of DTYPES.
     """
 
     table: int
@@ -41,7 +41,7 @@ class TableRows(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of ids and numbers."""
+        """Bytes of ids and values."""
         return self.ids.nbytes + self.values.nbytes
 
 
@@ -103,11 +103,11 @@ def rows_in(
     has_values: bool,
     memory: Sequence[memoryview] = (),
 ) -> list[TableRows]:
-    """The rows of a frame: views of the payload, copied only where they are not aligned.
+    """The rows of a frame: views of the payload, copied only if they are not aligned.
 
     Args:
-        dims: of the job's tables. has_values: False: the payload has ids alone; `values` are then new arrays, to be filled.
-        memory: of each part the place of its numbers, if they do not travel: the payload has ids alone, and `values` lie there.
+        dims: dims of the job's tables. has_values: False if the payload has only ids; `values` are then new arrays to fill.
+        memory: each part's memory for values, if they are not in the payload: `values` are then views of it.
 
     Raises:
         InvalidRequest: there is no such table, or the payload has another number of bytes. InvalidTensor: a wrong dtype.

@@ -1,7 +1,7 @@
 """The update rules as a job declares them: checks of flags, constants and scalars.
 
-Shared by the clients, which declare a rule, and the shards, which apply it. The rules are those of psd_core/rules.py, where it
-says what their numbers may be, and the users' own.
+Shared by the clients, which declare a rule, and the shards, which apply it. The rules are those of psd_core/rules.py, which has
+the bounds of their numbers, and the users' own.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from psd_core.row_rules import RowwiseAdagrad
 from psd_core.rules import RULES as PSD_RULES
 
 WEIGHT_MIN, WEIGHT_MAX = 1e-9, 1e15
-"""Limits of a push's weight, in samples. Weights and 1 / their sum are rounded to float32; far outside of this range a mean of
-finite gradients would become NaN, and with it the parameters."""
+"""Limits of a push's weight, in samples. Weights and 1 / their sum are rounded to float32; far outside this range a mean of
+finite gradients would become NaN, and so would the parameters."""
 
 _ANY = Range()
 
 
 @dataclass(frozen=True)
 class RuleInfo(RuleFacts):
-    """Facts of a rule as a group declares it, and what both sides refuse.
+    """Facts of a rule as a group declares it, and the checks of both sides.
 
     Attributes:
-        is_custom: a user's own rule, of which psd knows nothing but what it declares.
+        is_custom: True for a user's own rule, of which psd knows only what the rule declares.
     """
 
     is_custom: bool = False
@@ -41,7 +41,7 @@ class RuleInfo(RuleFacts):
         return tuple(values.get(slot.start, 0.0) for slot in self.all_slots if slot.name in self.slots(flags))
 
     def problem(self, name: str, value: float) -> str | None:
-        """The problem with the value of a scalar or a constant by itself, or None."""
+        """Problem with the value of a scalar or a constant by itself; None if there is none."""
         return self.ranges.get(name, _ANY).problem(value)
 
     def check_flags(self, flags: Sequence[str]) -> None:
@@ -72,7 +72,7 @@ class RuleInfo(RuleFacts):
     def check_scalars(self, values: Sequence[float], flags: Collection[str], where: str) -> None:
         """Raise InvalidRequest unless `values` are finite, in number and in range for this rule.
 
-        where: for messages, such as "scalars[0]".
+        where: the place in a message, such as "scalars[0]".
         """
         if len(values) != len(self.scalars):
             raise InvalidRequest(
@@ -100,11 +100,11 @@ def weight_of(value: Any, name: str = "weight") -> float:
 
 
 STATIC = RuleInfo("static")
-"""Tensors of a static group get initial values and nothing else: no pushes, no rounds."""
+"""The rule of static groups: their tensors get initial values only, no pushes and no rounds."""
 
 BUFFERS = RuleInfo("buffers", flags=("mean",))
-"""Tensors that workers compute themselves, such as BatchNorm's running statistics: kept as one worker has sent them, or as
-the mean."""
+"""The rule of tensors that workers compute themselves, such as BatchNorm's running statistics: kept as one worker has sent
+them, or as the mean."""
 
 TABLE_RULES = {RowwiseAdagrad.rule: RuleInfo(**vars(facts_of(RowwiseAdagrad)))}
 """Rules that only tables have."""
@@ -120,10 +120,10 @@ def rule_info(name: str, *, slots: Sequence[str] = (), scalars: Sequence[str] = 
     """Facts of a rule as a group declares it.
 
     Args:
-        name: of one of psd's rules, or the import path of a user's own. slots, scalars: names; of the latter only.
+        name: one of psd's rules, or the import path of a user's own. slots, scalars: names; only for a user's own.
 
     Raises:
-        InvalidRequest: there is no such rule, or the arguments do not go with it.
+        InvalidRequest: there is no such rule, or the arguments do not fit it.
     """
     if is_rule_path(name):
         for field, names in (("slots", slots), ("scalars", scalars)):

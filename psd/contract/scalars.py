@@ -1,6 +1,6 @@
-"""Scalars that workers report beside their gradients, such as the loss: what names and numbers of them there may be.
+"""Scalars that workers report beside their gradients, such as the loss: the rules for their names and values.
 
-Both sides check: the client before it takes a scalar, the shard because it cannot trust clients. Must not know how they travel.
+Both sides check: the client before it takes a scalar, the shard because it cannot trust clients. Must not know transports.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from psd.contract.printable import is_printable
 
 NAME_BYTES_MAX = 256
 SERIES_MAX = 64
-"""Series of one worker."""
+"""Most series of one worker."""
 BATCH_POINTS_MAX = 4096
-"""Points of one LogRequest."""
+"""Most points of one LogRequest."""
 
 
 def check_name(name: str, limit: int = NAME_BYTES_MAX) -> None:
@@ -55,10 +55,10 @@ def checked_value(name: str, value: Any) -> float:
 
 
 def _as_float(name: str, value: Any) -> float:
-    item = getattr(value, "item", None)  # of an array: float() takes one of no dimension alone
+    item = getattr(value, "item", None)  # for arrays: float() takes only those without dimensions
     try:
         return float(value if item is None else item())
-    except (TypeError, ValueError, RuntimeError):  # an array of several elements; a framework's word for it
+    except (TypeError, ValueError, RuntimeError):  # e.g. an array of several elements; frameworks raise different errors
         arguments.refuse(InvalidRequest, name, "a number", value)
     except OverflowError:  # an int beyond float64
         return math.inf if value > 0 else -math.inf

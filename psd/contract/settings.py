@@ -1,7 +1,7 @@
-"""Settings, each said once: a field of a configuration with its default, its bounds, its flag, the help, and who shares it.
+"""Settings, each declared once: a field of a configuration with default, bounds, flag and help, and whether shards share it.
 
-What follows from that: psd-server's options and their help (psd/cli/words/arguments.py), the checks of a configuration, and the
-flags with which every launcher starts the shards of a job. Must not know any setting, nor how flags are parsed.
+From this are made: psd-server's options and their help (psd/cli/words/arguments.py), the checks of a configuration, and the
+flags with which every launcher starts a job's shards. Must not know any single setting, or how flags are parsed.
 """
 
 from __future__ import annotations
@@ -19,18 +19,16 @@ _KEY = "setting"
 
 @dataclass(frozen=True)
 class Setting:
-    """Description of an option, beside its name and its default.
+    """Description of an option, without its name and default.
 
     Attributes:
-        metavar: of its value in the help; None: its choices, or there is no value.
-        help: shows the default, unless that is empty or the help names it.
-        kind: of its value: int, float (seconds), str, SECRET_LOCATION or PORT; bool: a flag alone; tuple: may be given
+        metavar: the value's name in the help; None: its choices, or it has no value.
+        help: the text. The default is added, unless it is empty or the text names it.
+        kind: the value's kind: int, float (seconds), str, SECRET_LOCATION or PORT; bool: a flag alone; tuple: may be given
             several times.
-        choices: the words that there are; empty: any.
-        low, high: bounds of a number.
-        group: of the help.
-        flag: if it is not made of the name. prefix: of one that is.
-        is_shared: the same for all shards of a job, so that launchers hand it on.
+        choices: the allowed words; empty: any. low, high: bounds of a number. group: heading in the help.
+        flag: the flag; empty: made from `prefix` and the name.
+        is_shared: True if all shards of a job have the same value, so that launchers pass it on.
     """
 
     metavar: str | None
@@ -45,25 +43,25 @@ class Setting:
     is_shared: bool = False
 
     def flag_of(self, name: str) -> str:
-        """The flag, such as --max-restarts of max_restarts, and --lease of lease_s: units are the help's."""
+        """The flag, such as --max-restarts for max_restarts, and --lease for lease_s: the help names the unit."""
         plain = name.removesuffix("_s").removesuffix("_max").replace("_", "-")
         return self.flag or f"{self.prefix}{plain}"
 
 
 def setting(default: Any, metavar: str | None, text: str, *, kind: Any = None, **others: Any) -> Any:
-    """A field of a configuration that is an option, too; see Setting. Its kind is the default's, unless it is given."""
+    """A field of a configuration that is an option, too; see Setting. Its kind is by default the default's type."""
     found = Setting(metavar, text, type(default) if kind is None else kind, **others)
     return field(default=default, repr=found.kind is not SECRET_LOCATION, metadata={_KEY: found})
 
 
 def settings_of(configuration: Any, group: str | None = None) -> dict[str, Setting]:
-    """The settings of a configuration, or of its class, by the names of the fields; of a group of the help alone."""
+    """The settings of a configuration, or of its class, by the names of the fields. group: only those under this heading."""
     found = {each.name: each.metadata[_KEY] for each in fields(configuration) if _KEY in each.metadata}
     return {name: each for name, each in found.items() if group in (None, each.group)}
 
 
 def check(error: type[Exception], configuration: Any) -> None:
-    """Raise an error, which names the flag, for a number out of its bounds or a word that there is not."""
+    """Raise an error, which names the flag, for a number out of its bounds or an unknown word."""
     for name, each in settings_of(configuration).items():
         value, flag = getattr(configuration, name), each.flag_of(name)
         if each.choices and value not in each.choices:
@@ -87,7 +85,7 @@ def check_count(error: type[Exception], name: str, value: int, low: float, high:
 
 
 def shared_flags(configuration: Any, but: Collection[str] = ()) -> list[str]:
-    """The flags by which a shard anywhere has what all share of this configuration: those that are not at their defaults."""
+    """The flags for settings that all shards of a job share and that differ from their defaults; without fields in `but`."""
     found = []
     for each in fields(configuration):
         value = getattr(configuration, each.name)
@@ -100,12 +98,12 @@ def shared_flags(configuration: Any, but: Collection[str] = ()) -> list[str]:
 
 
 def words_of(flag: str, value: Any) -> list[str]:
-    """The words that give an option a value; of a list, once for each; none for False."""
+    """The command-line words that give an option a value; for a list, one for each item; none for False."""
     if isinstance(value, (list, tuple)):
         return [word for each in value for word in words_of(flag, each)]
     return [] if value is False else [flag] if value is True else [f"{flag}={text_of(value)}"]
 
 
 def text_of(value: Any) -> str:
-    """A value as its flag takes it: 20 for 20.0, and not rounded."""
+    """A value as text for its flag: 20 for 20.0; not rounded."""
     return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)

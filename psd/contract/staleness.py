@@ -1,7 +1,7 @@
-"""The treatment of the age of gradients in async and ssp: its word, and the rules that it goes with.
+"""The staleness option, for the age of gradients in async and ssp: its word, and the rules that allow it.
 
-A gradient's *age* is the number of updates that its block has seen since the worker read the parameters that it was computed
-from. psd/state/aggregation/staleness.py acts on it. Must not know blocks or messages.
+A gradient's *age* is the number of updates of its block since the worker read the parameters from which it was computed.
+psd/state/aggregation/staleness.py acts on it. Must not know blocks or messages.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ RATE = "lr"
 
 
 def parse_staleness(word: str | None) -> str:
-    """The treatment that a program names; None, and "", are none. InvalidRequest says what was expected."""
+    """The staleness that a program asks for; "" for None. InvalidRequest says what was expected."""
     if not isinstance(word, str | None) or word not in (None, "", RATE):
         refuse(InvalidRequest, "staleness", f'"{RATE}" or None', word)
     return word or ""

@@ -1,7 +1,7 @@
-"""The declaration of sparse tables: rows by 64-bit id, which shards share out by a hash of the id.
+"""The declaration of sparse tables: rows by 64-bit id, divided among shards by a hash of the id.
 
-Knows a declaration's message form and its limits. Must not know files, values or rounds; a shard makes of it what
-psd_core/table.py takes.
+Converts a declaration to and from its message, and checks it. Must not know files, values or rounds; a shard converts it to the
+arguments of psd_core/table.py.
 """
 
 from __future__ import annotations
@@ -30,28 +30,27 @@ UPDATES = ("lazy", "catch_up")
 AT_LIMIT = ("evict", "refuse")
 
 _WORDS = {"expire_s": "expire_seconds", "rows_max": "max_rows"}
-"""Names that workers have for the fields of a SparseTableSpec."""
+"""Names of the fields of a SparseTableSpec in workers' programs."""
 
 
 @dataclass(frozen=True)
 class SparseTableSpec:
-    """One sparse table. Raises InvalidRequest when built wrongly.
+    """One sparse table. Raises InvalidRequest if it is wrong.
 
     Attributes:
         name: printable, unique among the job's tables; with `seed` it determines initial values.
-        dim: numbers of a row.
+        dim: length of a row.
         group: index of the group that has its rule and scalars.
         init: values of rows that nobody has trained. seed: from 0 to 2**64 - 1.
-        dtype: in which values are stored: "float32", or "bfloat16", rounded stochastically.
-        updates: treatment of weight decay, momentum and the like on rows that a step does not touch: "lazy", they rest; or
-            "catch_up", they come out as under the dense rule.
-        admit_after: an id gets a row with the gradient that is its n-th; those before are counted and dropped.
-        admit_probability: share of the gradients that count for that.
-        expire_steps, expire_s: a row that nobody has used for so many steps, or seconds, is removed; 0: never. One of the two.
-            A step is a round, or without rounds as many pushes as there are workers.
-        rows_max: of all shards together; 0: as many as the shards' memory allows.
-        at_limit: "evict", rows that were not used for long make room; or "refuse", gradients for new rows are counted and
-            dropped.
+        dtype: dtype of stored values: "float32", or "bfloat16", rounded stochastically.
+        updates: what weight decay, momentum and the like do to rows that a step does not touch: "lazy": nothing; "catch_up":
+            the same as under the dense rule.
+        admit_after: an id gets a row with its n-th gradient; earlier ones are counted and dropped.
+        admit_probability: share of the gradients that are counted for that.
+        expire_steps, expire_s: a row that nobody has used for so many steps, or seconds, is removed; 0: never. At most one is
+            set. A step is a round, or without rounds as many pushes as there are workers.
+        rows_max: limit for all shards together; 0: as many as the shards' memory allows.
+        at_limit: "evict": rows unused for long make room; "refuse": gradients for new rows are counted and dropped.
     """
 
     name: str
@@ -95,7 +94,7 @@ class SparseTableSpec:
                 raise self._wrong(field, f"must be one of {', '.join(allowed)}, got {getattr(self, field)!r}")
         if not isinstance(self.init, Initial):
             raise self._wrong("init", f"must be one of {', '.join(INITIALS)}, got {self.init!r}")
-        # NumPy's strings and numbers are equal to Python's, and so are the tables: their text is compared, too (Layout.digest).
+        # NumPy's strings and numbers are equal to Python's, but print differently, and Layout.digest compares the text.
         for field in ("name", "dtype", "updates", "at_limit"):
             object.__setattr__(self, field, str(getattr(self, field)))
         object.__setattr__(self, "admit_probability", float(probability))
@@ -104,7 +103,7 @@ class SparseTableSpec:
         return InvalidRequest(f"table {self.name!r}: {_WORDS.get(field, field)}: {problem}")
 
     def differences(self, other: SparseTableSpec) -> Iterator[tuple[str, object, object]]:
-        """Differences that there may be from another table, each with its two values."""
+        """Properties that can differ from another table, each with both values."""
         for field in dataclasses.fields(self):
             yield _WORDS.get(field.name, field.name), getattr(self, field.name), getattr(other, field.name)
 

@@ -1,7 +1,7 @@
-"""TLS: certificates as files, and the reasons why no connection comes about.
+"""TLS: certificates as files, and the reasons why a connection fails.
 
-gRPC and the bulk lane use the same files. gRPC takes the bytes; the bulk lane, and the check that the files belong together,
-take Python's ssl. TLS 1.3 on the bulk lane, whose both ends are psd's; 1.2 or later on the gRPC port. tls_socket.py moves the
+gRPC and the bulk lane use the same files. gRPC takes their bytes; the bulk lane, and the check that the files belong together,
+use Python's ssl. The bulk lane, where both ends are psd's, has TLS 1.3; the gRPC port 1.2 or later. tls_socket.py moves the
 bytes.
 """
 
@@ -19,10 +19,10 @@ PROBE_S = 2.0
 
 @dataclass(frozen=True)
 class Pem:
-    """Contents of the files. Empty: there is none.
+    """Contents of the files; empty for a file that is not given.
 
     Attributes:
-        ca: certificates of the authorities that sign the other side's. cert, key: this side's own.
+        ca: certificates of the authorities that sign the other side's certificates. cert, key: this side's own.
     """
 
     ca: bytes = b""
@@ -35,7 +35,7 @@ class TlsFiles:
     """One side's PEM files.
 
     Args:
-        ca, cert, key: paths; empty: none. is_server: which side. names: what the three settings are called, for messages.
+        ca, cert, key: paths; empty: none. is_server: True for a shard's. names: of the three settings, for error messages.
     """
 
     ca: str
@@ -46,7 +46,7 @@ class TlsFiles:
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """Paths of the files that are given."""
+        """Paths of the given files."""
         return tuple(path for path in (self.ca, self.cert, self.key) if path)
 
     def load(self) -> tuple[Pem, ssl.SSLContext]:
@@ -63,14 +63,14 @@ class TlsFiles:
         )
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if self.is_server else ssl.PROTOCOL_TLS_CLIENT)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
-        # An end without a farewell: a message that is cut off is noticed by its length; half-closed connections stay usable.
+        # Allow an end without TLS's closing message: lengths show a truncated message; half-closed connections stay usable.
         context.options |= getattr(ssl, "OP_IGNORE_UNEXPECTED_EOF", 0)
         if self.is_server:
             context.num_tickets = 0
         if self.ca:
             try:
                 context.load_verify_locations(cadata=pem.ca.decode("ascii"))
-            except (ssl.SSLError, ValueError):  # what is not ASCII is a ValueError, too
+            except (ssl.SSLError, ValueError):  # text that is not ASCII raises ValueError
                 raise ConfigError(f"{ca_name}: {self.ca} holds no PEM certificates") from None
             context.verify_mode = ssl.CERT_REQUIRED
         if self.cert:
@@ -124,7 +124,7 @@ _CERTIFICATE = {
     62: "is not for {host!r}, the name in servers",
     64: "is not for {host}, the address in servers",
 }
-"""Explanations of OpenSSL's error numbers of certificates, for whoever dials."""
+"""Explanations of OpenSSL's error numbers about certificates, for the side that connects."""
 
 _REFUSED = (
     "the shard admits nobody with this client's certificate (tls_cert), or without one: its --tls-client-ca says whose "
@@ -133,7 +133,7 @@ _REFUSED = (
 
 
 def what_is_wrong(error: OSError, host: str) -> str | None:
-    """The reason why a handshake or a first read has failed, in words; None if it is not TLS."""
+    """The reason why a handshake or a first read failed, in words; None if it is not TLS."""
     if isinstance(error, ssl.SSLCertVerificationError):
         known = _CERTIFICATE.get(error.verify_code, f"is refused: {error.verify_message}")
         return f"the shard's certificate {known.format(host=host)}"
@@ -146,19 +146,16 @@ def what_is_wrong(error: OSError, host: str) -> str | None:
 
 
 def probe(host: str, port: int, context: ssl.SSLContext | None) -> str | None:
-    """Dial a gRPC port to find out why gRPC cannot: words, or None if TLS is not the reason.
+    """Connect to a gRPC port, to find out why gRPC cannot: the reason in words, or None if it is not TLS.
 
-    gRPC says only that no connection came about.
-
-    Args:
-        context: the client's; None: it does without TLS.
+    gRPC itself says only that there is no connection. context: the client's; None: it uses no TLS.
     """
     try:
         with socket.create_connection((host, port), PROBE_S) as sock:
             if context is None:
                 return _probe_plain(sock)
             with context.wrap_socket(sock, server_hostname=host) as tls:
-                if not tls.recv(1):  # else the shard begins to speak HTTP/2
+                if not tls.recv(1):  # else the shard has begun to speak HTTP/2
                     return _REFUSED
     except OSError as error:
         return what_is_wrong(error, host)
@@ -167,7 +164,7 @@ def probe(host: str, port: int, context: ssl.SSLContext | None) -> str | None:
 
 def _probe_plain(sock: socket.socket) -> str | None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # to look, not to trust
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # only to find out; nothing is trusted
     try:
         context.wrap_socket(sock).close()
     except (ssl.SSLError, OSError) as error:

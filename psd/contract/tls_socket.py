@@ -26,8 +26,8 @@ class TlsSocket:
     """One side of a connection.
 
     Args:
-        sock: connected; owned from now on. context: of this side.
-        server_hostname: what the other side's certificate must name; None: this side is the server.
+        sock: connected; this object closes it. context: this side's.
+        server_hostname: the name that the other side's certificate must have; None: this side is the server.
 
     Attributes:
         on_pause: called when a wait has reached its time-out, and may raise; None: TimeoutError.
@@ -47,7 +47,7 @@ class TlsSocket:
         """Agree on keys and check certificates; called before anything else.
 
         Raises:
-            OSError: ssl's errors, or the connection broke. TimeoutError: not within `timeout_s`, all in all.
+            OSError: ssl's errors, or the connection broke. TimeoutError: it took longer than `timeout_s` in all.
         """
         self._run(self._tls.do_handshake, time.monotonic() + timeout_s)
 
@@ -78,12 +78,12 @@ class TlsSocket:
         return self._run(lambda: self._tls.send(chunk))
 
     def recv_into(self, buffer: memoryview, nbytes: int = 0, flags: int = 0) -> int:
-        """Receive what is there; 0: the other side has closed its own. The flags are a socket's alone."""
+        """Receive the bytes that are there; 0: the other side has closed its direction. The flags are ignored."""
         del nbytes, flags
         return self._run(lambda: self._receive(buffer[:STEP_BYTES]))
 
     def _receive(self, buffer: memoryview) -> int:
-        """Receive records as long as there are some."""
+        """Receive records while there are some."""
         received = 0
         while received < len(buffer):
             try:
@@ -93,7 +93,7 @@ class TlsSocket:
                     raise
                 break
             if count == 0:
-                break  # as the next call will find
+                break  # the next call finds the end, too
             received += count
         return received
 
@@ -130,7 +130,7 @@ class TlsSocket:
         return self._tls.getsockopt(level, option, size)
 
     def shutdown(self, how: int) -> None:
-        """End one or both directions of the socket below; wakes whoever waits."""
+        """End one or both directions of the socket below; wakes waiting threads."""
         socket.socket.shutdown(self._tls, how)  # SSLSocket's own would go on without TLS
 
     def fileno(self) -> int:

@@ -1,10 +1,9 @@
 """Bearer tokens: the files of shards and clients, and the metadata of calls.
 
-A shard's file has a line `ROLE TOKEN` for each token; empty lines and lines that begin with # are passed over. A client's file
-holds its token alone. A token is 16 to 256 characters of A-Z a-z 0-9 . _ ~ + / = -, best random ones: `openssl rand -hex 32`.
-What each role may do is psd/rim/access.py's to say. No message has a token in it.
-Opaque tokens, not JSON Web Tokens: those need keys, clocks and a library to say what a line of a file says, and are taken back
-only when they expire.
+A shard's file has a line `ROLE TOKEN` for each token; empty lines and lines that begin with # are ignored. A client's file
+holds only its token. A token is 16 to 256 characters of A-Z a-z 0-9 . _ ~ + / = -, best random ones: `openssl rand -hex 32`.
+psd/rim/access.py decides what each role may do. No message contains a token. Tokens are opaque, no JSON Web Tokens: these need
+keys, clocks and a library to say what a line of a file says, and stay valid until they expire.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ METADATA_KEY = "authorization"
 _SCHEME = "Bearer "
 
 TOKENS_MAX = 100
-"""Limit of tokens in a shard's file. Each call is compared with all of them."""
+"""Limit of tokens in a shard's file. Each call's token is compared with all of them."""
 
 _TOKEN = re.compile(r"[A-Za-z0-9._~+/=-]{16,256}")
 _WHAT_IT_HAS = "16 to 256 characters of A-Z a-z 0-9 . _ ~ + / = -"
@@ -44,7 +43,7 @@ class Tokens:
     roles: dict[bytes, Role]
 
     def role_of(self, digest: bytes) -> Role | None:
-        """The role of the token with this digest. Takes as long whether and where there is one."""
+        """The role of the token with this digest, or None. The time does not depend on whether and where it is found."""
         found = None
         for known, role in self.roles.items():
             if hmac.compare_digest(known, digest):
@@ -106,7 +105,7 @@ def _text(path: str, what: str) -> str:
 
 
 def digest_of(token: str) -> bytes:
-    """The digest that is kept of a token."""
+    """The digest by which a token is stored and compared."""
     return hashlib.sha256(token.encode("utf-8", "replace")).digest()
 
 

@@ -1,7 +1,7 @@
 """Batches of operations on server-side vectors as messages: written for each shard by the client, and read by the shard.
 
-The numbers that an operation brings are its part of the *payload*, in arrays that each begin at a multiple of 8 bytes: values,
-or places and values. A client sends a shard only what that shard has. What a sound operation is, says psd_core. Must not know
+An operation's numbers are its part of the *payload*, in arrays that each begin at a multiple of 8 bytes: values, or places and
+values. A client sends a shard only the numbers for its own elements. psd_core decides which operations are valid. Must not know
 sessions, stores or connections.
 """
 
@@ -83,12 +83,12 @@ def _part(operation: VectorOperation, spec: VectorSpec, first: int, last: int) -
 
 
 def payload_bytes(pieces: Sequence[NDArray[Any]]) -> int:
-    """Bytes of the payload that is made of these pieces."""
+    """Bytes of the payload made of these pieces."""
     return sum(piece.nbytes + _padding(piece.nbytes) for piece in pieces)
 
 
 def payload_parts(pieces: Sequence[NDArray[Any]]) -> Iterator[memoryview]:
-    """The payload, piece by piece, with the padding behind each."""
+    """The payload, piece by piece, with the padding after each."""
     for piece in pieces:
         yield np.ascontiguousarray(piece).data.cast("B")
         if _padding(piece.nbytes):
@@ -104,7 +104,7 @@ class IncomingBatch:
 
     Args:
         specs: the declarations of `message.vectors`, in order, which the caller has checked.
-        functions: the users' that are listed, by import path.
+        functions: the users' listed functions, by import path.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class IncomingBatch:
         places = self._take(entry.count, "int64")
         if brings == "indices":
             return operation._replace(places=places, values=self._take(entry.count, out.dtype))
-        columns = out.columns or 1  # of a vector, which the store refuses
+        columns = out.columns or 1  # 0 for a vector, which the store refuses
         values = self._take(entry.count * columns, out.dtype)
         return operation._replace(places=places, values=values.reshape(entry.count, columns))
 

@@ -1,4 +1,4 @@
-"""Server-side vectors on the wire: their declarations as messages, and what these may have.
+"""Server-side vectors on the wire: their declarations as messages, and the limits of these.
 
 Batches are in vector_batches.py, operations in psd_core/vector_operations.py. Must not know sessions, files or connections.
 """
@@ -15,7 +15,7 @@ VECTORS_OF_BATCH_MAX = 512
 """Limit of the vectors that one batch names."""
 
 FETCH_BYTES_MAX = 64 << 20
-"""Limit of what one Fetch answers, unless that is one row: the shard copies it, under the lock of its vectors."""
+"""Limit of one Fetch's answer, unless that is one row: the shard copies it while it holds the lock of its vectors."""
 
 _DTYPES = {
     "float64": job_pb2.DTYPE_FLOAT64,
@@ -26,7 +26,7 @@ _DTYPE_NAMES = {number: name for name, number in _DTYPES.items()}
 
 
 def check_spec(spec: VectorSpec) -> VectorSpec:
-    """The declaration; raises InvalidRequest if there can be no such vector."""
+    """The declaration itself; InvalidRequest if no vector can have it."""
     name_bytes = utf8_size(spec.name)
     if not 1 <= name_bytes <= NAME_BYTES_MAX:
         raise InvalidRequest(f"vector.name: must have 1 to {NAME_BYTES_MAX} bytes, got {name_bytes}: {spec.name[:40]!r}")
@@ -48,13 +48,13 @@ def spec_message(spec: VectorSpec) -> vectors_pb2.VectorSpec:
 
 
 def spec_of(message: vectors_pb2.VectorSpec) -> VectorSpec:
-    """The declaration of a message; raises what `check_spec` does."""
+    """The declaration in a message; raises what `check_spec` raises."""
     dtype = _DTYPE_NAMES.get(message.dtype, f"number {message.dtype}")
     return check_spec(VectorSpec(message.name, message.size, dtype, message.columns))
 
 
 def check_same(asked: VectorSpec, found: VectorSpec) -> None:
-    """Raise SpecMismatch unless a vector is the one that was asked for."""
+    """Raise SpecMismatch unless the vector that exists is declared as asked."""
     if asked != found:
         raise SpecMismatch(f"vector {asked.name!r} is {shown(found)}, not {shown(asked)}", vector=asked.name)
 

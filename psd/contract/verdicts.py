@@ -1,11 +1,10 @@
-"""Verdicts: how to apply a round where that depends on the whole gradient, although tensors are cut over shards.
+"""Verdicts: how to apply a round if that depends on the whole gradient, although shards hold pieces of tensors.
 
-Which workers make up the round is its Decision, made before. Each shard *measures* its part of a round, as sums of squares that
-add up without rounding (psd_core.square_sum); the verdict follows from the sums of all shards. So it is
-the same bits for any number of shards, and whoever computes it.
+The Decision, made before, says which workers make up the round. Each shard *measures* its part of the round, as sums of squares
+that add up without rounding (psd_core.square_sum); the verdict follows from the sums of all shards. So its bits do not depend
+on the number of shards, or on who computes it.
 
-Pure functions on values; who asks whom is in psd/state/aggregation/settlement.py and
-psd_client/worker/exchange/verdict_search.py.
+Pure functions on values; psd/state/aggregation/settlement.py and psd_client/worker/exchange/verdict_search.py exchange them.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ CLIP_EPSILON = 1e-6
 """The number added to the norm before dividing by it, as in torch.nn.utils.clip_grad_norm_."""
 
 SQUARES_BYTES_MAX = 320
-"""Limit of one sum: 2176 bits hold any shard's, and the sum over as many shards as there may be."""
+"""Limit of one sum: 2176 bits are enough for any shard's, and for the sum over the largest number of shards."""
 
 Squares = list[int] | None
 """Sums of squares in units of 2**-1074; None: something is not finite."""
@@ -36,7 +35,7 @@ def members_mask(members: bytes) -> int:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The way in which a decided round is applied; psd.v1.Verdict is its message."""
+    """The way to apply a decided round; psd.v1.Verdict is its message."""
 
     round: int
     skip: bool = False
@@ -50,7 +49,7 @@ class Verdict:
 
     @classmethod
     def from_message(cls, message: job_pb2.Verdict, spec: JobSpec) -> Verdict:
-        """Read the protobuf form; InvalidRequest if it cannot be one on a round of this job."""
+        """Read the protobuf form; InvalidRequest if no round of this job can have it."""
         if not spec.has_verdicts:
             raise InvalidRequest("verdict: only a job with rounds that has clip_norm or a layer-wise rule has verdicts")
         if not 0 <= message.scale <= 1:  # also refuses NaN
@@ -70,14 +69,14 @@ def clip_scale(norm_max: float, norm: float) -> float:
 
 
 def measure_message(squares: Squares) -> job_pb2.Measure:
-    """The message of sums of squares."""
+    """The message for sums of squares."""
     if squares is None:
         return job_pb2.Measure(is_finite=False)
     return job_pb2.Measure(is_finite=True, squares=[n.to_bytes((n.bit_length() + 7) // 8, "little") for n in squares])
 
 
 def total_of(measures: Iterable[job_pb2.Measure], count: int) -> Squares:
-    """The sums over all shards, `count` of them; InvalidRequest if a measure has another number."""
+    """The `count` sums over all shards; InvalidRequest if a measure has another number of sums."""
     totals: Squares = [0] * count
     for measure in measures:
         if not measure.is_finite:
@@ -99,7 +98,7 @@ def measures_gradients(spec: JobSpec, under: Verdict | None) -> bool:
 
 
 def judged(spec: JobSpec, round_: int, under: Verdict | None, measures: Sequence[job_pb2.Measure]) -> Verdict:
-    """The verdict that follows from the measures of all shards: of gradients, or of updates `under` an earlier verdict."""
+    """The verdict from the measures of all shards: of gradients, or of updates `under` an earlier verdict."""
     layerwise = spec.layerwise_tensors
     if measures_gradients(spec, under):
         totals = total_of(measures, 1)

@@ -1,7 +1,4 @@
-"""A wait that explains itself if it takes long, for callers that have no thread to do that.
-
-Must not know what is waited for.
-"""
+"""Explains a wait that takes long, for callers without a thread for that. Must not know what is waited for."""
 
 from __future__ import annotations
 
@@ -16,8 +13,8 @@ REPORT_AFTER_S = 5.0
 
 @contextmanager
 def explained(explain: Callable[[float], None], after_s: float = REPORT_AFTER_S) -> Iterator[None]:
-    """Call `explain` with the seconds so far, from a thread of its own, when the block has taken `after_s`, and again each time
-    that these have doubled."""
+    """Call `explain`, in another thread, with the seconds so far, when the block has taken `after_s`, and again whenever that
+    time has doubled."""
     ended = threading.Event()
 
     def watch() -> None:

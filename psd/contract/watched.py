@@ -1,9 +1,9 @@
-"""Files that may be replaced while the process runs: certificates, keys, tokens. Read again when they have changed.
+"""Files that may be replaced while the process runs: certificates, keys, tokens. They are read again when they have changed.
 
-A Kubernetes Secret is swapped by its symbolic link, an operator's file by a rename or in place: all change what `stat` says.
-What cannot be read, or makes no sense, such as a new certificate whose key has not come yet, is logged once, and what was there
-before stays in force. Ours, not the package watchdog: that reports changes from a thread of its own, by inotify, which network
-file systems do not have; a `stat` per call is enough here.
+Kubernetes replaces a Secret by its symbolic link, operators replace a file by a rename or in place: all change what `stat`
+says. If the new files cannot be read or do not fit together, such as a certificate before its key has come, that is logged
+once, and the old contents stay in force. psd does not use the package watchdog, which needs a thread, and inotify, which
+network file systems lack; a `stat` per call is enough here.
 
 Must not know what the files hold.
 """
@@ -31,10 +31,10 @@ class Watched(Generic[ValueT]):
     """A value loaded from some files.
 
     Args:
-        paths: of the files. load: reads them; raises ConfigError, which names the file.
+        paths: the files' paths. load: reads them; raises ConfigError, which names the file.
 
     Raises:
-        ConfigError: of the first `load`.
+        ConfigError: from the first `load`.
     """
 
     def __init__(self, paths: tuple[str, ...], load: Callable[[], ValueT]) -> None:
@@ -45,18 +45,18 @@ class Watched(Generic[ValueT]):
         self._value = load()
 
     def current(self) -> ValueT:
-        """The newest value: looks whether the files have changed. Any thread may call this."""
+        """The newest value; reads the files if they have changed. Any thread may call this."""
         if self._signature() != self._seen:
             self._read()
         return self._value
 
     def refresh(self) -> None:
-        """Read the files again, changed or not."""
+        """Read the files again, even if they have not changed."""
         self._read()
 
     def _read(self) -> None:
         with self._lock:
-            self._seen = self._signature()  # first: what changes from now on is another change
+            self._seen = self._signature()  # first: later changes are found next time
             try:
                 self._value = self._load()
             except ConfigError as error:
@@ -98,7 +98,7 @@ def read_secret(path: str, what: str) -> bytes:
 
 
 def _read(path: str, what: str) -> tuple[bytes, int]:
-    """Contents and mode of one and the same file, even if another one takes its name meanwhile."""
+    """Contents and mode of the same file, even if another one takes its name meanwhile."""
     try:
         with Path(path).open("rb") as file:
             data, mode = file.read(FILE_BYTES_MAX + 1), os.fstat(file.fileno()).st_mode

@@ -1,8 +1,8 @@
-"""Messages of the bulk lane on a stream socket: sent with one system call, received straight into their place.
+"""Messages of the bulk lane on a stream socket: sent with one system call, received straight into the caller's memory.
 
 A message is a 16-byte prefix (kind, bytes of head, bytes of payload), a small protobuf head, and a payload; bulk.proto has the
 kinds. `Stream` reads ahead a little, so that prefix, head and a small payload cost one system call together; the rest of a
-large payload goes directly into the caller's memory. Used by both sides. Must not know what heads mean, nor sessions or blocks.
+large payload is read directly into the caller's memory. Both sides use it. Must not know what heads mean, sessions or blocks.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from psd.contract.tls_socket import TlsSocket
 PREFIX = struct.Struct("<IIQ")
 
 READ_AHEAD_BYTES = 16 << 10
-"""Bytes read ahead; heads have a few dozen bytes, those of a push some hundred, and more would only be copied twice."""
+"""Bytes read ahead. Heads have a few dozen bytes, a push's some hundred; further bytes would only be copied twice."""
 
 BUFFER_BYTES = 1 << 20
-"""Buffer of each socket and direction; Linux doubles it. It limits what is under way to a side that does not read. A larger
-one, and what the kernel would choose, made steps no shorter."""
+"""Buffer of each socket and direction; Linux doubles it. It limits the bytes sent to a side that does not read. Neither a
+larger one nor the kernel's choice made steps shorter."""
 
 BUFFERS_MAX = 1024
-"""Buffers that Linux takes in one system call."""
+"""Most buffers that Linux takes in one system call."""
 
 KEPT_BACK_BYTES_MAX = 16 << 10
 """Bytes that are cheaper to copy than to send by a system call of their own."""
 
 KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 2}
-"""Options by which the system reports within 20 seconds, as gRPC does, a peer that vanished while nothing was under way. Not of
-one that owes an acknowledgement; and TCP_USER_TIMEOUT would also end what goes to a side that does not read for long, as a
-shard that lets a push wait. See ALIVE in bulk.proto."""
+"""Options by which the system reports within 20 seconds, as gRPC does, that a peer vanished while the connection was idle. They
+do not help while bytes are unacknowledged; and TCP_USER_TIMEOUT would also end a connection to a side that does not read for
+long, such as a shard that lets a push wait. See ALIVE in bulk.proto."""
 
 _TCP_PROGRESS = struct.Struct("@120xQQ")
-"""Fields of Linux's struct tcp_info: bytes that the peer has acknowledged, and bytes that have come from it."""
+"""Fields of Linux's struct tcp_info: bytes that the peer has acknowledged, and bytes received from it."""
 
 
 class Kind(enum.IntEnum):
@@ -67,18 +67,18 @@ _KINDS = {kind.value: kind for kind in Kind}  # calling Kind takes ten times as 
 
 
 class Disconnected(Exception):
-    """The peer has closed the connection, or it broke."""
+    """Raised if the peer has closed the connection, or it broke."""
 
 
 class Stream:
-    """One connected stream socket. One thread may send while another receives; `send_if_idle` may come from any.
+    """One connected stream socket. One thread may send while another receives; any thread may call `send_if_idle`.
 
     Args:
-        sock: blocking, or with TLS; owned from now on.
+        sock: blocking, or with TLS; this object closes it.
         head_bytes_max: a longer head is refused before it is read.
 
     Attributes:
-        is_tcp: else it is a local socket. head_bytes_max: as given; may be changed.
+        is_tcp: False for a local socket. head_bytes_max: as given; may be changed.
     """
 
     def __init__(self, sock: socket.socket | TlsSocket, head_bytes_max: int) -> None:
@@ -100,14 +100,14 @@ class Stream:
 
     @property
     def local(self) -> socket.socket | None:
-        """The socket, if it is local, so that descriptors can be sent over it."""
+        """The socket, if it is local, for sending descriptors; else None."""
         return None if self.is_tcp or isinstance(self.socket, TlsSocket) else self.socket
 
     def send(self, kind: Kind, head: bytes = b"", *payload: Any, more: bool = False) -> None:
-        """Send one message; `payload` is any number of C-contiguous buffers, which lie end to end on the wire.
+        """Send one message; `payload` is any number of C-contiguous buffers, which are sent one after the other.
 
         Args:
-            more: another message follows at once; a small one is kept back, to leave with that one.
+            more: True if another message follows at once; a small one is then held back, and sent together with it.
 
         Raises:
             Disconnected: the peer cannot be reached any more. TimeoutError: see `set_timeout`.
@@ -138,16 +138,16 @@ class Stream:
         try:
             if _is_writable(self.socket):
                 self.socket.sendmsg((PREFIX.pack(kind, 0, 0),))
-        except (OSError, ValueError):  # it has ended, or is closed: whoever uses it finds out
+        except (OSError, ValueError):  # it has ended, or is closed: the next call on it raises
             return
         finally:
             self._sending.release()
 
     def receive(self) -> tuple[Kind, bytes, int]:
-        """The kind and head of the next message, and the size of its payload, which is to be read or skipped next.
+        """The kind and head of the next message, and the size of its payload, which must be read or skipped next.
 
         Raises:
-            InvalidRequest: no message begins here. Disconnected, TimeoutError: as in `send`.
+            InvalidRequest: the next bytes are no message. Disconnected, TimeoutError: as in `send`.
         """
         if self._end - self._start < PREFIX.size:
             self._read_ahead(PREFIX.size)
@@ -185,7 +185,7 @@ class Stream:
         """The next bytes; valid until the next call."""
         if count > READ_AHEAD_BYTES:
             whole = bytearray()
-            while len(whole) < count:  # a head that is promised and does not come takes no memory
+            while len(whole) < count:  # a head that is announced but never sent takes no memory
                 step = memoryview(bytearray(min(count - len(whole), max(READ_AHEAD_BYTES, len(whole)))))
                 self.read_into(step)
                 whole += step
@@ -197,7 +197,7 @@ class Stream:
         return taken
 
     def _read_ahead(self, count: int) -> None:
-        """Read ahead until so many of the next bytes are here."""
+        """Read ahead until so many bytes are available."""
         if self._start + count > READ_AHEAD_BYTES:
             held = bytes(self._ahead[self._start : self._end])
             self._ahead[: len(held)] = held
@@ -224,8 +224,8 @@ class Stream:
             return count
 
     def _pause_after(self, error: OSError) -> None:
-        """Call `on_pause` after a call that has timed out; returns if the call may be repeated."""
-        # Python calls it a TimeoutError, too, when TCP has found out that the peer is gone.
+        """Call `on_pause` after a system call that has timed out; returns if the call may be repeated."""
+        # Python also raises TimeoutError when TCP has found that the peer is gone.
         if not isinstance(error, (BlockingIOError, TimeoutError)) or error.errno == errno.ETIMEDOUT:
             raise Disconnected(error.strerror or str(error)) from None
         if self._on_pause is None:
@@ -233,8 +233,8 @@ class Stream:
         self._on_pause()
 
     def set_timeout(self, seconds: float) -> None:
-        """Set how long one system call may take from now on; 0: for ever. After that TimeoutError, or what `set_patience`
-        says."""
+        """Set how long one system call may take from now on; 0: for ever. Then TimeoutError is raised, unless `set_patience`
+        was called."""
         if seconds == self._timeout_s:
             return
         self._timeout_s = seconds
@@ -242,26 +242,26 @@ class Stream:
             self.socket.set_timeout(seconds)
             return
         whole, part = divmod(round(seconds * 1_000_000), 1_000_000)
-        limit = struct.pack("@ll", whole, part)  # not socket.settimeout, which would poll before each call
+        limit = struct.pack("@ll", whole, part)  # because socket.settimeout polls before each call
         with contextlib.suppress(OSError):
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
     def set_patience(self, seconds: float, on_pause: Callable[[], None]) -> None:
-        """Set `on_pause`, to be called in the waiting thread when nothing has moved for that long: if it returns, the wait
-        continues. It raises what is to be raised."""
+        """Set `on_pause`, which the waiting thread calls when nothing has moved for that long. It raises an error to end the
+        wait; if it returns, the wait continues."""
         self._on_pause = on_pause
         self.set_timeout(seconds)
         if isinstance(self.socket, TlsSocket):
             self.socket.on_pause = on_pause
 
     def set_deadline(self, seconds: float | None) -> None:
-        """Set how long all receives from now on may take together, however little comes at a time; None: for ever."""
+        """Set how long all receives from now on may take together; None: for ever."""
         self._deadline = math.inf if seconds is None else time.monotonic() + seconds
         self.set_timeout(seconds or 0)
 
     def progress(self) -> tuple[int, int] | None:
-        """The bytes that the peer has acknowledged, and those that have come from it, as TCP counts them; None if unknown."""
+        """The bytes that the peer has acknowledged, and those received from it, as TCP counts them; None if unknown."""
         if not self.is_tcp or not hasattr(socket, "TCP_INFO"):
             return None
         try:
@@ -271,7 +271,7 @@ class Stream:
         return _TCP_PROGRESS.unpack(info) if len(info) == _TCP_PROGRESS.size else None
 
     def shut_down(self, how: int) -> None:
-        """End one or both directions; wakes threads that are blocked in them."""
+        """End one or both directions; wakes threads that wait in them."""
         with contextlib.suppress(OSError):
             self.socket.shutdown(how)
 
@@ -281,7 +281,7 @@ class Stream:
 
 
 def _beyond(views: list[memoryview], count: int) -> list[memoryview]:
-    """The rest of the views after so many bytes."""
+    """The views without their first `count` bytes."""
     for i, view in enumerate(views):
         if count < view.nbytes:
             return [view[count:], *views[i + 1 :]]

@@ -1,4 +1,4 @@
-"""Sentences about workers and waits, the same in the workers' logs, in errors and in psdctl."""
+"""Sentences about workers and waits, the same in workers' logs, in errors and in psdctl."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Access control: the one table of methods and roles, and the interceptor that checks every call before anything of it is read.
+"""Access control: the one table of methods and roles, and the interceptor that checks every call before its first message.
 
-Without --token-file nothing of this is there, and everybody may do everything. With it a call needs a token, and its method
-must be open to the token's role. A method that is not in the table is refused to everybody. Connections of the bulk lane are
-opened by a call (OpenBulk), and so by a worker. Must not know what the methods do.
+Without --token-file there is none, and everybody may do everything. With it a call needs a token whose role may call the
+method. A method that is not in the table is refused to everybody. Only workers may open connections of the bulk lane, because
+that takes a call (OpenBulk). Must not know what the methods do.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ OPEN = frozenset({_HEALTH + "Check"})
 ROLES: dict[str, frozenset[Role]] = {
     _HEALTH + "Watch": _ALL,
     **dict.fromkeys(_REFLECTION, _ALL),
-    # Whoever looks on.
+    # For observers.
     _CONTROL + "Describe": _ALL,
     _CONTROL + "Status": _ALL,
     _CONTROL + "Curves": _ALL,
@@ -46,7 +46,7 @@ ROLES: dict[str, frozenset[Role]] = {
     _DATA + "ReadRows": _ALL,
     _VECTORS + "List": _ALL,
     _VECTORS + "Fetch": _ALL,
-    # Whoever trains. Rollback: workers bring shards back to one checkpoint when one of them has lost its memory.
+    # For workers. Rollback: they bring shards back to one checkpoint when one shard has lost its memory.
     _CONTROL + "Join": _WORKER,
     _CONTROL + "Declare": _WORKER,
     _CONTROL + "Heartbeat": _WORKER,
@@ -70,17 +70,17 @@ ROLES: dict[str, frozenset[Role]] = {
     _VECTORS + "RunFrames": _WORKER,
     _VECTORS + "Create": _WORKER,
     _VECTORS + "Drop": _WORKER,
-    # Whoever operates: what takes room and time on a disk.
+    # For operators: what takes room and time on a disk,
     _CONTROL + "Checkpoint": _ADMIN,
     # and what changes the job for all its workers.
     _CONTROL + "Kick": _ADMIN,
     _CONTROL + "SetLearningRate": _ADMIN,
     _CONTROL + "Drain": _ADMIN,
 }
-"""Full name of a method -> the roles that may call it."""
+"""The roles that may call a method, by its full name."""
 
 OPEN_CALLS_MAX = 16
-"""Calls without a token at a time,"""
+"""Most calls without a token at a time,"""
 OPEN_CALL_S = 5.0
 """and the seconds that one may take, so that an idle caller takes no thread from the workers for longer."""
 
@@ -93,7 +93,7 @@ class Access:
     """The tokens of one shard, and the table.
 
     Args:
-        token_file: see psd/contract/tokens.py; read again when it changes.
+        token_file: its path; the format is in psd/contract/tokens.py. Read again when it changes.
 
     Raises:
         ConfigError: the file cannot be read, or a line of it is wrong.
@@ -103,10 +103,10 @@ class Access:
         self._tokens = Watched((token_file,), lambda: read_tokens(token_file))
 
     def check(self, method: str, metadata: Metadata) -> None:
-        """Raise unless this call may be made.
+        """Raise unless this call is allowed.
 
         Raises:
-            Unauthenticated: it has no token, or one that this shard does not know. PermissionDenied: its role may not call it.
+            Unauthenticated: the call has no token, or an unknown one. PermissionDenied: its role may not call the method.
         """
         digest = presented(metadata)
         if digest is None:
@@ -125,7 +125,7 @@ class Access:
             raise PermissionDenied(f"{_short(method)}: is for {roles}; this token is a {role.value}'s", role=role.value)
 
     def holder(self, metadata: Metadata) -> Callable[[], bool]:
-        """A function that tells, at any later time, whether the token of this call is still a worker's."""
+        """A function that returns, at any later time, whether the call's token is still a worker's."""
         digest = presented(metadata)
 
         def is_worker() -> bool:
@@ -139,10 +139,10 @@ def _short(method: str) -> str:
 
 
 class AccessInterceptor(grpc.ServerInterceptor):  # type: ignore[type-arg]  # only its stub is generic
-    """Refuses calls that `access` does not allow; once per call, before its first message.
+    """Refuses calls that `access` does not allow, before their first message.
 
     Args:
-        pace: of refusals. on_refusal: told of each.
+        pace: the pace of refusals. on_refusal: called for each.
     """
 
     def __init__(self, access: Access, pace: Pace, on_refusal: Callable[[PsdError], object] = lambda _: None) -> None:
@@ -171,11 +171,11 @@ class AccessInterceptor(grpc.ServerInterceptor):  # type: ignore[type-arg]  # on
             self._pace.wait(context)
             abort(context, error)
 
-        # Whatever kind the method is of: a handler of this one begins before the first message, and so waits for nothing.
+        # For methods of any kind: a handler of this kind begins before the first message, and so waits for nothing.
         return grpc.stream_stream_rpc_method_handler(refuse)
 
     def _bounded(self, handler: Any) -> grpc.RpcMethodHandler[Any, Any]:
-        """Wrap an open method of one message, so that a silent caller cannot keep its thread."""
+        """Wrap an open unary method, so that a silent caller cannot keep its thread."""
 
         def call(requests: Iterator[Any], context: grpc.ServicerContext) -> Iterator[Any]:
             if not self._open_calls.acquire(blocking=False):
@@ -195,7 +195,7 @@ class AccessInterceptor(grpc.ServerInterceptor):  # type: ignore[type-arg]  # on
 
 
 class _Refusals:
-    """Logs refused calls, but not each one of a flood."""
+    """Logs refused calls, but not every one in a flood."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -1,7 +1,7 @@
-"""One connection of the bulk lane, as the shard serves it: messages in, calls on the data plane, messages out.
+"""One connection of the bulk lane at the shard: receives messages, makes calls on the data plane, sends messages.
 
-One thread reads, and another one answers where there is much; only the methods that end it, and say_alive, come from others.
-Blocks come in messages, or lie in the worker's attached memory, and so do answers; the data plane sees no difference. Must not
+One thread reads; another one answers if there is much to send. Other threads call only say_alive and the methods that end the
+connection. Blocks and answers are in messages or in the worker's attached memory; the data plane sees no difference. Must not
 know tickets or listeners.
 """
 
@@ -30,13 +30,13 @@ from psd.state.shard import Shard
 from psd.v1 import bulk_pb2, data_pb2, job_pb2
 
 BLOCKS_FOR_TWO_THREADS = 4
-"""Blocks of the shard from which answers leave from a thread of their own; with fewer, handing them over costs more."""
+"""Number of the shard's blocks from which a second thread sends the answers; with fewer, passing them to it costs more."""
 
 MessageT = TypeVar("MessageT", bound=Message)
 Admit = Callable[["ServedConnection", bytes], int]
 
 HELLO_BYTES_MAX = 1024
-"""Longest head until the ticket has been shown."""
+"""Longest head before the worker has shown its ticket."""
 
 _HEADS = {
     bulk_pb2.BULK_METHOD_PUSH: "push",
@@ -45,19 +45,19 @@ _HEADS = {
     bulk_pb2.BULK_METHOD_INITIALIZE: "initialize",
     bulk_pb2.BULK_METHOD_PULL_ROWS: "pull",
 }
-"""The field of BulkCall that says what is to be done, by its method."""
+"""The field of BulkCall with a method's request, by method."""
 
 
 class ServedConnection:
     """One worker's connection.
 
     Args:
-        has_core_to_spare: whether a second thread would run beside this one, or only take turns with the other connections'.
+        has_core_to_spare: returns True if a second thread would run beside this one, not take turns with other connections.
 
     Attributes:
-        rank: of the worker; negative before it has shown its ticket. session: as which it was admitted, or has called since.
-        ended: set when nothing is under way any more.
-        is_welcome: asked before each call, whether the worker still may make it; set by whoever admits it.
+        rank: the worker's; negative before it has shown its ticket. session: the session of its admission, or of its last call.
+        ended: set when no call is in progress any more.
+        is_welcome: called before each call: True if the worker still may make it; set on admission.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class ServedConnection:
             while self._begin_message():
                 kind, head, payload_bytes = self._stream.receive()
                 if not self.is_welcome():
-                    break  # the worker asks for another ticket, and so shows its present token
+                    break  # the worker asks for another ticket, and so shows its current token
                 with self._lock:
                     self._is_busy = True
                 if kind is Kind.CALL and not payload_bytes:
@@ -104,7 +104,7 @@ class ServedConnection:
                     raise InvalidRequest(f"kind: {kind.name} is not expected here")
         except (Disconnected, TimeoutError) as error:
             forget_frames(error)
-        except PsdError as error:  # the two sides no longer agree where a message begins
+        except PsdError as error:  # the two sides no longer agree on where a message begins
             self._send_error(self._guard.as_error(error))
 
     def _begin_message(self) -> bool:
@@ -121,7 +121,7 @@ class ServedConnection:
 
     @property
     def is_tcp(self) -> bool:
-        """False: over a local socket."""
+        """True for TCP, False for a local socket."""
         return self._stream.is_tcp
 
     # -- the end, from other threads -----------------------------------------------------------------------------------
@@ -133,16 +133,16 @@ class ServedConnection:
             callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
             callback()
-        # Both ways, to wake whoever is blocked in sending, too. But a local one's memory may be attached, and to its worker the
-        # end of the connection says that nothing touches that any more.
+        # Both ways, to wake a thread that is sending, too. But a local worker's memory may be attached, and for the worker the
+        # end of the connection means that nothing uses that memory any more.
         self._stream.shut_down(socket.SHUT_RDWR if self._stream.is_tcp else socket.SHUT_RD)
 
     def cut(self) -> None:
-        """Force a connection that was hung up and does not end: wake whoever is blocked in sending."""
+        """End a connection by force if `hang_up` has not: wake a thread that is sending."""
         self._stream.shut_down(socket.SHUT_RDWR)
 
     def say_alive(self) -> None:
-        """Tell the worker of a call under way that this process lives; on its own machine it knows."""
+        """Tell a worker whose call is in progress that this process lives; a worker on this machine needs no telling."""
         if self._is_in_call and self._stream.is_tcp:
             self._stream.send_if_idle(Kind.ALIVE)
 
@@ -155,10 +155,10 @@ class ServedConnection:
             self._stream.shut_down(socket.SHUT_RD)
 
     def close(self) -> None:
-        """Give descriptor and memory back; called when `serve` has returned."""
+        """Close the descriptor and unmap the memory; called when `serve` has returned."""
         if self._second_thread is not None:
             self._second_thread.close()
-            self._second_thread = None  # which refers to this connection, and so to its scratch memory
+            self._second_thread = None  # it refers to this connection, and so to its scratch memory
         self._memory = None
         self.ended.set()
         self._stream.close()
@@ -166,7 +166,7 @@ class ServedConnection:
     # -- what a Waiter needs of its call -------------------------------------------------------------------------------
 
     def add_callback(self, callback: Callable[[], None]) -> bool:
-        """Have `callback` called when the worker hangs up; False if it has."""
+        """Have `callback` called when the worker hangs up; False if it has already."""
         with self._lock:
             if self._has_hung_up:
                 return False
@@ -203,7 +203,7 @@ class ServedConnection:
         return descriptors
 
     def _call(self, call: bulk_pb2.BulkCall) -> None:
-        """Answer one call: with blocks as they become ready, and then its reply or its error."""
+        """Answer one call: send blocks as they become ready, then the reply or the error."""
         head = _HEADS.get(call.method, "pull")
         sent: _Sent | None = None
         if head != "pull" or call.method == bulk_pb2.BULK_METHOD_PULL_ROWS:
@@ -237,11 +237,11 @@ class ServedConnection:
             finally:
                 answers.close()
                 if self._second_thread is not None:
-                    self._second_thread.flush()  # all answers have left
+                    self._second_thread.flush()  # send all answers
         except (Disconnected, TimeoutError):
             raise
         except Exception as error:
-            if self._has_hung_up:  # there is nobody to be told
+            if self._has_hung_up:  # there is nobody to tell
                 raise Disconnected from error
             self._send_error(self._guard.as_error(error))
             if sent is not None:
@@ -276,8 +276,8 @@ class ServedConnection:
         return self._plane.push_pull(call.push, sent.blocks(), waiter, ahead)
 
     def _way_out(self) -> Callable[[_Outgoing], None]:
-        """Choose the way for answers: a second thread, if there are many and a core to spare."""
-        job = self._shard.job  # None while a checkpoint is loaded; then the call is refused for that
+        """A function that sends an answer; in a second thread, if there are many blocks and a core to spare."""
+        job = self._shard.job  # None while a checkpoint is loaded; then the call is refused anyway
         if job is None or len(job.blocks) < BLOCKS_FOR_TWO_THREADS or not self._has_core_to_spare():
             return self._deliver
         if self._second_thread is None:
@@ -293,9 +293,9 @@ class ServedConnection:
         answer = out.answer
         try:
             if out.place is None:
-                self._stream.send(Kind.ANSWER, _head(answer), answer.values, more=True)  # at least the REPLY
+                self._stream.send(Kind.ANSWER, _head(answer), answer.values, more=True)  # at least the REPLY follows
                 return
-            if self._has_hung_up:  # a worker that has not waited for this process may use its memory otherwise
+            if self._has_hung_up:  # a worker that has not waited may use its memory for something else
                 raise Disconnected("the worker has hung up")
             if answer.nbytes:
                 np.copyto(self._attached().parameter(answer.block, out.place), answer.values)
@@ -312,7 +312,7 @@ class ServedConnection:
     def _attached(self) -> WorkerMemory:
         if self._memory is None:
             raise InvalidRequest("in_memory: nothing is attached to this connection")
-        job = self._shard.job  # None while a checkpoint is loaded; then the block is refused for that
+        job = self._shard.job  # None while a checkpoint is loaded; then the block is refused anyway
         if job is not None and self._memory.layout_digest != job.layout.digest:
             raise LayoutMismatch("in_memory: the memory was attached for another job")
         return self._memory
@@ -331,7 +331,7 @@ def _head(answer: PulledBlock) -> bytes:
 
 class _Outgoing(NamedTuple):
     answer: PulledBlock
-    place: int | None  # in attached memory; None: it leaves in a message
+    place: int | None  # in attached memory; None: it is sent in a message
     is_announced: bool
 
 
@@ -339,10 +339,10 @@ class _Sent:
     """The blocks of one push, or of initial values, or the ids of rows, read from the messages after its CALL.
 
     Args:
-        memory: gives what is attached. rank: of the worker. is_initial: parameters, and not gradients.
+        memory: returns the attached memory. rank: the worker's. is_initial: True for parameters, False for gradients.
 
     Attributes:
-        is_last: the last message has been read.
+        is_last: True once the last message has been read.
     """
 
     def __init__(
@@ -353,7 +353,7 @@ class _Sent:
         self._memory = memory
         self._rank = rank
         self._is_initial = is_initial
-        self._unread = 0  # payload bytes of the last message
+        self._unread = 0  # payload bytes of the latest message that were not read yet
         self.is_last = False
 
     def blocks(self) -> Iterator[PushedBlock]:
@@ -372,8 +372,8 @@ class _Sent:
                     raise InvalidRequest(f"in_memory: the blocks lie in memory, but there are {self._unread} bytes of payload")
                 memory = self._memory()
                 values_of = memory.values if self._is_initial else memory.gradient
-                # What has come together has no order, and the update of a round that is complete is left to the first call that
-                # reads the block: each worker's begins elsewhere, and they share the work.
+                # These blocks came together, in no order. The first call that reads a block applies its complete round: so each
+                # worker begins at another block, and they share the work.
                 begin = count * self._rank // memory.world_size
                 for following, i in enumerate((*range(begin, count), *range(begin)), 1):
                     block = message.blocks[i]
@@ -389,7 +389,7 @@ class _Sent:
                     raise InvalidRequest("rows: belong to a push, and not to initial values")
                 payload = self._payload()
                 numbers = self._numbers(message)
-                is_lent = self.is_last and len(message.rows) > 0  # nothing else of this call comes to where the payload is
+                is_lent = self.is_last and len(message.rows) > 0  # no later message overwrites the payload
                 for block in message.blocks:
                     present = message.present[0] if message.present else b""
                     more = message.more
@@ -404,11 +404,11 @@ class _Sent:
             yield message.rows, self._payload(), self._numbers(message)
 
     def _numbers(self, message: bulk_pb2.BulkBlocks) -> list[memoryview]:
-        """The memory where the numbers of rows lie, or go to; nothing if they travel."""
+        """The attached memory for the values of rows; empty if they are sent in messages."""
         return self._memory().rows(message.rows, message.rows_at) if message.rows_at else []
 
     def skip_rest(self) -> None:
-        """Read what the worker is still sending of a call that was refused."""
+        """Read the rest of a refused call, which the worker is still sending."""
         self._stream.skip(self._unread)
         while not self.is_last:
             self._next()
@@ -418,7 +418,7 @@ class _Sent:
         kind, head, self._unread = self._stream.receive()
         if kind is not Kind.BLOCKS:
             raise InvalidRequest(f"kind: expected the BLOCKS of a call, got {kind.name}")
-        self.is_last = True  # a message that cannot be read is the last one, too: what comes then is not expected
+        self.is_last = True  # a message that cannot be parsed is the last one, too
         message = _parsed(bulk_pb2.BulkBlocks, head)
         self.is_last = message.last
         return message

@@ -1,7 +1,7 @@
 """A worker's memory file, mapped into the shard: it holds the gradients of its pushes and receives its parameters.
 
-Owns every check that keeps the shard's accesses within the file, and the file as large as it says: it must be sealed against
-shrinking, or its owner could make the shard fault. Its contents may change at any time; that harms only its owner's numbers.
+Makes every check that keeps the shard's accesses within the file, and the file at its size: it must be sealed against
+shrinking, or its owner could make the shard fault. Its contents may change at any time; that harms only its owner's values.
 Must not know sockets or calls.
 """
 
@@ -30,14 +30,14 @@ class WorkerMemory:
     """One attached file.
 
     Args:
-        fd: of the file; the caller closes it afterwards.
-        attach: where the spaces lie. layout: of the job.
+        fd: the file's descriptor; the caller closes it afterwards.
+        attach: the message with the places of the spaces. layout: the job's.
 
     Raises:
         InvalidRequest: the file is not as `attach` says, or not sealed, or a space does not fit.
 
     Attributes:
-        nonce: the file's first bytes. layout_digest, world_size: of the job for which it was attached.
+        nonce: the file's first bytes. layout_digest, world_size: those of the job for which it was attached.
     """
 
     def __init__(self, fd: int, attach: bulk_pb2.BulkAttach, layout: Layout) -> None:
@@ -101,18 +101,18 @@ class WorkerMemory:
         ]
 
     def gradient(self, block: int) -> memoryview:
-        """The gradient of a block of the job. Raises InvalidRequest if there is none such."""
+        """The gradient of a block of the job; InvalidRequest if there is no such block."""
         view = self._gradient_views.get(block)
         if view is None:
             view = self._gradient_views[block] = self._block(self._gradients, block).data.cast("B")
         return view
 
     def values(self, block: int) -> memoryview:
-        """The initial values of a block of the job, which the worker has left in the first place for its parameters."""
+        """The initial values of a block of the job; the worker has written them into the first place for parameters."""
         return self.parameter(block, 0).data.cast("B")
 
     def parameter(self, block: int, place: int) -> NDArray[Any]:
-        """The memory for the parameters of a block of the job, in one of the places."""
+        """The memory for the parameters of a block of the job, in one of the places for parameters."""
         view = self._parameter_views.get((block, place))
         if view is None:
             if place >= len(self._parameters):
@@ -121,7 +121,7 @@ class WorkerMemory:
         return view
 
     def rows(self, parts: Sequence[data_pb2.RowsPart], starts: Sequence[int]) -> list[memoryview]:
-        """The memory of the numbers of each of these parts, which begin at these bytes of the file."""
+        """The memory for the values of each part; `starts` are their offsets in the file, in bytes."""
         if len(starts) != len(parts):
             raise InvalidRequest(f"rows_at: has {len(starts)} entries for {len(parts)} parts")
         found, size = [], len(self._bytes)
@@ -151,7 +151,7 @@ def _out_of_range(what: str, start: int, end: int, size: int, align: int) -> Inv
 
 
 def _places(starts: Sequence[int], spaces: int) -> Sequence[Sequence[int]]:
-    """The starts of the parameters of each place."""
+    """The starts of the spaces' parameters, for each place."""
     count = len(starts) // spaces if spaces else 1
     if len(starts) != count * spaces or not 1 <= count <= PLACES_MAX:
         expected = f"one per flat space, {spaces}, for each of 1 to {PLACES_MAX} places"

@@ -1,9 +1,9 @@
 """The shard's end of the bulk lane: its sockets, tickets and connections. bulk_connection.py serves one connection.
 
-A worker asks over gRPC (`OpenBulk`) where to connect and gets a ticket, good for one connection; so nobody is let in here whom
-gRPC has not. Over TCP it is TLS if gRPC is. Each connection has a thread. A rank has one connection: a new one ends the one
-before, and begins when nothing of that one is under way any more, so that two calls never write to one worker's memory. Must
-not know blocks or frames.
+A worker asks over gRPC (`OpenBulk`) where to connect and gets a ticket for one connection; so this port admits nobody whom gRPC
+refuses. TCP uses TLS if gRPC does. Each connection has a thread. A rank has one connection: a new one ends the one before, and
+begins once that one has no call in progress, so that two calls never write to one worker's memory. Must not know blocks or
+frames.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ HELLO_S = 5.0
 PREDECESSOR_S = 4.0
 """Seconds that a new connection waits for its rank's earlier one to end; its worker waits a little longer."""
 BLOCK_S = 1.0
-"""Seconds that the earlier connection may take to finish the block in hand before it is cut off."""
+"""Seconds that the earlier connection may take to finish its current block before it is cut off."""
 STRANGERS_MAX = 64
-"""Limit of connections that have not shown a ticket yet."""
+"""Most connections that have not shown a ticket yet."""
 CROWDED_PAUSE_S = 0.1
-"""Pause after a connection that displaced another one, while nobody with a ticket is expected: a flood waits in the kernel and
-costs the shard next to nothing."""
+"""Pause after a connection that displaced another one, if nobody with a ticket is expected: so a flood waits in the kernel, and
+costs the shard almost nothing."""
 
 
 @dataclass(frozen=True)
@@ -69,10 +69,10 @@ class BulkServer:
     """The bulk lane of one shard. Made, then `start`ed once, then `stop`ped.
 
     Args:
-        planes: by lane. access: None: everybody may do everything. tls: None: without.
+        planes: data planes by lane. access: None: everybody may do everything. tls: None: no TLS.
 
     Attributes:
-        tcp_port: 0 where TCP is switched off. local_name: of the local socket; empty where the system has none.
+        tcp_port: 0 if TCP is switched off. local_name: name of the local socket; empty if the system has none.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class BulkServer:
         self._ticket_given = threading.Condition(self._lock)
         self._tickets: dict[bytes, _Ticket] = {}
         self._by_rank: dict[int, ServedConnection] = {}
-        self._admitted: dict[int, int] = {}  # the latest session, by rank, that has opened a connection
+        self._admitted: dict[int, int] = {}  # by rank, the latest session that has opened a connection
         self._connections: dict[int, ServedConnection] = {}  # by file descriptor
         self._strangers = Strangers(STRANGERS_MAX)
         self._refused = {"shm": 0, "tcp": 0}
@@ -137,7 +137,7 @@ class BulkServer:
         self._listeners.append(listener)
 
     def _listen_local(self) -> None:
-        """A name in Linux's abstract namespace leaves nothing behind, whoever dies."""
+        """Listen under a name in Linux's abstract namespace, which leaves nothing behind, whichever process dies."""
         if not (hasattr(socket, "SO_PEERCRED") and hasattr(os, "memfd_create")):
             return
         name = f"psd-{os.getuid()}-{secrets.token_hex(8)}"
@@ -153,7 +153,7 @@ class BulkServer:
         self._listeners.append(listener)
 
     def open(self, request: control_pb2.OpenBulkRequest, metadata: Metadata = ()) -> control_pb2.OpenBulkReply:
-        """Open a bulk connection. The token in the call's metadata must stay good as long as it is used."""
+        """Open a bulk connection. The token in the call's metadata must stay valid while the connection is used."""
         is_welcome = (lambda: True) if self._access is None else self._access.holder(metadata)
         worker = self._shard.check_caller(request.caller)
         ticket, now = secrets.token_bytes(32), time.monotonic()
@@ -176,7 +176,7 @@ class BulkServer:
             except (OSError, RuntimeError):
                 if self._is_stopping:
                     return
-                # Out of descriptors or threads, or a peer that has gone already: neither may end the service.
+                # No descriptors or threads are left, or the peer has gone already: neither may end the service.
                 logger.warning("the bulk lane could not accept a connection", exc_info=True)
                 select.select([], [], [], 0.1)
                 continue
@@ -187,10 +187,10 @@ class BulkServer:
                         self._ticket_given.wait(CROWDED_PAUSE_S)
 
     def _begin(self, sock: socket.socket) -> bool:
-        """Serve a connection, unless there are too many; False if they are crowded."""
+        """Serve a connection, unless there are too many; False if it is refused, or displaced another one."""
         try:
             secured = self._secured(sock)
-        except OSError:  # the client has gone; scanners of ports do no more than connect
+        except OSError:  # the client has gone; port scanners only connect
             with self._lock:
                 self._refused["tcp"] += 1
             return True
@@ -223,7 +223,7 @@ class BulkServer:
         if self._tls is None or sock.family == getattr(socket, "AF_UNIX", None):
             return sock
         try:
-            sock.getpeername()  # if it has gone, ssl would leave half a socket behind
+            sock.getpeername()  # raises if the peer has gone: ssl would leave half a socket behind
             return TlsSocket(sock, self._tls.context())
         except BaseException:
             sock.close()
@@ -252,7 +252,7 @@ class BulkServer:
         connection.close()
 
     def _admit(self, connection: ServedConnection, key: bytes) -> int:
-        """The rank to which a ticket belongs; InvalidRequest if there is none."""
+        """The rank to which a ticket belongs; InvalidRequest if there is no such ticket."""
         with self._lock:
             ticket = self._tickets.pop(key, None)
             if ticket is None or ticket.expires < time.monotonic():
@@ -270,11 +270,11 @@ class BulkServer:
         return ticket.rank
 
     def _is_current(self, connection: ServedConnection) -> bool:
-        """False if its worker has left, or has begun a session that has not called on it."""
+        """False if the connection's worker has left, or has begun a session that has made no call on it."""
         return connection.rank < 0 or self._shard.is_current(connection.rank, connection.session)
 
     def has_lost(self, rank: int, session: int) -> bool:
-        """True if a session had a connection, and has none any more."""
+        """True if a session had a connection, but has none now."""
         with self._lock:
             return self._admitted.get(rank) == session and rank not in self._by_rank
 
@@ -286,7 +286,7 @@ class BulkServer:
             return {lane: LaneConnections(is_open[lane], refused) for lane, refused in self._refused.items()}
 
     def stop(self, grace_s: float | None) -> None:
-        """Take no more connections, and end the open ones, after `grace_s` for calls in progress or at once. Idempotent."""
+        """Refuse connections, and end the open ones, at once or after `grace_s` for calls in progress. Idempotent."""
         if self._is_stopping:
             return
         with self._lock:
@@ -318,5 +318,5 @@ class BulkServer:
 
 
 def _is_welcome(stream: Stream) -> bool:
-    """False for a local socket whose other end belongs to somebody else."""
+    """False for a local socket whose other end belongs to another user."""
     return stream.local is None or is_of_this_user(stream.local)

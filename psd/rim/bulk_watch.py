@@ -1,9 +1,8 @@
 """Looks after the bulk lane's connections while their own threads are busy: one thread for all of them.
 
-It notices that a worker has closed its side while its call waits for others, where nobody reads the socket. It says to those
-whose call is under way that the shard is there, so that they know of one that has vanished. And it ends connections whose
-worker has ended, or is another process now, and has not closed them: its machine may have vanished. Must not know tickets,
-blocks or messages.
+It notices if a worker closes its side while its call waits for others, when nobody reads the socket. It tells workers whose
+calls are in progress that the shard lives, so that they notice if one vanishes. And it ends connections whose worker has ended,
+or is another process now, without closing them: its machine may have vanished. Must not know tickets, blocks or messages.
 """
 
 from __future__ import annotations
@@ -18,15 +17,15 @@ from contextlib import suppress
 from psd.rim.bulk_connection import ServedConnection
 
 LOOK_S = 5.0
-"""Seconds between two looks at all connections. A worker takes a silence of three of them for the end."""
+"""Seconds between two looks at all connections. After a silence three times as long a worker believes that the shard died."""
 
 
 class Watch:
     """The thread.
 
     Args:
-        connections: those that are open, by descriptor; may change at any time.
-        is_current: whether a connection's worker takes part in the job, as the session that uses it.
+        connections: the open connections, by descriptor; may change at any time.
+        is_current: returns True if the session that uses a connection takes part in the job.
     """
 
     def __init__(
@@ -36,8 +35,8 @@ class Watch:
         self._is_current = is_current
         self._look_s = look_s
         self._forsaken: set[ServedConnection] = set()
-        self._poll: select.epoll | None = None  # elsewhere than on Linux a wait ends at its deadline
-        self._pair: tuple[socket.socket, socket.socket] | None = None  # to end the thread: read from the first
+        self._poll: select.epoll | None = None  # only on Linux; elsewhere a wait ends at its deadline
+        self._pair: tuple[socket.socket, socket.socket] | None = None  # to end the thread, which reads from the first
         self._thread = threading.Thread(target=self._run, name="psd-bulk-watch", daemon=True)
 
     def start(self) -> None:
@@ -56,7 +55,7 @@ class Watch:
     def forget(self, descriptor: int) -> None:
         """Stop watching a connection, which is about to be closed."""
         if self._poll is not None:
-            with suppress(OSError, ValueError):  # not there any more; or `stop` was called before
+            with suppress(OSError, ValueError):  # it is closed already, or `stop` was called before
                 self._poll.unregister(descriptor)
 
     def stop(self) -> None:
@@ -77,7 +76,7 @@ class Watch:
         for connection in connections:
             connection.say_alive()
         forsaken = {connection for connection in connections if not self._is_current(connection)}
-        for connection in forsaken & self._forsaken:  # the other look's, too: what it has under way has had time to end
+        for connection in forsaken & self._forsaken:  # at the previous look, too: its calls have had time to end
             connection.hang_up()
         self._forsaken = forsaken
 
@@ -90,7 +89,7 @@ class Watch:
                 if descriptor == stopping.fileno():
                     return
                 connection = self._connections.get(descriptor)
-                # Its number may have gone to another connection since.
+                # Another connection may have this descriptor by now.
                 if connection is not None and _has_hung_up(descriptor):
                     connection.hang_up()
             if time.monotonic() >= next_look:

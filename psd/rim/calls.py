@@ -1,4 +1,4 @@
-"""The common parts of every RPC: bytes to messages, errors to statuses, tickets to waits.
+"""The common parts of every RPC: turns bytes into messages, errors into statuses, tickets into waits.
 
 Parsers never raise: a request that cannot be parsed becomes an error value that the method raises, so that the caller gets
 INVALID_ARGUMENT with the field's name instead of gRPC's anonymous INTERNAL.
@@ -40,15 +40,15 @@ logger = logging.getLogger(__name__)
 M = TypeVar("M", bound=Message)
 
 WAIT_S_MAX = 3600.0
-"""Longest wait of a call that came without a deadline; psd's own clients always send one."""
+"""Longest wait of a call without a deadline; psd's own clients always send one."""
 
 MESSAGE_BYTES_MAX = 1500
-"""Longest status message, in UTF-8. It travels in HTTP/2 headers, where a byte that is not ASCII takes three; peers that limit
-headers to 8 KiB, gRPC's default, must still get it together with the detail."""
+"""Longest status message, in UTF-8. It is sent in HTTP/2 headers, where a byte that is not ASCII takes three; with the detail
+it must fit into 8 KiB, gRPC's default limit for headers."""
 
 
 UNPACED = (WaitTimeout, CutMissed)
-"""Refusals without a delay: outcomes of waits, after which workers and readers ask again."""
+"""Errors that are sent without a delay: outcomes of waits, after which workers and readers ask again."""
 
 
 class Frame(NamedTuple):
@@ -59,7 +59,7 @@ class Frame(NamedTuple):
 
 
 def message_parser(kind: type[M], parts_max: int = PARTS_MAX) -> Callable[[bytes], M | PsdError]:
-    """A deserializer for unary requests, of so many parts at most."""
+    """A deserializer for unary requests with at most `parts_max` parts."""
 
     def parse(data: bytes) -> M | PsdError:
         try:
@@ -106,16 +106,16 @@ def abort(context: grpc.ServicerContext, error: PsdError) -> NoReturn:
 
 
 def wait_s(context: Caller) -> float:
-    """Seconds that a call may wait, so that the answer can still name what was missing before the caller's own deadline."""
+    """Seconds that a call may wait, so that the answer can still name the missing workers before the caller's deadline."""
     remaining = context.time_remaining()
-    # A call without a deadline has, to gRPC, ages.
+    # For a call without a deadline gRPC reports a very long time.
     return WAIT_S_MAX if remaining is None else min(WAIT_S_MAX, max(0.0, remaining - min(1.0, remaining / 10)))
 
 
 def forget_frames(error: BaseException) -> None:
-    """Drop the tracebacks of an error and of those before it, and what their frames hold.
+    """Drop the tracebacks of an error and of its causes, and the objects in their frames.
 
-    A frame that holds its error is a cycle. It would keep the call until Python collects it, in an idle shard perhaps never: a
+    A frame that holds its error is a cycle, which keeps the call until Python collects it, in an idle shard perhaps never: a
     dead worker's memory would stay mapped, and gRPC would count the call against --max-streams.
     """
     before: BaseException | None = error
@@ -129,7 +129,7 @@ class CallGuard:
     """Wraps the methods of a service: refuses while draining, translates errors, counts refusals.
 
     Args:
-        pace: of refusals, and of methods that are `paced`.
+        pace: the pace of refusals, and of methods that are `paced`.
     """
 
     def __init__(self, shard: Shard, pace: Pace) -> None:
@@ -142,7 +142,7 @@ class CallGuard:
         return checked(request)
 
     def as_error(self, error: Exception) -> PsdError:
-        """The error for the caller; the exception is counted, and logged if it is a defect. Its traceback is gone then."""
+        """The error for the caller. Counts the exception, logs it if it is a defect, and drops its traceback."""
         told = error
         if not isinstance(told, PsdError):
             logger.error("a request failed because of a defect in the shard", exc_info=error)
@@ -168,7 +168,7 @@ class CallGuard:
                 if paced:
                     self._pace.wait(context)
                 return method(checked, context)
-            except grpc.RpcError:  # the caller hung up; nobody is there to answer, and gRPC knows its own error
+            except grpc.RpcError:  # the caller hung up: nobody waits for an answer
                 raise
             except Exception as error:  # noqa: BLE001 - the rim is where every error becomes a status
                 self._refuse(context, error)
@@ -192,11 +192,11 @@ class CallGuard:
 
 
 class Unknown(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # only its stub is generic
-    """Refuses unknown methods, in gRPC's own words, but at a pace. Must be the last handler of a server."""
+    """Refuses unknown methods with gRPC's own message, but at a pace. Must be the last handler of a server."""
 
     def __init__(self, pace: Pace) -> None:
         self._pace = pace
-        # Whatever kind the caller takes it for: a handler of this one waits for no message.
+        # For calls of any kind: a handler of this kind waits for no message.
         self._handler = grpc.stream_stream_rpc_method_handler(self._refuse)
 
     @override
@@ -217,7 +217,7 @@ class Waiter:
         self._shard = shard
         self._context = context
         self._ticket: Ticket | None = None
-        self._is_told = False  # of the caller's end
+        self._is_told = False  # whether gRPC was asked to report the caller's end
         self._has_hung_up = False
 
     def _on_end(self) -> None:
@@ -230,7 +230,7 @@ class Waiter:
         """The ticket's result.
 
         Raises:
-            WaitTimeout, BarrierTimeout: the call's deadline is near; names the workers that were waited for.
+            WaitTimeout, BarrierTimeout: the call's deadline is near; names the missing workers.
         """
         timeout = wait_s(self._context)
         self._ticket = ticket
@@ -249,7 +249,7 @@ class Waiter:
                 missing=[worker.rank for worker in wait.missing],
             )
             ticket.fail(error)
-            # The wait may have ended in the very moment in which we gave up.
+            # The wait may have ended just when it was given up.
             if ticket.future.exception() is None:
                 return ticket.future.result()
             raise error from None
@@ -260,6 +260,6 @@ class Waiter:
 
 
 class _HungUp(PsdError):
-    """The caller has hung up; never leaves the shard."""
+    """Raised if the caller has hung up; never sent."""
 
     code = "CANCELLED"

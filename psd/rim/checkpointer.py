@@ -1,9 +1,9 @@
 """Checkpoints of one shard: the thread that writes them, and their outcomes.
 
-The shard says when a cut is due (psd/state/desks/cut_schedule.py) and collects its pages (psd/state/cuts/cuts.py);
-here they are written, and whichever shard is last makes the checkpoint valid. Training is not stopped: pages are pinned, and
-given back as they are written; rows of tables are copied from their snapshots, some MiB at a time. A failure costs that
-checkpoint only; it is logged, shown by status, and what was valid stays.
+The shard decides when a cut is due (psd/state/desks/cut_schedule.py) and collects its pages (psd/state/cuts/cuts.py); these
+threads write them, and the last shard makes the checkpoint valid. Training goes on: pages are pinned, and released as they are
+written; rows of tables are copied from their snapshots, some MiB at a time. A failure costs only that checkpoint; it is logged
+and shown by status, and valid checkpoints stay.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ logger = logging.getLogger(__name__)
 TAKE_S_MAX = 3600.0
 
 POLL_S = 0.1
-"""Seconds between two looks at what other shards have stored."""
+"""Seconds between two checks for other shards' files."""
 
 AGAIN_S = 1.0
-"""Seconds from a cut on demand that was given up to the next."""
+"""Seconds after which a cut on demand that was given up is tried again."""
 
 SETTLED_S = 5.0
-"""Most seconds between them while nobody waits."""
+"""Most seconds between two such checks while nobody waits."""
 
 
 @dataclass
@@ -47,8 +47,8 @@ class CheckpointProgress:
     """Progress of checkpoints, for status and the metrics.
 
     Attributes:
-        written: parts that this process has stored. failed: checkpoints that it could not take its part in.
-        last_at: on the shard's clock. last_wall: in seconds since 1970.
+        written: parts that this process has stored. failed: checkpoints whose part it could not store.
+        last_at: time of the last one on the shard's clock. last_wall: the same in seconds since 1970.
     """
 
     location: str
@@ -66,7 +66,7 @@ class Checkpointer:
     """Takes and writes this shard's part of checkpoints.
 
     Args:
-        gate: that batches on vectors pass. wall: seconds since 1970.
+        gate: the gate for batches on vectors. wall: returns seconds since 1970.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Checkpointer:
         self._done = shard.cuts.take_part()
         self._to_write: SimpleQueue[Snapshot | None] = SimpleQueue()
         self._asked_for: dict[str, Future[str]] = {}  # by cut id
-        self._coming: dict[Snapshot, float] = {}  # those that other shards are waited for, and since when
+        self._coming: dict[Snapshot, float] = {}  # snapshots that wait for other shards, and since when
         self._bases = TableBases(directory)
         self._idle = threading.Condition()
         self._stopping = threading.Event()
@@ -132,7 +132,7 @@ class Checkpointer:
                 return name
 
     def _take(self, cut_id: str, deadline: float) -> str:
-        """Store this shard's part of a new cut; the name of the checkpoint."""
+        """Store this shard's part of a new cut; return the name of the checkpoint."""
         with self.storing(cut_id) as stored:
             self._shard.schedule.announce(cut_id)
             try:
@@ -144,7 +144,7 @@ class Checkpointer:
 
     @contextmanager
     def storing(self, cut_id: str) -> Iterator[Future[str]]:
-        """Learn what becomes of this shard's part of a cut: inside, a future of the checkpoint's name."""
+        """A context with a future for this shard's part of a cut: its result is the checkpoint's name."""
         self._asked_for[cut_id] = Future()
         try:
             yield self._asked_for[cut_id]
@@ -152,8 +152,8 @@ class Checkpointer:
             del self._asked_for[cut_id]
 
     def await_complete(self, name: str, deadline: float, cut_id: str = "") -> None:
-        """Wait until all shards have stored their part; CheckpointFailed if they have not at `deadline`, by our clock, or if
-        the cut of that id is given up."""
+        """Wait until all shards have stored their parts; CheckpointFailed if they have not at `deadline`, on this shard's
+        clock, or if the cut with this id is given up."""
         while (why := self.why_incomplete(name)) is not None:
             if self._now() > deadline or cut_id in self._shard.cuts.given_up:
                 raise CheckpointFailed(f"checkpoint {name} was not completed by all shards in time: {why}")
@@ -168,14 +168,14 @@ class Checkpointer:
         return None
 
     def await_written(self, timeout_s: float) -> bool:
-        """Wait until nothing is left to be written; False if that takes too long."""
+        """Wait until no snapshot is left to write; False if that takes too long."""
         with self._idle:
             return self._idle.wait_for(lambda: not self._shard.cuts.unwritten, timeout_s)
 
     # -- writing -----------------------------------------------------------------------------------------------------
 
     def stop(self) -> None:
-        """Write the snapshots handed over, and one that cannot begin before they are written, and end."""
+        """Write the remaining snapshots, also one that can begin only after the others, and end."""
         self._stopping.set()
         if self._threads[-1].is_alive():
             with self._idle:
@@ -186,12 +186,12 @@ class Checkpointer:
                 thread.join()
 
     def _sort(self) -> None:
-        """Report missed cuts at once, even while a slow store is written to."""
+        """Pass snapshots to the writing thread; report missed cuts at once, even while a slow store is written to."""
         while (snapshot := self._done.get()) is not None:
             if not snapshot.why_missed:
                 self._to_write.put(snapshot)
             elif snapshot.is_final or not (self._stopping.is_set() or self._is_past(snapshot)):
-                self._leave(snapshot)  # else the shard's end came before, or the cut is of an earlier life: that is no failure
+                self._leave(snapshot)  # else the shard ended before, or the cut is of an earlier process: no failure
                 cut = snapshot.cut
                 if snapshot.positions is not None:
                     self._shard.cuts.give_up(cut.id, snapshot.why_missed)
@@ -199,7 +199,7 @@ class Checkpointer:
         self._to_write.put(None)
 
     def _leave(self, snapshot: Snapshot) -> None:
-        """Tell shards that would wait for this one that it takes no part."""
+        """Tell shards that wait for this one that it takes no part."""
         cut = self._cut_of(snapshot)
         if snapshot.is_final or not self._vector_cuts.is_shared(cut):
             return
@@ -209,7 +209,7 @@ class Checkpointer:
             logger.debug("%s", error)
 
     def _next(self) -> Snapshot | None:
-        """Wait for the next snapshot to write; meanwhile look whether the one before is valid, and who has come to others."""
+        """Wait for the next snapshot to write. Meanwhile check whether the last one is valid, and who has come to others."""
         pause_s = POLL_S
         while True:
             for snapshot in list(self._coming):
@@ -222,7 +222,7 @@ class Checkpointer:
                 found = self._to_write.get(timeout=timeout_s)
             except Empty:
                 continue
-            self._bases.is_settled()  # soon it is asked about this one
+            self._bases.is_settled()  # check the last one before this one replaces it
             if found is None or found.is_final:
                 return found
             if self._is_past(found):
@@ -233,7 +233,7 @@ class Checkpointer:
                 return found
 
     def _pass_over(self, snapshot: Snapshot) -> None:
-        """Take no part in a cut of an earlier life; what is stored of it may be all that it lacks."""
+        """Take no part in a cut of an earlier process; complete its checkpoint if this shard's part is stored."""
         with self._failing(snapshot):
             stored = self._stored(snapshot)
             if stored is None:
@@ -242,19 +242,19 @@ class Checkpointer:
             self._release(snapshot)
 
     def _come(self, snapshot: Snapshot) -> None:
-        """Wait for other shards, before vectors are held for a snapshot."""
+        """Begin to wait for other shards, before batches on vectors are held back for a snapshot."""
         with self._failing(snapshot):
             self._vector_cuts.come(self._cut_of(snapshot))
             self._coming[snapshot] = self._now()
 
     def _is_come(self, snapshot: Snapshot) -> bool:
-        """True, once, if all shards have come to a snapshot that waits for them."""
+        """True, once, if all shards have come to the cut of a snapshot that waits for them."""
         is_fresh = not self._shard.is_recovered or self._shard.schedule.has_announced(snapshot.cut.id)
         is_come = False
         with self._failing(snapshot):
             cut = self._cut_of(snapshot)
             if snapshot.job.policy.has_rounds and self._shard.schedule.progress < cut.step:
-                self._coming[snapshot] = self._now()  # without trained blocks this shard is ahead of the others' rounds
+                self._coming[snapshot] = self._now()  # a shard without trained blocks is ahead of the others' rounds
             is_come = self._vector_cuts.have_all_come(cut, self._now() - self._coming[snapshot], is_fresh=is_fresh)
             if is_come:
                 del self._coming[snapshot]
@@ -269,11 +269,11 @@ class Checkpointer:
                 self._write(snapshot)
                 self._release(snapshot)
         for snapshot in list(self._coming):
-            self._is_come(snapshot)  # nobody does any more
+            self._is_come(snapshot)  # fails now, because the shard ends
 
     @contextmanager
     def _failing(self, snapshot: Snapshot) -> Iterator[None]:
-        """Inside, something is done for a snapshot; if that fails, it is given up."""
+        """A context for work on a snapshot, which is given up if the work fails."""
         try:
             yield
         except Exception as error:
@@ -285,7 +285,7 @@ class Checkpointer:
                 self._shard.cuts.give_up(snapshot.cut.id, str(failure))
             self._bases.on_failed(snapshot)
             self._discard(self._cut_of(snapshot))
-            # What shards that end let go, in any order, may fail in many ways; the last checkpoint is another one.
+            # Cuts may fail in many ways while shards end, one after the other; the last checkpoint is stored separately.
             is_let_go = isinstance(error, GivenUp) or (self._is_ending() and not snapshot.is_final)
             self._on_failure(snapshot.cut, failure, is_news=not is_let_go)
             self._release(snapshot)
@@ -296,8 +296,8 @@ class Checkpointer:
             self._idle.notify_all()
 
     def _is_past(self, snapshot: Snapshot) -> bool:
-        """True for a cut that an earlier process of the shard has stored its part of, or that came before a checkpoint: workers
-        go on to name the latest ones for a while."""
+        """True for a cut whose part an earlier process of the shard has stored, or that is older than a valid checkpoint:
+        workers name the latest cuts for a while."""
         if not self._shard.is_recovered:
             return False
         try:
@@ -336,7 +336,7 @@ class Checkpointer:
                 vectors=vectors,
             )
         if self._config.shard_index == 0 and vectors is None:
-            # Workers do not push to shards without blocks, which may hear of a cut too late; their parts say just that.
+            # Shards without blocks get no pushes, and may hear of a cut too late: write their empty parts for them.
             for index in range(job.layout.shard_count):
                 if not job.spec.tables and not job.layout.blocks_of(index):
                     self._directory.write_part(cut, index, ())
@@ -356,7 +356,7 @@ class Checkpointer:
             )
         facts = {"checkpoint": cut.name, "bytes": nbytes, "took_s": round(took_s, 3)}
         logger.debug("stored this shard's part of a checkpoint", extra=facts)
-        if is_complete:  # known to the shard that was last: the job's logs have one line for a checkpoint
+        if is_complete:  # only the last shard knows this, so the job's logs have one line for a checkpoint
             logger.info("stored checkpoint %s", cut.name)
             self._clean_up(cut, has_notes=vectors is not None)
         asked_for = self._asked_for.get(cut.cut_id)
@@ -364,13 +364,13 @@ class Checkpointer:
             asked_for.set_result(cut.name)
 
     def _vectors(self, snapshot: Snapshot, cut: Cut) -> AbstractContextManager[VectorsCut | None]:
-        """The vectors of a cut. At the end no batches come any more; what a worker has left half done stays so."""
+        """The vectors of a cut. At the end no more batches come; a batch that a worker sent to some shards only stays so."""
         if snapshot.is_final or not self._vector_cuts.is_shared(cut):
             return self._shard.vectors.snapshot(() if snapshot.is_final else None)
         return self._vector_cuts.take(cut)
 
     def _clean_up(self, cut: Cut, *, has_notes: bool) -> None:
-        """Remove what a stored checkpoint has made superfluous; what fails there is logged, and no failure of that one."""
+        """Remove what a stored checkpoint has made superfluous. Failures are logged, and are none of that checkpoint."""
         try:
             if has_notes:
                 self._directory.notes.remove(cut.name)
@@ -379,14 +379,14 @@ class Checkpointer:
             logger.warning("what is older than checkpoint %s could not be removed: %s", cut.name, error)
 
     def _discard(self, cut: Cut) -> None:
-        """Make room again; the next checkpoint removes what cannot be removed now."""
+        """Remove a failed cut's files; the next checkpoint removes what cannot be removed now."""
         try:
             self._directory.discard(cut)
         except PsdError as error:
             logger.warning("could not remove the unfinished checkpoint %s: %s", cut.name, error)
 
     def _parts(self, snapshot: Snapshot) -> Iterator[BlockPart]:
-        """The blocks in the order of the layout; each page is given back when the next is asked for."""
+        """The blocks in the order of the layout; each page is released when the next is asked for."""
         job = snapshot.job
         for index, block in job.blocks.items():
             page = snapshot.pages[index]

@@ -1,4 +1,4 @@
-"""ControlService: small unary calls. One function per RPC, each: ask the shard, wait if it says so, answer."""
+"""ControlService: small unary calls. One function per RPC: asks the shard, waits if the shard says so, answers."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ SERVICE = _DESCRIPTOR.full_name
 
 ALLOWED_WHILE_DRAINING = frozenset({"Heartbeat", "Leave", "Status"})
 PACED = frozenset({"Status", "Curves"})
-"""Methods for callers other than workers and readers, which are answered at a pace."""
+"""Methods for callers other than workers and readers, answered at a pace."""
 
 
 class ControlService:
     """The control plane of one shard.
 
     Args:
-        address: gives what Status shows.
+        address: returns the address that Status shows.
         on_leave: called after a worker has left.
-        open_bulk: answers OpenBulk, given the call's metadata, too.
+        open_bulk: answers OpenBulk; also gets the call's metadata.
         checkpointer: None without --checkpoint-dir.
     """
 
@@ -53,7 +53,7 @@ class ControlService:
         self._on_leave = on_leave
 
     def handler(self) -> grpc.GenericRpcHandler[Any, Any]:
-        """All methods of the service's descriptor, ready to be added to a server."""
+        """A handler for all methods of the service's descriptor."""
         methods: dict[str, Callable[[Any, grpc.ServicerContext], Any]] = {
             "Join": self.join,
             "Declare": self.declare,
@@ -74,7 +74,7 @@ class ControlService:
             "Log": self.log,
             "Curves": self.curves,
         }
-        # Each tensor with an alias, or with the two sums of each shard's measure; and then what there can be besides.
+        # Parts: each tensor with an alias, or with two sums in each shard's measure; and all others.
         config = self._shard.config
         of_tensors = 2 * config.limits.tensors_max
         parts_max = {"Declare": of_tensors + PARTS_MAX, "Commit": config.shard_count * of_tensors + PARTS_MAX}

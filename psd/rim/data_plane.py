@@ -1,8 +1,8 @@
-"""The data plane apart from its transport: pushes, pulls and both at once, as steps over blocks.
+"""The data plane without its transport: pushes, pulls and both at once, as steps over blocks.
 
-Each carrier (gRPC in data_service.py, sockets in bulk_connection.py) turns what it receives into a header and `PushedBlock`s,
-and the `PulledBlock`s that come out into what it sends. Waits happen here, through the carrier's Waiter. Must not know frames,
-messages on the wire, or sockets.
+Each carrier (gRPC in data_service.py, sockets in bulk_connection.py) turns received messages into a header and `PushedBlock`s,
+and sends the resulting `PulledBlock`s. Waits happen here, through the carrier's Waiter. Must not know frames, messages on the
+wire, or sockets.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from psd.state.tables.block import TablesBlock
 from psd.v1 import data_pb2
 
 LENT_BYTES_MIN = 64 << 10
-"""Bytes of a gradient that rounds may read where it lies; to count a smaller one at once takes less."""
+"""Bytes from which a round may read a gradient in the caller's memory; a smaller one is counted at once, which is cheaper."""
 
 _NO_VALUES: NDArray[Any] = np.empty(0, np.float32)
 
@@ -35,10 +35,10 @@ class PushedBlock(NamedTuple):
 
     Attributes:
         present: as in PushFrame.
-        payload: read until the next block is asked for; if `is_lent`, perhaps until the call has ended.
-        is_followed: the next block is here already: what rounds have for the caller may wait until it is counted, too.
-        rows: of the tables' block: the parts of the payload. more: further rows of the same push follow in another one.
-        memory: of each of these parts, where its numbers lie, if the payload has ids alone; read as long as the payload.
+        payload: used until the next block is asked for; if `is_lent`, perhaps until the call has ended.
+        is_followed: True if the next block is here already: answers may wait until it is counted, too.
+        rows: for the tables' block: the parts of the payload. more: True if another one has further rows of the push.
+        memory: memory with the values of each part, if the payload has only ids; used as long as the payload.
     """
 
     block: int
@@ -52,22 +52,22 @@ class PushedBlock(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all numbers and ids."""
+        """Bytes of all values and ids."""
         return self.payload.nbytes + (sum([numbers.nbytes for numbers in self.memory]) if self.memory else 0)
 
 
 RowsAsked: TypeAlias = tuple[Sequence[data_pb2.RowsPart], memoryview, Sequence[memoryview]]
-"""A frame of a request for rows: its parts; its payload, the ids, which are read until the next frame is asked for; and where
-the numbers of each part go, if they are not to travel."""
+"""A frame of a request for rows: its parts; its payload, the ids, which is used until the next frame is asked for; and the
+memory for the values of each part, empty if they are sent in messages."""
 
 RowsFrames: TypeAlias = Iterator[RowsAsked]
 
 
 class PulledRows(NamedTuple):
-    """Rows for the caller, as one frame of its request has asked for them.
+    """Rows for the caller: the answer to one frame of its request.
 
     Attributes:
-        version: updates applied to the tables' block. is_there: the numbers are where the caller wants them already.
+        version: updates applied to the tables' block. is_there: True if the values are in the caller's memory already.
     """
 
     rows: list[TableRows]
@@ -76,9 +76,9 @@ class PulledRows(NamedTuple):
 
 
 class PulledBlock:
-    """One block for the caller. Its page is pinned until `release`, which whoever gets the answer calls.
+    """One block for the caller. Its page is pinned until the receiver of the answer calls `release`.
 
-    The tables' block has no page: the answer says its version alone.
+    The tables' block has no page: the answer has only its version.
 
     Attributes:
         block: index. version: updates applied. values: (n,) the parameters, unchanged until `release`.
@@ -99,16 +99,16 @@ class PulledBlock:
         return self.values.nbytes
 
     def release(self) -> None:
-        """Give the page back. Once."""
+        """Release the page. Call it once."""
         if self._page is not None and isinstance(self._state, BlockState):
             self._state.unpin(self._page)
 
 
 class DataPlane:
-    """The data plane of one shard for one lane, to which it attributes its counts. Its methods run in the carrier's threads.
+    """The data plane of one shard for one lane. Its methods run in the carrier's threads.
 
     Attributes:
-        counts: of the lane.
+        counts: the lane's counts.
     """
 
     def __init__(self, shard: Shard, lane: str) -> None:
@@ -135,7 +135,7 @@ class DataPlane:
         for block in blocks:
             if not block.more:
                 self._exchange.check_arrival(push)
-            # Nothing is lent: who only pushes does not wait for the round.
+            # No memory is lent: a worker that only pushes does not wait for the round.
             while (
                 ticket := self._exchange.push_block(
                     push, block.block, block.present, block.payload, rows=block.rows, memory=block.memory, more=block.more
@@ -148,7 +148,7 @@ class DataPlane:
         yield reply
 
     def pull(self, request: data_pb2.PullRequest, waiter: Waiter) -> Generator[PulledBlock]:
-        """Yield the blocks that are asked for, as they become ready."""
+        """Yield the blocks in the request, as they become ready."""
         began = self._now()
         pull, blocks = self._exchange.begin_pull(request)
         self._pass_gate(pull, pull.clock, waiter)
@@ -164,7 +164,7 @@ class DataPlane:
         """Yield an answer to each frame, in order.
 
         Args:
-            counts_no_use: the rows are not marked as used.
+            counts_no_use: do not mark the rows as used.
         """
         began = self._now()
         pull, tables = self._exchange.begin_pull_rows(request)
@@ -175,7 +175,7 @@ class DataPlane:
         self.counts.count_call("pull", self._now() - began)
 
     def read_rows(self, request: data_pb2.ReadRequest, frames: RowsFrames) -> Generator[PulledRows]:
-        """Answer likewise somebody who is no worker: without waiting, and not as a use of the rows."""
+        """Do as `pull_rows`, for a reader: without waiting, and without marking the rows as used."""
         yield from self._rows(self._exchange.begin_read_rows(request), frames, is_use=False)
 
     def _rows(self, tables: TablesBlock, frames: RowsFrames, *, is_use: bool) -> Generator[PulledRows]:
@@ -190,10 +190,10 @@ class DataPlane:
     def push_pull(
         self, header: data_pb2.PushHeader, blocks: Iterator[PushedBlock], waiter: Waiter, ahead: RowsAsked | None = None
     ) -> Generator[PulledBlock | PulledRows | data_pb2.PushReply]:
-        """Yield the blocks as they become ready, the rows that are asked for ahead, last the push's reply.
+        """Yield the blocks as they become ready, then the rows that are asked for ahead, last the push's reply.
 
-        A block is answered once the push has covered it: what a worker reads contains its own gradient. What is there first
-        leaves first.
+        A block is answered once the push has covered it: what a worker reads contains its own gradient. Blocks that are ready
+        first come first.
         """
         began = self._now()
         push = self._begin(header, waiter)

@@ -1,7 +1,7 @@
-"""DataService, the gRPC carrier of the data plane: frames to blocks and back. One function per RPC.
+"""DataService, the gRPC carrier of the data plane: turns frames into blocks and back. One function per RPC.
 
-Answers are built as bytes here (`frames.join` copies the payload once, out of the pinned page), so that a page is never pinned
-longer than it takes to copy it.
+It builds answers as bytes (`frames.join` copies the payload once, out of the pinned page), so a page is pinned only while it is
+copied.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from psd.v1 import data_pb2
 SERVICE = data_pb2.DESCRIPTOR.services_by_name["DataService"].full_name
 
 ROWS_FRAMES_MAX = 16
-"""Frames of rows in one SmallPush."""
+"""Most frames of rows in one SmallPush."""
 
 _FRAMES, _AHEAD = data_pb2.SmallPush.FRAMES_FIELD_NUMBER, data_pb2.SmallPush.AHEAD_FIELD_NUMBER
-"""Fields of SmallPush, and those of SmallAnswer."""
+"""Numbers of the fields of SmallPush, and of SmallAnswer."""
 _PUSH_FRAME, _ROWS_REQUEST = frame_parser(data_pb2.PushFrame), frame_parser(data_pb2.RowsRequest)
 
 AnswerT = TypeVar("AnswerT")
@@ -48,7 +48,7 @@ class DataService:
         self._strangers = Strangers(CALLS_MAX)
 
     def handler(self) -> grpc.GenericRpcHandler[Any, Any]:
-        """The methods with psd's own (de)serializers, ready to be added to a server."""
+        """A handler for the methods, with psd's own (de)serializers."""
         guard, bounded = self._guard, self._bounded
         push, pull, init = data_pb2.PushFrame, data_pb2.PullRequest, data_pb2.InitializeFrame
         return grpc.method_handlers_generic_handler(
@@ -104,7 +104,7 @@ class DataService:
 
     @contextlib.contextmanager
     def reading(self, call: str) -> Iterator[None]:
-        """Count a call that fetches; refuse it if there are too many."""
+        """Count a fetching call; refuse it if there are too many."""
         if not self._reads.acquire(blocking=False):
             limit = self._shard.config.limits.reads_max
             raise Overloaded(f"{call}: {limit} callers are fetching already (the shard's --max-reads)")
@@ -170,7 +170,7 @@ class DataService:
                 answer.append((_AHEAD, *_rows_frame(item)))
             elif isinstance(item, PulledBlock):
                 try:
-                    numbers = item.values.tobytes()  # while others are waited for no page is pinned
+                    numbers = item.values.tobytes()  # so that no page is pinned during a wait
                 finally:
                     item.release()
                 head = data_pb2.PullFrame(block=item.block, version=item.version)
@@ -183,7 +183,7 @@ class DataService:
 
     def _small(self, request: bytes) -> tuple[list[Frame], RowsAsked | None]:
         """The frames of a small push, and the rows that it asks for ahead; views of the request."""
-        job = self._shard.job  # None while a checkpoint is loaded; then the push is refused for that
+        job = self._shard.job  # None while a checkpoint is loaded; then the push is refused anyway
         count_max = frames.FIELDS_MAX
         if job is not None:
             count_max = max(1, len(job.blocks) + (ROWS_FRAMES_MAX if job.tables is not None else 0))

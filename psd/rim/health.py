@@ -1,9 +1,8 @@
 """The health service of gRPC, with a limit on endless streams.
 
-The health service is our own: that of grpcio-health-checking tells watchers under its lock, waits there for what they have been
-sent, and keeps gRPC's one thread for events waiting for that lock when one of them hangs up, so that the whole server can stand
-still. It also keeps every name that it was ever asked about (tests/rim/test_rim_libraries.py). Must not know when a shard is
-healthy.
+psd has its own: that of grpcio-health-checking holds a lock while it waits for its watchers to take a message; if one of them
+hangs up, gRPC's only thread for events waits for that lock, and the whole server can stand still. It also keeps every name that
+it was ever asked about (tests/rim/test_rim_libraries.py). Must not know when a shard is healthy.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # it
     """Reports the latest status of each service. Thread-safe.
 
     Args:
-        pace: of watchers that come. Probes ask by Check, and never wait.
+        pace: limits how often new watchers may connect. Probes call Check, and never wait.
     """
 
     def __init__(self, pace: Pace) -> None:
@@ -34,7 +33,7 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # it
         self._watchers = Strangers(CALLS_MAX)
 
     def set(self, service: str, status: health_pb2.HealthCheckResponse.ServingStatus.ValueType) -> None:
-        """Set a service's status, and tell those that watch it."""
+        """Set a service's status, and tell its watchers."""
         with self._lock:
             if self._statuses.get(service) == status:
                 return
@@ -44,7 +43,7 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # it
             waker.set()
 
     def Check(self, request: health_pb2.HealthCheckRequest, context: grpc.ServicerContext) -> Any:  # noqa: N802, gRPC's name
-        """The status of a service now; NOT_FOUND if there is none of that name."""
+        """The status of a service now; NOT_FOUND if there is no such service."""
         status = self._statuses.get(request.service)
         if status is None:
             context.abort(grpc.StatusCode.NOT_FOUND, "there is no such service")

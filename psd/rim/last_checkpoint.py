@@ -1,11 +1,11 @@
 """The checkpoint that a shard takes before it ends, in one of two ways:
 
-    take      while workers train, who carry the cut to the other shards
-    settle    without workers, who may be gone, or hang: each shard stores what it holds, once all have ended and their notes
-              show that they hold the same rounds, or pushes (psd/checkpoint/ends.py). Where another shard has heard of all
-              workers that they have ended well, and has stored its part of that, this one stores its own
+    take      while workers train; they carry the cut to the other shards
+    settle    without workers, which may be gone, or hang: each shard stores what it holds, once all have ended and their notes
+              show that they hold the same rounds, or pushes (psd/checkpoint/ends.py). If another shard knows that all workers
+              have ended in order, and has stored its part of that cut, this one stores its own
 
-Both are bounded in time. Must not know signals, nor when a shard ends.
+Both are bounded in time. Must not know signals, or when a shard ends.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ from psd.v1 import data_pb2
 logger = logging.getLogger(__name__)
 
 LINGER_S = 1.0
-"""Seconds for which an end note stays after a failure, for the others to read it."""
+"""Seconds for which an end note stays after a failure, so that the other shards can read it."""
 
 _PREFIX = "last"
 """First letters of the ids of cuts that are announced because the job ends."""
 
 FRESH_S = 10.0
-"""Seconds by which shards may be told of the end of one job at different times, and their clocks differ."""
+"""Seconds that may lie between the signals to end for the shards of a job, with the difference of their clocks."""
 
 LONELY_S = 1.0
-"""Seconds without any worker's connection after which none is waited for: one may have lost it, and open another."""
+"""Seconds without a worker's connection after which workers count as gone: one may have lost it, and open another."""
 
 
 class LastCheckpoint:
     """The last checkpoint of one shard's life.
 
     Args:
-        has_workers: tells whether a worker is there that may train.
+        has_workers: returns True if there is a worker that may train.
 
     Attributes:
-        name: of the checkpoint, once all shards have stored it; empty before.
+        name: the checkpoint's name, once all shards have stored it; empty before.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class LastCheckpoint:
             logger.warning("the shard goes on without its place for checkpoints: %s", error)
 
     def give_up(self) -> None:
-        """End a call of `take` in another thread; return when it has ended. One that comes later ends at once."""
+        """End a call of `take` in another thread; return when it has ended. Later calls end at once."""
         self._is_given_up.set()
         with self._lock:
             pass
@@ -90,7 +90,7 @@ class LastCheckpoint:
     def take(self, timeout_s: float) -> None:
         """Take a checkpoint while workers train.
 
-        Any shard may be the one that is told to end: shard 0 announces the cut at once, another one when none comes from there.
+        Any shard may be told to end: shard 0 announces the cut at once, another shard only if none comes from shard 0.
 
         Raises:
             CheckpointFailed: there is nothing to store, or it was not stored in time.
@@ -111,12 +111,12 @@ class LastCheckpoint:
                 elif self._now() > heard_at + LONELY_S:
                     raise CheckpointFailed("there is no worker left to train up to it")
                 self._is_given_up.wait(POLL_S)
-            if self._is_taken():  # perhaps the reason why the shard is told to end
+            if self._is_taken():  # perhaps that is why the shard was told to end
                 return
         raise CheckpointFailed(f"the workers have not trained up to it, or not all shards have stored it, in {timeout_s:g} s")
 
     def _last_cuts(self) -> list[data_pb2.Cut]:
-        """The cuts that were announced because the job ends, by any shard: a worker may be here with one before the signal."""
+        """The cuts that any shard announced because the job ends: a worker may bring one here before the signal comes."""
         if self._told_at is None:
             self._told_at = self._wall()
         since = self._told_at - FRESH_S
@@ -131,9 +131,9 @@ class LastCheckpoint:
         return self.name != ""
 
     def settle(self, timeout_s: float) -> None:
-        """Store what the shards hold, unless `take` has succeeded; when nothing changes this shard any more.
+        """Store what the shards hold, unless `take` has succeeded. Call it when nothing changes this shard any more.
 
-        A cut that was begun before is then complete, older than this one, or removed. A failure is the checkpointer's to tell.
+        A cut that began before is then complete, older than this one, or removed. The checkpointer reports failures.
         """
         job, note = self._shard.job, self._shard.schedule.end_note()
         if job is None or note is None or self.name:
@@ -161,7 +161,7 @@ class LastCheckpoint:
         wanted = {index for index in range(job.layout.shard_count) if have_all or job.layout.blocks_of(index)}
         while lacking := wanted - (ends := read_ends(notes, note, count)).keys():
             found = next(filter(None, (self._directory.stored(final, index) for index in sorted(lacking))), None)
-            if found is not None and found.step >= note.step:  # else it is of an earlier end
+            if found is not None and found.step >= note.step:  # else it belongs to an earlier end
                 self._store(found, began, timeout_s)
                 return
             if self._now() > began + timeout_s / 2:
@@ -181,10 +181,10 @@ class LastCheckpoint:
             self._shard.schedule.take_end(cut)
             try:
                 if stored.exception(max(0.0, began + timeout_s - self._now())) is not None:
-                    return  # the checkpointer has told it
+                    return  # the checkpointer has reported it
                 self._checkpointer.await_complete(cut.name, began + timeout_s)
             except (FutureTimeoutError, CheckpointFailed) as error:
-                if cut.cut_id != FINAL_ID:  # others may have ended with what is there
+                if cut.cut_id != FINAL_ID:  # other shards may have ended with their parts of it
                     self._directory.discard(cut)
                 raise CheckpointFailed(f"{cut.name} was not stored by all shards within {timeout_s:g} s") from error
         self.name = cut.name

@@ -1,9 +1,9 @@
-"""The shard's counts as Prometheus metrics, read at each scrape, so that counting costs nothing here.
+"""The shard's counts as Prometheus metrics, read at each scrape, so that counting costs nothing more.
 
-Numbers are those of the catalogue (psd/contract/facts.py), which names them; the other metrics are written here. Names follow
-Prometheus' conventions: base units at their end, `_total` for what only grows. Labels are bounded: transports, calls, states,
-classes of errors, and at most WORKERS_MAX workers and TABLES_MAX tables. Must not know HTTP or sockets; the only module that
-imports prometheus_client.
+The numbers and their names are those of the catalogue (psd/contract/facts.py); the other metrics are defined here. Names follow
+Prometheus' conventions: base units at their end, `_total` for totals. Labels are bounded: transports, calls, states, classes of
+errors, and at most WORKERS_MAX workers and TABLES_MAX tables. Must not know HTTP or sockets; the only module that imports
+prometheus_client.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from psd.state.workers.membership import WorkerState
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 WORKERS_MAX = 128
-"""Workers with a series of their own, by rank; the others share one, of the worker "other"."""
+"""Most workers with their own series, by rank; the others share that of the worker "other"."""
 
 TABLES_MAX = 128
-"""Tables with series of their own, the job's first; the others share one, of the table "other"."""
+"""Most tables with their own series, the job's first; the others share that of the table "other"."""
 
 OTHER = "other"
 
@@ -49,7 +49,7 @@ class Metrics:
     """Renders the metrics of a shard.
 
     Args:
-        progress: of its checkpoints; gives None if it takes none. connections: of the bulk lane, by lane.
+        progress: returns that of its checkpoints, None if it takes none. connections: returns the bulk connections by lane.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class _ShardCollector(Collector):
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """All metrics, now: first the numbers of the catalogue, then what has no number: names, states, histograms, errors."""
+        """All metrics, now: first the catalogue's numbers, then names, states, histograms and errors."""
         now, progress = self._shard.status(), self._progress()
         own, by_transport = _split(facts.SHARD)
         yield from self._catalogue(own, [((), shard_numbers(self._shard, now, progress))])
@@ -106,7 +106,7 @@ class _ShardCollector(Collector):
     def _catalogue(
         self, rows: Sequence[Fact], counted: Sequence[tuple[tuple[str, ...], Mapping[str, float]]]
     ) -> Iterator[Metric]:
-        """The metrics of these rows; counted: the values of the labels that stand for many series, and the numbers by name."""
+        """The metrics of these rows. counted: for each series, the values of its varying labels, and its numbers by name."""
         families: dict[str, list[Fact]] = {}
         for fact in rows:
             if fact.metric.startswith("psd_"):
@@ -195,7 +195,7 @@ class _ShardCollector(Collector):
     def _by_worker(self, now: ShardStatus) -> list[tuple[tuple[str, ...], dict[str, float]]]:
         """The numbers of each of the first WORKERS_MAX ranks, and those of all others together.
 
-        Of a worker that does not live only what grows; a clock only if the shard hears of steps, which come with pushes.
+        A worker that does not live has only its totals; a clock is there only if pushes tell the shard of steps.
         """
         has_clocks = now.job is None or now.job.trained_count > 0
         found: dict[str, list[dict[str, float]]] = {}
@@ -265,7 +265,7 @@ def by_table(tables: Sequence[TableCounts]) -> list[TableCounts]:
 
 
 def _together(many: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The numbers of several workers as one's: the sum of what grows, the clock of the slowest, the longest silence."""
+    """The numbers of several workers as one: the sum of totals, the lowest clock, the longest silence."""
     found = {}
     for fact in facts.WORKER:
         values = [numbers[fact.name] for numbers in many if fact.name in numbers]
@@ -275,13 +275,13 @@ def _together(many: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _split(rows: Sequence[Fact]) -> tuple[list[Fact], list[Fact]]:
-    """Rows with one series, and those with one for each transport."""
+    """Rows with one series, and rows with one for each transport."""
     by_transport = [fact for fact in rows if "transport" in fact.labels]
     return [fact for fact in rows if fact not in by_transport], by_transport
 
 
 def _help(members: Sequence[Fact]) -> str:
-    """The help of a metric; if several rows are series of it, that of each, by its label's value."""
+    """The help of a metric; if several rows are its series, the help of each, by its label's value."""
     if len(members) == 1:
         return members[0].help
     return " ".join(f"{[*fact.labels.values()][-1]}: {fact.help}" for fact in members)

@@ -1,11 +1,11 @@
 """A web server of one page, /metrics, for Prometheus. One thread, a few connections, short deadlines; nothing else is served.
 
-A connection is asked one question, answered, and closed. This side first says that there is no more, and reads on until the
-other one has closed: a connection that is closed with unread bytes, such as a request's body, loses the end of what was sent.
-Where more come than CONNECTIONS_MAX, the oldest one goes: a scraper asks at once, what only holds a connection does not. The
-page is made anew at most every CACHE_S, so that a flood of questions costs the shard no more than some. prometheus_client's
-own server has a thread for each connection, for as long as its client likes, and renders the page for each question
-(tests/rim/test_rim_libraries.py). Must not know what is on the page.
+A connection is closed after the answer to one request. This side first half-closes it, and reads until the other one has
+closed: if unread bytes are left, such as a request's body, closing loses the end of the answer. If more come than
+CONNECTIONS_MAX, the oldest is closed: a scraper sends its request at once, an idle client does not. The page is rendered at
+most every CACHE_S, so that a flood of requests costs the shard little. prometheus_client's own server has a thread for each
+connection, for as long as its client likes, and renders the page for each request (tests/rim/test_rim_libraries.py). Must not
+know what is on the page.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ CONNECTIONS_MAX = 16
 BACKLOG = 128
 HEAD_BYTES_MAX = 8 << 10
 BODY_BYTES_MAX = 1 << 20
-"""Bytes of a request's body, which nobody wants, that are read after the answer."""
+"""Most bytes of a request's body that are read, and ignored, after the answer."""
 DEADLINE_S = 10.0
-"""Seconds from a connection's start to its end, whatever it does."""
+"""Most seconds from a connection's start to its end."""
 CACHE_S = 0.2
 PAUSE_S = 0.002
 """Pause after each accepted connection: at most 500 a second."""
 FULL_S = 0.1
-"""Pause where there are no descriptors left."""
+"""Pause if no descriptors are left."""
 
 
 class MetricsServer:
     """Serves one page. Made, then `start`ed once, then `stop`ped.
 
     Args:
-        host: to bind, without brackets. port: 0 for a free one.
-        render: the page. content_type: of it.
+        host: the address to bind, without brackets. port: 0 for a free one.
+        render: returns the page. content_type: the page's.
 
     Attributes:
-        port: once started.
+        port: the bound port, once started.
     """
 
     def __init__(self, host: str, port: int, render: Callable[[], bytes], content_type: str) -> None:
@@ -83,7 +83,7 @@ class MetricsServer:
     def stop(self) -> None:
         """Close everything. Idempotent."""
         if self._thread.is_alive():
-            with contextlib.suppress(RuntimeError):  # it has ended by itself
+            with contextlib.suppress(RuntimeError):  # the loop has ended by itself
                 self._loop.call_soon_threadsafe(self._serving.cancel)
             self._thread.join()
 
@@ -96,7 +96,7 @@ class MetricsServer:
             while True:
                 try:
                     sock, _ = await self._loop.sock_accept(self._listener)
-                except OSError:  # it has gone again, or there are no descriptors left
+                except OSError:  # the client has gone already, or no descriptors are left
                     await asyncio.sleep(FULL_S)
                     continue
                 if len(self._connections) >= CONNECTIONS_MAX:
@@ -111,7 +111,7 @@ class MetricsServer:
             for connection in self._connections:
                 connection.cancel()
             await asyncio.gather(*self._connections, return_exceptions=True)
-            await asyncio.sleep(0)  # what has been hung up on is closed
+            await asyncio.sleep(0)  # let the displaced connection close
 
     def _forget(self, connection: asyncio.Task[None]) -> None:
         self._connections.pop(connection).close()
@@ -122,7 +122,7 @@ class MetricsServer:
 
     async def _converse(self, sock: socket.socket) -> None:
         reader, writer = await asyncio.open_connection(sock=sock, limit=HEAD_BYTES_MAX)
-        writer.transport.set_write_buffer_limits(0)  # what is drained has been sent
+        writer.transport.set_write_buffer_limits(0)  # so that drained bytes have been sent
         try:
             try:
                 head = await reader.readuntil(b"\r\n\r\n")

@@ -1,7 +1,7 @@
-"""A second thread that sends the items that a first one puts, so that answers leave while requests arrive.
+"""A second thread that sends the items that a first one puts, so that answers are sent while requests arrive.
 
-On a connection that moves many blocks, receiving and applying takes one core and answering the other. What is queued is
-bounded, since each answer pins a page. Must not know what sending an answer means.
+On a connection with many blocks, receiving and applying them takes one core, and answering another. The queue is bounded, since
+each answer pins a page. Must not know what sending an answer means.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from queue import Queue
 from typing import Generic, TypeVar
 
 QUEUED_MAX = 8
-"""Items that wait or are being sent."""
+"""Most items that wait or are being sent."""
 
 ItemT = TypeVar("ItemT")
 
@@ -21,19 +21,19 @@ class Outbox(Generic[ItemT]):
     """A thread that sends the items given to `put`, in order. It ends with `close`; between calls it sleeps.
 
     Args:
-        send: sends one item. discard: gives up one that will not be sent, because sending failed.
+        send: sends one item. discard: drops an item that is not sent, because sending failed.
     """
 
     def __init__(self, send: Callable[[ItemT], None], discard: Callable[[ItemT], None], name: str) -> None:
         self._send = send
         self._discard = discard
-        self._queue: Queue[ItemT | None] = Queue(QUEUED_MAX - 1)  # beside the one that is being sent
+        self._queue: Queue[ItemT | None] = Queue(QUEUED_MAX - 1)  # and one item is being sent
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def put(self, item: ItemT) -> None:
-        """Queue an item; waits while QUEUED_MAX are there. It is sent or discarded in any case.
+        """Queue an item; waits while there are QUEUED_MAX. The item is sent or discarded in any case.
 
         Raises:
             the error with which sending has failed.
@@ -44,7 +44,7 @@ class Outbox(Generic[ItemT]):
         self._queue.put(item)
 
     def flush(self) -> None:
-        """Wait until everything is sent; raise the error that sending ended with."""
+        """Wait until all items are sent; raise the error of a failed sending."""
         self._queue.join()
         error, self._error = self._error, None
         if error is not None:
@@ -62,5 +62,5 @@ class Outbox(Generic[ItemT]):
             except BaseException as error:  # noqa: BLE001 - raised in the thread that puts the items
                 self._error = self._error or error
             finally:
-                del item  # or it would be kept until the next one comes
+                del item  # else it is kept until the next one comes
                 self._queue.task_done()

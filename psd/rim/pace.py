@@ -1,11 +1,11 @@
 """A pace for answers that anybody may request without end, so that workers are served first.
 
-Refusals, the status, watchers, reflection, methods that there are not: where more of them come than a rate, each waits for its
-turn, a second at most. What the same connection asks for meanwhile waits where it is made, because gRPC lets a connection have
-few calls at a time (--max-streams). A call that waits has a thread, so that only so many wait, and others are answered at once.
-Never on a worker's way, nor on a probe's.
+It is for refusals, the status, watchers, reflection and unknown methods: if more of them come than a rate, each waits for its
+turn, at most a second. Further calls on the same connection wait at the caller, because gRPC limits the calls of a connection
+(--max-streams). A waiting call has a thread, so only a few wait, and others are answered at once. Calls of workers and probes
+never wait.
 
-Libraries for rates either refuse and do not wait (limits), or sleep in the thread of each who comes, where nobody can wake it
+Libraries for rates either refuse and do not wait (limits), or sleep in each caller's thread, where nobody can wake them
 (pyrate-limiter); here a wait ends when its caller hangs up, and few may wait. Must not know what is asked for.
 """
 
@@ -20,7 +20,7 @@ from typing import Protocol
 PER_S = 20.0
 """Answers a second, each of which costs about a millisecond,"""
 BURST = 100
-"""beyond this many at once: a world of workers that are all refused or started in the same moment does not wait."""
+"""beyond this many at once: when all workers are refused or started at the same moment, they do not wait."""
 WAIT_S = 1.0
 WAITING_MAX = 128
 
@@ -29,7 +29,7 @@ class Caller(Protocol):
     """The caller of an RPC; a gRPC context is one."""
 
     def add_callback(self, callback: Callable[[], None]) -> bool:
-        """Have `callback` called when the caller hangs up; False if it has."""
+        """Have `callback` called when the caller hangs up; False if it has already."""
         ...
 
     def time_remaining(self) -> float | None:
@@ -43,7 +43,7 @@ class Pace:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._last = -math.inf  # the turn that was given out last, had all come at the rate
+        self._last = -math.inf  # when the last turn would have been, had all come at the rate
         self._waiting = 0
 
     def wait(self, caller: Caller) -> None:
@@ -61,7 +61,7 @@ class Pace:
                 self._waiting -= 1
 
     def _take_turn(self) -> float:
-        """Seconds until the caller's turn; a caller that has to wait is counted, unless too many do."""
+        """Seconds until the caller's turn; 0 if too many wait. Counts a caller that must wait."""
         with self._lock:
             now = self._clock()
             turn = max(self._last, now - BURST / PER_S) + 1 / PER_S

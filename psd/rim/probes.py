@@ -1,7 +1,7 @@
-"""A small gRPC server beside the shard's own that answers health checks and nothing else, in plain text.
+"""A small gRPC server beside the shard's own that answers only health checks, without TLS.
 
-Kubernetes' probes speak gRPC but no TLS. What they ask is no secret: the other port answers it without credentials, too. Must
-not know the shard.
+Kubernetes' probes use gRPC but no TLS. The answer is no secret: the other port gives it without credentials, too. Must not know
+the shard.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from psd.contract.config import ServerConfig, parse_address
 from psd.rim.health import HealthService
 
 CALLS_MAX = 4
-"""Calls at a time: a probe or two. More are refused, and cost nothing."""
+"""Most calls at a time: a probe or two. More are refused, which costs nothing."""
 
 CONNECTIONS_MAX = 64
 IDLE_S = 30
@@ -29,7 +29,7 @@ class ProbeServer:
     """Serves `health` on --health-port.
 
     Attributes:
-        port: once started.
+        port: the bound port, once started.
     """
 
     def __init__(self, servicer: HealthService, config: ServerConfig) -> None:
@@ -52,7 +52,7 @@ class ProbeServer:
             request_deserializer=health_pb2.HealthCheckRequest.FromString,
             response_serializer=health_pb2.HealthCheckResponse.SerializeToString,
         )
-        # Not Watch: whoever watched would keep a thread, and four of them the probes out.
+        # Not Watch: each watcher would keep a thread, and four of them would keep the probes out.
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE_NAME, {"Check": check}),))
         self._host, _ = parse_address(config.listen, "--listen")
         self._wanted = config.health_port

@@ -1,6 +1,6 @@
 """gRPC's reflection service, by which tools such as grpcurl find services and messages: v1, and v1alpha for older tools.
 
-They differ by the name of their package alone, and grpcio-reflection has only v1alpha. Must not know what is served.
+They differ only in the name of their package, and grpcio-reflection has only v1alpha. Must not know what is served.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _ALPHA, _V1 = "grpc.reflection.v1alpha", "grpc.reflection.v1"
 
 
 class Reflection(reflection.ReflectionServicer):
-    """Answers by either name, with a bound on the streams of both together.
+    """Answers under both names, with a common limit on streams.
 
     Args:
-        service_names: of the others. pace: of streams that come.
+        service_names: names of the other services. pace: limits how often new streams may begin.
     """
 
     def __init__(self, service_names: tuple[str, ...], pace: Pace) -> None:
@@ -32,7 +32,7 @@ class Reflection(reflection.ReflectionServicer):
         self._streams = Strangers(CALLS_MAX)
 
     def handlers(self) -> tuple[grpc.GenericRpcHandler[Any, Any], ...]:
-        """Both services, ready to be added to a server."""
+        """Handlers for both services."""
         method = grpc.stream_stream_rpc_method_handler(
             self.ServerReflectionInfo,
             reflection_pb2.ServerReflectionRequest.FromString,
@@ -56,7 +56,7 @@ class Reflection(reflection.ReflectionServicer):
 
 
 class _Pool:
-    """The process's descriptors, and those of v1, which are kept apart: a library may bring its own."""
+    """The process's descriptors, and those of v1, which are kept apart: a library may register its own."""
 
     def __init__(self) -> None:
         file = descriptor_pb2.FileDescriptorProto()
@@ -77,9 +77,9 @@ class _Pool:
         return getattr(self._others, name)
 
     def FindFileByName(self, name: str) -> Any:  # noqa: N802, protobuf's name
-        """The description of a file of proto/ by its name, v1's own or any other."""
+        """The descriptor of the file with this name, from v1's own or from the process's."""
         return (self._v1 if name.startswith("grpc_reflection/v1/") else self._others).FindFileByName(name)
 
     def FindFileContainingSymbol(self, symbol: str) -> Any:  # noqa: N802, protobuf's name
-        """The description of the file with a service or message, v1's own or any other."""
+        """The descriptor of the file with this service or message, from v1's own or from the process's."""
         return (self._v1 if symbol.startswith(f"{_V1}.") else self._others).FindFileContainingSymbol(symbol)

@@ -1,8 +1,8 @@
 """The server of one shard: gRPC services, the bulk lane, health, reflection, the lease clock, and an orderly end.
 
-Every call in progress has a thread, also while it waits for other workers; the pool grows with demand up to a number that
-follows from --max-workers (or is --max-calls), and beyond it calls are refused instead of queued. So waiting workers never keep
-others from being served. Must not know flags, signals or exit statuses: psd/cli/server.py does.
+Every call in progress has a thread, also while it waits for other workers. The pool grows with demand up to --max-calls, which
+by default follows from --max-workers; further calls are refused instead of queued. So waiting workers never keep others from
+being served. Must not know flags, signals or exit statuses: psd/cli/server.py does.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ from psd.state.workers.membership import WorkerState, tick_s
 logger = logging.getLogger(__name__)
 
 READY = "psd.ready"
-"""Health of the shard's part of the job: SERVING once it can be trained, which is a readiness probe's question. The other names
-answer for the process, which also serves while it waits for a job."""
+"""Name of the health of the shard's part of the job, for readiness probes: SERVING once it can be trained. The other names are
+for the process, which also serves while it waits for a job."""
 
 HANDSHAKE_S = 10
 """Seconds until a connection that has not completed the TLS handshake is closed."""
@@ -75,10 +75,9 @@ class ShardServer:
         ConfigError: a file with certificates or tokens cannot be read, or makes no sense.
 
     Attributes:
-        shard: its state.
-        address: HOST:PORT, once started.
+        shard: the shard's state. address: HOST:PORT, once started.
         done: set when all workers have left.
-        metrics_port: once started, if it serves metrics.
+        metrics_port: the port for metrics, once started, if it serves them.
     """
 
     def __init__(self, config: ServerConfig, *, crash_point: Callable[[str], None] | None = None) -> None:
@@ -86,7 +85,7 @@ class ShardServer:
         access = Access(config.token_file) if config.token_file else None
         directory = _directory(config, crash_point) if config.checkpoint_dir else None
         self.shard = Shard(config, directory=directory, crash_point=crash_point)
-        if self.shard.world_size > config.limits.workers_max:  # of the job that is there already: all of them may come back
+        if self.shard.world_size > config.limits.workers_max:  # of a recovered job: all workers may come back
             config = replace(config, limits=replace(config.limits, workers_max=self.shard.world_size))
         self._gate = VectorGate()
         self._checkpointer: Checkpointer | None = None
@@ -111,12 +110,12 @@ class ShardServer:
                 ("grpc.max_send_message_length", config.limits.message_bytes_max),
                 *WINDOW_OPTIONS,
                 ("grpc.so_reuseport", 0),  # a second server on the port must fail, not share it
-                # Half-open connections are found; clients may do the same from their side.
+                # To find half-open connections; clients may do the same.
                 *KEEPALIVE_OPTIONS,
                 ("grpc.keepalive_permit_without_calls", 1),
                 ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
                 ("grpc.http2.max_ping_strikes", 0),
-                # Who connects and says nothing, or too much at once, must not use up what others need.
+                # A client that sends nothing, or too much at once, must not use up what others need.
                 ("grpc.max_concurrent_streams", config.limits.streams_max),
                 ("grpc.max_allowed_incoming_connections", config.limits.connections_max),
                 ("grpc.max_connection_idle_ms", IDLE_S * 1000),
@@ -159,7 +158,7 @@ class ShardServer:
         """Bind and serve.
 
         Raises:
-            OSError: the address cannot be bound. The shard has let go of what it held, which stays.
+            OSError: the address cannot be bound. The shard has closed its state, and kept its files.
         """
         try:
             self._start()
@@ -212,7 +211,7 @@ class ShardServer:
             self._checkpointer.start()
 
     def _metrics_server(self, host: str, port: int) -> MetricsServer:
-        from psd.rim.metrics import CONTENT_TYPE, Metrics  # only where metrics are asked for
+        from psd.rim.metrics import CONTENT_TYPE, Metrics  # only if metrics are asked for
 
         checkpointer = self._checkpointer
         metrics = Metrics(
@@ -234,13 +233,13 @@ class ShardServer:
         while not self._stopping.wait(tick_s(self._config.lease_s)):
             try:
                 self._tick_once()
-            except Exception:  # without this thread nobody's lease would ever run out, and all would wait for the dead
+            except Exception:  # without this thread no lease would ever run out, and all would wait for dead workers
                 logger.exception("a tick failed because of a defect")
 
     def _tick_once(self) -> None:
         self.shard.tick()
         news = self._roster.news(self.shard.absent, self.shard.world_size)
-        # One shard's word is enough for a launcher's log, but that a lease has run out each shard finds for itself.
+        # A launcher's log needs only one shard's message. But each shard finds for itself that a lease has run out.
         if news and (self._config.shard_index == 0 or self._roster.is_of_silence):
             level = logging.INFO if self._roster.is_usual else logging.WARNING
             logger.log(level, "%s", news, extra={"run_id": self.shard.run_id})
@@ -256,30 +255,30 @@ class ShardServer:
 
     @property
     def has_failed_to_store(self) -> bool:
-        """True if the last checkpoint could not be stored. What fails after the one that was taken because the job ends counts
-        only when all workers have left: then there is another one."""
+        """True if the last checkpoint could not be stored. After one was taken because the job ends, a failure counts only if
+        all workers have left: then there is another one."""
         if self._checkpointer is None or not self._checkpointer.progress.error:
             return False
         return not self.last_checkpoint or (self.done.is_set() and self.shard.schedule.is_left_in_order)
 
     def _has_workers(self) -> bool:
-        """True if a worker is there that may train. One that was killed has a lease, but no connection any more."""
+        """True if there is a worker that may train. One that was killed still has a lease, but no connection."""
         live = [worker for worker in self.shard.status().workers if worker.state is WorkerState.LIVE]
         return any(w.transport == "grpc" or not self._bulk.has_lost(w.rank, w.session) for w in live)
 
     @property
     def last_checkpoint(self) -> str:
-        """Name of the checkpoint that was taken because the shard ends; empty before."""
+        """Name of the checkpoint that was taken because the shard ends; empty if there is none so far."""
         return "" if self._last_checkpoint is None else self._last_checkpoint.name
 
     @property
     def totals(self) -> str:
-        """Sentence without its subject: what this process of the shard has done. The first step is that of the checkpoint
-        it began with; steps in so many seconds are those after all workers had joined, so without what they do before."""
+        """Sentence, without its subject, that counts what this process has done. Its first step is that of the checkpoint with
+        which it began; its steps per time are counted once all workers had joined, so without their start."""
         now, vectors = self.shard.status(), self.shard.vectors.status()
         if now.job is None:
             return "has served no job"
-        if not now.job.trained_count:  # so that it hears of no push, nor reliably of a step
+        if not now.job.trained_count:  # it gets no pushes, and learns of steps unreliably
             return f"has run {vectors.batches} batches on vectors" if vectors.number else "has held no part of what was trained"
         clock = max((worker.clock for worker in now.workers), default=self.shard.began_at)
         pushes = f"{now.counters.pushes_accepted} pushes, {now.counters.pushes_late} late"
@@ -288,23 +287,23 @@ class ShardServer:
         return f"has counted {pushes}, up to step {clock} from {self.shard.began_at}{pace}"
 
     def expect_end(self) -> None:
-        """Note that `take_last_checkpoint` is about to be called, so that `drain` does not do so."""
+        """Note that `take_last_checkpoint` will be called, so that `drain` need not do so."""
         self._was_told_before = True
 
     def take_last_checkpoint(self, timeout_s: float) -> None:
-        """Take the checkpoint of a job that is about to end, while its workers train.
+        """Take the last checkpoint of a job that is about to end, while its workers train.
 
         Raises:
-            CheckpointFailed: there is none to take, or it was not stored in time.
+            CheckpointFailed: there is nothing to store, or it was not stored in time.
         """
         if self._last_checkpoint is None:
             raise CheckpointFailed("this shard was started without --checkpoint-dir")
         self._last_checkpoint.take(timeout_s)
 
     def drain(self, grace_s: float) -> None:
-        """Take the last checkpoint, in the first half of `grace_s` seconds if workers train; refuse new work, end waits with
-        Draining, give calls in progress some of the time left; then store what the shards hold, unless that checkpoint was
-        taken. Return when stopped."""
+        """Stop in order. If workers train, take the last checkpoint in the first half of `grace_s` seconds; then refuse new
+        work, end waits with Draining, and give calls in progress some of the time left. Last, store what the shards hold,
+        unless that checkpoint was taken."""
         ends_at = time.monotonic() + grace_s
         self._is_ending = True
         self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
@@ -344,6 +343,6 @@ class ShardServer:
                 least_s = self._config.grace_s if self.done.is_set() else 0.0
                 self._last_checkpoint.settle(max(least_s, ends_at - time.monotonic()))
             self._checkpointer.stop()
-        # A job that is done has been fetched by its workers, and is stored if it was to be; what is left of it would only be
-        # mistaken for the next one.
+        # Workers have fetched a job that is done, and it is stored if that was asked for; left files would only be mistaken
+        # for the next job's.
         self.shard.close(keep=not self.done.is_set() or self.has_failed_to_store)

@@ -1,8 +1,8 @@
 """Limits connections and calls that have sent nothing yet.
 
-Where more come than a limit, the oldest one is turned away: whoever has something to say says it at once, so that this is
-somebody who only holds on. gRPC's own limits do the reverse: they keep those and refuse newcomers
-(tests/rim/test_rim_libraries.py). Must not know what the strangers are.
+If more come than a limit, the oldest one is turned away: honest peers send something at once, so the oldest is the least likely
+to. gRPC's own limits do the reverse: they keep the oldest and refuse newcomers (tests/rim/test_rim_libraries.py). Must not know
+what the strangers are.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TypeVar
 ItemT = TypeVar("ItemT")
 
 CALLS_MAX = 128
-"""Limit of calls that have sent no message, and of endless streams, each."""
+"""Most calls that have sent no message, and most endless streams."""
 
 
 class Strangers:
@@ -29,7 +29,7 @@ class Strangers:
         return len(self._turn_away)
 
     def enter(self, stranger: Hashable, turn_away: Callable[[], object]) -> bool:
-        """Admit one more; False if another one was turned away for it."""
+        """Admit a stranger; False if another one was turned away for it."""
         displaced = None
         with self._lock:
             if len(self._turn_away) >= self._limit:
@@ -40,12 +40,12 @@ class Strangers:
         return displaced is None
 
     def leave(self, stranger: Hashable) -> None:
-        """Remove one that has sent something, or has gone. Again changes nothing."""
+        """Remove a stranger that has sent something, or has gone. Idempotent."""
         with self._lock:
             self._turn_away.pop(stranger, None)
 
     def first_of(self, items: Iterator[ItemT], turn_away: Callable[[], object]) -> Iterator[ItemT]:
-        """Yield the items; until the first one has come, the caller counts as a stranger."""
+        """Yield the items; until the first one arrives, the caller counts as a stranger."""
         stranger = object()
         self.enter(stranger, turn_away)
         try:

@@ -1,7 +1,7 @@
 """The shard's side of TLS: one set of files, for gRPC and for the bulk lane, read again when they change.
 
-A connection that stands keeps the certificate with which it began; each new one gets the newest. Must not know who may do what:
-access.py does.
+A connection keeps the certificate with which it began; each new one gets the newest. Must not know who may do what: access.py
+does.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from psd.contract.watched import Watched
 
 
 class ServerTls:
-    """The certificate, its key, and the authorities of the clients'.
+    """The shard's certificate, its key, and the authorities that sign clients' certificates.
 
     Raises:
-        ConfigError: a file cannot be read, or they do not belong together.
+        ConfigError: a file cannot be read, or the files do not belong together.
     """
 
     def __init__(self, config: ServerConfig) -> None:
         files = server_files(config.tls_cert, config.tls_key, config.tls_client_ca)
         self._files = Watched(files.paths, files.load)
-        self._given: Pem | None = None  # what gRPC has
+        self._given: Pem | None = None  # the files that gRPC has
 
     def context(self) -> ssl.SSLContext:
         """The TLS context for the next connection of the bulk lane."""

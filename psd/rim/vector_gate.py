@@ -1,9 +1,9 @@
-"""The gate that batches on vectors pass, and how shards come to one cut of them.
+"""The gate that batches on vectors pass, and the way of the shards to one common cut of the vectors.
 
-A batch goes to every shard. So the shards are of one moment when each has run the same batches of every worker, and no others.
-A shard that hears of a cut says so beside the checkpoints, and goes on. When all have, each holds new batches back, and says
-which ones it has run; those that another shard has run are let through. Nobody waits for long, and only where every shard is
-known to have come. Must not know what a batch does.
+A batch goes to every shard. So the shards' vectors are of one moment when each shard has run the same batches of every worker.
+A shard that hears of a cut leaves a note among the checkpoints, and goes on. When all have, each holds new batches back, and
+notes which ones it has run; batches that another shard has run are let through. Batches never wait for long, and only once
+every shard has left its first note. Must not know what a batch does.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from psd.contract.errors import CheckpointFailed
 from psd.state.desks.vectors import VectorDesk, VectorsCut
 
 HELD_S_MAX = 5.0
-"""Most seconds for which batches are held back where none is running."""
+"""Most seconds for which batches are held back while none is running."""
 COME_S_MAX = 20.0
-"""Most seconds, beyond a lease, until all shards have come to a cut; nothing is held meanwhile."""
+"""Most seconds, added to a lease, until all shards have come to a cut; no batch is held back meanwhile."""
 LEFT_S = 1.0
-"""Seconds of that after which a shard looks whether another one takes no part."""
+"""Seconds of these after which a shard checks whether another one takes no part."""
 POLL_S = 0.02
 
 _COME, _HELD, _LEFT = "come", "held", "left"
 
 
 class GivenUp(Exception):
-    """Others have given a cut up, or it comes too late: that it is lost is no news."""
+    """Raised if other shards have given a cut up, or it comes too late; not reported as a failure."""
 
 
 class VectorGate:
-    """Lets batches through, unless they are held back. Thread-safe."""
+    """Lets batches pass, unless they are held back. Thread-safe."""
 
     def __init__(self) -> None:
         self._condition = threading.Condition()
@@ -42,7 +42,7 @@ class VectorGate:
 
     @contextmanager
     def passing(self, session: int, sequence: int) -> Iterator[None]:
-        """Wait while this batch is held back; inside, it runs."""
+        """A context in which this batch runs; waits while it is held back."""
         with self._condition:
             self._condition.wait_for(lambda: self._may_pass(session, sequence))
             self._inside += 1
@@ -54,18 +54,18 @@ class VectorGate:
                 self._condition.notify_all()
 
     def hold(self, let_through: Mapping[int, int]) -> None:
-        """Hold batches back from now on, but those up to a number of their session."""
+        """Hold batches back from now on, except those up to a number for each session."""
         with self._condition:
             self._let_through = let_through
             self._condition.notify_all()
 
     def is_empty(self, within_s: float) -> bool:
-        """True if no batch runs, now or in so many seconds."""
+        """True if no batch runs, now or at some moment within so many seconds."""
         with self._condition:
             return self._condition.wait_for(lambda: not self._inside, within_s)
 
     def open(self) -> None:
-        """Hold nothing back any more."""
+        """Let all batches pass again."""
         with self._condition:
             self._let_through = None
             self._condition.notify_all()
@@ -78,8 +78,8 @@ class VectorCuts:
     """The cuts of one shard's vectors: `come`, then, when `have_all_come`, `take`; or `leave`.
 
     Args:
-        lease_s: within which each worker has carried a cut to all shards.
-        is_ending: tells that the shard ends, so that nobody waits for others any more. pause: waits for some seconds, or less.
+        lease_s: time in which each worker has carried a cut to all shards.
+        is_ending: returns True if the shard ends, so that it waits for no others. pause: waits for some seconds, or less.
     """
 
     def __init__(
@@ -104,25 +104,25 @@ class VectorCuts:
         self._now = now
 
     def is_shared(self, cut: Cut) -> bool:
-        """True if the shards must come to one cut of vectors."""
+        """True if the shards must come to a common cut of vectors."""
         return self._desk.has_vectors and cut.shard_count > 1
 
     def come(self, cut: Cut) -> None:
-        """Say that this shard has heard of a cut."""
+        """Note for the other shards that this one has heard of a cut."""
         self._note(cut, _COME, {})
 
     def leave(self, cut: Cut) -> None:
-        """Say that this shard takes no part in a cut, so that the others need not wait for it."""
+        """Note that this shard takes no part in a cut, so that the others need not wait for it."""
         self._note(cut, _LEFT, {})
 
     def have_all_come(self, cut: Cut, for_s: float, *, is_fresh: bool) -> bool:
         """True if all shards have heard of a cut.
 
         Args:
-            for_s: how long this one has waited for the others. is_fresh: it was not announced in an earlier life of this shard.
+            for_s: how long this shard has waited for the others. is_fresh: True if no earlier process of it knew the cut.
 
         Raises:
-            CheckpointFailed: they have not come in time. GivenUp: there is nobody to wait for any more.
+            CheckpointFailed: they have not come in time. GivenUp: there is no reason to wait any more.
         """
         self._check_not_ending(cut)
         come = self._count_come(cut)
@@ -130,7 +130,7 @@ class VectorCuts:
             return True
         if not come or (for_s > LEFT_S and self._has_one_left(cut)):
             raise GivenUp(f"{cut.name}: another shard takes no part in it")
-        # Who hears of one that was announced before finds the note of another shard, unless that has given it up long ago.
+        # A cut that an earlier process knew has notes of other shards, unless they gave it up long ago.
         if for_s > HELD_S_MAX and not is_fresh and come <= 1:
             raise GivenUp(f"{cut.name}: the other shards have given it up")
         if for_s > self._come_s_max:
@@ -142,13 +142,13 @@ class VectorCuts:
         """The vectors of this shard, of the same moment as those of all others; None if all were dropped.
 
         Raises:
-            CheckpointFailed: not all shards have held batches in time, or a worker's batch has not come to all of them.
+            CheckpointFailed: not all shards have held batches back in time, or a worker's batch has not come to all of them.
             GivenUp: the shard ends, or another one has given the cut up.
         """
         gate, desk = self._gate, self._desk
         try:
             gate.hold({})
-            while not gate.is_empty(POLL_S):  # what runs keeps others out by itself, however long it takes
+            while not gate.is_empty(POLL_S):  # a running batch keeps others out by itself, however long it takes
                 self._check_goes_on(cut)
             deadline = self._now() + HELD_S_MAX
             farthest: dict[int, int] = {}
@@ -170,7 +170,7 @@ class VectorCuts:
             gate.open()
 
     def _held(self, cut: Cut, deadline: float) -> list[dict[int, int]]:
-        """The batches that each shard had run when it held others back."""
+        """The batches that each shard had run when it began to hold others back."""
         self._note(cut, _HELD, {str(session): number for session, number in self._desk.latest().items()})
         while len(notes := self._directory.notes.read(cut.name, _HELD, cut.shard_count)) < cut.shard_count:
             if self._now() > deadline:
@@ -180,14 +180,14 @@ class VectorCuts:
         return [{int(session): number for session, number in latest.items()} for latest in notes.values()]
 
     def _note(self, cut: Cut, stage: str, latest: Mapping[str, int]) -> None:
-        """Say that this shard has come to a stage of a cut, and the number of the latest batch of each session there."""
+        """Note that this shard has come to a stage of a cut, and the number of each session's latest batch there."""
         self._directory.notes.write(cut.name, stage, self._shard_index, cut.shard_count, latest)
 
     def _count_come(self, cut: Cut) -> int:
         return len(self._directory.notes.shards(cut.name, _COME, cut.shard_count))
 
     def _has_one_left(self, cut: Cut) -> bool:
-        """True if some shard takes no part in a cut, whatever step that has there."""
+        """True if some shard takes no part in a cut; the cut's step may differ there."""
         return any(self._directory.notes.shards(name, _LEFT, cut.shard_count) for name in self._directory.named(cut.cut_id))
 
     def _check_goes_on(self, cut: Cut) -> None:

@@ -1,6 +1,6 @@
-"""VectorService: batches on server-side vectors, and what is fetched of them, over gRPC.
+"""VectorService: runs batches on server-side vectors, and sends their values, over gRPC.
 
-One function per RPC. Payloads that exceed a message come and go in frames. Must not know what operations do.
+One function per RPC. Payloads that exceed a message are sent in frames. Must not know what operations do.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class VectorService:
     """The calls for the vectors of one shard.
 
     Args:
-        gate: that batches pass. reading: counts a call that fetches, or refuses it; see DataService.reading.
+        gate: the gate for batches. reading: counts a fetching call, or refuses it; see DataService.reading.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class VectorService:
         self._strangers = Strangers(CALLS_MAX)
 
     def handler(self) -> grpc.GenericRpcHandler[Any, Any]:
-        """The methods, ready to be added to a server."""
+        """A handler for the methods."""
         unary, answer = self._guard.unary, vectors_pb2.VectorAnswer.SerializeToString
         frame, change = frame_parser(vectors_pb2.VectorFrame), vectors_pb2.VectorChange
         return grpc.method_handlers_generic_handler(
@@ -105,7 +105,7 @@ class VectorService:
     def _answer(
         self, request: vectors_pb2.VectorBatch | vectors_pb2.VectorChange, found: bytes = b""
     ) -> vectors_pb2.VectorAnswer:
-        """The answer to what has been done; cuts come and go with it, as with a push."""
+        """The answer to a batch or a change. The request brings cuts, and the answer sends them, as with a push."""
         if request.cuts:
             self._shard.learn(request.caller, request.cuts)
         self._shard.schedule.announce_due()

@@ -1,4 +1,4 @@
-"""The shard's view of itself: its numbers (psd/contract/facts.py says which), and the messages of Status and Heartbeat."""
+"""The shard's view of itself: its numbers (listed in psd/contract/facts.py), and the messages of Status and Heartbeat."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from psd.state.workers.membership import Worker
 from psd.v1 import control_pb2
 
 MISSING_MAX = 64
-"""Workers named in one Wait; a round may lack a thousand, and the message should stay small."""
+"""Most workers named in one Wait; a round may lack a thousand, and the message should stay small."""
 
 _CALLS = (*DATA_CALLS, *GRPC_CALLS)
 
 
 @dataclass(frozen=True)
 class Process:
-    """Use that this process makes of the machine."""
+    """This process's use of the machine."""
 
     cpu_s: float
     memory_bytes: int
@@ -37,7 +37,7 @@ class Process:
 
 @dataclass(frozen=True)
 class StoredPart:
-    """The last part of a checkpoint that was stored."""
+    """The last stored part of a checkpoint."""
 
     age_s: float
     timestamp_s: float
@@ -47,7 +47,7 @@ class StoredPart:
 
 @dataclass(frozen=True)
 class KnownWorker:
-    """A worker's numbers. `last_seen_s`: ago; -1: never."""
+    """A worker's numbers. `last_seen_s`: seconds since the shard heard of it; -1: never."""
 
     clock: int
     last_seen_s: float
@@ -55,7 +55,7 @@ class KnownWorker:
 
 
 def shard_numbers(shard: Shard, now: ShardStatus, progress: CheckpointProgress | None) -> dict[str, float]:
-    """The shard's numbers, by their names in the catalogue; without those that it does not have."""
+    """The shard's numbers, by their names in the catalogue; without those that do not exist yet."""
     job, last = now.job, None
     if progress is not None and progress.last:
         age_s = shard.age_s(progress.last_at)
@@ -112,7 +112,7 @@ def worker_status(shard: Shard, worker: Worker) -> control_pb2.WorkerStatus:
 
 
 def heartbeat_reply(shard: Shard, waits: list[Ticket]) -> control_pb2.HeartbeatReply:
-    """The reply to a heartbeat: the worker's waits, cuts to be carried and, from shard 0, who is not waited for any more."""
+    """The reply to a heartbeat: the worker's waits, cuts to carry and, from shard 0, the workers no longer waited for."""
     reply = control_pb2.HeartbeatReply(waits=[wait_status(shard, ticket) for ticket in waits], cuts=shard.cuts.latest())
     if shard.config.shard_index == 0:
         ranks = {Absence.FAILED: reply.failed, Absence.SILENT: reply.silent, Absence.FINISHED: reply.finished}
@@ -122,7 +122,7 @@ def heartbeat_reply(shard: Shard, waits: list[Ticket]) -> control_pb2.HeartbeatR
 
 
 def wait_status(shard: Shard, ticket: Ticket) -> control_pb2.Wait:
-    """One open wait, and the workers that it is for."""
+    """One open wait, and the missing workers."""
     return control_pb2.Wait(
         rank=ticket.rank,
         kind=ticket.kind.value,  # type: ignore[arg-type]
@@ -134,14 +134,14 @@ def wait_status(shard: Shard, ticket: Ticket) -> control_pb2.Wait:
 
 
 def call_statuses(counters: Counters) -> Iterator[control_pb2.CallStatus]:
-    """The calls in which workers spend time, each kind over all lanes."""
+    """The calls in which workers spend time, by kind, over all lanes."""
     found = {call: total([lane.calls[call] for lane in counters.lanes.values() if call in lane.calls]) for call in _CALLS}
     for call, together in {**found, "barrier": counters.barriers}.items():
         yield control_pb2.CallStatus(call=call, count=sum(together.counts), seconds=together.total)
 
 
 def resident_bytes() -> int:
-    """Memory of this process; 0 where the system does not say."""
+    """Memory of this process in bytes; 0 if the system does not say."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
     except OSError:
@@ -149,7 +149,7 @@ def resident_bytes() -> int:
 
 
 def shard_status(shard: Shard, address: str, progress: CheckpointProgress | None) -> control_pb2.StatusReply:
-    """Status of this shard, as psdctl shows it. `progress`: of its checkpoints, if it takes any."""
+    """Status of this shard, for psdctl. `progress`: that of its checkpoints, if it takes any."""
     now = shard.status()
     job = now.job
     reply = control_pb2.StatusReply(
@@ -182,7 +182,7 @@ def shard_status(shard: Shard, address: str, progress: CheckpointProgress | None
         reply.learning_rates.extend(now.orders.learning_rates)
         reply.ends_at = now.orders.ends_at
     if progress is not None:
-        reply.checkpoint_dir = printable(progress.location)  # the name of a file may be no text
+        reply.checkpoint_dir = printable(progress.location)  # a file's name may not be valid text
         reply.checkpoint_last = progress.last
         reply.checkpoint_error = printable(progress.error)
     return reply

@@ -1,4 +1,4 @@
-"""Lanes: the ways of bytes to each shard, how an operation runs at several shards at once, and where its numbers lie.
+"""Lanes: a worker's connections to each shard, operations on several shards at once, and the memory of their values.
 
 Must not know sessions, clocks or rounds.
 """

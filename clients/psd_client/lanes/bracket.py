@@ -1,4 +1,4 @@
-"""A context of two functions. Must not know what they do."""
+"""A context manager made of two functions. Must not know what they do."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ T = TypeVar("T")
 
 
 class Bracket(Generic[T]):
-    """A context that one function begins and another ends; for each step, where contextlib's take four times as long.
+    """A context manager that calls `begin` and `end`. Each step uses it, and contextlib's takes four times as long.
 
     Args:
-        what: passed to both. begin: if it raises, nothing has begun. end: given what the context has raised, or None; may raise
-            something else.
+        what: passed to both functions. begin: if it raises, `end` is not called.
+        end: gets the exception of the context, or None; may raise another.
     """
 
     __slots__ = ("_begin", "_end", "_what")

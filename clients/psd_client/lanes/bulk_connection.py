@@ -1,8 +1,8 @@
-"""The worker's end of one bulk connection: calls out, answers in, over a stream socket; see proto/psd/v1/bulk.proto.
+"""The worker's end of one bulk connection: sends calls and receives answers over a stream socket (proto/psd/v1/bulk.proto).
 
-Over a local socket the worker's flat buffers are attached, if they lie in a segment: then gradients are read and parameters
-written by the shard itself, and messages only name them. A connection that has failed in any way is closed, and is not used
-again. How long a silent shard is waited for: silence_deadline.py. Must not know retries, sessions, or how it was opened.
+If the socket is local, and the worker's flat buffers lie in a segment, they are attached: the shard itself then reads gradients
+and writes parameters, and messages only name them. A connection that has failed in any way is closed and not used again.
+silence_deadline.py limits the wait for a silent shard. Must not know retries, sessions, or how it was opened.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ logger = logging.getLogger("psd_client")
 
 HEAD_BYTES_MAX = 32 << 20
 HELLO_S = 5.0
-"""Seconds that a shard may take to answer a ticket, or memory that is attached."""
+"""Seconds that a shard may take to answer a ticket, or to map memory."""
 
 
 class NotGreeted(Exception):
-    """The connection was accepted, but nobody answers."""
+    """Raised if the connection was accepted, but nobody answers."""
 
 
 class BulkClient:
-    """One open connection to one shard. One call at a time; `close` may come from another thread.
+    """One open connection to one shard, for one call at a time. Another thread may call `close`.
 
     Args:
-        stream: connected; owned from now on. shard, address: for messages. ticket: from OpenBulk. call: in which it is opened.
-        traffic: where payload bytes are counted.
+        stream: connected; this object closes it. shard, address: for error messages. ticket: from OpenBulk.
+        call: the call that needs the connection; may cancel the greeting. traffic: counts payload bytes.
 
     Raises:
-        NotGreeted: not within HELLO_S. ShardUnavailable, Cancelled, psd's errors: as calls.
+        NotGreeted: no answer within HELLO_S. ShardUnavailable, Cancelled, psd's errors: as from calls.
 
     Attributes:
-        is_open: False after the first failure. is_local: memory can be shared with the shard.
+        is_open: False after the first failure. is_local: True if the shard can share this process's memory.
     """
 
     def __init__(self, stream: Stream, shard: int, address: str, ticket: bytes, call: Call, traffic: Traffic) -> None:
@@ -64,8 +64,8 @@ class BulkClient:
         self._traffic = traffic
         self._sender = Crew("psd-send")
         self._attached: tuple[FlatBuffers, list[FlatBuffers]] | None = None
-        self._receiving: FlatBuffers | None = None  # whose memory the shard writes, or has written last
-        self._wanted: WantedRows | None = None  # in a pull of rows
+        self._receiving: FlatBuffers | None = None  # the buffers into which the shard writes, or wrote last
+        self._wanted: WantedRows | None = None  # the rows that the current call fetches
         self._lock = threading.Lock()
         self._is_busy = False
         self._is_closed = False
@@ -81,7 +81,7 @@ class BulkClient:
             raise
 
     def attach(self, gradients: FlatBuffers, places: Sequence[FlatBuffers], call: Call) -> None:
-        """Let the shard see the buffers, which all lie in one segment; does nothing if it already sees them."""
+        """Share the buffers, which all lie in one segment, with the shard, unless they are shared already."""
         if self._attached is not None and self._attached[0] is gradients:
             return
         segment, local = gradients.segment, self._stream.local
@@ -125,11 +125,11 @@ class BulkClient:
         call: Call,
         ahead: WantedRows | None = None,
     ) -> bulk_pb2.BulkReply:
-        """Make the call `message`: send what `part` has, if any, and receive blocks into the parameters.
+        """Make the call `message`: send `part`, if there is one, and receive blocks into the parameters.
 
         Args:
-            awaited: their bytes, by index; of a tables' block, which has none, only the version comes.
-            ahead: rows to be fetched, too; one frame.
+            awaited: bytes of the blocks to receive, by index; 0 for the tables' block, which sends only a version.
+            ahead: rows to fetch, too; one frame.
         """
         if ahead is not None:
             (request,) = ahead.requests
@@ -148,7 +148,7 @@ class BulkClient:
             self._stream.send(Kind.CALL, message.SerializeToString(), more=part is not None)
             sending = None
             if part is not None and part.feed is None and (answers_bytes <= SMALL_BYTES or self._names_only(part)):
-                for head, payload, is_more in self._messages(part):  # sent before anything is read, by one thread
+                for head, payload, is_more in self._messages(part):  # send all before reading anything: one thread does both
                     self._stream.send(Kind.BLOCKS, head, *payload, more=is_more)
             elif part is not None:
                 sending = self._begin_sending(part)
@@ -157,8 +157,7 @@ class BulkClient:
     def pull_rows(self, message: bulk_pb2.BulkCall, wanted: WantedRows, call: Call) -> int:
         """Make the call `message`, for rows; return their version.
 
-        What the shard has not answered yet fits the buffers of a socket, or it is a single request: so neither side waits for
-        the other to read.
+        Unanswered requests fit the buffers of a socket, or there is only one: so neither side waits for the other to read.
         """
         unsent = deque(wanted.requests)
         under_way: deque[int] = deque()
@@ -191,7 +190,7 @@ class BulkClient:
         self._traffic.received_bytes += wanted.received_bytes - before
 
     def _received(self, kind: Kind) -> tuple[bytes, int]:
-        """Head and bytes of payload of the next message but ALIVE."""
+        """Head of the next message, and bytes of its payload; skips ALIVE."""
         while True:
             got, head, payload_bytes = self._stream.receive()
             if got is kind:
@@ -200,7 +199,7 @@ class BulkClient:
                 self._raise(got, head)
 
     def _has(self, buffers: FlatBuffers) -> bool:
-        """True if the shard sees them: they lie in the segment that is attached."""
+        """True if the shard sees these buffers, because they lie in the attached segment."""
         segment = buffers.segment
         return (
             segment is not None
@@ -210,7 +209,7 @@ class BulkClient:
         )
 
     def _names_only(self, part: OutgoingBlocks) -> bool:
-        """True if what is sent is little: names of blocks in memory, and few rows, or little of everything."""
+        """True if little is sent: a small part, or only names of blocks in memory, and few rows or rows in memory."""
         if part.is_small:
             return True
         return self._has(part.buffers) and (
@@ -218,14 +217,14 @@ class BulkClient:
         )
 
     def places(self, rows: Sequence[TableRows]) -> list[int]:
-        """Offsets of the numbers of each of these in attached memory; none if some lie elsewhere."""
+        """Offsets of these rows' values in attached memory, in bytes; empty if some lie elsewhere."""
         segment = self._attached[0].segment if self._attached is not None else None
         return segment.where([part.values for part in rows]) if segment is not None else []
 
     def _messages(self, part: OutgoingBlocks) -> Iterator[tuple[bytes, Sequence[Any], bool]]:
-        """Heads and payloads of the messages that carry numbers, and whether another one follows at once.
+        """Heads and payloads of the messages that send a part, each with True if another message follows at once.
 
-        Each block has one; blocks that are attached are only named, all in one message if they are all there. Rows come last.
+        Each block has a message. Attached blocks are only named, all in one message if none is still computed. Rows come last.
         """
         in_memory, has_rows = self._has(part.buffers), part.tables_block is not None
         try:
@@ -268,7 +267,7 @@ class BulkClient:
             self._traffic.sent_bytes += part.buffers.block(block.index).nbytes
 
     def _begin_sending(self, part: OutgoingBlocks) -> Task[None]:
-        """Send in another thread while answers come in."""
+        """Start to send a part in another thread, while answers arrive."""
 
         def send() -> None:
             for head, payload, is_more in self._messages(part):
@@ -277,7 +276,7 @@ class BulkClient:
         sending = Task(send)
         try:
             self._sender.begin(sending)
-        except RuntimeError:  # the interpreter exits, and has no threads: it pushes, but waits for no answers besides
+        except RuntimeError:  # the interpreter exits and starts no threads: its last push needs no answers meanwhile
             sending.run()
         return sending
 
@@ -290,7 +289,7 @@ class BulkClient:
         *,
         into_memory: bool,
     ) -> bulk_pb2.BulkReply:
-        """The answer, after all has been sent, too."""
+        """Receive the answer, and wait until everything has been sent."""
         try:
             reply = self._receive(awaited, parameters, ahead, into_memory=into_memory)
         except _Refused:
@@ -342,9 +341,9 @@ class BulkClient:
     # -- failures ------------------------------------------------------------------------------------------------------
 
     def _under_way(self, call: Call, wanted: WantedRows | None = None) -> Bracket[Call]:
-        """Exchange the messages of one call; the connection ends unless the shard has answered. wanted: rows that it fetches.
+        """A context for the messages of one call; closes the connection unless the shard answers. wanted: rows to fetch.
 
-        WaitTimeout: it has not ended in time.
+        Raises WaitTimeout if the call does not end in time.
         """
         self._wanted = wanted
         return Bracket(call, self._begin, self._end_call)
@@ -363,7 +362,7 @@ class BulkClient:
 
     def _end_call(self, call: Call, error: BaseException | None) -> None:
         try:
-            if not (error is None or isinstance(error, _Refused)):  # else in good order: the next call may begin
+            if not (error is None or isinstance(error, _Refused)):  # else the connection is in order: the next call may begin
                 self._abandon()
         finally:
             call.scope.leave(self._cancel)
@@ -383,7 +382,7 @@ class BulkClient:
             ) from None
 
     def _rest(self) -> None:
-        """Note that no call is under way any more."""
+        """Note that no call is in progress any more."""
         self._wanted = None
         with self._lock:
             self._is_busy = False
@@ -396,7 +395,7 @@ class BulkClient:
         return ShardUnavailable(f"shard {self._shard} at {self._address}: {why}", **where)
 
     def _cancel(self) -> None:
-        """End the call. Whoever is in it waits for the shard's end, if the shard sees this worker's memory."""
+        """End the call. Its thread waits until the shard has ended it, too, if the shard sees this worker's memory."""
         if self._attached is None:
             self._stream.shut_down(socket.SHUT_RDWR)
             return
@@ -404,7 +403,7 @@ class BulkClient:
         self._stream.shut_down(socket.SHUT_WR)
 
     def _abandon(self) -> None:
-        """Wait until the shard has let go, so that nothing of the call touches this worker's memory any more; then close."""
+        """Wait until the shard has ended the call, so that it uses this worker's memory no more; then close."""
         self._cancel()
         if self._attached is not None and self.is_open:
             try:
@@ -420,7 +419,7 @@ class BulkClient:
         self._end()
 
     def _give_up(self, gradients: FlatBuffers, places: Sequence[FlatBuffers]) -> None:
-        """Detach the memory that the shard still holds: its further writes are not seen, nor do new gradients reach it."""
+        """Make the shared memory private: later writes of the shard are not seen here, and it gets no new gradients."""
         segment = gradients.segment
         if segment is None or segment.is_given_up:
             return
@@ -440,7 +439,7 @@ class BulkClient:
         )
 
     def close(self) -> None:
-        """Give the connection back; a call in another thread ends by Cancelled. Idempotent."""
+        """Close the connection; a call in another thread raises Cancelled. Idempotent."""
         self._is_closed = True
         self._end()
 
@@ -453,7 +452,7 @@ class BulkClient:
             self._release()
 
     def _release(self) -> None:
-        """Give back what nobody uses any more."""
+        """Close the stream and the sender, once neither is in use."""
         self._sender.close()
         self._stream.close()
 
@@ -477,7 +476,7 @@ class BulkClient:
 
 
 class _Refused(Exception):
-    """The shard has answered with an error."""
+    """Raised if the shard has answered with an error."""
 
     def __init__(self, error: PsdError) -> None:
         super().__init__(str(error))

@@ -1,6 +1,6 @@
 """Opens a bulk connection by the best transport: shared memory with a shard on this machine, else TCP; if neither works, none.
 
-A connection is opened at the first need, and anew after a failure, since a shard may come back elsewhere. Must not know calls,
+It opens one when one is first needed, and again after a failure: a restarted shard may be elsewhere. Must not know calls,
 sessions, clocks or retries.
 """
 
@@ -25,22 +25,22 @@ from psd_client.lanes.transport import Call, Traffic
 CONNECT_S = 3.0
 TRANSPORT_CHARACTERS_MAX = 120
 STALE_NAME_S = 20.0
-"""Seconds for which name servers may still give out a shard's earlier address. A connection that worked before is tried again
-for this long, and only then given up in favour of gRPC."""
+"""Seconds for which name servers may still answer with a shard's earlier address. A connection that worked before is tried
+again for this long, before gRPC is used instead."""
 
 SILENCES_MAX = 2
-"""Attempts on a port that did not answer, while the shard answered over gRPC, until this worker stops trying it."""
+"""Attempts on a port that does not answer, while the shard answers over gRPC, before this worker stops trying the port."""
 
 
 class BulkOpener:
     """The bulk connection of one shard, opened when needed.
 
     Args:
-        wanted: "auto"; or "shm" or "tcp", which raise ConfigError where they do not work, and ShardUnavailable where they did.
-        ask: OpenBulk, over gRPC: for a ticket, and where the shard listens. traffic: see BulkClient.
+        wanted: "auto"; or "shm" or "tcp", which raise ConfigError if they do not work, ShardUnavailable if they did before.
+        ask: calls OpenBulk over gRPC: for a ticket, and the address at which the shard listens. traffic: as in BulkClient.
 
     Attributes:
-        transport: how bulk data travels, and why not better; empty before the first connection.
+        transport: how bulk data travels, and why not by a better transport; empty before the first connection.
     """
 
     def __init__(
@@ -60,10 +60,10 @@ class BulkOpener:
         self._ask = ask
         self._traffic = traffic
         self._open: BulkClient | None = None
-        self._grpc_at: int | None = None  # the shard's incarnation at which nothing but gRPC worked
+        self._grpc_at: int | None = None  # the shard's incarnation for which only gRPC worked
         self._had_tcp = False
-        self._missed_since: float | None = None  # since when TCP connections fail
-        self._silences = 0  # TCP connections that were taken and not answered, one after the other
+        self._missed_since: float | None = None  # when the TCP connections began to fail
+        self._silences = 0  # TCP connections in a row that were accepted and not answered
 
     @property
     def is_open(self) -> bool:
@@ -71,7 +71,7 @@ class BulkOpener:
         return self._open is not None and self._open.is_open
 
     def connection(self, caller: job_pb2.Caller, call: Call) -> BulkClient | None:
-        """The connection, opened if need be; None if only gRPC works."""
+        """The connection, which is opened if needed; None if only gRPC works."""
         if self._open is not None and self._open.is_open:
             return self._open
         if self._grpc_at != caller.incarnation:
@@ -111,14 +111,14 @@ class BulkOpener:
             return bulk
         if self._wanted != "auto":
             self._ask(control_pb2.OpenBulkRequest(caller=caller), call)  # raises if the shard has only just died
-            if self.transport:  # it did work: the program has not asked for what cannot be
+            if self.transport:  # it worked before, so the program's choice is no error
                 raise self._unavailable(f"cannot be reached any more by {refusals[0]}")
             raise ConfigError(f"transport: shard {self._shard} at {self._address} cannot be reached by {refusals[0]}")
         self._note("grpc", refusals)
         return None
 
     def _missed(self, why: str) -> None:
-        """Handle a failed connection: raise ShardUnavailable, to be tried again, while the name may be to blame."""
+        """Handle a failed connection: raise ShardUnavailable, which is retried, while the cause may be a stale name."""
         now = time.monotonic()
         if self._missed_since is None:
             self._missed_since = now
@@ -126,9 +126,8 @@ class BulkOpener:
             raise self._unavailable(why)
 
     def _silent(self, name: str, port: int) -> str:
-        """Handle a connection that was accepted but never answered: return the reason against this transport. Raises
-        ShardUnavailable while it may be that the shard was only suspended for a while; each attempt begins with a call that it
-        must answer."""
+        """Handle a connection that was accepted but never answered: return the reason against this transport. While the shard
+        may only have been suspended, raises ShardUnavailable: the next attempt begins with a call that it must answer."""
         if name == "shm":
             raise self._unavailable("accepts connections on this machine but does not answer")
         why = f"port {port}: accepts connections but does not answer"
@@ -194,4 +193,4 @@ def _secured(sock: socket.socket, context: ssl.SSLContext, host: str) -> TlsSock
 
 
 class _NotHere(Exception):
-    """The reason why a transport does not work with this shard."""
+    """Raised with the reason why a transport does not work with this shard."""

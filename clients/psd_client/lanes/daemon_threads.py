@@ -1,8 +1,8 @@
-"""Threads that run tasks, and that nobody waits for when the program ends.
+"""Threads that run tasks, and for which the program does not wait when it ends.
 
-concurrent.futures takes no work any more once the interpreter exits, and waits for all its threads first. But a worker that
-ends has something to send then, and must not wait for a shard that never answers. Threads that run already are there until the
-very end; not every Python starts others then. Must not know lanes or shards.
+concurrent.futures refuses work once the interpreter exits, and waits for all its threads first. But a worker that ends still
+has something to send, and must not wait for a shard that never answers. Threads that run already go on until the very end; not
+every Python starts new ones then. Must not know lanes or shards.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any, Generic, TypeVar, cast
 ResultT = TypeVar("ResultT")
 
 _exiting = threading.Event()
-# Python has no public name for what is called before it waits for threads that are no daemons, and has an end of executors.
+# Python has no public name for this: functions to call before it waits for non-daemon threads, and ends executors.
 threading._register_atexit(_exiting.set)  # type: ignore[attr-defined]  # noqa: SLF001
 
 
 def can_start_threads() -> bool:
-    """False when the interpreter exits and starts no threads any more, as that of Python 3.12.1 does."""
+    """False if the interpreter exits and starts no more threads, like Python 3.12.1."""
     if not _exiting.is_set():
         return True
     try:
@@ -34,10 +34,10 @@ class Task(Generic[ResultT]):
     """A function that is run once, in any thread.
 
     Args:
-        done: is given the task when it has run; None: a queue of its own, for `wait`.
+        done: a queue that gets the task once it has run; None: one of the task's own, for `wait`.
 
     Attributes:
-        error: what the function has raised.
+        error: the exception that the function has raised, or None.
     """
 
     def __init__(self, function: Callable[[], ResultT], done: SimpleQueue[Task[Any]] | None = None) -> None:
@@ -47,43 +47,43 @@ class Task(Generic[ResultT]):
         self._done: SimpleQueue[Task[Any]] = SimpleQueue() if done is None else done
 
     def run(self, then: Callable[[], None] = lambda: None) -> None:
-        """Run the function; call `then`; say that it is done."""
+        """Run the function; call `then`; put the task into `done`."""
         assert self._function is not None
         try:
             self._value = self._function()
-        except BaseException as error:  # noqa: BLE001 - for whoever asks for the result
+        except BaseException as error:  # noqa: BLE001 - for callers of `wait` and `result`
             self.error = error
         self._function = None
         then()
         self._done.put(self)
 
     def wait(self) -> BaseException | None:
-        """Wait for the end of the task; return the error that the function raised, or None. Once."""
+        """Wait for the end of the task; return the error that the function raised, or None. Call it once."""
         return self._done.get().error
 
     @property
     def result(self) -> ResultT:
-        """The function's result, or raises its error; only after its end."""
+        """The function's result; raises its error. Only after the task has run."""
         if self.error is not None:
             raise self.error
         return cast(ResultT, self._value)
 
 
 class Crew:
-    """Daemon threads, as many as tasks run at once. They start when they are needed, and stay until `close`."""
+    """Daemon threads, as many as tasks run at once. They start when needed, and stay until `close`."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._lock = threading.Lock()
         self._waiting: SimpleQueue[Task[Any] | None] = SimpleQueue()
         self._threads = 0
-        self._idle = 0  # less those that a task waits for already
+        self._idle = 0  # idle threads, without those for which a task is queued
 
     def begin(self, task: Task[Any]) -> None:
         """Run a task in a thread.
 
         Raises:
-            RuntimeError: there is none, and none can be started any more, because the interpreter exits.
+            RuntimeError: no thread is idle, and none can be started, because the interpreter exits.
         """
         with self._lock:
             if self._idle == 0:
@@ -94,7 +94,7 @@ class Crew:
         self._waiting.put(task)
 
     def close(self) -> None:
-        """End the threads, each after its present task."""
+        """End the threads, each after its current task."""
         with self._lock:
             threads, self._threads = self._threads, 0
         for _ in range(threads):
@@ -103,7 +103,7 @@ class Crew:
     def _run(self) -> None:
         while (task := self._waiting.get()) is not None:
             task.run(self._on_idle)
-            del task  # not to keep what it refers to until the next one
+            del task  # else what it refers to is kept until the next task
 
     def _on_idle(self) -> None:
         with self._lock:

@@ -1,7 +1,7 @@
-"""The gRPC channel to one shard: opened, kept and replaced; calls of each kind on it; their failures as psd's errors.
+"""The gRPC channel to one shard: opens and replaces it, makes calls of each kind, and turns their failures into psd's errors.
 
-It opens at the first call, and anew, after it has failed, if certificates have changed or the shard stays away: it may come
-back at another address, and gRPC's resolver asks for a name that it did not find ever more rarely. gRPC does not survive a
+It opens at the first call. After a failure it is replaced if certificates have changed or the shard stays away: the shard may
+come back at another address, and gRPC's resolver asks ever more rarely for a name that it did not find. gRPC does not survive a
 fork, so a channel refuses to be used in a child process. Must not know what psd's calls are, retries or other shards.
 """
 
@@ -26,7 +26,7 @@ from psd_client.lanes.grpc_errors import may_be_tls, psd_error
 from psd_client.lanes.transport import Call, Cancelled, MessageT, Scope
 
 MESSAGE_BYTES_MAX = 32 << 20
-"""The default of psd-server: a declaration of 100,000 tensors needs about 6 MiB, a frame 4 MiB."""
+"""Largest message, as psd-server's default: a declaration of 100,000 tensors needs about 6 MiB, a frame 4 MiB."""
 
 CHANNEL_OPTIONS = (
     ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
@@ -34,18 +34,18 @@ CHANNEL_OPTIONS = (
     *frames.WINDOW_OPTIONS,
     *frames.KEEPALIVE_OPTIONS,
     ("grpc.http2.max_pings_without_data", 0),
-    # A shard that is back within a second is to be found again at once: gRPC's own back-off would grow to two minutes.
+    # A shard that is back within a second must be found at once: gRPC's default back-off grows to two minutes.
     ("grpc.initial_reconnect_backoff_ms", 50),
     ("grpc.max_reconnect_backoff_ms", 500),
     ("grpc.min_reconnect_backoff_ms", 5_000),  # despite its name, the time that one attempt to connect may take
-    # On Kubernetes a shard that is back has another address. gRPC's own pause between two questions for it is 30 s.
+    # On Kubernetes a restarted shard has another address. gRPC by default pauses 30 s between two look-ups of it.
     ("grpc.dns_min_time_between_resolutions_ms", 500),
     ("grpc.enable_retries", 0),  # shards.py retries
     ("grpc.service_config_disable_resolution", 1),
     ("grpc.enable_http_proxy", 0),
     ("grpc.use_local_subchannel_pool", 1),  # two clients in one process do not share a connection
-    # Calls of one message need no thread of gRPC's: none to wait for, which takes half as long again where little is sent, and
-    # none to start, which an interpreter that exits may not do any more.
+    # Calls of one message then use no thread of gRPC's: waiting for one makes small calls take half as long again, and an
+    # interpreter that exits may not be able to start one.
     (ChannelOptions.SingleThreadedUnaryStream, 1),
 )
 
@@ -54,7 +54,7 @@ UNREACHED_S = 2.0
 
 
 def open_channel(address: str, pem: Pem | None, options: Any) -> grpc.Channel:
-    """A channel with TLS, or, if `pem` is None, without."""
+    """A channel with TLS; without if `pem` is None."""
     if pem is None:
         return grpc.insecure_channel(address, options=options)
     credentials = grpc.ssl_channel_credentials(pem.ca, pem.key or None, pem.cert or None)
@@ -65,7 +65,7 @@ class GrpcChannel:
     """The gRPC channel of one shard.
 
     Attributes:
-        is_leaving: the worker says good-bye, and does not care why it cannot connect.
+        is_leaving: True once the worker leaves the job: then nobody asks why it cannot connect.
     """
 
     def __init__(self, shard: int, address: str, credentials: Credentials) -> None:
@@ -73,7 +73,7 @@ class GrpcChannel:
         self._shard = shard
         self._address = address
         self._credentials = credentials
-        self._pem: Pem | None = None  # of the channel
+        self._pem: Pem | None = None  # the channel's certificates
         self._was_reached = False
         self._opened_at = 0.0
         self._shown: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # call -> metadata, if there is a token
@@ -83,10 +83,10 @@ class GrpcChannel:
         self._closed = False
 
     # -- calls ---------------------------------------------------------------------------------------------------------
-    # is_wait: the call waits for other workers, so that its deadline, if it passes, is theirs and not the shard's.
+    # is_wait: True if the call waits for other workers: then if its deadline passes, they are late and not the shard.
 
     def unary(self, method: str, request: Message, reply: type[MessageT], call: Call, *, is_wait: bool) -> MessageT:
-        """The reply to one message."""
+        """Send one message; return the reply."""
         return self.begin_unary(method, request, reply, call, is_wait=is_wait)()
 
     def begin_unary(
@@ -97,14 +97,14 @@ class GrpcChannel:
         return lambda: self._only(rpc, call, is_wait=is_wait)
 
     def frame(self, method: str, frame: bytes, call: Call) -> bytes:
-        """The bytes that answer bytes; the call waits for other workers."""
+        """Send bytes; return the bytes of the answer. The call may wait for other workers."""
         answer: bytes = self._only(self._begin("unary_stream", method, frame, call.timeout_s), call, is_wait=True)
         return answer
 
     def stream_out(
         self, method: str, messages: Iterator[bytes], reply: type[MessageT], call: Call, *, is_wait: bool
     ) -> MessageT:
-        """The reply to a stream of messages."""
+        """Send a stream of messages; return the reply."""
         rpc = self._begin("stream_unary", method, messages, call.timeout_s, reply)
         with call.scope.entered(rpc.cancel):
             try:
@@ -115,14 +115,14 @@ class GrpcChannel:
         return found
 
     def stream_in(self, method: str, request: Message | Iterator[bytes], call: Call) -> Iterator[bytes]:
-        """The messages that answer one message, or a stream of them; the call waits for other workers."""
+        """Send one message, or a stream; yield the messages of the answer. The call may wait for other workers."""
         kind = "unary_stream" if isinstance(request, Message) else "stream_stream"
         return self._answers(self._begin(kind, method, request, call.timeout_s), call, is_wait=True)
 
     def _answers(self, rpc: Any, call: Call, *, is_wait: bool) -> Iterator[Any]:
         with call.scope.entered(rpc.cancel):
             try:
-                for message in rpc:  # noqa: UP028 - gRPC's object is no generator, and is not to be closed like one
+                for message in rpc:  # noqa: UP028 - gRPC's object is no generator, and must not be closed like one
                     yield message
             except (grpc.RpcError, grpc.FutureCancelledError):
                 raise self._failure(rpc, call.scope, is_wait=is_wait) from None
@@ -142,11 +142,11 @@ class GrpcChannel:
         timeout_s: float,
         reply: type[Message] | None = None,
     ) -> Any:
-        """A call on the channel, which is opened if need be; Cancelled if it was closed for good meanwhile.
+        """Begin a call on the channel, which is opened if needed; Cancelled if `close` was called meanwhile.
 
         Args:
-            kind: what gRPC calls it. On the wire a stream of one message is that message, so all calls with one are
-                "unary_stream", which gRPC completes in the thread that waits. reply: None: the answer is bytes.
+            kind: gRPC's name for it. On the wire a stream of one message is the same as the message, so calls with one answer
+                are "unary_stream", too: gRPC completes these in the waiting thread. reply: None: the answer is bytes.
         """
         serialize = type(request).SerializeToString if isinstance(request, Message) else None
         while True:
@@ -156,7 +156,7 @@ class GrpcChannel:
                 start = start.future
             try:
                 begun = start(request, timeout=timeout_s, metadata=metadata)
-            except ValueError:  # gRPC's word for a closed channel
+            except ValueError:  # gRPC raises this for a closed channel
                 if self._closed:
                     raise Cancelled from None
                 if channel is self._channel:
@@ -184,7 +184,7 @@ class GrpcChannel:
             return self._channel
 
     def _failure(self, rpc: Any, scope: Scope | None, *, is_wait: bool) -> PsdError | Cancelled:
-        """The error of a failed call, after preparing another attempt where one may succeed."""
+        """The error of a failed call; prepares another attempt if that may succeed."""
         if self._closed or (scope is not None and scope.is_cancelled):
             return Cancelled()
         error = psd_error(rpc, self._shard, self._address, is_wait=is_wait)
@@ -193,7 +193,7 @@ class GrpcChannel:
         if isinstance(error, Unauthenticated) and shown is not None and self._credentials.has_other_token(shown):
             return ShardUnavailable(f"shard {self._shard} at {self._address}: the token has changed meanwhile", **where)
         if isinstance(error, WrongShard) and self._was_reached:
-            # Addresses are given out again: the shard has moved, and another one is now where it was.
+            # Addresses are used again: the shard has moved, and another one now has its old address.
             self._renew(is_lost=True)
             return ShardUnavailable(f"shard {self._shard} at {self._address}: {error}", **where)
         if not isinstance(error, ShardUnavailable):
@@ -202,13 +202,13 @@ class GrpcChannel:
         is_unreached = rpc.code() is grpc.StatusCode.UNAVAILABLE
         self._renew(is_lost=is_unreached and time.monotonic() - self._opened_at > UNREACHED_S)
         if may_be_tls(error) and not self.is_leaving and (why := self._credentials.why_not(self._address)) is not None:
-            # Amid a job certificates may be on their way to both sides: worth another attempt. At its beginning they are wrong.
+            # During a job both sides may be getting new certificates: try again. Before the first contact they are wrong.
             kind = ShardUnavailable if self._was_reached else TlsFailed
             error = kind(f"shard {self._shard} at {self._address}: {why}", **where)
         return error
 
     def _renew(self, *, is_lost: bool = False) -> None:
-        """Let the next call open another channel, if certificates have changed, or this one has lost the shard."""
+        """Let the next call open another channel if certificates have changed, or if this one has lost the shard."""
         pem = self._credentials.pem()
         with self._lock:
             if self._channel is None or (pem == self._pem and not is_lost):

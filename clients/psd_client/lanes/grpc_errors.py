@@ -1,6 +1,6 @@
-"""Errors of gRPC calls as psd's errors: the class that the shard raised, or else the meaning of the status.
+"""Turns errors of gRPC calls into psd's errors: the class that the shard raised, else one for the status.
 
-One table, and the only place in the client that looks at gRPC statuses. What is worth sending again is shards.py's to say.
+The only module of the client that looks at gRPC statuses. shards.py decides which calls are sent again.
 """
 
 from __future__ import annotations
@@ -25,35 +25,30 @@ from psd.contract.errors import (
 WITHOUT_REASON: dict[grpc.StatusCode, type[PsdError]] = {
     grpc.StatusCode.UNAVAILABLE: ShardUnavailable,  # no connection, or it broke
     grpc.StatusCode.CANCELLED: ShardUnavailable,  # the peer gave the stream up, as a server that is killed does
-    grpc.StatusCode.DEADLINE_EXCEEDED: ShardUnavailable,  # of a call that waits for nobody; see `psd_error`
+    grpc.StatusCode.DEADLINE_EXCEEDED: ShardUnavailable,  # unless the call waits for workers; see `psd_error`
     grpc.StatusCode.RESOURCE_EXHAUSTED: Overloaded,  # grpc's own limit on concurrent calls
     grpc.StatusCode.INTERNAL: InternalError,
     grpc.StatusCode.UNKNOWN: InternalError,
 }
-"""Meanings of statuses that come from gRPC itself, without a reason of psd's. Others are a plain PsdError."""
+"""Errors for statuses that come from gRPC itself, without a reason of psd's; for other statuses, PsdError."""
 
 _BROKEN_CONNECTION = ("RST_STREAM", "Stream removed", "Connection reset", "Socket closed", "GOAWAY")
-"""Words of gRPC's messages for broken connections that it reports as INTERNAL or UNKNOWN."""
+"""Words in gRPC's messages about broken connections that it reports as INTERNAL or UNKNOWN."""
 
 
 _NO_CONNECTION = "failed to connect"
 _TLS = ("handshake", "Verification", "Socket closed")
-"""Words of gRPC's messages that may mean trouble with TLS, or the lack of it."""
+"""Words in gRPC's messages that may mean that TLS fails, or that one side lacks it."""
 
 
 def may_be_tls(error: PsdError) -> bool:
-    """True if it is worth asking why there is no connection."""
+    """True if TLS, or its absence, may be why there is no connection."""
     text = str(error)
     return isinstance(error, ShardUnavailable) and _NO_CONNECTION in text and any(mark in text for mark in _TLS)
 
 
 def psd_error(call: grpc.Call, shard: int, address: str, *, is_wait: bool) -> PsdError:
-    """The error of a call that has failed.
-
-    Args:
-        call: the failed call.
-        is_wait: the call waits for other workers, so that its deadline, if it passes, is theirs and not the shard's.
-    """
+    """The error of a failed call. is_wait: True if it waits for other workers, who are late if its deadline passes."""
     text = call.details() or "no details"
     metadata = dict(call.trailing_metadata() or ())
     reason = metadata.get(REASON_KEY)
@@ -75,7 +70,7 @@ def _text(value: str | bytes) -> str:
 
 
 def detail_of(value: str | bytes | None) -> dict[str, Any]:
-    """The facts that travel with an error; empty where they make no sense."""
+    """The facts that are sent with an error; empty if they cannot be parsed."""
     if value is None:
         return {}
     try:

@@ -1,4 +1,4 @@
-"""Messages of the gRPC lane for blocks: from flat buffers to frames, and back into buffers.
+"""The gRPC lane's messages for blocks: makes frames from flat buffers, and writes received frames into buffers.
 
 Must not know channels or calls.
 """
@@ -22,7 +22,7 @@ from psd_client.lanes.transport import GradientPart
 from psd_client.lanes.wanted_rows import WantedRows
 
 _FRAMES, _AHEAD = data_pb2.SmallPush.FRAMES_FIELD_NUMBER, data_pb2.SmallPush.AHEAD_FIELD_NUMBER
-"""Fields of SmallPush, and those of SmallAnswer."""
+"""Numbers of the fields of SmallPush, and of SmallAnswer."""
 
 PushMessage = tuple[data_pb2.PushFrame, list[NDArray[Any]]]
 
@@ -55,7 +55,7 @@ def push_messages(part: GradientPart) -> Iterator[PushMessage]:
 
 
 def small_push(messages: Sequence[PushMessage], ahead: WantedRows | None) -> bytes:
-    """A SmallPush: all messages of a push, and the request for rows ahead, if any; each number is copied once."""
+    """A SmallPush: all messages of a push, and the request for rows ahead, if any. Copies each value once."""
     parts = [(_FRAMES, message.SerializeToString(), payload) for message, payload in messages]
     if ahead is not None:
         ((request, ids),) = ahead.messages(data_pb2.RowsRequest())
@@ -64,7 +64,7 @@ def small_push(messages: Sequence[PushMessage], ahead: WantedRows | None) -> byt
 
 
 def initial_frames(first: data_pb2.InitializeFrame, blocks: Sequence[Block], values: FlatBuffers) -> Iterator[bytes]:
-    """The frames that provide initial values; `first` begins the first one."""
+    """The frames that provide initial values; `first` is merged into the first one."""
     if not blocks:
         yield first.SerializeToString()
     for block in blocks:
@@ -76,7 +76,7 @@ def initial_frames(first: data_pb2.InitializeFrame, blocks: Sequence[Block], val
 
 
 def vector_frames(batch: vectors_pb2.VectorBatch, pieces: Sequence[NDArray[Any]]) -> Iterator[bytes]:
-    """The frames of a batch on vectors, and of its payload."""
+    """The frames of a batch on vectors, with its payload."""
     message = vectors_pb2.VectorFrame(batch=batch)
     for piece in payload_parts(pieces):
         for at in range(0, len(piece), frames.FRAME_BYTES_MAX):
@@ -85,14 +85,14 @@ def vector_frames(batch: vectors_pb2.VectorBatch, pieces: Sequence[NDArray[Any]]
 
 
 class BlockAnswer:
-    """The blocks of one answer, as they come.
+    """The blocks of one answer, as they arrive.
 
     Args:
-        whose: for messages. awaited: bytes of the blocks that were asked for, by index; of a tables' block, which has none
-            here, its version comes. parameters: where they go; None: nowhere.
+        whose: the shard, for error messages. awaited: bytes of the blocks that were asked for, by index; 0 for the tables'
+            block, which sends only a version. parameters: the buffers that get the blocks; None: none do.
 
     Attributes:
-        positions: what frames have said of the workers' positions.
+        positions: digests of the workers' positions in the frames so far.
     """
 
     def __init__(self, whose: str, awaited: Mapping[int, int], parameters: FlatBuffers | None) -> None:
@@ -104,7 +104,7 @@ class BlockAnswer:
         self._reply: data_pb2.PushReply | None = None
 
     def take_all(self, reply: bytes, ahead: WantedRows | None) -> None:
-        """Take a SmallAnswer, with the rows that were asked for ahead, if any."""
+        """Take a SmallAnswer; write the rows that were asked for ahead, if any, into `ahead`."""
         for field, data in frames.split_nested(reply, "SmallAnswer", len(self._awaited) + 2):
             if field == _FRAMES:
                 self.take_frame(data)
@@ -113,7 +113,7 @@ class BlockAnswer:
                 ahead.fill(data_pb2.RowsFrame.FromString(head), payload)
 
     def take_frame(self, frame: bytes | memoryview) -> None:
-        """Take one frame as it was received."""
+        """Take one received frame."""
         head, payload = frames.split(frame, "PullFrame")
         try:
             message = data_pb2.PullFrame.FromString(head)
@@ -135,7 +135,7 @@ class BlockAnswer:
             self.received_bytes += nbytes
 
     def complete(self) -> data_pb2.PushReply | None:
-        """The push's reply, if there was one; raises if a block is missing."""
+        """The push's reply, if there was one; InternalError if a block is missing."""
         if self._awaited:
             raise InternalError(f"{self._whose}: {len(self._awaited)} blocks are missing in its answer")
         return self._reply

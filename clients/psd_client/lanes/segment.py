@@ -47,7 +47,7 @@ class Segment:
         self.nbytes = ALIGN_BYTES + nbytes
         self.fd = os.memfd_create("psd-worker", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         self._finalizer = weakref.finalize(self, os.close, self.fd)
-        self._finalizer.atexit = False  # a connection that ends at exit may still have to be opened anew
+        self._finalizer.atexit = False  # a connection that breaks at exit may have to be opened again
         os.ftruncate(self.fd, self.nbytes)
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         self._mapping = mmap.mmap(self.fd, self.nbytes)

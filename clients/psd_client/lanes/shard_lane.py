@@ -1,6 +1,6 @@
-"""The lane to a real shard: a gRPC channel for control calls, and for bulk calls a connection of their own where one works.
+"""The lane to a real shard: a gRPC channel for control calls, and for bulk calls a separate connection if one works.
 
-Frames of gRPC's bulk calls are built and taken apart on raw bytes (grpc_frames.py), so gRPC's generated stubs are not used. A
+For bulk calls over gRPC, frames are built and parsed as raw bytes (grpc_frames.py), so gRPC's generated stubs are not used. A
 push_pull is full duplex: gRPC's thread takes frames from the sending generator while the calling thread writes the answers
 into the parameters. Must not know sessions, clocks, retries or other shards.
 """
@@ -32,17 +32,17 @@ from psd_client.lanes.transport import Call, GradientPart, Lane, MessageT, Outgo
 from psd_client.lanes.wanted_rows import WantedRows
 
 AT_ONCE_BYTES_MAX = MESSAGE_BYTES_MAX - (1 << 20)
-"""Limit of gradients or parameters in one message where no stream can be had."""
+"""Limit of the gradients or parameters in one message if no stream is possible."""
 
 BLOCKS_AT_ONCE_BYTES_MAX = 3 << 19
-"""Limit of the parameters of a push_pull over gRPC with one message each way; with more a stream is faster, since blocks
-overlap. Rows do not, and have the limit of a frame."""
+"""Limit of the parameters of a push_pull over gRPC with one message each way; with more, a stream is faster, since blocks
+overlap. Rows do not; their limit is that of a frame."""
 
 AHEAD_BYTES_MAX = 512 << 10
-"""Limit of ids of rows that come with a push_pull: they stand in the head of its message."""
+"""Limit of the ids of rows that a push_pull fetches, too: they are in the head of its message."""
 
 VECTORS_AT_ONCE_BYTES_MAX = 1 << 20
-"""Limit of a batch's payload in one message; a larger one goes in frames, which need no copy of the whole."""
+"""Limit of a batch's payload in one message; a larger one is sent in frames, which avoid a copy of it all."""
 
 _CONTROL = "/psd.v1.ControlService/"
 _DATA = "/psd.v1.DataService/"
@@ -53,7 +53,7 @@ class ShardLane(Lane):
     """The lane to one shard. Without `credentials`: no TLS, no token.
 
     Args:
-        transport: "grpc"; "auto", the best way that works; or "shm" or "tcp", which raise ConfigError where they do not work.
+        transport: "grpc"; "auto", the best one that works; or "shm" or "tcp", which raise ConfigError if they do not work.
     """
 
     def __init__(self, shard: int, address: str, transport: str, credentials: Credentials | None = None) -> None:
@@ -70,7 +70,7 @@ class ShardLane(Lane):
     @property
     @override
     def is_interruptible(self) -> bool:
-        """True while nothing has to be asked over gRPC."""
+        """True while bulk calls need no gRPC."""
         return self._bulk is not None and self._bulk.is_open
 
     def close(self) -> None:
@@ -118,7 +118,7 @@ class ShardLane(Lane):
         return connection
 
     def _connection(self, caller: job_pb2.Caller, call: Call) -> BulkClient | None:
-        """The connection, ready for bulk calls; None to use gRPC."""
+        """The connection for bulk calls, with memory attached; None to use gRPC."""
         connection = self._opened(caller, call)
         if self._shared is not None and connection is not None and connection.is_local:
             gradients, places = self._shared
@@ -160,7 +160,7 @@ class ShardLane(Lane):
             return self._channel.stream_out(f"{_DATA}Push", self._push_frames(part), data_pb2.PushReply, call, is_wait=True)
         if part.nbytes > AT_ONCE_BYTES_MAX:  # the shard refuses it with exact aggregation
             raise RuntimeError("gRPC cannot send this much at the end of the program with this Python; call close() earlier")
-        # Whoever ends waits for the round, too.
+        # A worker that ends waits for the round, too.
         reply = self._channel.frame(f"{_DATA}PushPullSmall", self._small(part, None), call)
         return self._answered(reply, part.answered, None, None)
 
@@ -190,7 +190,7 @@ class ShardLane(Lane):
         return reply
 
     def _ahead(self, ahead: RowsAhead, places: Callable[[Sequence[TableRows]], list[int]] = lambda _: []) -> WantedRows | None:
-        """The request, if it fits one frame."""
+        """The request for rows ahead; None if it needs more than one frame."""
         rows = WantedRows(self._name, ahead.wanted, places)
         return rows if len(rows.requests) == 1 and rows.requests[0].nbytes <= AHEAD_BYTES_MAX else None
 
@@ -278,7 +278,7 @@ class ShardLane(Lane):
     def _answered(
         self, reply: bytes, awaited: Mapping[int, int], parameters: FlatBuffers | None, ahead: WantedRows | None
     ) -> data_pb2.PushReply:
-        """The push's reply, from a SmallAnswer; what else is in it goes where it belongs."""
+        """The push's reply, from a SmallAnswer, whose blocks and rows are written into `parameters` and `ahead`."""
         answer = BlockAnswer(self._name, awaited, parameters)
         answer.take_all(reply, ahead)
         self.traffic.received_bytes += answer.received_bytes + (ahead.received_bytes if ahead is not None else 0)
@@ -287,7 +287,7 @@ class ShardLane(Lane):
     def _received(
         self, received: Iterator[bytes], awaited: Mapping[int, int], parameters: FlatBuffers | None
     ) -> data_pb2.PushReply | None:
-        """Write the blocks of an answer into the parameters, if any; the push reply, if there is one."""
+        """Write the blocks of an answer into the parameters, if any. Returns the push's reply, if there is one."""
         return self._take(BlockAnswer(self._name, awaited, parameters), received)
 
     def _take(self, answer: BlockAnswer, received: Iterator[bytes]) -> data_pb2.PushReply | None:
@@ -316,7 +316,7 @@ class ShardLane(Lane):
         return rows.complete()
 
     def _rows_frames(self, rows: WantedRows, first: data_pb2.RowsRequest) -> Iterator[bytes]:
-        """The frames of one request for rows. Runs in gRPC's thread while the call lives."""
+        """The frames of one request for rows. Runs in gRPC's thread during the call."""
         for message, ids in rows.messages(first):
             self.traffic.sent_bytes += sum(piece.nbytes for piece in ids)
             yield frames.join(message.SerializeToString(), *ids)
@@ -327,10 +327,10 @@ class ShardLane(Lane):
         return reply
 
     def _push_frames(self, part: GradientPart) -> Iterator[bytes]:
-        """The frames of one push. Runs in gRPC's thread while the call lives; must not raise."""
+        """The frames of one push. Runs in gRPC's thread during the call; must not raise."""
         try:
             for message, payload in push_messages(part):
                 self.traffic.sent_bytes += sum(piece.nbytes for piece in payload)
                 yield frames.join(message.SerializeToString(), *payload)
-        except Aborted:  # the shard refuses what ends without a last frame, and the call fails by that
+        except Aborted:  # the call fails, because the shard refuses a push without a last frame
             return

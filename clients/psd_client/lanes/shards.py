@@ -9,7 +9,7 @@ We don't use tenacity, or gRPC's own retry policy: here one deadline spans all s
 and the error says which shard could not be reached for how long. gRPC's policy does not cover bulk connections.
 
 The first failure cancels the calls to the other shards through their scope, so nothing hangs, and so does an interrupt of the
-calling thread. Clock and randomness are passed in. Must not know what the calls are, nor sessions or gradients.
+calling thread. Clock and randomness are passed in. Must not know what the calls are, or sessions or gradients.
 """
 
 from __future__ import annotations
@@ -255,7 +255,7 @@ class Shards:
 
 
 class _Parallel(Generic[ResultT]):
-    """Calls to some shards, in their order, each in a thread of its own."""
+    """Calls to some shards, in their order, each in its own thread."""
 
     def __init__(self, crew: Crew, scope: Scope) -> None:
         self._crew = crew

@@ -14,7 +14,7 @@ from psd_client.lanes.transport import CANCEL_S
 
 PAUSE_S = 0.5
 SILENT_S = 16.0
-"""Longest silence on a connection with a call under way: more than three times what a shard allows itself."""
+"""Longest silence on a connection during a call: more than three times the longest pause of a shard that lives."""
 
 
 class Patience:

@@ -52,7 +52,7 @@ class Scope:
         self._cancels: set[Callable[[], object]] = set()
 
     def cancel(self) -> None:
-        """Cancel the scope's calls, present and later ones."""
+        """Cancel the scope's calls, current and later ones."""
         with self._lock:
             self.is_cancelled = True
             cancels = list(self._cancels)
@@ -141,7 +141,7 @@ class OutgoingBlocks:
         return sum([block.nbytes for block in self.blocks]) + sum([rows.nbytes for rows in self.tables])
 
     def outgoing(self) -> Iterator[Outgoing]:
-        """The blocks in the order in which they are to be sent, each once; may wait for the next one."""
+        """The blocks in the order in which to send them, each once; may wait for the next one."""
         if self.feed is not None:
             yield from self.feed.take(self.blocks)
             return

@@ -1,9 +1,9 @@
-"""Explains a worker's long waits on the log: who is missing, or which shard does not answer.
+"""Explains a worker's long waits in the log: which workers are missing, or which shard does not answer.
 
-`WaitReporter` knows the operation that runs and when it is to be explained next: after report_after_s, then each time the wait
-has doubled. heartbeat.py asks it whether something is due, and hands it what the shards say. `ShardHealth` lists the shards
-that do not answer. The messages are whole sentences that name the worker, because an application that configures no logging
-still sees warnings, bare, on stderr. Must not know lanes or sessions.
+`WaitReporter` knows the current operation and when to explain it next: after report_after_s, then each time the wait has
+doubled. heartbeat.py asks it whether that is due, and gives it the shards' reports. `ShardHealth` lists the shards that do not
+answer. Messages are whole sentences that name the worker: an application that configures no logging still sees warnings on
+stderr, without any prefix. Must not know lanes or sessions.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ logger = logging.getLogger("psd_client")
 
 
 class ShardHealth:
-    """The time since which each shard has not answered. Used by all threads of a client."""
+    """The times at which shards stopped answering. All threads of a client use it."""
 
     def __init__(self, addresses: Sequence[str], clock: Callable[[], float] = time.monotonic) -> None:
         self._addresses = addresses
@@ -36,7 +36,7 @@ class ShardHealth:
             self._failing_since.pop(shard, None)
 
     def begin_asking(self, shard: int) -> None:
-        """Note that the shard has a call of the worker's operation, until `end_asking`."""
+        """Note that the shard has a call of the worker's operation until `end_asking`."""
         with self._lock:
             self._asked_since.setdefault(shard, self._clock())
 
@@ -48,15 +48,15 @@ class ShardHealth:
                 self._failing_since.pop(shard, None)
 
     def failed(self, shard: int, since: float | None = None) -> None:
-        """Note that the shard could not be reached; `since`: when that began."""
+        """Note that the shard could not be reached, from the time `since` on; None: from now on."""
         with self._lock:
             self._failing_since.setdefault(shard, self._clock() if since is None else since)
 
     def silent(self, *, is_joining: bool = False) -> list[str]:
         """A clause for each shard that does not answer, such as "shard 1 at 10.0.0.7:7000 has not answered for 7 s".
 
-        is_joining: the calls that are under way are such as no shard lets wait, and heartbeats do not ask all shards yet:
-        whoever has a call and has not answered it is silent.
+        is_joining: True while the worker joins: shards answer these calls at once, and heartbeats do not ask all shards yet,
+        so each shard that has a call is silent.
         """
         with self._lock:
             return self._clauses({**(self._asked_since if is_joining else {}), **self._failing_since}, "has not answered for")
@@ -78,15 +78,15 @@ class _Current:
     what: str
     step: int
     began: float
-    report_at_s: float  # the length of the wait at which it is explained next
+    report_at_s: float  # length of the wait when it is explained next
 
 
 class WaitReporter:
-    """Watches the one operation that a worker runs at a time.
+    """Watches the operations of a worker, which run one at a time.
 
     Attributes:
-        report_after_s: the length of a wait that is explained.
-        last_text, last_missing: what was said last about the current operation, for its error if it fails; empty at first.
+        report_after_s: length from which a wait is explained.
+        last_text, last_missing: the last report on the current operation, for its error if it fails; empty at first.
     """
 
     def __init__(self, rank: int, report_after_s: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -107,20 +107,20 @@ class WaitReporter:
         self._current = None
 
     def due_in_s(self) -> float | None:
-        """Seconds until the current operation is to be explained, at most 0 if it is due; None if none runs."""
+        """Seconds until the current operation must be explained, 0 or less if that is due; None if none runs."""
         current = self._current
         return None if current is None else current.began + current.report_at_s - self._clock()
 
     @property
     def is_overdue(self) -> bool:
-        """True if the current operation takes longer than is normal."""
+        """True if the current operation has run for report_after_s."""
         current = self._current
         return current is not None and self._clock() >= current.began + self.report_after_s
 
     def report(self, waits: Iterable[control_pb2.Wait], silent: Sequence[str], asked: Sequence[str] = ()) -> None:
         """Log why the current operation takes long: the waits that the shards report, and the shards that do not answer.
 
-        asked: which have a call. If there is no other reason it is on its way, or the connection for bulk data is dead.
+        asked: the shards that have a call. Logged without other reasons: data is being sent, or its connection is dead.
         """
         current = self._current
         if current is None:

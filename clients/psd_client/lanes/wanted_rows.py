@@ -1,4 +1,4 @@
-"""Rows that a lane fetches from one shard: requests frame by frame, and answers straight into the arrays that they are for.
+"""Rows that a lane fetches from one shard: makes the requests, frame by frame, and writes answers straight into the arrays.
 
 Must not know sockets or channels.
 """
@@ -15,16 +15,16 @@ from psd.contract.rows import TableRows, in_frames, parts_of
 from psd.v1 import data_pb2
 
 FRAME_BYTES = 4 << 20
-"""Ids and numbers of one frame: while one is under way the shard looks up the next. Of smaller ones each cost two switches
-between processes, which was more than it saved."""
+"""Bytes of a frame's ids and values: while one is sent, the shard looks up the next. Smaller ones were slower: each costs two
+switches between processes."""
 
 
 Places = Callable[[Sequence[TableRows]], list[int]]
-"""Says where the numbers of rows lie in memory that the shard sees; nothing if some of them do not."""
+"""A function that returns the offsets of rows' values in memory that the shard sees; empty if some lie elsewhere."""
 
 
 def in_placed_frames(rows: Sequence[TableRows], nbytes_max: int, places: Places) -> list[tuple[list[TableRows], list[int]]]:
-    """Rows in frames, at least one, each with where its numbers lie; ids alone travel where they do."""
+    """Frames of rows, at least one, each with its values' offsets in shared memory; then only the ids are sent."""
     starts = places(rows)
     framed = in_frames(rows, nbytes_max, ids_alone=bool(starts)) or [[]]
     if not starts or (len(framed) == 1 and len(framed[0]) == len(starts)):
@@ -36,8 +36,8 @@ class RowsToAsk(NamedTuple):
     """One frame of a request.
 
     Attributes:
-        parts: of the frame. ids: one array for each. is_last: no other follows. nbytes: of the ids.
-        starts: where the numbers of each part go in attached memory; empty: they come in a message.
+        parts: the frame's parts. ids: one array for each part. is_last: True if no frame follows. nbytes: bytes of the ids.
+        starts: the offset of each part's values in attached memory; empty: they are received in a message.
     """
 
     parts: list[data_pb2.RowsPart]
@@ -51,12 +51,12 @@ class WantedRows:
     """The rows of one call.
 
     Args:
-        whose: the shard, for messages. wanted: C-contiguous arrays; `values` are filled, as their dtype says.
-        places: of these; by default they lie where the shard does not see them.
+        whose: the shard, for error messages. wanted: C-contiguous arrays; `values` are filled, in their dtype.
+        places: finds values in attached memory; by default none lie there.
 
     Attributes:
-        requests: the frames to ask for, in order; at least one, though it be empty. answered: how many are there.
-        version: the least one of the answers so far. received_bytes: so far.
+        requests: the frames to ask for, in order; at least one, perhaps empty. answered: how many were answered.
+        version: the lowest version in the answers so far. received_bytes: bytes of values received so far.
     """
 
     def __init__(self, whose: str, wanted: Sequence[TableRows], places: Places = lambda _: []) -> None:
@@ -78,7 +78,7 @@ class WantedRows:
         return [rows.values for frame in self._frames for rows in frame]
 
     def places(self, answer: data_pb2.RowsFrame, nbytes: int) -> list[memoryview]:
-        """The memory that the payload of the next answer goes to, piece by piece; then the frame counts as answered."""
+        """The memory for the payload of the next answer, piece by piece. Counts the frame as answered."""
         if self.answered == len(self._frames):
             raise InternalError(f"{self._whose}: sent more rows than it was asked for")
         frame, request = self._frames[self.answered], self.requests[self.answered]
@@ -91,26 +91,26 @@ class WantedRows:
         return [rows.values.data.cast("B") for rows in frame] if nbytes else []
 
     def fill(self, answer: data_pb2.RowsFrame, payload: memoryview) -> None:
-        """Take the next answer."""
+        """Write the next answer's payload into the arrays."""
         for place in self.places(answer, payload.nbytes):
             place[:] = payload[: place.nbytes]
             payload = payload[place.nbytes :]
 
     def complete(self) -> int:
-        """The version; raises if an answer is missing."""
+        """The version; InternalError if an answer is missing."""
         if self.version is None or self.answered < len(self._frames):
             raise InternalError(f"{self._whose}: {len(self._frames) - self.answered} frames of rows are missing in its answer")
         return self.version
 
     def write_to(self, message: data_pb2.RowsRequest) -> None:
-        """Write the whole request, which is one frame, into an empty message."""
+        """Write the request, which must be one frame, into an empty message."""
         (request,) = self.requests
         message.rows.extend(request.parts)
         message.payload = b"".join([ids.data for ids in request.ids])
         message.last = True
 
     def messages(self, first: data_pb2.RowsRequest) -> Iterator[tuple[data_pb2.RowsRequest, list[NDArray[Any]]]]:
-        """The messages of gRPC, each with its ids; `first` begins the first one."""
+        """The messages for gRPC, each with its ids; `first` is merged into the first one."""
         for request in self.requests:
             message = data_pb2.RowsRequest(rows=request.parts, last=request.is_last)
             if request is self.requests[0]:
