@@ -7,6 +7,12 @@ from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy, memset
 
 
+cdef extern from "content.h" nogil:
+    ctypedef struct psd_content:
+        pass
+    void psd_content_add(psd_content *, const void *, size_t) noexcept
+    uint64_t psd_content_check(const psd_content *) noexcept
+
 cdef extern from "vector.h" nogil:
     enum: PSD_V_REGIONS
     enum: PSD_ENTRIES
@@ -23,7 +29,7 @@ cdef extern from "vector.h" nogil:
         uint64_t session, check
         psd_vector_entry entries[9]
     ctypedef struct psd_vector_record:
-        uint64_t slot, session, sequence
+        uint64_t content, slot, session, sequence
     ctypedef struct psd_vector_snapshot:
         int is_active, is_failed
         char ***saved
@@ -57,6 +63,7 @@ cdef extern from "vector.h" nogil:
     void psd_vector_checks_of_zeros(uint64_t, uint64_t, uint32_t, uint64_t *) noexcept
     uint64_t psd_vector_damaged(const psd_vectors *, uint64_t) noexcept
     int psd_vectors_try(psd_vectors *, const psd_vector_record *) noexcept
+    void psd_vector_write(psd_vectors *, uint64_t, const void *, uint64_t, uint64_t *, psd_content *) noexcept
     void psd_vectors_commit(psd_vectors *) noexcept
     void psd_vectors_finish(psd_vectors *) noexcept
     uint64_t psd_vectors_answer(psd_vectors *, const psd_vector_record *, char *) noexcept
@@ -83,12 +90,18 @@ def exact_sum(const double[::1] values not None):
     return sum(exact.limbs[i] << 32 * i for i in range(PSD_EXACT_LIMBS)), exact.flags
 
 
+def file_bytes(uint64_t elements, uint32_t dtype):
+    """Size of a vector's file, and in it the position of the stripes' checks."""
+    at = psd_vector_checks_at(elements, dtype)
+    return at + (elements + PSD_STRIPE - 1) // PSD_STRIPE * 8, at
+
+
 def checks_of_zeros(uint64_t number, uint64_t elements, uint32_t dtype):
-    """Where the checks lie in a vector's file, and what they are while all its elements are 0."""
+    """Checks of the stripes of a vector that is all zeros."""
     checks = bytearray((elements + PSD_STRIPE - 1) // PSD_STRIPE * 8)
     cdef char *room = checks
     psd_vector_checks_of_zeros(number, elements, dtype, <uint64_t *>room)
-    return psd_vector_checks_at(elements, dtype), bytes(checks)
+    return bytes(checks)
 
 
 cdef class _Mapping:
@@ -178,8 +191,7 @@ cdef class Vectors:
     def attach_vector(self, uint32_t number, object mapping, uint64_t elements, uint32_t dtype):
         """Take over the elements of a vector, and their checks."""
         cdef _Mapping held = _Mapping(mapping)
-        cdef uint64_t stripes = (elements + PSD_STRIPE - 1) // PSD_STRIPE
-        assert number < self.vectors.capacity and <uint64_t>held.view.len >= psd_vector_checks_at(elements, dtype) + stripes * 8
+        assert number < self.vectors.capacity and <uint64_t>held.view.len >= file_bytes(elements, dtype)[0]
         self.held[number] = held
         self.vectors.bases[number], self.vectors.elements[number], self.vectors.dtypes[number] = <char *>held.view.buf, elements, dtype
 
@@ -199,7 +211,7 @@ cdef class Vectors:
         return psd_unsealed(self.vectors.applied[0])
 
     def problem(self):
-        """What is wrong with the log, or with the record of a batch that is not complete; None if nothing is."""
+        """The problem of the log, or of the record of a batch that is not complete, or None."""
         cdef const char *problem
         with nogil:
             problem = psd_vectors_problem(&self.vectors)
@@ -236,6 +248,33 @@ cdef class Vectors:
         if status != 0:
             error, self.error = self.error, None
             raise error
+
+    def write_record(self, const uint8_t[::1] head not None, list parts, uint64_t size, *, bint is_complete):
+        """Write the record.
+
+        Args:
+            parts: what comes behind the head: the positions, growing, and arrays. is_complete: users' functions bring nothing.
+        """
+        cdef psd_vectors *t = &self.vectors
+        cdef psd_vector_record *record = <psd_vector_record *>t.record
+        cdef uint64_t end = head.shape[0], checked = end, at
+        cdef const uint8_t[::1] part
+        cdef psd_content content
+        assert end <= size <= t.record_bytes
+        memset(&content, 0, sizeof(content))
+        memcpy(t.record, &head[0], end)
+        for at, array in parts:
+            part = array.reshape(-1).view("uint8")
+            assert end <= at <= size and <uint64_t>part.shape[0] <= size - at
+            memset(t.record + end, 0, at - end)
+            end = at + part.shape[0]
+            if at < end:
+                with nogil:
+                    psd_vector_write(t, at, &part[0], end - at, &checked, &content)
+        if is_complete:
+            memset(t.record + end, 0, size - end)
+            psd_content_add(&content, t.record + checked, size - checked)
+            record.content = psd_content_check(&content)
 
     def commit_record(self):
         """Let what the record says take place."""

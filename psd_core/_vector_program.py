@@ -238,7 +238,9 @@ def _range(code: int, kind: OperationKind, o: VectorOperation, out: VectorPart) 
     values: NDArray[Any] = o.values  # type: ignore[assignment]
     begin, end = max(o.start, out.begin), min(o.start + len(values), out.end)
     mine = values[begin - o.start : max(begin, end) - o.start]
-    return _Step(code, out, (), start=begin, count=len(mine), values=mine, reads_out=kind.reads_out)
+    # Of a stripe that is written in part, the rest is read: so it is staged, and checked if the process dies meanwhile.
+    is_whole = begin % STRIPE == 0 and (end % STRIPE == 0 or end == out.end)
+    return _Step(code, out, (), start=begin, count=len(mine), values=mine, reads_out=kind.reads_out or not is_whole)
 
 
 def _rows(code: int, kind: OperationKind, o: VectorOperation, out: VectorPart) -> _Step:

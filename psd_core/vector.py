@@ -45,7 +45,8 @@ __all__ = [
 ]
 
 CRASH_POINTS = (
-    "record", "state", "commit", "staged", "copy", "check", "fold", "entry", "session", "applied", "done", "file", "catalog", "unlink",
+    "record", "state", "commit", "staged", "copy", "check", "fold", "entry", "session", "applied", "done",
+    "file", "catalog", "unlink",
 )  # fmt: skip
 """Names of the steps at which `crash_point` is called: before each store of the protocol. It returns or ends the process."""
 
@@ -196,8 +197,8 @@ class VectorStore:
                 nbytes = self._file_bytes(part)
                 file.extend(nbytes)
                 file.reserve(0, nbytes)
-                at, checks = _vector.checks_of_zeros(number, part.end - part.begin, DTYPES.index(spec.dtype))
-                file.write(checks, at)
+                elements, dtype = part.end - part.begin, DTYPES.index(spec.dtype)
+                file.write(_vector.checks_of_zeros(number, elements, dtype), _vector.file_bytes(elements, dtype)[1])
                 self._change_catalog(core, [*self._parts.values(), part], name)
             except BaseException:
                 if core.applied == core.commit:  # else the record that names the file is to be finished
@@ -411,10 +412,11 @@ class VectorStore:
         for name, part in self._parts.items():
             stripe = None if part in but else core.damaged(part.number)
             if stripe is not None:
-                first = part.begin + stripe * STRIPE
+                file, first = self._vector_name(part.number), part.begin + stripe * STRIPE
+                end = min(first + STRIPE, part.end)
                 raise ArenaCorrupt(
-                    f"{self._vector_name(part.number)}: the elements {first} to {min(first + STRIPE, part.end)} of {name!r} have "
-                    "changed since they were written: their checksum does not match"
+                    f"{file}: the elements {first} to {end} of {name!r} have changed since they were written: "
+                    "their checksum does not match"
                 )
         return set(self._parts.values())
 
@@ -472,8 +474,7 @@ class VectorStore:
 
     @staticmethod
     def _file_bytes(part: VectorPart) -> int:
-        at, checks = _vector.checks_of_zeros(part.number, part.end - part.begin, DTYPES.index(part.spec.dtype))
-        return align(max(at + len(checks), 1), 4096)
+        return align(max(_vector.file_bytes(part.end - part.begin, DTYPES.index(part.spec.dtype))[0], 1), 4096)
 
 
 @contextlib.contextmanager

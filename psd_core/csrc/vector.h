@@ -77,7 +77,7 @@ typedef struct {
 typedef struct {
     uint64_t check;          /* of the other bytes of the head */
     uint64_t head, size;     /* bytes: of all but coefficients, keys and values; of all */
-    uint64_t content;        /* check of the bytes behind the head */
+    uint64_t content;        /* check of the bytes behind the head; 0: it is made with the commit */
     uint64_t commit;         /* the one that this record belongs to */
     uint64_t kind;           /* 0: a batch; 1: a catalog, whose text follows */
     uint64_t slot, session, sequence; /* whose batch it is; session 0: nobody's */
@@ -171,6 +171,8 @@ static inline char *psd_vector_answer_at(const psd_vectors *t, uint64_t slot, ui
 void psd_vector_seal(psd_vector_record *); /* sets its checksum */
 /* Runs a batch that changes nothing, or tries one that has users' functions and keeps what these return. 0, or what `apply` said. */
 int psd_vectors_try(psd_vectors *, const psd_vector_record *);
+/* Copies to the record, and goes on with the check of its content while it is in the cache; `*checked`: how far that has come. */
+void psd_vector_write(psd_vectors *, uint64_t at, const void *data, uint64_t nbytes, uint64_t *checked, psd_content *);
 void psd_vectors_commit(psd_vectors *);  /* the record takes place from here on */
 void psd_vectors_finish(psd_vectors *); /* does what is left of the batch of the record */
 
@@ -180,6 +182,8 @@ enum { PSD_SEALED_BITS = 44 };
 static inline uint64_t psd_sealed(uint64_t number) { return number | psd_mix(number) << PSD_SEALED_BITS; }
 static inline uint64_t psd_unsealed(uint64_t word) { return word & (((uint64_t)1 << PSD_SEALED_BITS) - 1); }
 uint64_t psd_vector_check(const void *elements, size_t nbytes, uint64_t vector, uint64_t stripe);
+/* Has as much of other places brought into the cache meanwhile: the memory would have nothing to do. */
+uint64_t psd_vector_check_and_fetch(const void *elements, size_t nbytes, uint64_t vector, uint64_t stripe, const char *const *next, uint64_t count);
 uint64_t psd_vector_checks_at(uint64_t elements, uint32_t dtype); /* where they begin in the vector's file */
 static inline uint64_t *psd_vector_checks_of(const psd_vectors *t, uint64_t vector)
 {

@@ -19,8 +19,20 @@ static uint64_t key_of(uint64_t vector, uint64_t stripe) { return psd_mix((vecto
 
 uint64_t psd_vector_check(const void *elements, size_t nbytes, uint64_t vector, uint64_t stripe)
 {
+    return psd_vector_check_and_fetch(elements, nbytes, vector, stripe, NULL, 0);
+}
+
+uint64_t psd_vector_check_and_fetch(const void *elements, size_t nbytes, uint64_t vector, uint64_t stripe, const char *const *next, uint64_t count)
+{
+    enum { PIECE = 1024, LINE = 64 };
     psd_content c = {.words = key_of(vector, stripe)};
-    psd_content_add(&c, elements, nbytes);
+    for (size_t at = 0; at < nbytes; at += PIECE) {
+        const size_t n = min_of(PIECE, nbytes - at);
+        for (uint64_t i = 0; i < count; i++)
+            for (size_t line = 0; line < n; line += LINE)
+                PSD_PREFETCH_FAR(next[i] + at + line);
+        psd_content_add(&c, (const char *)elements + at, n);
+    }
     return psd_content_check(&c);
 }
 

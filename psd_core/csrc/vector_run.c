@@ -39,6 +39,8 @@ void psd_vectors_attach(psd_vectors *t)
     t->partial_checks = t->staged + t->operands_max;
 }
 
+enum { PSD_FETCHED = 8 /* operands whose next stripes are fetched ahead: 256 KiB */ };
+
 /* -- one operation on one stripe */
 
 static void compute(const psd_vector_op *op, void *out, const void *const *in, const void *coefficients, intptr_t n, uint64_t index)
@@ -151,10 +153,21 @@ static size_t bytes_of(const program *p, const psd_vector_operand *operand, cons
 static int check_written(const program *p, const psd_vector_group *g, const place *w)
 {
     psd_vectors *const t = p->t;
+    const uint64_t first = g->first_operand, end = first + min_of(g->operands, PSD_FETCHED);
+    uint64_t written = 0, fetching = 0;
     int is_dirty = 0;
-    for (uint64_t i = g->first_operand; i < g->first_operand + g->operands; i++) {
+    for (uint64_t i = first; i < first + g->operands; i++)
+        written += t->touched[i];
+    for (uint64_t i = first; i < first + g->operands; i++) {
         const psd_vector_operand *const operand = p->operands + i;
-        const uint64_t check = t->touched[i] ? psd_vector_check(t->current[i], bytes_of(p, operand, w), operand->vector, w->stripe) : 0;
+        uint64_t check = 0;
+        if (t->touched[i]) {
+            const char *next[PSD_FETCHED]; /* its share of the next step's stripes */
+            uint64_t count = 0;
+            for (uint64_t k = first + fetching++; k < end && w->stripe + 1 < g->stripes; k += written)
+                next[count++] = stripe_of(p, k, w->stripe + 1);
+            check = psd_vector_check_and_fetch(t->current[i], bytes_of(p, operand, w), operand->vector, w->stripe, next, count);
+        }
         if (operand->staging)
             t->staged[i] = check;
         else if (check) {
@@ -272,6 +285,17 @@ void psd_vector_seal(psd_vector_record *r)
     r->check = psd_checksum(&r->head, r->head / 8 - 1);
 }
 
+void psd_vector_write(psd_vectors *t, uint64_t at, const void *data, uint64_t nbytes, uint64_t *checked, psd_content *content)
+{
+    enum { PIECE = 1 << 16 };
+    for (uint64_t copied = 0; copied < nbytes; copied += min_of(PIECE, nbytes - copied)) {
+        const uint64_t n = min_of(PIECE, nbytes - copied), end = at + copied + n;
+        memcpy(t->record + at + copied, (const char *)data + copied, n);
+        psd_content_add(content, t->record + *checked, (end - *checked) / 8 * 8);
+        *checked += (end - *checked) / 8 * 8;
+    }
+}
+
 int psd_vectors_try(psd_vectors *t, const psd_vector_record *record)
 {
     program p = program_of(t, record);
@@ -288,7 +312,8 @@ void psd_vectors_commit(psd_vectors *t)
         clear_sums(&p);
     PSD_BEFORE(t, "record");
     record->commit = psd_unsealed(*t->commit) + 1;
-    record->content = psd_vector_record_check(record);
+    if (!record->content)
+        record->content = psd_vector_record_check(record);
     psd_vector_seal(record);
     PSD_BEFORE(t, "state");
     psd_store_release(t->state, 0);
