@@ -182,7 +182,8 @@ enum { PSD_SEALED_BITS = 44 };
 static inline uint64_t psd_sealed(uint64_t number) { return number | psd_mix(number) << PSD_SEALED_BITS; }
 static inline uint64_t psd_unsealed(uint64_t word) { return word & (((uint64_t)1 << PSD_SEALED_BITS) - 1); }
 uint64_t psd_vector_check(const void *elements, size_t nbytes, uint64_t vector, uint64_t stripe);
-/* Has as much of other places brought into the cache meanwhile: the memory would have nothing to do. */
+/* These have as much of other places brought into the cache meanwhile: the memory would have nothing to do. */
+void psd_vector_add_and_fetch(psd_content *, const void *data, size_t nbytes, const char *const *next, uint64_t count);
 uint64_t psd_vector_check_and_fetch(const void *elements, size_t nbytes, uint64_t vector, uint64_t stripe, const char *const *next, uint64_t count);
 uint64_t psd_vector_checks_at(uint64_t elements, uint32_t dtype); /* where they begin in the vector's file */
 static inline uint64_t *psd_vector_checks_of(const psd_vectors *t, uint64_t vector)

@@ -17,23 +17,28 @@ static uint64_t content_of(const void *data, size_t nbytes)
 /* So that stripes which change places show. */
 static uint64_t key_of(uint64_t vector, uint64_t stripe) { return psd_mix((vector << 40 | stripe) + 1); }
 
-uint64_t psd_vector_check(const void *elements, size_t nbytes, uint64_t vector, uint64_t stripe)
-{
-    return psd_vector_check_and_fetch(elements, nbytes, vector, stripe, NULL, 0);
-}
-
-uint64_t psd_vector_check_and_fetch(const void *elements, size_t nbytes, uint64_t vector, uint64_t stripe, const char *const *next, uint64_t count)
+void psd_vector_add_and_fetch(psd_content *c, const void *data, size_t nbytes, const char *const *next, uint64_t count)
 {
     enum { PIECE = 1024, LINE = 64 };
-    psd_content c = {.words = key_of(vector, stripe)};
     for (size_t at = 0; at < nbytes; at += PIECE) {
         const size_t n = min_of(PIECE, nbytes - at);
         for (uint64_t i = 0; i < count; i++)
             for (size_t line = 0; line < n; line += LINE)
                 PSD_PREFETCH_FAR(next[i] + at + line);
-        psd_content_add(&c, (const char *)elements + at, n);
+        psd_content_add(c, (const char *)data + at, n);
     }
+}
+
+uint64_t psd_vector_check_and_fetch(const void *elements, size_t nbytes, uint64_t vector, uint64_t stripe, const char *const *next, uint64_t count)
+{
+    psd_content c = {.words = key_of(vector, stripe)};
+    psd_vector_add_and_fetch(&c, elements, nbytes, next, count);
     return psd_content_check(&c);
+}
+
+uint64_t psd_vector_check(const void *elements, size_t nbytes, uint64_t vector, uint64_t stripe)
+{
+    return psd_vector_check_and_fetch(elements, nbytes, vector, stripe, NULL, 0);
 }
 
 uint64_t psd_vector_checks_at(uint64_t elements, uint32_t dtype) { return (elements * item_bytes[dtype] + 63) / 64 * 64; }

@@ -289,10 +289,11 @@ void psd_vector_write(psd_vectors *t, uint64_t at, const void *data, uint64_t nb
 {
     enum { PIECE = 1 << 16 };
     for (uint64_t copied = 0; copied < nbytes; copied += min_of(PIECE, nbytes - copied)) {
-        const uint64_t n = min_of(PIECE, nbytes - copied), end = at + copied + n;
+        const uint64_t n = min_of(PIECE, nbytes - copied), end = at + copied + n, words = (end - *checked) / 8 * 8;
+        const char *const next[] = {t->record + end, (const char *)data + copied + n};
         memcpy(t->record + at + copied, (const char *)data + copied, n);
-        psd_content_add(content, t->record + *checked, (end - *checked) / 8 * 8);
-        *checked += (end - *checked) / 8 * 8;
+        psd_vector_add_and_fetch(content, t->record + *checked, words, next, nbytes - copied > 2 * PIECE ? 2 : 0);
+        *checked += words;
     }
 }
 
