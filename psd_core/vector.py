@@ -441,11 +441,12 @@ class VectorStore:
 
     def _apply_catalog(self, core: _vector.Vectors, text: bytes) -> None:
         self._crash_point("catalog")
-        is_here = not self._unfinished_catalog.exists()
-        if private_files.read(self._directory / _CATALOG if is_here else self._unfinished_catalog) != text:
+        catalog, unfinished = self._directory / _CATALOG, self._unfinished_catalog
+        is_unfinished = unfinished.exists()
+        if private_files.read(unfinished if is_unfinished else catalog) != text:
             raise ArenaCorrupt("catalog: it is not the one that the latest batch has made")
-        if not is_here:
-            self._unfinished_catalog.rename(self._directory / _CATALOG)
+        if is_unfinished:
+            unfinished.rename(catalog)
         self._attach(core, text)
         self._crash_point("unlink")
         self._remove_strangers()
