@@ -7,6 +7,12 @@ from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy, memset
 
 
+cdef extern from "content.h" nogil:
+    ctypedef struct psd_content:
+        pass
+    void psd_content_add(psd_content *, const void *, size_t) noexcept
+    uint64_t psd_content_check(const psd_content *) noexcept
+
 cdef extern from "vector.h" nogil:
     enum: PSD_V_REGIONS
     enum: PSD_ENTRIES
@@ -18,12 +24,12 @@ cdef extern from "vector.h" nogil:
         int64_t limbs[70]
         uint64_t flags
     ctypedef struct psd_vector_entry:
-        uint64_t sequence, bytes
+        uint64_t sequence, bytes, check
     ctypedef struct psd_vector_session:
-        uint64_t session
+        uint64_t session, check
         psd_vector_entry entries[9]
     ctypedef struct psd_vector_record:
-        uint64_t slot, session, sequence
+        uint64_t content, slot, session, sequence
     ctypedef struct psd_vector_snapshot:
         int is_active, is_failed
         char ***saved
@@ -39,6 +45,7 @@ cdef extern from "vector.h" nogil:
         uint64_t *elements
         uint32_t *dtypes
         void **current
+        uint8_t *touched
         int (*apply)(void *, uint64_t, const void *const *, void *, intptr_t) noexcept
         void (*on_store)(void *, const char *) noexcept
         void *context
@@ -49,8 +56,14 @@ cdef extern from "vector.h" nogil:
     void psd_vectors_attach(psd_vectors *) noexcept
     psd_vector_session *psd_vector_session_at(const psd_vectors *, uint64_t) noexcept
     char *psd_vector_answer_at(const psd_vectors *, uint64_t, uint64_t) noexcept
-    const char *psd_vector_problem(const psd_vectors *, const psd_vector_record *, uint64_t) noexcept
+    const char *psd_vectors_problem(psd_vectors *) noexcept
+    uint64_t psd_unsealed(uint64_t) noexcept
+    void psd_vector_store_check(uint64_t *, uint64_t) noexcept
+    uint64_t psd_vector_checks_at(uint64_t, uint32_t) noexcept
+    void psd_vector_checks_of_zeros(uint64_t, uint64_t, uint32_t, uint64_t *) noexcept
+    uint64_t psd_vector_damaged(const psd_vectors *, uint64_t) noexcept
     int psd_vectors_try(psd_vectors *, const psd_vector_record *) noexcept
+    void psd_vector_write(psd_vectors *, uint64_t, const void *, uint64_t, uint64_t *, psd_content *) noexcept
     void psd_vectors_commit(psd_vectors *) noexcept
     void psd_vectors_finish(psd_vectors *) noexcept
     uint64_t psd_vectors_answer(psd_vectors *, const psd_vector_record *, char *) noexcept
@@ -75,6 +88,20 @@ def exact_sum(const double[::1] values not None):
                 psd_exact_carry(&exact)
     psd_exact_carry(&exact)
     return sum(exact.limbs[i] << 32 * i for i in range(PSD_EXACT_LIMBS)), exact.flags
+
+
+def file_bytes(uint64_t elements, uint32_t dtype):
+    """Size of a vector's file, and in it the position of the stripes' checks."""
+    at = psd_vector_checks_at(elements, dtype)
+    return at + (elements + PSD_STRIPE - 1) // PSD_STRIPE * 8, at
+
+
+def checks_of_zeros(uint64_t number, uint64_t elements, uint32_t dtype):
+    """Checks of the stripes of a vector that is all zeros."""
+    checks = bytearray((elements + PSD_STRIPE - 1) // PSD_STRIPE * 8)
+    cdef char *room = checks
+    psd_vector_checks_of_zeros(number, elements, dtype, <uint64_t *>room)
+    return bytes(checks)
 
 
 cdef class _Mapping:
@@ -121,7 +148,8 @@ cdef class Vectors:
         t.elements = <uint64_t *>calloc(capacity, 8)
         t.dtypes = <uint32_t *>calloc(capacity, 4)
         t.current = <void **>calloc(operands_max + 1, sizeof(void *))
-        if t.bases == NULL or t.elements == NULL or t.dtypes == NULL or t.current == NULL:
+        t.touched = <uint8_t *>calloc(operands_max + 1, 1)
+        if t.bases == NULL or t.elements == NULL or t.dtypes == NULL or t.current == NULL or t.touched == NULL:
             raise MemoryError("no memory for a store of vectors")
         t.context, t.apply = <void *>self, _apply
         if on_store is not None:
@@ -134,6 +162,7 @@ cdef class Vectors:
         free(self.vectors.elements)
         free(self.vectors.dtypes)
         free(self.vectors.current)
+        free(self.vectors.touched)
 
     @property
     def regions(self):
@@ -160,9 +189,9 @@ cdef class Vectors:
         self.vectors.record, self.vectors.record_bytes = <char *>held.view.buf, held.view.len
 
     def attach_vector(self, uint32_t number, object mapping, uint64_t elements, uint32_t dtype):
-        """Take over the elements of a vector."""
+        """Take over the elements of a vector, and their checks."""
         cdef _Mapping held = _Mapping(mapping)
-        assert number < self.vectors.capacity and <uint64_t>held.view.len >= elements * (4 if dtype == PSD_V_F32 else 8)
+        assert number < self.vectors.capacity and <uint64_t>held.view.len >= file_bytes(elements, dtype)[0]
         self.held[number] = held
         self.vectors.bases[number], self.vectors.elements[number], self.vectors.dtypes[number] = <char *>held.view.buf, elements, dtype
 
@@ -174,17 +203,27 @@ cdef class Vectors:
     @property
     def commit(self):
         """Number of the latest batch."""
-        return self.vectors.commit[0]
+        return psd_unsealed(self.vectors.commit[0])
 
     @property
     def applied(self):
         """Number of the latest batch that is complete."""
-        return self.vectors.applied[0]
+        return psd_unsealed(self.vectors.applied[0])
 
     def problem(self):
-        """The problem of the record, or None."""
-        cdef const char *problem = psd_vector_problem(&self.vectors, <psd_vector_record *>self.vectors.record, self.vectors.record_bytes)
+        """The problem of the log, or of the record of a batch that is not complete, or None."""
+        cdef const char *problem
+        with nogil:
+            problem = psd_vectors_problem(&self.vectors)
         return None if problem == NULL else problem.decode()
+
+    def damaged(self, uint32_t number):
+        """The first stripe of a vector that does not have its check, or None."""
+        assert number < self.vectors.capacity and self.vectors.bases[number] != NULL
+        cdef uint64_t stripe
+        with nogil:
+            stripe = psd_vector_damaged(&self.vectors, number)
+        return stripe if stripe * PSD_STRIPE < self.vectors.elements[number] else None
 
     cdef compute(self, uint64_t op, const void *const *inputs, char *out, intptr_t n):
         """Call a user's function on copies, so that it may keep them."""
@@ -210,9 +249,37 @@ cdef class Vectors:
             error, self.error = self.error, None
             raise error
 
+    def write_record(self, const uint8_t[::1] head not None, list parts, uint64_t size, *, bint is_complete):
+        """Write the record.
+
+        Args:
+            parts: what comes behind the head: the positions, growing, and arrays. is_complete: users' functions bring nothing.
+        """
+        cdef psd_vectors *t = &self.vectors
+        cdef psd_vector_record *record = <psd_vector_record *>t.record
+        cdef uint64_t end = head.shape[0], checked = end, at
+        cdef const uint8_t[::1] part
+        cdef psd_content content
+        assert end <= size <= t.record_bytes
+        memset(&content, 0, sizeof(content))
+        memcpy(t.record, &head[0], end)
+        for at, array in parts:
+            part = array.reshape(-1).view("uint8")
+            assert end <= at <= size and <uint64_t>part.shape[0] <= size - at
+            memset(t.record + end, 0, at - end)
+            end = at + part.shape[0]
+            if at < end:
+                with nogil:
+                    psd_vector_write(t, at, &part[0], end - at, &checked, &content)
+        if is_complete:
+            memset(t.record + end, 0, size - end)
+            psd_content_add(&content, t.record + checked, size - checked)
+            record.content = psd_content_check(&content)
+
     def commit_record(self):
         """Let what the record says take place."""
-        psd_vectors_commit(&self.vectors)
+        with nogil:
+            psd_vectors_commit(&self.vectors)
 
     def finish(self):
         """Do what is left of the record's batch."""
@@ -239,12 +306,18 @@ cdef class Vectors:
     def sessions(self):
         """The session of each slot, 0 for none."""
         cdef uint64_t slot
-        return [psd_vector_session_at(&self.vectors, slot).session for slot in range(self.senders)]
+        cdef psd_vector_session *session
+        found = []
+        for slot in range(self.senders):
+            session = psd_vector_session_at(&self.vectors, slot)
+            found.append(session.session if session.check else 0)
+        return found
 
     def sequences(self, uint64_t slot):
         """Sequence numbers in the entries of a slot."""
         assert slot < self.senders
-        return [psd_vector_session_at(&self.vectors, slot).entries[i].sequence for i in range(PSD_ENTRIES)]
+        cdef psd_vector_session *session = psd_vector_session_at(&self.vectors, slot)
+        return [session.entries[i].sequence if session.entries[i].check else 0 for i in range(PSD_ENTRIES)]
 
     def kept(self, uint64_t slot, uint64_t sequence):
         """The answers in an entry."""
@@ -258,7 +331,7 @@ cdef class Vectors:
         """Give a slot to nobody."""
         cdef psd_vector_session *session = psd_vector_session_at(&self.vectors, slot)
         assert slot < self.senders
-        session.session = 0
+        psd_vector_store_check(&session.check, 0)
         memset(session, 0, sizeof(psd_vector_session))
 
     def begin_snapshot(self):

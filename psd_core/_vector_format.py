@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import struct
+import zlib
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ from psd_core._arena_format import BYTE_ORDER_MARK, ArenaCorrupt, check_front
 from psd_core.vector_operations import DTYPES, NAME_BYTES_MAX, SIZE_MAX, extent
 
 MAGIC = b"PSDVECTS"
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 SUPERBLOCK_BYTES = 4096
 _FRONT = struct.Struct("=8sIIQQQQ")  # magic, format, byte order mark, shard, shards, senders, checksum of those
 
@@ -100,12 +101,16 @@ def unpack_superblock(data: bytes) -> Superblock:
 
 
 def catalog_text(parts: Iterable[VectorPart]) -> bytes:
-    """The catalog: which vectors there are, and by which numbers."""
-    return json.dumps([[*part.spec, part.number] for part in parts]).encode()
+    """The catalog: which vectors there are, and by which numbers, behind a line with the CRC-32 of that."""
+    text = json.dumps([[*part.spec, part.number] for part in parts]).encode()
+    return b"%08x\n%s" % (zlib.crc32(text), text)
 
 
 def catalog_of(text: bytes, shard: int, shards: int) -> dict[str, VectorPart]:
     """The vectors of a catalog, by name. Raises ArenaCorrupt."""
+    check, _, text = text.partition(b"\n")
+    if check != b"%08x" % zlib.crc32(text):
+        raise ArenaCorrupt("catalog: it does not have its checksum")
     try:
         rows: list[list[Any]] = json.loads(text)
         specs = [(VectorSpec(*row[:-1]), int(row[-1])) for row in rows]

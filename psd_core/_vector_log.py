@@ -71,9 +71,7 @@ class VectorLog:
 
     def write(self, program: Program) -> None:
         """Write the record, for which there is room."""
-        self._map[: len(program.head)] = np.frombuffer(program.head, np.uint8)
-        for at, array in program.parts:
-            self._map[at : at + array.nbytes].view(array.dtype).reshape(array.shape)[...] = array
+        self._core.write_record(program.head, program.parts, program.size, is_complete=not program.functions)
 
     @property
     def record(self) -> NDArray[np.uint8]:

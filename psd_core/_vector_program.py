@@ -25,8 +25,8 @@ OPERANDS_MAX = 512
 """Vectors that one batch may name."""
 
 _NONE = 0xFFFFFFFF
-# check, head, size, commit, kind; slot, session, sequence; groups, operands, ops, inputs, answers
-_RECORD = struct.Struct("=13Q")
+# check, head, size, content, commit, kind; slot, session, sequence; groups, operands, ops, inputs, answers
+_RECORD = struct.Struct("=14Q")
 _GROUP = struct.Struct("=7Q")
 _OPERAND = struct.Struct("=II")
 _OP = {kind: struct.Struct(f"=8I5Q2{kind}") for kind in "dq"}
@@ -167,7 +167,7 @@ def _laid_out(steps: list[_Step], claim: Sequence[int]) -> Program:
             )
         )  # fmt: skip
         first_input += len(step.inputs)
-    record = _RECORD.pack(0, head_bytes, at, 0, 0, *claim, len(groups), operands, len(steps), len(inputs), answers)
+    record = _RECORD.pack(0, head_bytes, at, 0, 0, 0, *claim, len(groups), operands, len(steps), len(inputs), answers)
     head = bytearray(b"".join((record, *group_bytes, *operand_bytes, *op_bytes)))
     head += struct.pack(f"={len(inputs)}I", *inputs)
     head += bytes(head_bytes - len(head))
@@ -196,14 +196,14 @@ def calls_of(program: Program) -> Callable[[int, int, Callable[[int, int], bytes
 def catalog_record(text: bytes, claim: Sequence[int] = (0, 0, 0)) -> Program:
     """The record of a change of the catalog."""
     size = _RECORD.size + len(text)
-    head = bytearray(_RECORD.pack(0, _RECORD.size, size, 0, 1, *claim, 0, 0, 0, 0, 0))
+    head = bytearray(_RECORD.pack(0, _RECORD.size, size, 0, 0, 1, *claim, 0, 0, 0, 0, 0))
     return Program(head, size, [(_RECORD.size, np.frombuffer(text, np.uint8))], 0, True, 0)
 
 
 def catalog_in(record: memoryview) -> bytes | None:
     """The text of the catalog, if that is what a record, which has been checked, is about."""
     fields = _RECORD.unpack_from(record)
-    return bytes(record[_RECORD.size : fields[2]]) if fields[4] else None
+    return bytes(record[_RECORD.size : fields[2]]) if fields[5] else None
 
 
 def _step_of(o: VectorOperation, vectors: Mapping[str, VectorPart]) -> _Step:
@@ -238,7 +238,9 @@ def _range(code: int, kind: OperationKind, o: VectorOperation, out: VectorPart) 
     values: NDArray[Any] = o.values  # type: ignore[assignment]
     begin, end = max(o.start, out.begin), min(o.start + len(values), out.end)
     mine = values[begin - o.start : max(begin, end) - o.start]
-    return _Step(code, out, (), start=begin, count=len(mine), values=mine, reads_out=kind.reads_out)
+    # Of a stripe that is written in part, the rest is read: so it is staged, and checked if the process dies meanwhile.
+    is_whole = begin % STRIPE == 0 and (end % STRIPE == 0 or end == out.end)
+    return _Step(code, out, (), start=begin, count=len(mine), values=mine, reads_out=kind.reads_out or not is_whole)
 
 
 def _rows(code: int, kind: OperationKind, o: VectorOperation, out: VectorPart) -> _Step:

@@ -11,7 +11,7 @@ import contextlib
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,8 @@ __all__ = [
 ]
 
 CRASH_POINTS = (
-    "record", "state", "commit", "staged", "copy", "fold", "entry", "session", "applied", "done", "file", "catalog", "unlink",
+    "record", "state", "commit", "staged", "copy", "check", "fold", "entry", "session", "applied", "done",
+    "file", "catalog", "unlink",
 )  # fmt: skip
 """Names of the steps at which `crash_point` is called: before each store of the protocol. It returns or ends the process."""
 
@@ -85,7 +86,7 @@ class VectorStore:
         self._parts: dict[str, VectorPart] = {}
         self._arrays: dict[str, NDArray[Any]] = {}
         if is_new:
-            private_files.write(directory / _CATALOG, b"[]")
+            private_files.write(directory / _CATALOG, form.catalog_text(()))
         self._recover(core)
 
     @classmethod
@@ -196,6 +197,8 @@ class VectorStore:
                 nbytes = self._file_bytes(part)
                 file.extend(nbytes)
                 file.reserve(0, nbytes)
+                elements, dtype = part.end - part.begin, DTYPES.index(spec.dtype)
+                file.write(_vector.checks_of_zeros(number, elements, dtype), _vector.file_bytes(elements, dtype)[1])
                 self._change_catalog(core, [*self._parts.values(), part], name)
             except BaseException:
                 if core.applied == core.commit:  # else the record that names the file is to be finished
@@ -394,15 +397,28 @@ class VectorStore:
     def _recover(self, core: _vector.Vectors) -> None:
         """Finish what a process that died was at."""
         self._attach(core, private_files.read(self._directory / _CATALOG))
+        problem = core.problem()
+        if problem is not None:
+            raise ArenaCorrupt(problem)
+        whole = self._check_elements(core)
         if core.applied != core.commit:
-            if core.applied + 1 != core.commit:
-                raise ArenaCorrupt("applied: it is neither commit nor the one before")
-            problem = core.problem()
-            if problem is not None:
-                raise ArenaCorrupt(problem)
             self._finish(core)
+            self._check_elements(core, but=whole)
         self._log.shorten()
         self._remove_strangers()
+
+    def _check_elements(self, core: _vector.Vectors, but: Set[VectorPart] = frozenset()) -> Set[VectorPart]:
+        """Check all vectors but those that were; returns all. Raises ArenaCorrupt."""
+        for name, part in self._parts.items():
+            stripe = None if part in but else core.damaged(part.number)
+            if stripe is not None:
+                file, first = self._vector_name(part.number), part.begin + stripe * STRIPE
+                end = min(first + STRIPE, part.end)
+                raise ArenaCorrupt(
+                    f"{file}: the elements {first} to {end} of {name!r} have changed since they were written: "
+                    "their checksum does not match"
+                )
+        return set(self._parts.values())
 
     def _attach(self, core: _vector.Vectors, text: bytes) -> None:
         """Map the vectors of a catalog that are not mapped yet, and forget the others."""
@@ -425,8 +441,12 @@ class VectorStore:
 
     def _apply_catalog(self, core: _vector.Vectors, text: bytes) -> None:
         self._crash_point("catalog")
-        if self._unfinished_catalog.exists():
-            self._unfinished_catalog.rename(self._directory / _CATALOG)
+        catalog, unfinished = self._directory / _CATALOG, self._unfinished_catalog
+        is_unfinished = unfinished.exists()
+        if private_files.read(unfinished if is_unfinished else catalog) != text:
+            raise ArenaCorrupt("catalog: it is not the one that the latest batch has made")
+        if is_unfinished:
+            unfinished.rename(catalog)
         self._attach(core, text)
         self._crash_point("unlink")
         self._remove_strangers()
@@ -455,7 +475,7 @@ class VectorStore:
 
     @staticmethod
     def _file_bytes(part: VectorPart) -> int:
-        return align(max(part.end - part.begin, 1) * part.spec.itemsize, 4096)
+        return align(max(_vector.file_bytes(part.end - part.begin, DTYPES.index(part.spec.dtype))[0], 1), 4096)
 
 
 @contextlib.contextmanager

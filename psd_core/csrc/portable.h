@@ -40,8 +40,10 @@
 
 #if defined(__GNUC__)
 #define PSD_PREFETCH(address) __builtin_prefetch(address)
+#define PSD_PREFETCH_FAR(address) __builtin_prefetch(address, 0, 2) /* into the second cache */
 #else
 #define PSD_PREFETCH(address) ((void)(address))
+#define PSD_PREFETCH_FAR(address) ((void)(address))
 #endif
 
 #endif

@@ -2,43 +2,19 @@
  *
  * New values of a stripe are computed in the staging area. `state` = 2 * step + 1 says that they are all there; then they are copied
  * to where they belong, which may be done again; `state` = 2 * step + 2 says that the next step begins. What a group writes and
- * never reads is computed in place: to do that again changes nothing. */
+ * never reads is computed in place: to do that again changes nothing. A stripe's check goes to 0 before its elements change, and is stored
+ * when they have. */
 #include "portable.h"
 #include "arena.h"
-#include "vector.h"
-
-typedef struct {
-    psd_vectors *t;
-    const psd_vector_record *record;
-    const psd_vector_group *groups;
-    const psd_vector_operand *operands;
-    const psd_vector_op *ops;
-    const uint32_t *inputs;
-    int is_trial; /* nothing may change: results of users' functions are kept, and all else is scratch */
-} program;
-
-static const uint64_t item_bytes[] = {[PSD_V_F64] = 8, [PSD_V_F32] = 4, [PSD_V_I64] = 8};
-
-static program program_of(psd_vectors *t, const psd_vector_record *r)
-{
-    const psd_vector_group *const groups = (const psd_vector_group *)(r + 1);
-    const psd_vector_operand *const operands = (const psd_vector_operand *)(groups + r->groups);
-    const psd_vector_op *const ops = (const psd_vector_op *)(operands + r->operands);
-    return (program){t, r, groups, operands, ops, (const uint32_t *)(ops + r->ops), 0};
-}
-
-static uint64_t head_bytes(const psd_vector_record *r)
-{
-    return sizeof *r + r->groups * sizeof(psd_vector_group) + r->operands * sizeof(psd_vector_operand) + r->ops * sizeof(psd_vector_op)
-         + (r->inputs + 1) / 2 * 8;
-}
+#include "vector_program.h"
 
 void psd_vectors_plan(psd_vectors *t, uint64_t senders, uint64_t *sizes)
 {
     const uint64_t unit = 4096;
+    t->senders = senders;
     t->answer_bytes = (t->answers_max * PSD_ANSWER_MAX + unit - 1) / unit * unit;
     const uint64_t needed[PSD_V_REGIONS] = {
-        [PSD_V_CONTROL] = 256 + t->operands_max,
+        [PSD_V_CONTROL] = 256 + 8 * (t->operands_max + PSD_CHUNK),
         [PSD_V_SESSIONS] = senders * sizeof(psd_vector_session),
         [PSD_V_PARTIALS] = PSD_CHUNK * t->answers_max * sizeof(psd_vector_partial),
         [PSD_V_SUMS] = 2 * t->answers_max * sizeof(psd_vector_sum),
@@ -59,30 +35,13 @@ void psd_vectors_attach(psd_vectors *t)
     t->commit = (uint64_t *)control;
     t->applied = (uint64_t *)(control + 64);
     t->state = (uint64_t *)(control + 128);
-    t->dirty = (uint8_t *)(control + 256);
+    t->staged = (uint64_t *)(control + 256);
+    t->partial_checks = t->staged + t->operands_max;
 }
 
-static psd_vector_partial *partials_of(const program *p, uint64_t stripe)
-{
-    return (psd_vector_partial *)(p->t->base + p->t->at[PSD_V_PARTIALS]) + stripe % PSD_CHUNK * p->record->answers;
-}
-
-static psd_vector_sum *sums_of(const program *p, uint64_t folds)
-{
-    return (psd_vector_sum *)(p->t->base + p->t->at[PSD_V_SUMS]) + folds % 2 * p->t->answers_max;
-}
-
-static uint64_t folds_in(uint64_t stripes) { return (stripes + PSD_CHUNK - 1) / PSD_CHUNK; }
+enum { PSD_FETCHED = 8 /* operands whose next stripes are fetched ahead: 256 KiB */ };
 
 /* -- one operation on one stripe */
-
-typedef struct {
-    uint64_t stripe, first; /* among those that are here; first element, of the whole vector */
-    intptr_t n;
-} place;
-
-static uint64_t max_of(uint64_t a, uint64_t b) { return a > b ? a : b; }
-static uint64_t min_of(uint64_t a, uint64_t b) { return a < b ? a : b; }
 
 static void compute(const psd_vector_op *op, void *out, const void *const *in, const void *coefficients, intptr_t n, uint64_t index)
 {
@@ -94,32 +53,6 @@ static void compute(const psd_vector_op *op, void *out, const void *const *in, c
 static void add(uint32_t dtype, void *out, const void *values, intptr_t n)
 {
     (dtype == PSD_V_F64 ? psd_vector_add_f64 : dtype == PSD_V_F32 ? psd_vector_add_f32 : psd_vector_add_i64)(out, values, n);
-}
-
-/* The first of the sorted rows that ends after an element. */
-static uint64_t first_row(const psd_vector_op *op, const uint64_t *rows, uint64_t element)
-{
-    uint64_t low = 0, high = op->count;
-    while (low < high) {
-        const uint64_t middle = (low + high) / 2;
-        if (rows[middle] * op->width + op->width <= element)
-            low = middle + 1;
-        else
-            high = middle;
-    }
-    return low;
-}
-
-/* Whether an operation changes anything of a stripe. */
-static int is_touched(const program *p, const psd_vector_op *op, const place *w)
-{
-    const uint64_t end = w->first + (uint64_t)w->n;
-    if (op->code == PSD_V_PUT || op->code == PSD_V_ADD)
-        return op->start < end && op->start + op->count > w->first;
-    if (op->code != PSD_V_ADD_ROWS)
-        return 1;
-    const uint64_t *const rows = (const uint64_t *)((const char *)p->record + op->keys), k = first_row(op, rows, w->first);
-    return k < op->count && rows[k] * op->width < end;
 }
 
 static void add_rows(const program *p, const psd_vector_op *op, const place *w, char *out)
@@ -174,7 +107,7 @@ static int run_op(const program *p, const psd_vector_op *op, const place *w)
     const psd_vector_operand *const operand = p->operands + op->out;
     const uint64_t item = item_bytes[op->dtype], end = w->first + (uint64_t)w->n;
     char *const now = t->current[op->out];
-    char *const out = operand->staging ? t->base + t->at[PSD_V_STAGING] + (operand->staging - 1) * PSD_STRIPE_BYTES : now;
+    char *const out = operand->staging ? staging_of(p, operand) : now;
     const void *in[PSD_INPUTS_MAX];
     const uint32_t *const inputs = p->inputs + op->first_input;
     for (uint32_t i = 0; i < op->inputs; i++)
@@ -184,8 +117,11 @@ static int run_op(const program *p, const psd_vector_op *op, const place *w)
         if (status != 0)
             return status;
     }
-    if (!operand->staging && t->snapshot.is_active && !p->is_trial)
-        psd_vector_snapshot_save(t, operand->vector, w->stripe);
+    if (!operand->staging && !p->is_trial) {
+        if (t->snapshot.is_active)
+            psd_vector_snapshot_save(t, operand->vector, w->stripe);
+        psd_vector_store_check(psd_vector_checks_of(t, operand->vector) + w->stripe, 0);
+    }
     if (op->code == PSD_V_PUT || op->code == PSD_V_ADD || op->code == PSD_V_CUSTOM || op->code == PSD_V_ADD_ROWS) {
         const uint64_t low = max_of(op->start, w->first), high = min_of(op->start + op->count, end);
         const int is_whole = op->code != PSD_V_ADD_ROWS && op->code != PSD_V_ADD && low == w->first && high == end;
@@ -201,23 +137,46 @@ static int run_op(const program *p, const psd_vector_op *op, const place *w)
     } else
         compute(op, out, in, (const char *)p->record + op->keys, w->n, w->first);
     t->current[op->out] = out;
-    if (operand->staging)
-        t->dirty[op->out] = 1;
+    t->touched[op->out] = 1;
     return 0;
 }
 
 /* -- one step: a stripe of a group */
 
-static place place_of(const psd_vector_group *g, uint64_t stripe)
+static size_t bytes_of(const program *p, const psd_vector_operand *operand, const place *w)
 {
-    const uint64_t first = (g->first_stripe + stripe) * PSD_STRIPE;
-    return (place){stripe, first, (intptr_t)min_of(PSD_STRIPE, g->size - first)};
+    return (size_t)w->n * item_bytes[p->t->dtypes[operand->vector]];
 }
 
-static char *stripe_of(const program *p, uint64_t operand, uint64_t stripe)
+/* Stores the checks of a step's new values: of those in their places there, and of those that are staged, which are still to be copied.
+ * Returns whether there are any of these. */
+static int check_written(const program *p, const psd_vector_group *g, const place *w)
 {
-    const uint32_t vector = p->operands[operand].vector;
-    return p->t->bases[vector] + stripe * PSD_STRIPE * item_bytes[p->t->dtypes[vector]];
+    psd_vectors *const t = p->t;
+    const uint64_t first = g->first_operand, end = first + min_of(g->operands, PSD_FETCHED);
+    uint64_t written = 0, fetching = 0;
+    int is_dirty = 0;
+    for (uint64_t i = first; i < first + g->operands; i++)
+        written += t->touched[i];
+    for (uint64_t i = first; i < first + g->operands; i++) {
+        const psd_vector_operand *const operand = p->operands + i;
+        uint64_t check = 0;
+        if (t->touched[i]) {
+            const char *next[PSD_FETCHED]; /* its share of the next step's stripes */
+            uint64_t count = 0;
+            for (uint64_t k = first + fetching++; k < end && w->stripe + 1 < g->stripes; k += written)
+                next[count++] = stripe_of(p, k, w->stripe + 1);
+            check = psd_vector_check_and_fetch(t->current[i], bytes_of(p, operand, w), operand->vector, w->stripe, next, count);
+        }
+        if (operand->staging)
+            t->staged[i] = check;
+        else if (check) {
+            PSD_BEFORE(t, "check");
+            psd_vector_store_check(psd_vector_checks_of(t, operand->vector) + w->stripe, check);
+        }
+        is_dirty |= operand->staging && check;
+    }
+    return is_dirty;
 }
 
 /* Brings what is staged to where it belongs; may be repeated. */
@@ -226,13 +185,16 @@ static void copy_staged(const program *p, const psd_vector_group *g, const place
     psd_vectors *const t = p->t;
     for (uint64_t i = g->first_operand; i < g->first_operand + g->operands; i++) {
         const psd_vector_operand *const operand = p->operands + i;
-        if (!operand->staging || !t->dirty[i])
+        if (!operand->staging || !t->staged[i])
             continue;
         if (t->snapshot.is_active)
             psd_vector_snapshot_save(t, operand->vector, w->stripe);
+        uint64_t *const check = psd_vector_checks_of(t, operand->vector) + w->stripe;
+        psd_vector_store_check(check, 0);
         PSD_BEFORE(t, "copy");
-        memcpy(stripe_of(p, i, w->stripe), t->base + t->at[PSD_V_STAGING] + (operand->staging - 1) * PSD_STRIPE_BYTES,
-               (size_t)w->n * item_bytes[t->dtypes[operand->vector]]);
+        memcpy(stripe_of(p, i, w->stripe), staging_of(p, operand), bytes_of(p, operand, w));
+        PSD_BEFORE(t, "check");
+        psd_vector_store_check(check, t->staged[i]);
     }
 }
 
@@ -247,6 +209,7 @@ static void fold(const program *p, const psd_vector_group *g, uint64_t stripe, u
         for (uint32_t k = 0; k < p->ops[i].answers; k++) {
             const uint32_t answer = p->ops[i].first_answer + k;
             psd_vector_fold(p->ops + i, partials_of(p, first) + answer, p->record->answers, stripe + 1 - first, after + answer);
+            after[answer].words[PSD_SUM_CHECK] = psd_vector_sum_check(after + answer);
         }
 }
 
@@ -257,26 +220,21 @@ static int run(program *p, uint64_t from, int is_staged)
     uint64_t step = 0, folds = 0;
     for (uint64_t i = 0; i < p->record->groups; i++) {
         const psd_vector_group *const g = p->groups + i;
-        int has_answers = 0, has_staging = 0;
-        for (uint64_t k = g->first_op; k < g->first_op + g->ops; k++)
-            has_answers |= p->ops[k].answers > 0;
-        for (uint64_t k = g->first_operand; k < g->first_operand + g->operands; k++)
-            has_staging |= p->operands[k].staging > 0;
+        const int is_asked = has_answers(p, g);
         uint64_t stripe = 0;
         if (from > step) { /* skip what was done */
             stripe = min_of(from - step, g->stripes);
             step += stripe;
-            folds += has_answers ? (stripe == g->stripes ? folds_in(stripe) : stripe / PSD_CHUNK) : 0;
+            folds += is_asked ? (stripe == g->stripes ? folds_in(stripe) : stripe / PSD_CHUNK) : 0;
         }
         for (; stripe < g->stripes; stripe++, step++) {
             const place w = place_of(g, stripe);
-            const int ends_chunk = has_answers && (stripe % PSD_CHUNK == PSD_CHUNK - 1 || stripe == g->stripes - 1);
+            const int ends_chunk = is_asked && (stripe % PSD_CHUNK == PSD_CHUNK - 1 || stripe == g->stripes - 1);
             int is_dirty = is_staged && step == from;
             if (!is_dirty) {
                 for (uint64_t k = g->first_operand; k < g->first_operand + g->operands; k++) {
                     t->current[k] = stripe_of(p, k, stripe);
-                    if (has_staging)
-                        t->dirty[k] = 0;
+                    t->touched[k] = 0;
                 }
                 for (uint64_t k = g->first_op; k < g->first_op + g->ops; k++) {
                     const int status = run_op(p, p->ops + k, &w);
@@ -284,13 +242,13 @@ static int run(program *p, uint64_t from, int is_staged)
                         return status;
                 }
                 if (!p->is_trial) {
-                    is_dirty = ends_chunk; /* the sums before the chunk go with the next one, so a kill must not go back */
-                    for (uint64_t k = g->first_operand; has_staging && !is_dirty && k < g->first_operand + g->operands; k++)
-                        is_dirty = t->dirty[k];
+                    if (is_asked)
+                        t->partial_checks[stripe % PSD_CHUNK] = psd_vector_partials_check(partials_of(p, stripe), p->record->answers);
+                    is_dirty = check_written(p, g, &w) || ends_chunk; /* the sums before the chunk go with the next one: never back */
                 }
                 if (is_dirty) {
                     PSD_BEFORE(t, "staged");
-                    psd_store_release(t->state, 2 * step + 1);
+                    psd_store_release(t->state, psd_sealed(2 * step + 1));
                 }
             }
             if (is_dirty)
@@ -301,7 +259,7 @@ static int run(program *p, uint64_t from, int is_staged)
             }
             if (is_dirty) {
                 PSD_BEFORE(t, "state");
-                psd_store_release(t->state, 2 * (step + 1));
+                psd_store_release(t->state, psd_sealed(2 * (step + 1)));
             }
         }
     }
@@ -315,6 +273,8 @@ static void clear_sums(const program *p)
     for (uint64_t i = 0; i < p->record->ops; i++)
         if (p->ops[i].code == PSD_V_MIN || p->ops[i].code == PSD_V_MAX)
             sums[p->ops[i].first_answer].extreme.index = -1;
+    for (uint64_t i = 0; i < p->record->answers && !p->is_trial; i++)
+        sums[i].words[PSD_SUM_CHECK] = psd_vector_sum_check(sums + i);
 }
 
 /* -- batches */
@@ -323,6 +283,18 @@ void psd_vector_seal(psd_vector_record *r)
 {
     r->head = head_bytes(r);
     r->check = psd_checksum(&r->head, r->head / 8 - 1);
+}
+
+void psd_vector_write(psd_vectors *t, uint64_t at, const void *data, uint64_t nbytes, uint64_t *checked, psd_content *content)
+{
+    enum { PIECE = 1 << 16 };
+    for (uint64_t copied = 0; copied < nbytes; copied += min_of(PIECE, nbytes - copied)) {
+        const uint64_t n = min_of(PIECE, nbytes - copied), end = at + copied + n, words = (end - *checked) / 8 * 8;
+        const char *const next[] = {t->record + end, (const char *)data + copied + n};
+        memcpy(t->record + at + copied, (const char *)data + copied, n);
+        psd_vector_add_and_fetch(content, t->record + *checked, words, next, nbytes - copied > 2 * PIECE ? 2 : 0);
+        *checked += words;
+    }
 }
 
 int psd_vectors_try(psd_vectors *t, const psd_vector_record *record)
@@ -340,36 +312,35 @@ void psd_vectors_commit(psd_vectors *t)
     if (record->kind == 0)
         clear_sums(&p);
     PSD_BEFORE(t, "record");
-    record->commit = *t->commit + 1;
+    record->commit = psd_unsealed(*t->commit) + 1;
+    if (!record->content)
+        record->content = psd_vector_record_check(record);
     psd_vector_seal(record);
     PSD_BEFORE(t, "state");
     psd_store_release(t->state, 0);
     PSD_BEFORE(t, "commit");
-    psd_store_release(t->commit, record->commit);
+    psd_store_release(t->commit, psd_sealed(record->commit));
 }
 
 void psd_vectors_finish(psd_vectors *t)
 {
     program p = program_of(t, (const psd_vector_record *)t->record);
-    run(&p, *t->state / 2, (int)(*t->state % 2));
+    const uint64_t state = psd_unsealed(*t->state);
+    run(&p, state / 2, (int)(state % 2));
 }
 
 uint64_t psd_vectors_answer(psd_vectors *t, const psd_vector_record *record, char *out)
 {
     const program p = program_of(t, record);
     uint64_t folds = 0, bytes = 0;
-    for (uint64_t i = 0; i < record->groups; i++) {
-        int has_answers = 0;
-        for (uint64_t k = p.groups[i].first_op; k < p.groups[i].first_op + p.groups[i].ops; k++)
-            has_answers |= p.ops[k].answers > 0;
-        folds += has_answers ? folds_in(p.groups[i].stripes) : 0;
-    }
-    if (record->session)
-        out = psd_vector_answer_at(t, record->slot, record->sequence);
+    for (uint64_t i = 0; i < record->groups; i++)
+        folds += has_answers(&p, p.groups + i) ? folds_in(p.groups[i].stripes) : 0;
     psd_vector_session *const s = psd_vector_session_at(t, record->slot);
+    psd_vector_entry *const entry = s->entries + record->sequence % PSD_ENTRIES;
     if (record->session) {
+        out = psd_vector_answer_at(t, record->slot, record->sequence);
         PSD_BEFORE(t, "entry");
-        psd_store_release(&s->entries[record->sequence % PSD_ENTRIES].sequence, 0);
+        psd_vector_store_check(&entry->check, 0);
     }
     const psd_vector_sum *const sums = sums_of(&p, folds);
     for (uint64_t answer = 0; answer < record->answers;) /* in the order of the operations, whatever their groups */
@@ -377,11 +348,13 @@ uint64_t psd_vectors_answer(psd_vectors *t, const psd_vector_record *record, cha
             for (; p.ops[i].answers && answer >= p.ops[i].first_answer && answer < p.ops[i].first_answer + p.ops[i].answers; answer++)
                 bytes += psd_vector_pack(p.ops + i, sums + answer, out + bytes);
     if (record->session) {
-        s->entries[record->sequence % PSD_ENTRIES].bytes = bytes;
+        entry->sequence = record->sequence;
+        entry->bytes = bytes;
         PSD_BEFORE(t, "entry");
-        psd_store_release(&s->entries[record->sequence % PSD_ENTRIES].sequence, record->sequence);
+        psd_vector_store_check(&entry->check, psd_vector_entry_check(t, record->slot, record->session, entry));
+        s->session = record->session;
         PSD_BEFORE(t, "session");
-        psd_store_release(&s->session, record->session);
+        psd_vector_store_check(&s->check, psd_vector_session_check(record->session));
     }
     return bytes;
 }
@@ -391,24 +364,4 @@ void psd_vectors_applied(psd_vectors *t)
     PSD_BEFORE(t, "applied");
     psd_store_release(t->applied, *t->commit);
     PSD_BEFORE(t, "done");
-}
-
-/* A store beyond its vector would be a store into somebody else's memory. */
-const char *psd_vector_problem(const psd_vectors *t, const psd_vector_record *r, uint64_t size)
-{
-    if (size < sizeof *r || r->groups > size || r->operands > t->operands_max || r->ops > size || r->inputs > size
-        || r->answers > t->answers_max || head_bytes(r) > r->size || r->size > size)
-        return "record: its numbers do not fit it";
-    if (r->head != head_bytes(r) || r->check != psd_checksum(&r->head, r->head / 8 - 1))
-        return "record: it does not have its checksum";
-    const program p = program_of((psd_vectors *)(uintptr_t)t, r);
-    for (uint64_t i = 0; i < r->groups; i++)
-        for (uint64_t k = 0; k < p.groups[i].operands; k++) {
-            const uint64_t operand = p.groups[i].first_operand + k, elements = p.groups[i].stripes * PSD_STRIPE;
-            if (operand >= r->operands || p.operands[operand].vector >= t->capacity || !t->bases[p.operands[operand].vector]
-                || t->elements[p.operands[operand].vector] + PSD_STRIPE <= elements
-                || t->elements[p.operands[operand].vector] > elements)
-                return "record: it names a vector that is not there";
-        }
-    return NULL;
 }

@@ -1,41 +1,18 @@
 """Vectors after kill -9: a copy of the files at every store of the protocol, and processes killed at random instants."""
 
-import os
 import sys
 from collections import Counter
 
 import numpy as np
 import pytest
 import vector_words as ops
+from killed_vectors import copy_sparse, state_of
 from random_deaths import last_words_of_killed_processes
+from vector_model import random_batch
 
 from psd_core.reductions import unpack_answers
 from psd_core.vector import CRASH_POINTS, BatchName, VectorSpec, VectorStore
 from psd_core.vector_operations import STRIPE
-
-
-def copy_sparse(source, target):
-    """Copy a directory's files, holes as holes."""
-    target.mkdir()
-    for path in source.iterdir():
-        with path.open("rb") as old, (target / path.name).open("wb") as new:
-            size = os.fstat(old.fileno()).st_size
-            new.truncate(size)
-            at = 0
-            while at < size:
-                try:
-                    at = os.lseek(old.fileno(), at, os.SEEK_DATA)
-                except OSError:
-                    break
-                end = os.lseek(old.fileno(), at, os.SEEK_HOLE)
-                os.pwrite(new.fileno(), os.pread(old.fileno(), end - at, at), at)
-                at = end
-
-
-def state_of(store, name):
-    """All that a store holds, and whether it knows a batch."""
-    vectors = {vector: (spec, store.read(vector).tobytes()) for vector, spec in store.vectors().items()}
-    return vectors, store.answer(name), store.sessions()
 
 
 class Killer:
@@ -71,7 +48,9 @@ class Killer:
 N = 3 * STRIPE - 5
 STEPS = {
     "staged": [ops.axpy("y", 2.0, "x"), ops.dot("x", "y"), ops.scale("x", 0.5), ops.max("y")],
-    "in place": [ops.put("x", 7, np.arange(N - 7.0)), ops.norm2("y")],
+    "in place": [ops.put("x", STRIPE, np.arange(N - STRIPE - 0.0)), ops.norm2("y")],
+    "in place, not asking": [ops.copy("x", "y"), ops.fill("i", 3)],
+    "a stripe in part": [ops.put("x", 7, np.arange(N - 7.0)), ops.put("i", 1, np.arange(7))],
     "partly": [
         ops.add_at("y", np.array([1, 1, 2 * STRIPE]), np.array([1.0, 2.0, 3.0])),
         ops.add("y", STRIPE + 3, np.ones(9)),
@@ -119,6 +98,31 @@ def test_a_copy_taken_where_partial_sums_are_added_opens_as_old_or_new(memory_pa
     store.close(remove=True)
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_a_copy_taken_during_random_batches_opens_as_old_or_new(memory_path, seed):
+    """Whatever is staged, in place or both; with a snapshot, too, which copies what is about to be written over."""
+    rng, path = np.random.default_rng(seed), memory_path / "vectors"
+    killer = Killer(path)
+    killer.every = 3
+    store = VectorStore.create(path, shard=0, shards=1, senders=2, crash_point=killer)
+    specs = [
+        *(VectorSpec(name, 2 * STRIPE + 9) for name in "abc"),
+        *(VectorSpec(name, 2 * STRIPE + 9, "float32") for name in "de"),
+        *(VectorSpec(name, STRIPE + 4, "int64", columns=4) for name in "fg"),
+    ]
+    for spec in (*specs, VectorSpec("alive", 5)):
+        store.create_vector(spec)
+    store.run([ops.random(spec.name, n, 0, 9) for n, spec in enumerate(specs)])
+    for number in range(1, 15):
+        with store.snapshot() as snapshot:
+            before = {spec.name: store.read(spec.name) for spec in snapshot.specs}
+            batch = random_batch(rng, specs)
+            check(killer, store, BatchName(5, number), lambda name, batch=batch: store.run(batch, name))
+            for piece in snapshot:
+                assert piece.values.tobytes() == before[piece.spec.name][piece.start :][: len(piece.values)].tobytes()
+    store.close(remove=True)
+
+
 def check(killer, store, name, action):
     """Run an action, and compare what the copies held with the store before and after it."""
     before = state_of(store, name)
@@ -133,7 +137,7 @@ def check(killer, store, name, action):
         # A batch that changes nothing has no commit: it was answered or it was not.
         expected = [after] if is_committed else [before] if before[0] != after[0] else [before, after]
         assert state in expected, (name, point, is_committed)
-    assert len(killer.states) > 1
+    assert killer.states
 
 
 def add_until_killed(path, connection):

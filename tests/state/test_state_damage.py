@@ -165,8 +165,8 @@ def test_a_byte_of_the_note_on_the_boot_that_has_changed_is_damage_whichever_it_
     assert f"{boot}: is cut off or was changed" in caplog.text
 
 
-@pytest.mark.parametrize("file", ["arena", "table-1", "vectors/log"])
-def test_a_head_that_has_changed_under_a_killed_shard_lets_it_go_back_to_a_checkpoint(ended, tmp_path, caplog, file):
+@pytest.mark.parametrize("file", ["arena", "table-1", "vectors/log", "vectors/catalog", "vectors/vector-0"])
+def test_a_byte_that_has_changed_under_a_killed_shard_lets_it_go_back_to_a_checkpoint(ended, tmp_path, caplog, file):
     """There is no seal, and what is found when the file is opened is damage all the same."""
     driver, _ = ended
     goes_on(driver)
