@@ -11,8 +11,9 @@
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <unistd.h>
 
-enum { AHEAD = 16 };
+enum { AHEAD = 16, THREADS_MAX = 4, PART_MIN = 4096 };
 
 typedef unsigned long long ull;
 
@@ -78,22 +79,59 @@ static int count_entries(psd_table *t, int next, uint64_t *live)
     return 0;
 }
 
+/* The places that one thread looks at, up to the first where something is wrong. */
+typedef struct {
+    const psd_table *table;
+    const uint8_t *spares;
+    uint64_t begin, end, wrong;
+    const char *problem; /* NULL: none */
+    pthread_t thread;
+    int has_thread;
+} part;
+
+static void *look(void *argument)
+{
+    part *const p = argument;
+    const psd_table *const t = p->table;
+    const psd_head *const heads = psd_heads(t);
+    for (uint64_t place = p->begin; place < p->end && !p->problem; place++) {
+        if (place + AHEAD < p->end)
+            PSD_PREFETCH(psd_index_home(t, psd_tag(t, heads[place + AHEAD].id)));
+        if (p->spares[place / 8] >> place % 8 & 1)
+            continue;
+        p->wrong = place;
+        const uint64_t *const word = psd_index_find(t, heads[place].id, psd_tag(t, heads[place].id));
+        if (row_check(t, &heads[place], place) != heads[place].check)
+            p->problem = "row of place %llu: it does not have its checksum";
+        else if (!word || (uint32_t)*word != place + 1)
+            p->problem = "index: no entry leads to the row of place %llu, which is not spare";
+    }
+    return NULL;
+}
+
+/* On some threads; what the system has none for, on this one. */
 static int look_at_rows(psd_table *t, const uint8_t *spares)
 {
-    const psd_head *const heads = psd_heads(t);
-    const uint64_t places = t->root->places;
-    for (uint64_t place = 0; place < places; place++) {
-        if (place + AHEAD < places)
-            PSD_PREFETCH(psd_index_home(t, psd_tag(t, heads[place + AHEAD].id)));
-        if (spares[place / 8] >> place % 8 & 1)
-            continue;
-        if (row_check(t, &heads[place], place) != heads[place].check)
-            return psd_table_refuse(t, "row of place %llu: it does not have its checksum", (ull)place);
-        const uint64_t *const word = psd_index_find(t, heads[place].id, psd_tag(t, heads[place].id));
-        if (!word || (uint32_t)*word != place + 1)
-            return psd_table_refuse(t, "index: no entry leads to the row of place %llu, which is not spare", (ull)place);
+    part parts[THREADS_MAX];
+    const uint64_t places = t->root->places, most = places / PART_MIN;
+    const long processors = sysconf(_SC_NPROCESSORS_ONLN);
+    uint64_t count = processors > THREADS_MAX ? THREADS_MAX : processors > 1 ? (uint64_t)processors : 1;
+    count = count > most ? most > 1 ? most : 1 : count;
+    for (uint64_t i = 0; i < count; i++) {
+        parts[i] = (part){.table = t, .spares = spares, .begin = places * i / count, .end = places * (i + 1) / count};
+        parts[i].has_thread = i > 0 && pthread_create(&parts[i].thread, NULL, look, &parts[i]) == 0;
     }
-    return 0;
+    for (uint64_t i = 0; i < count; i++)
+        if (!parts[i].has_thread)
+            look(&parts[i]);
+    int status = 0;
+    for (uint64_t i = 0; i < count; i++) {
+        if (parts[i].has_thread)
+            pthread_join(parts[i].thread, NULL);
+        if (parts[i].problem && status == 0)
+            status = psd_table_refuse(t, parts[i].problem, (ull)parts[i].wrong);
+    }
+    return status;
 }
 
 static int look_at_rings(psd_table *t)
