@@ -38,6 +38,7 @@ from numpy.typing import NDArray
 from peers.rows import draw
 
 from psd_core._table_format import OVERHEAD_BYTES
+from psd_core._table_snapshot import HEAD
 from psd_core.distinct import distinct
 from psd_core.initial import Normal, Zeros
 from psd_core.table import TableSpec, TableStore
@@ -113,7 +114,7 @@ def measure_speed(args: Any, directory: Path) -> list[dict[str, Any]]:
                     "share": seconds[against] / seconds[work],
                 }
             )
-    spare_bytes = store.counters()["spares"] * (8 * dim + 16)
+    spare_bytes = store.counters()["spares"] * (8 * dim + HEAD.itemsize)
     figures[0]["bytes_beside_values_and_slots"] = (store.used_bytes - spare_bytes) / rows - 8 * dim
     figures[0]["spare_bytes_per_row"] = spare_bytes / rows
     store.close(remove=True)

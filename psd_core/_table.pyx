@@ -178,7 +178,7 @@ cdef class Partition:
 
     def attach(self, object mapping, bint fresh, uint64_t salt):
         """Take over the mapping of a file of zeros, with this salt, or of what a process has left; returns the problem, or None."""
-        cdef const char *problem = NULL
+        cdef int status = 0
         assert not self.is_attached
         PyObject_GetBuffer(mapping, &self.view, PyBUF_SIMPLE | PyBUF_WRITABLE)
         self.is_attached = True
@@ -188,8 +188,10 @@ cdef class Partition:
             if fresh:
                 psd_table_format(&self.table, salt)
             else:
-                problem = psd_table_adopt(&self.table)
-        return problem.decode() if problem != NULL else None
+                status = psd_table_adopt(&self.table)
+        if status > 0:
+            raise MemoryError("no memory to look at all rows")
+        return self.table.problem.decode() if status else None
 
     def lack(self, uint64_t n, uint64_t entries=0):
         """Region that is too short for a push of n ids and entries of the log, the bytes that it has, and those it needs; or None."""
@@ -358,12 +360,12 @@ cdef class Partition:
 
     def removals(self):
         """Number of the first removal that is known, and of the next one."""
-        return psd_first_removal(&self.table), psd_removals(self.table.root)
+        return psd_first_removal(&self.table, self.table.root), psd_removals(self.table.root)
 
     def removed(self, uint64_t first, uint64_t[::1] out not None):
         """Copy the ids of removals from a number on."""
         cdef uint64_t i
-        assert psd_first_removal(&self.table) <= first and first + <uint64_t>out.shape[0] <= psd_removals(self.table.root)
+        assert psd_first_removal(&self.table, self.table.root) <= first and first + <uint64_t>out.shape[0] <= psd_removals(self.table.root)
         for i in range(<uint64_t>out.shape[0]):
             out[i] = psd_removal(&self.table, first + i)[0]
 

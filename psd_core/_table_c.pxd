@@ -32,6 +32,7 @@ cdef extern from "table.h" nogil:
         uint64_t id
         uint64_t used
         uint64_t changed
+        uint64_t check
     ctypedef struct psd_root:
         uint64_t step, version, clock, rows, places, spares, current, buckets, next_buckets, moved
         uint64_t created, evicted, expired, removed, refused, unadmitted, log_first, log_end, fresh_moves
@@ -68,6 +69,7 @@ cdef extern from "table.h" nogil:
         uint64_t reads, hits
         void (*on_store)(void *, const char *) noexcept
         void *context
+        char problem[160]
     ctypedef struct psd_part:
         const uint64_t *ids
         const float *values
@@ -99,7 +101,7 @@ cdef extern from "table.h" nogil:
     int psd_table_make_lock(psd_table *) noexcept
     void psd_table_drop_lock(psd_table *) noexcept
     void psd_table_format(psd_table *, uint64_t) noexcept
-    const char *psd_table_adopt(psd_table *) noexcept
+    int psd_table_adopt(psd_table *) noexcept
     int psd_table_lack(const psd_table *, uint64_t, uint64_t, uint64_t *) noexcept
     psd_log_entry *psd_logged(const psd_table *, uint64_t) noexcept
     uint64_t *psd_notes(const psd_table *) noexcept
@@ -121,7 +123,7 @@ cdef extern from "table.h" nogil:
     void psd_snapshot_end(psd_table *) noexcept
     uint64_t psd_removals(const psd_root *) noexcept
     uint64_t *psd_removal(const psd_table *, uint64_t) noexcept
-    uint64_t psd_first_removal(const psd_table *) noexcept
+    uint64_t psd_first_removal(const psd_table *, const psd_root *) noexcept
     ctypedef struct psd_sums:
         intptr_t count
         uint64_t *ids

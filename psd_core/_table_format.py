@@ -20,7 +20,7 @@ from psd_core.optimizer import RuleFacts, Slot
 from psd_core.rules import RULES
 
 MAGIC = b"PSDTABLE"
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 SUPERBLOCK_BYTES = 4096
 _FRONT = struct.Struct("<8sIIQQ")  # magic, format, byte order mark, bytes of text, checksum of all with this 0
 
@@ -34,7 +34,7 @@ NAME_BYTES_MAX = 256
 ROWS_MAX = 1 << 31
 PUSH_MAX = 1 << 24
 """Largest number of ids that a push may have."""
-OVERHEAD_BYTES = 37
+OVERHEAD_BYTES = 45
 """Largest number of bytes that a row takes beside value and slots: head, and index entry at the lowest load after growth."""
 AT_LIMIT = ("evict", "refuse")
 UPDATES = ("lazy", "catch_up")

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from psd_core import _table
 
-HEAD = np.dtype([("id", "u8"), ("used", "u8"), ("changed", "u8")])
-"""Heads of rows: id, clock of the last use, version of the table that the row came with."""
+HEAD = np.dtype([("id", "u8"), ("used", "u8"), ("changed", "u8"), ("check", "u8")])
+"""Heads of rows: id, clock of the last use, version of the table that the row came with, checksum of the row in the file."""
 
 BATCH_ROWS = 4096
 

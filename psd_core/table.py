@@ -138,7 +138,7 @@ class TableStore:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], *, crash_point: Callable[[str], None] | None = None) -> TableStore:
-        """Take over the partition that a process has left, by dying or by `close(remove=False)`. Reads none of its rows.
+        """Take over the partition that a process has left, by dying or by `close(remove=False)`. Looks at all of its rows.
 
         Raises:
             FileNotFoundError: there is none. ArenaBusy: another process has it.

@@ -1,5 +1,8 @@
 /* The life of a partition: where its regions lie, its commits, and what becomes of them after a crash. */
 #include "portable.h"
+
+#include <errno.h>
+
 #include "arena.h"
 #include "table.h"
 
@@ -100,7 +103,7 @@ psd_root *psd_table_next_root(psd_table *t)
     psd_root *const next = root_at(t, *t->commit + 1);
     memcpy(next, t->root, t->root_bytes);
     next->commit = *t->commit + 1;
-    psd_table_record(t)->commit = 0;
+    next->record = 0;
     return next;
 }
 
@@ -114,12 +117,29 @@ static psd_flip *flips_of(psd_record *record)
     return (psd_flip *)(record + 1);
 }
 
+static uint64_t bytes_of(const psd_record *record)
+{
+    return sizeof *record + record->flips * sizeof(psd_flip) + record->backs * 4;
+}
+
+static uint64_t record_check(const psd_record *record)
+{
+    psd_content content = {0};
+    psd_content_add(&content, record, bytes_of(record));
+    return psd_content_check(&content);
+}
+
+void psd_table_record_end(psd_table *t, psd_root *next)
+{
+    next->record = record_check(psd_table_record(t));
+}
+
 /* May be repeated, as a whole and from any point of it. */
 static void apply_record(psd_table *t)
 {
     psd_record *const record = psd_table_record(t);
-    if (record->commit != *t->commit)
-        return; /* a commit of the root alone */
+    if (!t->root->record)
+        return;
     const psd_flip *const flips = flips_of(record);
     const uint32_t *const backs = (const uint32_t *)(flips + record->flips);
     for (uint64_t i = 0; i < record->flips; i++) {
@@ -144,7 +164,7 @@ void psd_table_commit(psd_table *t, psd_root *next)
     psd_store_release(t->commit, next->commit);
     t->root = next;
     psd_record *const record = psd_table_record(t);
-    if (t->snapshot.is_active && record->commit == next->commit)
+    if (t->snapshot.is_active && next->record)
         psd_snapshot_save(t, record, flips_of(record));
     apply_record(t);
     PSD_BEFORE(t, "applied");
@@ -162,11 +182,10 @@ void psd_table_commit_push(psd_table *t)
 static int is_sound(psd_table *t)
 {
     psd_record *const record = psd_table_record(t);
-    const psd_root *const r = t->root;
-    if (record->commit != *t->commit)
+    if (!t->root->record)
         return 1;
     if (record->flips > t->region[PSD_RECORD].size / sizeof(psd_flip) || record->backs > record->flips
-        || sizeof(psd_record) + record->flips * sizeof(psd_flip) + record->backs * 4 > t->region[PSD_RECORD].size)
+        || bytes_of(record) > t->region[PSD_RECORD].size || record_check(record) != t->root->record)
         return 0;
     if (record->first_back + record->backs > t->region[PSD_SPARES].size / 4)
         return 0;
@@ -175,31 +194,31 @@ static int is_sound(psd_table *t)
     for (uint64_t i = 0; i < record->flips; i++)
         if (flips[i].at != 0 && (flips[i].at < low || flips[i].at > high - 8 || flips[i].at % 8 != 0))
             return 0;
-    return r->places <= t->spec.rows_max + t->spec.push_max;
+    return 1;
 }
 
-const char *psd_table_adopt(psd_table *t)
+int psd_table_adopt(psd_table *t)
 {
     attach(t);
     const psd_root *const r = t->root;
     const uint64_t buckets_max = t->region[PSD_INDEX].size / 64, places_max = t->region[PSD_HEADS].size / sizeof(psd_head);
     if (*t->applied != *t->commit && *t->applied + 1 != *t->commit)
-        return "applied: it is neither commit nor the one before";
+        return psd_table_refuse(t, "applied: it is neither commit nor the one before");
     if (r->commit != *t->commit)
-        return "root: it is of another commit than the one that selects it";
+        return psd_table_refuse(t, "root: it is of another commit than the one that selects it");
     if (r->check != check_of(t, r))
-        return "root: it does not have its checksum";
+        return psd_table_refuse(t, "root: it does not have its checksum");
     if (r->current > 1 || r->buckets == 0 || r->buckets > buckets_max || r->next_buckets > buckets_max || r->places > places_max
         || r->rows + r->spares != r->places || r->moved > (uint64_t)1 << 32 || r->log_end - r->log_first > PSD_LOG_MAX)
-        return "root: its numbers do not fit the partition";
+        return psd_table_refuse(t, "root: its numbers do not fit the partition");
     if (*t->applied != *t->commit) {
         if (!is_sound(t))
-            return "record: it names bytes outside of the index or of the spares";
+            return psd_table_refuse(t, "record: it does not have its checksum, or names bytes outside of the index or of the spares");
         apply_record(t);
         psd_store_release(t->applied, *t->commit);
     }
     psd_index_clean(t);
-    return NULL;
+    return psd_table_is_whole(t);
 }
 
 int psd_table_lack(const psd_table *t, uint64_t n, uint64_t entries, uint64_t *bytes)

@@ -4,16 +4,16 @@
  * mapping: table.py makes the file longer and gives memory back. One thread at a time writes; any number read meanwhile.
  * Needs _GNU_SOURCE for its lock: portable.h defines it, and Python.h.
  *
- * The file, native byte order, format 4, regions from multiples of 64 KiB:
+ * The file, native byte order, format 5, regions from multiples of 64 KiB:
  *   superblock  4096 B: written by _table_format.py
  *   control     u64 commit, from the next cache line u64 applied, then, from multiples of 64, the roots: root commit % 2 is valid
- *   record      psd_record, flips, backs (u32 each)
+ *   record      psd_record, flips, backs (u32 each); the root has its checksum
  *   index 0, 1  u64 entries: tag << 32 | place + 1; GRAVE in the low half: removed; 0: never used
  *   sightings   u64: 56 bits of the hash of an id that is not admitted, 8 bits: how often it was seen; in buckets, as the index
  *   heads       psd_head by place
- *   rows        value and slots by place, without gaps; a value of 16 bits a number ends with a float
+ *   rows        value and slots by place, without gaps; a value of 16 bits a number ends with a float; the head has the checksum
  *   spares      u32 places, a stack
- *   removals    u64 ids of rows that went, a ring: what went as the n-th lies at n % its length
+ *   removals    u64 ids of rows that went, a ring: what went as the n-th lies at n % its length; the root has their sum
  *   log         psd_log_entry, a ring likewise: the scalars of past steps, where rows catch up
  */
 #ifndef PSD_TABLE_H
@@ -24,6 +24,7 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "content.h"
 #include "kernels.h"
 #include "mix.h"
 #include "on_store.h"
@@ -42,6 +43,7 @@ typedef struct {
     uint64_t id;
     uint64_t used;    /* clock of the last use */
     uint64_t changed; /* version of the table that this row came with */
+    uint64_t check;   /* of id, changed and the row; not of `used`, which readers store to */
 } psd_head;
 
 /* All that changes with a commit, but for what the record says. The caller's notes follow it. */
@@ -61,10 +63,13 @@ typedef struct {
     uint64_t still_from;   /* a gradient of zeros changes no row at this step or later */
     uint64_t fresh_moves;  /* 1: it did change a row that nobody has trained */
     uint64_t salt; /* of tags: nobody outside knows it, so nobody can choose ids that collide */
+    uint64_t record; /* checksum of this commit's record; 0: it has none */
+    uint64_t gone; /* the sum of psd_removal_check over the removals that are known */
 } psd_root;
 
 /* Scalars that held from a step on, until the next entry's. */
 typedef struct {
+    uint64_t check; /* of the rest */
     uint64_t from;
     double scalars[PSD_SCALARS_MAX];
 } psd_log_entry;
@@ -75,7 +80,7 @@ typedef struct {
 } psd_flip;
 
 typedef struct {
-    uint64_t commit, flips, backs, first_back; /* backs go onto the stack from this place of it */
+    uint64_t flips, backs, first_back; /* backs go onto the stack from this place of it */
 } psd_record;
 
 typedef enum { PSD_ZEROS, PSD_CONSTANT, PSD_UNIFORM, PSD_NORMAL, PSD_TRUNCATED_NORMAL } psd_init;
@@ -181,6 +186,7 @@ typedef struct psd_table {
     uint64_t reads, hits; /* of rows, since the partition was opened */
     void (*on_store)(void *, const char *); /* for tests: called before each store of the protocol */
     void *context;
+    char problem[160]; /* of opening */
 } psd_table;
 
 static inline psd_head *psd_heads(const psd_table *t) { return (psd_head *)(t->base + t->region[PSD_HEADS].at); }
@@ -216,13 +222,21 @@ int psd_table_plan(psd_table *); /* sets regions and size from the spec; 0 if th
 int psd_table_make_lock(psd_table *); /* 0 or an errno */
 void psd_table_drop_lock(psd_table *);
 void psd_table_format(psd_table *, uint64_t salt); /* makes a new, empty partition of a file of zeros */
-const char *psd_table_adopt(psd_table *); /* takes over what a process has left; returns what is wrong, or NULL */
+/* Takes over what a process has left, and looks at all that it had committed: 0, ENOMEM, or -1: `problem` says what is wrong. */
+int psd_table_adopt(psd_table *);
 psd_root *psd_table_next_root(psd_table *);   /* a copy of the valid root, to change and commit */
 psd_record *psd_table_record(psd_table *);
+void psd_table_record_end(psd_table *, psd_root *next); /* the record is written, and belongs to this commit */
 void psd_table_commit(psd_table *, psd_root *);
 void psd_table_commit_push(psd_table *); /* of what psd_table_push has made ready */
 /* The region that has too few bytes that are backed for a push of n ids that brings entries of the log, or -1; `bytes` is what it needs. */
 int psd_table_lack(const psd_table *, uint64_t n, uint64_t entries, uint64_t *bytes);
+
+/* table_check.c: checksums of what was committed. */
+void psd_seal_row(const psd_table *, uint64_t place); /* of a row and its head that were written to a spare place */
+uint64_t psd_log_check(const psd_log_entry *);
+int psd_table_is_whole(psd_table *); /* as psd_table_adopt */
+int psd_table_refuse(psd_table *, const char *problem, ...) __attribute__((format(printf, 2, 3))); /* notes it; returns -1 */
 
 /* table_index.c */
 static inline uint32_t psd_tag(const psd_table *t, uint64_t id) { return (uint32_t)(psd_mix(id ^ t->root->salt) >> 32); }
@@ -371,11 +385,12 @@ static inline uint64_t *psd_removal(const psd_table *t, uint64_t number)
     return (uint64_t *)(t->base + t->region[PSD_REMOVALS].at) + number % (t->region[PSD_REMOVALS].size / 8);
 }
 /* The number of the first removal that is still known. A commit that was cut off may have written over the oldest ones. */
-static inline uint64_t psd_first_removal(const psd_table *t)
+static inline uint64_t psd_first_removal(const psd_table *t, const psd_root *r)
 {
-    const uint64_t kept = t->region[PSD_REMOVALS].size / 8 - PSD_REMOVED_MAX, all = psd_removals(t->root);
+    const uint64_t kept = t->region[PSD_REMOVALS].size / 8 - PSD_REMOVED_MAX, all = psd_removals(r);
     return all > kept ? all - kept : 0;
 }
+static inline uint64_t psd_removal_check(const psd_table *t, uint64_t number) { return psd_mix(*psd_removal(t, number) ^ psd_mix(number)); }
 void psd_table_remove(psd_table *, uint64_t *const *words, uint64_t count, uint64_t *(*counter)(psd_root *));
 int psd_table_evict(psd_table *, uint64_t count, uint64_t clock); /* as many as it can; 0, or -1 without memory */
 /* Removes rows that were not used for more than `age`, at most PSD_REMOVED_MAX; 1 if there may be more of them, 0, or -1 without memory. */

@@ -31,9 +31,10 @@ static int rests(const psd_table_spec *s, const double *scalars, int is_fresh)
 
 static void append(const psd_table *t, psd_root *next, uint64_t from, const double *scalars)
 {
-    *psd_logged(t, next->log_end) = (psd_log_entry){.from = from};
-    memcpy(psd_logged(t, next->log_end)->scalars, scalars, sizeof ((psd_log_entry *)0)->scalars);
-    next->log_end++;
+    psd_log_entry *const entry = psd_logged(t, next->log_end++);
+    *entry = (psd_log_entry){.from = from};
+    memcpy(entry->scalars, scalars, sizeof entry->scalars);
+    entry->check = psd_log_check(entry);
     if (next->log_end - next->log_first > PSD_LOG_MAX)
         next->log_first++;
     next->fresh_moves |= (uint64_t)!rests(&t->spec, scalars, 1);

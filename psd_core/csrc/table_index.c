@@ -49,7 +49,9 @@ static int place_in(const psd_table *t, int next, uint64_t entry, int graves)
         if (!full)
             break;
     }
-    const int fresh = *room == 0; /* there is room: the load is bounded */
+    if (!room)
+        return 0; /* the load is bounded, so the index is damaged, and the look at all of it will say so */
+    const int fresh = *room == 0;
     __atomic_store_n(room, entry, __ATOMIC_RELEASE);
     return fresh;
 }

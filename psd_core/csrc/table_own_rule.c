@@ -31,6 +31,7 @@ int psd_own_rule_apply(psd_table *t, psd_own_rule *own, float *row)
         for (uint64_t piece = 0; piece < t->spec.width / dim; piece++)
             memcpy(row + piece * dim, piece_of(t, own, piece, i), dim * sizeof *row);
         psd_store_row(t, row, psd_row(t, own->places[i]), own->ids[i], own->step);
+        psd_seal_row(t, own->places[i]);
     }
     own->count = 0;
     return status;

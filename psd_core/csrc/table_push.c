@@ -5,7 +5,7 @@
 #include <errno.h>
 #include <stdlib.h>
 
-enum { AHEAD = 16, ROWS_AHEAD = 4 };
+enum { AHEAD = 16, ROWS_AHEAD = 4, WORDS_AHEAD = 8 };
 
 /* Finds the rows of all ids; returns how many are not there. The bucket of an id is asked for first, then the head that it names. */
 static uint64_t find_all(psd_table *t)
@@ -63,10 +63,13 @@ PSD_INLINE uint64_t spare_place(const psd_table *t, uint64_t taken)
     return taken < r->spares ? psd_spares(t)[r->spares - 1 - taken] : r->places + (taken - r->spares);
 }
 
+/* Rows, and heads: that of an old row was asked for when it was found, which is as long ago as the push is large. */
 PSD_INLINE void prefetch_rows(const psd_table *t, const uint64_t *word, uint64_t place)
 {
-    if (word)
+    if (word) {
         psd_prefetch_range(psd_row(t, (uint32_t)*word - 1), t->spec.stored * 4, 0);
+        PSD_PREFETCH(&psd_heads(t)[(uint32_t)*word - 1]);
+    }
     psd_prefetch_range(psd_row(t, place), t->spec.stored * 4, 1);
     psd_prefetch_range(&psd_heads(t)[place], sizeof(psd_head), 1);
 }
@@ -83,13 +86,14 @@ static int write_row(psd_table *t, const psd_push *p, const psd_row_rule *rule, 
         const uint64_t used = __atomic_load_n(&psd_heads(t)[(uint32_t)*s->words[k] - 1].used, __ATOMIC_RELAXED);
         clock = used > clock ? used : clock; /* by a reader that is ahead */
     }
+    if (p->clocks)
+        clock = p->clocks[(uint64_t)(s->values[k] - first) / t->spec.width];
+    psd_heads(t)[place] = (psd_head){s->ids[k], clock, next->version, 0};
     int status = 0;
     if (p->own) {
         status = psd_own_rule_add(t, p->own, s->ids[k], old, s->values[k], place, row);
     } else if (p->whole) {
         psd_store_row(t, s->values[k], psd_row(t, place), s->ids[k], next->step);
-        if (p->clocks)
-            clock = p->clocks[(uint64_t)(s->values[k] - first) / t->spec.width];
     } else {
         const int is_behind = old ? psd_is_behind(t, old) : psd_is_fresh_behind(t), as_it_lies = old && !is_behind && !t->spec.is_half;
         if (!old)
@@ -105,7 +109,8 @@ static int write_row(psd_table *t, const psd_push *p, const psd_row_rule *rule, 
         if (t->spec.is_half)
             psd_store_row(t, row, psd_row(t, place), s->ids[k], next->step);
     }
-    psd_heads(t)[place] = (psd_head){s->ids[k], clock, next->version};
+    if (!p->own)
+        psd_seal_row(t, place);
     if (clock < t->oldest.bound && !(old && clock == __atomic_load_n(&psd_heads(t)[(uint32_t)*s->words[k] - 1].used, __ATOMIC_RELAXED)))
         psd_oldest_add(&t->oldest, s->ids[k], clock);
     return status;
@@ -162,6 +167,8 @@ static int push(psd_table *t, const psd_push *p, const psd_part *parts, int coun
     uint64_t asked_done = 0, asked_made = 0;
     for (intptr_t k = 0; k < s->count; k++) {
         for (; asked < s->count && asked < k + ROWS_AHEAD; asked++) {
+            if (asked + WORDS_AHEAD < s->count)
+                PSD_PREFETCH(s->words[asked + WORDS_AHEAD]);
             if (s->words[asked] == PSD_PASSED_OVER || (!s->words[asked] && asked_made++ >= created))
                 continue;
             prefetch_rows(t, s->words[asked], spare_place(t, asked_done++));
@@ -192,7 +199,7 @@ static int push(psd_table *t, const psd_push *p, const psd_part *parts, int coun
     record->flips = done + seen;
     record->backs = back;
     record->first_back = now->spares - from_stack;
-    record->commit = next->commit;
+    psd_table_record_end(t, next);
     next->spares = record->first_back + back;
     next->places += taken - from_stack;
     next->rows += created;

@@ -15,6 +15,7 @@ void psd_table_remove(psd_table *t, uint64_t *const *words, uint64_t count, uint
         flips[i] = (psd_flip){(uint64_t)((char *)words[i] - t->base), left};
         backs[i] = (uint32_t)entry - 1;
         *psd_removal(t, psd_removals(next) + i) = psd_heads(t)[(uint32_t)entry - 1].id;
+        next->gone += psd_removal_check(t, psd_removals(next) + i);
         if (left == 0 && next->next_buckets && entry >> 32 < next->moved)
             next->next_filled--;
         else if (left == 0)
@@ -22,10 +23,12 @@ void psd_table_remove(psd_table *t, uint64_t *const *words, uint64_t count, uint
     }
     record->flips = record->backs = count;
     record->first_back = next->spares;
-    record->commit = next->commit;
+    psd_table_record_end(t, next);
     next->rows -= count;
     next->spares += count;
     *counter(next) += count;
+    for (uint64_t i = psd_first_removal(t, t->root); i < psd_first_removal(t, next); i++)
+        next->gone -= psd_removal_check(t, i);
     psd_table_commit(t, next);
 }
 

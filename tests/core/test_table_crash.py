@@ -100,9 +100,9 @@ def test_a_copy_taken_at_every_store_opens_as_old_or_new(admit_after, updates, m
     rng = np.random.default_rng(5)
     path = memory_path / "table"
     watcher = Watcher(path)
-    row_bytes, case = (33, SGD) if updates == "lazy" else (37, DECAYING)
-    options = {"max_bytes": 330 * row_bytes, "admit_after": admit_after, "updates": updates}
-    spec = spec_of(case, dim=1, notes=1, push_max=64, **options)
+    most, case = (265, SGD) if updates == "lazy" else (249, DECAYING)
+    options = {"dim": 1, "admit_after": admit_after, "updates": updates}
+    spec = spec_of(case, max_bytes=most * spec_of(case, **options).row_bytes, notes=1, push_max=64, **options)
     store = watcher.store = TableStore.create(path, spec, crash_point=watcher)
     watcher("done")
     for number in range(14):

@@ -61,7 +61,7 @@ def test_rows_at_rest_are_in_every_snapshot_after_any_number_of_pushes(edge, pat
 @pytest.mark.parametrize("edge", EDGES)
 def test_marks_tell_the_order_of_uses_however_far_they_are_apart(edge, path):
     """In 32 bits what was not used for 2^31 clocks was the newest of all."""
-    store = TableStore.create(path, TableSpec("t", 1, "sgd", max_bytes=3 * 41))
+    store = TableStore.create(path, TableSpec("t", 1, "sgd", max_bytes=3 * 49))
     one = np.ones((1, 1), np.float32)
     for key, clock in enumerate([1, edge, edge + 1]):
         store.push(np.array([key]), one, SGD.named, clock=clock)
@@ -128,7 +128,7 @@ def test_a_step_that_a_history_could_not_tell_apart_is_refused(path):
 def test_which_rows_go_is_a_function_of_their_uses(salt, path, rng):
     """Those not used for longest, and of these in the order of their ids' hash; whatever the salt is, wherever they lie."""
     most = 2000
-    store = TableStore.create(path, TableSpec("t", 1, "sgd", max_bytes=most * 41), salt=salt)
+    store = TableStore.create(path, TableSpec("t", 1, "sgd", max_bytes=most * 49), salt=salt)
     used: dict[int, int] = {}
     evicted = expired = 0
     for clock in range(1, 120):
@@ -164,7 +164,7 @@ def test_which_rows_go_is_a_function_of_their_uses(salt, path, rng):
 def test_rows_that_are_written_again_as_used_when_they_were_go_once(path):
     """The heap of old rows had them twice; a push that evicted several gave one place to two rows."""
     most = 40
-    store = TableStore.create(path, TableSpec("t", 1, "sgd", max_bytes=most * 41))
+    store = TableStore.create(path, TableSpec("t", 1, "sgd", max_bytes=most * 49))
     for key in range(most + 1):  # the last one makes room, so all that are old are known
         store.push(np.array([key]), np.ones((1, 1), np.float32), SGD.named, clock=key + 1)
     clock = store.counters()["clock"]
@@ -203,7 +203,7 @@ def test_which_ids_are_admitted_is_a_function_of_what_was_pushed(path, rng):
     batches = [(rng.zipf(1.2, 4000) % 100_000).astype(np.int64) for _ in range(12)]
     found = []
     for number in range(2):
-        spec = TableSpec("t", 1, "sgd", max_bytes=500 * 41, admit_after=3, admit_probability=0.75)
+        spec = TableSpec("t", 1, "sgd", max_bytes=500 * 49, admit_after=3, admit_probability=0.75)
         store = TableStore.create(path.with_name(str(number)), spec)
         for ids in batches:
             store.push(ids, np.ones((len(ids), 1), np.float32), SGD.named)

@@ -111,7 +111,7 @@ def test_random_operations_leave_what_they_leave_of_a_dict(seed, path):
 
 
 def test_the_index_grows_little_by_little_and_takes_little(path):
-    """34 to 36.5 bytes beside value and slots; behind the step of growth memory goes back at once."""
+    """42 to 44.5 bytes beside value and slots; behind the step of growth memory goes back at once."""
     spec = TableSpec("t", 1, "sgd", max_bytes=1 << 24)
     store = TableStore.create(path, spec)
     rows = 150_000
@@ -126,7 +126,7 @@ def test_the_index_grows_little_by_little_and_takes_little(path):
     assert counters["rows"] == counters["created"] == rows
     assert (store.read(np.arange(rows + 5))[:, 0] == [1] * rows + [0] * 5).all()
     assert 0.6 < rows / (8 * counters["buckets"]) <= 0.8
-    assert store.used_bytes - 4 * rows < 40 * rows
+    assert store.used_bytes - 4 * rows < 48 * rows
     check_places(store)
 
 
@@ -171,7 +171,7 @@ def mappings():
 
 
 def test_at_the_limit_rows_not_used_for_long_make_room(path):
-    spec = TableSpec("t", 1, "sgd", max_bytes=200 * 41)
+    spec = TableSpec("t", 1, "sgd", max_bytes=200 * 49)
     store = TableStore.create(path, spec)
     hot = np.arange(50)
     for clock in range(40):
@@ -189,7 +189,7 @@ def test_at_the_limit_rows_not_used_for_long_make_room(path):
 
 def test_a_push_may_replace_all_rows_at_the_limit(path):
     """All of them are older; what it has itself, and nothing else, is left."""
-    store = TableStore.create(path, TableSpec("t", 1, "sgd", max_bytes=200 * 41))
+    store = TableStore.create(path, TableSpec("t", 1, "sgd", max_bytes=200 * 49))
     for clock, start in enumerate([0, 1000, 2000]):
         store.push(start + np.arange(200 - clock), np.ones((200 - clock, 1), np.float32), SGD.named, clock=clock)
 
@@ -201,7 +201,7 @@ def test_a_push_may_replace_all_rows_at_the_limit(path):
 @pytest.mark.parametrize("order", [1, -1])
 def test_of_rows_that_are_restored_into_less_room_those_used_last_stay(order, path):
     """Whether the older ones come first or last: each has the clock of its own last use."""
-    store = TableStore.create(path, TableSpec("t", 1, "sgd", max_bytes=200 * 41))
+    store = TableStore.create(path, TableSpec("t", 1, "sgd", max_bytes=200 * 49))
     used = np.arange(1, 401, dtype=np.uint64)[::order]
     for first in range(0, 400, 20):
         part = used[first : first + 20]
@@ -214,7 +214,7 @@ def test_of_rows_that_are_restored_into_less_room_those_used_last_stay(order, pa
 @pytest.mark.parametrize("at_limit", ["refuse", "evict"])
 def test_what_finds_no_room_is_counted_and_hits_no_other_row(at_limit, path):
     """PERSIA gave the gradient of a row that was not there to the next one. Nothing can be evicted: all are of this push."""
-    store = TableStore.create(path, TableSpec("t", 1, "sgd", max_bytes=10 * 41, at_limit=at_limit))
+    store = TableStore.create(path, TableSpec("t", 1, "sgd", max_bytes=10 * 49, at_limit=at_limit))
     store.push(np.arange(30), np.arange(30, dtype=np.float32).reshape(30, 1), SGD.named)
 
     counters = store.counters()
@@ -326,7 +326,7 @@ def test_ids_that_were_chosen_to_collide_do_not(half, path):
     hashes = numbers | np.uint64(5 << 32) if half == "upper" else numbers << np.uint64(32) | np.uint64(5)
     ids = of_hash(hashes)
     assert (mixed(ids) == hashes).all()
-    store = TableStore.create(path, TableSpec("t", 1, "sgd", max_bytes=22_000 * 41))
+    store = TableStore.create(path, TableSpec("t", 1, "sgd", max_bytes=22_000 * 49))
     for start in range(0, 20_000, 2000):
         store.push(ids[start : start + 2000], ones[:2000], SGD.named | {"lr": -1.0}, clock=1)
     sums = RowSums(1)

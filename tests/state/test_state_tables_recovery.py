@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from settling import bring, commit
 from shard_driver import Copier, Driver, tables_spec
 
 from psd.contract.config import ConfigError, Limits
+from psd.state.core import ShardCore
+from psd.state.durability.state_directory import Storage
+from psd_core import _table
 
 SMALL = Limits(table_bytes_max=1 << 19, push_ids_max=16)
 """So small that a table's file can be copied at each store."""
@@ -101,3 +106,31 @@ def test_table_files_stay_and_go_with_the_arena(driver_of, tmp_path, keep):
         assert sums(driver_of(tables_spec(1)))[1] == [-2.0]
     else:
         assert not (tmp_path / "state").exists()
+
+
+def test_a_row_that_has_changed_under_a_killed_shard_lets_it_go_back_to_a_checkpoint(driver_of, tmp_path, caplog):
+    """Not one number of it is believed: without a checkpoint the shard does not start, and leaves the file as it is."""
+    driver = driver_of(tables_spec(1))
+    push(driver, driver.start(), 0)
+    table = driver.core.storage.tables[1]
+    place = table._partition.places()["rows"][0]
+    row_at = table._partition.regions[_table.ROWS][0] + 4 * table.spec.layout.width * place
+    del table  # and with it the lock of the file
+    driver.kill()
+    path = tmp_path / "state" / "table-1"
+    data = bytearray(path.read_bytes())
+    data[row_at] ^= 1
+    path.write_bytes(data)
+    config = dataclasses.replace(driver.config, checkpoint_dir=str(tmp_path / "checkpoints"))
+
+    def core(has_checkpoints):
+        found = Storage(config, None)
+        return ShardCore(config, found, lambda: 0.0, None, wall=lambda: 0.0, has_checkpoints=has_checkpoints)
+
+    damage = rf"--state-dir: {path}: row of place {place}: it does not have its checksum; .*cannot go on with it"
+    with pytest.raises(ConfigError, match=damage):
+        core(False).recover(lambda: False)
+    assert path.read_bytes() == data
+    assert core(True).recover(lambda: True) is False
+    assert "going back to a checkpoint" in caplog.text
+    assert not path.exists()
