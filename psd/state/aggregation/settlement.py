@@ -195,6 +195,11 @@ class Coordinator:
         """The verdict on a round, or None."""
         return self._verdict if self._verdict is not None and self._verdict.round == round_ else None
 
+    @property
+    def final_verdict(self) -> Verdict | None:
+        """The verdict on the latest round that has one, if all shards may apply it."""
+        return self._verdict if self._verdict is not None and self._verdict.is_final else None
+
     def judge(self, round_: int, under: Verdict | None, measures: Sequence[job_pb2.Measure]) -> Verdict | None:
         """The verdict that follows from the measures of a round; None if the round needs no other one. Takes no lock.
 
