@@ -78,7 +78,7 @@ def goes_on_from(servers: str, *, has_rows: bool) -> tuple[Any, Any]:
 def test_a_round_that_only_some_shards_have_closed_is_in_the_checkpoint_of_the_end(
     cluster: Callable[..., Any], tmp_path: Path, heard: Sequence[int], has_rows: bool
 ) -> None:
-    """Shard 0 has decided what it is made of. All workers fall silent before they bring that to the others, or to one of them."""
+    """Shard 0 has decided what it is made of. All workers fall silent before they bring that to the others, or to all."""
     running = cluster(3, checkpoint_dir=str(tmp_path), lease_s=600)
 
     def until() -> None:

@@ -56,6 +56,7 @@ def values(shards):
 
 
 def test_a_round_that_shard_0_alone_has_closed_is_closed_by_its_note_and_stored(tmp_path):
+    """Both workers have committed, and none has asked shard 1 for the round."""
     shards, seats = started(tmp_path, job_spec(2, **EXACT))
     push_to_all(shards, seats, 0, 1.0, 5.0)
     for seat in seats[0]:
@@ -106,6 +107,7 @@ def test_a_round_that_is_skipped_passes_on_all_shards(tmp_path):
 
 
 def test_what_shard_0_has_decided_is_in_the_note_of_its_next_process(tmp_path):
+    """It was killed, and started again, after all workers were gone."""
     shards, seats = started(tmp_path, job_spec(2, **EXACT))
     push_to_all(shards, seats, 0, 1.0, 5.0)
     for seat in seats[0]:
@@ -220,6 +222,7 @@ def test_a_job_goes_on_where_its_shards_have_ended(tmp_path):
     ids=["a decision on a worker that there is not", "a verdict where there are none"],
 )
 def test_what_is_not_of_the_job_is_refused_and_changes_nothing(tmp_path, brought):
+    """As if somebody else had written shard 0's note."""
     shards, seats = started(tmp_path, job_spec(2, **EXACT))
     push_to_all(shards, seats, 0, 1.0, 5.0)
     note = shards[1].shard.schedule.end_note()
