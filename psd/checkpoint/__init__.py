@@ -31,7 +31,7 @@ A layer between contract and state: knows neither the blocks in a shard's memory
 from psd.checkpoint.blocks import BlockPart, RestoredBlock
 from psd.checkpoint.cut import CheckpointInfo, CheckpointState, Cut
 from psd.checkpoint.directory import CheckpointDirectory
-from psd.checkpoint.ends import EndNote, common_cut, read_ends, write_end
+from psd.checkpoint.ends import EndNote, common_cut, read_ends, to_settle, write_end
 from psd.checkpoint.importing import import_table
 from psd.checkpoint.manifest import Manifest
 from psd.checkpoint.parameters import ParameterSource, directory_at, open_parameters, parameter_blocks, table_values
@@ -58,6 +58,7 @@ __all__ = [
     "EndNote",
     "common_cut",
     "read_ends",
+    "to_settle",
     "write_end",
     "import_table",
 ]

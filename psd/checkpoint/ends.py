@@ -1,8 +1,9 @@
 """The end notes of a job's shards: what each holds once nothing changes it any more.
 
-Shards never talk to each other: workers pass on what they must know. At the end there may be no workers left, so each shard
-leaves a note among the checkpoints. When all notes exist, every shard makes the same cut from them, or finds that the shards
-hold different rounds. Must not know blocks in memory, or how long anybody waits.
+Shards never talk to each other: workers carry what they have to know. At the end there may be no workers left, so each shard
+leaves a note where the checkpoints are. When all notes are there, every shard makes the same cut of them, or finds that what
+they hold is of different rounds. With exact aggregation the note of shard 0 also has what workers may not have carried: those
+who are behind close their rounds by it, and leave another note. Must not know blocks in memory, nor how long anybody waits.
 """
 
 from __future__ import annotations
@@ -14,10 +15,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from google.protobuf.message import DecodeError
+
 from psd.checkpoint.cut import ORDER_MAX, STEP_MAX, TIME_S_MAX, Cut
 from psd.checkpoint.notes import ShardNotes
 from psd.contract.errors import CheckpointCorrupt, CheckpointFailed
 from psd.contract.layout import Layout
+from psd.v1 import data_pb2
 
 DIRECTORY, TOPIC = "ends", "end"
 
@@ -29,9 +33,13 @@ class EndNote:
     Attributes:
         run_id, timeline, layout_digest: the job's; the digest as hexadecimal digits.
         step: progress of the job, as this shard knows it.
-        counted: what its trained blocks count, in words, which must be equal on all shards: with rounds, their versions;
-            without, the last push of each worker whose lease has not run out.
-        order: the order of the last cut that it knows; see Cut. ended_at: seconds since 1970.
+        counted: what its trained blocks count, in words, which must be one and the same on all shards: with rounds, their
+            versions; without, the last push of each worker, but for those whose leases have run out, of whom what has counted
+            counts.
+        order: of the last cut that it knows; see Cut. ended_at: seconds since 1970.
+        settled: exact aggregation, shard 0: the decisions and the verdict on the latest rounds, as hexadecimal digits of the
+            PullRequest that would bring them.
+        reached: the step up to which it has tried to close rounds by what shard 0 has settled.
     """
 
     run_id: str
@@ -41,6 +49,13 @@ class EndNote:
     counted: Mapping[str, list[str]]
     order: int
     ended_at: float
+    settled: str = ""
+    reached: int = 0
+
+    @property
+    def brings(self) -> data_pb2.PullRequest:
+        """The message that `settled` is."""
+        return data_pb2.PullRequest.FromString(bytes.fromhex(self.settled))
 
     @property
     def job(self) -> tuple[str, int, str]:
@@ -54,9 +69,10 @@ class EndNote:
             note = cls(**facts)
             counted = {str(what): [*map(str, found)] for what, found in note.counted.items()}
             is_whole = type(note.step) is type(note.order) is int and 0 <= note.step <= STEP_MAX and 0 <= note.order < ORDER_MAX
-            if is_whole and 0 <= note.ended_at <= TIME_S_MAX:
+            if is_whole and type(note.reached) is int and 0 <= note.ended_at <= TIME_S_MAX:
+                _ = note.brings  # can be read
                 return dataclasses.replace(note, counted=counted, ended_at=float(note.ended_at))
-        except (ArithmeticError, AttributeError, TypeError, ValueError) as error:
+        except (ArithmeticError, AttributeError, DecodeError, TypeError, ValueError) as error:
             raise CheckpointCorrupt(f"an end note has unexpected contents: {error!r}") from error
         raise CheckpointCorrupt(f"an end note has unexpected contents: {note}")
 
@@ -77,6 +93,20 @@ def read_ends(notes: ShardNotes, own: EndNote, shard_count: int) -> dict[int, En
     return found
 
 
+def to_settle(notes: Mapping[int, EndNote]) -> tuple[int, set[int]]:
+    """The furthest step of any of these shards, and which of them have not tried yet to reach it by what shard 0 has settled.
+
+    For shards that have no common cut. There are none without exact aggregation.
+    """
+    step = max(note.step for note in _counting(notes))
+    return step, {index for index, note in notes.items() if notes[0].settled and note.reached < step}
+
+
+def _counting(notes: Mapping[int, EndNote]) -> list[EndNote]:
+    """The notes whose steps hold: a shard that has vectors alone hears late of clocks."""
+    return [note for note in notes.values() if note.counted] or [*notes.values()]
+
+
 def common_cut(notes: Mapping[int, EndNote], layout: Layout) -> Cut:
     """The cut that all these shards hold. It depends only on the notes.
 
@@ -91,11 +121,10 @@ def common_cut(notes: Mapping[int, EndNote], layout: Layout) -> Cut:
     for what, different in sorted(counted.items()):
         if len(different) > 1:
             raise CheckpointFailed(f"the shards ended in the middle of {what}: they are at {', '.join(sorted(different))}")
-    counting = [note for note in ordered if note.counted] or ordered  # a shard that has only vectors learns of clocks late
     return Cut(
         # The times differ from end to end, so no two ends make the same name.
         cut_id="end" + hashlib.sha256(repr([note.ended_at for note in ordered]).encode()).hexdigest()[:8],
-        step=min(note.step for note in counting),
+        step=min(note.step for note in _counting(notes)),
         timeline=ordered[0].timeline,
         run_id=ordered[0].run_id,
         created_at=max(note.ended_at for note in ordered),

@@ -1,9 +1,10 @@
 """The checkpoint that a shard takes before it ends, in one of two ways:
 
-    take      while workers train; they carry the cut to the other shards
-    settle    without workers, which may be gone, or hang: each shard stores what it holds, once all have ended and their notes
-              show that they hold the same rounds, or pushes (psd/checkpoint/ends.py). If another shard knows that all workers
-              have ended in order, and has stored its part of that cut, this one stores its own
+    take      while workers train, who carry the cut to the other shards
+    settle    without workers, who may be gone, or hang: each shard stores what it holds, once all have ended and their notes
+              show that they hold the same rounds, or pushes (psd/checkpoint/ends.py). With exact aggregation shards that have
+              not heard of a round's decision close it before. Where another shard has heard of all workers that they have
+              ended well, and has stored its part of that, this one stores its own
 
 Both are bounded in time. Must not know signals, or when a shard ends.
 """
@@ -16,7 +17,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import TimeoutError as FutureTimeoutError
 
-from psd.checkpoint import CheckpointDirectory, Cut, EndNote, common_cut, read_ends, write_end
+from psd.checkpoint import CheckpointDirectory, Cut, EndNote, common_cut, read_ends, to_settle, write_end
 from psd.checkpoint.cut import FINAL_ID, name_of
 from psd.checkpoint.ends import DIRECTORY as ENDS
 from psd.contract.config import ServerConfig
@@ -152,29 +153,50 @@ class LastCheckpoint:
 
     def _settle(self, job: Job, note: EndNote, timeout_s: float) -> None:
         began = self._now()
+        self._tell(note, timeout_s)
+        cut = self._agreed(job, note, began + timeout_s / 2)
+        if cut.cut_id != FINAL_ID:
+            self._directory.discard_unfinished(note.timeline, but=cut.name)
+        self._store(cut, began, timeout_s)
+
+    def _tell(self, note: EndNote, timeout_s: float) -> None:
+        """Write this shard's note when nothing else of it is being written, which others may then remove."""
         if not self._checkpointer.await_written(timeout_s):
             raise CheckpointFailed("an earlier checkpoint was not written in time, so that there is none of the end")
-        notes, count = self._directory.notes, self._config.shard_count
-        write_end(notes, note, self._config.shard_index, count)
+        write_end(self._directory.notes, note, self._config.shard_index, self._config.shard_count)
+
+    def _agreed(self, job: Job, note: EndNote, until: float) -> Cut:
+        """The cut that all shards hold, or that another one has stored when all workers had left.
+
+        Raises:
+            CheckpointFailed: there is none.
+        """
+        notes, index, count = self._directory.notes, self._config.shard_index, self._config.shard_count
         final = Cut(FINAL_ID, note.step, note.timeline, note.run_id, created_at=note.ended_at, layout=job.layout)
         have_all = bool(job.spec.tables) or self._shard.vectors.has_vectors
-        wanted = {index for index in range(job.layout.shard_count) if have_all or job.layout.blocks_of(index)}
-        while lacking := wanted - (ends := read_ends(notes, note, count)).keys():
-            found = next(filter(None, (self._directory.stored(final, index) for index in sorted(lacking))), None)
-            if found is not None and found.step >= note.step:  # else it belongs to an earlier end
-                self._store(found, began, timeout_s)
-                return
-            if self._now() > began + timeout_s / 2:
-                names = ", ".join(f"shard {index}" for index in sorted(lacking))
-                raise CheckpointFailed(f"{names} did not end at the same time, so that there is no checkpoint of the end")
+        wanted = {other for other in range(count) if have_all or job.layout.blocks_of(other)}
+        while True:
+            ends = read_ends(notes, note, count)
+            if lacking := wanted - ends.keys():
+                found = next(filter(None, (self._directory.stored(final, other) for other in sorted(lacking))), None)
+                if found is not None and found.step >= note.step:  # else it belongs to an earlier end
+                    return found
+                if self._now() > until:
+                    names = ", ".join(f"shard {other}" for other in sorted(lacking))
+                    raise CheckpointFailed(f"{names} did not end at the same time, so that there is no checkpoint of the end")
+            else:
+                try:
+                    return common_cut(ends, job.layout)
+                except CheckpointFailed:
+                    step, behind = to_settle(ends)
+                    if not behind or self._now() > until:
+                        self._directory.discard_unfinished(note.timeline)
+                        raise
+                if index in behind:
+                    note = self._shard.schedule.reach(step, ends[0].brings, note)
+                    self._tell(note, until - self._now())
+                    continue
             time.sleep(POLL_S)  # the other shards write to the same directory and do not talk to this one
-        try:
-            cut = common_cut(ends, job.layout)
-        except CheckpointFailed:
-            self._directory.discard_unfinished(note.timeline)
-            raise
-        self._directory.discard_unfinished(note.timeline, but=cut.name)
-        self._store(cut, began, timeout_s)
 
     def _store(self, cut: Cut, began: float, timeout_s: float) -> None:
         with self._checkpointer.storing(cut.cut_id) as stored:

@@ -7,10 +7,11 @@ import dataclasses
 import pytest
 from helpers_checkpoint import memory_url, small_spec
 
-from psd.checkpoint import CheckpointDirectory, EndNote, common_cut, read_ends, write_end
+from psd.checkpoint import CheckpointDirectory, EndNote, common_cut, read_ends, to_settle, write_end
 from psd.checkpoint.ends import DIRECTORY
 from psd.contract.errors import CheckpointFailed
 from psd.contract.layout import Layout
+from psd.v1 import data_pb2
 
 LAYOUT = Layout(small_spec(), 2)
 NOTE = EndNote("run-1", 3, LAYOUT.digest.hex(), 7, {"a round": ["version 7"]}, 2, 1_700_000_000.25)
@@ -45,6 +46,18 @@ def test_what_the_shards_do_not_hold_alike_is_no_cut(counted, words):
         common_cut({0: NOTE, 1: dataclasses.replace(NOTE, counted=counted)}, LAYOUT)
 
 
+def test_shards_that_are_behind_have_to_try_what_shard_0_has_settled_before_there_is_no_cut():
+    """Only with exact aggregation, in which shard 0 settles anything."""
+    behind = dataclasses.replace(NOTE, step=6, counted={"a round": ["version 6"]})
+    first = dataclasses.replace(NOTE, settled=data_pb2.PullRequest(decisions=[{"round": 6}]).SerializeToString().hex())
+
+    assert to_settle({0: NOTE, 1: behind}) == (7, set())
+    assert to_settle({0: first, 1: behind}) == (7, {0, 1})
+    assert to_settle({0: first, 1: dataclasses.replace(behind, reached=7)}) == (7, {0})
+    assert to_settle({0: dataclasses.replace(first, reached=7), 1: dataclasses.replace(behind, reached=7)}) == (7, set())
+    assert [decision.round for decision in first.brings.decisions] == [6]
+
+
 def test_notes_of_another_job_or_number_of_shards_and_what_is_no_note_are_passed_over():
     """They lie where an earlier job was killed."""
     directory = CheckpointDirectory(memory_url())
@@ -53,6 +66,9 @@ def test_notes_of_another_job_or_number_of_shards_and_what_is_no_note_are_passed
     assert read_ends(directory.notes, NOTE, 2) == {}
     directory.notes.write(DIRECTORY, "end", 1, 2, {"step": "none"})
     assert read_ends(directory.notes, NOTE, 2) == {}
+    for unreadable in ({"settled": "0"}, {"settled": "ff"}, {"settled": 5}, {"reached": "7"}):
+        directory.notes.write(DIRECTORY, "end", 1, 2, {**dataclasses.asdict(NOTE), **unreadable})
+        assert read_ends(directory.notes, NOTE, 2) == {}
     directory.storage.write(DIRECTORY, "shard-00001-of-00002.end.note", [b"half"])
     assert read_ends(directory.notes, NOTE, 2) == {}
     write_end(directory.notes, NOTE, 0, 2)

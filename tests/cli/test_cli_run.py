@@ -38,6 +38,22 @@ print("trained to", params["w"][0])
 """
 """Four steps; if the file that it is given exists, worker 1 removes it and dies in the third, as it is told."""
 
+KILLED_TOGETHER = """
+import os, pathlib, signal, sys
+import numpy as np
+import psd_client
+
+with psd_client.connect() as ps:
+    ps.declare({"w": np.zeros(5000, np.float32)}, optimizer=psd_client.SGD(lr=1.0), aggregation=sys.argv[2])
+    ps.push_pull({"w": np.ones(5000, np.float32)})
+    ps.push({"w": np.ones(5000, np.float32)})
+    pathlib.Path(sys.argv[1], f"pushed-{ps.rank}").touch()
+    while not all(pathlib.Path(sys.argv[1], f"pushed-{rank}").exists() for rank in range(2)):
+        pass
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+"""Both workers die once their second pushes are acknowledged; neither asks for the round."""
+
 LEFT_ALONE = """
 import logging, threading
 import numpy as np
@@ -318,6 +334,20 @@ def test_job_when_its_workers_hang_and_ignore_sigterm_then_the_grace_bounds_its_
     assert "takes no checkpoint while workers train: the workers have not trained up to it" in run.output
     assert re.search("not ended within 1 s: worker .*; killing", run.output)
     assert [info.state for info in CheckpointDirectory(str(place)).checkpoints()] == [CheckpointState.VALID]
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("aggregation", ["exact", "fast"])
+def test_job_when_all_workers_are_killed_in_one_round_then_what_was_acknowledged_is_stored(job, tmp_path, aggregation):
+    place = tmp_path / "checkpoints"
+    run = job(
+        KILLED_TOGETHER, "--shards", "2", "--workers", "2", "--checkpoint-dir", str(place), args=(str(tmp_path), aggregation)
+    )
+
+    assert run.end() == 128 + SIGKILL
+    (stored,) = CheckpointDirectory(str(place)).checkpoints()
+    assert (stored.state, stored.step) == (CheckpointState.VALID, 2)
+    assert "a checkpoint failed" not in run.output
 
 
 @pytest.mark.process

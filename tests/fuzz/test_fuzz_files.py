@@ -21,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from psd.checkpoint import safetensors
-from psd.checkpoint.ends import EndNote, common_cut
+from psd.checkpoint.ends import EndNote, common_cut, to_settle
 from psd.checkpoint.manifest import ManifestDocument, parse_part
 from psd.checkpoint.sealing import FORMAT, FORMAT_VERSION, seal, unseal
 from psd.contract.config import ConfigError, is_loopback, is_rule_path, parse_address, parse_servers, parse_shard
@@ -33,7 +33,7 @@ from psd.contract.layout import Layout
 from psd.contract.staleness import parse_staleness
 from psd.contract.tls import client_files, server_files
 from psd.contract.tokens import parse_token, parse_tokens, presented
-from psd.v1 import job_pb2
+from psd.v1 import data_pb2, job_pb2
 from psd_core import _arena
 from psd_core import _arena_format as form
 from psd_core.arena import Arena, ArenaCorrupt, BlockShape
@@ -114,12 +114,13 @@ def test_checkpoints_of_tables(data: st.DataObject) -> None:
 def test_end_notes(data: st.DataObject) -> None:
     """A shard's note at its end is corrupt, or makes a cut with another's, or says why it does not."""
     layout = Layout(JobSpec.from_message(job_pb2.JobSpec.FromString(base64.b64decode(unseal(MANIFEST, "x")["job_spec"]))), 2)
-    own = EndNote("run", 0, "00", 7, {"a push of worker 0": ["step 7 of session 5"]}, 0, 1.0)
+    settled = data_pb2.PullRequest(decisions=[job_pb2.Decision(round=6, members=b"\x03")], verdict=job_pb2.Verdict(round=6))
+    own = EndNote("run", 0, "00", 7, {"a round": ["version 7"]}, 0, 1.0, settled.SerializeToString().hex())
     whole = seal({"format": FORMAT, "format_version": FORMAT_VERSION, "facts": dataclasses.asdict(own)})
 
     def agree() -> Any:
         note = EndNote.parse(unseal(altered(data, whole), "n").get("facts"))
-        return common_cut({0: own, 1: note}, layout) if note.job == own.job else None
+        return (to_settle({0: own, 1: note}), common_cut({0: own, 1: note}, layout)) if note.job == own.job else None
 
     ends_in(PsdError, agree)
 

@@ -9,6 +9,10 @@ what is explored, world.py what may happen, explorer.py in which order, programs
 has defects that it must find. green.py lets the client's threads run one at a time. A finding is told as the numbered events
 that lead to it; the exit status is 1 if there is one. If there is none, the last line of a search says how much has been seen:
 with each number of faults, everything, or what follows some of them.
+
+Worlds with cuts have many more states, because heartbeats bring news to each shard at any moment. With one fault a smaller one
+is seen whole in their place: one step of each worker, and a cut that is announced before it; or two cuts of a single shard.
+With two faults it is the larger world again, where what happens without a fault is looked at first.
 """
 
 from __future__ import annotations
@@ -31,6 +35,13 @@ from world import World
 
 _OF_CUTS = frozenset({"lose", "kill", "die", "timeout"})
 
+_ONE_STEP = {"steps": 1, "early_cuts": 1}
+"""Of a world with cuts that is seen whole. Its workers are in the midst of their only pushes when the cut is announced, and
+hear of it at any moment. So a cut may come between the parts of a push; what is held for a cut are successors' pushes alone."""
+
+_ONE_SHARD = {"shards": 1, "blocks": 1, "early_cuts": 2, "restores": 0}
+"""Which of two cuts is the later one does not depend on how many shards take part."""
+
 SETTINGS = (
     Setting("sync-fast"),
     Setting("sync-exact", aggregation="exact"),
@@ -52,15 +63,16 @@ SETTINGS = (
     Setting("tables", tables=2),
     Setting("tables-exact", tables=2, aggregation="exact"),
     Setting("tables-async", tables=2, consistency="async"),
-    Setting("cuts-async", consistency="async", cuts=1, restores=200, faults=_OF_CUTS),
-    Setting("cuts-ssp", consistency="ssp:1", cuts=1, restores=200, faults=_OF_CUTS),
-    Setting("cuts-sync", cuts=1, restores=200, faults=_OF_CUTS),
-    Setting("cuts-tables-async", consistency="async", tables=1, cuts=1, restores=200, faults=_OF_CUTS),
-    Setting("two-cuts", consistency="async", cuts=2, restores=200, faults=frozenset({"die"})),
+    Setting("cuts-async", consistency="async", cuts=1, restores=200, faults=_OF_CUTS, small=_ONE_STEP),
+    Setting("cuts-ssp", consistency="ssp:1", cuts=1, restores=200, faults=_OF_CUTS, small=_ONE_STEP),
+    Setting("cuts-sync", cuts=1, restores=200, faults=_OF_CUTS, small={"steps": 1}),
+    Setting("cuts-tables-async", consistency="async", tables=1, cuts=1, restores=200, faults=_OF_CUTS, small=_ONE_STEP),
+    Setting("two-cuts", consistency="async", cuts=2, restores=200, faults=frozenset({"die"}), small=_ONE_SHARD),
     Setting("readers", consistency="async", reads=1, faults=_OF_CUTS),
     Setting("lost-disks", faults=frozenset({"blank", "die", "lose"})),
 )
-"""Each with two steps of each worker. Slow heartbeats and lost disks are much to see, and have few other faults beside them."""
+"""Each with two steps of each worker. Slow heartbeats and lost disks are much to see, and have few other faults beside them.
+Those with cuts are too large to be seen whole with a fault: with one, what they have as `small` is."""
 
 _LARGE = Setting("", shards=3, blocks=4, steps=4, programs=("push_pull",) * 3, budget=6, faults=frozenset(FAULTS) - {"blank"})
 _MIXED = ("push_then_pull", "push_pull", "push_only")
@@ -152,8 +164,8 @@ def main() -> int:
     # With fewer faults first, although more include them: what follows the last fault can be reduced, and has an end.
     for setting, faults in itertools.product(settings, range(1, args.faults + 1)):
         say(f"== {setting.name}, {faults} faults")
-        seconds = args.seconds if faults > 1 else 0.0
-        explorer, told = explore(setting.but(budget=faults), seconds, seed=args.seed, report=say)
+        world = setting.with_one_fault() if faults == 1 else setting.but(budget=faults)
+        explorer, told = explore(world, args.seconds if faults > 1 else 0.0, seed=args.seed, report=say)
         say(f"{explorer.states} states, {explorer.steps} steps, depth {explorer.depth}, {len(told)} findings; seen with")
         say(f"{explorer.extent()}")
         for text in told:

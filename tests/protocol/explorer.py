@@ -116,7 +116,7 @@ class Explorer:
         return self._now > self._until
 
     def set_up(self) -> tuple[State, Chain]:
-        """All workers have joined, declared and pulled; one after the other."""
+        """All workers have joined, declared and pulled, one after the other; cuts that are early are announced."""
         world = self._world
         state, chain = world.initial(), None
         for process in range(len(world.setting.programs)):
@@ -130,6 +130,10 @@ class Explorer:
                 assert not result.wrong, result.wrong
                 state, chain = result.state, (chain, free[0])
         assert all(state.modes[p] == ON and state.workers[p].view.is_begun for p in range(len(world.setting.programs)))
+        for _ in range(world.setting.early_cuts):
+            result = world.take(state, ("announce", 0))
+            assert not result.wrong, result.wrong
+            state, chain = result.state, (chain, ("announce", 0))
         return state, chain
 
     def walk(self, seed: int) -> None:

@@ -6,7 +6,7 @@ Survives the shard's process, and is what the invariants are held against. Must 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import numpy as np
@@ -39,6 +39,7 @@ class History:
         self.updates: dict[int, list[tuple[int, ...]]] = {}
         self.of_tables: dict[int, list[tuple[int, ...]]] = {}
         self._rows: dict[int, Any] = {}
+        self._begun: dict[int, set[int]] = {}  # by table, what it had at version 0, from a checkpoint
         self.wrong: list[str] = []
 
     def seed(self, shard: Shard) -> None:
@@ -52,7 +53,10 @@ class History:
         for table, store in enumerate(shard._core.storage.tables):
             shard_index = self._tables_block - self._setting.blocks
             row = store.read(self._setting.ids[shard_index : shard_index + 1])[0]
-            self.of_tables[table], self._rows[table] = _as_updates(int(notes_of(store)[0]), counts_in_row(-row)), row
+            version, counted = int(notes_of(store)[0]), counts_in_row(-row)
+            self.of_tables[table], self._rows[table] = _as_updates(version, counted), row
+            # Without rounds a table begins at the step of the slowest worker, who may have made none.
+            self._begun[table] = set() if version else set(counted)
         if self._setting.tables:
             self._put_together()
         self.wrong = []
@@ -73,7 +77,8 @@ class History:
         before = self._rows.get(table, np.zeros_like(row))
         self._rows[table] = row
         if version == len(updates) + 1:
-            self._add(f"table {table} of block {self._tables_block}", updates, version, counts_in_row, before - row)
+            what = f"table {table} of block {self._tables_block}"
+            self._add(what, updates, version, counts_in_row, before - row, self._begun.get(table, set()))
         elif version != len(updates) or not np.array_equal(before, row):
             self.wrong.append(f"table {table}: {before} of version {len(updates)} became {row} of version {version}")
         self._put_together()
@@ -88,19 +93,28 @@ class History:
                     self.wrong.append(f"block {self._tables_block}, update {number + 1}: its tables differ: {sorted(of_round)}")
             self.updates[self._tables_block] = [min(of_round) for of_round in common]
         else:
-            counted = [{gradient for update in of_table for gradient in update} for of_table in found]
+            counted = [
+                {gradient for update in of_table for gradient in update} | self._begun.get(table, set())
+                for table, of_table in enumerate(found)
+            ]
             self.updates[self._tables_block] = [(gradient,) for gradient in sorted(set.intersection(*counted))]
 
     def _add(
-        self, what: str, updates: list[tuple[int, ...]], version: int, decode: Callable[[Any], dict[int, int]], total: Any
+        self,
+        what: str,
+        updates: list[tuple[int, ...]],
+        version: int,
+        decode: Callable[[Any], dict[int, int]],
+        total: Any,
+        begun: Collection[int] = (),
     ) -> None:
-        """Note an update that has changed a sum by `total`."""
+        """Note an update that has changed a sum by `total`; `begun`: what is in the sum beside earlier updates."""
         try:
             counts = decode(total)
         except AssertionError as error:
             self.wrong.append(f"{what}, update {version}: {error}")
             return
-        earlier = {gradient for update in updates for gradient in update}
+        earlier = {gradient for update in updates for gradient in update}.union(begun)
         for gradient, count in counts.items():
             if count > 1 or gradient in earlier:
                 self.wrong.append(f"{what}, update {version}: gradient {gradient} counts twice")
@@ -123,7 +137,7 @@ class History:
 
     def on_blank(self) -> None:
         """The disk is gone."""
-        self.updates, self.of_tables, self._rows = {}, {}, {}
+        self.updates, self.of_tables, self._rows, self._begun = {}, {}, {}, {}
 
     def summary(self) -> tuple[Any, ...]:
         """By block, what has been counted; with rounds, in which. See `ahead`, too."""

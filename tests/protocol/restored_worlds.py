@@ -74,6 +74,7 @@ class Restores:
             budget=0,
             has_checkpoint=True,
             cuts=0,
+            early_cuts=0,
             reads=0,
             restores=0,
         )

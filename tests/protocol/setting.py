@@ -39,9 +39,11 @@ class Setting:
             has_checkpoint: the job goes on from one, and may go back to it.
             tables: how many there are; each push has a gradient for one of their rows on every shard.
             cuts: how many shard 0 announces, at any moments; workers then save with each push which gradient it has.
+        early_cuts: how many of these it announces before the first step, and not at any moment.
         reads: how many readers come, who call the shards one after the other. restores: of the worlds that go on from the
             checkpoints that are stored, on other shards, so many states are looked at; see restored_worlds.py.
         stored_by: this is such a world, and so many shards have stored its checkpoint.
+        small: what is other in the world that is seen whole, with one fault; see `with_one_fault`.
     """
 
     name: str
@@ -62,11 +64,13 @@ class Setting:
     has_slow_beats: bool = False
     has_checkpoint: bool = False
     cuts: int = 0
+    early_cuts: int = 0
     reads: int = 0
     restores: int = 0
     stored_by: int = 0
     lease_s: float = 10.0
     job: dict[str, Any] = field(default_factory=dict)
+    small: dict[str, Any] = field(default_factory=dict)
 
     @cached_property
     def spec(self) -> JobSpec:
@@ -108,6 +112,10 @@ class Setting:
         """Of the step that a process makes as its `step`th. What differs has no part in the arithmetic."""
         dampening = 0.5 / (1 + step) if self.has_schedule else 0.0
         return [[1.0, 0.0, dampening, 0.0]] * self.groups
+
+    def with_one_fault(self) -> Setting:
+        """The world that is small enough to be seen whole with one fault."""
+        return self.but(budget=1, small={}, **self.small)
 
     def but(self, **changes: Any) -> Setting:
         """The same with changes."""

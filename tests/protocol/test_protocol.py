@@ -32,7 +32,7 @@ print(explorer.states, explorer.steps, explorer.depth, explorer.strikes, told)
 @pytest.mark.slow
 @pytest.mark.parametrize("setting", [each for each in SETTINGS if each.name in SMALL], ids=lambda setting: setting.name)
 def test_with_one_fault_nothing_is_found(setting: Setting) -> None:
-    explorer, told = explore(setting, states_max=STATES)
+    explorer, told = explore(setting.with_one_fault(), states_max=STATES)
 
     assert told == []
     assert explorer.states == STATES
@@ -107,14 +107,14 @@ def test_a_failed_push_that_another_one_follows_unfenced_is_found(monkeypatch: p
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("consistency", ["async", "ssp:1"])
-def test_a_cut_of_different_pushes_on_two_shards_is_found(monkeypatch: pytest.MonkeyPatch, consistency: str) -> None:
+@pytest.mark.parametrize("name", ["cuts-async", "cuts-ssp", "cuts-tables-async"])
+def test_a_cut_of_different_pushes_on_two_shards_is_found(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     planted.cut_at_an_instant(monkeypatch)
 
-    story = find(Setting("planted", consistency=consistency, cuts=1, faults=frozenset(), budget=0))
+    story = find(small(name).but(restores=0))
 
     assert "cut c9" in story[0]
-    assert told_in_order(story, "push_pull gradient", "announces a cut", "heartbeat")
+    assert told_in_order(story, "announces a cut", "push_pull gradient", "heartbeat")
 
 
 @pytest.mark.slow
@@ -131,7 +131,7 @@ def test_a_readers_copy_of_different_pushes_on_two_shards_is_found(monkeypatch: 
 def test_a_cut_that_is_not_the_newest_by_its_name_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     planted.cuts_without_order(monkeypatch)
 
-    story = find(Setting("planted", consistency="async", shards=1, blocks=1, cuts=2, faults=frozenset(), budget=0))
+    story = find(small("two-cuts"))
 
     assert "cut c9 is the later one by its name, and lacks" in story[0]
 
@@ -143,7 +143,7 @@ def test_a_gradient_that_counts_twice_after_a_restore_is_found(monkeypatch: pyte
     plant(monkeypatch)
     monkeypatch.setattr(Invariants, "_cut", lambda *_: iter(()))
 
-    story = find(Setting("planted", consistency="async", cuts=1, restores=100, faults=frozenset(), budget=0))
+    story = find(small("cuts-async"))
 
     assert story[0].startswith("what goes on from cut c9 on")
     assert "counts twice" in story[0]
@@ -173,6 +173,12 @@ def test_a_push_that_comes_again_without_its_rows_or_its_tensors_is_found(
 
     assert "1 block(s) lack acknowledged gradients" in story[0]
     assert told_in_order(story, "is killed", "worker 1 -> shard 0: push_pull", "is now made of [0]")
+
+
+def small(name: str) -> Setting:
+    """The world with cuts that is seen whole, before any fault."""
+    (found,) = (setting for setting in SETTINGS if setting.name == name)
+    return found.with_one_fault().but(faults=frozenset(), budget=0)
 
 
 def find(setting: Setting) -> list[str]:

@@ -7,10 +7,10 @@
     5. the blocks apply the round
 
 3 and 4 are for jobs whose updates need norms over the whole gradient. As in a two-phase commit, shard 0 is the coordinator, and
-each shard a participant; workers carry messages between them. A half push leaves no trace. It does not matter which worker
-asks, how often, or in which incarnation of a shard: measures follow from the decision, the gradients and the current pages
-alone, to the bit. A decision is recorded in the arena, and a final verdict beside it, before anybody hears of it: once a
-verdict is known, some shard may have applied it, and could not measure that round again.
+each shard a participant; workers carry messages between them, and where none is left, shard 0's end note does. A half push
+leaves no trace. It does not matter which worker asks, how often, or in which incarnation of a shard: measures follow from the
+decision, the gradients and the current pages alone, to the bit. A decision is recorded in the arena, and a final verdict beside
+it, before anybody hears of it: once a verdict is known, some shard may have applied it, and could not measure that round again.
 
 Rounds are settled one after the other. Methods run under the shard's lock unless they say that they take none. Must not know
 sessions.
@@ -194,6 +194,11 @@ class Coordinator:
     def verdict_on(self, round_: int) -> Verdict | None:
         """The verdict on a round, or None."""
         return self._verdict if self._verdict is not None and self._verdict.round == round_ else None
+
+    @property
+    def final_verdict(self) -> Verdict | None:
+        """The verdict on the latest round that has one, if all shards may apply it."""
+        return self._verdict if self._verdict is not None and self._verdict.is_final else None
 
     def judge(self, round_: int, under: Verdict | None, measures: Sequence[job_pb2.Measure]) -> Verdict | None:
         """The verdict that follows from the measures of a round; None if the round needs no other one. Takes no lock.

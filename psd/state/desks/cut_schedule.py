@@ -6,6 +6,7 @@ Shard 0 checks after each push, whose reply then carries the cut, and at each ti
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections import deque
 from collections.abc import Callable, Iterator
 
@@ -121,7 +122,35 @@ class CutSchedule:
             counted={what: sorted(found) for what, found in self._counted(job) if found},
             order=job.arena.word("cut_order"),
             ended_at=self._wall(),
+            settled=self._settled(job).SerializeToString().hex(),
         )
+
+    def _settled(self, job: Job) -> data_pb2.PullRequest:
+        """On shard 0: what a worker would bring to the others of the latest rounds. Elsewhere nothing."""
+        if job.coordinator is None:
+            return data_pb2.PullRequest()
+        with self._core.lock:
+            verdict = job.coordinator.final_verdict
+            message = None if verdict is None else verdict.to_message()
+            return data_pb2.PullRequest(decisions=job.coordinator.latest(), verdict=message)
+
+    def reach(self, step: int, brought: data_pb2.PullRequest, note: EndNote) -> EndNote:
+        """Close the rounds before `step`, which other shards have closed, by what shard 0 has settled; return the note on that.
+
+        No worker has brought it here. All shards have the gradients of a round that is decided, but one that was killed since.
+
+        Raises:
+            InvalidRequest: it is not of this job.
+        """
+        job = self._core.declared()
+        decisions = [decided for decided in job.participant.check(brought.decisions) if decided[0] < step]
+        verdict = job.participant.verdict_of(brought)
+        with self._core.lock:
+            self._core.count_staged(decisions)
+        for decided in decisions:
+            job.participant.follow([decided], verdict if verdict is not None and verdict.round == decided[0] else None)
+        counted = {what: sorted(found) for what, found in self._counted(job) if found}
+        return dataclasses.replace(note, step=self.progress, counted=counted, reached=step)
 
     def _counted(self, job: Job) -> Iterator[tuple[str, set[str]]]:
         """Yield what the trained blocks count, in words, for the end note."""
