@@ -14,6 +14,7 @@ batches.py     batches on vectors: a matrix in which each life of a worker count
 program.py     the worker: calls the public API, goes on after errors in one of several ways, writes its history
 links.py       a proxy per worker and shard, for control and bulk apart: refuse, reset, delay, truncate, half-open, black hole
 processes.py   shards and workers, killed and started again; children.py is what each does first
+damage.py      which bytes of a shard's files may be changed, so that it must find that
 trial.py       runs a plan, and leaves histories, logs, a timeline and the parameters of the end
 launched.py    the same under psd-run, which is told to end, or killed; launched_worker.py is the script of its workers
 outcome.py     what is left of it
@@ -61,6 +62,8 @@ def main() -> int:
         say(verdict.report())
         return 1 if verdict.failures else 0
     signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background it is ignored, and so by children, too
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # likewise under nohup; children do not inherit a handler
+        signal.signal(signal.SIGHUP, lambda *_: None)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that nothing is left running, or in memory
     logging.getLogger("psd").addHandler(logging.NullHandler())  # what is wrong with checkpoints is for the shards to say
     begun = time.monotonic()
