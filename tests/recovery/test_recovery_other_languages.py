@@ -132,7 +132,7 @@ def test_a_job_goes_back_to_its_checkpoint_when_a_shard_has_lost_its_memory(
 ) -> None:
     """The workers carry the checkpoint from shard to shard, and bring both back to it.
 
-    A worker that finds one shard gone back and the other one not begins a timeline of its own, so the last one can be 1 or above.
+    A worker that finds one shard gone back, and the other one not, begins another timeline: the last one is 1 or above.
     """
     shards = shard_processes(2, "--lease", "60", "--checkpoint-dir", str(tmp_path / "checkpoints"))
     workers = job(shards, languages)
