@@ -25,7 +25,8 @@ NOTICED_S = 20.0
 UNEXPLAINED_S = 8.0
 
 NAMES_SOMEBODY = re.compile(r"shard \d+|worker \d+")
-_DEFECT = re.compile(r"Traceback|Exception ignored|Fatal Python error|CRITICAL|ERROR(?! (.*checkpoint|round \d+ cannot))")
+_ALLOWED_ERROR = r"(.*checkpoint|round \d+ cannot|the parameters stay in)"
+_DEFECT = re.compile(rf"Traceback|Exception ignored|Fatal Python error|CRITICAL|ERROR(?! {_ALLOWED_ERROR})")
 _PREFIX = re.compile(r"^psd: worker \d+: ")
 
 EXPIRED = "fallen silent"
