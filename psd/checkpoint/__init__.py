@@ -20,7 +20,7 @@ can read the `.json` files, too: they have one chunk or tensor to a line, and en
     storage.py      local directories and object stores: whole files or none
     writing.py, loading.py, reading.py, row_reading.py, row_values.py, export.py, importing.py    the operations
     notes.py        notes that shards leave for each other here
-    ends.py         notes on what shards hold at the end of a job
+    ends.py         notes on when shards began, and what they hold at the end of a job
     directory.py    CheckpointDirectory, the one class that others use
     plain.py, safetensors.py, parquet.py    files in other programs' formats
     parameters.py   only the parameters, from a checkpoint or a plain safetensors file, for another job to begin with
@@ -31,7 +31,7 @@ A layer between contract and state: knows neither the blocks in a shard's memory
 from psd.checkpoint.blocks import BlockPart, RestoredBlock
 from psd.checkpoint.cut import CheckpointInfo, CheckpointState, Cut
 from psd.checkpoint.directory import CheckpointDirectory
-from psd.checkpoint.ends import EndNote, common_cut, read_ends, to_settle, write_end
+from psd.checkpoint.ends import EndNote, common_cut, read_ends, read_lives, to_settle, write_end, write_life
 from psd.checkpoint.importing import import_table
 from psd.checkpoint.manifest import Manifest
 from psd.checkpoint.parameters import ParameterSource, directory_at, open_parameters, parameter_blocks, table_values
@@ -58,7 +58,9 @@ __all__ = [
     "EndNote",
     "common_cut",
     "read_ends",
+    "read_lives",
     "to_settle",
     "write_end",
+    "write_life",
     "import_table",
 ]

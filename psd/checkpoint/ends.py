@@ -1,9 +1,10 @@
-"""The end notes of a job's shards: what each holds once nothing changes it any more.
+"""Notes of a job's shards on their lives: when each began and, once nothing changes it any more, what it holds.
 
 Shards never talk to each other: workers carry what they have to know. At the end there may be no workers left, so each shard
 leaves a note where the checkpoints are. When all notes are there, every shard makes the same cut of them, or finds that what
 they hold is of different rounds. With exact aggregation the note of shard 0 also has what workers may not have carried: those
-who are behind close their rounds by it, and leave another note. Must not know blocks in memory, nor how long anybody waits.
+who are behind close their rounds by it, and leave another note. A checkpoint that a shard announced because it ended is not
+that of the job's end if the shard has begun anew since. Must not know blocks in memory, nor how long anybody waits.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from psd.contract.errors import CheckpointCorrupt, CheckpointFailed
 from psd.contract.layout import Layout
 from psd.v1 import data_pb2
 
-DIRECTORY, TOPIC = "ends", "end"
+DIRECTORY, _END, _LIFE = "ends", "end", "life"
 
 
 @dataclass(frozen=True)
@@ -77,15 +78,26 @@ class EndNote:
         raise CheckpointCorrupt(f"an end note has unexpected contents: {note}")
 
 
+def write_life(notes: ShardNotes, began_at: float, shard_index: int, shard_count: int) -> None:
+    """Note when a shard's process began, in seconds since 1970, in place of an earlier one's note."""
+    notes.write(DIRECTORY, _LIFE, shard_index, shard_count, {"began_at": began_at})
+
+
+def read_lives(notes: ShardNotes, shard_count: int) -> dict[int, float]:
+    """Times at which the latest processes of the shards began, by shard; without those that have ended."""
+    found = {index: facts.get("began_at") for index, facts in notes.read(DIRECTORY, _LIFE, shard_count).items()}
+    return {index: began_at for index, began_at in found.items() if isinstance(began_at, float)}
+
+
 def write_end(notes: ShardNotes, note: EndNote, shard_index: int, shard_count: int) -> None:
     """Store a shard's note, in place of an earlier one."""
-    notes.write(DIRECTORY, TOPIC, shard_index, shard_count, dataclasses.asdict(note))
+    notes.write(DIRECTORY, _END, shard_index, shard_count, dataclasses.asdict(note))
 
 
 def read_ends(notes: ShardNotes, own: EndNote, shard_count: int) -> dict[int, EndNote]:
     """The notes so far of the shards of the job in `own`, by shard."""
     found = {}
-    for index, facts in notes.read(DIRECTORY, TOPIC, shard_count).items():
+    for index, facts in notes.read(DIRECTORY, _END, shard_count).items():
         with contextlib.suppress(CheckpointCorrupt):
             note = EndNote.parse(facts)
             if note.job == own.job:

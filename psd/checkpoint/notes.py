@@ -1,7 +1,8 @@
 """Notes that shards leave for each other among the checkpoints, because they never talk to each other.
 
     <url>/timeline-.../shard-00000-of-00002.come.note    progress of a shard with a cut of vectors, in the cut's directory
-    <url>/ends/shard-00000-of-00002.end.note             what a shard holds at its end (ends.py)
+    <url>/ends/shard-00000-of-00002.life.note            when a shard began (ends.py)
+    <url>/ends/shard-00000-of-00002.end.note             what it holds at its end
 
 Must not know what a note means, or how long anybody waits for one.
 """

@@ -6,19 +6,31 @@
               not heard of a round's decision close it before. Where another shard has heard of all workers that they have
               ended well, and has stored its part of that, this one stores its own
 
-Both are bounded in time. Must not know signals, or when a shard ends.
+Both are bounded in time. A shard may end alone, and begin anew before the job ends: what was taken at its end, perhaps only
+seconds ago, is not the job's last checkpoint. Must not know signals, or when a shard ends.
 """
 
 from __future__ import annotations
 
 import logging
+import re
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import TimeoutError as FutureTimeoutError
 
-from psd.checkpoint import CheckpointDirectory, Cut, EndNote, common_cut, read_ends, to_settle, write_end
-from psd.checkpoint.cut import FINAL_ID, name_of
+from psd.checkpoint import (
+    CheckpointDirectory,
+    Cut,
+    EndNote,
+    common_cut,
+    read_ends,
+    read_lives,
+    to_settle,
+    write_end,
+    write_life,
+)
+from psd.checkpoint.cut import FINAL_ID, CutName, name_of
 from psd.checkpoint.ends import DIRECTORY as ENDS
 from psd.contract.config import ServerConfig
 from psd.contract.errors import CheckpointFailed, PsdError
@@ -33,14 +45,18 @@ logger = logging.getLogger(__name__)
 LINGER_S = 1.0
 """Seconds for which an end note stays after a failure, so that the other shards can read it."""
 
-_PREFIX = "last"
-"""First letters of the ids of cuts that are announced because the job ends."""
+_ID = re.compile(r"last(\d+)x\w+")
+"""Ids of cuts that are announced because the job ends; they say by which shard."""
 
 FRESH_S = 10.0
 """Seconds that may lie between the signals to end for the shards of a job, with the difference of their clocks."""
 
 LONELY_S = 1.0
 """Seconds without a worker's connection after which workers count as gone: one may have lost it, and open another."""
+
+
+class _OthersGone(CheckpointFailed):
+    """Some shards leave no notes: they have not ended, or before this one was told to."""
 
 
 class LastCheckpoint:
@@ -71,16 +87,26 @@ class LastCheckpoint:
         self._has_workers = has_workers
         self._now = now
         self._wall = wall
-        self._told_at: float | None = None  # seconds since 1970
+        self._since: float | None = None  # see _told_since
+        self._lives: dict[int, float] = {}  # by shard, when its process began: those of then
         self._lock = threading.Lock()
         self._is_given_up = threading.Event()
 
     def begin(self) -> None:
-        """Remove the note that an earlier process of this shard may have left: the shard has not ended."""
+        """Remove the notes of an earlier process of this shard, and leave one: the shard has not ended."""
+        notes, index, count = self._directory.notes, self._config.shard_index, self._config.shard_count
+        try:
+            notes.remove(ENDS, index)
+            write_life(notes, self._wall(), index, count)
+        except CheckpointFailed as error:
+            logger.warning("the shard goes on without its place for checkpoints: %s", error)
+
+    def end(self) -> None:
+        """Remove this shard's notes: it has ended in order."""
         try:
             self._directory.notes.remove(ENDS, self._config.shard_index)
         except CheckpointFailed as error:
-            logger.warning("the shard goes on without its place for checkpoints: %s", error)
+            logger.warning("the shard's notes stay where its checkpoints are: %s", error)
 
     def give_up(self) -> None:
         """End a call of `take` in another thread; return when it has ended. Later calls end at once."""
@@ -106,7 +132,7 @@ class LastCheckpoint:
                 if self._is_taken():
                     return
                 if self._now() >= announces_at and not self._last_cuts():
-                    schedule.announce(_PREFIX + new_id())
+                    schedule.announce(f"last{self._config.shard_index}x{new_id()}")
                 if self._has_workers():
                     heard_at = self._now()
                 elif self._now() > heard_at + LONELY_S:
@@ -118,12 +144,16 @@ class LastCheckpoint:
 
     def _last_cuts(self) -> list[data_pb2.Cut]:
         """The cuts that any shard announced because the job ends: a worker may bring one here before the signal comes."""
-        if self._told_at is None:
-            self._told_at = self._wall()
-        since = self._told_at - FRESH_S
-        cuts = self._shard.cuts
-        named = [cut for cut in cuts.latest() if cut.id.startswith(_PREFIX) and cut.created_at > since]
-        return [cut for cut in named if cut.id not in cuts.given_up]
+        since, cuts = self._told_since(), self._shard.cuts
+        announced = [(cut, _ID.fullmatch(cut.id)) for cut in cuts.latest() if cut.id not in cuts.given_up]
+        return [cut for cut, by in announced if by and cut.created_at > max(since, self._lives.get(int(by[1]), 0.0))]
+
+    def _told_since(self) -> float:
+        """The time from which on shards may have been told of this end, in seconds since 1970."""
+        if self._since is None:
+            self._since = self._wall() - FRESH_S
+            self._lives = read_lives(self._directory.notes, self._config.shard_count)
+        return self._since
 
     def _is_taken(self) -> bool:
         timeline = self._shard.status().timeline
@@ -144,10 +174,14 @@ class LastCheckpoint:
                 return
             try:
                 self._settle(job, note, timeout_s)
+            except _OthersGone:
+                self.name = self._stored_by_others(note)
+                if not self.name:
+                    raise
+                logger.info("the other shards have ended with %s, and so does this one, which has begun anew since", self.name)
             finally:
                 if not self.name:
                     time.sleep(min(LINGER_S, timeout_s))
-                self._directory.notes.remove(ENDS, self._config.shard_index)
         except PsdError as error:
             self._checkpointer.fail(error)
 
@@ -159,6 +193,15 @@ class LastCheckpoint:
             self._directory.discard_unfinished(note.timeline, but=cut.name)
         self._store(cut, began, timeout_s)
 
+    def _stored_by_others(self, note: EndNote) -> str:
+        """Name of the last checkpoint that was taken at this end, perhaps before this process began; empty if there is none."""
+        newest = self._directory.newest()
+        if newest is None or (newest.run_id, newest.timeline) != (note.run_id, note.timeline):
+            return ""
+        name = CutName.of(newest.name)
+        is_of_an_end = name is not None and _ID.fullmatch(name.cut_id) and newest.created_at > self._told_since()
+        return newest.name if is_of_an_end else ""
+
     def _tell(self, note: EndNote, timeout_s: float) -> None:
         """Write this shard's note when nothing else of it is being written, which others may then remove."""
         if not self._checkpointer.await_written(timeout_s):
@@ -169,7 +212,7 @@ class LastCheckpoint:
         """The cut that all shards hold, or that another one has stored when all workers had left.
 
         Raises:
-            CheckpointFailed: there is none.
+            CheckpointFailed: there is none; _OthersGone if some shards leave no notes.
         """
         notes, index, count = self._directory.notes, self._config.shard_index, self._config.shard_count
         final = Cut(FINAL_ID, note.step, note.timeline, note.run_id, created_at=note.ended_at, layout=job.layout)
@@ -183,7 +226,7 @@ class LastCheckpoint:
                     return found
                 if self._now() > until:
                     names = ", ".join(f"shard {other}" for other in sorted(lacking))
-                    raise CheckpointFailed(f"{names} did not end at the same time, so that there is no checkpoint of the end")
+                    raise _OthersGone(f"{names} did not end at the same time, so that there is no checkpoint of the end")
             else:
                 try:
                     return common_cut(ends, job.layout)

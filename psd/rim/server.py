@@ -343,6 +343,8 @@ class ShardServer:
                 least_s = self._config.grace_s if self.done.is_set() else 0.0
                 self._last_checkpoint.settle(max(least_s, ends_at - time.monotonic()))
             self._checkpointer.stop()
+            if self._last_checkpoint is not None and ends_at is not None:
+                self._last_checkpoint.end()
         # Workers have fetched a job that is done, and it is stored if that was asked for; left files would only be mistaken
         # for the next job's.
         self.shard.close(keep=not self.done.is_set() or self.has_failed_to_store)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from free_ports import free_port
 
 import psd_client
 from psd.checkpoint import CheckpointDirectory, CheckpointInfo, CheckpointState
@@ -32,9 +34,11 @@ MODES = {
 
 
 @contextmanager
-def connected(servers: str, rank: int, world_size: int, mode: str) -> Iterator[psd_client.ParameterServer]:
+def connected(
+    servers: str, rank: int, world_size: int, mode: str, retry_timeout: float = 1
+) -> Iterator[psd_client.ParameterServer]:
     """A worker, which dies in the end."""
-    ps = psd_client.connect(servers, rank, world_size, wait_timeout=60, retry_timeout=1)
+    ps = psd_client.connect(servers, rank, world_size, wait_timeout=60, retry_timeout=retry_timeout)
     ps.declare({"w": np.zeros(SIZE, np.float32)}, psd_client.SGD(lr=1.0), **MODES[mode])
     try:
         yield ps
@@ -57,7 +61,7 @@ def end(shards: Sequence[ShardServer], grace_s: float = 30.0) -> None:
 def found_in(url: str) -> list[CheckpointInfo]:
     directory = CheckpointDirectory(url)
     found = directory.checkpoints()
-    assert [directory.verify(info.name) for info in found if info.state is CheckpointState.VALID] in ([], [[]])
+    assert [directory.verify(info.name) for info in found if info.state is CheckpointState.VALID] in ([], [[]], [[], []])
     return found
 
 
@@ -193,6 +197,89 @@ def test_shards_that_are_told_one_after_the_other_take_one_checkpoint_while_work
     assert {shard.last_checkpoint for shard in running.shards} == {stored.name}
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_a_shard_that_was_started_again_does_not_take_its_last_checkpoint_for_that_of_the_jobs_end(
+    tmp_path: Path, mode: str
+) -> None:
+    """A shard was ended in order, while workers trained, and came back; a few seconds later the job ended. The shards believed
+    that the checkpoint of the first end was that of the second, and what had been trained since was in none."""
+    servers, shards, start = restartable(tmp_path)
+    stop, is_back = threading.Event(), threading.Event()
+
+    def train() -> int:
+        with connected(servers, 0, 1, mode, retry_timeout=100) as ps:
+            further = 5
+            while not stop.is_set() or further:
+                ps.push_pull({"w": np.ones(SIZE, np.float32)})
+                further -= is_back.is_set() and further > 0
+            return ps.clock
+
+    with ThreadPoolExecutor(1) as pool:
+        training = pool.submit(train)
+        while not shards[1].shard.schedule.is_training:
+            assert not training.done()
+        shards[1].drain(30)
+        shards[1] = start(1)
+        is_back.set()
+        stop.set()
+        clock = training.result()
+    end(shards)
+
+    last, _ = found_in(str(tmp_path / "checkpoints"))
+    assert last.step == clock
+    assert {shard.last_checkpoint for shard in shards} == {last.name}
+    assert list((tmp_path / "checkpoints").glob("ends/*")) == []
+
+
+def test_a_shard_that_dies_once_the_last_checkpoint_is_stored_ends_with_it_when_it_is_back(tmp_path: Path) -> None:
+    """The others have ended with that checkpoint, and will say nothing more."""
+    servers, shards, start = restartable(tmp_path)
+    stop = threading.Event()
+
+    def train() -> None:
+        with connected(servers, 0, 1, "sync") as ps:
+            while not stop.is_set():
+                ps.push_pull({"w": np.ones(SIZE, np.float32)})
+
+    with ThreadPoolExecutor(1) as pool:
+        training = pool.submit(train)
+        while not all(shard.shard.schedule.is_training for shard in shards):
+            assert not training.done()
+        at_once([lambda shard=shard: shard.take_last_checkpoint(30) for shard in shards])
+        stop.set()
+        training.result()
+    shards[0].stop()
+    shards[0] = start(0)
+    end(shards[1:])
+    end(shards[:1], grace_s=1)
+
+    (stored,) = found_in(str(tmp_path / "checkpoints"))
+    assert {shard.last_checkpoint for shard in shards} == {stored.name}
+    assert not any(shard.has_failed_to_store for shard in shards)
+
+
+def restartable(directory: Path) -> tuple[str, list[ShardServer], Callable[[int], ShardServer]]:
+    """Addresses of two shards; the shards, which have started; and a function that starts one again, where it was."""
+    configs = [
+        ServerConfig(
+            index,
+            2,
+            listen=f"127.0.0.1:{free_port()}",
+            state_dir=str(directory / f"state-{index}"),
+            checkpoint_dir=str(directory / "checkpoints"),
+            lease_s=600,
+        )
+        for index in range(2)
+    ]
+
+    def start(index: int) -> ShardServer:
+        shard = ShardServer(configs[index])
+        shard.start()
+        return shard
+
+    return ",".join(config.listen for config in configs), [start(index) for index in range(2)], start
+
+
 def test_a_shard_that_ends_alone_says_that_the_others_did_not(cluster: Callable[..., Any], tmp_path: Path) -> None:
     """It does not wait for them for long; they may go on, and wait for it to come back."""
     running = cluster(2, checkpoint_dir=str(tmp_path), lease_s=600)
@@ -254,7 +341,7 @@ def test_a_shard_that_continues_where_it_was_does_so_without_a_place_for_checkpo
     shard.start()
     with connected(shard.address, 0, 1, "sync"):
         shard.stop()
-    place.rmdir()
+    shutil.rmtree(place)
     place.write_text("no directory")
 
     with pytest.raises(ConfigError, match=f"--checkpoint-dir: cannot list {place}: Not a directory"):
