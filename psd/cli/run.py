@@ -145,7 +145,6 @@ def _plan(
         **malloc.environment(),
         **shared,
         "PSD_WORLD_SIZE": str(args.workers),
-        "WORLD_SIZE": str(args.workers),
         **for_workers,
     }
 
@@ -153,7 +152,7 @@ def _plan(
     shard_flags = [f"--run-id={run_id}", *_launched_flags(shards, args, hidden), f"--rule-dir={_module_dir(words)}"]
 
     def worker_environ(rank: int, servers: Sequence[str]) -> dict[str, str]:
-        who = {"PSD_RANK": str(rank), "RANK": str(rank), "LOCAL_RANK": str(rank - first)}
+        who = {"PSD_RANK": str(rank), "PSD_LOCAL_RANK": str(rank - first)}
         return {**for_workers, "PSD_SERVERS": ",".join(servers), **who}
 
     def shard_command(index: int, listen: str, state_dir: Path) -> list[str]:

@@ -24,7 +24,7 @@ RESTARTS_MAX = 1_000_000
 SHARD_RESTARTS = 100
 """Default number of restarts: a limit for a shard that dies of every request, about once a second."""
 
-SET_BY_PSD_RUN = ("PSD_SERVERS", "PSD_RANK", "PSD_WORLD_SIZE", "PSD_RUN_ID", "PSD_NODE", "RANK", "LOCAL_RANK", "WORLD_SIZE")
+SET_BY_PSD_RUN = ("PSD_SERVERS", "PSD_RANK", "PSD_WORLD_SIZE", "PSD_LOCAL_RANK", "PSD_RUN_ID", "PSD_NODE")
 """Variables that psd-run sets to tell the processes apart."""
 
 _USAGE = """\
@@ -49,17 +49,16 @@ examples:
 Each worker finds the defaults of psd_client.connect() and psd.distribute() in its environment,
 so that the script needs no addresses and no ranks:
 {variables}
-psd-run sets the first four, and those for which an option is given. For scripts that read them it sets RANK,
-LOCAL_RANK and WORLD_SIZE, too; not MASTER_ADDR and MASTER_PORT, since psd needs no process group of torch: a
-script that wants one beside it names them. Unless they are set, psd-run also sets OMP_NUM_THREADS, so that all
-workers together have as many threads as there are cores; PYTHONUNBUFFERED=1; and malloc thresholds that spare
-fresh memory for each message. All output goes to standard output, psd-run's own messages to standard error.
-On a terminal progress bars are redrawn in place, below the lines, and each process has a colour; a file gets
-one state a second, and no colours. NO_COLOR=1 turns colours off. With --log-dir each process's output is in a
-file of its own as well; runs add to these files, and never empty them. A full disk ends no job: psd-run says so,
-and what has no room is lost. When nobody reads the output any more, as after psd-run ... | head, the job ends;
-while a pager holds it up, the job waits, and a signal ends it all the same. Shards and workers read nothing from
-standard input.
+psd-run sets the first five, and those for which an option is given. It does not set RANK, WORLD_SIZE and
+MASTER_ADDR: trainers take these for a process group of torch, which psd does not need. Unless they are set,
+psd-run also sets OMP_NUM_THREADS, so that all workers together have as many threads as there are cores;
+PYTHONUNBUFFERED=1; and malloc thresholds that spare fresh memory for each message. All output goes to standard
+output, psd-run's own messages to standard error. On a terminal progress bars are redrawn in place, below the
+lines, and each process has a colour; a file gets one state a second, and no colours. NO_COLOR=1 turns colours
+off. With --log-dir each process's output is in a file of its own as well; runs add to these files, and never
+empty them. A full disk ends no job: psd-run says so, and what has no room is lost. When nobody reads the output
+any more, as after psd-run ... | head, the job ends; while a pager holds it up, the job waits, and a signal ends
+it all the same. Shards and workers read nothing from standard input.
 
 The shards listen on 127.0.0.1 alone, without TLS and tokens: other machines cannot reach them, but all users
 of this machine can. PSD_TLS_* and PSD_TOKEN_FILE are for shards elsewhere, and are not passed on to the

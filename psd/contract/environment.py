@@ -28,6 +28,7 @@ VARIABLES = {
     "PSD_SERVERS": "addresses of the shards, in their order, separated by commas",
     "PSD_RANK": "this worker's number, from 0; else what torchrun, mpirun, srun, Ray Train or Kubernetes says",
     "PSD_WORLD_SIZE": "number of workers; else what torchrun, mpirun, srun or Ray Train says",
+    "PSD_LOCAL_RANK": "this worker's number among those of its machine, from 0: for scripts that choose a GPU by it",
     "PSD_RUN_ID": "name of the job; others are refused",
     "PSD_CONSISTENCY": "sync, async or ssp:S, unless the script says which",
     "PSD_QUORUM": "workers whose gradients close a synchronous round, unless the script says how many",
@@ -181,9 +182,7 @@ def worker_environment(servers: str, rank: int, world_size: int, environ: Mappin
         "PSD_SERVERS": servers,
         "PSD_RANK": str(rank),
         "PSD_WORLD_SIZE": str(world_size),
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
+        "PSD_LOCAL_RANK": str(rank),
     }
 
 

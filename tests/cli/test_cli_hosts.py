@@ -37,7 +37,7 @@ from psd.contract.config import ConfigError
 
 WORKER = """
 import os, signal, sys
-names = ("PSD_RANK", "PSD_WORLD_SIZE", "LOCAL_RANK", "PSD_NODE")
+names = ("PSD_RANK", "PSD_WORLD_SIZE", "PSD_LOCAL_RANK", "PSD_NODE")
 print("worker", *(os.environ[name].rpartition("/")[2] for name in names), flush=True)
 if sys.argv[1:] == ["wait"]:
     signal.pause()

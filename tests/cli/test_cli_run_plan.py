@@ -145,12 +145,13 @@ def test_worker_environ_when_options_are_given_then_only_those_are_set(script):
         "PSD_SERVERS": "127.0.0.1:7000,127.0.0.1:7001",
         "PSD_RANK": "1",
         "PSD_WORLD_SIZE": "3",
+        "PSD_LOCAL_RANK": "1",
         "PSD_RUN_ID": plan.run_id,
         "PSD_CONSISTENCY": "sync",
         "PSD_AGGREGATION": "exact",
         "PSD_REDUCE": "sum",
     }
-    assert (environ["RANK"], environ["LOCAL_RANK"], environ["WORLD_SIZE"]) == ("1", "1", "3")
+    assert not {"RANK", "LOCAL_RANK", "WORLD_SIZE"} & environ.keys()
     assert environ["HOME"] == "/home"
     assert environ["PYTHONUNBUFFERED"] == "1"
 
@@ -229,7 +230,7 @@ def test_plan_when_it_is_of_a_node_then_its_workers_have_local_ranks_and_its_sta
     plan = parse([*options, str(tmp_path), "true"], {"PSD_TOKEN_FILE": "t"}, "run-7", 1)
 
     environ = plan.worker_environ(3, ["127.0.0.1:7000"])
-    assert (environ["PSD_RANK"], environ["LOCAL_RANK"], environ["PSD_WORLD_SIZE"]) == ("3", "1", "4")
+    assert (environ["PSD_RANK"], environ["PSD_LOCAL_RANK"], environ["PSD_WORLD_SIZE"]) == ("3", "1", "4")
     assert (environ["PSD_RUN_ID"], environ["PSD_NODE"]) == ("run-7", "run-7/1")
     assert "PSD_TOKEN_FILE" not in environ
     assert plan.state_dirs == [tmp_path / "node-0", tmp_path / "node-1"]

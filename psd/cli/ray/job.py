@@ -287,8 +287,7 @@ class _RayJob:
         self._begun[rank] += 1
         self._summary.on_start("worker", rank)
         # Ray shows to each worker the GPUs that are its own, so that it is the only one there.
-        who = {"PSD_RANK": str(rank), "RANK": str(rank), "LOCAL_RANK": "0"}
-        who |= {"PSD_WORLD_SIZE": str(plan.workers), "WORLD_SIZE": str(plan.workers), "PSD_RUN_ID": plan.run_id}
+        who = {"PSD_RANK": str(rank), "PSD_LOCAL_RANK": "0", "PSD_WORLD_SIZE": str(plan.workers), "PSD_RUN_ID": plan.run_id}
         environ = {**plan.worker_environ, "PSD_SERVERS": ",".join(self._servers), "PYTHONUNBUFFERED": "1", **who}
         # Once its actor is there: a call to one that Ray is just starting again would fail, as a life of the worker.
         run = actor.run.options(max_task_retries=0)
