@@ -120,14 +120,14 @@ for step in range(10**9):
 """Trains until it is ended; or, if it is to hang, does nothing after four steps, and does not end on SIGTERM."""
 
 SPOILING = """
-import os, sys
+import shutil, sys
 import numpy as np
 import psd_client
 
 with psd_client.connect() as ps:
     ps.declare({"w": np.zeros(5, np.float32)}, optimizer=psd_client.SGD(lr=1.0))
     ps.push_pull({"w": np.ones(5, np.float32)})
-    os.rmdir(sys.argv[1])
+    shutil.rmtree(sys.argv[1])
     open(sys.argv[1], "w").close()
 """
 """Trains, and puts a file in the place of the directory for checkpoints."""
