@@ -7,8 +7,8 @@ two the shards hold a float32 master).
 
 declaration.py decides what is declared, and groups.py which scalars go with each push; embedding.py has the modules whose rows
 are on the shards, and tables.py pulls and pushes these rows; schedule.py keeps a learning-rate schedule at the job's clock;
-uncompiled.py keeps torch.compile out of all this. Must not know blocks, shards or messages. Only the torch modules import
-torch.
+uncompiled.py keeps torch.compile out of all this, surroundings.py looks what else averages gradients. Must not know blocks,
+shards or messages. Only the torch modules import torch.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ from psd_client.torch.options import has_slots
 from psd_client.torch.parameters import Parameters, as_tensors, copy_all
 from psd_client.torch.schedule import DistributedScheduler, register, scheduler
 from psd_client.torch.slots import LoadedSlots, slots_of
+from psd_client.torch.surroundings import refuse_data_parallel, tell_of_process_group
 from psd_client.torch.tables import Tables
 from psd_client.torch.uncompiled import uncompiled
 from psd_core.optimizer import Optimizer
@@ -120,7 +121,7 @@ def distribute(
         connect_args: servers, rank, world_size and so on, of psd_client.connect.
 
     Raises:
-        TypeError: an optimizer that psd does not have, or arguments that exclude each other.
+        TypeError: an optimizer that psd does not have, a DistributedDataParallel, or arguments that exclude each other.
         InvalidRequest, InvalidTensor: an option or a parameter that psd cannot train; the message names it.
         SpecMismatch: another worker has declared something else.
     """
@@ -143,6 +144,7 @@ def distribute(
         raise InvalidRequest('overlap: not with nan_policy="skip", which looks at the whole gradient before anything is sent')
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {model!r}")
+    refuse_data_parallel(model)
     if isinstance(optimizer, Optimizer):
         always, template = optimizer.always, spec_of(optimizer)
         optimizer = Options(optimizer, params if params is not None else [p for p in model.parameters() if p.requires_grad])
@@ -170,6 +172,7 @@ def distribute(
             nan_policy=nan_policy,
             tables=declaration.tables.specs,
         )
+    tell_of_process_group(connection.rank, connection.world_size)
     copy_all(declaration.parameters, as_tensors(worker_of(connection).parameters)[: len(declaration.parameters)])
     return DistributedOptimizer(optimizer, connection, declaration, overlap=overlap)
 
