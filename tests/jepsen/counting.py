@@ -111,7 +111,8 @@ def claim(histories: Histories, gradient: Gradient) -> str | int:
     if any(call.change.get("blocks_late") for call in window):
         before = gradient.life.calls[: gradient.life.calls.index(window[0])]
         is_staged = sum(call.change.get("blocks_staged", 0) for call in before) > 0  # of the gradient before, still undecided
-        is_alone = not is_staged and all(call.number in (-1, gradient.number) for call in window)
+        is_one = sum(call.change.get("pushes", 0) for call in window) <= 1  # else of one before, too, which was completed first
+        is_alone = is_one and not is_staged and all(call.number in (-1, gradient.number) for call in window)
         told = sum(call.change.get("blocks_counted", 0) + call.change.get("blocks_duplicate", 0) for call in window)
         return told if is_alone else "at most"
     return "once"
