@@ -67,6 +67,7 @@ from psd_client.tables import (
 )
 from psd_client.vector_batch import Batch, BatchAnswer
 from psd_client.vectors import Matrix, Vector
+from psd_client.worker.reduction import Reduced
 from psd_client.worker.session.orders import Drained
 from psd_core import rules as _rules
 from psd_core.rules import *  # noqa: F403 - a rule stands in one place
@@ -76,6 +77,7 @@ logging.getLogger("psd_client").addFilter(PrintableRecords())
 __all__ = [
     "connect",
     "ParameterServer",
+    "Reduced",
     "Reader",
     "ReadTable",
     "CustomRule",

@@ -24,6 +24,7 @@ from psd_client.tensors import NamedTensors, check_params, fill, tensor_specs
 from psd_client.vector_batch import Batch
 from psd_client.vectors import Matrix, Vector, by_name, matrix_of, vector_of
 from psd_client.worker.flat_calls import FlatCalls
+from psd_client.worker.reduction import Reduced
 from psd_core.optimizer import Optimizer
 
 logger = logging.getLogger("psd_client")
@@ -292,6 +293,54 @@ class ParameterServer:
             BarrierTimeout: some workers, which the message names, have not arrived within the wait timeout.
         """
         self._worker.barrier(name)
+
+    def all_reduce(self, values: Mapping[str, Any], op: str = "sum") -> Reduced:
+        """Reduce a few numbers over all workers, such as losses and counts of an evaluation, and return the result to each.
+
+            total = ps.all_reduce({"loss": loss_sum, "correct": correct, "count": count})
+            print(total["loss"] / total["count"], "over", total.workers, "workers")
+
+        All workers in the job call this, with the same names and `op`, and wait for each other as at a barrier. All get the
+        same bits, whatever the order in which they come: sums of floats are rounded once, sums of ints are exact. The numbers
+        of a worker count once, or not at all if it leaves or dies before all have come; nobody waits for it then.
+
+        Args:
+            values: numbers by name, or tensors and arrays of one element; at most 256 (the shards' --max-reduced-numbers). A
+                name that is an int on all workers stays one; NaN and infinity are as in arithmetic.
+            op: "sum"; "mean", over workers, which is a float; "min" or "max", NaN if any is.
+
+        Raises:
+            InvalidRequest: a name, value or `op` is wrong, or is not that of the workers that have come; or a sum of ints may
+                not fit into 64 bits. This worker has not come then.
+            BarrierTimeout: some workers, which the message names, have not called it within the wait timeout.
+        """
+        return self._worker.all_reduce(values, op)
+
+    def stop(self) -> int:
+        """End the job for all workers at one step, as an early stop does; call it on any worker, and go on as before.
+
+        All workers make the steps before that one and none beyond, in every consistency mode. It is the earliest that none of
+        them may have begun: under "sync" two steps after the present one, else two after the foremost worker's. Then the next
+        push of each raises Drained, a SystemExit that ends the program in order, with status 0, unless the program catches it,
+        or has looked at `is_over`. Calling it again, or on several workers, changes nothing: the first call holds.
+
+        Returns:
+            The step at which the job ends: the clock that every worker then has.
+
+        Raises:
+            NotDeclared: nothing is declared yet. InvalidRequest: nothing is trained on shard 0, so that there are no steps.
+            ShardUnavailable, SessionFenced: shard 0 may not have heard it; call it again.
+            RolledBack: the job has gone back to a checkpoint; call it again if it is still to end.
+        """
+        return self._worker.stop()
+
+    @property
+    def is_over(self) -> bool:
+        """True if the job ends at the present step, by `stop` on some worker or psdctl drain: the next push raises Drained.
+
+        For loops that end by themselves: `while ps.clock < steps and not ps.is_over`.
+        """
+        return self._worker.is_over
 
     def log(self, step: int, /, **scalars: Any) -> None:
         """Report scalars of a step for psdctl top, the dashboard and files: `ps.log(ps.clock, loss=loss, accuracy=0.9)`.

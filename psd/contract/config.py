@@ -133,6 +133,9 @@ class Limits:
     # A frame needs 4 MiB and a header; a declaration about 64 bytes for each tensor.
     message_bytes_max: int = _limit(32 << 20, 5 << 20, 1 << 30, "one gRPC message; large declarations may need more")
     name_bytes_max: int = _limit(256, 1, 4096, "the name of a tensor or a barrier")  # in UTF-8
+    reduced_numbers_max: int = _limit(
+        256, 0, 1 << 14, "numbers that workers bring to one all_reduce"
+    )  # shard 0 has those of all
     tables_max: int = _limit(1024, 0, 10_000, "sparse tables of the job")
     table_dim_max: int = _limit(4096, 1, 1 << 16, "numbers of a table's row")
     table_bytes_max: int = _limit(

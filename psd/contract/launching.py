@@ -19,7 +19,7 @@ DONE_PATTERN = r"psd-server: shard (\d+)/(\d+) done: all workers have left"
 
 COUNTED_PATTERN = (
     r"psd-server: shard \d+/\d+ has counted (\d+) pushes, (\d+) late, up to step (\d+) from (\d+)"
-    r"(?:; (\d+) steps in ([\d.]+) s)?"
+    r"(?:; (\d+) steps in ([\d.]+) s)?(?:; ended there, (as .+))?"
 )
 """The line on standard error that counts what a shard has done, if anything, when it ends in order; psd-run adds these up."""
 

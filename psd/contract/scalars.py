@@ -5,8 +5,10 @@ Both sides check: the client before it takes a scalar, the shard because it cann
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import math
+import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -37,6 +39,21 @@ def checked_step(step: Any) -> int:
     if not 0 <= found <= INTEGER_MAX:
         raise InvalidRequest(f"step: expected 0 to {INTEGER_MAX}, got {found}")
     return found
+
+
+def checked_number(name: str, value: Any) -> float | int:
+    """The number as an int if it is whole by its type, NumPy's and tensors' included, else as `checked_value` has it.
+
+    Raises:
+        InvalidRequest: it is no number, or a whole one beyond 64 bits.
+    """
+    if not isinstance(value, bool):
+        with contextlib.suppress(TypeError):
+            found = operator.index(value)
+            if not -(1 << 63) <= found < 1 << 63:
+                raise InvalidRequest(f"{name}: {found} is beyond 64 bits; pass a float")
+            return found
+    return checked_value(name, value)
 
 
 def checked_value(name: str, value: Any) -> float:

@@ -54,6 +54,7 @@ ROLES: dict[str, frozenset[Role]] = {
     _CONTROL + "Commit": _WORKER,
     _CONTROL + "Measure": _WORKER,
     _CONTROL + "Barrier": _WORKER,
+    _CONTROL + "Stop": _WORKER,
     _CONTROL + "Log": _WORKER,
     _CONTROL + "Load": _WORKER,
     _CONTROL + "Rollback": _WORKER,

@@ -71,6 +71,7 @@ class ControlService:
             "Kick": self.kick,
             "SetLearningRate": self.set_learning_rate,
             "Drain": self.drain,
+            "Stop": self.stop,
             "Log": self.log,
             "Curves": self.curves,
         }
@@ -144,9 +145,9 @@ class ControlService:
 
     def barrier(self, request: control_pb2.BarrierRequest, context: grpc.ServicerContext) -> control_pb2.BarrierReply:
         began = self._shard.now()
-        generation = Waiter(self._shard, context).wait(self._shard.arrive(request))
+        reply: control_pb2.BarrierReply = Waiter(self._shard, context).wait(self._shard.arrive(request))
         self._shard.count_barrier(self._shard.age_s(began))
-        return control_pb2.BarrierReply(generation=generation)
+        return reply
 
     def load(self, request: control_pb2.LoadRequest, context: grpc.ServicerContext) -> control_pb2.LoadReply:
         ticket = self._shard.parameters.load(request)
@@ -177,6 +178,10 @@ class ControlService:
     def drain(self, request: control_pb2.DrainRequest, context: grpc.ServicerContext) -> control_pb2.DrainReply:
         del request, context
         return control_pb2.DrainReply(ends_at=self._shard.end_job())
+
+    def stop(self, request: control_pb2.StopRequest, context: grpc.ServicerContext) -> control_pb2.StopReply:
+        del context
+        return control_pb2.StopReply(orders=self._shard.stop(request.caller))
 
     def log(self, request: control_pb2.LogRequest, context: grpc.ServicerContext) -> control_pb2.LogReply:
         del context

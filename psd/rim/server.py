@@ -22,6 +22,7 @@ from psd.checkpoint.storage import no_crash
 from psd.contract.config import ConfigError, ServerConfig, is_loopback, parse_address
 from psd.contract.errors import CheckpointFailed, PsdError
 from psd.contract.frames import KEEPALIVE_OPTIONS, WINDOW_OPTIONS
+from psd.contract.orders import NEXT_PUSH, asker_of, reason_text
 from psd.contract.roster import Roster
 from psd.rim.access import Access, AccessInterceptor
 from psd.rim.bulk_server import BulkServer
@@ -284,7 +285,10 @@ class ShardServer:
         pushes = f"{now.counters.pushes_accepted} pushes, {now.counters.pushes_late} late"
         steps, seconds = self.shard.trained
         pace = f"; {steps} steps in {seconds:.3f} s" if steps and seconds else ""
-        return f"has counted {pushes}, up to step {clock} from {self.shard.began_at}{pace}"
+        order = now.ended_by if now.orders is None or not now.orders.ends_at else now.orders
+        is_ordered = order is not None and order.ends_at in (NEXT_PUSH, clock)
+        why = f"; ended there, {reason_text(asker_of(order))}" if order is not None and is_ordered else ""
+        return f"has counted {pushes}, up to step {clock} from {self.shard.began_at}{pace}{why}"
 
     def expect_end(self) -> None:
         """Note that `take_last_checkpoint` will be called, so that `drain` need not do so."""

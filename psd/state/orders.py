@@ -1,10 +1,11 @@
-"""Orders of an operator to a running job: to scale its learning rate, or to end. On shard 0.
+"""Orders to a running job: to scale its learning rate, which an operator gives, or to end, which a worker may ask for, too. On
+shard 0.
 
 Workers hear of an order in the replies to their pushes. An order begins at a clock that nobody can reach before hearing of it:
 a worker pushes for a round only after the one before it has closed on shard 0, and so after a reply to an earlier push. Orders
 are stored beside the arena before anybody hears of them. Checkpoints have the scales, too: a job that goes on from one has the
 scale that it had there. Each scale holds from its clock on, so that a job that goes back has the same scales at the same steps
-again. Must not know workers.
+again, and ends at the same step. Must not know workers.
 """
 
 from __future__ import annotations
@@ -16,6 +17,11 @@ from psd.contract.errors import InvalidRequest
 from psd.contract.orders import NEXT_PUSH
 from psd.state import locks
 from psd.v1 import job_pb2
+
+HEARD = 2
+"""Rounds from the open one to the first that no worker pushes for before it hears of an order given now: the reply to its push
+for the round between brings it, at the latest. Without rounds likewise, from the foremost worker's next step: a worker that has
+come back may have made one more than shard 0 knows."""
 
 SCALE_MAX = 1e6
 ORDERS_MAX = 8
@@ -31,12 +37,14 @@ class JobOrdersDesk:
 
     Attributes:
         current: the orders, for replies, which copy them; None if there are none.
+        fulfilled: the last order to end that all workers have followed; None before.
     """
 
     def __init__(self, save: Callable[[bytes], None]) -> None:
         self._save = save
         self._orders = job_pb2.JobOrders()
         self.current: job_pb2.JobOrders | None = None
+        self.fulfilled: job_pb2.JobOrders | None = None
 
     def restore(self, stored: bytes) -> None:
         """Take over the orders that an earlier process of this shard has stored."""
@@ -57,7 +65,7 @@ class JobOrdersDesk:
         own = [*self._orders.learning_rates]
         earlier = [rate for rate in stored if not own or rate.clock < own[0].clock]
         if earlier:
-            self._change(job_pb2.JobOrders(learning_rates=[*earlier, *own], ends_at=self._orders.ends_at))
+            self._set_rates([*earlier, *own])
 
     def scale_learning_rate(self, scale: float, clock: int) -> job_pb2.LearningRateScale:
         """Scale the learning rate from a clock on, and return the order that holds: an earlier one if it has the same scale.
@@ -74,20 +82,38 @@ class JobOrdersDesk:
             return rates[-1]
         earlier = [rate for rate in rates if rate.clock < clock]
         found = job_pb2.LearningRateScale(clock=clock, scale=scale)
-        kept = [*earlier, found][-ORDERS_MAX:]
-        self._change(job_pb2.JobOrders(learning_rates=kept, ends_at=self._orders.ends_at))
+        self._set_rates([*earlier, found][-ORDERS_MAX:])
         return found
 
-    def end(self, clock: int) -> int:
-        """End the job before the pushes of a clock. Returns that clock; if the job is to end already, the earlier order's."""
-        if not self._orders.ends_at:
-            self._change(job_pb2.JobOrders(learning_rates=self._orders.learning_rates, ends_at=max(NEXT_PUSH, clock)))
-        return self._orders.ends_at
+    def end(self, clock: int, asked_by: int | None = None) -> bool:
+        """End the job before the pushes of a clock; False if nothing has changed, because it is to end already.
+
+        Args:
+            asked_by: rank of the worker that wants it; None: an operator does, whose order also puts an end forward.
+
+        Raises:
+            OutOfSpace: the order cannot be stored; nothing has changed.
+        """
+        clock = max(NEXT_PUSH, clock)
+        known = self._orders.ends_at
+        if known and (asked_by is not None or known <= clock):
+            return False
+        self._change(job_pb2.JobOrders(learning_rates=self._orders.learning_rates, ends_at=clock, asked_by=asked_by))
+        return True
 
     def on_ended(self) -> None:
         """Forget the order to end: everybody has left."""
         if self._orders.ends_at:
-            self._change(job_pb2.JobOrders(learning_rates=self._orders.learning_rates))
+            followed = self._orders
+            self._change(job_pb2.JobOrders(learning_rates=followed.learning_rates))
+            self.fulfilled = followed
+
+    def _set_rates(self, rates: Sequence[job_pb2.LearningRateScale]) -> None:
+        orders = job_pb2.JobOrders()
+        orders.CopyFrom(self._orders)
+        del orders.learning_rates[:]
+        orders.learning_rates.extend(rates)
+        self._change(orders)
 
     def _change(self, orders: job_pb2.JobOrders) -> None:
         self._save(orders.SerializeToString())

@@ -20,12 +20,12 @@ from psd.checkpoint import CheckpointDirectory
 from psd.checkpoint.cut import FINAL_ID
 from psd.contract.config import ConfigError, ServerConfig
 from psd.contract.errors import CheckpointFailed, Draining, InvalidRequest, PsdError
-from psd.contract.orders import end_text, scale_text
+from psd.contract.orders import asker_of, end_text, reason_text, scale_text
 from psd.contract.roster import Absence
 from psd.state.core import ShardCore, check_begun_as
 from psd.state.counts import LaneCounts
 from psd.state.curves import Curves, PointBatch
-from psd.state.cuts.cuts import AHEAD, Cuts
+from psd.state.cuts.cuts import Cuts
 from psd.state.cuts.snapshots import Done, Snapshot, check_cuts
 from psd.state.desks.admission import Admission
 from psd.state.desks.buffers import BufferDesk
@@ -39,8 +39,10 @@ from psd.state.desks.vectors import VectorDesk
 from psd.state.durability.state_directory import Storage
 from psd.state.job import Job
 from psd.state.life import Life
+from psd.state.orders import HEARD
 from psd.state.tickets import Ticket, WaitKind
 from psd.state.workers.membership import Worker, WorkerState
+from psd.state.workers.reducing import brought_by
 from psd.v1 import control_pb2, data_pb2, job_pb2
 from psd_core.arena import Page, StoreClosed
 from psd_core.table import TableSnapshot
@@ -116,11 +118,12 @@ class Shard:
         self._started = now()
 
     def arrive(self, request: control_pb2.BarrierRequest) -> Ticket:
-        """Enter a barrier; the ticket resolves with its generation."""
+        """Enter a barrier; the ticket resolves with the reply."""
         self._core.check_is_first("barriers are held by")
         with self._core.lock:
             worker = self._core.check_caller(request.caller)
             self._core.barriers.check(request.name, request.seq, self.config.limits.name_bytes_max)
+            brought = brought_by(request, self.config.limits, len(self._core.members.workers))
             begun_as = check_begun_as(request.session, request.caller)
             ticket = self._core.ticket(
                 worker,
@@ -130,7 +133,7 @@ class Shard:
                 lambda: self._core.barriers.missing(request.name),
                 request.name,
             )
-            self._core.barriers.on_arrive(begun_as, request.seq, ticket)
+            self._core.barriers.on_arrive(begun_as, request.seq, ticket, brought)
             return ticket
 
     def withdraw(self, ticket: Ticket) -> None:
@@ -268,33 +271,50 @@ class Shard:
         is_stuck = not core.has_checkpoints or core.life.now in (Life.DAMAGED, Life.STRANDED)
         return str(core.lost_round) if core.lost_round is not None and is_stuck else ""
 
-    # -- orders of an operator -----------------------------------------------------------------------------------------
+    # -- orders --------------------------------------------------------------------------------------------------------
 
     def scale_learning_rate(self, scale: float) -> job_pb2.LearningRateScale:
         """Scale the job's learning rate; see ControlService.SetLearningRate."""
-        clock = self._next_clock()
         with self._core.lock:
+            open_round = self._open_round()
+            clock = 0 if open_round is None else open_round + HEARD
             found = self._core.orders.scale_learning_rate(scale, clock)
         logger.warning("%s, as an operator has ordered", scale_text(found))
         return found
 
     def end_job(self) -> int:
-        """Have all workers end before the pushes of one clock; see ControlService.Drain."""
-        clock = self._next_clock()
+        """Have all workers end before the pushes of one clock, or without rounds before their next ones; see Drain."""
         with self._core.lock:
-            ends_at = self._core.orders.end(clock)
-        logger.warning("%s, as an operator has ordered", end_text(ends_at))
-        return ends_at
+            open_round = self._open_round()
+            self._core.orders.end(0 if open_round is None else open_round + HEARD)
+            orders = self._core.orders.current
+        return _told_end(orders, logging.WARNING).ends_at
 
-    def _next_clock(self) -> int:
-        """The first clock at which no worker pushes before it hears of an order given now; 0 without rounds."""
+    def stop(self, caller: job_pb2.Caller) -> job_pb2.JobOrders:
+        """Have all workers end before the pushes of one clock, because a worker wants it; see ControlService.Stop."""
+        with self._core.lock:
+            worker = self._core.check_caller(caller)
+            open_round = self._open_round()
+            if open_round is None:
+                open_round = max(other.clock for other in self._core.members.workers if other.is_waited_for)
+            is_news = self._core.orders.end(open_round + HEARD, asked_by=worker.rank)
+            orders = self._core.orders.current
+        return _told_end(orders, logging.INFO if is_news else logging.DEBUG)
+
+    def _open_round(self) -> int | None:
+        """The open round; None without rounds. Under the shard's lock, so that every later reply to a push has an order for
+        HEARD rounds after it.
+
+        Raises:
+            WrongShard, NotDeclared, InvalidRequest: orders cannot be given, here or now.
+        """
         self._core.check_is_first("orders are given to")
         job = self._core.initialized()
         if not job.trained_count:
             raise InvalidRequest(
                 "shard 0 has no trained blocks, and workers hear of orders by its replies to pushes; use fewer shards"
             )
-        return self.schedule.progress + AHEAD if job.policy.has_rounds else 0
+        return job.version_max if job.policy.has_rounds else None
 
     # -- curves --------------------------------------------------------------------------------------------------------
 
@@ -390,6 +410,7 @@ class Shard:
                 waits=core.waiting.open(),
                 job=job,
                 orders=core.orders.current,
+                ended_by=core.orders.fulfilled,
             )
 
     @property
@@ -430,3 +451,10 @@ class Shard:
     def age_s(self, since: float) -> float:
         """Seconds that have passed since `since`, a time of `now`."""
         return self.now() - since
+
+
+def _told_end(orders: job_pb2.JobOrders | None, level: int) -> job_pb2.JobOrders:
+    """Log when the job is to end; return the orders."""
+    assert orders is not None
+    logger.log(level, "%s, %s", end_text(orders.ends_at), reason_text(asker_of(orders)))
+    return orders

@@ -51,12 +51,12 @@ def test_an_operator_scales_the_learning_rate_kicks_a_worker_and_ends_the_job(jo
     servers, first, second = job
     where = ("--servers", servers)
     for _ in range(2):
-        assert shown(capsys, "set-lr", "0.5", *where)["step"] == 4
+        assert shown(capsys, "set-lr", "0.5", *where)["step"] == 3
     assert main(["set-lr", "0.5", *where]) == 0
-    assert capsys.readouterr().out == "the learning rate is scaled by 0.5 from step 4 on\n"
-    assert shown(capsys, "status", *where)["learning_rates"] == [{"clock": 4, "scale": 0.5}]
+    assert capsys.readouterr().out == "the learning rate is scaled by 0.5 from step 3 on\n"
+    assert shown(capsys, "status", *where)["learning_rates"] == [{"clock": 3, "scale": 0.5}]
     assert main(["status", *where]) == 0
-    assert "order: the learning rate is scaled by 0.5 from step 4 on\n" in capsys.readouterr().out
+    assert "order: the learning rate is scaled by 0.5 from step 3 on\n" in capsys.readouterr().out
 
     table = shown(capsys, "workers", *where, "--sort", "clock")
     assert [(worker["rank"], worker["state"], worker["clock"]) for worker in table["workers"]] == [

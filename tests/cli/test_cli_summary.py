@@ -29,6 +29,18 @@ def test_summary_when_all_is_well_then_steps_are_counted_from_the_checkpoint_tha
     ]
 
 
+def test_summary_when_a_worker_has_ended_the_job_then_it_says_so():
+    """Shard 0 knows it; the others do not."""
+    summary = started()
+    summary.on_line(0, COUNTED.format(0, 12, 0, 6, 0, 6, "2.000") + "; ended there, as worker 1 has asked (stop)")
+    summary.on_line(1, COUNTED.format(1, 12, 0, 6, 0, 6, "2.000"))
+
+    assert summary.lines(9.0) == [
+        "9.0 s; step 6, 3 steps/s; 12 pushes accepted, 0 late",
+        "ended at step 6, as worker 1 has asked (stop)",
+    ]
+
+
 def test_summary_when_the_only_shard_was_killed_then_it_does_not_guess_what_came_before():
     summary = started(shards=(0, 0))
     summary.on_start("worker", 1)

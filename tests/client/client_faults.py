@@ -88,7 +88,7 @@ def _around(method: str) -> Callable[..., Any]:
 
 
 for _method in (
-    *("join", "declare", "commit", "measure", "log", "barrier", "initialize", "push", "pull", "push_pull"),
+    *("join", "declare", "commit", "measure", "log", "barrier", "stop", "initialize", "push", "pull", "push_pull"),
     *("run_vectors", "change_vectors", "pull_rows"),
 ):
     setattr(FaultyLane, _method, _around(_method))

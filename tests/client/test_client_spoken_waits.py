@@ -51,7 +51,13 @@ def call(ps: ParameterServer, name: str) -> None:
     if name.startswith("DeclaredTable."):
         getattr(ps.tables["t"], name.partition(".")[2])(*{"DeclaredTable.push": [[1], [[1]]]}.get(name, [[1]]))
         return
-    arguments: dict[str, Any] = {"push": GRADIENT, "push_pull": GRADIENT, "load_parameters": GRADIENT, "barrier": "b"}
+    arguments: dict[str, Any] = {
+        "push": GRADIENT,
+        "push_pull": GRADIENT,
+        "load_parameters": GRADIENT,
+        "barrier": "b",
+        "all_reduce": {"x": 1},
+    }
     getattr(ps, name)(*([arguments[name]] if name in arguments else []))
 
 
@@ -88,7 +94,7 @@ def reading_from_nobody(_: str) -> None:
     reading(NOBODY)
 
 
-def with_vectors(method: str, calls: Callable[[ParameterServer], object]) -> Callable[[str], None]:
+def cut_off(method: str, calls: Callable[[ParameterServer], object]) -> Callable[[str], None]:
     """The shard cannot be reached by calls of this method."""
 
     def run(servers: str) -> None:
@@ -126,12 +132,14 @@ WAITS: dict[str, tuple[Callable[[str], None], str]] = {
     "DeclaredTable.push": (in_call("DeclaredTable.push", "push"), "worker 0: step 0: waiting for worker 1"),
     "DeclaredTable.pull": (in_call("DeclaredTable.pull", "push"), "worker 0: step 0: waiting for worker 1"),
     "barrier": (in_call("barrier"), "worker 0: barrier 'b': waiting for worker 1"),
+    "all_reduce": (in_call("all_reduce"), "worker 0: barrier 'all_reduce': waiting for worker 1"),
     "load_parameters": (in_call("load_parameters"), "worker 0: barrier 'load_parameters': waiting for worker 1"),
     "reset_slots": (in_call("reset_slots"), "worker 0: barrier 'load_parameters': waiting for worker 1"),
     "close": (in_call("close", "push"), "worker 0: step 0: waiting for worker 1"),
-    "vector": (with_vectors("change_vectors", lambda ps: ps.vector("v", 3)), "worker 0: step 0: vector 'v' has taken 0 s"),
-    "matrix": (with_vectors("change_vectors", lambda ps: ps.matrix("m", 2, 3)), "worker 0: step 0: vector 'm' has taken 0 s"),
-    "batch": (with_vectors("run_vectors", filled), "worker 0: step 0: batch on vectors has taken 0 s"),
+    "stop": (cut_off("stop", lambda ps: (declared(ps), ps.stop())), "worker 0: step 0: stop has taken 0 s"),
+    "vector": (cut_off("change_vectors", lambda ps: ps.vector("v", 3)), "worker 0: step 0: vector 'v' has taken 0 s"),
+    "matrix": (cut_off("change_vectors", lambda ps: ps.matrix("m", 2, 3)), "worker 0: step 0: vector 'm' has taken 0 s"),
+    "batch": (cut_off("run_vectors", filled), "worker 0: step 0: batch on vectors has taken 0 s"),
     "Reader.pull": (reading, "reader: pull has taken 0 s: no job has been declared on this shard yet"),
     "ReadTable.pull": (reading_rows, "reader: pull has taken 0 s: no job has been declared on this shard yet"),
     "Reader.pull, of nobody": (reading_from_nobody, f"reader: pull has taken 0 s: {NOBODY_ANSWERS}"),

@@ -38,6 +38,8 @@ SPEC = job_pb2.JobSpec(
     ],
 )
 
+NUMBERS_BY_NAME = [control_pb2.Number(name="count", integer=-3), control_pb2.Number(name="loss", real=0.25)]
+
 # Name -> the message without its payload, and the payload (None for messages that have none).
 MESSAGES: dict[str, tuple[Message, bytes | None]] = {
     "push_frame_first": (data_pb2.PushFrame(push=PUSH_HEADER, block=7), PAYLOAD),
@@ -56,6 +58,12 @@ MESSAGES: dict[str, tuple[Message, bytes | None]] = {
     ),
     "declare_request": (control_pb2.DeclareRequest(caller=CALLER, spec=SPEC), None),
     "barrier_request": (control_pb2.BarrierRequest(caller=CALLER, name="epoch-1", seq=2), None),
+    "barrier_request_numbers": (
+        control_pb2.BarrierRequest(caller=CALLER, name="all_reduce", seq=3, numbers=NUMBERS_BY_NAME, reduction=1),
+        None,
+    ),
+    "barrier_reply_numbers": (control_pb2.BarrierReply(generation=2, numbers=NUMBERS_BY_NAME, workers=4), None),
+    "stop_reply": (control_pb2.StopReply(orders=job_pb2.JobOrders(ends_at=43, asked_by=0)), None),
 }
 
 DECISION = job_pb2.Decision(round=41, members=b"\x0d")

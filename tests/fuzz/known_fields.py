@@ -8,7 +8,7 @@ from fuzzing import messages
 from hypothesis import strategies as st
 from malformed_target import ID, LENGTH, ME, STATIC, TABLES_BLOCK, TRAINED, WORLD, Target
 
-from psd.v1 import data_pb2, job_pb2, vectors_pb2
+from psd.v1 import control_pb2, data_pb2, job_pb2, vectors_pb2
 from psd_core.vector_operations import KINDS
 
 IDS = ID.to_bytes(8, "little") * 3
@@ -24,7 +24,11 @@ VECTORS = [
 PAYLOADS = [IDS + bytes(4 * LENGTH - len(IDS)), IDS, b""]
 
 
-OF_VECTORS = {"seq": st.integers(1, 9), "rows": st.sampled_from([b"", (5).to_bytes(8, "little")])}
+OF_VECTORS = {
+    "seq": st.integers(1, 9),
+    "numbers": st.sampled_from([[0.5], [0.5, 1.0], []]),
+    "rows": st.sampled_from([b"", (5).to_bytes(8, "little")]),
+}
 """Fields of requests of vectors that have the names of others, of another type or use."""
 
 
@@ -59,6 +63,8 @@ def known_fields(target: Target) -> dict[str, Any]:
         "last": True,
         "name": "b",
         "seq": 1,
+        "numbers": st.sampled_from([[], [control_pb2.Number(name="x", real=0.5)], [control_pb2.Number(name="x", integer=3)]]),
+        "reduction": st.sampled_from([0, 1, 2, 3, 4]),
         "cut": {"id": "c7"},
         "cuts": {"id": "c7"},
         "created_at": 1.0,
@@ -80,7 +86,6 @@ def known_fields(target: Target) -> dict[str, Any]:
         "out": st.sampled_from([0, 0, 1, 7]),
         "x": st.sampled_from([[0], [0, 1], [], [9]]),
         "y": st.sampled_from([[], [1], [0, 0]]),
-        "numbers": st.sampled_from([[0.5], [0.5, 1.0], []]),
         "start": st.sampled_from([0, 0, 1, 6000]),
         "count": st.sampled_from([0, 1, 3]),
         "payload_bytes": st.sampled_from([0, 0, 24]),

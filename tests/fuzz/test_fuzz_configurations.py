@@ -43,6 +43,7 @@ FLAGS: dict[str, list[str]] = {
     "--max-elements": _limit(str(1 << 48)),
     "--max-message-bytes": [str(5 << 20), str(1 << 30)],
     "--max-name-bytes": _limit("4096"),
+    "--max-reduced-numbers": _limit("16384"),
     "--max-tables": _limit("10000"),
     "--max-table-dim": _limit("65536"),
     "--max-table-bytes": _limit("4096", "1000000", str(1 << 48)),

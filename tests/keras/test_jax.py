@@ -174,6 +174,32 @@ def test_gradients_of_16_bits_travel_as_they_are(run_workers, wrap):
     assert masters == [1 - 3 / 256] * 3
 
 
+@pytest.mark.parametrize("wrap", [jax.jit, lambda step: step], ids=["jit", "eager"])
+def test_a_loop_ends_by_itself_when_one_worker_stops_the_job(run_workers, wrap):
+    """Both make the same steps; a step beyond is refused outside of jit by its own name, which says who has asked."""
+
+    def worker(ps):
+        params, transformation = psd.distribute({"w": jnp.zeros(3)}, psd_client.SGD(lr=1.0), ps=ps)
+        state = transformation.init(params)
+
+        def step(params, state):
+            updates, state = transformation.update({"w": jnp.ones(3)}, state, params)
+            return jax.tree.map(jnp.add, params, updates), state
+
+        made = wrap(step)
+        while not ps.is_over:
+            params, state = made(params, state)
+            jax.block_until_ready(params)
+            if ps.rank == 1 and ps.clock == 3:
+                assert ps.stop() == 5
+        with pytest.raises(psd_client.Drained, match="as worker 1 has asked"):
+            step(params, state)
+        total = ps.all_reduce({"loss": params["w"].sum(), "one": jnp.int32(1)})
+        return ps.clock, int(state), dict(total)
+
+    assert run_workers(2, 1, worker) == [(5, 5, {"loss": -30.0, "one": 2})] * 2
+
+
 def test_errors_keep_their_type_outside_of_jit(run_workers):
     """And their text inside."""
 

@@ -50,6 +50,28 @@ def test_callbacks_schedule_stop_and_store(run_workers, tmp_path):
     assert_close(stored.get_weights(), alone.get_weights())
 
 
+def test_one_worker_ends_the_training_of_all_at_one_step(run_workers):
+    """Worker 1 says so in the midst of an epoch; every fit ends with the batch of that step, and the weights are the same."""
+
+    class Stops(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if self.model.optimizer.ps.rank == 1 and self.model.optimizer.ps.clock == STEPS + 3:
+                assert self.model.optimizer.stop() == STEPS + 5
+
+    def worker(ps):
+        model = small_model()
+        model.compile(optimizer=distribute_in_order(ps, model, keras.optimizers.SGD(0.5)), loss="mse")
+        history = fit(model, ps.rank, ps.world_size, epochs=5, callbacks=[Stops()])
+        assert ps.is_over
+        total = ps.all_reduce({"loss": model.evaluate(*(x.reshape(-1, x.shape[-1]) for x in data()), verbose=0)}, op="mean")
+        return ps.clock, int(model.optimizer.iterations), len(history.epoch), total["loss"], model.get_weights()
+
+    first, second = run_workers(2, 2, worker)
+    assert first[:4] == second[:4]
+    assert first[:3] == (STEPS + 5, STEPS + 5, 2)
+    assert_close(first[4], second[4], 0)
+
+
 def test_a_saved_model_has_the_given_optimizer(run_workers, tmp_path):
     """It loads as one that knows nothing of psd, and trains on alone."""
     path = tmp_path / "model.keras"

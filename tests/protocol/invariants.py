@@ -7,7 +7,7 @@ come about.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import pairwise
+from itertools import combinations, pairwise
 
 from cut_parts import CutPart, complete_cuts
 from world import DEAD, OFF, ON, STALLED, Action, State, World
@@ -26,7 +26,7 @@ class Invariants:
 
     def check(self, state: State, free: Iterable[Action]) -> list[str]:
         """What is wrong with a state in which these actions cost nothing."""
-        wrong = self._ends(state) + self._cuts(state)
+        wrong = self._ends(state) + self._cuts(state) + self._together(state)
         if self._setting.has_rounds:
             wrong += self._agreement(state)
         moves = [action for action in free if self.must_happen(state, action)]
@@ -38,6 +38,14 @@ class Invariants:
             elif all(mode != STALLED for mode in state.modes) and not self._has_gone_back_unnoticed(state):
                 wrong += self._books(state)
         return wrong
+
+    def _together(self, state: State) -> list[str]:
+        """What workers were told of one sum is the same; and those that have heard of the end have made the same steps."""
+        views = [node.view for node in state.workers]
+        answers = sorted({answer for view in views for answer in view.answers})
+        wrong = [f"sums over {one} and {other}" for one, other in combinations(answers, 2) if {*one} & {*other}]
+        ends = {view.clock for view in views if view.is_over}
+        return [*wrong, *([f"the job ends at different steps: {sorted(ends)}"] if len(ends) > 1 else [])]
 
     def _is_to_begin_anew(self, state: State) -> bool:
         """True if somebody has ended who has no successor here, because the job is lost: all are to be started again."""

@@ -29,6 +29,8 @@ class Program:
             it, too. "dropped": it was told that the gradient may not count.
             "void": the job has gone back.
         late: blocks of gradients of which it was told that they came too late. told: what it says for the trace.
+        answers: what it was told of sums over workers, to each of which a process brings a digit of its own. is_over: it has
+            heard that the job ends at its clock.
         ended: how it has ended; "" before. first: its first gradient. wrong: what must not have happened.
     """
 
@@ -42,6 +44,8 @@ class Program:
         self.steps_made = 0
         self.errors = 0
         self.clock = 0
+        self.answers: list[tuple[int, ...]] = []
+        self.is_over = False
         self.ended = ""
         self.first = gradient_of(process, 0)
         self.is_begun = False
@@ -159,6 +163,24 @@ class Program:
     def barrier(self) -> None:
         self._call("barrier", None, lambda ps, scalars: ps.barrier("end"))
 
+    def sum(self) -> None:
+        found: list[Any] = []
+
+        def call(ps: FlatCalls, _: Any) -> None:
+            found.append(ps.all_reduce({"x": 4**self.process}, "sum"))
+
+        self._call("sum", None, call)
+        (answer,) = found
+        counts = [answer["x"] // 4**process % 4 for process in range(len(self.setting.processes))]
+        there = [process for process, count in enumerate(counts) if count]
+        ranks = {self.setting.processes[process][0] for process in there}
+        if max(counts) > 1 or self.process not in there or not answer.workers == len(there) == len(ranks):
+            self.wrong.append(f"process {self.process} is told of a sum over {answer.workers} workers that has {counts}")
+        self.answers.append(tuple(there))
+
+    def stop(self) -> None:
+        self._call("stop", None, lambda ps, _: ps.stop())
+
     def confirmed(self) -> None:
         self.books = {g: "kept" if state == "held" else state for g, state in self.books.items()}
 
@@ -212,7 +234,8 @@ class Program:
     @property
     def goes_on(self) -> bool:
         assert self.ps is not None
-        return self.ps.clock < self.setting.steps and len(self.books) < GRADIENTS_MAX
+        self.is_over = self.ps.is_over
+        return self.ps.clock < self.setting.steps and len(self.books) < GRADIENTS_MAX and not self.is_over
 
 
 def push_pull(program: Program) -> None:
@@ -249,19 +272,32 @@ def push_pull_barrier(program: Program) -> None:
     _until_it_is_done(program, program.barrier)
 
 
+def push_pull_sum(program: Program) -> None:
+    """One call per step, and a sum over all workers in the end."""
+    push_pull(program)
+    _until_it_is_done(program, program.sum)
+
+
+def stop_push_pull(program: Program) -> None:
+    """The end of the job is asked for before the first step."""
+    _until_it_is_done(program, program.stop)
+    push_pull(program)
+
+
 _MAY = ("again", "other", "end")
 
 
 def _until_it_is_done(program: Program, call: Callable[[], None]) -> bool:
     """Make a call, again after an error if the program decides so; False if it goes on with something else.
 
-    With a barrier it does not: a gradient that is given up may be a step, and the next one would be one more than others make.
+    With a barrier or a sum it does not: a gradient that is given up may be a step, and the next would be one more than others
+    make.
     """
     while True:
         try:
             call()
         except (*MAY_GO_ON, RolledBack) as error:
-            if program.after(error, ("again", "end") if "barrier" in program.script else _MAY) == "other":
+            if program.after(error, ("again", "end") if program.script in MEETING else _MAY) == "other":
                 return False
         else:
             return True
@@ -273,4 +309,7 @@ SCRIPTS: dict[str, Callable[[Program], None]] = {
     "push_only": push_only,
     "push_only_barrier": push_only_barrier,
     "push_pull_barrier": push_pull_barrier,
+    "push_pull_sum": push_pull_sum,
+    "stop_push_pull": stop_push_pull,
 }
+MEETING = ("push_only_barrier", "push_pull_barrier", "push_pull_sum", "stop_push_pull")

@@ -68,13 +68,21 @@ class Handler:
 
     Attributes:
         locks_left: before which of its locks it is to pause, counted from now; 0: at none.
+        is_hung_up: nobody waits for its answer any more: its caller may have made another call meanwhile.
     """
 
     request: int
     context: Context
+    is_hung_up: bool = False
     fiber: Fiber | None = None
     locks_taken: int = 0
     locks_left: int = 0
+
+    def hang_up(self) -> None:
+        """Tell the call that its caller is gone."""
+        self.is_hung_up = True
+        for callback in self.context.callbacks:
+            callback()
 
     @property
     def is_ready(self) -> bool:
@@ -105,6 +113,7 @@ class Desks:
             "commit": (control.commit, control_pb2.CommitRequest),
             "measure": (control.measure, control_pb2.MeasureRequest),
             "barrier": (control.barrier, control_pb2.BarrierRequest),
+            "stop": (control.stop, control_pb2.StopRequest),
             "rollback": (control.rollback, control_pb2.RollbackRequest),
         }
 

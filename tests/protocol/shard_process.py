@@ -342,8 +342,7 @@ class ShardProcess:
             case ("time out", key):
                 self._fibers.wake(self._fiber(key), "time out")
             case ("hang up", key):
-                for callback in self._handlers[key].context.callbacks:
-                    callback()
+                self._handlers[key].hang_up()
                 self._fibers.wake(self._fiber(key))
             case ("expire", rank):
                 self._expire(rank)
@@ -419,7 +418,8 @@ class ShardProcess:
             except Exception as error:  # noqa: BLE001 - the finding itself
                 self.history.wrong.append(f"a defect of the shard: {type(error).__name__}: {error}")
                 outcome = Outcome(reason="InternalError")
-            self._replies.append((key, self._outcomes.of(outcome)))
+            if not handler.is_hung_up:
+                self._replies.append((key, self._outcomes.of(outcome)))
             if self._handlers.get(key) is handler:
                 del self._handlers[key]
 
@@ -464,7 +464,7 @@ class ShardProcess:
         if self._setting.cuts or self._setting.reads:
             walker.walk(self._shard.cuts)
         for key, handler in sorted(self._handlers.items()):
-            walker.walk((key, handler.request))
+            walker.walk((key, handler.request, handler.is_hung_up))
             walker.fiber(self._fiber(key))
         return walker
 
@@ -484,7 +484,7 @@ class ShardProcess:
         found = storage.recover(lambda: False)
         if found is not None:
             self._walk_arena(walker, found[1])
-            walker.walk([storage.load_barriers(), storage.load_verdict(), storage.load_client_states()])
+            walker.walk([storage.load_barriers(), storage.load_orders(), storage.load_verdict(), storage.load_client_states()])
             if self._setting.tables:
                 walker.walk(storage.open_tables(self._setting.tables))
                 close_stores(storage.tables, remove=False)

@@ -19,6 +19,7 @@ _MESSAGES: dict[str, Any] = {
     "commit": control_pb2.CommitRequest,
     "measure": control_pb2.MeasureRequest,
     "barrier": control_pb2.BarrierRequest,
+    "stop": control_pb2.StopRequest,
     "heartbeat": control_pb2.HeartbeatRequest,
     "leave": control_pb2.LeaveRequest,
     "rollback": control_pb2.RollbackRequest,

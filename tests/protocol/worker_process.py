@@ -68,6 +68,8 @@ class WorkerView(NamedTuple):
     books: tuple[tuple[int, str], ...]
     late: int
     clock: int
+    answers: tuple[tuple[int, ...], ...]
+    is_over: bool
 
 
 class QuietHeartbeats(Heartbeats):
@@ -275,6 +277,8 @@ class WorkerProcess:
             books=tuple(sorted(self.program.books.items())),
             late=self.program.late,
             clock=self.program.clock,
+            answers=tuple(self.program.answers),
+            is_over=self.program.is_over,
         )
 
     def key(self, view: WorkerView) -> bytes:
@@ -289,7 +293,7 @@ class WorkerProcess:
         walker.walk((program.steps_made, program.errors, self._versions))
         ps = program.ps
         if ps is not None and hasattr(ps, "_session"):
-            walker.walk([ps._session, ps._exchange, ps._turn, ps._untold, ps._last_failed])
+            walker.walk([ps._session, ps._barriers, ps._exchange, ps._turn, ps._untold, ps._last_failed])
         for fiber in sorted(self._fibers.alive, key=lambda fiber: (fiber.thread, repr(_place(fiber)))):
             walker.fiber(fiber)
         return walker

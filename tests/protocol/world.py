@@ -387,7 +387,7 @@ class _Step:
         process, thread = key
         if told.replies:
             self.reply(process, (shard, thread), self.world.unreached if is_lost else told.replies[0][1])
-        elif is_lost:
+        elif is_lost and any(each == key for each, _ in self.shards[shard].view.handlers):
             self.shard_event(shard, ("hang up", key))
             self.reply(process, (shard, thread), self.world.unreached)
 

@@ -55,6 +55,13 @@ def good_requests(target: Target) -> list[tuple[str, Any]]:
         (_control("Heartbeat"), control_pb2.HeartbeatRequest(caller=caller, clock=2)),
         (_control("Leave"), control_pb2.LeaveRequest(caller=caller)),
         (_control("Barrier"), control_pb2.BarrierRequest(caller=caller, name="epoch", seq=1)),
+        (
+            _control("Barrier"),
+            control_pb2.BarrierRequest(
+                caller=caller, name="loss", seq=2, numbers=[control_pb2.Number(name="loss", real=0.5)], reduction=1
+            ),
+        ),
+        (_control("Stop"), control_pb2.StopRequest(caller=caller)),
         (_control("Load"), control_pb2.LoadRequest(caller=caller, clock=2, seq=1, digest=bytes(16))),
         (_control("Status"), control_pb2.StatusRequest()),
         (_control("Curves"), control_pb2.CurvesRequest()),
@@ -364,9 +371,14 @@ def wrong_declare(rng: random.Random, target: Target) -> Request:
 
 def wrong_control(rng: random.Random, target: Target) -> Request:
     caller = target.callers[ME]
-    kind = rng.randrange(10)
+    kind = rng.randrange(11)
     request: Any
-    if kind == 8:
+    if kind == 10:
+        number = control_pb2.Number(name=rng.choice(("", "n" * 257)), real=1.0)
+        numbers, reduction, word = rng.choice((([number], 1, "name"), ([], 1, "numbers"), ([number] * 300, 2, "numbers")))
+        request = control_pb2.BarrierRequest(caller=caller, name="b", seq=1, numbers=numbers, reduction=reduction)
+        name, reasons = "Barrier", ("InvalidRequest",)
+    elif kind == 8:
         name, request = "Measure", control_pb2.MeasureRequest(caller=caller, clock=2, round=rng.choice((0, 2, 1 << 63)))
         reasons, word = ("InvalidRequest",), "round"
     elif kind == 9:

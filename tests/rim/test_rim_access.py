@@ -47,6 +47,7 @@ MAY = {
     "psd.v1.ControlService/Measure": TRAINS,
     "psd.v1.ControlService/Barrier": TRAINS,
     "psd.v1.ControlService/Log": TRAINS,
+    "psd.v1.ControlService/Stop": TRAINS,
     "psd.v1.ControlService/Load": TRAINS,
     "psd.v1.ControlService/Rollback": TRAINS,
     "psd.v1.ControlService/OpenBulk": TRAINS,

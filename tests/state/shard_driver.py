@@ -286,8 +286,8 @@ class Driver:
             expired += self.advance(self.config.lease_s / 4)
         assert set(expired) >= {seat.rank for seat in gone}
 
-    def arrive(self, seat: Seat, name: str = "b", seq: int = 1) -> Ticket:
-        return self.shard.arrive(control_pb2.BarrierRequest(caller=seat.caller, name=name, seq=seq))
+    def arrive(self, seat: Seat, name: str = "b", seq: int = 1, *, session: int = 0, **numbers: Any) -> Ticket:
+        return self.shard.arrive(control_pb2.BarrierRequest(caller=seat.caller, name=name, seq=seq, session=session, **numbers))
 
     def learn_cuts(self, cuts: Sequence[data_pb2.Cut]) -> None:
         """Hear of cuts, as from a worker."""

@@ -20,7 +20,7 @@ def test_a_barrier_opens_when_all_have_arrived_and_counts_generations():
         assert not first.future.done()
         assert [w.rank for w in driver.shard.missing_for(first)] == [1]
         second = driver.arrive(b, seq=generation + 1)
-        assert (first.future.result(0), second.future.result(0)) == (generation, generation)
+        assert (first.future.result(0).generation, second.future.result(0).generation) == (generation, generation)
 
     assert driver.core.waiting.open() == []
 
@@ -33,7 +33,7 @@ def test_a_worker_that_only_waits_to_leave_is_not_waited_for():
 
     driver.heartbeat(b, leaving=True)
 
-    assert ticket.future.result(0) == 0
+    assert ticket.future.result(0).generation == 0
     driver.push(a, 0, 1.0)
     assert driver.version() == 0
     driver.join(1)
@@ -50,7 +50,7 @@ def test_a_repeated_arrival_replaces_the_first_and_counts_once():
     assert not again.future.done()
     driver.arrive(b)
 
-    assert again.future.result(0) == 0
+    assert again.future.result(0).generation == 0
 
 
 def test_a_call_that_is_sent_again_after_the_opening_is_answered():
@@ -60,7 +60,7 @@ def test_a_call_that_is_sent_again_after_the_opening_is_answered():
     driver.arrive(a, seq=7)
     driver.arrive(b, seq=3)
 
-    assert driver.arrive(a, seq=7).future.result(0) == 0
+    assert driver.arrive(a, seq=7).future.result(0).generation == 0
     assert driver.core.barriers.missing("b") == 0b11
 
 
@@ -89,7 +89,7 @@ def test_a_withdrawn_arrival_does_not_count():
     back = driver.arrive(a, seq=2)
     driver.shard.withdraw(gone)
 
-    assert back.future.result(0) == waiting.future.result(0) == 0
+    assert back.future.result(0).generation == waiting.future.result(0).generation == 0
 
 
 @pytest.mark.parametrize("end", ["leave", "fail", "expire"])
@@ -101,7 +101,7 @@ def test_a_worker_that_is_gone_is_not_waited_for(end):
 
     driver.expire(c, keep=[a, b]) if end == "expire" else driver.leave(c, failed=end == "fail")
 
-    assert [t.future.result(0) for t in tickets] == [0, 0]
+    assert [t.future.result(0).generation for t in tickets] == [0, 0]
 
 
 def test_an_ended_session_has_not_arrived():
@@ -115,7 +115,7 @@ def test_an_ended_session_has_not_arrived():
 
     assert not waiting.future.done()
     driver.arrive(again)
-    assert waiting.future.result(0) == 0
+    assert waiting.future.result(0).generation == 0
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_names_are_bounded(monkeypatch):
     assert len(driver.core.barriers._barriers) <= 100
     assert set(driver.core.barriers._opened) == {0, 1}
     driver.arrive(b, "kept", 1)
-    assert waiting.future.result(0) == 0
+    assert waiting.future.result(0).generation == 0
 
 
 def test_what_is_kept_of_a_barrier_does_not_grow_with_the_calls_before(tmp_path):
@@ -169,7 +169,7 @@ def test_what_is_kept_of_a_barrier_does_not_grow_with_the_calls_before(tmp_path)
 
     assert max(sizes) < 40 * 32
     driver.restart(*seats)
-    assert [driver.arrive(seat, seq=1 << 40).future.result(0) for seat in seats] == [99] * 40
+    assert [driver.arrive(seat, seq=1 << 40).future.result(0).generation for seat in seats] == [99] * 40
 
 
 def test_a_call_keeps_its_number_when_its_worker_joins_anew():
@@ -183,7 +183,7 @@ def test_a_call_keeps_its_number_when_its_worker_joins_anew():
     def arrive(session: int) -> control_pb2.BarrierRequest:
         return control_pb2.BarrierRequest(caller=again.caller, name="b", seq=5, session=session)
 
-    assert driver.shard.arrive(arrive(a.session)).future.result(0) == 0
+    assert driver.shard.arrive(arrive(a.session)).future.result(0).generation == 0
     assert not driver.shard.arrive(arrive(0)).future.done(), "a call of its own"
     with pytest.raises(InvalidRequest, match="later than the caller's"):
         driver.shard.arrive(arrive(again.session + 1))

@@ -17,6 +17,7 @@ Must not know blocks, shards or messages.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -108,6 +109,7 @@ def distribute(
             nan_policy=nan_policy,
         )
         link.load()
+    link.model = weakref.ref(model)
     model.supports_jit = False  # XLA cannot compile a call of Python: with jit_compile="auto" Keras does without
     result = DistributedOptimizer(given, link)
     link.is_scaled = is_scaled
@@ -203,6 +205,11 @@ class _Distributed:
     def reset_slots(self) -> None:
         """Reset the rule's slots to their initial values, as ParameterServer.reset_slots does. `iterations` stays."""
         self._link.ps.reset_slots()
+
+    def stop(self) -> int:
+        """End the job for all workers at one step: ParameterServer.stop, which says how. `fit` then ends on each, after that
+        step's batch, as by EarlyStopping; a loop of your own looks at `optimizer.ps.is_over`. Returns the step."""
+        return self._link.ps.stop()
 
     def close(self) -> None:
         """Finish: no other worker waits for this one any more. The end of the program does the same."""

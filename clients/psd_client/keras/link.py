@@ -32,6 +32,7 @@ class Link(ABC):
         error: the error that the last step has raised, or None. In graph mode TensorFlow raises another error instead.
         is_skipped: True if the last step's round was skipped; a tensor of the backend, in graph mode a symbolic one.
         is_scaled: True if the loss is scaled dynamically, by an optimizer that knows of skipped rounds.
+        model: returns the model whose training ends with the job, or None if it is gone.
     """
 
     def __init__(self, declaration: KerasDeclaration, connection: ParameterServer, **arguments: Any) -> None:
@@ -42,6 +43,7 @@ class Link(ABC):
         self.error: BaseException | None = None
         self.is_skipped: Any = False
         self.is_scaled = False
+        self.model: Callable[[], Any] = lambda: None
         self._lock = threading.Lock()
         self.worker.declare_tensors(
             declaration.tensors, declaration.groups, initial=self._initialize, tables=declaration.tables, **arguments
@@ -103,6 +105,9 @@ class Link(ABC):
             write(self.worker.gradients)
             present = self.worker.gradients.present_but(missing)
             self.worker.push_pull_flat(scalars, self.batch_size, present, self._row_gradients())
+            model = self.model() if self.ps.is_over else None
+            if model is not None:
+                model.stop_training = True  # fit ends with this batch
             return self.ps.clock, self.ps.is_skipped
 
     def _row_gradients(self) -> dict[int, Gradients]:

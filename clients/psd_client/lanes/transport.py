@@ -259,6 +259,10 @@ class Lane(ABC):
     ) -> Callable[[], control_pb2.HeartbeatReply]:
         """Send a heartbeat without waiting; return a function that waits for the reply."""
 
+    def stop(self, request: control_pb2.StopRequest, call: Call) -> control_pb2.StopReply:
+        """Ask shard 0 to end the job for all workers."""
+        return self.ask("Stop", request, control_pb2.StopReply, call)
+
     def log(self, request: control_pb2.LogRequest, call: Call) -> None:
         """Report scalars to shard 0."""
         self.ask("Log", request, control_pb2.LogReply, call)

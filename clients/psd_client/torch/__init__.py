@@ -363,6 +363,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._slots.begin()
         self._parameters.copy()
 
+    def stop(self) -> int:
+        """End the job for all workers at one step, as an early stop does: ParameterServer.stop, which says how.
+
+        Returns:
+            The step at which the job ends. The next step() then raises psd_client.Drained on each worker, which ends the
+            program in order unless it is caught; or look at `optimizer.ps.is_over` after each step.
+        """
+        self._gradients.settle()
+        return self.ps.stop()
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Add up gradients without sending them (with overlap); the next back-propagation outside of the block sends the sums.

@@ -18,6 +18,7 @@ from psd.contract import arguments
 from psd.contract.config import CLIENT_STATE_BYTES_MAX, ClientConfig
 from psd.contract.environment import scalar_directories
 from psd.contract.errors import InvalidRequest, NotDeclared, PsdError, RolledBack, SessionFenced, SpecMismatch, WaitTimeout
+from psd.v1 import control_pb2
 from psd_client.lanes.bracket import Bracket
 from psd_client.lanes.flat import FlatBuffers
 from psd_client.lanes.shards import RetryPolicy, Shards
@@ -25,8 +26,10 @@ from psd_client.lanes.transport import Cancelled, Lane
 from psd_client.lanes.waiting import ShardHealth, WaitReporter
 from psd_client.worker import ending
 from psd_client.worker.exchange.exchange import ParameterExchange
+from psd_client.worker.reduction import ALL_REDUCE, Reduced, numbers_of, reduction_of
 from psd_client.worker.scalars.scalar_files import ScalarFiles
 from psd_client.worker.scalars.scalar_log import ScalarLog
+from psd_client.worker.session.barriers import BarrierCalls
 from psd_client.worker.session.heartbeat import Heartbeats
 from psd_client.worker.session.orders import Drained
 from psd_client.worker.session.session import Session
@@ -84,6 +87,7 @@ class WorkerConnection:
         self._reporter = WaitReporter(config.rank, config.report_after_s)
         self._shards = Shards(lanes, RetryPolicy(config.retry_timeout_s), health)
         self._session = Session(config, self._shards)
+        self._barriers = BarrierCalls(self._session, self._shards, config.wait_timeout_s)
         self._heartbeats = Heartbeats(config.rank, self._session, lanes, health, self._reporter)
         self._scalars = ScalarLog(config.rank, self._session.log, ScalarFiles(config.rank, *scalar_directories()))
         ending.remember(self)
@@ -104,11 +108,37 @@ class WorkerConnection:
     def barrier(self, name: str) -> None:
         """Wait until all workers have called this with the same name."""
         arguments.word(InvalidRequest, "name", name)
-        exchange = self._exchange
         with self.operation(f"barrier {name!r}"):
+            self._meet(name)
+
+    def all_reduce(self, values: Mapping[str, Any], op: str) -> Reduced:
+        """Reduce numbers over all workers, who call this with the same names."""
+        numbers, reduction = numbers_of(values), reduction_of(op)
+        with self.operation(ALL_REDUCE):
+            return Reduced(self._meet(ALL_REDUCE, numbers, reduction), values)
+
+    def _meet(self, name: str, numbers: Sequence[control_pb2.Number] = (), reduction: int = 0) -> control_pb2.BarrierReply:
+        exchange = self._exchange
+        if exchange is not None:
+            exchange.resolve()
+        keep = exchange.keep if exchange is not None and exchange.is_unconfirmed else None
+        return self._barriers.arrive(name, keep, numbers, reduction)
+
+    def stop(self) -> int:
+        """Ask for the end of the job, for all workers; return the step at which it ends."""
+        exchange = self._exchange
+        with self.operation("stop"):
             if exchange is not None:
                 exchange.resolve()
-            self._session.barrier(name, exchange.keep if exchange is not None and exchange.is_unconfirmed else None)
+            self._session.stop()
+            end = self._session.orders.end(self.clock)
+            assert end is not None
+            return end
+
+    @property
+    def is_over(self) -> bool:
+        """True if the job ends at this worker's clock: the next push raises Drained."""
+        return self._session.orders.end(self.clock) == self.clock
 
     def log(self, step: int, scalars: Mapping[str, Any]) -> None:
         """Report scalars of a step; returns at once."""

@@ -55,8 +55,8 @@ examples:
   psdctl drain --servers 127.0.0.1:7000,127.0.0.1:7001
 
 The next push of each program raises psd_client.Drained, a SystemExit with status 0; a program that has to do
-something else at its end catches it. A worker that waits for others ends when they go on; without rounds each
-ends at its next push. Inside jax.jit, and in Keras, the frameworks turn it into an error of their own.
+something else at its end catches it, or looks at ps.is_over. A worker that waits for others ends when they go on;
+without rounds each ends at its next push. Keras's fit ends by itself; inside jax.jit it becomes an error of JAX's.
 {_EXIT}"""
 
 _KICK_DESCRIPTION = """\

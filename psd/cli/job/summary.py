@@ -1,6 +1,7 @@
 """The last lines of psd-run's output: what the job has done, from what its shards report when they end.
 
     12.3 s; step 400, 32.5 steps/s; 800 pushes accepted, 3 late
+    ended at step 400, as worker 1 has asked (stop)
     1 restart of shards
     checkpoints: /data/run-7
 
@@ -32,6 +33,7 @@ class Summary:
         self._starts: dict[tuple[str, int], int] = {}
         self._accepted = self._late = self._clock = 0
         self._rate = 0.0
+        self._why_ended = ""
         self._has_counts = False
         self._is_whole = False
 
@@ -50,6 +52,7 @@ class Summary:
             self._is_whole = True
             if counted[5] and float(counted[6]):
                 self._rate = max(self._rate, int(counted[5]) / float(counted[6]))
+        self._why_ended = counted[7] or self._why_ended
         self._accepted, self._late = max(self._accepted, accepted), max(self._late, late)
         self._clock = max(self._clock, clock)
 
@@ -61,7 +64,8 @@ class Summary:
             since = "" if self._is_whole else " since the shards were last started"
             first += [f"step {self._clock}{rate}", f"{self._accepted} pushes accepted, {self._late} late{since}"]
         restarts = [self._restarts(kind) for kind in ("worker", "shard")]
-        found = ["; ".join(first), ", ".join(filter(None, restarts))]
+        found = ["; ".join(first), f"ended at step {self._clock}, {self._why_ended}" if self._why_ended else ""]
+        found += [", ".join(filter(None, restarts))]
         found += [f"checkpoints: {shown(self._checkpoint_dir)}"] if self._checkpoint_dir else []
         return [line for line in found if line]
 

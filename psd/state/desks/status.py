@@ -40,6 +40,7 @@ class ShardStatus:
         restarts: number of processes that have gone on with this arena. directory: where the arena is.
         min_clock: clock of the slowest worker; 0 if there is none.
         job: None before one is declared.
+        ended_by: the order to end that all workers have followed; None: there was none.
     """
 
     state: ShardState
@@ -58,3 +59,4 @@ class ShardStatus:
     waits: list[Ticket]
     job: Job | None
     orders: job_pb2.JobOrders | None
+    ended_by: job_pb2.JobOrders | None

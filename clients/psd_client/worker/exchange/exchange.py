@@ -312,6 +312,7 @@ class ParameterExchange:
         if verdicts is not None and verdicts.applied < verdicts.latest < self._session.clock:
             # The members of that round may be gone before all shards have its verdict; nobody could push the next round then.
             self._fetch(self._lanes, versions_only=True)
+        self._session.orders.check_end(self._session.clock)  # again: a new session may have brought orders, and a later clock
         for prepare in self._riders.prepare:
             prepare()
         is_finite = feed is None and spec.nan_policy != "allow"

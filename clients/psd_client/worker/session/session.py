@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 
 from psd.contract.config import ClientConfig
-from psd.contract.errors import BarrierTimeout, ForeignRun, PsdError, RolledBack, SessionFenced, StateLost
+from psd.contract.errors import ForeignRun, PsdError, RolledBack, SessionFenced, StateLost
 from psd.contract.jobspec import JobSpec
 from psd.v1 import control_pb2, data_pb2, job_pb2, vectors_pb2
 from psd_client.lanes.flat import FlatBuffers
@@ -35,9 +35,6 @@ REJOINS_MAX = 5
 
 REJOIN_PAUSE_S = 0.1
 
-LATE_S = 1.0
-"""Seconds that are given to a wait after its deadline, so that the shard can say which workers it waited for."""
-
 
 class Session:
     """One worker's part in the job.
@@ -53,7 +50,7 @@ class Session:
         has_failed: the worker tells shards when it leaves: False: it has finished. True: its program ends with an error.
         decisions: exact aggregation: shard 0's latest decisions, for the next push and pull.
         cuts: cuts to be carried to all shards. on_cuts: called when shards must hear of them soon.
-        orders: the operator's orders that the worker follows.
+        orders: the orders to the job that the worker follows.
         push_ids_max: the most ids of rows that each shard takes in one push, or one pull.
         stored_state: the state that a worker of this rank had saved for itself, as found by the last declaration.
         rejoins: how often it has begun a new session after the first, other than to go back to a checkpoint.
@@ -69,8 +66,6 @@ class Session:
         self._declaration: JobDeclaration | None = None
         self._is_entered = False  # joined and, if there is a declaration, declared at all shards
         self._followed: int | None = None  # timeline of the parameters that the program has, or is about to get
-        self._barrier_seq = 0
-        self._open_barrier: tuple[str, int, int] | None = None  # name, session and number of the last call, if it has failed
         shards.on_restart = self.resume = self._entrance.resume
         self.clock = 0
         self.decisions: list[job_pb2.Decision] = []
@@ -150,7 +145,6 @@ class Session:
             self.cuts.begin(membership.session)
         finally:
             self.memberships.give_up()
-        self._barrier_seq = 0
 
     def join_anew(self) -> None:
         """Join. Before the first declaration, if nobody has named the run and shard 0 has made another name, join that run."""
@@ -293,56 +287,16 @@ class Session:
         (reply,) = self._shards.run(ask, timeout_s, self._shards.lanes[:1])
         self.decisions, self.clock = list(reply.decisions), max(self.clock, reply.clock)
 
-    def barrier(self, name: str, keep_push: Callable[[], None] | None = None) -> None:
-        """Wait at shard 0 until every worker that is in the job has arrived.
+    def stop(self) -> None:
+        """Ask shard 0 to end the job for all workers; `orders` then know when."""
 
-        keep_push: sends the last push again to shards that have lost it: other workers may have to wait for its round there
-            before they can arrive.
-        """
-        begun = self._open_barrier
-        if begun is None or begun[0] != name:  # else the same call again: the barrier may have opened, but the reply was lost
-            self._barrier_seq += 1
-            begun = self._open_barrier = (name, self.number, self._barrier_seq)
-        _, session, seq = begun
+        def ask(lane: Lane, call: Call) -> control_pb2.StopReply:
+            return lane.stop(control_pb2.StopRequest(caller=self.caller(lane.shard)), call)
 
-        def arrive(lane: Lane, call: Call) -> control_pb2.BarrierReply:
-            request = control_pb2.BarrierRequest(caller=self.caller(lane.shard), name=name, seq=seq, session=session)
-            return lane.barrier(request, call)
-
-        try:
-            for attempt in self.attempts():
-                with attempt:
-                    if keep_push is None:
-                        self._shards.run(arrive, self._config.wait_timeout_s, self._shards.lanes[:1])
-                    else:
-                        self._arrive(arrive, keep_push)
-        except (BarrierTimeout, RolledBack):  # the arrival was withdrawn, or no arrival counts any more
-            self._open_barrier = None
-            raise
-        self._open_barrier = None
-
-    def _arrive(self, arrive: Callable[[Lane, Call], object], keep_push: Callable[[], None]) -> None:
-        """Wait at a barrier. Each time that a shard was restarted, leave it, call `keep_push`, and arrive again."""
-        deadline = self.now() + self._config.wait_timeout_s
-        while True:
-            known = self.memberships.held.incarnations
-
-            def wait(lane: Lane, call: Call, known: tuple[int, ...] = known) -> None:
-                self.memberships.on_restart = call.scope.cancel
-                if self.memberships.held.incarnations != known:
-                    raise Cancelled
-                arrive(lane, call)
-
-            try:
-                keep_push()
-                self._shards.run(wait, max(deadline - self.now(), LATE_S), self._shards.lanes[:1])
-            except Cancelled:
-                if self.memberships.held.incarnations == known:
-                    raise
-            else:
-                return
-            finally:
-                self.memberships.on_restart = nothing
+        for attempt in self.attempts():
+            with attempt:
+                (reply,) = self._shards.run(ask, self._config.wait_timeout_s, self._shards.lanes[:1])
+                self.orders.hear(reply.orders)
 
     def log(self, request: control_pb2.LogRequest, timeout_s: float) -> None:
         """Report scalars to shard 0, without retrying. Any thread may call this. The request lacks its caller."""
