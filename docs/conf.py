@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # for generated.py
 
 # The reference is made without the frameworks: their environments differ, and importing them takes longer than all the rest.
 # Sphinx's mocks would swallow the classes that Keras's decorator registers.
-autodoc_mock_imports = ["torch", "jax"]
+autodoc_mock_imports = ["torch", "jax", "accelerate", "lightning", "transformers"]
 keras = ModuleType("keras")
 keras.optimizers = SimpleNamespace(Optimizer=type("Optimizer", (), {}), LossScaleOptimizer=type("LossScaleOptimizer", (), {}))
 keras.layers = SimpleNamespace(Layer=type("Layer", (), {}))

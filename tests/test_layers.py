@@ -42,6 +42,7 @@ OUTSIDE = {
     "http": (),
     "torch": (
         "psd_client.torch",
+        "psd_client.integrations",
         "psd_client.torch.declaration",
         "psd_client.torch.embedding",
         "psd_client.torch.gradients",

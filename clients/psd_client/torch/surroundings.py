@@ -1,4 +1,4 @@
-"""What else in a program averages gradients: torch's DistributedDataParallel is refused, and a process group is told of.
+"""Checks of what else in a program averages gradients: DistributedDataParallel is refused, and a process group is told of.
 
 Both are what trainers and launchers make of a program that has several processes. Must not know shards, or what is declared.
 """
