@@ -1,4 +1,4 @@
-"""One connection of the bulk lane at the shard: receives messages, makes calls on the data plane, sends messages.
+"""One connection of the bulk lane at the shard: receives messages, makes calls on the planes, sends messages.
 
 One thread reads; another one answers if there is much to send. Other threads call only say_alive and the methods that end the
 connection. Blocks and answers are in messages or in the worker's attached memory; the data plane sees no difference. Must not
@@ -26,6 +26,7 @@ from psd.rim.bulk_memory import WorkerMemory
 from psd.rim.calls import CallGuard, Waiter, forget_frames
 from psd.rim.data_plane import LENT_BYTES_MIN, DataPlane, PulledBlock, PulledRows, PushedBlock, RowsAsked, RowsFrames
 from psd.rim.outbox import Outbox
+from psd.rim.vector_plane import VectorPlane
 from psd.state.shard import Shard
 from psd.v1 import bulk_pb2, data_pb2, job_pb2
 
@@ -47,6 +48,9 @@ _HEADS = {
 }
 """The field of BulkCall with a method's request, by method."""
 
+_OF_VECTORS = {bulk_pb2.BULK_METHOD_RUN_VECTORS: "batch", bulk_pb2.BULK_METHOD_FETCH_VECTOR: "fetch"}
+"""The field with the request of a call for vectors, by method."""
+
 
 class ServedConnection:
     """One worker's connection.
@@ -61,7 +65,13 @@ class ServedConnection:
     """
 
     def __init__(
-        self, stream: Stream, shard: Shard, plane: DataPlane, guard: CallGuard, has_core_to_spare: Callable[[], bool]
+        self,
+        stream: Stream,
+        shard: Shard,
+        plane: DataPlane,
+        vectors: VectorPlane,
+        guard: CallGuard,
+        has_core_to_spare: Callable[[], bool],
     ) -> None:
         self.rank = -1
         self.session = 0
@@ -70,6 +80,7 @@ class ServedConnection:
         self._stream = stream
         self._shard = shard
         self._plane = plane
+        self._vectors = vectors
         self._guard = guard
         self._has_core_to_spare = has_core_to_spare
         self._memory: WorkerMemory | None = None
@@ -96,8 +107,14 @@ class ServedConnection:
                     break  # the worker asks for another ticket, and so shows its current token
                 with self._lock:
                     self._is_busy = True
-                if kind is Kind.CALL and not payload_bytes:
-                    self._call(_parsed(bulk_pb2.BulkCall, head))
+                if kind is Kind.CALL:
+                    call = _parsed(bulk_pb2.BulkCall, head)
+                    if payload_bytes and call.method != bulk_pb2.BULK_METHOD_RUN_VECTORS:
+                        raise InvalidRequest(f"payload: has {payload_bytes} bytes, but only a batch on vectors has any")
+                    if call.method in _OF_VECTORS:
+                        self._call_vectors(call, payload_bytes)
+                    else:
+                        self._call(call)
                 elif kind is Kind.ATTACH and not payload_bytes:
                     self._attach(_parsed(bulk_pb2.BulkAttach, head))
                 else:
@@ -253,6 +270,33 @@ class ServedConnection:
             if self._callbacks:
                 with self._lock:
                     self._callbacks.clear()
+
+    def _call_vectors(self, call: bulk_pb2.BulkCall, payload_bytes: int) -> None:
+        """Answer one call for vectors: both ways one message. It uses no attached memory."""
+        head, unread = _OF_VECTORS[call.method], payload_bytes
+        try:
+            self._shard.check_draining()
+            self._check_caller(getattr(call, head).caller)
+            self._is_in_call = True
+            if head == "fetch":
+                with self._vectors.fetch(call.fetch) as numbers:
+                    self._stream.send(Kind.REPLY, b"", numbers)
+                return
+            payload = self._vectors.room(payload_bytes)
+            self._stream.read_into(payload)
+            unread = 0
+            answer = self._vectors.run(call.batch, payload, "tcp" if self.is_tcp else "shm")
+        except (Disconnected, TimeoutError):
+            raise
+        except Exception as error:
+            if self._has_hung_up:  # there is nobody to tell
+                raise Disconnected from error
+            self._send_error(self._guard.as_error(error))
+            self._stream.skip(unread)
+        else:
+            self._stream.send(Kind.REPLY, bulk_pb2.BulkReply(vectors=answer).SerializeToString())
+        finally:
+            self._is_in_call = False
 
     def _answers(
         self, call: bulk_pb2.BulkCall, sent: _Sent | None

@@ -30,6 +30,7 @@ from psd.rim.calls import CallGuard
 from psd.rim.data_plane import DataPlane
 from psd.rim.strangers import Strangers
 from psd.rim.tls import ServerTls
+from psd.rim.vector_plane import VectorPlane
 from psd.state.shard import Shard
 from psd.v1 import control_pb2
 
@@ -79,6 +80,7 @@ class BulkServer:
         self,
         shard: Shard,
         planes: Mapping[str, DataPlane],
+        vectors: VectorPlane,
         guard: CallGuard,
         config: ServerConfig,
         access: Access | None = None,
@@ -90,6 +92,7 @@ class BulkServer:
         self.local_name = ""
         self._shard = shard
         self._planes = planes
+        self._vectors = vectors
         self._guard = guard
         self._config = config
         self._lock = threading.Lock()
@@ -197,7 +200,7 @@ class BulkServer:
         stream, descriptor = Stream(secured, HELLO_BYTES_MAX), secured.fileno()
         lane = "tcp" if stream.is_tcp else "shm"
         connection = ServedConnection(
-            stream, self._shard, self._planes[lane], self._guard, lambda: len(self._by_rank) < self._cores
+            stream, self._shard, self._planes[lane], self._vectors, self._guard, lambda: len(self._by_rank) < self._cores
         )
         thread = threading.Thread(
             target=self._serve, args=(connection, secured, descriptor, lane), name="psd-bulk", daemon=True

@@ -41,6 +41,7 @@ from psd.rim.probes import ProbeServer
 from psd.rim.reflection import Reflection
 from psd.rim.tls import ServerTls
 from psd.rim.vector_gate import VectorGate
+from psd.rim.vector_plane import VectorPlane
 from psd.rim.vector_service import SERVICE as VECTORS
 from psd.rim.vector_service import VectorService
 from psd.state.counts import LANES
@@ -129,7 +130,9 @@ class ShardServer:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self._probes = ProbeServer(self._health, config) if config.health_port is not None else None
         planes = {lane: DataPlane(self.shard, lane) for lane in LANES}
-        self._bulk = BulkServer(self.shard, planes, guard, config, access, self._tls)
+        data = DataService(self.shard, planes["grpc"], guard)
+        vectors = VectorPlane(self.shard, data.reading, self._gate)
+        self._bulk = BulkServer(self.shard, planes, vectors, guard, config, access, self._tls)
         control = ControlService(
             self.shard,
             guard,
@@ -138,9 +141,8 @@ class ShardServer:
             open_bulk=self._bulk.open,
             checkpointer=self._checkpointer,
         )
-        data = DataService(self.shard, planes["grpc"], guard)
-        vectors = VectorService(self.shard, guard, data.reading, self._gate)
-        self._server.add_generic_rpc_handlers((data.handler(), control.handler(), vectors.handler()))
+        handlers = data.handler(), control.handler(), VectorService(guard, vectors).handler()
+        self._server.add_generic_rpc_handlers(handlers)
         shown = Reflection((DATA, CONTROL, VECTORS, health.SERVICE_NAME), pace)
         self._server.add_generic_rpc_handlers(shown.handlers())
         self._server.add_generic_rpc_handlers((Unknown(pace),))

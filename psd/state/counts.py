@@ -14,10 +14,10 @@ from psd.contract.errors import PsdError
 from psd.state import locks
 
 LANES = ("shm", "tcp", "grpc")
-DATA_CALLS = ("push", "pull", "push_pull")
+DATA_CALLS = ("push", "pull", "push_pull", "batch")
 """Calls that every lane carries."""
-GRPC_CALLS = ("commit", "measure", "batch")
-"""Calls that gRPC alone carries: those of exact aggregation (psd/state/aggregation/settlement.py), and batches on vectors."""
+GRPC_CALLS = ("commit", "measure")
+"""Calls that gRPC alone carries: those of exact aggregation (psd/state/aggregation/settlement.py)."""
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 """Upper bounds of the latencies' buckets: from a small step within a machine to a wait that needs attention."""

@@ -372,11 +372,11 @@ class Shard:
         return self._core.counters.lanes[lane]
 
     @contextlib.contextmanager
-    def counted(self, call: str) -> Iterator[None]:
-        """Count how long the body, a call of GRPC_CALLS, takes, unless it fails."""
+    def counted(self, call: str, lane: str = "grpc") -> Iterator[None]:
+        """Count how long the body, a call on a lane, takes, unless it fails."""
         began = self.now()
         yield
-        self.lane_counts("grpc").count_call(call, self.age_s(began))
+        self.lane_counts(lane).count_call(call, self.age_s(began))
 
     def count_error(self, error: PsdError) -> None:
         """Note that a call has ended in an error."""

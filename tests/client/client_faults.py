@@ -70,10 +70,10 @@ def _raise(error: PsdError) -> None:
 
 
 class FaultyLane(ShardLane):
-    """A gRPC lane whose calls meet the faults."""
+    """A lane whose calls meet the faults."""
 
-    def __init__(self, shard: int, address: str, faults: Faults) -> None:
-        super().__init__(shard, address, "grpc")
+    def __init__(self, shard: int, address: str, faults: Faults, transport: str = "grpc") -> None:
+        super().__init__(shard, address, transport)
         self._faults = faults
 
 
@@ -126,11 +126,13 @@ class Restartable:
         return version
 
 
-def connect_faulty(servers: str, rank: int = 0, world_size: int = 1, **config: Any) -> tuple[ParameterServer, Faults]:
+def connect_faulty(
+    servers: str, rank: int = 0, world_size: int = 1, transport: str = "grpc", **config: Any
+) -> tuple[ParameterServer, Faults]:
     """A worker over lanes that misbehave."""
     faults = Faults()
     addresses = tuple(servers.split(","))
-    lanes = [FaultyLane(shard, address, faults) for shard, address in enumerate(addresses)]
+    lanes = [FaultyLane(shard, address, faults, transport) for shard, address in enumerate(addresses)]
     return ParameterServer(ClientConfig(addresses, rank, world_size, **config), lanes), faults
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +14,8 @@ from client_faults import Faults, Restartable, connect_faulty, expire
 
 from psd.checkpoint import CheckpointDirectory, CheckpointState
 from psd.contract.errors import RolledBack, ShardUnavailable, StateLost
-from psd_client import ParameterServer
+from psd_client import SGD, ParameterServer
+from psd_client.client import worker_of
 from psd_client.vectors import Vector
 
 Start = Callable[..., Any]
@@ -38,12 +40,13 @@ def impatient(job: Restartable) -> Iterator[tuple[Vector, Faults]]:
         yield ps.vector("x", SIZE), faults
 
 
+@pytest.mark.parametrize("transport", ["grpc", "shm", "tcp"])
 @pytest.mark.parametrize("index", [0, 1])
 @pytest.mark.parametrize("action", list(ACTIONS))
 def test_batch_when_its_reply_is_lost_then_it_is_answered_again_and_counts_once(
-    job: Restartable, action: str, index: int
+    job: Restartable, action: str, index: int, transport: str
 ) -> None:
-    ps, faults = connected(job)
+    ps, faults = connected(job, transport=transport)
     with ps:
         x = ps.vector("x", SIZE)
         faults.lose_reply("run_vectors", shard=index, after=lambda: ACTIONS[action](job, index))
@@ -148,3 +151,35 @@ def test_worker_of_vectors_when_another_has_brought_the_job_back_then_its_next_c
         with pytest.raises(RolledBack):
             CALLS[call](other, y)
         assert len({*y.pull().tolist()}) == 1
+
+
+def test_batch_when_it_is_given_up_while_a_shard_runs_it_then_memory_stays_shared(
+    job: Restartable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shard uses no memory of the worker's for a batch, so nobody waits for it before another call."""
+    running, may_end = threading.Event(), threading.Event()
+    desk = job.shards[1].shard.vectors
+    run = desk.run
+
+    def run_late(*args: Any) -> Any:
+        running.set()
+        assert may_end.wait(100)
+        return run(*args)
+
+    ps, faults = connected(job, transport="shm", retry_timeout_s=0)
+    with ps:
+        ps.declare({"w": np.zeros(SIZE, np.float32)}, SGD(1.0))
+        ps.push_pull({"w": np.ones(SIZE, np.float32)})
+        segments = [lane._shared[0].segment for lane in worker_of(ps)._shards.lanes]  # type: ignore[attr-defined]
+        x = ps.vector("x", SIZE)
+        monkeypatch.setattr(desk, "run", run_late)
+        faults.lose_reply("run_vectors", shard=0, after=lambda: running.wait(100))
+
+        with pytest.raises(ShardUnavailable):
+            x.add(np.ones(SIZE))
+
+        assert [segment.is_given_up for segment in segments] == [False, False]
+        may_end.set()
+        x.add(np.ones(SIZE))
+        assert x.sum() == SIZE
+        assert ps.push_pull({"w": np.ones(SIZE, np.float32)})["w"][0] == -2

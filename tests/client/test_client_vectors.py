@@ -30,8 +30,8 @@ Start = Callable[..., Any]
 BATCHES = 25
 
 
-def connect(servers: str, rank: int = 0, world_size: int = 1) -> psd_client.ParameterServer:
-    return psd_client.connect(servers, rank, world_size, wait_timeout=60)
+def connect(servers: str, rank: int = 0, world_size: int = 1, **config: Any) -> psd_client.ParameterServer:
+    return psd_client.connect(servers, rank, world_size, wait_timeout=60, **config)
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "int64"])
@@ -92,13 +92,19 @@ def test_random_when_the_seed_is_the_same_then_so_are_the_numbers_whatever_the_s
     np.testing.assert_array_equal(*found)
 
 
-def test_put_when_it_exceeds_a_message_then_it_goes_in_frames(cluster: Start) -> None:
+@pytest.mark.parametrize("transport", ["grpc", "shm", "tcp"])
+def test_put_when_it_exceeds_a_message_then_it_goes_on_the_lane_all_the_same(cluster: Start, transport: str) -> None:
     values = np.random.default_rng(1).standard_normal(1_300_000)  # 5 MB for each of two shards
-    with connect(cluster(2).servers) as ps:
+    shards = cluster(2)
+    with connect(shards.servers, transport=transport) as ps:
         x = ps.vector("x", len(values))
         x.put(values)
 
         np.testing.assert_array_equal(x.pull(), values)
+        np.testing.assert_array_equal(x.pull(indices=[0, 1_299_999]), values[[0, -1]])
+        for shard in shards.shards:
+            batches = {lane: sum(counts.calls["batch"].counts) for lane, counts in shard.shard._core.counters.lanes.items()}
+            assert batches == {lane: lane == transport for lane in ("shm", "tcp", "grpc")}
 
 
 def test_job_when_it_has_vectors_alone_then_it_has_workers_barriers_readers_and_a_status(cluster: Start) -> None:

@@ -12,7 +12,7 @@ import pytest
 from fuzzing import allocates_at_most, ends_in, fuzzed, messages
 from hypothesis import given
 from hypothesis import strategies as st
-from known_fields import PAYLOADS, ROWS, known_fields
+from known_fields import OF_VECTORS, PAYLOADS, ROWS, known_fields
 from malformed_target import LAYOUT, ME, Target
 
 from psd.contract import bounds, frames
@@ -137,7 +137,8 @@ payloads = st.binary(max_size=16) | st.sampled_from(PAYLOADS)
 
 
 def sent_by_a_worker(target: Target) -> st.SearchStrategy[list[bytes]]:
-    known = known_fields(target) | {"method": st.sampled_from([1, 2, 3, 5]), "timeout_s": 0.0, "present": [b""]}
+    known = known_fields(target) | {"method": st.sampled_from([1, 2, 3, 5, 6, 7]), "timeout_s": 0.0, "present": [b""]}
+    known |= {"batch": OF_VECTORS, "fetch": OF_VECTORS}
     return st.lists(
         any_of(
             (Kind.HELLO, messages(bulk_pb2.BulkHello)),
@@ -162,7 +163,8 @@ def test_what_a_worker_sends(target: Callable[[], Target], data: st.DataObject) 
         return ME
 
     with fed(packed(Kind.HELLO, b"") + b"".join(sent)) as stream:
-        connection = ServedConnection(stream, shard.shard, DataPlane(shard.shard, "tcp"), guard, lambda: False)
+        plane = DataPlane(shard.shard, "tcp")
+        connection = ServedConnection(stream, shard.shard, plane, shard.vectors, guard, lambda: False)
         connection.serve(admit, 5.0)
         connection.close()
 
@@ -204,6 +206,28 @@ def test_what_a_shard_sends(sent: list[bytes], into_memory: bool) -> None:
             connection._attached = (parameters, [parameters])
 
         ends_in(PsdError, lambda: connection.transfer(call, None, awaited, parameters, Call(5.0, Scope())))
+        connection.close()
+
+
+answers_of_vectors = st.lists(
+    any_of(
+        (Kind.REPLY, messages(bulk_pb2.BulkReply)),
+        (Kind.ERROR, messages(bulk_pb2.BulkError, {"reason": "UnknownVector"})),
+    ),
+    max_size=3,
+)
+
+
+@fuzzed
+@given(answers_of_vectors, st.sampled_from([0, 8, 16]))
+def test_what_a_shard_sends_of_vectors(sent: list[bytes], awaited: int) -> None:
+    """As many numbers as were asked for, or an error of psd's."""
+    call = bulk_pb2.BulkCall(method=bulk_pb2.BULK_METHOD_FETCH_VECTOR)
+    with fed(packed(Kind.WELCOME, b"") + b"".join(sent)) as stream:
+        connection = BulkClient(stream, 0, "127.0.0.1:1", b"ticket", Call(5.0, Scope()), Traffic())
+
+        out = memoryview(bytearray(awaited))
+        ends_in(PsdError, lambda: connection.exchange(call, (), out, Call(5.0, Scope())))
         connection.close()
 
 

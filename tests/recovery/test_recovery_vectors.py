@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from chaos import run_disturbed
+from chaos import WITH_CONNECTIONS, run_disturbed
 from shard_processes import ShardProcess
 from vector_programs import Mirror
 
@@ -18,6 +18,7 @@ pytestmark = pytest.mark.process
 
 WORLD_SIZE = 2
 SHARED = 9000
+WIDE = 1_200_000  # of a batch that needs more than one frame at each shard
 
 
 def work(
@@ -28,19 +29,24 @@ def work(
     with psd_client.connect(servers, rank, WORLD_SIZE, transport=transport, retry_timeout=60) as ps:
         mirrors = [Mirror(ps, dtype, f"{rank}.") for dtype in ("float64", "int64")]
         counts = ps.vector("counts", SHARED, "int64")
+        wide, ones = ps.vector(f"{rank}.wide", WIDE), np.ones(WIDE)
         for step in range(steps):
             mirrors[step % 2].run(rng, int(rng.integers(1, 12)))
             counts.add(1, rng.integers(0, SHARED, 50))
             mine += 50
+            if step % 4 == 3:
+                wide.add(ones)
             if step % 20 == 19:
                 mirrors[step // 20 % 2].check()
             on_step()
         for mirror in mirrors:
             mirror.check()
+        np.testing.assert_array_equal(wide.pull(), steps // 4)
         added.wait(100)
         return int(counts.sum()), mine
 
 
+@pytest.mark.parametrize("transport", ["grpc", "shm", "tcp"])
 @pytest.mark.parametrize(
     ("steps", "kills", "faults"),
     [
@@ -49,13 +55,14 @@ def work(
     ],
 )
 def test_when_shards_are_killed_and_connections_break_then_every_batch_counts_once(
-    shard_processes: Callable[..., list[ShardProcess]], steps: int, kills: int, faults: int
+    shard_processes: Callable[..., list[ShardProcess]], transport: str, steps: int, kills: int, faults: int
 ) -> None:
     """5,000 steps of two workers, each of a random batch and a count: 10,000 random batches."""
     shards = shard_processes(2, "--lease", "60")
     doing = functools.partial(work, steps=steps, added=threading.Barrier(WORLD_SIZE))
 
-    results = run_disturbed(shards, WORLD_SIZE, doing, transport="grpc", seed=18, kills=kills, faults=faults)
+    faults = faults if transport in WITH_CONNECTIONS else 0
+    results = run_disturbed(shards, WORLD_SIZE, doing, transport=transport, seed=18, kills=kills, faults=faults)
 
     total = sum(mine for _, mine in results)
     assert [found for found, _ in results] == [total] * WORLD_SIZE

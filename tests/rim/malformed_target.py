@@ -25,6 +25,7 @@ from psd.rim.data_plane import DataPlane
 from psd.rim.data_service import DataService
 from psd.rim.pace import Pace
 from psd.rim.vector_gate import VectorGate
+from psd.rim.vector_plane import VectorPlane
 from psd.rim.vector_service import VectorService
 from psd.state.aggregation.rounds import FastRound
 from psd.state.counts import LANES
@@ -118,10 +119,11 @@ class Target:
         self.shard = shard if shard is not None else Shard(ServerConfig(0, 2, limits=LIMITS), incarnation=77)
         planes = {lane: DataPlane(self.shard, lane) for lane in LANES}
         guard = CallGuard(self.shard, Pace())
-        bulk = BulkServer(self.shard, planes, guard, self.shard._core.config)
-        control = ControlService(self.shard, guard, address=str, on_leave=int, open_bulk=bulk.open).handler()
         data = DataService(self.shard, planes["grpc"], guard)
-        self._handlers = (control, data.handler(), VectorService(self.shard, guard, data.reading, VectorGate()).handler())
+        self.vectors = VectorPlane(self.shard, data.reading, VectorGate())
+        bulk = BulkServer(self.shard, planes, self.vectors, guard, self.shard._core.config)
+        control = ControlService(self.shard, guard, address=str, on_leave=int, open_bulk=bulk.open).handler()
+        self._handlers = (control, data.handler(), VectorService(guard, self.vectors).handler())
         self.layout = Layout(spec, 2)
         self.scalars = [*SCALARS, SCALARS[1]][: len(spec.groups)]
         self.callers = [self._join(rank) for rank in range(WORLD)]

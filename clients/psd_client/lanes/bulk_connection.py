@@ -11,7 +11,7 @@ import logging
 import socket
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from google.protobuf.message import DecodeError
@@ -65,6 +65,7 @@ class BulkClient:
         self._sender = Crew("psd-send")
         self._attached: tuple[FlatBuffers, list[FlatBuffers]] | None = None
         self._receiving: FlatBuffers | None = None  # the buffers into which the shard writes, or wrote last
+        self._uses_memory = True
         self._wanted: WantedRows | None = None  # the rows that the current call fetches
         self._lock = threading.Lock()
         self._is_busy = False
@@ -172,7 +173,7 @@ class BulkClient:
                         self._stream.send(Kind.BLOCKS, blocks.SerializeToString(), *request.ids)
                         self._traffic.sent_bytes += request.nbytes
                         under_way.append(request.nbytes)
-                    self._receive_rows(wanted)
+                    self._take_rows(wanted, *self._received(Kind.ANSWER))
                     under_way.popleft()
                 self._received(Kind.REPLY)
             except _Refused:
@@ -181,8 +182,19 @@ class BulkClient:
                 raise
         return wanted.complete()
 
-    def _receive_rows(self, wanted: WantedRows) -> None:
-        self._take_rows(wanted, *self._received(Kind.ANSWER))
+    def exchange(
+        self, message: bulk_pb2.BulkCall, payload: Iterable[memoryview], out: memoryview, call: Call
+    ) -> bulk_pb2.BulkReply:
+        """Make the call `message`, for vectors: send a payload with it; the reply's payload fills `out`."""
+        message.timeout_s = call.timeout_s
+        with self._under_way(call, uses_memory=False):
+            self._stream.send(Kind.CALL, message.SerializeToString(), *payload)
+            head, payload_bytes = self._received(Kind.REPLY)
+            if payload_bytes != len(out):
+                what = f"sent {payload_bytes} bytes of a vector, {len(out)} were asked for"
+                raise InternalError(f"shard {self._shard} at {self._address}: has {what}")
+            self._stream.read_into(out)
+            return self._parsed(bulk_pb2.BulkReply, head)
 
     def _take_rows(self, wanted: WantedRows, head: bytes, payload_bytes: int) -> None:
         before = wanted.received_bytes
@@ -340,12 +352,15 @@ class BulkClient:
 
     # -- failures ------------------------------------------------------------------------------------------------------
 
-    def _under_way(self, call: Call, wanted: WantedRows | None = None) -> Bracket[Call]:
-        """A context for the messages of one call; closes the connection unless the shard answers. wanted: rows to fetch.
+    def _under_way(self, call: Call, wanted: WantedRows | None = None, *, uses_memory: bool = True) -> Bracket[Call]:
+        """A context for the messages of one call; closes the connection unless the shard answers.
+
+        Args:
+            wanted: rows to fetch. uses_memory: False if the shard uses no attached memory during the call.
 
         Raises WaitTimeout if the call does not end in time.
         """
-        self._wanted = wanted
+        self._wanted, self._uses_memory = wanted, uses_memory
         return Bracket(call, self._begin, self._end_call)
 
     def _begin(self, call: Call) -> None:
@@ -395,8 +410,8 @@ class BulkClient:
         return ShardUnavailable(f"shard {self._shard} at {self._address}: {why}", **where)
 
     def _cancel(self) -> None:
-        """End the call. Its thread waits until the shard has ended it, too, if the shard sees this worker's memory."""
-        if self._attached is None:
+        """End the call. Its thread waits until the shard has ended it, too, if it uses this worker's memory."""
+        if self._attached is None or not self._uses_memory:
             self._stream.shut_down(socket.SHUT_RDWR)
             return
         self._patience.cancel()
@@ -405,7 +420,7 @@ class BulkClient:
     def _abandon(self) -> None:
         """Wait until the shard has ended the call, so that it uses this worker's memory no more; then close."""
         self._cancel()
-        if self._attached is not None and self.is_open:
+        if self._attached is not None and self._uses_memory and self.is_open:
             try:
                 self._patience.check()
                 self._stream.skip(1 << 62)

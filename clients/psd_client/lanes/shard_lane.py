@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from psd.contract import frames
 from psd.contract.credentials import Credentials
-from psd.contract.errors import InternalError
+from psd.contract.errors import InternalError, ShardUnavailable, WaitTimeout
 from psd.contract.layout import Block
 from psd.contract.rows import TableRows
 from psd.contract.vector_batches import payload_parts
@@ -237,6 +237,13 @@ class ShardLane(Lane):
         self, batch: vectors_pb2.VectorBatch, pieces: Sequence[NDArray[Any]], call: Call
     ) -> vectors_pb2.VectorAnswer:
         self.traffic.sent_bytes += batch.payload_bytes
+        connection = self._opened(batch.caller, call)
+        if connection is not None:
+            message = bulk_pb2.BulkCall(method=bulk_pb2.BULK_METHOD_RUN_VECTORS, batch=batch)
+            try:
+                return connection.exchange(message, payload_parts(pieces), memoryview(bytearray()), call).vectors
+            except WaitTimeout as error:  # a batch waits for no worker, so it is the shard that is late
+                raise ShardUnavailable(str(error), shard=self.shard, address=self.address) from None
         answer = vectors_pb2.VectorAnswer
         if batch.payload_bytes <= VECTORS_AT_ONCE_BYTES_MAX:
             frame = vectors_pb2.VectorFrame(batch=batch, payload=b"".join(payload_parts(pieces)))
@@ -254,6 +261,12 @@ class ShardLane(Lane):
 
     @override
     def fetch_vector(self, request: vectors_pb2.VectorFetch, out: memoryview, call: Call) -> None:
+        connection = self._opened(request.caller, call) if request.HasField("caller") else None
+        if connection is not None:
+            message = bulk_pb2.BulkCall(method=bulk_pb2.BULK_METHOD_FETCH_VECTOR, fetch=request)
+            connection.exchange(message, (), out, call)
+            self.traffic.received_bytes += len(out)
+            return
         at = 0
         for frame in self._channel.stream_in(f"{_VECTORS}Fetch", request, call):
             _, numbers = frames.split(frame, "VectorFrame")

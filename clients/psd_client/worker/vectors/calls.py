@@ -201,7 +201,8 @@ class VectorCalls:
             answers: list[vectors_pb2.VectorAnswer] = []
             for attempt in self._session.attempts():
                 with attempt:
-                    answers = self._shards.run(partial(self._send, sent, outgoing), timeout_s)
+                    send = partial(self._send, sent, outgoing)
+                    answers = self._shards.run(send, timeout_s, is_bulk=sent.change is None)
         except _REFUSALS:
             self._unfinished = None
             raise

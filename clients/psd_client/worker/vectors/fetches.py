@@ -96,4 +96,4 @@ class Fetches:
 
     def _run(self, fetch: Callable[[Lane, Call], None], lanes: list[Lane], nbytes: int) -> None:
         if lanes:
-            self._shards.run(fetch, self._timeout_s + nbytes / THROUGHPUT_MIN, lanes)
+            self._shards.run(fetch, self._timeout_s + nbytes / THROUGHPUT_MIN, lanes, is_bulk=True)
