@@ -75,7 +75,7 @@ def distribute(trainer: Trainer, **options: Any) -> psd.DistributedOptimizer:
 
 
 class _Job(TrainerCallback):
-    """What a Trainer of this job does otherwise than one that is alone."""
+    """The differences between a Trainer of this job and one that is alone."""
 
     def __init__(self, trainer: Trainer, optimizer: psd.DistributedOptimizer) -> None:
         self._trainer = trainer
