@@ -86,7 +86,7 @@ class PsdStrategy(SingleDeviceStrategy):
         if trainer.ckpt_path:
             raise InvalidRequest(
                 f"ckpt_path={trainer.ckpt_path!r}: the job goes on by itself, from psd's checkpoints (psd-run "
-                "--checkpoint-dir), which have the optimizer's state. A new job can begin with these parameters: load them before"
+                "--checkpoint-dir), which have the optimizer's state. A new job can begin with these parameters, loaded before"
             )
         if trainer.gradient_clip_val:
             if trainer.gradient_clip_algorithm not in (None, "norm"):
