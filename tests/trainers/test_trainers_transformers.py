@@ -44,6 +44,7 @@ def test_worker_0_alone_saves_what_all_have_learnt(train: Train, tmp_path: Path)
     train(PROGRAM, 4, "save", workers=2, directory=place)
 
     assert {path.name for path in (place / "out").iterdir()} == {f"checkpoint-{step}" for step in (3, 6, 9, 12)}
+    assert [path.name for path in place.glob("model-of-*")] == ["model-of-0"]
 
 
 def test_a_job_goes_on_from_psds_checkpoints_and_not_from_the_trainers(train: Train, tmp_path: Path) -> None:

@@ -89,6 +89,8 @@ def main() -> None:
     if "resume" in ways:
         trainer.train(resume_from_checkpoint=True)
     result = trainer.train()
+    if "save" in ways:
+        trainer.save_model(str(directory / f"model-of-{RANK}"))
     values = {name: tensor.numpy() for name, tensor in model.state_dict().items()}
     np.savez(directory / f"trained-{RANK}.npz", steps=result.global_step, **values)
 

@@ -35,7 +35,7 @@ def distribute(trainer: Trainer, **options: Any) -> psd.DistributedOptimizer:
       Trainer has saved: load it into the model.
     * Evaluation runs whole on each worker, which so all see the same numbers. A worker that is to stop early, by
       EarlyStoppingCallback or the like, has all workers stop at one step, two steps later. Add such callbacks before this call.
-    * The Trainer's logs go to `ps.log`, too. Worker 0 alone saves checkpoints and reports to wandb and the like.
+    * The Trainer's logs go to `ps.log`, too. Worker 0 alone saves, `save_model()` included, and reports to wandb and the like.
 
     Args:
         trainer: with one of torch's optimizers that psd_client.torch.distribute takes, such as `optim="adamw_torch"`; without
@@ -63,6 +63,7 @@ def distribute(trainer: Trainer, **options: Any) -> psd.DistributedOptimizer:
     if optimizer.rank:
         args.save_strategy = "no"
         args.load_best_model_at_end = False
+        trainer.save_model = trainer.save_state = _save_nothing
         for kind in INTEGRATION_TO_CALLBACK.values():
             trainer.remove_callback(kind)
     job = _Job(trainer, optimizer)
@@ -161,6 +162,10 @@ class _Job(TrainerCallback):
         logs = {name: value for name, value in others["logs"].items() if isinstance(value, (int, float))}
         if logs:
             self._optimizer.ps.log(state.global_step, **logs)
+
+
+def _save_nothing(*_args: Any, **_kwargs: Any) -> None:
+    """Leave it to worker 0, in whose place this one would write."""
 
 
 def _size(batch: Any) -> int:
