@@ -86,7 +86,7 @@ def test_a_step_of_tensors_and_tables_is_one_call_to_each_shard(cluster: Callabl
         after = calls()
 
     made = [{call: later[call] - earlier[call] for call in later} for earlier, later in zip(before, after, strict=True)]
-    assert made == [{"push": 0, "push_pull": 4, "pull": 1}] * 3
+    assert made == [{"push": 0, "push_pull": 4, "pull": 1, "batch": 0}] * 3
 
 
 def test_a_table_that_two_workers_declare_otherwise_is_refused_by_name(cluster: Callable[..., Any]) -> None:
