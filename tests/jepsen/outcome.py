@@ -19,7 +19,7 @@ class Outcome:
 
     Attributes:
         stuck: names of processes that did not end in time. final: file of the parameters; None if there are none.
-        has_checkpoint: there was one in the end.
+        has_checkpoint: there was one to which the job could go back.
         factor: how much slower than an idle one the machine was.
     """
 

@@ -25,7 +25,7 @@ from plan import DAMAGE, LINKS, LIVES, Fault, Plan
 from processes import Process, ShardActor, Timeline, WorkerActor, last_word
 from program import Options
 
-from psd.checkpoint import CheckpointDirectory
+from psd.checkpoint import CheckpointDirectory, CheckpointState
 
 TICK_S = 0.02
 LATE_S = 7.0
@@ -297,8 +297,11 @@ class _Trial:
             self._strike_shard(fault, self._shards[fault.shard])
 
     def _has_checkpoint(self) -> bool:
+        """There is one to which the job could go back: not that of the shards' end, after which nobody goes anywhere."""
         directory = self._directory / "checkpoints"
-        return directory.exists() and CheckpointDirectory(str(directory)).newest() is not None
+        found = CheckpointDirectory(str(directory)).checkpoints() if directory.exists() else []
+        names = [info.name for info in found if info.state is CheckpointState.VALID]
+        return any(not name.rpartition("-")[2].startswith("end") for name in names)
 
     def _end(self, fault: Fault, heal: Callable[[], Any]) -> None:
         heal()
