@@ -17,11 +17,16 @@ pytestmark = pytest.mark.process
 STEPS_BETWEEN = 5
 
 OPERATIONS = {
-    "first": ["make directory *:1", "fsync directory *:1", "make directory *:1", "create shard-*.chunks:1"],
+    "first": [
+        "make directory timeline-*:1",
+        "fsync directory timeline-*:1",
+        "make directory timeline-*:1",
+        "create shard-*.chunks:1",
+    ],
     "data": ["write *.chunks:1", "write *.chunks:9", "fsync *.chunks:1", "rename *.chunks:1"],
     "documents": ["create *.json:1", "write *.json:1", "fsync *.json:1", "rename *.json:1"],
     "manifest": ["create manifest.json:1", "write manifest.json:1", "rename manifest.json:1"],
-    "removal": ["remove manifest.json:1", "remove *.json:3", "remove directory *:1"],
+    "removal": ["remove manifest.json:1", "remove *.json:3", "remove directory timeline-*:1"],
 }
 """Crash points of shard 0, which announces the cuts; in lives one after the other."""
 
