@@ -31,7 +31,7 @@ help:
 	@echo "make check   lint and the quick tests: what to run while one works; a minute on two cores"
 	@echo "make test    lint and run all tests but those of the next six; eight minutes on two cores"
 	@echo "make test-keras   the tests of the Keras and JAX faces, in an environment of their own with TensorFlow, .venv-keras"
-	@echo "make test-trainers   transformers' Trainer, TRL, Accelerate and Lightning on shards, in .venv-trainers; ten minutes"
+	@echo "make test-trainers   transformers' Trainer, TRL, Accelerate and Lightning on shards, in .venv-trainers; three minutes"
 	@echo "make test-launchers   jobs over ssh, under SLURM and on Ray, as far as these are installed; Ray in .venv-launchers; ten minutes"
 	@echo "make test-install   sdist and wheel, installed into an empty environment of each Python that is here; a minute each"
 	@echo "make test-browser   psdctl dashboard in headless Chromium (Debian's package chromium), beside a real job; half a minute"
