@@ -1,4 +1,4 @@
-"""Scalars that workers report beside their gradients, such as the loss: the rules for their names and values.
+"""Scalars that workers report beside their gradients, such as the loss, or reduce: the rules for their names and values.
 
 Both sides check: the client before it takes a scalar, the shard because it cannot trust clients. Must not know transports.
 """
@@ -17,6 +17,7 @@ from psd.contract.config import ConfigError
 from psd.contract.errors import InvalidRequest
 from psd.contract.integers import INTEGER_MAX
 from psd.contract.printable import is_printable
+from psd.v1.control_pb2 import Number
 
 NAME_BYTES_MAX = 256
 SERIES_MAX = 64
@@ -54,6 +55,16 @@ def checked_number(name: str, value: Any) -> float | int:
                 raise InvalidRequest(f"{name}: {found} is beyond 64 bits; pass a float")
             return found
     return checked_value(name, value)
+
+
+def number_message(name: str, value: float | int) -> Number:
+    """The message that carries a number of an all_reduce."""
+    return Number(name=name, real=value) if isinstance(value, float) else Number(name=name, integer=value)
+
+
+def number_of(message: Number) -> float | int:
+    """The number that a message carries; 0 if it has none."""
+    return message.real if message.HasField("real") else message.integer
 
 
 def checked_value(name: str, value: Any) -> float:

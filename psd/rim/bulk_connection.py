@@ -228,9 +228,7 @@ class ServedConnection:
         has_payload = not (call.method == bulk_pb2.BULK_METHOD_PULL and call.pull.versions_only)
         reply = bulk_pb2.BulkReply()
         try:
-            self._shard.check_draining()
-            self._check_caller(getattr(call, head).caller)
-            self._is_in_call = True
+            self._enter_call(getattr(call, head).caller)
             put = self._way_out()
             answers = self._answers(call, sent)
             try:
@@ -257,10 +255,8 @@ class ServedConnection:
                     self._second_thread.flush()  # send all answers
         except (Disconnected, TimeoutError):
             raise
-        except Exception as error:
-            if self._has_hung_up:  # there is nobody to tell
-                raise Disconnected from error
-            self._send_error(self._guard.as_error(error))
+        except Exception as error:  # noqa: BLE001 - whatever it is, the worker is told
+            self._refuse(error)
             if sent is not None:
                 sent.skip_rest()
         else:
@@ -275,9 +271,7 @@ class ServedConnection:
         """Answer one call for vectors: both ways one message. It uses no attached memory."""
         head, unread = _OF_VECTORS[call.method], payload_bytes
         try:
-            self._shard.check_draining()
-            self._check_caller(getattr(call, head).caller)
-            self._is_in_call = True
+            self._enter_call(getattr(call, head).caller)
             if head == "fetch":
                 with self._vectors.fetch(call.fetch) as numbers:
                     self._stream.send(Kind.REPLY, b"", numbers)
@@ -288,10 +282,8 @@ class ServedConnection:
             answer = self._vectors.run(call.batch, payload, "tcp" if self.is_tcp else "shm")
         except (Disconnected, TimeoutError):
             raise
-        except Exception as error:
-            if self._has_hung_up:  # there is nobody to tell
-                raise Disconnected from error
-            self._send_error(self._guard.as_error(error))
+        except Exception as error:  # noqa: BLE001 - likewise
+            self._refuse(error)
             self._stream.skip(unread)
         else:
             self._stream.send(Kind.REPLY, bulk_pb2.BulkReply(vectors=answer).SerializeToString())
@@ -328,10 +320,17 @@ class ServedConnection:
             self._second_thread = Outbox(self._deliver, lambda out: out.answer.release(), "psd-bulk-out")
         return self._second_thread.put
 
-    def _check_caller(self, caller: job_pb2.Caller) -> None:
+    def _enter_call(self, caller: job_pb2.Caller) -> None:
+        self._shard.check_draining()
         if caller.rank != self.rank:
             raise InvalidRequest(f"caller.rank: is {caller.rank}, but this connection is worker {self.rank}'s")
         self.session = caller.session
+        self._is_in_call = True
+
+    def _refuse(self, error: Exception) -> None:
+        if self._has_hung_up:  # there is nobody to tell
+            raise Disconnected from error
+        self._send_error(self._guard.as_error(error))
 
     def _deliver(self, out: _Outgoing) -> None:
         answer = out.answer

@@ -276,17 +276,14 @@ class Shard:
     def scale_learning_rate(self, scale: float) -> job_pb2.LearningRateScale:
         """Scale the job's learning rate; see ControlService.SetLearningRate."""
         with self._core.lock:
-            open_round = self._open_round()
-            clock = 0 if open_round is None else open_round + HEARD
-            found = self._core.orders.scale_learning_rate(scale, clock)
+            found = self._core.orders.scale_learning_rate(scale, self._next_clock())
         logger.warning("%s, as an operator has ordered", scale_text(found))
         return found
 
     def end_job(self) -> int:
         """Have all workers end before the pushes of one clock, or without rounds before their next ones; see Drain."""
         with self._core.lock:
-            open_round = self._open_round()
-            self._core.orders.end(0 if open_round is None else open_round + HEARD)
+            self._core.orders.end(self._next_clock())
             orders = self._core.orders.current
         return _told_end(orders, logging.WARNING).ends_at
 
@@ -300,6 +297,11 @@ class Shard:
             is_news = self._core.orders.end(open_round + HEARD, asked_by=worker.rank)
             orders = self._core.orders.current
         return _told_end(orders, logging.INFO if is_news else logging.DEBUG)
+
+    def _next_clock(self) -> int:
+        """The first clock at which no worker pushes before it hears of an operator's order given now; 0 without rounds."""
+        open_round = self._open_round()
+        return 0 if open_round is None else open_round + HEARD
 
     def _open_round(self) -> int | None:
         """The open round; None without rounds. Under the shard's lock, so that every later reply to a push has an order for

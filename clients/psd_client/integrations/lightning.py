@@ -21,15 +21,9 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Se
 import psd_client
 import psd_client.torch as psd
 from psd.contract.errors import InvalidRequest
+from psd_client.faces import OF_CONNECT
 
 logger = logging.getLogger("psd_client")
-
-_CONNECTION = frozenset(
-    {
-        *("servers", "rank", "world_size", "run_id", "transport", "wait_timeout", "retry_timeout", "report_after"),
-        *("tls_ca", "tls_cert", "tls_key", "token_file"),
-    }
-)
 
 
 class PsdStrategy(SingleDeviceStrategy):
@@ -63,7 +57,7 @@ class PsdStrategy(SingleDeviceStrategy):
 
     def __init__(self, device: Any = "cpu", **options: Any) -> None:
         super().__init__(device)
-        self.ps = psd_client.connect(**{name: options.pop(name) for name in [*options] if name in _CONNECTION})
+        self.ps = psd_client.connect(**{name: options.pop(name) for name in OF_CONNECT & options.keys()})
         self.optimizer: psd.DistributedOptimizer | None = None
         self._is_of_training = False
         self._options = options

@@ -28,8 +28,8 @@ def distribute(trainer: Trainer, **options: Any) -> psd.DistributedOptimizer:
     * Each worker trains on its share of the batches, those that the process of its rank would have under torchrun: so
       `per_device_train_batch_size` is that of one worker. A round's gradient is the mean over all its samples, or tokens where
       the model's loss counts these.
-    * `args.max_grad_norm` becomes `clip_norm`, the norm of the gradient of all workers. (The Trainer's own clipping is turned
-      off, and so are its logs of the norm.)
+    * `args.max_grad_norm` becomes `clip_norm`, the norm of the gradient of all workers. The Trainer does not clip, and the norm
+      that it logs is of this worker's gradient alone.
     * A worker that is started again goes on at the job's step, in the learning rate's schedule and in the data; so does a job,
       from psd's checkpoints (`psd-run --checkpoint-dir`). So resume_from_checkpoint is refused. A new job can begin with what a
       Trainer has saved: load it into the model.

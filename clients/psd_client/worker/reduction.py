@@ -7,7 +7,7 @@ from typing import Any
 
 from psd.contract.arguments import choice, refuse
 from psd.contract.errors import InvalidRequest
-from psd.contract.scalars import check_name, checked_number
+from psd.contract.scalars import check_name, checked_number, number_message, number_of
 from psd.v1 import control_pb2
 from psd.v1.control_pb2 import Number
 
@@ -33,7 +33,7 @@ class Reduced(dict[str, "float | int"]):
     """
 
     def __init__(self, reply: control_pb2.BarrierReply, given: Mapping[str, Any]) -> None:
-        found = {number.name: number.real if number.HasField("real") else number.integer for number in reply.numbers}
+        found = {number.name: number_of(number) for number in reply.numbers}
         super().__init__({name: found[name] for name in given})
         self.workers = reply.workers
 
@@ -50,6 +50,5 @@ def numbers_of(values: Mapping[str, Any]) -> list[Number]:
     found = []
     for name in sorted(values):
         check_name(name, NAME_BYTES_MAX)
-        value = checked_number(name, values[name])
-        found.append(Number(name=name, real=value) if isinstance(value, float) else Number(name=name, integer=value))
+        found.append(number_message(name, checked_number(name, values[name])))
     return found

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from psd.contract.config import Limits
 from psd.contract.errors import InvalidRequest
-from psd.contract.scalars import check_name
+from psd.contract.scalars import check_name, number_message, number_of
 from psd.v1 import control_pb2
 from psd.v1.control_pb2 import Number
 
@@ -53,13 +53,12 @@ def brought_by(request: control_pb2.BarrierRequest, limits: Limits, world_size: 
     found: dict[str, float | int] = {}
     for number in request.numbers:
         check_name(number.name, limits.name_bytes_max)
-        kind = number.WhichOneof("value")
-        if kind is None:
+        if number.WhichOneof("value") is None:
             raise InvalidRequest(f"numbers: {number.name!r} has no value")
         if number.name in found:
             raise InvalidRequest(f"numbers: {number.name!r} is there twice")
-        found[number.name] = value = number.real if kind == "real" else number.integer
-        if how == control_pb2.NUMBER_REDUCTION_SUM and kind == "integer" and abs(value) >= (1 << _SUM_BITS) // world_size:
+        found[number.name] = value = number_of(number)
+        if how == control_pb2.NUMBER_REDUCTION_SUM and isinstance(value, int) and abs(value) >= (1 << _SUM_BITS) // world_size:
             raise InvalidRequest(
                 f"numbers: {number.name!r} is {value}, and sums of such integers over {world_size} workers may not fit into 64 "
                 "bits; bring it as a real number"
@@ -85,11 +84,7 @@ def _word(how: int) -> str:
 def reduced(brought: Sequence[Brought]) -> list[Number]:
     """The numbers of several workers, who have the same names, as one list of numbers."""
     how, names = brought[0].how, brought[0].names
-    return [_number(name, _reduce(how, [each.values[i] for each in brought])) for i, name in enumerate(names)]
-
-
-def _number(name: str, value: float | int) -> Number:
-    return Number(name=name, real=value) if isinstance(value, float) else Number(name=name, integer=value)
+    return [number_message(name, _reduce(how, [each.values[i] for each in brought])) for i, name in enumerate(names)]
 
 
 def _reduce(how: int, values: list[float | int]) -> float | int:
