@@ -103,6 +103,12 @@ def processes(of_run: str) -> dict[int, str]:
     }
 
 
+def shard_pid(of_run: str, index: int) -> int:
+    """Process id of one shard of a run."""
+    (pid,) = (pid for pid, command in processes(of_run).items() if f"--shard {index}/" in command)
+    return pid
+
+
 def _read(pid: int, name: str) -> bytes:
     try:
         return Path(f"/proc/{pid}/{name}").read_bytes()
@@ -123,8 +129,7 @@ class Job(Process):
 
     def shard_pid(self, index: int) -> int:
         """Process id of one shard."""
-        (pid,) = (pid for pid, command in processes(self.run_id).items() if f"--shard {index}/" in command)
-        return pid
+        return shard_pid(self.run_id, index)
 
     def watchdog_pid(self) -> int:
         """Process id of the run's watchdog, which is not itself of the run, but has its name as an argument.

@@ -25,7 +25,7 @@ from plan import DAMAGE, LINKS, LIVES, Fault, Plan
 from processes import Process, ShardActor, Timeline, WorkerActor, last_word
 from program import Options
 
-from psd.checkpoint import CheckpointDirectory, CheckpointState
+from psd.checkpoint import CheckpointDirectory
 
 TICK_S = 0.02
 LATE_S = 7.0
@@ -111,6 +111,7 @@ class _Trial:
                 return
             self._is_ending = True
             self._finish()
+        self.outcome.has_checkpoint = self._has_checkpoint()  # before the shards store one of their end
         for shard in self._shards:
             assert shard.process is not None
             shard.process.signal(signal.SIGTERM)
@@ -156,7 +157,6 @@ class _Trial:
             if process.status is None:
                 process.kill()
         self.outcome.cuts = self._cuts
-        self.outcome.has_checkpoint = self._has_checkpoint()
         for shard in self._shards:
             shard.close()
         self._network.close()
@@ -297,11 +297,8 @@ class _Trial:
             self._strike_shard(fault, self._shards[fault.shard])
 
     def _has_checkpoint(self) -> bool:
-        """There is one to which the job could go back: not that of the shards' end, after which nobody goes anywhere."""
         directory = self._directory / "checkpoints"
-        found = CheckpointDirectory(str(directory)).checkpoints() if directory.exists() else []
-        names = [info.name for info in found if info.state is CheckpointState.VALID]
-        return any(not name.rpartition("-")[2].startswith("end") for name in names)
+        return directory.exists() and CheckpointDirectory(str(directory)).newest() is not None
 
     def _end(self, fault: Fault, heal: Callable[[], Any]) -> None:
         heal()

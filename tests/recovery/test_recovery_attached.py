@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from shard_processes import ShardProcess
+from tcp_sockets import connected_sockets
 
 import psd_client
 
@@ -26,16 +27,12 @@ SIZE = 1_200_000
 MEMORY = "memfd:psd-worker"
 
 
-ESTABLISHED = "01"
-"""State of a TCP socket in /proc/net/tcp. On one machine the other end of such a socket is open."""
-
-
 def held(pid: int) -> Counter[str]:
     """Descriptors of a process by kind, files aside: a job opens some. And the mappings of workers' memory.
 
     Connected TCP sockets count as such: a stranger may have come. One whose peer is dead has another state.
     """
-    connected = {f"socket:[{line[9]}]" for line in tcp_sockets(pid) if line[3] == ESTABLISHED}
+    connected = connected_sockets(pid)
     found: Counter[str] = Counter()
     for descriptor in Path(f"/proc/{pid}/fd").iterdir():
         try:
@@ -47,12 +44,6 @@ def held(pid: int) -> Counter[str]:
             found[kind] += 1
     found["mapped"] = sum(MEMORY in line for line in Path(f"/proc/{pid}/maps").read_text().splitlines())
     return found
-
-
-def tcp_sockets(pid: int) -> list[list[str]]:
-    """The columns of /proc/net/tcp and tcp6; the fourth is the state, the tenth the inode."""
-    tables = [Path(f"/proc/{pid}/net/{name}") for name in ("tcp", "tcp6")]
-    return [line.split() for table in tables if table.exists() for line in table.read_text().splitlines()[1:]]
 
 
 def held_for_the_dead(pid: int) -> Counter[str]:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from proxy import Proxy
 from shard_processes import ShardProcess
+from tcp_sockets import connected_sockets
 
 import psd_client
 
@@ -108,9 +109,8 @@ def test_worker_when_the_shard_vanishes_while_it_waits_then_goes_on_over_another
 
 def connections_of(shard: ShardProcess) -> int:
     """Open TCP connections of its process, apart from the ports that it listens at."""
-    inodes = {link.readlink().name for link in Path(f"/proc/{shard.pid}/fd").iterdir() if str(link.readlink()).startswith("s")}
-    table = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    return sum(f"socket:[{row[9]}]" in inodes for row in table if row[3] == "01")
+    own = {link.readlink().name for link in Path(f"/proc/{shard.pid}/fd").iterdir() if str(link.readlink()).startswith("s")}
+    return len(own & connected_sockets(shard.pid))
 
 
 @pytest.mark.parametrize("transport", ["tcp", "grpc"])

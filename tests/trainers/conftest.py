@@ -26,7 +26,13 @@ def train(tmp_path: Path) -> Train:
     Keywords: directory, for runs that go on from one another; flags, of psd-run; fails_with: words of the error with which the
     run is to end.
     """
-    environ = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "CUDA_VISIBLE_DEVICES": ""}
+    environ = {
+        **os.environ,
+        "PYTHONPATH": str(HERE.parent),
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_VERBOSITY": "error",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
 
     def run(
         program: str,

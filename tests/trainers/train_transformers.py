@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 import torch
 import transformers
+from commands import shard_pid
 from datasets import Dataset
-from killing import kill_shard
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
 from psd_client.integrations import transformers as psd_transformers
@@ -42,7 +42,7 @@ class Killing(TrainerCallback):
 
     def on_step_end(self, args, state, control, **others) -> None:
         if RANK == 0 and state.global_step in (3, 7):
-            kill_shard(state.global_step // 4)
+            os.kill(shard_pid(os.environ["PSD_RUN_ID"], state.global_step // 4), signal.SIGKILL)
 
 
 class Stopping(TrainerCallback):
