@@ -157,6 +157,12 @@ class ScalarsDisagree(PsdError):
     code = "INVALID_ARGUMENT"
 
 
+class PartsDisagree(PsdError):
+    """Two workers pushed gradients of different parts of the job in one round. Detail: ranks, parts, round."""
+
+    code = "INVALID_ARGUMENT"
+
+
 class NotDeclared(PsdError):
     """The shard has no job spec, or no initial values, yet."""
 

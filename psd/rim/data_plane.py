@@ -193,11 +193,12 @@ class DataPlane:
         """Yield the blocks as they become ready, then the rows that are asked for ahead, last the push's reply.
 
         A block is answered once the push has covered it: what a worker reads contains its own gradient. Blocks that are ready
-        first come first.
+        first come first. A push of one part of the job is answered with that part's blocks, and the tables'.
         """
         began = self._now()
         push = self._begin(header, waiter)
         pull = self._exchange.begin_answer(push)
+        answered = {*header.answered, push.job.tables_index} if header.part else None
         if ahead is not None:
             tables = tables_of(push.job)
             parts, ids, memory = ahead
@@ -222,7 +223,7 @@ class DataPlane:
                 ) is not None:
                     waiter.wait(ticket)
                 self.counts.count_bytes(received=block.nbytes)
-                if len(push.covered) > covered:
+                if len(push.covered) > covered and (answered is None or block.block in answered):
                     pending.append(push.job.trained(block.block))
                 if block.is_followed and pull.has_rounds:
                     continue

@@ -56,10 +56,11 @@ class Job:
     Attributes:
         blocks: this shard's blocks by index. tables: the block that stands for its part of the tables; None without any.
         block_count: both. trained_count: those that every push must cover. is_trained: there are some, here or on other shards.
+        tables_index: index of the tables' block; None without any.
         buffer_blocks: those of them that workers compute. wants_buffers: some worker is to call StoreBuffers.
         wants_all_buffers: each of them is.
         is_cut_by_positions: cuts are positions of the workers; see psd/state/cuts/positions.py.
-        agreement: SYNC: the scalars of the open rounds.
+        agreement: SYNC: scalars and parts of the open rounds.
         coordinator: EXACT, on shard 0 only. participant: EXACT, on all shards. See settlement.py.
     """
 
@@ -122,11 +123,11 @@ class Job:
         trained_blocks = [b for b in self.blocks.values() if b.plan.trained]
         self._trained: list[Trained] = [*trained_blocks]
         self.tables: TablesBlock | None = None
-        self._tables_index = self.layout.tables_block(shard_index)
-        if self._tables_index is not None:
+        self.tables_index = self.layout.tables_block(shard_index)
+        if self.tables_index is not None:
             times = RoundTimes(now, on_awaited if first is None else None)
             checks = RowChecks(spec, shard_index, shard_count, limits)
-            self.tables = TablesBlock(self._tables_index, spec, stores_of(), rounds, times, checks, wall, rules)
+            self.tables = TablesBlock(self.tables_index, spec, stores_of(), rounds, times, checks, wall, rules)
             self._trained.append(self.tables)
         self.block_count = len(self.blocks) + (self.tables is not None)
         self.trained_count = len(self._trained)
@@ -169,7 +170,7 @@ class Job:
             return self.blocks[index]
         except KeyError:
             total = len(self.layout.blocks)
-            if index == self._tables_index:
+            if index == self.tables_index:
                 raise BlockOutOfRange(f"block: {index} is the tables' block, which has rows and no values") from None
             where = f"there are {total}" if index >= total else f"shard {self.layout.shard_of(index)} owns it"
             raise BlockOutOfRange(f"block: {index} is not on shard {self._shard_index}; {where}") from None
@@ -195,7 +196,7 @@ class Job:
         """The blocks of these indexes, in their order; without indexes, all blocks."""
         if not indexes:
             return [*self.blocks.values(), *([] if self.tables is None else [self.tables])]
-        return [self.tables if self.tables is not None and i == self._tables_index else self.block(i) for i in indexes]
+        return [self.tables if self.tables is not None and i == self.tables_index else self.block(i) for i in indexes]
 
     def lacking(self, covered: Collection[int]) -> int:
         """The lowest index of a block that a push must cover and has not."""

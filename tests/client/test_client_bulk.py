@@ -246,7 +246,7 @@ def test_push_when_a_gradient_is_refused_by_the_shard_then_the_next_is_taken(
     with psd_client.connect(cluster(1).servers, 0, 1, transport=transport) as ps:
         ps.declare({"w": np.zeros(ELEMENTS)}, psd_client.SGD(lr=1.0))
         # A client that does not look, and does not say that it has.
-        monkeypatch.setattr(type(ps._worker.gradients), "first_nonfinite", lambda _: None)
+        monkeypatch.setattr(type(ps._worker.gradients), "first_nonfinite", lambda *_: None)
         monkeypatch.setattr(data_pb2, "PushHeader", lambda is_finite=False, **fields: PushHeader(**fields))
         with pytest.raises(NonFiniteGradient, match="'w'"):
             ps.push_pull({"w": np.full(ELEMENTS, np.nan)})

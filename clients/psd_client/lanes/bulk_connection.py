@@ -245,7 +245,7 @@ class BulkClient:
                 if part.present is not None:
                     names.present.extend(frames.present_bits(part.present[block.segment_tensors]) for block in part.blocks)
                 yield names.SerializeToString(), (), has_rows
-                self._traffic.sent_bytes += sum([part.buffers.block(block.index).nbytes for block in part.blocks])
+                self._traffic.sent_bytes += sum([part.buffers.block(block.index).nbytes for block in part.blocks if part.has(block)])
             else:
                 yield from self._single_blocks(part, in_memory=in_memory)
             if part.tables_block is not None:
@@ -270,13 +270,14 @@ class BulkClient:
         for block, present in part.outgoing():
             left -= 1
             message = bulk_pb2.BulkBlocks(blocks=(block.index,), in_memory=in_memory, last=not (left or has_rows))
-            payload: Sequence[Any] = () if in_memory else (part.buffers.block(block.index),)
+            numbers = [part.buffers.block(block.index)]
             if present is not None:
                 message.present.append(frames.present_bits(present))
                 if not present.any():
-                    payload = ()
+                    numbers = []
+            payload = () if in_memory else numbers
             yield message.SerializeToString(), payload, (left > 0 or has_rows) and part.feed is None
-            self._traffic.sent_bytes += part.buffers.block(block.index).nbytes
+            self._traffic.sent_bytes += sum([array.nbytes for array in numbers])
 
     def _begin_sending(self, part: OutgoingBlocks) -> Task[None]:
         """Start to send a part in another thread, while answers arrive."""

@@ -99,16 +99,31 @@ class FlatBuffers:
         present[list(missing)] = False
         return present
 
-    def squares(self) -> int | None:
-        """The sum of the squares of all trained tensors; see psd_core.square_sum."""
+    def absent(self, present: NDArray[np.bool_]) -> list[int]:
+        """Tensors that are not present, though others of their space are: zeros are sent for them."""
+        spaces = [space.tensors for space in self.layout.spaces if present[space.tensors].any()]
+        return [tensor for tensors in spaces for tensor in tensors[~present[tensors]].tolist()]
+
+    def squares(self, present: NDArray[np.bool_] | None = None) -> int | None:
+        """The sum of the squares of all trained tensors; see psd_core.square_sum. present: as of `first_nonfinite`."""
         spaces = zip(self.layout.spaces, self.spaces, strict=True)
-        trained = [memory for space, memory in spaces if not self.layout.spec.groups[space.group].is_static]
+        trained = [
+            memory
+            for space, memory in spaces
+            if not self.layout.spec.groups[space.group].is_static and (present is None or present[space.tensors].any())
+        ]
         return psd_core.total_squares(map(psd_core.square_sum, trained))
 
-    def first_nonfinite(self) -> str | None:
+    def first_nonfinite(self, present: NDArray[np.bool_] | None = None) -> str | None:
         """Name of the first tensor, in the order of the layout, that holds NaN or infinity; None if all are finite. Groups of
-        buffers are not checked."""
+        buffers are not checked.
+
+        Args:
+            present: (tensors,) bool: spaces in which no tensor is present are left out; None: all are present.
+        """
         for space, memory in self._looked_at:
+            if present is not None and not present[space.tensors].any():
+                continue
             if memory.nbytes < SCANNED_BYTES_FOR_TWO:
                 element = psd_core.first_nonfinite(memory)
             else:

@@ -140,6 +140,10 @@ class OutgoingBlocks:
         """Bytes of the blocks' parameters and of `tables`; without the rows of the feed."""
         return sum([block.nbytes for block in self.blocks]) + sum([rows.nbytes for rows in self.tables])
 
+    def has(self, block: Block) -> bool:
+        """True if a tensor of a block is present. Nothing is sent of others. Not of blocks that a feed provides."""
+        return self.present is None or bool(self.present[block.segment_tensors].any())
+
     def outgoing(self) -> Iterator[Outgoing]:
         """The blocks in the order in which to send them, each once; may wait for the next one."""
         if self.feed is not None:
@@ -169,8 +173,11 @@ class GradientPart(OutgoingBlocks):
 
     @property
     def answered(self) -> dict[int, int]:
-        """The blocks that answer a push_pull: bytes of parameters by index; 0 for the tables' block, which sends a version."""
-        blocks = {block.index: block.nbytes for block in self.blocks}
+        """The blocks that answer a push_pull: bytes of parameters by index; 0 for the tables' block, which sends a version.
+
+        Of a push of one part of the job these are its blocks."""
+        answered = set(self.header.answered) if self.header.part else None
+        blocks = {block.index: block.nbytes for block in self.blocks if answered is None or block.index in answered}
         return blocks if self.tables_block is None else blocks | {self.tables_block: 0}
 
 

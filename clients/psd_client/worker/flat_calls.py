@@ -24,6 +24,7 @@ from psd_client.lanes.flat import FlatBuffers
 from psd_client.lanes.overlap_feed import Aborted, Feed
 from psd_client.worker.exchange.exchange import ParameterExchange
 from psd_client.worker.exchange.loading import SlotValues
+from psd_client.worker.exchange.sent_push import JobPart
 from psd_client.worker.rows import Gradients
 from psd_client.worker.vectors.calls import VectorCalls
 from psd_client.worker.worker import ONE_JOB, Turn, WorkerConnection
@@ -180,18 +181,21 @@ class FlatCalls(WorkerConnection):
         rows: Gradients | None = None,
         *,
         skip: bool = False,
+        job_part: JobPart | None = None,
     ) -> None:
         """Push `gradients` and pull into `parameters`, whose contents are undefined if this fails, in one round trip.
 
         Args:
             scalars: the rule's scalars for each group, in the order of the rule's list.
             weight: number of samples from which the gradients were computed.
-            present: (tensors,) which tensors have a gradient; None: all. The views of the others are zeroed.
+            present: (tensors,) which tensors have a gradient; None: all. The views of others in the same groups are zeroed.
             rows: gradients of rows of tables; copied if they are needed later.
             skip: the gradients are not finite: skip the round. For jobs with nan_policy="skip".
+            job_part: the part of the job to step: `present` and `rows` have nothing of others, and the gradients of others in
+                the buffers stay. All workers step the parts in the same order. Not with `is_lending`.
         """
         with self.operation("push_pull"):
-            self.declared.push_pull(scalars, weight, present, rows, skip=skip)
+            self.declared.push_pull(scalars, weight, present, rows, skip=skip, job_part=job_part)
 
     def take_turn(self, turn: Turn) -> None:
         """Reserve the connection for a call that another thread will make, before that thread is started: the call comes after

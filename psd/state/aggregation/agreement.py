@@ -1,9 +1,10 @@
-"""The scalars of a round, such as lr, as its workers state them on one shard: which worker's hold, and what the others hear.
+"""What the workers of a round state of it on one shard: its scalars, such as lr, and the part of the job that it is of.
 
 An update counts the gradients of several workers, and uses the scalars of the one that has been in the job longest (rounds.py
 chooses it for each block, by their `Voice`). A worker that joined later may have a schedule that lags: its scalars are ignored,
 and a reply tells it so. If two workers that have been there from the start disagree, the job is configured wrongly, and the
-push is refused. Used under the shard's lock; must not know blocks.
+push is refused. So is a push of another part than the round's, whoever sends it: it would step tensors that the others do not.
+Used under the shard's lock; must not know blocks.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from psd.contract.errors import ScalarsDisagree
+from psd.contract.errors import PartsDisagree, ScalarsDisagree
 from psd.contract.rules import RuleInfo
 from psd.state import locks
 from psd.v1 import data_pb2
@@ -29,11 +30,13 @@ class Voice(NamedTuple):
     Attributes:
         since: the clock since which the worker has taken part without a gap (PushHeader.since).
         scalars: the scalars of one group, or a tuple for each group.
+        part: the part of the job that its push is of (PushHeader.part).
     """
 
     since: int
     rank: int
     scalars: Sequence[Any]
+    part: int = 0
 
 
 @dataclass(slots=True)
@@ -59,18 +62,31 @@ class Agreement:
         self._rounds: dict[int, _Round] = {}
 
     def check(self, round_: int, voice: Voice) -> None:
-        """Raise ScalarsDisagree if this worker and the one whose voice holds disagree, and both have been there from the start.
+        """Raise unless this worker and the one whose voice holds may have their gradients in one round.
 
-        The error names both workers and their values.
+        Raises:
+            PartsDisagree: they push different parts.
+            ScalarsDisagree: they state different scalars, and both have been there from the start. Both errors name the two
+                workers and what they say.
         """
         said = self._rounds.get(round_)
         held = said.held if said is not None else None
-        if said is None or held is None or held.since or voice.since or held.scalars == voice.scalars:
+        if said is None or held is None or held[2:] == voice[2:]:
             return
         if held.rank == voice.rank and voice.rank not in said.counted:
             return  # its push was refused before anything was counted, and comes back with others
         if round_ < self._open_round():
             return  # it is late, whatever it says
+        if held.part != voice.part:
+            raise PartsDisagree(
+                f"part: in round {round_} worker {voice.rank} steps part {voice.part} of the job, worker {held.rank} steps part "
+                f"{held.part}; all workers step the parts in the same order, which a program that goes on knows by the clock",
+                ranks=[held.rank, voice.rank],
+                parts=[held.part, voice.part],
+                round=round_,
+            )
+        if held.since or voice.since or held.scalars == voice.scalars:
+            return
         group, scalar = _difference(held.scalars, voice.scalars)
         name = self._infos[group].scalars[scalar]
         raise ScalarsDisagree(
@@ -86,7 +102,7 @@ class Agreement:
         """Note what a worker says whose push has brought a valid block; raises what `check` does."""
         said = self._rounds.get(round_)
         held = said.held if said is not None else None
-        if said is not None and held is not None and held.scalars == voice.scalars:
+        if said is not None and held is not None and held[2:] == voice[2:]:
             voice = voice._replace(scalars=held.scalars)  # not kept once for each worker
         else:
             self.check(round_, voice)

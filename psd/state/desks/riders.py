@@ -120,15 +120,15 @@ class ClientStateOnPush(PushRider):
 
 
 class AttendanceOnPush(PushRider):
-    """Brings each worker's say in the scalars of a round, and tells it if others' hold: see agreement.py."""
+    """Brings what each worker says of its round, and tells it if others' scalars hold: see agreement.py."""
 
     def check(self, push: Push) -> None:
-        """Raise ScalarsDisagree if it may not say so."""
-        push.job.agreement.check(push.clock, Voice(push.since, push.worker.rank, push.scalars))
+        """Raise PartsDisagree or ScalarsDisagree if it may not say so."""
+        push.job.agreement.check(push.clock, Voice(push.since, push.worker.rank, push.scalars, push.header.part))
 
     def enter(self, push: Push) -> None:
         """Hear what it says."""
-        push.job.agreement.hear(push.clock, Voice(push.since, push.worker.rank, push.scalars))
+        push.job.agreement.hear(push.clock, Voice(push.since, push.worker.rank, push.scalars, push.header.part))
 
     def count(self, push: Push) -> None:
         """Let it stand, also if the worker dies."""

@@ -19,7 +19,7 @@ from psd_client.lanes.flat import FlatBuffers
 from psd_client.lanes.overlap_feed import Feed
 from psd_client.lanes.transport import GradientPart
 from psd_client.worker.exchange.rider import Riders
-from psd_client.worker.exchange.sent_push import SentPush
+from psd_client.worker.exchange.sent_push import JobPart, SentPush
 from psd_client.worker.exchange.verdict_search import VerdictSearch
 from psd_client.worker.rows import RowGradients
 from psd_client.worker.session.session import Session
@@ -61,6 +61,7 @@ class DataRequests:
         *,
         skip: bool,
         is_finite: bool,
+        part: JobPart | None,
     ) -> SentPush:
         """The next push, with what riders write for all shards."""
         session, spec = self._session, self._layout.spec
@@ -72,10 +73,10 @@ class DataRequests:
             is_finite=is_finite,
         )
         if spec.clip_norm and not spec.consistency.has_rounds and weight:
-            squares = psd_core.total_squares((self._gradients.squares(), rows.squares()))
+            squares = psd_core.total_squares((self._gradients.squares(present), rows.squares()))
             norm = math.inf if squares is None else psd_core.square_root(squares)
             header.scale = clip_scale(spec.clip_norm, norm)
-        sent = SentPush(session.number, header, present, rows, skip, feed, versions_read)
+        sent = SentPush(session.number, header, present, rows, skip, feed, versions_read, part)
         for write in self._riders.write:
             write(sent)
         return sent
@@ -89,7 +90,7 @@ class DataRequests:
             tables_block = self._layout.tables_block(shard)
             if tables_block is not None:
                 versions.append(self.rows_read.get(shard, received[tables_block]))
-        part = sent.part(shard, self._session.caller(shard), blocks, self._gradients, versions)
+        part = sent.gradient_part(shard, self._session.caller(shard), blocks, self._gradients, versions)
         for write_to in self._riders.write_to:
             write_to(shard, part.header)
         return part

@@ -35,7 +35,7 @@ from psd_client.worker.exchange.loading import ParameterLoad
 from psd_client.worker.exchange.push_counts import PushCounts
 from psd_client.worker.exchange.riders import ClientStateRider, riders_of
 from psd_client.worker.exchange.row_traffic import RowTraffic
-from psd_client.worker.exchange.sent_push import SentPush
+from psd_client.worker.exchange.sent_push import JobPart, SentPush
 from psd_client.worker.exchange.verdict_search import VerdictSearch
 from psd_client.worker.rows import Gradients
 from psd_client.worker.session.session import Session
@@ -87,6 +87,7 @@ class ParameterExchange:
         self._timeout_s = wait_timeout_s + transfer_s(layout, shards.lanes)
         self._unconfirmed: SentPush | None = None  # the last push, while its round may be open
         self._failed: SentPush | None = None  # the push of the last call, if that has failed
+        self._seen = 0  # `parameters` have all rounds before this clock
         self._verdicts: VerdictSearch | None = None
         if layout.spec.has_verdicts and self._lanes:  # else there is no gradient to measure
             self._verdicts = VerdictSearch(session, shards, self._lanes, self._timeout_s, self._push_again)
@@ -201,12 +202,14 @@ class ParameterExchange:
         rows: Gradients | None = None,
         *,
         skip: bool = False,
+        job_part: JobPart | None = None,
     ) -> None:
         """Send the gradients; returns when every shard has them. The push before must be confirmed.
 
         skip: the gradients are not finite, and the job's policy is to skip the round then.
+        job_part: as of `push_pull`.
         """
-        sent = self._begin(scalars, weight, present, rows, skip=skip)
+        sent = self._begin(scalars, weight, present, rows, skip=skip, job_part=job_part)
         try:
             self._complete(sent)
         except BaseException as error:
@@ -224,13 +227,17 @@ class ParameterExchange:
         skip: bool = False,
         feed: Feed | None = None,
         versions_read: Sequence[int] | None = None,
+        job_part: JobPart | None = None,
     ) -> None:
         """Send the gradients, and fetch the parameters of the clock after them, and the rows that were asked for by prefetch.
 
         feed: provides blocks, rows and the tensors that have a gradient; the shards then check for NaN.
         versions_read: as in SentPush.
+        job_part: the part of the job to step. Its parameters alone are fetched, unless others may have changed meanwhile.
         """
-        sent = self._begin(scalars, weight, present, rows, skip=skip, feed=feed, versions_read=versions_read)
+        sent = self._begin(
+            scalars, weight, present, rows, skip=skip, feed=feed, versions_read=versions_read, job_part=job_part
+        )
         ahead = None if self._is_exact or sent.is_finished else self.rows.pull_ahead([lane.shard for lane in self._lanes])
 
         def push_pull_at(lane: Lane, call: Call) -> None:
@@ -251,6 +258,8 @@ class ParameterExchange:
                 self._finish(sent)
                 # A push that was late at one shard has moved the clock further: other shards' answers may be older than that.
                 behind = [lane for lane in self._lanes if sent.replies[lane.shard].clock < self._session.clock]
+                if job_part is not None and self._has_rounds and not (self._seen == sent.header.clock == self._session.clock - 1):
+                    behind = self._lanes  # rounds of other parts have closed without this worker
                 for attempt in self._session.attempts() if behind else ():
                     with attempt:
                         self._pull(behind)
@@ -262,6 +271,7 @@ class ParameterExchange:
         except BaseException as error:
             self._on_failed(sent, error)
             raise
+        self._seen = self._session.clock
         self._on_done()
 
     # -- a push, from its beginning to its end -------------------------------------------------------------------------
@@ -276,6 +286,7 @@ class ParameterExchange:
         skip: bool,
         feed: Feed | None = None,
         versions_read: Sequence[int] | None = None,
+        job_part: JobPart | None = None,
     ) -> SentPush:
         """The next push, or the last one if this is the same call again. Raises if something must not be sent."""
         spec = self._layout.spec
@@ -296,7 +307,8 @@ class ParameterExchange:
                 feed.wait()
             fed = present if feed is None else feed.present
             values = self._session.orders.scaled(scalars, spec.groups, failed.header.clock)
-            is_same = failed.is_same(values, weight, rows.by_shard if feed is None else feed.tables, skip=skip)
+            tables = rows.by_shard if feed is None else feed.tables
+            is_same = failed.is_same(values, weight, tables, skip=skip, part=job_part)
             if is_same and failed.is_unchanged(self._trained, self.gradients, fed):
                 failed.feed = feed
                 if not failed.is_finished:
@@ -316,7 +328,9 @@ class ParameterExchange:
         for prepare in self._riders.prepare:
             prepare()
         is_finite = feed is None and spec.nan_policy != "allow"
-        sent = self._requests.push(scalars, weight, present, rows, feed, versions_read, skip=skip, is_finite=is_finite)
+        sent = self._requests.push(
+            scalars, weight, present, rows, feed, versions_read, skip=skip, is_finite=is_finite, part=job_part
+        )
         self.is_skipped = skip and not self._has_rounds
         self.counts["rounds_skipped"] += self.is_skipped
         self._session.pushing = sent.header.clock
@@ -459,6 +473,8 @@ class ParameterExchange:
             with attempt:
                 self._pull(lanes, is_all=is_all, versions_only=versions_only)
                 self._on_closed()
+        if not versions_only:
+            self._seen = self._session.clock
 
     def _pull(self, lanes: Sequence[Lane], *, is_all: bool = False, versions_only: bool = False) -> None:
         """Fetch the blocks at the worker's clock, or only wait for their versions."""

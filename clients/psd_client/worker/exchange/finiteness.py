@@ -15,16 +15,18 @@ def check_finite(
 ) -> str | None:
     """Zero the tensors that are not present; return the name of the first gradient that is not finite, or None.
 
+    Spaces in which nothing is present are left alone: they are not sent.
+
     Raises:
         NonFiniteGradient: a gradient is not finite, and the job's nan_policy is "refuse".
     """
     if present is not None:
-        for tensor in np.flatnonzero(~present).tolist():
-            gradients.views[tensor][...] = 0
+        for index in gradients.absent(present):
+            gradients.views[index][...] = 0
     policy = gradients.layout.spec.nan_policy
     if policy == "allow":
         return None
-    tensor = gradients.first_nonfinite()
+    tensor = gradients.first_nonfinite(present)
     row = rows.first_nonfinite() if tensor is None else None
     if tensor is None and row is None:
         return None

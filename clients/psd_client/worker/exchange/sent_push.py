@@ -9,6 +9,7 @@ import hashlib
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,6 +41,17 @@ DIGEST_BYTES_MAX = 1 << 30
 """Most bytes of gradients that are hashed after Ctrl-C, which takes a second. A push with more is given up."""
 
 
+class JobPart(NamedTuple):
+    """A part of a job whose gradients are pushed without those of other parts, in rounds of its own.
+
+    Attributes:
+        number: from 1; the same on all workers. groups: indices of its groups in the job.
+    """
+
+    number: int
+    groups: frozenset[int]
+
+
 @dataclass
 class SentPush:
     """A push. With rounds it is kept until its round is known to have closed.
@@ -48,7 +60,7 @@ class SentPush:
         session: the session that began it. Its name is (rank, session, header.clock), even if a later session sends it again.
         header: the header, without its caller and what riders write for each shard.
         present: which tensors have a gradient; None: all. skip: the gradient is not finite, and is left out.
-        rows: gradients of rows of tables.
+        rows: gradients of rows of tables. part: the part of the job that it is of; None: the job has no parts.
         feed: provides the blocks, if they are still being computed.
         versions_read: by block, the version from which the gradients were computed; None: the version received last.
         incarnations: by shard, the incarnation that has the push. replies: by shard, its last reply.
@@ -65,6 +77,7 @@ class SentPush:
     skip: bool
     feed: Feed | None
     versions_read: Sequence[int] | None = None
+    part: JobPart | None = None
     incarnations: dict[int, int] = field(default_factory=dict)
     replies: dict[int, data_pb2.PushReply] = field(default_factory=dict)
     is_finished: bool = False
@@ -73,7 +86,7 @@ class SentPush:
     error: BaseException | None = None
     _left: dict[int, bytes] | None = None  # after a failure: digests of the blocks that were sent
 
-    def part(
+    def gradient_part(
         self, shard: int, caller: job_pb2.Caller, blocks: Sequence[Block], buffers: FlatBuffers, versions: Sequence[int]
     ) -> GradientPart:
         """The part of one shard. `versions`: without rounds, the versions of its blocks that this worker has read."""
@@ -83,6 +96,9 @@ class SentPush:
         own.session = self.session
         if versions:
             own.versions.extend(versions)
+        if self.part is not None:
+            own.part = self.part.number
+            own.answered.extend(block.index for block in blocks if block.group in self.part.groups)
         tables = self.tables
         return GradientPart(
             blocks,
@@ -126,10 +142,11 @@ class SentPush:
         tables: Sequence[Sequence[TableRows]],
         *,
         skip: bool,
+        part: JobPart | None,
     ) -> bool:
         """True if a call after a failed one has the same arguments, and may mean this push. Also ask `is_unchanged`."""
-        mine = list(self.header.scalars), self.header.weight, self.skip
-        return mine == (list(scalars), weight, skip) and is_same_rows(self.tables, tables)
+        mine = list(self.header.scalars), self.header.weight, self.skip, self.part
+        return mine == (list(scalars), weight, skip, part) and is_same_rows(self.tables, tables)
 
     def is_unchanged(self, blocks: Sequence[Block], buffers: FlatBuffers, present: NDArray[np.bool_] | None) -> bool:
         """True if the buffers still hold the blocks of this push that were sent."""
@@ -182,6 +199,7 @@ class SentPush:
             mask = outgoing[block.index] if outgoing is not None else None
             if outgoing is None and present is not None:
                 mask = present[block.segment_tensors]
-            digest = hashlib.blake2b(buffers.block(block.index).data, digest_size=16)
+            is_empty = mask is not None and not mask.any()
+            digest = hashlib.blake2b(b"" if is_empty else buffers.block(block.index).data, digest_size=16)
             digest.update(b"" if mask is None or mask.all() else np.packbits(mask).tobytes())
             yield block.index, digest.digest()
