@@ -10,7 +10,7 @@ import enum
 import mmap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,7 +39,9 @@ class Page:
         steps: (k,) uint64, updates applied to each segment.
         sessions, clocks: (W,) uint64, the dedup window: per rank, whatever its writer keeps there.
         version: as published; 0 in a spare.
-        pins: readers, plus one while the page is current. Guarded by the arena.
+        pins: readers, plus one while the page is current, and one for each page that has its body. Guarded by the arena.
+        base: the page whose body this one has; None: its own.
+        content: the checksum of the body, once published.
         state, place, head, body: the arena's.
     """
 
@@ -55,6 +57,21 @@ class Page:
     place: Place
     head: Words
     body: Words
+    base: Page | None = None
+    content: int = 0
+
+
+class Found(NamedTuple):
+    """A published page, as `adopt` takes it over.
+
+    Attributes:
+        base: place of the page whose body it has; None: its own. content: the checksum of the body.
+    """
+
+    place: Place
+    version: int
+    base: Place | None
+    content: int
 
 
 class Blocks:
@@ -66,19 +83,27 @@ class Blocks:
         self.pool = Pool(file, front.size, front.page_sizes, self.extents, crash_point)
         kind_of = {kind.size: kind for kind in self.pool.kinds}
         self._kinds = [kind_of[layout.size] for layout in front.layouts]
+        self._head_kinds = [kind_of[layout.head_size] for layout in front.layouts]
         self._front = front
         self._current: list[Page | None] = [None] * len(front.shapes)
         self._crash_point = crash_point
 
-    def adopt(self, found: Sequence[tuple[Place, int] | None]) -> None:
-        """Take over, after opening, the place and version of each published block; every other place is free."""
+    def adopt(self, found: Sequence[Found | None]) -> None:
+        """Take over, after opening, what was found of each published block; every other place is free."""
+        used = set()
         for block, entry in enumerate(found):
-            if entry is not None:
-                place, version = entry
-                page = self._page(block, place)
-                page.version, page.pins, page.state = version, 1, PageState.PUBLISHED
-                self._current[block] = page
-        self.pool.adopt({entry[0].number for entry in found if entry is not None})
+            if entry is None:
+                continue
+            base = None
+            if entry.base is not None:
+                base = self._page(block, entry.base)
+                base.pins, base.state, base.content = 1, PageState.PUBLISHED, entry.content
+                used.add(entry.base.number)
+            page = self._page(block, entry.place, base)
+            page.version, page.pins, page.state, page.content = entry.version, 1, PageState.PUBLISHED, entry.content
+            self._current[block] = page
+            used.add(entry.place.number)
+        self.pool.adopt(used)
 
     def current(self, block: int) -> Page | None:
         """The published page, not pinned; None: never published."""
@@ -106,13 +131,31 @@ class Blocks:
         """A page to write the block's next version into; its contents are undefined."""
         return self._page(block, self.pool.take(self._kinds[block]))
 
+    def spare_alike(self, block: int) -> Page:
+        """A page for a next version with the body of the current one. If a head takes as much room as all, a copy."""
+        before = self._current[block]
+        assert before is not None, f"block {block} was never published"
+        kind = self._head_kinds[block]
+        if kind is self._kinds[block]:
+            page = self.spare(block)
+            for old, new in zip((before.parameter, *before.slots), (page.parameter, *page.slots), strict=True):
+                np.copyto(new, old)
+            return page
+        place = self.pool.take(kind)
+        base = before if before.base is None else before.base
+        with self.pool.lock:
+            base.pins += 1
+        return self._page(block, place, base)
+
     def publish(self, block: int, page: Page, version: int) -> None:
         """Make a spare the block's current page, in one step."""
         assert page.state is PageState.SPARE, f"block {block}: the page to publish is {page.state.value}"
         assert page.block == block, f"block {block}: the page to publish is one of block {page.block}"
-        head, number = page.head, page.place.number
+        head, number, base = page.head, page.place.number, page.base
+        page.content = page.body.content() if base is None else base.content
         self._crash_point("arena.publish.before_header")
-        head.write(1, form.PAGE_MAGIC, block, number, version, head.count, page.body.content(), 0)
+        of_body = 0 if base is None else base.place.number
+        head.write(1, form.PAGE_MAGIC, block, number, version, head.count, page.content, of_body)
         check = head.checksum(1, head.count - 1)
         head.write(0, check)
         self._crash_point("arena.publish.before_flip")
@@ -135,8 +178,7 @@ class Blocks:
         """Give back a spare that will not be published."""
         with self.pool.lock:
             assert page.state is PageState.SPARE, f"block {page.block}: the page to discard is {page.state.value}"
-            page.state = PageState.FREE
-            surplus = self.pool.give(page.place)
+            surplus = self._free(page)
             self.pool.take_back()
         if surplus:
             self.pool.punch(surplus)
@@ -144,24 +186,29 @@ class Blocks:
     @property
     def current_bytes(self) -> int:
         """Bytes of the published pages."""
-        return sum(kind.size for kind, page in zip(self._kinds, self._current, strict=True) if page is not None)
+        current = [page for page in self._current if page is not None]
+        pages = [*current, *(page.base for page in current if page.base is not None)]
+        return sum(page.place.kind.size for page in pages)
 
     def _unpin(self, page: Page) -> list[Place]:
         assert page.state is PageState.PUBLISHED, f"block {page.block}: the page to unpin is {page.state.value}"
         page.pins -= 1
-        if page.pins > 0:
-            return []
-        page.state = PageState.FREE
-        return self.pool.give(page.place)
+        return [] if page.pins > 0 else self._free(page)
 
-    def _page(self, block: int, place: Place) -> Page:
+    def _free(self, page: Page) -> list[Place]:
+        page.state = PageState.FREE
+        surplus = self.pool.give(page.place)
+        return surplus if page.base is None else surplus + self._unpin(page.base)
+
+    def _page(self, block: int, place: Place, base: Page | None = None) -> Page:
         front = self._front
         views = place.views(front.shapes[block], front.layouts[block], front.workers)
+        with_body = views if base is None else base
         # A new object each time: whoever still holds one of an earlier use of this place cannot free the place by mistake.
         return Page(
             block,
-            views.parameter,
-            views.slots,
+            with_body.parameter,
+            with_body.slots,
             views.steps,
             views.sessions,
             views.clocks,
@@ -170,5 +217,6 @@ class Blocks:
             state=PageState.SPARE,
             place=place,
             head=views.head,
-            body=views.body,
+            body=with_body.body,
+            base=base,
         )

@@ -18,7 +18,7 @@ import numpy as np
 from psd_core import _arena
 
 MAGIC = b"PSDARENA"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 BYTE_ORDER_MARK = 0x01020304
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM)
 """Errors that mean no space, be it on a disk, in a quota, under a limit or in memory."""
@@ -128,7 +128,7 @@ def align(value: int, unit: int) -> int:
 
 class PageLayout(NamedTuple):
     """Byte offsets within a page. `head_words` are those that the head's checksum covers, itself among them; `body_words`, from
-    the parameter on, those that the body's does."""
+    the parameter on, those that the body's does. `size` is that of a page, `head_size` that of a page without a body."""
 
     sessions_at: int
     clocks_at: int
@@ -138,6 +138,7 @@ class PageLayout(NamedTuple):
     body_words: int
     slots_at: tuple[int, ...]
     size: int
+    head_size: int
 
 
 def page_layout(shape: BlockShape, workers: int) -> PageLayout:
@@ -151,7 +152,8 @@ def page_layout(shape: BlockShape, workers: int) -> PageLayout:
     slots_at = tuple(parameter_at + stride * (i + 1) for i in range(shape.slot_count))
     size = align(parameter_at + stride * (shape.slot_count + 1), UNIT_BYTES)
     body_words = stride * (shape.slot_count + 1) // 8
-    return PageLayout(sessions_at, clocks_at, steps_at, head_words, parameter_at, body_words, slots_at, size)
+    head_size = align(8 * head_words, UNIT_BYTES)
+    return PageLayout(sessions_at, clocks_at, steps_at, head_words, parameter_at, body_words, slots_at, size, head_size)
 
 
 @dataclass(frozen=True)
@@ -169,8 +171,8 @@ class Front:
 
     @cached_property
     def page_sizes(self) -> tuple[int, ...]:
-        """The kinds of pages: their sizes, ascending. A kind is known by its place here."""
-        return tuple(sorted({layout.size for layout in self.layouts}))
+        """The kinds of pages: their sizes, ascending, those without a body among them. A kind is known by its place here."""
+        return tuple(sorted({size for layout in self.layouts for size in (layout.size, layout.head_size)}))
 
     @property
     def fixed_bytes(self) -> int:

@@ -32,20 +32,24 @@ _VIEWS_MAX = 8
 
 
 class Views:
-    """The arrays of one block shape over one place."""
+    """The arrays of one block shape over one place; `body`, `parameter` and `slots` only if it has room for them."""
 
     __slots__ = ("body", "clocks", "head", "parameter", "sessions", "slots", "steps")
 
-    def __init__(self, mapping: mmap.mmap, start: int, shape: form.BlockShape, layout: form.PageLayout, workers: int) -> None:
+    def __init__(
+        self, mapping: mmap.mmap, start: int, size: int, shape: form.BlockShape, layout: form.PageLayout, workers: int
+    ):
         def array(count: int, dtype: str, at: int) -> NDArray[Any]:
             view: NDArray[Any] = np.ndarray((count,), dtype, mapping, start + at)
             return view
 
         self.head = Words(mapping, start, layout.head_words)
-        self.body = Words(mapping, start + layout.parameter_at, layout.body_words)
         self.sessions = array(workers, "u8", layout.sessions_at)
         self.clocks = array(workers, "u8", layout.clocks_at)
         self.steps = array(shape.segment_count, "u8", layout.steps_at)
+        if size < layout.size:
+            return
+        self.body = Words(mapping, start + layout.parameter_at, layout.body_words)
         self.parameter = array(shape.length, shape.dtype, layout.parameter_at)
         self.slots = tuple(array(shape.length, shape.dtype, at) for at in layout.slots_at)
 
@@ -73,7 +77,7 @@ class Place:
         if views is None:
             if len(self._views) >= _VIEWS_MAX:
                 self._views.clear()
-            views = self._views[shape] = Views(self.mapping, self.start, shape, layout, workers)
+            views = self._views[shape] = Views(self.mapping, self.start, self.kind.size, shape, layout, workers)
         return views
 
 

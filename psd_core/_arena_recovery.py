@@ -13,6 +13,7 @@ from psd_core import _arena
 from psd_core import _arena_format as form
 from psd_core import _store_file as files
 from psd_core._arena import Words
+from psd_core._arena_blocks import Found
 from psd_core._arena_pages import Place, Pool
 
 Read = Callable[[files.File, int, int], bytes]
@@ -64,40 +65,47 @@ def add_extents(file: files.File, front: form.Front, records: Words, pool: Pool)
         pool.add_extent(pool.kinds[kind], count, publish=False)
 
 
-def read_table(file: files.File, front: form.Front, table: Words, pool: Pool, read: Read) -> list[tuple[Place, int] | None]:
-    """Check each entry and its page; return place and version by block, None if never published.
+def read_table(file: files.File, front: form.Front, table: Words, pool: Pool, read: Read) -> list[Found | None]:
+    """Check each entry and its page; return what was found by block, None if never published.
 
     Raises:
         ArenaCorrupt: an entry outside the extents, of another size, taken twice, or a page that is not what the entry says.
     """
     owners: dict[int, int] = {}
-    current: list[tuple[Place, int] | None] = []
+    current: list[Found | None] = []
+
+    def place_of(block: int, number: int, sizes: set[int], where: str) -> Place:
+        place = pool.places.get(number)
+        if place is None:
+            raise form.ArenaCorrupt(f"{where}: no page begins at byte {number * form.UNIT_BYTES}")
+        if place.kind.size not in sizes:
+            raise form.ArenaCorrupt(f"{where}: a page of {place.kind.size} bytes, the block needs {max(sizes)}")
+        if number in owners:
+            raise form.ArenaCorrupt(f"{where}: its page belongs to block {owners[number]}")
+        owners[number] = block
+        return place
+
     for block, layout in enumerate(front.layouts):
         entry = table.load(block)
         if entry == 0:
             current.append(None)
             continue
         where = f"block table entry {block} ({entry:#x})"
-        number = entry >> form.TABLE_CHECK_BITS
-        place = pool.places.get(number)
-        if place is None:
-            raise form.ArenaCorrupt(f"{where}: no page begins at byte {number * form.UNIT_BYTES}")
-        if place.kind.size != layout.size:
-            raise form.ArenaCorrupt(f"{where}: a page of {place.kind.size} bytes, the block needs {layout.size}")
-        if number in owners:
-            raise form.ArenaCorrupt(f"{where}: its page belongs to block {owners[number]}")
-        owners[number] = block
-        head = read(file, 8 * layout.head_words, place.offset)
-        version, check = _check_head(head, block, entry, place)
-        _check_body(file, layout, place, read, check, f"page of block {block} at byte {place.offset}, version {version}")
-        current.append((place, version))
+        place = place_of(block, entry >> form.TABLE_CHECK_BITS, {layout.size, layout.head_size}, where)
+        version, check, of_body = _check_head(read(file, 8 * layout.head_words, place.offset), block, entry, place)
+        where = f"page of block {block} at byte {place.offset}, version {version}"
+        base = place_of(block, of_body, {layout.size}, where) if of_body else None
+        if base is None and place.kind.size != layout.size:
+            raise form.ArenaCorrupt(f"{where}: names no page that has its parameters and slots")
+        _check_body(file, layout, place if base is None else base, read, check, where)
+        current.append(Found(place, version, base, check))
     return current
 
 
-def _check_head(head: bytes, block: int, entry: int, place: Place) -> tuple[int, int]:
-    """Return the page's version, and the checksum of its body."""
+def _check_head(head: bytes, block: int, entry: int, place: Place) -> tuple[int, int, int]:
+    """Return the page's version, the checksum of its body, and the number of the page that has the body, or 0."""
     where = f"page of block {block} at byte {place.offset}"
-    check, magic, owner, number, version, head_words, body_check = struct.unpack_from("<7Q", head)
+    check, magic, owner, number, version, head_words, body_check, of_body = struct.unpack_from("<8Q", head)
     if magic != form.PAGE_MAGIC:
         raise form.ArenaCorrupt(f"{where}: header magic {magic:#x}: not a page")
     if _arena.checksum(memoryview(head)[8:]) != check:
@@ -109,7 +117,7 @@ def _check_head(head: bytes, block: int, entry: int, place: Place) -> tuple[int,
         )
     if form.pack_entry(number, check) != entry:
         raise form.ArenaCorrupt(f"block table entry {block} ({entry:#x}): its check does not match its page, version {version}")
-    return int(version), int(body_check)
+    return int(version), int(body_check), int(of_body)
 
 
 def _check_body(file: files.File, layout: form.PageLayout, place: Place, read: Read, check: int, where: str) -> None:

@@ -7,7 +7,7 @@ fsynced.) Whoever has pinned an old page goes on reading it unchanged.
 
 Must not import psd, read the environment, or know what words, sessions, clocks and rounds mean.
 
-The file `arena` beside `lock`, all numbers little-endian, format 2:
+The file `arena` beside `lock`, all numbers little-endian, format 3:
 
     superblock   64 B: magic "PSDARENA", u32 format, byte order mark, workers W, blocks B, named words, 0; u64 bytes of meta,
                  checksum of superblock (with this word 0), shapes and meta; 16 B of 0
@@ -21,12 +21,14 @@ The file `arena` beside `lock`, all numbers little-endian, format 2:
     pages        by extent, in the order of the records; each extent begins at a multiple of 64 KiB
 
     a page       whole multiples of 4 KiB; its number is its offset / 4096. Head: u64 checksum of the head's other words, magic
-                 "PSDPAGE1", block, page number, version, words in the head, checksum of the body (csrc/content.h), 0, sessions
-                 u64[W], clocks u64[W], steps u64[k]; then the body: parameter and slots, each from a multiple of 64
+                 "PSDPAGE1", block, page number, version, words in the head, checksum of the body (csrc/content.h), number of
+                 the page whose body it is, if not this one's, else 0; sessions u64[W], clocks u64[W], steps u64[k]; then the
+                 body: parameter and slots, each from a multiple of 64
 
-A page that no table entry names is free. So publishing is: write the head, with the body's checksum, fence, store the entry.
-Freeing is nothing at all. Growing is: make the file longer, store the extent record. The free list is what the table leaves
-over.
+A version with the values of the one before has a page without a body, as large as a head, that names the page that has it. A
+page that is named by no table entry, and by no page that one names, is free. So publishing is: write the head, with the body's
+checksum, fence, store the entry. Freeing is nothing at all. Growing is: make the file longer, store the extent record. The free
+list is what the table leaves over.
 """
 
 from __future__ import annotations
@@ -241,12 +243,15 @@ class Arena:
             held.close()
 
     def _allocate(self) -> None:
-        """Make the first extents: a page per block and a few to update into, faulted in now rather than in the first steps."""
+        """Make the first extents: a page per block and a few to update into, faulted in now rather than in the first steps.
+
+        Pages without a body come when the first one is asked for."""
         pool = self._blocks.pool
         for kind in pool.kinds:
             blocks = sum(layout.size == kind.size for layout in self._front.layouts)
-            count = blocks + min(SPARE_PAGES_KEPT, 2 + blocks // 16)
-            pool.back_all(pool.add_extent(kind, count, publish=True))
+            if blocks:
+                count = blocks + min(SPARE_PAGES_KEPT, 2 + blocks // 16)
+                pool.back_all(pool.add_extent(kind, count, publish=True))
 
     def stop(self) -> None:
         """Refuse from now on, with StoreClosed, whatever would change a byte that counts. Idempotent."""
@@ -320,6 +325,15 @@ class Arena:
             StoreClosed: it has been closed.
         """
         return self._blocks.spare(block)
+
+    def spare_alike(self, block: int) -> Page:
+        """A page for a next version whose parameter and slots are the current one's: sessions, clocks and steps are to be
+        written, and nothing else. Costs no more than these.
+
+        Raises:
+            StoreFull, StoreClosed: as `spare`.
+        """
+        return self._blocks.spare_alike(block)
 
     def publish(self, block: int, page: Page, version: int) -> None:
         """Make a spare the block's current page, in one step. The old page is free when its last pin goes.

@@ -48,7 +48,7 @@ def restore(page: Page, stored: RestoredBlock) -> None:
 
 
 def carry_over(before: Page, after: Page) -> None:
-    """Copy values, slots and steps unchanged, for an update that changes nothing."""
+    """Copy values, slots and steps unchanged."""
     np.copyto(after.parameter, before.parameter)
     for old, new in zip(before.slots, after.slots, strict=True):
         np.copyto(new, old)

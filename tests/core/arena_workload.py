@@ -1,7 +1,8 @@
 """A fixed sequence of changes to an arena, which a process may die in at any point and another go on with.
 
 Round v brings every block to version v, in order, then sets members, the round's decision and a word. All contents are
-functions of (block, version), so that whoever opens the arena sees what is whole. Snapshots hold old pages for a few rounds.
+functions of (block, version), so that whoever opens the arena sees what is whole; two of four versions have the body of the one
+before. Snapshots hold old pages for a few rounds.
 """
 
 from __future__ import annotations
@@ -29,25 +30,32 @@ SNAPSHOT_ROUNDS = 6
 ENDLESS = 1 << 30
 
 
-def fill(page: Page, version: int) -> None:
-    """Write a version of the page's block."""
+def fill(page: Page, version: int, body: int | None = None) -> None:
+    """Write a version of the page's block. body: the version whose parameter and slots it has; None: its own, written here."""
     seed = 1000 * page.block + version
     for i, array in enumerate((page.parameter, *page.slots, page.steps, page.sessions, page.clocks)):
-        array[:] = np.arange(array.size) % 7 + seed + i
+        if body is None or i > len(page.slots):
+            array[:] = np.arange(array.size) % 7 + seed + i
 
 
-def is_whole(page: Page, block: int, version: int) -> bool:
-    """True if a page is that version of that block, all of it."""
-    seed = 1000 * block + version
-    arrays = (page.parameter, *page.slots, page.steps, page.sessions, page.clocks)
-    contents = all(np.array_equal(array, np.arange(array.size) % 7 + seed + i) for i, array in enumerate(arrays))
+def is_whole(page: Page, block: int, version: int, body: int | None = None) -> bool:
+    """True if a page is that version of that block, all of it. body: as of `fill`."""
+    contents = True
+    for i, array in enumerate((page.parameter, *page.slots, page.steps, page.sessions, page.clocks)):
+        seed = 1000 * block + (version if body is None or i > len(page.slots) else body)
+        contents = contents and np.array_equal(array, np.arange(array.size) % 7 + seed + i)
     return contents and page.block == block and page.version == version
 
 
-def update(arena: Arena, block: int, version: int) -> None:
-    """Publish a version."""
-    page = arena.spare(block)
-    fill(page, version)
+def of_body(version: int) -> int:
+    """The version whose parameter and slots a version of the sequence has."""
+    return version - max(0, version % 4 - 1)
+
+
+def update(arena: Arena, block: int, version: int, body: int | None = None) -> None:
+    """Publish a version. body: as of `fill`; it must be that of the version before."""
+    page = arena.spare(block) if body is None else arena.spare_alike(block)
+    fill(page, version, body)
     arena.publish(block, page, version)
 
 
@@ -121,7 +129,7 @@ def run(arena: Arena, journal: Journal, rounds: int, report=lambda round_: None)
         for block, version in enumerate(versions(arena)):
             if version < round_:
                 journal.begin()
-                update(arena, block, round_)
+                update(arena, block, round_, None if of_body(round_) == round_ else of_body(round_))
                 journal.end()
         if round_ > 0:
             for rank in range(WORKERS):
@@ -171,7 +179,7 @@ def check(arena: Arena, journal: Journal) -> int:
     assert found == [count // len(SHAPES) + (block < count % len(SHAPES)) for block in range(len(SHAPES))]
     for block, version in enumerate(found):
         page = arena.current(block)
-        assert page is None or is_whole(page, block, version)
+        assert page is None or is_whole(page, block, version, of_body(version))
     complete = count // len(SHAPES)
     for rank in range(WORKERS):
         assert arena.member(rank) in (member(rank, max(0, complete - 1)), member(rank, complete))
@@ -185,10 +193,12 @@ def check(arena: Arena, journal: Journal) -> int:
 
 
 def check_places(arena: Arena) -> None:
-    """Assert that, with nothing pinned or in hand, every place is either current or free, and that memory is accounted for."""
+    """Assert that, with nothing pinned or in hand, every place is current, has the body of a current one, or is free, and that
+    memory is accounted for."""
     pool = arena._blocks.pool
     current = [arena.current(block) for block in range(len(arena.shapes))]
-    used = Counter(page.place.kind.size for page in current if page is not None)
+    pages = [page for page in current if page is not None]
+    used = Counter(page.place.kind.size for page in [*pages, *(page.base for page in pages if page.base is not None)])
     for kind in pool.kinds:
         free = [*kind.backed, *kind.holes]
         assert len(set(free)) == len(free) == kind.places - used[kind.size]

@@ -6,6 +6,7 @@ import struct
 import pytest
 from arena_workload import SHAPES, WORKERS, check_places, update, versions
 
+from psd_core import _arena
 from psd_core import _arena_format as form
 from psd_core import _store_file as files
 from psd_core.arena import Arena, ArenaCorrupt
@@ -105,6 +106,41 @@ def test_every_byte_of_a_pages_parameters_and_slots_is_watched(closed, flip):
 
     assert all(f"page of block 1 at byte {pages[1]}, version 3: parameters and slots" in message for message in messages)
     opens_again(path)
+
+
+def test_every_byte_of_a_page_without_a_body_and_of_the_body_that_it_names_is_watched(closed):
+    path, front, pages = closed
+    arena = Arena.open(path.parent)
+    update(arena, 1, VERSIONS + 1, body=VERSIONS)
+    update(arena, 2, VERSIONS + 1, body=VERSIONS)
+    page, base = arena.current(1).place.offset, arena.current(1).base.place.offset
+    other = arena.current(2).base.place.number
+    arena.close(remove=False)
+    layout = front.layouts[1]
+    assert base == pages[1] != page
+
+    heads = refusals(path, range(page, page + 8 * layout.head_words))
+    bodies = refusals(path, range(base + layout.parameter_at, base + layout.parameter_at + 8 * layout.body_words, 101))
+
+    assert all(f"page of block 1 at byte {page}" in message for message in heads)
+    assert all(f"page of block 1 at byte {page}, version 4: parameters and slots" in message for message in bodies)
+    for number, complaint in ((0, "names no page that has"), (1, "no page begins"), (other, "the block needs")):
+        _name_body(path, front, page, number)
+        with pytest.raises(ArenaCorrupt, match=complaint):
+            Arena.open(path.parent)
+
+
+def _name_body(path, front, page, number):
+    """Let the page of block 1 name another page's body, with all checksums in order."""
+    with path.open("r+b", buffering=0) as file:
+        file.seek(page)
+        words = list(struct.unpack(f"<{front.layouts[1].head_words}Q", file.read(8 * front.layouts[1].head_words)))
+        words[7] = number
+        words[0] = _arena.checksum(struct.pack(f"<{len(words) - 1}Q", *words[1:]))
+        file.seek(page)
+        file.write(struct.pack(f"<{len(words)}Q", *words))
+        file.seek(front.table_at + 8)
+        file.write(struct.pack("<Q", form.pack_entry(words[3], words[0])))
 
 
 def test_places_of_words_that_have_changed_are_found(closed):

@@ -94,15 +94,15 @@ def test_a_snapshot_makes_the_file_grow_by_steps_and_trim_gives_it_back(memory_p
     for version, block in itertools.product((2, 3), range(64)):
         update(arena, block, version)
     assert arena.file_bytes > start_file
-    assert arena.used_bytes >= start_used + 56 * arena._front.page_sizes[0]
+    assert arena.used_bytes >= start_used + 56 * arena._front.page_sizes[-1]
     assert extents() <= 9
     for page in pinned:
         arena.unpin(page)
     grown = arena.used_bytes
     arena.trim()
 
-    assert arena.spare_bytes == SPARE_PAGES_KEPT * arena._front.page_sizes[0]
-    assert arena.used_bytes <= start_used + 2 * arena._front.page_sizes[0] < grown
+    assert arena.spare_bytes == SPARE_PAGES_KEPT * arena._front.page_sizes[-1]
+    assert arena.used_bytes <= start_used + 2 * arena._front.page_sizes[-1] < grown
     assert disk_bytes(memory_path) <= arena.used_bytes + 65536
     check_places(arena)
     arena.close(remove=True)
@@ -121,8 +121,73 @@ def test_what_a_snapshot_took_goes_back_by_itself_while_updates_go_on(memory_pat
     for version, block in itertools.product((3, 4, 5, 6), range(64)):
         update(arena, block, version)
 
-    assert arena.spare_bytes <= (SPARE_PAGES_KEPT + 1) * arena._front.page_sizes[0]
-    assert arena.used_bytes < grown - 45 * arena._front.page_sizes[0]
+    assert arena.spare_bytes <= (SPARE_PAGES_KEPT + 1) * arena._front.page_sizes[-1]
+    assert arena.used_bytes < grown - 45 * arena._front.page_sizes[-1]
+    check_places(arena)
+    arena.close(remove=True)
+
+
+def test_a_version_with_the_values_of_the_one_before_takes_no_more_room_than_its_head(memory_path):
+    """However many of them follow each other, and whoever still reads one."""
+    arena = create_published(memory_path, [BlockShape("float32", 100_000, 2, 3)])
+    update(arena, 0, 2, body=1)
+    pinned, used = arena.pin(0), arena.used_bytes
+    parameter = arena.current(0).parameter
+
+    for version in range(3, 40):
+        update(arena, 0, version, body=1)
+
+    assert arena.current(0).parameter is parameter
+    assert is_whole(arena.current(0), 0, 39, body=1)
+    assert is_whole(pinned, 0, 2, body=1)
+    assert arena.used_bytes - used <= 65536 < 1_200_000 < arena.used_bytes
+    arena.unpin(pinned)
+    check_places(arena)
+    update(arena, 0, 40)
+    assert is_whole(arena.current(0), 0, 40)
+    check_places(arena)
+    arena.close(remove=True)
+
+
+def test_a_body_stays_as_long_as_somebody_reads_a_version_that_has_it(memory_path):
+    arena = create_published(memory_path)
+    update(arena, 0, 2, body=1)
+    pinned = arena.pin(0)
+
+    for version in range(3, 30):
+        update(arena, 0, version)
+
+    assert is_whole(pinned, 0, 2, body=1)
+    arena.unpin(pinned)
+    check_places(arena)
+    arena.close(remove=True)
+
+
+def test_a_spare_with_the_present_body_that_is_discarded_leaves_nothing(memory_path):
+    arena = create_published(memory_path)
+    for block in BLOCKS:
+        arena.discard(arena.spare_alike(block))
+        update(arena, block, 2)
+
+    assert versions(arena) == [2] * len(SHAPES)
+    check_places(arena)
+    arena.close(remove=True)
+
+
+def test_an_arena_that_is_opened_again_goes_on_from_versions_without_a_body(memory_path):
+    arena = create_published(memory_path)
+    for version, block in itertools.product((2, 3), BLOCKS):
+        update(arena, block, version, body=1)
+    arena.close(remove=False)
+
+    arena = Arena.open(memory_path)
+
+    assert all(is_whole(arena.current(block), block, 3, body=1) for block in BLOCKS)
+    check_places(arena)
+    for block in BLOCKS:
+        update(arena, block, 4, body=1)
+        update(arena, block, 5)
+    assert all(is_whole(arena.current(block), block, 5) for block in BLOCKS)
     check_places(arena)
     arena.close(remove=True)
 

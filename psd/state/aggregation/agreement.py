@@ -79,8 +79,8 @@ class Agreement:
             return  # it is late, whatever it says
         if held.part != voice.part:
             raise PartsDisagree(
-                f"part: in round {round_} worker {voice.rank} steps part {voice.part} of the job, worker {held.rank} steps part "
-                f"{held.part}; all workers step the parts in the same order, which a program that goes on knows by the clock",
+                f"part: in round {round_} worker {voice.rank} steps part {voice.part} of the job, worker {held.rank} steps "
+                f"part {held.part}; all workers step the parts in the same order, which a program knows by the clock",
                 ranks=[held.rank, voice.rank],
                 parts=[held.part, voice.part],
                 round=round_,

@@ -178,9 +178,9 @@ class BlockState(Trained):
             raise
         return page
 
-    def _spare(self) -> Page:
+    def _spare(self, *, is_alike: bool = False) -> Page:
         try:
-            return self._arena.spare(self._slot)
+            return self._arena.spare_alike(self._slot) if is_alike else self._arena.spare(self._slot)
         except StoreFull as error:
             raise OutOfSpace(f"block {self.plan.index}: no room for its next version: {error.strerror}") from error
 
@@ -207,13 +207,14 @@ class BlockState(Trained):
 
     def _write(self, update: Update, clock: int) -> int:
         before = self._page
-        after = self._spare()
         gradient = update.gradient
+        is_empty = gradient.last is None and gradient.accumulator is None
+        after = self._spare(is_alike=is_empty)
         try:
-            if gradient.last is not None or gradient.accumulator is not None:
-                self._rule.apply(before, after, gradient, self.plan.segment_ends, update.scalars)
+            if is_empty:
+                after.steps[:] = before.steps
             else:
-                pages.carry_over(before, after)
+                self._rule.apply(before, after, gradient, self.plan.segment_ends, update.scalars)
             pages.count(before, after, update.sessions, clock)
         except SegmentFailed as failed:
             self._arena.discard(after)
