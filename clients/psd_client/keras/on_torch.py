@@ -28,7 +28,7 @@ class TorchLink(Link):
         self._parameters = [variable.value for variable in declared.variables]
         self._views = as_tensors(self.worker.parameters)
         trained = list(range(declared.trained))
-        in_torch = TorchDeclaration(self._parameters, [], declared.tensors, declared.groups, (), trained, [])
+        in_torch = TorchDeclaration(self._parameters, [], declared.tensors, declared.groups, trained, [])
         self._gradients = Gradients(in_torch, self.worker.gradients, None)
 
     @torch.no_grad()

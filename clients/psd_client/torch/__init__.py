@@ -70,10 +70,10 @@ def __dir__() -> list[str]:
 
 
 def distribute(
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer | Optimizer,
+    model: torch.nn.Module | Mapping[str, torch.nn.Module],
+    optimizer: torch.optim.Optimizer | Optimizer | Mapping[str, torch.optim.Optimizer | Optimizer],
     *,
-    params: Iterable[Any] | None = None,
+    params: Iterable[Any] | Mapping[str, Iterable[Any]] | None = None,
     ps: ParameterServer | None = None,
     consistency: str | None = None,
     reduce: str | None = None,
@@ -85,21 +85,26 @@ def distribute(
     overlap: bool | str = False,
     buffers: str = "first",
     **connect_args: Any,
-) -> DistributedOptimizer:
+) -> DistributedOptimizer | dict[str, DistributedOptimizer]:
     """Declare the model's parameters and return an optimizer whose steps happen on the shards.
+
+    Several optimizers, such as those of a generator and a discriminator, are given and returned by name. Each has its own
+    parameters and its own rule, and all workers step them in the same order; a step sends and fetches the parameters of its
+    optimizer alone. The job's clock counts the steps of all of them.
 
     The first worker's parameters become everybody's: when the call returns, the model holds the job's current values. The rule
     and its options are read from `optimizer`, which is not stepped any more; its param_groups are shared with the result, so a
     learning rate scheduler may be built on either.
 
     Args:
-        model: what is trained. Parameters that the optimizer does not update (frozen, or left out) get the same values on all
+        model: what is trained, or several models by name, whose names then begin those of their tensors. Parameters that the optimizer does not update (frozen, or left out) get the same values on all
             workers once, and are never pushed. Embedding and EmbeddingBag in it declare their tables, and are joined to them.
         optimizer: over parameters of the model, not stepped yet. One of torch.optim's SGD, Adagrad, Adadelta, RMSprop,
             Adam, AdamW, Adamax and NAdam; not a subclass. Or a rule that torch does not have: psd_client.FTRL, LAMB, Lion,
-            or CustomRule for one of your own; its options are then in the result's param_groups.
+            or CustomRule for one of your own; its options are then in the result's param_groups. Or several, by name.
         params: with such a rule, what it updates, as torch's optimizers take it: parameters, or dicts of "params" and options;
-            None: all of the model that need gradients.
+            None: all of the model that need gradients. Of several optimizers, by their names; None: those of the model of that
+            name.
         ps: a connection; None connects with `connect_args`, as psd_client.connect does.
         consistency: "sync", "async" or "ssp:S"; None takes PSD_CONSISTENCY, or "sync".
         reduce: "mean" over the samples, or "sum"; None takes PSD_REDUCE, or "mean".
@@ -142,16 +147,11 @@ def distribute(
         )
     if overlap and nan_policy == "skip":
         raise InvalidRequest('overlap: not with nan_policy="skip", which looks at the whole gradient before anything is sent')
-    if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"model: expected a torch.nn.Module, got {model!r}")
-    refuse_data_parallel(model)
-    if isinstance(optimizer, Optimizer):
-        always, template = optimizer.always, spec_of(optimizer)
-        optimizer = Options(optimizer, params if params is not None else [p for p in model.parameters() if p.requires_grad])
-    elif params is not None:
-        raise TypeError("params: torch's optimizers have theirs already; it is for psd_client's rules")
-    else:
-        always, template = check_optimizer(optimizer)
+    module = whole_model(model)
+    refuse_data_parallel(module)
+    given = given_optimizers(model, module, optimizer, params)
+    if overlap and len(given) > 1:
+        raise InvalidRequest("overlap: not with several optimizers: back-propagation does not say whose gradients it makes")
     _add_handles(model, optimizer)
     declaration = read_declaration(model, optimizer, replace(template, staleness=parse_staleness(staleness)), always, buffers)
 
@@ -197,34 +197,34 @@ class DistributedOptimizer(torch.optim.Optimizer):
     _step_supports_amp_scaling = True  # see amp.py
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, ps: ParameterServer, declaration: TorchDeclaration, *, overlap: bool | str
+        self,
+        part: DeclaredPart,
+        ps: ParameterServer,
+        declaration: TorchDeclaration,
+        *,
+        overlap: bool | str = False,
+        job: TorchJob | None = None,
     ) -> None:
+        optimizer = part.given.optimizer
         self._is_declared = False
         super().__init__(optimizer.param_groups, dict(optimizer.defaults))  # the groups' dicts themselves, not copies
         self._is_declared = True
         torch_amp.ignore_the_warning()
-        self.ps = ps
-        worker = self._worker = worker_of(ps)
-        self._given = optimizer
-        self._slots = LoadedSlots(declaration, lambda: ps.clock, lambda: worker.times_gone_back)
-        self._groups = SharedGroups(optimizer, declaration, self._slots)
-        register(self, self, optimizer)
-        self._declaration = declaration
-        self._parameters = Parameters(declaration, worker.parameters)
-        self._buffers = Buffers(declaration, worker.parameters, worker.times_gone_back)
-        self._buffers.receive()
-        if declaration.places:
-            worker.keep_buffers(self._buffers.send)
+        self._part = part
         self._overlap = overlap
         self._sent: tuple[list[list[float]], float] | None = None
         self._size_of_step: float | None = None
         self.batch_size = 1.0
         leaving = None
+        self.ps = ps
+        worker = self._worker = worker_of(ps)
         if overlap:
             in_background = overlap == "forward"
             leaving = Overlap(self._prepare_push, worker.begin_feed, worker.forget_failure, in_background=in_background)
-        self._tables = Tables(worker, declaration.tables.members, has_feeds=bool(overlap))
-        self._gradients = Gradients(declaration, worker.gradients, leaving)
+        self._job = TorchJob(ps, declaration, leaving) if job is None else job
+        self._gradients = self._job.gradients
+        self._groups = self._job.groups[declaration.parts.index(part)]
+        register(self, self, optimizer)
 
     @property
     def table_groups(self) -> dict[str, dict[str, Any]]:
@@ -232,7 +232,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         For an embedding without its own optimizer this is the entry of param_groups.
         """
-        return self._declaration.tables.by_name
+        return self._job.declaration.tables.by_name
 
     @property
     def rank(self) -> int:
@@ -288,7 +288,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         finally:
             self._size_of_step = None
         # Otherwise a scheduler built on the given optimizer would warn that its step has not been called.
-        self._given._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001
+        self._part.given.optimizer._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001
         if self._groups.schedule is not None:
             self._groups.schedule.on_optimizer_step()
         return loss
@@ -297,27 +297,35 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _exchange(self, size: float, grad_scaler: GradScaler | None) -> None:
         """Push the gradients, and pull into the model."""
         torch_amp.check(grad_scaler, self, self.ps.nan_policy)
-        self._parameters.check_unchanged()
-        self._tables.settle()
+        job, part = self._job, self._part
+        job.parameters.check_unchanged(None if part.job_part is None else self._stepped)
+        job.tables.settle()
         if self._overlap:
             self._finish_overlapped(size)
         else:
-            scalars = self._groups.scalars_now(self.param_groups)
+            scalars = job.scalars(self._groups, self.param_groups)
             is_infinite = grad_scaler is not None and torch_amp.unscale(grad_scaler, self)
-            present = self._gradients.gather()
-            self._worker.push_pull_flat(scalars, size, present, self._tables.gradients(), skip=is_infinite)
-            self._parameters.copy()
+            if part.job_part is None:
+                self._worker.push_pull_flat(scalars, size, job.gradients.gather(), job.tables.gradients(), skip=is_infinite)
+                job.parameters.copy()
+            else:
+                present, rows = job.gradients.gather(numbers=part.trained), job.tables.gradients(part.tables)
+                self._worker.push_pull_flat(scalars, size, present, rows, skip=is_infinite, job_part=part.job_part)
+                job.parameters.copy_received()
             if grad_scaler is not None:
                 torch_amp.report(grad_scaler, self, is_skipped=self.ps.is_skipped)
-        self._tables.on_step()
+        job.tables.on_step()
+
+    @property
+    def _stepped(self) -> list[int]:
+        """Indices of the tensors that a step changes."""
+        trained = self._job.declaration.trained
+        return [trained[position] for position in self._part.trained]
 
     @uncompiled
     def pull(self) -> None:
         """Fetch the current parameters into the model, without pushing; for evaluation in async and ssp."""
-        self._gradients.settle()
-        self._worker.pull_flat()
-        self._parameters.copy()
-        self._buffers.follow(self._worker.times_gone_back)
+        self._job.pull()
 
     def load_parameters(self, state_dict: Mapping[str, torch.Tensor]) -> None:
         """Set the job's parameters as `model.load_state_dict` would in one process; also buffers, unless they are "local".
@@ -336,19 +344,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             NonFiniteGradient: a parameter holds NaN or infinity; nothing was set.
             BarrierTimeout: not all workers have called it within the wait timeout.
         """
-        values = state_values(self._declaration, state_dict)
-        self._gradients.settle()
-        count = len(self._declaration.parameters)
-
-        def write(flat: FlatBuffers) -> None:
-            copy_all(as_tensors(flat)[:count], values[:count])
-
-        self._worker.set_parameters(write)
-        self._parameters.copy()
-        with torch.no_grad():
-            for tensor, value in zip(self._declaration.parameters + self._declaration.buffers, values, strict=True):
-                tensor.copy_(value)
-        self._parameters.note()
+        self._job.load_parameters(state_dict)
 
     def reset_slots(self) -> None:
         """Reset the slots of the rules (momentum, moments, counts of steps) of all tensors and rows to their initial values.
@@ -358,10 +354,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Raises:
             BarrierTimeout: not all workers have called it within the wait timeout.
         """
-        self._gradients.settle()
-        self._worker.set_slots({})
-        self._slots.begin()
-        self._parameters.copy()
+        self._job.reset_slots()
 
     def stop(self) -> int:
         """End the job for all workers at one step, as an early stop does: ParameterServer.stop, which says how.
@@ -384,29 +377,29 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _prepare_push(self) -> Callable[[Feed, Callable[[int], None]], None]:
         """With overlap: prepare the push when the first gradient is there, with the scalars of that moment."""
-        self._parameters.check_unchanged()
-        scalars = self._groups.scalars_now(self.param_groups)
+        self._job.parameters.check_unchanged()
+        scalars = self._job.scalars(self._groups, self.param_groups)
         size = weight_of(self.batch_size, "batch_size") if self._size_of_step is None else self._size_of_step
         self._sent = scalars, size
         # After the job has gone back, the model may have versions that do not exist any more.
-        versions = [min(pair) for pair in zip(self._parameters.versions, self._worker.parameters.versions, strict=True)]
+        versions = [min(pair) for pair in zip(self._job.parameters.versions, self._worker.parameters.versions, strict=True)]
         return lambda feed, on_received: self._worker.push_pull_feed(scalars, size, feed, on_received, versions)
 
     def _finish_overlapped(self, size: float) -> None:
         sent, self._sent = self._sent, None
         with self._gradients.abandoned_on_error():
-            if sent is not None and sent != (self._groups.scalars(self.param_groups), size):
+            if sent is not None and sent != (self._job.scalars(self._groups, self.param_groups, moves_schedules=False), size):
                 raise InvalidRequest(
                     "overlap=True: options or batch_size were changed after the first gradients had been sent; set them, and "
                     "the optimizer's attribute batch_size, before backward()"
                 )
             try:
-                self._gradients.finish(self._take_parameters, self._worker.rows_by_shard(self._tables.gradients()))
+                self._gradients.finish(self._take_parameters, self._worker.rows_by_shard(self._job.tables.gradients()))
             finally:
                 self._sent = None  # of a step without back-propagation
 
     def _take_parameters(self, next_block: Callable[[bool], int | None]) -> None:
-        self._parameters.copy_as_received(next_block, is_all=self._overlap != "forward")
+        self._job.parameters.copy_as_received(next_block, is_all=self._overlap != "forward")
 
     def close(self) -> None:
         """Finish: no other worker waits for this one any more. The end of the program does the same."""
@@ -417,7 +410,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The param_groups and the clock. The slots, such as momentum, live on the shards and are not in it."""
-        return {**super().state_dict(), **self._slots.clocks}
+        return {**super().state_dict(), **self._job.slots.clocks}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over the param_groups; also the slots, if this is the state of one of torch's own optimizers and has slots.
@@ -432,13 +425,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
             NonFiniteGradient, BarrierTimeout: as `load_parameters`.
         """
         if any(has_slots(state) for state in state_dict["state"].values()):
-            found = slots_of(self._declaration, self.param_groups, state_dict)
+            if self._part.job_part is not None:
+                raise InvalidRequest(
+                    "load_state_dict: the state has slots, such as moments, which can be loaded into a job of one optimizer alone"
+                )
+            found = slots_of(self._job.declaration, self.param_groups, state_dict)
             self._gradients.settle()
             self._worker.set_slots(found)
-            self._slots.load()
-            self._parameters.copy()
+            self._job.slots.load()
+            self._job.parameters.copy()
         else:
-            self._slots.check(state_dict)
+            self._job.slots.check(state_dict)
         super().load_state_dict({**state_dict, "state": {}})
         self._groups.take_over(self)
 

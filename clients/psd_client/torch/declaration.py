@@ -20,6 +20,7 @@ from psd_client.optimizers import group_spec
 from psd_client.torch.embedding import table_modules
 from psd_client.torch.options import check_no_slots, check_options, rule_of
 from psd_client.torch.table_declaration import TableDeclaration, declare_tables
+from psd_client.worker.exchange.sent_push import JobPart
 from psd_core.optimizer import Optimizer
 
 _DTYPES = {
@@ -54,28 +55,59 @@ class BufferPlace:
         return getattr(self.module, self.name)  # type: ignore[no-any-return]
 
 
+@dataclass(frozen=True)
+class Given:
+    """An optimizer that was given to `distribute`.
+
+    Attributes:
+        name: of its part of the job; empty if it is the only one. optimizer: with its param_groups.
+        template: its rule. always: flags that its class implies.
+    """
+
+    name: str
+    optimizer: torch.optim.Optimizer
+    template: GroupSpec
+    always: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class DeclaredPart:
+    """What one optimizer steps.
+
+    Attributes:
+        given: the optimizer. groups: indices of its param_groups among the job's groups.
+        trained: positions of its parameters in TorchDeclaration.trained. tables: indices of its tables.
+        job_part: the part of the job, for its pushes; None if it is the whole.
+    """
+
+    given: Given
+    groups: range
+    trained: tuple[int, ...]
+    tables: frozenset[int]
+    job_part: JobPart | None = None
+
+
 @dataclass(frozen=True, eq=False)
 class TorchDeclaration:
-    """The declaration of one model and optimizer.
+    """The declaration of one model and its optimizers.
 
     Attributes:
         parameters: the model's distinct parameters.
         places: places of the buffers that the shards keep. local_buffers: names of all buffers, if the shards keep none.
         tensors: specs of the parameters, then of these buffers, in the same order.
-        always: flags that the optimizer's class implies.
-        trained: indices of the parameters that are pushed. frozen: indices of those in the optimizer that need no gradient.
-        tables: the embeddings' tables; their groups come last.
+        trained: indices of the parameters that are pushed. frozen: indices of those in an optimizer that need no gradient.
+        tables: the embeddings' tables; their groups come last. parts: what each optimizer steps, in their order.
     """
 
     parameters: list[torch.Tensor]
     places: list[BufferPlace]
     tensors: list[TensorSpec]
     groups: list[GroupSpec]
-    always: tuple[str, ...]
     trained: list[int]
     frozen: list[int]
     local_buffers: frozenset[str] = frozenset()
     tables: TableDeclaration = field(default_factory=TableDeclaration)
+    parts: Sequence[DeclaredPart] = ()
 
     @property
     def buffers(self) -> list[torch.Tensor]:
@@ -110,12 +142,11 @@ class Options(torch.optim.Optimizer):
             rule.with_options(options)
 
 
-def read_declaration(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, template: GroupSpec, always: tuple[str, ...], buffers: str
-) -> TorchDeclaration:
-    """Read the declaration from a model and its optimizer, and check it. template: the rule. buffers: "first", "mean" or
-    "local"."""
-    groups = [group_spec(template, always, group) for group in optimizer.param_groups]
+def read_declaration(model: torch.nn.Module, given: Sequence[Given], buffers: str) -> TorchDeclaration:
+    """Read the declaration from a model and its optimizers, and check it. buffers: "first", "mean" or "local"."""
+    groups = [group_spec(one.template, one.always, group) for one in given for group in one.optimizer.param_groups]
+    param_groups = [group for one in given for group in one.optimizer.param_groups]
+    of_group = [one.name for one in given for _ in one.optimizer.param_groups]
     embeddings = table_modules(model)
     handles = {id(embedding.handle) for embedding in embeddings}
     for embedding in embeddings:
@@ -129,8 +160,14 @@ def read_declaration(
     named, aliases = _distinct(every_name[0])
     known = {id(parameter) for _, parameter in named} | handles
     group_of: dict[int, int] = {}
-    for number, options in enumerate(optimizer.param_groups):
+    for number, options in enumerate(param_groups):
         for position, parameter in enumerate(options["params"]):
+            if id(parameter) in group_of:  # torch itself refuses it twice in one optimizer
+                names = f"{of_group[group_of[id(parameter)]]!r} and {of_group[number]!r}"
+                raise InvalidRequest(
+                    f"optimizer: a parameter of shape {tuple(parameter.shape)} is in two, {names}; a parameter has one rule, and "
+                    "one optimizer that steps it"
+                )
             if id(parameter) not in known:
                 raise InvalidRequest(
                     f"optimizer: parameter {position} of param_groups[{number}], of shape {tuple(parameter.shape)}, is not in "
@@ -158,18 +195,39 @@ def read_declaration(
     if kept:
         groups.append(GroupSpec(BUFFERS.name, ("mean",) if buffers == "mean" else ()))
     local = frozenset(name for name, _ in every_name[1] if buffers == "local")
-    tables = declare_tables(embeddings, optimizer.param_groups, group_of, groups, template.staleness)
+    tables = declare_tables(embeddings, param_groups, group_of, groups, given[0].template.staleness)
     return TorchDeclaration(
         [parameter for _, parameter in named],
         [place for _, place in kept],
         tensors,
         groups + tables.groups,
-        always,
         trained,
         frozen,
         local,
         tables,
+        _parts(given, [tensors[index].group for index in trained], tables, group_of),
     )
+
+
+def _parts(
+    given: Sequence[Given], trained_in: Sequence[int], tables: TableDeclaration, group_of: Mapping[int, int]
+) -> list[DeclaredPart]:
+    """What each optimizer steps. trained_in: group of each trained parameter. group_of: as of `declare_tables`."""
+    parts: list[DeclaredPart] = []
+    table_in = [group_of[id(members[0].handle)] for members in tables.members.values()]
+    end = 0
+    for number, one in enumerate(given, 1):
+        groups = range(end, end + len(one.optimizer.param_groups))
+        end = groups.stop
+        of_part = frozenset(index for index, group in enumerate(table_in) if group in groups)
+        job_part = None
+        if len(given) > 1:
+            job_part = JobPart(number, frozenset([*groups, *(tables.specs[index].group for index in of_part)]))
+        trained = tuple(position for position, group in enumerate(trained_in) if group in groups)
+        if not trained and not of_part:
+            raise InvalidRequest(f"optimizer {one.name!r}: none of its parameters has requires_grad=True")
+        parts.append(DeclaredPart(one, groups, trained, of_part, job_part))
+    return parts
 
 
 def state_values(declaration: TorchDeclaration, state: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:

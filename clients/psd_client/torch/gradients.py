@@ -94,11 +94,14 @@ class Gradients:
 
     # -- at the step ---------------------------------------------------------------------------------------------------
 
-    def gather(self, gradients: Sequence[torch.Tensor | None] | None = None) -> NDArray[np.bool_] | None:
+    def gather(
+        self, gradients: Sequence[torch.Tensor | None] | None = None, numbers: Sequence[int] | None = None
+    ) -> NDArray[np.bool_] | None:
         """Put all gradients into the buffers; return which tensors have one, None for all.
 
         Args:
             gradients: gradients of the trained parameters; None: those in `.grad`.
+            numbers: positions of the parameters to take, in ascending order; gradients of others stay as they are. None: all.
 
         Raises:
             InvalidTensor, InvalidRequest: a gradient is sparse, or a frozen parameter has one.
@@ -106,9 +109,12 @@ class Gradients:
         declaration = self._declaration
         if gradients is None:
             gradients = [parameter.grad for parameter in self._parameters]
-        self._make_room(gradients)
-        sources, targets, missing = [], [], []
-        for index, gradient, view in zip(declaration.trained, gradients, self._views, strict=True):
+        taken = range(len(self._views)) if numbers is None else numbers
+        self._make_room(gradients, taken)
+        sources, targets = [], []
+        missing = [] if numbers is None else [declaration.trained[i] for i in range(len(self._views)) if i not in set(numbers)]
+        for number in taken:
+            index, gradient, view = declaration.trained[number], gradients[number], self._views[number]
             if gradient is None:
                 missing.append(index)
             elif gradient is not view:
@@ -138,7 +144,7 @@ class Gradients:
         missing = []
         with self.abandoned_on_error():
             self._check_frozen()
-            self._make_room([parameter.grad for parameter in self._parameters])
+            self._make_room([parameter.grad for parameter in self._parameters], range(len(self._views)))
             for number, (parameter, view) in enumerate(zip(self._parameters, self._views, strict=True)):
                 if number in push.sent:
                     self._check_unchanged(number, *push.sent[number])
@@ -155,10 +161,10 @@ class Gradients:
         if not self._in_background:
             self._going_on = None
 
-    def _make_room(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Free the places of parameters whose gradients are elsewhere or missing, so that they can be written to."""
-        self._places.renew(range(len(self._views)))
-        for number in range(len(self._views)):
+    def _make_room(self, gradients: Sequence[torch.Tensor | None], numbers: Sequence[int]) -> None:
+        """Free the places of those of these parameters whose gradients are elsewhere or missing, to write to them."""
+        self._places.renew(numbers)
+        for number in numbers:
             if gradients[number] is not self._views[number]:
                 self._places.clear(number)
 

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from psd.contract.errors import InvalidRequest
 from psd_client.optimizers import group_spec, scalar_values
-from psd_client.torch.declaration import TorchDeclaration
+from psd_client.torch.declaration import DeclaredPart, TorchDeclaration
 from psd_client.torch.options import check_no_slots
 from psd_client.torch.schedule import DistributedScheduler
 from psd_client.torch.slots import LoadedSlots
@@ -24,20 +24,21 @@ Groups = list[dict[str, Any]]
 
 
 class SharedGroups:
-    """The groups of one job's optimizer.
+    """The groups of one of a job's optimizers.
 
     Args:
-        given: the optimizer that was given to `distribute`.
+        part: the optimizer that was given to `distribute`, and which of the job's groups are its own.
         slots: checks a state that is loaded into that optimizer.
 
     Attributes:
         schedule: keeps the learning rates at the job's clock, if the program has asked for that; else None.
     """
 
-    def __init__(self, given: torch.optim.Optimizer, declaration: TorchDeclaration, slots: LoadedSlots) -> None:
+    def __init__(self, part: DeclaredPart, declaration: TorchDeclaration, slots: LoadedSlots) -> None:
         self.schedule: DistributedScheduler | None = None
-        self._given = given
-        self._declaration = declaration
+        given = self._given = part.given.optimizer
+        self._always = part.given.always
+        self._specs = declaration.groups[part.groups.start : part.groups.stop]
         self._dicts = list(given.param_groups)
         self._members = [list(map(id, group["params"])) for group in self._dicts]
         take_over, check = WeakMethod(self.take_over), WeakMethod(slots.check)
@@ -76,21 +77,24 @@ class SharedGroups:
         self.schedule = DistributedScheduler(given, clock, every)
         return self.schedule
 
-    def scalars_now(self, own: Groups) -> list[list[float]]:
-        """The scalars for the next push, after moving the schedule to the worker's clock."""
+    def scalars_now(self, own: Groups | None = None) -> list[list[float]]:
+        """The scalars for the next push, after moving the schedule to the worker's clock. own: as of `scalars`."""
         if self.schedule is not None:
             self.schedule.follow()
         return self.scalars(own)
 
-    def scalars(self, own: Groups) -> list[list[float]]:
-        """The scalars of a push, by group. own: the distributed optimizer's param_groups.
+    def scalars(self, own: Groups | None = None) -> list[list[float]]:
+        """The scalars of a push, by group of this optimizer.
+
+        Args:
+            own: the distributed optimizer's param_groups; None: another optimizer is stepped.
 
         Raises:
             InvalidRequest: an option that is fixed for the job has changed; or the groups, or the parameters in them, are not
                 those that were declared.
         """
-        specs = self._declaration.groups
-        for groups in (own, self._given.param_groups):
+        specs = self._specs
+        for groups in (self._given.param_groups if own is None else own, self._given.param_groups):
             if len(groups) != len(self._dicts):
                 raise InvalidRequest("add_param_group: the job has been declared; add all groups before distribute()")
             if any(group is not shared for group, shared in zip(groups, self._dicts, strict=True)):
@@ -98,13 +102,13 @@ class SharedGroups:
                     "param_groups: were replaced by other dicts, in the optimizer given to distribute() or in its result; the "
                     "two share them, so that schedulers may hold either. Change what is in them"
                 )
-        for index, (group, members) in enumerate(zip(own, self._members, strict=True)):
+        for index, (group, members) in enumerate(zip(self._dicts, self._members, strict=True)):
             if list(map(id, group["params"])) != members:
                 raise InvalidRequest(
                     f"param_groups[{index}]['params']: has changed since the job was declared; arrange the groups before "
                     "distribute(). A parameter whose `.grad` is None is not stepped"
                 )
-            now = group_spec(specs[index], self._declaration.always, group)
+            now = group_spec(specs[index], self._always, group)
             declared, flags = set(specs[index].flags), set(now.flags)
             # If momentum becomes 0, its slot is kept; if it was 0 at the declaration, there is no slot.
             changed = sorted((declared ^ flags) - {"momentum"} | (flags - declared))
@@ -118,9 +122,7 @@ class SharedGroups:
                     f"param_groups[{index}]: {now.info.constants[0]} was {specs[index].constants[0]} when the job "
                     "was declared and cannot change; set it before distribute()"
                 )
-        of_tables = self._declaration.tables.options
-        groups = [*own, *({} for _ in specs[len(own) + len(of_tables) :]), *of_tables]
-        return [scalar_values(spec, group, index) for index, (spec, group) in enumerate(zip(specs, groups, strict=True))]
+        return [scalar_values(spec, group, index) for index, (spec, group) in enumerate(zip(specs, self._dicts, strict=True))]
 
 
 def _refuse_step(given: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

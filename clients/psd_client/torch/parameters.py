@@ -69,14 +69,17 @@ class Parameters:
         self.versions = list(buffers.versions)
         self.note()
 
-    def check_unchanged(self) -> None:
+    def check_unchanged(self, tensors: Iterable[int] | None = None) -> None:
         """Raise InvalidRequest if the program has changed a parameter since it was received: the next copy would undo that.
+
+        tensors: indices of those to look at; None: all.
 
         A parameter that has its received value again counts as unchanged. Two kinds of changes are not noticed: those that
         torch does not count, such as `.data.clamp_()`; and changes of a parameter that was received only in part, whose value
         is not known here.
         """
-        for index, (parameter, view) in self._pairs.items():
+        for index in self._pairs if tensors is None else tensors:
+            parameter, view = self._pairs[index]
             if _mark(parameter) == self._marks[index]:
                 continue
             is_known = all(self.versions[block] == self._buffers.versions[block] for block in self._blocks_of.get(index, ()))
@@ -99,6 +102,15 @@ class Parameters:
         self._left = set()
         self.versions = list(self._buffers.versions)
         self.note()
+
+    @torch.no_grad()
+    def copy_received(self) -> None:
+        """Copy the parameters of blocks that have been received since they were copied the last time."""
+        received = {block for block in self._pieces if self.versions[block] != self._buffers.versions[block]}
+        tensors = [index for index in self._pairs if not received.isdisjoint(self._blocks_of.get(index, ()))]
+        self._copy(tensors)
+        self.versions = list(self._buffers.versions)
+        self._marks |= {index: _mark(self._pairs[index][0]) for index in tensors}
 
     @torch.no_grad()
     def copy_as_received(self, next_block: Callable[[bool], int | None], *, is_all: bool) -> None:

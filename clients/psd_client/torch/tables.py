@@ -7,7 +7,7 @@ ids by the same module, at the clock at which they were requested; in async also
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -127,10 +127,15 @@ class Tables:
         if self._is_async and not self._has_feeds:
             self._fetch()
 
-    def gradients(self) -> dict[int, tuple[Ids, Numbers]]:
-        """The gradients that the embeddings have collected: for each table, distinct ids and their gradients."""
+    def gradients(self, tables: Collection[int] | None = None) -> dict[int, tuple[Ids, Numbers]]:
+        """The gradients that the embeddings have collected: for each table, distinct ids and their gradients.
+
+        tables: indices of the tables to take; None: all.
+        """
         found = {}
         for index, members in enumerate(self._members):
+            if tables is not None and index not in tables:
+                continue
             parts = [part for member in members if (part := member.gradients.take(member.handle)) is not None]
             if parts:
                 found[index] = summed(parts)

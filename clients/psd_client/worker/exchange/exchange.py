@@ -235,9 +235,7 @@ class ParameterExchange:
         versions_read: as in SentPush.
         job_part: the part of the job to step. Its parameters alone are fetched, unless others may have changed meanwhile.
         """
-        sent = self._begin(
-            scalars, weight, present, rows, skip=skip, feed=feed, versions_read=versions_read, job_part=job_part
-        )
+        sent = self._begin(scalars, weight, present, rows, skip=skip, feed=feed, versions_read=versions_read, job_part=job_part)
         ahead = None if self._is_exact or sent.is_finished else self.rows.pull_ahead([lane.shard for lane in self._lanes])
 
         def push_pull_at(lane: Lane, call: Call) -> None:
@@ -258,7 +256,11 @@ class ParameterExchange:
                 self._finish(sent)
                 # A push that was late at one shard has moved the clock further: other shards' answers may be older than that.
                 behind = [lane for lane in self._lanes if sent.replies[lane.shard].clock < self._session.clock]
-                if job_part is not None and self._has_rounds and not (self._seen == sent.header.clock == self._session.clock - 1):
+                if (
+                    job_part is not None
+                    and self._has_rounds
+                    and not (self._seen == sent.header.clock == self._session.clock - 1)
+                ):
                     behind = self._lanes  # rounds of other parts have closed without this worker
                 for attempt in self._session.attempts() if behind else ():
                     with attempt:
