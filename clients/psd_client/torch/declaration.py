@@ -158,7 +158,7 @@ def read_declaration(
     if kept:
         groups.append(GroupSpec(BUFFERS.name, ("mean",) if buffers == "mean" else ()))
     local = frozenset(name for name, _ in every_name[1] if buffers == "local")
-    tables = declare_tables(embeddings, optimizer.param_groups, group_of, groups, template.staleness)
+    tables = declare_tables(embeddings, optimizer.param_groups, group_of, groups)
     return TorchDeclaration(
         [parameter for _, parameter in named],
         [place for _, place in kept],
