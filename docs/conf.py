@@ -37,7 +37,6 @@ myst_enable_extensions = ["attrs_inline"]
 autodoc_typehints_format = "short"
 autodoc_member_order = "bysource"
 autodoc_inherit_docstrings = False
-autodoc_preserve_defaults = True
 napoleon_use_param = False
 napoleon_use_rtype = False
 napoleon_use_ivar = True

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from sphinx.application import Sphinx
+from sphinx.pycode import ModuleAnalyzer
 
 from psd.contract import errors
 from psd.contract.environment import VARIABLES
@@ -54,6 +55,11 @@ def setup(app: Sphinx) -> dict[str, Any]:
     # Napoleon (priority 500) takes the sections of docstrings apart. In a property's it finds a type: the words up to a colon.
     app.connect("autodoc-process-docstring", _as_restructured_text, priority=400)
     app.connect("autodoc-process-docstring", _without_a_type, priority=600)
+    connecting = ModuleAnalyzer.for_module(
+        "psd_client.connecting"
+    )  # overloads are for type checkers: they do not list all keywords
+    connecting.analyze()
+    connecting.overloads.clear()
     return {"parallel_read_safe": True}
 
 

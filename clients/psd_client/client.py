@@ -13,10 +13,13 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import Unpack
 
 from psd.contract.arguments import ByName, refuse
 from psd.contract.config import ClientConfig
 from psd.contract.errors import InvalidRequest, InvalidTensor, NotDeclared
+from psd.contract.job_terms import JobTerms
+from psd.contract.keywords import JobKeywords, takes
 from psd_client.lanes.transport import Lane
 from psd_client.param_groups import ParamGroups
 from psd_client.tables import DeclaredTable, Table, gradients_of
@@ -93,20 +96,16 @@ class ParameterServer:
         self._by_name  # noqa: B018 - raises if nothing is declared
         return MappingProxyType(self._tables)
 
+    @takes(JobKeywords)
     def declare(
         self,
         params: Mapping[str, Any],
         optimizer: Optimizer | None = None,
-        consistency: str | None = None,
-        reduce: str | None = None,
-        quorum: int | None = None,
-        aggregation: str | None = None,
-        staleness: str | None = None,
-        clip_norm: float | None = None,
-        nan_policy: str = "refuse",
+        *,
         groups: Sequence[Mapping[str, Any]] | None = None,
         copy: bool = True,
         tables: Sequence[Table] = (),
+        **job: Unpack[JobKeywords],
     ) -> dict[str, NDArray[Any]]:
         """Agree with the other workers on what is trained and how, and get the job's parameters.
 
@@ -116,24 +115,12 @@ class ParameterServer:
             params: this worker's initial values: float32, float64 or float16 arrays of any shape, by name; {} if there are
                 tables alone.
             optimizer: their update rule, such as psd_client.Adam(lr=1e-3), or CustomRule for one of your own.
-            consistency: "sync", "async" or "ssp:S".
-            reduce: "mean", weighted by the pushes' weights, or "sum".
-            quorum: workers whose gradients close a synchronous round; all of them by default.
-            aggregation: "fast", gradients are added as they arrive; or "exact", in the order of the ranks, those of a worker on
-                all shards or on none: the same bits whatever the timing and whatever dies, but of tables with
-                `expire_seconds`, in which time has a part. Synchronous only.
-            staleness: async and ssp: treatment of gradients whose parameters have been updated since their worker read
-                them, `age` times. "lr" divides the learning rate by 1 + age. See docs/consistency.md.
-            clip_norm: the largest norm that a round's gradient may have, over all parameters and rows, and the workers' mean
-                (or sum): a longer one is scaled down, as torch.nn.utils.clip_grad_norm_ does. Without rounds: each push's.
-                Implies "exact".
-            nan_policy: treatment of NaN and infinity in gradients: "refuse", an error that names worker, parameter and step;
-                "skip", the round changes nothing on any shard (see `is_skipped`), implies "exact"; "allow".
             groups: like torch's param_groups: {"params": [names], "lr": ..., ...}; what is not given is the optimizer's.
             copy: False: in place of new arrays this, `pull` and `push_pull` return views of the memory where parameters are
                 received, which cannot be written to and which the next of these calls changes: there is one such memory. (Of
                 float16 parameters there are copies all the same: their masters are float32.)
             tables: sparse ones, each with an optimizer of its own; `ps.tables` then has them by name. See docs/tables.md.
+            **job
 
         Raises:
             SpecMismatch: another worker has declared something else; the message names the first difference.
@@ -146,18 +133,14 @@ class ParameterServer:
         if not params and not tables:
             raise InvalidTensor("params: is empty; there must be at least one parameter to train, or a table")
         rules = {table.name: table.optimizer for table in tables}
-        param_groups = ParamGroups(list(params), optimizer, groups, staleness, rules)
+        terms = JobTerms.of(**job)
+        param_groups = ParamGroups(list(params), optimizer, groups, rules)
         specs = tensor_specs(params, param_groups.group_of)
         self._worker.declare_tensors(
             specs,
             param_groups.specs,
+            terms,
             initial=fill(params),
-            consistency=consistency,
-            reduce=reduce,
-            quorum=quorum,
-            aggregation=aggregation,
-            clip_norm=clip_norm,
-            nan_policy=nan_policy,
             is_lending=copy,
             tables=[table.spec(param_groups.group_of_table[table.name]) for table in tables],
         )

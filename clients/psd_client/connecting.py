@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from os import PathLike
-from typing import Any, Literal, overload
+from typing import Literal, overload
+
+from typing_extensions import Unpack
 
 from psd.contract.config import ClientConfig, ConfigError, is_loopback
 from psd.contract.credentials import Credentials
 from psd.contract.environment import client_config, why_not_alone
+from psd.contract.keywords import ConnectKeywords, LinkKeywords, takes
 from psd_client.client import ParameterServer
 from psd_client.lanes.shard_lane import ShardLane
 from psd_client.lanes.transport import Lane
@@ -20,6 +22,9 @@ from psd_client.reader import Reader
 from psd_client.standalone import PrivateShard
 
 logger = logging.getLogger("psd_client")
+
+OF_OTHER_PLACES = ("servers", "rank", "world_size", "tls_ca", "tls_cert", "tls_key", "token_file")
+"""Keywords that a program does not need which trains alone."""
 
 
 @overload
@@ -29,15 +34,7 @@ def connect(
     world_size: int | None = None,
     *,
     role: Literal["worker"] = "worker",
-    run_id: str | None = None,
-    transport: str | None = None,
-    wait_timeout: float | None = None,
-    retry_timeout: float | None = None,
-    report_after: float | None = None,
-    tls_ca: str | PathLike[str] | None = None,
-    tls_cert: str | PathLike[str] | None = None,
-    tls_key: str | PathLike[str] | None = None,
-    token_file: str | PathLike[str] | None = None,
+    **settings: Unpack[LinkKeywords],
 ) -> ParameterServer: ...
 @overload
 def connect(
@@ -46,31 +43,16 @@ def connect(
     world_size: int | None = None,
     *,
     role: Literal["reader"],
-    run_id: str | None = None,
-    transport: str | None = None,
-    wait_timeout: float | None = None,
-    retry_timeout: float | None = None,
-    report_after: float | None = None,
-    tls_ca: str | PathLike[str] | None = None,
-    tls_cert: str | PathLike[str] | None = None,
-    tls_key: str | PathLike[str] | None = None,
-    token_file: str | PathLike[str] | None = None,
+    **settings: Unpack[LinkKeywords],
 ) -> Reader: ...
+@takes(LinkKeywords)
 def connect(
     servers: str | Sequence[str] | None = None,
     rank: int | None = None,
     world_size: int | None = None,
     *,
     role: Literal["worker", "reader"] = "worker",
-    run_id: str | None = None,
-    transport: str | None = None,
-    wait_timeout: float | None = None,
-    retry_timeout: float | None = None,
-    report_after: float | None = None,
-    tls_ca: str | PathLike[str] | None = None,
-    tls_cert: str | PathLike[str] | None = None,
-    tls_key: str | PathLike[str] | None = None,
-    token_file: str | PathLike[str] | None = None,
+    **settings: Unpack[LinkKeywords],
 ) -> ParameterServer | Reader:
     """Join a job as one of its workers, or read from it.
 
@@ -84,16 +66,7 @@ def connect(
         servers: the shards' addresses in their order, such as "10.0.0.1:7000,10.0.0.2:7000", or a list of them.
         rank, world_size: this worker's number from 0, and how many workers there are.
         role: "worker"; or "reader", which has no rank, takes part in nothing, and pulls consistent copies while others train.
-        run_id: name of the job; shards that serve another one refuse.
-        transport: how bulk data travels: "shm", shared memory with shards on this machine; "tcp"; "grpc"; or "auto", the
-            first of these that works, for each shard. `ParameterServer.transports` says which, and why not a better one.
-        wait_timeout: seconds, the longest wait for other workers (default 600).
-        retry_timeout: seconds for which an unreachable shard is tried again (default 30).
-        report_after: seconds after which a wait is explained on the log (default 5).
-        tls_ca: PEM file of the authorities that sign the shards' certificates; turns TLS on. The certificates must name the
-            hosts as `servers` does.
-        tls_cert, tls_key: PEM files with this client's own certificate and its key, if the shards require one.
-        token_file: file that holds this client's token, if the shards require one. Files are read again when they change.
+        **settings
 
     Raises:
         ConfigError: a value is wrong or missing, a file cannot be used, or the transport does not work here.
@@ -106,24 +79,12 @@ def connect(
         raise ConfigError(f'role: expected "worker" or "reader", got {role!r}')
     if role == "reader" and rank is not None:
         raise ConfigError(f"rank: is {rank}, but a reader has none")
-    given = (servers, rank, world_size, tls_ca, tls_cert, tls_key, token_file)
-    if all(value is None for value in given) and not why_not_alone():
-        more = {"run_id": run_id or "", "transport": transport, "wait_timeout": wait_timeout, "retry_timeout": retry_timeout}
-        return _connect_alone(role, **more, report_after=report_after)
-    config = client_config(
-        servers=servers,
-        rank=0 if role == "reader" else rank,
-        world_size=1 if role == "reader" else world_size,
-        run_id=run_id,
-        transport=transport,
-        wait_timeout=wait_timeout,
-        retry_timeout=retry_timeout,
-        report_after=report_after,
-        tls_ca=tls_ca,
-        tls_cert=tls_cert,
-        tls_key=tls_key,
-        token_file=token_file,
-    )
+    given = {"servers": servers, "rank": rank, "world_size": world_size, **settings}
+    if all(given.get(name) is None for name in OF_OTHER_PLACES) and not why_not_alone():
+        return _connect_alone(role, settings)
+    if role == "reader":
+        rank, world_size = 0, 1
+    config = client_config(servers=servers, rank=rank, world_size=world_size, **settings)
     credentials = Credentials(config.tls_ca, config.tls_cert, config.tls_key, config.token_file)
     if credentials.has_token and not (credentials.has_tls or all(map(is_loopback, config.servers))):
         logger.warning("psd: without tls_ca the token crosses the network unencrypted, where anybody who listens can take it")
@@ -131,17 +92,17 @@ def connect(
     return Reader(config, lanes) if role == "reader" else ParameterServer(config, lanes)
 
 
-def _connect_alone(role: str, **arguments: Any) -> ParameterServer | Reader:
+def _connect_alone(role: str, settings: LinkKeywords) -> ParameterServer | Reader:
     """Connect as the one worker of a job of this process, or as a reader of the latest such job."""
     if role == "reader":
         training = PrivateShard.newest()
         if training is None:
             raise ConfigError("servers: not given, and this process has no private shard to read from: it is not training")
-        config, lanes = _private(training.address, arguments)
+        config, lanes = _private(training.address, settings)
         return Reader(config, lanes)
     shard = PrivateShard()
     try:
-        config, lanes = _private(shard.wait_ready(), arguments)
+        config, lanes = _private(shard.wait_ready(), settings)
         logger.warning(
             "psd: training alone, on a private shard of this process at %s, because no servers are given (psd-run starts "
             "several workers; PSD_STANDALONE=0 forbids this)",
@@ -153,10 +114,11 @@ def _connect_alone(role: str, **arguments: Any) -> ParameterServer | Reader:
         raise
 
 
-def _private(address: str, arguments: dict[str, Any]) -> tuple[ClientConfig, list[Lane]]:
-    """The settings and the lane for a private shard's only worker. A private shard has no TLS and no tokens; what the
-    environment says of them is ignored."""
-    config = client_config(
-        servers=address, rank=0, world_size=1, tls_ca="", tls_cert="", tls_key="", token_file="", **arguments
-    )
+def _private(address: str, settings: LinkKeywords) -> tuple[ClientConfig, list[Lane]]:
+    """The settings and the lane for a private shard's only worker. A private shard has no TLS, no tokens and no run_id; what
+    the environment says of them is ignored."""
+    alone: ConnectKeywords = {**settings, "servers": address, "rank": 0, "world_size": 1}
+    alone["run_id"] = settings.get("run_id") or ""
+    alone["tls_ca"] = alone["tls_cert"] = alone["tls_key"] = alone["token_file"] = ""
+    config = client_config(**alone)
     return config, [ShardLane(0, address, config.transport, Credentials())]

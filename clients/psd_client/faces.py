@@ -1,47 +1,39 @@
-"""The connection that a framework's face uses: one that the program passes, or one that is made here.
+"""The steps that all faces have in common when they declare a job: its terms, and the connection that is passed or made.
 
 Must not know frameworks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from difflib import get_close_matches
-from inspect import signature
-from typing import Any
+from typing import Any, cast
 
+from psd.contract.job_terms import JobTerms
+from psd.contract.keywords import OF_CONNECT, FaceKeywords, JobKeywords
 from psd_client.client import ParameterServer
 from psd_client.connecting import connect
 
-OF_CONNECT = signature(connect).parameters.keys() - {"role"}
-OF_THE_JOB = {"consistency", "reduce", "quorum", "aggregation", "clip_norm", "nan_policy"}
-"""Keywords of every `distribute` that go to `connect`, and to the job's declaration."""
 
-
-def check_keywords(given: Iterable[str], known: Iterable[str]) -> None:
-    """Raise TypeError for an unknown keyword of `distribute`; the message suggests the most similar known one."""
-    known = set(known)
-    for name in given:
-        if name not in known:
-            likely = get_close_matches(name, sorted(known | OF_THE_JOB), 1)
-            hint = f"; did you mean {likely[0]!r}?" if likely else ""
-            raise TypeError(f"distribute() got an unexpected keyword argument {name!r}{hint}")
-
-
-def check_connection(ps: Any, *others: str) -> None:
-    """Raise TypeError unless `ps` is a connection, or None. others: names of arguments for `connect`."""
-    check_keywords(others, OF_CONNECT)
-    if ps is not None and others:
-        raise TypeError(f"distribute: pass either ps or {', '.join(sorted(others))}; ps is connected already")
-    if not isinstance(ps, ParameterServer | None):
-        raise TypeError(f"ps: expected what psd_client.connect() returns, got {ps!r}")
+def split(keywords: FaceKeywords) -> tuple[JobTerms, dict[str, Any]]:
+    """The terms of the job, which are checked, and the keywords of `connect`."""
+    of_connect = {name: value for name, value in keywords.items() if name in OF_CONNECT}
+    of_the_job = {name: value for name, value in keywords.items() if name not in OF_CONNECT}
+    return JobTerms.of(**cast(JobKeywords, of_the_job)), of_connect
 
 
 @contextmanager
-def connection_of(ps: ParameterServer | None, arguments: Mapping[str, Any]) -> Iterator[ParameterServer]:
-    """Yield the given connection, or a new one made with these arguments of `connect`, which is closed if the block fails."""
-    connection = ps if ps is not None else connect(**arguments)
+def connection_of(ps: ParameterServer | None, of_connect: Mapping[str, Any]) -> Iterator[ParameterServer]:
+    """Yield the given connection; or a new one, made with these keywords of `connect`, which is closed if the block fails.
+
+    Raises:
+        TypeError: `ps` is no connection, or is given beside keywords of `connect`.
+    """
+    if ps is not None and of_connect:
+        raise TypeError(f"distribute: pass either ps or {', '.join(sorted(of_connect))}; ps is connected already")
+    if not isinstance(ps, ParameterServer | None):
+        raise TypeError(f"ps: expected what psd_client.connect() returns, got {ps!r}")
+    connection = ps if ps is not None else connect(**of_connect)
     try:
         yield connection
     except BaseException:

@@ -14,21 +14,24 @@ under jax.jit, by an ordered io_callback. Must not know blocks, shards or messag
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.experimental import io_callback
 from numpy.typing import NDArray
+from typing_extensions import Unpack
 
 from psd.contract.errors import InvalidRequest, InvalidTensor
+from psd.contract.job_terms import JobTerms
+from psd.contract.jobspec import TensorSpec
+from psd.contract.keywords import OF_CONNECT, JobKeywords, takes
 from psd.contract.rules import weight_of
-from psd.contract.staleness import parse_staleness
 from psd_client.client import ParameterServer, worker_of
-from psd_client.faces import OF_CONNECT, OF_THE_JOB, check_connection, check_keywords, connection_of
+from psd_client.faces import connection_of
 from psd_client.optimizers import scalar_values, spec_of
 from psd_client.tensors import as_array, check_gradient, fill, tensor_specs, write_gradient
+from psd_client.worker.flat_calls import FlatCalls
 from psd_core.optimizer import Optimizer
 
 __all__ = ["distribute", "GradientTransformation"]
@@ -55,15 +58,21 @@ class GradientTransformation(NamedTuple):
     update: Callable[..., tuple[Params, State]]
 
 
+_ELSEWHERE = {
+    "tables": "this face takes none; psd_client.connect().declare does, and docs/jax.md has an example",
+    **dict.fromkeys(OF_CONNECT, "goes into connect_args, such as connect_args={'servers': 'host:7000', 'rank': 0}"),
+}
+
+
+@takes(JobKeywords, elsewhere=_ELSEWHERE)
 def distribute(
     params: Params,
     optimizer: Optimizer,
     *,
     learning_rate: Callable[[int], float] | None = None,
     ps: ParameterServer | None = None,
-    staleness: str | None = None,
     connect_args: dict[str, Any] | None = None,
-    **declare_args: Any,
+    **job: Unpack[JobKeywords],
 ) -> tuple[Params, GradientTransformation]:
     """Declare parameters; return the job's current values (at the start, those of the first worker) and the transformation.
 
@@ -72,8 +81,7 @@ def distribute(
         optimizer: one of psd_client's, such as psd_client.Adam(lr=1e-3) or CustomRule.
         learning_rate: a schedule, clock -> number, in the place of the optimizer's lr; computed outside of JAX.
         ps: a connection; None connects with `connect_args`, as psd_client.connect does, or from the environment.
-        staleness: see ParameterServer.declare.
-        declare_args: consistency, reduce, quorum, aggregation, clip_norm, nan_policy of ParameterServer.declare.
+        **job
 
     Raises:
         TypeError, InvalidRequest, InvalidTensor: an argument that psd cannot train; the message names it.
@@ -81,13 +89,7 @@ def distribute(
     """
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer: expected one of psd_client's, such as psd_client.Adam(lr=1e-3), got {optimizer!r}")
-    if "tables" in declare_args:
-        raise TypeError("tables: this face takes none; psd_client.connect().declare does, and docs/jax.md has an example")
-    if misplaced := OF_CONNECT & declare_args.keys():
-        raise TypeError(f"{min(misplaced)}: goes into connect_args, such as connect_args={{'servers': 'host:7000', 'rank': 0}}")
-    check_keywords(declare_args, OF_THE_JOB)
-    check_connection(ps, *(connect_args or {}))
-    spec = replace(spec_of(optimizer), staleness=parse_staleness(staleness))
+    terms, spec = JobTerms.of(**job), spec_of(optimizer)
     if learning_rate is not None and "lr" not in spec.info.scalars:
         raise InvalidRequest(f"learning_rate: the rule {spec.rule!r} has none")
     paths, tree = jax.tree_util.tree_flatten_with_path(params)
@@ -99,60 +101,82 @@ def distribute(
     if len(arrays) < len(paths):
         raise InvalidTensor("params: two leaves have the same path; rename a key")
     tensors = tensor_specs(arrays, dict.fromkeys(arrays, 0))
-    dtypes = [array.dtype for array in arrays.values()]
-    shapes = [jax.ShapeDtypeStruct(tensor.shape, tensor.master_dtype) for tensor in tensors]
     with connection_of(ps, connect_args or {}) as connection:
         worker = worker_of(connection)
-        worker.declare_tensors(tensors, [spec], initial=fill(arrays), **declare_args)
+        worker.declare_tensors(tensors, [spec], terms, initial=fill(arrays))
 
-    def pulled(leaves: list[Any]) -> list[Any]:
-        """Copy the shards' parameters to arrays with the dtypes of the given leaves; the next pull overwrites the buffer."""
-        views = worker.parameters.views
-        return [jax.numpy.array(view).astype(leaf.dtype) for view, leaf in zip(views, leaves, strict=True)]
-
-    def step(batch_size: Any, *gradients: NDArray[Any]) -> tuple[NDArray[Any], ...]:
-        for view, gradient in zip(worker.gradients.views, gradients, strict=True):
-            write_gradient(view, np.asarray(gradient))
+    def scalars() -> list[float]:
         options = optimizer.option_values()
         if learning_rate is not None:
             options["lr"] = learning_rate(worker.clock)
-        worker.push_pull_flat([scalar_values(spec, options, 0)], weight_of(batch_size, "batch_size"))
-        return state_of(), *worker.parameters.views
+        return scalar_values(spec, options, 0)
 
-    def state_of() -> NDArray[Any]:
-        """The worker's clock as a JAX integer; the largest integer if the clock is greater."""
-        dtype = jax.dtypes.canonicalize_dtype(np.int64)
-        return np.asarray(min(worker.clock, np.iinfo(dtype).max), dtype)
+    pytree = _Pytree(tree, tensors, [array.dtype for array in arrays.values()], worker, scalars)
+    return jax.tree.unflatten(tree, pytree.pulled(leaves)), GradientTransformation(pytree.init, pytree.update)
 
-    def init(params: Params) -> State:
-        _leaves(params, tree, "params")
-        return jax.numpy.asarray(state_of())
 
-    def update(gradients: Params, state: State, params: Params = None, *, batch_size: Any = 1.0) -> tuple[Params, State]:
-        old = [jax.numpy.asarray(leaf) for leaf in _leaves(params, tree, "params")]
-        given = _leaves(gradients, tree, "gradients")
-        for index, (tensor, dtype, leaf) in enumerate(zip(tensors, dtypes, given, strict=True)):
+class _Pytree:
+    """The declared parameters as a pytree, and the steps of a transformation of them.
+
+    Args:
+        tree: its structure. tensors, dtypes: the declaration, and JAX's dtypes, of the leaves. scalars: returns those of the
+            next push.
+    """
+
+    def __init__(
+        self, tree: Any, tensors: list[TensorSpec], dtypes: list[Any], worker: FlatCalls, scalars: Callable[[], list[float]]
+    ) -> None:
+        self._tree = tree
+        self._tensors = tensors
+        self._dtypes = dtypes
+        self._worker = worker
+        self._scalars = scalars
+
+    def init(self, params: Params) -> State:
+        """The state at the beginning of a program: the worker's clock."""
+        self._leaves(params, "params")
+        return jax.numpy.asarray(self._state())
+
+    def update(self, gradients: Params, state: State, params: Params = None, *, batch_size: Any = 1.0) -> tuple[Params, State]:
+        """Push and pull; return the updates and the new state."""
+        old = [jax.numpy.asarray(leaf) for leaf in self._leaves(params, "params")]
+        given = self._leaves(gradients, "gradients")
+        for index, (tensor, dtype, leaf) in enumerate(zip(self._tensors, self._dtypes, given, strict=True)):
             if not hasattr(leaf, "dtype"):
                 leaf = given[index] = as_array(f"gradients[{tensor.name!r}]", leaf, dtype)
             check_gradient("gradients", tensor, dtype, leaf)
-        for tensor, leaf in zip(tensors, old, strict=True):
+        for tensor, leaf in zip(self._tensors, old, strict=True):
             if tuple(leaf.shape) != tensor.shape:
                 raise InvalidTensor(f"params[{tensor.name!r}]: shape must be {tensor.shape}, got {tuple(leaf.shape)}")
         if any(isinstance(leaf, jax.core.Tracer) for leaf in (*given, *old, state, batch_size)):
             clock = jax.ShapeDtypeStruct((), jax.dtypes.canonicalize_dtype(np.int64))
-            state, *new = io_callback(step, (clock, *shapes), batch_size, *given, ordered=True)
+            shapes = [jax.ShapeDtypeStruct(tensor.shape, tensor.master_dtype) for tensor in self._tensors]
+            state, *new = io_callback(self._step, (clock, *shapes), batch_size, *given, ordered=True)
             new = [value.astype(leaf.dtype) for value, leaf in zip(new, old, strict=True)]
         else:
-            state = jax.numpy.array(step(batch_size, *given)[0])
-            new = pulled(old)
-        return jax.tree.unflatten(tree, [value - leaf for value, leaf in zip(new, old, strict=True)]), state
+            state = jax.numpy.array(self._step(batch_size, *given)[0])
+            new = self.pulled(old)
+        return jax.tree.unflatten(self._tree, [value - leaf for value, leaf in zip(new, old, strict=True)]), state
 
-    return jax.tree.unflatten(tree, pulled(leaves)), GradientTransformation(init, update)
+    def pulled(self, leaves: list[Any]) -> list[Any]:
+        """Copy the shards' parameters to arrays with the dtypes of the given leaves; the next pull overwrites the buffer."""
+        views = self._worker.parameters.views
+        return [jax.numpy.array(view).astype(leaf.dtype) for view, leaf in zip(views, leaves, strict=True)]
 
+    def _step(self, batch_size: Any, *gradients: NDArray[Any]) -> tuple[NDArray[Any], ...]:
+        for view, gradient in zip(self._worker.gradients.views, gradients, strict=True):
+            write_gradient(view, np.asarray(gradient))
+        self._worker.push_pull_flat([self._scalars()], weight_of(batch_size, "batch_size"))
+        return self._state(), *self._worker.parameters.views
 
-def _leaves(values: Params, tree: Any, what: str) -> list[Any]:
-    leaves: list[Any]
-    leaves, found = jax.tree.flatten(values)
-    if found != tree:
-        raise InvalidTensor(f"{what}: expected the tree that was declared, {tree}, got {found}")
-    return leaves
+    def _state(self) -> NDArray[Any]:
+        """The worker's clock as a JAX integer; the largest integer if the clock is greater."""
+        dtype = jax.dtypes.canonicalize_dtype(np.int64)
+        return np.asarray(min(self._worker.clock, np.iinfo(dtype).max), dtype)
+
+    def _leaves(self, values: Params, what: str) -> list[Any]:
+        leaves: list[Any]
+        leaves, found = jax.tree.flatten(values)
+        if found != self._tree:
+            raise InvalidTensor(f"{what}: expected the tree that was declared, {self._tree}, got {found}")
+        return leaves

@@ -6,13 +6,11 @@ Owns the dicts that the user may change between pushes, and checks them at each 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
 from psd.contract.errors import InvalidRequest
 from psd.contract.jobspec import GroupSpec
-from psd.contract.staleness import parse_staleness
 from psd_client.optimizers import scalar_values, spec_of
 from psd_core.optimizer import Optimizer
 
@@ -24,7 +22,6 @@ class ParamGroups:
         names: names of all parameters.
         optimizer: the rule, and the scalars that a group does not set itself; None if there are no names.
         groups: dicts such as {"params": [names], "lr": ..., ...}; None: one group of all parameters, if there are any.
-        staleness: treatment of late gradients, "lr"; None: they are applied as they are.
         rules_of_tables: optimizer of each table, by name. Tables with the same optimizer object share a group.
 
     Attributes:
@@ -40,10 +37,8 @@ class ParamGroups:
         names: Sequence[str],
         optimizer: Optimizer | None,
         groups: Sequence[Mapping[str, Any]] | None,
-        staleness: str | None = None,
         rules_of_tables: Mapping[str, Optimizer] = MappingProxyType({}),
     ) -> None:
-        treatment = parse_staleness(staleness)
         if not isinstance(optimizer, Optimizer) and (names or optimizer is not None):
             raise TypeError(f"optimizer: expected one of psd_client's, such as psd_client.SGD(lr=...), got {optimizer!r}")
         self.groups: list[dict[str, Any]] = []
@@ -67,7 +62,7 @@ class ParamGroups:
                 del unassigned[name]
                 self.group_of[name] = index
             self.groups.append({"params": members} | rule.scalars())
-            self.specs.append(replace(spec_of(rule), staleness=treatment))
+            self.specs.append(spec_of(rule))
         if unassigned:
             raise ValueError(f"groups: {next(iter(unassigned))!r} is in no group")
         self.group_of_table: dict[str, int] = {}
@@ -76,7 +71,7 @@ class ParamGroups:
             if id(rule) not in index_of:
                 index_of[id(rule)] = len(self.groups)
                 self.groups.append({"tables": []} | rule.scalars())
-                self.specs.append(replace(spec_of(rule), staleness=treatment))
+                self.specs.append(spec_of(rule))
             self.group_of_table[name] = index_of[id(rule)]
             self.groups[index_of[id(rule)]]["tables"].append(name)
 

@@ -9,15 +9,18 @@ from __future__ import annotations
 import os
 import signal
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, TypeVar
 
+from typing_extensions import Unpack
+
 from psd.contract import arguments
 from psd.contract.config import ClientConfig, ConfigError, parse_servers
 from psd.contract.consistency import Consistency
+from psd.contract.keywords import ConnectKeywords
 from psd.contract.launchers import launched
 
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
@@ -92,29 +95,21 @@ def _seconds(environ: Mapping[str, str], name: str) -> float | None:
     return _number(environ, name, float, "seconds")
 
 
-def client_config(
-    *,
-    servers: str | Sequence[str] | None = None,
-    rank: int | None = None,
-    world_size: int | None = None,
-    run_id: str | None = None,
-    transport: str | None = None,
-    wait_timeout: float | None = None,
-    retry_timeout: float | None = None,
-    report_after: float | None = None,
-    tls_ca: str | os.PathLike[str] | None = None,
-    tls_cert: str | os.PathLike[str] | None = None,
-    tls_key: str | os.PathLike[str] | None = None,
-    token_file: str | os.PathLike[str] | None = None,
-    environ: Mapping[str, str] = os.environ,
-) -> ClientConfig:
-    """Settings of a client: from the arguments, else from the environment, else defaults.
+def client_config(*, environ: Mapping[str, str] = os.environ, **given: Unpack[ConnectKeywords]) -> ClientConfig:
+    """Settings of a client: from the keywords, else from the environment, else defaults.
 
     Raises:
         ConfigError: a value is wrong, or servers, rank or world_size are missing.
     """
-    servers = servers if servers is not None else environ.get("PSD_SERVERS")
-    world_size = world_size if world_size is not None else _integer(environ, "PSD_WORLD_SIZE")
+
+    def setting(name: str, read: Callable[[Mapping[str, str], str], Any] = Mapping.get, usual: Any = None) -> Any:
+        """The keyword's value, else the variable's, else the usual one."""
+        value: Any = given.get(name)
+        if value is None:
+            value = read(environ, f"PSD_{name.upper()}")
+        return usual if value is None else value
+
+    servers, rank, world_size = setting("servers"), given.get("rank"), setting("world_size", _integer)
     if rank is None:
         rank, world_size = _who(environ, world_size)
     for name, value in (("servers", servers), ("rank", rank), ("world_size", world_size)):
@@ -126,23 +121,21 @@ def client_config(
             )
     assert servers is not None
     seconds = {
-        "wait_timeout": wait_timeout if wait_timeout is not None else _seconds(environ, "PSD_WAIT_TIMEOUT"),
-        "retry_timeout": retry_timeout if retry_timeout is not None else _seconds(environ, "PSD_RETRY_TIMEOUT"),
-        "report_after": report_after,
+        "wait_timeout": setting("wait_timeout", _seconds),
+        "retry_timeout": setting("retry_timeout", _seconds),
+        "report_after": given.get("report_after"),
     }
-    files = {"tls_ca": tls_ca, "tls_cert": tls_cert, "tls_key": tls_key, "token_file": token_file}
     settings: dict[str, Any] = {
         f"{name}_s": arguments.real_number(ConfigError, name, value) for name, value in seconds.items() if value is not None
     }
-    for name, file in files.items():
-        given = file if file is not None else environ.get(f"PSD_{name.upper()}", "")
-        settings[name] = arguments.path(ConfigError, name, given)
+    for name in ("tls_ca", "tls_cert", "tls_key", "token_file"):
+        settings[name] = arguments.path(ConfigError, name, setting(name, usual=""))
     return ClientConfig(
         servers=parse_servers(servers),
         rank=arguments.whole_number(ConfigError, "rank", rank),
         world_size=arguments.whole_number(ConfigError, "world_size", world_size),
-        run_id=arguments.word(ConfigError, "run_id", run_id if run_id is not None else environ.get("PSD_RUN_ID", "")),
-        transport=transport if transport is not None else environ.get("PSD_TRANSPORT", "auto"),
+        run_id=arguments.word(ConfigError, "run_id", setting("run_id", usual="")),
+        transport=setting("transport", usual="auto"),
         **settings,
     )
 

@@ -11,6 +11,7 @@ import pytest
 from client_faults import Restartable, connect_faulty, expire, in_threads
 
 from psd.contract.errors import PartsDisagree
+from psd.contract.job_terms import JobTerms
 from psd.contract.jobspec import GroupSpec, TensorSpec
 from psd_client import ParameterServer, connect
 from psd_client.client import worker_of
@@ -31,7 +32,7 @@ class Worker:
 
     def __init__(self, ps: ParameterServer, **options: Any) -> None:
         self.ps, self.flat = ps, worker_of(ps)
-        self.flat.declare_tensors(TENSORS, GROUPS, initial=lambda _: None, **options)
+        self.flat.declare_tensors(TENSORS, GROUPS, JobTerms.of(**options), initial=lambda _: None)
 
     def step(self, part: JobPart, value: float) -> None:
         """Push a gradient of this value for one part, while the other's memory holds what must not be sent."""

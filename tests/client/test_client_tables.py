@@ -56,7 +56,7 @@ def test_table_when_an_argument_is_wrong_then_names_it(options: dict[str, Any], 
 def test_groups_when_tables_share_an_optimizer_then_they_share_an_entry_behind_the_tensors() -> None:
     """The same object is meant, not an equal one."""
     shared = Adagrad(lr=0.5)
-    groups = ParamGroups(["w"], SGD(lr=1.0), None, None, {"a": shared, "b": Adagrad(lr=0.5), "c": shared})
+    groups = ParamGroups(["w"], SGD(lr=1.0), None, {"a": shared, "b": Adagrad(lr=0.5), "c": shared})
 
     assert [group.get("params", group.get("tables")) for group in groups.groups] == [["w"], ["a", "c"], ["b"]]
     assert groups.group_of_table == {"a": 1, "b": 2, "c": 1}

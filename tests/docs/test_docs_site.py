@@ -16,6 +16,7 @@ import psd_client
 from psd.contract.environment import VARIABLES
 from psd.contract.errors import PsdError
 from psd.contract.facts import CATALOGUE
+from psd.contract.keywords import DEFAULTS, ConnectKeywords, FaceKeywords, JobKeywords
 from psd.contract.rules import RULES
 
 COMMANDS = {"psd-server": "server", "psd-run": "run", "psdctl": "psdctl"}
@@ -80,6 +81,26 @@ def test_the_reference_has_every_public_name_of_the_face_of_torch(site):
 
     assert [name for name in face.__all__ if f"psd_client.torch.{name}" not in anchors] == []
     assert methods_without_anchor(face, ["DistributedOptimizer"], anchors) == []
+
+
+@pytest.mark.parametrize(
+    ("page", "call", "kind"),
+    [
+        ("psd_client", "psd_client.connect", ConnectKeywords),
+        ("psd_client", "psd_client.ParameterServer.declare", JobKeywords),
+        ("torch", "psd_client.torch.distribute", FaceKeywords),
+        ("keras", "psd_client.keras.distribute", FaceKeywords),
+        ("jax", "psd_client.jax.distribute", JobKeywords),
+    ],
+)
+def test_the_reference_shows_the_keywords_of_a_call_with_types_defaults_and_meanings(site, page, call, kind):
+    source = (site / f"reference/{page}.html").read_text()
+    found = re.sub(r"<[^>]+>", "", html.unescape(re.split(rf'id="{call}"', source)[1].partition("</dl>\n</dd></dl>")[0]))
+    signature, _, meanings = found.partition("Parameters")
+
+    for name, hint in kind.__annotations__.items():
+        assert f"{name}: {hint.__forward_arg__} = {DEFAULTS.get(name)!r}," in signature, name
+        assert re.search(rf"^(\w+, )*{name}(, \w+)* \u2013 \S", meanings, re.MULTILINE), name
 
 
 METHODS_OF = [

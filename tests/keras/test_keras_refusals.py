@@ -73,6 +73,7 @@ def test_models_are_refused_by_the_variable(make, message):
     ("options", "error", "message"),
     [
         ({"ps": object(), "servers": "x:1"}, TypeError, "pass either ps or servers"),
+        ({"quorun": 1}, TypeError, r"^distribute\(\) got an unexpected keyword argument 'quorun'; did you mean 'quorum'"),
         ({"clip_norm": 2.0}, psd_client.InvalidRequest, "clip_norm: is 2.0, and the optimizer's global_clipnorm 1.0; pass one"),
         ({"staleness": "often"}, psd_client.InvalidRequest, "staleness: expected .* got 'often'"),
     ],

@@ -13,6 +13,7 @@ import numpy as np
 from setting import GRADIENTS_MAX, Setting, gradient_of, row_of, value_of
 
 from psd.contract.errors import PsdError, RolledBack, ShardUnavailable, WaitTimeout
+from psd.contract.job_terms import JobTerms
 from psd_client.worker.flat_calls import FlatCalls
 from psd_client.worker.rows import Gradients
 
@@ -83,17 +84,14 @@ class Program:
     def declare(self) -> None:
         assert self.ps is not None
         spec = self.setting.spec
-        self.ps.declare_tensors(
-            spec.tensors,
-            spec.groups,
-            initial=lambda buffers: None,
+        terms = JobTerms.of(
             consistency=self.setting.consistency,
             reduce=spec.reduction,
             quorum=self.setting.quorum or None,
             aggregation=self.setting.aggregation,
-            tables=spec.tables,
             **self.setting.job,
         )
+        self.ps.declare_tensors(spec.tensors, spec.groups, terms, initial=lambda buffers: None, tables=spec.tables)
         self.clock = self.ps.clock
         stored = self.ps._session.stored_state
         if self.setting.stored_by and stored:  # what its rank has saved says which gradient comes next

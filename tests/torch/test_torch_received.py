@@ -16,7 +16,8 @@ import psd_client.torch as psd  # noqa: E402
 from psd.contract.jobspec import JobSpec  # noqa: E402
 from psd.contract.layout import Layout  # noqa: E402
 from psd_client.lanes.flat import FlatBuffers  # noqa: E402
-from psd_client.torch.declaration import check_optimizer, read_declaration  # noqa: E402
+from psd_client.torch.declaration import read_declaration  # noqa: E402
+from psd_client.torch.given import given_optimizers  # noqa: E402
 from psd_client.torch.parameters import Parameters  # noqa: E402
 
 TRANSPORTS = ("shm", "tcp", "grpc")
@@ -26,8 +27,7 @@ TRANSPORTS = ("shm", "tcp", "grpc")
 def received() -> tuple[Unlike, FlatBuffers, Parameters]:
     """A model, buffers that hold 1, 2, 3, ... for its tensors, and what copies them."""
     model = Unlike()
-    always, template = check_optimizer(SGD(model.parameters(), lr=0.1))
-    declaration = read_declaration(model, SGD(model.parameters(), lr=0.1), template, always, "first")
+    declaration = read_declaration(model, given_optimizers(model, model, SGD(model.parameters(), lr=0.1), None), "first")
     buffers = FlatBuffers(Layout(JobSpec(1, tuple(declaration.tensors), tuple(declaration.groups)), 1))
     for number, view in enumerate(buffers.views):
         view[...] = number + 1

@@ -174,12 +174,13 @@ def refused(ps, optimizer_of, spoil, error, text) -> None:
     other.step()
     state = copy.deepcopy(other.state_dict())
     spoil(state["state"])
-    optimizer = psd.distribute(model, optimizer_of(model), ps=ps)
+    given = optimizer_of(model)
+    optimizer = psd.distribute(model, given, ps=ps)
     with pytest.raises(error, match=text):
         optimizer.load_state_dict(state)
     assert optimizer.param_groups[0]["lr"] != 0.3
     with pytest.raises(InvalidRequest, match=r"'step'.*load_state_dict\(\) of what distribute\(\) returns"):
-        optimizer._given.load_state_dict(other.state_dict())
+        given.load_state_dict(other.state_dict())
 
 
 @pytest.mark.parametrize(

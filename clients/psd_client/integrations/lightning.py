@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Se
 import psd_client
 import psd_client.torch as psd
 from psd.contract.errors import InvalidRequest
-from psd_client.faces import OF_CONNECT
+from psd.contract.keywords import OF_CONNECT
 
 logger = logging.getLogger("psd_client")
 

@@ -22,12 +22,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import keras
+from typing_extensions import Unpack
 
 from psd.contract.errors import InvalidRequest
+from psd.contract.keywords import FaceKeywords, JobKeywords, LinkKeywords, PlaceKeywords, takes
 from psd.contract.rules import weight_of
-from psd.contract.staleness import parse_staleness
 from psd_client.client import ParameterServer
-from psd_client.faces import check_connection, connection_of
+from psd_client.faces import connection_of, split
 from psd_client.keras.declaration import read_declaration
 from psd_client.keras.embedding import Embedding, embeddings_in
 from psd_client.keras.link import Link
@@ -40,19 +41,13 @@ def __dir__() -> list[str]:
     return __all__
 
 
+@takes(JobKeywords, PlaceKeywords, LinkKeywords)
 def distribute(
     model: keras.Model,
     optimizer: keras.optimizers.Optimizer | str,
     *,
     ps: ParameterServer | None = None,
-    consistency: str | None = None,
-    reduce: str | None = None,
-    quorum: int | None = None,
-    aggregation: str | None = None,
-    staleness: str | None = None,
-    clip_norm: float | None = None,
-    nan_policy: str = "refuse",
-    **connect_args: Any,
+    **keywords: Unpack[FaceKeywords],
 ) -> DistributedOptimizer | DistributedLossScaleOptimizer:
     """Declare the model's variables and return an optimizer whose steps happen on the shards.
 
@@ -67,19 +62,14 @@ def distribute(
             Lion, or the name of one; not a subclass. Or a LossScaleOptimizer around one. All options but the learning rate are
             fixed from now on. `global_clipnorm` is clip_norm; weight_decay is there for Adam, AdamW, Nadam and Lion,
             exclude_from_weight_decay included.
-        ps: a connection; None connects with `connect_args`, as psd_client.connect does.
-        consistency, reduce, quorum, aggregation, staleness: see psd_client.torch.distribute.
-        clip_norm: the largest norm of the mean (or sum) of all workers' gradients, over all variables.
-        nan_policy: treatment of NaN and infinity: "refuse", "skip" or "allow". Loss scaling (the policy "mixed_float16")
-            needs "skip".
-        connect_args: servers, rank, world_size and so on, of psd_client.connect.
+        ps: a connection; None connects with the last of these keywords, as psd_client.connect does.
+        **keywords
 
     Raises:
         TypeError: an optimizer that psd does not have, or arguments that exclude each other.
         InvalidRequest, InvalidTensor: an option or a variable that psd cannot train; the message names it.
         SpecMismatch: another worker has declared something else.
     """
-    check_connection(ps, *connect_args)
     if not isinstance(model, keras.Model):
         raise TypeError(f"model: expected a keras.Model, got {model!r}")
     link_type = _link_type()
@@ -87,27 +77,22 @@ def distribute(
     scaler = given if isinstance(given, keras.optimizers.LossScaleOptimizer) else None
     given = scaler.inner_optimizer if scaler is not None else given
     options = _options(given)
+    if options.clip_norm is not None:
+        asked = keywords.get("clip_norm")
+        if asked not in (None, options.clip_norm):
+            raise InvalidRequest(f"clip_norm: is {asked}, and the optimizer's global_clipnorm {options.clip_norm}; pass one")
+        keywords["clip_norm"] = options.clip_norm
+    terms, of_connect = split(keywords)
     is_scaled = scaler is not None or model.dtype_policy.name == "mixed_float16"
-    if is_scaled and nan_policy != "skip":
+    if is_scaled and terms.nan_policy != "skip":
         raise InvalidRequest(
             'nan_policy: loss scaling, which Keras does with the dtype policy "mixed_float16", needs "skip"; pass '
             'nan_policy="skip" to distribute()'
         )
-    if clip_norm is not None and options.clip_norm not in (None, clip_norm):
-        raise InvalidRequest(f"clip_norm: is {clip_norm}, and the optimizer's global_clipnorm {options.clip_norm}; pass one")
     decays = given._use_weight_decay  # noqa: SLF001 - what exclude_from_weight_decay has left
-    declaration = read_declaration(model, options.with_staleness(parse_staleness(staleness)), decays, embeddings_in(model))
-    with connection_of(ps, connect_args) as connection:
-        link = link_type(
-            declaration,
-            connection,
-            consistency=consistency,
-            reduce=reduce,
-            quorum=quorum,
-            aggregation=aggregation,
-            clip_norm=clip_norm if clip_norm is not None else options.clip_norm,
-            nan_policy=nan_policy,
-        )
+    declaration = read_declaration(model, options, decays, embeddings_in(model))
+    with connection_of(ps, of_connect) as connection:
+        link = link_type(declaration, connection, terms)
         link.load()
     link.model = weakref.ref(model)
     model.supports_jit = False  # XLA cannot compile a call of Python: with jit_compile="auto" Keras does without

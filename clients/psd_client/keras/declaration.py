@@ -116,7 +116,7 @@ def _tables(
         rule = layer.optimizer
         spec, numbers = options.group(decays=True) if rule is None else (spec_of(rule), rule.scalars())
         tables.append(replace(layer.spec, group=before + len(groups)))
-        groups.append(spec if rule is None else replace(spec, staleness=options.rule.staleness))
+        groups.append(spec)
         values.append(numbers)
     return tables, groups, values
 

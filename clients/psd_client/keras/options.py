@@ -8,7 +8,7 @@ looks at names and at what get_config() returns.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from psd.contract.errors import InvalidRequest
@@ -94,10 +94,6 @@ class KerasOptions:
         """The declaration of a group, and its options without the learning rate."""
         values = {**self.values, "weight_decay": self.weight_decay if decays else 0.0}
         return group_spec(self.rule, self.always, values), values
-
-    def with_staleness(self, name: str) -> KerasOptions:
-        """The same options, with this treatment of late gradients."""
-        return replace(self, rule=replace(self.rule, staleness=name))
 
 
 def options_of(name: str, config: Mapping[str, Any]) -> KerasOptions:

@@ -5,7 +5,8 @@ apply the rule; the new parameters are then copied into the model in place (para
 strides, so parameters may have any memory layout, be on any device, and be float64, float32, float16 or bfloat16 (for the last
 two the shards hold a float32 master).
 
-declaration.py decides what is declared, and groups.py which scalars go with each push; embedding.py has the modules whose rows
+given.py reads what it is given, one model and optimizer or several; declaration.py decides what is declared, and groups.py
+which scalars go with each push; job.py has what the optimizers of one job share; embedding.py has the modules whose rows
 are on the shards, and tables.py pulls and pushes these rows; schedule.py keeps a learning-rate schedule at the job's clock;
 uncompiled.py keeps torch.compile out of all this, surroundings.py looks what else averages gradients. Must not know blocks,
 shards or messages. Only the torch modules import torch.
@@ -15,44 +16,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from functools import partial
 from typing import Any, overload
 
 import torch
 from torch.amp.grad_scaler import GradScaler
 from torch.optim.lr_scheduler import LRScheduler
+from typing_extensions import Unpack
 
 from psd.contract.arguments import refuse
-from psd.contract.environment import job_defaults
 from psd.contract.errors import InvalidRequest
+from psd.contract.keywords import FaceKeywords, JobKeywords, LinkKeywords, PlaceKeywords, takes
 from psd.contract.rules import weight_of
-from psd.contract.staleness import parse_staleness
 from psd_client.client import ParameterServer, worker_of
-from psd_client.faces import check_connection, connection_of
-from psd_client.lanes.flat import FlatBuffers
+from psd_client.faces import connection_of, split
 from psd_client.lanes.overlap_feed import Feed
-from psd_client.optimizers import spec_of
 from psd_client.torch import amp as torch_amp
-from psd_client.torch.buffers import Buffers
-from psd_client.torch.declaration import (
-    BUFFER_POLICIES,
-    Options,
-    TorchDeclaration,
-    check_optimizer,
-    read_declaration,
-    state_values,
-)
-from psd_client.torch.embedding import Embedding, EmbeddingBag, EmbeddingCollection, table_modules
-from psd_client.torch.gradients import Gradients, Overlap
-from psd_client.torch.groups import SharedGroups
-from psd_client.torch.options import has_slots
-from psd_client.torch.parameters import Parameters, as_tensors, copy_all
+from psd_client.torch.declaration import BUFFER_POLICIES, DeclaredPart, TorchDeclaration, read_declaration
+from psd_client.torch.embedding import Embedding, EmbeddingBag, EmbeddingCollection
+from psd_client.torch.given import Models, OneOptimizer, Params, given_optimizers, whole_model
+from psd_client.torch.gradients import Overlap
+from psd_client.torch.job import TorchJob, write_all
+from psd_client.torch.options import check_overlap, has_slots
+from psd_client.torch.parameters import as_tensors, copy_all
 from psd_client.torch.schedule import DistributedScheduler, register, scheduler
-from psd_client.torch.slots import LoadedSlots, slots_of
+from psd_client.torch.slots import slots_of
 from psd_client.torch.surroundings import refuse_data_parallel, tell_of_process_group
-from psd_client.torch.tables import Tables
 from psd_client.torch.uncompiled import uncompiled
-from psd_core.optimizer import Optimizer
 
 __all__ = [
     "distribute",
@@ -69,22 +59,37 @@ def __dir__() -> list[str]:
     return __all__
 
 
+@overload
 def distribute(
-    model: torch.nn.Module | Mapping[str, torch.nn.Module],
-    optimizer: torch.optim.Optimizer | Optimizer | Mapping[str, torch.optim.Optimizer | Optimizer],
+    model: Models,
+    optimizer: OneOptimizer,
     *,
-    params: Iterable[Any] | Mapping[str, Iterable[Any]] | None = None,
+    params: Iterable[Any] | None = None,
     ps: ParameterServer | None = None,
-    consistency: str | None = None,
-    reduce: str | None = None,
-    quorum: int | None = None,
-    aggregation: str | None = None,
-    staleness: str | None = None,
-    clip_norm: float | None = None,
-    nan_policy: str = "refuse",
     overlap: bool | str = False,
     buffers: str = "first",
-    **connect_args: Any,
+    **keywords: Unpack[FaceKeywords],
+) -> DistributedOptimizer: ...
+@overload
+def distribute(
+    model: Models,
+    optimizer: Mapping[str, OneOptimizer],
+    *,
+    params: Mapping[str, Iterable[Any]] | None = None,
+    ps: ParameterServer | None = None,
+    buffers: str = "first",
+    **keywords: Unpack[FaceKeywords],
+) -> dict[str, DistributedOptimizer]: ...
+@takes(JobKeywords, PlaceKeywords, LinkKeywords)
+def distribute(
+    model: Models,
+    optimizer: OneOptimizer | Mapping[str, OneOptimizer],
+    *,
+    params: Params = None,
+    ps: ParameterServer | None = None,
+    overlap: bool | str = False,
+    buffers: str = "first",
+    **keywords: Unpack[FaceKeywords],
 ) -> DistributedOptimizer | dict[str, DistributedOptimizer]:
     """Declare the model's parameters and return an optimizer whose steps happen on the shards.
 
@@ -97,24 +102,16 @@ def distribute(
     learning rate scheduler may be built on either.
 
     Args:
-        model: what is trained, or several models by name, whose names then begin those of their tensors. Parameters that the optimizer does not update (frozen, or left out) get the same values on all
-            workers once, and are never pushed. Embedding and EmbeddingBag in it declare their tables, and are joined to them.
+        model: what is trained, or several models by name, with which the names of their tensors then begin. Parameters that the
+            optimizer does not update (frozen, or left out) get the same values on all workers once, and are never pushed.
+            Embedding and EmbeddingBag in it declare their tables, and are joined to them.
         optimizer: over parameters of the model, not stepped yet. One of torch.optim's SGD, Adagrad, Adadelta, RMSprop,
             Adam, AdamW, Adamax and NAdam; not a subclass. Or a rule that torch does not have: psd_client.FTRL, LAMB, Lion,
             or CustomRule for one of your own; its options are then in the result's param_groups. Or several, by name.
         params: with such a rule, what it updates, as torch's optimizers take it: parameters, or dicts of "params" and options;
             None: all of the model that need gradients. Of several optimizers, by their names; None: those of the model of that
             name.
-        ps: a connection; None connects with `connect_args`, as psd_client.connect does.
-        consistency: "sync", "async" or "ssp:S"; None takes PSD_CONSISTENCY, or "sync".
-        reduce: "mean" over the samples, or "sum"; None takes PSD_REDUCE, or "mean".
-        quorum: workers whose gradients close a synchronous round; None takes PSD_QUORUM, or all.
-        aggregation: "fast" or "exact", see ParameterServer.declare; None takes PSD_AGGREGATION, or "fast".
-        staleness: async and ssp: treatment of gradients that come late, "lr"; see ParameterServer.declare.
-        clip_norm: the largest norm of the mean (or sum) of all workers' gradients, over all parameters: what
-            torch.nn.utils.clip_grad_norm_ does in one process, where calling it clips each worker's own. Implies "exact".
-        nan_policy: treatment of NaN and infinity: "refuse", "skip" or "allow", see ParameterServer.declare. A GradScaler
-            needs "skip": `scaler.step(optimizer)` then skips rounds on all workers alike, and so their scales stay equal.
+        ps: a connection; None connects with the last of these keywords, as psd_client.connect does.
         overlap: send each block of gradients as soon as backward() has made it, while it makes the others; step() waits for the
             rest. What is sent cannot be changed any more: clipping or unscaling after backward(), and a second backward()
             without `no_sync()`, are refused, and such an error ends this worker's part in the job. "forward", in async only:
@@ -123,67 +120,34 @@ def distribute(
         buffers: whose buffers checkpoints, exports and readers have, such as BatchNorm's running statistics: of those in the
             model's state_dict. "first": those of the first worker that is there. "mean": the mean over all workers, of integers
             the first one's. "local": nobody's. Each worker computes with its own, which begin as the job's.
-        connect_args: servers, rank, world_size and so on, of psd_client.connect.
+        **keywords
 
     Raises:
         TypeError: an optimizer that psd does not have, a DistributedDataParallel, or arguments that exclude each other.
         InvalidRequest, InvalidTensor: an option or a parameter that psd cannot train; the message names it.
         SpecMismatch: another worker has declared something else.
     """
-    check_connection(ps, *connect_args)
+    terms, of_connect = split(keywords)
     if buffers not in BUFFER_POLICIES:
         raise InvalidRequest(f'buffers: must be "first", "mean" or "local", got {buffers!r}')
-    if overlap not in (False, True, "forward"):
-        raise InvalidRequest(f'overlap: must be False, True or "forward", got {overlap!r}')
-    mode = job_defaults().consistency_of(consistency)
-    if overlap == "forward" and mode.mode != "async":
-        raise InvalidRequest(
-            f'overlap: "forward" is for consistency="async", where parameters may be old; this job is {str(mode)!r}'
-        )
-    if overlap and clip_norm is not None and not mode.has_rounds:
-        raise InvalidRequest(
-            f"overlap: not with clip_norm under consistency={str(mode)!r}, where each push is clipped by its own norm, which "
-            'is known only when back-propagation has ended; leave one of them out, or use consistency="sync"'
-        )
-    if overlap and nan_policy == "skip":
-        raise InvalidRequest('overlap: not with nan_policy="skip", which looks at the whole gradient before anything is sent')
+    check_overlap(overlap, terms)
     module = whole_model(model)
     refuse_data_parallel(module)
     given = given_optimizers(model, module, optimizer, params)
     if overlap and len(given) > 1:
         raise InvalidRequest("overlap: not with several optimizers: back-propagation does not say whose gradients it makes")
-    _add_handles(model, optimizer)
-    declaration = read_declaration(model, optimizer, replace(template, staleness=parse_staleness(staleness)), always, buffers)
-
-    def initialize(flat: FlatBuffers) -> None:
-        copy_all(as_tensors(flat)[: len(declaration.parameters)], declaration.parameters)
-        Buffers(declaration, flat).write()
-
-    with connection_of(ps, connect_args) as connection:
-        worker_of(connection).declare_tensors(
-            declaration.tensors,
-            declaration.groups,
-            initial=initialize,
-            consistency=consistency,
-            reduce=reduce,
-            quorum=quorum,
-            aggregation=aggregation,
-            clip_norm=clip_norm,
-            nan_policy=nan_policy,
-            tables=declaration.tables.specs,
-        )
+    declaration = read_declaration(module, given, buffers)
+    with connection_of(ps, of_connect) as connection:
+        worker = worker_of(connection)
+        initial = partial(write_all, declaration)
+        worker.declare_tensors(declaration.tensors, declaration.groups, terms, initial=initial, tables=declaration.tables.specs)
     tell_of_process_group(connection.rank, connection.world_size)
-    copy_all(declaration.parameters, as_tensors(worker_of(connection).parameters)[: len(declaration.parameters)])
-    return DistributedOptimizer(optimizer, connection, declaration, overlap=overlap)
-
-
-def _add_handles(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Add the handles of embeddings with their own rule to the param_groups: zero_grad and a GradScaler look there."""
-    known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    for embedding in table_modules(model):
-        if embedding.optimizer is not None and id(embedding.handle) not in known:
-            optimizer.param_groups[0]["params"].append(embedding.handle)
-            known.add(id(embedding.handle))
+    copy_all(declaration.parameters, as_tensors(worker.parameters)[: len(declaration.parameters)])
+    first, *others = declaration.parts
+    made = [DistributedOptimizer(first, connection, declaration, overlap=overlap)]
+    shared = made[0]._job  # noqa: SLF001 - of its own module
+    made += [DistributedOptimizer(part, connection, declaration, job=shared) for part in others]
+    return dict(zip(optimizer, made, strict=True)) if isinstance(optimizer, Mapping) else made[0]
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -427,7 +391,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if any(has_slots(state) for state in state_dict["state"].values()):
             if self._part.job_part is not None:
                 raise InvalidRequest(
-                    "load_state_dict: the state has slots, such as moments, which can be loaded into a job of one optimizer alone"
+                    "load_state_dict: the state has slots, such as moments, which are loaded only where a job has one optimizer"
                 )
             found = slots_of(self._job.declaration, self.param_groups, state_dict)
             self._gradients.settle()

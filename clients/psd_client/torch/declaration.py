@@ -165,8 +165,8 @@ def read_declaration(model: torch.nn.Module, given: Sequence[Given], buffers: st
             if id(parameter) in group_of:  # torch itself refuses it twice in one optimizer
                 names = f"{of_group[group_of[id(parameter)]]!r} and {of_group[number]!r}"
                 raise InvalidRequest(
-                    f"optimizer: a parameter of shape {tuple(parameter.shape)} is in two, {names}; a parameter has one rule, and "
-                    "one optimizer that steps it"
+                    f"optimizer: a parameter of shape {tuple(parameter.shape)} is in two, {names}; a parameter has one "
+                    "optimizer that steps it"
                 )
             if id(parameter) not in known:
                 raise InvalidRequest(
@@ -195,7 +195,7 @@ def read_declaration(model: torch.nn.Module, given: Sequence[Given], buffers: st
     if kept:
         groups.append(GroupSpec(BUFFERS.name, ("mean",) if buffers == "mean" else ()))
     local = frozenset(name for name, _ in every_name[1] if buffers == "local")
-    tables = declare_tables(embeddings, param_groups, group_of, groups, given[0].template.staleness)
+    tables = declare_tables(embeddings, param_groups, group_of, groups)
     return TorchDeclaration(
         [parameter for _, parameter in named],
         [place for _, place in kept],

@@ -31,7 +31,7 @@ def whole_model(model: Models) -> torch.nn.Module:
     if isinstance(model, torch.nn.Module):
         return model
     if not isinstance(model, Mapping) or not model:
-        raise TypeError(f"model: expected a torch.nn.Module, or several by name, got {model!r}")
+        raise TypeError(f"model: expected a torch.nn.Module, got {model!r}; several are given by name, as a dict")
     for name, module in model.items():
         _check_name("model", name)
         if not isinstance(module, torch.nn.Module):
@@ -103,8 +103,8 @@ def _add_handles(model: torch.nn.Module, given: list[Given]) -> None:
             continue
         if len(given) > 1:
             raise InvalidRequest(
-                f"embedding {embedding.spec.name!r}: is in none of the optimizers, and so no step is its own; give its parameters "
-                "to the one whose steps it belongs to. Its rule stays its own"
+                f"embedding {embedding.spec.name!r}: is in none of the optimizers, and so no step is its own; give its "
+                "parameters to the one with which it is stepped. Its rule stays its own"
             )
         given[0].optimizer.param_groups[0]["params"].append(embedding.handle)
         known.add(id(embedding.handle))

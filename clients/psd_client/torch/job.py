@@ -21,6 +21,12 @@ from psd_client.torch.slots import LoadedSlots
 from psd_client.torch.tables import Tables
 
 
+def write_all(declaration: TorchDeclaration, flat: FlatBuffers) -> None:
+    """Write the model's values into the client's buffers."""
+    copy_all(as_tensors(flat)[: len(declaration.parameters)], declaration.parameters)
+    Buffers(declaration, flat).write()
+
+
 class TorchJob:
     """One job of a model.
 
@@ -54,14 +60,14 @@ class TorchJob:
             moves_schedules: move the schedules of all optimizers to the worker's clock before.
         """
         found: list[list[float]] = []
-        for groups in self.groups:
-            scalars = groups.scalars_now if moves_schedules else groups.scalars
-            found += scalars(own if groups is stepped else None)
+        for shared in self.groups:
+            scalars = shared.scalars_now if moves_schedules else shared.scalars
+            found += scalars(own if shared is stepped else None)
         options = self.declaration.tables.options
         specs = self.declaration.groups[len(found) :]
-        without = [{} for _ in specs[len(options) :]]  # of static groups and of buffers
-        rest = zip(specs, [*without, *options], strict=True)
-        return found + [scalar_values(spec, group, len(found) + index) for index, (spec, group) in enumerate(rest)]
+        groups: Groups = [*({} for _ in specs[len(options) :]), *options]  # static groups and buffers have no options
+        rest = enumerate(zip(specs, groups, strict=True), len(found))
+        return found + [scalar_values(spec, group, index) for index, (spec, group) in rest]
 
     def pull(self) -> None:
         """Fetch the current parameters into the model."""

@@ -1,6 +1,7 @@
 """The rules that correspond to torch's optimizers, and their options, by torch's names.
 
-Decides which classes and options psd has, and refuses the others by name. Imports no torch: it looks at names and values.
+Decides which classes and options psd has, and what goes with overlap, and refuses the others by name. Imports no torch: it
+looks at names and values.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from psd.contract.errors import InvalidRequest
+from psd.contract.job_terms import JobTerms
 from psd_core.optimizer import option_of
 from psd_core.rules import CLASSES, RULES
 
@@ -68,3 +70,21 @@ def check_no_slots(states: Iterable[Mapping[str, Any]], what: str) -> None:
                 f"{what} holds {slot!r}, which would be lost: the shards keep the slots themselves; give its state_dict() to "
                 "load_state_dict() of what distribute() returns"
             )
+
+
+def check_overlap(overlap: bool | str, terms: JobTerms) -> None:
+    """Raise InvalidRequest if `overlap` is no such word, or does not go with the terms of the job."""
+    mode = terms.consistency
+    if overlap not in (False, True, "forward"):
+        raise InvalidRequest(f'overlap: must be False, True or "forward", got {overlap!r}')
+    if overlap == "forward" and mode.mode != "async":
+        raise InvalidRequest(
+            f'overlap: "forward" is for consistency="async", where parameters may be old; this job is {str(mode)!r}'
+        )
+    if overlap and terms.clip_norm and not mode.has_rounds:
+        raise InvalidRequest(
+            f"overlap: not with clip_norm under consistency={str(mode)!r}, where each push is clipped by its own norm, which "
+            'is known only when back-propagation has ended; leave one of them out, or use consistency="sync"'
+        )
+    if overlap and terms.nan_policy == "skip":
+        raise InvalidRequest('overlap: not with nan_policy="skip", which looks at the whole gradient before anything is sent')

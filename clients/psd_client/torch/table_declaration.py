@@ -40,14 +40,12 @@ def declare_tables(
     given: Sequence[dict[str, Any]],
     group_of: Mapping[int, int],
     before: Sequence[GroupSpec],
-    staleness: str,
 ) -> TableDeclaration:
     """Declare the tables of some embeddings.
 
     Args:
         given: the optimizer's param_groups. group_of: index of a parameter's param_group, by id() of the parameter.
         before: the groups of the job that come before those of tables; they begin with those of `given`.
-        staleness: treatment of late gradients in tables that have their own rule.
 
     Raises:
         InvalidRequest: two embeddings declare a table differently, or a table has no rule: no param_group contains the handle.
@@ -67,7 +65,7 @@ def declare_tables(
             index = _given_group(name, members, group_of)
             spec, options = before[index], given[index]
         else:
-            spec, options = replace(spec_of(rule), staleness=staleness), rule.scalars()
+            spec, options = spec_of(rule), rule.scalars()
         key = id(rule if rule is not None else options)
         if key not in numbers:
             numbers[key] = len(declared.groups)

@@ -13,10 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from psd.contract import arguments
-from psd.contract.environment import job_defaults
 from psd.contract.errors import InvalidRequest, NonFiniteGradient
-from psd.contract.jobspec import AGGREGATIONS, NAN_POLICIES, REDUCTIONS, GroupSpec, JobSpec, TensorSpec
+from psd.contract.job_terms import JobTerms
+from psd.contract.jobspec import GroupSpec, TensorSpec
 from psd.contract.layout import Layout
 from psd.contract.rows import TableRows
 from psd.contract.tables import SparseTableSpec
@@ -42,14 +41,9 @@ class FlatCalls(WorkerConnection):
         self,
         tensors: Sequence[TensorSpec],
         groups: Sequence[GroupSpec],
+        terms: JobTerms,
         *,
         initial: Callable[[FlatBuffers], None],
-        consistency: str | None = None,
-        reduce: str | None = None,
-        quorum: int | None = None,
-        aggregation: str | None = None,
-        clip_norm: float | None = None,
-        nan_policy: str = "refuse",
         is_lending: bool = False,
         tables: Sequence[SparseTableSpec] = (),
     ) -> None:
@@ -62,33 +56,7 @@ class FlatCalls(WorkerConnection):
         with self.operation("declare"):
             if self._exchange is not None:
                 raise InvalidRequest(f"declare: this connection has declared its job already. {ONE_JOB}")
-            default = job_defaults()
-            mode = default.consistency_of(consistency)
-            if quorum is None:
-                quorum = default.quorum if mode.has_rounds else 0
-            elif arguments.whole_number(InvalidRequest, "quorum", quorum) == 0:
-                raise InvalidRequest(f"quorum: must be 1 to world_size ({self.world_size}), or None for all workers, got 0")
-            if clip_norm is not None and not arguments.real_number(InvalidRequest, "clip_norm", clip_norm) > 0:
-                raise InvalidRequest(f"clip_norm: must be > 0, or None for no clipping, got {clip_norm}")
-            arguments.choice(InvalidRequest, "nan_policy", nan_policy, NAN_POLICIES)
-            if aggregation is None:
-                is_layerwise = any(group.is_layerwise for group in groups)
-                needs_exact = clip_norm is not None or nan_policy == "skip" or is_layerwise
-                aggregation = "fast" if not mode.has_rounds else "exact" if needs_exact else default.aggregation
-            spec = JobSpec(
-                world_size=self.world_size,
-                tensors=tuple(tensors),
-                groups=tuple(groups),
-                consistency=mode,
-                reduction=arguments.choice(
-                    InvalidRequest, "reduce", reduce if reduce is not None else default.reduction, REDUCTIONS
-                ),
-                quorum=int(quorum),
-                aggregation=arguments.choice(InvalidRequest, "aggregation", aggregation, AGGREGATIONS),
-                clip_norm=float(clip_norm or 0.0),
-                nan_policy=nan_policy,
-                tables=tuple(tables),
-            )
+            spec = terms.spec(self.world_size, tensors, groups, tables)
             layout = Layout(spec, len(self._shards.lanes))
             sharing = self._session.prepare_lanes()
             exchange = ParameterExchange(

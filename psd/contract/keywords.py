@@ -1,0 +1,148 @@
+"""The keywords by which a program says what its job is like, and how it connects: name, type, default and meaning, once.
+
+Calls that pass them on are decorated with `takes`, which shows all of them in the call's signature and docstring, and refuses
+others. Must not know which values are right: job_terms.py, environment.py and config.py check them.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
+from os import PathLike
+from types import MappingProxyType
+from typing import Any, TypeVar, cast
+
+from typing_extensions import TypedDict
+
+CallT = TypeVar("CallT", bound=Callable[..., Any])
+
+
+class JobKeywords(TypedDict, total=False):
+    """What a job is like. All of its workers say the same.
+
+    Attributes:
+        consistency: "sync", "async" or "ssp:S"; None takes PSD_CONSISTENCY, or "sync".
+        reduce: "mean" over the samples, weighted by the pushes' weights (batch sizes), or "sum"; None takes PSD_REDUCE, or
+            "mean".
+        quorum: workers whose gradients close a synchronous round; None takes PSD_QUORUM, or all.
+        aggregation: "fast", gradients are added as they arrive; or "exact", in the order of the ranks, those of a worker on all
+            shards or on none: the same bits whatever the timing and whatever dies, but of tables with `expire_seconds`, in
+            which time has a part. Synchronous only. None takes PSD_AGGREGATION, or "fast".
+        staleness: async and ssp: treatment of gradients whose parameters have been updated since their worker read them, `age`
+            times. "lr" divides the learning rate by 1 + age. See docs/consistency.md.
+        clip_norm: the largest norm that a round's gradient may have, over all parameters and rows, and the workers' mean (or
+            sum): a longer one is scaled down, as torch.nn.utils.clip_grad_norm_ does in one process; called in a worker, that
+            clips the worker's own. Without rounds: each push's. Implies "exact".
+        nan_policy: treatment of NaN and infinity in gradients: "refuse", an error that names worker, parameter and step;
+            "skip", the round changes nothing on any shard (see `ParameterServer.is_skipped`), implies "exact"; "allow". Loss
+            scaling (torch's GradScaler, Keras's "mixed_float16") needs "skip": all workers then skip the same rounds.
+    """
+
+    consistency: str | None
+    reduce: str | None
+    quorum: int | None
+    aggregation: str | None
+    staleness: str | None
+    clip_norm: float | None
+    nan_policy: str
+
+
+class PlaceKeywords(TypedDict, total=False):
+    """Place of a worker in its job.
+
+    Attributes:
+        servers: the shards' addresses in their order, such as "10.0.0.1:7000,10.0.0.2:7000", or a list of them.
+        rank, world_size: this worker's number from 0, and how many workers there are.
+    """
+
+    servers: str | Sequence[str] | None
+    rank: int | None
+    world_size: int | None
+
+
+class LinkKeywords(TypedDict, total=False):
+    """A connection's settings, apart from where it leads.
+
+    Attributes:
+        run_id: name of the job; shards that serve another one refuse.
+        transport: how bulk data travels: "shm", shared memory with shards on this machine; "tcp"; "grpc"; or "auto", the first
+            of these that works, for each shard. `ParameterServer.transports` says which, and why not a better one.
+        wait_timeout: seconds, the longest wait for other workers (default 600).
+        retry_timeout: seconds for which an unreachable shard is tried again (default 30).
+        report_after: seconds after which a wait is explained on the log (default 5).
+        tls_ca: PEM file of the authorities that sign the shards' certificates; turns TLS on. The certificates must name the
+            hosts as `servers` does.
+        tls_cert, tls_key: PEM files with this client's own certificate and its key, if the shards require one.
+        token_file: file that holds this client's token, if the shards require one. Files are read again when they change.
+    """
+
+    run_id: str | None
+    transport: str | None
+    wait_timeout: float | None
+    retry_timeout: float | None
+    report_after: float | None
+    tls_ca: str | PathLike[str] | None
+    tls_cert: str | PathLike[str] | None
+    tls_key: str | PathLike[str] | None
+    token_file: str | PathLike[str] | None
+
+
+class ConnectKeywords(PlaceKeywords, LinkKeywords, total=False):
+    """All that `connect` takes, but for the role."""
+
+
+class FaceKeywords(JobKeywords, PlaceKeywords, LinkKeywords, total=False):
+    """All that a face's `distribute` passes on to the job's declaration and to `connect`."""
+
+
+DEFAULTS: Mapping[str, Any] = MappingProxyType({"nan_policy": "refuse"})
+"""Defaults of the keywords for which it is not None."""
+
+OF_CONNECT = frozenset(ConnectKeywords.__annotations__)
+
+
+def takes(*kinds: Any, elsewhere: Mapping[str, str] = MappingProxyType({})) -> Callable[[CallT], CallT]:
+    """A decorator for a function whose last parameter is `**x: Unpack[...]`, x being any name: it shows the keywords of these
+    kinds in the function's signature and, in place of the line "**x" of its docstring, what they mean.
+
+    Args:
+        elsewhere: advice by name, for keywords that are at home elsewhere.
+
+    The function then raises TypeError for other keywords; the message names the function, and the most similar keyword.
+    """
+
+    def decorate(function: CallT) -> CallT:
+        shown = inspect.signature(function)
+        *own, others = shown.parameters.values()
+        hints = {name: getattr(hint, "__forward_arg__", hint) for kind in kinds for name, hint in kind.__annotations__.items()}
+        more = [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=DEFAULTS.get(name), annotation=hint)
+            for name, hint in hints.items()
+        ]
+        known = [each.name for each in (*own, *more)]
+
+        @functools.wraps(function)
+        def checked(*args: Any, **given: Any) -> Any:
+            for name in given.keys() - known:
+                if name in elsewhere:
+                    raise TypeError(f"{name}: {elsewhere[name]}")
+                likely = get_close_matches(name, known, 1)
+                hint = f"; did you mean {likely[0]!r}?" if likely else ""
+                raise TypeError(f"{function.__qualname__}() got an unexpected keyword argument {name!r}{hint}")
+            return function(*args, **given)
+
+        checked.__signature__ = shown.replace(parameters=[*own, *more])  # type: ignore[attr-defined]
+        if function.__doc__ is not None:  # there are none under python -OO
+            checked.__doc__ = _with_meanings(inspect.cleandoc(function.__doc__), f"    **{others.name}", kinds)
+        return cast(CallT, checked)
+
+    return decorate
+
+
+def _with_meanings(text: str, mark: str, kinds: Sequence[Any]) -> str:
+    before, found, after = text.partition(f"{mark}\n")
+    assert found, f"no line {mark!r}"
+    meanings = [inspect.cleandoc(kind.__doc__).partition("Attributes:\n")[2] for kind in kinds]
+    return "".join((before, *(f"{each}\n" for each in meanings), after))
