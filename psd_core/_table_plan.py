@@ -52,7 +52,7 @@ def partition_of(spec: TableSpec, crash_point: Any) -> _table.Partition:
     return _table.Partition(
         dim=spec.dim,
         width=spec.layout.width,
-        rows_max=spec.rows_max,
+        rows_max=spec.max_rows,
         push_max=spec.push_max,
         notes=spec.notes,
         seed=_seed_of(spec),

@@ -362,8 +362,8 @@ class TableStore:
         """Let the index grow at once to what so many rows more will need, rather than with them."""
         with self._writing:
             self._make_room(0)
-            if self._partition.must_move(min(rows, self.spec.rows_max)):
-                self._move(min(rows, self.spec.rows_max))
+            if self._partition.must_move(min(rows, self.spec.max_rows)):
+                self._move(min(rows, self.spec.max_rows))
                 while self._partition.is_moving:
                     self._make_room(0)
                     self._move(0)

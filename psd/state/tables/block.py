@@ -92,8 +92,8 @@ class TableCounts(NamedTuple):
     unadmitted: int
 
 
-class Partition:
-    """One table's rows on this shard.
+class PartitionState:
+    """One table's rows on this shard, and what the shard knows of them.
 
     Attributes:
         notes: as the store has them; shared by partitions that are alike, and never changed in place.
@@ -133,7 +133,7 @@ class Partition:
         self.group = spec.group
         self.has_aged_rate = group.staleness == RATE
         self.own = OwnRule(rules[group.rule]) if group.info.is_custom else None
-        self.age_max = spec.expire_s * MICROSECONDS or spec.expire_steps * STEP
+        self.age_max = spec.expire_seconds * MICROSECONDS or spec.expire_steps * STEP
         self._wall = wall
         self.find_clock()
         self.note(store.notes())
@@ -148,7 +148,7 @@ class Partition:
     def find_clock(self) -> None:
         """Set the clock to the store's."""
         self.clock = self.store.counters()["clock"]
-        self.time = Elapsed(self._wall, self.clock) if self.spec.expire_s else None
+        self.time = Elapsed(self._wall, self.clock) if self.spec.expire_seconds else None
 
     def next_clock(self, step: int) -> int:
         """The clock of the next update, and of reads until then: it is beyond those of all updates before.
@@ -209,8 +209,10 @@ class TablesBlock(Trained):
         rules: Mapping[str, ListedRule],
     ) -> None:
         self._members, self._policy = services.members, services.policy
-        self.partitions = [Partition(table, spec, store, rules, wall) for table, store in zip(spec.tables, stores, strict=True)]
-        self._expires_by_time = any(table.expire_s for table in spec.tables)
+        self.partitions = [
+            PartitionState(table, spec, store, rules, wall) for table, store in zip(spec.tables, stores, strict=True)
+        ]
+        self._expires_by_time = any(table.expire_seconds for table in spec.tables)
         self.checks = checks
         self.base = ""
         self.bases: Mapping[str, Sequence[Mark]] = {}
@@ -279,8 +281,8 @@ class TablesBlock(Trained):
         given: list[Any] = [rows for rows in (gradient.accumulator, gradient.last) if rows is not None and rows is not sums]
         lent = None
         following: dict[int, NDArray[np.uint64]] = {}
-        pending: list[tuple[Partition, int, _Given | None]] = []
-        held: list[Partition] = []
+        pending: list[tuple[PartitionState, int, _Given | None]] = []
+        held: list[PartitionState] = []
         try:
             if given and gradient.weight not in (0, 1):  # weighted as a sum would be, so that all shards have the same bits
                 sums = lent = self._pool.lend()
@@ -332,7 +334,7 @@ class TablesBlock(Trained):
             self._window[rank] = session, clock + 1
         return min([partition.version for partition in self.partitions])
 
-    def _has(self, partition: Partition, update: Update, clock: int) -> bool:
+    def _has(self, partition: PartitionState, update: Update, clock: int) -> bool:
         """True if this partition has the update from an earlier try: the process died, or another partition had no room."""
         if self._policy.has_rounds:
             return partition.version > self.version
@@ -347,7 +349,7 @@ class TablesBlock(Trained):
             notes[1 + self._world_size + rank] = clock + 1
         return notes
 
-    def _keep(self, partition: Partition, notes: NDArray[np.uint64], clock: int) -> None:
+    def _keep(self, partition: PartitionState, notes: NDArray[np.uint64], clock: int) -> None:
         """Change a partition's notes and clock, but no row."""
         try:
             self._write_notes(partition, notes, clock, is_held=False)
@@ -356,7 +358,7 @@ class TablesBlock(Trained):
         partition.clock = clock
         partition.note(notes)
 
-    def _write_notes(self, partition: Partition, notes: NDArray[np.uint64], clock: int, *, is_held: bool) -> None:
+    def _write_notes(self, partition: PartitionState, notes: NDArray[np.uint64], clock: int, *, is_held: bool) -> None:
         rows = np.empty((0, partition.store.spec.layout.width), np.float32)
         partition.store.write(_NO_IDS, rows, notes=notes, clock=clock, is_held=is_held)
 
