@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
+import psd_core
 from psd.contract.custom_rules import ListedRule
 from psd.contract.errors import InvalidRequest, OutOfSpace
 from psd.contract.jobspec import JobSpec
@@ -388,7 +389,7 @@ class TablesBlock(Trained):
             if values.dtype == np.float32:
                 partition.store.read(ids, values, clock=used)
             else:
-                _narrow(partition.store.read(ids, clock=used), values)
+                values[...] = psd_core.narrowed(partition.store.read(ids, clock=used), values.dtype)
 
     def snapshots(self, base: str) -> list[TableSnapshot] | None:
         """Begin a snapshot of each table; None while other snapshots are under way. The caller holds the lock.
@@ -476,14 +477,3 @@ def _given_to(number: int, sums: TableSums | None, given: Sequence[Any]) -> _Giv
             else:
                 found = _Given(found.ids, found.values, False, (ids, values), found.ids_count + len(ids))
     return found
-
-
-def _narrow(values: NDArray[np.float32], out: NDArray[Any]) -> None:
-    """Round to the dtype of `out`: float16, or uint16 with the bits of bfloat16."""
-    if out.dtype == np.float16:
-        np.copyto(out, values, casting="same_kind")
-        return
-    bits = values.view(np.uint32)
-    is_nan = np.isnan(values)
-    np.copyto(out, (bits + 0x7FFF + (bits >> 16 & 1)) >> 16, casting="same_kind")
-    out[is_nan] = 0x7FC0
