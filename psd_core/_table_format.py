@@ -7,24 +7,20 @@ csrc/table.h has the rest. Must not open, map or lock anything.
 from __future__ import annotations
 
 import json
-import struct
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
 from typing_extensions import override
 
-from psd_core import _arena
-from psd_core._arena_format import BYTE_ORDER_MARK, ArenaCorrupt, check_front
+from psd_core._store_format import Superblock
 from psd_core.initial import INITIALS
 from psd_core.optimizer import RuleFacts, Slot
 from psd_core.rules import RULES
 from psd_core.table_options import TableOptions, whole
 
-MAGIC = b"PSDTABLE"
-FORMAT_VERSION = 6
-SUPERBLOCK_BYTES = 4096
-_FRONT = struct.Struct("<8sIIQQ")  # magic, format, byte order mark, bytes of text, checksum of all with this 0
+SUPERBLOCK = Superblock(b"PSDTABLE", 6, "a table", 4096)
 
 ROWWISE_ADAGRAD = "rowwise_adagrad"
 """The rule that only tables have: Adagrad with one sum a row."""
@@ -129,29 +125,12 @@ class TableSpec(TableOptions):
 
     def pack(self) -> bytes:
         """The superblock."""
-        text = json.dumps(self.to_json()).encode()
-        if _FRONT.size + len(text) > SUPERBLOCK_BYTES:
-            raise ValueError(
-                f"name, flags and constants: at most {SUPERBLOCK_BYTES - _FRONT.size} bytes together, got {len(text)}"
-            )
-
-        def block(check: int) -> bytes:
-            return (_FRONT.pack(MAGIC, FORMAT_VERSION, BYTE_ORDER_MARK, len(text), check) + text).ljust(SUPERBLOCK_BYTES, b"\0")
-
-        return block(_arena.checksum(block(0)))
+        return SUPERBLOCK.pack(json.dumps(self.to_json()).encode())
 
 
-def unpack(superblock: bytes) -> TableSpec:
-    """The inverse of TableSpec.pack. Raises ArenaCorrupt."""
-    if len(superblock) < SUPERBLOCK_BYTES:
-        raise ArenaCorrupt(f"superblock: the file has {len(superblock)} bytes, fewer than {SUPERBLOCK_BYTES}: truncated")
-    magic, version, order, nbytes, check = _FRONT.unpack_from(superblock)
-    check_front((magic, version, order), MAGIC, FORMAT_VERSION, "a table")
-    unsigned = bytearray(superblock)
-    _FRONT.pack_into(unsigned, 0, magic, version, order, nbytes, 0)
-    if nbytes > SUPERBLOCK_BYTES - _FRONT.size or _arena.checksum(unsigned) != check:
-        raise ArenaCorrupt(f"superblock: it does not have the checksum {check:#x}")
-    fields: dict[str, Any] = json.loads(superblock[_FRONT.size : _FRONT.size + nbytes])
+def read_spec(read: Callable[[int, int], bytes], size: int) -> TableSpec:
+    """The declaration in a file of this size, as Superblock.read reads it. Raises ArenaCorrupt."""
+    fields: dict[str, Any] = json.loads(SUPERBLOCK.read(read, size))
     init = fields["init"]
     fields["init"] = INITIALS[init.pop("name")](**init)
     return TableSpec(**fields | {name: tuple(fields[name]) for name in ("flags", "constants")})

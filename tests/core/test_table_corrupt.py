@@ -11,7 +11,7 @@ import pytest
 from helpers_rules import Case
 from table_model import SGD, check_places, rows_of, spec_of
 
-from psd_core._arena_format import ArenaCorrupt
+from psd_core._store_format import ArenaCorrupt
 from psd_core.table import TableStore
 
 CONTROL, RECORD, INDEX, OTHER_INDEX, SIGHTINGS, HEADS, ROWS, SPARES, REMOVALS, LOG = range(10)

@@ -10,7 +10,7 @@ from table_model import SGD
 
 from psd_core import _table_pages as pages
 from psd_core import table
-from psd_core._arena_format import StoreClosed, StoreFull
+from psd_core._store_format import StoreClosed, StoreFull
 from psd_core._table import ROWS
 from psd_core.table import TableSpec, TableStore
 
