@@ -37,7 +37,6 @@ import numpy as np
 from numpy.typing import NDArray
 from peers.rows import draw
 
-from psd_core._table_format import OVERHEAD_BYTES
 from psd_core._table_snapshot import HEAD
 from psd_core.distinct import distinct
 from psd_core.initial import Normal, Zeros
@@ -56,7 +55,7 @@ def address(array: Array) -> ctypes.c_void_p:
 def measure_speed(args: Any, directory: Path) -> list[dict[str, Any]]:
     """Measure reads and updates beside the reference."""
     rows, dim = args.rows, args.dim
-    spec = TableSpec("speed", dim, "adagrad", init=Zeros(), max_bytes=2 * rows * (8 * dim + OVERHEAD_BYTES))
+    spec = TableSpec("speed", dim, "adagrad", init=Zeros(), max_rows=2 * rows)
     store = TableStore.create(directory / "speed", spec)
     grads = np.random.default_rng(2).standard_normal((args.ids, dim)).astype(np.float32)
     for start in range(0, rows, args.ids):
@@ -156,7 +155,7 @@ def measure_catching_up(args: Any, directory: Path) -> dict[str, Any]:
 
 def measure_growth(args: Any, directory: Path) -> dict[str, Any]:
     """Measure reads of others while a table grows."""
-    spec = TableSpec("growth", 8, "adagrad", init=Normal(0.01), max_bytes=1 << 30)
+    spec = TableSpec("growth", 8, "adagrad", init=Normal(0.01), max_rows=9_000_000)
     store = TableStore.create(directory / "growth", spec)
     grads = np.ones((args.ids, 8), np.float32)
     times, is_over = [], threading.Event()
@@ -188,8 +187,7 @@ def measure_growth(args: Any, directory: Path) -> dict[str, Any]:
 
 def fill(path: str, rows: int) -> None:
     """Fill a partition, in a process that ends without closing it."""
-    room = rows * 200 + (1 << 28)  # spare places for the largest push, too
-    store = TableStore.create(path, TableSpec("recovery", 8, "adagrad", init=Normal(0.01), max_bytes=room))
+    store = TableStore.create(path, TableSpec("recovery", 8, "adagrad", init=Normal(0.01), max_rows=2 * rows + (1 << 21)))
     grads = np.ones((100_000, 8), np.float32)
     for start in range(0, rows, len(grads)):
         store.push(np.arange(start, start + len(grads)), grads, SCALARS, distinct=True)

@@ -38,6 +38,7 @@ from psd_core import (
     _checkout,  # noqa: F401 - first of all: it says what to do where nothing was built
     _kernels,
 )
+from psd_core._half import narrowed
 from psd_core._kernels import InvalidArray
 from psd_core._norms import RUN, square_root, square_sum, square_sum_of_rows, total_squares, trust_ratio
 from psd_core._step_block import GradientArray, RealArray, step_block
@@ -51,6 +52,7 @@ __all__ = [
     "aligned_empty",
     "aligned_zeros",
     "first_nonfinite",
+    "narrowed",
     "scaled_copy",
     "square_root",
     "square_sum",

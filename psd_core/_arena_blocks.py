@@ -19,6 +19,7 @@ from psd_core import _arena_format as form
 from psd_core import _store_file as files
 from psd_core._arena import Words
 from psd_core._arena_pages import Place, Pool
+from psd_core._store_format import ArenaError, StoreClosed
 
 
 class PageState(enum.Enum):
@@ -114,7 +115,7 @@ class Blocks:
         with self.pool.lock:
             page = self._current[block]
             if page is None:
-                raise form.ArenaError(f"block {block} was never published")
+                raise ArenaError(f"block {block} was never published")
             self.pool.hand_out()
             page.pins += 1
         return page
@@ -163,7 +164,7 @@ class Blocks:
             self.pool.take_back()
             if self.pool.is_closed:
                 page.state = PageState.FREE
-                raise form.StoreClosed(f"block {block}: the arena has been closed; the page is not published")
+                raise StoreClosed(f"block {block}: the arena has been closed; the page is not published")
             page.version, page.state, page.pins = version, PageState.PUBLISHED, 1
             self.table.store(block, form.pack_entry(number, check))
             self._crash_point("arena.publish.after_flip")

@@ -1,14 +1,13 @@
 """The positions of everything in an arena file, as pure functions; arena.py describes the format in words.
 
-Owns sizes, offsets, the packing of the superblock, of extent records and of table entries, and the errors. Must not open,
-map or lock anything.
+Owns sizes, offsets, the facts in the superblock, and the packing of extent records and of table entries. Must not open, map or
+lock anything.
 """
 
 from __future__ import annotations
 
-import errno
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -16,27 +15,22 @@ from typing import NamedTuple
 import numpy as np
 
 from psd_core import _arena
+from psd_core._store_format import CACHE_LINE_BYTES, ArenaCorrupt, ArenaForeign, Superblock, align
 
-MAGIC = b"PSDARENA"
-FORMAT_VERSION = 3
-BYTE_ORDER_MARK = 0x01020304
-NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM)
-"""Errors that mean no space, be it on a disk, in a quota, under a limit or in memory."""
+SUPERBLOCK = Superblock(b"PSDARENA", 3, "an arena")
 PAGE_MAGIC = int.from_bytes(b"PSDPAGE1", "little")
 
 UNIT_BYTES = 4096
 """Unit of pages, whose sizes are whole multiples of it."""
 EXTENT_ALIGN_BYTES = 65536
 """Alignment of extents, as mmap requires: the largest memory page of the machines that psd runs on."""
-CACHE_LINE_BYTES = 64
 
 HEADER_WORDS = 8
 WORD_SLOTS = 16
 MEMBER_WORDS = 8
 DECISION_SLOTS = 16  # more than a shard reads, so that writing one never removes one of the last eight
 
-SUPERBLOCK = struct.Struct("<8sIIIII4xQQ16x")  # see Front.pack
-_CHECK_AT = 40  # of the checksum in it
+_COUNTS = struct.Struct("<III4x")  # see Front.fixed
 SHAPE = struct.Struct("<16sQII")
 
 TABLE_CHECK_BITS = 24
@@ -59,41 +53,6 @@ CRASH_POINTS = (
     "arena.decision",
 )
 """Names of the steps at which `crash_point` is called. It returns or ends the process; it must not raise or call the arena."""
-
-
-class ArenaError(Exception):
-    """An error of the block store."""
-
-
-class ArenaCorrupt(ArenaError):
-    """An arena file differs from what was written; the message says where and how."""
-
-
-class ArenaForeign(ArenaCorrupt):
-    """A file is none of this release's: another release's, or something else that has the name of one."""
-
-
-class StoreClosed(ArenaError):
-    """The arena, or another store, has been closed or replaced by another one, and does not change any more."""
-
-
-class StoreFull(ArenaError, OSError):
-    """There is no memory or disk space for what is to be stored. Nothing has changed; `errno` is ENOSPC."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__(errno.ENOSPC, message)
-
-
-class ArenaBusy(ArenaError):
-    """Another live process holds the directory.
-
-    Attributes:
-        pid: its process id, or None if it has not said yet.
-    """
-
-    def __init__(self, message: str, pid: int | None) -> None:
-        super().__init__(message)
-        self.pid = pid
 
 
 class BlockShape(NamedTuple):
@@ -119,11 +78,6 @@ def check_shape(index: int, shape: BlockShape) -> None:
     for name, value, limit in zip(shape._fields[1:], shape[1:], (1 << 48, 1 << 16, 1 << 24), strict=True):
         if not 0 <= value < limit:
             raise ValueError(f"shapes[{index}].{name}: expected 0 to {limit - 1}, got {value}")
-
-
-def align(value: int, unit: int) -> int:
-    """The smallest multiple of `unit` that is not below `value`."""
-    return -(-value // unit) * unit
 
 
 class PageLayout(NamedTuple):
@@ -174,15 +128,16 @@ class Front:
         """The kinds of pages: their sizes, ascending, those without a body among them. A kind is known by its place here."""
         return tuple(sorted({size for layout in self.layouts for size in (layout.size, layout.head_size)}))
 
-    @property
-    def fixed_bytes(self) -> int:
-        """Superblock, shapes and meta: never written again, under one checksum."""
-        return SUPERBLOCK.size + SHAPE.size * len(self.shapes) + align(len(self.meta), 8)
+    @cached_property
+    def fixed(self) -> bytes:
+        """The superblock, with the shapes and meta: never written again."""
+        shapes = b"".join(SHAPE.pack(shape.dtype.encode(), *shape[1:]) for shape in self.shapes)
+        return SUPERBLOCK.pack(_COUNTS.pack(self.workers, len(self.shapes), WORD_SLOTS) + shapes + self.meta)
 
     @property
     def words_at(self) -> int:
         """Position of the named words."""
-        return align(self.fixed_bytes, CACHE_LINE_BYTES)
+        return len(self.fixed)
 
     @property
     def members_at(self) -> int:
@@ -219,56 +174,23 @@ class Front:
         """Bytes before the first extent."""
         return align(self.extents_at + 8 * self.extents_max, EXTENT_ALIGN_BYTES)
 
-    def pack(self) -> bytes:
-        """Pack the fixed part; its last superblock word is the checksum of all of it, taken with that word zero."""
-        counts = (FORMAT_VERSION, BYTE_ORDER_MARK, self.workers, len(self.shapes), WORD_SLOTS)
-        fixed = bytearray(self.fixed_bytes)
-        SUPERBLOCK.pack_into(fixed, 0, MAGIC, *counts, len(self.meta), 0)
-        for i, shape in enumerate(self.shapes):
-            name = shape.dtype.encode()
-            SHAPE.pack_into(fixed, SUPERBLOCK.size + SHAPE.size * i, name, *shape[1:])
-        start = SUPERBLOCK.size + SHAPE.size * len(self.shapes)
-        fixed[start : start + len(self.meta)] = self.meta
-        SUPERBLOCK.pack_into(fixed, 0, MAGIC, *counts, len(self.meta), _arena.checksum(fixed))
-        return bytes(fixed)
 
-
-def check_front(found: tuple[bytes, int, int], magic: bytes, version: int, what: str) -> None:
-    """Raise ArenaForeign unless a superblock begins with this magic and version; ArenaCorrupt for another byte order."""
-    if found[0] != magic:
-        raise ArenaForeign(f"superblock: expected magic {magic!r}, got {found[0]!r}: not {what}")
-    if found[1] != version:
-        raise ArenaForeign(f"superblock: expected format {version}, got {found[1]}: another release wrote it")
-    if found[2] != BYTE_ORDER_MARK:
-        raise ArenaCorrupt(f"superblock: expected byte order mark {BYTE_ORDER_MARK:#x}, got {found[2]:#x}")
-
-
-def fixed_bytes(superblock: bytes) -> int:
-    """Length of the fixed part that begins with this superblock. Raises ArenaCorrupt if it is none."""
-    magic, version, order, _workers, block_count, words, meta_bytes, _check = SUPERBLOCK.unpack(superblock)
-    check_front((magic, version, order), MAGIC, FORMAT_VERSION, "an arena")
-    if words != WORD_SLOTS:
-        raise ArenaForeign(f"superblock: expected {WORD_SLOTS} words, got {words}: another release wrote it")
-    return SUPERBLOCK.size + SHAPE.size * int(block_count) + align(int(meta_bytes), 8)
-
-
-def unpack(fixed: bytes) -> Front:
-    """The inverse of Front.pack. Raises ArenaCorrupt."""
-    _magic, _version, _order, workers, block_count, _words, meta_bytes, check = SUPERBLOCK.unpack_from(fixed)
-    unsigned = bytearray(fixed)
-    unsigned[_CHECK_AT : _CHECK_AT + 8] = bytes(8)
-    if _arena.checksum(unsigned) != check:
-        raise ArenaCorrupt(f"superblock, shapes and meta: bytes 0 to {len(fixed)} do not have the checksum {check:#x}")
-    shapes = []
+def read_front(read: Callable[[int, int], bytes], size: int) -> Front:
+    """The front of a file of this size, as Superblock.read reads it. Raises ArenaCorrupt."""
+    facts = SUPERBLOCK.read(read, size)
     try:
-        for i in range(block_count):
-            name, *numbers = SHAPE.unpack_from(fixed, SUPERBLOCK.size + SHAPE.size * i)
-            shapes.append(BlockShape(name.rstrip(b"\0").decode("ascii"), *numbers))
+        workers, count, words = _COUNTS.unpack_from(facts)
+        if words != WORD_SLOTS:
+            raise ArenaForeign(f"superblock: expected {WORD_SLOTS} words, got {words}: another release wrote it")
+        end = _COUNTS.size + SHAPE.size * count
+        found = [(name.rstrip(b"\0").decode("ascii"), *rest) for name, *rest in SHAPE.iter_unpack(facts[_COUNTS.size : end])]
+        shapes = tuple(BlockShape(*shape) for shape in found)
+        if len(shapes) != count:
+            raise ArenaCorrupt(f"superblock: has {len(shapes)} of {count} shapes")
         check_shapes(shapes, workers)
-    except (ValueError, TypeError) as error:  # what is no dtype is a TypeError to NumPy
+    except (ValueError, TypeError, struct.error) as error:  # what is no dtype is a TypeError to NumPy
         raise ArenaCorrupt(f"superblock: {error}") from None
-    start = SUPERBLOCK.size + SHAPE.size * block_count
-    return Front(workers, tuple(shapes), fixed[start : start + meta_bytes])
+    return Front(workers, shapes, facts[end:])
 
 
 def pack_extent(index: int, kind: int, count: int) -> int:

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from psd_core import _arena_format as form
 from psd_core import _store_file as files
 from psd_core._arena import Words
+from psd_core._store_format import StoreClosed, StoreFull, align
 
 SPARE_PAGES_KEPT = 8
 """Idle backed places kept per kind. A spare is in use only while an update runs or a reader holds an old page."""
@@ -139,7 +140,7 @@ class Pool:
     def hand_out(self) -> None:
         """Note that a page is given out. Call with the lock held. Raises StoreClosed."""
         if self._is_closed:
-            raise form.StoreClosed("the arena has been closed")
+            raise StoreClosed("the arena has been closed")
         self._in_hands += 1
 
     def take_back(self) -> None:
@@ -162,8 +163,8 @@ class Pool:
         """Map the next extent, and record it if `publish`. Its places are the caller's to put on a list."""
         index, start = self._record_count, self.file_end
         if index >= self._records.count:
-            raise form.StoreFull(f"the arena has no room for more than {index} extents")
-        nbytes = form.align(count * kind.size, form.EXTENT_ALIGN_BYTES)
+            raise StoreFull(f"the arena has no room for more than {index} extents")
+        nbytes = align(count * kind.size, form.EXTENT_ALIGN_BYTES)
         if publish:
             self._file.extend(start + nbytes)
         mapping = self._file.map_shared(start, nbytes)

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from psd_core import _arena
 from psd_core import _arena_format as form
 from psd_core._arena import Words
+from psd_core._store_format import ArenaCorrupt, StoreClosed
 
 _SET = ("loaded", "loaded_slots")
 _NAMED = ("initialized", "timeline", "decided", "tentative", "restarts", "undeclared", *_SET, "given_up", "cut_order")
@@ -46,22 +47,22 @@ class Records:
 
     def _check_open(self) -> None:
         if self._is_closed:
-            raise form.StoreClosed("the arena has been closed")
+            raise StoreClosed("the arena has been closed")
 
     def verify(self) -> None:
         """Raise ArenaCorrupt for a wrong selector or a decision without its checksum."""
         for rank in range(self._workers):
             selector = self._members.load(form.MEMBER_WORDS * rank)
             if selector not in (0, 1):
-                raise form.ArenaCorrupt(f"member {rank}: the selector is {selector}, neither 0 nor 1")
+                raise ArenaCorrupt(f"member {rank}: the selector is {selector}, neither 0 nor 1")
         for slot in range(form.DECISION_SLOTS):
             stamp = self._decisions.load(self._decision_words * slot)
             if stamp == 0:
                 continue
             if (stamp - 1) % form.DECISION_SLOTS != slot:
-                raise form.ArenaCorrupt(f"decision {slot} of the ring: it holds round {stamp - 1}, whose place is another")
+                raise ArenaCorrupt(f"decision {slot} of the ring: it holds round {stamp - 1}, whose place is another")
             if self._decision_check(stamp, slot) != self._decisions.load(self._decision_words * slot + 1):
-                raise form.ArenaCorrupt(f"decision {slot} of the ring: round {stamp - 1} does not have its checksum")
+                raise ArenaCorrupt(f"decision {slot} of the ring: round {stamp - 1} does not have its checksum")
 
     def word(self, name: str) -> int:
         """The value of a durable word."""

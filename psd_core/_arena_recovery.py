@@ -15,6 +15,7 @@ from psd_core import _store_file as files
 from psd_core._arena import Words
 from psd_core._arena_blocks import Found
 from psd_core._arena_pages import Place, Pool
+from psd_core._store_format import ArenaCorrupt, align
 
 Read = Callable[[files.File, int, int], bytes]
 """A function (file, byte count, start) -> bytes, fewer at the end of the file."""
@@ -25,18 +26,9 @@ _PIECE_BYTES = 1 << 20
 def read_front(file: files.File, read: Read) -> form.Front:
     """Read and check what never changes: superblock, shapes, meta. Raises ArenaCorrupt."""
     size = file.size
-    superblock = read(file, form.SUPERBLOCK.size, 0)
-    if len(superblock) < form.SUPERBLOCK.size:
-        raise form.ArenaCorrupt(f"superblock: the file has {size} bytes, fewer than the superblock's {form.SUPERBLOCK.size}")
-    fixed_bytes = form.fixed_bytes(superblock)
-    if fixed_bytes > size:
-        raise form.ArenaCorrupt(f"superblock: shapes and meta would end at byte {fixed_bytes}, the file at {size}: truncated")
-    fixed = read(file, fixed_bytes, 0)
-    if len(fixed) < fixed_bytes:
-        raise form.ArenaCorrupt(f"superblock: the file ended at byte {len(fixed)} of {fixed_bytes} while it was read")
-    front = form.unpack(fixed)
+    front = form.read_front(lambda nbytes, start: read(file, nbytes, start), size)
     if front.size > size:
-        raise form.ArenaCorrupt(f"front: expected {front.size} bytes before the first extent, the file has {size}: truncated")
+        raise ArenaCorrupt(f"front: expected {front.size} bytes before the first extent, the file has {size}: truncated")
     return front
 
 
@@ -50,15 +42,15 @@ def add_extents(file: files.File, front: form.Front, records: Words, pool: Pool)
             break
         kind, count = form.unpack_extent(index, record)
         if kind >= len(pool.kinds):
-            raise form.ArenaCorrupt(f"extent {index}: page size {kind} of {len(pool.kinds)}")
+            raise ArenaCorrupt(f"extent {index}: page size {kind} of {len(pool.kinds)}")
         extents.append((kind, count))
-        end += form.align(count * pool.kinds[kind].size, form.EXTENT_ALIGN_BYTES)
+        end += align(count * pool.kinds[kind].size, form.EXTENT_ALIGN_BYTES)
     for index in range(len(extents), records.count):
         if records.load(index) != 0:
-            raise form.ArenaCorrupt(f"extent {index}: there is a record after the unused record {len(extents)}")
+            raise ArenaCorrupt(f"extent {index}: there is a record after the unused record {len(extents)}")
     size = file.size
     if end > size:
-        raise form.ArenaCorrupt(f"extents: {len(extents)} of them end at byte {end}, the file at {size}: truncated")
+        raise ArenaCorrupt(f"extents: {len(extents)} of them end at byte {end}, the file at {size}: truncated")
     if end < size:
         file.extend(end)  # a crash between making the file longer and recording the extent
     for kind, count in extents:
@@ -77,11 +69,11 @@ def read_table(file: files.File, front: form.Front, table: Words, pool: Pool, re
     def place_of(block: int, number: int, sizes: set[int], where: str) -> Place:
         place = pool.places.get(number)
         if place is None:
-            raise form.ArenaCorrupt(f"{where}: no page begins at byte {number * form.UNIT_BYTES}")
+            raise ArenaCorrupt(f"{where}: no page begins at byte {number * form.UNIT_BYTES}")
         if place.kind.size not in sizes:
-            raise form.ArenaCorrupt(f"{where}: a page of {place.kind.size} bytes, the block needs {max(sizes)}")
+            raise ArenaCorrupt(f"{where}: a page of {place.kind.size} bytes, the block needs {max(sizes)}")
         if number in owners:
-            raise form.ArenaCorrupt(f"{where}: its page belongs to block {owners[number]}")
+            raise ArenaCorrupt(f"{where}: its page belongs to block {owners[number]}")
         owners[number] = block
         return place
 
@@ -96,7 +88,7 @@ def read_table(file: files.File, front: form.Front, table: Words, pool: Pool, re
         where = f"page of block {block} at byte {place.offset}, version {version}"
         base = place_of(block, of_body, {layout.size}, where) if of_body else None
         if base is None and place.kind.size != layout.size:
-            raise form.ArenaCorrupt(f"{where}: names no page that has its parameters and slots")
+            raise ArenaCorrupt(f"{where}: names no page that has its parameters and slots")
         _check_body(file, layout, place if base is None else base, read, check, where)
         current.append(Found(place, version, base, check))
     return current
@@ -107,16 +99,16 @@ def _check_head(head: bytes, block: int, entry: int, place: Place) -> tuple[int,
     where = f"page of block {block} at byte {place.offset}"
     check, magic, owner, number, version, head_words, body_check, of_body = struct.unpack_from("<8Q", head)
     if magic != form.PAGE_MAGIC:
-        raise form.ArenaCorrupt(f"{where}: header magic {magic:#x}: not a page")
+        raise ArenaCorrupt(f"{where}: header magic {magic:#x}: not a page")
     if _arena.checksum(memoryview(head)[8:]) != check:
-        raise form.ArenaCorrupt(f"{where}: header, window and steps do not have the checksum {check:#x}")
+        raise ArenaCorrupt(f"{where}: header, window and steps do not have the checksum {check:#x}")
     if owner != block or number != place.number or 8 * head_words != len(head):
-        raise form.ArenaCorrupt(
+        raise ArenaCorrupt(
             f"{where}: the header is of block {owner}, page {number} with {head_words} words, "
             f"expected page {place.number} with {len(head) // 8}"
         )
     if form.pack_entry(number, check) != entry:
-        raise form.ArenaCorrupt(f"block table entry {block} ({entry:#x}): its check does not match its page, version {version}")
+        raise ArenaCorrupt(f"block table entry {block} ({entry:#x}): its check does not match its page, version {version}")
     return int(version), int(body_check), int(of_body)
 
 
@@ -126,4 +118,4 @@ def _check_body(file: files.File, layout: form.PageLayout, place: Place, read: R
     for at in range(layout.parameter_at, end, _PIECE_BYTES):
         content.add(read(file, min(_PIECE_BYTES, end - at), place.offset + at))
     if content.check() != check:
-        raise form.ArenaCorrupt(f"{where}: parameters and slots do not have the checksum {check:#x}")
+        raise ArenaCorrupt(f"{where}: parameters and slots do not have the checksum {check:#x}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NoReturn
 
-from psd_core._arena_format import StoreClosed
+from psd_core._store_format import StoreClosed
 
 
 class Closed:

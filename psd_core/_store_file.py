@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from psd_core import _arena, private_files
-from psd_core._arena_format import NO_SPACE, ArenaBusy, StoreClosed, StoreFull
+from psd_core._store_format import NO_SPACE, ArenaBusy, StoreClosed, StoreFull
 
 ARENA_NAME = "arena"
 UNFINISHED_NAME = "arena.new"

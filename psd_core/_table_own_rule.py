@@ -24,7 +24,7 @@ _BATCH_BYTES = 1 << 20
 def bound(own: RowRule, spec: TableSpec, step: int, most: int) -> _table.OwnRule:
     """A rule as a push of so many ids at most calls it. The memory is of this push alone: a rule may keep what it is given."""
     batch = max(1, min(most, _BATCH_BYTES // (4 * spec.layout.width)))
-    pieces = np.empty((1 + len(spec.own_slots), batch, spec.dim), np.float32)
+    pieces = np.empty((1 + len(spec.constants), batch, spec.dim), np.float32)
     gradients = np.empty((batch, spec.dim), np.float32)
 
     def apply(count: int) -> None:

@@ -11,7 +11,7 @@ import threading
 
 from psd_core import _store_file as files
 from psd_core._arena import LARGE_PAGE_BYTES
-from psd_core._arena_format import ArenaError, align
+from psd_core._store_format import ArenaError, align
 from psd_core._table import ROWS, Partition
 
 _SHARE_MAX = 1 / 128

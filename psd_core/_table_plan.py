@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from psd_core import _table
 from psd_core import _table_format as form
-from psd_core._arena_format import align
+from psd_core._store_format import align
 from psd_core._table_arguments import as_ids
 from psd_core._table_format import ROWWISE_ADAGRAD, TableSpec
 
@@ -42,7 +42,7 @@ def bytes_max(spec: TableSpec) -> int:
     """
     sizes = [align(size, _PAGE_BYTES) for _, size in partition_of(spec, None).regions]
     other = sizes[_table.OTHER_INDEX]
-    return form.SUPERBLOCK_BYTES + sum(sizes) - other + min(other, _MOVING_BYTES_MAX)
+    return form.SUPERBLOCK.nbytes + sum(sizes) - other + min(other, _MOVING_BYTES_MAX)
 
 
 def partition_of(spec: TableSpec, crash_point: Any) -> _table.Partition:
@@ -52,7 +52,7 @@ def partition_of(spec: TableSpec, crash_point: Any) -> _table.Partition:
     return _table.Partition(
         dim=spec.dim,
         width=spec.layout.width,
-        rows_max=spec.rows_max,
+        rows_max=spec.max_rows,
         push_max=spec.push_max,
         notes=spec.notes,
         seed=_seed_of(spec),

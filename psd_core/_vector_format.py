@@ -8,17 +8,14 @@ from __future__ import annotations
 import json
 import struct
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from psd_core import _arena
-from psd_core._arena_format import BYTE_ORDER_MARK, ArenaCorrupt, check_front
+from psd_core._store_format import ArenaCorrupt, Superblock
 from psd_core.vector_operations import DTYPES, NAME_BYTES_MAX, SIZE_MAX, extent
 
-MAGIC = b"PSDVECTS"
-FORMAT_VERSION = 4
-SUPERBLOCK_BYTES = 4096
-_FRONT = struct.Struct("=8sIIQQQQ")  # magic, format, byte order mark, shard, shards, senders, checksum of those
+SUPERBLOCK = Superblock(b"PSDVECTS", 5, "a log of vectors", 4096)
+_FRONT = struct.Struct("<QQQ")
 
 
 class VectorError(ValueError):
@@ -75,8 +72,8 @@ class VectorPart(NamedTuple):
     end: int
 
 
-class Superblock(NamedTuple):
-    """The numbers that a store was made with."""
+class LogFront(NamedTuple):
+    """The numbers that a store was made with, the facts of its log's superblock."""
 
     shard: int
     shards: int
@@ -84,20 +81,12 @@ class Superblock(NamedTuple):
 
     def pack(self) -> bytes:
         """The superblock."""
-        front = _FRONT.pack(MAGIC, FORMAT_VERSION, BYTE_ORDER_MARK, *self, 0)
-        return _FRONT.pack(MAGIC, FORMAT_VERSION, BYTE_ORDER_MARK, *self, _arena.checksum(front)).ljust(SUPERBLOCK_BYTES, b"\0")
+        return SUPERBLOCK.pack(_FRONT.pack(*self))
 
-
-def unpack_superblock(data: bytes) -> Superblock:
-    """The inverse of Superblock.pack. Raises ArenaCorrupt."""
-    if len(data) < SUPERBLOCK_BYTES:
-        raise ArenaCorrupt(f"superblock: the log has {len(data)} bytes, fewer than {SUPERBLOCK_BYTES}: truncated")
-    magic, version, order, shard, shards, senders, check = _FRONT.unpack_from(data)
-    check_front((magic, version, order), MAGIC, FORMAT_VERSION, "a log of vectors")
-    found = Superblock(shard, shards, senders)
-    if check != _FRONT.unpack_from(found.pack())[-1]:
-        raise ArenaCorrupt(f"superblock: it does not have the checksum {check:#x}")
-    return found
+    @classmethod
+    def read(cls, read: Callable[[int, int], bytes], size: int) -> LogFront:
+        """The numbers in the log of this size, as Superblock.read reads it. Raises ArenaCorrupt."""
+        return cls(*_FRONT.unpack(SUPERBLOCK.read(read, size)))
 
 
 def catalog_text(parts: Iterable[VectorPart]) -> bytes:

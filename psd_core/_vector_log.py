@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from psd_core import _store_file as files
 from psd_core import _vector
-from psd_core._arena_format import ArenaCorrupt, align
-from psd_core._vector_format import SUPERBLOCK_BYTES, Superblock
+from psd_core._store_format import ArenaCorrupt, align
+from psd_core._vector_format import LogFront
 from psd_core._vector_program import ANSWERS_MAX, Program
 from psd_core._vector_sessions import Claim
 from psd_core.vector_operations import STRIPE
@@ -30,7 +30,7 @@ _RECORD_BYTES_KEPT = 1 << 28  # of a larger one the space goes back after the ba
 class VectorLog:
     """The log and the record of a store. Needs the store's lock."""
 
-    def __init__(self, directory: Path, log: files.File, front: Superblock, core: _vector.Vectors, *, is_new: bool) -> None:
+    def __init__(self, directory: Path, log: files.File, front: LogFront, core: _vector.Vectors, *, is_new: bool) -> None:
         """Take over an open and locked log."""
         self._log, self._core = log, core
         self._regions = core.regions
@@ -39,8 +39,9 @@ class VectorLog:
         size = sum(self._regions[-1])
         if is_new:
             log.extend(size)
-            log.reserve(0, SUPERBLOCK_BYTES)
-            log.write(front.pack(), 0)
+            superblock = front.pack()
+            log.reserve(0, len(superblock))
+            log.write(superblock, 0)
         elif log.size < size:
             raise ArenaCorrupt(f"log: it has {log.size} bytes, expected {size}: truncated")
         for region in (_CONTROL, _SESSIONS):

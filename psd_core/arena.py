@@ -9,11 +9,9 @@ Must not import psd, read the environment, or know what words, sessions, clocks 
 
 The file `arena` beside `lock`, all numbers little-endian, format 3:
 
-    superblock   64 B: magic "PSDARENA", u32 format, byte order mark, workers W, blocks B, named words, 0; u64 bytes of meta,
-                 checksum of superblock (with this word 0), shapes and meta; 16 B of 0
-    shapes       B x 32 B: dtype name[16], u64 length, u32 slots, u32 segments
-    meta         the caller's bytes, padded to 8
-    words        16 x u64, from the next multiple of 64                                            (each one atomic)
+    superblock   see _store_format.py; its facts: u32 workers W, blocks B, named words, 0; B x 32 B: dtype name[16], u64 length,
+                 u32 slots, u32 segments; meta, the caller's bytes
+    words        16 x u64                                                                          (each one atomic)
     members      W x 64 B: u64 selector s, then twice (u64 session, u64 state << 56 | clock); pair s is valid
     decisions    16 x (u64 round + 1 or 0, u64 checksum, mask of W bits in u64s); round r in place r % 16
     block table  B x u64: page number << 24 | low bits of the page's checksum; 0: never published  (each one atomic)
@@ -45,20 +43,11 @@ from psd_core import _arena_recovery as recovery
 from psd_core import _store_file as files
 from psd_core._arena_accumulators import Accumulators
 from psd_core._arena_blocks import Blocks, Page
-from psd_core._arena_format import (
-    CRASH_POINTS,
-    NO_SPACE,
-    ArenaBusy,
-    ArenaCorrupt,
-    ArenaError,
-    ArenaForeign,
-    BlockShape,
-    StoreClosed,
-    StoreFull,
-)
+from psd_core._arena_format import CRASH_POINTS, BlockShape
 from psd_core._arena_pages import SPARE_PAGES_KEPT
 from psd_core._arena_records import WORDS, Records
 from psd_core._store_file import ARENA_NAME, LOCK_NAME
+from psd_core._store_format import NO_SPACE, ArenaBusy, ArenaCorrupt, ArenaError, ArenaForeign, StoreClosed, StoreFull
 
 __all__ = [
     "ARENA_NAME",
@@ -158,7 +147,7 @@ class Arena:
                 file = files.File(path / files.UNFINISHED_NAME, os.O_RDWR | os.O_CREAT | os.O_EXCL)
                 file.extend(front.size)
                 file.reserve(0, front.size)
-                file.write(front.pack(), 0)
+                file.write(front.fixed, 0)
                 arena = cls(held, file, front, crash_point)
                 arena._allocate()
                 prepare(arena)

@@ -21,9 +21,9 @@ import psd_core
 from psd_core import _store_file as files
 from psd_core import _table
 from psd_core import _table_format as form
-from psd_core._arena_format import ArenaCorrupt, ArenaError, StoreFull, align
 from psd_core._c_headers import checksum
 from psd_core._closed import Closed
+from psd_core._store_format import ArenaCorrupt, ArenaError, StoreFull, align
 from psd_core._table_arguments import CLOCK_MAX, STEP_MAX, as_history, as_ids, as_out, as_values
 from psd_core._table_format import OWN, PUSH_MAX, ROWWISE_ADAGRAD, TableSpec
 from psd_core._table_own_rule import RowRule, bound
@@ -89,7 +89,7 @@ class TableStore:
         size = self._partition.size
         if salt is not None:
             file.extend(size)
-            file.reserve(0, form.SUPERBLOCK_BYTES)
+            file.reserve(0, form.SUPERBLOCK.nbytes)
             file.write(spec.pack(), 0)
             self._take(0, 0, self._partition.regions[0][1])
         elif file.size < size:
@@ -149,7 +149,7 @@ class TableStore:
             file = files.File(final, os.O_RDWR)
             try:
                 file.lock()
-                return cls(file, final, form.unpack(file.read(form.SUPERBLOCK_BYTES, 0)), crash_point=crash_point)
+                return cls(file, final, form.read_spec(file.read, file.size), crash_point=crash_point)
             except BaseException as error:
                 file.close()
                 if isinstance(error, ArenaCorrupt):
@@ -362,8 +362,8 @@ class TableStore:
         """Let the index grow at once to what so many rows more will need, rather than with them."""
         with self._writing:
             self._make_room(0)
-            if self._partition.must_move(min(rows, self.spec.rows_max)):
-                self._move(min(rows, self.spec.rows_max))
+            if self._partition.must_move(min(rows, self.spec.max_rows)):
+                self._move(min(rows, self.spec.max_rows))
                 while self._partition.is_moving:
                     self._make_room(0)
                     self._move(0)

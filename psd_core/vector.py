@@ -22,7 +22,7 @@ from psd_core import _store_file as files
 from psd_core import _vector, private_files
 from psd_core import _vector_format as form
 from psd_core import _vector_program as programs
-from psd_core._arena_format import ArenaCorrupt, ArenaError, StoreClosed, align
+from psd_core._store_format import ArenaCorrupt, ArenaError, StoreClosed, align
 from psd_core._vector_format import BatchForgotten, NoSuchVector, VectorError, VectorPart, VectorSpec
 from psd_core._vector_log import LOG_NAME, VectorLog
 from psd_core._vector_sessions import WINDOW, BatchName, VectorSessions
@@ -66,7 +66,7 @@ class VectorStore:
         shard, shards: which part.
     """
 
-    def __init__(self, directory: Path, log: files.File, front: form.Superblock, *, is_new: bool, crash_point: Any) -> None:
+    def __init__(self, directory: Path, log: files.File, front: form.LogFront, *, is_new: bool, crash_point: Any) -> None:
         """Take over an open and locked log; not for callers."""
         self.shard, self.shards, _ = front
         self._directory = directory
@@ -120,7 +120,7 @@ class VectorStore:
             log = files.File(unfinished / LOG_NAME, os.O_RDWR | os.O_CREAT | os.O_EXCL)
             try:
                 log.lock()
-                front = form.Superblock(shard, shards, senders)
+                front = form.LogFront(shard, shards, senders)
                 store = cls(unfinished, log, front, is_new=True, crash_point=crash_point)
                 unfinished.rename(final)
             except BaseException:
@@ -144,7 +144,7 @@ class VectorStore:
             log = files.File(final / LOG_NAME, os.O_RDWR)
             try:
                 log.lock()
-                front = form.unpack_superblock(log.read(form.SUPERBLOCK_BYTES, 0))
+                front = form.LogFront.read(log.read, log.size)
                 return cls(final, log, front, is_new=False, crash_point=crash_point)
             except BaseException as error:
                 log.close()

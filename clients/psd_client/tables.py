@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import override
 
 from psd.contract.arguments import refuse, whole_number
 from psd.contract.errors import InvalidRequest, InvalidTensor
@@ -20,9 +21,10 @@ from psd_client.param_groups import ParamGroups
 from psd_client.tensors import as_array
 from psd_client.worker.flat_calls import FlatCalls
 from psd_client.worker.rows import Gradients
-from psd_core.initial import Constant, Initial, Normal, TruncatedNormal, Uniform, Zeros
+from psd_core.initial import Constant, Normal, TruncatedNormal, Uniform, Zeros
 from psd_core.optimizer import Optimizer
 from psd_core.row_rules import RowwiseAdagrad
+from psd_core.table_options import TableOptions
 
 __all__ = [
     "Constant",
@@ -38,7 +40,7 @@ __all__ = [
 
 
 @dataclass(frozen=True)
-class Table:
+class Table(TableOptions):
     """Declaration of a sparse table: any number of rows of `dim` numbers, each with a 64-bit id.
 
     The row of an id that nobody has trained has its initial values and takes no memory.
@@ -66,20 +68,9 @@ class Table:
         TypeError: `optimizer` is not a rule of psd_client.
     """
 
-    name: str
-    dim: int
     optimizer: Optimizer
-    init: Initial = Zeros()  # noqa: RUF009 - it is frozen
-    seed: int = 0
-    dtype: str = "float32"
-    updates: str = "lazy"
-    admit_after: int = 1
-    admit_probability: float = 1.0
-    expire_steps: int = 0
-    expire_seconds: int = 0
-    max_rows: int = 0
-    at_limit: str = "evict"
 
+    @override
     def __post_init__(self) -> None:
         if not isinstance(self.optimizer, Optimizer):
             refuse(TypeError, f"table {self.name!r}: optimizer", "one of psd_client's, such as Adagrad(lr=...)", self.optimizer)
@@ -87,25 +78,7 @@ class Table:
 
     def spec(self, group: int) -> SparseTableSpec:
         """The table's declaration in the job spec. group: index of the group that has its rule."""
-
-        def whole(name: str) -> int:
-            return whole_number(InvalidRequest, f"table {self.name!r}: {name}", getattr(self, name))
-
-        return SparseTableSpec(
-            name=self.name,
-            dim=whole("dim"),
-            group=group,
-            init=self.init,
-            seed=whole("seed"),
-            dtype=self.dtype,
-            updates=self.updates,
-            admit_after=whole("admit_after"),
-            admit_probability=self.admit_probability,
-            expire_steps=whole("expire_steps"),
-            expire_s=whole("expire_seconds"),
-            rows_max=whole("max_rows"),
-            at_limit=self.at_limit,
-        )
+        return SparseTableSpec.of(self, group=group)
 
 
 class DeclaredTable:

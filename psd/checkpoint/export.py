@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+import psd_core
 from psd.checkpoint import parquet, safetensors
 from psd.checkpoint.blocks import BLOCK
 from psd.checkpoint.manifest import Manifest
@@ -121,14 +122,5 @@ def _counted(
 
 def converted(values: NDArray[Any], dtype: str) -> NDArray[Any]:
     """Master values in a worker's dtype; bfloat16 as its bits."""
-    if dtype == "float16":
-        with np.errstate(over="ignore"):  # what is too large becomes infinity, as on the worker
-            return values.astype("<f2")
-    if dtype != "bfloat16":
-        return values
-    bits = values.view(np.uint32)
-    half = bits >> np.uint32(16)
-    rounded = (bits + np.uint32(0x7FFF) + (half & np.uint32(1))) >> np.uint32(16)
-    # A NaN could round to infinity or wrap around; it keeps its upper half, made quiet.
-    patterns: NDArray[np.uint32] = np.where(np.isnan(values), half | np.uint32(0x40), rounded)
-    return patterns.astype("<u2")
+    half = {"float16": "<f2", "bfloat16": "<u2"}.get(dtype)
+    return values if half is None else psd_core.narrowed(values, half)

@@ -28,7 +28,6 @@ from psd.checkpoint.tables import HISTORY, REMOVED, ROWS, TableRecord, check_tab
 from psd.checkpoint.vectors import ELEMENTS, difference_of
 from psd.contract.errors import CheckpointCorrupt, CheckpointUnsupported, PsdError
 from psd.contract.jobspec import GroupSpec, JobSpec, TensorSpec
-from psd.contract.tables import SparseTableSpec
 from psd.v1 import job_pb2
 from psd.v1.job_pb2 import LearningRateScale
 from psd_core.vector import VectorSpec
@@ -193,7 +192,7 @@ def manifest_document(cut: Cut, parts: Sequence[Part], documents: Sequence[bytes
             "groups": [_group_document(group) for group in spec.groups],
             "spaces": _spaces_document(stored_spaces(spec)),
             "tensors": [_tensor_document(tensor) for tensor in spec.tensors],
-            **({"tables": [_table_document(table) for table in spec.tables]} if spec.tables else {}),
+            **({"tables": [table.to_json() for table in spec.tables]} if spec.tables else {}),
             **({"base": base._asdict()} if base else {}),
             "job_spec": base64.b64encode(spec.to_message().SerializeToString(deterministic=True)).decode(),
         }
@@ -203,10 +202,6 @@ def manifest_document(cut: Cut, parts: Sequence[Part], documents: Sequence[bytes
 def _tensor_document(tensor: TensorSpec) -> dict[str, Any]:
     fields = dataclasses.asdict(tensor)
     return {name: value for name, value in fields.items() if value or name != "aliases"}
-
-
-def _table_document(table: SparseTableSpec) -> dict[str, Any]:
-    return {**dataclasses.asdict(table), "init": table.init.to_json()}
 
 
 def _group_document(group: GroupSpec) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
+import psd_core
 from psd.checkpoint import safetensors
 from psd.checkpoint.storage import FileStore, open_parent
 from psd.contract.errors import CheckpointCorrupt, CheckpointFailed
@@ -109,7 +110,7 @@ class PlainFile:
         """The elements of each run, in the order in which they are asked for."""
         for run in runs:
             values = self.raw(run)
-            yield (values.astype(np.uint32) << 16).view(np.float32) if self.entries[run.name].dtype == "BF16" else values
+            yield psd_core.widened(values) if self.entries[run.name].dtype == "BF16" else values
 
     @property
     def tables(self) -> list[str]:

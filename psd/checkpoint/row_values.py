@@ -44,18 +44,7 @@ class StoredValues(ValueTable):
 
     def _caught_up(self, path: Path, batch: StoredRows) -> ValueRows:
         group, n = self._group, len(batch.ids)
-        spec = TableSpec(
-            self._spec.name,
-            self.dim,
-            group.rule,
-            tuple(group.flags),
-            dict(zip(group.info.constants, group.constants, strict=True)),
-            seed=self._spec.seed,
-            updates=self._spec.updates,
-            dtype=self._spec.dtype,
-            push_max=n,
-            max_bytes=n * (4 * self._stored.width + 64),
-        )
+        spec = TableSpec.of(self._spec, rule=group.rule, flags=group.flags, constants=group.constants, push_max=n, max_rows=n)
         store = TableStore.create(path, spec)
         try:
             none = np.empty((0, self._stored.width), np.float32)

@@ -20,7 +20,7 @@ import psd
 from psd.contract.errors import CheckpointCorrupt, CheckpointUnsupported
 
 FORMAT = "psd-checkpoint"
-FORMAT_VERSION = 6
+FORMAT_VERSION = 7
 
 
 def _seal_of(body: bytes) -> bytes:

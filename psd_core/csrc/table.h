@@ -4,8 +4,8 @@
  * mapping: table.py makes the file longer and gives memory back. One thread at a time writes; any number read meanwhile.
  * Needs _GNU_SOURCE for its lock: portable.h defines it, and Python.h.
  *
- * The file, native byte order, format 5, regions from multiples of 64 KiB:
- *   superblock  4096 B: written by _table_format.py
+ * The file, native byte order, format 6, regions from multiples of 64 KiB:
+ *   superblock  4096 B: see _store_format.py; its facts are in _table_format.py
  *   control     u64 commit, from the next cache line u64 applied, then, from multiples of 64, the roots: root commit % 2 is valid
  *   record      psd_record, flips, backs (u32 each); the root has its checksum
  *   index 0, 1  u64 entries: tag << 32 | place + 1; GRAVE in the low half: removed; 0: never used

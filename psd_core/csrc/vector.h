@@ -3,8 +3,8 @@
  * docs/design/vectors.md explains stripes, the record and staging; this file has the formats. It owns no file and no memory of the
  * mappings: vector.py makes files longer and maps them. One thread at a time.
  *
- * The log, native byte order, format 4, regions from multiples of 4096:
- *   superblock  4096 B: written by _vector_format.py
+ * The log, native byte order, format 5, regions from multiples of 4096:
+ *   superblock  4096 B: see _store_format.py; its facts are in _vector_format.py
  *   control     u64 commit; from the next cache lines u64 applied, u64 state, each sealed; then, from byte 256, for each operand the
  *               u64 check of what is staged, 0 for nothing; then for each stripe of a chunk the u64 check of its partials
  *   sessions    psd_vector_session

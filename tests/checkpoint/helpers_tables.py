@@ -40,8 +40,8 @@ class ShardTables:
         path.mkdir()
         self.stores = [
             [
-                TableStore.create(path / f"user-{index}", TableSpec("user", 3, "adagrad", max_bytes=1 << 20)),
-                TableStore.create(path / f"item-{index}", TableSpec("item", 1, "sgd", max_bytes=1 << 20)),
+                TableStore.create(path / f"user-{index}", TableSpec("user", 3, "adagrad", max_rows=20_000)),
+                TableStore.create(path / f"item-{index}", TableSpec("item", 1, "sgd", max_rows=20_000)),
             ]
             for index in range(shard_count)
         ]

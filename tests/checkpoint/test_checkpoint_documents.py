@@ -64,10 +64,11 @@ def test_unseal_when_any_byte_is_flipped_then_the_document_is_refused():
 
 
 def test_unseal_when_a_later_psd_wrote_it_then_says_which():
-    data = seal({"format": "psd-checkpoint", "format_version": 7, "psd_version": "9.1"})
+    data = seal({"format": "psd-checkpoint", "format_version": FORMAT_VERSION + 1, "psd_version": "9.1"})
 
     with pytest.raises(
-        CheckpointUnsupported, match=r"version 7, written by psd 9\.1; this is psd .*, which reads .* version 6"
+        CheckpointUnsupported,
+        match=rf"version {FORMAT_VERSION + 1}, written by psd 9\.1; .*, which reads .* version {FORMAT_VERSION}",
     ):
         unseal(data, "x")
 

@@ -39,7 +39,7 @@ def pulled(shards: int, wanted: Any, ids_max: int = 1 << 20) -> RowPull:
     [
         ({"optimizer": 0.1}, TypeError, r"table 'user': optimizer: expected one of psd_client's, such as Adagrad\(lr=...\)"),
         ({"dim": 0}, InvalidRequest, "table 'user': dim: must be a whole number from 1 to 65536, got 0"),
-        ({"dim": 2.0}, InvalidRequest, "table 'user': dim: expected a whole number, got 2.0"),
+        ({"dim": 2.0}, InvalidRequest, "table 'user': dim: must be a whole number from 1 to 65536, got 2.0"),
         ({"seed": -1}, InvalidRequest, "seed"),
         ({"init": "zeros"}, InvalidRequest, "init: must be one of Zeros, Constant"),
         ({"dtype": "float16"}, InvalidRequest, "dtype: must be one of float32, bfloat16"),

@@ -24,7 +24,19 @@ def job(*tables, groups=(ADAGRAD,), tensors=(), **more):
 @pytest.mark.parametrize("init", [Zeros(), Constant(2.5), Uniform(-1.0, 1.0), Normal(0.1, 3.0), TruncatedNormal(0.5)])
 def test_tables_come_back_from_their_message(init):
     """A declaration is the same after it has travelled."""
-    table = SparseTableSpec("user ü", 3, 0, init, 2**64 - 1, "bfloat16", "catch_up", 255, 0.25, 9, 0, 1 << 40, "refuse")
+    table = SparseTableSpec(
+        "user ü",
+        3,
+        init=init,
+        seed=2**64 - 1,
+        dtype="bfloat16",
+        updates="catch_up",
+        admit_after=255,
+        admit_probability=0.25,
+        expire_steps=9,
+        max_rows=1 << 40,
+        at_limit="refuse",
+    )
 
     message = job_pb2.JobSpec.FromString(job(table).to_message().SerializeToString())
 
@@ -34,14 +46,15 @@ def test_tables_come_back_from_their_message(init):
 @pytest.mark.parametrize(
     ("change", "error"),
     [
-        ({"name": 1000}, r"tables.name: expected a string, such as .* \(a table needs no number of rows\), got 1000"),
-        ({"name": ""}, "tables.name: must have 1 to 256 printable bytes"),
-        ({"name": "a\nb"}, "tables.name: must have 1 to 256 printable bytes"),
+        ({"name": 1000}, r"table 1000: name: must be a string of .* \(a table needs no number of rows\), got 1000"),
+        ({"name": ""}, "table '': name: must be a string of 1 to 256 bytes"),
+        ({"name": "a\nb"}, "name: must be printable"),
         ({"dim": 0}, "table 'user': dim: must be a whole number from 1 to 65536, got 0"),
+        ({"dim": True}, "dim: must be a whole number from 1 to 65536, got True"),
         ({"seed": -1}, "seed: must be a whole number from 0"),
         ({"admit_after": 256}, "admit_after: must be a whole number from 1 to 255, got 256"),
-        ({"admit_probability": 0.0}, "admit_probability: must be > 0 and <= 1, got 0.0"),
-        ({"expire_steps": 1, "expire_s": 1}, "expire_steps: is 1, but rows expire by time already"),
+        ({"admit_probability": 0.0}, "admit_probability: must be a number > 0 and <= 1, got 0.0"),
+        ({"expire_steps": 1, "expire_seconds": 1}, "expire_steps: is 1, but rows expire by time already"),
         ({"dtype": "float16"}, "dtype: must be one of float32, bfloat16, got 'float16'"),
         ({"updates": "eager"}, "updates: must be one of lazy, catch_up, got 'eager'"),
         ({"at_limit": "crash"}, "at_limit: must be one of evict, refuse, got 'crash'"),
@@ -100,6 +113,7 @@ def test_unknown_initial_values_are_refused():
         ({"init": Constant(1.0), "admit_probability": 1.0}, {"init": Constant(1), "admit_probability": 1}),
         ({"init": Normal(0.5)}, {"init": Normal(np.float64(0.5), np.float32(0))}),
         ({"admit_probability": 0.5}, {"admit_probability": np.float64(0.5)}),
+        ({"dim": 8, "max_rows": 5}, {"dim": np.int32(8), "max_rows": np.uint64(5)}),
         ({}, {"name": np.str_("user"), "dtype": np.str_("float32")}),
     ],
 )

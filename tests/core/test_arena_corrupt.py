@@ -9,6 +9,7 @@ from arena_workload import SHAPES, WORKERS, check_places, update, versions
 from psd_core import _arena
 from psd_core import _arena_format as form
 from psd_core import _store_file as files
+from psd_core._store_format import FRONT
 from psd_core.arena import Arena, ArenaCorrupt
 
 META = b"seventeen letters"
@@ -57,7 +58,7 @@ def opens_again(path):
 def test_every_byte_of_superblock_shapes_and_meta_is_watched(closed, flip):
     path, front, _ = closed
 
-    messages = refusals(path, range(front.fixed_bytes), flip)
+    messages = refusals(path, range(len(front.fixed)), flip)
 
     assert all("superblock" in message for message in messages)
     assert all(str(path) in message for message in messages)
@@ -204,7 +205,7 @@ def test_a_truncated_file_is_refused_wherever_it_ends(closed):
     path, front, _ = closed
     whole = path.read_bytes()
 
-    for size in (0, 1, 63, front.fixed_bytes - 1, front.table_at, front.size - 1, front.size, len(whole) - 1):
+    for size in (0, 1, 63, len(front.fixed) - 1, front.table_at, front.size - 1, front.size, len(whole) - 1):
         path.write_bytes(whole[:size])
         with pytest.raises(ArenaCorrupt, match=r"truncated|fewer than"):
             Arena.open(path.parent)
@@ -247,5 +248,5 @@ def test_opening_reads_the_front_and_each_published_page_once(closed):
     arena = Arena.open(path.parent, read=read)
 
     pages = sum(8 * (layout.head_words + layout.body_words) for layout in front.layouts)
-    assert sum(bytes_read) == form.SUPERBLOCK.size + front.fixed_bytes + pages
+    assert sum(bytes_read) == FRONT.size + len(front.fixed) + pages
     arena.close(remove=True)

@@ -8,7 +8,7 @@ from psd_core.table import TableSpec, TableStore
 
 
 def make(memory_path, **options):
-    return TableStore.create(memory_path / "table", TableSpec("t", 1, "sgd", **({"max_bytes": 1 << 20} | options)), salt=7)
+    return TableStore.create(memory_path / "table", TableSpec("t", 1, "sgd", **({"max_rows": 21_000} | options)), salt=7)
 
 
 def push(store, ids, value):
@@ -47,7 +47,7 @@ def test_ids_of_one_push_are_all_counted(memory_path):
 
 def test_what_is_counted_takes_little_memory_whatever_the_limit_of_rows(memory_path):
     """It is taken when the table is made: a sixteenth of the limit would be as long a wait, and lost to everybody else."""
-    store = make(memory_path, admit_after=3, max_bytes=16 << 30)
+    store = make(memory_path, admit_after=3, max_rows=350_000_000)
     taken = store.used_bytes
     store.close(remove=True)
 

@@ -156,5 +156,5 @@ def test_values_take_half_the_memory(memory_path):
             store.push(np.arange(start, start + 1000), np.ones((1000, 64), np.float32), SGD.named)
     assert full.spec.row_bytes - half.spec.row_bytes == 128
     assert (full.used_bytes - half.used_bytes) / 20_000 == pytest.approx(128, rel=0.1)
-    with pytest.raises(ValueError, match="dtype: expected one of float32, bfloat16"):
+    with pytest.raises(ValueError, match="dtype: must be one of float32, bfloat16"):
         TableSpec("t", 64, "sgd", dtype="float16")

@@ -196,5 +196,5 @@ def test_a_history_that_does_not_fit_is_refused(memory_path):
     ]:
         with pytest.raises(InvalidArray, match=says):
             store.write(row[0], row[1][:, : store.spec.layout.width].copy(), history=history)
-    with pytest.raises(ValueError, match="updates: expected one of lazy, catch_up"):
+    with pytest.raises(ValueError, match="updates: must be one of lazy, catch_up"):
         spec_of(case, updates="never")

@@ -11,7 +11,7 @@ import pytest
 from helpers_rules import Case
 from table_model import SGD, check_places, rows_of, spec_of
 
-from psd_core._arena_format import ArenaCorrupt
+from psd_core._store_format import ArenaCorrupt
 from psd_core.table import TableStore
 
 CONTROL, RECORD, INDEX, OTHER_INDEX, SIGHTINGS, HEADS, ROWS, SPARES, REMOVALS, LOG = range(10)
@@ -118,7 +118,7 @@ def trained(path, case, *, dies_in=None, rows_max=250, new=35, pushes=14, **opti
             kept.append(path.read_bytes())
 
     options |= {"notes": 2, "push_max": 4096}
-    spec = spec_of(case, max_bytes=rows_max * spec_of(case, **options).row_bytes, **options)
+    spec = spec_of(case, max_rows=rows_max, **options)
     rng, number = np.random.default_rng(5), 0
     store = TableStore.create(path, spec, crash_point=crash_point)
     for number in range(1, pushes):
@@ -144,7 +144,7 @@ def trained(path, case, *, dies_in=None, rows_max=250, new=35, pushes=14, **opti
 
 def growing(path):
     """A partition whose rows are partly in its next index."""
-    spec = spec_of(SGD, dim=1, push_max=16384, max_bytes=1 << 22)
+    spec = spec_of(SGD, dim=1, push_max=16384, max_rows=85_000)
     store = TableStore.create(path, spec)
     start, count = 0, 13_000
     while not store._partition.is_moving:

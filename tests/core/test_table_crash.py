@@ -102,7 +102,7 @@ def test_a_copy_taken_at_every_store_opens_as_old_or_new(admit_after, updates, m
     watcher = Watcher(path)
     most, case = (265, SGD) if updates == "lazy" else (249, DECAYING)
     options = {"dim": 1, "admit_after": admit_after, "updates": updates}
-    spec = spec_of(case, max_bytes=most * spec_of(case, **options).row_bytes, notes=1, push_max=64, **options)
+    spec = spec_of(case, max_rows=most, notes=1, push_max=64, **options)
     store = watcher.store = TableStore.create(path, spec, crash_point=watcher)
     watcher("done")
     for number in range(14):
@@ -144,7 +144,7 @@ def train_until_killed(path, connection):
 def test_death_at_random_instants_leaves_whole_pushes(memory_path):
     """One partition; each process goes on with what the one before it left, and every sum is exact."""
     path = memory_path / "table"
-    TableStore.create(path, TableSpec("t", DIM, "sgd", init=Zeros(), max_bytes=1 << 24, push_max=2000, notes=1)).close(
+    TableStore.create(path, TableSpec("t", DIM, "sgd", init=Zeros(), max_rows=250_000, push_max=2000, notes=1)).close(
         remove=False
     )
     for acknowledged in last_words_of_killed_processes(train_until_killed, path):

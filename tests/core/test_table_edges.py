@@ -44,7 +44,7 @@ def taken(store, since=None):
 @pytest.mark.parametrize("edge", EDGES)
 def test_rows_at_rest_are_in_every_snapshot_after_any_number_of_pushes(edge, path):
     """Their version was kept in 32 bits: after 2^31 more pushes they were taken for rows to come, and left out."""
-    store = TableStore.create(path, TableSpec("t", 1, "sgd", max_bytes=1 << 16, push_max=64))
+    store = TableStore.create(path, TableSpec("t", 1, "sgd", max_rows=1300, push_max=64))
     one = np.ones((1, 1), np.float32)
     store.push(np.array([7]), one, SGD.named)
     store = at_version(path, store, edge)
@@ -61,7 +61,7 @@ def test_rows_at_rest_are_in_every_snapshot_after_any_number_of_pushes(edge, pat
 @pytest.mark.parametrize("edge", EDGES)
 def test_marks_tell_the_order_of_uses_however_far_they_are_apart(edge, path):
     """In 32 bits what was not used for 2^31 clocks was the newest of all."""
-    store = TableStore.create(path, TableSpec("t", 1, "sgd", max_bytes=3 * 49))
+    store = TableStore.create(path, TableSpec("t", 1, "sgd", max_rows=3))
     one = np.ones((1, 1), np.float32)
     for key, clock in enumerate([1, edge, edge + 1]):
         store.push(np.array([key]), one, SGD.named, clock=clock)
@@ -128,7 +128,7 @@ def test_a_step_that_a_history_could_not_tell_apart_is_refused(path):
 def test_which_rows_go_is_a_function_of_their_uses(salt, path, rng):
     """Those not used for longest, and of these in the order of their ids' hash; whatever the salt is, wherever they lie."""
     most = 2000
-    store = TableStore.create(path, TableSpec("t", 1, "sgd", max_bytes=most * 49), salt=salt)
+    store = TableStore.create(path, TableSpec("t", 1, "sgd", max_rows=most), salt=salt)
     used: dict[int, int] = {}
     evicted = expired = 0
     for clock in range(1, 120):
@@ -164,7 +164,7 @@ def test_which_rows_go_is_a_function_of_their_uses(salt, path, rng):
 def test_rows_that_are_written_again_as_used_when_they_were_go_once(path):
     """The heap of old rows had them twice; a push that evicted several gave one place to two rows."""
     most = 40
-    store = TableStore.create(path, TableSpec("t", 1, "sgd", max_bytes=most * 49))
+    store = TableStore.create(path, TableSpec("t", 1, "sgd", max_rows=most))
     for key in range(most + 1):  # the last one makes room, so all that are old are known
         store.push(np.array([key]), np.ones((1, 1), np.float32), SGD.named, clock=key + 1)
     clock = store.counters()["clock"]
@@ -181,7 +181,7 @@ def test_rows_that_are_written_again_as_used_when_they_were_go_once(path):
 
 def test_marks_of_rows_that_are_written_do_not_move_the_tables_clock(path):
     """A reader marks rows beyond it. Where those alone moved it, as slots begin anew, shards had clocks of their own."""
-    store = TableStore.create(path, TableSpec("t", 1, "sgd", max_bytes=1 << 16, push_max=64))
+    store = TableStore.create(path, TableSpec("t", 1, "sgd", max_rows=1300, push_max=64))
     one = np.ones((1, 1), np.float32)
     store.push(np.array([1]), one, SGD.named, clock=10)
     store.read(np.array([1]), clock=20)
@@ -203,7 +203,7 @@ def test_which_ids_are_admitted_is_a_function_of_what_was_pushed(path, rng):
     batches = [(rng.zipf(1.2, 4000) % 100_000).astype(np.int64) for _ in range(12)]
     found = []
     for number in range(2):
-        spec = TableSpec("t", 1, "sgd", max_bytes=500 * 49, admit_after=3, admit_probability=0.75)
+        spec = TableSpec("t", 1, "sgd", max_rows=500, admit_after=3, admit_probability=0.75)
         store = TableStore.create(path.with_name(str(number)), spec)
         for ids in batches:
             store.push(ids, np.ones((len(ids), 1), np.float32), SGD.named)

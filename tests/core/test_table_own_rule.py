@@ -12,7 +12,7 @@ DIM = 3
 
 
 def spec_of(**options):
-    return TableSpec("t", DIM, OWN, own_slots=(0.25, 0.0), init=Uniform(-1, 1), **options)
+    return TableSpec("t", DIM, OWN, constants=(0.25, 0.0), init=Uniform(-1, 1), **options)
 
 
 def momentum(value, grad, slots, step):
@@ -27,7 +27,7 @@ def momentum(value, grad, slots, step):
 def test_rows_go_through_the_rule_as_dense_ones_would_whatever_the_batches(memory_path, monkeypatch, dtype):
     """Repeated ids are summed and scaled beforehand; new rows begin with their initial values and slots."""
     monkeypatch.setattr("psd_core._table_own_rule._BATCH_BYTES", 4 * 9 * 7)
-    store = TableStore.create(memory_path / "table", spec_of(max_bytes=1 << 16, dtype=dtype))
+    store = TableStore.create(memory_path / "table", spec_of(max_rows=1000, dtype=dtype))
     rng = np.random.default_rng(3)
     rows = {}
     for step in range(1, 8):
@@ -62,7 +62,7 @@ def test_rows_go_through_the_rule_as_dense_ones_would_whatever_the_batches(memor
 @pytest.mark.parametrize("at_limit", ["evict", "refuse"])
 def test_it_sees_no_row_that_is_not_admitted_or_finds_no_room(memory_path, at_limit):
     """As psd's own rules."""
-    spec = spec_of(max_bytes=8 * spec_of().row_bytes, admit_after=2, at_limit=at_limit, push_max=64)
+    spec = spec_of(max_rows=8, admit_after=2, at_limit=at_limit, push_max=64)
     store = TableStore.create(memory_path / "table", spec)
     seen = []
 
@@ -85,7 +85,7 @@ def test_what_it_raises_the_push_raises_and_no_row_has_changed(memory_path, monk
     """Not even those of an earlier batch; the same push may come again, and the file knows its rule when it is opened."""
     monkeypatch.setattr("psd_core._table_own_rule._BATCH_BYTES", 4 * 9 * 4)
     path = memory_path / "table"
-    store = TableStore.create(path, spec_of(max_bytes=1 << 16, notes=1))
+    store = TableStore.create(path, spec_of(max_rows=1000, notes=1))
     ids, ones = np.arange(10, dtype=np.uint64), np.ones((10, DIM), np.float32)
     store.push(ids[:6], ones[:6], {}, own=momentum)
     before = store.read_rows(ids)[0].tobytes(), store.counters()
@@ -104,7 +104,7 @@ def test_what_it_raises_the_push_raises_and_no_row_has_changed(memory_path, monk
     assert (store.read_rows(ids)[0].tobytes(), store.notes()[0]) == (before[0], 0)
     store.close(remove=False)
     store = TableStore.open(path)
-    assert store.spec == spec_of(max_bytes=1 << 16, notes=1)
+    assert store.spec == spec_of(max_rows=1000, notes=1)
     store.push(ids, ones, {}, own=momentum)
     assert store.counters()["step"] == before[1]["step"] + 1
     assert (store.read_rows(ids)[0][:, 2 * DIM] == [2.0] * 6 + [1.0] * 4).all()
@@ -113,11 +113,11 @@ def test_what_it_raises_the_push_raises_and_no_row_has_changed(memory_path, monk
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"updates": "catch_up"}, "updates: expected lazy"),
-        ({"own_slots": (0.0,) * 65}, "own_slots: expected at most 64"),
-        ({"rule": "sgd"}, "own_slots: expected at most 64, and none but under 'own'"),
+        ({"updates": "catch_up"}, "updates: must be lazy"),
+        ({"constants": (0.0,) * 65}, "constants: must be at most 64, one for each slot, got 65"),
+        ({"rule": "sgd"}, "constants: must be none, got 1"),
     ],
 )
 def test_a_wrong_declaration_is_refused_by_name(options, message):
     with pytest.raises(ValueError, match=message):
-        TableSpec(**{"name": "t", "dim": DIM, "rule": OWN, "own_slots": (1.0,), **options})
+        TableSpec(**{"name": "t", "dim": DIM, "rule": OWN, "constants": (1.0,), **options})

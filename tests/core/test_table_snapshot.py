@@ -26,7 +26,7 @@ def push(store, ids, clock=None, value=-1.0):
 @pytest.fixture
 def store(memory_path):
     """A store with room for 40,000 rows, and 20,000 in it."""
-    made = TableStore.create(memory_path / "table", TableSpec("t", 1, "sgd", max_bytes=40_000 * 49, notes=1))
+    made = TableStore.create(memory_path / "table", TableSpec("t", 1, "sgd", max_rows=40_000, notes=1))
     for start in range(0, 20_000, 5000):
         push(made, np.arange(start, start + 5000), clock=1)
     return made

@@ -111,7 +111,7 @@ def test_memory_of_the_largest_round_is_given_back_when_rounds_have_long_been_sm
 def use_much_then_little(what, path):
     """Write by how much the process's memory has grown at most, and in the end."""
     dim, ids = 1024, np.arange(16_384) // 2
-    sums, store = RowSums(dim), TableStore.create(path, TableSpec("t", dim, "sgd", max_bytes=1 << 26))
+    sums, store = RowSums(dim), TableStore.create(path, TableSpec("t", dim, "sgd", max_rows=100_000))
 
     def use(count: int) -> None:
         if what == "sums":

@@ -10,7 +10,7 @@ from table_model import SGD
 
 from psd_core import _table_pages as pages
 from psd_core import table
-from psd_core._arena_format import StoreClosed, StoreFull
+from psd_core._store_format import StoreClosed, StoreFull
 from psd_core._table import ROWS
 from psd_core.table import TableSpec, TableStore
 
@@ -26,7 +26,7 @@ def test_a_read_sees_each_push_whole_or_not_at_all_while_the_index_grows(case, u
 
     Where rows catch up, they are behind after each push in between.
     """
-    spec = TableSpec("t", DIM, "sgd", case.flags, max_bytes=1 << 27, updates=updates)
+    spec = TableSpec("t", DIM, "sgd", case.flags, max_rows=1_000_000, updates=updates)
     store = TableStore.create(memory_path / "table", spec)
     seen, problems, is_over = set(), [], threading.Event()
 
@@ -61,7 +61,7 @@ def test_a_read_sees_each_push_whole_or_not_at_all_while_the_index_grows(case, u
 
 def test_a_reader_that_is_behind_takes_no_row_from_a_push_that_needs_room(memory_path):
     """It marks rows as used long ago, while the push that has found them looks for what was not used for longest."""
-    spec = TableSpec("t", 4, "sgd", max_bytes=1000 * TableSpec("t", 4, "sgd").row_bytes, push_max=1000)
+    spec = TableSpec("t", 4, "sgd", max_rows=1000, push_max=1000)
     store = TableStore.create(memory_path / "table", spec)
     hot = np.arange(500, dtype=np.uint64)
     is_over = threading.Event()
@@ -85,7 +85,7 @@ def test_a_reader_that_is_behind_takes_no_row_from_a_push_that_needs_room(memory
 
 def test_rows_that_a_reader_ahead_has_used_are_not_the_oldest(memory_path):
     """Clocks go around, and so would their age."""
-    spec = TableSpec("t", 4, "sgd", max_bytes=64 * TableSpec("t", 4, "sgd").row_bytes, push_max=64)
+    spec = TableSpec("t", 4, "sgd", max_rows=64, push_max=64)
     store = TableStore.create(memory_path / "table", spec)
     ids = np.arange(64, dtype=np.uint64)
     store.push(ids, np.ones((64, 4), np.float32), SGD.named, clock=1)
@@ -100,7 +100,7 @@ def test_rows_that_a_reader_ahead_has_used_are_not_the_oldest(memory_path):
 
 def test_a_push_that_is_behind_does_not_make_a_row_older(memory_path):
     """The marks of pushes, as those of reads, only go forward."""
-    store = TableStore.create(memory_path / "table", TableSpec("t", 4, "sgd", max_bytes=1 << 16, push_max=64))
+    store = TableStore.create(memory_path / "table", TableSpec("t", 4, "sgd", max_rows=1000, push_max=64))
     ids = np.arange(8, dtype=np.uint64)
     store.push(ids, np.ones((8, 4), np.float32), SGD.named, clock=1)
     store.read(ids, clock=50)
@@ -127,7 +127,7 @@ def test_a_push_waits_for_no_page_that_another_thread_takes_ahead(is_full, memor
     monkeypatch.setattr(pages, "_SHARE_MAX", 1.0)
     monkeypatch.setattr(pages, "take_space", noted)
     monkeypatch.setattr(table, "take_space", noted)
-    store = TableStore.create(memory_path / "table", TableSpec("t", 256, "sgd", max_bytes=1 << 26))
+    store = TableStore.create(memory_path / "table", TableSpec("t", 256, "sgd", max_rows=60_000))
     ids, ones = np.arange(20_000), np.ones((500, 256), np.float32)
     for number, some in enumerate(ids.reshape(-1, 500)):
         if number == 10:
@@ -168,7 +168,7 @@ class NotedLock:
 def test_a_store_is_closed_while_a_push_begins_to_take_a_page_ahead(memory_path, monkeypatch):
     """The thread for it is made and has not started: `close` waits for it, and none begins after that."""
     monkeypatch.setattr(pages, "_SHARE_MAX", 1.0)
-    store = TableStore.create(memory_path / "table", TableSpec("t", 256, "sgd", max_bytes=1 << 26))
+    store = TableStore.create(memory_path / "table", TableSpec("t", 256, "sgd", max_rows=60_000))
     store._writing = store._page_ahead._lock = lock = NotedLock()
     closing, errors, make = [], [], threading.Thread
 
@@ -207,7 +207,7 @@ def test_a_push_goes_on_where_the_system_has_no_room_for_a_thread(memory_path, m
 
     monkeypatch.setattr(pages, "_SHARE_MAX", 1.0)
     monkeypatch.setattr(pages.threading.Thread, "start", start)
-    store = TableStore.create(memory_path / "table", TableSpec("t", 256, "sgd", max_bytes=1 << 26))
+    store = TableStore.create(memory_path / "table", TableSpec("t", 256, "sgd", max_rows=60_000))
     ids = np.arange(10_000)
     for some in ids.reshape(-1, 500):
         store.push(some, np.ones((500, 256), np.float32), {**SGD.named, "lr": -1.0})

@@ -123,7 +123,7 @@ def test_a_directory_has_one_store_and_whole_files(memory_path):
         ("vector-0", lambda data: data[:4096], "vector-0: it has 4096 bytes, expected 40960: truncated"),
         ("log", lambda data: data[:8192], "log: it has 8192 bytes"),
         ("log", lambda data: b"X" + data[1:], "superblock: expected magic"),
-        ("log", lambda data: data[:24] + b"\5" + data[25:], "superblock: it does not have the checksum"),
+        ("log", lambda data: data[:24] + b"\5" + data[25:], "superblock: bytes 0 to 4096 do not have the checksum"),
         ("catalog", lambda _: b"[[", "catalog:"),
     ):
         file = path / name

@@ -100,7 +100,7 @@ lives = st.lists(st.tuples(flags, deeds, ends, st.floats(0, 1, exclude_max=True)
 """Of each: its flags, what happens in it, how it ends, and where it is damaged then."""
 
 table_options = st.sampled_from(
-    [{}, {"expire_steps": 1 << 30}, {"rows_max": 1 << 20}, {"updates": "catch_up"}],
+    [{}, {"expire_steps": 1 << 30}, {"max_rows": 1 << 20}, {"updates": "catch_up"}],
 )
 
 

@@ -34,8 +34,8 @@ from psd.contract.staleness import parse_staleness
 from psd.contract.tls import client_files, server_files
 from psd.contract.tokens import parse_token, parse_tokens, presented
 from psd.v1 import data_pb2, job_pb2
-from psd_core import _arena
 from psd_core import _arena_format as form
+from psd_core._store_format import FRONT
 from psd_core.arena import Arena, ArenaCorrupt, BlockShape
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=60)
@@ -199,27 +199,31 @@ def test_arenas(arena_file: Path, data: st.DataObject) -> None:
 
 
 @fuzzed
-@given(
-    st.tuples(*[st.integers(0, 2**32 - 1) | st.integers(0, 5)] * 2, st.integers(0, 2**64 - 1) | st.integers(0, 60)),
-    st.binary(min_size=60, max_size=200),
-)
-def test_fronts_of_arenas(numbers: tuple[int, int, int], rest: bytes) -> None:
-    """Numbers of workers, blocks and bytes as one likes, under the right checksum: no more is read or made than is there."""
-    workers, blocks, meta_bytes = numbers
-    head = (form.MAGIC, form.FORMAT_VERSION, form.BYTE_ORDER_MARK, workers, blocks, form.WORD_SLOTS, meta_bytes)
-    unsigned = form.SUPERBLOCK.pack(*head, 0) + rest
-
-    def read() -> form.Front | None:
-        length = form.fixed_bytes(unsigned[: form.SUPERBLOCK.size])
-        if length > len(unsigned):
-            return None  # the file ends before; read_front refuses it
-        check = _arena.checksum(bytearray(unsigned[:length]))
-        return form.unpack(form.SUPERBLOCK.pack(*head, check) + unsigned[form.SUPERBLOCK.size : length])
+@given(st.tuples(*[st.integers(0, 2**32 - 1) | st.integers(0, 5)] * 2), st.binary(max_size=200))
+def test_fronts_of_arenas(numbers: tuple[int, int], rest: bytes) -> None:
+    """Numbers of workers and blocks as one likes, under the right checksum: no more is read or made than is there."""
+    workers, blocks = numbers
+    file = form.SUPERBLOCK.pack(struct.pack("<III4x", workers, blocks, form.WORD_SLOTS) + rest)
 
     with allocates_at_most(4096):
-        front = ends_in(ArenaCorrupt, read)
+        front = ends_in(ArenaCorrupt, lambda: form.read_front(reading(file), len(file)))
     if front is not None:
-        assert front.pack() == form.unpack(front.pack()).pack()
+        assert front.fixed == form.read_front(reading(front.fixed), len(front.fixed)).fixed == file
+
+
+@fuzzed
+@given(st.integers(0, 2**64 - 1) | st.integers(0, 200), st.binary(max_size=200))
+def test_lengths_in_superblocks(nbytes: int, rest: bytes) -> None:
+    """Any length is refused before so much is read."""
+    file = FRONT.pack(form.SUPERBLOCK.magic, form.SUPERBLOCK.version, 0x01020304, nbytes, 0) + rest
+
+    with allocates_at_most(4096):
+        ends_in(ArenaCorrupt, lambda: form.read_front(reading(file), len(file)))
+
+
+def reading(file: bytes) -> Callable[[int, int], bytes]:
+    """Reads a file's bytes."""
+    return lambda nbytes, start: file[start : start + nbytes]
 
 
 # -- who is let in ---------------------------------------------------------------------------------------------------------

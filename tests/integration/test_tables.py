@@ -62,7 +62,7 @@ def train_all_rules(ps: psd_client.ParameterServer, aggregation: str) -> tuple[A
     groups = [spec_of(rule) for rule in rules] * 2
     tensors = [TensorSpec(name, (ROWS, DIM), "float32", index) for index, name in enumerate(RULES)]
     tables = [
-        SparseTableSpec(f"{name} {updates}", DIM, len(RULES) + index, Zeros(), updates=updates)
+        SparseTableSpec(f"{name} {updates}", DIM, len(RULES) + index, init=Zeros(), updates=updates)
         for updates in ("catch_up", "lazy")
         for index, name in enumerate(RULES)
     ]
@@ -149,7 +149,9 @@ def test_training_equals_one_process_of_torch(run_workers: Callable[..., Any], w
     were steps of the table, for its momentum, weight decay and Adam's count, where torch rests."""
 
     def worker(ps: psd_client.ParameterServer) -> Any:
-        tables = [Table(str(i), DIM, rule, Normal(0.5), updates=updates) for i, (rule, updates, _, _) in enumerate(OPTIMIZERS)]
+        tables = [
+            Table(str(i), DIM, rule, init=Normal(0.5), updates=updates) for i, (rule, updates, _, _) in enumerate(OPTIMIZERS)
+        ]
         assert ps.declare({}, tables=tables) == {}
         begin = [table.pull(range(ROWS)) for table in ps.tables.values()]
         for step in range(STEPS):

@@ -25,7 +25,7 @@ def test_ids_of_all_64_bits_in_any_shape_have_rows(
     """Signed or not, and repeated. One worker's pushes have no rows, in each of the ways in which one can say so."""
 
     def worker(ps: psd_client.ParameterServer) -> None:
-        tables = [Table("a", 3, SGD(lr=1.0), Normal(1.0)), Table("b", 1, Adagrad(lr=1.0))]
+        tables = [Table("a", 3, SGD(lr=1.0), init=Normal(1.0)), Table("b", 1, Adagrad(lr=1.0))]
         ps.declare({}, tables=tables, consistency=consistency, aggregation=aggregation, reduce="sum")
         a = ps.tables["a"]
         start = a.pull(EXTREME)

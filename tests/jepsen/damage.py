@@ -35,8 +35,7 @@ def _pages(arena: Path) -> list[Stretch]:
     if not arena.exists():
         return []
     with arena.open("rb") as file:
-        fixed_bytes = form.fixed_bytes(file.read(form.SUPERBLOCK.size))
-        front = form.unpack(os.pread(file.fileno(), fixed_bytes, 0))
+        front = form.read_front(lambda nbytes, start: os.pread(file.fileno(), nbytes, start), arena.stat().st_size)
         table = os.pread(file.fileno(), 8 * len(front.shapes), front.table_at)
     entries = [int.from_bytes(table[at : at + 8], "little") for at in range(0, len(table), 8)]
     pages = [(entry >> form.TABLE_CHECK_BITS) * form.UNIT_BYTES for entry in entries]

@@ -116,7 +116,7 @@ def test_rows_of_a_table_are_an_argument_of_the_loss(run_workers):
     gradients = jax.jit(jax.grad(of_loss, argnums=(0, 1)))
 
     def worker(ps):
-        table = psd_client.Table("user", 3, psd_client.SGD(lr=0.2), psd_client.Normal(1.0))
+        table = psd_client.Table("user", 3, psd_client.SGD(lr=0.2), init=psd_client.Normal(1.0))
         params = ps.declare({"w": w0}, psd_client.SGD(lr=0.1), tables=[table])
         start = ps.tables["user"].pull(every)
         ps.barrier("pulled")

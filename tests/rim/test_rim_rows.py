@@ -33,7 +33,17 @@ def tables_spec() -> job_pb2.JobSpec:
     job = spec(1)
     job.groups.add(rule="sgd")
     for name, dim in TABLES.items():
-        job.tables.add(name=name, dim=dim, group=1, init="Zeros", dtype=F32, admit_after=1, admit_probability=1.0)
+        job.tables.add(
+            name=name,
+            dim=dim,
+            group=1,
+            init="Zeros",
+            dtype=F32,
+            admit_after=1,
+            admit_probability=1.0,
+            updates="lazy",
+            at_limit="evict",
+        )
     return job
 
 

@@ -87,7 +87,15 @@ ADAM = {"lr": 0.01, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.
 
 def table(path, updates: str, *, push_max: int = 64) -> TableStore:
     spec = TableSpec(
-        "user", 4, "adam", ("decoupled_weight_decay",), {}, Normal(0.5), 3, 1 << 22, push_max=push_max, updates=updates
+        "user",
+        4,
+        "adam",
+        ("decoupled_weight_decay",),
+        init=Normal(0.5),
+        seed=3,
+        max_rows=40_000,
+        push_max=push_max,
+        updates=updates,
     )
     return TableStore.create(path, spec, salt=1)
 

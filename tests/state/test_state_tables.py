@@ -119,7 +119,7 @@ def test_a_gradient_of_age_one_moves_a_row_half_as_far():
         driver.push_rows(seat, 2, {}, versions=[0, 0])
 
 
-@pytest.mark.parametrize("by", ["steps", "s"])
+@pytest.mark.parametrize("by", ["steps", "seconds"])
 def test_rows_that_nobody_uses_expire(by):
     """Pulls are uses, and so are pushes; evaluation is not."""
     driver = Driver(tables_spec(1, tables=1, table={f"expire_{by}": 10}))
@@ -140,7 +140,7 @@ def test_rows_that_nobody_uses_expire(by):
 @pytest.mark.parametrize("at_limit", ["evict", "refuse"])
 def test_a_shard_has_its_share_of_a_tables_rows(at_limit):
     """What comes at the limit takes the place of rows that were not used for long, or is counted and dropped."""
-    driver = Driver(tables_spec(1, tables=1, table={"rows_max": 3000, "at_limit": at_limit}), shard=0, shards=2)
+    driver = Driver(tables_spec(1, tables=1, table={"max_rows": 3000, "at_limit": at_limit}), shard=0, shards=2)
     (seat,) = driver.start()
     ids = np.arange(20_000)
     ids = ids[shard_of(ids, 2) == 0]
@@ -156,9 +156,9 @@ def test_a_shard_has_its_share_of_a_tables_rows(at_limit):
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        ({"rows_max": 5000}, "table 's1': max_rows: 5000 rows on each shard, .* do not fit: .*--max-table-bytes 600000"),
-        ({"rows_max": 10_000}, "table 's0': max_rows: 10000 rows on each .* are above the shard's --max-table-rows 5000"),
-        ({"rows_max": 1000, "admit_after": 2}, None),
+        ({"max_rows": 5000}, "table 's1': max_rows: 5000 rows on each shard, .* do not fit: .*--max-table-bytes 600000"),
+        ({"max_rows": 10_000}, "table 's0': max_rows: 10000 rows on each .* are above the shard's --max-table-rows 5000"),
+        ({"max_rows": 1000, "admit_after": 2}, None),
     ],
 )
 def test_tables_that_do_not_fit_are_refused_at_the_declaration(table, message):
@@ -179,7 +179,7 @@ def test_rows_that_come_from_a_file_are_as_old_as_the_job(tmp_path):
     """Where rows expire by time, those that a job begins with do not go at the first look."""
     file = tmp_path / "start.safetensors"
     safetensors.numpy.save_file({"s0.ids": np.arange(5), "s0.rows": np.ones((5, 3), np.float32)}, file)
-    spec = tables_spec(1, tables=1, table={"expire_s": 100})
+    spec = tables_spec(1, tables=1, table={"expire_seconds": 100})
     driver = Driver(spec, from_checkpoint=str(file), parameters_only=True)
     (seat,) = [driver.join(0)]
     driver.declare(seat)
@@ -197,7 +197,7 @@ def test_rows_that_come_from_a_file_are_as_old_as_the_job(tmp_path):
 
 def test_rows_expire_also_after_the_machines_clock_was_ahead_for_a_while():
     """What was looked at in that year is looked at again when the clock has been set right."""
-    driver = Driver(tables_spec(1, tables=1, table={"expire_s": 100}))
+    driver = Driver(tables_spec(1, tables=1, table={"expire_seconds": 100}))
     (seat,) = driver.start()
     driver.time.value += 1e7
     driver.shard.tick()
@@ -231,10 +231,10 @@ def test_the_shards_together_have_as_many_rows_as_the_table_may_have():
     """Not so many for each as the largest share; and each has room for a row."""
     shares = []
     for shard in range(4):
-        driver = Driver(tables_spec(1, tables=1, table={"rows_max": 10}), shard=shard, shards=4)
+        driver = Driver(tables_spec(1, tables=1, table={"max_rows": 10}), shard=shard, shards=4)
         driver.declare(driver.join(session=shard and 1))
-        shares.append(driver.core.job.tables.partitions[0].store.spec.rows_max)
-    few = Driver(tables_spec(1, tables=1, table={"rows_max": 3}), shards=4)
+        shares.append(driver.core.job.tables.partitions[0].store.spec.max_rows)
+    few = Driver(tables_spec(1, tables=1, table={"max_rows": 3}), shards=4)
 
     assert shares == [3, 3, 2, 2]
     with pytest.raises(InvalidRequest, match="table 's0': max_rows: 3 rows are fewer than the 4 shards"):

@@ -25,7 +25,7 @@ def new_rows(driver, seat, clocks, count=10, table=0):
 @pytest.mark.parametrize("end", ["leave", "expire", "rejoin", "stay"])
 def test_rows_make_room_when_the_fastest_worker_is_gone_or_comes_back(mode, end):
     """They were marked by the largest clock that ever pushed, so nothing was old, and every new row was refused."""
-    driver = Driver(tables_spec(2, tables=1, mode=mode, table={"rows_max": 50}))
+    driver = Driver(tables_spec(2, tables=1, mode=mode, table={"max_rows": 50}))
     fast, slow = driver.start()
     new_rows(driver, fast, range(200))
     if end == "leave":
@@ -73,7 +73,7 @@ def test_rows_expire_at_a_round_that_nothing_but_rounds_decides():
 
 def test_rows_that_expire_by_time_make_room_at_any_number_of_steps_a_second():
     """They were marked by whole seconds, so all of a second were as old as each other."""
-    driver = Driver(tables_spec(1, tables=1, table={"expire_s": 3600, "rows_max": 50}))
+    driver = Driver(tables_spec(1, tables=1, table={"expire_seconds": 3600, "max_rows": 50}))
     (seat,) = driver.start()
     for clock in range(100):
         new_rows(driver, seat, [clock], 50)
@@ -83,10 +83,10 @@ def test_rows_that_expire_by_time_make_room_at_any_number_of_steps_a_second():
     assert (counts.rows, counts.refused) == (50, 0)
 
 
-@pytest.mark.parametrize("by", ["expire_steps", "expire_s"])
+@pytest.mark.parametrize("by", ["expire_steps", "expire_seconds"])
 def test_marks_go_on_after_a_kill(by, tmp_path):
     """They are kept with the rows, so what was old stays older than what comes."""
-    spec = tables_spec(2, tables=1, mode="async", table={by: 1000, "rows_max": 40})
+    spec = tables_spec(2, tables=1, mode="async", table={by: 1000, "max_rows": 40})
     driver = Driver(spec, state_dir=str(tmp_path / "state"))
     a, b = driver.start()
     new_rows(driver, a, range(30))
@@ -103,7 +103,7 @@ def test_marks_go_on_after_a_kill(by, tmp_path):
 
 def test_a_time_that_is_set_back_stops_no_expiry():
     """Marks are not below those before; seconds then pass from there on."""
-    driver = Driver(tables_spec(1, tables=1, table={"expire_s": 100}))
+    driver = Driver(tables_spec(1, tables=1, table={"expire_seconds": 100}))
     (seat,) = driver.start()
     driver.time.value += 1e7
     driver.push_rows(seat, 0, {0: ([1], 1.0)})
@@ -130,7 +130,7 @@ def test_a_step_is_nearly_a_whole_number_of_pushes_of_any_number_of_workers(work
 
 def exactly_trained(tmp_path, order, tick_every, kill_every):
     """The rows of a table after exact rounds of three workers, whose pushes and pulls come in this order."""
-    table = {"rows_max": 60, "expire_steps": 6, "admit_after": 2}
+    table = {"max_rows": 60, "expire_steps": 6, "admit_after": 2}
     spec = tables_spec(3, tables=1, aggregation="exact", table=table)
     driver = Driver(spec, state_dir=str(tmp_path / f"{order}-{tick_every}-{kill_every}"))
     seats = driver.start()
@@ -169,11 +169,11 @@ def test_rows_that_expire_and_make_room_have_the_same_bits_under_exact_aggregati
     assert all(count > 0 for count in counts[:3])
 
 
-@pytest.mark.parametrize("table", [{}, {"expire_steps": 1000}, {"expire_s": 1000}])
+@pytest.mark.parametrize("table", [{}, {"expire_steps": 1000}, {"expire_seconds": 1000}])
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_rows_of_a_checkpoint_make_room_for_new_ones(mode, table, tmp_path):
     """All of them were younger than whatever came: all new rows were refused, for as long as the job had trained before."""
-    spec = tables_spec(1, tables=1, blocks=1, mode=mode, table={"rows_max": 50, **table})
+    spec = tables_spec(1, tables=1, blocks=1, mode=mode, table={"max_rows": 50, **table})
     directory = CheckpointDirectory(str(tmp_path / "checkpoints"))
     first = Driver(spec, run_id="mine", directory=directory)
     (seat,) = first.start()
@@ -195,7 +195,7 @@ def test_rows_of_a_checkpoint_make_room_for_new_ones(mode, table, tmp_path):
     assert restored.clock == restored.store.counters()["clock"]
     assert driver.core.job.tables.counts[0].refused == 0
     assert driver.rows(0, 1_000_000 + 10 * (seat.clock + 2) + np.arange(50)) == [-1.0] * 50
-    if "expire_s" in table:
+    if "expire_seconds" in table:
         driver.time.value += 2000
         driver.heartbeat(seat)
         driver.shard.tick()
@@ -204,7 +204,7 @@ def test_rows_of_a_checkpoint_make_room_for_new_ones(mode, table, tmp_path):
 
 def test_a_tick_waits_for_no_update():
     """A user's rule may take a minute, and meanwhile nobody's lease would run out."""
-    driver = Driver(tables_spec(1, tables=1, table={"expire_s": 100}))
+    driver = Driver(tables_spec(1, tables=1, table={"expire_seconds": 100}))
     driver.start()
     tables = driver.core.job.tables
     store = tables.partitions[0].store

@@ -62,7 +62,7 @@ def test_rows_whose_sum_finds_no_memory_in_one_table_are_in_the_sum_of_none():
 @pytest.mark.parametrize("place", ["hold", "push"])
 def test_an_update_that_finds_no_room_in_one_table_changes_none(mode, error, place, monkeypatch):
     """Room in the file is asked for in all tables first, so that no row has gone to make room for others."""
-    driver = Driver(tables_spec(1, mode=mode, table={"rows_max": 4}), limits=Limits(push_ids_max=8))
+    driver = Driver(tables_spec(1, mode=mode, table={"max_rows": 4}), limits=Limits(push_ids_max=8))
     (seat,) = driver.start()
     driver.push_rows(seat, 0, {0: ([1, 2, 3, 4], 1.0), 1: ([1], 1.0)})
     stores = [partition.store for partition in driver.core.job.tables.partitions]

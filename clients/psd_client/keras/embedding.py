@@ -62,7 +62,7 @@ class Embedding(keras.layers.Layer):
         super().__init__(name=name if name is not None else table, autocast=False)
         # Without an optimizer of its own the table's rule is known when `distribute` is called; all else is checked here.
         rule = SGD(lr=0.0) if optimizer is None else optimizer
-        self.spec = Table(table, dim, rule, init, seed, updates=updates, **options).spec(0)
+        self.spec = Table(table, dim, rule, init=init, seed=seed, updates=updates, **options).spec(0)
         self.optimizer = optimizer
         self._given = {"table": table, "dim": dim, "seed": seed, "updates": updates, **options}
         self.handle = self.add_weight(shape=(len(DIRECTION),), initializer="zeros", name="handle", dtype="float32")

@@ -55,7 +55,7 @@ class TableModule(torch.nn.Module):
     ) -> None:
         super().__init__()
         # Without an optimizer of its own the table's rule is known when `distribute` is called; all else is checked here.
-        self.spec = Table(name, dim, SGD(lr=0.0) if optimizer is None else optimizer, init, seed, **options).spec(0)
+        self.spec = Table(name, dim, SGD(lr=0.0) if optimizer is None else optimizer, init=init, seed=seed, **options).spec(0)
         self.optimizer = optimizer
         self.padding_idx = None if padding_idx is None else whole_number(InvalidRequest, "padding_idx", padding_idx)
         if not -(1 << 63) <= (self.padding_idx or 0) < 1 << 63:

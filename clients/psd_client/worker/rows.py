@@ -82,7 +82,7 @@ class RowGradients:
         sums = memory.arrays([(len(batch.ids), dim) for batch, dim in zip(found, dims, strict=True)], [_FLOAT32] * len(tables))
         sum_each(found, given, sums)
         self._values = [
-            values if numbers.dtype == _FLOAT32 else _narrowed(values, numbers.dtype)
+            values if numbers.dtype == _FLOAT32 else psd_core.narrowed(values, numbers.dtype)
             for values, numbers in zip(sums, given, strict=True)
         ]
         self.by_shard = [
@@ -176,13 +176,3 @@ def _rows_of(
         TableRows(table, batch.ids[part], rows[part])
         for table, batch, rows, part in zip(tables, found, values, cut, strict=True)
     ]
-
-
-def _narrowed(values: NDArray[np.float32], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Numbers in float16, or as the bits of bfloat16, rounded to the nearest, ties to even."""
-    if dtype == np.float16:
-        with np.errstate(over="ignore"):  # first_nonfinite finds infinity afterwards
-            return values.astype(np.float16)
-    bits = values.view(np.uint32)
-    rounded = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16
-    return np.where(np.isnan(values), 0x7FC0, rounded).astype(np.uint16)

@@ -50,7 +50,7 @@ from psd.state.core import ShardCore
 from psd.state.cuts.cuts import Cuts
 from psd.state.job import Job
 from psd.state.life import Life
-from psd.state.tables.block import Partition
+from psd.state.tables.block import PartitionState
 from psd.state.tables.filling import fill
 from psd.state.tables.slots import WholeRows, as_trained_by_nobody
 from psd.state.workers.membership import Membership
@@ -364,7 +364,7 @@ class Restoration:
         return next((directory for directory in self._directories if directory.has(checkpoint)), self._directories[0])
 
 
-def _checked(partition: Partition, pieces: Iterator[ValueRows], location: str, used: int) -> Iterator[WholeRows]:
+def _checked(partition: PartitionState, pieces: Iterator[ValueRows], location: str, used: int) -> Iterator[WholeRows]:
     """The rows that a table begins with, marked as used at that clock; NonFiniteGradient if a value is not finite."""
     for ids, values in pieces:
         element = first_nonfinite(values.reshape(-1))

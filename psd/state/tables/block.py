@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
+import psd_core
 from psd.contract.custom_rules import ListedRule
 from psd.contract.errors import InvalidRequest, OutOfSpace
 from psd.contract.jobspec import JobSpec
@@ -92,8 +93,8 @@ class TableCounts(NamedTuple):
     unadmitted: int
 
 
-class Partition:
-    """One table's rows on this shard.
+class PartitionState:
+    """One table's rows on this shard, and what the shard knows of them.
 
     Attributes:
         notes: as the store has them; shared by partitions that are alike, and never changed in place.
@@ -133,7 +134,7 @@ class Partition:
         self.group = spec.group
         self.has_aged_rate = group.staleness == RATE
         self.own = OwnRule(rules[group.rule]) if group.info.is_custom else None
-        self.age_max = spec.expire_s * MICROSECONDS or spec.expire_steps * STEP
+        self.age_max = spec.expire_seconds * MICROSECONDS or spec.expire_steps * STEP
         self._wall = wall
         self.find_clock()
         self.note(store.notes())
@@ -148,7 +149,7 @@ class Partition:
     def find_clock(self) -> None:
         """Set the clock to the store's."""
         self.clock = self.store.counters()["clock"]
-        self.time = Elapsed(self._wall, self.clock) if self.spec.expire_s else None
+        self.time = Elapsed(self._wall, self.clock) if self.spec.expire_seconds else None
 
     def next_clock(self, step: int) -> int:
         """The clock of the next update, and of reads until then: it is beyond those of all updates before.
@@ -209,8 +210,10 @@ class TablesBlock(Trained):
         rules: Mapping[str, ListedRule],
     ) -> None:
         self._members, self._policy = services.members, services.policy
-        self.partitions = [Partition(table, spec, store, rules, wall) for table, store in zip(spec.tables, stores, strict=True)]
-        self._expires_by_time = any(table.expire_s for table in spec.tables)
+        self.partitions = [
+            PartitionState(table, spec, store, rules, wall) for table, store in zip(spec.tables, stores, strict=True)
+        ]
+        self._expires_by_time = any(table.expire_seconds for table in spec.tables)
         self.checks = checks
         self.base = ""
         self.bases: Mapping[str, Sequence[Mark]] = {}
@@ -279,8 +282,8 @@ class TablesBlock(Trained):
         given: list[Any] = [rows for rows in (gradient.accumulator, gradient.last) if rows is not None and rows is not sums]
         lent = None
         following: dict[int, NDArray[np.uint64]] = {}
-        pending: list[tuple[Partition, int, _Given | None]] = []
-        held: list[Partition] = []
+        pending: list[tuple[PartitionState, int, _Given | None]] = []
+        held: list[PartitionState] = []
         try:
             if given and gradient.weight not in (0, 1):  # weighted as a sum would be, so that all shards have the same bits
                 sums = lent = self._pool.lend()
@@ -332,7 +335,7 @@ class TablesBlock(Trained):
             self._window[rank] = session, clock + 1
         return min([partition.version for partition in self.partitions])
 
-    def _has(self, partition: Partition, update: Update, clock: int) -> bool:
+    def _has(self, partition: PartitionState, update: Update, clock: int) -> bool:
         """True if this partition has the update from an earlier try: the process died, or another partition had no room."""
         if self._policy.has_rounds:
             return partition.version > self.version
@@ -347,7 +350,7 @@ class TablesBlock(Trained):
             notes[1 + self._world_size + rank] = clock + 1
         return notes
 
-    def _keep(self, partition: Partition, notes: NDArray[np.uint64], clock: int) -> None:
+    def _keep(self, partition: PartitionState, notes: NDArray[np.uint64], clock: int) -> None:
         """Change a partition's notes and clock, but no row."""
         try:
             self._write_notes(partition, notes, clock, is_held=False)
@@ -356,7 +359,7 @@ class TablesBlock(Trained):
         partition.clock = clock
         partition.note(notes)
 
-    def _write_notes(self, partition: Partition, notes: NDArray[np.uint64], clock: int, *, is_held: bool) -> None:
+    def _write_notes(self, partition: PartitionState, notes: NDArray[np.uint64], clock: int, *, is_held: bool) -> None:
         rows = np.empty((0, partition.store.spec.layout.width), np.float32)
         partition.store.write(_NO_IDS, rows, notes=notes, clock=clock, is_held=is_held)
 
@@ -386,7 +389,7 @@ class TablesBlock(Trained):
             if values.dtype == np.float32:
                 partition.store.read(ids, values, clock=used)
             else:
-                _narrow(partition.store.read(ids, clock=used), values)
+                values[...] = psd_core.narrowed(partition.store.read(ids, clock=used), values.dtype)
 
     def snapshots(self, base: str) -> list[TableSnapshot] | None:
         """Begin a snapshot of each table; None while other snapshots are under way. The caller holds the lock.
@@ -474,14 +477,3 @@ def _given_to(number: int, sums: TableSums | None, given: Sequence[Any]) -> _Giv
             else:
                 found = _Given(found.ids, found.values, False, (ids, values), found.ids_count + len(ids))
     return found
-
-
-def _narrow(values: NDArray[np.float32], out: NDArray[Any]) -> None:
-    """Round to the dtype of `out`: float16, or uint16 with the bits of bfloat16."""
-    if out.dtype == np.float16:
-        np.copyto(out, values, casting="same_kind")
-        return
-    bits = values.view(np.uint32)
-    is_nan = np.isnan(values)
-    np.copyto(out, (bits + 0x7FFF + (bits >> 16 & 1)) >> 16, casting="same_kind")
-    out[is_nan] = 0x7FC0

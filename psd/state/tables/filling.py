@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from psd.contract.errors import OutOfSpace
-from psd.state.tables.block import Partition
+from psd.state.tables.block import PartitionState
 from psd.state.tables.slots import WholeRows
 from psd_core.arena import StoreFull
 
@@ -22,7 +22,7 @@ ROWS_AT_ONCE = 4096
 
 
 def fill(
-    partition: Partition,
+    partition: PartitionState,
     batches: Iterable[WholeRows],
     count: int,
     *,

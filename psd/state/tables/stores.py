@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from psd.contract.config import Limits
@@ -43,13 +42,13 @@ def partition_specs(spec: JobSpec, shard: tuple[int, int], notes: int, limits: L
     index, count = shard
 
     def partition(table: SparseTableSpec, rows: int) -> TableSpec:
-        return _partition(spec, table, notes, push_max, rows)
+        return _partition(spec, table, max_rows=rows, push_max=push_max, notes=notes)
 
     found: list[TableSpec] = []
     for table in spec.tables:
-        rows = table.rows_max // count + (index < table.rows_max % count)  # adds up to rows_max over all shards
-        if 0 < table.rows_max < count:
-            raise InvalidRequest(f"table {table.name!r}: max_rows: {table.rows_max} rows are fewer than the {count} shards")
+        rows = table.max_rows // count + (index < table.max_rows % count)  # adds up to max_rows over all shards
+        if 0 < table.max_rows < count:
+            raise InvalidRequest(f"table {table.name!r}: max_rows: {table.max_rows} rows are fewer than the {count} shards")
         if rows > limits.table_rows_max:
             raise InvalidRequest(
                 f"table {table.name!r}: max_rows: {rows} rows on each shard are above the shard's --max-table-rows "
@@ -63,7 +62,7 @@ def partition_specs(spec: JobSpec, shard: tuple[int, int], notes: int, limits: L
                 f"table {table.name!r}: {what} do not fit: of the shard's memory for tables ({whose}), {left} are left"
             )
         left -= nbytes if rows else 0
-    unlimited = [number for number, table in enumerate(spec.tables) if table.rows_max == 0]
+    unlimited = [number for number, table in enumerate(spec.tables) if table.max_rows == 0]
     if unlimited:
         tables = [spec.tables[number] for number in unlimited]
         low, high = 1, limits.table_rows_max
@@ -85,31 +84,18 @@ def partition_specs(spec: JobSpec, shard: tuple[int, int], notes: int, limits: L
     return found
 
 
-def _partition(spec: JobSpec, table: SparseTableSpec, notes: int, push_max: int, rows: int) -> TableSpec:
+def _partition(spec: JobSpec, table: SparseTableSpec, **sizes: int) -> TableSpec:
     group = spec.groups[table.group]
-    is_own = group.info.is_custom
     try:
-        one = TableSpec(
-            table.name,
-            table.dim,
-            OWN if is_own else group.rule,
-            tuple(group.flags),
-            {} if is_own else dict(zip(group.info.constants, group.constants, strict=True)),
-            table.init,
-            table.seed,
-            1 << 60,
-            table.admit_after,
-            table.admit_probability,
-            table.at_limit,
-            push_max,
-            notes,
-            table.updates,
-            table.dtype,
-            tuple(group.constants) if is_own else (),
+        return TableSpec.of(
+            table,
+            rule=OWN if group.info.is_custom else group.rule,
+            flags=group.flags,
+            constants=group.constants,
+            **sizes,
         )
-        return replace(one, max_bytes=rows * one.row_bytes)
     except ValueError as error:
-        raise InvalidRequest(f"table {table.name!r}: {error}") from error
+        raise InvalidRequest(str(error)) from error
 
 
 def create_stores(directory: Path, specs: Sequence[TableSpec], crash_point: Callable[[str], None] | None) -> list[TableStore]:
