@@ -5,6 +5,7 @@ Must not know what travels on the connection.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Sequence
 from os import PathLike
@@ -17,7 +18,7 @@ from psd_client.client import ParameterServer
 from psd_client.lanes.shard_lane import ShardLane
 from psd_client.lanes.transport import Lane
 from psd_client.reader import Reader
-from psd_client.standalone import PrivateShard
+from psd_client.standalone import PrivateShard, listed
 
 logger = logging.getLogger("psd_client")
 
@@ -140,6 +141,8 @@ def _connect_alone(role: str, **arguments: Any) -> ParameterServer | Reader:
         config, lanes = _private(training.address, arguments)
         return Reader(config, lanes)
     shard = PrivateShard()
+    ends = contextlib.ExitStack()
+    ends.callback(shard.close)
     try:
         config, lanes = _private(shard.wait_ready(), arguments)
         logger.warning(
@@ -147,9 +150,10 @@ def _connect_alone(role: str, **arguments: Any) -> ParameterServer | Reader:
             "several workers; PSD_STANDALONE=0 forbids this)",
             shard.address,
         )
-        return ParameterServer(config, lanes, shard.close)
+        ends.callback(listed(shard.address, 1))
+        return ParameterServer(config, lanes, ends.close)
     except BaseException:
-        shard.close()
+        ends.close()
         raise
 
 
