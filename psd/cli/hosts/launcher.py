@@ -188,8 +188,8 @@ class Launcher:
         """Handle the end of a process."""
         self._show(name, self._lines[name].end())
         if name == DASHBOARD:  # the job goes on without it
-            self.say(f"the dashboard has ended with status {returncode}")
             self._list(dashboard="")
+            self.say(f"the dashboard has ended with status {returncode}")
             return
         self._perform(self._policy.on_exit(name, returncode, time.monotonic()))
 
@@ -250,9 +250,9 @@ class Launcher:
         if name == DASHBOARD:
             for line in lines:
                 text = line.decode(errors="replace")
-                self.say(text)
                 if told := re.fullmatch(DASHBOARD_PATTERN, text):
                     self._list(dashboard=told[1])
+                self.say(text)
             return
         self._keep(str(name), lines)
         if name.kind == "shard":
@@ -293,11 +293,11 @@ class Launcher:
     def _say_what_runs(self) -> None:
         addresses = [self._addresses[index] for index in range(self._plan.places.shards)]
         servers = ",".join(addresses)
-        self.say(f"run {self._plan.run_id}; to look inside: psdctl status --servers {servers}")
         try:
             self._entry = JobEntry(self._plan.record(addresses))
         except OSError as error:
             self.say(f"psdctl jobs will not list this job: {error.strerror or error}")
+        self.say(f"run {self._plan.run_id}; to look inside: psdctl status --servers {servers}")
         if self._plan.dashboard_command and self._processes is not None:
             self._lines[DASHBOARD] = Lines(is_live=False)
             self._processes.start(DASHBOARD, addresses)
