@@ -43,6 +43,7 @@ def rewritten(directory: Path) -> Callable[..., Path]:
 
 
 def test_a_job_is_listed_as_it_was_recorded_until_it_is_removed(directory: Path) -> None:
+    """Nothing of it is left then, and a second removal does nothing."""
     record = job(log_dir="/logs", tls_ca="/ca.crt", token_file="/token")
     entry = JobEntry(record)
 
@@ -73,6 +74,7 @@ def test_only_the_user_can_open_records(directory: Path) -> None:
 
 
 def test_secrets_in_urls_are_not_recorded(directory: Path) -> None:
+    """The rest of the command is."""
     JobEntry(new_record("train-1", SERVERS, 1, ("train.py", "--data", "s3://anna:tea@box/run?sig=abc")))
 
     (path,) = directory.iterdir()
@@ -82,6 +84,7 @@ def test_secrets_in_urls_are_not_recorded(directory: Path) -> None:
 
 
 def test_where_no_job_has_run_there_is_none_and_nothing_is_made(directory: Path) -> None:
+    """To look changes nothing."""
     assert running_jobs() == []
     assert not directory.exists()
 
@@ -138,6 +141,7 @@ def test_a_record_whose_process_id_has_been_given_to_another_process_is_swept(
 
 @pytest.mark.parametrize("pid", [-1, 0, 2**40, "1", None, True])
 def test_a_record_of_no_process_is_swept(pid: Any, directory: Path, rewritten: Callable[..., Path]) -> None:
+    """Whatever stands there in place of a process id."""
     JobEntry(job())
     path = rewritten(pid=pid)
 
@@ -156,6 +160,7 @@ def test_a_record_of_another_container_is_left_alone(directory: Path, rewritten:
 
 @pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe\x00", b"[1, 2]", b"null", b"[" * 100_000, b"{}"])
 def test_what_is_no_record_is_not_listed_and_swept(content: bytes, directory: Path) -> None:
+    """Records are written whole, under another name, so that this is nobody's."""
     record = job()
     JobEntry(record)
     (directory / "garbage.json").write_bytes(content)
@@ -164,7 +169,8 @@ def test_what_is_no_record_is_not_listed_and_swept(content: bytes, directory: Pa
     assert len(list(directory.iterdir())) == 1
 
 
-def test_a_record_that_is_cut_off_anywhere_is_not_listed_beside_others(directory: Path) -> None:
+def test_a_record_that_is_cut_off_anywhere_is_not_listed(directory: Path) -> None:
+    """No part of a record passes for one."""
     JobEntry(job())
     (path,) = directory.iterdir()
     whole = path.read_bytes()
@@ -201,6 +207,7 @@ def test_a_record_of_another_form_is_not_listed_and_stays_while_its_process_live
 
 
 def test_what_a_later_version_adds_to_records_is_left_out(directory: Path, rewritten: Callable[..., Path]) -> None:
+    """Jobs of two versions of psd may run side by side."""
     record = job()
     JobEntry(record)
     rewritten(colour="red")
@@ -209,6 +216,7 @@ def test_what_a_later_version_adds_to_records_is_left_out(directory: Path, rewri
 
 
 def test_a_file_that_was_not_completed_is_removed_when_it_is_old(directory: Path) -> None:
+    """A young one may be one that is just being written."""
     JobEntry(job())
     old, young = directory / "old.new", directory / "young.new"
     for path in (old, young):
@@ -222,6 +230,7 @@ def test_a_file_that_was_not_completed_is_removed_when_it_is_old(directory: Path
 
 
 def test_a_directory_that_others_can_open_is_not_used(directory: Path) -> None:
+    """Neither read nor written to, though it is this user's."""
     directory.mkdir()
     directory.chmod(0o755)
 
@@ -245,6 +254,7 @@ def test_a_directory_of_another_user_is_not_used(directory: Path, monkeypatch: p
 
 
 def test_a_link_in_place_of_the_directory_is_not_followed(directory: Path, tmp_path: Path) -> None:
+    """Not even to a directory that would do."""
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir(mode=0o700)
     directory.symlink_to(elsewhere)
@@ -257,6 +267,7 @@ def test_a_link_in_place_of_the_directory_is_not_followed(directory: Path, tmp_p
 
 
 def test_a_link_in_place_of_a_record_is_not_followed(directory: Path, tmp_path: Path) -> None:
+    """Nor is it removed: nobody knows whose it is."""
     JobEntry(job())
     (path,) = directory.iterdir()
     path.rename(tmp_path / "record")
@@ -281,6 +292,7 @@ def test_a_forked_child_does_not_remove_its_parents_record(directory: Path) -> N
 
 @pytest.mark.process
 def test_without_a_working_directory_a_job_is_listed_all_the_same(directory: Path, tmp_path: Path) -> None:
+    """Somebody has removed it under the program."""
     gone = tmp_path / "gone"
     gone.mkdir()
     code = (
@@ -295,6 +307,7 @@ def test_without_a_working_directory_a_job_is_listed_all_the_same(directory: Pat
 
 
 def test_names_of_runs_have_their_programs_name() -> None:
+    """A script's, a module's, or none; each run another one."""
     assert run_id_of("/somewhere/my train.py").startswith("my-train-")
     assert run_id_of("my.package.train").startswith("my.package-")
     assert run_id_of("").startswith("job-")
