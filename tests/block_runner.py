@@ -123,7 +123,7 @@ class PageRunner:
         return self._ports.setdefault(f"{host}:{port}", free_port())
 
     def _environment(self) -> dict[str, str]:
-        kept = {name: value for name, value in os.environ.items() if not name.startswith("PSD_")}
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("PSD_") or name == "PSD_JOBS_DIR"}
         path = f"{Path(sys.executable).parent}:{kept.get('PATH', '')}"
         return {**kept, "PATH": path, "HOME": str(self._folder / "home"), "PSD_RETRY_TIMEOUT": "40", "NO_COLOR": "1"}
 
@@ -237,7 +237,7 @@ class _Command:
 def _process_state(folder: Path, variables: dict[str, str]) -> Iterator[None]:
     """Within: the working directory, PSD_* variables and import path as a script in that folder has them."""
     kept, here, path = dict(os.environ), Path.cwd(), list(sys.path)
-    for name in [name for name in os.environ if name.startswith("PSD_")]:
+    for name in [name for name in os.environ if name.startswith("PSD_") and name != "PSD_JOBS_DIR"]:
         del os.environ[name]
     os.environ.update(variables)
     os.chdir(folder)

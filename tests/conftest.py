@@ -74,6 +74,14 @@ def _rules_of_locks_are_kept() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def _jobs_of_tests_are_listed_apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Records of jobs are among this run's files: what else runs on the machine is not seen, nor changed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PSD_JOBS_DIR", str(tmp_path_factory.mktemp("jobs") / "private"))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def _no_arena_is_left() -> Iterator[None]:
     """Check, when all tests have ended, that nothing is left of the memory-backed files of this process's shards."""
     yield

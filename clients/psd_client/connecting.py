@@ -5,6 +5,7 @@ Must not know what travels on the connection.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Sequence
 from typing import Literal, overload
@@ -19,7 +20,7 @@ from psd_client.client import ParameterServer
 from psd_client.lanes.shard_lane import ShardLane
 from psd_client.lanes.transport import Lane
 from psd_client.reader import Reader
-from psd_client.standalone import PrivateShard
+from psd_client.standalone import PrivateShard, listed
 
 logger = logging.getLogger("psd_client")
 
@@ -101,6 +102,8 @@ def _connect_alone(role: str, settings: LinkKeywords) -> ParameterServer | Reade
         config, lanes = _private(training.address, settings)
         return Reader(config, lanes)
     shard = PrivateShard()
+    ends = contextlib.ExitStack()
+    ends.callback(shard.close)
     try:
         config, lanes = _private(shard.wait_ready(), settings)
         logger.warning(
@@ -108,9 +111,10 @@ def _connect_alone(role: str, settings: LinkKeywords) -> ParameterServer | Reade
             "several workers; PSD_STANDALONE=0 forbids this)",
             shard.address,
         )
-        return ParameterServer(config, lanes, shard.close)
+        ends.callback(listed(shard.address, 1))
+        return ParameterServer(config, lanes, ends.close)
     except BaseException:
-        shard.close()
+        ends.close()
         raise
 
 

@@ -35,7 +35,7 @@ from psd.contract.config import ConfigError
 from psd.contract.environment import worker_environment
 from psd.contract.launching import python_command
 from psd_client.owned import OwnedProcess
-from psd_client.standalone import PrivateShard
+from psd_client.standalone import PrivateShard, listed
 
 
 class RunFailed(RuntimeError):
@@ -84,6 +84,7 @@ class LocalCluster:
         self._shard_count = shards
         self._shards: list[PrivateShard] = []
         self._is_closed = self._is_used = False
+        self._unlist: Callable[[], None] = lambda: None
         self.servers = self._start_shards()
 
     def _start_shards(self) -> str:
@@ -91,12 +92,15 @@ class LocalCluster:
         self._is_used = False
         self._shards = [PrivateShard(index, self._shard_count) for index in range(self._shard_count)]
         try:
-            return ",".join([shard.wait_ready() for shard in self._shards])
+            servers = ",".join([shard.wait_ready() for shard in self._shards])
         except BaseException:
             self.close()
             raise
+        self._unlist = listed(servers, self.workers)
+        return servers
 
     def _end_shards(self) -> None:
+        self._unlist()
         for shard in self._shards:
             shard.close()
 

@@ -1,4 +1,5 @@
-"""Private shards: processes that serve only this program, where there is no cluster, and end with it.
+"""Private shards: processes that serve only this program, where there is no cluster, and end with it; and the record by which
+psdctl finds them.
 
 Shards are processes, not threads: threads would share the GIL with the program, gRPC's server does not survive the forks of
 data loaders, and a client must not import the server. Must not know jobs or connections.
@@ -6,18 +7,27 @@ data loaders, and a client must not import the server. Must not know jobs or con
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import select
+import sys
 import time
 import weakref
+from collections.abc import Callable
 
 from psd.contract.errors import ShardUnavailable
+from psd.contract.job_records import JobEntry, new_record, run_id_of
 from psd.contract.launching import READY_PATTERN, python_command
 from psd_client.owned import OwnedProcess
 
+logger = logging.getLogger(__name__)
+
 START_S = 60.0
 """Seconds for a shard to start; it takes half a second on a machine that is not busy."""
+
+_COMMAND = "-c"
+"""sys.argv[0] of a program that is an argument of Python's; that of an interactive one is empty."""
 
 _open: weakref.WeakSet[PrivateShard] = weakref.WeakSet()
 
@@ -76,3 +86,19 @@ class PrivateShard:
         """The latest shard that this process has started and not closed; None if there is none."""
         mine = [shard for shard in _open if shard.owner == os.getpid()]
         return max(mine, key=lambda shard: shard.started_at) if mine else None
+
+
+def listed(servers: str, workers: int) -> Callable[[], None]:
+    """Have psdctl find the shards of this program's own, by a record on this machine; return a function that ends that.
+
+    Args:
+        servers: their addresses, separated by commas. workers: number of workers.
+    """
+    program, *more = getattr(sys, "argv", None) or [""]  # a program in C that embeds Python may have set none
+    name = run_id_of("" if program == _COMMAND else program)
+    try:
+        entry = JobEntry(new_record(name, tuple(servers.split(",")), workers, (program or "python", *more)))
+    except OSError as error:  # the job needs none of it
+        logger.warning("psd: psdctl jobs will not list this job: %s", error.strerror or error)
+        return lambda: None
+    return entry.remove

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # before gRPC is loaded: what goes wrong is said once, by psdctl
 
-from psd.cli.ctl import checkpoints, completion, dashboard, job_logs, monitoring, orders, plot, top, workers
-from psd.cli.ctl.job_arguments import add_where, check, check_seconds
+from psd.cli.ctl import checkpoints, completion, dashboard, job_logs, jobs, monitoring, orders, plot, top, workers
+from psd.cli.ctl.job_arguments import USAGE, add_where, check, check_seconds
 from psd.cli.ctl.report import as_text
 from psd.cli.ctl.shard_calls import CallFailed, call_shard
 from psd.cli.kubernetes import credentials
@@ -39,6 +39,7 @@ machine that reaches the shards, or the checkpoints."""
 
 _EPILOG = """\
 commands that look at a running job:
+  jobs          those that run on this machine
   status        the shards, the workers, who waits for whom, counters
   top           the same live, with rates, curves and events
   dashboard     the same in a browser
@@ -63,9 +64,9 @@ others:
   monitoring    print a Grafana dashboard, or alert rules for Prometheus
   completion    print a script that completes words in bash, zsh or fish
 
-psdctl COMMAND --help explains each."""
+Which job: without --servers and PSD_SERVERS your only one on this machine, or that of --job, or you are asked.
 
-_STATUS_USAGE = "[--servers HOST:PORT,...] [options]"
+psdctl COMMAND --help explains each."""
 
 _STATUS_DESCRIPTION = """\
 Ask all shards at once for their status, and show it as one picture: the job, the shards, the workers,
@@ -73,6 +74,7 @@ who waits for whom, and counters. A shard that does not answer is shown as such 
 
 _STATUS_EPILOG = """\
 examples:
+  psdctl status                                    your only job on this machine
   psdctl status --servers 127.0.0.1:7000,127.0.0.1:7001
   PSD_SERVERS=127.0.0.1:7000 psdctl status --watch 2
   psdctl status --json | jq '.workers[] | select(.state == "expired") | .rank'
@@ -103,8 +105,6 @@ exit status:
   2     the options are wrong
 Ctrl-C ends a watch with the status of its last picture."""
 
-
-_CHECKPOINT_USAGE = "[--servers HOST:PORT,...] [--timeout SECONDS]"
 
 _CHECKPOINT_WAIT = """\
 psdctl: {waited_s:g} s: shard 0 at {server} has not told of a complete checkpoint yet; a synchronous job takes it a few
@@ -177,7 +177,7 @@ def _run_checkpoint(args: argparse.Namespace) -> int:
 
 
 def _add_checkpoint(commands: Commands) -> None:
-    parser = add_command(commands, "checkpoint", _CHECKPOINT_USAGE, _CHECKPOINT_DESCRIPTION, _CHECKPOINT_EPILOG)
+    parser = add_command(commands, "checkpoint", USAGE, _CHECKPOINT_DESCRIPTION, _CHECKPOINT_EPILOG)
     add_where(parser, 300.0, "how long to wait until it is complete")
     how = parser.add_argument_group("output")
     how.add_argument("--json", action="store_true", help='the name in one JSON object, {"name": ...}')
@@ -186,7 +186,7 @@ def _add_checkpoint(commands: Commands) -> None:
 
 
 def _add_status(commands: Commands) -> None:
-    parser = add_command(commands, "status", _STATUS_USAGE, _STATUS_DESCRIPTION, _STATUS_EPILOG)
+    parser = add_command(commands, "status", USAGE, _STATUS_DESCRIPTION, _STATUS_EPILOG)
     add_where(parser, 5.0, "how long to wait for each shard")
     how = parser.add_argument_group("output")
     how.add_argument("--json", action="store_true", help="one JSON object, on one line, instead of tables")
@@ -213,6 +213,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     credentials.add_command(commands)
     monitoring.add_command(commands)
     plot.add_command(commands)
+    jobs.add_command(commands)
     top.add_command(commands)
     workers.add_command(commands)
     orders.add_commands(commands)

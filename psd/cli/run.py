@@ -20,8 +20,6 @@ import dataclasses
 import functools
 import hashlib
 import os
-import re
-import secrets
 import shutil
 import signal
 import sys
@@ -46,6 +44,7 @@ from psd.cli.words.terminal import prepare_streams, show
 from psd.contract.config import SECURITY, ConfigError, Limits, ServerConfig
 from psd.contract.consistency import Consistency
 from psd.contract.errors import InvalidRequest
+from psd.contract.job_records import run_id_of
 from psd.contract.launching import python_command
 from psd.contract.locations import has_secret, shown
 from psd.contract.scalars import tensorboard_module
@@ -98,7 +97,7 @@ def parse(
         if args.on == "ray":
             flags = _launched_flags(shards, args)
             return ray_job.ray_plan(
-                args, words, _run_id(words), flags, for_all, {**malloc.environment(), **for_all, **for_workers}
+                args, words, run_id_of(_program(words)), flags, for_all, {**malloc.environment(), **for_all, **for_workers}
             )
         if args.tensorboard:
             tensorboard_module()
@@ -127,7 +126,7 @@ def _plan(
         run_options.check_one_host(args)
     if node is None:
         node = -1 if args.hosts else args.node_rank or 0
-    new_id = run_id or _run_id(words)
+    new_id = run_id or run_id_of(_program(words))
     state_dirs = [_state_dir(args, new_id, number if meeting is not None else None) for number in range(places.nodes)]
     kept = kept_run_id(state_dirs[node]) if node >= 0 else None
     run_id = run_id or kept or new_id
@@ -163,9 +162,10 @@ def _plan(
         return [*python_command("psd.cli.server"), *which, *shard_flags]
 
     dashboard = [*python_command("psd.cli.psdctl"), "dashboard"] if args.dashboard else []
-    dashboard += ["--port", str(args.dashboard_port)] if args.dashboard_port is not None else []
+    dashboard += ["--port", str(args.dashboard_port), "--any-port"] if args.dashboard_port is not None else []
     return Plan(
         run_id=run_id,
+        words=words,
         places=places,
         node=node,
         meeting=meeting,
@@ -276,6 +276,11 @@ def _worker_command(words: Sequence[str]) -> list[str]:
     return list(words)
 
 
+def _program(words: Sequence[str]) -> str:
+    """The name of what is to be run: a module, a path or a command."""
+    return words[1] if words[0] == "-m" else words[0]
+
+
 def _is_script(words: Sequence[str]) -> bool:
     """True if what is to be run is a script, which this Python runs."""
     return words[0].endswith(".py")
@@ -284,13 +289,6 @@ def _is_script(words: Sequence[str]) -> bool:
 def _module_dir(words: Sequence[str]) -> Path:
     """The directory that Python puts on sys.path for the worker's program: the script's, or the current one."""
     return Path(words[0]).absolute().parent if _is_script(words) else Path.cwd()
-
-
-def _run_id(words: Sequence[str]) -> str:
-    """A unique name for the run, with the program's name in it."""
-    what = words[1] if words[0] == "-m" else words[0]
-    stem = re.sub(r"[^A-Za-z0-9_.]+", "-", Path(what).stem).strip("-")[:32]
-    return f"{stem or 'job'}-{secrets.token_hex(6)}"
 
 
 def _cores() -> int:

@@ -253,7 +253,7 @@ def parser() -> Parser:
         "--dashboard-port",
         type=whole_number,
         metavar="PORT",
-        help="port of the dashboard, on loopback; as psdctl dashboard's --port",
+        help="port of the dashboard, on loopback (default: psdctl dashboard's); another one if it is taken",
     )
     processes = found.add_argument_group("processes")
     processes.add_argument(

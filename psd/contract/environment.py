@@ -43,6 +43,7 @@ VARIABLES = {
     "PSD_STANDALONE": "0: without a cluster do not train alone on a private shard; 1: do so whatever else is set",
     "PSD_LOG_DIR": "directory where workers write the scalars of ps.log, as JSON lines",
     "PSD_TENSORBOARD": "directory where workers write the scalars of ps.log for TensorBoard",
+    "PSD_JOBS_DIR": "private directory with a record of each running job, for psdctl (default: one in memory)",
     "PSD_TLS_CA": "PEM file of the authorities that sign the shards' certificates; turns TLS on",
     "PSD_TLS_CERT": "PEM file of this client's own certificate, if the shards require one",
     "PSD_TLS_KEY": "PEM file of its key",
@@ -55,7 +56,7 @@ _HOW_TO_TRAIN = frozenset(
     f"PSD_{name}"
     for name in (
         *("CONSISTENCY", "QUORUM", "AGGREGATION", "REDUCE", "TRANSPORT", "WAIT_TIMEOUT", "RETRY_TIMEOUT"),
-        *("LOG_DIR", "TENSORBOARD"),
+        *("LOG_DIR", "TENSORBOARD", "JOBS_DIR"),
     )
 )
 """Variables that do not say which job a program belongs to."""
@@ -188,6 +189,12 @@ def memory_directory() -> Path:
     """The directory for files in memory: /dev/shm if it is writable, else that for temporary files. psd's files are private."""
     shm = Path("/dev/shm")  # noqa: S108
     return shm if os.access(shm, os.W_OK) else Path(tempfile.gettempdir())
+
+
+def jobs_directory(environ: Mapping[str, str] = os.environ) -> Path:
+    """The directory for records of this user's running jobs: the same in every session of the user on this machine."""
+    given = environ.get("PSD_JOBS_DIR")
+    return Path(given) if given else memory_directory() / f"psd-jobs-{os.geteuid()}"
 
 
 def crash_point(environ: Mapping[str, str] = os.environ) -> Callable[[str], None] | None:

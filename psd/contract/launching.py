@@ -31,6 +31,9 @@ HAS_STORED = "has stored the last checkpoint"
 LAST_CHECKPOINT_PATTERN = rf"psd-server: shard 0/\d+ ({HAS_STORED}|takes no checkpoint while workers train): .*"
 """Shard 0's line on standard error that answers LAST_CHECKPOINT_SIGNAL; psd-run waits for it."""
 
+DASHBOARD_PATTERN = r"dashboard: (https?://[^\s#]+/)(?:#\S*)?(?: .*)?"
+"""The line of psdctl dashboard that tells its address, which may have a token after it; psd-run recognizes it."""
+
 
 def python_command(module: str) -> list[str]:
     """Command that runs one of psd's modules, without importing files in the working directory such as a user's queue.py."""

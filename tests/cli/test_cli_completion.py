@@ -18,6 +18,8 @@ TYPED = {
     "psd-run --shards 2 ./tra": "psd-run --shards 2 ./train.py ",
     "psd-server --log-level w": "psd-server --log-level warning ",
     "psdctl kick --js": "psdctl kick --json ",
+    "psdctl jo": "psdctl jobs ",
+    "psdctl drain --jo": "psdctl drain --job ",
 }
 """What is typed, then tab -> the line."""
 

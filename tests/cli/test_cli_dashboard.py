@@ -46,7 +46,7 @@ def test_beyond_loopback_the_address_has_a_token_and_without_https_a_warning():
     """The token is made up, and stands after the #, a part that browsers do not send."""
     with server.listen("127.0.0.1", 0, is_firm=True) as listener:
         port = listener.getsockname()[1]
-        lines = announcement("host.example", server.DashboardPlace(listener, "secret", is_token_new=True, tls=None))
+        lines = announcement("host.example", server.DashboardPlace(listener, "secret", is_token_new=True, tls=None), 0)
 
     assert lines[0] == f"dashboard: http://host.example:{port}/#token=secret"
     assert "without --https-cert" in lines[1]
@@ -61,11 +61,23 @@ def test_on_all_addresses_it_is_reached_by_the_hosts_name(host):
     """Whichever kind of address that stands for."""
     with server.listen(host, 0, is_firm=True) as listener:
         port = listener.getsockname()[1]
-        (line, _) = announcement(host, server.DashboardPlace(listener, "secret", is_token_new=True, tls=None))
+        (line, _) = announcement(host, server.DashboardPlace(listener, "secret", is_token_new=True, tls=None), 0)
         with socket.create_connection(("127.0.0.1", port)):
             pass
 
     assert line == f"dashboard: http://{socket.gethostname()}:{port}/#token=secret"
+
+
+def test_a_port_that_was_asked_for_and_is_taken_is_an_error(capsys):
+    """Only --any-port, which psd-run gives, takes another one."""
+    with server.listen("127.0.0.1", 0, is_firm=True) as listener:
+        port = listener.getsockname()[1]
+        assert main(["dashboard", "--servers", "127.0.0.1:1", "--port", f"{port}"]) == 1
+        assert "--host, --port: cannot listen on 127.0.0.1: Address already in use" in capsys.readouterr().err
+        with server.listen("127.0.0.1", port, is_firm=False) as other:
+            place = server.DashboardPlace(other, None, is_token_new=False, tls=None)
+            taken = other.getsockname()[1]
+            assert announcement("127.0.0.1", place, port) == [f"dashboard: http://127.0.0.1:{taken}/ (port {port} is not free)"]
 
 
 @pytest.mark.process

@@ -34,6 +34,7 @@ from psd.cli.job.policy import JobPolicy, Name, Phase, Send, Start
 from psd.cli.run import parse
 from psd.cli.words.arguments import EXIT_HOST_LOST
 from psd.contract.config import ConfigError
+from psd.contract.job_records import running_jobs
 
 WORKER = """
 import os, signal, sys
@@ -448,18 +449,23 @@ def run_id_of(leader: Process) -> str:
 
 
 @pytest.mark.process
-def test_nodes_when_one_is_sent_ctrl_c_then_all_of_the_job_ends(nodes):
+def test_nodes_when_one_is_sent_ctrl_c_then_all_of_the_job_ends(nodes, tmp_path, monkeypatch):
+    monkeypatch.setenv("PSD_JOBS_DIR", str(directory := tmp_path / "jobs"))
     leader = nodes("wait")
     leader.line("waiting at 127.0.0.1")
     follower = nodes("wait")
     run_id = run_id_of(leader)
     said = sorted(leader.line(r"worker (\d \d \d \d)")[1] for _ in range(3))
     assert said == ["0 3 0 0", "1 3 1 0", "2 3 0 1"], "rank, number of workers, rank on its host, node"
+    assert len(list(directory.iterdir())) == 2, "either would tell psdctl on its own host"
+    (record,) = running_jobs()
+    assert (record.name, record.workers) == (run_id, 3)
 
     follower.signal(SIGINT)
 
     assert (leader.end(), follower.end()) == (130, 130)
     assert "SIGINT: stopping the job" in leader.output
+    assert list(directory.iterdir()) == []
     assert processes(run_id) == {}
     assert not list(Path("/dev/shm").glob(f"psd-run-{run_id}*"))
 

@@ -6,11 +6,13 @@ import io
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import psd_client
+from psd.contract.job_records import running_jobs
 from psd_client import ConfigError, LocalCluster, RunFailed
 
 NOTEBOOK = """
@@ -117,3 +119,16 @@ def test_run_when_ctrl_c_is_pressed_then_everything_ends(
 def test_local_when_a_number_is_wrong_then_names_it(arguments: dict[str, Any], match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         psd_client.local(**arguments)
+
+
+@pytest.mark.process
+def test_psdctl_finds_a_local_cluster_whose_shards_change_from_run_to_run(
+    notebook: dict[str, Callable[..., Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PSD_JOBS_DIR", str(tmp_path / "jobs"))
+    with psd_client.local(shards=2, workers=1) as cluster:
+        for _ in range(2):
+            cluster.run(notebook["train"], 1)
+            (job,) = running_jobs()
+            assert (",".join(job.servers), job.workers) == (cluster.servers, 1)
+    assert running_jobs() == []

@@ -15,15 +15,17 @@ import pytest
 
 import psd_client
 from psd.contract.environment import memory_directory
+from psd.contract.job_records import running_jobs
 from psd_client import SGD, Adam, ConfigError, connect
 
 W = {"w": np.ones(3)}
 
 
 @pytest.fixture
-def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def _alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in [name for name in os.environ if name.startswith("PSD_") or name == "WORLD_SIZE"]:
         monkeypatch.delenv(name)
+    monkeypatch.setenv("PSD_JOBS_DIR", str(tmp_path / "jobs"))
 
 
 @pytest.mark.process
@@ -41,6 +43,40 @@ def test_connect_when_nothing_is_given_then_trains_on_a_private_shard(caplog: py
     assert [record.getMessage().startswith("psd: training alone") for record in caplog.records] == [True, True]
     with pytest.raises(ConfigError, match="no private shard to read from"):
         connect(role="reader")
+
+
+@pytest.mark.process
+@pytest.mark.usefixtures("_alone")
+def test_connect_when_alone_then_psdctl_finds_the_shard_until_the_connection_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each connection is a job. Its name is the program's, and where Python has none, that of a job."""
+    monkeypatch.setattr(sys, "argv", ["/there/train.py", "--lr", "1"])
+    with connect() as ps:
+        (job,) = running_jobs()
+        assert (job.command, job.workers, job.pid) == (("/there/train.py", "--lr", "1"), 1, os.getpid())
+        assert job.name.startswith("train-")
+        with connect(job.servers, role="reader") as reader:
+            ps.declare(W, SGD(lr=1))
+            assert list(reader.pull()) == ["w"]
+        monkeypatch.setattr(sys, "argv", ["-c"])
+        with connect():
+            assert [each.name.partition("-")[0] for each in running_jobs()] == ["train", "job"]
+        assert running_jobs() == [job]
+    assert running_jobs() == []
+
+
+@pytest.mark.process
+@pytest.mark.usefixtures("_alone")
+def test_connect_when_the_job_cannot_be_recorded_then_trains_all_the_same(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    (tmp_path / "jobs").mkdir()
+    (tmp_path / "jobs").chmod(0o755)
+
+    with connect() as ps:
+        ps.declare(W, SGD(lr=1))
+        assert ps.push_pull(W)["w"].tolist() == [0, 0, 0]
+
+    assert "psd: psdctl jobs will not list this job: " in caplog.text
 
 
 @pytest.mark.usefixtures("_alone")
@@ -85,7 +121,7 @@ signal.pause()
 
 @pytest.fixture
 def owner() -> Iterator[subprocess.Popen[str]]:
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("PSD_")}
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("PSD_") or name == "PSD_JOBS_DIR"}
     with subprocess.Popen(
         [sys.executable, "-c", OWNER], env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
@@ -106,6 +142,7 @@ def test_private_shard_when_its_owner_is_killed_then_ends_and_leaves_nothing(own
     assert owner.stderr is not None
     child, shard = map(int, owner.stdout.readline().split())
     assert len(arenas_of(shard)) == 1
+    assert owner.pid in [job.pid for job in running_jobs()]
 
     owner.kill()
     text = owner.stderr.read()
@@ -114,6 +151,7 @@ def test_private_shard_when_its_owner_is_killed_then_ends_and_leaves_nothing(own
     assert text.count("\n") == 1
     assert "training alone" in text
     assert arenas_of(shard) == []
+    assert owner.pid not in [job.pid for job in running_jobs()]
 
 
 def test_package_says_what_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import socket
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from psd.cli.ctl.job_arguments import add_where, check
+from psd.cli.ctl.job_arguments import USAGE, add_where, check
 from psd.cli.words import arguments
 from psd.cli.words.arguments import EXIT_FAILURE, EXIT_OK, Commands, seconds, whole_number
 from psd.cli.words.terminal import show
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 PORT = 8265
 INTERVAL_S = 1.0
-
-_USAGE = "[--servers HOST:PORT,...] [options]"
 
 _DESCRIPTION = """\
 Show a job in a browser: whether it trains, how fast, what limits it and who is slow; curves over time; a
@@ -51,12 +49,13 @@ exit status:
 
 def add_command(commands: Commands) -> None:
     """Add `dashboard` to psdctl."""
-    parser = arguments.add_command(commands, "dashboard", _USAGE, _DESCRIPTION, _EPILOG)
+    parser = arguments.add_command(commands, "dashboard", USAGE, _DESCRIPTION, _EPILOG)
     where = parser.add_argument_group("where to show it")
     where.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="address to listen on (default: %(default)s)")
     where.add_argument(
         "--port", type=whole_number, metavar="PORT", help=f"port to listen on (default: {PORT}, or another one if it is taken)"
     )
+    where.add_argument("--any-port", action="store_true", help="take another port than --port if that is taken, and say so")
     where.add_argument(
         "--access-token-file", default="", metavar="FILE", help="file with the token that browsers must show, also on loopback"
     )
@@ -88,7 +87,7 @@ def _run(args: argparse.Namespace) -> int:
         return EXIT_FAILURE
 
     def say() -> None:
-        for line in announcement(args.host, place):
+        for line in announcement(args.host, place, PORT if args.port is None else args.port):
             show(line)
 
     with Asker(args.servers, args.credentials) as asker:
@@ -123,18 +122,20 @@ def _place(args: argparse.Namespace) -> DashboardPlace:
         names = ("", "--https-cert", "--https-key")
         tls = TlsFiles("", args.https_cert, args.https_key, is_server=True, names=names).load()[1]
     port = PORT if args.port is None else args.port
-    listener = server.listen(args.host, port, is_firm=args.port is not None)
+    listener = server.listen(args.host, port, is_firm=args.port is not None and not args.any_port)
     return server.DashboardPlace(listener, token, is_token_new=token is not None and not args.access_token_file, tls=tls)
 
 
-def announcement(host: str, place: DashboardPlace) -> list[str]:
-    """Lines that tell the user the dashboard's address, and how to log in."""
+def announcement(host: str, place: DashboardPlace, wanted: int) -> list[str]:
+    """Lines that tell the user the dashboard's address, and how to log in. wanted: the port that was to be used; 0: any."""
     from psd.watch.dashboard.admission import is_loopback
 
     name = socket.gethostname() if host in ("", "0.0.0.0", "::") else host  # noqa: S104
-    address = join_address(name, place.listener.getsockname()[1])
+    port = place.listener.getsockname()[1]
+    address = join_address(name, port)
     fragment = f"#token={place.token}" if place.is_token_new else ""
-    lines = [f"dashboard: {'http' if place.tls is None else 'https'}://{address}/{fragment}"]
+    taken = f" (port {wanted} is not free)" if wanted not in (0, port) else ""
+    lines = [f"dashboard: {'http' if place.tls is None else 'https'}://{address}/{fragment}{taken}"]
     if place.tls is None and not is_loopback(host):
         lines.append("dashboard: without --https-cert the token and what the page shows can be read on the network")
     return lines

@@ -11,9 +11,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
+from psd.cli.ctl.job_arguments import add_job
+from psd.cli.ctl.job_choice import chosen
 from psd.cli.words import arguments
 from psd.cli.words.arguments import EXIT_FAILURE, EXIT_OK, Commands, whole_number
 from psd.cli.words.terminal import show
+from psd.contract.config import ConfigError
 
 POLL_S = 0.3
 SUFFIX = ".log"
@@ -27,6 +30,7 @@ _EPILOG = """\
 A PROCESS is worker-3, or just 3; shard-0; or psd-run.
 
 examples:
+  psdctl logs                                      your only job on this machine
   psdctl logs --log-dir logs                       the last lines of all
   psdctl logs 3 shard-0 --log-dir logs -n 100
   psdctl logs 3 --log-dir logs --follow
@@ -42,12 +46,12 @@ exit status:
 
 def add_command(commands: Commands) -> None:
     """Add `logs` to psdctl."""
-    parser = arguments.add_command(commands, "logs", "[PROCESS...] [--log-dir DIR] [options]", _DESCRIPTION, _EPILOG)
+    usage = "[PROCESS...] [--job NAME | --log-dir DIR] [options]"
+    parser = arguments.add_command(commands, "logs", usage, _DESCRIPTION, _EPILOG)
     which = parser.add_argument_group("which logs")
     which.add_argument("processes", nargs="*", metavar="PROCESS", help="only these (default: all)")
-    which.add_argument(
-        "--log-dir", default=os.environ.get("PSD_LOG_DIR"), metavar="DIR", help="psd-run's --log-dir (default: PSD_LOG_DIR)"
-    )
+    which.add_argument("--log-dir", metavar="DIR", help="psd-run's --log-dir (default: PSD_LOG_DIR, or that of --job)")
+    add_job(which)
     how = parser.add_argument_group("output")
     how.add_argument("-n", "--lines", type=whole_number, default=20, metavar="N", help="of each (default: %(default)s)")
     how.add_argument(
@@ -61,10 +65,12 @@ def add_command(commands: Commands) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    if not args.log_dir:
-        args.parser.error("--log-dir: expected the directory that psd-run --log-dir was given, here or in PSD_LOG_DIR")
     if args.lines < 0:
         args.parser.error(f"--lines: expected 0 or more, got {args.lines}")
+    try:
+        args.log_dir = _directory(args)
+    except ConfigError as error:
+        args.parser.error(f"--{error}")
     known = _logs_of(args.log_dir)
     names = [f"worker-{name}" if name.isdigit() else name for name in args.processes] or list(known)
     if not known or (unknown := [name for name in names if name not in known]):
@@ -88,6 +94,19 @@ def _run(args: argparse.Namespace) -> int:
             show(f"psdctl logs: error: {error.filename or args.log_dir}: {error.strerror or error}", is_error=True)
             return EXIT_FAILURE
     return EXIT_OK
+
+
+def _directory(args: argparse.Namespace) -> str:
+    """The directory that was given, or that of a job. ConfigError if there is none."""
+    if args.job is not None and args.log_dir is not None:
+        raise ConfigError("job: not beside --log-dir, which says which job")
+    given = args.log_dir if args.log_dir is not None or args.job is not None else os.environ.get("PSD_LOG_DIR")
+    if given:
+        return str(given)
+    job = chosen(args.parser.prog, args.job, "log-dir: expected that of psd-run, here or in PSD_LOG_DIR")
+    if not job.log_dir:
+        raise ConfigError(f"job: {job.name} has no --log-dir, so that there are no files of what it writes")
+    return job.log_dir
 
 
 def _logs_of(directory: str) -> dict[str, Path]:

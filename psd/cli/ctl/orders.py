@@ -52,6 +52,7 @@ only when they are told to end, by SIGTERM."""
 
 _DRAIN_EPILOG = f"""\
 examples:
+  psdctl drain --job train-3f
   psdctl drain --servers 127.0.0.1:7000,127.0.0.1:7001
 
 The next push of each program raises psd_client.Drained, a SystemExit with status 0; a program that has to do

@@ -8,7 +8,7 @@ import shutil
 import sys
 from typing import Any
 
-from psd.cli.ctl.job_arguments import add_where, check
+from psd.cli.ctl.job_arguments import USAGE, add_where, check
 from psd.cli.words import arguments
 from psd.cli.words.arguments import EXIT_FAILURE, EXIT_OK, Commands, seconds
 from psd.cli.words.terminal import show
@@ -25,6 +25,7 @@ and what has happened. ? explains keys and columns. The job hardly notices: it i
 
 _EPILOG = """\
 examples:
+  psdctl top --job train-3f
   psdctl top --servers 127.0.0.1:7000,127.0.0.1:7001
   psdctl top --sort awaited
   psdctl top --once > picture.txt
@@ -44,7 +45,7 @@ exit status:
 
 def add_command(commands: Commands) -> None:
     """Add `top` to psdctl."""
-    parser = arguments.add_command(commands, "top", "[--servers HOST:PORT,...] [options]", _DESCRIPTION, _EPILOG)
+    parser = arguments.add_command(commands, "top", USAGE, _DESCRIPTION, _EPILOG)
     add_where(parser, 2.0, "how long to wait for each shard")
     how = parser.add_argument_group("output")
     how.add_argument(

@@ -6,7 +6,7 @@ import argparse
 import json
 import shutil
 
-from psd.cli.ctl.job_arguments import add_where, check
+from psd.cli.ctl.job_arguments import USAGE, add_where, check
 from psd.cli.words import arguments
 from psd.cli.words.arguments import EXIT_FAILURE, EXIT_OK, Commands
 from psd.cli.words.terminal import show
@@ -35,7 +35,7 @@ exit status:
 
 def add_command(commands: Commands) -> None:
     """Add `workers` to psdctl."""
-    parser = arguments.add_command(commands, "workers", "[--servers HOST:PORT,...] [options]", _DESCRIPTION, _EPILOG)
+    parser = arguments.add_command(commands, "workers", USAGE, _DESCRIPTION, _EPILOG)
     add_where(parser, 5.0, "how long to wait for each shard")
     how = parser.add_argument_group("output")
     how.add_argument("--sort", choices=SORTS, default="rank", help="order of the workers (default: %(default)s)")

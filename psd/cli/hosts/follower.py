@@ -26,6 +26,7 @@ from psd.cli.processes.wakeup_pipe import Wakeups
 from psd.cli.words.arguments import EXIT_FAILURE, EXIT_HOST_LOST, EXIT_OK, signal_name
 from psd.cli.words.terminal import show
 from psd.contract.config import ConfigError
+from psd.contract.job_records import JobEntry
 from psd.contract.printable import printable
 
 
@@ -47,6 +48,7 @@ class Follower:
         self._is_welcome = False
         self._selector, self._urgent = selectors.DefaultSelector(), selectors.DefaultSelector()
         self._processes: HostProcesses | None = None
+        self._entry: JobEntry | None = None
         self._status: int | None = None
         self._signals = 0
 
@@ -62,6 +64,8 @@ class Follower:
             while self._status is None:
                 self._wait()
         finally:
+            if self._entry is not None:
+                self._entry.remove()
             if self._processes is not None:
                 self._processes.clear_away(keep=self._status != EXIT_OK)
             self._link.flush()
@@ -109,7 +113,10 @@ class Follower:
         elif not self._is_welcome:
             self._introduce(message)
         elif "start" in message:
-            self._running.start(self._name(message["start"]), message["addresses"])
+            name, addresses = self._name(message["start"]), message["addresses"]
+            self._running.start(name, addresses)
+            if name.kind == "worker" and self._entry is None:  # a shard hears of no addresses but its own
+                self._list(addresses)
         elif "tell" in message:
             self._running.tell(self._name(message["tell"]), str(message["line"]))
         elif "signal" in message:
@@ -177,6 +184,13 @@ class Follower:
             self._fail(str(error))
         else:
             self._link.send({"ready": True})
+
+    def _list(self, servers: Sequence[str]) -> None:
+        """Have psdctl find the job on this host, too."""
+        try:
+            self._entry = JobEntry(self._plan.record(servers))
+        except OSError as error:
+            self._remark(f"psdctl jobs will not list this job here: {error.strerror or error}")
 
     def _tell(self, name: Name, what: str, **more: object) -> None:
         self._link.send({what: [name.kind, name.number], **more})

@@ -8,6 +8,7 @@ Only the actions know where a process runs: on this machine (psd/cli/processes/h
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import re
@@ -32,7 +33,15 @@ from psd.cli.processes.wakeup_pipe import JOB_SIGNALS, Wakeups
 from psd.cli.words.arguments import EXIT_FAILURE, EXIT_OK, exit_status
 from psd.cli.words.terminal import NO_ROOM, WholeWriter, discard
 from psd.contract.config import ConfigError
-from psd.contract.launching import DONE_PATTERN, HAS_STORED, LAST_CHECKPOINT_PATTERN, READY_PATTERN, STORED_PATTERN
+from psd.contract.job_records import JobEntry
+from psd.contract.launching import (
+    DASHBOARD_PATTERN,
+    DONE_PATTERN,
+    HAS_STORED,
+    LAST_CHECKPOINT_PATTERN,
+    READY_PATTERN,
+    STORED_PATTERN,
+)
 
 _LOOPBACK = "127.0.0.1"
 
@@ -81,6 +90,7 @@ class Launcher:
         self._own_signals = self._signals = 0
         self._checkpoints: deque[str] = deque(maxlen=CHECKPOINTS_TOLD)
         self._log_files: LogFiles | None = None
+        self._entry: JobEntry | None = None
         self._summary = Summary(is_continued=plan.kept_run_id is not None, checkpoint_dir=plan.checkpoint_dir)
 
     def run(self) -> int:
@@ -178,6 +188,7 @@ class Launcher:
         """Handle the end of a process."""
         self._show(name, self._lines[name].end())
         if name == DASHBOARD:  # the job goes on without it
+            self._list(dashboard="")
             self.say(f"the dashboard has ended with status {returncode}")
             return
         self._perform(self._policy.on_exit(name, returncode, time.monotonic()))
@@ -226,6 +237,8 @@ class Launcher:
     def _clear_away(self) -> None:
         """End all processes and remove the state, on all hosts; called even if psd-run itself has failed."""
         status = self._policy.status
+        if self._entry is not None:
+            self._entry.remove()
         if self._processes is not None:
             self._processes.clear_away(keep=status != EXIT_OK)
         if self._gathering is not None:
@@ -236,7 +249,10 @@ class Launcher:
     def _show(self, name: Name, lines: Sequence[bytes]) -> None:
         if name == DASHBOARD:
             for line in lines:
-                self.say(line.decode(errors="replace"))
+                text = line.decode(errors="replace")
+                if told := re.fullmatch(DASHBOARD_PATTERN, text):
+                    self._list(dashboard=told[1])
+                self.say(text)
             return
         self._keep(str(name), lines)
         if name.kind == "shard":
@@ -275,11 +291,22 @@ class Launcher:
         return is_repeated
 
     def _say_what_runs(self) -> None:
-        servers = ",".join(self._addresses[index] for index in range(self._plan.places.shards))
+        addresses = [self._addresses[index] for index in range(self._plan.places.shards)]
+        servers = ",".join(addresses)
+        try:
+            self._entry = JobEntry(self._plan.record(addresses))
+        except OSError as error:
+            self.say(f"psdctl jobs will not list this job: {error.strerror or error}")
         self.say(f"run {self._plan.run_id}; to look inside: psdctl status --servers {servers}")
         if self._plan.dashboard_command and self._processes is not None:
             self._lines[DASHBOARD] = Lines(is_live=False)
-            self._processes.start(DASHBOARD, servers.split(","))
+            self._processes.start(DASHBOARD, addresses)
+
+    def _list(self, *, dashboard: str) -> None:
+        """Change the address of the dashboard in the job's record, if there is one; the job goes on if that fails."""
+        if self._entry is not None:
+            with contextlib.suppress(OSError):
+                self._entry.change(dashboard=dashboard)
 
     def say(self, text: str, quote: Name | None = None) -> None:
         """Tell the user. quote: process whose last lines are shown with the text."""

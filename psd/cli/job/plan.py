@@ -8,6 +8,7 @@ from pathlib import Path
 
 from psd.cli.job.places import NodePlaces
 from psd.cli.job.policy import Name
+from psd.contract.job_records import JobRecord, new_record
 from psd.contract.tls import TlsFiles
 
 
@@ -56,6 +57,7 @@ class Plan:
 
     Attributes:
         run_id: unique id of this run, by which its processes are found.
+        words: what to run, as it was given.
         places: numbers of shards and workers, and their nodes. node: number of this node; -1: this machine is none of them.
         meeting: how this host meets the others; None: this machine runs all processes.
         on_worker_failure, restarts_max, shard_restarts_max, grace_s: see psd-run --help.
@@ -73,6 +75,7 @@ class Plan:
     """
 
     run_id: str
+    words: Sequence[str]
     places: NodePlaces
     node: int
     meeting: Meeting | None
@@ -95,6 +98,20 @@ class Plan:
     def is_here(self, name: Name) -> bool:
         """True if this node runs the process."""
         return self.places.node_of(name) == self.node
+
+    def record(self, servers: Sequence[str]) -> JobRecord:
+        """The record of this job, once the shards have these addresses."""
+        files = {
+            name: self.shard_environ.get(f"PSD_{name.upper()}", "") for name in ("tls_ca", "tls_cert", "tls_key", "token_file")
+        }
+        return new_record(
+            self.run_id,
+            tuple(servers),
+            sum(self.places.workers),
+            tuple(self.words),
+            log_dir=str(self.log_dir or ""),
+            **{name: file and str(Path(file).absolute()) for name, file in files.items()},
+        )
 
     @property
     def node_mark(self) -> str:

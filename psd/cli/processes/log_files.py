@@ -2,12 +2,13 @@
 
     DIR/psd-run.log   DIR/shard-0.log   DIR/worker-0.log
 
-A restarted process continues its file, and so does the next run with the same directory: nothing is overwritten. Knows neither
-processes nor terminals.
+A restarted process continues its file, and so does the next run with the same directory: nothing is overwritten. Two runs at
+once would mix their lines, and their workers' curves, so the second one is refused. Knows neither processes nor terminals.
 """
 
 from __future__ import annotations
 
+import fcntl
 from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO
@@ -22,7 +23,7 @@ class LogFiles:
         directory: the log directory; created if needed.
 
     Raises:
-        ConfigError: the directory cannot be made or written to.
+        ConfigError: the directory cannot be made or written to, or another run of this machine uses it.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -31,9 +32,18 @@ class LogFiles:
         self._has_failed = False
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            self._open("psd-run")
+            own = self._open("psd-run")
         except OSError as error:
             raise ConfigError(f"--log-dir: cannot write to {directory}: {error.strerror or error}") from error
+        try:
+            fcntl.flock(own, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.close()
+            raise ConfigError(
+                f"--log-dir: another psd-run is writing to {directory}; name a directory of this job's own"
+            ) from None
+        except OSError:  # a file system without locks
+            return
 
     def write(self, name: str, lines: Sequence[bytes]) -> str:
         """Add lines, without line ends, to the file of a process, such as "worker 0".

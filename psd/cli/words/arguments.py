@@ -7,7 +7,6 @@ one place; the commands report its ConfigError through `Parser.error`.
 from __future__ import annotations
 
 import argparse
-import os
 import signal
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -202,9 +201,3 @@ CREDENTIAL_OPTIONS: Options = {
     "token_file": Setting("FILE", "file with your token, if the shards require one (default: PSD_TOKEN_FILE)"),
 }
 """Options of psdctl; arguments of Credentials."""
-
-
-def add_credential_options(parser: argparse.ArgumentParser) -> None:
-    """Add CREDENTIAL_OPTIONS, with defaults from the environment."""
-    defaults = {name: os.environ.get(f"PSD_{name.upper()}", "") for name in CREDENTIAL_OPTIONS}
-    add_options(parser.add_argument_group("credentials"), CREDENTIAL_OPTIONS, defaults)
