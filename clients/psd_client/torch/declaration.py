@@ -72,7 +72,7 @@ class Given:
 
 @dataclass(frozen=True)
 class DeclaredPart:
-    """What one optimizer steps.
+    """A part of the job: one optimizer, and all that it steps.
 
     Attributes:
         given: the optimizer. groups: indices of its param_groups among the job's groups.
@@ -171,7 +171,8 @@ def read_declaration(model: torch.nn.Module, given: Sequence[Given], buffers: st
             if id(parameter) not in known:
                 raise InvalidRequest(
                     f"optimizer: parameter {position} of param_groups[{number}], of shape {tuple(parameter.shape)}, is not in "
-                    "the model. Pass the module that holds all of them, such as torch.nn.ModuleList([encoder, decoder])"
+                    "the model. Pass the module that holds all of them, or several by name, such as "
+                    "{'encoder': encoder, 'decoder': decoder}"
                 )
             group_of[id(parameter)] = number
     static = len(groups)
@@ -212,7 +213,7 @@ def read_declaration(model: torch.nn.Module, given: Sequence[Given], buffers: st
 def _parts(
     given: Sequence[Given], trained_in: Sequence[int], tables: TableDeclaration, group_of: Mapping[int, int]
 ) -> list[DeclaredPart]:
-    """What each optimizer steps. trained_in: group of each trained parameter. group_of: as of `declare_tables`."""
+    """The part that each optimizer steps. trained_in: group of each trained parameter. group_of: as of `declare_tables`."""
     parts: list[DeclaredPart] = []
     table_in = [group_of[id(members[0].handle)] for members in tables.members.values()]
     end = 0
