@@ -31,7 +31,7 @@ TURNS = ("critic", "actor")
 
 
 class Played(NamedTuple):
-    """What a worker has seen in one iteration: n states in all.
+    """All that a worker has seen in one iteration: n states.
 
     Attributes:
         states: (n, 4). actions: (n,), 0 or 1. returns: (n,), the discounted rewards from then on, 1 for each state.

@@ -22,7 +22,7 @@ from psd.contract.tables import SparseTableSpec
 
 @dataclass(frozen=True)
 class JobTerms:
-    """What a program's JobKeywords say, and what the environment does where they say nothing.
+    """The terms of a program's JobKeywords, or the environment's where they say nothing.
 
     Attributes:
         quorum: 0 for all workers. staleness: empty for none. clip_norm: 0 for no limit.

@@ -20,7 +20,7 @@ CallT = TypeVar("CallT", bound=Callable[..., Any])
 
 
 class JobKeywords(TypedDict, total=False):
-    """What a job is like. All of its workers say the same.
+    """Keywords that say what a job is like. All of its workers say the same.
 
     Attributes:
         consistency: "sync", "async" or "ssp:S"; None takes PSD_CONSISTENCY, or "sync".
