@@ -34,9 +34,11 @@ from psd_client.lanes.overlap_feed import Feed
 from psd_client.torch import amp as torch_amp
 from psd_client.torch.declaration import BUFFER_POLICIES, DeclaredPart, TorchDeclaration, read_declaration
 from psd_client.torch.embedding import Embedding, EmbeddingBag, EmbeddingCollection
-from psd_client.torch.given import Models, OneOptimizer, Params, given_optimizers, whole_model
+from psd_client.torch.given import Models, OneOptimizer, Params, given_fragments, given_optimizers, whole_model
 from psd_client.torch.gradients import Overlap
 from psd_client.torch.job import TorchJob, write_all
+from psd_client.torch.learner import LocalOptimizer
+from psd_client.torch.local import Local
 from psd_client.torch.options import check_overlap, has_slots
 from psd_client.torch.parameters import as_tensors, copy_all
 from psd_client.torch.schedule import DistributedScheduler, register, scheduler
@@ -52,6 +54,8 @@ __all__ = [
     "Embedding",
     "EmbeddingBag",
     "EmbeddingCollection",
+    "Local",
+    "LocalOptimizer",
 ]
 
 
@@ -73,6 +77,16 @@ def distribute(
 @overload
 def distribute(
     model: Models,
+    optimizer: torch.optim.Optimizer,
+    *,
+    local: Local,
+    ps: ParameterServer | None = None,
+    buffers: str = "first",
+    **keywords: Unpack[FaceKeywords],
+) -> LocalOptimizer: ...
+@overload
+def distribute(
+    model: Models,
     optimizer: Mapping[str, OneOptimizer],
     *,
     params: Mapping[str, Iterable[Any]] | None = None,
@@ -89,8 +103,9 @@ def distribute(
     ps: ParameterServer | None = None,
     overlap: bool | str = False,
     buffers: str = "first",
+    local: Local | None = None,
     **keywords: Unpack[FaceKeywords],
-) -> DistributedOptimizer | dict[str, DistributedOptimizer]:
+) -> DistributedOptimizer | dict[str, DistributedOptimizer] | LocalOptimizer:
     """Declare the model's parameters and return an optimizer whose steps happen on the shards.
 
     Several optimizers, such as those of a generator and a discriminator, are given and returned by name. Each has its own
@@ -120,6 +135,8 @@ def distribute(
         buffers: whose buffers checkpoints, exports and readers have, such as BatchNorm's running statistics: of those in the
             model's state_dict. "first": those of the first worker that is there. "mean": the mean over all workers, of integers
             the first one's. "local": nobody's. Each worker computes with its own, which begin as the job's.
+        local: let the optimizer, any of torch's, step in this process, and exchange what it has learned only now and then; the
+            result is a LocalOptimizer.
         **keywords
 
     Raises:
@@ -133,7 +150,14 @@ def distribute(
     check_overlap(overlap, terms)
     module = whole_model(model)
     refuse_data_parallel(module)
-    given = given_optimizers(model, module, optimizer, params)
+    if local is not None:
+        if overlap or params is not None:
+            raise InvalidRequest(
+                "local: not with overlap or params; the exchange has a `delay` instead, and the optimizer its own"
+            )
+        given = given_fragments(module, optimizer, local)
+    else:
+        given = given_optimizers(model, module, optimizer, params)
     if overlap and len(given) > 1:
         raise InvalidRequest("overlap: not with several optimizers: back-propagation does not say whose gradients it makes")
     declaration = read_declaration(module, given, buffers)
@@ -143,6 +167,9 @@ def distribute(
         worker.declare_tensors(declaration.tensors, declaration.groups, terms, initial=initial, tables=declaration.tables.specs)
     tell_of_process_group(connection.rank, connection.world_size)
     copy_all(declaration.parameters, as_tensors(worker.parameters)[: len(declaration.parameters)])
+    if local is not None:
+        assert isinstance(optimizer, torch.optim.Optimizer)
+        return LocalOptimizer(optimizer, connection, declaration, local)
     first, *others = declaration.parts
     made = [DistributedOptimizer(first, connection, declaration, overlap=overlap)]
     shared = made[0]._job  # noqa: SLF001 - of its own module

@@ -15,6 +15,7 @@ from psd.contract.errors import InvalidRequest
 from psd_client.optimizers import spec_of
 from psd_client.torch.declaration import Given, Options, check_optimizer
 from psd_client.torch.embedding import table_modules
+from psd_client.torch.local import Local
 from psd_core.optimizer import Optimizer
 
 Models = torch.nn.Module | Mapping[str, torch.nn.Module]
@@ -71,6 +72,29 @@ def given_optimizers(
         raise InvalidRequest("optimizer: one is given under two names")
     _add_handles(whole, given)
     return given
+
+
+def given_fragments(model: torch.nn.Module, optimizer: Any, local: Local) -> list[Given]:
+    """The outer rule over each fragment of what a program's own optimizer steps, in the place of that optimizer.
+
+    Raises:
+        TypeError: this is no optimizer of torch. InvalidRequest: a table in the model; or what Local.split says.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        refuse(TypeError, "optimizer", "one of torch's, which steps in this process", optimizer)
+    if hasattr(optimizer, "ps"):
+        raise TypeError("optimizer: is distributed already; pass the one that distribute() was given")
+    for embedding in table_modules(model):
+        raise InvalidRequest(
+            f"embedding {embedding.spec.name!r}: its rows are on the shards, where local steps do not reach them; use "
+            "torch.nn.Embedding, or leave `local` out"
+        )
+    trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    if not trained:
+        raise InvalidRequest("optimizer: none of its parameters has requires_grad=True, so there is nothing to train")
+    rule, template = local.outer, spec_of(local.outer)
+    fragments = local.split(model, trained)
+    return [Given(f"fragment {n}", Options(rule, members), template, rule.always) for n, members in enumerate(fragments)]
 
 
 def _given(name: str, optimizer: OneOptimizer, params: Any, module: torch.nn.Module | None) -> Given:

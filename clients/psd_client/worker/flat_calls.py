@@ -150,6 +150,7 @@ class FlatCalls(WorkerConnection):
         *,
         skip: bool = False,
         job_part: JobPart | None = None,
+        turn: Turn | None = None,
     ) -> None:
         """Push `gradients` and pull into `parameters`, whose contents are undefined if this fails, in one round trip.
 
@@ -161,8 +162,9 @@ class FlatCalls(WorkerConnection):
             skip: the gradients are not finite: skip the round. For jobs with nan_policy="skip".
             job_part: the part of the job to step: `present` and `rows` have nothing of others, and the gradients of others in
                 the buffers stay. All workers step the parts in the same order. Not with `is_lending`.
+            turn: the call's turn, if it is made in another thread, for which `take_turn` has reserved the connection.
         """
-        with self.operation("push_pull"):
+        with self.operation("push_pull", turn=turn):
             self.declared.push_pull(scalars, weight, present, rows, skip=skip, job_part=job_part)
 
     def take_turn(self, turn: Turn) -> None:
