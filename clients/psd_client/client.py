@@ -18,7 +18,6 @@ from typing_extensions import Unpack
 from psd.contract.arguments import ByName, refuse
 from psd.contract.config import ClientConfig
 from psd.contract.errors import InvalidRequest, InvalidTensor, NotDeclared
-from psd.contract.job_terms import JobTerms
 from psd.contract.keywords import JobKeywords, takes
 from psd_client.lanes.transport import Lane
 from psd_client.param_groups import ParamGroups
@@ -26,6 +25,7 @@ from psd_client.tables import DeclaredTable, Table, gradients_of
 from psd_client.tensors import NamedTensors, check_params, fill, tensor_specs
 from psd_client.vector_batch import Batch
 from psd_client.vectors import Matrix, Vector, by_name, matrix_of, vector_of
+from psd_client.worker.exchange.sent_push import WorkerGradient
 from psd_client.worker.flat_calls import FlatCalls
 from psd_client.worker.reduction import Reduced
 from psd_core.optimizer import Optimizer
@@ -133,16 +133,15 @@ class ParameterServer:
         if not params and not tables:
             raise InvalidTensor("params: is empty; there must be at least one parameter to train, or a table")
         rules = {table.name: table.optimizer for table in tables}
-        terms = JobTerms.of(**job)
         param_groups = ParamGroups(list(params), optimizer, groups, rules)
         specs = tensor_specs(params, param_groups.group_of)
         self._worker.declare_tensors(
             specs,
             param_groups.specs,
-            terms,
             initial=fill(params),
             is_lending=copy,
             tables=[table.spec(param_groups.group_of_table[table.name]) for table in tables],
+            **job,
         )
         named = NamedTensors(specs, [np.asarray(value).dtype for value in params.values()], copy=copy)
         self._named = named, param_groups
@@ -171,7 +170,7 @@ class ParameterServer:
             exchange.confirm()
             rows = None if tables is _NO_TABLES else gradients_of(exchange.gradients.layout.spec.tables, tables)
             present = named.write_gradients(grads, exchange.gradients)
-            exchange.push(groups.scalars(), weight, present, rows)
+            exchange.push(WorkerGradient(groups.scalars(), weight, present, rows))
 
     def pull(self) -> dict[str, NDArray[Any]]:
         """Fetch the parameters; in a synchronous job, wait first for the round of this worker's last push.
@@ -197,7 +196,7 @@ class ParameterServer:
             exchange.confirm()
             rows = None if tables is _NO_TABLES else gradients_of(exchange.gradients.layout.spec.tables, tables)
             present = named.write_gradients(grads, exchange.gradients)
-            exchange.push_pull(groups.scalars(), weight, present, rows)
+            exchange.push_pull(WorkerGradient(groups.scalars(), weight, present, rows))
             return self._results()
 
     def load_parameters(self, params: Mapping[str, Any]) -> dict[str, NDArray[Any]]:

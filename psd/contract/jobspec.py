@@ -145,12 +145,8 @@ class JobSpec:
     """The declaration of a job: tensors, rules, workers, consistency. Raises InvalidRequest or InvalidTensor if it is wrong.
 
     Attributes:
-        quorum: number of gradients that close a synchronous round; world_size unless there are backup workers.
-        reduction: "mean" (weighted by samples) or "sum".
-        aggregation: "fast" (as gradients arrive) or "exact" (by rank, so that timing changes no bit; sync only).
-        clip_norm: the largest norm of a round's gradient, or without rounds of a push's, over all trained tensors and rows;
-            0: no limit.
-        nan_policy: treatment of NaN and infinity in gradients: "refuse", "skip" (the round, on all shards) or "allow".
+        consistency, reduction, quorum, aggregation, clip_norm, nan_policy: as JobKeywords say, but the quorum of a job with
+            rounds is always a number, and a clip_norm of 0 is none.
         tables: sparse tables; a group has either tensors or tables.
     """
 

@@ -11,11 +11,10 @@ import pytest
 from client_faults import Restartable, connect_faulty, expire, in_threads
 
 from psd.contract.errors import PartsDisagree
-from psd.contract.job_terms import JobTerms
 from psd.contract.jobspec import GroupSpec, TensorSpec
 from psd_client import ParameterServer, connect
 from psd_client.client import worker_of
-from psd_client.worker.exchange.sent_push import JobPart
+from psd_client.worker.exchange.sent_push import JobPart, WorkerGradient
 
 Start = Callable[..., Any]
 
@@ -32,7 +31,7 @@ class Worker:
 
     def __init__(self, ps: ParameterServer, **options: Any) -> None:
         self.ps, self.flat = ps, worker_of(ps)
-        self.flat.declare_tensors(TENSORS, GROUPS, JobTerms.of(**options), initial=lambda _: None)
+        self.flat.declare_tensors(TENSORS, GROUPS, initial=lambda _: None, **options)
 
     def step(self, part: JobPart, value: float) -> None:
         """Push a gradient of this value for one part, while the other's memory holds what must not be sent."""
@@ -106,7 +105,7 @@ def test_a_worker_that_steps_another_part_than_the_round_is_refused_and_may_corr
     with connect(servers, 0, 2) as ps, connect(servers, 1, 2) as peer:
         workers = in_threads(lambda: Worker(ps), lambda: Worker(peer))
         workers[0].flat.gradients.views[0].fill(4.0)
-        workers[0].flat.declared.push((SGD, MOMENTUM), 1, np.array([True, False]), job_part=FIRST)
+        workers[0].flat.declared.push(WorkerGradient((SGD, MOMENTUM), present=np.array([True, False]), part=FIRST))
 
         with pytest.raises(PartsDisagree, match=r"in round 0 worker 1 steps part 2 of the job, worker 0 steps part 1"):
             workers[1].step(SECOND, 1.0)

@@ -72,7 +72,7 @@ class Given:
 
 @dataclass(frozen=True)
 class DeclaredPart:
-    """What one optimizer steps.
+    """The part of a job that one optimizer steps.
 
     Attributes:
         given: the optimizer. groups: indices of its param_groups among the job's groups.
@@ -212,7 +212,7 @@ def read_declaration(model: torch.nn.Module, given: Sequence[Given], buffers: st
 def _parts(
     given: Sequence[Given], trained_in: Sequence[int], tables: TableDeclaration, group_of: Mapping[int, int]
 ) -> list[DeclaredPart]:
-    """What each optimizer steps. trained_in: group of each trained parameter. group_of: as of `declare_tables`."""
+    """The part of each optimizer. trained_in: group of each trained parameter. group_of: as of `declare_tables`."""
     parts: list[DeclaredPart] = []
     table_in = [group_of[id(members[0].handle)] for members in tables.members.values()]
     end = 0

@@ -250,7 +250,7 @@ class LocalOptimizer(torch.optim.Optimizer):
 
 
 class _Counts:
-    """What a learner has done since it received a fragment last."""
+    """Counts of a learner's steps and tokens since it received a fragment last."""
 
     def __init__(self) -> None:
         self.steps = 0
@@ -258,7 +258,7 @@ class _Counts:
 
     @property
     def weight(self) -> float:
-        """Its weight in a merge."""
+        """The learner's weight in a merge."""
         return self.tokens * (self.tokens / self.steps) * _WEIGHT_UNIT
 
 

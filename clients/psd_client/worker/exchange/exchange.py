@@ -24,20 +24,18 @@ from psd.contract.rules import weight_of
 from psd.contract.verdicts import members_mask
 from psd.v1 import control_pb2
 from psd_client.lanes.flat import FlatBuffers, share_memory
-from psd_client.lanes.overlap_feed import Feed
 from psd_client.lanes.shards import Shards, transfer_s
 from psd_client.lanes.transport import Call, Lane, Share
 from psd_client.worker.exchange.buffers import BufferKeeper
 from psd_client.worker.exchange.data_requests import DataRequests
 from psd_client.worker.exchange.finiteness import check_finite
 from psd_client.worker.exchange.lending import ParameterPlaces, lent_places
-from psd_client.worker.exchange.loading import ParameterLoad
+from psd_client.worker.exchange.loading import ParameterLoad, SlotValues
 from psd_client.worker.exchange.push_counts import PushCounts
 from psd_client.worker.exchange.riders import ClientStateRider, riders_of
 from psd_client.worker.exchange.row_traffic import RowTraffic
-from psd_client.worker.exchange.sent_push import JobPart, SentPush
+from psd_client.worker.exchange.sent_push import SentPush, WorkerGradient
 from psd_client.worker.exchange.verdict_search import VerdictSearch
-from psd_client.worker.rows import Gradients
 from psd_client.worker.session.session import Session
 
 logger = logging.getLogger("psd_client")
@@ -123,6 +121,11 @@ class ParameterExchange:
         how(self._load)
         self.pull_all()
 
+    def slots(self) -> dict[int, SlotValues]:
+        """Fetch the slots of tensors, by the tensors' index, when the round of the last push has closed."""
+        self.confirm()
+        return self._load.fetch_slots()
+
     def go_back(self) -> None:
         """Go on from the checkpoint to which the job has gone back."""
         self._session.go_back(self._begin_again)
@@ -194,22 +197,9 @@ class ParameterExchange:
         """True if the round of the last push may still be open."""
         return self._unconfirmed is not None
 
-    def push(
-        self,
-        scalars: Sequence[Sequence[float]],
-        weight: float,
-        present: NDArray[np.bool_] | None,
-        rows: Gradients | None = None,
-        *,
-        skip: bool = False,
-        job_part: JobPart | None = None,
-    ) -> None:
-        """Send the gradients; returns when every shard has them. The push before must be confirmed.
-
-        skip: the gradients are not finite, and the job's policy is to skip the round then.
-        job_part: as of `push_pull`.
-        """
-        sent = self._begin(scalars, weight, present, rows, skip=skip, job_part=job_part)
+    def push(self, gradient: WorkerGradient) -> None:
+        """Send a gradient; returns when every shard has it. The push before must be confirmed."""
+        sent = self._begin(gradient)
         try:
             self._complete(sent)
         except BaseException as error:
@@ -217,25 +207,12 @@ class ParameterExchange:
             raise
         self._on_done()
 
-    def push_pull(
-        self,
-        scalars: Sequence[Sequence[float]],
-        weight: float,
-        present: NDArray[np.bool_] | None,
-        rows: Gradients | None = None,
-        *,
-        skip: bool = False,
-        feed: Feed | None = None,
-        versions_read: Sequence[int] | None = None,
-        job_part: JobPart | None = None,
-    ) -> None:
-        """Send the gradients, and fetch the parameters of the clock after them, and the rows that were asked for by prefetch.
+    def push_pull(self, gradient: WorkerGradient) -> None:
+        """Send a gradient, and fetch the parameters of the clock after it, and the rows that were asked for by prefetch.
 
-        feed: provides blocks, rows and the tensors that have a gradient; the shards then check for NaN.
-        versions_read: as in SentPush.
-        job_part: the part of the job to step. Its parameters alone are fetched, unless others may have changed meanwhile.
+        Of a gradient of one part of the job, that part's parameters alone, unless others may have changed meanwhile.
         """
-        sent = self._begin(scalars, weight, present, rows, skip=skip, feed=feed, versions_read=versions_read, job_part=job_part)
+        sent = self._begin(gradient)
         ahead = None if self._is_exact or sent.is_finished else self.rows.pull_ahead([lane.shard for lane in self._lanes])
 
         def push_pull_at(lane: Lane, call: Call) -> None:
@@ -256,11 +233,8 @@ class ParameterExchange:
                 self._finish(sent)
                 # A push that was late at one shard has moved the clock further: other shards' answers may be older than that.
                 behind = [lane for lane in self._lanes if sent.replies[lane.shard].clock < self._session.clock]
-                if (
-                    job_part is not None
-                    and self._has_rounds
-                    and not (self._seen == sent.header.clock == self._session.clock - 1)
-                ):
+                has_all = self._seen == sent.header.clock == self._session.clock - 1
+                if gradient.part is not None and self._has_rounds and not has_all:
                     behind = self._lanes  # rounds of other parts have closed without this worker
                 for attempt in self._session.attempts() if behind else ():
                     with attempt:
@@ -278,40 +252,28 @@ class ParameterExchange:
 
     # -- a push, from its beginning to its end -------------------------------------------------------------------------
 
-    def _begin(
-        self,
-        scalars: Sequence[Sequence[float]],
-        weight: float,
-        present: NDArray[np.bool_] | None,
-        gradients: Gradients | None,
-        *,
-        skip: bool,
-        feed: Feed | None = None,
-        versions_read: Sequence[int] | None = None,
-        job_part: JobPart | None = None,
-    ) -> SentPush:
+    def _begin(self, gradient: WorkerGradient) -> SentPush:
         """The next push, or the last one if this is the same call again. Raises if something must not be sent."""
-        spec = self._layout.spec
+        spec, feed, skip = self._layout.spec, gradient.feed, gradient.skip
         if skip and spec.nan_policy != "skip":
             raise InvalidRequest(f'skip: the job was declared with nan_policy="{spec.nan_policy}", not "skip"')
         self._session.orders.check_end(self._session.clock, is_begun=feed is not None)
-        weight = weight_of(weight)
-        rows, clock = self.rows.gradients(gradients or {}), self._session.clock
-        name = check_finite(self.gradients, present, rows, self._rank, clock) if feed is None else None
+        weight = weight_of(gradient.weight)
+        rows, clock = self.rows.gradients(gradient.rows or {}), self._session.clock
+        name = check_finite(self.gradients, gradient.present, rows, self._rank, clock) if feed is None else None
         if name is not None and not skip:
             what = "the gradient of %s at step %d holds NaN or infinity; the round is skipped"
             logger.warning("psd: worker %d: " + what, self._rank, name, clock)
         if skip or name is not None:
-            skip, weight, present, rows = True, 0.0, np.zeros(len(spec.tensors), np.bool_), self.rows.gradients({})
+            gradient = gradient._replace(skip=True, present=np.zeros(len(spec.tensors), np.bool_))
+            weight, rows = 0.0, self.rows.gradients({})
         failed = self._failed
         if failed is not None:
             if feed is not None:
                 feed.wait()
-            fed = present if feed is None else feed.present
-            values = self._session.orders.scaled(scalars, spec.groups, failed.header.clock)
-            tables = rows.by_shard if feed is None else feed.tables
-            is_same = failed.is_same(values, weight, tables, skip=skip, part=job_part)
-            if is_same and failed.is_unchanged(self._trained, self.gradients, fed):
+            present, tables = (gradient.present, rows.by_shard) if feed is None else (feed.present, feed.tables)
+            values = self._session.orders.scaled(gradient.scalars, spec.groups, failed.header.clock)
+            if failed.is_same(values, weight, gradient, tables) and failed.is_unchanged(self._trained, self.gradients, present):
                 failed.feed = feed
                 if not failed.is_finished:
                     self._session.pushing = failed.header.clock
@@ -329,11 +291,8 @@ class ParameterExchange:
         self._session.orders.check_end(self._session.clock)  # again: a new session may have brought orders, and a later clock
         for prepare in self._riders.prepare:
             prepare()
-        is_finite = feed is None and spec.nan_policy != "allow"
-        sent = self._requests.push(
-            scalars, weight, present, rows, feed, versions_read, skip=skip, is_finite=is_finite, part=job_part
-        )
-        self.is_skipped = skip and not self._has_rounds
+        sent = self._requests.push(gradient, weight, rows, is_finite=feed is None and spec.nan_policy != "allow")
+        self.is_skipped = gradient.skip and not self._has_rounds
         self.counts["rounds_skipped"] += self.is_skipped
         self._session.pushing = sent.header.clock
         return sent
