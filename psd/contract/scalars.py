@@ -42,6 +42,14 @@ def checked_step(step: Any) -> int:
     return found
 
 
+def checked_total(total: Any) -> int:
+    """The number of steps after which a job ends, as an int; InvalidRequest if it is none."""
+    found = arguments.whole_number(InvalidRequest, "total", total)
+    if not 1 <= found <= INTEGER_MAX:
+        raise InvalidRequest(f"total: expected 1 to {INTEGER_MAX}, got {found}")
+    return found
+
+
 def checked_number(name: str, value: Any) -> float | int:
     """The number as an int if it is whole by its type, NumPy's and tensors' included, else as `checked_value` has it.
 

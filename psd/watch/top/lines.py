@@ -15,7 +15,7 @@ from psd.watch.diagnosis import SLOW_SHARE
 from psd.watch.history import History, Moment
 from psd.watch.snapshot import WAIT_S, CurvePoint, Event, JobSnapshot
 from psd.watch.top.columns import SHARD_COLUMNS, WORKER_COLUMNS, grid, rate, seconds, sorted_workers
-from psd.watch.words import count_text, size
+from psd.watch.words import count_text, progress_text, size
 
 SPARKS = "▁▂▃▄▅▆▇█"
 CURVES_MAX = 3
@@ -37,12 +37,22 @@ def sparkline(values: Sequence[float], width: int) -> str:
     )
 
 
+def bar(share: float, width: int) -> str:
+    """A bar of `width` places, of which this share is full."""
+    full = int(min(1.0, share) * width)
+    return "━" * full + "─" * (width - full)
+
+
 def head_lines(now: JobSnapshot, width: int) -> list[str]:
     """Headline: whether the job trains, how fast, and what limits it."""
     kind = " ".join(word for word in (now.consistency, now.reduction, now.aggregation) if word)
     what = f"{count_text(len(now.shards), 'shard')}, {count_text(now.world_size, 'worker')}"
     speed = f"{rate(now.steps_per_s)} steps/s"
-    lines = [" · ".join(word for word in (now.headline, speed, now.run_id or "-", kind, what) if word)]
+    samples = f"{rate(now.samples_per_s)} samples/s" if now.samples_per_s else ""
+    lines = [" · ".join(word for word in (now.headline, speed, samples, now.run_id or "-", kind, what) if word)]
+    if now.total_steps:
+        text = progress_text(now.clock, now.total_steps, now.numbers.get("time_left_s"))
+        lines.append(f"{bar(now.clock / now.total_steps, max(4, min(40, width - len(text) - 1)))} {text}")
     if now.limit:
         lines.append(f"limit: {now.limit}")
     lines += [f"order: {order}" for order in now.orders]

@@ -18,9 +18,10 @@ logger = logging.getLogger("psd_client")
 
 
 class LoggedScalars(NamedTuple):
-    """Scalars that one call has reported. time: seconds since 1970."""
+    """Scalars that one call has reported. time: seconds since 1970. run: name of the run."""
 
     time: float
+    run: str
     rank: int
     step: int
     scalars: Mapping[str, float]
