@@ -13,6 +13,7 @@ export class Job {
     this.history = {};
     this.events = [];
     this.curves = new Map();
+    this.earlierRuns = [];
     this.onChange = onChange;
     this.onLink = onLink;
     this.onToken = onToken;
@@ -89,6 +90,11 @@ export class Job {
     }
     for (const points of ranks.values()) points.sort((a, b) => a[0] - b[0]);
     return new Map([...ranks].sort((a, b) => a[0] - b[0]));
+  }
+
+  // The mean of an earlier run's workers, [step, value]; undefined if it has no such curve, or is not read yet.
+  earlierCurve() {
+    return undefined;
   }
 
   checkpoints() {

@@ -53,7 +53,14 @@ export const heading = ({ title }) => title[0].toUpperCase() + title.slice(1);
 export const formatOf = ({ name, unit }) => (BY_NAME[name] ? known(BY_NAME[name]) : BY_UNIT[unit]);
 export const shown = (row, item) => formatOf(row)(item[row.name]);
 
-// How a chart of it is drawn.
+// How a chart of it is drawn, and what stands above it: always with the unit.
 export function drawn(row) {
-  return { format: formatOf(row), tick: row.unit === "per_s" || row.unit === "count" ? number : formatOf(row), base: row.unit.startsWith("bytes") ? 1024 : 1 };
+  const format = row.unit === "per_s" ? known((value) => `${rate(value)}/s`) : formatOf(row);
+  const tick = { s: shortTick, per_s: number, count: number }[row.unit] ?? format;
+  return { format, tick, base: row.unit.startsWith("bytes") ? 1024 : 1 };
 }
+
+export const charted = (row) => `${heading(row)}${row.name === "behind" ? ", in steps" : ""}`;
+
+// A round time beside an axis.
+const shortTick = (seconds) => (seconds === 0 ? "0 s" : short(seconds).replace(/\.0+(?= )/, ""));
