@@ -9,6 +9,7 @@ import itertools
 import math
 import time
 from collections.abc import Sequence
+from statistics import fmean
 from textwrap import wrap
 
 from psd.watch.diagnosis import SLOW_SHARE
@@ -21,6 +22,7 @@ SPARKS = "▁▂▃▄▅▆▇█"
 CURVES_MAX = 3
 WAITS_MAX = 3
 EVENTS_MAX = 6
+SPARK_MIN = 8
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
@@ -62,8 +64,8 @@ def head_lines(now: JobSnapshot, width: int) -> list[str]:
 
 def spark_lines(moments: Sequence[Moment], width: int) -> list[str]:
     """Throughput and latency over the last snapshots, with their current values."""
-    if not moments:
-        return []
+    if not moments:  # the first look has no rates yet
+        return _in_two_columns([(name, "-", []) for name in ("steps/s", "latency", "received", "sent")], width)
     last = moments[-1]
     latencies = [max(moment.shard_latency_s, default=0.0) for moment in moments]
     entries = [
@@ -76,21 +78,28 @@ def spark_lines(moments: Sequence[Moment], width: int) -> list[str]:
 
 
 def curve_lines(curves: dict[str, Sequence[CurvePoint]], width: int) -> list[str]:
-    """The scalars that workers log: the last value of each, and its course."""
-    entries = []
-    for name, points in list(curves.items())[:CURVES_MAX]:
-        rank = min(point.rank for point in points)
-        values = [point.value for point in points if point.rank == rank]
-        entries.append((name, f"{values[-1]:.4g}", values))
-    return _in_two_columns(entries, width)
+    """The scalars that workers log, losses first: the mean of the workers' last values, from which to which they go, and the
+    course of the mean."""
+    names = sorted(curves, key=lambda name: "loss" not in name.lower())
+    return _in_two_columns([_curve(name, curves[name]) for name in names[:CURVES_MAX]], width)
+
+
+def _curve(name: str, points: Sequence[CurvePoint]) -> tuple[str, str, Sequence[float]]:
+    last = {point.rank: point.value for point in points}.values()
+    low, high = min(last), max(last)
+    text = f"{fmean(last):.4g}" if low == high or len(last) == 1 else f"{fmean(last):.4g} ({low:.3g} to {high:.3g})"
+    steps: dict[int, list[float]] = {}
+    for point in points:
+        steps.setdefault(point.step, []).append(point.value)
+    return name, text, [fmean(steps[step]) for step in sorted(steps)]
 
 
 def _in_two_columns(entries: Sequence[tuple[str, str, Sequence[float]]], width: int) -> list[str]:
     half = max(20, (width - 2) // 2)
-    cells = [
-        f"{name[: half - 14]} {value} {sparkline(values, max(4, half - len(name[: half - 14]) - len(value) - 2))}"
-        for name, value, values in entries
-    ]
+    cells = []
+    for name, value, values in entries:
+        label = _cut(name, max(4, half - len(value) - SPARK_MIN - 2))
+        cells.append(f"{label} {value} {sparkline(values, max(4, half - len(label) - len(value) - 2))}"[:half])
     rows = [cells[index : index + 2] for index in range(0, len(cells), 2)]
     return [_cut("  ".join([row[0].ljust(half), *row[1:]]).rstrip(), width) for row in rows]
 
@@ -109,10 +118,14 @@ def wait_lines(now: JobSnapshot, width: int) -> list[str]:
     return [_cut(text, width)]
 
 
+def event_line(event: Event) -> str:
+    """When it has happened, and what."""
+    return f"{time.strftime('%H:%M:%S', time.localtime(event.at))}  {event.text}"
+
+
 def event_lines(events: Sequence[Event], width: int, count: int = EVENTS_MAX) -> list[str]:
     """The last events, the latest first."""
-    lines = [f"{time.strftime('%H:%M:%S', time.localtime(event.at))}  {event.text}" for event in reversed(events)]
-    return [_cut(line, width) for line in lines[:count]]
+    return [_cut(event_line(event), width) for event in itertools.islice(reversed(events), count)]
 
 
 def _cut(line: str, width: int) -> str:
