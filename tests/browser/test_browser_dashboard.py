@@ -21,13 +21,16 @@ from chromium import PATH, Chromium
 
 from psd.contract.config import parse_servers
 from psd.contract.credentials import Credentials
+from psd.contract.scalars import LoggedScalars
 from psd.watch.asking import Asker
 from psd.watch.sampler import Sampler
 from psd.watch.top.app import TopApp
+from psd_client.worker.scalars.scalar_files import ScalarFiles
 
 pytestmark = pytest.mark.skipif(PATH is None, reason="there is no Chromium on this machine")
 
 TRAINING = Path(__file__).with_name("training.py")
+EARLIER = "training-before"
 MARKS = 4
 """Checkpoints that a picture is to have."""
 
@@ -36,16 +39,19 @@ SHOWN_S = 3.0
 
 
 class Job:
-    """psd-run with two shards, three workers, checkpoints, and the dashboard.
+    """psd-run with two shards, three workers, checkpoints, a log directory in which a run was before, and the dashboard.
 
     Attributes:
         address: of the dashboard. servers: of the shards.
     """
 
-    def __init__(self, checkpoints: Path) -> None:
+    def __init__(self, folder: Path) -> None:
+        files = ScalarFiles(0, str(folder / "logs"), "")
+        files.write([LoggedScalars(1e9 + step, EARLIER, 0, step, {"loss": 2 * 0.99**step}) for step in range(1, 400)])
+        files.close()
         flags = ["--shards", "2", "--workers", "3", "--dashboard", "--dashboard-port", "0"]
-        flags += ["--checkpoint-dir", str(checkpoints), "--checkpoint-secs", "5"]
-        command = [sys.executable, "-m", "psd.cli.run", *flags, str(TRAINING), "1000000"]
+        flags += ["--checkpoint-dir", str(folder / "checkpoints"), "--checkpoint-secs", "5", "--log-dir", str(folder / "logs")]
+        command = [sys.executable, "-m", "psd.cli.run", *flags, str(TRAINING), "20000"]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         self.servers = self.line(r"psdctl status --servers (\S+)")
         self.address = self.line(r"dashboard: (http://\S+)/$")
@@ -76,7 +82,7 @@ class Job:
 
 @pytest.fixture
 def job(tmp_path: Path) -> Iterator[Job]:
-    started = Job(tmp_path / "checkpoints")
+    started = Job(tmp_path)
     yield started
     started.process.send_signal(signal.SIGINT)
     started.process.communicate(timeout=60)
@@ -134,7 +140,7 @@ async def look(job: Job, pictures: Path | None) -> None:
         assert await page.until("document.querySelector('figure.chart figcaption').innerText.startsWith('loss')")
         await page.until("document.querySelectorAll('.mark').length > 0")  # a checkpoint
         assert re.search(
-            r"^\d+% of 1,000,000 steps, .* left$", await page.value("document.querySelector('.progress + p').innerText")
+            r"^\d+% of 20,000 steps, .* left$", await page.value("document.querySelector('.progress + p').innerText")
         )
         assert " samples/s" in await page.value("document.querySelectorAll('.answer')[1].innerText")
         await look_at_curves(page)
@@ -201,8 +207,15 @@ async def look_at_curves(page: Chromium) -> None:
         await page.press("ArrowRight")
     await page.until("document.querySelector('.controls output').innerText === '0.03'")
     await page.until("document.querySelectorAll('.curves figure')[0].querySelectorAll('path.raw').length === 3")
+    await page.value("document.querySelector('.earlier summary').click()")
+    await page.until(f"document.querySelector('.earlier li').innerText.startsWith('{EARLIER}')")
+    await page.value("document.querySelector('.earlier input').click()")
+    await page.until("document.querySelectorAll('.curves figure')[0].querySelectorAll('path.earlier').length === 1")
+    assert (await page.value(key))[0].endswith(EARLIER)
+    assert await page.value("document.querySelectorAll('.curves path.earlier').length") == 1, "it has no other curve"
     await page.value("location.reload()")
     await page.until(f"document.querySelector('.curves figure') && {lines} === 3")
+    await page.until("document.querySelectorAll('.curves path.earlier').length === 1")
     assert await page.value("document.querySelector('.curves .log').getAttribute('aria-pressed')") == "true"
     await page.value("localStorage.clear()")
     await page.value("location.reload()")

@@ -16,10 +16,11 @@ from client_faults import connect_faulty
 from full_disk import full_disk
 
 from psd.contract.errors import InvalidRequest, ShardUnavailable
+from psd.contract.scalars import LoggedScalars
 from psd.v1 import control_pb2
 from psd_client import SGD, connect
 from psd_client.worker.scalars import scalar_log
-from psd_client.worker.scalars.scalar_files import LoggedScalars, ScalarFiles
+from psd_client.worker.scalars.scalar_files import ScalarFiles
 from psd_client.worker.scalars.scalar_log import ScalarLog
 
 

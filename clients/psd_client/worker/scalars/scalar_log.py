@@ -18,10 +18,18 @@ from typing import Any, NamedTuple
 
 from psd.contract.arguments import refuse
 from psd.contract.errors import InvalidRequest, PsdError
-from psd.contract.scalars import BATCH_POINTS_MAX, SERIES_MAX, check_name, checked_step, checked_total, checked_value
+from psd.contract.scalars import (
+    BATCH_POINTS_MAX,
+    SERIES_MAX,
+    LoggedScalars,
+    check_name,
+    checked_step,
+    checked_total,
+    checked_value,
+)
 from psd.v1 import control_pb2
 from psd_client.lanes.transport import Cancelled
-from psd_client.worker.scalars.scalar_files import LoggedScalars, ScalarFiles
+from psd_client.worker.scalars.scalar_files import ScalarFiles
 
 logger = logging.getLogger("psd_client")
 

@@ -6,6 +6,7 @@ import { h, keep, setAttribute, setText } from "./dom.js";
 import { keepSettings, settings } from "./settings.js";
 
 const LINES_MAX = 8;
+const EARLIER_MAX = 6;
 const COLUMNS = 1000;
 
 export class CurveSection {
@@ -38,12 +39,15 @@ export class CurveSection {
       .map(([rank, points]) => ({ rank, name: `worker ${rank}`, points: points.filter((point) => point[2] >= since) }))
       .filter((each) => each.points.length);
     const marks = this.job.checkpoints().filter((event) => event.step !== null).map((event) => ({ x: event.step, name: event.text }));
-    const earlier = [...settings.earlier].map((run) => ({ run, points: this.job.earlierCurve(run, name) })).filter(({ points }) => points?.length)
+    const earlier = chosenOf(this.job).map((run) => ({ run, points: this.job.earlierCurve(run, name) })).filter(({ points }) => points?.length)
       .map(({ run, points }, index) => ({ name: run, kind: "earlier", points: smoothed(points, settings.smoothing), colour: colour(2 + index) }));
     const { series, isNamed } = this.rank === null ? ofAll(lines) : ofOne(lines, this.rank);
     return { series: [...series, ...earlier], marks, isNamed };
   }
 }
+
+// The earlier runs that the visitor wants to see, as far as this job's log directory has them.
+const chosenOf = (job) => [...settings.earlier].filter((name) => job.earlierRuns.some((run) => run.name === name)).slice(0, EARLIER_MAX);
 
 // The raw line behind a smoothed one.
 const raw = (points, of) => (settings.smoothing ? [{ name: "", kind: "raw", points, colour: of }] : []);
@@ -95,8 +99,11 @@ class Controls {
     setText(this.weight, settings.smoothing ? settings.smoothing.toFixed(2) : "off");
     for (const [button, isMean] of this.choices) setAttribute(button, "aria-pressed", String(settings.isMean === isMean));
     this.earlier.hidden = this.job.earlierRuns.length === 0;
+    const chosen = chosenOf(this.job);
     keep(this.runs, this.job.earlierRuns, (run) => run.name, (run) => this.choiceOf(run), (item, run) => {
-      item.querySelector("input").checked = settings.earlier.has(run.name);
+      const box = item.querySelector("input");
+      box.checked = chosen.includes(run.name);
+      box.disabled = !box.checked && chosen.length >= EARLIER_MAX;
     });
   }
 

@@ -33,7 +33,7 @@ export const short = known((seconds) => {
 export const number = known((value) => {
   const size = Math.abs(value);
   if (size === 0) return "0";
-  if (size >= 1e7 || size < 1e-4) return value.toExponential(2);
+  if (size >= 1e7 || size < 1e-4) return value.toExponential(2).replace(/\.?0+e/, "e");
   if (size >= 100) return Math.round(value).toLocaleString("en");
   return value.toPrecision(3).replace(/(\.\d*?)0+$/, "$1").replace(/\.$/, "");
 });
