@@ -119,7 +119,7 @@ def wait_lines(now: JobSnapshot, width: int) -> list[str]:
 
 
 def event_line(event: Event) -> str:
-    """When it has happened, and what."""
+    """Time of an event, and what has happened."""
     return f"{time.strftime('%H:%M:%S', time.localtime(event.at))}  {event.text}"
 
 

@@ -39,7 +39,9 @@ export class CurveSection {
       .map(([rank, points]) => ({ rank, name: `worker ${rank}`, points: points.filter((point) => point[2] >= since) }))
       .filter((each) => each.points.length);
     const marks = this.job.checkpoints().filter((event) => event.step !== null).map((event) => ({ x: event.step, name: event.text }));
-    const earlier = chosenOf(this.job).map((run) => ({ run, points: this.job.earlierCurve(run, name) })).filter(({ points }) => points?.length)
+    const steps = lines.flatMap(({ points }) => [points[0][0], points.at(-1)[0]]);
+    const isShown = ([step]) => !range || (step >= Math.min(...steps) && step <= Math.max(...steps));
+    const earlier = chosenOf(this.job).map((run) => ({ run, points: this.job.earlierCurve(run, name)?.filter(isShown) })).filter(({ points }) => points?.length)
       .map(({ run, points }, index) => ({ name: run, kind: "earlier", points: smoothed(points, settings.smoothing), colour: colour(2 + index) }));
     const { series, isNamed } = this.rank === null ? ofAll(lines) : ofOne(lines, this.rank);
     return { series: [...series, ...earlier], marks, isNamed };
