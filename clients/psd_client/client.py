@@ -324,7 +324,7 @@ class ParameterServer:
         """
         return self._worker.is_over
 
-    def log(self, step: int, /, **scalars: Any) -> None:
+    def log(self, step: int, /, *, total: int | None = None, **scalars: Any) -> None:
         """Report scalars of a step for psdctl top, the dashboard and files: `ps.log(ps.clock, loss=loss, accuracy=0.9)`.
 
         The call takes microseconds: a separate thread sends the points to shard 0 twice a second, and writes them to
@@ -334,14 +334,17 @@ class ParameterServer:
 
         Args:
             step: the place on the horizontal axis, 0 or more; most programs use `ps.clock`.
+            total: the number of steps after which the job ends, counted from its beginning, as `ps.clock` counts: 1 or more.
+                From it follow the progress and the time left that psdctl and the dashboard show. Ends nothing by itself. To say
+                it once is enough, also without scalars; what a worker says last holds, and of several workers' the largest.
             scalars: numbers by name, or tensors and arrays of one element; NaN and infinity are shown as such. A worker may use
-                at most 64 names, of 1 to 256 bytes each; `**{"loss/train": 0.5}` passes a name that is no Python identifier.
-                For a tensor on a GPU the call waits.
+                at most 64 names, of 1 to 256 bytes each, but not `total`; `**{"loss/train": 0.5}` passes a name that is no
+                Python identifier. For a tensor on a GPU the call waits.
 
         Raises:
-            InvalidRequest: a step, name or value is wrong, or there are too many names; the whole call is ignored.
+            InvalidRequest: step, total, a name or a value is wrong, or there are too many names; the whole call is ignored.
         """
-        self._worker.log(step, scalars)
+        self._worker.log(step, scalars, total)
 
     def stats(self) -> dict[str, int]:
         """Statistics of this worker so far.

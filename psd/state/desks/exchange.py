@@ -259,6 +259,8 @@ class Exchange:
                 self._core.counters.pushes_late += 1
             else:
                 self._core.counters.pushes_duplicate += 1
+            if staged or counted or late or job.trained_count == 0:
+                push.worker.samples += push.weight
             self._core.open_gates(push.worker)
             for answer in push.riders.answer:
                 answer(push, reply)
