@@ -20,7 +20,7 @@ from psd_core.initial import Initial, Uniform
 
 
 class PoolingType(Enum):
-    """Whether the rows of a bag are added, or their mean is taken."""
+    """Ways to make one row of a bag: the sum of its rows, or their mean."""
 
     SUM = "SUM"
     MEAN = "MEAN"
@@ -133,7 +133,7 @@ def _initial_of(config: Any) -> Initial:
 
 
 def names_of_outputs(tables: Sequence[Any]) -> list[list[str]]:
-    """For each table, the names of its features' outputs: feature, or feature@table where several tables have it."""
+    """Names of the outputs of each table's features: feature, or feature@table where several tables have it."""
     uses = Counter(feature for config in tables for feature in config.feature_names)
     return [
         [feature if uses[feature] == 1 else f"{feature}@{config.name}" for feature in config.feature_names] for config in tables

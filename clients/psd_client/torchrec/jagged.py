@@ -297,7 +297,7 @@ class Features:
         return None if weights is None else torch.cat([weights[index] for index in self._places(names)])
 
     def _places(self, names: Sequence[str]) -> list[int]:
-        """Where features are among the keys."""
+        """Places of features among the keys."""
         for name in names:
             if name not in self._keys:
                 raise InvalidRequest(f"features: there is no key {name!r}; there are {', '.join(self._keys)}")

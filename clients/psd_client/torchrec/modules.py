@@ -22,14 +22,10 @@ from psd_core.optimizer import Optimizer
 class EmbeddingBagCollection(torch.nn.Module):
     """Pooled rows of several features, as torchrec.EmbeddingBagCollection, from tables on the shards that grow by id.
 
-        collection = EmbeddingBagCollection(
-            tables=[
-                EmbeddingBagConfig(name="t_user", embedding_dim=16, num_embeddings=1_000_000, feature_names=["user"]),
-                EmbeddingBagConfig(name="t_item", embedding_dim=16, num_embeddings=1_000_000, feature_names=["item", "seen"]),
-            ],
-            optimizer=psd_client.Adagrad(lr=0.05),
-            options={"t_item": {"admit_after": 3, "expire_steps": 10_000}},
-        )
+        user = EmbeddingBagConfig(name="t_user", embedding_dim=16, num_embeddings=1_000_000, feature_names=["user"])
+        item = EmbeddingBagConfig(name="t_item", embedding_dim=16, num_embeddings=1_000_000, feature_names=["item", "seen"])
+        options = {"t_item": {"admit_after": 3, "expire_steps": 10_000}}
+        collection = EmbeddingBagCollection([user, item], optimizer=psd_client.Adagrad(lr=0.05), options=options)
         pooled = collection(features)["seen"]  # (samples, 16)
 
     `psd_client.torch.distribute` with the model that holds it declares the tables. Ids are all of int64. What is said of
