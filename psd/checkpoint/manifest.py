@@ -206,7 +206,8 @@ def _tensor_document(tensor: TensorSpec) -> dict[str, Any]:
 
 
 def _table_document(table: SparseTableSpec) -> dict[str, Any]:
-    return {**dataclasses.asdict(table), "init": table.init.to_json()}
+    fields = {**dataclasses.asdict(table), "init": table.init.to_json()}
+    return {name: value for name, value in fields.items() if value or name != "modules"}
 
 
 def _group_document(group: GroupSpec) -> dict[str, Any]:

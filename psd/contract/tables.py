@@ -19,6 +19,7 @@ from psd.v1 import job_pb2
 from psd_core.initial import INITIALS, Initial, Zeros
 
 NAME_BYTES_MAX = 256
+MODULE_BYTES_MAX = 4096  # as of a tensor's name; shards accept 256 by default
 DIM_MAX = 1 << 16
 STEPS_MAX = (1 << 31) - 1
 ROWS_MAX = 1 << 40
@@ -51,6 +52,8 @@ class SparseTableSpec:
             set. A step is a round, or without rounds as many pushes as there are workers.
         rows_max: limit for all shards together; 0: as many as the shards' memory allows.
         at_limit: "evict": rows unused for long make room; "refuse": gradients for new rows are counted and dropped.
+        modules: names of the model's modules that look up rows in it; an export has them under the first. They may differ
+            between workers.
     """
 
     name: str
@@ -66,6 +69,7 @@ class SparseTableSpec:
     expire_s: int = 0
     rows_max: int = 0
     at_limit: str = "evict"
+    modules: tuple[str, ...] = dataclasses.field(default=(), compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
@@ -92,6 +96,9 @@ class SparseTableSpec:
         for field, allowed in (("dtype", tuple(VALUE_DTYPES)), ("updates", UPDATES), ("at_limit", AT_LIMIT)):
             if getattr(self, field) not in allowed:
                 raise self._wrong(field, f"must be one of {', '.join(allowed)}, got {getattr(self, field)!r}")
+        for module in self.modules:
+            if not 1 <= utf8_size(module) <= MODULE_BYTES_MAX or not is_printable(module):
+                raise self._wrong("modules", f"must have 1 to {MODULE_BYTES_MAX} printable bytes, got {module!r:.60}")
         if not isinstance(self.init, Initial):
             raise self._wrong("init", f"must be one of {', '.join(INITIALS)}, got {self.init!r}")
         # NumPy's strings and numbers are equal to Python's, but print differently, and Layout.digest compares the text.
@@ -105,7 +112,8 @@ class SparseTableSpec:
     def differences(self, other: SparseTableSpec) -> Iterator[tuple[str, object, object]]:
         """Properties that can differ from another table, each with both values."""
         for field in dataclasses.fields(self):
-            yield _WORDS.get(field.name, field.name), getattr(self, field.name), getattr(other, field.name)
+            if field.compare:
+                yield _WORDS.get(field.name, field.name), getattr(self, field.name), getattr(other, field.name)
 
     def to_message(self) -> job_pb2.TableSpec:
         """The protobuf form."""
@@ -124,6 +132,7 @@ class SparseTableSpec:
             expire_seconds=self.expire_s,
             rows_max=self.rows_max,
             refuse_at_limit=self.at_limit == "refuse",
+            modules=self.modules,
         )
 
     @classmethod
@@ -146,6 +155,7 @@ class SparseTableSpec:
             expire_s=message.expire_seconds,
             rows_max=message.rows_max,
             at_limit="refuse" if message.refuse_at_limit else "evict",
+            modules=tuple(message.modules),
         )
 
 
