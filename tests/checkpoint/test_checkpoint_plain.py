@@ -91,6 +91,26 @@ def test_a_table_goes_to_parquet_and_back(place, capsys):
     assert set(safetensors.numpy.load_file(start)) == {"w", "user.ids", "user.rows", "item.ids", "item.rows"}
 
 
+def test_a_table_that_the_file_has_under_a_modules_name_is_read_and_replaced_by_its_own(tmp_path):
+    """As in exports of models: the metadata say so. The file that is made has it in the same place, once."""
+    rows = np.arange(15, dtype=np.float32).reshape(5, 3)
+    given, other, start = tmp_path / "model.safetensors", tmp_path / "other.safetensors", tmp_path / "start.safetensors"
+    names = {f"{alias}.{part}": f"inner.who.{part}" for alias in ("user", "again") for part in ("ids", "rows")}
+    more = {"item.ids": IDS[:1], "item.rows": rows[:1, :1], "w": rows}
+    safetensors.numpy.save_file({"inner.who.ids": IDS, "inner.who.rows": rows, **more}, given, {**names, "format": "pt"})
+    safetensors.numpy.save_file({"user.ids": IDS[::-1].copy(), "user.rows": rows + 1}, other)
+    assert values_of(given) == dict(zip(IDS.tolist(), rows[:, 0].tolist(), strict=True))
+
+    assert main(["import", str(given), "--table", "user", "--to", str(start)]) == 0
+    assert set(safetensors.numpy.load_file(start)) == {"user.ids", "user.rows"}
+    assert main(["import", str(other), "--table", "user", "--with", str(given), "--to", str(start)]) == 0
+
+    assert values_of(start) == dict(zip(IDS[::-1].tolist(), (rows[:, 0] + 1).tolist(), strict=True))
+    with safetensors.safe_open(start, "np") as opened:
+        assert set(opened.keys()) == {"inner.who.ids", "inner.who.rows", *more}
+        assert opened.metadata() == {**names, "format": "pt"}
+
+
 def test_ids_and_rows_of_other_names_and_dtypes_are_imported(tmp_path):
     """And all other tensors with them, of whatever type."""
     rows = np.random.default_rng(0).standard_normal((5, 3)).astype(np.float16)
