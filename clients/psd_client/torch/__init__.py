@@ -6,9 +6,10 @@ strides, so parameters may have any memory layout, be on any device, and be floa
 two the shards hold a float32 master).
 
 declaration.py decides what is declared, and groups.py which scalars go with each push; embedding.py has the modules whose rows
-are on the shards, and tables.py pulls and pushes these rows; schedule.py keeps a learning-rate schedule at the job's clock;
-uncompiled.py keeps torch.compile out of all this, surroundings.py looks what else averages gradients. Must not know blocks,
-shards or messages. Only the torch modules import torch.
+are on the shards, and tables.py pulls and pushes these rows (outside of a job, own_rows.py and reading.py have them);
+schedule.py keeps a learning-rate schedule at the job's clock; uncompiled.py keeps torch.compile out of all this,
+surroundings.py looks what else averages gradients. Must not know blocks, shards or messages. Only the torch modules import
+torch.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ from psd_client.torch.gradients import Gradients, Overlap
 from psd_client.torch.groups import SharedGroups
 from psd_client.torch.options import has_slots
 from psd_client.torch.parameters import Parameters, as_tensors, copy_all
+from psd_client.torch.reading import read_rows
 from psd_client.torch.schedule import DistributedScheduler, register, scheduler
 from psd_client.torch.slots import LoadedSlots, slots_of
 from psd_client.torch.surroundings import refuse_data_parallel, tell_of_process_group
@@ -62,6 +64,7 @@ __all__ = [
     "Embedding",
     "EmbeddingBag",
     "EmbeddingCollection",
+    "read_rows",
 ]
 
 
@@ -413,6 +416,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         try:
             self._gradients.close()
         finally:
+            self._tables.leave()
             self.ps.close()
 
     def state_dict(self) -> dict[str, Any]:
