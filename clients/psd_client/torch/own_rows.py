@@ -81,7 +81,7 @@ class OwnRows:
 
 
 class Given(NamedTuple):
-    """What a state_dict has of an embedding: names and tensors of ids and rows; None for one that is not there."""
+    """Part of a state_dict that is of an embedding: names and tensors of ids and rows; None for one that is not there."""
 
     names: tuple[str, str]
     ids: torch.Tensor | None
