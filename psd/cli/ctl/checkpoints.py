@@ -110,6 +110,7 @@ examples:
   psdctl import user.parquet --table user --to start.safetensors
   psdctl import vectors.safetensors --ids keys --rows weight --table user --to start.safetensors
   psdctl import item.parquet --table item --with start.safetensors --to both.safetensors
+  psdctl import dump/model.ebc --dynamicemb user_table --table user --to start.safetensors
 
 and then:
   psd-run ... --from-checkpoint both.safetensors --parameters-only train.py
@@ -118,7 +119,9 @@ Such a job takes all its parameters and tables from the file, so --with a file t
 clocks begin anew; rows that the file does not have begin as the table's init says.
 
 Of Parquet files the columns are "id", whole numbers, and "row", lists of floating numbers; of safetensors files
-the tensors are NAME.ids, (n,) int64 or uint64, and NAME.rows, (n, dim) floating.
+the tensors are NAME.ids, (n,) int64 or uint64, and NAME.rows, (n, dim) floating. With --dynamicemb FILE is a
+folder that DynamicEmbDump has written for one collection: NAME_emb_keys.rank_..., ids as int64, and
+NAME_emb_values.rank_..., rows as float32, of all processes. Scores and optimizer values are left out.
 
 exit status:
   0     the file is written
@@ -154,9 +157,15 @@ def add_commands(commands: Commands) -> None:
 
     parser = add_command(commands, "import", "FILE --table NAME --to FILE", _IMPORT_DESCRIPTION, _IMPORT_EPILOG)
     what = parser.add_argument_group("what to read")
-    what.add_argument("source", metavar="FILE", type=location, help="a .parquet file, or path or URL of a safetensors file")
+    what.add_argument(
+        "source",
+        metavar="FILE",
+        type=location,
+        help="a .parquet file, path or URL of a safetensors file, or a folder of a dump",
+    )
     what.add_argument("--ids", default="", metavar="NAME", help="the column or tensor of ids (default: see below)")
     what.add_argument("--rows", default="", metavar="NAME", help="the column or tensor of rows (default: see below)")
+    what.add_argument("--dynamicemb", default="", metavar="NAME", help="FILE is a dump of dynamicemb; the table's name there")
     what = parser.add_argument_group("what to write")
     what.add_argument("--table", required=True, metavar="NAME", help="name of the table in the job")
     what.add_argument("--to", required=True, metavar="FILE", type=location, help="path or URL of the safetensors file to write")
@@ -326,7 +335,11 @@ def _run_export(directory: CheckpointDirectory, args: argparse.Namespace) -> int
 
 
 def _run_import(args: argparse.Namespace) -> int:
-    found = import_table(args.source, args.to, args.table, ids=args.ids, rows=args.rows, others=args.others)
+    if args.dynamicemb and (args.ids or args.rows):
+        raise ConfigError("--dynamicemb: not with --ids or --rows, which are for names in files of other kinds")
+    found = import_table(
+        args.source, args.to, args.table, ids=args.ids, rows=args.rows, dynamicemb=args.dynamicemb, others=args.others
+    )
     if args.json:
         print(json.dumps({"to": shown(args.to), "table": args.table, "rows": found.count, "dim": found.dim}), flush=True)
     else:
