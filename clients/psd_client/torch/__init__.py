@@ -6,10 +6,11 @@ strides, so parameters may have any memory layout, be on any device, and be floa
 two the shards hold a float32 master).
 
 given.py reads what it is given, one model and optimizer or several; declaration.py decides what is declared, and groups.py
-which scalars go with each push; job.py has what the optimizers of one job share; embedding.py has the modules whose rows
-are on the shards, and tables.py pulls and pushes these rows; schedule.py keeps a learning-rate schedule at the job's clock;
-uncompiled.py keeps torch.compile out of all this, surroundings.py looks what else averages gradients. Must not know blocks,
-shards or messages. Only the torch modules import torch.
+which scalars go with each push; job.py has what the optimizers of one job share; learner.py makes local steps; embedding.py has
+the modules whose rows are on the shards, and tables.py pulls and pushes these rows (outside of a job, own_rows.py and
+reading.py have them); schedule.py keeps a learning-rate schedule at the job's clock; uncompiled.py keeps torch.compile out of
+all this, surroundings.py looks what else averages gradients. Must not know blocks, shards or messages. Only the torch modules
+import torch.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from psd_client.torch.learner import LocalOptimizer
 from psd_client.torch.local import Local
 from psd_client.torch.options import check_overlap, has_slots
 from psd_client.torch.parameters import as_tensors, copy_all
+from psd_client.torch.reading import read_rows
 from psd_client.torch.schedule import DistributedScheduler, register, scheduler
 from psd_client.torch.slots import slots_of, state_of
 from psd_client.torch.surroundings import refuse_data_parallel, tell_of_process_group
@@ -56,6 +58,7 @@ __all__ = [
     "EmbeddingCollection",
     "Local",
     "LocalOptimizer",
+    "read_rows",
 ]
 
 
@@ -384,6 +387,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         try:
             self._gradients.close()
         finally:
+            self._job.tables.leave()
             self.ps.close()
 
     def state_dict(self, *, slots: bool = False) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from psd.contract.errors import InvalidRequest, InvalidTensor
 from psd.contract.jobspec import GroupSpec, TensorSpec
 from psd.contract.rules import BUFFERS, STATIC
 from psd_client.optimizers import group_spec
-from psd_client.torch.embedding import table_modules
+from psd_client.torch.embedding import TableModule, table_modules
 from psd_client.torch.options import check_no_slots, check_options, rule_of
 from psd_client.torch.table_declaration import TableDeclaration, declare_tables
 from psd_client.worker.exchange.sent_push import JobPart
@@ -150,13 +150,20 @@ def read_declaration(model: torch.nn.Module, given: Sequence[Given], buffers: st
     embeddings = table_modules(model)
     handles = {id(embedding.handle) for embedding in embeddings}
     for embedding in embeddings:
+        if embedding.rows is not None:
+            raise InvalidRequest(
+                f"embedding {embedding.spec.name!r}: the model has its rows, as load_state_dict has set them, and a job takes "
+                "none from a model: begin the job with them by --from-checkpoint FILE --parameters-only, and call distribute "
+                "with a model that was made anew, without loading them"
+            )
         if not embedding.handle.is_meta and embedding.handle.any():
             raise InvalidRequest(
                 f"embedding {embedding.spec.name!r}: its handle was given a value, as by an initialization of all parameters; "
                 "it must be 0, and its rows begin as its `init` says"
             )
     dense = [pair for pair in model.named_parameters(remove_duplicate=False) if id(pair[1]) not in handles]
-    every_name = _plain_names(dense, _named_buffers(model))
+    modules = [pair for pair in model.named_modules(remove_duplicate=False) if isinstance(pair[1], TableModule)]
+    every_name = _plain_names(dense, _named_buffers(model), modules)
     named, aliases = _distinct(every_name[0])
     known = {id(parameter) for _, parameter in named} | handles
     group_of: dict[int, int] = {}
@@ -195,7 +202,7 @@ def read_declaration(model: torch.nn.Module, given: Sequence[Given], buffers: st
     if kept:
         groups.append(GroupSpec(BUFFERS.name, ("mean",) if buffers == "mean" else ()))
     local = frozenset(name for name, _ in every_name[1] if buffers == "local")
-    tables = declare_tables(embeddings, param_groups, group_of, groups)
+    tables = declare_tables(every_name[2], param_groups, group_of, groups)
     return TorchDeclaration(
         [parameter for _, parameter in named],
         [place for _, place in kept],
