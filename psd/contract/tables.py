@@ -43,7 +43,10 @@ class SparseTableSpec(TableOptions):
 
     group: int = dataclasses.field(default=0, metadata=whole(0, 1 << 31))
     modules: tuple[str, ...] = dataclasses.field(
-        default=(), compare=False, repr=False, metadata=checked_by(_modules, f"of 1 to {MODULE_BYTES_MAX} printable bytes each")
+        default=(),
+        compare=False,
+        repr=False,
+        metadata=checked_by(_modules, f"names of 1 to {MODULE_BYTES_MAX} printable bytes"),
     )
 
     @override

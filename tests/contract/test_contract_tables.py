@@ -59,8 +59,8 @@ def test_tables_come_back_from_their_message(init):
         ({"updates": "eager"}, "updates: must be one of lazy, catch_up, got 'eager'"),
         ({"at_limit": "crash"}, "at_limit: must be one of evict, refuse, got 'crash'"),
         ({"init": 0.1}, "init: must be one of Zeros, Constant, Uniform, Normal, TruncatedNormal, got 0.1"),
-        ({"modules": ("inner", "")}, "table 'user': modules: must have 1 to 4096 printable bytes, got ''"),
-        ({"modules": ("a\nb",)}, "table 'user': modules: must have 1 to 4096 printable bytes"),
+        ({"modules": ("inner", "")}, "table 'user': modules: must be names of 1 to 4096 printable bytes, got ('inner', '')"),
+        ({"modules": ("a\nb",)}, "table 'user': modules: must be names of 1 to 4096 printable bytes"),
     ],
 )
 def test_wrong_fields_are_named(change, error):

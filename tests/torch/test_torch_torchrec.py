@@ -183,7 +183,7 @@ def test_initial_values_are_torchrecs_and_options_are_the_tables():
     assert (user.spec.init, item.spec.init) == (Uniform(-0.1, 0.1), Uniform(-1.0, 2.0))
     assert (user.optimizer, item.optimizer) == (rule, Adagrad(lr=0.2))
     assert (user.spec.admit_after, user.spec.expire_steps) == (1, 0)
-    assert (item.spec.admit_after, item.spec.expire_steps, item.spec.rows_max, item.spec.seed) == (3, 10, 7, 5)
+    assert (item.spec.admit_after, item.spec.expire_steps, item.spec.max_rows, item.spec.seed) == (3, 10, 7, 5)
     options = {"t_user": {"init": Normal(0.3), "dtype": "bfloat16"}}
     (user,) = psd.EmbeddingBagCollection([bags("t_user")], options=options).embedding_bags.values()
     assert (user.spec.init, user.spec.dtype) == (Normal(0.3), "bfloat16")

@@ -56,7 +56,7 @@ class BufferPlace:
 
 
 @dataclass(frozen=True)
-class Given:
+class GivenOptimizer:
     """An optimizer that was given to `distribute`.
 
     Attributes:
@@ -80,7 +80,7 @@ class DeclaredPart:
         job_part: the part of the job, for its pushes; None if it is the whole.
     """
 
-    given: Given
+    given: GivenOptimizer
     groups: range
     trained: tuple[int, ...]
     tables: frozenset[int]
@@ -142,7 +142,7 @@ class Options(torch.optim.Optimizer):
             rule.with_options(options)
 
 
-def read_declaration(model: torch.nn.Module, given: Sequence[Given], buffers: str) -> TorchDeclaration:
+def read_declaration(model: torch.nn.Module, given: Sequence[GivenOptimizer], buffers: str) -> TorchDeclaration:
     """Read the declaration from a model and its optimizers, and check it. buffers: "first", "mean" or "local"."""
     groups = [group_spec(one.template, one.always, group) for one in given for group in one.optimizer.param_groups]
     param_groups = [group for one in given for group in one.optimizer.param_groups]
@@ -217,7 +217,7 @@ def read_declaration(model: torch.nn.Module, given: Sequence[Given], buffers: st
 
 
 def _parts(
-    given: Sequence[Given], trained_in: Sequence[int], tables: TableDeclaration, group_of: Mapping[int, int]
+    given: Sequence[GivenOptimizer], trained_in: Sequence[int], tables: TableDeclaration, group_of: Mapping[int, int]
 ) -> list[DeclaredPart]:
     """The part of each optimizer. trained_in: group of each trained parameter. group_of: as of `declare_tables`."""
     parts: list[DeclaredPart] = []

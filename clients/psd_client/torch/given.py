@@ -13,7 +13,7 @@ import torch
 from psd.contract.arguments import refuse
 from psd.contract.errors import InvalidRequest
 from psd_client.optimizers import spec_of
-from psd_client.torch.declaration import Given, Options, check_optimizer
+from psd_client.torch.declaration import GivenOptimizer, Options, check_optimizer
 from psd_client.torch.embedding import table_modules
 from psd_client.torch.local import Local
 from psd_core.optimizer import Optimizer
@@ -42,7 +42,7 @@ def whole_model(model: Models) -> torch.nn.Module:
 
 def given_optimizers(
     models: Models, whole: torch.nn.Module, optimizer: OneOptimizer | Mapping[str, OneOptimizer], params: Params
-) -> list[Given]:
+) -> list[GivenOptimizer]:
     """The optimizers, in their order; also handles of embeddings that have a rule of their own are in one of them then.
 
     Args:
@@ -74,7 +74,7 @@ def given_optimizers(
     return given
 
 
-def given_fragments(model: torch.nn.Module, optimizer: Any, local: Local) -> list[Given]:
+def given_fragments(model: torch.nn.Module, optimizer: Any, local: Local) -> list[GivenOptimizer]:
     """The outer rule over each fragment of what a program's own optimizer steps, in the place of that optimizer.
 
     Raises:
@@ -94,24 +94,26 @@ def given_fragments(model: torch.nn.Module, optimizer: Any, local: Local) -> lis
         raise InvalidRequest("optimizer: none of its parameters has requires_grad=True, so there is nothing to train")
     rule, template = local.outer, spec_of(local.outer)
     fragments = local.split(model, trained)
-    return [Given(f"fragment {n}", Options(rule, members), template, rule.always) for n, members in enumerate(fragments)]
+    return [
+        GivenOptimizer(f"fragment {n}", Options(rule, members), template, rule.always) for n, members in enumerate(fragments)
+    ]
 
 
-def _given(name: str, optimizer: OneOptimizer, params: Any, module: torch.nn.Module | None) -> Given:
+def _given(name: str, optimizer: OneOptimizer, params: Any, module: torch.nn.Module | None) -> GivenOptimizer:
     """One optimizer. module: whose parameters a rule that torch does not have updates, unless there are `params`."""
     where = f"[{name!r}]" if name else ""
     if not isinstance(optimizer, Optimizer):
         if params is not None:
             raise TypeError(f"params{where}: torch's optimizers have theirs already; it is for psd_client's rules")
         always, template = check_optimizer(optimizer)
-        return Given(name, optimizer, template, always)
+        return GivenOptimizer(name, optimizer, template, always)
     if params is None:
         if module is None:
             raise InvalidRequest(
                 f"params{where}: is missing: no model is named {name!r}, whose parameters the rule would update"
             )
         params = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    return Given(name, Options(optimizer, params), spec_of(optimizer), optimizer.always)
+    return GivenOptimizer(name, Options(optimizer, params), spec_of(optimizer), optimizer.always)
 
 
 def _check_name(what: str, name: Any) -> None:
@@ -119,7 +121,7 @@ def _check_name(what: str, name: Any) -> None:
         raise InvalidRequest(f"{what}: names must be words such as 'generator', got {name!r}")
 
 
-def _add_handles(model: torch.nn.Module, given: list[Given]) -> None:
+def _add_handles(model: torch.nn.Module, given: list[GivenOptimizer]) -> None:
     """Add the handles of embeddings with their own rule to the param_groups: zero_grad and a GradScaler look there."""
     known = {id(parameter) for one in given for group in one.optimizer.param_groups for parameter in group["params"]}
     for embedding in table_modules(model):
