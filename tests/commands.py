@@ -131,6 +131,11 @@ class Job(Process):
         """Process id of one shard."""
         return shard_pid(self.run_id, index)
 
+    def worker_pid(self, rank: int) -> int:
+        """Process id of one worker."""
+        (pid,) = (pid for pid in processes(self.run_id) if f"PSD_RANK={rank}".encode() in _read(pid, "environ").split(b"\0"))
+        return pid
+
     def watchdog_pid(self) -> int:
         """Process id of the run's watchdog, which is not itself of the run, but has its name as an argument.
 

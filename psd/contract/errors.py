@@ -14,6 +14,7 @@
     ├── LayoutMismatch            the two sides cut the parameters differently
     ├── SpecMismatch              another job spec was declared first
     ├── ScalarsDisagree           workers of one round use different learning rates or the like
+    ├── PartsDisagree             workers of one round step different parts of the job
     ├── NotDeclared               the shard has no job, or no initial values, yet
     ├── CutMissed                 the shard has gone beyond the cut that a reader named
     ├── SessionFenced             the worker's session has ended: its lease ran out, or its rank joined again

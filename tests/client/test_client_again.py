@@ -17,6 +17,7 @@ from psd.contract.errors import (
     NonFiniteGradient,
     OutOfSpace,
     Overloaded,
+    PartsDisagree,
     PermissionDenied,
     PsdError,
     RuleFailed,
@@ -201,7 +202,17 @@ def test_pull_after_a_push_that_has_failed_then_completes_it(cluster: Start, err
 
 
 @pytest.mark.parametrize(
-    "error", [NonFiniteGradient, InvalidTensor, ScalarsDisagree, RuleFailed, InternalError, Unauthenticated, PermissionDenied]
+    "error",
+    [
+        NonFiniteGradient,
+        InvalidTensor,
+        ScalarsDisagree,
+        PartsDisagree,
+        RuleFailed,
+        InternalError,
+        Unauthenticated,
+        PermissionDenied,
+    ],
 )
 def test_pull_after_a_push_that_was_refused_then_is_not_refused(cluster: Start, error: type[PsdError]) -> None:
     """What cannot be completed is given up."""

@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from client_faults import Restartable, connect_faulty, expire, in_threads
+from client_faults import Restartable, connect_faulty, expire, in_threads, until
 
 from psd.contract.errors import PartsDisagree
 from psd.contract.jobspec import GroupSpec, TensorSpec
 from psd_client import ParameterServer, connect
 from psd_client.client import worker_of
-from psd_client.worker.exchange.sent_push import JobPart, WorkerGradient
+from psd_client.worker.exchange.sent_push import JobPart
 
 Start = Callable[..., Any]
 
@@ -101,15 +101,17 @@ def test_a_step_brings_back_its_own_part_alone(cluster: Start, transport: str, c
 
 
 def test_a_worker_that_steps_another_part_than_the_round_is_refused_and_may_correct_itself(cluster: Start) -> None:
-    servers = cluster(2).servers
-    with connect(servers, 0, 2) as ps, connect(servers, 1, 2) as peer:
+    shards = cluster(2)
+    with connect(shards.servers, 0, 2) as ps, connect(shards.servers, 1, 2) as peer:
         workers = in_threads(lambda: Worker(ps), lambda: Worker(peer))
-        workers[0].flat.gradients.views[0].fill(4.0)
-        workers[0].flat.declared.push(WorkerGradient((SGD, MOMENTUM), present=np.array([True, False]), part=FIRST))
 
-        with pytest.raises(PartsDisagree, match=r"in round 0 worker 1 steps part 2 of the job, worker 0 steps part 1"):
-            workers[1].step(SECOND, 1.0)
-        workers[1].step(FIRST, 2.0)
+        def second() -> None:
+            until(lambda: all(shard.shard.declared().agreement.known() for shard in shards.shards))
+            with pytest.raises(PartsDisagree, match=r"in round 0 worker 1 steps part 2 of the job, worker 0 steps part 1"):
+                workers[1].step(SECOND, 1.0)
+            workers[1].step(FIRST, 2.0)
+
+        in_threads(lambda: workers[0].step(FIRST, 4.0), second)
 
         assert workers[1].values == [-1.5, 0.0]
 
@@ -174,3 +176,23 @@ def test_a_worker_that_comes_back_goes_on_with_the_part_of_its_round(cluster: St
         in_threads(lambda: workers[0].step(FIRST, 1.0), lambda: workers[1].step(FIRST, 3.0))
 
         assert workers[0].values == workers[1].values
+
+
+def test_a_step_whose_turn_was_over_before_it_was_made_is_late_and_harms_nobody(cluster: Start) -> None:
+    """The program has chosen the part by the clock; its worker then joins anew, at a round of another part. Its push once stood
+    for that round, and the other worker was refused."""
+    shards = cluster(2)
+    with connect(shards.servers, 0, 2) as ps, connect(shards.servers, 1, 2) as peer:
+        steady, returned = in_threads(lambda: Worker(ps), lambda: Worker(peer))
+        in_threads(lambda: steady.step(FIRST, 2.0), lambda: returned.step(FIRST, 2.0))
+        for shard in shards.shards:
+            expire(shard, 1)
+        steady.step(SECOND, 4.0)
+        in_threads(lambda: peer.barrier("here"), lambda: (until(lambda: peer.clock == 2), ps.barrier("here")))
+
+        returned.step(SECOND, 100.0)
+        in_threads(lambda: steady.step(FIRST, 1.0), lambda: returned.step(FIRST, 3.0))
+
+        assert steady.values == returned.values == expected([(FIRST, 2.0), (SECOND, 4.0), (FIRST, 2.0)])
+        assert (ps.clock, peer.clock) == (3, 3)
+        assert peer.stats()["blocks_late"] == 4

@@ -7,7 +7,7 @@ come about.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import combinations, pairwise
+from itertools import combinations, pairwise, zip_longest
 
 from cut_parts import CutPart, complete_cuts
 from world import DEAD, OFF, ON, STALLED, Action, State, World
@@ -26,7 +26,7 @@ class Invariants:
 
     def check(self, state: State, free: Iterable[Action]) -> list[str]:
         """What is wrong with a state in which these actions cost nothing."""
-        wrong = self._ends(state) + self._cuts(state) + self._together(state)
+        wrong = self._ends(state) + self._cuts(state) + self._together(state) + list(self._parts(state))
         if self._setting.has_rounds:
             wrong += self._agreement(state)
         moves = [action for action in free if self.must_happen(state, action)]
@@ -169,15 +169,45 @@ class Invariants:
         wrong = []
         for version in range(max((len(updates) for updates in blocks.values()), default=0)):
             found = {block: updates[version] for block, updates in blocks.items() if len(updates) > version}
-            if len(set(found.values())) > 1:
+            if len({(self._setting.part_of(block), update) for block, update in found.items()}) > max(1, self._setting.parts):
                 wrong.append(f"round {version} is made of different gradients: {found}")
         return wrong
 
+    def _parts(self, state: State) -> Iterator[str]:
+        """Each gradient counts in blocks of its part alone, and each round is of one. What a worker has read is as new as its
+        clock: what it was not sent again has not changed since."""
+        if not self._setting.parts:
+            return
+        parts = {gradient: part for node in state.workers for gradient, part in node.view.parts}
+        histories = {block: updates for node in state.shards for block, updates in node.view.history}
+        for block, updates in histories.items():
+            others = [g for update in updates for g in update if parts[g] != self._setting.part_of(block)]
+            if others:
+                yield f"block {block} of part {self._setting.part_of(block)} has gradients of another part: {others}"
+        for together in [histories] if self._is_one_round_one_part else [dict(node.view.history) for node in state.shards]:
+            for round_, of_round in enumerate(zip_longest(*together.values(), fillvalue=())):
+                found = {parts[gradient] for update in of_round for gradient in update}
+                if len(found) > 1:
+                    yield f"round {round_} is of several parts: {dict(zip(together, of_round, strict=True))}"
+        for process, node in enumerate(state.workers):
+            clock, versions = node.view.seen
+            for block, version in versions:
+                if lacking := [g for update in histories.get(block, ())[version:clock] for g in update]:
+                    yield f"process {process} at clock {clock} has version {version} of block {block}, which lacks {lacking}"
+
+    @property
+    def _is_one_round_one_part(self) -> bool:
+        """True if a round is of one part on all shards together: by the decision, or since nobody is mistaken."""
+        return self._is_exact or self._setting.successor != "push_pull_own_turns"
+
     def _books(self, state: State) -> list[str]:
-        """At the end: each gradient that is acknowledged is in every block, or its worker was told how many lack it."""
-        counted = [
-            {gradient for update in updates for gradient in update} for node in state.shards for _, updates in node.view.history
-        ]
+        """At the end: each gradient that is acknowledged is in every block of its part, or its worker was told how many lack
+        it; those of other parts may be among these."""
+        counted = {
+            block: {gradient for update in updates for gradient in update}
+            for node in state.shards
+            for block, updates in node.view.history
+        }
         was_killed = any(node.view.lives > 1 for node in state.shards)
         wrong = []
         for process, mode in enumerate(state.modes):
@@ -185,8 +215,15 @@ class Invariants:
                 continue
             view = state.workers[process].view
             acknowledged = given_up = 0
+            parts = dict(view.parts)
             for gradient, book in view.books:
-                missing = sum(gradient not in block for block in counted)
+                missing = sum(
+                    gradient not in block
+                    for index, block in counted.items()
+                    if not parts or self._setting.part_of(index) == parts[gradient]
+                )
+                if parts:
+                    given_up += sum(self._setting.part_of(index) != parts[gradient] for index in counted)
                 if book == "held" and (was_killed or (self._is_exact and self._setting.quorum)):
                     given_up += missing  # whoever does not wait for the round to close keeps the gradient in vain
                 elif book in ("held", "kept"):
@@ -197,7 +234,7 @@ class Invariants:
                 wrong.append(
                     f"process {process}: {acknowledged} block(s) lack acknowledged gradients, and {given_up} others; it was "
                     f"told of {view.late}; its books: {dict(view.books)}; {len(counted)} blocks have "
-                    f"{[sorted(block) for block in counted]}"
+                    f"{[sorted(block) for block in counted.values()]}"
                 )
         return wrong
 

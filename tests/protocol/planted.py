@@ -10,15 +10,18 @@ from typing import Any
 import numpy as np
 import pytest
 
+from psd.rim.data_plane import DataPlane
 from psd.state.aggregation.agreement import Agreement, Voice
 from psd.state.aggregation.rounds import FastRound, Outcome
 from psd.state.cuts.positions import Positions
 from psd.state.durability.client_states import ClientStates
 from psd.state.job import Job
 from psd.state.tables.block import TablesBlock
+from psd.v1 import data_pb2
 from psd_client.lanes.transport import GradientPart
 from psd_client.worker.exchange.data_requests import DataRequests
 from psd_client.worker.exchange.exchange import ParameterExchange
+from psd_client.worker.exchange.push_counts import RoundGone
 from psd_client.worker.exchange.sent_push import SentPush
 from psd_client.worker.session.membership import Memberships
 from psd_client.worker.session.session import Session
@@ -99,6 +102,51 @@ def saved_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
 def cuts_without_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two cuts with one step a random id says which is the later one."""
     monkeypatch.setattr(Job, "note_cut", lambda job, order: None)
+
+
+def turn_by_an_old_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A push of the part whose turn it was by the clock stands for a later round, if the worker joins anew within its call."""
+    real = ParameterExchange._begin
+
+    def begin(exchange: ParameterExchange, *arguments: Any, **options: Any) -> SentPush:
+        seen = exchange._seen
+        try:
+            return real(exchange, *arguments, **options)
+        except RoundGone:
+            exchange._seen = exchange._session.clock
+            sent = real(exchange, *arguments, **options)
+            exchange._seen = seen
+            return sent
+
+    monkeypatch.setattr(ParameterExchange, "_begin", begin)
+
+
+# -- defects that parts could have ----------------------------------------------------------------------------------------
+
+
+def another_parts_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shard answers a push of a part with the blocks of the others."""
+    push_pull = DataPlane.push_pull
+
+    def others(plane: DataPlane, header: data_pb2.PushHeader, *arguments: Any) -> Any:
+        wrong = data_pb2.PushHeader()
+        wrong.CopyFrom(header)
+        wrong.ClearField("answered")
+        wrong.answered.extend({0, 1, 2} - {*header.answered})
+        return push_pull(plane, wrong, *arguments)
+
+    monkeypatch.setattr(DataPlane, "push_pull", others)
+
+
+def any_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shard takes gradients of any parts into one round."""
+    hear, check = Agreement.hear, Agreement.check
+
+    def whole(method: Any) -> Any:
+        return lambda agreement, round_, voice: method(agreement, round_, voice._replace(part=0))
+
+    monkeypatch.setattr(Agreement, "hear", whole(hear))
+    monkeypatch.setattr(Agreement, "check", whole(check))
 
 
 # -- defects that tables could have ---------------------------------------------------------------------------------------

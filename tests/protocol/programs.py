@@ -10,14 +10,17 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from setting import GRADIENTS_MAX, Setting, gradient_of, row_of, value_of
 
-from psd.contract.errors import PsdError, RolledBack, ShardUnavailable, WaitTimeout
-from psd_client.worker.exchange.sent_push import WorkerGradient
+from psd.contract.errors import PartsDisagree, PsdError, RolledBack, ShardUnavailable, WaitTimeout
+from psd_client.worker.exchange.sent_push import JobPart, WorkerGradient
 from psd_client.worker.flat_calls import FlatCalls
 from psd_client.worker.rows import Gradients
 
 MAY_GO_ON = (WaitTimeout, ShardUnavailable)
+Seen = tuple[int, tuple[tuple[int, int], ...]]
+
 ERRORS_MAX = 2
 """After which a program ends: the checker's runs must, too."""
 
@@ -29,6 +32,8 @@ class Program:
         books: by gradient, what the program knows: "open": begun, no answer. "held": a push has returned. "kept": a pull after
             it, too. "dropped": it was told that the gradient may not count.
             "void": the job has gone back.
+        parts: by gradient, the part of the job that it is of, from 0; empty if the job has none.
+        seen: the clock at which a step or a pull has returned last, and the version of each block that has come until then.
         late: blocks of gradients of which it was told that they came too late. told: what it says for the trace.
         answers: what it was told of sums over workers, to each of which a process brings a digit of its own. is_over: it has
             heard that the job ends at its clock.
@@ -41,6 +46,9 @@ class Program:
         self.rank, self.script = setting.processes[process]
         self.choose = choose
         self.books: dict[int, str] = {}
+        self.parts: dict[int, int] = {}
+        self.seen: Seen = (0, ())
+        self.versions: dict[int, int] = {}
         self.late = 0
         self.steps_made = 0
         self.errors = 0
@@ -50,6 +58,7 @@ class Program:
         self.ended = ""
         self.first = gradient_of(process, 0)
         self.is_begun = False
+        self.told_part = (-1, 0)
         self.wrong: list[str] = []
         self.told: list[str] = []
         self.ps: FlatCalls | None = None
@@ -123,7 +132,17 @@ class Program:
     def new_gradient(self) -> int:
         gradient = self.first + len(self.books)
         self.books[gradient] = "open"
+        if self.setting.parts:
+            self.parts[gradient] = self._turn()
         return gradient
+
+    def _turn(self) -> int:
+        """The part whose turn it is: by the clock, but by its own count in a program that is mistaken, until it is told."""
+        assert self.ps is not None
+        round_, part = self.told_part
+        if round_ == self.ps.clock:
+            return part
+        return (self.steps_made if self.script == "push_pull_own_turns" else self.ps.clock) % self.setting.parts
 
     def push(self, gradient: int) -> None:
         def call(ps: FlatCalls, scalars: Any) -> None:
@@ -139,17 +158,33 @@ class Program:
     def push_pull(self, gradient: int) -> None:
         self._write(gradient)
         rows = self._rows(gradient)
-        self._call(f"push_pull({gradient})", gradient, lambda ps, scalars: ps.push_pull_flat(scalars, rows=rows))
+        present, part = self._present(gradient), self._job_part(gradient)
+        self._call(
+            f"push_pull({gradient})",
+            gradient,
+            lambda ps, scalars: ps.push_pull_flat(scalars, 1, present, rows, job_part=part),
+        )
         self.books[gradient] = "held" if self.books[gradient] == "open" else self.books[gradient]
-        self.confirmed()
+        self.has_read()
         self.steps_made += 1
 
     def _write(self, gradient: int) -> None:
         assert self.ps is not None
         if self.setting.cuts or self.setting.stored_by:
             self.ps.declared.client_state.state = b"%d" % gradient
-        for space in self.ps.gradients.spaces:
-            space[...] = value_of(gradient)
+        part = self.parts.get(gradient, 0)
+        for block, view in enumerate(self.ps.gradients.views):
+            if self.setting.part_of(block) == part:  # what others hold must not be sent
+                view[...] = value_of(gradient)
+
+    def _job_part(self, gradient: int) -> JobPart | None:
+        return self.setting.job_parts[self.parts[gradient]] if self.setting.parts else None
+
+    def _present(self, gradient: int) -> NDArray[np.bool_] | None:
+        """Which tensors have a gradient."""
+        if not self.setting.parts:
+            return None
+        return np.array([self.setting.part_of(block) == self.parts[gradient] for block in range(self.setting.blocks)])
 
     def _rows(self, gradient: int) -> Gradients:
         """The gradients of rows: on every shard, in every table."""
@@ -159,7 +194,7 @@ class Program:
 
     def pull(self) -> None:
         self._call("pull", None, lambda ps, scalars: ps.pull_flat())
-        self.confirmed()
+        self.has_read()
 
     def barrier(self) -> None:
         self._call("barrier", None, lambda ps, scalars: ps.barrier("end"))
@@ -182,6 +217,13 @@ class Program:
     def stop(self) -> None:
         self._call("stop", None, lambda ps, _: ps.stop())
 
+    def has_read(self) -> None:
+        """Note what has come by a step or a pull."""
+        assert self.ps is not None
+        if self.setting.parts:
+            self.seen = self.ps.clock, tuple(sorted(self.versions.items()))
+        self.confirmed()
+
     def confirmed(self) -> None:
         self.books = {g: "kept" if state == "held" else state for g, state in self.books.items()}
 
@@ -197,6 +239,8 @@ class Program:
             if isinstance(error, RolledBack):
                 self.books = dict.fromkeys(self.books, "void")
                 self.late, self.clock = 0, self.ps.clock
+            elif isinstance(error, PartsDisagree):
+                self.told_part = error.detail["round"], error.detail["parts"][0] - 1
             raise
         finally:
             self._note_stats(stats_before, gradient)
@@ -224,7 +268,7 @@ class Program:
 
     def after(self, error: PsdError, options: tuple[str, ...]) -> str:
         """What the program does about an error; raises it if that is its end."""
-        if isinstance(error, RolledBack):
+        if isinstance(error, (RolledBack, PartsDisagree)):
             return "other"
         self.errors += 1
         what = "end" if self.errors >= ERRORS_MAX else self.choose(error.reason, options)
@@ -297,7 +341,7 @@ def _until_it_is_done(program: Program, call: Callable[[], None]) -> bool:
     while True:
         try:
             call()
-        except (*MAY_GO_ON, RolledBack) as error:
+        except (*MAY_GO_ON, PartsDisagree, RolledBack) as error:
             if program.after(error, ("again", "end") if program.script in MEETING else _MAY) == "other":
                 return False
         else:
@@ -306,6 +350,7 @@ def _until_it_is_done(program: Program, call: Callable[[], None]) -> bool:
 
 SCRIPTS: dict[str, Callable[[Program], None]] = {
     "push_pull": push_pull,
+    "push_pull_own_turns": push_pull,
     "push_then_pull": push_then_pull,
     "push_only": push_only,
     "push_only_barrier": push_only_barrier,

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from psd.contract.consistency import Consistency
 from psd.contract.jobspec import GroupSpec, JobSpec, TensorSpec
 from psd.contract.tables import SparseTableSpec
+from psd_client.worker.exchange.sent_push import JobPart
 from psd_core.distinct import shard_of
 
 FAULTS = ("lose", "late", "cut", "pause", "timeout", "kill", "crash", "outage", "blank", "die", "stall", "twice", "suspend")
@@ -38,7 +39,8 @@ class Setting:
             restarted, and what they lead to; else they are soon done, and no faster than a call that is on its way there.
             has_checkpoint: the job goes on from one, and may go back to it.
             tables: how many there are; each push has a gradient for one of their rows on every shard.
-            cuts: how many shard 0 announces, at any moments; workers then save with each push which gradient it has.
+            parts: how many the tensors are in, of which each step is of one; 0: the job has no parts.
+        cuts: how many shard 0 announces, at any moments; workers then save with each push which gradient it has.
         early_cuts: how many of these it announces before the first step, and not at any moment.
         reads: how many readers come, who call the shards one after the other. restores: of the worlds that go on from the
             checkpoints that are stored, on other shards, so many states are looked at; see restored_worlds.py.
@@ -52,6 +54,7 @@ class Setting:
     quorum: int = 0
     blocks: int = 2
     tables: int = 0
+    parts: int = 0
     shards: int = 2
     steps: int = 2
     programs: tuple[str, ...] = ("push_pull", "push_pull")
@@ -100,6 +103,18 @@ class Setting:
     def groups(self) -> int:
         """Number of groups: one for each tensor, and one for all tables."""
         return self.blocks + bool(self.tables)
+
+    @cached_property
+    def job_parts(self) -> tuple[JobPart, ...]:
+        """The parts; neighbouring blocks are of one, so that it lies on several shards."""
+        return tuple(
+            JobPart(part + 1, frozenset(block for block in range(self.blocks) if self.part_of(block) == part))
+            for part in range(self.parts)
+        )
+
+    def part_of(self, block: int) -> int:
+        """The part that a block is of, from 0."""
+        return block * self.parts // self.blocks
 
     @cached_property
     def ids(self) -> NDArray[np.uint64]:

@@ -149,6 +149,40 @@ def test_a_gradient_that_counts_twice_after_a_restore_is_found(monkeypatch: pyte
     assert "counts twice" in story[0]
 
 
+@pytest.mark.slow
+def test_a_push_for_the_turn_of_a_round_that_is_over_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program's clock is behind its worker's, which has given a push up and joined anew."""
+    planted.turn_by_an_old_clock(monkeypatch)
+
+    story = find(Setting("planted", parts=2, blocks=3, faults=frozenset({"timeout"})))
+
+    assert "is of several parts" in story[0]
+    assert told_in_order(story, "raises WaitTimeout", "decides: other", "join", "= PartsDisagree")
+
+
+# -- defects that parts could have ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_shard_that_answers_with_the_blocks_of_another_part_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    planted.another_parts_blocks(monkeypatch)
+
+    story = find(Setting("planted", parts=2, blocks=3, faults=frozenset(), budget=0))
+
+    assert "at clock 1 has version 0 of block 0, which lacks [0, 6]" in story[0]
+
+
+@pytest.mark.slow
+def test_a_round_that_takes_gradients_of_several_parts_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A successor counts turns by itself, and begins with the first one, while the other worker is at the second."""
+    planted.any_part(monkeypatch)
+
+    story = find(Setting("planted", parts=2, blocks=3, successor="push_pull_own_turns", faults=frozenset({"die"})))
+
+    assert "round 1 is of several parts" in story[0]
+    assert told_in_order(story, "worker 0 dies", "worker 0': push_pull(12) at clock 1")
+
+
 # -- defects that tables could have ---------------------------------------------------------------------------------------
 
 

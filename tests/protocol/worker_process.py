@@ -16,7 +16,7 @@ import green
 from canonical import Walker
 from fake_lane import FakeLane
 from green import Fiber, Fibers, Sleep
-from programs import Program
+from programs import Program, Seen
 from setting import Setting
 from wire import Numbers, Outcome, Request
 
@@ -52,7 +52,7 @@ class WorkerView(NamedTuple):
         choice
             that the program has. beats: per shard, the heartbeat that would be sent now; -1: none. session: that heartbeats
             name.
-        ended, books, late: see Program. is_joining: a call that joins is under way. is_begun: it makes
+        ended, books, late, parts, seen: see Program. is_joining: a call that joins is under way. is_begun: it makes
             steps. is_beating: the thread of the heartbeats is not done with the last one.
     """
 
@@ -68,6 +68,8 @@ class WorkerView(NamedTuple):
     books: tuple[tuple[int, str], ...]
     late: int
     clock: int
+    parts: tuple[tuple[int, int], ...]
+    seen: Seen
     answers: tuple[tuple[int, ...], ...]
     is_over: bool
 
@@ -124,7 +126,6 @@ class WorkerProcess:
         self._heartbeats: Heartbeats | None = None
         self._beats: dict[int, int] | None = None
         self._injected: tuple[int, Outcome] | None = None
-        self._versions: dict[int, int] = {}
         self.program = Program(setting, process, self._choose)
 
     # -- events --------------------------------------------------------------------------------------------------------
@@ -230,7 +231,7 @@ class WorkerProcess:
     def received(self, versions: Sequence[tuple[int, int]]) -> None:
         """See fake_lane.Asks."""
         if self._setting.has_rounds:
-            self._versions.update(versions)
+            self.program.versions.update(versions)
 
     def _beat(self) -> None:
         heartbeats, ps = self._real_heartbeats, self.program.ps
@@ -277,6 +278,8 @@ class WorkerProcess:
             books=tuple(sorted(self.program.books.items())),
             late=self.program.late,
             clock=self.program.clock,
+            parts=tuple(sorted(self.program.parts.items())),
+            seen=self.program.seen,
             answers=tuple(self.program.answers),
             is_over=self.program.is_over,
         )
@@ -290,7 +293,7 @@ class WorkerProcess:
         program = self.program
         if program.ended:
             return walker
-        walker.walk((program.steps_made, program.errors, self._versions))
+        walker.walk((program.steps_made, program.errors, program.versions, program.told_part))
         ps = program.ps
         if ps is not None and hasattr(ps, "_session"):
             walker.walk([ps._session, ps._barriers, ps._exchange, ps._turn, ps._untold, ps._last_failed])

@@ -98,9 +98,13 @@ def wrong_decisions(rng: random.Random, decisions: Any) -> tuple[tuple[str, ...]
 
 
 def wrong_header(rng: random.Random, push: data_pb2.PushHeader) -> tuple[tuple[str, ...], str]:
-    kind = rng.randrange(9)
+    kind = rng.randrange(10)
     if kind == 0:
         return wrong_caller(rng, push.caller)
+    if kind == 9:
+        push.part = rng.choice((1, 7, (1 << 32) - 1))
+        push.answered.extend(rng.choice(((), (0,), ((1 << 32) - 1, 7, 7))))
+        return ("PartsDisagree",), "part"
     if kind == 8:
         push.scale = rng.choice((-1.0, 0.0, 0.5, 1.0, float("nan")))
         return ("InvalidRequest",), "scale"

@@ -178,7 +178,8 @@ def read_declaration(model: torch.nn.Module, given: Sequence[GivenOptimizer], bu
             if id(parameter) not in known:
                 raise InvalidRequest(
                     f"optimizer: parameter {position} of param_groups[{number}], of shape {tuple(parameter.shape)}, is not in "
-                    "the model. Pass the module that holds all of them, such as torch.nn.ModuleList([encoder, decoder])"
+                    "the model. Pass the module that holds all of them, or several by name, such as "
+                    "{'encoder': encoder, 'decoder': decoder}"
                 )
             group_of[id(parameter)] = number
     static = len(groups)

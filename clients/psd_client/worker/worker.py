@@ -38,7 +38,7 @@ logger = logging.getLogger("psd_client")
 
 ONE_JOB = (
     "A process is one worker of one job, and what a job trains is fixed. To train two models, declare them together: in torch "
-    "as one torch.nn.ModuleList, with one optimizer"
+    "by one call, distribute({'a': a, 'b': b}, {'a': optimizer_of_a, 'b': optimizer_of_b})"
 )
 """Advice for a program that declares a second time."""
 

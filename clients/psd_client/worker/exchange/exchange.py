@@ -18,20 +18,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from psd.contract.errors import InvalidRequest, RolledBack
+from psd.contract.errors import RolledBack
 from psd.contract.layout import Block, Layout
 from psd.contract.rules import weight_of
-from psd.contract.verdicts import members_mask
 from psd.v1 import control_pb2
 from psd_client.lanes.flat import FlatBuffers, share_memory
 from psd_client.lanes.shards import Shards, transfer_s
 from psd_client.lanes.transport import Call, Lane, Share
 from psd_client.worker.exchange.buffers import BufferKeeper
 from psd_client.worker.exchange.data_requests import DataRequests
-from psd_client.worker.exchange.finiteness import check_finite
+from psd_client.worker.exchange.finiteness import check_skip, is_finite
 from psd_client.worker.exchange.lending import ParameterPlaces, lent_places
 from psd_client.worker.exchange.loading import ParameterLoad, SlotValues
-from psd_client.worker.exchange.push_counts import PushCounts
+from psd_client.worker.exchange.push_counts import PushCounts, RoundGone
 from psd_client.worker.exchange.riders import ClientStateRider, riders_of
 from psd_client.worker.exchange.row_traffic import RowTraffic
 from psd_client.worker.exchange.sent_push import SentPush, WorkerGradient
@@ -85,7 +84,7 @@ class ParameterExchange:
         self._timeout_s = wait_timeout_s + transfer_s(layout, shards.lanes)
         self._unconfirmed: SentPush | None = None  # the last push, while its round may be open
         self._failed: SentPush | None = None  # the push of the last call, if that has failed
-        self._seen = 0  # `parameters` have all rounds before this clock
+        self._seen = 0  # `parameters` have all rounds before this clock, and the program knows it
         self._verdicts: VerdictSearch | None = None
         if layout.spec.has_verdicts and self._lanes:  # else there is no gradient to measure
             self._verdicts = VerdictSearch(session, shards, self._lanes, self._timeout_s, self._push_again)
@@ -212,7 +211,13 @@ class ParameterExchange:
 
         Of a gradient of one part of the job, that part's parameters alone, unless others may have changed meanwhile.
         """
-        sent = self._begin(gradient)
+        try:
+            sent = self._begin(gradient)
+        except RoundGone as gone:
+            self._fetch(self._lanes)
+            self._counts.on_gone(self._rank, gone.clock, self._trained_count)
+            self.is_skipped = False
+            return
         ahead = None if self._is_exact or sent.is_finished else self.rows.pull_ahead([lane.shard for lane in self._lanes])
 
         def push_pull_at(lane: Lane, call: Call) -> None:
@@ -233,8 +238,7 @@ class ParameterExchange:
                 self._finish(sent)
                 # A push that was late at one shard has moved the clock further: other shards' answers may be older than that.
                 behind = [lane for lane in self._lanes if sent.replies[lane.shard].clock < self._session.clock]
-                has_all = self._seen == sent.header.clock == self._session.clock - 1
-                if gradient.part is not None and self._has_rounds and not has_all:
+                if gradient.part is not None and self._has_rounds and self._session.clock != self._seen + 1:
                     behind = self._lanes  # rounds of other parts have closed without this worker
                 for attempt in self._session.attempts() if behind else ():
                     with attempt:
@@ -255,16 +259,13 @@ class ParameterExchange:
     def _begin(self, gradient: WorkerGradient) -> SentPush:
         """The next push, or the last one if this is the same call again. Raises if something must not be sent."""
         spec, feed, skip = self._layout.spec, gradient.feed, gradient.skip
-        if skip and spec.nan_policy != "skip":
-            raise InvalidRequest(f'skip: the job was declared with nan_policy="{spec.nan_policy}", not "skip"')
+        check_skip(spec, skip=skip)
         self._session.orders.check_end(self._session.clock, is_begun=feed is not None)
         weight = weight_of(gradient.weight)
         rows, clock = self.rows.gradients(gradient.rows or {}), self._session.clock
-        name = check_finite(self.gradients, gradient.present, rows, self._rank, clock) if feed is None else None
-        if name is not None and not skip:
-            what = "the gradient of %s at step %d holds NaN or infinity; the round is skipped"
-            logger.warning("psd: worker %d: " + what, self._rank, name, clock)
-        if skip or name is not None:
+        if feed is None:
+            skip = not is_finite(self.gradients, gradient.present, rows, self._rank, clock, is_expected=skip) or skip
+        if skip:
             gradient = gradient._replace(skip=True, present=np.zeros(len(spec.tensors), np.bool_))
             weight, rows = 0.0, self.rows.gradients({})
         failed = self._failed
@@ -289,6 +290,8 @@ class ParameterExchange:
             # The members of that round may be gone before all shards have its verdict; nobody could push the next round then.
             self._fetch(self._lanes, versions_only=True)
         self._session.orders.check_end(self._session.clock)  # again: a new session may have brought orders, and a later clock
+        if gradient.part is not None and self._has_rounds and self._session.clock != self._seen:
+            raise RoundGone(self._seen)  # the worker has joined anew, and the program had chosen the part by its clock before
         for prepare in self._riders.prepare:
             prepare()
         sent = self._requests.push(gradient, weight, rows, is_finite=feed is None and spec.nan_policy != "allow")
@@ -403,16 +406,8 @@ class ParameterExchange:
         self._session.decisions = list(reply.decisions)
         if self._verdicts is not None:
             self._verdicts.on_commit(sent.header.clock, reply)
-        decision = next((d for d in reply.decisions if d.round == sent.header.clock), None)
-        if decision is not None:
-            members = members_mask(decision.members)
-            # Without that policy, a round has no members if all workers had gone beyond it: then this gradient came too late.
-            is_skipped = not members and self._layout.spec.nan_policy == "skip"
-            self._counts.on_decision(sent, is_member=bool(members >> self._rank & 1), is_skipped=is_skipped)
-            self.is_skipped = is_skipped
-            self.counts["rounds_skipped"] += self.is_skipped
-        elif reply.is_left_out:  # so long ago that the decision is no longer kept
-            self._counts.on_decision(sent, is_member=False, is_skipped=False)
+        is_skipped = self._counts.on_commit(sent, self._rank, reply, self._layout.spec.nan_policy)
+        self.is_skipped = self.is_skipped if is_skipped is None else is_skipped
         if not without_waiting:
             self._session.clock = max(self._session.clock, reply.clock)
             sent.is_decided = True
@@ -461,6 +456,4 @@ class ParameterExchange:
         self._verdicts.on_applied()
         if last is not None and self._verdicts.skips(last.header.clock):
             self.is_skipped = True
-            self.counts["rounds_skipped"] += 1
-            what = "step %d was skipped: a norm over all workers is not finite"
-            logger.warning("psd: worker %d: " + what, self._rank, last.header.clock)
+            self._counts.on_skipped_norm(self._rank, last.header.clock)
