@@ -59,7 +59,7 @@ def test_tables_come_back_from_their_message(init):
         ({"updates": "eager"}, "updates: must be one of lazy, catch_up, got 'eager'"),
         ({"at_limit": "crash"}, "at_limit: must be one of evict, refuse, got 'crash'"),
         ({"init": 0.1}, "init: must be one of Zeros, Constant, Uniform, Normal, TruncatedNormal, got 0.1"),
-        ({"modules": ("inner", "")}, "table 'user': modules: must be names of 1 to 4096 printable bytes, got ('inner', '')"),
+        ({"modules": ("inner", "")}, "table 'user': modules: must be names of 1 to 4096 printable bytes, got .'inner', ''."),
         ({"modules": ("a\nb",)}, "table 'user': modules: must be names of 1 to 4096 printable bytes"),
     ],
 )

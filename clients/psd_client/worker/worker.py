@@ -86,11 +86,11 @@ class WorkerConnection:
         health = ShardHealth([lane.address for lane in lanes])
         self._reporter = WaitReporter(config.rank, config.report_after_s)
         self._shards = Shards(lanes, RetryPolicy(config.retry_timeout_s), health)
-        self._session = Session(config, self._shards)
+        session = self._session = Session(config, self._shards)
         self._barriers = BarrierCalls(self._session, self._shards, config.wait_timeout_s)
         self._heartbeats = Heartbeats(config.rank, self._session, lanes, health, self._reporter)
         files = ScalarFiles(config.rank, *scalar_directories())
-        self._scalars = ScalarLog(config.rank, self._session.log, files, lambda: self._session.run_id)
+        self._scalars = ScalarLog(config.rank, self._session.log, files, lambda: session.run_id)
         ending.remember(self)
         self._heartbeats.start()
         try:

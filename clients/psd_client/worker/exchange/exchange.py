@@ -259,7 +259,8 @@ class ParameterExchange:
     def _begin(self, gradient: WorkerGradient) -> SentPush:
         """The next push, or the last one if this is the same call again. Raises if something must not be sent."""
         spec, feed, skip = self._layout.spec, gradient.feed, gradient.skip
-        check_skip(spec, skip=skip)
+        if skip:
+            check_skip(spec)
         self._session.orders.check_end(self._session.clock, is_begun=feed is not None)
         weight = weight_of(gradient.weight)
         rows, clock = self.rows.gradients(gradient.rows or {}), self._session.clock

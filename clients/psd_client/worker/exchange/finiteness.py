@@ -15,9 +15,9 @@ from psd_client.worker.rows import RowGradients
 logger = logging.getLogger("psd_client")
 
 
-def check_skip(spec: JobSpec, *, skip: bool) -> None:
-    """Raise InvalidRequest if a round is to be skipped in a job that skips none."""
-    if skip and spec.nan_policy != "skip":
+def check_skip(spec: JobSpec) -> None:
+    """Raise InvalidRequest if a round is to be skipped, and the job skips none."""
+    if spec.nan_policy != "skip":
         raise InvalidRequest(f'skip: the job was declared with nan_policy="{spec.nan_policy}", not "skip"')
 
 
