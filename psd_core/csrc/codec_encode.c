@@ -1,4 +1,4 @@
-/* Encoding, block by block: sums, scale, codes, what is lost, bytes. All of a block stays in the first cache.
+/* Encoding, block by block: scale, codes and what is lost, bytes. All of a block stays in the first cache.
  *
  * Each phase is a loop over a whole block without branches. A last block that is shorter is filled up with zeros, whose codes
  * are 0 and do not count.
@@ -17,33 +17,35 @@ typedef union {
 PSD_INLINE void make_noise(noise_t *noise, uint64_t key, intptr_t begin)
 {
     const uint64_t first = (uint64_t)begin / 4 + 1;
+    PSD_ROLLED
     for (uint64_t j = 0; j < BLOCK / 4; j++)
         noise->words[j] = psd_mix(key + (first + j) * 0x9e3779b97f4a7c15u);
 }
 
-PSD_INLINE void add_up(float *sums, const float *values, const float *residual)
+/* An element, and what was left of it. Computed where it is used: to keep a block of sums was measured to be slower. */
+PSD_INLINE float sum_of(const float *values, const float *residual, intptr_t i)
 {
-    for (int i = 0; i < BLOCK; i++)
-        sums[i] = values[i] + residual[i];
+    return residual ? values[i] + residual[i] : values[i];
 }
 
-PSD_INLINE uint32_t largest(const float *x)
+PSD_INLINE uint32_t largest(const float *values, const float *residual)
 {
     int32_t most = 0;
+    PSD_ROLLED
     for (int i = 0; i < BLOCK; i++) {
-        const int32_t magnitude = (int32_t)(as_bits(x[i]) & MAGNITUDE);
+        const int32_t magnitude = (int32_t)(as_bits(sum_of(values, residual, i)) & MAGNITUDE);
         most = magnitude > most ? magnitude : most;
     }
     return (uint32_t)most;
 }
 
 /* The mean magnitude of the first n elements, the others being zeros: added in 16 lanes, which are then folded. */
-PSD_INLINE float mean_magnitude(const float *x, intptr_t n)
+PSD_INLINE float mean_magnitude(const float *values, const float *residual, intptr_t n)
 {
     double lanes[16] = {0};
     for (int i = 0; i < BLOCK; i += 16)
         for (int j = 0; j < 16; j++)
-            lanes[j] += (double)as_float(as_bits(x[i + j]) & MAGNITUDE);
+            lanes[j] += (double)as_float(as_bits(sum_of(values, residual, i + j)) & MAGNITUDE);
     for (int width = 8; width; width /= 2)
         for (int j = 0; j < width; j++)
             lanes[j] += lanes[j + width];
@@ -51,53 +53,57 @@ PSD_INLINE float mean_magnitude(const float *x, intptr_t n)
 }
 
 /* The scale of a block. Those of levels are rounded up, so that no element is beyond the last level. */
-PSD_INLINE uint16_t scale_of(psd_codec codec, const float *x, uint32_t most, intptr_t n)
+PSD_INLINE uint16_t scale_of(psd_codec codec, const float *values, const float *residual, uint32_t most, intptr_t n)
 {
     const psd_codec_facts facts = facts_of(codec);
     if (codec == PSD_SIGN_CODEC) {
-        const uint16_t scale = to_bfloat16(mean_magnitude(x, n), 0, 0);
+        const uint16_t scale = to_bfloat16(mean_magnitude(values, residual, n), 0, 0);
         return scale < facts.least ? 0 : scale;
     }
     const uint32_t scale = (as_bits(as_float(most) / (float)facts.levels) + 0xffff) >> 16;
     return most == 0 ? 0 : (uint16_t)(scale < facts.least ? facts.least : scale > facts.most ? facts.most : scale);
 }
 
-/* Codes of a block with a scale, a byte for each, and what is lost, which may be x itself, or NULL. */
-PSD_INLINE void code_block(psd_codec codec, const float *x, float scale, int is_stochastic, const noise_t *noise,
-                           uint8_t *codes, float *lost)
+/* Codes of a block with a scale, a byte for each; what is lost becomes the residual, which may be NULL. */
+PSD_INLINE void code_block(psd_codec codec, const float *values, float *residual, float scale, int is_stochastic,
+                           const noise_t *noise, uint8_t *codes)
 {
     const int levels = facts_of(codec).levels;
     const float inverse = scale > 0 ? 1 / scale : 0;
     PSD_ELEMENTWISE
+    PSD_ROLLED
     for (int i = 0; i < BLOCK; i++) {
+        const float x = sum_of(values, residual, i);
         const uint16_t part = is_stochastic ? noise->parts[i] : 0;
         float value;
         if (codec == PSD_SIGN_CODEC) {
-            codes[i] = (uint8_t)(as_bits(x[i]) >> 31);
+            codes[i] = (uint8_t)(as_bits(x) >> 31);
             value = value_in_byte(codec, codes[i], 0, scale);
         } else if (codec == PSD_INT4LOG_CODEC) {
-            const uint32_t code = logarithmic_code(x[i], inverse, is_stochastic, part);
+            const uint32_t code = logarithmic_code(x, inverse, is_stochastic, part);
             codes[i] = (uint8_t)code;
             value = logarithmic_value(code, scale);
         } else {
-            const int32_t level = linear_level(x[i], inverse, levels, is_stochastic, part);
+            const int32_t level = linear_level(x, inverse, levels, is_stochastic, part);
             codes[i] = (uint8_t)level;
             value = (float)level * scale;
         }
-        if (lost)
-            lost[i] = x[i] - value;
+        if (residual)
+            residual[i] = x - value;
     }
 }
 
-PSD_INLINE void code_half(psd_codec codec, const float *x, int is_stochastic, const noise_t *noise, uint16_t *codes,
-                          float *lost)
+PSD_INLINE void code_half(psd_codec codec, const float *values, float *residual, int is_stochastic, const noise_t *noise,
+                          uint16_t *codes)
 {
     PSD_ELEMENTWISE
+    PSD_ROLLED
     for (int i = 0; i < BLOCK; i++) {
+        const float x = sum_of(values, residual, i);
         const uint16_t part = is_stochastic ? noise->parts[i] : 0;
-        codes[i] = codec == PSD_BF16_CODEC ? to_bfloat16(x[i], is_stochastic, part) : to_float16(x[i], is_stochastic, part);
-        if (lost)
-            lost[i] = x[i] - (codec == PSD_BF16_CODEC ? from_bfloat16(codes[i]) : from_float16(codes[i]));
+        codes[i] = codec == PSD_BF16_CODEC ? to_bfloat16(x, is_stochastic, part) : to_float16(x, is_stochastic, part);
+        if (residual)
+            residual[i] = x - (codec == PSD_BF16_CODEC ? from_bfloat16(codes[i]) : from_float16(codes[i]));
     }
 }
 
@@ -123,32 +129,20 @@ static void pack_rest(psd_codec codec, const uint8_t *codes, uint8_t *bytes, int
 PSD_INLINE int encode_block(psd_codec codec, const float *values, float *residual, const noise_t *noise, uint8_t *scale,
                             uint8_t *to, intptr_t n)
 {
-    _Alignas(64) float sums[BLOCK];
     const int is_stochastic = noise != NULL;
-    const float *x = values;
-    if (residual) {
-        add_up(sums, values, residual);
-        x = sums;
-    }
-    const uint32_t most = largest(x);
+    const uint32_t most = largest(values, residual);
     if (most >= INFINITE)
         return 0;
     if (codec == PSD_BF16_CODEC || codec == PSD_FP16_CODEC) {
         _Alignas(64) uint16_t codes[BLOCK];
-        if (residual)
-            code_half(codec, x, is_stochastic, noise, codes, residual);
-        else
-            code_half(codec, x, is_stochastic, noise, codes, NULL);
+        code_half(codec, values, residual, is_stochastic, noise, codes);
         memcpy(to, codes, 2 * (size_t)n);
         return 1;
     }
     _Alignas(64) uint8_t codes[BLOCK];
-    const uint16_t bits = scale_of(codec, x, most, n);
+    const uint16_t bits = scale_of(codec, values, residual, most, n);
     store16(scale, 0, bits);
-    if (residual)
-        code_block(codec, x, from_bfloat16(bits), is_stochastic, noise, codes, residual);
-    else
-        code_block(codec, x, from_bfloat16(bits), is_stochastic, noise, codes, NULL);
+    code_block(codec, values, residual, from_bfloat16(bits), is_stochastic, noise, codes);
     if (n == BLOCK)
         pack(codec, codes, to, BLOCK);
     else
@@ -178,8 +172,11 @@ PSD_INLINE intptr_t encode_all(psd_codec codec, int is_stochastic, ARGUMENTS)
         }
         if (is_stochastic)
             make_noise(&noise, key, begin);
-        if (!encode_block(codec, x, lost, is_stochastic ? &noise : NULL, scales + begin / BLOCK * 2,
-                          codes + bytes_before(codec, begin), count))
+        const noise_t *const random = is_stochastic ? &noise : NULL;
+        uint8_t *const scale = scales + begin / BLOCK * 2, *const to = codes + bytes_before(codec, begin);
+        /* NULL is a constant in the second one. */
+        if (!(lost ? encode_block(codec, x, lost, random, scale, to, count)
+                   : encode_block(codec, x, NULL, random, scale, to, count)))
             return begin;
         if (lost == last_residual)
             memcpy(residual + begin, last_residual, (size_t)count * sizeof *lost);
