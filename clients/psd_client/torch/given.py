@@ -6,7 +6,7 @@ Must not know groups, tensors or connections.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -18,9 +18,9 @@ from psd_client.torch.embedding import table_modules
 from psd_client.torch.local import Local
 from psd_core.optimizer import Optimizer
 
-Models = torch.nn.Module | Mapping[str, torch.nn.Module]
-OneOptimizer = torch.optim.Optimizer | Optimizer
-Params = Iterable[Any] | Mapping[str, Iterable[Any]] | None
+Models: TypeAlias = "torch.nn.Module | Mapping[str, torch.nn.Module]"
+OneOptimizer: TypeAlias = "torch.optim.Optimizer | Optimizer"
+Params: TypeAlias = "Iterable[Any] | Mapping[str, Iterable[Any]] | None"
 
 
 def whole_model(model: Models) -> torch.nn.Module:
