@@ -50,6 +50,7 @@ KERNELS = [f"psd_core/csrc/{name}.c" for name in ("half", "kernels", "kernels_f3
 ROWS = ["psd_core/csrc/half.c", "psd_core/csrc/kernels_f32.c"]
 CONTENT = "psd_core/csrc/content.c"
 TABLES = sorted(path.relative_to(ROOT).as_posix() for path in CSRC.glob("table*.c"))
+CODECS = sorted(path.relative_to(ROOT).as_posix() for path in CSRC.glob("codec*.c"))
 VECTORS = sorted(path.relative_to(ROOT).as_posix() for path in CSRC.glob("vector*.c"))
 
 kernels = Extension("psd_core._kernels", sources=["psd_core/_kernels.pyx", *KERNELS], **WITH_RULES)
@@ -62,7 +63,8 @@ distinct = Extension(
 vector = Extension(
     "psd_core._vector", sources=["psd_core/_vector.pyx", *VECTORS, CONTENT], libraries=["m"], depends=HEADERS, **HOW
 )
-EXTENSIONS = [kernels, arena, table, distinct, vector]
+codecs = Extension("psd_core._codecs", sources=["psd_core/_codecs.pyx", *CODECS], depends=HEADERS, **HOW)
+EXTENSIONS = [kernels, arena, table, distinct, vector, codecs]
 directives = {
     "language_level": "3",
     "boundscheck": DEBUG,

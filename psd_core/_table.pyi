@@ -8,6 +8,7 @@ ROWS: Final[int]
 
 # Arrays are any buffers; each call checks them.
 def mixed(ids: Any, out: Any) -> None: ...
+def initial(ids: Any, out: Any, seed: int, init: int, a: float, b: float) -> None: ...
 
 class Sums:
     dim: int

@@ -38,6 +38,22 @@ def mixed(const uint64_t[::1] ids not None, uint64_t[::1] out not None):
             psd_mix_all(&ids[0], &out[0], ids.shape[0])
 
 
+def initial(
+    const uint64_t[::1] ids not None, float[:, ::1] out not None, uint64_t seed, int init, double a, double b,
+):
+    """Set `out`, a row for each id, to the initial values of a table's rows."""
+    cdef psd_table_spec spec
+    cdef intptr_t i
+    if out.shape[0] != ids.shape[0]:
+        raise ValueError(f"out: expected length {ids.shape[0]}, got {out.shape[0]}")
+    memset(&spec, 0, sizeof(spec))
+    spec.dim, spec.seed, spec.init, spec.a, spec.b = out.shape[1], seed, init, a, b
+    if out.shape[1]:
+        with nogil:
+            for i in range(ids.shape[0]):
+                psd_initial_value(&spec, ids[i], &out[i, 0])
+
+
 cdef class Sums:
     """Sums of rows by id. One thread at a time."""
 

@@ -1,4 +1,4 @@
-"""A table's partition as its declaration has it: the C object, what its file takes at most, and the hash of ids.
+"""A table's partition as its declaration has it: the C object, what its file takes at most, the hash of ids, initial values.
 
 Must not open, map or lock anything.
 """
@@ -15,6 +15,7 @@ from psd_core import _table_format as form
 from psd_core._store_format import align
 from psd_core._table_arguments import as_ids
 from psd_core._table_format import ROWWISE_ADAGRAD, TableSpec
+from psd_core.initial import Initial
 
 GROWTH_BYTES_MAX = 1 << 20
 """Largest number of bytes that a region takes, or gives back, at a time."""
@@ -33,6 +34,21 @@ def mixed(ids: NDArray[Any]) -> NDArray[np.uint64]:
     out = np.empty_like(flat)
     _table.mixed(flat, out)
     return out.reshape(np.shape(ids))
+
+
+def initial_rows(name: str, dim: int, init: Initial, seed: int, ids: NDArray[Any]) -> NDArray[np.float32]:
+    """Return the values (n, dim) of rows that nobody has trained, as a table of this name has them.
+
+    Args:
+        ids: (n,) int64|uint64.
+
+    Raises:
+        InvalidArray: the ids are something else.
+    """
+    keys = as_ids(ids)
+    out = np.empty((len(keys), dim), np.float32)
+    _table.initial(keys, out, _seed_of(name, seed), init.number, *init.numbers)
+    return out
 
 
 def bytes_max(spec: TableSpec) -> int:
@@ -55,7 +71,7 @@ def partition_of(spec: TableSpec, crash_point: Any) -> _table.Partition:
         rows_max=spec.max_rows,
         push_max=spec.push_max,
         notes=spec.notes,
-        seed=_seed_of(spec),
+        seed=_seed_of(spec.name, spec.seed),
         rule=facts.number,
         rowwise=spec.rule == ROWWISE_ADAGRAD,
         init=spec.init.number,
@@ -76,9 +92,9 @@ def partition_of(spec: TableSpec, crash_point: Any) -> _table.Partition:
     )
 
 
-def _seed_of(spec: TableSpec) -> int:
+def _seed_of(name: str, seed: int) -> int:
     """The seed of a table, its name included: FNV-1a of the name, on the seed's hash."""
-    value = int(mixed(np.array([spec.seed], np.uint64))[0])
-    for byte in spec.name.encode():
+    value = int(mixed(np.array([seed], np.uint64))[0])
+    for byte in name.encode():
         value = (value ^ byte) * 0x100000001B3 & 0xFFFFFFFFFFFFFFFF
     return value

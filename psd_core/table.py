@@ -28,7 +28,7 @@ from psd_core._table_arguments import CLOCK_MAX, STEP_MAX, as_history, as_ids, a
 from psd_core._table_format import OWN, PUSH_MAX, ROWWISE_ADAGRAD, TableSpec
 from psd_core._table_own_rule import RowRule, bound
 from psd_core._table_pages import PageAhead, take_space
-from psd_core._table_plan import GROWTH_BYTES_MAX, bytes_max, mixed, partition_of
+from psd_core._table_plan import GROWTH_BYTES_MAX, bytes_max, initial_rows, mixed, partition_of
 from psd_core._table_snapshot import BATCH_ROWS, HEAD, Mark, Rows, TableSnapshot
 from psd_core.row_sums import RowSums
 
@@ -47,6 +47,7 @@ __all__ = [
     "TableSpec",
     "TableStore",
     "bytes_max",
+    "initial_rows",
     "mixed",
 ]
 

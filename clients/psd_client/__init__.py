@@ -116,8 +116,8 @@ __all__ = [
     "NonFiniteGradient",
     "NotDeclared",
     "OutOfSpace",
-    "Overloaded",
     "PartsDisagree",
+    "Overloaded",
     "PermissionDenied",
     "RolledBack",
     "RuleFailed",
@@ -138,5 +138,5 @@ __all__ += _rules.__all__
 
 
 def __dir__() -> list[str]:
-    faces = [name for name in ("jax", "keras", "torch") if name in globals()]  # those that have been imported
+    faces = [name for name in ("jax", "keras", "torch", "torchrec") if name in globals()]  # those that have been imported
     return [*__all__, *faces, "__version__"]

@@ -18,7 +18,6 @@ from typing_extensions import Unpack
 from psd.contract.arguments import ByName, refuse
 from psd.contract.config import ClientConfig
 from psd.contract.errors import InvalidRequest, InvalidTensor, NotDeclared
-from psd.contract.job_terms import JobTerms
 from psd.contract.keywords import JobKeywords, takes
 from psd_client.lanes.transport import Lane
 from psd_client.param_groups import ParamGroups
@@ -26,6 +25,7 @@ from psd_client.tables import DeclaredTable, Table, gradients_of
 from psd_client.tensors import NamedTensors, check_params, fill, tensor_specs
 from psd_client.vector_batch import Batch
 from psd_client.vectors import Matrix, Vector, by_name, matrix_of, vector_of
+from psd_client.worker.exchange.sent_push import WorkerGradient
 from psd_client.worker.flat_calls import FlatCalls
 from psd_client.worker.reduction import Reduced
 from psd_core.optimizer import Optimizer
@@ -133,16 +133,15 @@ class ParameterServer:
         if not params and not tables:
             raise InvalidTensor("params: is empty; there must be at least one parameter to train, or a table")
         rules = {table.name: table.optimizer for table in tables}
-        terms = JobTerms.of(**job)
         param_groups = ParamGroups(list(params), optimizer, groups, rules)
         specs = tensor_specs(params, param_groups.group_of)
         self._worker.declare_tensors(
             specs,
             param_groups.specs,
-            terms,
             initial=fill(params),
             is_lending=copy,
             tables=[table.spec(param_groups.group_of_table[table.name]) for table in tables],
+            **job,
         )
         named = NamedTensors(specs, [np.asarray(value).dtype for value in params.values()], copy=copy)
         self._named = named, param_groups
@@ -171,7 +170,7 @@ class ParameterServer:
             exchange.confirm()
             rows = None if tables is _NO_TABLES else gradients_of(exchange.gradients.layout.spec.tables, tables)
             present = named.write_gradients(grads, exchange.gradients)
-            exchange.push(groups.scalars(), weight, present, rows)
+            exchange.push(WorkerGradient(groups.scalars(), weight, present, rows))
 
     def pull(self) -> dict[str, NDArray[Any]]:
         """Fetch the parameters; in a synchronous job, wait first for the round of this worker's last push.
@@ -197,7 +196,7 @@ class ParameterServer:
             exchange.confirm()
             rows = None if tables is _NO_TABLES else gradients_of(exchange.gradients.layout.spec.tables, tables)
             present = named.write_gradients(grads, exchange.gradients)
-            exchange.push_pull(groups.scalars(), weight, present, rows)
+            exchange.push_pull(WorkerGradient(groups.scalars(), weight, present, rows))
             return self._results()
 
     def load_parameters(self, params: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
@@ -325,7 +324,7 @@ class ParameterServer:
         """
         return self._worker.is_over
 
-    def log(self, step: int, /, **scalars: Any) -> None:
+    def log(self, step: int, /, *, total: int | None = None, **scalars: Any) -> None:
         """Report scalars of a step for psdctl top, the dashboard and files: `ps.log(ps.clock, loss=loss, accuracy=0.9)`.
 
         The call takes microseconds: a separate thread sends the points to shard 0 twice a second, and writes them to
@@ -335,14 +334,17 @@ class ParameterServer:
 
         Args:
             step: the place on the horizontal axis, 0 or more; most programs use `ps.clock`.
+            total: the number of steps after which the job ends, counted from its beginning, as `ps.clock` counts: 1 or more.
+                From it follow the progress and the time left that psdctl and the dashboard show. Ends nothing by itself. To say
+                it once is enough, also without scalars; what a worker says last holds, and of several workers' the largest.
             scalars: numbers by name, or tensors and arrays of one element; NaN and infinity are shown as such. A worker may use
-                at most 64 names, of 1 to 256 bytes each; `**{"loss/train": 0.5}` passes a name that is no Python identifier.
-                For a tensor on a GPU the call waits.
+                at most 64 names, of 1 to 256 bytes each, but not `total`; `**{"loss/train": 0.5}` passes a name that is no
+                Python identifier. For a tensor on a GPU the call waits.
 
         Raises:
-            InvalidRequest: a step, name or value is wrong, or there are too many names; the whole call is ignored.
+            InvalidRequest: step, total, a name or a value is wrong, or there are too many names; the whole call is ignored.
         """
-        self._worker.log(step, scalars)
+        self._worker.log(step, scalars, total)
 
     def stats(self) -> dict[str, int]:
         """Statistics of this worker so far.

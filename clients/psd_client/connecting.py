@@ -24,7 +24,7 @@ from psd_client.standalone import PrivateShard, listed
 
 logger = logging.getLogger("psd_client")
 
-OF_OTHER_PLACES = ("servers", "rank", "world_size", "tls_ca", "tls_cert", "tls_key", "token_file")
+NOT_ALONE = ("servers", "rank", "world_size", "tls_ca", "tls_cert", "tls_key", "token_file")
 """Keywords that a program does not need which trains alone."""
 
 
@@ -81,7 +81,7 @@ def connect(
     if role == "reader" and rank is not None:
         raise ConfigError(f"rank: is {rank}, but a reader has none")
     given = {"servers": servers, "rank": rank, "world_size": world_size, **settings}
-    if all(given.get(name) is None for name in OF_OTHER_PLACES) and not why_not_alone():
+    if all(given.get(name) is None for name in NOT_ALONE) and not why_not_alone():
         return _connect_alone(role, settings)
     if role == "reader":
         rank, world_size = 0, 1

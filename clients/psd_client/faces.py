@@ -1,4 +1,4 @@
-"""The steps that all faces have in common when they declare a job: its terms, and the connection that is passed or made.
+"""The steps that all faces have in common when they declare a job: its keywords, and the connection that is passed or made.
 
 Must not know frameworks.
 """
@@ -9,17 +9,17 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, cast
 
-from psd.contract.job_terms import JobTerms
 from psd.contract.keywords import OF_CONNECT, FaceKeywords, JobKeywords
+from psd.contract.staleness import parse_staleness
 from psd_client.client import ParameterServer
 from psd_client.connecting import connect
 
 
-def split(keywords: FaceKeywords) -> tuple[JobTerms, dict[str, Any]]:
-    """The terms of the job, which are checked, and the keywords of `connect`."""
-    of_connect = {name: value for name, value in keywords.items() if name in OF_CONNECT}
-    of_the_job = {name: value for name, value in keywords.items() if name not in OF_CONNECT}
-    return JobTerms.of(**cast(JobKeywords, of_the_job)), of_connect
+def split(keywords: FaceKeywords) -> tuple[JobKeywords, dict[str, Any]]:
+    """The keywords of the job, and those of `connect`."""
+    parse_staleness(keywords.get("staleness"))  # before a connection is made
+    job = {name: value for name, value in keywords.items() if name not in OF_CONNECT}
+    return cast(JobKeywords, job), {name: value for name, value in keywords.items() if name in OF_CONNECT}
 
 
 @contextmanager

@@ -14,6 +14,7 @@ under jax.jit, by an ordered io_callback. Must not know blocks, shards or messag
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -23,7 +24,6 @@ from numpy.typing import NDArray
 from typing_extensions import Unpack
 
 from psd.contract.errors import InvalidRequest, InvalidTensor
-from psd.contract.job_terms import JobTerms
 from psd.contract.jobspec import TensorSpec
 from psd.contract.keywords import OF_CONNECT, JobKeywords, takes
 from psd.contract.rules import weight_of
@@ -89,7 +89,7 @@ def distribute(
     """
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer: expected one of psd_client's, such as psd_client.Adam(lr=1e-3), got {optimizer!r}")
-    terms, spec = JobTerms.of(**job), spec_of(optimizer)
+    spec = spec_of(optimizer)
     if learning_rate is not None and "lr" not in spec.info.scalars:
         raise InvalidRequest(f"learning_rate: the rule {spec.rule!r} has none")
     paths, tree = jax.tree_util.tree_flatten_with_path(params)
@@ -103,7 +103,7 @@ def distribute(
     tensors = tensor_specs(arrays, dict.fromkeys(arrays, 0))
     with connection_of(ps, connect_args or {}) as connection:
         worker = worker_of(connection)
-        worker.declare_tensors(tensors, [spec], terms, initial=fill(arrays))
+        worker.declare_tensors(tensors, [spec], initial=fill(arrays), **job)
 
     def scalars() -> list[float]:
         options = optimizer.option_values()
@@ -115,68 +115,59 @@ def distribute(
     return jax.tree.unflatten(tree, pytree.pulled(leaves)), GradientTransformation(pytree.init, pytree.update)
 
 
+@dataclass(frozen=True)
 class _Pytree:
-    """The declared parameters as a pytree, and the steps of a transformation of them.
+    """The declared parameters, and the steps of a transformation of them. `scalars` returns those of the next push."""
 
-    Args:
-        tree: its structure. tensors, dtypes: the declaration, and JAX's dtypes, of the leaves. scalars: returns those of the
-            next push.
-    """
-
-    def __init__(
-        self, tree: Any, tensors: list[TensorSpec], dtypes: list[Any], worker: FlatCalls, scalars: Callable[[], list[float]]
-    ) -> None:
-        self._tree = tree
-        self._tensors = tensors
-        self._dtypes = dtypes
-        self._worker = worker
-        self._scalars = scalars
+    tree: Any
+    tensors: list[TensorSpec]
+    dtypes: list[Any]
+    worker: FlatCalls
+    scalars: Callable[[], list[float]]
 
     def init(self, params: Params) -> State:
-        """The state at the beginning of a program: the worker's clock."""
         self._leaves(params, "params")
         return jax.numpy.asarray(self._state())
 
     def update(self, gradients: Params, state: State, params: Params = None, *, batch_size: Any = 1.0) -> tuple[Params, State]:
-        """Push and pull; return the updates and the new state."""
         old = [jax.numpy.asarray(leaf) for leaf in self._leaves(params, "params")]
         given = self._leaves(gradients, "gradients")
-        for index, (tensor, dtype, leaf) in enumerate(zip(self._tensors, self._dtypes, given, strict=True)):
+        for index, (tensor, dtype, leaf) in enumerate(zip(self.tensors, self.dtypes, given, strict=True)):
             if not hasattr(leaf, "dtype"):
                 leaf = given[index] = as_array(f"gradients[{tensor.name!r}]", leaf, dtype)
             check_gradient("gradients", tensor, dtype, leaf)
-        for tensor, leaf in zip(self._tensors, old, strict=True):
+        for tensor, leaf in zip(self.tensors, old, strict=True):
             if tuple(leaf.shape) != tensor.shape:
                 raise InvalidTensor(f"params[{tensor.name!r}]: shape must be {tensor.shape}, got {tuple(leaf.shape)}")
         if any(isinstance(leaf, jax.core.Tracer) for leaf in (*given, *old, state, batch_size)):
             clock = jax.ShapeDtypeStruct((), jax.dtypes.canonicalize_dtype(np.int64))
-            shapes = [jax.ShapeDtypeStruct(tensor.shape, tensor.master_dtype) for tensor in self._tensors]
+            shapes = [jax.ShapeDtypeStruct(tensor.shape, tensor.master_dtype) for tensor in self.tensors]
             state, *new = io_callback(self._step, (clock, *shapes), batch_size, *given, ordered=True)
             new = [value.astype(leaf.dtype) for value, leaf in zip(new, old, strict=True)]
         else:
             state = jax.numpy.array(self._step(batch_size, *given)[0])
             new = self.pulled(old)
-        return jax.tree.unflatten(self._tree, [value - leaf for value, leaf in zip(new, old, strict=True)]), state
+        return jax.tree.unflatten(self.tree, [value - leaf for value, leaf in zip(new, old, strict=True)]), state
 
     def pulled(self, leaves: list[Any]) -> list[Any]:
         """Copy the shards' parameters to arrays with the dtypes of the given leaves; the next pull overwrites the buffer."""
-        views = self._worker.parameters.views
+        views = self.worker.parameters.views
         return [jax.numpy.array(view).astype(leaf.dtype) for view, leaf in zip(views, leaves, strict=True)]
 
     def _step(self, batch_size: Any, *gradients: NDArray[Any]) -> tuple[NDArray[Any], ...]:
-        for view, gradient in zip(self._worker.gradients.views, gradients, strict=True):
+        for view, gradient in zip(self.worker.gradients.views, gradients, strict=True):
             write_gradient(view, np.asarray(gradient))
-        self._worker.push_pull_flat([self._scalars()], weight_of(batch_size, "batch_size"))
-        return self._state(), *self._worker.parameters.views
+        self.worker.push_pull_flat([self.scalars()], weight_of(batch_size, "batch_size"))
+        return self._state(), *self.worker.parameters.views
 
     def _state(self) -> NDArray[Any]:
         """The worker's clock as a JAX integer; the largest integer if the clock is greater."""
         dtype = jax.dtypes.canonicalize_dtype(np.int64)
-        return np.asarray(min(self._worker.clock, np.iinfo(dtype).max), dtype)
+        return np.asarray(min(self.worker.clock, np.iinfo(dtype).max), dtype)
 
     def _leaves(self, values: Params, what: str) -> list[Any]:
         leaves: list[Any]
         leaves, found = jax.tree.flatten(values)
-        if found != self._tree:
-            raise InvalidTensor(f"{what}: expected the tree that was declared, {self._tree}, got {found}")
+        if found != self.tree:
+            raise InvalidTensor(f"{what}: expected the tree that was declared, {self.tree}, got {found}")
         return leaves

@@ -19,6 +19,7 @@ from psd.contract.errors import InvalidRequest, InvalidTensor
 from psd.contract.tables import SparseTableSpec
 from psd_client.param_groups import ParamGroups
 from psd_client.tensors import as_array
+from psd_client.worker.exchange.sent_push import WorkerGradient
 from psd_client.worker.flat_calls import FlatCalls
 from psd_client.worker.rows import Gradients
 from psd_core.initial import Constant, Normal, TruncatedNormal, Uniform, Zeros
@@ -152,7 +153,7 @@ class DeclaredTable:
         with self._worker.operation("push"):
             self._worker.declared.confirm()
             present = np.zeros(len(self._worker.gradients.views), np.bool_)
-            self._worker.declared.push(self._groups.scalars(), weight, present, rows)
+            self._worker.declared.push(WorkerGradient(self._groups.scalars(), weight, present, rows))
 
 
 _IDS = (np.dtype(np.int64), np.dtype(np.uint64))

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from psd.checkpoint import writing
 from psd.checkpoint.blocks import BlockPart, RestoredBlock
 from psd.checkpoint.cut import MANIFEST, WHOLE_KEPT, CheckpointInfo, CheckpointState, Cut, CutName, part_file
-from psd.checkpoint.export import ExportProgress, export_tensors
+from psd.checkpoint.export import ExportProgress, export_model, export_tensors
 from psd.checkpoint.loading import Incomplete, load
 from psd.checkpoint.manifest import Manifest
 from psd.checkpoint.notes import ShardNotes
@@ -352,6 +352,17 @@ class CheckpointDirectory:
             CheckpointFailed: a file cannot be read or written, or there is no such table. ConfigError: pyarrow is missing.
         """
         export_tensors(self.storage, manifest, path, progress, table)
+
+    def export_model(self, manifest: Manifest, path: str, config: str, progress: ExportProgress = _ignore) -> None:
+        """Write all that `export` writes, and a model's config, to a directory that transformers' `from_pretrained` takes.
+
+        Args:
+            path: path or URL of the directory, which may exist. config: path or URL of the config.json.
+
+        Raises:
+            CheckpointCorrupt, CheckpointFailed: as `export`; or there is no such config. Nothing is written.
+        """
+        export_model(self.storage, manifest, path, config, progress)
 
 
 def _cut_name(name: str) -> CutName:

@@ -1,4 +1,4 @@
-"""Makes a file for --from-checkpoint from a table's ids and rows in another file, safetensors or Parquet.
+"""Makes a file for --from-checkpoint from a table's ids and rows in another file, safetensors or Parquet, or in a dump.
 
 Must not know checkpoints or jobs: a job that begins with the file checks whether the table fits.
 """
@@ -8,17 +8,21 @@ from __future__ import annotations
 import numpy as np
 
 from psd.checkpoint import parquet, plain
+from psd.checkpoint.dynamicemb import DynamicEmbTable
 from psd.checkpoint.storage import open_parent
 from psd.contract.errors import CheckpointFailed
 from psd_core import first_nonfinite
 
 
-def import_table(source: str, to: str, name: str, *, ids: str = "", rows: str = "", others: str = "") -> plain.ValueTable:
+def import_table(
+    source: str, to: str, name: str, *, ids: str = "", rows: str = "", dynamicemb: str = "", others: str = ""
+) -> plain.ValueTable:
     """Write a table to a safetensors file; return it.
 
     Args:
         source: path or URL of a safetensors file, or path of a Parquet file.
         name: the table's name. ids, rows: names of the tensors or columns, if they are not the usual ones.
+        dynamicemb: name of the table in a dump of dynamicemb; `source` is then path or URL of the folder that has its files.
         others: a safetensors file whose tensors and other tables are copied into the new one.
 
     Raises:
@@ -26,7 +30,9 @@ def import_table(source: str, to: str, name: str, *, ids: str = "", rows: str = 
         CheckpointCorrupt: a file is not of the type that its name says. ConfigError: pyarrow is missing.
     """
     table: plain.ValueTable
-    if source.endswith(parquet.SUFFIX):
+    if dynamicemb:
+        table = DynamicEmbTable(source, dynamicemb)
+    elif source.endswith(parquet.SUFFIX):
         table = parquet.ParquetTable(source, ids or parquet.IDS, rows or parquet.ROWS)
     else:
         table = plain.PlainTable(

@@ -3,7 +3,8 @@
     user.ids     (n,) I64 or U64: the ids' bits
     user.rows    (n, dim) F32, F16, BF16 or F64: the values of each id's row
 
-Values are read in pieces. Must not know checkpoints, or who wants the values.
+A tensor may have more names: in the file's metadata, each with the name under which the tensor is there, as safetensors'
+`save_model` writes them. Values are read in pieces. Must not know checkpoints, or who wants the values.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from psd.checkpoint import safetensors
 from psd.checkpoint.storage import FileStore, open_parent
 from psd.contract.errors import CheckpointCorrupt, CheckpointFailed
 
-IDS_SUFFIX, ROWS_SUFFIX = ".ids", ".rows"
+IDS_SUFFIX, ROWS_SUFFIX = SUFFIXES = ".ids", ".rows"
 
 PIECE_BYTES = 4 << 20
 
@@ -66,8 +67,8 @@ class PlainFile:
         CheckpointFailed: the file does not exist, or cannot be read. CheckpointCorrupt: it is no safetensors file.
 
     Attributes:
-        location: path or URL, for messages. all_entries: all tensors. entries: by name, those whose types psd can compute with.
-        shapes: shapes of `entries`, by name.
+        location: path or URL, for messages. all_entries: all tensors. aliases: further names, each with the tensor's own.
+        entries: by each name, the tensors whose types psd can compute with. shapes: shapes of `entries`, by name.
     """
 
     def __init__(self, url: str) -> None:
@@ -76,12 +77,15 @@ class PlainFile:
         try:
             length = safetensors.header_length(self._read(0, safetensors.PREFIX_BYTES))
             self._begin = safetensors.PREFIX_BYTES + length
-            self.all_entries, _ = safetensors.parse_header(self._read(safetensors.PREFIX_BYTES, self._begin))
+            self.all_entries, more = safetensors.parse_header(self._read(safetensors.PREFIX_BYTES, self._begin))
         except FileNotFoundError:
             raise CheckpointFailed(f"there is no file {self.location}") from None
         except ValueError as error:
             raise CheckpointCorrupt(f"{self.location}: {error}") from None
+        names = {entry.name for entry in self.all_entries}
+        self.aliases = {alias: name for alias, name in more.items() if name in names and alias not in names}
         self.entries = {entry.name: entry for entry in self.all_entries if entry.dtype in DTYPES}
+        self.entries |= {alias: self.entries[name] for alias, name in self.aliases.items() if name in self.entries}
         self.shapes = {name: entry.shape for name, entry in self.entries.items()}
 
     def _read(self, start: int, stop: int) -> bytes:
@@ -161,17 +165,21 @@ class PlainTable(ValueTable):
 def write_file(target: FileStore, file: str, table: ValueTable, name: str, others: PlainFile | None) -> None:
     """Write a table by name, and all other tensors of another file, to one safetensors file, as a stream; all or nothing.
 
+    A table that the other file has under another name of its own is written under that one.
+
     Raises:
         CheckpointFailed: a file cannot be read or written.
     """
-    own = {f"{name}{IDS_SUFFIX}": ("I64", (table.count,)), f"{name}{ROWS_SUFFIX}": ("F32", (table.count, table.dim))}
+    aliases = {} if others is None else others.aliases
+    of_ids, of_rows = (aliases.get(f"{name}{suffix}", f"{name}{suffix}") for suffix in SUFFIXES)
+    own = {of_ids: ("I64", (table.count,)), of_rows: ("F32", (table.count, table.dim))}
     kept = {} if others is None else {entry.name: entry for entry in others.all_entries if entry.name not in own}
     facts = own | {name: (entry.dtype, entry.shape) for name, entry in kept.items()}
     tensors = sorted(facts.items(), key=lambda item: -safetensors.ITEM_BYTES[item[1][0]])
     entries = safetensors.lay_out((name, *of_it) for name, of_it in tensors)
 
     def chunks() -> Iterator[memoryview | bytes]:
-        yield safetensors.header(entries, {"format": "pt"})
+        yield safetensors.header(entries, {**aliases, "format": "pt"})
         for entry in entries:
             if entry.name in own:
                 for ids, values in table.rows():

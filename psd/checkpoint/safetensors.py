@@ -109,7 +109,8 @@ def parse_header(text: bytes) -> tuple[list[Entry], dict[str, str]]:
     """The tensors in the order of their bytes, and the metadata, from a header without its first 8 bytes.
 
     Raises:
-        ValueError: it is no such header, or its tensors overlap, leave gaps or do not fit their shapes.
+        ValueError: it is no such header, its metadata are no strings, or its tensors overlap, leave gaps or do not fit their
+            shapes.
     """
     try:
         document = json.loads(text)
@@ -118,6 +119,8 @@ def parse_header(text: bytes) -> tuple[list[Entry], dict[str, str]]:
     if not isinstance(document, dict):
         raise ValueError("the header is not a JSON object")  # noqa: TRY004 - wrong input, not a wrong argument
     metadata = document.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise ValueError("__metadata__: is not an object of strings")
     try:
         entries = [
             Entry(name, str(value["dtype"]), tuple(map(int, value["shape"])), *map(int, value["data_offsets"]))

@@ -339,20 +339,7 @@ class ServerConfig:
 
 @dataclass(frozen=True)
 class ClientConfig:
-    """Settings of one worker's connection.
-
-    Attributes:
-        servers: addresses in the order of the shards.
-        rank, world_size: this worker's number, and the number of workers.
-        run_id: the job's name; empty: any that the shards serve.
-        transport: "auto": the best one that works; else its name.
-        wait_timeout_s: longest wait for other workers (a round, a barrier, the staleness bound, initial values).
-        retry_timeout_s: how long an unreachable shard is tried again.
-        report_after_s: a wait longer than this is explained in the log, and again each time it has doubled.
-        tls_ca: PEM file with the certificates that sign those of the shards; empty: no TLS.
-        tls_cert, tls_key: PEM files with this client's own certificate, if shards require one.
-        token_file: file with this client's token; empty: none.
-    """
+    """Settings of one worker's connection: what ConnectKeywords say, or the environment. Empty words stand for nothing."""
 
     servers: tuple[str, ...]
     rank: int

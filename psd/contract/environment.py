@@ -52,13 +52,8 @@ VARIABLES = {
 """Variables for users, and their meanings; psd-run --help prints this table."""
 
 
-_HOW_TO_TRAIN = frozenset(
-    f"PSD_{name}"
-    for name in (
-        *("CONSISTENCY", "QUORUM", "AGGREGATION", "REDUCE", "TRANSPORT", "WAIT_TIMEOUT", "RETRY_TIMEOUT"),
-        *("LOG_DIR", "TENSORBOARD", "JOBS_DIR"),
-    )
-)
+_WORDS = "CONSISTENCY QUORUM AGGREGATION REDUCE TRANSPORT WAIT_TIMEOUT RETRY_TIMEOUT LOG_DIR TENSORBOARD JOBS_DIR"
+_HOW_TO_TRAIN = frozenset(f"PSD_{word}" for word in _WORDS.split())
 """Variables that do not say which job a program belongs to."""
 
 

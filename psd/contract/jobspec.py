@@ -73,7 +73,7 @@ class TensorSpec:
 
     Attributes:
         dtype: a key of DTYPES; for buffers, of BUFFER_DTYPES. group: index of its group.
-        aliases: other names, under which an export has it, too. They may differ between workers.
+        aliases: other names, which an export lists. They may differ between workers.
     """
 
     name: str
@@ -145,12 +145,8 @@ class JobSpec:
     """The declaration of a job: tensors, rules, workers, consistency. Raises InvalidRequest or InvalidTensor if it is wrong.
 
     Attributes:
-        quorum: number of gradients that close a synchronous round; world_size unless there are backup workers.
-        reduction: "mean" (weighted by samples) or "sum".
-        aggregation: "fast" (as gradients arrive) or "exact" (by rank, so that timing changes no bit; sync only).
-        clip_norm: the largest norm of a round's gradient, or without rounds of a push's, over all trained tensors and rows;
-            0: no limit.
-        nan_policy: treatment of NaN and infinity in gradients: "refuse", "skip" (the round, on all shards) or "allow".
+        consistency, reduction, quorum, aggregation, clip_norm, nan_policy: as JobKeywords say, but the quorum of a job with
+            rounds is always a number, and a clip_norm of 0 is none.
         tables: sparse tables; a group has either tensors or tables.
     """
 
@@ -303,6 +299,12 @@ class JobSpec:
                 raise InvalidRequest(
                     f"table {table.name!r}: dim: {table.dim} is above the shard's --max-table-dim {limits.table_dim_max}"
                 )
+            longest = max((len(name.encode()) for name in table.modules), default=0)
+            if longest > limits.name_bytes_max:
+                raise InvalidRequest(
+                    f"table {table.name!r}: modules: one has {longest} bytes, the shard's --max-name-bytes is "
+                    f"{limits.name_bytes_max}"
+                )
         elements = sum(t.size for t in self.tensors)
         if elements > limits.elements_max:
             raise InvalidTensor(f"tensors: {elements} elements are above the shard's --max-elements {limits.elements_max}")
@@ -317,6 +319,9 @@ class JobSpec:
             raise InvalidTensor(f"tensors.aliases: {aliases} are above the shard's --max-tensors {limits.tensors_max}")
         if len(message.tables) > limits.tables_max:
             raise InvalidRequest(f"tables: {len(message.tables)} are above the shard's --max-tables {limits.tables_max}")
+        modules = sum(len(table.modules) for table in message.tables)
+        if modules > limits.tensors_max:
+            raise InvalidRequest(f"tables.modules: {modules} are above the shard's --max-tensors {limits.tensors_max}")
         if len(message.groups) > GROUPS_MAX:
             raise InvalidRequest(f"groups: there must be 1 to {GROUPS_MAX}, got {len(message.groups)}")
         for group in message.groups:

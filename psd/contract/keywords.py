@@ -1,7 +1,7 @@
 """The keywords by which a program says what its job is like, and how it connects: name, type, default and meaning, once.
 
 Calls that pass them on are decorated with `takes`, which shows all of them in the call's signature and docstring, and refuses
-others. Must not know which values are right: job_terms.py, environment.py and config.py check them.
+others. Must not know which values are right: FlatCalls.declare_tensors, environment.py and config.py check them.
 """
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ CallT = TypeVar("CallT", bound=Callable[..., Any])
 
 
 class JobKeywords(TypedDict, total=False):
-    """Keywords that say what a job is like. All of its workers say the same.
+    """Terms of a job. All of its workers say the same.
 
     Attributes:
         consistency: "sync", "async" or "ssp:S"; None takes PSD_CONSISTENCY, or "sync".
-        reduce: "mean" over the samples, weighted by the pushes' weights (batch sizes), or "sum"; None takes PSD_REDUCE, or
-            "mean".
+        reduce: "mean" over the samples, by the pushes' weights (batch sizes), or "sum"; None takes PSD_REDUCE, or "mean".
         quorum: workers whose gradients close a synchronous round; None takes PSD_QUORUM, or all.
         aggregation: "fast", gradients are added as they arrive; or "exact", in the order of the ranks, those of a worker on all
             shards or on none: the same bits whatever the timing and whatever dies, but of tables with `expire_seconds`, in
@@ -49,19 +48,6 @@ class JobKeywords(TypedDict, total=False):
     nan_policy: str
 
 
-class PlaceKeywords(TypedDict, total=False):
-    """Place of a worker in its job.
-
-    Attributes:
-        servers: the shards' addresses in their order, such as "10.0.0.1:7000,10.0.0.2:7000", or a list of them.
-        rank, world_size: this worker's number from 0, and how many workers there are.
-    """
-
-    servers: str | Sequence[str] | None
-    rank: int | None
-    world_size: int | None
-
-
 class LinkKeywords(TypedDict, total=False):
     """A connection's settings, apart from where it leads.
 
@@ -69,9 +55,9 @@ class LinkKeywords(TypedDict, total=False):
         run_id: name of the job; shards that serve another one refuse.
         transport: how bulk data travels: "shm", shared memory with shards on this machine; "tcp"; "grpc"; or "auto", the first
             of these that works, for each shard. `ParameterServer.transports` says which, and why not a better one.
-        wait_timeout: seconds, the longest wait for other workers (default 600).
+        wait_timeout: seconds, the longest wait for other workers, in a round, a barrier or at the beginning (default 600).
         retry_timeout: seconds for which an unreachable shard is tried again (default 30).
-        report_after: seconds after which a wait is explained on the log (default 5).
+        report_after: seconds after which a wait is explained on the log, and again when it has doubled (default 5).
         tls_ca: PEM file of the authorities that sign the shards' certificates; turns TLS on. The certificates must name the
             hosts as `servers` does.
         tls_cert, tls_key: PEM files with this client's own certificate and its key, if the shards require one.
@@ -89,11 +75,20 @@ class LinkKeywords(TypedDict, total=False):
     token_file: str | PathLike[str] | None
 
 
-class ConnectKeywords(PlaceKeywords, LinkKeywords, total=False):
-    """All that `connect` takes, but for the role."""
+class ConnectKeywords(LinkKeywords, total=False):
+    """A connection's settings, and where it leads.
+
+    Attributes:
+        servers: the shards' addresses in their order, such as "10.0.0.1:7000,10.0.0.2:7000", or a list of them.
+        rank, world_size: this worker's number from 0, and how many workers there are.
+    """
+
+    servers: str | Sequence[str] | None
+    rank: int | None
+    world_size: int | None
 
 
-class FaceKeywords(JobKeywords, PlaceKeywords, LinkKeywords, total=False):
+class FaceKeywords(JobKeywords, ConnectKeywords, total=False):
     """All that a face's `distribute` passes on to the job's declaration and to `connect`."""
 
 
@@ -104,13 +99,11 @@ OF_CONNECT = frozenset(ConnectKeywords.__annotations__)
 
 
 def takes(*kinds: Any, elsewhere: Mapping[str, str] = MappingProxyType({})) -> Callable[[CallT], CallT]:
-    """A decorator for a function whose last parameter is `**x: Unpack[...]`, x being any name: it shows the keywords of these
-    kinds in the function's signature and, in place of the line "**x" of its docstring, what they mean.
+    """Decorate a function that ends with `**name: Unpack[...]`: it shows the keywords of these kinds in its signature and, in
+    place of the line "**name" of its docstring, what they mean. For others it raises TypeError, naming the most similar one.
 
     Args:
         elsewhere: advice by name, for keywords that are at home elsewhere.
-
-    The function then raises TypeError for other keywords; the message names the function, and the most similar keyword.
     """
 
     def decorate(function: CallT) -> CallT:
@@ -135,14 +128,8 @@ def takes(*kinds: Any, elsewhere: Mapping[str, str] = MappingProxyType({})) -> C
 
         checked.__signature__ = shown.replace(parameters=[*own, *more])  # type: ignore[attr-defined]
         if function.__doc__ is not None:  # there are none under python -OO
-            checked.__doc__ = _with_meanings(inspect.cleandoc(function.__doc__), f"    **{others.name}", kinds)
+            meanings = "\n".join([inspect.cleandoc(kind.__doc__).partition("Attributes:\n")[2] for kind in kinds])
+            checked.__doc__ = inspect.cleandoc(function.__doc__).replace(f"    **{others.name}", meanings)
         return cast(CallT, checked)
 
     return decorate
-
-
-def _with_meanings(text: str, mark: str, kinds: Sequence[Any]) -> str:
-    before, found, after = text.partition(f"{mark}\n")
-    assert found, f"no line {mark!r}"
-    meanings = [inspect.cleandoc(kind.__doc__).partition("Attributes:\n")[2] for kind in kinds]
-    return "".join((before, *(f"{each}\n" for each in meanings), after))

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import json
 import math
 import operator
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from psd.contract import arguments
 from psd.contract.config import ConfigError
@@ -24,6 +25,8 @@ SERIES_MAX = 64
 """Most series of one worker."""
 BATCH_POINTS_MAX = 4096
 """Most points of one LogRequest."""
+LOG_SUFFIX = ".jsonl"
+"""Ending of the files of scalars in a log directory."""
 
 
 def check_name(name: str, limit: int = NAME_BYTES_MAX) -> None:
@@ -39,6 +42,14 @@ def checked_step(step: Any) -> int:
     found = arguments.whole_number(InvalidRequest, "step", step)
     if not 0 <= found <= INTEGER_MAX:
         raise InvalidRequest(f"step: expected 0 to {INTEGER_MAX}, got {found}")
+    return found
+
+
+def checked_total(total: Any) -> int:
+    """The number of steps after which a job ends, as an int; InvalidRequest if it is none."""
+    found = arguments.whole_number(InvalidRequest, "total", total)
+    if not 1 <= found <= INTEGER_MAX:
+        raise InvalidRequest(f"total: expected 1 to {INTEGER_MAX}, got {found}")
     return found
 
 
@@ -98,6 +109,35 @@ def as_json(values: Mapping[str, float]) -> dict[str, float | str]:
 
 
 _WORDS = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
+
+
+class LoggedScalars(NamedTuple):
+    """Scalars that one call has reported: a line of JSON in a worker's file of a log directory.
+
+    Attributes:
+        time: seconds since 1970. run: name of the run.
+    """
+
+    time: float
+    run: str
+    rank: int
+    step: int
+    scalars: Mapping[str, float]
+
+    def line(self) -> str:
+        """The record as a line of JSON."""
+        return json.dumps({**self._asdict(), "scalars": as_json(self.scalars)}) + "\n"
+
+    @classmethod
+    def read(cls, line: str | bytes) -> LoggedScalars:
+        """The record of a line; its run is empty if the line does not name it. Raises ValueError for a line that is none."""
+        try:
+            found = json.loads(line)
+            scalars = {str(name): float(value) for name, value in found["scalars"].items()}  # "NaN" and "Infinity", too
+            time, run, rank = float(found["time"]), str(found.get("run", "")), int(found["rank"])
+            return cls(time, run, rank, checked_step(found["step"]), scalars)
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, InvalidRequest) as error:
+            raise ValueError("no line of a worker's scalars") from error
 
 
 def tensorboard_module() -> str:

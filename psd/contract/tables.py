@@ -8,19 +8,27 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from typing_extensions import override
 
 from psd.contract.errors import InvalidRequest
-from psd.contract.printable import is_printable
+from psd.contract.printable import is_printable, utf8_size
 from psd.v1 import job_pb2
 from psd_core.initial import INITIALS, Initial
-from psd_core.table_options import TableOptions, whole
+from psd_core.table_options import TableOptions, checked_by, whole
 
 _DTYPES = {"float32": job_pb2.DTYPE_FLOAT32, "bfloat16": job_pb2.DTYPE_BFLOAT16}
 _DTYPE_NAMES = {number: name for name, number in _DTYPES.items()}
+
+MODULE_BYTES_MAX = 4096  # as of a tensor's name; shards accept 256 by default
+
+
+def _modules(value: Iterable[str]) -> tuple[str, ...] | None:
+    names = tuple(value)
+    return names if all(1 <= utf8_size(name) <= MODULE_BYTES_MAX and is_printable(name) for name in names) else None
 
 
 @dataclass(frozen=True)
@@ -29,9 +37,17 @@ class SparseTableSpec(TableOptions):
 
     Attributes:
         name: printable. group: index of the group that has its rule and scalars.
+        modules: names of the model's modules that look up rows in it; an export has them under the first. They may differ
+            between workers.
     """
 
     group: int = dataclasses.field(default=0, metadata=whole(0, 1 << 31))
+    modules: tuple[str, ...] = dataclasses.field(
+        default=(),
+        compare=False,
+        repr=False,
+        metadata=checked_by(_modules, f"names of 1 to {MODULE_BYTES_MAX} printable bytes"),
+    )
 
     @override
     def __post_init__(self) -> None:
@@ -45,7 +61,13 @@ class SparseTableSpec(TableOptions):
     def differences(self, other: SparseTableSpec) -> Iterator[tuple[str, object, object]]:
         """Properties that can differ from another table, each with both values."""
         for field in dataclasses.fields(self):
-            yield field.name, getattr(self, field.name), getattr(other, field.name)
+            if field.compare:
+                yield field.name, getattr(self, field.name), getattr(other, field.name)
+
+    @override
+    def to_json(self) -> dict[str, Any]:
+        """All options by name; `modules` only if there are some."""
+        return {name: value for name, value in super().to_json().items() if value or name != "modules"}
 
     def to_message(self) -> job_pb2.TableSpec:
         """The protobuf form."""

@@ -81,17 +81,22 @@ class PulledBlock:
     The tables' block has no page: the answer has only its version.
 
     Attributes:
-        block: index. version: updates applied. values: (n,) the parameters, unchanged until `release`.
+        block: index. version: updates applied. values: (n,) the parameters, or a slot, unchanged until `release`.
+        steps: with a slot: steps that each segment has made.
     """
 
-    __slots__ = ("_page", "_state", "block", "values", "version")
+    __slots__ = ("_page", "_state", "block", "steps", "values", "version")
 
-    def __init__(self, state: Trained, found: Found) -> None:
+    def __init__(self, state: Trained, found: Found, slot: int = 0) -> None:
         self._state = state
         self.version: int = found[0]
         self._page: Any = found[1]
         self.block = state.index
-        self.values: NDArray[Any] = _NO_VALUES if self._page is None else self._page.parameter
+        self.values: NDArray[Any] = _NO_VALUES
+        self.steps: list[int] = []
+        if self._page is not None:
+            self.values = self._page.slots[slot - 1] if slot else self._page.parameter
+            self.steps = self._page.steps.tolist() if slot else []
 
     @property
     def nbytes(self) -> int:
@@ -155,7 +160,7 @@ class DataPlane:
         for block in blocks:
             while not isinstance(found := self._exchange.read(block, pull), tuple):
                 waiter.wait(found)
-            yield PulledBlock(block, found)
+            yield PulledBlock(block, found, request.slot)
         self.counts.count_call("pull", self._now() - began)
 
     def pull_rows(
@@ -224,7 +229,7 @@ class DataPlane:
                 ) is not None:
                     waiter.wait(ticket)
                 self.counts.count_bytes(received=block.nbytes)
-                if len(push.covered) > covered and (pull.has_rounds or answered is None or block.block in answered):
+                if len(push.covered) > covered and (answered is None or pull.has_rounds or block.block in answered):
                     pending.append(push.job.trained(block.block))
                 if block.is_followed and pull.has_rounds:
                     continue

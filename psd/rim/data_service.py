@@ -222,7 +222,7 @@ class DataService:
 
     def _frame(self, answer: PulledBlock, *, with_payload: bool = True, positions: int = 0) -> bytes:
         try:
-            head = data_pb2.PullFrame(block=answer.block, version=answer.version, positions=positions)
+            head = data_pb2.PullFrame(block=answer.block, version=answer.version, positions=positions, steps=answer.steps)
             return frames.join(head.SerializeToString(), answer.values if with_payload else None)
         finally:
             answer.release()

@@ -52,6 +52,7 @@ class KnownWorker:
     clock: int
     last_seen_s: float
     awaited_s: float
+    samples: float
 
 
 def shard_numbers(shard: Shard, now: ShardStatus, progress: CheckpointProgress | None) -> dict[str, float]:
@@ -79,7 +80,7 @@ def shard_numbers(shard: Shard, now: ShardStatus, progress: CheckpointProgress |
 def worker_numbers(shard: Shard, worker: Worker) -> dict[str, float]:
     """A worker's numbers, as this shard knows it."""
     last_seen_s = max(0.0, shard.age_s(worker.last_seen)) if worker.last_seen >= 0 else -1.0
-    return _numbers(facts.WORKER, {"worker": KnownWorker(worker.clock, last_seen_s, worker.awaited_s)})
+    return _numbers(facts.WORKER, {"worker": KnownWorker(worker.clock, last_seen_s, worker.awaited_s, worker.samples)})
 
 
 def table_numbers(counts: TableCounts) -> dict[str, float]:
@@ -181,6 +182,7 @@ def shard_status(shard: Shard, address: str, progress: CheckpointProgress | None
     if now.orders is not None:
         reply.learning_rates.extend(now.orders.learning_rates)
         reply.ends_at = now.orders.ends_at
+    reply.total = now.total
     if progress is not None:
         reply.checkpoint_dir = printable(progress.location)  # a file's name may not be valid text
         reply.checkpoint_last = progress.last

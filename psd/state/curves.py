@@ -39,6 +39,7 @@ class PointBatch(NamedTuple):
     steps: Sequence[int]
     values: Sequence[float]
     ago_s: Sequence[float]
+    total: int = 0
 
 
 class CurvePart(NamedTuple):
@@ -79,6 +80,7 @@ class Curves:
         self._lock = locks.new(locks.Level.LEAF)
         self._series: dict[int, dict[str, _Points]] = {}  # by rank
         self._next: dict[int, tuple[int, int]] = {}  # by rank: the connection, and the number of its next point
+        self._totals: dict[int, int] = {}  # by rank: the clock at which the job ends, as the worker has last said
         self._count = 0
         self._trimmed_at = 0  # number of series when all of them were last trimmed
 
@@ -101,6 +103,8 @@ class Curves:
             raise InvalidRequest(f"names: has {len(batch.names)}, the limit is {SERIES_MAX}")
         if length and max(batch.steps) > INTEGER_MAX:
             raise InvalidRequest(f"steps: {max(batch.steps)} is above the limit of {INTEGER_MAX}")
+        if batch.total > INTEGER_MAX:
+            raise InvalidRequest(f"total: {batch.total} is above the limit of {INTEGER_MAX}")
         for name in batch.names:
             check_name(name, self._name_bytes_max)
         now = self._now()
@@ -108,6 +112,8 @@ class Curves:
             own = self._series.get(rank, {})
             if len(own.keys() | set(batch.names)) > SERIES_MAX:
                 raise InvalidRequest(f"names: worker {rank} would have more than {SERIES_MAX} series")
+            if batch.total:
+                self._totals[rank] = batch.total
             known, following = self._next.get(rank, (0, 0))
             if not connection or connection != known:
                 following = 0
@@ -124,6 +130,12 @@ class Curves:
                 ago_s = batch.ago_s[index]
                 points.times.append(now - ago_s if 0 <= ago_s < math.inf else now)
             self._trim(found)
+
+    @property
+    def total(self) -> int:
+        """The clock at which the job ends: the largest one that the workers have last said; 0 if none has said any."""
+        with self._lock:
+            return max(self._totals.values(), default=0)
 
     def _trim(self, changed: Sequence[_Points]) -> None:
         """Drop the oldest points of series that have a quarter too many: dropping moves all others, so it is done rarely."""

@@ -324,7 +324,8 @@ class Shard:
         """Keep the points of a worker's series; see ControlService.Log."""
         self._core.check_is_first("scalars are kept by")
         worker = self.check_caller(request.caller)
-        batch = PointBatch(request.first, request.names, request.series, request.steps, request.values, request.ago_s)
+        columns = request.names, request.series, request.steps, request.values, request.ago_s
+        batch = PointBatch(request.first, *columns, request.total)
         self._curves.add(worker.rank, worker.connection, batch)
 
     def curves(self, after: int) -> control_pb2.CurvesReply:
@@ -413,6 +414,7 @@ class Shard:
                 job=job,
                 orders=core.orders.current,
                 ended_by=core.orders.fulfilled,
+                total=self._curves.total,
             )
 
     @property

@@ -41,6 +41,12 @@ MEASURED_S = 1.0
 RATE_S = 10.0
 """Seconds over which rates are measured."""
 
+LEFT_RATE_S = 120.0
+"""Seconds over which the speed is measured from which the time left follows: it should not jump from look to look."""
+
+SAID_RATIO = 1.5
+"""Programs say how many samples a push has if there are at least so many to a step; else each push counts as one."""
+
 ANSWER_S = 1.5
 """Seconds that a look waits for a shard, by default."""
 
@@ -97,6 +103,7 @@ class Sampler:
         self._clock = clock
         self._wall = wall
         self._rates = Rates(RATE_S)
+        self._progress = Rates(LEFT_RATE_S)
         self._events: list[Event] = []
         self._points_of = 0  # the incarnation of shard 0 that counts points,
         self._points_read = 0  # and the number of the last one read
@@ -132,6 +139,7 @@ class Sampler:
         if not replies and self.now is not None:
             found = () if self.now.state == "finished" else found
             numbers = _without_rates(self.now)
+            numbers.pop("time_left_s", None)
             now = replace(self.now, at=self._wall(), shards=shards, waits=(), waiting=(), problems=found, numbers=numbers)
             return diagnosed(now)
         job = next((reply for reply in replies if reply.consistency), pb.StatusReply())
@@ -141,6 +149,8 @@ class Sampler:
         foremost = max((worker.clock for worker in merged), default=0)
         workers = tuple(self._worker(worker, [each.wait for each in waits], foremost) for worker in merged)
         sums = ("parameter_bytes", "slot_bytes", "received_bytes_per_s", "sent_bytes_per_s")
+        ends_at = max((reply.ends_at for reply in replies), default=0)
+        total = ends_at or max((reply.total for reply in replies), default=0)
         now = JobSnapshot(
             at=self._wall(),
             has_rates=self.now is not None,
@@ -161,6 +171,8 @@ class Sampler:
                 "quorum": job.quorum,
                 "timeline": max((reply.timeline for reply in replies), default=0),
                 **{name: sum(getattr(shard, name) for shard in shards) for name in sums},
+                **_samples(workers),
+                **self._end(clock, total),
             },
             shards=shards,
             workers=workers,
@@ -169,10 +181,18 @@ class Sampler:
             waiting=tuple(map(printable, waits_text([each.wait for each in waits if each.wait.waited_s >= WAIT_S]))),
             orders=self._orders(answers[0].reply, clock),
             learning_rates=tuple(OrderedRate(rate.clock, rate.scale) for reply in replies[:1] for rate in reply.learning_rates),
-            ends_at=max((reply.ends_at for reply in replies), default=0),
+            ends_at=ends_at,
             problems=found,
         )
         return diagnosed(now)
+
+    def _end(self, clock: int, total: int) -> dict[str, float]:
+        """The numbers that follow from where the job ends; none if that is not known. total: 0: not known."""
+        per_s = self._progress.of("clock", self._clock(), clock)
+        if not total:
+            return {}
+        left = {"time_left_s": max(0, total - clock) / per_s} if per_s > 0 else {}
+        return {"total_steps": total, **left}
 
     def _shard(self, index: int, answer: Answer) -> ShardSnapshot:
         reply, before = answer.reply, self.now.shards[index] if self.now is not None else None
@@ -278,6 +298,12 @@ def _has_gone_back(before: JobSnapshot, now: JobSnapshot) -> bool:
     """True if the job may repeat steps: it has gone back, or is another job."""
     (old, new) = (max((worker.clock for worker in each.workers), default=0) for each in (before, now))
     return (now.run_id, now.timeline) != (before.run_id, before.timeline) or new < old
+
+
+def _samples(workers: Sequence[WorkerSnapshot]) -> dict[str, float]:
+    """The rate of samples, if programs say how many they have."""
+    per_s = sum(worker.samples_per_s for worker in workers)
+    return {"samples_per_s": per_s} if per_s >= SAID_RATIO * sum(worker.steps_per_s for worker in workers) > 0 else {}
 
 
 def _is_missing(rank: int, wait: pb.Wait) -> bool:

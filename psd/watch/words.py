@@ -94,6 +94,12 @@ def aligned(rows: Sequence[Sequence[str]], is_left: Sequence[bool]) -> list[str]
     ]
 
 
+def progress_text(clock: int, total: int, left_s: float | None) -> str:
+    """The job's progress: 42% of 1000 steps, 3 min 20 s left. left_s: None: not known."""
+    left = f", {duration(left_s)} left" if left_s is not None else ""
+    return f"{min(1.0, clock / total):.0%} of {total} steps{left}"
+
+
 def size(count: float) -> str:
     """Bytes for people: 1.5 GiB."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):

@@ -220,3 +220,15 @@ def test_vectors_when_the_job_is_small_then_results_are_compared_and_every_opera
 
     assert done.returncode == 0, done.stderr
     assert "4. two loops: bandwidth, psd / NumPy" in done.stdout
+
+
+@pytest.mark.process
+def test_codecs_when_the_array_is_small_then_every_work_has_a_ratio(figures_of):
+    """What rounds nothing has no stochastic form; numbers that were decoded are compared with the values."""
+    figures = figures_of("codecs.py", "--elements", "100000", "--rounds", "1")
+
+    works = {row["codec"]: set(row["works"]) for row in figures["results"]}
+    assert len(works) == 7
+    assert works["int8"] - works["sign"] == {"stochastic"}
+    assert all(work["ratio"] > 0 for row in figures["results"] for work in row["works"].values())
+    assert [criterion["number"] for criterion in figures["criteria"]] == [4, 4, 4]

@@ -21,13 +21,16 @@ from chromium import PATH, Chromium
 
 from psd.contract.config import parse_servers
 from psd.contract.credentials import Credentials
+from psd.contract.scalars import LoggedScalars
 from psd.watch.asking import Asker
 from psd.watch.sampler import Sampler
 from psd.watch.top.app import TopApp
+from psd_client.worker.scalars.scalar_files import ScalarFiles
 
 pytestmark = pytest.mark.skipif(PATH is None, reason="there is no Chromium on this machine")
 
 TRAINING = Path(__file__).with_name("training.py")
+EARLIER = "training-before"
 MARKS = 4
 """Checkpoints that a picture is to have."""
 
@@ -36,16 +39,19 @@ SHOWN_S = 3.0
 
 
 class Job:
-    """psd-run with two shards, three workers, checkpoints, and the dashboard.
+    """psd-run with two shards, three workers, checkpoints, a log directory in which a run was before, and the dashboard.
 
     Attributes:
         address: of the dashboard. servers: of the shards.
     """
 
-    def __init__(self, checkpoints: Path) -> None:
+    def __init__(self, folder: Path) -> None:
+        files = ScalarFiles(0, str(folder / "logs"), "")
+        files.write([LoggedScalars(1e9 + step, EARLIER, 0, step, {"loss": 2 * 0.99**step}) for step in range(1, 400)])
+        files.close()
         flags = ["--shards", "2", "--workers", "3", "--dashboard", "--dashboard-port", "0"]
-        flags += ["--checkpoint-dir", str(checkpoints), "--checkpoint-secs", "5"]
-        command = [sys.executable, "-m", "psd.cli.run", *flags, str(TRAINING), "1000000"]
+        flags += ["--checkpoint-dir", str(folder / "checkpoints"), "--checkpoint-secs", "5", "--log-dir", str(folder / "logs")]
+        command = [sys.executable, "-m", "psd.cli.run", *flags, str(TRAINING), "20000"]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         self.servers = self.line(r"psdctl status --servers (\S+)")
         self.address = self.line(r"dashboard: (http://\S+)/$")
@@ -76,7 +82,7 @@ class Job:
 
 @pytest.fixture
 def job(tmp_path: Path) -> Iterator[Job]:
-    started = Job(tmp_path / "checkpoints")
+    started = Job(tmp_path)
     yield started
     started.process.send_signal(signal.SIGINT)
     started.process.communicate(timeout=60)
@@ -90,6 +96,22 @@ def status(servers: str) -> Any:
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(done.stdout)
 
+
+CUT = """
+(() => {
+  const cut = [];
+  for (const e of document.body.querySelectorAll('*')) {
+    const box = e.getBoundingClientRect(), drawing = e.tagName === 'text' ? e.closest('svg').getBoundingClientRect() : null;
+    if (!e.checkVisibility() || e.closest('.skip, .unseen')) continue;
+    const isBeyond = box.right > innerWidth + 0.5 || box.left < -0.5;
+    const isHidden = getComputedStyle(e).overflowX !== 'visible' && e.scrollWidth > e.clientWidth + 1;
+    const isOff = drawing && (box.left < drawing.left - 0.5 || box.right > drawing.right + 0.5);
+    if (isBeyond || isHidden || isOff) cut.push(`${e.tagName}.${e.getAttribute('class')} ${e.textContent.slice(0, 40)}`);
+  }
+  return cut;
+})()
+"""
+"""Elements that are not seen whole: beyond the page's edge, scrolled or shortened in their place, or beyond their drawing."""
 
 ROW = "[...document.querySelectorAll('section[aria-label={}] tbody tr')].map(row => [...row.cells].map(cell => cell.innerText))"
 
@@ -117,13 +139,22 @@ async def look(job: Job, pictures: Path | None) -> None:
         assert await page.until("document.querySelector('.chips')?.innerText.startsWith('worker 1')")
         assert await page.until("document.querySelector('figure.chart figcaption').innerText.startsWith('loss')")
         await page.until("document.querySelectorAll('.mark').length > 0")  # a checkpoint
+        assert re.search(
+            r"^\d+% of 20,000 steps, .* left$", await page.value("document.querySelector('.progress + p').innerText")
+        )
+        assert " samples/s" in await page.value("document.querySelectorAll('.answer')[1].innerText")
+        await look_at_curves(page)
         if pictures:
             await save(page, job, pictures)
 
+        # On a phone nothing is cut.
+        for path in ("#/shard/0", "#/worker/1", "#/"):
+            await page.open("about:blank")
+            await page.open(f"{job.address}/{path}", 400, 800, "dark")
+            await page.until("document.querySelectorAll('.plot path').length > 2")
+            assert await page.value(CUT) == [], path
+
         # It can be read and used by the keyboard.
-        await page.open(f"{job.address}/", 390, 800, "dark")
-        await page.until("document.querySelector('.plot path') !== null")
-        assert await page.value("document.documentElement.scrollWidth") == 390, "nothing hangs over on a phone"
         assert await page.value("document.documentElement.dataset.theme") == "dark"
         await page.press("Tab")
         assert await page.value("document.activeElement.innerText") == "Skip to the job"
@@ -149,17 +180,62 @@ async def look(job: Job, pictures: Path | None) -> None:
         assert page.console == []
 
 
+async def look_at_curves(page: Chromium) -> None:
+    """Workers' losses differ, their learning rates do not; both are drawn as a visitor wants them, also when he comes back."""
+    key = "[...document.querySelectorAll('.curves figure')].map(figure => figure.querySelector('.key').innerText)"
+    lines = "document.querySelectorAll('.curves figure')[0].querySelectorAll('path.line').length"
+    assert await page.value("[...document.querySelectorAll('.curves figcaption > span')].map(each => each.innerText)") == [
+        "loss",
+        "lr",
+        "validation/accuracy of the rare classes",
+    ]
+    assert (await page.value(key))[:2] == ["mean of 3 workers, and from the lowest to the highest", "all 3 workers alike"]
+    assert await page.value("document.querySelectorAll('.curves figure')[0].querySelectorAll('path.band').length") == 1
+    await page.value(
+        "[...document.querySelectorAll('.controls button')].find(each => each.innerText === 'each worker').click()"
+    )
+    await page.until(f"{lines} === 3")
+    assert (await page.value(key))[1] == "all 3 workers alike"
+    ticks = "[...document.querySelectorAll('.curves figure')[0].querySelectorAll('text')].map(each => each.textContent)"
+    before = await page.value(ticks)
+    await page.value("document.querySelector('.curves .log').click()")
+    assert await page.value("document.querySelector('.curves .plot').getAttribute('aria-label').includes('logarithmic')")
+    assert await page.value(ticks) != before
+    assert await page.value("document.querySelectorAll('.curves .raw').length") == 0
+    await page.value("document.querySelector('.controls input').focus()")
+    for _ in range(3):
+        await page.press("ArrowRight")
+    await page.until("document.querySelector('.controls output').innerText === '0.03'")
+    await page.until("document.querySelectorAll('.curves figure')[0].querySelectorAll('path.raw').length === 3")
+    await page.value("document.querySelector('.earlier summary').click()")
+    await page.until(f"document.querySelector('.earlier li').innerText.startsWith('{EARLIER}')")
+    await page.value("document.querySelector('.earlier input').click()")
+    await page.until("document.querySelectorAll('.curves figure')[0].querySelectorAll('path.earlier').length === 1")
+    assert (await page.value(key))[0].endswith(EARLIER)
+    assert await page.value("document.querySelectorAll('.curves path.earlier').length") == 1, "it has no other curve"
+    await page.value("location.reload()")
+    await page.until(f"document.querySelector('.curves figure') && {lines} === 3")
+    await page.until("document.querySelectorAll('.curves path.earlier').length === 1")
+    assert await page.value("document.querySelector('.curves .log').getAttribute('aria-pressed')") == "true"
+    await page.value("localStorage.clear()")
+    await page.value("location.reload()")
+    await page.until("document.querySelector('.curves path.band') !== null")
+
+
 async def save(page: Chromium, job: Job, folder: Path) -> None:
-    """Pictures for the documents."""
+    """Pictures for the documents, with an earlier run, and smoothed."""
+    chosen = json.dumps({"smoothing": 0.6, "earlier": [EARLIER]})
+    await page.value(f"localStorage.setItem('psd-curves', {json.dumps(chosen)})")
     for name, path, size, scheme in (
         ("dashboard", "/", (1280, 1000), "light"),
         ("dashboard-dark", "/#/worker/1", (1280, 860), "dark"),
-        ("dashboard-phone", "/", (390, 844), "light"),
+        ("dashboard-phone", "/", (400, 844), "light"),
     ):
         await page.open("about:blank")
         await page.open(job.address + path, *size, scheme)
         await page.until(f"document.querySelectorAll('.events li, .mark').length >= {MARKS}", 120)
         await page.picture(folder / f"{name}.png")
+    await page.value("localStorage.clear()")
     await save_top(job, folder / "top.svg")
 
 

@@ -135,6 +135,36 @@ def test_export_when_it_cannot_then_one_line_says_why(place, tmp_path, capsys):
     assert not (tmp_path / "model.safetensors").exists()
 
 
+def test_export_when_there_is_a_config_then_a_directory_is_written(place, tmp_path, capsys):
+    config, target = tmp_path / "config.json", tmp_path / "made" / "model"
+    config.write_text('{"model_type": "bert"}')
+
+    assert main(["export", str(place), "--config", str(config), "--to", f"{target}/"]) == 0
+
+    assert f"{target}/: 6 tensors of step 8" in capsys.readouterr().out
+    assert sorted(path.name for path in target.iterdir()) == ["config.json", "model.safetensors"]
+    assert (target / "config.json").read_text() == config.read_text()
+    with safetensors.safe_open(target / "model.safetensors", "np") as opened:
+        assert len(opened.keys()) == 6
+
+
+def test_export_when_the_config_is_none_then_nothing_is_written(place, tmp_path, capsys):
+    config, target = tmp_path / "config.json", tmp_path / "model"
+    command = ["export", str(place), "--config", str(config), "--to"]
+
+    assert main([*command, str(target)]) == 1
+    for text in ("[1]", "{", b"\xff{}", "[" * 100_000):
+        config.write_bytes(text if isinstance(text, bytes) else text.encode())
+        assert main([*command, str(target)]) == 1
+        assert "is no config.json, a JSON object" in capsys.readouterr().err
+    for more, message in [([str(target), "--table", "user"], "not with --table"), (["a.safetensors"], "must be a directory")]:
+        with pytest.raises(SystemExit) as exit_:
+            main([*command, *more])
+        assert exit_.value.code == 2
+        assert message in capsys.readouterr().err
+    assert not target.exists()
+
+
 @pytest.mark.parametrize("command", ["checkpoints", "verify", "export", "import"])
 def test_main_when_asked_for_help_then_it_explains(command, capsys):
     with pytest.raises(SystemExit) as exit_:

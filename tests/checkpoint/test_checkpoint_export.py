@@ -11,9 +11,10 @@ import safetensors.torch  # noqa: E402
 from helpers_checkpoint import SHARD_COUNTS, clear_memory, cut_of, memory_url, numbers, specs, store  # noqa: E402
 from hypothesis import given, settings  # noqa: E402
 
-from psd.checkpoint import CheckpointDirectory  # noqa: E402
+from psd.checkpoint import CheckpointDirectory, open_parameters, parameter_blocks  # noqa: E402
 from psd.checkpoint.export import converted  # noqa: E402
-from psd.contract.jobspec import JobSpec, TensorSpec  # noqa: E402
+from psd.contract.jobspec import GroupSpec, JobSpec, TensorSpec  # noqa: E402
+from psd.contract.layout import Layout  # noqa: E402
 
 
 @settings(deadline=None, max_examples=15)
@@ -58,6 +59,54 @@ def test_export_when_a_model_loads_it_then_load_state_dict_is_content(tmp_path):
     torch.testing.assert_close(model[1].weight.detach().float().ravel(), torch.tensor(narrow[:15]), rtol=2**-8, atol=0)
     size = (tmp_path / "model.safetensors").stat().st_size
     assert seen[-1] == (size, size)
+
+
+class Tied(torch.nn.Module):
+    """A parameter and a module, each under two names, and BatchNorm."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.layer = torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2)
+        self.last, self.same_layer = torch.nn.Linear(4, 4), self.layer
+        self.last.weight = self.first.weight
+
+
+@pytest.mark.parametrize("prefers_later_names", [False, True])
+def test_export_when_tensors_have_several_names_then_they_are_there_once_and_load_model_takes_them(
+    tmp_path, prefers_later_names
+):
+    """Also by whichever of its names a worker has declared it. The other names are listed, and a job finds it by each."""
+    names: dict[int, list[str]] = {}
+    model = Tied()
+    tensors = dict(model.state_dict(keep_vars=True))
+    for name, tensor in tensors.items():
+        names.setdefault(id(tensor), []).append(name)
+    ordered = [found[::-1] if prefers_later_names else found for found in names.values()]
+    declared = tuple(
+        TensorSpec(first, tuple(tensors[first].shape), str(tensors[first].dtype).removeprefix("torch."), group, tuple(others))
+        for first, *others in ordered
+        for group in [int(("norm" in first and "running" in first) or tensors[first].dtype == torch.int64)]
+    )
+    directory = CheckpointDirectory(str(tmp_path / "checkpoints"))
+    cut = cut_of(JobSpec(1, declared, (GroupSpec(), GroupSpec("buffers"))), 2)
+    store(directory, cut)
+    path = str(tmp_path / "model.safetensors")
+
+    directory.export(directory.load(cut.name), path)
+
+    found = safetensors.torch.load_file(path)
+    assert set(found) == {first for first, *_ in ordered}
+    assert safetensors.torch.load_model(model, path) == (set(), [])
+    for name, value in model.state_dict().items():
+        (first,) = (group[0] for group in ordered if name in group)
+        torch.testing.assert_close(value, found[first], rtol=0, atol=0)
+    with safetensors.safe_open(path, "pt") as opened:
+        listed = {name: first for first, *others in ordered for name in others}
+        assert opened.metadata() == {**listed, "format": "pt", "psd_checkpoint": cut.name}
+    untied = JobSpec(1, tuple(TensorSpec(name, tuple(value.shape)) for name, value in tensors.items() if value.dim()))
+    (block,) = (values for _, values in parameter_blocks(open_parameters(path), Layout(untied, 1), 0))
+    expected = torch.cat([value.flatten() for value in model.state_dict().values() if value.dim()])
+    torch.testing.assert_close(torch.from_numpy(block), expected, rtol=0, atol=0)
 
 
 def test_converted_when_values_are_extreme_then_rounds_as_torch_does():

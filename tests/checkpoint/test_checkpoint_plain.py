@@ -91,6 +91,26 @@ def test_a_table_goes_to_parquet_and_back(place, capsys):
     assert set(safetensors.numpy.load_file(start)) == {"w", "user.ids", "user.rows", "item.ids", "item.rows"}
 
 
+def test_a_table_that_the_file_has_under_a_modules_name_is_read_and_replaced_by_its_own(tmp_path):
+    """As in exports of models: the metadata say so. The file that is made has it in the same place, once."""
+    rows = np.arange(15, dtype=np.float32).reshape(5, 3)
+    given, other, start = tmp_path / "model.safetensors", tmp_path / "other.safetensors", tmp_path / "start.safetensors"
+    names = {f"{alias}.{part}": f"inner.who.{part}" for alias in ("user", "again") for part in ("ids", "rows")}
+    more = {"item.ids": IDS[:1], "item.rows": rows[:1, :1], "w": rows}
+    safetensors.numpy.save_file({"inner.who.ids": IDS, "inner.who.rows": rows, **more}, given, {**names, "format": "pt"})
+    safetensors.numpy.save_file({"user.ids": IDS[::-1].copy(), "user.rows": rows + 1}, other)
+    assert values_of(given) == dict(zip(IDS.tolist(), rows[:, 0].tolist(), strict=True))
+
+    assert main(["import", str(given), "--table", "user", "--to", str(start)]) == 0
+    assert set(safetensors.numpy.load_file(start)) == {"user.ids", "user.rows"}
+    assert main(["import", str(other), "--table", "user", "--with", str(given), "--to", str(start)]) == 0
+
+    assert values_of(start) == dict(zip(IDS[::-1].tolist(), (rows[:, 0] + 1).tolist(), strict=True))
+    with safetensors.safe_open(start, "np") as opened:
+        assert set(opened.keys()) == {"inner.who.ids", "inner.who.rows", *more}
+        assert opened.metadata() == {**names, "format": "pt"}
+
+
 def test_ids_and_rows_of_other_names_and_dtypes_are_imported(tmp_path):
     """And all other tensors with them, of whatever type."""
     rows = np.random.default_rng(0).standard_normal((5, 3)).astype(np.float16)
@@ -106,6 +126,69 @@ def test_ids_and_rows_of_other_names_and_dtypes_are_imported(tmp_path):
     np.testing.assert_array_equal(found["user.rows"], rows.astype(np.float32))
     for name, value in others.items():
         np.testing.assert_array_equal(found[name], value, strict=True)
+
+
+def dump(folder, name, parts):
+    """A table as dynamicemb dumps it: of each process a file of ids and one of rows."""
+    folder.mkdir(exist_ok=True)
+    for rank, (ids, rows) in enumerate(parts):
+        where = f"rank_{rank}.world_size_{len(parts)}"
+        ids.astype(np.uint64).tofile(folder / f"{name}_emb_keys.{where}")
+        rows.astype(np.float32).tofile(folder / f"{name}_emb_values.{where}")
+        (ids * 0).tofile(folder / f"{name}_emb_scores.{where}")
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_a_table_of_a_dynamicemb_dump_is_imported(tmp_path, capsys):
+    """Of all processes, also of one that has none of its ids; beside a table whose name begins like its own."""
+    rows = np.random.default_rng(0).standard_normal((5, 3)).astype(np.float32)
+    dump(tmp_path / "ebc", "u", [(IDS[:2], rows[:2]), (IDS[:0], rows[:0]), (IDS[2:], rows[2:])])
+    dump(tmp_path / "ebc", "u_emb", [(IDS, rows[:, :1])])
+    start = tmp_path / "start.safetensors"
+
+    command = ["import", str(tmp_path / "ebc"), "--dynamicemb", "u", "--table", "user", "--to", str(start)]
+    assert main(command) == 0
+
+    assert "table user with 5 rows of 3 numbers" in capsys.readouterr().out
+    found = safetensors.numpy.load_file(start)
+    np.testing.assert_array_equal(found["user.ids"].view(np.uint64), IDS)
+    np.testing.assert_array_equal(found["user.rows"], rows)
+    with pytest.raises(SystemExit):
+        main([*command, "--ids", "keys"])
+    assert "--dynamicemb: not with --ids or --rows" in capsys.readouterr().err
+
+
+@pytest.fixture
+def small_pieces(monkeypatch):
+    monkeypatch.setattr("psd.checkpoint.dynamicemb.PIECE_BYTES", 24)
+
+
+def test_a_dump_that_is_not_whole_is_refused_by_the_name_of_the_file(tmp_path, capsys):
+    rows, start = np.ones((5, 3), np.float32), tmp_path / "start.safetensors"
+
+    def refused(message, *parts, change=lambda folder: None):
+        folder = tmp_path / f"dump-{len(list(tmp_path.iterdir()))}"
+        dump(folder, "user", parts)
+        change(folder)
+        assert main(["import", str(folder), "--dynamicemb", "user", "--table", "user", "--to", str(start)]) == 1
+        assert message in capsys.readouterr().err
+        assert not start.exists()
+
+    halves = (IDS[:2], rows[:2]), (IDS[2:], rows[2:])
+    of_keys, of_values = "user_emb_keys.rank_1.world_size_2", "user_emb_values.rank_1.world_size_2"
+    refused("table 'user': is not there; its files are user_emb_keys.rank_...")
+    refused(f"{of_values} is missing", *halves, change=lambda folder: (folder / of_values).unlink())
+    refused(f"{of_keys} is missing", *halves, change=lambda folder: (folder / of_keys).unlink())
+    refused("is of 2 and of 3 processes", *halves, change=lambda folder: dump(folder, "user", [*halves, halves[0]]))
+    refused(
+        f"{of_values}: has 40 bytes, which are no float32", *halves, change=lambda f: (f / of_values).write_bytes(b"0" * 40)
+    )
+    refused(f"{of_values}: has 36 bytes", *halves, change=lambda folder: (folder / of_keys).write_bytes(b""))
+    refused("has 0 bytes, which are no float32", (IDS, rows[:0]))
+    refused("has rows of [2, 3] numbers", halves[0], (IDS[2:], rows[2:, :2]))
+    refused("has no rows, and so no dim", (IDS[:0], rows[:0]))
+    refused("id 5 comes twice", (IDS, rows), (IDS[:1], rows[:1]))
+    refused("the row of id 77 holds NaN or infinity", (IDS, np.where(IDS[:, None] == 77, np.nan, rows)))
 
 
 ROWS = np.ones((5, 3), np.float32)

@@ -62,6 +62,8 @@ def test_header_when_names_have_any_length_then_the_data_start_on_a_multiple_of_
         ({"a": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}}, "not in their place"),
         ({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}, "not in their place"),
         ({"a": {"dtype": "F33", "shape": [1], "data_offsets": [0, 4]}}, "element type 'F33'"),
+        ({"__metadata__": ["a"]}, "__metadata__: is not an object of strings"),
+        ({"__metadata__": {"a": ["b"]}}, "__metadata__: is not an object of strings"),
     ],
 )
 def test_parse_header_when_it_is_wrong_then_says_how(document, words):

@@ -187,6 +187,14 @@ def test_wait_text_when_in_a_barrier_then_it_names_it_and_who_never_came():
     assert wait_text(wait) == "worker 0 waits in barrier 'epoch-1' for worker 3 (has not joined); so far 1.0 s"
 
 
+def test_as_text_when_workers_say_where_the_job_ends_then_its_progress_is_told():
+    """After one look there is no speed, and so no time left."""
+    said = shard(0, workers=[worker(0)])
+    said.total = 160
+
+    assert ", clock 40 (25% of 160 steps), " in as_text(look(answers(said)))
+
+
 def test_as_text_when_all_is_well_then_every_part_is_there():
     tcp = "tcp (not shm: the shard is on another machine)"
     text = as_text(

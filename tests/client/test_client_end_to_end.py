@@ -28,7 +28,6 @@ from psd.contract.errors import (
     WaitTimeout,
     WrongShard,
 )
-from psd.contract.job_terms import JobTerms
 from psd.contract.jobspec import GroupSpec, TensorSpec
 from psd_client import SGD, ParameterServer, connect
 
@@ -393,7 +392,7 @@ def test_declare_tensors_when_groups_are_static_then_values_are_shared_and_stay(
                 view[...] = 4
 
         with connect(servers, rank, 2) as ps:
-            ps._worker.declare_tensors(specs, groups, JobTerms.of(), initial=initial)
+            ps._worker.declare_tensors(specs, groups, initial=initial)
             for _ in range(2):
                 ps._worker.gradients.views[0][:] = 1
                 ps.save_client_state(b"state of %d" % rank)

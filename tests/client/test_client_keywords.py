@@ -10,23 +10,10 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 
 import psd_client
-from psd.contract.job_terms import JobTerms
-from psd.contract.jobspec import GroupSpec, TensorSpec
-from psd.contract.keywords import (
-    DEFAULTS,
-    ConnectKeywords,
-    FaceKeywords,
-    JobKeywords,
-    LinkKeywords,
-    PlaceKeywords,
-    takes,
-)
-
-KINDS = [JobKeywords, PlaceKeywords, LinkKeywords]
+from psd.contract.keywords import DEFAULTS, ConnectKeywords, FaceKeywords, JobKeywords, LinkKeywords, takes
 
 
 def calls() -> list[tuple[Callable[..., Any], Any]]:
@@ -38,13 +25,14 @@ def calls() -> list[tuple[Callable[..., Any], Any]]:
     return [*found, (face.distribute, FaceKeywords)]
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", [JobKeywords, LinkKeywords, ConnectKeywords], ids=lambda kind: kind.__name__)
 def test_each_keyword_has_its_meaning(kind: Any) -> None:
     """A keyword without a line, or a line without a keyword, is a slip of who has added it."""
+    inherited = LinkKeywords.__annotations__ if kind is ConnectKeywords else {}
     described = re.findall(r"^ {4}(\w[\w, ]*): ", inspect.cleandoc(kind.__doc__), re.MULTILINE)
     words = [name for names in described for name in names.split(", ")]
 
-    assert words == list(kind.__annotations__)
+    assert words == [name for name in kind.__annotations__ if name not in inherited]
 
 
 def test_calls_show_every_keyword_with_type_default_and_meaning() -> None:
@@ -112,36 +100,3 @@ def test_a_new_keyword_is_shown_by_every_call_that_takes_its_kind() -> None:
     assert list(inspect.signature(call).parameters) == ["first", *JobKeywords.__annotations__, "speed"]
     assert "    speed: how fast.\n\nRaises:" in (call.__doc__ or "")
     assert call(1, speed=2.0) == {"speed": 2.0}
-
-
-@pytest.mark.parametrize(
-    ("job", "groups", "expected"),
-    [
-        ({}, ["sgd"], ("sync", "mean", 3, "fast", 0.0, "refuse")),
-        ({"quorum": 2, "reduce": "sum", "clip_norm": np.float32(2)}, ["sgd"], ("sync", "sum", 2, "exact", 2.0, "refuse")),
-        ({"nan_policy": "skip"}, ["sgd"], ("sync", "mean", 3, "exact", 0.0, "skip")),
-        ({}, ["static", "lamb"], ("sync", "mean", 3, "exact", 0.0, "refuse")),
-        ({"consistency": "async", "clip_norm": 1, "staleness": "lr"}, ["sgd"], ("async", "mean", 0, "fast", 1.0, "refuse")),
-        ({"consistency": None, "aggregation": None}, ["sgd"], ("sync", "mean", 3, "fast", 0.0, "refuse")),
-    ],
-)
-def test_terms_when_keywords_are_left_out_then_what_the_job_needs_decides(
-    job: dict[str, Any], groups: list[str], expected: tuple[Any, ...]
-) -> None:
-    tensors = [TensorSpec(f"t{index}", (2,), "float32", index) for index in range(len(groups))]
-    spec = JobTerms.of(**job).spec(3, tensors, [GroupSpec(rule) for rule in groups], [])
-
-    said = str(spec.consistency), spec.reduction, spec.quorum, spec.aggregation, spec.clip_norm, spec.nan_policy
-    assert said == expected
-    assert [group.staleness for group in spec.groups] == [job.get("staleness", "")] * len(groups)
-
-
-def test_terms_when_the_environment_says_something_then_keywords_win(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Quorum and aggregation of the environment are those of jobs with rounds."""
-    for name, value in {"CONSISTENCY": "sync", "QUORUM": "2", "AGGREGATION": "exact", "REDUCE": "sum"}.items():
-        monkeypatch.setenv(f"PSD_{name}", value)
-
-    assert JobTerms.of() == JobTerms.of(quorum=2, reduce="sum") != JobTerms.of(quorum=3)
-    assert (JobTerms.of().aggregation, JobTerms.of(aggregation="fast").aggregation) == ("exact", "fast")
-    free = JobTerms.of(consistency="async", reduce="mean")
-    assert (free.quorum, free.aggregation, free.reduction) == (0, "fast", "mean")

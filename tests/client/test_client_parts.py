@@ -11,7 +11,6 @@ import pytest
 from client_faults import Restartable, connect_faulty, expire, in_threads, until
 
 from psd.contract.errors import PartsDisagree
-from psd.contract.job_terms import JobTerms
 from psd.contract.jobspec import GroupSpec, TensorSpec
 from psd_client import ParameterServer, connect
 from psd_client.client import worker_of
@@ -32,7 +31,7 @@ class Worker:
 
     def __init__(self, ps: ParameterServer, tensors: Sequence[TensorSpec] = TENSORS, **options: Any) -> None:
         self.ps, self.flat = ps, worker_of(ps)
-        self.flat.declare_tensors(tensors, GROUPS, JobTerms.of(**options), initial=lambda _: None)
+        self.flat.declare_tensors(tensors, GROUPS, initial=lambda _: None, **options)
 
     def step(self, part: JobPart, value: float) -> None:
         """Push a gradient of this value for one part, while the other's memory holds what must not be sent."""

@@ -56,6 +56,29 @@ def gradient(value: float) -> dict[str, Any]:
     return {"w": np.full(SIZE, value, np.float32)}
 
 
+@pytest.mark.parametrize("aggregation", ["fast", "exact"])
+def test_slots_when_a_shard_was_restarted_after_the_push_then_they_are_those_of_the_closed_round(
+    job: Restartable, aggregation: str
+) -> None:
+    """The gradient that died with the shard's open round is sent again before the slots are asked for."""
+    with connect(job.servers, 0, 2) as ps, connect(job.servers, 1, 2) as peer:
+        params, rule = {"w": np.zeros(SIZE, np.float32)}, SGD(lr=1.0, momentum=0.5)
+        other = Thread(lambda: peer.declare(params, rule, aggregation=aggregation))
+        ps.declare(params, rule, aggregation=aggregation)
+        other.result()
+        for value in (2.0, 4.0):
+            ps.push(gradient(value))
+            job.restart(1)
+            slots = Thread(ps._worker.slots)
+            peer.push(gradient(value + 2))
+            ((_, found),) = slots.result().items()
+
+            expected = 3.0 if value == 2.0 else 0.5 * 3.0 + 5.0
+            assert set(found.arrays["momentum"].tolist()) == {expected}
+            assert found.steps == value / 2
+            peer.pull()
+
+
 @pytest.mark.parametrize("index", [0, 1])
 @pytest.mark.parametrize("aggregation", ["fast", "exact"])
 def test_pull_when_a_shard_was_restarted_after_the_push_then_the_gradient_counts_once(

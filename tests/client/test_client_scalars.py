@@ -16,10 +16,11 @@ from client_faults import connect_faulty
 from full_disk import full_disk
 
 from psd.contract.errors import InvalidRequest, ShardUnavailable
+from psd.contract.scalars import LoggedScalars
 from psd.v1 import control_pb2
 from psd_client import SGD, connect
 from psd_client.worker.scalars import scalar_log
-from psd_client.worker.scalars.scalar_files import LoggedScalars, ScalarFiles
+from psd_client.worker.scalars.scalar_files import ScalarFiles
 from psd_client.worker.scalars.scalar_log import ScalarLog
 
 
@@ -42,7 +43,7 @@ def made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[[
     """A log without a thread: the test calls `flush`."""
     monkeypatch.setattr(ScalarLog, "_start", lambda self: None)
     files = ScalarFiles(3, str(tmp_path), "")
-    yield lambda wire: ScalarLog(3, wire, files)
+    yield lambda wire: ScalarLog(3, wire, files, lambda: "mnist-1")
     files.close()
 
 
@@ -60,7 +61,7 @@ def test_scalars_go_in_batches_and_into_lines_of_json(made: Callable[[Wire], Sca
     assert list(request.steps) == [7, 7, 8, 8, 8, 8]
     assert repr(list(request.values)) == "[0.5, 0.25, nan, -inf, inf, 2.0]"
     lines = [json.loads(line) for line in (tmp_path / "worker-3.jsonl").read_text().splitlines()]
-    assert [(line["rank"], line["step"]) for line in lines] == [(3, 7), (3, 8)]
+    assert [(line["run"], line["rank"], line["step"]) for line in lines] == [("mnist-1", 3, 7), ("mnist-1", 3, 8)]
     assert lines[0]["scalars"] == {"loss": 0.5, "accuracy": 0.25}
     assert lines[1]["scalars"] == {"loss": "NaN", "gap": "-Infinity", "huge": "Infinity", "one": 2.0}
 
@@ -82,12 +83,47 @@ def test_what_shard_0_does_not_answer_is_sent_again_and_the_oldest_are_given_up(
     assert [(request.first, list(request.steps)) for request in wire.requests] == [(2, [2, 3]), (4, [4])]
 
 
+def test_where_the_job_ends_is_said_once_and_again_with_every_request(
+    made: Callable[[Wire], ScalarLog], tmp_path: Path
+) -> None:
+    """Alone or beside scalars: a shard that was killed hears it with the next ones. No file has it, for it is no scalar."""
+    wire = Wire(failures=1)
+    log = made(wire)
+    log.add(0, {}, np.int64(40))
+    log.flush()
+    assert wire.requests == []
+    log.flush()
+    log.flush()
+    log.add(1, {"loss": 0.5})
+    log.flush()
+    log.add(2, {"loss": 0.25}, 30)
+    log.flush()
+
+    assert [(request.first, list(request.steps), request.total) for request in wire.requests] == [
+        (0, [], 40),
+        (0, [1], 40),
+        (1, [2], 30),
+    ]
+    assert len((tmp_path / "worker-3.jsonl").read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize("total", [0, -1, 1 << 53, 1.5, "all", True])
+def test_log_when_the_end_is_no_number_of_steps_then_nothing_is_noted(total: Any, made: Callable[[Wire], ScalarLog]) -> None:
+    wire = Wire()
+    log = made(wire)
+    with pytest.raises(InvalidRequest, match="total: expected"):
+        log.add(1, {"loss": 1}, total)
+    log.flush()
+
+    assert wire.requests == []
+
+
 def test_a_log_that_is_closed_while_its_last_points_are_sent_ends_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Here by its own thread, which waits for nobody; a program would wait for that thread."""
     monkeypatch.setattr(scalar_log, "FLUSH_S", 0.01)
-    log = ScalarLog(3, lambda *_: log.close(), ScalarFiles(3, str(tmp_path), ""))
+    log = ScalarLog(3, lambda *_: log.close(), ScalarFiles(3, str(tmp_path), ""), lambda: "mnist-1")
     log.add(1, {"loss": 0.5})
 
     assert log._thread is not None
@@ -135,11 +171,12 @@ def test_a_worker_logs_while_shard_0_is_away_and_a_reader_sees_it_in_the_end(
         ps.declare({"w": np.zeros(2)}, SGD(lr=1))
         for _ in range(3):
             ps.push_pull({"w": np.ones(2)})
-            ps.log(ps.clock, **{"loss/train": 1 / ps.clock})
+            ps.log(ps.clock, total=9, **{"loss/train": 1 / ps.clock})
 
     faults.assert_all_fired()
     (curve,) = started.shards[0].shard.curves(0).curves
     assert (curve.rank, curve.name, list(curve.steps), list(curve.values)) == (0, "loss/train", [1, 2, 3], [1, 0.5, 1 / 3])
+    assert started.shards[0].shard.status().total == 9
     assert len((tmp_path / "worker-0.jsonl").read_text().splitlines()) == 3
     with pytest.raises(RuntimeError, match="log: this ParameterServer is closed"):
         ps.log(4, loss=1)
@@ -166,7 +203,7 @@ def test_scalars_on_a_full_disk_are_lost_and_that_is_said_once(tmp_path: Path, c
 
     with caplog.at_level(logging.WARNING), full_disk():
         for step in range(3):
-            files.write([LoggedScalars(1.0, 0, step, {"loss": 0.5})])
+            files.write([LoggedScalars(1.0, "mnist-1", 0, step, {"loss": 0.5})])
         files.close()
 
     assert ["scalars cannot be written: [Errno 27]" in record.getMessage() for record in caplog.records] == [True]

@@ -59,6 +59,8 @@ def test_tables_come_back_from_their_message(init):
         ({"updates": "eager"}, "updates: must be one of lazy, catch_up, got 'eager'"),
         ({"at_limit": "crash"}, "at_limit: must be one of evict, refuse, got 'crash'"),
         ({"init": 0.1}, "init: must be one of Zeros, Constant, Uniform, Normal, TruncatedNormal, got 0.1"),
+        ({"modules": ("inner", "")}, "table 'user': modules: must be names of 1 to 4096 printable bytes, got .'inner', ''."),
+        ({"modules": ("a\nb",)}, "table 'user': modules: must be names of 1 to 4096 printable bytes"),
     ],
 )
 def test_wrong_fields_are_named(change, error):
@@ -94,6 +96,12 @@ def test_limits_name_their_flag():
         job(TABLE).check_limits(Limits(table_dim_max=63))
     with pytest.raises(InvalidRequest, match="tables: 1 are above the shard's --max-tables 0"):
         JobSpec.check_counts(job(TABLE).to_message(), Limits(tables_max=0))
+    named = job(dataclasses.replace(TABLE, modules=("a", "inner")), dataclasses.replace(TABLE, name="item", modules=("b",)))
+    with pytest.raises(InvalidRequest, match="table 'user': modules: one has 5 bytes, the shard's --max-name-bytes is 4"):
+        named.check_limits(Limits(name_bytes_max=4))
+    JobSpec.check_counts(named.to_message(), Limits(tensors_max=3))
+    with pytest.raises(InvalidRequest, match=r"tables\.modules: 3 are above the shard's --max-tensors 2"):
+        JobSpec.check_counts(named.to_message(), Limits(tensors_max=2))
 
 
 def test_unknown_initial_values_are_refused():
@@ -144,3 +152,13 @@ def test_differences_name_table_and_field():
 
     assert job(TABLE).difference(theirs) == "dim of table 'user': 64 in the job, 32 in this worker's declaration"
     assert "table 'user': is in the job, is not in" in job(TABLE).difference(job(dataclasses.replace(TABLE, name="item")))
+
+
+def test_names_of_modules_travel_and_make_no_difference():
+    """Workers, and a job that goes on from another's checkpoint, may have the table in modules of other names."""
+    named = dataclasses.replace(TABLE, modules=("inner.user", "again"))
+
+    assert SparseTableSpec.from_message(named.to_message()).modules == ("inner.user", "again")
+    assert job(TABLE).difference(job(named)) is None
+    assert job(TABLE) == job(named)
+    assert Layout(job(TABLE), 2).digest == Layout(job(named), 2).digest

@@ -5,8 +5,9 @@ import statistics
 import numpy as np
 import pytest
 
+from psd_core import InvalidArray
 from psd_core.initial import Constant, Normal, TruncatedNormal, Uniform, Zeros
-from psd_core.table import TableSpec, TableStore, mixed
+from psd_core.table import TableSpec, TableStore, initial_rows, mixed
 
 
 def values(memory_path, init, ids, name="user", seed=7, dim=4):
@@ -66,6 +67,20 @@ def test_values_depend_on_seed_name_and_id_alone(memory_path):
     assert (values(memory_path, Normal(1), ids, name="item") != one).all()
     assert (values(memory_path, Normal(1), ids, seed=8) != one).all()
     assert len(np.unique(one)) == one.size
+
+
+@pytest.mark.parametrize("init", [Zeros(), Constant(0.5), Uniform(-1, 3), Normal(0.1, mean=1), TruncatedNormal(0.1)])
+@pytest.mark.parametrize("dim", [1, 5])
+def test_initial_rows_are_those_of_a_table_without_the_table(memory_path, init, dim):
+    ids = np.array([0, 2**64 - 1, 2**63, 7, 7], np.uint64)
+
+    found = initial_rows("user", dim, init, 7, ids)
+
+    assert found.tobytes() == values(memory_path, init, ids, dim=dim).tobytes()
+    assert initial_rows("user", dim, init, 7, ids.view(np.int64)).tobytes() == found.tobytes()
+    assert initial_rows("user", dim, init, 7, ids[:0]).shape == (0, dim)
+    with pytest.raises(InvalidArray, match="ids: expected a 1-D array of int64 or uint64, got 1-D float64"):
+        initial_rows("user", dim, init, 7, ids.astype(np.float64))
 
 
 def test_the_normal_quantile_is_exact_and_the_distributions_have_their_moments(memory_path):

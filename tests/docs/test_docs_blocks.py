@@ -1,8 +1,14 @@
-"""Every block of code in the README and the pages of docs/ does what it should; those of Keras and JAX are in tests/keras."""
+"""Every block of code in the README and the pages of docs/ does what it should; those of Keras and JAX are in tests/keras.
+
+With PSD_PICTURES=DIR the pictures that programs of docs/course draw are saved there, as those in docs/images/course were made.
+"""
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
+from pathlib import Path
 
 import pytest
 from block_runner import KERAS_PAGES, PageRunner
@@ -10,6 +16,7 @@ from markdown_blocks import RUN, SHOWN, Block, blocks, pages
 from source_tree import ROOT
 
 OURS = [page for page in pages() if page.relative_to(ROOT).as_posix() not in KERAS_PAGES]
+DRAWN = ROOT / "docs" / "images" / "course"
 
 
 @pytest.fixture
@@ -24,6 +31,11 @@ def page_of(tmp_path, monkeypatch):
     return written
 
 
+def pictures_of_course(page: Path) -> list[str]:
+    """Names of the pictures on a page that its own programs draw."""
+    return re.findall(rf"\]\(\.\./{DRAWN.relative_to(ROOT / 'docs')}/([^)]+)\)", page.read_text())
+
+
 def every_block() -> list[Block]:
     return [block for page in pages() for block in blocks(page)]
 
@@ -35,6 +47,21 @@ def test_the_blocks_of_a_page_run(page, tmp_path):
 
     with PageRunner(tmp_path) as runner:
         runner.run_page(page)
+
+    drawn = pictures_of_course(page)
+    assert [name for name in drawn if not (tmp_path / name).is_file()] == []
+    if folder := os.environ.get("PSD_PICTURES"):
+        for name in drawn:
+            shutil.copy(tmp_path / name, Path(folder))
+
+
+def test_each_page_of_the_course_shows_what_its_programs_draw():
+    """And nothing is kept that no page shows."""
+    shown = {page.name: pictures_of_course(page) for page in (ROOT / "docs" / "course").glob("*.md") if page.name != "index.md"}
+
+    assert len(shown) == 6
+    assert [page for page, names in shown.items() if not names] == []
+    assert sorted(name for names in shown.values() for name in names) == sorted(path.name for path in DRAWN.iterdir())
 
 
 def test_a_block_is_run_or_says_why_not():

@@ -103,6 +103,14 @@ def test_the_reference_shows_the_keywords_of_a_call_with_types_defaults_and_mean
         assert re.search(rf"^(\w+, )*{name}(, \w+)* \u2013 \S", meanings, re.MULTILINE), name
 
 
+def test_the_reference_has_every_public_name_of_torchrecs_collections(site):
+    face = pytest.importorskip("psd_client.torchrec")
+    anchors = anchors_of(site / "reference/torchrec.html")
+
+    assert [name for name in face.__all__ if f"psd_client.torchrec.{name}" not in anchors] == []
+    assert methods_without_anchor(face, [name for name in face.__all__ if not name.endswith(("Config", "Type"))], anchors) == []
+
+
 METHODS_OF = [
     "ParameterServer",
     "Reader",

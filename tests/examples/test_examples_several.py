@@ -55,10 +55,10 @@ def test_dcgan_on_two_workers_trains_what_one_process_does_on_their_batches(
         return parameters(models)
 
     def worker(ps: Any) -> list[Any]:
-        models = dcgan.models()
+        models = made[ps.rank]
         return train(lambda: ps.clock, models, psd.distribute(models, dcgan.adams(models, args.lr), ps=ps), [ps.rank])
 
-    alone = dcgan.models()
+    alone, *made = [dcgan.models() for _ in range(3)]  # in this thread: torch's seed is one for all
     at_first = parameters(alone)
     plain = train(itertools.count().__next__, alone, dcgan.adams(alone, args.lr), range(2))
 
@@ -78,11 +78,11 @@ def test_actor_critic_on_three_workers_trains_what_one_process_does_on_all_episo
         return parameters(models)
 
     def worker(ps: Any) -> list[Any]:
-        models = actor_critic.models()
+        models = made[ps.rank]
         optimizers = psd.distribute(models, actor_critic.optimizers_of(models), ps=ps)
         return train(lambda: ps.clock, models, optimizers, ps.rank, ps.world_size)
 
-    alone = actor_critic.models()
+    alone, *made = [actor_critic.models() for _ in range(4)]  # likewise
     at_first = parameters(alone)
     plain = train(itertools.count().__next__, alone, actor_critic.optimizers_of(alone), 0, 1)
 

@@ -19,13 +19,6 @@ import pytest
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-@pytest.fixture
-def example(monkeypatch):
-    """example("ctr"): a module of examples/."""
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    return importlib.import_module
-
-
 def run(*command: str) -> str:
     """Standard output of a Python program, which must succeed."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith("PSD_")}
@@ -68,6 +61,19 @@ def test_matrix_factorization_reaches_the_error_of_one_process():
     assert trained["test_rmse"] == pytest.approx(plain["test_rmse"], rel=0.03)  # other initial values
     assert trained["test_rmse"] < 1.3
     assert "epoch   4 of 4  test RMSE" in output
+
+
+@pytest.mark.process
+def test_dlrm_reaches_what_one_process_does():
+    """TorchRec's model, with a table for each of 26 categories, which come in one round trip."""
+    pytest.importorskip("torch")
+
+    trained, plain, output = both("dlrm.py", "sync", 64, "--rows", "3000", "--epochs", "3")
+
+    assert "generated: 2400 rows for 2 workers" in output
+    assert trained["steps"] == plain["steps"] == 54
+    assert trained["auc"] == pytest.approx(plain["auc"], abs=0.08)  # other initial values
+    assert trained["auc"] > 0.75
 
 
 @pytest.mark.process

@@ -21,7 +21,12 @@ from psd.watch.dashboard.visitors import Visitors
 
 TIMEOUT_S = 30.0
 
-words = st.sampled_from([b"GET", b"POST", b"/", b"/api/job", b"/api/stream", b"/api/enter", b"/static/app.js", b"HTTP/1.1"])
+words = st.sampled_from(
+    [
+        *(b"GET", b"POST", b"HTTP/1.1", b"/", b"/static/app.js"),
+        *(b"/api/job", b"/api/stream", b"/api/enter", b"/api/runs", b"/api/run?name="),
+    ]
+)
 headers = st.sampled_from(
     [
         *(b"Host: localhost", b"Host: elsewhere", b"Cookie: c=1", b"Content-Length: 5"),
@@ -46,7 +51,10 @@ def port() -> Iterator[int]:
         async def whole() -> str:
             return "{}"
 
-        pages = Pages(Doorkeeper("a-token-of-the-dashboard"), Streams(), whole, is_https=False, cookie="c")
+        async def run(name: str) -> str | None:
+            return name or None
+
+        pages = Pages(Doorkeeper("a-token-of-the-dashboard"), Streams(), whole, whole, run, is_https=False, cookie="c")
         async with server_of(pages) as protocols:
             visitors = Visitors(listener, protocols, None)
             await ended.wait()

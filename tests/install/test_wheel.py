@@ -68,7 +68,8 @@ def test_the_wheel_has_every_module_the_kernels_and_the_generated_code(unpacked)
 
 def test_the_client_shows_its_public_names_alone(unpacked):
     """Its version, too, and the faces that have been imported; none of the modules that it is made of."""
-    for module, faces in ("psd_client", []), ("psd_client.torch", ["torch"]):
+    faces_of = {"psd_client": [], "psd_client.torch": ["torch"], "psd_client.torchrec": ["torch", "torchrec"]}
+    for module, faces in faces_of.items():
         shown = f"{{*psd_client.__all__, '__version__', *{faces}}}"
         loaded_by(unpacked, f"import {module}; assert set(dir(psd_client)) == {shown}, dir(psd_client)")
 

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 import psd_client
-from psd.contract.job_terms import JobTerms
 from psd.contract.jobspec import TensorSpec
 from psd.contract.tables import SparseTableSpec
 from psd_client import SGD, Adagrad, Normal, RowwiseAdagrad, Table, Zeros
@@ -66,8 +65,7 @@ def train_all_rules(ps: psd_client.ParameterServer, aggregation: str) -> tuple[A
         for updates in ("catch_up", "lazy")
         for index, name in enumerate(RULES)
     ]
-    terms = JobTerms.of(aggregation=aggregation)
-    worker.declare_tensors(tensors, groups, terms, initial=lambda buffers: None, tables=tables)
+    worker.declare_tensors(tensors, groups, initial=lambda buffers: None, aggregation=aggregation, tables=tables)
     scalars = [scalar_values(spec_of(rule), rule.scalars(), 0) for rule in rules] * 2
     every_id = {index: np.arange(ROWS)[::-1] for index in range(len(tables))}
     for step in range(STEPS):

@@ -93,6 +93,7 @@ LEFT_OUT_ATTRIBUTES = frozenset(
         "last_seen",
         "left_at",
         "awaited_s",
+        "samples",
         "_last_tick",
         "_started",
         "host",

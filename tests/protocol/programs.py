@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 from setting import GRADIENTS_MAX, Setting, gradient_of, row_of, value_of
 
 from psd.contract.errors import PartsDisagree, PsdError, RolledBack, ShardUnavailable, WaitTimeout
-from psd.contract.job_terms import JobTerms
-from psd_client.worker.exchange.sent_push import JobPart
+from psd_client.worker.exchange.sent_push import JobPart, WorkerGradient
 from psd_client.worker.flat_calls import FlatCalls
 from psd_client.worker.rows import Gradients
 
@@ -94,14 +93,17 @@ class Program:
     def declare(self) -> None:
         assert self.ps is not None
         spec = self.setting.spec
-        terms = JobTerms.of(
+        self.ps.declare_tensors(
+            spec.tensors,
+            spec.groups,
+            initial=lambda buffers: None,
             consistency=self.setting.consistency,
             reduce=spec.reduction,
             quorum=self.setting.quorum or None,
             aggregation=self.setting.aggregation,
+            tables=spec.tables,
             **self.setting.job,
         )
-        self.ps.declare_tensors(spec.tensors, spec.groups, terms, initial=lambda buffers: None, tables=spec.tables)
         self.clock = self.ps.clock
         stored = self.ps._session.stored_state
         if self.setting.stored_by and stored:  # what its rank has saved says which gradient comes next
@@ -151,7 +153,7 @@ class Program:
             with ps.operation("push"):
                 ps.declared.confirm()  # until then the push before may need its gradient
                 self._write(gradient)
-                ps.declared.push(scalars, 1, None, self._rows(gradient))
+                ps.declared.push(WorkerGradient(scalars, rows=self._rows(gradient)))
 
         self._call(f"push({gradient})", gradient, call)
         self.books[gradient] = "held" if self.books[gradient] == "open" else self.books[gradient]

@@ -212,6 +212,9 @@ def wrong_pull(rng: random.Random, target: Target) -> Request:
     elif rng.random() < 0.5:
         pull.blocks[:] = [rng.choice((FOREIGN, 3, (1 << 32) - 1))]
         reasons, word = ("BlockOutOfRange",), "block"
+    elif rng.random() < 0.5:
+        pull.slot = rng.choice((9, 1 << 31, (1 << 32) - 1))
+        reasons, word = ("InvalidRequest",), "slot"
     else:
         pull.blocks[:] = [TRAINED] * rng.randrange(3, 50)
         reasons, word = ("InvalidRequest",), "blocks"

@@ -64,6 +64,20 @@ def test_a_straggler_is_waited_for_from_the_rounds_first_gradient_to_its_own(agg
     assert job.open_rounds == 0
 
 
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_the_samples_behind_a_push_are_counted_once(mode: str) -> None:
+    """Also if it comes again because its answer was lost."""
+    driver = Driver(job_spec(2, blocks=2, mode=mode))
+    first, second = driver.start()
+
+    driver.push(first, 0, 1.0, weight=32.0)
+    driver.push(second, 0, 1.0, weight=0.5)
+    driver.push(first, 0, 1.0, weight=32.0)
+    driver.push(first, 1, 1.0, weight=32.0)
+
+    assert [worker.samples for worker in driver.core.members.workers] == [64.0, 0.5]
+
+
 def test_a_worker_that_is_given_up_was_waited_for_until_then() -> None:
     """The round closes without it when its lease has run out, and it is charged with the time; one that had left is not."""
     driver = Driver(job_spec(3), lease_s=10.0)

@@ -74,6 +74,20 @@ def test_memory_is_bounded_for_one_series_and_for_very_many(monkeypatch: pytest.
     assert sum(map(len, kept(found).values())) < 1.25 * 1.125 * 400
 
 
+def test_the_job_ends_where_the_last_of_its_workers_says():
+    """What a worker has said last holds for it; a request that says nothing of it changes nothing."""
+    found = Curves(lambda: 0.0, 256)
+    assert found.total == 0
+    found.add(0, 5, batch([1.0])._replace(total=100))
+    found.add(1, 6, batch([])._replace(total=80))
+    found.add(0, 5, batch([2.0], first=1))
+    assert found.total == 100
+
+    found.add(0, 5, batch([3.0], first=2)._replace(total=50))
+
+    assert found.total == 80
+
+
 @pytest.mark.parametrize(
     ("bad", "match"),
     [
@@ -84,6 +98,7 @@ def test_memory_is_bounded_for_one_series_and_for_very_many(monkeypatch: pytest.
         (PointBatch(0, ["a\n"], [0], [1], [0.0], [0.0]), "control characters"),
         (PointBatch(0, [""], [0], [1], [0.0], [0.0]), "1 to 256 bytes"),
         (PointBatch(0, [f"s{i}" for i in range(64)], [], [], [], []), "more than 64 series"),
+        (batch([0.0])._replace(total=1 << 53), "total: 9007199254740992 is above the limit"),
     ],
 )
 def test_what_does_not_fit_is_refused_whole(bad: PointBatch, match: str):
@@ -94,7 +109,7 @@ def test_what_does_not_fit_is_refused_whole(bad: PointBatch, match: str):
     with pytest.raises(InvalidRequest, match=match):
         found.add(0, 5, bad)
 
-    assert kept(found) == {(0, "loss"): [1.0]}
+    assert (kept(found), found.total) == ({(0, "loss"): [1.0]}, 0)
 
 
 def test_only_workers_of_the_job_report_and_only_to_shard_0():

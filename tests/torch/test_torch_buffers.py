@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_model
 from torch import nn
 
 import psd_client
@@ -76,13 +77,18 @@ def run(servers: str, world_size: int, **options: object) -> list[dict[int, dict
         return list(pool.map(worker, range(world_size)))
 
 
-def exported(url: str, path: str) -> dict[int, dict[str, torch.Tensor]]:
-    """The valid checkpoints' tensors, as a program loads them, by step."""
+def exported(url: str, path: str, build: Callable[[], nn.Module] = Net) -> dict[int, dict[str, torch.Tensor]]:
+    """The state of a model that has loaded each valid checkpoint strictly, by step."""
     directory = CheckpointDirectory(url)
     found = {}
     for info in directory.checkpoints():
         directory.export(directory.load(info.name), path)
-        found[info.step] = load_file(path)
+        model = build()
+        missing, unexpected = load_model(model, path, strict=False)
+        assert not missing
+        # Of BatchNorm under two names it refuses even a file of its own save_model: torch adds the count that is missing there.
+        assert [name for name in unexpected if not name.endswith("norm.num_batches_tracked")] == []
+        found[info.step] = state_of(model)
     return found
 
 
@@ -99,7 +105,6 @@ def test_checkpoints_then_have_the_first_workers_buffers_and_load_strictly(clust
     assert found.keys() == {4, 8, 10}
     for step, tensors in found.items():
         assert_same(tensors, first[step])
-        Net().load_state_dict(tensors)
     assert not torch.equal(first[10]["norm.running_mean"], second[10]["norm.running_mean"])
 
 
@@ -149,7 +154,11 @@ def test_checkpoint_when_a_shard_has_frozen_parameters_alone_then_is_complete(cl
     """Nobody pushes to it, and so nobody told it of cuts."""
     url = str(tmp_path / "checkpoints")
     running = cluster(2, checkpoint_dir=url, checkpoint_steps=4)
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)).requires_grad_(False)
+
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)).requires_grad_(False)
+
+    model = build()
     model[1].requires_grad_(True)
     with psd_client.connect(running.servers, 0, 1, wait_timeout=120) as ps:
         optimizer = psd.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), ps=ps)
@@ -158,7 +167,7 @@ def test_checkpoint_when_a_shard_has_frozen_parameters_alone_then_is_complete(cl
             optimizer.step()
     running.finish()
 
-    assert exported(url, str(tmp_path / "model.safetensors")).keys() == {4, 6}
+    assert exported(url, str(tmp_path / "model.safetensors"), build).keys() == {4, 6}
 
 
 def test_buffer_that_shards_cannot_keep_is_refused_by_name():
@@ -208,4 +217,4 @@ def test_buffer_that_is_assigned_anew_is_stored_restored_and_checked(cluster, tm
         model.mean = last["mean"]
     running.finish()
 
-    assert_same(exported(url, str(tmp_path / "model.safetensors"))[2], last)
+    assert_same(exported(url, str(tmp_path / "model.safetensors"), Averaging)[2], last)

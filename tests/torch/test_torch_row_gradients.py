@@ -20,7 +20,7 @@ IDS = torch.tensor([1, 2, 2])
 def embedding():
     """An embedding after one back-propagation."""
     module = psd.Embedding("user", DIM)
-    module.rows = RowsInMemory(DIM).join(module)
+    module.joined = RowsInMemory(DIM).join(module)
     (module(IDS) * torch.tensor([[0.5, -2.0, 3.0]])).sum().backward()
     return module
 
@@ -54,33 +54,33 @@ def assigned(change):
 def test_what_is_done_to_a_gradient_is_done_to_rows(embedding, change):
     """As to the gradient of torch's own embedding: clipping by any norm and by value, and whatever else."""
     theirs = nn.Parameter(torch.zeros(50, DIM))
-    theirs.grad = dense(embedding.rows, DIM)
+    theirs.grad = dense(embedding.joined, DIM)
 
     change(embedding.handle)
     change(theirs)
 
-    torch.testing.assert_close(dense(embedding.rows, DIM), theirs.grad)
+    torch.testing.assert_close(dense(embedding.joined, DIM), theirs.grad)
     assert len(embedding.handle.grad) == 2  # distinct ids
 
 
 def test_noise_reaches_the_rows_that_have_a_gradient(embedding):
     """The others are not in the model."""
     noise = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])  # of 1, of 2
-    before = dense(embedding.rows, DIM)
+    before = dense(embedding.joined, DIM)
     embedding.handle.grad += noise
-    torch.testing.assert_close(dense(embedding.rows, DIM)[[1, 2]], before[[1, 2]] + noise)
+    torch.testing.assert_close(dense(embedding.joined, DIM)[[1, 2]], before[[1, 2]] + noise)
 
 
 @pytest.mark.parametrize("ids", [[3, 4], [1, 2], [5]])
 def test_gradients_that_were_put_aside_are_added_to_those_of_the_same_ids_alone(embedding, ids):
     """Rows have no ids in the model; by their places they would be added to others."""
-    aside, before = embedding.handle.grad.clone(), dense(embedding.rows, DIM)
+    aside, before = embedding.handle.grad.clone(), dense(embedding.joined, DIM)
     embedding.zero_grad()
     embedding(torch.tensor(ids)).sum().backward()
     if ids == [1, 2]:
         before[[1, 2]] += 1
         embedding.handle.grad += aside
-        torch.testing.assert_close(dense(embedding.rows, DIM), before)
+        torch.testing.assert_close(dense(embedding.joined, DIM), before)
     else:
         with pytest.raises(RuntimeError, match="must match the size"):
             embedding.handle.grad += aside
@@ -89,7 +89,7 @@ def test_gradients_that_were_put_aside_are_added_to_those_of_the_same_ids_alone(
 def of_other_rows(embedding):
     embedding.handle.data = torch.zeros(7, DIM)
     embedding.handle.grad = torch.ones(7, DIM)
-    embedding.rows.gradients()
+    embedding.joined.gradients()
 
 
 @pytest.mark.parametrize(
@@ -135,21 +135,21 @@ def test_a_gradient_that_others_have_too_is_not_changed_with_the_rows():
 
 def test_back_propagation_to_other_parameters_collects_nothing(embedding):
     """By torch.autograd.grad and by inputs=; what was collected before stays."""
-    before = dense(embedding.rows, DIM)
+    before = dense(embedding.joined, DIM)
     parameter = nn.Parameter(torch.ones(DIM))
 
     (gradient,) = torch.autograd.grad((embedding(IDS) * parameter).sum(), [parameter])
     (embedding(IDS) * parameter).sum().backward(inputs=[parameter])
 
     torch.testing.assert_close(gradient, parameter.grad)
-    torch.testing.assert_close(dense(embedding.rows, DIM), before)
+    torch.testing.assert_close(dense(embedding.joined, DIM), before)
 
 
 def test_a_model_that_is_moved_to_another_dtype_keeps_its_gradients(embedding):
     """As `.grad` of other parameters is moved with them."""
-    before = dense(embedding.rows, DIM)
+    before = dense(embedding.joined, DIM)
     embedding.half().double()
-    torch.testing.assert_close(dense(embedding.rows, DIM), before, rtol=1e-3, atol=0)
+    torch.testing.assert_close(dense(embedding.joined, DIM), before, rtol=1e-3, atol=0)
 
 
 def test_a_handle_that_was_initialized_with_all_parameters_is_refused(run_workers):

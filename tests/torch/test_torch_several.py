@@ -340,3 +340,31 @@ def test_clip_norm_clips_each_step_by_the_norm_of_its_own_part(run_workers: Any,
 
     for actual in run_workers(world_size, 2, worker):
         assert_close(actual, expected, 1e-5)
+
+
+def test_the_slots_of_one_of_several_are_fetched_as_its_own(run_workers: Any) -> None:
+    """In the form of torch's optimizer, which goes on with them."""
+    alone = gan()
+    given = rules(alone)
+    train_gan(alone, given)
+
+    def worker(ps: Any) -> Any:
+        models = gan()
+        optimizers = psd.distribute(models, rules(models), ps=ps)
+        train_gan(models, optimizers)
+        found = {}
+        for name, optimizer in optimizers.items():
+            again = rules(models)[name]
+            again.load_state_dict(optimizer.state_dict(slots=True))
+            found[name] = again.state_dict()["state"]
+        return found
+
+    (found,) = run_workers(1, 2, worker)
+
+    for name, optimizer in given.items():
+        expected = optimizer.state_dict()["state"]
+        assert found[name].keys() == expected.keys()
+        for number, slots in expected.items():
+            assert found[name][number].keys() >= {slot for slot in slots if slot != "step"}
+            for slot, value in slots.items():
+                torch.testing.assert_close(torch.as_tensor(found[name][number][slot]), value, rtol=1e-4, atol=1e-6)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import lightning
 import pytest
 from conftest import Train, assert_equal
+
+from psd_client.integrations.lightning import _total_steps
 
 PROGRAM = "train_lightning.py"
 pytestmark = pytest.mark.process
@@ -28,6 +31,13 @@ def test_two_workers_train_as_one_process_with_both_their_batches(train: Train, 
 
     assert alone["steps"] == 32
     assert_equal(found, alone)
+
+
+@pytest.mark.parametrize(
+    ("ends", "total"), [({"max_epochs": 3}, 15), ({"max_epochs": 3, "max_steps": 7}, 7), ({"max_epochs": -1}, None)]
+)
+def test_a_trainer_says_where_the_job_ends(ends: dict[str, int], total: int | None) -> None:
+    assert _total_steps(lightning.Trainer(accelerator="cpu", logger=False, **ends), 5) == total
 
 
 def test_a_worker_that_stops_early_ends_the_job_for_all_at_one_step(train: Train) -> None:

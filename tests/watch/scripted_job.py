@@ -50,7 +50,7 @@ class ScriptedJob:
         self.asked.append(after)
         return self.curve_replies.pop(0) if self.curve_replies else None
 
-    def train(self, seconds, steps_per_s=10, slow=None, awaited_share=0.0):
+    def train(self, seconds, steps_per_s=10, slow=None, awaited_share=0.0, batch_size=1):
         """A look each second, with steps in between; the last look."""
         for _ in range(seconds):
             self.seconds += 1
@@ -62,6 +62,7 @@ class ScriptedJob:
                 reply.calls[0].seconds += 0.01 * 2 * steps_per_s
                 for worker in reply.workers:
                     worker.clock += steps_per_s
+                    worker.numbers["samples"] += batch_size * steps_per_s
                     worker.numbers["awaited_s"] += awaited_share if worker.rank == slow else 0
             self.sampler.look()
         return self.sampler.now

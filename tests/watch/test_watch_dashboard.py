@@ -15,20 +15,24 @@ import pytest
 from certificates import Authority
 from scripted_job import ScriptedJob, logged
 
+from psd.contract.scalars import LoggedScalars
 from psd.contract.tls import server_files
 from psd.watch.dashboard import admission, server, visitors
 from psd.watch.dashboard.pages import Streams
 from psd.watch.dashboard.server import DashboardPlace, listen, serve
+from psd.watch.earlier import EarlierRuns
+from psd_client.worker.scalars.scalar_files import ScalarFiles
 
 TOKEN = "a-token-of-the-dashboard"
 
 
 @contextlib.asynccontextmanager
-async def dashboard(job, token=None, tls=None):
+async def dashboard(job, token=None, tls=None, earlier=None):
     """The dashboard of a scripted job, served; its address."""
     listener = listen("127.0.0.1", 0, is_firm=True)
     ready = asyncio.Event()
-    serving = asyncio.create_task(serve(job.sampler, DashboardPlace(listener, token, False, tls), 0.05, ready.set))
+    place = DashboardPlace(listener, token, False, tls)
+    serving = asyncio.create_task(serve(job.sampler, place, 0.05, ready.set, earlier))
     await asyncio.wait({serving, asyncio.create_task(ready.wait())}, return_when=asyncio.FIRST_COMPLETED)
     yield f"{'http' if tls is None else 'https'}://127.0.0.1:{listener.getsockname()[1]}"
     serving.cancel()
@@ -73,6 +77,29 @@ def test_a_browser_gets_everything_once_and_then_each_look():
     assert len(look["moment"]["worker_awaited_share"]) == 2
     assert whole.keys() == first.keys() == anew.keys()
     assert [point[:3] for point in anew["curves"]["loss"]] == [[1, 1, 0.7]]
+
+
+def test_earlier_runs_are_listed_and_read_by_those_who_may_see_the_job(tmp_path):
+    """The present run is none of them, and a name is no path."""
+    files = ScalarFiles(0, str(tmp_path), "")
+    files.write([LoggedScalars(1e9 + i, run, 0, i, {"loss": 1.0 + i}) for run in ("adam/1", "mnist-1") for i in range(2)])
+    files.close()
+    (tmp_path / "secret").write_text("{}")
+
+    async def ask(earlier, token=None):
+        async with dashboard(ScriptedJob(), token, earlier=earlier) as address, aiohttp.ClientSession() as session:
+            found = []
+            for path in ("runs", "run?name=adam/1", "run?name=mnist-1", "run?name=../secret", "run"):
+                async with session.get(f"{address}/api/{path}") as reply:
+                    found.append((reply.status, await reply.json() if reply.status == 200 else None))
+            return found
+
+    listed, read, *others = asyncio.run(ask(EarlierRuns(tmp_path)))
+    assert listed == (200, {"runs": [{"name": "adam/1", "begun_at": 1e9}]})
+    assert read == (200, {"curves": {"loss": [[0, 1.0], [1, 2.0]]}})
+    assert others == [(404, None)] * 3
+    assert asyncio.run(ask(None)) == [(200, {"runs": []}), *[(404, None)] * 4]
+    assert asyncio.run(ask(EarlierRuns(tmp_path), TOKEN)) == [(401, None)] * 5
 
 
 def test_on_loopback_only_names_of_this_machine_are_answered():

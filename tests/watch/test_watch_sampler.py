@@ -43,6 +43,45 @@ def test_a_worker_that_others_wait_for_is_named_as_slow_while_it_lasts(job):
     assert job.train(int(RATE_S) + 1).slow == ()
 
 
+def test_progress_and_the_time_left_follow_from_where_the_job_ends(job):
+    """From workers' words; an operator's order to end comes before them. A job of which no shard answers has no time left."""
+    assert not {"total_steps", "time_left_s"} & job.train(3).numbers.keys()
+    job.replies[0].total = 100
+
+    now = job.train(1)
+    assert (now.total_steps, now.time_left_s) == (100, pytest.approx(6.0))
+    assert lines.head_lines(now, 80)[1].endswith(" 40% of 100 steps, 6.0 s left")
+
+    job.replies[0].ends_at = 50
+    assert (job.train(1).total_steps, job.sampler.now.time_left_s) == (50, 0.0)
+    job.is_silent[:] = [True, True]
+    now = as_json(job.look())
+    assert (now["total_steps"], now["time_left_s"]) == (50, None)
+
+
+def test_the_time_left_does_not_jump_with_each_step_of_a_slow_job(job):
+    """A step takes longer than the time over which rates are measured."""
+    job.train(1, steps_per_s=1)
+    job.replies[0].total = 20
+    left = []
+    for _ in range(6):
+        job.train(1, steps_per_s=1)
+        left += [job.look().numbers["time_left_s"] for _ in range(2 * int(RATE_S) - 1)]
+
+    assert job.sampler.now.steps_per_s == 0
+    assert left[-1] == pytest.approx(13 * 20, rel=0.25)
+
+
+def test_samples_are_shown_where_programs_say_how_many_a_push_has(job):
+    """By default each push has one, which says nothing."""
+    assert "samples_per_s" not in job.train(12).numbers
+
+    now = job.train(12, batch_size=32)
+
+    assert (now.samples_per_s, now.workers[0].samples_per_s) == (640, 320)
+    assert " · 640 samples/s · " in lines.head_lines(now, 200)[0]
+
+
 def test_a_wait_that_is_open_counts_before_its_end(job):
     """The shards count it when the gradient has come; a worker that hangs is slow at once."""
     job.train(3)

@@ -7,13 +7,14 @@ import sys
 
 import pytest
 from scripted_job import EXPIRED, ScriptedJob
+from textual.containers import VerticalScroll
 from textual.widgets import DataTable, Static
 
 from psd.cli.psdctl import main
 from psd.v1 import control_pb2 as pb
 from psd.watch.snapshot import CurvePoint
 from psd.watch.top import lines
-from psd.watch.top.app import HelpScreen, TopApp
+from psd.watch.top.app import EARLY_LOOKS, EVENTS_MAX, EVENTS_MIN, EventsScreen, HelpScreen, TopApp
 from psd.watch.top.columns import SORTS, sorted_workers
 
 
@@ -98,7 +99,7 @@ def test_top_shows_the_job_live_and_its_keys_sort_pause_and_explain(job):
     """In a terminal of 80 x 24. The test takes the looks: none comes by itself within an hour."""
 
     async def play():
-        app = TopApp(job.sampler, interval_s=3600)
+        app = TopApp(job.sampler, interval_s=3600, early_s=3600)
         async with app.run_test(size=(80, 24)) as pilot:
             while app._seen is None:
                 await pilot.pause()
@@ -127,10 +128,23 @@ def test_top_shows_the_job_live_and_its_keys_sort_pause_and_explain(job):
             assert int(cells(app, "#workers", 129)[2]) > int(step)
             assert workers.cursor_row == at, "who looks at a place goes on to look there"
 
-            await pilot.press("question_mark")
-            assert isinstance(app.screen, HelpScreen)
-            await pilot.press("x")
-            assert not isinstance(app.screen, HelpScreen)
+            assert words(app, "#events").splitlines()[0] == "EVENTS"
+            assert len(words(app, "#events").splitlines()) == 1 + EVENTS_MIN
+            assert app.query_one("#events").region.bottom == 23, "above the footer"
+            assert app.query_one("Footer").region.bottom == 24
+
+            for key, screen in (("question_mark", HelpScreen), ("e", EventsScreen)):
+                await pilot.press(key)
+                assert isinstance(app.screen, screen)
+                (box,) = app.screen.query(VerticalScroll)
+                assert box.max_scroll_y == 0 or screen is EventsScreen, "it is seen whole"
+                assert app.screen.region.contains_region(box.region)
+                shown = str(app.screen.query_one(Static).render())
+                assert ("shard 1 answers" in shown) == (screen is EventsScreen)
+                await pilot.press("down")
+                assert isinstance(app.screen, screen), "who scrolls goes on to read"
+                await pilot.press("x")
+                assert not isinstance(app.screen, screen)
             await pilot.resize_terminal(200, 50)
             await pilot.pause()
             await pilot.pause()
@@ -145,6 +159,58 @@ def test_top_shows_the_job_live_and_its_keys_sort_pause_and_explain(job):
         app.take(job.sampler.now, history.moments, history.curves, [*history.events])
 
     asyncio.run(play())
+
+
+def test_sparklines_are_there_at_once_whatever_the_interval():
+    """The first looks follow each other faster; before there are rates, their place is there."""
+    job = ScriptedJob()
+
+    async def play():
+        app = TopApp(job.sampler, interval_s=3600, early_s=0.01)
+        async with app.run_test(size=(80, 24)) as pilot:
+            while len(job.sampler.history.moments) < EARLY_LOOKS:
+                await pilot.pause()
+            while "steps/s - ▁▁" not in words(app, "#head"):
+                await pilot.pause()
+
+    asyncio.run(play())
+    assert lines.spark_lines([], 80) == [f"{'steps/s -':<39}  latency -", f"{'received -':<39}  sent -"]
+
+
+def test_free_lines_are_filled_with_events():
+    """Few workers leave room; so does a taller terminal."""
+    few = ScriptedJob()
+    few.look()
+    for second in range(20):
+        few.is_silent[1] = second % 2 == 0
+        few.look()
+
+    async def play(size):
+        app = TopApp(few.sampler, interval_s=3600, early_s=3600)
+        async with app.run_test(size=size) as pilot:
+            while app._seen is None:
+                await pilot.pause()
+            return words(app, "#events").splitlines()
+
+    small, large = asyncio.run(play((80, 20))), asyncio.run(play((80, 24)))
+
+    assert EVENTS_MIN < len(small) - 1 < len(large) - 1 == EVENTS_MAX
+    assert small[1].endswith("shard 1 answers")
+    assert small[2].endswith("shard 1 at host:7001 does not answer")
+
+
+def test_a_curve_of_several_workers_is_their_mean_and_the_range():
+    """Losses come first; one value that all log needs no range."""
+    history = ScriptedJob().sampler.history
+    for rank in range(2):
+        for step in range(3):
+            history.add_point("a", CurvePoint(rank, step, 0.5**step, 1e9))
+            history.add_point("val_loss", CurvePoint(rank, step, 2.0 - step + rank, 1e9))
+    curves = {name: history.curves[name] for name in ("a", "val_loss")}
+
+    (line,) = lines.curve_lines(curves, 80)
+
+    assert line == f"{'val_loss 0.5 (0 to 1) █▅▁':<39}  a 0.25 █▃▁"
 
 
 def test_top_without_a_terminal_prints_one_picture_and_says_what_textual_needs(capsys, monkeypatch):

@@ -22,6 +22,7 @@ import psd_client
 import psd_client.torch as psd
 from psd.contract.errors import InvalidRequest
 from psd.contract.keywords import OF_CONNECT
+from psd_client.client import worker_of
 
 logger = logging.getLogger("psd_client")
 
@@ -91,10 +92,10 @@ class PsdStrategy(SingleDeviceStrategy):
         assert module is not None
         self.optimizer = psd.distribute(module, made[0], ps=self.ps, **self._options)
         self.optimizers = [self.optimizer]
-        trainer.loggers = [*trainer.loggers, _JobLogger(self.ps)]
         trainer.callbacks.append(_StopTogether(self.ps))
         self._share_training_data(trainer)
         steps = max(1, -(-int(trainer.num_training_batches) // trainer.accumulate_grad_batches))
+        trainer.loggers = [*trainer.loggers, _JobLogger(self.ps, _total_steps(trainer, steps))]
         for config in self.lr_scheduler_configs:
             if isinstance(config.scheduler, LRScheduler) and not isinstance(config.scheduler, ReduceLROnPlateau):
                 every = config.frequency * (1 if config.interval == "step" else steps)
@@ -132,6 +133,12 @@ class PsdStrategy(SingleDeviceStrategy):
 
         loop.setup_data = setup_data
         loop.setup_data()
+
+
+def _total_steps(trainer: Trainer, epoch_steps: int) -> int | None:
+    """Number of steps after which the trainer ends by itself; None if it does not."""
+    ends = [epoch_steps * (trainer.max_epochs or 0), trainer.max_steps]
+    return min((end for end in ends if end > 0), default=None)  # -1: no such end
 
 
 def _go_on(trainer: Trainer, clock: int, epoch_steps: int) -> None:
@@ -186,9 +193,10 @@ class _StopTogether(Callback):
 class _JobLogger(Logger):
     """Reports to the job what Lightning logs."""
 
-    def __init__(self, ps: psd_client.ParameterServer) -> None:
+    def __init__(self, ps: psd_client.ParameterServer, total: int | None) -> None:
         super().__init__()
         self._ps = ps
+        self._total = total
 
     @property
     def name(self) -> str:
@@ -203,7 +211,7 @@ class _JobLogger(Logger):
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         """Report scalars of a step."""
         if metrics:
-            self._ps.log(self._ps.clock if step is None else step, **metrics)
+            worker_of(self._ps).log(self._ps.clock if step is None else step, metrics, self._total)
 
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
         """Do nothing: they are the module's."""

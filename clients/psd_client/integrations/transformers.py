@@ -15,6 +15,7 @@ from transformers.integrations import INTEGRATION_TO_CALLBACK
 
 import psd_client.torch as psd
 from psd.contract.errors import InvalidRequest
+from psd_client.client import worker_of
 from psd_client.integrations.accelerate import GoingOn, check_alone, share
 
 
@@ -161,7 +162,7 @@ class _Job(TrainerCallback):
         del args, control
         logs = {name: value for name, value in others["logs"].items() if isinstance(value, (int, float))}
         if logs:
-            self._optimizer.ps.log(state.global_step, **logs)
+            worker_of(self._optimizer.ps).log(state.global_step, logs, state.max_steps if state.max_steps > 0 else None)
 
 
 def _save_nothing(*_args: Any, **_kwargs: Any) -> None:

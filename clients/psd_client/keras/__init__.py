@@ -25,7 +25,7 @@ import keras
 from typing_extensions import Unpack
 
 from psd.contract.errors import InvalidRequest
-from psd.contract.keywords import FaceKeywords, JobKeywords, LinkKeywords, PlaceKeywords, takes
+from psd.contract.keywords import ConnectKeywords, FaceKeywords, JobKeywords, LinkKeywords, takes
 from psd.contract.rules import weight_of
 from psd_client.client import ParameterServer
 from psd_client.faces import connection_of, split
@@ -41,7 +41,7 @@ def __dir__() -> list[str]:
     return __all__
 
 
-@takes(JobKeywords, PlaceKeywords, LinkKeywords)
+@takes(JobKeywords, LinkKeywords, ConnectKeywords)
 def distribute(
     model: keras.Model,
     optimizer: keras.optimizers.Optimizer | str,
@@ -62,7 +62,7 @@ def distribute(
             Lion, or the name of one; not a subclass. Or a LossScaleOptimizer around one. All options but the learning rate are
             fixed from now on. `global_clipnorm` is clip_norm; weight_decay is there for Adam, AdamW, Nadam and Lion,
             exclude_from_weight_decay included.
-        ps: a connection; None connects with the last of these keywords, as psd_client.connect does.
+        ps: a connection; None connects with the keywords from `run_id` on, as psd_client.connect does.
         **keywords
 
     Raises:
@@ -82,9 +82,9 @@ def distribute(
         if asked not in (None, options.clip_norm):
             raise InvalidRequest(f"clip_norm: is {asked}, and the optimizer's global_clipnorm {options.clip_norm}; pass one")
         keywords["clip_norm"] = options.clip_norm
-    terms, of_connect = split(keywords)
+    job, of_connect = split(keywords)
     is_scaled = scaler is not None or model.dtype_policy.name == "mixed_float16"
-    if is_scaled and terms.nan_policy != "skip":
+    if is_scaled and job.get("nan_policy") != "skip":
         raise InvalidRequest(
             'nan_policy: loss scaling, which Keras does with the dtype policy "mixed_float16", needs "skip"; pass '
             'nan_policy="skip" to distribute()'
@@ -92,7 +92,7 @@ def distribute(
     decays = given._use_weight_decay  # noqa: SLF001 - what exclude_from_weight_decay has left
     declaration = read_declaration(model, options, decays, embeddings_in(model))
     with connection_of(ps, of_connect) as connection:
-        link = link_type(declaration, connection, terms)
+        link = link_type(declaration, connection, job)
         link.load()
     link.model = weakref.ref(model)
     model.supports_jit = False  # XLA cannot compile a call of Python: with jit_compile="auto" Keras does without
@@ -138,13 +138,7 @@ def _options(given: Any) -> KerasOptions:
 
 
 class _Distributed:
-    """Properties and methods of distributed optimizers beyond those of Keras.
-
-    Attributes:
-        batch_size: number of samples behind the gradients of the next step; 1 unless the program sets it. Workers with batches
-            of different sizes set it before each step, so that the mean over all samples is right.
-        error: the error that the last step has raised, or None. In graph mode TensorFlow raises a tf.errors.OpError instead.
-    """
+    """Properties and methods of distributed optimizers beyond those of Keras."""
 
     _link: Link
     iterations: Any
@@ -156,7 +150,8 @@ class _Distributed:
 
     @property
     def batch_size(self) -> float:
-        """Number of samples behind the gradients of the next step; 1 unless the program sets it."""
+        """Number of samples behind the gradients of the next step; 1 unless the program sets it. Workers with batches of
+        different sizes set it before each step, so that the mean over all samples is right."""
         return self._link.batch_size
 
     @batch_size.setter
@@ -177,13 +172,7 @@ class _Distributed:
     def load_parameters(self) -> None:
         """Set the job's parameters to the values that the model's variables have now, as after model.load_weights.
 
-        All workers must call this at the same step, with the same values. The call waits for all of them, and one of them sends
-        the values; when it returns, every worker has them. The rule's slots stay (see `reset_slots`), and so do embeddings'
-        rows.
-
-        Raises:
-            InvalidRequest: another worker has other values. NonFiniteGradient: a value is NaN or infinite. Nothing was set.
-            BarrierTimeout: not all workers have called it within the wait timeout.
+        All workers call this at the same step, with the same values: see ParameterServer.load_parameters, also for the errors.
         """
         self._link.set_parameters()
 

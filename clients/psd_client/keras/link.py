@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from psd.contract.job_terms import JobTerms
+from psd.contract.keywords import JobKeywords
 from psd_client.client import ParameterServer, worker_of
 from psd_client.keras.declaration import KerasDeclaration
 from psd_client.keras.table_rows import Gradients, LayerRows
@@ -26,7 +26,7 @@ class Link(ABC):
     out.
 
     Args:
-        connection: a connection that has declared nothing yet. terms: the job's.
+        connection: a connection that has declared nothing yet. job: the job's keywords.
 
     Attributes:
         batch_size: number of samples behind the gradients of the next step.
@@ -36,7 +36,7 @@ class Link(ABC):
         model: returns the model whose training ends with the job, or None if it is gone.
     """
 
-    def __init__(self, declaration: KerasDeclaration, connection: ParameterServer, terms: JobTerms) -> None:
+    def __init__(self, declaration: KerasDeclaration, connection: ParameterServer, job: JobKeywords) -> None:
         self.declaration = declaration
         self.ps = connection
         self.worker = worker_of(connection)
@@ -47,7 +47,7 @@ class Link(ABC):
         self.model: Callable[[], Any] = lambda: None
         self._lock = threading.Lock()
         self.worker.declare_tensors(
-            declaration.tensors, declaration.groups, terms, initial=self._initialize, tables=declaration.tables
+            declaration.tensors, declaration.groups, initial=self._initialize, tables=declaration.tables, **job
         )
         index_of = {table.name: index for index, table in enumerate(declaration.tables)}
         self._rows: list[tuple[int, LayerRows]] = []  # of embeddings, with the index of the handle

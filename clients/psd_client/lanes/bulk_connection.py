@@ -245,8 +245,8 @@ class BulkClient:
                 if part.present is not None:
                     names.present.extend(frames.present_bits(part.present[block.segment_tensors]) for block in part.blocks)
                 yield names.SerializeToString(), (), has_rows
-                sent = [part.buffers.block(block.index).nbytes for block in part.blocks if part.has(block)]
-                self._traffic.sent_bytes += sum(sent)
+                sent = part.blocks if part.present is None else [block for block in part.blocks if part.has(block)]
+                self._traffic.sent_bytes += sum([part.buffers.block(block.index).nbytes for block in sent])
             else:
                 yield from self._single_blocks(part, in_memory=in_memory)
             if part.tables_block is not None:

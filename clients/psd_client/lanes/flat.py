@@ -38,6 +38,7 @@ class FlatBuffers:
             elements has an array of its own, of the master's dtype.
         segment: as given. starts: offset of each space in it, in bytes; 0 for a space that is not in it.
         versions: PullFrame.version of what was received, by block of the layout, and then by tables' block; 0 before.
+        steps: PullFrame.steps by block, if a slot was received.
         on_received: called, in any thread, with the index of each block that was received; may be None.
     """
 
@@ -59,6 +60,7 @@ class FlatBuffers:
                     spec = tensors[tensor]
                     self.views[tensor] = memory[begin : begin + spec.size].reshape(spec.shape)
         self.versions = [0] * (len(layout.blocks) + (layout.shard_count if layout.spec.tables else 0))
+        self.steps: dict[int, Sequence[int]] = {}
         self.on_received: Callable[[int], None] | None = None
         of_buffers = [group.is_of_buffers for group in layout.spec.groups]
         spaces = zip(layout.spaces, self.spaces, strict=True)

@@ -131,6 +131,8 @@ class BlockAnswer:
             if nbytes:
                 target = self._parameters.block(message.block)
                 target[...] = frames.numbers(payload, target.dtype, len(target), f"block {message.block}")
+            if message.steps:
+                self._parameters.steps[message.block] = message.steps
             self._parameters.received(message.block, message.version)
             self.received_bytes += nbytes
 

@@ -196,7 +196,7 @@ class ShardLane(Lane):
 
     @override
     def pull(self, request: data_pb2.PullRequest, blocks: Sequence[Block], parameters: FlatBuffers, call: Call) -> None:
-        connection = self._connection(request.caller, call)
+        connection = self._connection(request.caller, call) if not request.slot else None  # another lane carries no steps
         awaited = {block.index: block.nbytes for block in blocks}
         tables_block = parameters.layout.tables_block(self.shard)
         if tables_block is not None and (tables_block in request.blocks or not request.blocks):

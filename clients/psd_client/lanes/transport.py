@@ -176,8 +176,9 @@ class GradientPart(OutgoingBlocks):
         """The blocks that answer a push_pull: bytes of parameters by index; 0 for the tables' block, which sends a version.
 
         Of a push of one part of the job these are its blocks."""
-        answered = set(self.header.answered) if self.header.part else None
-        blocks = {block.index: block.nbytes for block in self.blocks if answered is None or block.index in answered}
+        blocks = {block.index: block.nbytes for block in self.blocks}
+        if self.header.part:
+            blocks = {index: blocks[index] for index in self.header.answered}
         return blocks if self.tables_block is None else blocks | {self.tables_block: 0}
 
 
@@ -304,8 +305,8 @@ class Lane(ABC):
 
     @abstractmethod
     def pull(self, request: data_pb2.PullRequest, blocks: Sequence[Block], parameters: FlatBuffers, call: Call) -> None:
-        """Fetch `blocks`, which `request` names, into the buffers, which are undefined if this fails. With the request's
-        `versions_only` nothing is fetched: the call only waits."""
+        """Fetch `blocks`, which `request` names, or a slot of theirs, into the buffers, which are undefined if this fails. With
+        the request's `versions_only` nothing is fetched: the call only waits."""
 
     @abstractmethod
     def pull_rows(

@@ -6,10 +6,11 @@ strides, so parameters may have any memory layout, be on any device, and be floa
 two the shards hold a float32 master).
 
 given.py reads what it is given, one model and optimizer or several; declaration.py decides what is declared, and groups.py
-which scalars go with each push; job.py has what the optimizers of one job share; embedding.py has the modules whose rows
-are on the shards, and tables.py pulls and pushes these rows; schedule.py keeps a learning-rate schedule at the job's clock;
-uncompiled.py keeps torch.compile out of all this, surroundings.py looks what else averages gradients. Must not know blocks,
-shards or messages. Only the torch modules import torch.
+which scalars go with each push; job.py has what the optimizers of one job share; learner.py makes local steps; embedding.py has
+the modules whose rows are on the shards, and tables.py pulls and pushes these rows (outside of a job, own_rows.py and
+reading.py have them); schedule.py keeps a learning-rate schedule at the job's clock; uncompiled.py keeps torch.compile out of
+all this, surroundings.py looks what else averages gradients. Must not know blocks, shards or messages. Only the torch modules
+import torch.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from typing_extensions import Unpack
 
 from psd.contract.arguments import refuse
 from psd.contract.errors import InvalidRequest
-from psd.contract.keywords import FaceKeywords, JobKeywords, LinkKeywords, PlaceKeywords, takes
+from psd.contract.keywords import ConnectKeywords, FaceKeywords, JobKeywords, LinkKeywords, takes
 from psd.contract.rules import weight_of
 from psd_client.client import ParameterServer, worker_of
 from psd_client.faces import connection_of, split
@@ -34,13 +35,16 @@ from psd_client.lanes.overlap_feed import Feed
 from psd_client.torch import amp as torch_amp
 from psd_client.torch.declaration import BUFFER_POLICIES, DeclaredPart, TorchDeclaration, read_declaration
 from psd_client.torch.embedding import Embedding, EmbeddingBag, EmbeddingCollection
-from psd_client.torch.given import Models, OneOptimizer, Params, given_optimizers, whole_model
+from psd_client.torch.given import Models, OneOptimizer, Params, given_fragments, given_optimizers, whole_model
 from psd_client.torch.gradients import Overlap
 from psd_client.torch.job import TorchJob, write_all
+from psd_client.torch.learner import LocalOptimizer
+from psd_client.torch.local import Local
 from psd_client.torch.options import check_overlap, has_slots
 from psd_client.torch.parameters import as_tensors, copy_all
+from psd_client.torch.reading import read_rows
 from psd_client.torch.schedule import DistributedScheduler, register, scheduler
-from psd_client.torch.slots import slots_of
+from psd_client.torch.slots import slots_of, state_of
 from psd_client.torch.surroundings import refuse_data_parallel, tell_of_process_group
 from psd_client.torch.uncompiled import uncompiled
 
@@ -52,6 +56,9 @@ __all__ = [
     "Embedding",
     "EmbeddingBag",
     "EmbeddingCollection",
+    "Local",
+    "LocalOptimizer",
+    "read_rows",
 ]
 
 
@@ -73,6 +80,16 @@ def distribute(
 @overload
 def distribute(
     model: Models,
+    optimizer: torch.optim.Optimizer,
+    *,
+    local: Local,
+    ps: ParameterServer | None = None,
+    buffers: str = "first",
+    **keywords: Unpack[FaceKeywords],
+) -> LocalOptimizer: ...
+@overload
+def distribute(
+    model: Models,
     optimizer: Mapping[str, OneOptimizer],
     *,
     params: Mapping[str, Iterable[Any]] | None = None,
@@ -80,7 +97,7 @@ def distribute(
     buffers: str = "first",
     **keywords: Unpack[FaceKeywords],
 ) -> dict[str, DistributedOptimizer]: ...
-@takes(JobKeywords, PlaceKeywords, LinkKeywords)
+@takes(JobKeywords, LinkKeywords, ConnectKeywords)
 def distribute(
     model: Models,
     optimizer: OneOptimizer | Mapping[str, OneOptimizer],
@@ -89,8 +106,9 @@ def distribute(
     ps: ParameterServer | None = None,
     overlap: bool | str = False,
     buffers: str = "first",
+    local: Local | None = None,
     **keywords: Unpack[FaceKeywords],
-) -> DistributedOptimizer | dict[str, DistributedOptimizer]:
+) -> DistributedOptimizer | dict[str, DistributedOptimizer] | LocalOptimizer:
     """Declare the model's parameters and return an optimizer whose steps happen on the shards.
 
     Several optimizers, such as those of a generator and a discriminator, are given and returned by name. Each has its own
@@ -111,7 +129,7 @@ def distribute(
         params: with such a rule, what it updates, as torch's optimizers take it: parameters, or dicts of "params" and options;
             None: all of the model that need gradients. Of several optimizers, by their names; None: those of the model of that
             name.
-        ps: a connection; None connects with the last of these keywords, as psd_client.connect does.
+        ps: a connection; None connects with the keywords from `run_id` on, as psd_client.connect does.
         overlap: send each block of gradients as soon as backward() has made it, while it makes the others; step() waits for the
             rest. What is sent cannot be changed any more: clipping or unscaling after backward(), and a second backward()
             without `no_sync()`, are refused, and such an error ends this worker's part in the job. "forward", in async only:
@@ -120,6 +138,8 @@ def distribute(
         buffers: whose buffers checkpoints, exports and readers have, such as BatchNorm's running statistics: of those in the
             model's state_dict. "first": those of the first worker that is there. "mean": the mean over all workers, of integers
             the first one's. "local": nobody's. Each worker computes with its own, which begin as the job's.
+        local: let the optimizer, any of torch's, step in this process, and exchange what it has learned only now and then; the
+            result is a LocalOptimizer.
         **keywords
 
     Raises:
@@ -127,22 +147,32 @@ def distribute(
         InvalidRequest, InvalidTensor: an option or a parameter that psd cannot train; the message names it.
         SpecMismatch: another worker has declared something else.
     """
-    terms, of_connect = split(keywords)
+    job, of_connect = split(keywords)
     if buffers not in BUFFER_POLICIES:
         raise InvalidRequest(f'buffers: must be "first", "mean" or "local", got {buffers!r}')
-    check_overlap(overlap, terms)
+    check_overlap(overlap, job)
     module = whole_model(model)
     refuse_data_parallel(module)
-    given = given_optimizers(model, module, optimizer, params)
+    if local is not None:
+        if overlap or params is not None:
+            raise InvalidRequest(
+                "local: not with overlap or params; the exchange has a `delay` instead, and the optimizer its own"
+            )
+        given = given_fragments(module, optimizer, local)
+    else:
+        given = given_optimizers(model, module, optimizer, params)
     if overlap and len(given) > 1:
         raise InvalidRequest("overlap: not with several optimizers: back-propagation does not say whose gradients it makes")
     declaration = read_declaration(module, given, buffers)
     with connection_of(ps, of_connect) as connection:
         worker = worker_of(connection)
-        initial = partial(write_all, declaration)
-        worker.declare_tensors(declaration.tensors, declaration.groups, terms, initial=initial, tables=declaration.tables.specs)
+        initial, tables = partial(write_all, declaration), declaration.tables.specs
+        worker.declare_tensors(declaration.tensors, declaration.groups, initial=initial, tables=tables, **job)
     tell_of_process_group(connection.rank, connection.world_size)
     copy_all(declaration.parameters, as_tensors(worker.parameters)[: len(declaration.parameters)])
+    if local is not None:
+        assert isinstance(optimizer, torch.optim.Optimizer)
+        return LocalOptimizer(optimizer, connection, declaration, local)
     first, *others = declaration.parts
     made = [DistributedOptimizer(first, connection, declaration, overlap=overlap)]
     shared = made[0]._job  # noqa: SLF001 - of its own module
@@ -294,39 +324,26 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def load_parameters(self, state_dict: Mapping[str, torch.Tensor]) -> None:
         """Set the job's parameters as `model.load_state_dict` would in one process; also buffers, unless they are "local".
 
-        All workers must call this at the same step, with the same values. The call waits for all of them, and one of them sends
-        the values; when it returns, every worker has them. The rule's slots on the shards, such as momentum, stay (see
-        `reset_slots`), and so do the rows of tables. A restarted worker must not call this at another step than the others; to
-        begin training with certain values, load them into the model before `distribute`.
+        All workers call this at the same step, with the same values: see ParameterServer.load_parameters. A restarted worker
+        must not call it at another step than the others; to begin with certain values, load them before `distribute`.
 
         Args:
             state_dict: the complete state_dict of the model, such as torch.load or safetensors return it.
 
         Raises:
-            InvalidRequest, InvalidTensor: a tensor is missing, unexpected, or has another shape; or another worker passed
-                other values. Nothing was set.
-            NonFiniteGradient: a parameter holds NaN or infinity; nothing was set.
-            BarrierTimeout: not all workers have called it within the wait timeout.
+            InvalidRequest, InvalidTensor: a tensor is missing, unexpected, or has another shape; nothing was set. Likewise what
+                ParameterServer.load_parameters raises.
         """
         self._job.load_parameters(state_dict)
 
     def reset_slots(self) -> None:
-        """Reset the slots of the rules (momentum, moments, counts of steps) of all tensors and rows to their initial values.
-
-        Parameters, rows and the clock stay. All workers must call this at the same step, as with `load_parameters`.
-
-        Raises:
-            BarrierTimeout: not all workers have called it within the wait timeout.
-        """
+        """Reset momentum, moments and counts of steps, of tensors and rows, as ParameterServer.reset_slots does: all workers
+        call it at the same step."""
         self._job.reset_slots()
 
     def stop(self) -> int:
-        """End the job for all workers at one step, as an early stop does: ParameterServer.stop, which says how.
-
-        Returns:
-            The step at which the job ends. The next step() then raises psd_client.Drained on each worker, which ends the
-            program in order unless it is caught; or look at `optimizer.ps.is_over` after each step.
-        """
+        """End the job for all workers at one step, and return it: ParameterServer.stop, which says how. The next step() then
+        raises psd_client.Drained on each worker, unless that looks at `optimizer.ps.is_over` after each step."""
         self._gradients.settle()
         return self.ps.stop()
 
@@ -370,14 +387,29 @@ class DistributedOptimizer(torch.optim.Optimizer):
         try:
             self._gradients.close()
         finally:
+            self._job.tables.leave()
             self.ps.close()
 
-    def state_dict(self) -> dict[str, Any]:
-        """The param_groups and the clock. The slots, such as momentum, live on the shards and are not in it."""
-        return {**super().state_dict(), **self._job.slots.clocks}
+    def state_dict(self, *, slots: bool = False) -> dict[str, Any]:
+        """The param_groups and the clock, and with `slots` also what the shards keep, such as momentum.
+
+        With slots this is a state of torch's own optimizer, whose load_state_dict takes it; so does `load_state_dict` here. Any
+        worker may call it, alone. It then holds the slots of all parameters, but of no rows, in memory of the CPU. Without
+        rounds, or with a quorum, the other workers train on meanwhile: parts of it may be of different steps.
+
+        Args:
+            slots: fetch the slots, each as large as the parameters; waits for the round of the last step, as `pull` does.
+        """
+        state: dict[str, Any] = super().state_dict()
+        if not slots:
+            return {**state, **self._job.slots.clocks}
+        self._gradients.settle()
+        found = state_of(self._job.declaration, state, self.param_groups, self._worker.slots())
+        return {**state, "state": found, "clock": self.ps.clock, "has_slots": True}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over the param_groups; also the slots, if this is the state of one of torch's own optimizers and has slots.
+        """Take over the param_groups; also the slots, if the state has them: that of state_dict(slots=True), or of one of
+        torch's own optimizers.
 
         With slots, all workers must call this at the same step, as with `load_parameters`: the slots are set on the shards, and
         those that the state lacks are reset. Without, the slots on the shards stay. The clock stays in any case.
@@ -388,7 +420,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             InvalidTensor: a slot has another shape than its parameter. Nothing has changed.
             NonFiniteGradient, BarrierTimeout: as `load_parameters`.
         """
-        if any(has_slots(state) for state in state_dict["state"].values()):
+        if state_dict.get("has_slots") or any(has_slots(state) for state in state_dict["state"].values()):
             if self._part.job_part is not None:
                 raise InvalidRequest(
                     "load_state_dict: the state has slots, such as moments, which are loaded only where a job has one optimizer"

@@ -17,7 +17,7 @@ from psd.contract.errors import InvalidRequest, InvalidTensor
 from psd.contract.jobspec import GroupSpec, TensorSpec
 from psd.contract.rules import BUFFERS, STATIC
 from psd_client.optimizers import group_spec
-from psd_client.torch.embedding import table_modules
+from psd_client.torch.embedding import TableModule, table_modules
 from psd_client.torch.options import check_no_slots, check_options, rule_of
 from psd_client.torch.table_declaration import TableDeclaration, declare_tables
 from psd_client.worker.exchange.sent_push import JobPart
@@ -56,7 +56,7 @@ class BufferPlace:
 
 
 @dataclass(frozen=True)
-class Given:
+class GivenOptimizer:
     """An optimizer that was given to `distribute`.
 
     Attributes:
@@ -72,7 +72,7 @@ class Given:
 
 @dataclass(frozen=True)
 class DeclaredPart:
-    """A part of the job: one optimizer, and all that it steps.
+    """The part of a job that one optimizer steps.
 
     Attributes:
         given: the optimizer. groups: indices of its param_groups among the job's groups.
@@ -80,7 +80,7 @@ class DeclaredPart:
         job_part: the part of the job, for its pushes; None if it is the whole.
     """
 
-    given: Given
+    given: GivenOptimizer
     groups: range
     trained: tuple[int, ...]
     tables: frozenset[int]
@@ -142,7 +142,7 @@ class Options(torch.optim.Optimizer):
             rule.with_options(options)
 
 
-def read_declaration(model: torch.nn.Module, given: Sequence[Given], buffers: str) -> TorchDeclaration:
+def read_declaration(model: torch.nn.Module, given: Sequence[GivenOptimizer], buffers: str) -> TorchDeclaration:
     """Read the declaration from a model and its optimizers, and check it. buffers: "first", "mean" or "local"."""
     groups = [group_spec(one.template, one.always, group) for one in given for group in one.optimizer.param_groups]
     param_groups = [group for one in given for group in one.optimizer.param_groups]
@@ -150,13 +150,20 @@ def read_declaration(model: torch.nn.Module, given: Sequence[Given], buffers: st
     embeddings = table_modules(model)
     handles = {id(embedding.handle) for embedding in embeddings}
     for embedding in embeddings:
+        if embedding.rows is not None:
+            raise InvalidRequest(
+                f"embedding {embedding.spec.name!r}: the model has its rows, as load_state_dict has set them, and a job takes "
+                "none from a model: begin the job with them by --from-checkpoint FILE --parameters-only, and call distribute "
+                "with a model that was made anew, without loading them"
+            )
         if not embedding.handle.is_meta and embedding.handle.any():
             raise InvalidRequest(
                 f"embedding {embedding.spec.name!r}: its handle was given a value, as by an initialization of all parameters; "
                 "it must be 0, and its rows begin as its `init` says"
             )
     dense = [pair for pair in model.named_parameters(remove_duplicate=False) if id(pair[1]) not in handles]
-    every_name = _plain_names(dense, _named_buffers(model))
+    modules = [pair for pair in model.named_modules(remove_duplicate=False) if isinstance(pair[1], TableModule)]
+    every_name = _plain_names(dense, _named_buffers(model), modules)
     named, aliases = _distinct(every_name[0])
     known = {id(parameter) for _, parameter in named} | handles
     group_of: dict[int, int] = {}
@@ -196,7 +203,7 @@ def read_declaration(model: torch.nn.Module, given: Sequence[Given], buffers: st
     if kept:
         groups.append(GroupSpec(BUFFERS.name, ("mean",) if buffers == "mean" else ()))
     local = frozenset(name for name, _ in every_name[1] if buffers == "local")
-    tables = declare_tables(embeddings, param_groups, group_of, groups)
+    tables = declare_tables(every_name[2], param_groups, group_of, groups)
     return TorchDeclaration(
         [parameter for _, parameter in named],
         [place for _, place in kept],
@@ -211,9 +218,9 @@ def read_declaration(model: torch.nn.Module, given: Sequence[Given], buffers: st
 
 
 def _parts(
-    given: Sequence[Given], trained_in: Sequence[int], tables: TableDeclaration, group_of: Mapping[int, int]
+    given: Sequence[GivenOptimizer], trained_in: Sequence[int], tables: TableDeclaration, group_of: Mapping[int, int]
 ) -> list[DeclaredPart]:
-    """The part that each optimizer steps. trained_in: group of each trained parameter. group_of: as of `declare_tables`."""
+    """The part of each optimizer. trained_in: group of each trained parameter. group_of: as of `declare_tables`."""
     parts: list[DeclaredPart] = []
     table_in = [group_of[id(members[0].handle)] for members in tables.members.values()]
     end = 0

@@ -1,10 +1,11 @@
 """Embeddings whose rows are on the shards: modules in the manner of torch.nn.Embedding and torch.nn.EmbeddingBag.
 
 A forward pass pulls the distinct rows of its ids, and back-propagation collects a gradient for each. `distribute` finds the
-modules and joins them to the job; the optimizer that it returns pushes the collected gradients in `step()`. A module has no
-rows before it is joined; nor has a copy of a module.
+modules and joins them to the job; the optimizer that it returns pushes the collected gradients in `step()`. Outside of a job a
+module has the rows that load_state_dict gives it, or reads a running job's (`read_rows`); these are fixed.
 
-Must not know connections or rounds (tables.py), nor how gradients are kept (row_gradients.py).
+Must not know connections or rounds (tables.py), where loaded rows are found (own_rows.py), nor how gradients are kept
+(row_gradients.py).
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ from typing_extensions import override
 from psd.contract.arguments import whole_number
 from psd.contract.errors import InvalidRequest, InvalidTensor, NotDeclared
 from psd_client.tables import Table
+from psd_client.torch import own_rows
+from psd_client.torch.own_rows import OneLoad, OwnRows
 from psd_client.torch.row_gradients import CollectedGradients, Ids, Numbers, Tracked, in_numpy
-from psd_client.torch.tables import Rows, Tables, Wanted, wanted
+from psd_client.torch.tables import Rows, RowSource, Wanted, wanted
 from psd_client.torch.uncompiled import uncompiled
 from psd_core.initial import Initial, Normal
 from psd_core.optimizer import Optimizer
@@ -38,6 +41,7 @@ class TableModule(torch.nn.Module):
         handle: a scalar parameter that represents the table in the model. Its param_group sets the table's options, if the
             table has no optimizer of its own. The output has its device and dtype, and is tracked if it requires_grad. Its
             `.grad` has a row for each distinct id whose gradient was collected, see row_gradients.py.
+        ids, rows: buffers: the rows that the module itself has, outside of a job, (n,) int64 and (n, dim); else None.
         padding_idx: id whose row is zeros and has no gradient, or None.
     """
 
@@ -62,13 +66,17 @@ class TableModule(torch.nn.Module):
             raise InvalidRequest(f"padding_idx: must be an id of int64, got {padding_idx}")
         self.handle = torch.nn.Parameter(torch.zeros(1, dim, device=device))
         self.gradients = CollectedGradients(self.spec.name)
-        self._tables: Tables | None = None
+        self.ids: torch.Tensor | None
+        self.rows: torch.Tensor | None
+        self.register_buffer("ids", None)
+        self.register_buffer("rows", None)
+        self._source: RowSource | None = None
         self._hook: torch.utils.hooks.RemovableHandle | None = None
 
     @property
     def is_tracked(self) -> bool:
         """True if back-propagation may compute gradients for looked-up rows; also in evaluation mode, as in torch."""
-        return torch.is_grad_enabled() and self.handle.requires_grad
+        return torch.is_grad_enabled() and self.handle.requires_grad and self.source.is_trained
 
     @property
     def is_learning(self) -> bool:
@@ -76,28 +84,47 @@ class TableModule(torch.nn.Module):
         return self.training and self.is_tracked
 
     @property
-    def tables(self) -> Tables:
-        """The job's tables.
+    def is_in_job(self) -> bool:
+        """True if its rows are trained on the shards of a job in which this process is a worker."""
+        return self._source is not None and self._source.is_trained
+
+    @property
+    def source(self) -> RowSource:
+        """The place at which it looks up rows.
 
         Raises:
-            NotDeclared: the module belongs to no job.
+            NotDeclared: the module belongs to no job, and has no rows of its own.
         """
-        if self._tables is None:
+        if self._source is None and self.rows is not None:
+            self._source = OwnRows(self)
+        if self._source is None:
             raise NotDeclared(
                 f"embedding {self.spec.name!r}: its rows are on the shards, and it is not joined to them: call "
-                "psd_client.torch.distribute(model, optimizer) with the model that holds it; a copy of a model is not joined"
+                "psd_client.torch.distribute(model, optimizer) with the model that holds it; a copy of a model is not joined. "
+                "Outside of a job, load an export into the model, or call psd_client.torch.read_rows(model, reader)"
             )
-        return self._tables
+        return self._source
 
-    def join(self, tables: Tables) -> None:
-        """Look up rows in these tables from now on; called by `distribute`."""
-        self._tables = tables
+    def join(self, source: RowSource) -> None:
+        """Look up rows there from now on; called by `distribute` and `read_rows`."""
+        self._source = source
+        self.ids = self.rows = None
         self.handle.grad = None
         self.gradients = CollectedGradients(self.spec.name)
         if self._hook is not None:
             self._hook.remove()
-        if self.handle.requires_grad:
+        if self.handle.requires_grad and source.is_trained:
             self._hook = self.handle.register_hook(self.gradients.refuse_others)  # type: ignore[no-untyped-call]
+
+    def leave(self, source: RowSource) -> None:
+        """Look up no more rows there; called when the job's connection is closed."""
+        if self._source is source:
+            self._source = None
+
+    def take_rows(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
+        """Look up these rows from now on: ids (n,) int64, each of them once, and rows (n, dim)."""
+        self._source = None
+        self.ids, self.rows = ids, rows
 
     @uncompiled
     def prefetch(self, ids: torch.Tensor) -> None:
@@ -105,12 +132,13 @@ class TableModule(torch.nn.Module):
 
         If the next step looks up exactly these ids, it finds their rows here; else the lookup pulls its rows, as without
         prefetch. In synchronous and ssp jobs the rows are pulled as soon as the next `step()` has its parameters, so that they
-        are the same to the bit; in asynchronous jobs they are pulled at once, and may be one step older.
+        are the same to the bit; in asynchronous jobs they are pulled at once, and may be one step older. Outside of a job this
+        does nothing.
 
         Args:
             ids: as in the forward pass.
         """
-        self.tables.prefetch([(self, self.wanted(ids))])
+        self.source.prefetch([(self, self.wanted(ids))])
 
     def wanted(self, ids: torch.Tensor) -> Wanted:
         """The rows that a lookup of these ids needs.
@@ -124,7 +152,7 @@ class TableModule(torch.nn.Module):
         if ids.dtype not in (torch.int64, torch.int32):
             raise InvalidTensor(f"embedding {name!r}: ids: dtype must be torch.int64 or torch.int32, got {ids.dtype}")
         flat = ids.detach().to("cpu", torch.int64).contiguous().view(-1).numpy()
-        return wanted(self.tables.index_of[name], self.spec.dim, flat, self.padding_idx)
+        return wanted(self.source.index_of[name], self.spec.dim, flat, self.padding_idx)
 
     def tracked(self, rows: torch.Tensor, found: Wanted, *, is_expanded: bool) -> torch.Tensor:
         """The rows on the handle's device and in its dtype, connected so that their gradients are collected.
@@ -144,8 +172,8 @@ class TableModule(torch.nn.Module):
 
         return cast(torch.Tensor, Tracked.apply(self.handle, (rows,), self.gradients, sums))  # type: ignore[no-untyped-call]
 
-    def output(self, rows: Rows, found: Wanted, ids: torch.Tensor, *more: Any) -> torch.Tensor:
-        """The output of the module, computed from the pulled rows. more: the other arguments of the forward pass."""
+    def output(self, rows: Rows | torch.Tensor, found: Wanted, ids: torch.Tensor, *more: Any) -> torch.Tensor:
+        """The output of the module, computed from the distinct rows. more: the other arguments of the forward pass."""
         raise NotImplementedError
 
     def check(self, ids: torch.Tensor, *more: Any) -> None:
@@ -157,16 +185,34 @@ class TableModule(torch.nn.Module):
         return shown if self.padding_idx is None else f"{shown}, padding_idx={self.padding_idx}"
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state for a copy: joined to no job, with no collected gradients."""
-        return {**self.__dict__, "_tables": None, "gradients": CollectedGradients(self.spec.name), "_hook": None}
+        """The state for a copy: joined to no job, with no collected gradients. Rows of its own are copied."""
+        return {**self.__dict__, "_source": None, "gradients": CollectedGradients(self.spec.name), "_hook": None}
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        """Save nothing: the rows are on the shards."""
+        """Save the rows that the module itself has, of a table once; in a job nothing, for they are on the shards."""
+        is_there = self.ids is not None and own_rows.has_same(destination, self.ids)
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name in ("handle", "ids", "rows") if is_there else ("handle",):
+            del destination[f"{prefix}{name}"]
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, metadata: Any, *more: Any) -> None:
+        """Load rows, if there are any: as an export of a job has them, or the state_dict of a model with rows of its own."""
         strict, missing, unexpected, errors = more
-        super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, unexpected, errors)
-        missing[:] = [name for name in missing if name != f"{prefix}handle"]
+        given = own_rows.rows_in(state_dict, prefix, self.spec.name)
+        rest = {name: value for name, value in state_dict.items() if name not in given.names}
+        super()._load_from_state_dict(rest, prefix, metadata, strict, missing, unexpected, errors)
+        missing[:] = [name for name in missing if name not in (f"{prefix}handle", f"{prefix}ids", f"{prefix}rows")]
+        if given.ids is None and given.rows is None:
+            OneLoad.of(missing).lacks(self, given.names)
+        elif self.is_in_job:
+            errors.append(
+                f"embedding {self.spec.name!r}: its rows are on the shards of its job, and load_state_dict cannot set them; "
+                "leave them out, or load into a copy of the model, or call close() of the optimizer before"
+            )
+        elif problem := own_rows.load(self, given, assigns=metadata.get("assign_to_params_buffers", False)):
+            errors.append(f"embedding {self.spec.name!r}: {problem}")
+        else:
+            OneLoad.of(missing).has_loaded(self)
 
 
 class Embedding(TableModule):
@@ -179,8 +225,9 @@ class Embedding(TableModule):
         rows = embedding(ids)  # (..., 64)
 
     In training a lookup counts as a use of its rows, for expiry and eviction. In evaluation mode and under torch.no_grad() it
-    does not; under the latter nothing is tracked, as in torch. The module adds nothing to the model's state_dict: the shards'
-    checkpoints have the rows.
+    does not; under the latter nothing is tracked, as in torch. In a job the module adds nothing to the model's state_dict: the
+    shards' checkpoints have the rows. A model that is in no job takes the rows of an export by load_state_dict, or reads a
+    running job's by `read_rows`. They are then fixed: no gradient reaches them. Other ids have the values of `init`.
 
     Args:
         name: name of the table.
@@ -201,14 +248,18 @@ class Embedding(TableModule):
 
         Raises:
             TypeError, InvalidTensor: no tensor of ids.
-            NotDeclared: `distribute` has not been called.
+            NotDeclared: `distribute` has not been called, and no rows were loaded.
             PsdError: what the shards or the connection refuse.
         """
         return look_up([(self, (ids,))])[0]
 
     @override
-    def output(self, rows: Rows, found: Wanted, ids: torch.Tensor) -> torch.Tensor:
-        expanded = torch.from_numpy(found.distinct.expand(rows).reshape(*ids.shape, self.spec.dim))
+    def output(self, rows: Rows | torch.Tensor, found: Wanted, ids: torch.Tensor) -> torch.Tensor:
+        if isinstance(rows, torch.Tensor):
+            expanded = rows.index_select(0, torch.from_numpy(found.distinct.inverse).to(rows.device))
+            expanded = expanded.view(*ids.shape, self.spec.dim)
+        else:
+            expanded = torch.from_numpy(found.distinct.expand(rows).reshape(*ids.shape, self.spec.dim))
         return self.tracked(expanded, found, is_expanded=True)
 
 
@@ -269,12 +320,12 @@ class EmbeddingBag(TableModule):
             )
 
     @override
-    def output(self, rows: Rows, found: Wanted, ids: torch.Tensor, *more: Any) -> torch.Tensor:
+    def output(self, rows: Rows | torch.Tensor, found: Wanted, ids: torch.Tensor, *more: Any) -> torch.Tensor:
         offsets, weights = (*more, None, None)[:2]
         places = torch.from_numpy(found.distinct.inverse).view(ids.shape).to(self.handle.device)
         return functional.embedding_bag(
             places,
-            self.tracked(torch.from_numpy(rows), found, is_expanded=False),
+            self.tracked(torch.as_tensor(rows), found, is_expanded=False),
             None if offsets is None else offsets.to(places.device, places.dtype),
             mode=self.mode,
             per_sample_weights=None if weights is None else weights.to(places.device, self.handle.dtype),
@@ -323,9 +374,9 @@ class EmbeddingCollection(torch.nn.ModuleDict):
     @uncompiled
     def prefetch(self, ids: Mapping[str, Any]) -> None:
         """Fetch the rows of the next forward pass in the background. ids: as in the forward pass."""
-        lookups = self._lookups(ids)
-        if lookups:
-            lookups[0][0].tables.prefetch([(module, module.wanted(arguments[0])) for module, arguments in lookups])
+        found = [(module, module.wanted(arguments[0])) for module, arguments in self._lookups(ids)]
+        for source, numbers in _by_source(found):
+            source.prefetch([found[number] for number in numbers])
 
     def _lookups(self, ids: Mapping[str, Any]) -> list[tuple[TableModule, tuple[Any, ...]]]:
         for feature in ids:
@@ -338,18 +389,26 @@ class EmbeddingCollection(torch.nn.ModuleDict):
 
 
 def look_up(lookups: Sequence[tuple[TableModule, tuple[Any, ...]]]) -> list[torch.Tensor]:
-    """The outputs of some modules for their arguments; all rows are pulled in one round trip."""
+    """The outputs of some modules for their arguments; all rows of a job are pulled in one round trip."""
     found = []
     for module, (ids, *more) in lookups:
         found.append((module, module.wanted(ids)))
         module.check(ids, *more)
-    if not found:
-        return []
-    pulled = found[0][0].tables.pull(found)
+    pulled: dict[int, Rows | torch.Tensor] = {}
+    for source, numbers in _by_source(found):
+        pulled.update(zip(numbers, source.pull([found[number] for number in numbers]), strict=True))
     return [
-        module.output(rows, place, *arguments)
-        for (module, arguments), (_, place), rows in zip(lookups, found, pulled, strict=True)
+        module.output(pulled[number], place, *arguments)
+        for number, ((module, arguments), (_, place)) in enumerate(zip(lookups, found, strict=True))
     ]
+
+
+def _by_source(lookups: Sequence[tuple[TableModule, Wanted]]) -> list[tuple[RowSource, list[int]]]:
+    """The sources of some lookups' rows, each with the numbers of its lookups."""
+    found: dict[int, tuple[RowSource, list[int]]] = {}
+    for number, (module, _) in enumerate(lookups):
+        found.setdefault(id(module.source), (module.source, []))[1].append(number)
+    return list(found.values())
 
 
 def table_modules(model: torch.nn.Module) -> list[TableModule]:

@@ -6,20 +6,21 @@ Must not know groups, tensors or connections.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from psd.contract.arguments import refuse
 from psd.contract.errors import InvalidRequest
 from psd_client.optimizers import spec_of
-from psd_client.torch.declaration import Given, Options, check_optimizer
+from psd_client.torch.declaration import GivenOptimizer, Options, check_optimizer
 from psd_client.torch.embedding import table_modules
+from psd_client.torch.local import Local
 from psd_core.optimizer import Optimizer
 
-Models = torch.nn.Module | Mapping[str, torch.nn.Module]
-OneOptimizer = torch.optim.Optimizer | Optimizer
-Params = Iterable[Any] | Mapping[str, Iterable[Any]] | None
+Models: TypeAlias = "torch.nn.Module | Mapping[str, torch.nn.Module]"
+OneOptimizer: TypeAlias = "torch.optim.Optimizer | Optimizer"
+Params: TypeAlias = "Iterable[Any] | Mapping[str, Iterable[Any]] | None"
 
 
 def whole_model(model: Models) -> torch.nn.Module:
@@ -41,7 +42,7 @@ def whole_model(model: Models) -> torch.nn.Module:
 
 def given_optimizers(
     models: Models, whole: torch.nn.Module, optimizer: OneOptimizer | Mapping[str, OneOptimizer], params: Params
-) -> list[Given]:
+) -> list[GivenOptimizer]:
     """The optimizers, in their order; also handles of embeddings that have a rule of their own are in one of them then.
 
     Args:
@@ -73,21 +74,46 @@ def given_optimizers(
     return given
 
 
-def _given(name: str, optimizer: OneOptimizer, params: Any, module: torch.nn.Module | None) -> Given:
+def given_fragments(model: torch.nn.Module, optimizer: Any, local: Local) -> list[GivenOptimizer]:
+    """The outer rule over each fragment of what a program's own optimizer steps, in the place of that optimizer.
+
+    Raises:
+        TypeError: this is no optimizer of torch. InvalidRequest: a table in the model; or what Local.split says.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        refuse(TypeError, "optimizer", "one of torch's, which steps in this process", optimizer)
+    if hasattr(optimizer, "ps"):
+        raise TypeError("optimizer: is distributed already; pass the one that distribute() was given")
+    for embedding in table_modules(model):
+        raise InvalidRequest(
+            f"embedding {embedding.spec.name!r}: its rows are on the shards, where local steps do not reach them; use "
+            "torch.nn.Embedding, or leave `local` out"
+        )
+    trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    if not trained:
+        raise InvalidRequest("optimizer: none of its parameters has requires_grad=True, so there is nothing to train")
+    rule, template = local.outer, spec_of(local.outer)
+    fragments = local.split(model, trained)
+    return [
+        GivenOptimizer(f"fragment {n}", Options(rule, members), template, rule.always) for n, members in enumerate(fragments)
+    ]
+
+
+def _given(name: str, optimizer: OneOptimizer, params: Any, module: torch.nn.Module | None) -> GivenOptimizer:
     """One optimizer. module: whose parameters a rule that torch does not have updates, unless there are `params`."""
     where = f"[{name!r}]" if name else ""
     if not isinstance(optimizer, Optimizer):
         if params is not None:
             raise TypeError(f"params{where}: torch's optimizers have theirs already; it is for psd_client's rules")
         always, template = check_optimizer(optimizer)
-        return Given(name, optimizer, template, always)
+        return GivenOptimizer(name, optimizer, template, always)
     if params is None:
         if module is None:
             raise InvalidRequest(
                 f"params{where}: is missing: no model is named {name!r}, whose parameters the rule would update"
             )
         params = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    return Given(name, Options(optimizer, params), spec_of(optimizer), optimizer.always)
+    return GivenOptimizer(name, Options(optimizer, params), spec_of(optimizer), optimizer.always)
 
 
 def _check_name(what: str, name: Any) -> None:
@@ -95,7 +121,7 @@ def _check_name(what: str, name: Any) -> None:
         raise InvalidRequest(f"{what}: names must be words such as 'generator', got {name!r}")
 
 
-def _add_handles(model: torch.nn.Module, given: list[Given]) -> None:
+def _add_handles(model: torch.nn.Module, given: list[GivenOptimizer]) -> None:
     """Add the handles of embeddings with their own rule to the param_groups: zero_grad and a GradScaler look there."""
     known = {id(parameter) for one in given for group in one.optimizer.param_groups for parameter in group["params"]}
     for embedding in table_modules(model):

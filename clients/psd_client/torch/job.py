@@ -1,4 +1,4 @@
-"""The things that the optimizers of one job share: its model's parameters, gradients, buffers and tables, over one connection.
+"""The common part of the optimizers of one job: its model's parameters, gradients, buffers and tables, over one connection.
 
 A job has one optimizer, or several that step its parts at different times. Must not know param_groups' options or steps.
 """

@@ -10,8 +10,9 @@ from collections.abc import Iterable, Mapping
 from types import ModuleType
 from typing import Any
 
+from psd.contract.environment import job_defaults
 from psd.contract.errors import InvalidRequest
-from psd.contract.job_terms import JobTerms
+from psd.contract.keywords import JobKeywords
 from psd_core.optimizer import option_of
 from psd_core.rules import CLASSES, RULES
 
@@ -72,19 +73,19 @@ def check_no_slots(states: Iterable[Mapping[str, Any]], what: str) -> None:
             )
 
 
-def check_overlap(overlap: bool | str, terms: JobTerms) -> None:
-    """Raise InvalidRequest if `overlap` is no such word, or does not go with the terms of the job."""
-    mode = terms.consistency
+def check_overlap(overlap: bool | str, job: JobKeywords) -> None:
+    """Raise InvalidRequest if `overlap` is no such word, or does not go with the job's keywords."""
+    mode = job_defaults().consistency_of(job.get("consistency"))
     if overlap not in (False, True, "forward"):
         raise InvalidRequest(f'overlap: must be False, True or "forward", got {overlap!r}')
     if overlap == "forward" and mode.mode != "async":
         raise InvalidRequest(
             f'overlap: "forward" is for consistency="async", where parameters may be old; this job is {str(mode)!r}'
         )
-    if overlap and terms.clip_norm and not mode.has_rounds:
+    if overlap and job.get("clip_norm") is not None and not mode.has_rounds:
         raise InvalidRequest(
             f"overlap: not with clip_norm under consistency={str(mode)!r}, where each push is clipped by its own norm, which "
             'is known only when back-propagation has ended; leave one of them out, or use consistency="sync"'
         )
-    if overlap and terms.nan_policy == "skip":
+    if overlap and job.get("nan_policy") == "skip":
         raise InvalidRequest('overlap: not with nan_policy="skip", which looks at the whole gradient before anything is sent')

@@ -1,7 +1,7 @@
-"""Slots from the states of torch's own optimizers: which value in torch's state is which slot on the shards.
+"""Slots from and to the states of torch's own optimizers: which value in torch's state is which slot on the shards.
 
-Reads the `state` of a state_dict. Refuses a state from which the shards would not continue as torch does. Must not know
-connections.
+Reads and writes the `state` of a state_dict. Refuses a state from which the shards would not continue as torch does. Must not
+know connections.
 """
 
 from __future__ import annotations
@@ -65,8 +65,9 @@ class LoadedSlots:
         if self._has_slots and clock != now and not (is_begun and now == self._began_at):
             raise InvalidRequest(
                 f"load_state_dict: the state is of step {clock}, and the job is at step {now}; the slots, such as momentum, "
-                "would stay those of now. To begin anew with a state that was taken before the first step call reset_slots() "
-                "on all workers first; to change options alone, set them in param_groups"
+                "would stay those of now. A state of state_dict(slots=True) has its own. To begin anew with a state that was "
+                "taken before the first step call reset_slots() on all workers first; to change options alone, set them in "
+                "param_groups"
             )
 
 
@@ -101,6 +102,47 @@ def slots_of(
                 tensor = declaration.tensors[index]
                 found[index] = _slots(declaration.groups[tensor.group], tensor, state)
     return found
+
+
+def state_of(
+    declaration: TorchDeclaration,
+    state_dict: Mapping[str, Any],
+    param_groups: list[dict[str, Any]],
+    found: Mapping[int, SlotValues],
+) -> dict[int, dict[str, torch.Tensor]]:
+    """The `state` that torch's own optimizer would have, by the parameters' numbers in `state_dict`.
+
+    Args:
+        param_groups: param_groups of the job's optimizer. found: slots by index of the tensor.
+    """
+    index_of = {id(declaration.parameters[index]): index for index in declaration.trained}
+    state: dict[int, dict[str, torch.Tensor]] = {}
+    for group, own in zip(state_dict["param_groups"], param_groups, strict=True):
+        for key, parameter in zip(group["params"], own["params"], strict=True):
+            index = index_of.get(id(parameter), -1)
+            slots = found.get(index)
+            if slots is None:
+                continue
+            tensor = declaration.tensors[index]
+            rule = declaration.groups[tensor.group].rule
+            if slots.steps or rule == "adagrad":  # whose slots torch has from the beginning
+                named = {_IN_TORCH.get((rule, slot), slot): values for slot, values in slots.arrays.items()}
+                state[key] = {name: torch.from_numpy(values).view(tensor.shape) for name, values in named.items()}
+                if rule != "sgd":
+                    state[key]["step"] = torch.tensor(float(slots.steps))
+                if rule == "nadam":
+                    state[key]["mu_product"] = _product_of_momenta(group, slots.steps)
+    return state
+
+
+def _product_of_momenta(group: Mapping[str, Any], steps: int) -> torch.Tensor:
+    """NAdam's running product, with the present options, as the shards compute it."""
+    product = 1.0
+    for step in range(1, steps + 1):
+        product *= group["betas"][0] * (1 - 0.5 * 0.96 ** (step * group["momentum_decay"]))
+        if product < 1e-20:  # beside 1 it can no longer be told from 0
+            break
+    return torch.tensor(product)
 
 
 def _slots(group: GroupSpec, tensor: TensorSpec, state: Mapping[str, Any]) -> SlotValues:

@@ -36,7 +36,7 @@ class TableDeclaration:
 
 
 def declare_tables(
-    embeddings: Iterable[TableModule],
+    embeddings: Iterable[tuple[str, TableModule]],
     given: Sequence[dict[str, Any]],
     group_of: Mapping[int, int],
     before: Sequence[GroupSpec],
@@ -44,6 +44,7 @@ def declare_tables(
     """Declare the tables of some embeddings.
 
     Args:
+        embeddings: each with its name in the model, once for each name; "" is the model itself.
         given: the optimizer's param_groups. group_of: index of a parameter's param_group, by id() of the parameter.
         before: the groups of the job that come before those of tables; they begin with those of `given`.
 
@@ -51,8 +52,12 @@ def declare_tables(
         InvalidRequest: two embeddings declare a table differently, or a table has no rule: no param_group contains the handle.
     """
     declared = TableDeclaration()
-    for embedding in embeddings:
-        declared.members.setdefault(embedding.spec.name, []).append(embedding)
+    names: dict[str, list[str]] = {}
+    for name, embedding in embeddings:
+        members = declared.members.setdefault(embedding.spec.name, [])
+        if embedding not in members:
+            members.append(embedding)
+        names.setdefault(embedding.spec.name, []).append(name)
     numbers: dict[int, int] = {}
     for name, members in declared.members.items():
         rule = members[0].optimizer
@@ -72,7 +77,8 @@ def declare_tables(
             declared.groups.append(spec)
             declared.options.append(options)
         declared.by_name[name] = declared.options[numbers[key]]
-        declared.specs.append(replace(members[0].spec, group=len(before) + numbers[key]))
+        modules = tuple(filter(None, names[name]))
+        declared.specs.append(replace(members[0].spec, group=len(before) + numbers[key], modules=modules))
     return declared
 
 

@@ -72,11 +72,38 @@ class Learner(Protocol):
     def is_learning(self) -> bool:
         """True if a lookup counts as a use of its rows."""
 
-    def join(self, tables: Tables) -> None:
-        """Look up rows in these tables from now on."""
+    def join(self, source: RowSource) -> None:
+        """Look up rows there from now on."""
+
+    def leave(self, source: RowSource) -> None:
+        """Look up no more rows there."""
 
 
 Lookup = tuple[Learner, Wanted]
+
+
+class RowSource(Protocol):
+    """A place at which embeddings look up rows: a job's tables, a reader's, or the rows that the model itself has.
+
+    Attributes:
+        index_of: index of each table, by name. is_trained: True if rows have gradients; else they are fixed.
+    """
+
+    index_of: dict[str, int]
+    is_trained: bool
+
+    def pull(self, lookups: Sequence[Lookup]) -> Sequence[Rows | torch.Tensor]:
+        """The distinct rows of some lookups."""
+
+    def prefetch(self, lookups: Sequence[Lookup]) -> None:
+        """Prefetch the rows for lookups of the next step, if there is anything to fetch."""
+
+
+class PullsRows(Protocol):
+    """A connection, as `pull_rows` sees it."""
+
+    def pull_rows(self, wanted: dict[int, Ids], *, counts_no_use: bool, turn: Turn | None) -> Mapping[int, Rows]:
+        """The rows of ids, by index of the table."""
 
 
 class Tables:
@@ -88,8 +115,10 @@ class Tables:
         has_feeds: pushes begin before their step; nothing can then be requested in between.
 
     Attributes:
-        index_of: index of each table in the job, by name.
+        index_of, is_trained: see RowSource.
     """
+
+    is_trained = True
 
     def __init__(self, worker: FlatCalls, members: Mapping[str, Sequence[Learner]], *, has_feeds: bool = False) -> None:
         self.index_of = {name: index for index, name in enumerate(members)}
@@ -126,6 +155,12 @@ class Tables:
         self._next += [(learner, place._replace(ids=place.ids.copy())) for learner, place in lookups]  # it may reuse them
         if self._is_async and not self._has_feeds:
             self._fetch()
+
+    def leave(self) -> None:
+        """Let the embeddings go: they look up nothing here any more."""
+        for embeddings in self._members:
+            for embedding in embeddings:
+                embedding.leave(self)
 
     def gradients(self, tables: Collection[int] | None = None) -> dict[int, tuple[Ids, Numbers]]:
         """The gradients that the embeddings have collected: for each table, distinct ids and their gradients.
@@ -226,7 +261,7 @@ class _Fetch:
 
 
 def pull_rows(
-    worker: FlatCalls, places: Sequence[Wanted], *, counts_no_use: bool = False, turn: Turn | None = None
+    worker: PullsRows, places: Sequence[Wanted], *, counts_no_use: bool = False, turn: Turn | None = None
 ) -> list[Rows]:
     """Pull the distinct rows that some lookups need, in one round trip; with zeros for the padding."""
     asked: dict[int, list[Ids]] = {}

@@ -7,23 +7,28 @@ the memory into which they are received. Must not know frameworks, names of tens
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import Unpack
 
+from psd.contract import arguments
+from psd.contract.environment import job_defaults
 from psd.contract.errors import InvalidRequest, NonFiniteGradient
-from psd.contract.job_terms import JobTerms
-from psd.contract.jobspec import GroupSpec, TensorSpec
+from psd.contract.jobspec import AGGREGATIONS, NAN_POLICIES, REDUCTIONS, GroupSpec, JobSpec, TensorSpec
+from psd.contract.keywords import DEFAULTS, JobKeywords
 from psd.contract.layout import Layout
 from psd.contract.rows import TableRows
+from psd.contract.staleness import parse_staleness
 from psd.contract.tables import SparseTableSpec
 from psd_client.lanes.flat import FlatBuffers
 from psd_client.lanes.overlap_feed import Aborted, Feed
 from psd_client.worker.exchange.exchange import ParameterExchange
 from psd_client.worker.exchange.loading import SlotValues
-from psd_client.worker.exchange.sent_push import JobPart
+from psd_client.worker.exchange.sent_push import JobPart, WorkerGradient
 from psd_client.worker.rows import Gradients
 from psd_client.worker.vectors.calls import VectorCalls
 from psd_client.worker.worker import ONE_JOB, Turn, WorkerConnection
@@ -41,11 +46,11 @@ class FlatCalls(WorkerConnection):
         self,
         tensors: Sequence[TensorSpec],
         groups: Sequence[GroupSpec],
-        terms: JobTerms,
         *,
         initial: Callable[[FlatBuffers], None],
         is_lending: bool = False,
         tables: Sequence[SparseTableSpec] = (),
+        **job: Unpack[JobKeywords],
     ) -> None:
         """Declare flat tensors, and tables, whose rows `pull_rows` fetches. Afterwards `parameters` hold the job's values.
 
@@ -56,7 +61,7 @@ class FlatCalls(WorkerConnection):
         with self.operation("declare"):
             if self._exchange is not None:
                 raise InvalidRequest(f"declare: this connection has declared its job already. {ONE_JOB}")
-            spec = terms.spec(self.world_size, tensors, groups, tables)
+            spec = self._spec(tensors, groups, tables, job)
             layout = Layout(spec, len(self._shards.lanes))
             sharing = self._session.prepare_lanes()
             exchange = ParameterExchange(
@@ -70,6 +75,40 @@ class FlatCalls(WorkerConnection):
                 )
             self._session.declare(spec, exchange.parameters, exchange.pull_all)
             self._exchange = exchange
+
+    def _spec(
+        self, tensors: Sequence[TensorSpec], groups: Sequence[GroupSpec], tables: Sequence[SparseTableSpec], job: JobKeywords
+    ) -> JobSpec:
+        """The declaration. Raises InvalidRequest or InvalidTensor for what is wrong; JobKeywords say what is right."""
+        default = job_defaults()
+        mode = default.consistency_of(job.get("consistency"))
+        reduction, quorum, aggregation = job.get("reduce"), job.get("quorum"), job.get("aggregation")
+        clip_norm, nan_policy = job.get("clip_norm"), job.get("nan_policy", DEFAULTS["nan_policy"])
+        if quorum is None:
+            quorum = default.quorum if mode.has_rounds else 0
+        elif arguments.whole_number(InvalidRequest, "quorum", quorum) == 0:
+            raise InvalidRequest(f"quorum: must be 1 to world_size ({self.world_size}), or None for all workers, got 0")
+        if clip_norm is not None and not arguments.real_number(InvalidRequest, "clip_norm", clip_norm) > 0:
+            raise InvalidRequest(f"clip_norm: must be > 0, or None for no clipping, got {clip_norm}")
+        arguments.choice(InvalidRequest, "nan_policy", nan_policy, NAN_POLICIES)
+        if aggregation is None:
+            needs_exact = clip_norm is not None or nan_policy == "skip" or any(group.is_layerwise for group in groups)
+            aggregation = "fast" if not mode.has_rounds else "exact" if needs_exact else default.aggregation
+        staleness = parse_staleness(job.get("staleness"))
+        return JobSpec(
+            world_size=self.world_size,
+            tensors=tuple(tensors),
+            groups=tuple(replace(group, staleness="" if group.is_static else staleness) for group in groups),
+            consistency=mode,
+            reduction=arguments.choice(
+                InvalidRequest, "reduce", default.reduction if reduction is None else reduction, REDUCTIONS
+            ),
+            quorum=int(quorum),
+            aggregation=arguments.choice(InvalidRequest, "aggregation", aggregation, AGGREGATIONS),
+            clip_norm=float(clip_norm or 0.0),
+            nan_policy=nan_policy,
+            tables=tuple(tables),
+        )
 
     def keep_buffers(self, fill: Callable[[int], None]) -> None:
         """Send buffers whenever they are due. `fill` writes them into their tensors' views in `parameters`.
@@ -141,6 +180,11 @@ class FlatCalls(WorkerConnection):
         with self.operation("reset_slots"):
             self.declared.load(lambda load: load.run_slots(given))
 
+    def slots(self) -> dict[int, SlotValues]:
+        """The slots of the tensors whose rule has any, by the tensors' index, at the worker's clock."""
+        with self.operation("state_dict"):
+            return self.declared.slots()
+
     def push_pull_flat(
         self,
         scalars: Sequence[Sequence[float]],
@@ -150,6 +194,7 @@ class FlatCalls(WorkerConnection):
         *,
         skip: bool = False,
         job_part: JobPart | None = None,
+        turn: Turn | None = None,
     ) -> None:
         """Push `gradients` and pull into `parameters`, whose contents are undefined if this fails, in one round trip.
 
@@ -161,9 +206,10 @@ class FlatCalls(WorkerConnection):
             skip: the gradients are not finite: skip the round. For jobs with nan_policy="skip".
             job_part: the part of the job to step: `present` and `rows` have nothing of others, and the gradients of others in
                 the buffers stay. All workers step the parts in the same order. Not with `is_lending`.
+            turn: the call's turn, if it is made in another thread, for which `take_turn` has reserved the connection.
         """
-        with self.operation("push_pull"):
-            self.declared.push_pull(scalars, weight, present, rows, skip=skip, job_part=job_part)
+        with self.operation("push_pull", turn=turn):
+            self.declared.push_pull(WorkerGradient(scalars, weight, present, rows, skip, part=job_part))
 
     def take_turn(self, turn: Turn) -> None:
         """Reserve the connection for a call that another thread will make, before that thread is started: the call comes after
@@ -198,7 +244,7 @@ class FlatCalls(WorkerConnection):
             with self.operation("push_pull", turn=feed):
                 self.parameters.on_received = on_received
                 try:
-                    self.declared.push_pull(scalars, weight, None, feed=feed, versions_read=versions_read)
+                    self.declared.push_pull(WorkerGradient(scalars, weight, feed=feed, versions_read=versions_read))
                 finally:
                     self.parameters.on_received = None
         except Exception as error:

@@ -86,10 +86,11 @@ class WorkerConnection:
         health = ShardHealth([lane.address for lane in lanes])
         self._reporter = WaitReporter(config.rank, config.report_after_s)
         self._shards = Shards(lanes, RetryPolicy(config.retry_timeout_s), health)
-        self._session = Session(config, self._shards)
+        session = self._session = Session(config, self._shards)
         self._barriers = BarrierCalls(self._session, self._shards, config.wait_timeout_s)
         self._heartbeats = Heartbeats(config.rank, self._session, lanes, health, self._reporter)
-        self._scalars = ScalarLog(config.rank, self._session.log, ScalarFiles(config.rank, *scalar_directories()))
+        files = ScalarFiles(config.rank, *scalar_directories())
+        self._scalars = ScalarLog(config.rank, self._session.log, files, lambda: session.run_id)
         ending.remember(self)
         self._heartbeats.start()
         try:
@@ -140,10 +141,10 @@ class WorkerConnection:
         """True if the job ends at this worker's clock: the next push raises Drained."""
         return self._session.orders.end(self.clock) == self.clock
 
-    def log(self, step: int, scalars: Mapping[str, Any]) -> None:
-        """Report scalars of a step; returns at once."""
+    def log(self, step: int, scalars: Mapping[str, Any], total: int | None) -> None:
+        """Report scalars of a step, and the clock at which the job ends; returns at once."""
         self._check_usable("log")
-        self._scalars.add(step, scalars)
+        self._scalars.add(step, scalars, total)
 
     def stats(self) -> dict[str, int]:
         """Counts of this worker so far, by name."""

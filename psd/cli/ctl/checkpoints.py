@@ -17,7 +17,7 @@ from psd.checkpoint import CheckpointDirectory, CheckpointInfo, CheckpointState,
 from psd.cli.ctl.report import table
 from psd.cli.words.arguments import EXIT_FAILURE, EXIT_OK, Commands, Parser, add_command, location
 from psd.cli.words.terminal import show
-from psd.contract.config import ConfigError
+from psd.contract.config import SAFETENSORS_SUFFIX, ConfigError
 from psd.contract.errors import PsdError
 from psd.contract.locations import shown
 from psd.contract.printable import printable
@@ -77,17 +77,21 @@ exit status:
 _EXPORT_DESCRIPTION = """\
 Write the parameters and buffers of a checkpoint as one plain safetensors file: named tensors in the shapes and
 dtypes that the workers declared. Of a table "user" there are two: "user.ids", (n,) int64, the bits of the ids,
-and "user.rows", (n, dim) float32, in the same order. The optimizer's slots stay behind."""
+and "user.rows", (n, dim) float32, in the same order; where it belongs to a PyTorch module, they have that
+module's name instead. The optimizer's slots stay behind."""
 
 _EXPORT_EPILOG = """\
 examples:
   psdctl export /data/checkpoints --to model.safetensors
   psdctl export s3://bucket/run-7 timeline-00000-step-000000001200-7f3a --to /tmp/model.safetensors
   psdctl export /data/checkpoints --table user --to user.parquet       columns "id" and "row"; needs pyarrow
+  psdctl export /data/checkpoints --config config.json --to my-model   for AutoModel.from_pretrained("my-model")
 
 In Python:
-  model.load_state_dict(safetensors.torch.load_file("model.safetensors"))
+  safetensors.torch.load_model(model, "model.safetensors")
 The file has the model's buffers, such as BatchNorm's; a job with buffers="local" has none: pass strict=False.
+What has several names, such as tied parameters, is there once. The file's metadata has each other name, with
+the one that is there.
 
 Every byte is checked on the way. The file appears when it is complete; an older one of that name is replaced.
 
@@ -106,6 +110,7 @@ examples:
   psdctl import user.parquet --table user --to start.safetensors
   psdctl import vectors.safetensors --ids keys --rows weight --table user --to start.safetensors
   psdctl import item.parquet --table item --with start.safetensors --to both.safetensors
+  psdctl import dump/model.ebc --dynamicemb user_table --table user --to start.safetensors
 
 and then:
   psd-run ... --from-checkpoint both.safetensors --parameters-only train.py
@@ -114,7 +119,9 @@ Such a job takes all its parameters and tables from the file, so --with a file t
 clocks begin anew; rows that the file does not have begin as the table's init says.
 
 Of Parquet files the columns are "id", whole numbers, and "row", lists of floating numbers; of safetensors files
-the tensors are NAME.ids, (n,) int64 or uint64, and NAME.rows, (n, dim) floating.
+the tensors are NAME.ids, (n,) int64 or uint64, and NAME.rows, (n, dim) floating. With --dynamicemb FILE is a
+folder that DynamicEmbDump has written for one collection: NAME_emb_keys.rank_..., ids as int64, and
+NAME_emb_values.rank_..., rows as float32, of all processes. Scores and optimizer values are left out.
 
 exit status:
   0     the file is written
@@ -132,18 +139,33 @@ def add_commands(commands: Commands) -> None:
     _where(parser, "one checkpoint, as psdctl checkpoints shows it (default: all)")
     _finish(parser, _run_verify)
 
-    parser = add_command(commands, "export", "URL [NAME] --to FILE", _EXPORT_DESCRIPTION, _EXPORT_EPILOG)
+    parser = add_command(commands, "export", "URL [NAME] --to FILE|DIR", _EXPORT_DESCRIPTION, _EXPORT_EPILOG)
     _where(parser, "one checkpoint, as psdctl checkpoints shows it (default: the newest valid one)")
     what = parser.add_argument_group("what to write")
-    what.add_argument("--to", required=True, metavar="FILE", type=location, help="path or URL of the file to write")
+    what.add_argument(
+        "--to", required=True, metavar="FILE", type=location, help="path or URL of the file, or directory, to write"
+    )
     what.add_argument("--table", default="", metavar="NAME", help="write this table alone, and no tensors")
+    what.add_argument(
+        "--config",
+        default="",
+        metavar="FILE",
+        type=location,
+        help="make --to a directory for transformers' from_pretrained, with this config.json",
+    )
     _finish(parser, _run_export)
 
     parser = add_command(commands, "import", "FILE --table NAME --to FILE", _IMPORT_DESCRIPTION, _IMPORT_EPILOG)
     what = parser.add_argument_group("what to read")
-    what.add_argument("source", metavar="FILE", type=location, help="a .parquet file, or path or URL of a safetensors file")
+    what.add_argument(
+        "source",
+        metavar="FILE",
+        type=location,
+        help="a .parquet file, path or URL of a safetensors file, or a folder of a dump",
+    )
     what.add_argument("--ids", default="", metavar="NAME", help="the column or tensor of ids (default: see below)")
     what.add_argument("--rows", default="", metavar="NAME", help="the column or tensor of rows (default: see below)")
+    what.add_argument("--dynamicemb", default="", metavar="NAME", help="FILE is a dump of dynamicemb; the table's name there")
     what = parser.add_argument_group("what to write")
     what.add_argument("--table", required=True, metavar="NAME", help="name of the table in the job")
     what.add_argument("--to", required=True, metavar="FILE", type=location, help="path or URL of the safetensors file to write")
@@ -290,7 +312,13 @@ def _run_export(directory: CheckpointDirectory, args: argparse.Namespace) -> int
     if manifest is None:
         show(f"psdctl export: error: there is no valid checkpoint in {directory.location}", is_error=True)
         return EXIT_FAILURE
-    directory.export(manifest, args.to, _progress(f"writing {shown(args.to)}"), args.table)
+    if args.config and (args.table or args.to.endswith(SAFETENSORS_SUFFIX)):
+        other = "with --table" if args.table else f"with --to {shown(args.to)}, which must be a directory"
+        raise ConfigError(f"--config: not {other}")
+    if args.config:
+        directory.export_model(manifest, args.to, args.config, _progress(f"writing {shown(args.to)}"))
+    else:
+        directory.export(manifest, args.to, _progress(f"writing {shown(args.to)}"), args.table)
     tables = [args.table] if args.table else [table.name for table in manifest.spec.tables]
     what = "" if args.table else f"{len(manifest.spec.tensors)} tensors"
     what += " and " * bool(what and tables) + (f"table{'s' * (len(tables) > 1)} {', '.join(tables)}" if tables else "")
@@ -307,7 +335,11 @@ def _run_export(directory: CheckpointDirectory, args: argparse.Namespace) -> int
 
 
 def _run_import(args: argparse.Namespace) -> int:
-    found = import_table(args.source, args.to, args.table, ids=args.ids, rows=args.rows, others=args.others)
+    if args.dynamicemb and (args.ids or args.rows):
+        raise ConfigError("--dynamicemb: not with --ids or --rows, which are for names in files of other kinds")
+    found = import_table(
+        args.source, args.to, args.table, ids=args.ids, rows=args.rows, dynamicemb=args.dynamicemb, others=args.others
+    )
     if args.json:
         print(json.dumps({"to": shown(args.to), "table": args.table, "rows": found.count, "dim": found.dim}), flush=True)
     else:

@@ -6,16 +6,13 @@ replaced, as in the job. A last line that was cut off because the worker was kil
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from psd.contract.config import ConfigError
-
-SUFFIX = ".jsonl"
+from psd.contract.scalars import LOG_SUFFIX, LoggedScalars
 
 
 @dataclass(frozen=True)
@@ -48,7 +45,7 @@ def read_run(path: Path) -> LoggedRun:
     Raises:
         ConfigError: there are no curves, or a file cannot be read.
     """
-    files = sorted(path.glob(f"*{SUFFIX}")) if path.is_dir() else [path]
+    files = sorted(path.glob(f"*{LOG_SUFFIX}")) if path.is_dir() else [path]
     curves: dict[str, dict[int, list[LoggedPoint]]] = {}
     skipped = 0
     for file in files:
@@ -58,8 +55,8 @@ def read_run(path: Path) -> LoggedRun:
             raise ConfigError(f"RUN: {file} cannot be read: {error.strerror or error}") from error
         for line in lines:
             try:
-                _add(curves, json.loads(line))
-            except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+                _add(curves, LoggedScalars.read(line))
+            except ValueError:
                 skipped += 1
     if not curves:
         raise ConfigError(f"RUN: {path} has no scalars; it should be a --log-dir of psd-run whose program calls ps.log()")
@@ -67,14 +64,12 @@ def read_run(path: Path) -> LoggedRun:
     return LoggedRun(path.name or str(path.resolve()), curves, begun_at, skipped)
 
 
-def _add(curves: dict[str, dict[int, list[LoggedPoint]]], line: dict[str, Any]) -> None:
-    rank, step, at = int(line["rank"]), int(line["step"]), float(line["time"])
-    values = {str(name): float(value) for name, value in line["scalars"].items()}  # float() reads "NaN" and "Infinity", too
-    for name, value in values.items():
-        points = curves.setdefault(name, {}).setdefault(rank, [])
-        while points and points[-1].step >= step:
+def _add(curves: dict[str, dict[int, list[LoggedPoint]]], logged: LoggedScalars) -> None:
+    for name, value in logged.scalars.items():
+        points = curves.setdefault(name, {}).setdefault(logged.rank, [])
+        while points and points[-1].step >= logged.step:
             points.pop()
-        points.append(LoggedPoint(step, value, at))
+        points.append(LoggedPoint(logged.step, value, logged.time))
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import secrets
 import socket
 from pathlib import Path
@@ -18,6 +19,7 @@ from psd.contract.tls import TlsFiles
 from psd.contract.tokens import parse_token
 from psd.contract.watched import read_secret
 from psd.watch.asking import Asker
+from psd.watch.earlier import EarlierRuns
 from psd.watch.sampler import ANSWER_S, Sampler
 
 if TYPE_CHECKING:
@@ -64,6 +66,12 @@ def add_command(commands: Commands) -> None:
     where.add_argument(
         "--interval", type=seconds, default=INTERVAL_S, metavar="SECONDS", help="between two looks (default: %(default)g)"
     )
+    where.add_argument(
+        "--log-dir",
+        default=os.environ.get("PSD_LOG_DIR", ""),
+        metavar="DIR",
+        help="psd-run's --log-dir: its earlier runs can be drawn, too (default: PSD_LOG_DIR)",
+    )
     add_where(parser, ANSWER_S, "how long a look waits for each shard")
     parser.add_information()
     parser.set_defaults(run=_run, parser=parser)
@@ -91,7 +99,8 @@ def _run(args: argparse.Namespace) -> int:
             show(line)
 
     with Asker(args.servers, args.credentials) as asker:
-        asyncio.run(server.serve(Sampler(asker, answer_s=args.timeout), place, args.interval, say))
+        earlier = EarlierRuns(Path(args.log_dir)) if args.log_dir else None
+        asyncio.run(server.serve(Sampler(asker, answer_s=args.timeout), place, args.interval, say, earlier))
     return EXIT_OK
 
 

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from psd.watch.snapshot import JobSnapshot, ShardSnapshot
 from psd.watch.top.columns import STATUS_WORKER_COLUMNS, TABLE_COLUMNS, Column, grid, status_columns
-from psd.watch.words import aligned, count_text, size
+from psd.watch.words import aligned, count_text, progress_text, size
 
 T = TypeVar("T")
 
@@ -49,9 +49,10 @@ def _job_line(now: JobSnapshot) -> str:
     quorum = f", quorum {now.quorum}" if 0 < now.quorum < now.world_size else ""
     restored = f", gone on from checkpoint {now.restored_from}" if now.restored_from else ""
     tables = f"{count_text(len(now.tables), 'table')}, " if now.tables else ""
+    end = f" ({progress_text(now.clock, now.total_steps, now.numbers.get('time_left_s'))})" if now.total_steps else ""
     return (
         f"run {now.run_id}: {now.consistency}, {now.reduction}, {count_text(now.world_size, 'worker')}{quorum}, "
-        f"clock {now.clock}, {count_text(declared.tensors, 'tensor')}, {tables}{size(now.parameter_bytes)} parameters, "
+        f"clock {now.clock}{end}, {count_text(declared.tensors, 'tensor')}, {tables}{size(now.parameter_bytes)} parameters, "
         f"{size(now.slot_bytes)} slots{restored}"
     )
 

@@ -1,4 +1,4 @@
-"""Agreement of the workers of a round on one shard: on its scalars, such as lr, and on the part of the job that it is of.
+"""The scalars of a round, such as lr, and the part of the job that it is of, as its workers state them on one shard.
 
 An update counts the gradients of several workers, and uses the scalars of the one that has been in the job longest (rounds.py
 chooses it for each block, by their `Voice`). A worker that joined later may have a schedule that lags: its scalars are ignored,

@@ -259,6 +259,8 @@ class Exchange:
                 self._core.counters.pushes_late += 1
             else:
                 self._core.counters.pushes_duplicate += 1
+            if staged or counted or late or job.trained_count == 0:
+                push.worker.samples += push.weight
             self._core.open_gates(push.worker)
             for answer in push.riders.answer:
                 answer(push, reply)
@@ -279,6 +281,9 @@ class Exchange:
             if len(request.blocks) > job.block_count:
                 raise InvalidRequest(f"blocks: {len(request.blocks)} are asked for, the shard has {job.block_count}")
             blocks = job.read_from(request.blocks)
+            for block in blocks if request.slot else ():
+                if request.slot > (count := block.slot_count if isinstance(block, BlockState) and block.is_trained else 0):
+                    raise InvalidRequest(f"slot: {request.slot} is asked for, and block {block.index} has {count} slots")
             decisions = job.participant.check(request.decisions)
             verdict = job.participant.verdict_of(request)
             if verdict is not None and not verdict.is_final:

@@ -41,6 +41,7 @@ class ShardStatus:
         min_clock: clock of the slowest worker; 0 if there is none.
         job: None before one is declared.
         ended_by: the order to end that all workers have followed; None: there was none.
+        total: the clock at which the job ends, as workers say; 0: not known.
     """
 
     state: ShardState
@@ -60,3 +61,4 @@ class ShardStatus:
     job: Job | None
     orders: job_pb2.JobOrders | None
     ended_by: job_pb2.JobOrders | None
+    total: int

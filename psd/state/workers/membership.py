@@ -59,6 +59,7 @@ class Worker:
         transport: the lane that it says it uses to this shard.
         awaited_s: seconds that others have waited for it: with rounds, from the first gradient of each round to this worker's;
             without, the time for which the staleness bound held others back because of it.
+        samples: weights of its pushes together, but for those that were only repeated.
     """
 
     rank: int
@@ -78,6 +79,7 @@ class Worker:
     left_at: float = 0.0
     transport: str = ""
     awaited_s: float = 0.0
+    samples: float = 0.0
 
     @property
     def is_waited_for(self) -> bool:

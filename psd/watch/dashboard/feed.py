@@ -1,4 +1,5 @@
-"""Messages for browsers: first the whole history, then each snapshot. Plain JSON; NaN, which JSON does not have, becomes null.
+"""Messages for browsers: first the whole history, then each snapshot; earlier runs. Plain JSON; NaN, which JSON does not have,
+becomes null.
 
 Knows the values of psd/watch, but neither requests nor sockets.
 """
@@ -7,8 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from typing import Any
 
+from psd.watch.earlier import EarlierRun
 from psd.watch.history import History, Moment, moment_of
 from psd.watch.sampler import Sampler
 from psd.watch.snapshot import as_json
@@ -39,6 +42,11 @@ def look(sampler: Sampler) -> str:
         "points": [[name, p.rank, p.step, as_json(p.value), p.at] for name, p in sampler.points],
     }
     return json.dumps(found, allow_nan=False, separators=(",", ":"))
+
+
+def runs(earlier: Sequence[EarlierRun]) -> str:
+    """The earlier runs whose curves can be asked for."""
+    return json.dumps({"runs": [{"name": run.name, "begun_at": run.begun_at} for run in earlier]}, allow_nan=False)
 
 
 def _brief(value: Any) -> Any:

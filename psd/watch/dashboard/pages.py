@@ -1,5 +1,5 @@
-"""The URLs that the dashboard serves: the page and its parts, the job as JSON, the stream of snapshots, the exchange of the
-token. All are read-only. Must not know shards.
+"""The URLs that the dashboard serves: the page and its parts, the job and earlier runs as JSON, the stream of snapshots, the
+exchange of the token. All are read-only. Must not know shards.
 """
 
 from __future__ import annotations
@@ -91,6 +91,7 @@ class Pages:
 
     Args:
         whole: returns everything that is known of the job, as JSON.
+        runs: returns the earlier runs, as JSON. run: returns the curves of one of them by its name; None: there is none.
         is_https: True if cookies are for encrypted connections only. cookie: name of the cookie.
 
     Attributes:
@@ -98,11 +99,21 @@ class Pages:
     """
 
     def __init__(
-        self, admission: Doorkeeper, streams: Streams, whole: Callable[[], Awaitable[str]], *, is_https: bool, cookie: str
+        self,
+        admission: Doorkeeper,
+        streams: Streams,
+        whole: Callable[[], Awaitable[str]],
+        runs: Callable[[], Awaitable[str]],
+        run: Callable[[str], Awaitable[str | None]],
+        *,
+        is_https: bool,
+        cookie: str,
     ) -> None:
         self._admission = admission
         self._streams = streams
         self._whole = whole
+        self._earlier_runs = runs
+        self._earlier_run = run
         self._is_https = is_https
         self._cookie = cookie
         self._files = _static_files()
@@ -120,6 +131,8 @@ class Pages:
         app.router.add_get("/static/{name}", self._file)
         app.router.add_get("/api/job", self._job)
         app.router.add_get("/api/stream", self._stream)
+        app.router.add_get("/api/runs", self._runs)
+        app.router.add_get("/api/run", self._run)
         app.router.add_get("/api/enter", self._is_in)
         app.router.add_post("/api/enter", self._enter)
         return app
@@ -156,9 +169,15 @@ class Pages:
 
     async def _job(self, request: web.Request) -> web.Response:
         del request
-        response = web.Response(text=await self._whole(), content_type="application/json")
-        response.enable_compression()
-        return response
+        return _compressed(await self._whole())
+
+    async def _runs(self, request: web.Request) -> web.Response:
+        del request
+        return _compressed(await self._earlier_runs())
+
+    async def _run(self, request: web.Request) -> web.Response:
+        found = await self._earlier_run(request.query.get("name", ""))
+        return self._refusal(404, "the log directory has no such earlier run") if found is None else _compressed(found)
 
     async def _stream(self, request: web.Request) -> web.StreamResponse:
         """Send everything first, then each snapshot, until the browser goes or the dashboard ends."""
@@ -191,6 +210,12 @@ class Pages:
         response = web.json_response({})
         response.set_cookie(self._cookie, cookie, max_age=int(VISIT_S), httponly=True, samesite="Strict", secure=self._is_https)
         return response
+
+
+def _compressed(text: str) -> web.Response:
+    response = web.Response(text=text, content_type="application/json")
+    response.enable_compression()
+    return response
 
 
 def _static_files() -> dict[str, tuple[bytes, str]]:

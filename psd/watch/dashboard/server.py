@@ -1,7 +1,7 @@
 """The dashboard's process: takes a snapshot of the job once an interval, serves the pages, and ends when it is told to.
 
 Snapshots are taken in a separate thread, because they wait for shards. Everything that reads them runs in the same thread, so
-no lock is needed. Must not know flags.
+no lock is needed. Earlier runs are read in another one, because their files may be long. Must not know flags.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from psd.watch.dashboard import feed
 from psd.watch.dashboard.admission import Doorkeeper
 from psd.watch.dashboard.pages import Pages, Streams
 from psd.watch.dashboard.visitors import Visitors
+from psd.watch.earlier import EarlierRuns
 from psd.watch.sampler import Sampler
 
 STUCK_S = 30.0
@@ -63,11 +64,17 @@ def listen(host: str, port: int, *, is_firm: bool) -> socket.socket:
     return listener
 
 
-async def serve(sampler: Sampler, place: DashboardPlace, interval_s: float, on_ready: Callable[[], None]) -> None:
+async def serve(
+    sampler: Sampler,
+    place: DashboardPlace,
+    interval_s: float,
+    on_ready: Callable[[], None],
+    earlier: EarlierRuns | None = None,
+) -> None:
     """Take snapshots and serve pages until SIGINT or SIGTERM, or until cancelled.
 
     Args:
-        on_ready: called when pages are served.
+        on_ready: called when pages are served. earlier: the runs of a log directory; None: there is none.
     """
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()
@@ -75,8 +82,9 @@ async def serve(sampler: Sampler, place: DashboardPlace, interval_s: float, on_r
         with contextlib.suppress(RuntimeError, ValueError):  # not in the main thread: the caller cancels this task
             loop.add_signal_handler(signum, ended.set)
     streams = Streams()
-    with ThreadPoolExecutor(1, "psd-look") as thread:
+    with ThreadPoolExecutor(1, "psd-look") as thread, ThreadPoolExecutor(1, "psd-earlier") as reader:
         in_thread = functools.partial(loop.run_in_executor, thread)
+        in_reader = functools.partial(loop.run_in_executor, reader)
 
         def look() -> tuple[str, str]:
             sampler.look()
@@ -91,9 +99,18 @@ async def serve(sampler: Sampler, place: DashboardPlace, interval_s: float, on_r
         async def whole() -> str:
             return await in_thread(feed.whole, sampler)
 
+        def present() -> str:
+            return sampler.now.run_id if sampler.now is not None else ""
+
+        async def runs() -> str:
+            return feed.runs(await in_reader(earlier.runs, await in_thread(present)) if earlier is not None else [])
+
+        async def run(name: str) -> str | None:
+            return await in_reader(earlier.curves, name, await in_thread(present)) if earlier is not None else None
+
         port = place.listener.getsockname()[1]
         admission = Doorkeeper(place.token)
-        pages = Pages(admission, streams, whole, is_https=place.tls is not None, cookie=f"psd-dashboard-{port}")
+        pages = Pages(admission, streams, whole, runs, run, is_https=place.tls is not None, cookie=f"psd-dashboard-{port}")
         async with server_of(pages) as protocols:
             looking = asyncio.create_task(keep_looking())
             ending = asyncio.create_task(ended.wait())

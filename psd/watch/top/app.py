@@ -6,13 +6,17 @@ know shards or messages.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Sequence
+from textwrap import wrap
 from typing import ClassVar
 
 from rich.text import Text
 from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
+from textual.containers import VerticalScroll
+from textual.events import Key
 from textual.screen import ModalScreen
 from textual.widgets import DataTable, Footer, Static
 from typing_extensions import override
@@ -31,8 +35,9 @@ Is it training, how fast, what limits it, who is slow.
 
   q        quit
   p        pause the picture; the job goes on
-  s        sort the workers by the next of: {sorts}
+  s        sort the workers by another column
   r        reverse the order
+  e        all events that are known, the latest first
   tab      go to the other table; arrows and page keys move in it
   ?        this page; any key leaves it
 
@@ -43,7 +48,9 @@ _EXPLAINED = ("latency_s", "cpu_share", "awaited_share", "last_seen_s", "behind"
 """Numbers whose headings need an explanation; a small terminal has no room for more."""
 
 _COLUMNS = "\n".join(
-    f"[b]{fact.title.upper():<11}[/b]{fact.help}" for fact in (*facts.SHARD, *facts.WORKER) if fact.name in _EXPLAINED
+    f"[b]{fact.title.upper():<11}[/b]" + ("\n" + " " * 11).join(wrap(fact.help, 60))
+    for fact in (*facts.SHARD, *facts.WORKER)
+    if fact.name in _EXPLAINED
 )
 
 _STYLES = {
@@ -53,26 +60,78 @@ _STYLES = {
     "finished": "dim",
 }
 
+_LEVELS = {"warning": "yellow", "error": "bold red"}
+
+_SCROLLING = ("up", "down", "pageup", "pagedown", "home", "end")
+
+EARLY_S = 0.5
+EARLY_LOOKS = 5
+"""The first looks follow each other faster, so that there are rates and sparklines at once."""
+
+EVENTS_MIN = 3
+"""Events for which there is room however many workers there are,"""
+EVENTS_MAX = 12
+"""and those that are shown where there is more room; a key shows all."""
+
+_FRAME = 2
+"""Lines of the events' heading and of the footer."""
+
+SMALL_HEIGHT = 18
+"""In a terminal that is lower, one event is shown."""
+
 
 class HelpScreen(ModalScreen[None]):
     """The keys and the columns."""
 
-    CSS = "HelpScreen { align: center middle; } #help { width: 76; height: auto; padding: 1 2; border: round $accent; }"
+    CSS = """
+    HelpScreen { align: center middle; }
+    #help { width: 78; height: auto; max-height: 100%; padding: 0 2; border: round $accent; }
+    """
 
     @override
     def compose(self) -> ComposeResult:
-        yield Static(_HELP.format(sorts=", ".join(SORTS), columns=_COLUMNS), id="help")
+        with VerticalScroll(id="help"):
+            yield Static(_HELP.format(columns=_COLUMNS))
 
-    def on_key(self) -> None:
-        """Close the screen on any key."""
-        self.dismiss()
+    def on_key(self, event: Key) -> None:
+        """Close the screen on any key but those that scroll a page which a small terminal cuts."""
+        if event.key not in _SCROLLING:
+            self.dismiss()
+
+
+class EventsScreen(ModalScreen[None]):
+    """All events that are known, the latest first.
+
+    Args:
+        events: the latest last.
+    """
+
+    CSS = """
+    EventsScreen { align: center middle; }
+    #all { width: 100%; height: auto; max-height: 100%; padding: 0 1; border: round $accent; }
+    """
+
+    def __init__(self, events: Sequence[Event]) -> None:
+        super().__init__()
+        self._events = events
+
+    @override
+    def compose(self) -> ComposeResult:
+        told = [Text(lines.event_line(event), style=_LEVELS.get(event.level, "")) for event in reversed(self._events)]
+        with VerticalScroll(id="all"):
+            yield Static(Text("\n").join(told) if told else Text("nothing is known to have happened"))
+
+    def on_key(self, event: Key) -> None:
+        """Close the screen on any key but those that scroll."""
+        if event.key not in _SCROLLING:
+            self.dismiss()
 
 
 class TopApp(App[None]):
     """Shows a job, live.
 
     Args:
-        interval_s: seconds between two snapshots. sort: one of SORTS.
+        interval_s: seconds between two snapshots. sort: one of SORTS. early_s: seconds between the first ones.
     """
 
     TITLE = "psdctl top"
@@ -80,6 +139,7 @@ class TopApp(App[None]):
     CSS = """
     #head, #waits, #events { height: auto; padding: 0 1; }
     #shards { height: auto; max-height: 30%; }
+    #waits { color: $text-muted; }
     #workers { height: 1fr; min-height: 4; }
     DataTable { overflow-x: hidden; }
     """
@@ -88,13 +148,15 @@ class TopApp(App[None]):
         Binding("p", "pause", "Pause"),
         Binding("s", "sort", "Sort"),
         Binding("r", "reverse", "Reverse"),
+        Binding("e", "events", "Events"),
         Binding("question_mark", "help", "Help"),
     ]
 
-    def __init__(self, sampler: Sampler, interval_s: float, sort: str = "rank") -> None:
+    def __init__(self, sampler: Sampler, interval_s: float, sort: str = "rank", early_s: float = EARLY_S) -> None:
         super().__init__()
         self._sampler = sampler
         self._interval_s = interval_s
+        self._early_s = min(early_s, interval_s)
         self._sort = sort
         self._is_reversed = False
         self._is_paused = False
@@ -116,12 +178,13 @@ class TopApp(App[None]):
         self.run_worker(self._look_on, thread=True, exit_on_error=True)
 
     def _look_on(self) -> None:
+        waits_s = itertools.chain(itertools.repeat(self._early_s, EARLY_LOOKS), itertools.repeat(self._interval_s))
         while not self._ended.is_set():
             now, history = self._sampler.look(), self._sampler.history
             seen = now, history.moments, history.curves, [*history.events]
             if not self._ended.is_set():
                 self.call_from_thread(self.take, *seen)
-            self._ended.wait(self._interval_s)
+            self._ended.wait(next(waits_s))
 
     def on_unmount(self) -> None:
         """Take no more snapshots."""
@@ -152,13 +215,17 @@ class TopApp(App[None]):
         head = [*lines.head_lines(now, width), *lines.spark_lines(moments, width), *lines.curve_lines(curves, width), *paused]
         self.query_one("#head", Static).update("\n".join(head))
         # A table has a blank on each side of every cell.
-        self._fill("#shards", grid(SHARD_COLUMNS, now.shards, width))
-        self._fill(
-            "#workers", grid(WORKER_COLUMNS, sorted_workers(now.workers, self._sort, is_reversed=self._is_reversed), width)
-        )
-        self.query_one("#waits", Static).update("\n".join(lines.wait_lines(now, width)))
-        count = lines.EVENTS_MAX if self.size.height >= 30 else 2
-        self.query_one("#events", Static).update("\n".join(lines.event_lines(events, width, count)))
+        shards = grid(SHARD_COLUMNS, now.shards, width)
+        self._fill("#shards", shards)
+        workers = grid(WORKER_COLUMNS, sorted_workers(now.workers, self._sort, is_reversed=self._is_reversed), width)
+        self._fill("#workers", workers)
+        waits = lines.wait_lines(now, width)
+        self.query_one("#waits", Static).update("\n".join(waits))
+        height = self.size.height
+        tables = min(len(shards.rows) + 1, 3 * height // 10) + len(workers.rows) + 1
+        free = height - len(head) - tables - len(waits) - _FRAME
+        count = 1 if height < SMALL_HEIGHT else max(EVENTS_MIN, min(EVENTS_MAX, free))
+        self.query_one("#events", Static).update(_events_text(events, width, count))
 
     def _fill(self, which: str, found: Grid) -> None:
         """Replace the rows of a table; keep the cursor and the scroll position."""
@@ -194,6 +261,18 @@ class TopApp(App[None]):
         self._is_reversed = not self._is_reversed
         self._show()
 
+    def action_events(self) -> None:
+        """Show all events."""
+        self.push_screen(EventsScreen(self._seen[3] if self._seen is not None else ()))
+
     def action_help(self) -> None:
         """Explain the keys and the columns."""
         self.push_screen(HelpScreen())
+
+
+def _events_text(events: Sequence[Event], width: int, count: int) -> Text:
+    """The last events under their heading."""
+    shown = lines.event_lines(events, width, count)
+    levels = [event.level for event in reversed(events)]
+    styled = [Text(line, style=_LEVELS.get(level, "")) for line, level in zip(shown, levels, strict=False)]
+    return Text("\n").join([Text("EVENTS" if events else "EVENTS  none yet", style="bold"), *styled])

@@ -9,18 +9,20 @@ import itertools
 import math
 import time
 from collections.abc import Sequence
+from statistics import fmean
 from textwrap import wrap
 
 from psd.watch.diagnosis import SLOW_SHARE
 from psd.watch.history import History, Moment
 from psd.watch.snapshot import WAIT_S, CurvePoint, Event, JobSnapshot
 from psd.watch.top.columns import SHARD_COLUMNS, WORKER_COLUMNS, grid, rate, seconds, sorted_workers
-from psd.watch.words import count_text, size
+from psd.watch.words import count_text, progress_text, size
 
 SPARKS = "▁▂▃▄▅▆▇█"
 CURVES_MAX = 3
 WAITS_MAX = 3
 EVENTS_MAX = 6
+SPARK_MIN = 8
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
@@ -37,12 +39,22 @@ def sparkline(values: Sequence[float], width: int) -> str:
     )
 
 
+def bar(share: float, width: int) -> str:
+    """A bar of `width` places, of which this share is full."""
+    full = int(min(1.0, share) * width)
+    return "━" * full + "─" * (width - full)
+
+
 def head_lines(now: JobSnapshot, width: int) -> list[str]:
     """Headline: whether the job trains, how fast, and what limits it."""
     kind = " ".join(word for word in (now.consistency, now.reduction, now.aggregation) if word)
     what = f"{count_text(len(now.shards), 'shard')}, {count_text(now.world_size, 'worker')}"
     speed = f"{rate(now.steps_per_s)} steps/s"
-    lines = [" · ".join(word for word in (now.headline, speed, now.run_id or "-", kind, what) if word)]
+    samples = f"{rate(now.samples_per_s)} samples/s" if now.samples_per_s else ""
+    lines = [" · ".join(word for word in (now.headline, speed, samples, now.run_id or "-", kind, what) if word)]
+    if now.total_steps:
+        text = progress_text(now.clock, now.total_steps, now.numbers.get("time_left_s"))
+        lines.append(f"{bar(now.clock / now.total_steps, max(4, min(40, width - len(text) - 1)))} {text}")
     if now.limit:
         lines.append(f"limit: {now.limit}")
     lines += [f"order: {order}" for order in now.orders]
@@ -52,8 +64,8 @@ def head_lines(now: JobSnapshot, width: int) -> list[str]:
 
 def spark_lines(moments: Sequence[Moment], width: int) -> list[str]:
     """Throughput and latency over the last snapshots, with their current values."""
-    if not moments:
-        return []
+    if not moments:  # the first look has no rates yet
+        return _in_two_columns([(name, "-", []) for name in ("steps/s", "latency", "received", "sent")], width)
     last = moments[-1]
     latencies = [max(moment.shard_latency_s, default=0.0) for moment in moments]
     entries = [
@@ -66,21 +78,28 @@ def spark_lines(moments: Sequence[Moment], width: int) -> list[str]:
 
 
 def curve_lines(curves: dict[str, Sequence[CurvePoint]], width: int) -> list[str]:
-    """The scalars that workers log: the last value of each, and its course."""
-    entries = []
-    for name, points in list(curves.items())[:CURVES_MAX]:
-        rank = min(point.rank for point in points)
-        values = [point.value for point in points if point.rank == rank]
-        entries.append((name, f"{values[-1]:.4g}", values))
-    return _in_two_columns(entries, width)
+    """The scalars that workers log, losses first: the mean of the workers' last values, from which to which they go, and the
+    course of the mean."""
+    names = sorted(curves, key=lambda name: "loss" not in name.lower())
+    return _in_two_columns([_curve(name, curves[name]) for name in names[:CURVES_MAX]], width)
+
+
+def _curve(name: str, points: Sequence[CurvePoint]) -> tuple[str, str, Sequence[float]]:
+    last = {point.rank: point.value for point in points}.values()
+    low, high = min(last), max(last)
+    text = f"{fmean(last):.4g}" if low == high or len(last) == 1 else f"{fmean(last):.4g} ({low:.3g} to {high:.3g})"
+    steps: dict[int, list[float]] = {}
+    for point in points:
+        steps.setdefault(point.step, []).append(point.value)
+    return name, text, [fmean(steps[step]) for step in sorted(steps)]
 
 
 def _in_two_columns(entries: Sequence[tuple[str, str, Sequence[float]]], width: int) -> list[str]:
     half = max(20, (width - 2) // 2)
-    cells = [
-        f"{name[: half - 14]} {value} {sparkline(values, max(4, half - len(name[: half - 14]) - len(value) - 2))}"
-        for name, value, values in entries
-    ]
+    cells = []
+    for name, value, values in entries:
+        label = _cut(name, max(4, half - len(value) - SPARK_MIN - 2))
+        cells.append(f"{label} {value} {sparkline(values, max(4, half - len(label) - len(value) - 2))}"[:half])
     rows = [cells[index : index + 2] for index in range(0, len(cells), 2)]
     return [_cut("  ".join([row[0].ljust(half), *row[1:]]).rstrip(), width) for row in rows]
 
@@ -99,10 +118,14 @@ def wait_lines(now: JobSnapshot, width: int) -> list[str]:
     return [_cut(text, width)]
 
 
+def event_line(event: Event) -> str:
+    """Time of an event, and what has happened."""
+    return f"{time.strftime('%H:%M:%S', time.localtime(event.at))}  {event.text}"
+
+
 def event_lines(events: Sequence[Event], width: int, count: int = EVENTS_MAX) -> list[str]:
     """The last events, the latest first."""
-    lines = [f"{time.strftime('%H:%M:%S', time.localtime(event.at))}  {event.text}" for event in reversed(events)]
-    return [_cut(line, width) for line in lines[:count]]
+    return [_cut(event_line(event), width) for event in itertools.islice(reversed(events), count)]
 
 
 def _cut(line: str, width: int) -> str:

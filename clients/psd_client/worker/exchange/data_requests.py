@@ -8,18 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import numpy as np
-from numpy.typing import NDArray
-
 import psd_core
 from psd.contract.layout import Block
 from psd.contract.verdicts import clip_scale
 from psd.v1 import data_pb2
 from psd_client.lanes.flat import FlatBuffers
-from psd_client.lanes.overlap_feed import Feed
 from psd_client.lanes.transport import GradientPart
 from psd_client.worker.exchange.rider import Riders
-from psd_client.worker.exchange.sent_push import JobPart, SentPush
+from psd_client.worker.exchange.sent_push import SentPush, WorkerGradient
 from psd_client.worker.exchange.verdict_search import VerdictSearch
 from psd_client.worker.rows import RowGradients
 from psd_client.worker.session.session import Session
@@ -50,33 +46,23 @@ class DataRequests:
         self._verdicts = verdicts
         self.rows_read: dict[int, int] = {}
 
-    def push(
-        self,
-        scalars: Sequence[Sequence[float]],
-        weight: float,
-        present: NDArray[np.bool_] | None,
-        rows: RowGradients,
-        feed: Feed | None,
-        versions_read: Sequence[int] | None,
-        *,
-        skip: bool,
-        is_finite: bool,
-        part: JobPart | None,
-    ) -> SentPush:
-        """The next push, with what riders write for all shards."""
-        session, spec = self._session, self._layout.spec
+    def push(self, gradient: WorkerGradient, weight: float, rows: RowGradients, *, is_finite: bool) -> SentPush:
+        """The next push, with what riders write for all shards. is_finite: the worker has looked."""
+        session, spec, present = self._session, self._layout.spec, gradient.present
         header = data_pb2.PushHeader(
             clock=session.clock,
             weight=weight,
             layout_digest=self._layout.digest,
-            scalars=session.orders.scaled(scalars, spec.groups, session.clock),
+            scalars=session.orders.scaled(gradient.scalars, spec.groups, session.clock),
             is_finite=is_finite,
         )
         if spec.clip_norm and not spec.consistency.has_rounds and weight:
             squares = psd_core.total_squares((self._gradients.squares(present), rows.squares()))
             norm = math.inf if squares is None else psd_core.square_root(squares)
             header.scale = clip_scale(spec.clip_norm, norm)
-        sent = SentPush(session.number, header, present, rows, skip, feed, versions_read, part)
+        sent = SentPush(
+            session.number, header, present, rows, gradient.skip, gradient.feed, gradient.versions_read, gradient.part
+        )
         for write in self._riders.write:
             write(sent)
         return sent

@@ -23,20 +23,18 @@ from psd.contract.layout import Block, Layout
 from psd.contract.rules import weight_of
 from psd.v1 import control_pb2
 from psd_client.lanes.flat import FlatBuffers, share_memory
-from psd_client.lanes.overlap_feed import Feed
 from psd_client.lanes.shards import Shards, transfer_s
 from psd_client.lanes.transport import Call, Lane, Share
 from psd_client.worker.exchange.buffers import BufferKeeper
 from psd_client.worker.exchange.data_requests import DataRequests
 from psd_client.worker.exchange.finiteness import check_skip, is_finite
 from psd_client.worker.exchange.lending import ParameterPlaces, lent_places
-from psd_client.worker.exchange.loading import ParameterLoad
+from psd_client.worker.exchange.loading import ParameterLoad, SlotValues
 from psd_client.worker.exchange.push_counts import PushCounts, RoundGone
 from psd_client.worker.exchange.riders import ClientStateRider, riders_of
 from psd_client.worker.exchange.row_traffic import RowTraffic
-from psd_client.worker.exchange.sent_push import JobPart, SentPush
+from psd_client.worker.exchange.sent_push import SentPush, WorkerGradient
 from psd_client.worker.exchange.verdict_search import VerdictSearch
-from psd_client.worker.rows import Gradients
 from psd_client.worker.session.session import Session
 
 logger = logging.getLogger("psd_client")
@@ -122,6 +120,11 @@ class ParameterExchange:
         how(self._load)
         self.pull_all()
 
+    def slots(self) -> dict[int, SlotValues]:
+        """Fetch the slots of tensors, by the tensors' index, when the round of the last push has closed."""
+        self.confirm()
+        return self._load.fetch_slots()
+
     def go_back(self) -> None:
         """Go on from the checkpoint to which the job has gone back."""
         self._session.go_back(self._begin_again)
@@ -193,20 +196,9 @@ class ParameterExchange:
         """True if the round of the last push may still be open."""
         return self._unconfirmed is not None
 
-    def push(
-        self,
-        scalars: Sequence[Sequence[float]],
-        weight: float,
-        present: NDArray[np.bool_] | None,
-        rows: Gradients | None = None,
-        *,
-        skip: bool = False,
-    ) -> None:
-        """Send the gradients; returns when every shard has them. The push before must be confirmed.
-
-        skip: the gradients are not finite, and the job's policy is to skip the round then.
-        """
-        sent = self._begin(scalars, weight, present, rows, skip=skip)
+    def push(self, gradient: WorkerGradient) -> None:
+        """Send a gradient; returns when every shard has it. The push before must be confirmed."""
+        sent = self._begin(gradient)
         try:
             self._complete(sent)
         except BaseException as error:
@@ -214,28 +206,13 @@ class ParameterExchange:
             raise
         self._on_done()
 
-    def push_pull(
-        self,
-        scalars: Sequence[Sequence[float]],
-        weight: float,
-        present: NDArray[np.bool_] | None,
-        rows: Gradients | None = None,
-        *,
-        skip: bool = False,
-        feed: Feed | None = None,
-        versions_read: Sequence[int] | None = None,
-        job_part: JobPart | None = None,
-    ) -> None:
-        """Send the gradients, and fetch the parameters of the clock after them, and the rows that were asked for by prefetch.
+    def push_pull(self, gradient: WorkerGradient) -> None:
+        """Send a gradient, and fetch the parameters of the clock after it, and the rows that were asked for by prefetch.
 
-        feed: provides blocks, rows and the tensors that have a gradient; the shards then check for NaN.
-        versions_read: as in SentPush.
-        job_part: the part of the job to step. Its parameters alone are fetched, unless others may have changed meanwhile.
+        Of a gradient of one part of the job, that part's parameters alone, unless others may have changed meanwhile.
         """
         try:
-            sent = self._begin(
-                scalars, weight, present, rows, skip=skip, feed=feed, versions_read=versions_read, job_part=job_part
-            )
+            sent = self._begin(gradient)
         except RoundGone as gone:
             self._fetch(self._lanes)
             self._counts.on_gone(self._rank, gone.clock, self._trained_count)
@@ -261,7 +238,7 @@ class ParameterExchange:
                 self._finish(sent)
                 # A push that was late at one shard has moved the clock further: other shards' answers may be older than that.
                 behind = [lane for lane in self._lanes if sent.replies[lane.shard].clock < self._session.clock]
-                if job_part is not None and self._has_rounds and self._session.clock != self._seen + 1:
+                if gradient.part is not None and self._has_rounds and self._session.clock != self._seen + 1:
                     behind = self._lanes  # rounds of other parts have closed without this worker
                 for attempt in self._session.attempts() if behind else ():
                     with attempt:
@@ -279,38 +256,26 @@ class ParameterExchange:
 
     # -- a push, from its beginning to its end -------------------------------------------------------------------------
 
-    def _begin(
-        self,
-        scalars: Sequence[Sequence[float]],
-        weight: float,
-        present: NDArray[np.bool_] | None,
-        gradients: Gradients | None,
-        *,
-        skip: bool,
-        feed: Feed | None = None,
-        versions_read: Sequence[int] | None = None,
-        job_part: JobPart | None = None,
-    ) -> SentPush:
+    def _begin(self, gradient: WorkerGradient) -> SentPush:
         """The next push, or the last one if this is the same call again. Raises if something must not be sent."""
-        spec = self._layout.spec
+        spec, feed, skip = self._layout.spec, gradient.feed, gradient.skip
         if skip:
             check_skip(spec)
         self._session.orders.check_end(self._session.clock, is_begun=feed is not None)
-        weight = weight_of(weight)
-        rows, clock = self.rows.gradients(gradients or {}), self._session.clock
+        weight = weight_of(gradient.weight)
+        rows, clock = self.rows.gradients(gradient.rows or {}), self._session.clock
         if feed is None:
-            skip = not is_finite(self.gradients, present, rows, self._rank, clock, is_expected=skip) or skip
+            skip = not is_finite(self.gradients, gradient.present, rows, self._rank, clock, is_expected=skip) or skip
         if skip:
-            weight, present, rows = 0.0, np.zeros(len(spec.tensors), np.bool_), self.rows.gradients({})
+            gradient = gradient._replace(skip=True, present=np.zeros(len(spec.tensors), np.bool_))
+            weight, rows = 0.0, self.rows.gradients({})
         failed = self._failed
         if failed is not None:
             if feed is not None:
                 feed.wait()
-            fed = present if feed is None else feed.present
-            values = self._session.orders.scaled(scalars, spec.groups, failed.header.clock)
-            tables = rows.by_shard if feed is None else feed.tables
-            is_same = failed.is_same(values, weight, tables, skip=skip, part=job_part)
-            if is_same and failed.is_unchanged(self._trained, self.gradients, fed):
+            present, tables = (gradient.present, rows.by_shard) if feed is None else (feed.present, feed.tables)
+            values = self._session.orders.scaled(gradient.scalars, spec.groups, failed.header.clock)
+            if failed.is_same(values, weight, gradient, tables) and failed.is_unchanged(self._trained, self.gradients, present):
                 failed.feed = feed
                 if not failed.is_finished:
                     self._session.pushing = failed.header.clock
@@ -326,15 +291,12 @@ class ParameterExchange:
             # The members of that round may be gone before all shards have its verdict; nobody could push the next round then.
             self._fetch(self._lanes, versions_only=True)
         self._session.orders.check_end(self._session.clock)  # again: a new session may have brought orders, and a later clock
-        if job_part is not None and self._has_rounds and self._session.clock != self._seen:
+        if gradient.part is not None and self._has_rounds and self._session.clock != self._seen:
             raise RoundGone(self._seen)  # the worker has joined anew, and the program had chosen the part by its clock before
         for prepare in self._riders.prepare:
             prepare()
-        is_known = feed is None and spec.nan_policy != "allow"
-        sent = self._requests.push(
-            scalars, weight, present, rows, feed, versions_read, skip=skip, is_finite=is_known, part=job_part
-        )
-        self.is_skipped = skip and not self._has_rounds
+        sent = self._requests.push(gradient, weight, rows, is_finite=feed is None and spec.nan_policy != "allow")
+        self.is_skipped = gradient.skip and not self._has_rounds
         self.counts["rounds_skipped"] += self.is_skipped
         self._session.pushing = sent.header.clock
         return sent

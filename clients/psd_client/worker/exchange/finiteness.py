@@ -16,7 +16,7 @@ logger = logging.getLogger("psd_client")
 
 
 def check_skip(spec: JobSpec) -> None:
-    """Raise InvalidRequest, for a round is to be skipped, if the job skips none."""
+    """Raise InvalidRequest if a round is to be skipped, and the job skips none."""
     if spec.nan_policy != "skip":
         raise InvalidRequest(f'skip: the job was declared with nan_policy="{spec.nan_policy}", not "skip"')
 

@@ -1,4 +1,4 @@
-"""Parameters and slots that the program loads in the midst of a job, on all workers at once.
+"""Parameters and slots that the program loads in the midst of a job, on all workers at once; slots also the other way.
 
 Shard 0 lets all workers wait until all have called, and chooses the one that sends the values to the shards; the others go on
 when it has done so. Must not know frameworks.
@@ -7,7 +7,7 @@ when it has done so. Must not know frameworks.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -103,6 +103,42 @@ class ParameterLoad:
         self._agree(
             digest.digest(), lambda shard: self._of_slots(self._blocks[shard], given), self._shards.lanes, resets_slots=True
         )
+
+    def fetch_slots(self) -> dict[int, SlotValues]:
+        """The slots of the tensors whose rule has any, by the tensors' index. The last push must be confirmed.
+
+        Without rounds, and with backup workers, the others' pushes go on meanwhile: blocks are then of several versions.
+        """
+        spec, blocks = self._parameters.layout.spec, self._parameters.layout.blocks
+        names = [group.info.slots(group.flags) for group in spec.groups]
+        found: dict[int, SlotValues] = {}
+        for number in range(max(map(len, names))):
+            received = self._fetch(number + 1, [len(each) > number for each in names])
+            for block, steps in received.steps.items():
+                for tensor, made in zip(blocks[block].segment_tensors.tolist(), steps, strict=True):
+                    known = found.get(tensor, SlotValues({}, 0))
+                    slot = {names[blocks[block].group][number]: received.views[tensor].reshape(-1)}
+                    found[tensor] = SlotValues({**known.arrays, **slot}, max(known.steps, made))
+        return found
+
+    def _fetch(self, slot: int, is_there: Sequence[bool]) -> FlatBuffers:
+        """Fetch a slot, by its number from 1, of the blocks that have it. is_there: by group, whether its rule has it."""
+        buffers = FlatBuffers(self._parameters.layout)
+        wanted = {shard: [each for each in blocks if is_there[each.group]] for shard, blocks in self._blocks.items()}
+
+        def pull_at(lane: Lane, call: Call) -> None:
+            caller, digest = self._session.caller(lane.shard), buffers.layout.digest
+            indexes = [block.index for block in wanted[lane.shard]]
+            request = data_pb2.PullRequest(
+                caller=caller, clock=self._session.clock, layout_digest=digest, blocks=indexes, slot=slot
+            )
+            lane.pull(request, wanted[lane.shard], buffers, call)
+
+        for attempt in self._session.attempts():
+            with attempt:
+                lanes = [lane for lane in self._shards.lanes if wanted[lane.shard]]
+                self._shards.run(pull_at, self._timeout_s, lanes, is_bulk=True)
+        return buffers
 
     def _agree(
         self,

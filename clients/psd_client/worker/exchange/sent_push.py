@@ -30,7 +30,7 @@ from psd.v1 import data_pb2, job_pb2
 from psd_client.lanes.flat import FlatBuffers
 from psd_client.lanes.overlap_feed import Feed
 from psd_client.lanes.transport import GradientPart
-from psd_client.worker.rows import RowGradients, is_same_rows
+from psd_client.worker.rows import Gradients, RowGradients, is_same_rows
 
 _PASSING = (ShardUnavailable, WaitTimeout, Overloaded, Draining, OutOfSpace)
 """Errors of psd after which the same push may succeed."""
@@ -50,6 +50,27 @@ class JobPart(NamedTuple):
 
     number: int
     groups: frozenset[int]
+
+
+class WorkerGradient(NamedTuple):
+    """A gradient to push: what lies in the worker's gradient buffers, and what goes with it.
+
+    Attributes:
+        scalars: the rule's, for each group, in the order of the rule's list. weight: number of samples behind the gradient.
+        present: (tensors,) bool, which tensors have a gradient; None: all. rows: gradients of rows of tables, by table.
+        skip: it is not finite, and the job's policy is to skip the round then.
+        feed: provides blocks, rows and `present` while they are still being computed; the shards then check for NaN.
+        versions_read, part: as in SentPush.
+    """
+
+    scalars: Sequence[Sequence[float]]
+    weight: float = 1
+    present: NDArray[np.bool_] | None = None
+    rows: Gradients | None = None
+    skip: bool = False
+    feed: Feed | None = None
+    versions_read: Sequence[int] | None = None
+    part: JobPart | None = None
 
 
 @dataclass
@@ -139,14 +160,13 @@ class SentPush:
         self,
         scalars: Sequence[data_pb2.GroupScalars],
         weight: float,
+        gradient: WorkerGradient,
         tables: Sequence[Sequence[TableRows]],
-        *,
-        skip: bool,
-        part: JobPart | None,
     ) -> bool:
         """True if a call after a failed one has the same arguments, and may mean this push. Also ask `is_unchanged`."""
         mine = list(self.header.scalars), self.header.weight, self.skip, self.part
-        return mine == (list(scalars), weight, skip, part) and is_same_rows(self.tables, tables)
+        theirs = list(scalars), weight, gradient.skip, gradient.part
+        return mine == theirs and is_same_rows(self.tables, tables)
 
     def is_unchanged(self, blocks: Sequence[Block], buffers: FlatBuffers, present: NDArray[np.bool_] | None) -> bool:
         """True if the buffers still hold the blocks of this push that were sent."""

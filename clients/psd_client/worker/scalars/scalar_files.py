@@ -6,28 +6,14 @@ If a file cannot be written, the log says so once; training goes on without it.
 from __future__ import annotations
 
 import importlib
-import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, TextIO
 
-from psd.contract.scalars import as_json, tensorboard_module
+from psd.contract.scalars import LOG_SUFFIX, LoggedScalars, tensorboard_module
 
 logger = logging.getLogger("psd_client")
-
-
-class LoggedScalars(NamedTuple):
-    """Scalars that one call has reported. time: seconds since 1970."""
-
-    time: float
-    rank: int
-    step: int
-    scalars: Mapping[str, float]
-
-    def line(self) -> str:
-        """The record as a line of JSON."""
-        return json.dumps({**self._asdict(), "scalars": as_json(self.scalars)}) + "\n"
 
 
 class ScalarFiles:
@@ -69,7 +55,7 @@ class ScalarFiles:
         if self._lines is None:
             directory = Path(self._log_dir)
             directory.mkdir(parents=True, exist_ok=True)
-            self._lines = (directory / f"{self._name}.jsonl").open("a", encoding="utf-8")
+            self._lines = (directory / f"{self._name}{LOG_SUFFIX}").open("a", encoding="utf-8")
         self._lines.writelines(record.line() for record in records)
         self._lines.flush()
 

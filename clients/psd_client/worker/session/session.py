@@ -82,6 +82,11 @@ class Session:
         return self.memberships.held.caller(shard)
 
     @property
+    def run_id(self) -> str:
+        """Name of the run that the worker has joined."""
+        return self.memberships.held.run_id
+
+    @property
     def is_declared(self) -> bool:
         """True if the worker has declared a job, perhaps one of vectors alone."""
         return self._declaration is not None

@@ -1,6 +1,8 @@
 // Line charts: SVG, drawn anew with each look. Colours come from the style sheet, so that they follow light and dark.
 
-import { h, s, setText } from "./dom.js";
+import { logTicks, thinned, together } from "./curves.js";
+import { h, s, setAttribute, setText } from "./dom.js";
+import { keepSettings, settings } from "./settings.js";
 import { clockTime, number, whole } from "./words.js";
 
 const RIGHT = 8, TOP = 8, BOTTOM = 20, HEIGHT = 168;
@@ -28,46 +30,17 @@ function timeTicks(low, high, count) {
   return found;
 }
 
-// No more points than there are pixels: the mean of those that would fall on one.
-function thinned(points, low, high, width) {
-  if (points.length <= width) return points;
-  const bins = new Map();
-  for (const [x, y] of points) {
-    const bin = Math.floor(((x - low) / (high - low || 1)) * width);
-    const found = bins.get(bin);
-    if (y === null) { if (!found) bins.set(bin, [x, null, 0]); }
-    else if (!found || found[1] === null) bins.set(bin, [x, y, 1]);
-    else { found[1] += y; found[2] += 1; found[0] = x; }
-  }
-  return [...bins.values()].map(([x, y, count]) => [x, y === null ? null : y / count]);
-}
-
-// Many lines become their mean and the band between the lowest and the highest.
-function together(series) {
-  const at = new Map();
-  for (const { points } of series) for (const [x, y] of points) {
-    if (y === null) continue;
-    const found = at.get(x);
-    if (!found) at.set(x, [y, y, y, 1]);
-    else { found[0] = Math.min(found[0], y); found[1] += y; found[2] = Math.max(found[2], y); found[3] += 1; }
-  }
-  const rows = [...at].sort((a, b) => a[0] - b[0]);
-  return {
-    mean: { name: `mean of ${series.length}`, points: rows.map(([x, [, sum, , count]]) => [x, sum / count]) },
-    band: rows.map(([x, [low, , high]]) => [x, low, high]),
-  };
-}
-
 export class LineChart {
   // title: what is drawn. format: of values, tick: of those on the axis. isTime: along the day, else along steps. isFromZero: the
-  // axis begins at 0. base: round numbers are round in units of its powers.
-  constructor(title, { format = number, tick = format, isTime = true, isFromZero = true, base = 1 } = {}) {
+  // axis begins at 0. base: round numbers are round in units of its powers. canLog: has a button for a logarithmic axis.
+  constructor(title, { format = number, tick = format, isTime = true, isFromZero = true, base = 1, canLog = false } = {}) {
     Object.assign(this, { title, format, tick, isTime, isFromZero, base });
     this.left = 44;
     this.output = h("output");
     this.plot = s("svg", { class: "plot", role: "img", tabindex: "0" });
     this.key = h("div", { class: "key" });
-    this.element = h("figure", { class: "card chart" }, h("figcaption", {}, h("span", {}, title), this.output), this.plot, this.key);
+    this.log = canLog ? h("button", { type: "button", class: "quiet log", title: "logarithmic axis", onclick: () => this.toggleLog() }, "log") : null;
+    this.element = h("figure", { class: "card chart" }, h("figcaption", {}, h("span", {}, title), this.log, this.output), this.plot, this.key);
     this.cursor = null;
     this.data = null;
     this.plot.addEventListener("pointermove", (event) => this.point(event.offsetX));
@@ -83,9 +56,16 @@ export class LineChart {
     new ResizeObserver(() => this.draw()).observe(this.element);
   }
 
-  // series: [{name, points: [[x, y]], colour?}]; marks: [{x, name}]; from, to: ends of the axis, or null.
-  update({ series, marks = [], from = null, to = null }) {
-    this.data = { series, marks, from, to };
+  // series: [{name, points: [[x, y]], band: [[x, low, high]]?, colour?, kind?}], kind "raw" or "earlier" for what lies behind and is
+  // not spoken of; marks: [{x, name}]; from, to: ends of the axis, or null; isNamed: the key says even of one line what it is.
+  update({ series, marks = [], from = null, to = null, isNamed = false }) {
+    this.data = { series, marks, from, to, isNamed };
+    this.draw();
+  }
+
+  toggleLog() {
+    if (!settings.logs.delete(this.title)) settings.logs.add(this.title);
+    keepSettings();
     this.draw();
   }
 
@@ -98,37 +78,32 @@ export class LineChart {
     this.width = this.plot.clientWidth;
     if (!this.data || !this.width) return;
     const { marks } = this.data;
-    let series = this.data.series.map((each) => ({ ...each, points: this.inRange(each.points) })).filter((each) => each.points.length);
-    let band = [];
-    if (series.length > SERIES_MAX) {
-      const found = together(series);
-      series = [found.mean];
-      band = found.band;
+    const columns = Math.max(1, this.width - this.left - RIGHT);
+    let series = this.data.series.map((each) => ({ ...each, points: this.inRange(each.points), band: this.inRange(each.band ?? []) })).filter((each) => each.points.length);
+    if (series.length > SERIES_MAX && !this.data.isNamed) {
+      const { mean, band } = together(series, columns);
+      series = [{ name: `mean of ${series.length}`, points: mean, band }];
     }
+    const values = (each) => [...each.points.map((point) => point[1]), ...each.band.flatMap((row) => [row[1], row[2]])].filter((y) => y !== null);
+    const isLog = settings.logs.has(this.title) && this.log !== null && series.some((each) => values(each).some((y) => y > 0));
+    if (this.log) setAttribute(this.log, "aria-pressed", String(settings.logs.has(this.title)));
+    if (isLog) series = series.map(positive);
     const xs = series.flatMap(({ points }) => [points[0][0], points[points.length - 1][0]]);
     const low = this.data.from ?? Math.min(...xs), high = this.data.to ?? Math.max(...xs);
-    const drawn = series.map((each) => ({ ...each, points: thinned(each.points, low, high, this.width - this.left - RIGHT) }));
-    const ys = [...drawn.flatMap(({ points }) => points.map((point) => point[1]).filter((y) => y !== null)), ...band.flatMap((b) => [b[1], b[2]])];
-    this.drawn = drawn;
+    const lost = this.isTime ? [] : series.flatMap((each) => (each.kind ? [] : each.points.filter(([, y]) => y === null).map(([x]) => x)));
+    this.drawn = series.map((each) => ({ ...each, points: thinned(each.points, low, high, columns), colour: each.colour ?? colour(series.indexOf(each)) }));
+    const ys = this.drawn.flatMap(values);
     if (!ys.length) {
-      this.plot.replaceChildren(s("text", { x: 8, y: HEIGHT / 2 }, "nothing yet"));
-      this.plot.setAttribute("aria-label", `${this.title}: nothing yet`);
+      this.plot.replaceChildren(s("text", { x: 8, y: HEIGHT / 2 }, lost.length ? "no numbers" : "nothing yet"));
+      this.plot.setAttribute("aria-label", `${this.title}: ${lost.length ? "no numbers" : "nothing yet"}`);
       this.scales = null;
       setText(this.output, "");
       return;
     }
-    let bottom = ys.reduce((a, b) => Math.min(a, b)), top = ys.reduce((a, b) => Math.max(a, b));
-    if (this.isFromZero) bottom = Math.min(0, bottom);
-    if (top === bottom) { top += Math.abs(top) * 0.1 || 1; if (!this.isFromZero) bottom -= Math.abs(bottom) * 0.1 || 1; }
-    const room = (top - bottom) * 0.06;
-    top += room;
-    if (!this.isFromZero) bottom -= room;
-    const unit = this.base > 1 ? this.base ** Math.max(0, Math.floor(Math.log(Math.max(1, top)) / Math.log(this.base))) : 1;
-    const levels = ticks(bottom / unit, top / unit).map((value) => value * unit);
+    const { levels, y } = this.axis(ys.reduce((a, b) => Math.min(a, b)), ys.reduce((a, b) => Math.max(a, b)), isLog);
     this.left = Math.max(36, 16 + 6.3 * Math.max(...levels.map((value) => this.tick(value).length)));
     const LEFT = this.left;
     const x = (value) => LEFT + ((value - low) / (high - low || 1)) * (this.width - LEFT - RIGHT);
-    const y = (value) => HEIGHT - BOTTOM - ((value - bottom) / (top - bottom)) * (HEIGHT - TOP - BOTTOM);
     this.scales = { x, y, low, high };
     this.plot.setAttribute("viewBox", `0 0 ${this.width} ${HEIGHT}`);
     const parts = [];
@@ -137,9 +112,11 @@ export class LineChart {
       parts.push(s("text", { x: LEFT - 7, y: y(value) + 4, "text-anchor": "end" }, this.tick(value)));
     }
     const count = Math.max(2, Math.floor((this.width - LEFT) / 90));
-    for (const value of this.isTime ? timeTicks(low, high, count) : ticks(low, high, count)) {
-      const text = this.isTime ? clockTime(value).slice(0, high - low > 1200 ? 5 : 8) : whole(Math.round(value));
-      const anchor = x(value) > this.width - 30 ? "end" : x(value) < LEFT + 20 ? "start" : "middle";
+    if (!this.isTime) parts.push(s("text", { x: LEFT - 7, y: HEIGHT - 5, "text-anchor": "end" }, "step"));
+    for (const value of this.isTime ? timeTicks(low, high, count) : ticks(low, high, count).filter(Number.isInteger)) {
+      const text = this.isTime ? clockTime(value).slice(0, high - low > 1200 ? 5 : 8) : whole(value);
+      const half = 3.4 * text.length;
+      const anchor = x(value) > this.width - half ? "end" : x(value) < LEFT + half ? "start" : "middle";
       parts.push(s("text", { x: x(value), y: HEIGHT - 5, "text-anchor": anchor }, text));
     }
     parts.push(s("line", { class: "axis", x1: LEFT, x2: this.width - RIGHT, y1: HEIGHT - BOTTOM, y2: HEIGHT - BOTTOM }));
@@ -149,22 +126,41 @@ export class LineChart {
       parts.push(s("g", {}, s("title", {}, mark.name), s("line", { class: "mark", x1: at, x2: at, y1: TOP, y2: HEIGHT - BOTTOM }),
         s("path", { class: "mark-head", d: `M${at} ${TOP - 5}l4 5-4 5-4-5z` })));
     }
-    if (band.length) {
-      const up = band.map(([bx, blow]) => `${x(bx).toFixed(1)} ${y(blow).toFixed(1)}`);
-      const down = band.map(([bx, , bhigh]) => `${x(bx).toFixed(1)} ${y(bhigh).toFixed(1)}`).reverse();
-      parts.push(s("path", { class: "band", style: null, fill: colour(0), d: `M${[...up, ...down].join("L")}Z` }));
-      parts.at(-1).style.fill = colour(0);
-    }
-    drawn.forEach((each, index) => {
-      const line = s("path", { d: pathOf(each.points, x, y) });
-      line.style.stroke = each.colour ?? colour(index);
+    for (const each of this.drawn.filter(({ band }) => band.length)) parts.push(filled("band", bandOf(thinnedBand(each.band, low, high, columns), x, y), each.colour));
+    const behind = ["earlier", "raw", undefined];
+    for (const each of [...this.drawn].sort((a, b) => behind.indexOf(a.kind) - behind.indexOf(b.kind))) {
+      const line = s("path", { class: each.kind ?? "line", d: pathOf(each.points, x, y) });
+      line.style.stroke = each.colour;
       parts.push(line);
-    });
+    }
+    for (const at of lostColumns(lost, x)) parts.push(s("path", { class: "lost", d: `M${at - 3} ${HEIGHT - BOTTOM - 3}l6 6m-6 0l6-6` }, s("title", {}, isLog ? "no positive number" : "no number")));
     this.cross = s("line", { class: "cross", y1: TOP, y2: HEIGHT - BOTTOM, visibility: "hidden" });
     this.plot.replaceChildren(...parts, this.cross);
-    this.describe(ys);
-    this.drawKey(drawn, band.length > 0);
+    this.told = this.drawn.filter((each) => !each.kind);
+    if (!this.told.length) this.told = this.drawn.filter((each) => each.kind === "earlier");
+    this.describe(ys, isLog);
+    this.drawKey();
     this.drawCursor();
+  }
+
+  // The vertical axis between these ends: round numbers, and the place of a value.
+  axis(lowest, highest, isLog) {
+    const place = (share) => HEIGHT - BOTTOM - share * (HEIGHT - TOP - BOTTOM);
+    if (isLog) {
+      const room = Math.max((Math.log10(highest) - Math.log10(lowest)) * 0.06, 0.02);
+      const bottom = Math.log10(lowest) - room, top = Math.log10(highest) + room;
+      const found = logTicks(10 ** bottom, 10 ** top);
+      const levels = found.length > 1 ? found : ticks(10 ** bottom, 10 ** top).filter((value) => value > 0);
+      return { levels, y: (value) => place((Math.log10(value) - bottom) / (top - bottom)) };
+    }
+    let bottom = this.isFromZero ? Math.min(0, lowest) : lowest, top = highest;
+    if (top === bottom) { top += Math.abs(top) * 0.1 || 1; if (!this.isFromZero) bottom -= Math.abs(bottom) * 0.1 || 1; }
+    const room = (top - bottom) * 0.06;
+    top += room;
+    if (!this.isFromZero) bottom -= room;
+    const unit = this.base > 1 ? this.base ** Math.max(0, Math.floor(Math.log(Math.max(1, top)) / Math.log(this.base))) : 1;
+    const levels = ticks(bottom / unit, top / unit).map((value) => value * unit);
+    return { levels, y: (value) => place((value - bottom) / (top - bottom)) };
   }
 
   inRange(points) {
@@ -172,38 +168,80 @@ export class LineChart {
     return from === null ? points : points.filter((point) => point[0] >= from && (to === null || point[0] <= to));
   }
 
-  describe(ys) {
-    const last = this.drawn.map((each) => `${each.name} ${this.format(lastOf(each.points))}`).slice(0, SERIES_MAX);
+  describe(ys, isLog) {
+    const last = this.told.map((each) => `${each.name} ${this.format(lastOf(each.points))}`).slice(0, SERIES_MAX);
     const range = `lowest ${this.format(ys.reduce((a, b) => Math.min(a, b)))}, highest ${this.format(ys.reduce((a, b) => Math.max(a, b)))}`;
-    this.plot.setAttribute("aria-label", `${this.title}. Now ${last.join(", ")}; ${range}. Arrow keys move along it.`);
+    this.plot.setAttribute("aria-label", `${this.title}${isLog ? ", on a logarithmic axis" : ""}. Now ${last.join(", ")}; ${range}. Arrow keys move along it.`);
   }
 
-  drawKey(series, hasBand) {
-    const names = series.length > 1 || hasBand ? series : [];
-    this.key.replaceChildren(...names.map((each, index) => {
+  drawKey() {
+    const named = this.drawn.filter((each) => each.kind !== "raw");
+    const isNeeded = named.length > 1 || this.data.isNamed || named.some((each) => each.band.length);
+    this.key.replaceChildren(...(isNeeded ? named : []).map((each) => {
       const line = h("i");
-      line.style.background = each.colour ?? colour(index);
-      return h("span", {}, line, each.name + (hasBand ? ", and from the lowest to the highest" : ""));
+      line.style.background = each.colour;
+      return h("span", {}, line, each.name + (each.band.length ? ", and from the lowest to the highest" : ""));
     }));
   }
 
   drawCursor() {
-    if (!this.scales || !this.drawn?.length) return;
+    if (!this.scales || !this.told?.length) return;
     const { low, high } = this.scales;
     if (this.cursor === null) {
       this.cross.setAttribute("visibility", "hidden");
-      setText(this.output, this.drawn.slice(0, 2).map((each) => this.format(lastOf(each.points))).join(" · "));
+      setText(this.output, this.told.slice(0, 2).map((each) => this.value(each, each.points.at(-1)[0], lastOf(each.points))).join(" · "));
       return;
     }
     const at = low + ((this.cursor - this.left) / (this.width - this.left - RIGHT)) * (high - low);
-    const nearest = this.drawn.map((each) => each.points.reduce((a, b) => (Math.abs(b[0] - at) < Math.abs(a[0] - at) ? b : a)));
+    const nearest = this.told.map((each) => nearestTo(each.points, at));
     const where = nearest[0][0];
     this.cross.setAttribute("x1", this.scales.x(where));
     this.cross.setAttribute("x2", this.scales.x(where));
     this.cross.setAttribute("visibility", "visible");
-    const values = nearest.slice(0, 3).map((point, index) => (this.drawn.length > 1 ? `${this.drawn[index].name} ` : "") + this.format(point[1]));
-    setText(this.output, `${values.join(", ")} at ${this.isTime ? clockTime(where) : `step ${whole(where)}`}`);
+    const values = nearest.slice(0, 3).map(([x, y], index) => (this.told.length > 1 ? `${this.told[index].name} ` : "") + this.value(this.told[index], x, y));
+    setText(this.output, `${values.join(", ")} at ${this.isTime ? clockTime(where) : `step ${whole(Math.round(where))}`}`);
   }
+
+  // A value of a line, and the range of those whose mean it is.
+  value({ band }, x, y) {
+    const [, low, high] = band.length ? nearestTo(band, x) : [x, y, y];
+    return low === high ? this.format(y) : `${this.format(y)} (${this.format(low)} to ${this.format(high)})`;
+  }
+}
+
+const nearestTo = (points, at) => points.reduce((a, b) => (Math.abs(b[0] - at) < Math.abs(a[0] - at) ? b : a));
+
+// A line without what a logarithmic axis has no place for.
+function positive(each) {
+  const ys = [...each.points.map(([, y]) => y), ...each.band.map(([, low]) => low)].filter((y) => y !== null && y > 0);
+  const least = ys.reduce((a, b) => Math.min(a, b), Infinity);
+  return {
+    ...each,
+    points: each.points.map(([x, y]) => [x, y !== null && y > 0 ? y : null]),
+    band: each.band.filter(([, , high]) => high > 0).map(([x, low, high]) => [x, low > 0 ? low : Math.min(least, high), high]),
+  };
+}
+
+function thinnedBand(band, low, high, columns) {
+  const lows = thinned(band.map(([x, y]) => [x, y]), low, high, columns), highs = thinned(band.map(([x, , y]) => [x, y]), low, high, columns);
+  return lows.map(([x, y], index) => [x, y, highs[index][1]]);
+}
+
+function bandOf(band, x, y) {
+  const up = band.map(([bx, low]) => `${x(bx).toFixed(1)} ${y(low).toFixed(1)}`);
+  const down = band.map(([bx, , high]) => `${x(bx).toFixed(1)} ${y(high).toFixed(1)}`).reverse();
+  return `M${[...up, ...down].join("L")}Z`;
+}
+
+function filled(kind, d, fill) {
+  const path = s("path", { class: kind, d });
+  path.style.fill = fill;
+  return path;
+}
+
+// Places for marks of lost points, not more than can be told apart.
+function lostColumns(lost, x) {
+  return [...new Set(lost.map((at) => Math.round(x(at) / 8) * 8))];
 }
 
 function lastOf(points) {
@@ -213,11 +251,12 @@ function lastOf(points) {
 
 function pathOf(points, x, y) {
   let path = "", isDown = false;
-  for (const [px, py] of points) {
-    if (py === null) { isDown = false; continue; }
+  points.forEach(([px, py], index) => {
+    if (py === null) { isDown = false; return; }
     path += `${isDown ? "L" : "M"}${x(px).toFixed(1)} ${y(py).toFixed(1)}`;
+    if (!isDown && (points[index + 1]?.[1] ?? null) === null) path += "m-2 0h4";  // a point alone
     isDown = true;
-  }
+  });
   return path;
 }
 

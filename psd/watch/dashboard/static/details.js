@@ -1,9 +1,9 @@
 // The pages of one shard and of one worker.
 
-import { LineChart } from "./charts.js";
+import { CurveSection } from "./curve_section.js";
 import { h, keep, setAttribute, setText } from "./dom.js";
 import { FACTS } from "./facts.js";
-import { Ages, Events, chartOf, curveData, stateKind, timeRange, zip } from "./overview.js";
+import { Ages, Events, chartOf, stateKind, timeRange, zip } from "./overview.js";
 import { Table } from "./table.js";
 import { heading, rate, short, shown, whole } from "./words.js";
 
@@ -76,9 +76,8 @@ export class WorkerPage extends Detail {
     this.speed = chartOf("worker", "steps_per_s");
     this.awaited = chartOf("worker", "awaited_share");
     this.behind = chartOf("worker", "behind");
-    this.curves = new Map();
-    this.curveGrid = h("section", { class: "grid", "aria-label": "Curves" });
-    this.elements.push(this.curveGrid,
+    this.curves = new CurveSection(job, rank);
+    this.elements.push(this.curves.element,
       h("section", { class: "grid", "aria-label": "Charts" }, this.speed.element, this.awaited.element, this.behind.element), this.events.element);
   }
 
@@ -98,15 +97,8 @@ export class WorkerPage extends Detail {
     this.speed.update({ series: [{ name: `worker ${this.rank}`, points: mine("worker_steps_per_s") }, { name: "the median worker", points: zip(history.at, usual), colour: "var(--faint)" }], ...time });
     this.awaited.update({ series: [{ name: "awaited", points: mine("worker_awaited_share") }], ...time });
     this.behind.update({ series: [{ name: "behind", points: mine("worker_behind") }], ...time });
-    const names = this.job.curveNames().filter((name) => this.job.byRank(name).has(this.rank));
-    keep(this.curveGrid, names, (name) => name, (name) => this.curveOf(name).element, (_, name) => this.curveOf(name).update(curveData(this.job, name, range, this.rank)));
-    this.curveGrid.hidden = names.length === 0;
+    this.curves.update(range);
     this.events.update(events.filter((event) => new RegExp(`\\bworker ${this.rank}\\b`).test(event.text)));
-  }
-
-  curveOf(name) {
-    if (!this.curves.has(name)) this.curves.set(name, new LineChart(name, { isTime: false, isFromZero: false }));
-    return this.curves.get(name);
   }
 }
 

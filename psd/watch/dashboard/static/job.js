@@ -13,6 +13,9 @@ export class Job {
     this.history = {};
     this.events = [];
     this.curves = new Map();
+    this.earlierRuns = [];
+    this.earlier = new Map();  // by name of the run: its curves; null while they are on their way, or if there are none
+    this.listedFor = null;  // the run beside which the earlier runs were listed
     this.onChange = onChange;
     this.onLink = onLink;
     this.onToken = onToken;
@@ -51,10 +54,12 @@ export class Job {
     this.history = all.history;
     this.events = all.events;
     this.curves = new Map(Object.entries(all.curves).map(([name, points]) => [name, keyed(points)]));
+    if (this.now) this.listEarlier();
   }
 
   takeLook(look) {
     this.now = look.now;
+    this.listEarlier();
     const columns = Object.entries(look.moment);
     for (const [name, value] of columns) (this.history[name] ??= []).push(value);
     if (this.history.at.length > MOMENTS_MAX) {
@@ -91,6 +96,29 @@ export class Job {
     return new Map([...ranks].sort((a, b) => a[0] - b[0]));
   }
 
+  // Asks which runs were before the present one, whenever that is another one.
+  async listEarlier() {
+    if (this.listedFor === this.now.run_id) return;
+    this.listedFor = this.now.run_id;
+    const found = await fetchJson("/api/runs");
+    this.earlierRuns = found?.runs ?? [];
+    this.earlier = new Map();
+    this.onChange();
+  }
+
+  // The mean of an earlier run's workers, [step, value]; undefined if it has no such curve, or is not read yet: then it is asked for.
+  earlierCurve(run, name) {
+    if (!this.earlier.has(run) && this.earlierRuns.some((each) => each.name === run)) this.readEarlier(run);
+    return this.earlier.get(run)?.[name];
+  }
+
+  async readEarlier(run) {
+    const kept = this.earlier;
+    kept.set(run, null);
+    kept.set(run, (await fetchJson(`/api/run?name=${encodeURIComponent(run)}`))?.curves ?? null);
+    this.onChange();
+  }
+
   checkpoints() {
     return this.events.filter((event) => event.kind === "checkpoint" && event.level === "info");
   }
@@ -112,6 +140,11 @@ function thinned(points) {
     last.set(rank, place);
     return true;
   });
+}
+
+async function fetchJson(address) {
+  const reply = await fetch(address).catch(() => null);
+  return reply?.ok ? reply.json() : null;
 }
 
 function keyed(points) {

@@ -1,11 +1,12 @@
 // The overview: four answers in one look, curves, shards, workers, events.
 
 import { LineChart, spark } from "./charts.js";
+import { CurveSection } from "./curve_section.js";
 import { h, keep, setAttribute, setText } from "./dom.js";
 import { HeatMap } from "./heat.js";
 import { FACTS } from "./facts.js";
 import { Table, link, meter, tag } from "./table.js";
-import { clockTime, drawn, duration, fact, heading, perSecond, rate, share, short, shown } from "./words.js";
+import { charted, clockTime, drawn, duration, fact, heading, number, perSecond, rate, share, short, shown, whole } from "./words.js";
 
 export const stateKind = { serving: "good", live: "good", finished: "", empty: "", absent: "warn", draining: "warn", restoring: "warn", expired: "bad", failed: "bad", "no answer": "bad" };
 
@@ -15,8 +16,7 @@ export class Overview {
     this.isByRank = true;
     this.answers = new Answers();
     this.notice = h("section", { class: "card notice", role: "alert", hidden: true }, h("h2", {}, "Problems"), h("ul"));
-    this.curves = new Map();
-    this.curveGrid = h("div", { class: "grid" });
+    this.curves = new CurveSection(job);
     this.speed = chartOf("job", "steps_per_s");
     this.traffic = new LineChart("Payload", drawn(fact("job", "received_bytes_per_s")));
     this.awaited = new HeatMap("Awaited, by worker");
@@ -35,7 +35,7 @@ export class Overview {
       h("h1", { class: "unseen" }, "Overview"),
       this.notice,
       this.answers.element,
-      h("section", { "aria-label": "Curves" }, this.curveGrid),
+      this.curves.element,
       h("section", { class: "grid", "aria-label": "Speed" }, this.speed.element, this.awaited.element, this.traffic.element, this.latency.element, this.behind.element, this.ages.element),
       h("section", { class: "card", "aria-label": "Shards" }, h("header", {}, h("h2", {}, "Shards"), this.shardCount), this.shards.element),
       h("section", { class: "card", "aria-label": "Workers" }, h("header", {}, h("h2", {}, "Workers"), this.workerCount), this.workers.element),
@@ -51,7 +51,7 @@ export class Overview {
     keep(this.notice.lastElementChild, now.problems, (text) => text, () => h("li"), (item, text) => setText(item, text));
     const time = timeRange(history, range);
     const marks = this.job.checkpoints().map((event) => ({ x: event.at, name: event.text }));
-    this.updateCurves(range);
+    this.curves.update(range);
     const line = (column) => zip(history.at, history[column]);
     this.speed.update({ series: [{ name: "steps", points: line("steps_per_s") }], marks, ...time });
     this.traffic.update({ series: [{ name: "received", points: line("received_bytes_per_s") }, { name: "sent", points: line("sent_bytes_per_s") }], marks, ...time });
@@ -69,32 +69,9 @@ export class Overview {
     this.waits.update(now);
     this.events.update(this.job.events);
   }
-
-  updateCurves(range) {
-    const names = this.job.curveNames();
-    keep(this.curveGrid, names, (name) => name, (name) => this.curveOf(name).element, (_, name) => {
-      this.curveOf(name).update(curveData(this.job, name, range));
-    });
-    this.curveGrid.parentElement.hidden = names.length === 0;
-  }
-
-  curveOf(name) {
-    if (!this.curves.has(name)) this.curves.set(name, new LineChart(name, { isTime: false, isFromZero: false }));
-    return this.curves.get(name);
-  }
 }
 
-// A logged curve along the steps, of all workers or of one, over the time shown.
-export function curveData(job, name, range, rank = null) {
-  const since = range ? (job.now?.at ?? 0) - range : 0;
-  const series = [...job.byRank(name)].filter(([each]) => rank === null || each === rank)
-    .map(([each, points]) => ({ name: `worker ${each}`, points: points.filter((point) => point[2] >= since) }))
-    .filter((each) => each.points.length);
-  const marks = job.checkpoints().filter((event) => event.step !== null).map((event) => ({ x: event.step, name: event.text }));
-  return { series, marks };
-}
-
-export const chartOf = (of, name) => new LineChart(heading(fact(of, name)), drawn(fact(of, name)));
+export const chartOf = (of, name) => new LineChart(charted(fact(of, name)), drawn(fact(of, name)));
 
 export const zip = (xs, ys) => (xs ?? []).map((x, index) => [x, ys?.[index] ?? null]);
 
@@ -114,6 +91,8 @@ class Answers {
     this.state = h("p", { class: "big state" });
     this.stateMore = h("p", { class: "more" });
     this.orders = h("ul", { class: "more orders", "aria-label": "Orders of an operator" });
+    this.progress = h("div", { class: "split progress", role: "progressbar", "aria-label": "Progress", "aria-valuemin": "0", hidden: true }, h("i"));
+    this.progressMore = h("p", { class: "more" });
     this.speed = h("p", { class: "big" });
     this.speedMore = h("p", { class: "more" });
     this.spark = h("div");
@@ -125,7 +104,7 @@ class Answers {
     this.slowMore = h("p", { class: "more" });
     const answer = (title, ...parts) => h("section", { class: "answer" }, h("h2", {}, title), ...parts);
     this.element = h("div", { class: "card answers" },
-      answer("Is it training?", this.state, this.stateMore, this.orders),
+      answer("Is it training?", this.state, this.progress, this.progressMore, this.stateMore, this.orders),
       answer("How fast?", this.speed, this.speedMore, this.spark),
       answer("What limits it?", this.limit, this.limitMore, h("div", {}, this.split, this.splitMore)),
       answer("Who is slow?", this.slow, this.slowMore));
@@ -137,11 +116,20 @@ class Answers {
     const [first] = now.shards;
     const saved = first.checkpoint_last ? `checkpoint ${duration(first.checkpoint_age_s)} ago` : first.checkpoint_dir ? "no checkpoint yet" : "no checkpoints are taken";
     setText(this.stateMore, [now.consistency, now.quorum && now.quorum < now.world_size ? `quorum ${now.quorum}` : "", `${now.workers.filter((w) => w.state === "live").length} of ${now.world_size} workers`, saved].filter(Boolean).join(" · "));
+    this.progress.hidden = this.progressMore.hidden = !now.total_steps;
+    if (now.total_steps) {
+      const part = Math.min(1, now.clock / now.total_steps);
+      this.progress.firstElementChild.style.width = `${part * 100}%`;
+      setAttribute(this.progress, "aria-valuemax", now.total_steps);
+      setAttribute(this.progress, "aria-valuenow", now.clock);
+      setText(this.progressMore, `${share(part)} of ${whole(now.total_steps)} steps${now.time_left_s === null ? "" : `, ${duration(now.time_left_s)} left`}`);
+    }
     this.orders.hidden = now.orders.length === 0;
     keep(this.orders, now.orders, (text) => text, () => h("li"), (item, text) => setText(item, text));
     this.speed.replaceChildren(rate(now.steps_per_s), h("small", {}, " steps/s"));
     const aStep = now.steps_per_s > 0 ? `${short(1 / now.steps_per_s)} a step · ` : "";
-    setText(this.speedMore, `${aStep}${perSecond(now.received_bytes_per_s)} received, ${perSecond(now.sent_bytes_per_s)} sent`);
+    const samples = now.samples_per_s ? `${number(now.samples_per_s)} samples/s · ` : "";
+    setText(this.speedMore, `${samples}${aStep}${perSecond(now.received_bytes_per_s)} received, ${perSecond(now.sent_bytes_per_s)} sent`);
     this.spark.replaceChildren(spark(history.steps_per_s ?? []));
     setText(this.limit, now.limit || (now.state === "finished" ? "Nothing any more" : "Nothing is measured while no steps are made"));
     const busiest = now.shards.reduce((a, b) => (b.cpu_share > a.cpu_share ? b : a));
@@ -163,7 +151,7 @@ class Answers {
 
 // Columns of a table: those of the catalogue, the weightiest first.
 function columns(of, rows, fills = {}) {
-  return rows.map((row) => ({ name: heading(row), less: of !== "table" && row.weight < 60, value: (item) => item[row.name] ?? 0, text: (item) => shown(row, item), fill: fills[row.name] }));
+  return rows.map((row) => ({ name: heading(row), value: (item) => item[row.name] ?? 0, text: (item) => shown(row, item), fill: fills[row.name] }));
 }
 
 const live = (of) => FACTS[of].filter((row) => row.weight).sort((a, b) => b.weight - a.weight);
@@ -172,15 +160,15 @@ const SHARD_COLUMNS = [
   { name: "Shard", word: true, value: (s) => s.index, fill: (cell, s) => link(cell, `#/shard/${s.index}`, `${s.index}`) },
   { name: "State", word: true, keep: true, value: (s) => s.state, fill: (cell, s) => tag(cell, s.detail ? `${s.state}, ${s.detail}` : s.state, stateKind[s.state] ?? "") },
   ...columns("shard", live("shard")),
-  { name: "Address", word: true, less: true, value: (s) => s.address },
+  { name: "Address", word: true, value: (s) => s.address },
 ];
 
 const WORKER_COLUMNS = [
   { name: "Rank", word: true, value: (w) => w.rank, fill: (cell, w) => link(cell, `#/worker/${w.rank}`, `${w.rank}`) },
   { name: "State", word: true, keep: true, value: (w) => w.state, fill: (cell, w) => tag(cell, w.state, stateKind[w.state] ?? "") },
   ...columns("worker", live("worker"), { awaited_share: (cell, w) => meter(cell, w.awaited_share) }),
-  { name: "Process", word: true, less: true, value: (w) => `${w.host}:${w.pid}`, text: (w) => (w.pid ? `${w.host}:${w.pid}` : "–") },
-  { name: "Transport", word: true, less: true, cut: true, value: (w) => w.transport, text: (w) => w.transport || "–" },
+  { name: "Process", word: true, value: (w) => `${w.host}:${w.pid}`, text: (w) => (w.pid ? `${w.host}:${w.pid}` : "–") },
+  { name: "Transport", word: true, cut: true, value: (w) => w.transport, text: (w) => w.transport || "–" },
 ];
 
 const TABLE_COLUMNS = [{ name: "Table", word: true, value: (t) => t.name }, ...columns("table", FACTS.table)];

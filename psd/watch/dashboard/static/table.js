@@ -3,18 +3,19 @@
 import { h, keep, setAttribute, setText } from "./dom.js";
 
 export class Table {
-  // columns: {name, word?, less?, value(item), text(item), fill?(cell, item), sort?}. name of the whole, for those who hear it.
+  // columns: {name, word?, value(item), text(item), fill?(cell, item), sort?}. name of the whole, for those who hear it.
   constructor(name, columns, { key, away = () => false }) {
     Object.assign(this, { columns, key, away });
     this.order = { column: 0, isUp: true };
     this.items = [];
     this.heads = columns.map((column, index) => {
       const button = h("button", { type: "button", onclick: () => this.sortBy(index) }, column.name);
-      return h("th", { scope: "col", class: classOf(column) }, button);
+      return h("th", { scope: "col", role: "columnheader", class: classOf(column) }, button);
     });
-    this.body = h("tbody");
+    // Roles, because on a narrow screen rows are drawn as cards, and browsers then do not take them for rows.
+    this.body = h("tbody", { role: "rowgroup" });
     this.element = h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": name },
-      h("table", {}, h("thead", {}, h("tr", {}, ...this.heads)), this.body));
+      h("table", { role: "table" }, h("thead", { role: "rowgroup" }, h("tr", { role: "row" }, ...this.heads)), this.body));
   }
 
   sortBy(index) {
@@ -36,7 +37,9 @@ export class Table {
   }
 
   makeRow() {
-    return h("tr", {}, ...this.columns.map((column, index) => h(index ? "td" : "th", { class: classOf(column), scope: index ? null : "row" })));
+    return h("tr", { role: "row" }, ...this.columns.map((column, index) => h(index ? "td" : "th", {
+      class: classOf(column), scope: index ? null : "row", role: index ? "cell" : "rowheader", "data-name": column.name,
+    })));
   }
 
   fillRow(row, item) {
@@ -49,7 +52,7 @@ export class Table {
   }
 }
 
-const classOf = (column) => [column.word ? "word" : "", column.less ? "less" : "", column.cut ? "cut" : "", column.keep ? "keep" : ""].join(" ").trim() || null;
+const classOf = (column) => [column.word ? "word" : "", column.cut ? "cut" : "", column.keep ? "keep" : ""].join(" ").trim() || null;
 
 function compare(a, b) {
   return typeof a === "string" ? a.localeCompare(b) : a - b;

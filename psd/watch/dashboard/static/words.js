@@ -33,7 +33,7 @@ export const short = known((seconds) => {
 export const number = known((value) => {
   const size = Math.abs(value);
   if (size === 0) return "0";
-  if (size >= 1e7 || size < 1e-4) return value.toExponential(2);
+  if (size >= 1e7 || size < 1e-4) return value.toExponential(2).replace(/\.?0+e/, "e");
   if (size >= 100) return Math.round(value).toLocaleString("en");
   return value.toPrecision(3).replace(/(\.\d*?)0+$/, "$1").replace(/\.$/, "");
 });
@@ -53,7 +53,14 @@ export const heading = ({ title }) => title[0].toUpperCase() + title.slice(1);
 export const formatOf = ({ name, unit }) => (BY_NAME[name] ? known(BY_NAME[name]) : BY_UNIT[unit]);
 export const shown = (row, item) => formatOf(row)(item[row.name]);
 
-// How a chart of it is drawn.
+// How a chart of it is drawn, and what stands above it: always with the unit.
 export function drawn(row) {
-  return { format: formatOf(row), tick: row.unit === "per_s" || row.unit === "count" ? number : formatOf(row), base: row.unit.startsWith("bytes") ? 1024 : 1 };
+  const format = row.unit === "per_s" ? known((value) => `${rate(value)}/s`) : formatOf(row);
+  const tick = { s: shortTick, per_s: number, count: number }[row.unit] ?? format;
+  return { format, tick, base: row.unit.startsWith("bytes") ? 1024 : 1 };
 }
+
+export const charted = (row) => `${heading(row)}${row.name === "behind" ? ", in steps" : ""}`;
+
+// A round time beside an axis.
+const shortTick = (seconds) => (seconds === 0 ? "0 s" : short(seconds).replace(/\.0+(?= )/, ""));

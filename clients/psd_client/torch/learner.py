@@ -1,0 +1,340 @@
+"""A learner: steps of the program's own torch optimizer, and exchanges with the shards, fragment by fragment, now and then.
+
+What travels is the base less the parameters; the base is what the learner has received last. While an exchange is under way the
+learner may go on: the call then runs in a thread of its own. A difference that the shards have dropped, because it came late,
+stays in the learner's parameters, and so in its next difference. So does what it has learned since, if the base of a fragment
+that it was not exchanging has changed. Must not know how fragments are chosen, or how anything travels.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any, overload
+
+import numpy as np
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+from psd.contract.errors import InvalidRequest, RolledBack
+from psd.contract.rules import weight_of
+from psd_client.client import ParameterServer, worker_of
+from psd_client.optimizers import scalar_values
+from psd_client.torch.buffers import Buffers
+from psd_client.torch.declaration import TorchDeclaration
+from psd_client.torch.local import Local
+from psd_client.torch.parameters import as_tensors
+from psd_client.torch.schedule import DistributedScheduler, register
+from psd_client.torch.uncompiled import uncompiled
+from psd_client.worker.flat_calls import FlatCalls
+from psd_client.worker.worker import Turn
+
+_WEIGHT_UNIT = 2.0**-20
+"""Weights are multiplied by this: they are squares of numbers of tokens, and a push's weight is at most 10^15."""
+
+
+class LocalOptimizer(torch.optim.Optimizer):
+    """A torch optimizer that steps in this process, and whose results are exchanged; made by `distribute` with `local`.
+
+    Its param_groups and its state are those of the optimizer that was given.
+
+    Attributes:
+        ps: the connection. Its clock counts exchanges.
+        local_step: local steps that this learner has made. After a restart it is the step of the job's last exchange.
+        outer_groups: options of the outer rule, one dict for each fragment. The program may change them, on all learners alike.
+    """
+
+    def __init__(self, inner: torch.optim.Optimizer, ps: ParameterServer, declaration: TorchDeclaration, local: Local) -> None:
+        super().__init__(inner.param_groups, dict(inner.defaults))  # the groups' dicts themselves, not copies
+        self.ps, self._inner, self._local = ps, inner, local
+        self.state = inner.state
+        self._worker = worker_of(ps)
+        self._declaration = declaration
+        self._buffers = Buffers(declaration, self._worker.parameters, self._worker.times_gone_back)
+        self._buffers.receive()
+        if declaration.places:
+            self._worker.keep_buffers(self._buffers.send)
+        self.outer_groups = [group for part in declaration.parts for group in part.given.optimizer.param_groups]
+        self._schedule: DistributedScheduler | None = None
+        self._is_stepping = False
+        self._flight: _Flight | None = None
+        self._begin()
+        register(self, self, inner)
+        inner.register_step_pre_hook(_step_check(self))
+
+    @torch.no_grad()
+    def _begin(self) -> None:
+        """Go on from the values that have been received last, as of the job's last exchange."""
+        declaration, flat = self._declaration, self._worker.parameters
+        views = as_tensors(flat)
+        self._base = {index: views[index].clone() for index in declaration.trained}
+        self._versions = list(flat.versions)
+        for index in declaration.trained:
+            declaration.parameters[index].copy_(views[index])
+        self._times_gone_back = self._worker.times_gone_back
+        self._exchanges = self.ps.clock
+        self.local_step = self._local.step_of(self._exchanges - 1)
+        self._counts = [_Counts() for _ in declaration.parts]
+
+    @property
+    def rank(self) -> int:
+        """This learner's number, from 0; it selects this learner's share of the data."""
+        return self.ps.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of learners, and so of shares of the data."""
+        return self.ps.world_size
+
+    @overload
+    def step(self, closure: None = None, *, tokens: float = 1) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float], *, tokens: float = 1) -> float: ...
+    @uncompiled
+    def step(self, closure: Callable[[], float] | None = None, *, tokens: float = 1) -> float | None:
+        """Step the program's optimizer; begin an exchange, or mix in what one has brought, if it is time for that.
+
+        Args:
+            closure: as the optimizer takes it.
+            tokens: what this step has learned from, in tokens or samples. A learner's weight in a merge is, counted since it
+                received the fragment last, tokens x tokens per step (arXiv 2604.21428).
+
+        Raises:
+            PsdError: what the shards or the connection refuse. The local step is made; the exchange is tried again, with the
+                same difference, at the next call.
+        """
+        size = weight_of(tokens, "tokens")
+        if self._times_gone_back != self._worker.times_gone_back:  # another call has told the program
+            self._flight = None
+            self._begin()
+        self._is_stepping = True
+        try:
+            loss = self._inner.step() if closure is None else self._inner.step(closure)
+        finally:
+            self._is_stepping = False
+        self.local_step += 1
+        for counts in self._counts:
+            counts.steps += 1
+            counts.tokens += size
+        if self._schedule is not None:
+            self._schedule.on_optimizer_step()
+        self._exchange()
+        return loss
+
+    def _exchange(self) -> None:
+        local = self._local
+        if self._flight is not None and (self._flight.is_failed or self.local_step >= self._flight.due):
+            self._land()
+        if self._flight is None and self.local_step >= local.step_of(self._exchanges):
+            self._exchanges += 1
+            self._depart(self.ps.clock % local.count)
+            if not local.delay:
+                self._land()
+
+    @torch.no_grad()
+    def _depart(self, fragment: int) -> None:
+        """Begin to exchange a fragment: the next in turn, by the job's clock."""
+        declaration, worker = self._declaration, self._worker
+        part = declaration.parts[fragment]
+        counts, self._counts[fragment] = self._counts[fragment], _Counts()
+        views = as_tensors(worker.gradients)
+        present = np.zeros(len(declaration.tensors), np.bool_)
+        for index in (declaration.trained[position] for position in part.trained):
+            present[index] = True
+            base = self._base[index]
+            views[index].copy_(base - declaration.parameters[index].to(base.device, base.dtype))
+        options = iter(self.outer_groups)
+        scalars = [
+            scalar_values(spec, {} if spec.is_static else next(options), index) for index, spec in enumerate(declaration.groups)
+        ]
+
+        def call(turn: Turn) -> None:
+            worker.push_pull_flat(scalars, counts.weight, present, job_part=part.job_part, turn=turn)
+
+        due, late_before = self.local_step + self._local.delay, worker.stats()["blocks_late"]
+        self._flight = _Flight(worker, call, fragment, due, late_before)
+
+    def _land(self) -> None:
+        """Wait for the exchange under way, and take what it has brought."""
+        flight = self._flight
+        assert flight is not None
+        if flight.is_failed:
+            flight = self._flight = flight.again()
+        try:
+            flight.wait()
+        except RolledBack:
+            self._flight = None
+            self._begin()
+            raise
+        self._flight = None
+        self._take(flight)
+
+    @torch.no_grad()
+    def _take(self, flight: _Flight) -> None:
+        """Mix a fragment's received values in; carry what was learned of others over to new bases of theirs.
+
+        If the difference came late, all that was learned of the fragment is carried over, too; if it was sent again, what was
+        learned since it was taken."""
+        declaration, flat = self._declaration, self._worker.parameters
+        views, differences = as_tensors(flat), as_tensors(self._worker.gradients)
+        received = {block.group for block in flat.layout.blocks if flat.versions[block.index] != self._versions[block.index]}
+        self._versions = list(flat.versions)
+        own = declaration.parts[flight.fragment].groups
+        is_mixed = not flight.is_late and not flight.is_repeated
+        share = self._local.share
+        for index in declaration.trained:
+            group = declaration.tensors[index].group
+            parameter, base, value = declaration.parameters[index], self._base[index], views[index]
+            if group in own and is_mixed:
+                new = value if share == 0 else torch.lerp(value, parameter.to(value.device, value.dtype), share)
+                parameter.copy_(new)
+            elif group in received or group in own:
+                has_counted = group in own and not flight.is_late
+                moved = value - base + differences[index] if has_counted else value - base
+                parameter.add_(moved.to(parameter.device, parameter.dtype))
+            else:
+                continue
+            base.copy_(value)
+
+    @uncompiled
+    def pull(self) -> None:
+        """Take the job's current parameters into the model, for evaluation or at the end; what this learner has learned since
+        its last exchanges is dropped. An exchange under way is waited for."""
+        if self._flight is not None:
+            self._land()
+        self._worker.pull_flat()
+        exchanges, step = self._exchanges, self.local_step
+        self._begin()
+        self._exchanges, self.local_step = exchanges, step
+        self._buffers.follow(self._worker.times_gone_back)
+
+    def stop(self) -> int:
+        """End the job for all learners at one exchange; ParameterServer.stop says how."""
+        if self._flight is not None:
+            self._land()
+        return self.ps.stop()
+
+    def close(self) -> None:
+        """Finish: no other learner waits for this one any more. The end of the program does the same."""
+        try:
+            if self._flight is not None:
+                self._land()
+        finally:
+            self.ps.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the program's own optimizer, and the local step. It is in no checkpoint of the shards: a learner that is
+        restarted without it begins with fresh moments."""
+        return {**self._inner.state_dict(), "local_step": self.local_step}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over the state of the program's own optimizer. The local step stays: it follows from the job's clock."""
+        self._inner.load_state_dict({name: value for name, value in state_dict.items() if name != "local_step"})
+        self.param_groups, self.state = self._inner.param_groups, self._inner.state
+
+    def keep_schedule(self, given: LRScheduler, every: int) -> DistributedScheduler:
+        """Keep a schedule at the local step. Called by `scheduler`; not for programs."""
+        if self._schedule is not None:
+            raise InvalidRequest("scheduler: the optimizer has one already; combine several by torch's ChainedScheduler")
+        self._schedule = DistributedScheduler(given, lambda: self.local_step, every)
+        return self._schedule
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Raise InvalidRequest: what a job trains is fixed when it is declared."""
+        if hasattr(self, "ps"):
+            raise InvalidRequest("add_param_group: the job has been declared; add all groups before distribute()")
+        super().add_param_group(param_group)
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError("a LocalOptimizer holds a connection and cannot be copied or pickled; use its state_dict()")
+
+
+class _Counts:
+    """Counts of a learner's steps and tokens since it received a fragment last."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.tokens = 0.0
+
+    @property
+    def weight(self) -> float:
+        """The learner's weight in a merge."""
+        return self.tokens * (self.tokens / self.steps) * _WEIGHT_UNIT
+
+
+class _Flight:
+    """One exchange of a fragment, in a thread of its own.
+
+    Args:
+        call: makes the exchange, in its turn; again, with the same difference, if it has failed.
+        due: local step at which the learner waits for its end. late_before: count of blocks that had been late before it.
+
+    Attributes:
+        is_repeated: it was made again. is_failed: it has ended with an error. is_late: the shards have dropped the difference.
+        is_finished, in_background, ended, before: see psd_client.worker.worker.Turn.
+    """
+
+    is_finished = in_background = True
+    is_repeated = False
+    before: Turn | None = None
+
+    def __init__(self, worker: FlatCalls, call: Callable[[Turn], None], fragment: int, due: int, late_before: int) -> None:
+        self.fragment, self.due = fragment, due
+        self._worker = worker
+        self._call = call
+        self._late_before = late_before
+        self._error: BaseException | None = None
+        self.ended = threading.Event()
+        worker.take_turn(self)
+        # A daemon: the end of the program, which closes the connection, ends it.
+        threading.Thread(target=self._run, name="psd-exchange", daemon=True).start()
+
+    def again(self) -> _Flight:
+        """Make the call again."""
+        flight = _Flight(self._worker, self._call, self.fragment, self.due, self._late_before)
+        flight.is_repeated = True
+        return flight
+
+    def _run(self) -> None:
+        try:
+            if self.before is not None:
+                self.before.ended.wait()
+                self.before = None
+            self._call(self)
+        except BaseException as error:  # noqa: BLE001 - raised by wait
+            self._error = error
+        finally:
+            self.ended.set()
+
+    @property
+    def is_failed(self) -> bool:
+        """True once the call has ended with an error."""
+        return self.ended.is_set() and self._error is not None
+
+    @property
+    def is_late(self) -> bool:
+        """True if the shards have closed the round without the difference."""
+        return self._worker.stats()["blocks_late"] > self._late_before
+
+    def abort(self) -> None:
+        """Do nothing: the connection is ending, which ends the call."""
+
+    def wait(self) -> None:
+        """Wait until the call has ended; raise its error."""
+        self.ended.wait()
+        if self._error is not None:
+            raise self._error
+
+
+def _step_check(owner: LocalOptimizer) -> Callable[..., None]:
+    """A hook that refuses a step of the given optimizer which its owner does not make: it would never be exchanged."""
+
+    def check(given: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        del args, kwargs
+        if not owner._is_stepping:  # noqa: SLF001 - of its own module
+            raise InvalidRequest(
+                f"{type(given).__name__}.step: this optimizer was given to psd.distribute(); step its result, which counts the "
+                "local steps: optimizer = psd.distribute(model, optimizer, local=...)"
+            )
+
+    return check

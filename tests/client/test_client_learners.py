@@ -1,0 +1,61 @@
+"""Exchanges of learners while calls fail and shards are restarted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from client_faults import Restartable, connect_faulty, in_threads  # noqa: E402
+from learners import OUTER, SUM, Walker, learned  # noqa: E402
+
+import psd_client  # noqa: E402
+import psd_client.torch as psd  # noqa: E402
+from psd.contract.errors import ShardUnavailable  # noqa: E402
+
+
+def test_a_failed_exchange_is_made_again_with_the_same_difference(cluster: Any) -> None:
+    """The shard has counted it, and the reply is lost: once, and the local steps since are in the next."""
+    ps, faults = connect_faulty(cluster(1).servers, retry_timeout_s=0.0)
+    with ps:
+        walker = Walker(ps, psd.Local(steps=2, outer=SUM))
+        faults.lose_reply("push_pull", shard=0)
+        with pytest.raises(ShardUnavailable):
+            walker.walk(2)
+        assert walker.optimizer.local_step == 2
+        walker.walk()
+        faults.assert_all_fired()
+
+        assert walker.walk(1) == [-4.0, -4.0]
+        walker.optimizer.pull()
+        assert walker.place == [-4.0, -4.0]
+
+
+def test_shards_that_die_meanwhile_change_no_bit(cluster: Any, tmp_path: Path) -> None:
+    """With exact aggregation; one in the midst of an exchange that is under way while the learners compute."""
+    local = psd.Local(steps=4, outer=OUTER, fragments=2, delay=1)
+    steps = 12
+    servers = cluster(2).servers
+    expected = in_threads(*(lambda rank=rank: _alone(servers, rank, local, steps) for rank in range(2)))
+    shards = Restartable(cluster, tmp_path)
+    ps, faults = connect_faulty(shards.servers, 0, 2)
+    for index in (0, 1):
+        faults.run_before("push", shard=0, action=lambda index=index: shards.restart(index))
+
+    def first() -> Any:
+        with ps:
+            return learned(ps, local, steps, aggregation="exact")
+
+    found = in_threads(first, lambda: _alone(shards.servers, 1, local, steps))
+
+    faults.assert_all_fired()
+    for mine, right in zip(found, expected, strict=True):
+        assert all(map(torch.equal, mine, right))
+
+
+def _alone(servers: str, rank: int, local: psd.Local, steps: int) -> Any:
+    with psd_client.connect(servers, rank, 2) as ps:
+        return learned(ps, local, steps, aggregation="exact")

@@ -1,0 +1,17 @@
+"""The modules of examples/."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.fixture
+def example(monkeypatch):
+    """example("ctr"): a module of examples/."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    return importlib.import_module

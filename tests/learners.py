@@ -1,0 +1,78 @@
+"""Learners for tests of local steps: a small network with its data, and a model whose every step is known."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn, optim
+from torch.nn import functional as F  # noqa: N812
+
+import psd_client
+import psd_client.torch as psd
+from psd_client import ParameterServer
+
+OUTER = psd_client.SGD(lr=0.7, momentum=0.9, nesterov=True)
+
+
+SUM = psd_client.SGD(lr=1.0)
+
+
+def network() -> nn.Sequential:
+    """The same values at each call."""
+    model = nn.Sequential(
+        nn.Embedding(7, 5), nn.Flatten(), nn.Linear(15, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)
+    )
+    generator = torch.Generator().manual_seed(5)
+    for parameter in model.parameters():
+        nn.init.uniform_(parameter, -0.5, 0.5, generator)
+    return model
+
+
+def adam(model: nn.Module) -> optim.Optimizer:
+    return optim.AdamW(model.parameters(), lr=0.02)
+
+
+def backward(model: nn.Module, step: int, rank: int) -> None:
+    """A learner's gradients of a step."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    ids = torch.randint(7, (6, 3), generator=generator)
+    model.zero_grad()
+    F.cross_entropy(model(ids), ids.sum(1) % 3).backward()
+
+
+def learned(ps: Any, local: psd.Local, steps: int, tokens: Any = lambda step, rank: 1, **options: Any) -> list[Any]:
+    model = network()
+    optimizer = psd.distribute(model, adam(model), local=local, ps=ps, **options)
+    for step in range(optimizer.local_step + 1, steps + 1):
+        backward(model, step, ps.rank)
+        optimizer.step(tokens=tokens(step, ps.rank))
+    found = [parameter.detach().clone() for parameter in model.parameters()]
+    assert optimizer.local_step == steps
+    optimizer.close()
+    return found
+
+
+def constant(value: float = 0.0) -> nn.Module:
+    """Two tensors, of one fragment each, whose gradients the tests set."""
+    return nn.ParameterDict({name: nn.Parameter(torch.full((4,), value)) for name in ("a", "b")})
+
+
+class Walker:
+    """A learner whose every local step moves all parameters by -1."""
+
+    def __init__(self, ps: ParameterServer, local: psd.Local, **options: Any) -> None:
+        self.model = constant()
+        self.optimizer = psd.distribute(self.model, optim.SGD(self.model.parameters(), lr=1.0), local=local, ps=ps, **options)
+
+    def walk(self, steps: int = 1) -> list[float]:
+        for _ in range(steps):
+            for parameter in self.model.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            self.optimizer.step()
+        return self.place
+
+    @property
+    def place(self) -> list[float]:
+        """The value of each tensor, all of whose elements are equal."""
+        return [parameter[0].item() for parameter in self.model.parameters()]
