@@ -198,7 +198,8 @@ class DataPlane:
         """Yield the blocks as they become ready, then the rows that are asked for ahead, last the push's reply.
 
         A block is answered once the push has covered it: what a worker reads contains its own gradient. Blocks that are ready
-        first come first. A push of one part of the job is answered with that part's blocks, and the tables'.
+        first come first. A push of one part of the job is answered with that part's blocks, and the tables'. With rounds the
+        reply comes when the round has closed in the others, too: until then a shard that is killed has to have the push again.
         """
         began = self._now()
         push = self._begin(header, waiter)
@@ -228,19 +229,27 @@ class DataPlane:
                 ) is not None:
                     waiter.wait(ticket)
                 self.counts.count_bytes(received=block.nbytes)
-                if len(push.covered) > covered and (answered is None or block.block in answered):
+                if len(push.covered) > covered and (pull.has_rounds or answered is None or block.block in answered):
                     pending.append(push.job.trained(block.block))
                 if block.is_followed and pull.has_rounds:
                     continue
                 while pending and (found := self._exchange.peek(pending[0], pull)) is not None:
-                    yield PulledBlock(pending.popleft(), found)
+                    pulled = PulledBlock(pending.popleft(), found)
+                    if answered is None or pulled.block in answered:
+                        yield pulled
+                    else:
+                        pulled.release()
             reply = self._exchange.end_push(push)
             if pending:
                 self._pass_gate(pull, pull.clock, waiter)
             for state in pending:
                 while not isinstance(read := self._exchange.read(state, pull), tuple):
                     waiter.wait(read)
-                yield PulledBlock(state, read)
+                pulled = PulledBlock(state, read)
+                if answered is None or pulled.block in answered:
+                    yield pulled
+                else:
+                    pulled.release()
             if ahead is not None:
                 version = tables.version
                 self._exchange.fill_rows(tables, rows, is_use=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +29,9 @@ GROUPS = (GroupSpec("sgd"), GroupSpec("sgd", ("momentum",)))
 class Worker:
     """A worker that steps parts."""
 
-    def __init__(self, ps: ParameterServer, **options: Any) -> None:
+    def __init__(self, ps: ParameterServer, tensors: Sequence[TensorSpec] = TENSORS, **options: Any) -> None:
         self.ps, self.flat = ps, worker_of(ps)
-        self.flat.declare_tensors(TENSORS, GROUPS, initial=lambda _: None, **options)
+        self.flat.declare_tensors(tensors, GROUPS, initial=lambda _: None, **options)
 
     def step(self, part: JobPart, value: float) -> None:
         """Push a gradient of this value for one part, while the other's memory holds what must not be sent."""
@@ -160,6 +160,41 @@ def test_a_shard_that_is_restarted_between_parts_changes_no_bit(
 
     assert in_threads(first, second) == [expected(MEAN)] * 2
     faults.assert_all_fired()
+
+
+@pytest.mark.parametrize("aggregation", ["fast", "exact"])
+def test_a_shard_without_a_block_of_the_part_that_is_restarted_in_its_round_has_the_push_again(
+    cluster: Start, tmp_path: Path, aggregation: str
+) -> None:
+    """It once answered at once: the worker had moved on when the shard lost the push, and everybody waited for it for ever."""
+    shards = Restartable(cluster, tmp_path)
+    tensors = (TensorSpec("a", (SIZE,), "float32", 0), TensorSpec("b", (10,), "float32", 1))
+    order = (SECOND, FIRST, SECOND)
+
+    def known(index: int) -> dict[int, object]:
+        found: dict[int, object] = shards.shards[index].shard.declared().agreement.known()
+        return found
+
+    with connect(shards.servers, 0, 2) as ps, connect(shards.servers, 1, 2) as peer:
+        first, second = in_threads(
+            lambda: Worker(ps, tensors, aggregation=aggregation), lambda: Worker(peer, tensors, aggregation=aggregation)
+        )
+        layout = first.flat.declared.parameters.layout
+        (owner,) = {layout.shard_of(block.index) for block in layout.blocks if block.group == 1}
+
+        def steps(worker: Worker) -> list[float]:
+            for step, part in enumerate(order):
+                worker.step(part, step + 1)
+            return worker.values
+
+        def after_a_restart() -> list[float]:
+            until(lambda: 0 in known(1 - owner) and 0 in known(owner))
+            shards.restart(1 - owner)
+            return steps(second)
+
+        ends = in_threads(lambda: steps(first), after_a_restart)
+
+    assert ends == [expected([(part, step + 1.0) for step, part in enumerate(order)])] * 2
 
 
 def test_a_worker_that_comes_back_goes_on_with_the_part_of_its_round(cluster: Start) -> None:

@@ -14,6 +14,8 @@ from psd.rim.data_plane import DataPlane
 from psd.state.aggregation.agreement import Agreement, Voice
 from psd.state.aggregation.rounds import FastRound, Outcome
 from psd.state.cuts.positions import Positions
+from psd.state.desks.exchange import Exchange
+from psd.state.desks.transfers import Pull, Push
 from psd.state.durability.client_states import ClientStates
 from psd.state.job import Job
 from psd.state.tables.block import TablesBlock
@@ -119,6 +121,24 @@ def turn_by_an_old_clock(monkeypatch: pytest.MonkeyPatch) -> None:
             return sent
 
     monkeypatch.setattr(ParameterExchange, "_begin", begin)
+
+
+def answered_before_the_round_has_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shard answers a push of a part when that part's blocks are there, also if it has none; others may be open."""
+    begin, read = Exchange.begin_answer, Exchange.read
+    answers: dict[int, tuple[Pull, set[int]]] = {}
+
+    def begin_answer(exchange: Exchange, push: Push) -> Pull:
+        pull = begin(exchange, push)
+        answers[id(pull)] = pull, {*push.header.answered}
+        return pull
+
+    def hasty(exchange: Exchange, block: Any, pull: Pull) -> Any:
+        _, answered = answers.get(id(pull), (pull, {block.index}))
+        return read(exchange, block, pull) if block.index in answered else block.read(0)
+
+    monkeypatch.setattr(Exchange, "begin_answer", begin_answer)
+    monkeypatch.setattr(Exchange, "read", hasty)
 
 
 # -- defects that parts could have ----------------------------------------------------------------------------------------

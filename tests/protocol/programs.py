@@ -137,12 +137,16 @@ class Program:
         return gradient
 
     def _turn(self) -> int:
-        """The part whose turn it is: by the clock, but by its own count in a program that is mistaken, until it is told."""
+        """The part whose turn it is: by the clock, but by its own count in a program that is mistaken, until it is told.
+
+        The last part comes first, of which not every shard has a block.
+        """
         assert self.ps is not None
         round_, part = self.told_part
         if round_ == self.ps.clock:
             return part
-        return (self.steps_made if self.script == "push_pull_own_turns" else self.ps.clock) % self.setting.parts
+        count = self.steps_made if self.script == "push_pull_own_turns" else self.ps.clock
+        return (self.setting.parts - 1 - count) % self.setting.parts
 
     def push(self, gradient: int) -> None:
         def call(ps: FlatCalls, scalars: Any) -> None:

@@ -160,6 +160,17 @@ def test_a_push_for_the_turn_of_a_round_that_is_over_is_found(monkeypatch: pytes
     assert told_in_order(story, "raises WaitTimeout", "decides: other", "join", "= PartsDisagree")
 
 
+@pytest.mark.slow
+def test_a_push_that_is_answered_before_its_round_has_closed_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its worker goes on, and nobody has it any more when the shard is killed."""
+    planted.answered_before_the_round_has_closed(monkeypatch)
+
+    story = find(Setting("planted", parts=2, blocks=3, faults=frozenset({"kill"})))
+
+    assert "wait for what cannot come" in story[0]
+    assert told_in_order(story, "shard 1: push_pull gradient  clock 0", "shard 1 is killed and restarted", "clock 1")
+
+
 # -- defects that parts could have ----------------------------------------------------------------------------------------
 
 
@@ -169,7 +180,7 @@ def test_a_shard_that_answers_with_the_blocks_of_another_part_is_found(monkeypat
 
     story = find(Setting("planted", parts=2, blocks=3, faults=frozenset(), budget=0))
 
-    assert "at clock 1 has version 0 of block 0, which lacks [0, 6]" in story[0]
+    assert "at clock 1 has version 0 of block 2, which lacks [0, 6]" in story[0]
 
 
 @pytest.mark.slow
