@@ -229,7 +229,7 @@ class DataPlane:
                 ) is not None:
                     waiter.wait(ticket)
                 self.counts.count_bytes(received=block.nbytes)
-                if len(push.covered) > covered and (pull.has_rounds or answered is None or block.block in answered):
+                if len(push.covered) > covered and (answered is None or pull.has_rounds or block.block in answered):
                     pending.append(push.job.trained(block.block))
                 if block.is_followed and pull.has_rounds:
                     continue
