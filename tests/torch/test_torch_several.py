@@ -307,3 +307,36 @@ def test_slots_of_one_of_several_are_not_loaded(run_workers: Any) -> None:
         optimizers["critic"].load_state_dict({**given["critic"].state_dict(), "state": {}})
 
     run_workers(1, 1, worker)
+
+
+@pytest.mark.parametrize(("world_size", "options"), [(2, {}), (1, {"consistency": "async"})], ids=str)
+def test_clip_norm_clips_each_step_by_the_norm_of_its_own_part(run_workers: Any, world_size: int, options: Any) -> None:
+    """The gradients that wait in the other part are no part of it."""
+
+    def train(model: ActorCritic, optimizers: Any, rank: int, of: int, *, clips: bool) -> list[Any]:
+        for step in range(STEPS):
+            x = drawn(step, (8, 5), rank, of)
+            (model.critic(x).square().mean() - 3 * F.log_softmax(model.actor(x), 1)[:, 0].mean()).backward()
+            for name, part in (("actor", model.actor), ("critic", model.critic)):
+                if clips:
+                    nn.utils.clip_grad_norm_(part.parameters(), 0.05)
+                optimizers[name].step()
+            for optimizer in optimizers.values():
+                optimizer.zero_grad()
+        return values(model)
+
+    def with_sgd(model: ActorCritic) -> dict[str, optim.Optimizer]:
+        return {name: optim.SGD(part.parameters(), lr=1.0) for name, part in model.named_children()}
+
+    alone, unclipped = ActorCritic(), ActorCritic()
+    expected = train(alone, with_sgd(alone), 0, 1, clips=True)
+    train(unclipped, with_sgd(unclipped), 0, 1, clips=False)
+    assert not torch.allclose(expected[0], values(unclipped)[0], rtol=0.1)
+
+    def worker(ps: Any) -> Any:
+        model = ActorCritic()
+        optimizers = psd.distribute(model, with_sgd(model), ps=ps, clip_norm=0.05, **options)
+        return train(model, optimizers, ps.rank, ps.world_size, clips=False)
+
+    for actual in run_workers(world_size, 2, worker):
+        assert_close(actual, expected, 1e-5)
