@@ -14,16 +14,19 @@ from learners import OUTER, SUM, Walker, learned  # noqa: E402
 
 import psd_client  # noqa: E402
 import psd_client.torch as psd  # noqa: E402
-from psd.contract.errors import ShardUnavailable  # noqa: E402
 
 
 def test_a_failed_exchange_is_made_again_with_the_same_difference(cluster: Any) -> None:
     """The shard has counted it, and the reply is lost: once, and the local steps since are in the next."""
-    ps, faults = connect_faulty(cluster(1).servers, retry_timeout_s=0.0)
+
+    def cut() -> None:
+        raise RuntimeError("the reply was lost, and no retry is made")
+
+    ps, faults = connect_faulty(cluster(1).servers)
     with ps:
         walker = Walker(ps, psd.Local(steps=2, outer=SUM))
-        faults.lose_reply("push_pull", shard=0)
-        with pytest.raises(ShardUnavailable):
+        faults.lose_reply("push_pull", shard=0, after=cut)
+        with pytest.raises(RuntimeError, match="the reply was lost"):
             walker.walk(2)
         assert walker.optimizer.local_step == 2
         walker.walk()

@@ -175,6 +175,63 @@ def test_pull_takes_the_jobs_parameters_and_drops_what_was_not_exchanged(cluster
         assert walker.place == [-6.0, -6.0]
 
 
+def test_without_rounds_each_difference_is_applied_as_it_comes(cluster: Any) -> None:
+    servers = cluster(2).servers
+    local = psd.Local(steps=2, outer=SUM)
+    with psd_client.connect(servers, 0, 2) as ps, psd_client.connect(servers, 1, 2) as peer:
+        walkers: dict[int, Walker] = {}
+
+        def begin(rank: int, connection: ParameterServer) -> None:
+            walkers[rank] = Walker(connection, local, consistency="async")
+
+        threads = [threading.Thread(target=begin, args=pair) for pair in enumerate((ps, peer))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+        assert walkers[0].walk(2) == [-2.0, -2.0]
+        assert walkers[1].walk(3) == [-5.0, -5.0]  # both learners' steps, and one more of its own
+        assert walkers[0].walk(2) == [-6.0, -6.0]
+
+
+def test_a_grad_scaler_skips_local_steps(cluster: Any) -> None:
+    """An infinite gradient makes no step, and so no exchange; loss scaling stays the learner's own."""
+    with psd_client.connect(cluster(1).servers, 0, 1) as ps:
+        walker = Walker(ps, psd.Local(steps=1, outer=SUM))
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        scaler.scale(torch.zeros(()))
+        for gradient in (4.0, float("inf"), 2.0):
+            for parameter in walker.model.parameters():
+                parameter.grad = torch.full_like(parameter, gradient)
+            scaler.step(walker.optimizer)
+            scaler.update()
+
+        assert walker.place == [-2.0, -2.0]
+        assert (walker.optimizer.local_step, ps.clock, scaler.get_scale()) == (2, 2, 2.0)
+
+
+def test_buffers_are_stored_and_are_there_for_a_learner_that_comes_later(cluster: Any) -> None:
+    def model() -> Any:
+        return torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
+
+    servers = cluster(1).servers
+    local = psd.Local(steps=2, outer=SUM)
+    with psd_client.connect(servers, 0, 1) as ps:
+        first = model()
+        optimizer = psd.distribute(first, optim.SGD(first.parameters(), lr=0.1), local=local, ps=ps)
+        for _ in range(4):
+            first(torch.randn(8, 3)).sum().backward()
+            optimizer.step()
+    assert first[1].num_batches_tracked == 4
+
+    with psd_client.connect(servers, 0, 1) as ps:
+        second = model()
+        psd.distribute(second, optim.SGD(second.parameters(), lr=0.1), local=local, ps=ps)
+        assert second[1].num_batches_tracked == 4
+        torch.testing.assert_close(second[1].running_mean, first[1].running_mean, rtol=0, atol=0)
+
+
 def test_fragments_travel_one_at_a_time(cluster: Any) -> None:
     """An exchange of one of two equal fragments moves half of the bytes."""
     with psd_client.connect(cluster(1).servers, 0, 1) as ps:

@@ -32,8 +32,9 @@ def average_of(model: nn.Module, *, is_of_buffers: bool) -> nn.Module:
 
 def train(ps: Any, steps: int, *, is_of_buffers: bool) -> tuple[Any, Any]:
     """The teacher's weights when the job was joined, and in the end."""
-    torch.manual_seed(3)
-    student = nn.Linear(4, 3)
+    student, seeded = nn.Linear(4, 3), torch.Generator().manual_seed(3)  # torch's own seed is one for all threads
+    for parameter in student.parameters():
+        nn.init.uniform_(parameter, -0.5, 0.5, seeded)
     teacher = average_of(student, is_of_buffers=is_of_buffers)
     optimizers = psd.distribute(
         {"student": student, "teacher": teacher}, {"student": torch.optim.SGD(student.parameters(), lr=0.3)}, ps=ps
