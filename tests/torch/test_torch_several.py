@@ -230,7 +230,7 @@ def test_a_grad_scaler_serves_all_of_them(run_workers: Any) -> None:
 
 
 def test_a_worker_that_steps_another_than_the_round_is_told_and_may_step_that_one(run_workers: Any) -> None:
-    """Whichever of the two comes second."""
+    """Whichever of the two comes second. (On two shards each may be first at one, and both are told.)"""
 
     def worker(ps: Any) -> tuple[str, list[Any]]:
         models = gan()
@@ -246,7 +246,7 @@ def test_a_worker_that_steps_another_than_the_round_is_told_and_may_step_that_on
             optimizers[other].step()
         return told, values(nn.ModuleDict(models))
 
-    (first, ours), (second, theirs) = run_workers(2, 2, worker)
+    (first, ours), (second, theirs) = run_workers(2, 1, worker)
 
     assert sorted([bool(first), bool(second)]) == [False, True]
     assert "steps part 1" in first + second
