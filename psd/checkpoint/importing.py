@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from psd.checkpoint import parquet, plain
-from psd.checkpoint.storage import open_parent
+from psd.checkpoint.opening import open_parent
 from psd.contract.errors import CheckpointFailed
 from psd_core import first_nonfinite
 

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from psd.checkpoint import safetensors
-from psd.checkpoint.storage import FileStore, open_parent
+from psd.checkpoint.opening import open_parent
+from psd.checkpoint.storage import FileStore
 from psd.contract.errors import CheckpointCorrupt, CheckpointFailed
 
 IDS_SUFFIX, ROWS_SUFFIX = ".ids", ".rows"
