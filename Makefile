@@ -19,23 +19,26 @@ BIN_LAUNCHERS := .venv-launchers/bin
 INSTALLED_LAUNCHERS := .venv-launchers/.psd-installed
 BIN_TRAINERS := .venv-trainers/bin
 INSTALLED_TRAINERS := .venv-trainers/.psd-installed
+BIN_STORES := .venv-stores/bin
+INSTALLED_STORES := .venv-stores/.psd-installed
 BIN_TORCHREC := .venv-torchrec/bin
 INSTALLED_TORCHREC := .venv-torchrec/.psd-installed
 SOURCES := pyproject.toml setup.py .ci/setup .ci/constraints.txt \
 	$(wildcard proto/psd/v1/*.proto psd_core/*.pyx psd_core/_c_headers.py psd_core/rules.py psd_core/_vector_rows.py psd_core/vector_operations.py psd_core/csrc/*)
 
-.PHONY: help setup demo docs pictures check test test-keras test-trainers test-torchrec test-launchers test-install test-browser chaos jepsen check-protocol fuzz bench lint clean
+.PHONY: help setup demo docs pictures check test test-keras test-trainers test-torchrec test-launchers test-stores test-install test-browser chaos jepsen check-protocol fuzz bench lint clean
 
 help:
 	@echo "make demo    train the MNIST example synchronously and asynchronously on 2 shards x 2 workers"
 	@echo "make docs    the pages of docs/ as a site, in build/site"
 	@echo "make pictures   the charts and timelines of README and docs, from the tables of docs/performance.md"
 	@echo "make check   lint and the quick tests: what to run while one works; a minute on two cores"
-	@echo "make test    lint and run all tests but those of the next seven; eight minutes on two cores"
+	@echo "make test    lint and run all tests but those of the next nine; ten minutes on two cores"
 	@echo "make test-keras   the tests of the Keras and JAX faces, in an environment of their own with TensorFlow, .venv-keras"
 	@echo "make test-trainers   transformers' Trainer, TRL, Accelerate and Lightning on shards, in .venv-trainers; three minutes"
 	@echo "make test-torchrec   TorchRec's own features, configurations and DLRM on tables, in .venv-torchrec; a minute"
 	@echo "make test-launchers   jobs over ssh, under SLURM and on Ray, as far as these are installed; Ray in .venv-launchers; ten minutes"
+	@echo "make test-stores   jobs with checkpoints at s3://, gs:// and sftp://: moto, fake-gcs-server, sshd; in .venv-stores; five minutes"
 	@echo "make test-install   sdist and wheel, installed into an empty environment of each Python that is here; a minute each"
 	@echo "make test-browser   psdctl dashboard in headless Chromium (Debian's package chromium), beside a real job; half a minute"
 	@echo "make chaos   the long recovery tests: dozens of kills, broken connections, full-size memory (a quarter of an hour)"
@@ -133,6 +136,13 @@ $(INSTALLED_LAUNCHERS): $(SOURCES) .ci/constraints-launchers.txt
 test-launchers: $(INSTALLED_LAUNCHERS)
 	@$(BIN_LAUNCHERS)/python -m pytest --timeout 300 tests/launchers $(PYTEST_FLAGS)
 
+$(INSTALLED_STORES): $(SOURCES) .ci/constraints-stores.txt
+	@PYTHON="$(PYTHON)" PIP_FLAGS="$(PIP_FLAGS)" .ci/setup stores
+
+# sshd is the system's: apt install openssh-server.
+test-stores: $(INSTALLED_STORES)
+	@$(BIN_STORES)/python -m pytest --numprocesses 2 --timeout 600 tests/stores $(PYTEST_FLAGS)
+
 # What users install; it needs the package index. The wheel and its contents are looked at here, too.
 test-install: $(INSTALLED)
 	@$(BIN)/python -m pytest --timeout 1800 tests/install $(PYTEST_FLAGS)
@@ -168,6 +178,6 @@ bench: $(INSTALLED)
 	exit $$status
 
 clean:
-	rm -rf .venv .venv-keras .venv-trainers .venv-torchrec .venv-launchers build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-keras .venv-trainers .venv-torchrec .venv-launchers .venv-stores build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	rm -f psd/v1/*_pb2*.py psd/v1/*_pb2*.pyi psd_core/*.so psd_core/_*.c psd_core/csrc/rules.h psd_core/csrc/rule_templates.h psd_core/csrc/vector_operations.h
 	find psd psd_core clients tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -17,7 +17,7 @@ can read the `.json` files, too: they have one chunk or tensor to a line, and en
     cut.py          a cut, and the names of files
     chunks.py, blocks.py, tables.py, vectors.py    a part's file, and the kinds of chunks in it
     sealing.py, manifest.py    the JSON documents
-    storage.py      local directories and object stores: whole files or none
+    storage.py, objects.py, opening.py    local directories, and stores that fsspec knows: whole files or none
     writing.py, loading.py, reading.py, row_reading.py, row_values.py, export.py, importing.py    the operations
     notes.py        notes that shards leave for each other here
     ends.py         notes on when shards began, and what they hold at the end of a job

@@ -24,9 +24,10 @@ from psd.checkpoint.export import ExportProgress, export_model, export_tensors
 from psd.checkpoint.loading import Incomplete, load
 from psd.checkpoint.manifest import Manifest
 from psd.checkpoint.notes import ShardNotes
+from psd.checkpoint.opening import open_storage
 from psd.checkpoint.reading import read_chunk, restored_blocks, restored_vectors
 from psd.checkpoint.row_reading import StoredTable, restored_table
-from psd.checkpoint.storage import CrashPoint, no_crash, open_storage
+from psd.checkpoint.storage import CrashPoint, no_crash
 from psd.checkpoint.tables import ROWS, TablePart
 from psd.checkpoint.vectors import VectorsPart
 from psd.contract.errors import CheckpointCorrupt, CheckpointFailed, CheckpointUnsupported

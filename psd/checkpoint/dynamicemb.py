@@ -15,8 +15,8 @@ from collections.abc import Iterator
 import numpy as np
 from typing_extensions import override
 
+from psd.checkpoint.opening import open_storage
 from psd.checkpoint.plain import PIECE_BYTES, ValueRows, ValueTable
-from psd.checkpoint.storage import open_storage
 from psd.contract.errors import CheckpointFailed
 
 _KEY_BYTES, _VALUE_BYTES = 8, 4

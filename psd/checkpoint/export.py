@@ -23,10 +23,11 @@ import psd_core
 from psd.checkpoint import parquet, safetensors
 from psd.checkpoint.blocks import BLOCK
 from psd.checkpoint.manifest import Manifest
+from psd.checkpoint.opening import open_parent
 from psd.checkpoint.plain import IDS_SUFFIX, ROWS_SUFFIX, SUFFIXES
 from psd.checkpoint.reading import BlockReader, TensorPlace, overlapping, tensor_places
 from psd.checkpoint.row_values import StoredValues
-from psd.checkpoint.storage import Chunk, FileStore, open_parent
+from psd.checkpoint.storage import Chunk, FileStore
 from psd.contract.errors import CheckpointFailed
 from psd.contract.locations import shown
 

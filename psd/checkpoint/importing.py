@@ -9,7 +9,7 @@ import numpy as np
 
 from psd.checkpoint import parquet, plain
 from psd.checkpoint.dynamicemb import DynamicEmbTable
-from psd.checkpoint.storage import open_parent
+from psd.checkpoint.opening import open_parent
 from psd.contract.errors import CheckpointFailed
 from psd_core import first_nonfinite
 

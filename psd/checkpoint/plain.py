@@ -18,7 +18,8 @@ from typing_extensions import override
 
 import psd_core
 from psd.checkpoint import safetensors
-from psd.checkpoint.storage import FileStore, open_parent
+from psd.checkpoint.opening import open_parent
+from psd.checkpoint.storage import FileStore
 from psd.contract.errors import CheckpointCorrupt, CheckpointFailed
 
 IDS_SUFFIX, ROWS_SUFFIX = SUFFIXES = ".ids", ".rows"

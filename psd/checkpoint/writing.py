@@ -127,6 +127,10 @@ def complete(storage: FileStore, cut: Cut) -> bool:
     if any(file not in files for pair in names for file in pair):
         return False
     texts = [read_document(storage, cut.name, file) for file, _ in names]
+    if any(
+        unseal(text, f"{cut.name}/{file}").get("run_id") != cut.run_id for text, (file, _) in zip(texts, names, strict=True)
+    ):
+        return False  # left by an earlier run, which was to end at this step, too; that shard will write its own
     parts = [_read_part(cut, index, text, files) for index, text in enumerate(texts)]
     if difference := difference_of([(part.vectors, part.sessions) for part in parts]):
         raise CheckpointFailed(f"{cut.name}: batches on vectors were under way at the cut: {difference}")

@@ -12,9 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
-from helpers_checkpoint import check_restored, cut_of, memory_url, small_spec, store
+from helpers_checkpoint import check_restored, cut_of, memory_url, small_spec, store, valid_names
 
-from psd.checkpoint import CheckpointDirectory
+from psd.checkpoint import CheckpointDirectory, objects
+from psd.checkpoint.advice import with_advice
 from psd.checkpoint.reading import READERS
 from psd.contract.config import ConfigError
 from psd.contract.errors import CheckpointFailed, PsdError
@@ -156,3 +157,44 @@ def test_secrets_when_a_url_has_an_at_sign_in_its_password_then_no_part_of_it_is
     assert "nosuch://host/x?***" in str(raised.value)
     assert not [part for part in ("se@", "cret", "hidden", "user") if part in str(raised.value)]
     assert CheckpointDirectory(memory_url()).location.startswith("memory://checkpoints-")
+
+
+def test_store_when_it_falls_silent_then_a_request_fails_in_time_and_the_next_one_has_another_connection(monkeypatch):
+    """The packages that fsspec uses wait for minutes, or for ever. tests/stores does this with real servers."""
+    directory = CheckpointDirectory(f"{URL}/run")
+    store(directory, cut := cut_of(small_spec(), 2, 7))
+    may_end, silent = threading.Event(), []
+
+    def never(self, path, *args, **options):
+        if not silent or self is silent[0]:
+            silent[:] = [self]
+            may_end.wait()
+        return MemoryFileSystem.ls(self, path, *args, **options)
+
+    monkeypatch.setattr(OneConnection, "ls", never)
+    with monkeypatch.context() as patch:
+        patch.setattr(objects, "ANSWER_S_MAX", 0.05)
+        with pytest.raises(CheckpointFailed, match=r"cannot list /run: no answer in 0\.05 s"):
+            directory.checkpoints()
+
+    assert valid_names(directory) == [cut.name]
+    may_end.set()
+
+
+@pytest.mark.parametrize(
+    ("url", "error", "expected"),
+    [
+        ("s3://bucket/run", RuntimeError("Unable to locate credentials"), "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"),
+        ("gs://bucket/run", OSError("Forbidden: https://storage\nno access"), "GOOGLE_APPLICATION_CREDENTIALS"),
+        ("simplecache::sftp://host/run", RuntimeError("Authentication failed."), "FSSPEC_SFTP_KEY_FILENAME"),
+        ("sftp://host/run", PermissionError(13, "Permission denied"), ""),
+        ("hdfs://host/run", RuntimeError("Authentication failed"), ""),
+        ("s3://bucket/run", OSError("no room"), ""),
+    ],
+)
+def test_refusal_of_a_store_when_somebody_is_not_known_there_then_says_which_settings_say_who_asks(url, error, expected):
+    found = with_advice(str(error), url, error)
+
+    assert expected in found
+    assert found.startswith(str(error).rstrip("."))
+    assert (found == str(error)) == (not expected)

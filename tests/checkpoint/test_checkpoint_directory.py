@@ -209,6 +209,24 @@ def test_read_blocks_when_abandoned_then_its_threads_end(two):
     blocks.close()  # would hang, or leave threads to be warned of
 
 
+def test_final_checkpoint_when_an_earlier_run_has_left_parts_of_that_name_then_each_shard_replaces_its_own_first(tmp_path):
+    """A run that was killed before the manifest, and run again, ends at the same step: its shards met each other's old parts,
+    and failed; one of them removed what the others had written."""
+    directory = CheckpointDirectory(str(tmp_path))
+    old = cut_of(small_spec(), 2, cut_id=FINAL_ID)
+    for index in range(2):
+        directory.write_part(old, index, parts(old, index))
+    new = dataclasses.replace(old, run_id="run-2")
+
+    directory.write_part(new, 1, parts(new, 1))
+    assert not directory.complete(new)
+    directory.write_part(new, 0, parts(new, 0))
+    assert directory.complete(new)
+
+    assert directory.load(new.name).run_id == "run-2"
+    check_restored(directory, new, Layout(new.spec, 3))
+
+
 # -- deletion ----------------------------------------------------------------------------------------------------------
 
 
