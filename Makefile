@@ -37,7 +37,7 @@ help:
 	@echo "make test-keras   the tests of the Keras and JAX faces, in an environment of their own with TensorFlow, .venv-keras"
 	@echo "make test-trainers   transformers' Trainer, TRL, Accelerate and Lightning on shards, in .venv-trainers; three minutes"
 	@echo "make test-torchrec   TorchRec's own features, configurations and DLRM on tables, in .venv-torchrec; a minute"
-	@echo "make test-launchers   jobs over ssh, under SLURM and on Ray, as far as these are installed; Ray in .venv-launchers; ten minutes"
+	@echo "make test-launchers   jobs over ssh, under SLURM, on Ray and for Kubernetes, as far as these are installed; Ray in .venv-launchers; ten minutes"
 	@echo "make test-stores   jobs with checkpoints at s3://, gs:// and sftp://: moto, fake-gcs-server, sshd; in .venv-stores; five minutes"
 	@echo "make test-install   sdist and wheel, installed into an empty environment of each Python that is here; a minute each"
 	@echo "make test-browser   psdctl dashboard in headless Chromium (Debian's package chromium), beside a real job; half a minute"
@@ -132,9 +132,10 @@ test-torchrec: $(INSTALLED_TORCHREC)
 $(INSTALLED_LAUNCHERS): $(SOURCES) .ci/constraints-launchers.txt
 	@PYTHON="$(PYTHON)" PIP_FLAGS="$(PIP_FLAGS)" .ci/setup launchers
 
-# sshd, SLURM and munge are the system's: apt install openssh-server slurmctld slurmd slurm-client munge.
+# sshd, SLURM, munge and kubectl are the system's: apt install openssh-server slurmctld slurmd slurm-client munge kubectl. kmock's
+# plugin for pytest would need pytest-asyncio; its server is used without.
 test-launchers: $(INSTALLED_LAUNCHERS)
-	@$(BIN_LAUNCHERS)/python -m pytest --timeout 300 tests/launchers $(PYTEST_FLAGS)
+	@$(BIN_LAUNCHERS)/python -m pytest -p no:kmock --timeout 300 tests/launchers $(PYTEST_FLAGS)
 
 $(INSTALLED_STORES): $(SOURCES) .ci/constraints-stores.txt
 	@PYTHON="$(PYTHON)" PIP_FLAGS="$(PIP_FLAGS)" .ci/setup stores

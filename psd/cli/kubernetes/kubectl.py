@@ -119,7 +119,7 @@ def _make_credentials(kubectl: Kubectl, name: str) -> None:
         secret for secret in secrets_of(name, kubectl.namespace) if kubectl.get("secret", secret["metadata"]["name"]) is None
     ]
     if lacking:
-        kubectl("apply", "--filename", "-", stdin=json.dumps({"apiVersion": "v1", "kind": "List", "items": lacking}))
+        kubectl("apply", "--filename", "-", stdin=manifests.as_yaml(lacking))
         _say(f"made {' and '.join('secret ' + secret['metadata']['name'] for secret in lacking)}")
 
 
