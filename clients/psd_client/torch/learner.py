@@ -158,7 +158,7 @@ class LocalOptimizer(torch.optim.Optimizer):
         """Wait for the exchange under way, and take what it has brought."""
         flight = self._flight
         assert flight is not None
-        if flight.is_failed:
+        if flight.is_told:
             flight = self._flight = flight.again()
         try:
             flight.wait()
@@ -270,12 +270,12 @@ class _Flight:
         due: local step at which the learner waits for its end. late_before: count of blocks that had been late before it.
 
     Attributes:
-        is_repeated: it was made again. is_failed: it has ended with an error. is_late: the shards have dropped the difference.
+        is_repeated: it was made again. is_told: its error has been raised. is_failed: it has ended with an error. is_late: the shards have dropped the difference.
         is_finished, in_background, ended, before: see psd_client.worker.worker.Turn.
     """
 
     is_finished = in_background = True
-    is_repeated = False
+    is_repeated = is_told = False
     before: Turn | None = None
 
     def __init__(self, worker: FlatCalls, call: Callable[[Turn], None], fragment: int, due: int, late_before: int) -> None:
@@ -323,6 +323,7 @@ class _Flight:
         """Wait until the call has ended; raise its error."""
         self.ended.wait()
         if self._error is not None:
+            self.is_told = True
             raise self._error
 
 
