@@ -270,7 +270,8 @@ class _Flight:
         due: local step at which the learner waits for its end. late_before: count of blocks that had been late before it.
 
     Attributes:
-        is_repeated: it was made again. is_told: its error has been raised. is_failed: it has ended with an error. is_late: the shards have dropped the difference.
+        is_repeated: it was made again. is_told: its error has been raised. is_failed: it has ended with an error.
+        is_late: the shards have dropped the difference.
         is_finished, in_background, ended, before: see psd_client.worker.worker.Turn.
     """
 
