@@ -210,6 +210,7 @@ class DataPlane:
             parts, ids, memory = ahead
             rows = tables.checks.rows(parts, ids, 0, has_values=False, memory=memory)
         pending: deque[Trained] = deque()
+        unanswered: list[Trained] = []
         try:
             for block in blocks:
                 if not block.more:
@@ -229,27 +230,26 @@ class DataPlane:
                 ) is not None:
                     waiter.wait(ticket)
                 self.counts.count_bytes(received=block.nbytes)
-                if len(push.covered) > covered and (answered is None or pull.has_rounds or block.block in answered):
-                    pending.append(push.job.trained(block.block))
+                if len(push.covered) > covered:
+                    if answered is None or block.block in answered:
+                        pending.append(push.job.trained(block.block))
+                    elif pull.has_rounds:
+                        unanswered.append(push.job.trained(block.block))
                 if block.is_followed and pull.has_rounds:
                     continue
                 while pending and (found := self._exchange.peek(pending[0], pull)) is not None:
-                    pulled = PulledBlock(pending.popleft(), found)
-                    if answered is None or pulled.block in answered:
-                        yield pulled
-                    else:
-                        pulled.release()
+                    yield PulledBlock(pending.popleft(), found)
             reply = self._exchange.end_push(push)
             if pending:
                 self._pass_gate(pull, pull.clock, waiter)
             for state in pending:
                 while not isinstance(read := self._exchange.read(state, pull), tuple):
                     waiter.wait(read)
-                pulled = PulledBlock(state, read)
-                if answered is None or pulled.block in answered:
-                    yield pulled
-                else:
-                    pulled.release()
+                yield PulledBlock(state, read)
+            for state in unanswered:
+                while not isinstance(read := self._exchange.read(state, pull), tuple):
+                    waiter.wait(read)
+                PulledBlock(state, read).release()
             if ahead is not None:
                 version = tables.version
                 self._exchange.fill_rows(tables, rows, is_use=True)

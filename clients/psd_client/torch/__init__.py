@@ -38,6 +38,7 @@ from psd_client.torch.embedding import Embedding, EmbeddingBag, EmbeddingCollect
 from psd_client.torch.given import Models, OneOptimizer, Params, given_fragments, given_optimizers, whole_model
 from psd_client.torch.gradients import Overlap
 from psd_client.torch.job import TorchJob, write_all
+from psd_client.torch.job_optimizer import JobOptimizer
 from psd_client.torch.learner import LocalOptimizer
 from psd_client.torch.local import Local
 from psd_client.torch.options import check_overlap, has_slots
@@ -180,7 +181,7 @@ def distribute(
     return dict(zip(optimizer, made, strict=True)) if isinstance(optimizer, Mapping) else made[0]
 
 
-class DistributedOptimizer(torch.optim.Optimizer):
+class DistributedOptimizer(JobOptimizer):
     """A torch optimizer whose parameters and slots live on the shards; made by `distribute`.
 
     Attributes:
@@ -200,9 +201,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         job: TorchJob | None = None,
     ) -> None:
         optimizer = part.given.optimizer
-        self._is_declared = False
-        super().__init__(optimizer.param_groups, dict(optimizer.defaults))  # the groups' dicts themselves, not copies
-        self._is_declared = True
+        super().__init__(optimizer, ps)
         torch_amp.ignore_the_warning()
         self._part = part
         self._overlap = overlap
@@ -210,7 +209,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._size_of_step: float | None = None
         self.batch_size = 1.0
         leaving = None
-        self.ps = ps
         worker = self._worker = worker_of(ps)
         if overlap:
             in_background = overlap == "forward"
@@ -227,16 +225,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         For an embedding without its own optimizer this is the entry of param_groups.
         """
         return self._job.declaration.tables.by_name
-
-    @property
-    def rank(self) -> int:
-        """This worker's number, from 0; it selects this worker's share of the data."""
-        return self.ps.rank
-
-    @property
-    def world_size(self) -> int:
-        """Number of workers, and so of shares of the data."""
-        return self.ps.world_size
 
     @overload
     def step(self, closure: None = None, *, batch_size: float | None = None, grad_scaler: GradScaler | None = None) -> None: ...
@@ -439,12 +427,3 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Keep a schedule at the job's clock. Called by `scheduler`; not for programs."""
         connection = self.ps
         return self._groups.keep(given, lambda: connection.clock, every)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raise InvalidRequest: the groups of a job are fixed when it is declared."""
-        if self._is_declared:
-            raise InvalidRequest("add_param_group: the job has been declared; add all groups before distribute()")
-        super().add_param_group(param_group)
-
-    def __getstate__(self) -> dict[str, Any]:
-        raise TypeError("a DistributedOptimizer holds a connection and cannot be copied or pickled; use its state_dict()")

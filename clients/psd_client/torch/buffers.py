@@ -10,6 +10,7 @@ import torch
 from psd_client.lanes.flat import FlatBuffers
 from psd_client.torch.declaration import TorchDeclaration
 from psd_client.torch.parameters import as_tensors
+from psd_client.worker.flat_calls import FlatCalls
 
 
 class Buffers:
@@ -51,3 +52,12 @@ class Buffers:
             value = view.to(buffer.device, buffer.dtype)
             if not torch.equal(buffer, value):
                 buffer.copy_(value)
+
+
+def kept_buffers(declaration: TorchDeclaration, worker: FlatCalls) -> Buffers:
+    """A model's buffers with the job's values, sent from now on whenever they are due."""
+    buffers = Buffers(declaration, worker.parameters, worker.times_gone_back)
+    buffers.receive()
+    if declaration.places:
+        worker.keep_buffers(buffers.send)
+    return buffers

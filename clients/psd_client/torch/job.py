@@ -12,7 +12,7 @@ import torch
 from psd_client.client import ParameterServer, worker_of
 from psd_client.lanes.flat import FlatBuffers
 from psd_client.optimizers import scalar_values
-from psd_client.torch.buffers import Buffers
+from psd_client.torch.buffers import Buffers, kept_buffers
 from psd_client.torch.declaration import TorchDeclaration, state_values
 from psd_client.torch.gradients import Gradients, Overlap
 from psd_client.torch.groups import Groups, SharedGroups
@@ -45,10 +45,7 @@ class TorchJob:
         self.slots = LoadedSlots(declaration, lambda: ps.clock, lambda: worker.times_gone_back)
         self.groups = [SharedGroups(part, declaration, self.slots) for part in declaration.parts]
         self.parameters = Parameters(declaration, worker.parameters)
-        self.buffers = Buffers(declaration, worker.parameters, worker.times_gone_back)
-        self.buffers.receive()
-        if declaration.places:
-            worker.keep_buffers(self.buffers.send)
+        self.buffers = kept_buffers(declaration, worker)
         self.tables = Tables(worker, declaration.tables.members, has_feeds=leaving is not None)
         self.gradients = Gradients(declaration, worker.gradients, leaving)
 

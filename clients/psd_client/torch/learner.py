@@ -8,24 +8,26 @@ that it was not exchanging has changed. Must not know how fragments are chosen, 
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping
 from typing import Any, overload
 
 import numpy as np
 import torch
 from torch.optim.lr_scheduler import LRScheduler
+from typing_extensions import override
 
 from psd.contract.errors import InvalidRequest, RolledBack
 from psd.contract.rules import weight_of
 from psd_client.client import ParameterServer, worker_of
 from psd_client.optimizers import scalar_values
-from psd_client.torch.buffers import Buffers
+from psd_client.torch.buffers import kept_buffers
 from psd_client.torch.declaration import TorchDeclaration
+from psd_client.torch.job_optimizer import JobOptimizer
 from psd_client.torch.local import Local
 from psd_client.torch.parameters import as_tensors
 from psd_client.torch.schedule import DistributedScheduler, register
 from psd_client.torch.uncompiled import uncompiled
+from psd_client.worker.background_call import BackgroundCall
 from psd_client.worker.flat_calls import FlatCalls
 from psd_client.worker.worker import Turn
 
@@ -33,7 +35,7 @@ _WEIGHT_UNIT = 2.0**-20
 """Weights are multiplied by this: they are squares of numbers of tokens, and a push's weight is at most 10^15."""
 
 
-class LocalOptimizer(torch.optim.Optimizer):
+class LocalOptimizer(JobOptimizer):
     """A torch optimizer that steps in this process, and whose results are exchanged; made by `distribute` with `local`.
 
     Its param_groups and its state are those of the optimizer that was given.
@@ -45,15 +47,12 @@ class LocalOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(self, inner: torch.optim.Optimizer, ps: ParameterServer, declaration: TorchDeclaration, local: Local) -> None:
-        super().__init__(inner.param_groups, dict(inner.defaults))  # the groups' dicts themselves, not copies
-        self.ps, self._inner, self._local = ps, inner, local
+        super().__init__(inner, ps)
+        self._inner, self._local = inner, local
         self.state = inner.state
         self._worker = worker_of(ps)
         self._declaration = declaration
-        self._buffers = Buffers(declaration, self._worker.parameters, self._worker.times_gone_back)
-        self._buffers.receive()
-        if declaration.places:
-            self._worker.keep_buffers(self._buffers.send)
+        self._buffers = kept_buffers(declaration, self._worker)
         self.outer_groups = [group for part in declaration.parts for group in part.given.optimizer.param_groups]
         self._schedule: DistributedScheduler | None = None
         self._is_stepping = False
@@ -75,16 +74,6 @@ class LocalOptimizer(torch.optim.Optimizer):
         self._exchanges = self.ps.clock
         self.local_step = self._local.step_of(self._exchanges - 1)
         self._counts = [_Counts() for _ in declaration.parts]
-
-    @property
-    def rank(self) -> int:
-        """This learner's number, from 0; it selects this learner's share of the data."""
-        return self.ps.rank
-
-    @property
-    def world_size(self) -> int:
-        """Number of learners, and so of shares of the data."""
-        return self.ps.world_size
 
     @overload
     def step(self, closure: None = None, *, tokens: float = 1) -> None: ...
@@ -154,6 +143,11 @@ class LocalOptimizer(torch.optim.Optimizer):
         due, late_before = self.local_step + self._local.delay, worker.stats()["blocks_late"]
         self._flight = _Flight(worker, call, fragment, due, late_before)
 
+    def _settle(self) -> None:
+        """End the exchange under way, if there is one."""
+        if self._flight is not None:
+            self._land()
+
     def _land(self) -> None:
         """Wait for the exchange under way, and take what it has brought."""
         flight = self._flight
@@ -200,8 +194,7 @@ class LocalOptimizer(torch.optim.Optimizer):
     def pull(self) -> None:
         """Take the job's current parameters into the model, for evaluation or at the end; what this learner has learned since
         its last exchanges is dropped. An exchange under way is waited for."""
-        if self._flight is not None:
-            self._land()
+        self._settle()
         self._worker.pull_flat()
         exchanges, step = self._exchanges, self.local_step
         self._begin()
@@ -210,15 +203,13 @@ class LocalOptimizer(torch.optim.Optimizer):
 
     def stop(self) -> int:
         """End the job for all learners at one exchange; ParameterServer.stop says how."""
-        if self._flight is not None:
-            self._land()
+        self._settle()
         return self.ps.stop()
 
     def close(self) -> None:
         """Finish: no other learner waits for this one any more. The end of the program does the same."""
         try:
-            if self._flight is not None:
-                self._land()
+            self._settle()
         finally:
             self.ps.close()
 
@@ -239,15 +230,6 @@ class LocalOptimizer(torch.optim.Optimizer):
         self._schedule = DistributedScheduler(given, lambda: self.local_step, every)
         return self._schedule
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raise InvalidRequest: what a job trains is fixed when it is declared."""
-        if hasattr(self, "ps"):
-            raise InvalidRequest("add_param_group: the job has been declared; add all groups before distribute()")
-        super().add_param_group(param_group)
-
-    def __getstate__(self) -> dict[str, Any]:
-        raise TypeError("a LocalOptimizer holds a connection and cannot be copied or pickled; use its state_dict()")
-
 
 class _Counts:
     """Counts of a learner's steps and tokens since it received a fragment last."""
@@ -262,33 +244,24 @@ class _Counts:
         return self.tokens * (self.tokens / self.steps) * _WEIGHT_UNIT
 
 
-class _Flight:
-    """One exchange of a fragment, in a thread of its own.
+class _Flight(BackgroundCall):
+    """One exchange of a fragment.
 
     Args:
-        call: makes the exchange, in its turn; again, with the same difference, if it has failed.
+        call: makes the exchange; again, with the same difference, if it has failed.
         due: local step at which the learner waits for its end. late_before: count of blocks that had been late before it.
 
     Attributes:
-        is_repeated: it was made again. is_told: its error has been raised. is_failed: it has ended with an error.
-        is_late: the shards have dropped the difference.
-        is_finished, in_background, ended, before: see psd_client.worker.worker.Turn.
+        is_repeated: it was made again. is_told: its error has been raised.
     """
 
-    is_finished = in_background = True
     is_repeated = is_told = False
-    before: Turn | None = None
 
     def __init__(self, worker: FlatCalls, call: Callable[[Turn], None], fragment: int, due: int, late_before: int) -> None:
         self.fragment, self.due = fragment, due
         self._worker = worker
-        self._call = call
         self._late_before = late_before
-        self._error: BaseException | None = None
-        self.ended = threading.Event()
-        worker.take_turn(self)
-        # A daemon: the end of the program, which closes the connection, ends it.
-        threading.Thread(target=self._run, name="psd-exchange", daemon=True).start()
+        super().__init__(worker, call, "psd-exchange")
 
     def again(self) -> _Flight:
         """Make the call again."""
@@ -296,36 +269,21 @@ class _Flight:
         flight.is_repeated = True
         return flight
 
-    def _run(self) -> None:
-        try:
-            if self.before is not None:
-                self.before.ended.wait()
-                self.before = None
-            self._call(self)
-        except BaseException as error:  # noqa: BLE001 - raised by wait
-            self._error = error
-        finally:
-            self.ended.set()
-
     @property
     def is_failed(self) -> bool:
         """True once the call has ended with an error."""
-        return self.ended.is_set() and self._error is not None
+        return self.ended.is_set() and self.error is not None
 
     @property
     def is_late(self) -> bool:
         """True if the shards have closed the round without the difference."""
         return self._worker.stats()["blocks_late"] > self._late_before
 
-    def abort(self) -> None:
-        """Do nothing: the connection is ending, which ends the call."""
-
+    @override
     def wait(self) -> None:
-        """Wait until the call has ended; raise its error."""
         self.ended.wait()
-        if self._error is not None:
-            self.is_told = True
-            raise self._error
+        self.is_told = self.error is not None
+        super().wait()
 
 
 def _step_check(owner: LocalOptimizer) -> Callable[..., None]:

@@ -6,7 +6,6 @@ ids by the same module, at the clock at which they were requested; in async also
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
@@ -15,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from psd_client.torch.row_gradients import CollectedGradients, Ids, Numbers, summed
+from psd_client.worker.background_call import BackgroundCall
 from psd_client.worker.flat_calls import FlatCalls
 from psd_client.worker.worker import Turn
 from psd_core.distinct import Distinct, distinct
@@ -216,48 +216,23 @@ class Tables:
             raise
 
 
-class _Fetch:
-    """A prefetch, made in its own thread.
+class _Fetch(BackgroundCall):
+    """A prefetch.
 
     Attributes:
-        lookups: the lookups to prefetch for. rows: the rows of each. error: why the prefetch has failed, or None.
+        lookups: the lookups to prefetch for. rows: the rows of each.
         clock, times_gone_back: those of the worker when the rows were requested.
-        is_finished, in_background, ended, before: see psd_client.worker.worker.Turn.
     """
-
-    is_finished = in_background = True
-    before: Turn | None = None
 
     def __init__(self, worker: FlatCalls, lookups: list[Lookup]) -> None:
         self.lookups = lookups
         self.rows: list[Rows] = []
-        self.error: BaseException | None = None
         self.clock, self.times_gone_back = worker.clock, worker.times_gone_back
-        self.ended = threading.Event()
-        self._worker = worker
-        worker.take_turn(self)
-        # A daemon: the end of the program, which closes the connection, ends it.
-        threading.Thread(target=self._run, name="psd-prefetch", daemon=True).start()
 
-    def _run(self) -> None:
-        try:
-            if self.before is not None:
-                self.before.ended.wait()
-                self.before = None
-            self.rows = pull_rows(self._worker, [place for _, place in self.lookups], turn=self)
-        except BaseException as error:  # noqa: BLE001 - raised by wait
-            self.error = error
-        finally:
-            self.ended.set()
+        def call(turn: Turn) -> None:
+            self.rows = pull_rows(worker, [place for _, place in self.lookups], turn=turn)
 
-    def abort(self) -> None:
-        """Do nothing: the connection is ending, which ends the pull."""
-
-    def wait(self) -> None:
-        """Wait until the rows are there; raise the error if the prefetch has failed."""
-        self.ended.wait()
-        if self.error is not None:
-            raise self.error
+        super().__init__(worker, call, "psd-prefetch")
 
 
 def pull_rows(
