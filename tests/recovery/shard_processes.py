@@ -78,8 +78,11 @@ class ShardProcess:
         self.wait()
 
     def signal(self, number: int) -> None:
+        """Send a signal. After SIGSTOP, returns when it stands still: until then, its other threads may answer calls."""
         assert self._process is not None
         self._process.send_signal(number)
+        if number == signal.SIGSTOP:
+            os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WNOWAIT)
 
     def wait(self, timeout_s: float = 60) -> int:
         """The exit status, once it has ended by itself."""

@@ -105,9 +105,12 @@ def test_worker_when_interrupted_while_a_shard_is_suspended_then_may_go_on(
         shards[1].signal(signal.SIGSTOP)
         timer = threading.Timer(1.0, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
         timer.start()
-        with pytest.raises(KeyboardInterrupt):
-            ps.push_pull({"w": ones})
-        timer.join()
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                ps.push_pull({"w": ones})
+        finally:  # or else, if the call ends otherwise, the signal interrupts the whole session of tests
+            timer.cancel()
+            timer.join()
         shards[1].signal(signal.SIGCONT)
 
         after = ps.push_pull({"w": 10 * ones})["w"]
