@@ -60,6 +60,7 @@ __all__ = [
     "step_block",
     "total_squares",
     "trust_ratio",
+    "weigh_segments",
     "widened",
 ]
 
@@ -96,6 +97,31 @@ def scaled_copy(out: RealArray, grad: GradientArray, weight: float = 1.0) -> Non
     Cost: O(n), no allocation, GIL released.
     """
     _kernels.scaled_copy(out, grad, weight)
+
+
+def weigh_segments(
+    out: RealArray,
+    grad: GradientArray,
+    segment_ends: npt.NDArray[np.uint32],
+    weights: npt.NDArray[np.float64],
+    *,
+    add: bool,
+) -> None:
+    """Set ``out`` to ``grad``, or add it to ``out``, each segment multiplied by a weight of its own.
+
+    Args:
+        out: (n,) float32|float64, writable.
+        grad: (n,) same type, or float16|uint16 beside float32. May be ``out`` itself; otherwise must not overlap it.
+        segment_ends: (k,) uint32, never falling, where each segment ends; the last is n.
+        weights: (k,) float64, rounded to the arrays' type.
+        add: True: as ``accumulate`` of each segment. False: as ``scaled_copy``.
+
+    Raises:
+        InvalidArray: type, shape, layout, alignment, length, overlap or segment ends; ``out`` is untouched.
+
+    Cost: O(n + k), no allocation, GIL released.
+    """
+    _kernels.weigh_segments(out, grad, segment_ends, weights, add)
 
 
 def first_nonfinite(x: GradientArray) -> int:

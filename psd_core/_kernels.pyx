@@ -47,6 +47,9 @@ cdef extern from "kernels.h" nogil:
         uint64_t *steps_out
     void psd_accumulate(psd_dtype, void *acc, const void *grad, double weight, intptr_t n) noexcept
     void psd_scaled_copy(psd_dtype, void *out, const void *grad, double weight, intptr_t n) noexcept
+    void psd_weigh_segments(
+        psd_dtype, void *out, const void *grad, intptr_t count, const uint32_t *ends, const double *weights, int add
+    ) noexcept
     void psd_widen(psd_dtype, float *out, const void *half, intptr_t n) noexcept
     intptr_t psd_first_nonfinite(psd_dtype, const void *x, intptr_t n) noexcept
     int psd_add_squares(psd_dtype, uint64_t *limbs, const void *x, intptr_t n, intptr_t offset) noexcept
@@ -206,6 +209,24 @@ def scaled_copy(object out, object grad, double weight):
         psd_scaled_copy(_dtype(source), to.buf, source.buf, weight, to.shape[0])
 
 
+def weigh_segments(object out, object grad, object segment_ends, object weights, bint add):
+    cdef _Borrow borrow = _Borrow()
+    cdef Py_buffer *to = borrow.take("out", out, c"r", True, 1)
+    cdef Py_buffer *source = borrow.gradient(grad, to)
+    cdef Py_buffer *ends = borrow.take("segment_ends", segment_ends, c"I", False)
+    cdef Py_buffer *each = borrow.take("weights", weights, c"d", False)
+    cdef psd_segments segments
+    if each.shape[0] != ends.shape[0]:
+        raise InvalidArray(f"weights: expected length {ends.shape[0]}, that of segment_ends, got {each.shape[0]}")
+    segments.count, segments.ends = ends.shape[0], <const uint32_t *>ends.buf
+    _check_ends(&segments, to.shape[0], "out")
+    borrow.check_overlap()
+    with nogil:
+        psd_weigh_segments(
+            _dtype(source), to.buf, source.buf, segments.count, segments.ends, <const double *>each.buf, add
+        )
+
+
 def is_half(object x):
     """True if an array of any of the types is in half precision."""
     cdef _Borrow borrow = _Borrow()
@@ -298,7 +319,7 @@ def step_block(
     segments.touched = <const uint8_t *>_segment_array(borrow, "touched", touched, c"B", False, ends)
     segments.steps_in = <const uint64_t *>_segment_array(borrow, "steps_in", steps_in, c"Q", False, ends)
     segments.steps_out = <uint64_t *>_segment_array(borrow, "steps_out", steps_out, c"Q", True, ends)
-    _check_ends(&segments, model.shape[0])
+    _check_ends(&segments, model.shape[0], "param_in")
     borrow.check_overlap()
 
     with nogil:
@@ -312,7 +333,7 @@ cdef void *_segment_array(_Borrow borrow, str name, object array, char letter, b
     return view.buf
 
 
-cdef int _check_ends(psd_segments *segments, intptr_t n) except -1:
+cdef int _check_ends(psd_segments *segments, intptr_t n, str whole) except -1:
     cdef intptr_t i
     cdef uint32_t end = 0
     for i in range(segments.count):
@@ -320,5 +341,5 @@ cdef int _check_ends(psd_segments *segments, intptr_t n) except -1:
             raise InvalidArray(f"segment_ends: expected ends that never fall, got {segments.ends[i]} after {end}")
         end = segments.ends[i]
     if end != n:
-        raise InvalidArray(f"segment_ends: expected {n}, the length of param_in, as the last end, got {end}")
+        raise InvalidArray(f"segment_ends: expected {n}, the length of {whole}, as the last end, got {end}")
     return 0

@@ -52,6 +52,8 @@ _REDUCTION_NAMES = {number: name for name, number in REDUCTIONS.items()}
 AGGREGATIONS = {"fast": job_pb2.AGGREGATION_FAST, "exact": job_pb2.AGGREGATION_EXACT}
 _AGGREGATION_NAMES = {number: name for name, number in AGGREGATIONS.items()} | {job_pb2.AGGREGATION_UNSPECIFIED: "fast"}
 
+MERGES = ("", "rda")
+
 NAN_POLICIES = {"refuse": job_pb2.NAN_POLICY_REFUSE, "skip": job_pb2.NAN_POLICY_SKIP, "allow": job_pb2.NAN_POLICY_ALLOW}
 _NAN_POLICY_NAMES = {number: name for name, number in NAN_POLICIES.items()} | {job_pb2.NAN_POLICY_UNSPECIFIED: "refuse"}
 
@@ -74,6 +76,7 @@ class TensorSpec:
     Attributes:
         dtype: a key of DTYPES; for buffers, of BUFFER_DTYPES. group: index of its group.
         aliases: other names, which an export lists. They may differ between workers.
+        merge: how a round's gradients of it become one: as the job's reduction says, "", or by norm and direction, "rda".
     """
 
     name: str
@@ -81,6 +84,7 @@ class TensorSpec:
     dtype: str = "float32"
     group: int = 0
     aliases: tuple[str, ...] = dataclasses.field(default=(), compare=False)
+    merge: str = ""
 
     @property
     def size(self) -> int:
@@ -198,6 +202,7 @@ class JobSpec:
                     raise InvalidTensor(f"tensors: the name {name!r} is given twice")
                 seen.add(name)
         self._check_tables()
+        self._check_merges()
 
     @property
     def is_empty(self) -> bool:
@@ -253,15 +258,50 @@ class JobSpec:
                 f"{why} needs aggregation exact, by which all shards agree on a round's members; it is {self.aggregation}"
             )
 
+    def _check_merges(self) -> None:
+        tensor = next((tensor for tensor in self.tensors if tensor.merge), None)
+        if tensor is None:
+            return
+        what = f"tensor {tensor.name!r}: merge: "
+        for other in self.tensors:
+            if other.merge not in MERGES:
+                raise InvalidRequest(f"tensor {other.name!r}: merge: must be one of {sorted(MERGES)}, got {other.merge!r}")
+            if other.merge and self.groups[other.group].is_static:
+                raise InvalidRequest(f"tensor {other.name!r}: merge: is {other.merge}, but nothing is pushed to it")
+        if not self.consistency.has_rounds:
+            raise InvalidRequest(f"{what}{tensor.merge} merges the gradients of a round, and {self.consistency} has no rounds")
+        if self.aggregation != "exact":
+            raise InvalidRequest(
+                f"{what}{tensor.merge} needs aggregation exact, by which all shards agree on a round's members; it is "
+                f"{self.aggregation}"
+            )
+        if self.reduction != "mean" or self.nan_policy == "allow":
+            raise InvalidRequest(
+                f"{what}{tensor.merge} needs reduce mean, and nan_policy refuse or skip; they are {self.reduction} and "
+                f"{self.nan_policy}"
+            )
+        if self.clip_norm or self.layerwise_tensors or self.tables:
+            raise InvalidRequest(f"{what}{tensor.merge} does not go with clip_norm, a layer-wise rule or tables")
+
     @property
     def has_verdicts(self) -> bool:
         """True if applying a round depends on the whole gradient; see psd/contract/verdicts.py."""
-        return self.consistency.has_rounds and (self.clip_norm > 0 or bool(self.layerwise_tensors))
+        return self.consistency.has_rounds and (self.clip_norm > 0 or bool(self.ratio_tensors))
 
     @cached_property
     def layerwise_tensors(self) -> tuple[int, ...]:
         """Indices of the tensors that a layer-wise rule updates."""
         return tuple(i for i, t in enumerate(self.tensors) if self.groups[t.group].is_layerwise)
+
+    @cached_property
+    def directed_tensors(self) -> tuple[int, ...]:
+        """Indices of the tensors that are merged by norm and direction."""
+        return tuple(i for i, t in enumerate(self.tensors) if t.merge == "rda")
+
+    @property
+    def ratio_tensors(self) -> tuple[int, ...]:
+        """Indices of the tensors of each of which a verdict has a number. A job has them of one kind only."""
+        return self.directed_tensors or self.layerwise_tensors
 
     def _check_tensor(self, tensor: TensorSpec) -> None:
         for field, name in (("name", tensor.name), *(("aliases", alias) for alias in tensor.aliases)):
@@ -345,7 +385,8 @@ class JobSpec:
         for group in self.groups:
             message.groups.add(**dataclasses.asdict(group))
         for t in self.tensors:
-            message.tensors.add(name=t.name, shape=t.shape, dtype=BUFFER_DTYPES[t.dtype], group=t.group, aliases=t.aliases)
+            dtype = BUFFER_DTYPES[t.dtype]
+            message.tensors.add(name=t.name, shape=t.shape, dtype=dtype, group=t.group, aliases=t.aliases, merge=t.merge)
         message.tables.extend(table.to_message() for table in self.tables)
         return message
 
@@ -358,7 +399,7 @@ class JobSpec:
                 raise InvalidTensor(f"tensor {t.name!r}: unknown dtype number {t.dtype}")
             if len(t.shape) > DIMENSIONS_MAX:
                 raise InvalidTensor(f"tensor {t.name!r}: shape has {len(t.shape)} dimensions, the limit is {DIMENSIONS_MAX}")
-            tensors.append(TensorSpec(t.name, tuple(t.shape), _DTYPE_NAMES[t.dtype], t.group, tuple(t.aliases)))
+            tensors.append(TensorSpec(t.name, tuple(t.shape), _DTYPE_NAMES[t.dtype], t.group, tuple(t.aliases), t.merge))
         if message.reduction not in _REDUCTION_NAMES:
             raise InvalidRequest(f"reduction: must be mean or sum, got {message.reduction}")
         if message.aggregation not in _AGGREGATION_NAMES:
@@ -384,7 +425,12 @@ class JobSpec:
     def difference(self, other: JobSpec) -> str | None:
         """The first difference between this spec, the job's, and a worker's, worded for workers; None if they are equal."""
         words = [(word, getattr(self, field) or "none", getattr(other, field) or "none") for field, word in _WORDS.items()]
-        return _first_difference(chain(words, self._stored_differences(other, self.groups, other.groups)), "the job")
+        merges = (
+            (f"merge of parameter {one.name!r}", one.merge or "none", another.merge or "none")
+            for one, another in zip(self.tensors, other.tensors, strict=True)
+        )
+        stored = self._stored_differences(other, self.groups, other.groups)
+        return _first_difference(chain(words, stored, merges), "the job")
 
     def difference_from_stored(self, other: JobSpec, checkpoint: str) -> str | None:
         """The first difference between this spec, a checkpoint's, and a worker's that is not allowed; None if there is none."""

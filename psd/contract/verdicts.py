@@ -24,6 +24,9 @@ CLIP_EPSILON = 1e-6
 SQUARES_BYTES_MAX = 320
 """Limit of one sum: 2176 bits are enough for any shard's, and for the sum over the largest number of shards."""
 
+WITH_VERDICTS = "only a job with rounds that has clip_norm, a layer-wise rule or tensors that merge by rda"
+"""Words for errors."""
+
 Squares = list[int] | None
 """Sums of squares in units of 2**-1074; None: something is not finite."""
 
@@ -35,7 +38,11 @@ def members_mask(members: bytes) -> int:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The way to apply a decided round; psd.v1.Verdict is its message."""
+    """The way to apply a decided round; psd.v1.Verdict is its message.
+
+    Attributes:
+        ratios: by JobSpec.ratio_tensors: trust ratios; or norms of sums of directions.
+    """
 
     round: int
     skip: bool = False
@@ -51,10 +58,10 @@ class Verdict:
     def from_message(cls, message: job_pb2.Verdict, spec: JobSpec) -> Verdict:
         """Read the protobuf form; InvalidRequest if no round of this job can have it."""
         if not spec.has_verdicts:
-            raise InvalidRequest("verdict: only a job with rounds that has clip_norm or a layer-wise rule has verdicts")
+            raise InvalidRequest(f"verdict: {WITH_VERDICTS} has verdicts")
         if not 0 <= message.scale <= 1:  # also refuses NaN
             raise InvalidRequest(f"verdict.scale: must be from 0 to 1, got {message.scale}")
-        expected = len(spec.layerwise_tensors) if message.is_final and not message.skip else 0
+        expected = len(spec.ratio_tensors) if message.is_final and not message.skip else 0
         if len(message.ratios) != expected:
             raise InvalidRequest(f"verdict.ratios: expected {expected}, got {len(message.ratios)}")
         for ratio in message.ratios:
@@ -93,8 +100,13 @@ def total_of(measures: Iterable[job_pb2.Measure], count: int) -> Squares:
 
 
 def measures_gradients(spec: JobSpec, under: Verdict | None) -> bool:
-    """True if gradients must be measured next, False if updates must. `under`: the verdict so far."""
+    """True if gradients must be measured next, False if updates or directions must. `under`: the verdict so far."""
     return under is None and spec.clip_norm > 0
+
+
+def sums_per_tensor(spec: JobSpec) -> int:
+    """Sums of squares that are measured of each of JobSpec.ratio_tensors: of its direction; or of parameters and update."""
+    return 1 if spec.directed_tensors else 2
 
 
 def judged(spec: JobSpec, round_: int, under: Verdict | None, measures: Sequence[job_pb2.Measure]) -> Verdict:
@@ -106,11 +118,12 @@ def judged(spec: JobSpec, round_: int, under: Verdict | None, measures: Sequence
         if not math.isfinite(norm):
             return Verdict(round_, skip=True)
         return Verdict(round_, scale=clip_scale(spec.clip_norm, norm), is_final=not layerwise)
-    totals = total_of(measures, 2 * len(layerwise))
-    if totals is None:
+    totals = total_of(measures, sums_per_tensor(spec) * len(spec.ratio_tensors))
+    norms = tuple(map(psd_core.square_root, totals or ()))
+    if totals is None or not all(map(math.isfinite, norms)):
         return Verdict(round_, skip=True)
-    pairs = list(zip(totals[::2], totals[1::2], strict=True))
-    if not all(math.isfinite(psd_core.square_root(total)) for total in totals):
-        return Verdict(round_, skip=True)
+    if spec.directed_tensors:
+        return Verdict(round_, ratios=norms)
+    pairs = zip(totals[::2], totals[1::2], strict=True)
     ratios = tuple(psd_core.trust_ratio(parameter, direction) for parameter, direction in pairs)
     return replace(under or Verdict(round_), ratios=ratios, is_final=True)

@@ -22,9 +22,10 @@ from psd.state import pages
 from psd.state.aggregation.agreement import Agreement, Scalars
 from psd.state.aggregation.block import BlockServices, BlockState
 from psd.state.aggregation.consistency import policy_of
+from psd.state.aggregation.directed_rounds import DirectedRound
 from psd.state.aggregation.exact_rounds import ExactRound, MeasuredRound
 from psd.state.aggregation.offered_buffers import Offered
-from psd.state.aggregation.rounds import FastRound
+from psd.state.aggregation.rounds import FastRound, Round
 from psd.state.aggregation.rules import BoundRule, check_listed
 from psd.state.aggregation.settlement import Coordinator, Participant
 from psd.state.aggregation.staleness import bound_rule
@@ -105,7 +106,7 @@ class Job:
         services = BlockServices(
             self.arena,
             rounds,
-            MeasuredRound if spec.has_verdicts else ExactRound if self.is_exact else FastRound,
+            round_kind_of(spec),
             self.layout.tensor_at,
         )
         self.blocks = {
@@ -150,9 +151,10 @@ class Job:
         self._shard_index = shard_index
 
     def _ratio_places(self, plan: Block) -> NDArray[np.intp] | None:
-        if not self.spec.groups[plan.group].is_layerwise:
-            return None
-        return np.searchsorted(np.array(self.spec.layerwise_tensors), plan.segment_tensors)
+        tensors = np.array(self.spec.ratio_tensors, np.int64)
+        places = np.searchsorted(tensors, plan.segment_tensors)
+        is_of_them = np.isin(plan.segment_tensors, tensors)
+        return np.where(is_of_them, places, -1) if is_of_them.any() else None
 
     # -- checks --------------------------------------------------------------------------------------------------------
 
@@ -367,6 +369,15 @@ class Job:
     def slot_bytes(self) -> int:
         """Bytes of this shard's slots."""
         return sum(b.slot_bytes for b in self.blocks.values())
+
+
+def round_kind_of(spec: JobSpec) -> type[Round]:
+    """The class of the rounds of a job's blocks."""
+    if spec.directed_tensors:
+        return DirectedRound
+    if spec.has_verdicts:
+        return MeasuredRound
+    return ExactRound if spec.aggregation == "exact" else FastRound
 
 
 def _add_awaited(membership: Membership, rank: int, seconds: float) -> None:

@@ -2,6 +2,8 @@
 #include "kernels.h"
 #include "half.h"
 
+#include <stddef.h>
+
 #define real float
 #define FN(name) name##_f32
 #include "typed.h"
@@ -31,6 +33,19 @@ void psd_scaled_copy(psd_dtype dtype, void *out, const void *grad, double weight
         psd_scaled_copy_f64(out, grad, weight, n);
     else
         psd_scaled_copy_half(dtype, out, grad, (float)weight, n);
+}
+
+void psd_weigh_segments(psd_dtype dtype, void *out, const void *grad, intptr_t count, const uint32_t *ends, const double *weights,
+                        int add)
+{
+    size_t out_size = dtype == PSD_F64 ? 8 : 4, grad_size = dtype == PSD_F64 ? 8 : dtype == PSD_F32 ? 4 : 2;
+    uint32_t start = 0;
+    for (intptr_t i = 0; i < count; i++) {
+        void *to = (char *)out + start * out_size;
+        const void *from = (const char *)grad + start * grad_size;
+        (add ? psd_accumulate : psd_scaled_copy)(dtype, to, from, weights[i], ends[i] - start);
+        start = ends[i];
+    }
 }
 
 void psd_widen(psd_dtype dtype, float *out, const void *half, intptr_t n)

@@ -18,6 +18,10 @@ void psd_accumulate(psd_dtype, void *acc, const void *grad, double weight, intpt
 /* out[i] = weight * grad[i]. The type is that of the gradient. */
 void psd_scaled_copy(psd_dtype, void *out, const void *grad, double weight, intptr_t n);
 
+/* The sum over segments, end to end, the i-th of which has a weight of its own: out = weights[i] * grad, added to what is there
+ * if `add`. */
+void psd_weigh_segments(psd_dtype, void *out, const void *grad, intptr_t count, const uint32_t *ends, const double *weights, int add);
+
 /* out[i] = half[i], of PSD_F16 or PSD_BF16, exactly */
 void psd_widen(psd_dtype, float *out, const void *half, intptr_t n);
 

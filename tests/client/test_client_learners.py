@@ -37,9 +37,10 @@ def test_a_failed_exchange_is_made_again_with_the_same_difference(cluster: Any) 
         assert walker.place == [-4.0, -4.0]
 
 
-def test_shards_that_die_meanwhile_change_no_bit(cluster: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("merge", ["mean", "rda"])
+def test_shards_that_die_meanwhile_change_no_bit(cluster: Any, tmp_path: Path, merge: str) -> None:
     """With exact aggregation; one in the midst of an exchange that is under way while the learners compute."""
-    local = psd.Local(steps=4, outer=OUTER, fragments=2, delay=1)
+    local = psd.Local(steps=4, outer=OUTER, fragments=2, delay=1, merge=merge)
     steps = 12
     servers = cluster(2).servers
     expected = in_threads(*(lambda rank=rank: _alone(servers, rank, local, steps) for rank in range(2)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -98,6 +99,19 @@ def test_updates_of_all_shards_make_ratios() -> None:
     verdict = judged(spec, 7, first, [measure([3], [6], [0], [2]), measure([4], [8], [0], [1])])
 
     assert verdict == Verdict(7, scale=first.scale, ratios=(0.5, 1.0))
+
+
+def test_directions_of_all_shards_make_their_norms() -> None:
+    """The first tensor is cut over two shards; the last is merged by its mean, and not measured."""
+    plain = job(("sgd", "sgd", "sgd"))
+    spec = replace(plain, tensors=tuple(replace(tensor, merge="rda") for tensor in plain.tensors[:2]) + plain.tensors[2:])
+    assert JobSpec.from_message(spec.to_message()) == spec
+
+    verdict = judged(spec, 7, None, [measure([3], []), measure([4], [2])])
+
+    assert verdict == Verdict(7, ratios=(5.0, 2.0))
+    assert Verdict.from_message(verdict.to_message(), spec) == verdict
+    assert judged(spec, 7, None, [measure_message(None), measure([4], [2])]) == Verdict(7, skip=True)
 
 
 @pytest.mark.parametrize("rules", [("sgd",), ("lamb",)])

@@ -54,6 +54,39 @@ def test_sums_when_inputs_are_read_only_match_numpy_bit_by_bit(dtype, n, weight,
 
 
 @everything
+@pytest.mark.parametrize("add", [False, True])
+@pytest.mark.parametrize("ends", [[], [0], [5], [1, 1, 300, 1001], [0, 7, 1001, 1001]])
+def test_segments_have_weights_of_their_own(dtype, add, ends, rng):
+    """Each as scaled_copy and accumulate of it alone, to the bit, also in place."""
+    n = ends[-1] if ends else 0
+    out, grad = rng.standard_normal((2, n)).astype(dtype)
+    weights = rng.standard_normal(len(ends))
+    expected = out.copy()
+    for start, end, weight in zip([0, *ends], ends, weights, strict=False):
+        (psd_core.accumulate if add else psd_core.scaled_copy)(expected[start:end], grad[start:end], weight)
+
+    psd_core.weigh_segments(out, read_only(grad), np.array(ends, np.uint32), weights, add=add)
+    np.testing.assert_array_equal(out, expected)
+
+    psd_core.weigh_segments(grad, grad, np.array(ends, np.uint32), np.full(len(ends), 2.0), add=False)
+    psd_core.weigh_segments(grad, grad, np.array(ends, np.uint32), np.full(len(ends), 0.5), add=False)
+    psd_core.weigh_segments(expected, grad, np.array(ends, np.uint32), np.zeros(len(ends)), add=True)
+    np.testing.assert_array_equal(out, expected)
+
+
+@pytest.mark.parametrize("half", [np.float16, np.uint16])
+def test_segments_of_half_precision_are_widened_first(half, rng):
+    grad = rng.standard_normal(33).astype(np.float16).view(half)
+    ends, weights = np.array([10, 33], np.uint32), np.array([3.0, -0.5])
+    out, expected = np.empty(33, np.float32), np.empty(33, np.float32)
+
+    psd_core.weigh_segments(out, grad, ends, weights, add=False)
+
+    psd_core.weigh_segments(expected, psd_core.widened(grad), ends, weights, add=False)
+    np.testing.assert_array_equal(out, expected)
+
+
+@everything
 def test_sum_of_a_hundred_gradients_is_within_a_hundred_roundings_of_the_exact_one(dtype, rng):
     grads = rng.standard_normal((100, 999)).astype(dtype)
     acc = np.zeros(999, dtype)

@@ -85,6 +85,24 @@ def test_a_bad_destination_is_refused(kernel, name, bad):
         kernel(bad, np.zeros(4, F32))
 
 
+@pytest.mark.parametrize(
+    ("ends", "weights", "message"),
+    [
+        ([1, 3], [1, 1], "segment_ends: expected 4, the length of out, as the last end, got 3"),
+        ([3, 2, 4], [1, 1, 1], "segment_ends: expected ends that never fall, got 2 after 3"),
+        ([2, 5], [1, 1], "as the last end, got 5"),
+        ([4], [1, 1], "weights: expected length 1, that of segment_ends, got 2"),
+    ],
+)
+def test_segments_that_do_not_fit_are_refused(ends, weights, message):
+    out = np.ones(4, F32)
+
+    with pytest.raises(psd_core.InvalidArray, match=message):
+        psd_core.weigh_segments(out, np.ones(4, F32), np.array(ends, np.uint32), np.array(weights, np.float64), add=True)
+
+    assert out.tolist() == [1, 1, 1, 1]
+
+
 @pytest.mark.parametrize("bad", [np.zeros(4, np.int32), np.zeros((2, 2)), misaligned(4, np.float64), None])
 def test_first_nonfinite_of_a_bad_array_is_refused(bad):
     with pytest.raises(psd_core.InvalidArray, match=r"^x: "):

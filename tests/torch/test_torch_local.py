@@ -60,7 +60,7 @@ def simulated(local: psd.Local, learners: int, steps: int, tokens: Any = lambda 
             weights = [counts[fragment][1] ** 2 / counts[fragment][0] for counts in done]
             for i in of_fragment[fragment]:
                 moved = [bases[rank][i] - list(model.parameters())[i].detach() for rank, model in enumerate(models)]
-                globals_[i].grad = sum(w * m for w, m in zip(weights, moved, strict=True)) / sum(weights)
+                globals_[i].grad = merged(local.merge if i else "mean", moved, weights)  # the first is an embedding
             outer[fragment].step()
             for counts in done:
                 counts[fragment] = [0, 0.0]
@@ -70,6 +70,17 @@ def simulated(local: psd.Local, learners: int, steps: int, tokens: Any = lambda 
     return [values(model) for model in models]
 
 
+def merged(merge: str, differences: list[Any], weights: list[float]) -> Any:
+    """The learners' differences of a tensor, merged in float64."""
+    differences = [each.double() for each in differences]
+    mean = sum(w * each for w, each in zip(weights, differences, strict=True)) / sum(weights)
+    norms = [each.norm() for each in differences]
+    direction = sum(w * each / n for w, each, n in zip(weights, differences, norms, strict=True) if n)
+    if merge == "mean" or not norms or direction.norm() < 1e-6 * sum(weights):
+        return mean.float()
+    return (sum(w * n for w, n in zip(weights, norms, strict=True)) / sum(weights) * direction / direction.norm()).float()
+
+
 CASES = {
     "diloco": psd.Local(steps=4, outer=OUTER),
     "fragments": psd.Local(steps=6, outer=OUTER, fragments=3),
@@ -77,12 +88,20 @@ CASES = {
     "streaming": psd.Local(steps=6, outer=OUTER, fragments=3, delay=2),
     "mixed": psd.Local(steps=4, outer=OUTER, fragments=2, delay=1, alpha=0.25),
     "late": psd.Local(steps=4, outer=OUTER, delay=4, alpha=0.0),
+    "directions": psd.Local(steps=4, outer=OUTER, merge="rda"),
+    "streamed directions": psd.Local(steps=6, outer=OUTER, fragments=3, delay=2, merge="rda"),
 }
 
 
-@pytest.mark.parametrize("local", CASES.values(), ids=CASES)
 @pytest.mark.parametrize(("learners", "shards"), [(1, 2), (3, 2)])
-@pytest.mark.parametrize("aggregation", ["fast", "exact"])
+@pytest.mark.parametrize(
+    ("local", "aggregation"),
+    [
+        pytest.param(local, aggregation, id=f"{name}-{aggregation}")
+        for name, local in CASES.items()
+        for aggregation in ("fast", "exact")[local.merge == "rda" :]
+    ],
+)
 def test_learners_have_the_numbers_of_a_simulation(
     run_workers: Any, local: psd.Local, learners: int, shards: int, aggregation: str
 ) -> None:
@@ -254,6 +273,7 @@ def test_fragments_travel_one_at_a_time(cluster: Any) -> None:
         ({"steps": 4, "fragments": 2, "delay": 3}, InvalidRequest, "local.delay: must be 0 to 2"),
         ({"steps": 4, "alpha": 1.5}, InvalidRequest, "local.alpha: must be from 0 to 1, got 1.5"),
         ({"steps": 4, "pattern": "random"}, InvalidRequest, "local.pattern"),
+        ({"steps": 4, "merge": "sum"}, InvalidRequest, 'local.merge: must be "mean" or "rda"'),
         ({"steps": 4, "outer": "sgd"}, TypeError, "local.outer"),
     ],
 )

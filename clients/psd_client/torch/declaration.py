@@ -7,7 +7,7 @@ does. Must not know connections, gradients or steps.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -127,6 +127,12 @@ class TorchDeclaration:
                 )
             buffers.append(buffer)
         return buffers
+
+    def merge(self, by_direction: Sequence[bool]) -> None:
+        """Declare which trained parameters are merged by norm and direction."""
+        for index, is_directed in zip(self.trained, by_direction, strict=True):
+            if is_directed:
+                self.tensors[index] = replace(self.tensors[index], merge="rda")
 
 
 class Options(torch.optim.Optimizer):

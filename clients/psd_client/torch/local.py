@@ -16,6 +16,7 @@ from psd_core.optimizer import Optimizer
 from psd_core.rules import SGD
 
 PATTERNS = ("balanced", "strided")
+MERGES = ("mean", "rda")
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,8 @@ class Local:
             waits.
         alpha: share of the learner's own parameters when what came back is mixed in, 0 to 1: own * alpha + received *
             (1 - alpha). None: 0 without a delay, else 0.5.
+        merge: how the differences of several learners become one, tensor by tensor: "mean", weighted; or "rda", by norm and
+            direction (Decoupled DiLoCo, 2604.21428), embeddings by the mean. In rounds alone; implies aggregation="exact".
 
     Raises:
         InvalidRequest, TypeError: an option is wrong; the message names it.
@@ -48,6 +51,7 @@ class Local:
     pattern: str = "balanced"
     delay: int = 0
     alpha: float | None = None
+    merge: str = "mean"
 
     def __post_init__(self) -> None:
         if whole_number(InvalidRequest, "local.steps", self.steps) < 1:
@@ -56,6 +60,8 @@ class Local:
             refuse(TypeError, "local.outer", "a rule such as psd_client.SGD(lr=0.7)", self.outer)
         if self.pattern not in PATTERNS:
             raise InvalidRequest(f'local.pattern: must be "balanced" or "strided", got {self.pattern!r}')
+        if self.merge not in MERGES:
+            raise InvalidRequest(f'local.merge: must be "mean" or "rda", got {self.merge!r}')
         if not isinstance(self.fragments, Sequence):
             whole_number(InvalidRequest, "local.fragments", self.fragments)
         if not 1 <= self.count <= self.steps:
@@ -89,6 +95,11 @@ class Local:
         times, fragment = divmod(exchange, self.count)
         return times * self.steps + self.offsets[fragment] if exchange >= 0 else 0
 
+    def merged_by_direction(self, model: torch.nn.Module, trained: Sequence[torch.Tensor]) -> list[bool]:
+        """True for each trained parameter that is merged by norm and direction."""
+        apart = _of_embeddings(model)
+        return [self.merge == "rda" and id(parameter) not in apart for parameter in trained]
+
     def split(self, model: torch.nn.Module, trained: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
         """The trained parameters of each fragment.
 
@@ -108,11 +119,15 @@ class Local:
         return found
 
 
+def _of_embeddings(model: torch.nn.Module) -> set[int]:
+    """The identities of the weights of embeddings."""
+    return {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding | torch.nn.EmbeddingBag)}
+
+
 def _balanced(model: torch.nn.Module, trained: Sequence[torch.Tensor], count: int) -> list[list[torch.Tensor]]:
     """The largest first, each to the smallest fragment."""
     place = {id(parameter): index for index, parameter in enumerate(trained)}
-    tables = [m for m in model.modules() if isinstance(m, torch.nn.Embedding | torch.nn.EmbeddingBag)]
-    of_tables = {id(table.weight) for table in tables}
+    of_tables = _of_embeddings(model)
     apart = [parameter for parameter in trained if id(parameter) in of_tables] if count > 1 else []
     rest = [parameter for parameter in trained if not any(parameter is one for one in apart)]
     if not rest:

@@ -93,6 +93,7 @@ class FlatCalls(WorkerConnection):
         arguments.choice(InvalidRequest, "nan_policy", nan_policy, NAN_POLICIES)
         if aggregation is None:
             needs_exact = clip_norm is not None or nan_policy == "skip" or any(group.is_layerwise for group in groups)
+            needs_exact = needs_exact or any(tensor.merge for tensor in tensors)
             aggregation = "fast" if not mode.has_rounds else "exact" if needs_exact else default.aggregation
         staleness = parse_staleness(job.get("staleness"))
         return JobSpec(

@@ -50,7 +50,7 @@ class BlockState(Trained):
         times: measures how long the block's rounds are open.
 
     Attributes:
-        ratio_places: as in RoundSetting; None unless the rule is layer-wise.
+        ratio_places: as in RoundSetting; None unless a verdict has some for the block.
         offered: what workers have offered, if the block holds the mean of their buffers; else None.
     """
 

@@ -8,6 +8,7 @@ not know versions, workers' leases or shards.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -76,23 +77,35 @@ class ExactRound(Round):
 
     @override
     def is_complete(self) -> bool:
+        return self._has_all
+
+    @property
+    def _has_all(self) -> bool:
+        """True with the gradients of all members."""
         return self._decided is not None and not self._decided & ~self._staged()
 
     @override
     def update(self, last: Contribution | None) -> Update:
         """The sum in the order of the ranks; weights are added in double precision."""
-        assert self._decided is not None
-        parts = dict(self._parts)
-        if last is not None:
-            parts[last.rank] = last
-        counted = [parts[rank] for rank in sorted(parts) if self._decided >> rank & 1]
-        scalars = min(part.voice for part in counted).scalars if counted else ()
+        counted = self._counted(last)
         touched = self._touched
         for part in counted:
             touched = self._grown(touched, part)
         total_weight = sum(part.weight for part in counted)
         summands = [(values, self._weight(part)) for part in counted if (values := self._values(part)) is not None]
-        gradient = self._reduced(*self._summed(summands), total_weight, touched)
+        return self._update_of(counted, self._reduced(*self._summed(summands), total_weight, touched))
+
+    def _counted(self, last: Contribution | None = None) -> list[Contribution]:
+        """The members' contributions, in the order of the ranks."""
+        assert self._decided is not None
+        parts = dict(self._parts)
+        if last is not None:
+            parts[last.rank] = last
+        return [parts[rank] for rank in sorted(parts) if self._decided >> rank & 1]
+
+    @staticmethod
+    def _update_of(counted: Sequence[Contribution], gradient: Gradient) -> Update:
+        scalars = min(part.voice for part in counted).scalars if counted else ()
         return Update(gradient, scalars, {part.rank: part.session for part in counted})
 
     def _summed(self, summands: list[tuple[Any, float]]) -> tuple[Any, Any, float]:
@@ -165,7 +178,7 @@ class MeasuredRound(ExactRound):
     @override
     def is_complete(self) -> bool:
         """True once all members' gradients and the verdict are here. A round without members needs neither."""
-        return super().is_complete() and (self._decided == 0 or self._verdict is not None)
+        return self._has_all and (self._decided == 0 or self._verdict is not None)
 
     @override
     def update(self, last: Contribution | None) -> Update:
@@ -182,7 +195,7 @@ class MeasuredRound(ExactRound):
 
     @override
     def measure(self, page: Page | None, under: Verdict | None) -> Squares | Unmeasured:
-        if not super().is_complete():
+        if not self._has_all:
             return Unmeasured.OPEN
         setting, of_gradient = self._setting, under is None
         if of_gradient not in self._squares:

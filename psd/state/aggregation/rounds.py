@@ -43,6 +43,7 @@ class Contribution(NamedTuple):
         loan: allows the round to read the values later, where they lie; None: the values are gone when this call goes on.
         sent_by: the session that sends the push, which may be a later one.
         since: as in Voice.
+        norms: norm of the gradient of each tensor that is merged by direction, by JobSpec.directed_tensors, over all shards.
     """
 
     rank: int
@@ -57,6 +58,7 @@ class Contribution(NamedTuple):
     loan: Loan | None = None
     sent_by: int = 0
     since: int = 0
+    norms: Sequence[float] = ()
 
     @property
     def voice(self) -> Voice:
@@ -113,7 +115,8 @@ class RoundSetting:
     Attributes:
         segment_ends, rule: those of the block.
         is_mean: True: an update applies the mean of the gradients, weighted by samples. False: their sum.
-        ratio_places: (k,), for a layer-wise rule: for each segment of the block, the index of its tensor's ratio in a verdict.
+        ratio_places: (k,), for a layer-wise rule, or tensors that are merged by direction: for each segment of the block, the
+            index of its tensor's ratio in a verdict; -1: it has none.
     """
 
     segment_ends: NDArray[np.uint32]

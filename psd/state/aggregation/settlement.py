@@ -23,7 +23,16 @@ from typing import Protocol
 
 from psd.contract.errors import InvalidRequest
 from psd.contract.jobspec import JobSpec
-from psd.contract.verdicts import Squares, Verdict, judged, measure_message, measures_gradients, members_mask
+from psd.contract.verdicts import (
+    WITH_VERDICTS,
+    Squares,
+    Verdict,
+    judged,
+    measure_message,
+    measures_gradients,
+    members_mask,
+    sums_per_tensor,
+)
 from psd.state import locks
 from psd.state.aggregation.consistency import Policy, ranks_in
 from psd.state.aggregation.rounds import Unmeasured
@@ -124,7 +133,7 @@ class Coordinator:
         if request.skip and request.only_wait:
             raise InvalidRequest("skip: a worker that sets only_wait has no gradient in the round")
         if request.measures and not self._spec.has_verdicts:
-            raise InvalidRequest("measures: only a job with rounds that has clip_norm or a layer-wise rule is measured")
+            raise InvalidRequest(f"measures: {WITH_VERDICTS} is measured")
         if request.measures and request.clock >= self.next_round:
             raise InvalidRequest(f"measures: round {request.clock} is not decided yet")
 
@@ -301,10 +310,11 @@ class Participant:
 
     def measure(self, round_: int, under: Verdict | None, rank: int) -> control_pb2.MeasureReply:
         """Measure this shard's part of a round. Different ranks begin at different blocks. Takes no lock."""
-        if not measures_gradients(self._spec, under):
+        is_whole, each = measures_gradients(self._spec, under), sums_per_tensor(self._spec)
+        if not is_whole:
             under = under or Verdict(round_)
-        totals: Squares = [0] * (1 if under is None else 2 * len(self._spec.layerwise_tensors))
-        blocks = [block for block in self._trained if under is None or block.ratio_places is not None]
+        totals: Squares = [0] * (1 if is_whole else each * len(self._spec.ratio_tensors))
+        blocks = [block for block in self._trained if is_whole or block.ratio_places is not None]
         # Workers that measure at the same time begin at different blocks, and so share the work.
         start = rank * len(blocks) // self._spec.world_size
         for block in blocks[start:] + blocks[:start]:
@@ -315,12 +325,12 @@ class Participant:
                 return control_pb2.MeasureReply(is_open=True, missing=ranks_in(block.missing_in(round_)))
             if found is None or totals is None:
                 totals = None
-            elif under is None or block.ratio_places is None:
+            elif is_whole or block.ratio_places is None:
                 totals[0] += found[0]
             else:
                 for segment, place in enumerate(block.ratio_places.tolist()):
-                    totals[2 * place] += found[2 * segment]
-                    totals[2 * place + 1] += found[2 * segment + 1]
+                    for one in range(each if place >= 0 else 0):
+                        totals[each * place + one] += found[each * segment + one]
         return control_pb2.MeasureReply(measure=measure_message(totals))
 
     def on_staged(self, round_: int, rank: int) -> None:

@@ -65,7 +65,7 @@ class Trained(ABC):
         is_trained: something is pushed to it. False of blocks of static groups.
         times: of its rounds.
         version: updates applied; under SYNC also the number of the open round.
-        ratio_places: see RoundSetting; None unless the rule is layer-wise.
+        ratio_places: see RoundSetting; None unless a verdict has some for the block.
         lacks_space: a round is complete and could not be applied for lack of space; to be settled again when there is some.
         ages: of the gradients, where there are no rounds.
     """

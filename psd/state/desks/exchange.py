@@ -190,6 +190,7 @@ class Exchange:
             push.loan if is_lent else None,
             since=push.since,
             sent_by=push.session,
+            norms=push.norms,
         )
         try:
             outcome = block.contribute(part)

@@ -7,6 +7,8 @@ blocks, nor when they come.
 
 from __future__ import annotations
 
+import math
+
 from psd.contract.errors import InvalidRequest
 from psd.state.aggregation.agreement import Voice
 from psd.state.core import ShardCore
@@ -140,6 +142,21 @@ class AttendanceOnPush(PushRider):
             reply.overruled.CopyFrom(overruled)
 
 
+class NormsOnPush(PushRider):
+    """Brings the norms of the tensors that are merged by norm and direction."""
+
+    def check(self, push: Push) -> None:
+        """Raise InvalidRequest unless there is one for each, finite and not negative; give them to the push."""
+        norms, tensors = tuple(push.header.norms), push.job.spec.directed_tensors
+        if len(norms) != len(tensors):
+            raise InvalidRequest(f"norms: expected {len(tensors)}, one for each tensor that merges by rda, got {len(norms)}")
+        for norm, tensor in zip(norms, tensors, strict=True):
+            if not 0 <= norm < math.inf:
+                name = push.job.spec.tensors[tensor].name
+                raise InvalidRequest(f"norms: must be finite and >= 0, got {norm} for tensor {name!r}")
+        push.norms = norms
+
+
 class FirstGradientOnPush(PushRider):
     """Brings what stands for each worker's first gradient, and tells the later one of two that had the same."""
 
@@ -195,6 +212,7 @@ def riders_of(core: ShardCore, cuts: Cuts, schedule: CutSchedule, job: Job) -> P
         CutsOnPush(cuts, schedule) if has_rounds else PositionsOnPush(cuts, schedule),
         ClientStateOnPush(core),
         *([AttendanceOnPush()] if has_rounds else []),
+        *([NormsOnPush()] if job.spec.directed_tensors else []),
         FirstGradientOnPush(),
         *([BuffersOnPush(core)] if job.wants_buffers else []),
         *([OrdersOnPush(core)] if core.config.shard_index == 0 else []),

@@ -6,6 +6,7 @@ Must not know how rules compute, or what is in a block.
 from __future__ import annotations
 
 from psd.contract.errors import InvalidRequest, WrongShard
+from psd.contract.verdicts import WITH_VERDICTS
 from psd.state.aggregation.settlement import Coordinator
 from psd.state.core import ShardCore
 from psd.state.tickets import Ticket, WaitKind
@@ -65,7 +66,7 @@ class SettlementDesk:
             job = self._core.initialized()
             participant = job.participant
             if not job.spec.has_verdicts:
-                raise InvalidRequest("round: only a job with rounds that has clip_norm or a layer-wise rule is measured")
+                raise InvalidRequest(f"round: {WITH_VERDICTS} is measured")
             decisions, under = participant.check(request.decisions), participant.verdict_of(request)
             self._core.check_clock(worker, request.clock)
             skipped = self._core.members.on_clock(worker, request.clock)

@@ -5,7 +5,7 @@ Exchange moves them on, and the data plane holds them. Must not know what rides.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from weakref import ref
 
@@ -34,6 +34,7 @@ class Push:
         is_entered: a valid block has come. Until then the push has changed nothing but its worker's lease.
         is_finite: the worker has looked for NaN and infinity itself.
         riders, header: what rides on it, and what they know it by. since: see Voice.
+        norms: as in Contribution.
         versions: by block, of the parameters that the worker had read; empty: not known, or pointless.
         loan: of the gradient that blocks may read where the worker has it.
         staged: rows of the tables' block whose last frame has not come.
@@ -53,6 +54,7 @@ class Push:
     since: int = 0
     is_finite: bool = False
     is_entered: bool = False
+    norms: Sequence[float] = ()
     versions: Mapping[int, int] = field(default_factory=dict)
     loan: Loan = field(default_factory=Loan)
     staged: StagedRows = field(default_factory=StagedRows)

@@ -12,6 +12,7 @@ from psd.v1 import data_pb2
 from psd_client.lanes.flat import FlatBuffers
 from psd_client.worker.exchange.attendance import Attendance
 from psd_client.worker.exchange.first_gradient import FirstGradient
+from psd_client.worker.exchange.norms import Norms
 from psd_client.worker.exchange.rider import Rider, Riders
 from psd_client.worker.exchange.sent_push import SentPush
 from psd_client.worker.session.session import Session
@@ -103,6 +104,7 @@ def riders_of(
         CutRider(session),
         *([DecisionRider(session)] if layout.spec.aggregation == "exact" else []),
         Attendance(rank, layout.spec, counts),
+        *([Norms(gradients)] if layout.spec.directed_tensors else []),
         *([FirstGradient(rank, gradients)] if layout.spec.world_size > 1 else []),
         *others,
     )
