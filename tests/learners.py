@@ -53,6 +53,17 @@ def learned(ps: Any, local: psd.Local, steps: int, tokens: Any = lambda step, ra
     return found
 
 
+def merged(merge: str, differences: list[Any], weights: list[float]) -> Any:
+    """The learners' differences of a tensor, merged in float64."""
+    differences = [each.double() for each in differences]
+    mean = sum(w * each for w, each in zip(weights, differences, strict=True)) / sum(weights)
+    norms = [each.norm() for each in differences]
+    direction = sum(w * each / n for w, each, n in zip(weights, differences, norms, strict=True) if n)
+    if merge == "mean" or direction.norm() < 1e-6 * sum(weights):
+        return mean.float()
+    return (sum(w * n for w, n in zip(weights, norms, strict=True)) / sum(weights) * direction / direction.norm()).float()
+
+
 def constant(value: float = 0.0) -> nn.Module:
     """Two tensors, of one fragment each, whose gradients the tests set."""
     return nn.ParameterDict({name: nn.Parameter(torch.full((4,), value)) for name in ("a", "b")})

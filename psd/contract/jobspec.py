@@ -63,6 +63,7 @@ _WORDS = {
     "quorum": "quorum",
     "reduction": "reduce",
     "aggregation": "aggregation",
+    "grace": "grace",
     "clip_norm": "clip_norm",
     "nan_policy": "nan_policy",
 }
@@ -151,6 +152,7 @@ class JobSpec:
     Attributes:
         consistency, reduction, quorum, aggregation, clip_norm, nan_policy: as JobKeywords say, but the quorum of a job with
             rounds is always a number, and a clip_norm of 0 is none.
+        grace: seconds for which a round waits on after its quorum; infinity: as JobKeywords say of "auto".
         tables: sparse tables; a group has either tensors or tables.
     """
 
@@ -163,6 +165,7 @@ class JobSpec:
     aggregation: str = "fast"
     clip_norm: float = 0.0
     nan_policy: str = "refuse"
+    grace: float = 0.0
     tables: tuple[SparseTableSpec, ...] = ()
 
     def __post_init__(self) -> None:
@@ -192,6 +195,7 @@ class JobSpec:
                     f"groups.staleness: is {group.staleness!r}, but under sync no gradient is stale; it is for async and ssp"
                 )
         self._check_norms()
+        self._check_grace()
         if not self.tensors and not self.tables and not self.is_empty:
             raise InvalidTensor("tensors: there must be at least one parameter, or a table")
         seen: set[str] = set()
@@ -256,6 +260,14 @@ class JobSpec:
         if why and self.consistency.has_rounds and self.aggregation != "exact":
             raise InvalidRequest(
                 f"{why} needs aggregation exact, by which all shards agree on a round's members; it is {self.aggregation}"
+            )
+
+    def _check_grace(self) -> None:
+        if not self.grace >= 0:  # also refuses NaN
+            raise InvalidRequest(f"grace: must be seconds >= 0, or auto, got {self.grace}")
+        if self.grace and self.aggregation != "exact":
+            raise InvalidRequest(
+                f"grace: is {self.grace}, but only rounds that shard 0 decides (aggregation exact) wait after their quorum"
             )
 
     def _check_merges(self) -> None:
@@ -379,6 +391,7 @@ class JobSpec:
             reduction=REDUCTIONS[self.reduction],
             aggregation=AGGREGATIONS[self.aggregation],
             clip_norm=self.clip_norm,
+            grace_s=self.grace,
             nan_policy=NAN_POLICIES[self.nan_policy] if self.nan_policy != "refuse" else None,  # as before the field existed
         )
         self.consistency.fill(message)
@@ -419,6 +432,7 @@ class JobSpec:
             aggregation=_AGGREGATION_NAMES[message.aggregation],
             clip_norm=message.clip_norm,
             nan_policy=_NAN_POLICY_NAMES[message.nan_policy],
+            grace=message.grace_s,
             tables=tuple(map(SparseTableSpec.from_message, message.tables)),
         )
 

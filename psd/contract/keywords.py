@@ -26,6 +26,8 @@ class JobKeywords(TypedDict, total=False):
         consistency: "sync", "async" or "ssp:S"; None takes PSD_CONSISTENCY, or "sync".
         reduce: "mean" over the samples, by the pushes' weights (batch sizes), or "sum"; None takes PSD_REDUCE, or "mean".
         quorum: workers whose gradients close a synchronous round; None takes PSD_QUORUM, or all.
+        grace: seconds for which a round waits on for the others, once it has its quorum; or "auto", for learners (`local`): as
+            long as those whose differences it has go on computing without it. Implies "exact". None: not at all.
         aggregation: "fast", gradients are added as they arrive; or "exact", in the order of the ranks, those of a worker on all
             shards or on none: the same bits whatever the timing and whatever dies, but of tables with `expire_seconds`, in
             which time has a part. Synchronous only. None takes PSD_AGGREGATION, or "fast".
@@ -42,6 +44,7 @@ class JobKeywords(TypedDict, total=False):
     consistency: str | None
     reduce: str | None
     quorum: int | None
+    grace: float | str | None
     aggregation: str | None
     staleness: str | None
     clip_norm: float | None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -41,6 +42,9 @@ M = TypeVar("M", bound=Message)
 
 WAIT_S_MAX = 3600.0
 """Longest wait of a call without a deadline; psd's own clients always send one."""
+
+DUE_S_MIN = 0.001
+"""Least time for which a call waits for what is due."""
 
 MESSAGE_BYTES_MAX = 1500
 """Longest status message, in UTF-8. It is sent in HTTP/2 headers, where a byte that is not ASCII takes three; with the detail
@@ -240,7 +244,7 @@ class Waiter:
         if self._has_hung_up:
             ticket.fail(_HungUp("the caller hung up"))
         try:
-            return ticket.future.result(timeout)
+            return self._result(ticket, timeout)
         except FutureTimeoutError:
             wait = views.wait_status(self._shard, ticket)
             kind = BarrierTimeout if ticket.kind is WaitKind.BARRIER else WaitTimeout
@@ -257,6 +261,16 @@ class Waiter:
             self._ticket = None
             if ticket.kind is WaitKind.BARRIER and not (ticket.future.done() and ticket.future.exception() is None):
                 self._shard.withdraw(ticket)
+
+    def _result(self, ticket: Ticket, timeout: float) -> Any:
+        """The ticket's result; FutureTimeoutError after `timeout` seconds. Ends the wait itself where that is due."""
+        deadline = time.monotonic() + timeout
+        while (due_in := ticket.due_in()) is not None and due_in < (left := deadline - time.monotonic()):
+            try:
+                return ticket.future.result(min(left, max(due_in, DUE_S_MIN)))
+            except FutureTimeoutError:
+                self._shard.settlement.decide_due()
+        return ticket.future.result(deadline - time.monotonic())
 
 
 class _HungUp(PsdError):

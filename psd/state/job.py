@@ -35,6 +35,7 @@ from psd.state.durability.state_directory import Storage
 from psd.state.pages import Counted
 from psd.state.tables.block import TablesBlock, counted_in
 from psd.state.tables.pushes import RowChecks
+from psd.state.workers.learners import Learners
 from psd.state.workers.membership import Membership
 from psd.v1 import job_pb2
 from psd_core.arena import Arena, BlockShape, Page
@@ -145,7 +146,8 @@ class Job:
         if self.is_exact and shard_index == 0:
             with_blocks = {self.layout.shard_of(block.index) for block in self.layout.blocks if block.trained}
             measuring = shard_count if spec.tables else len(with_blocks)
-            self.coordinator = Coordinator(spec, self.policy, membership, self.arena, storage, measuring)
+            self.coordinator = Coordinator(spec, self.policy, membership, self.arena, storage, measuring, now)
+        self.learners = Learners()
         self.agreement = Agreement(self._infos, lambda: self.version_min)
         self._fit_scalars: Scalars | None = None  # the last ones that were found valid: the next ones mostly equal them
         self._shard_index = shard_index
@@ -352,6 +354,7 @@ class Job:
     def on_gone(self, rank: int) -> None:
         """Forget what matters only during a session of the rank, because that has ended."""
         self.agreement.on_gone(rank)
+        self.learners.on_gone(rank)
 
     # -- sizes ---------------------------------------------------------------------------------------------------------
 

@@ -172,6 +172,7 @@ class Shard:
         if job is not None and job.tables is not None:
             with contextlib.suppress(StoreClosed):  # the job is going back to a checkpoint
                 job.tables.expire()
+        self.settlement.decide_due()
         self.restoration.give_up_lost_round()
         self.schedule.announce_due()
         self.cuts.on_tick(self.now(), self.config.lease_s)

@@ -37,6 +37,7 @@ class Ticket:
         since: when the wait began, in the shard's monotonic seconds.
         missing: returns the mask of the workers that it waits for; takes no lock but the shard's.
         name: of a barrier; else empty.
+        due_in: returns the seconds after which the wait can be ended by SettlementDesk.decide_due; None: not known yet.
         future: resolved when the wait is over; its result depends on the kind.
     """
 
@@ -47,6 +48,7 @@ class Ticket:
     since: float
     missing: Callable[[], int]
     name: str = ""
+    due_in: Callable[[], float | None] = lambda: None
     future: Future[Any] = field(default_factory=Future)
 
     def resolve(self, value: Any = None) -> None:

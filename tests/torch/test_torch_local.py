@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from helpers_torch import assert_close, values  # noqa: E402
-from learners import OUTER, SUM, Walker, adam, backward, constant, learned, network  # noqa: E402
+from learners import OUTER, SUM, Walker, adam, backward, constant, learned, merged, network  # noqa: E402
 from torch import optim  # noqa: E402
 
 import psd_client  # noqa: E402
@@ -68,17 +68,6 @@ def simulated(local: psd.Local, learners: int, steps: int, tokens: Any = lambda 
             if not local.delay:
                 arrive(fragment)
     return [values(model) for model in models]
-
-
-def merged(merge: str, differences: list[Any], weights: list[float]) -> Any:
-    """The learners' differences of a tensor, merged in float64."""
-    differences = [each.double() for each in differences]
-    mean = sum(w * each for w, each in zip(weights, differences, strict=True)) / sum(weights)
-    norms = [each.norm() for each in differences]
-    direction = sum(w * each / n for w, each, n in zip(weights, differences, norms, strict=True) if n)
-    if merge == "mean" or not norms or direction.norm() < 1e-6 * sum(weights):
-        return mean.float()
-    return (sum(w * n for w, n in zip(weights, norms, strict=True)) / sum(weights) * direction / direction.norm()).float()
 
 
 CASES = {
@@ -138,29 +127,6 @@ def test_a_step_and_a_plain_mean_are_synchronous_training(run_workers: Any) -> N
 
     for ours, theirs in zip(run_workers(2, 2, local), run_workers(2, 2, synchronous), strict=True):
         assert_close(ours, theirs, 1e-6)
-
-
-def test_what_came_late_stays_with_its_learner_and_travels_with_the_next(cluster: Any) -> None:
-    """With a quorum of one of two the fast learner's rounds close without the slow one, whose steps are not lost."""
-    servers = cluster(1).servers
-    local = psd.Local(steps=2, outer=SUM, fragments=2)
-    with psd_client.connect(servers, 0, 2) as ps, psd_client.connect(servers, 1, 2) as peer:
-        walkers: list[Any] = [None, None]
-
-        def begin(rank: int, connection: ParameterServer) -> None:
-            walkers[rank] = Walker(connection, local, quorum=1)
-
-        threads = [threading.Thread(target=begin, args=pair) for pair in enumerate((ps, peer))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        fast, slow = walkers
-
-        assert fast.walk(4) == [-4.0, -4.0]  # exchanged: -3 and -4
-        assert slow.walk() == [-4.0, -5.0]  # late; its step of -1 is on top of what it received
-        assert slow.walk() == [-5.0, -6.0]  # exchanged: -5, both of its steps
-        assert fast.walk() == [-7.0, -5.0]  # late in its turn
 
 
 def test_a_learner_that_is_started_again_goes_on_at_the_jobs_last_exchange(cluster: Any) -> None:

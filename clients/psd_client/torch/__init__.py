@@ -170,7 +170,9 @@ def distribute(
     with connection_of(ps, of_connect) as connection:
         worker = worker_of(connection)
         initial, tables = partial(write_all, declaration), declaration.tables.specs
-        worker.declare_tensors(declaration.tensors, declaration.groups, initial=initial, tables=tables, **job)
+        is_learner = local is not None
+        tensors, groups = declaration.tensors, declaration.groups
+        worker.declare_tensors(tensors, groups, initial=initial, tables=tables, is_learner=is_learner, **job)
     tell_of_process_group(connection.rank, connection.world_size)
     copy_all(declaration.parameters, as_tensors(worker.parameters)[: len(declaration.parameters)])
     if local is not None:

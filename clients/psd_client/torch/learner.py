@@ -3,18 +3,19 @@
 What travels is the base less the parameters; the base is what the learner has received last. While an exchange is under way the
 learner may go on: the call then runs in a thread of its own. A difference that the shards have dropped, because it came late,
 stays in the learner's parameters, and so in its next difference. So does what it has learned since, if the base of a fragment
-that it was not exchanging has changed. Must not know how fragments are chosen, or how anything travels.
+that it was not exchanging has changed. With a quorum of some learners (decoupled) it waits for nobody: an exchange begins at
+the job's clock, which it asks for, and ends when it does. Must not know how fragments are chosen, or how anything travels.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, overload
 
 import numpy as np
 import torch
 from torch.optim.lr_scheduler import LRScheduler
-from typing_extensions import override
 
 from psd.contract.errors import InvalidRequest, RolledBack
 from psd.contract.rules import weight_of
@@ -22,17 +23,15 @@ from psd_client.client import ParameterServer, worker_of
 from psd_client.optimizers import scalar_values
 from psd_client.torch.buffers import kept_buffers
 from psd_client.torch.declaration import TorchDeclaration
+from psd_client.torch.flight import Counts, Exchanged, Flight, Smoothed
 from psd_client.torch.job_optimizer import JobOptimizer
 from psd_client.torch.local import Local
 from psd_client.torch.parameters import as_tensors
 from psd_client.torch.schedule import DistributedScheduler, register
 from psd_client.torch.uncompiled import uncompiled
 from psd_client.worker.background_call import BackgroundCall
-from psd_client.worker.flat_calls import FlatCalls
+from psd_client.worker.exchange.sent_push import Spare
 from psd_client.worker.worker import Turn
-
-_WEIGHT_UNIT = 2.0**-20
-"""Weights are multiplied by this: they are squares of numbers of tokens, and a push's weight is at most 10^15."""
 
 
 class LocalOptimizer(JobOptimizer):
@@ -43,6 +42,7 @@ class LocalOptimizer(JobOptimizer):
     Attributes:
         ps: the connection. Its clock counts exchanges.
         local_step: local steps that this learner has made. After a restart it is the step of the job's last exchange.
+        on_exchange: called with each exchange that has ended; may be None.
         outer_groups: options of the outer rule, one dict for each fragment. The program may change them, on all learners alike.
     """
 
@@ -54,9 +54,16 @@ class LocalOptimizer(JobOptimizer):
         self._declaration = declaration
         self._buffers = kept_buffers(declaration, self._worker)
         self.outer_groups = [group for part in declaration.parts for group in part.given.optimizer.param_groups]
+        self.on_exchange: Callable[[Exchanged], None] | None = None
         self._schedule: DistributedScheduler | None = None
         self._is_stepping = False
-        self._flight: _Flight | None = None
+        self._flight: Flight | None = None
+        self._look: BackgroundCall | None = None  # asks for the job's clock
+        spec = self._worker.parameters.layout.spec
+        self._is_decoupled = spec.consistency.has_rounds and spec.quorum < spec.world_size
+        self._step_s, self._fetch_s = Smoothed(), Smoothed()
+        self._resumed_at = 0.0  # when the program went on after the last step; 0: it has made none
+        self._tokens = 0.0
         self._begin()
         register(self, self, inner)
         inner.register_step_pre_hook(_step_check(self))
@@ -73,7 +80,14 @@ class LocalOptimizer(JobOptimizer):
         self._times_gone_back = self._worker.times_gone_back
         self._exchanges = self.ps.clock
         self.local_step = self._local.step_of(self._exchanges - 1)
-        self._counts = [_Counts() for _ in declaration.parts]
+        self._departed = self.local_step
+        self._counts = [Counts() for _ in declaration.parts]
+        self._received = [self._version_of(fragment) for fragment in range(len(declaration.parts))]
+
+    def _version_of(self, fragment: int) -> int:
+        """The version of a fragment that was received last; with rounds, the clock as of which it is."""
+        flat, groups = self._worker.parameters, self._declaration.parts[fragment].groups
+        return min(flat.versions[block.index] for block in flat.layout.blocks if block.group in groups)
 
     @overload
     def step(self, closure: None = None, *, tokens: float = 1) -> None: ...
@@ -94,38 +108,91 @@ class LocalOptimizer(JobOptimizer):
         """
         size = weight_of(tokens, "tokens")
         if self._times_gone_back != self._worker.times_gone_back:  # another call has told the program
-            self._flight = None
+            self._flight = self._look = None
             self._begin()
         self._is_stepping = True
         try:
             loss = self._inner.step() if closure is None else self._inner.step(closure)
         finally:
             self._is_stepping = False
+        if self._resumed_at:
+            self._step_s.add(time.monotonic() - self._resumed_at)
         self.local_step += 1
+        self._tokens += size
         for counts in self._counts:
-            counts.steps += 1
-            counts.tokens += size
+            counts.add(1, size)
         if self._schedule is not None:
             self._schedule.on_optimizer_step()
-        self._exchange()
+        try:
+            self._exchange()
+        finally:
+            self._resumed_at = time.monotonic()
         return loss
 
     def _exchange(self) -> None:
-        local = self._local
-        if self._flight is not None and (self._flight.is_failed or self.local_step >= self._flight.due):
+        flight = self._flight
+        is_due = flight is not None and (flight.is_failed or self.local_step >= flight.due)
+        if is_due and flight is not None and (self._waits or flight.ended.is_set()):
             self._land()
-        if self._flight is None and self.local_step >= local.step_of(self._exchanges):
-            self._exchanges += 1
-            self._depart(self.ps.clock % local.count)
-            if not local.delay:
-                self._land()
+        if self._flight is None and self.local_step >= self._departs_at:
+            clock = self._next_clock()
+            if clock is not None:
+                self._depart(clock)
+                if self._local.delay == 0:
+                    self._land()
+
+    @property
+    def _waits(self) -> bool:
+        """True if the learner waits for exchanges that take longer than the delay."""
+        return not self._is_decoupled or self._local.delay == 0
+
+    def _next_clock(self) -> int | None:
+        """The job's clock, by which it is some fragment's turn to be exchanged now; None: not yet.
+
+        A decoupled learner asks for the clock, while it makes its next step: others have not waited for it. If it is so much
+        slower that it would exchange a fragment again that it has just exchanged, it leaves that round to the others.
+        """
+        if not self._is_decoupled:
+            return self.ps.clock
+        if self._look is None:
+            self._look = BackgroundCall(self._worker, self._worker.learn_clock, "psd-exchange")
+        if not (self._waits or self._look.ended.is_set()):
+            return None
+        look, self._look = self._look, None
+        self._wait_for(look)
+        clock, steps = self.ps.clock, [counts.steps for counts in self._counts]
+        is_new = 2 * steps[clock % self._local.count] < max(steps)
+        return None if is_new and self.local_step < self._departs_at + self._local.interval else clock
+
+    def _wait_for(self, call: BackgroundCall) -> None:
+        try:
+            call.wait()
+        except RolledBack:
+            self._flight = self._look = None
+            self._begin()
+            raise
+
+    @property
+    def _pace(self) -> float:
+        """The share of the fastest learner's steps that this one makes, at most 1."""
+        fastest = self._worker.learner.fastest_step_s
+        return min(1.0, fastest / self._step_s.seconds) if self._local.is_paced and fastest and self._step_s.seconds else 1.0
+
+    @property
+    def _departs_at(self) -> int:
+        """The local step after which the next exchange begins."""
+        following = self._local.step_of(self._exchanges)
+        if not (self._is_decoupled or self._local.is_paced):
+            return following
+        return self._departed + max(1, round(self._pace * (following - self._local.step_of(self._exchanges - 1))))
 
     @torch.no_grad()
-    def _depart(self, fragment: int) -> None:
-        """Begin to exchange a fragment: the next in turn, by the job's clock."""
-        declaration, worker = self._declaration, self._worker
+    def _depart(self, clock: int) -> None:
+        """Begin to exchange the fragment whose turn it is at this clock."""
+        declaration, worker, local = self._declaration, self._worker, self._local
+        fragment = clock % local.count
         part = declaration.parts[fragment]
-        counts, self._counts[fragment] = self._counts[fragment], _Counts()
+        counts, self._counts[fragment] = self._counts[fragment], Counts()
         views = as_tensors(worker.gradients)
         present = np.zeros(len(declaration.tensors), np.bool_)
         for index in (declaration.trained[position] for position in part.trained):
@@ -136,15 +203,29 @@ class LocalOptimizer(JobOptimizer):
         scalars = [
             scalar_values(spec, {} if spec.is_static else next(options), index) for index, spec in enumerate(declaration.groups)
         ]
+        note = worker.learner.note
+        note.steps, note.tokens, note.step_s = self.local_step, self._tokens, self._step_s.seconds
+        note.base, note.of_steps, note.of_tokens = self._received[fragment], counts.steps, counts.tokens
+        pace, departed = self._pace, self.local_step
+        delay = max(1, round(pace * local.delay)) if local.delay else 0
+        self._exchanges += 1
+        self._departed = departed
+        spare_s = max(0.0, delay * self._step_s.seconds - self._fetch_s.seconds)
+        spare = Spare(time.monotonic() + spare_s, clock)
 
         def call(turn: Turn) -> None:
-            worker.push_pull_flat(scalars, counts.weight, present, job_part=part.job_part, turn=turn)
+            worker.push_pull_flat(scalars, counts.weight, present, job_part=part.job_part, turn=turn, spare=spare)
+            spare.ended_at = time.monotonic()
 
-        due, late_before = self.local_step + self._local.delay, worker.stats()["blocks_late"]
-        self._flight = _Flight(worker, call, fragment, due, late_before)
+        self._flight = Flight(
+            worker, call, fragment=fragment, counts=counts, spare=spare, departed=departed, due=departed + delay
+        )
 
     def _settle(self) -> None:
         """End the exchange under way, if there is one."""
+        if self._look is not None:
+            look, self._look = self._look, None
+            self._wait_for(look)
         if self._flight is not None:
             self._land()
 
@@ -154,28 +235,31 @@ class LocalOptimizer(JobOptimizer):
         assert flight is not None
         if flight.is_told:
             flight = self._flight = flight.again()
-        try:
-            flight.wait()
-        except RolledBack:
-            self._flight = None
-            self._begin()
-            raise
+        self._wait_for(flight)
         self._flight = None
+        if flight.spare.decided_at and flight.spare.ended_at:
+            self._fetch_s.add(flight.spare.ended_at - flight.spare.decided_at)
         self._take(flight)
 
     @torch.no_grad()
-    def _take(self, flight: _Flight) -> None:
+    def _take(self, flight: Flight) -> None:
         """Mix a fragment's received values in; carry what was learned of others over to new bases of theirs.
 
-        If the difference came late, all that was learned of the fragment is carried over, too; if it was sent again, what was
-        learned since it was taken."""
+        If the difference came late, all that was learned of the fragment is carried over, too; if it was sent again, or has
+        taken longer than the delay, what was learned since it was taken."""
         declaration, flat = self._declaration, self._worker.parameters
         views, differences = as_tensors(flat), as_tensors(self._worker.gradients)
         received = {block.group for block in flat.layout.blocks if flat.versions[block.index] != self._versions[block.index]}
         self._versions = list(flat.versions)
         own = declaration.parts[flight.fragment].groups
-        is_mixed = not flight.is_late and not flight.is_repeated
+        is_late = flight.is_late
+        is_mixed = not is_late and not flight.is_repeated and self.local_step <= flight.due
         share = self._local.share
+        if is_late:
+            self._counts[flight.fragment].add(flight.counts.steps, flight.counts.tokens)
+        for fragment, part in enumerate(declaration.parts):
+            if received.intersection(part.groups) or fragment == flight.fragment:
+                self._received[fragment] = self._version_of(fragment)
         for index in declaration.trained:
             group = declaration.tensors[index].group
             parameter, base, value = declaration.parameters[index], self._base[index], views[index]
@@ -183,12 +267,25 @@ class LocalOptimizer(JobOptimizer):
                 new = value if share == 0 else torch.lerp(value, parameter.to(value.device, value.dtype), share)
                 parameter.copy_(new)
             elif group in received or group in own:
-                has_counted = group in own and not flight.is_late
+                has_counted = group in own and not is_late
                 moved = value - base + differences[index] if has_counted else value - base
                 parameter.add_(moved.to(parameter.device, parameter.dtype))
             else:
                 continue
             base.copy_(value)
+        if self.on_exchange is not None:
+            self.on_exchange(
+                Exchanged(
+                    flight.spare.chosen_at,
+                    flight.fragment,
+                    not is_late,
+                    flight.departed,
+                    self.local_step,
+                    flight.counts.weight,
+                    is_mixed,
+                    tuple(self._received),
+                )
+            )
 
     @uncompiled
     def pull(self) -> None:
@@ -196,9 +293,9 @@ class LocalOptimizer(JobOptimizer):
         its last exchanges is dropped. An exchange under way is waited for."""
         self._settle()
         self._worker.pull_flat()
-        exchanges, step = self._exchanges, self.local_step
+        exchanges, step, departed = self._exchanges, self.local_step, self._departed
         self._begin()
-        self._exchanges, self.local_step = exchanges, step
+        self._exchanges, self.local_step, self._departed = exchanges, step, departed
         self._buffers.follow(self._worker.times_gone_back)
 
     def stop(self) -> int:
@@ -229,61 +326,6 @@ class LocalOptimizer(JobOptimizer):
             raise InvalidRequest("scheduler: the optimizer has one already; combine several by torch's ChainedScheduler")
         self._schedule = DistributedScheduler(given, lambda: self.local_step, every)
         return self._schedule
-
-
-class _Counts:
-    """Counts of a learner's steps and tokens since it received a fragment last."""
-
-    def __init__(self) -> None:
-        self.steps = 0
-        self.tokens = 0.0
-
-    @property
-    def weight(self) -> float:
-        """The learner's weight in a merge."""
-        return self.tokens * (self.tokens / self.steps) * _WEIGHT_UNIT
-
-
-class _Flight(BackgroundCall):
-    """One exchange of a fragment.
-
-    Args:
-        call: makes the exchange; again, with the same difference, if it has failed.
-        due: local step at which the learner waits for its end. late_before: count of blocks that had been late before it.
-
-    Attributes:
-        is_repeated: it was made again. is_told: its error has been raised.
-    """
-
-    is_repeated = is_told = False
-
-    def __init__(self, worker: FlatCalls, call: Callable[[Turn], None], fragment: int, due: int, late_before: int) -> None:
-        self.fragment, self.due = fragment, due
-        self._worker = worker
-        self._late_before = late_before
-        super().__init__(worker, call, "psd-exchange")
-
-    def again(self) -> _Flight:
-        """Make the call again."""
-        flight = _Flight(self._worker, self._call, self.fragment, self.due, self._late_before)
-        flight.is_repeated = True
-        return flight
-
-    @property
-    def is_failed(self) -> bool:
-        """True once the call has ended with an error."""
-        return self.ended.is_set() and self.error is not None
-
-    @property
-    def is_late(self) -> bool:
-        """True if the shards have closed the round without the difference."""
-        return self._worker.stats()["blocks_late"] > self._late_before
-
-    @override
-    def wait(self) -> None:
-        self.ended.wait()
-        self.is_told = self.error is not None
-        super().wait()
 
 
 def _step_check(owner: LocalOptimizer) -> Callable[..., None]:

@@ -18,6 +18,9 @@ from psd_core.rules import SGD
 PATTERNS = ("balanced", "strided")
 MERGES = ("mean", "rda")
 
+STEPS = 50
+"""Local steps of the fastest learner with steps="auto"."""
+
 
 @dataclass(frozen=True)
 class Local:
@@ -28,14 +31,15 @@ class Local:
     delay, Streaming DiLoCo (2501.18512).
 
     Args:
-        steps: local steps between two exchanges of a fragment, at least 1; the same on all learners.
+        steps: local steps between two exchanges of a fragment, at least 1; the same on all learners. "auto", or "auto:50": so
+            many (default 50) of the fastest learner's; of a slower one fewer, so that all take about the same time.
         outer: the rule that the shards apply, one of psd_client's.
         fragments: number of parts of the model, each exchanged every `steps` steps at an offset of its own, so that at any time
             only one of them travels; at most `steps`. Or lists of modules, one for each fragment.
         pattern: how a number of fragments is filled: "balanced", by size, embeddings in one of their own; "strided", the
             modules in turn. Tensors are not cut.
         delay: local steps that the learner makes while an exchange is under way, at most what lies between two exchanges. 0: it
-            waits.
+            waits. With a quorum of some learners it waits for nobody: what is later comes in later.
         alpha: share of the learner's own parameters when what came back is mixed in, 0 to 1: own * alpha + received *
             (1 - alpha). None: 0 without a delay, else 0.5.
         merge: how the differences of several learners become one, tensor by tensor: "mean", weighted; or "rda", by norm and
@@ -45,7 +49,7 @@ class Local:
         InvalidRequest, TypeError: an option is wrong; the message names it.
     """
 
-    steps: int
+    steps: int | str
     outer: Optimizer = field(default_factory=lambda: SGD(lr=0.7, momentum=0.9, nesterov=True))
     fragments: int | Sequence[Sequence[torch.nn.Module]] = 1
     pattern: str = "balanced"
@@ -54,7 +58,7 @@ class Local:
     merge: str = "mean"
 
     def __post_init__(self) -> None:
-        if whole_number(InvalidRequest, "local.steps", self.steps) < 1:
+        if self.interval < 1:
             raise InvalidRequest(f"local.steps: must be at least 1, got {self.steps}")
         if not isinstance(self.outer, Optimizer):
             refuse(TypeError, "local.outer", "a rule such as psd_client.SGD(lr=0.7)", self.outer)
@@ -64,8 +68,8 @@ class Local:
             raise InvalidRequest(f'local.merge: must be "mean" or "rda", got {self.merge!r}')
         if not isinstance(self.fragments, Sequence):
             whole_number(InvalidRequest, "local.fragments", self.fragments)
-        if not 1 <= self.count <= self.steps:
-            raise InvalidRequest(f"local.fragments: must be 1 to steps ({self.steps}), got {self.count}")
+        if not 1 <= self.count <= self.interval:
+            raise InvalidRequest(f"local.fragments: must be 1 to steps ({self.interval}), got {self.count}")
         apart = min(following - own for own, following in zip((0, *self.offsets), self.offsets, strict=False))
         if not 0 <= whole_number(InvalidRequest, "local.delay", self.delay) <= apart:
             raise InvalidRequest(
@@ -74,6 +78,21 @@ class Local:
             )
         if self.alpha is not None and not 0 <= real_number(InvalidRequest, "local.alpha", self.alpha) <= 1:
             raise InvalidRequest(f"local.alpha: must be from 0 to 1, got {self.alpha}")
+
+    @property
+    def is_paced(self) -> bool:
+        """True if slower learners make fewer steps."""
+        return isinstance(self.steps, str)
+
+    @property
+    def interval(self) -> int:
+        """Local steps between two exchanges of a fragment; of the fastest learner, if slower ones make fewer."""
+        if not isinstance(self.steps, str):
+            return whole_number(InvalidRequest, "local.steps", self.steps)
+        word, _, number = self.steps.partition(":")
+        if word != "auto" or not (number.isdecimal() if ":" in self.steps else not number):
+            raise InvalidRequest(f'local.steps: must be a number, "auto", or "auto:50", got {self.steps!r}')
+        return int(number or STEPS)
 
     @property
     def count(self) -> int:
@@ -88,12 +107,12 @@ class Local:
     @property
     def offsets(self) -> list[int]:
         """The step, within `steps`, after which each fragment is exchanged."""
-        return [(number + 1) * self.steps // self.count for number in range(self.count)]
+        return [(number + 1) * self.interval // self.count for number in range(self.count)]
 
     def step_of(self, exchange: int) -> int:
         """The local step after which an exchange is made, counted over all fragments from 0; -1, before the first, is at 0."""
         times, fragment = divmod(exchange, self.count)
-        return times * self.steps + self.offsets[fragment] if exchange >= 0 else 0
+        return times * self.interval + self.offsets[fragment] if exchange >= 0 else 0
 
     def merged_by_direction(self, model: torch.nn.Module, trained: Sequence[torch.Tensor]) -> list[bool]:
         """True for each trained parameter that is merged by norm and direction."""

@@ -6,6 +6,7 @@ the memory into which they are received. Must not know frameworks, names of tens
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -27,11 +28,23 @@ from psd.contract.tables import SparseTableSpec
 from psd_client.lanes.flat import FlatBuffers
 from psd_client.lanes.overlap_feed import Aborted, Feed
 from psd_client.worker.exchange.exchange import ParameterExchange
+from psd_client.worker.exchange.learner_rider import LearnerRider
 from psd_client.worker.exchange.loading import SlotValues
-from psd_client.worker.exchange.sent_push import JobPart, WorkerGradient
+from psd_client.worker.exchange.sent_push import JobPart, Spare, WorkerGradient
 from psd_client.worker.rows import Gradients
 from psd_client.worker.vectors.calls import VectorCalls
 from psd_client.worker.worker import ONE_JOB, Turn, WorkerConnection
+
+
+def _grace_of(grace: float | str | None) -> float:
+    """The seconds; infinity for "auto"."""
+    if grace is None:
+        return 0.0
+    if grace == "auto":
+        return math.inf
+    if not 0 <= arguments.real_number(InvalidRequest, "grace", grace) < math.inf:
+        raise InvalidRequest(f'grace: must be seconds >= 0, or "auto", got {grace}')
+    return float(grace)
 
 
 class FlatCalls(WorkerConnection):
@@ -50,6 +63,7 @@ class FlatCalls(WorkerConnection):
         initial: Callable[[FlatBuffers], None],
         is_lending: bool = False,
         tables: Sequence[SparseTableSpec] = (),
+        is_learner: bool = False,
         **job: Unpack[JobKeywords],
     ) -> None:
         """Declare flat tensors, and tables, whose rows `pull_rows` fetches. Afterwards `parameters` hold the job's values.
@@ -57,15 +71,24 @@ class FlatCalls(WorkerConnection):
         Args:
             initial: writes this worker's initial values into the buffers.
             is_lending: as in ParameterPlaces.
+            is_learner: pushes are differences, of many steps: with a quorum, too, they count as a whole or not at all; and each
+                has the note `learner`.
         """
         with self.operation("declare"):
             if self._exchange is not None:
                 raise InvalidRequest(f"declare: this connection has declared its job already. {ONE_JOB}")
-            spec = self._spec(tensors, groups, tables, job)
+            spec = self._spec(tensors, groups, tables, job, is_learner=is_learner)
             layout = Layout(spec, len(self._shards.lanes))
             sharing = self._session.prepare_lanes()
             exchange = ParameterExchange(
-                self.rank, self._config.wait_timeout_s, self._session, self._shards, layout, sharing, is_lending=is_lending
+                self.rank,
+                self._config.wait_timeout_s,
+                self._session,
+                self._shards,
+                layout,
+                sharing,
+                is_lending=is_lending,
+                is_learner=is_learner,
             )
             initial(exchange.parameters)
             tensor = exchange.parameters.first_nonfinite()
@@ -77,12 +100,19 @@ class FlatCalls(WorkerConnection):
             self._exchange = exchange
 
     def _spec(
-        self, tensors: Sequence[TensorSpec], groups: Sequence[GroupSpec], tables: Sequence[SparseTableSpec], job: JobKeywords
+        self,
+        tensors: Sequence[TensorSpec],
+        groups: Sequence[GroupSpec],
+        tables: Sequence[SparseTableSpec],
+        job: JobKeywords,
+        *,
+        is_learner: bool,
     ) -> JobSpec:
         """The declaration. Raises InvalidRequest or InvalidTensor for what is wrong; JobKeywords say what is right."""
         default = job_defaults()
         mode = default.consistency_of(job.get("consistency"))
         reduction, quorum, aggregation = job.get("reduce"), job.get("quorum"), job.get("aggregation")
+        grace = _grace_of(job.get("grace"))
         clip_norm, nan_policy = job.get("clip_norm"), job.get("nan_policy", DEFAULTS["nan_policy"])
         if quorum is None:
             quorum = default.quorum if mode.has_rounds else 0
@@ -93,8 +123,14 @@ class FlatCalls(WorkerConnection):
         arguments.choice(InvalidRequest, "nan_policy", nan_policy, NAN_POLICIES)
         if aggregation is None:
             needs_exact = clip_norm is not None or nan_policy == "skip" or any(group.is_layerwise for group in groups)
-            needs_exact = needs_exact or any(tensor.merge for tensor in tensors)
+            needs_exact = needs_exact or any(tensor.merge for tensor in tensors) or grace > 0
+            needs_exact = needs_exact or (is_learner and 0 < quorum < self.world_size)
             aggregation = "fast" if not mode.has_rounds else "exact" if needs_exact else default.aggregation
+        if is_learner and 0 < quorum < self.world_size and aggregation == "fast":
+            raise InvalidRequest(
+                f"aggregation: is fast, but with a quorum ({quorum} of {self.world_size}) a learner's difference must count as "
+                "a whole or not at all, which exact does"
+            )
         staleness = parse_staleness(job.get("staleness"))
         return JobSpec(
             world_size=self.world_size,
@@ -108,6 +144,7 @@ class FlatCalls(WorkerConnection):
             aggregation=arguments.choice(InvalidRequest, "aggregation", aggregation, AGGREGATIONS),
             clip_norm=float(clip_norm or 0.0),
             nan_policy=nan_policy,
+            grace=grace,
             tables=tuple(tables),
         )
 
@@ -196,6 +233,7 @@ class FlatCalls(WorkerConnection):
         skip: bool = False,
         job_part: JobPart | None = None,
         turn: Turn | None = None,
+        spare: Spare | None = None,
     ) -> None:
         """Push `gradients` and pull into `parameters`, whose contents are undefined if this fails, in one round trip.
 
@@ -208,9 +246,20 @@ class FlatCalls(WorkerConnection):
             job_part: the part of the job to step: `present` and `rows` have nothing of others, and the gradients of others in
                 the buffers stay. All workers step the parts in the same order. Not with `is_lending`.
             turn: the call's turn, if it is made in another thread, for which `take_turn` has reserved the connection.
+            spare: of a learner, which goes on meanwhile; noted in it is when the round was decided.
         """
         with self.operation("push_pull", turn=turn):
-            self.declared.push_pull(WorkerGradient(scalars, weight, present, rows, skip, part=job_part))
+            self.declared.push_pull(WorkerGradient(scalars, weight, present, rows, skip, part=job_part, spare=spare))
+
+    def learn_clock(self, turn: Turn) -> None:
+        """Go on at the job's clock, if others have closed rounds without this worker; `parameters` stay."""
+        with self.operation("look for the clock", turn=turn):
+            self.declared.learn_clock()
+
+    @property
+    def learner(self) -> LearnerRider:
+        """The note that goes with a learner's pushes, and what it has heard of the other learners."""
+        return self.declared.learner
 
     def take_turn(self, turn: Turn) -> None:
         """Reserve the connection for a call that another thread will make, before that thread is started: the call comes after

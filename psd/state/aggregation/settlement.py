@@ -18,7 +18,8 @@ sessions.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from psd.contract.errors import InvalidRequest
@@ -35,6 +36,7 @@ from psd.contract.verdicts import (
 )
 from psd.state import locks
 from psd.state.aggregation.consistency import Policy, ranks_in
+from psd.state.aggregation.grace import Grace
 from psd.state.aggregation.rounds import Unmeasured
 from psd.state.aggregation.trained import Trained
 from psd.state.tickets import Ticket
@@ -67,10 +69,18 @@ class Coordinator:
 
     Args:
         measuring: number of shards that have something to measure.
+        now: monotonic seconds.
     """
 
     def __init__(
-        self, spec: JobSpec, policy: Policy, members: Membership, arena: Arena, verdicts: Verdicts, measuring: int
+        self,
+        spec: JobSpec,
+        policy: Policy,
+        members: Membership,
+        arena: Arena,
+        verdicts: Verdicts,
+        measuring: int,
+        now: Callable[[], float],
     ) -> None:
         self._spec = spec
         self._policy = policy
@@ -78,6 +88,7 @@ class Coordinator:
         self._arena = arena
         self._verdicts = verdicts
         self._measuring = measuring
+        self._grace = Grace(spec.grace, now)
         self._committed = 0
         self._skipping = 0
         self._waiting: list[Ticket] = []
@@ -132,16 +143,23 @@ class Coordinator:
             raise InvalidRequest(f"skip: the job's nan_policy is {self._spec.nan_policy}, not skip")
         if request.skip and request.only_wait:
             raise InvalidRequest("skip: a worker that sets only_wait has no gradient in the round")
+        if request.only_ask and (request.skip or request.only_wait or request.measures):
+            raise InvalidRequest("only_ask: a worker that only asks neither skips nor waits, and brings no measures")
+        if not 0 <= request.spare_s < math.inf:
+            raise InvalidRequest(f"spare_s: must be finite and >= 0, got {request.spare_s}")
         if request.measures and not self._spec.has_verdicts:
             raise InvalidRequest(f"measures: {WITH_VERDICTS} is measured")
         if request.measures and request.clock >= self.next_round:
             raise InvalidRequest(f"measures: round {request.clock} is not decided yet")
 
-    def on_commit(self, worker: Worker, clock: int, *, skip: bool = False, only_wait: bool = False) -> bool:
+    def on_commit(
+        self, worker: Worker, clock: int, *, skip: bool = False, only_wait: bool = False, spare_s: float = 0.0
+    ) -> bool:
         """Note that all shards have the worker's push of `clock`; True if that round is already decided.
 
         Args:
             skip: the worker's gradient is not finite: the round is decided to have no members, and so changes nothing.
+            spare_s: as in CommitRequest.
             only_wait: there is no such push. The worker takes part after that round, and only waits for the decision on it.
 
         Raises:
@@ -154,6 +172,8 @@ class Coordinator:
         if only_wait:
             self._members.on_clock(worker, clock + 1)
         else:
+            if not self.has_committed(worker.rank):
+                self._grace.on_commit(spare_s)
             self._committed |= 1 << worker.rank
             self._skipping |= skip << worker.rank
         self._decide_complete()
@@ -166,6 +186,11 @@ class Coordinator:
             return
         self._waiting = [t for t in self._waiting if not t.future.done()]
         self._waiting.append(ticket)
+
+    @property
+    def is_due_in(self) -> float | None:
+        """Seconds until the next round is to be decided with those that have committed it; None: it has no quorum yet."""
+        return self._grace.left() if self._grace.has_begun else None
 
     def missing(self) -> int:
         """Mask of the workers that the next decision waits for."""
@@ -183,7 +208,10 @@ class Coordinator:
 
     def _decide_complete(self) -> None:
         while self._committed or self._members.is_void(self.next_round):
-            if self._committed and not self._policy.closes(self._committed, self._members.waited_in(self.next_round)):
+            waited = self._members.waited_in(self.next_round)
+            if self._committed and not self._policy.closes(self._committed, waited):
+                return
+            if self._committed and waited & ~self._committed and self._grace.left() > 0:
                 return
             self._decide(self.next_round)
 
@@ -191,6 +219,7 @@ class Coordinator:
         mask = 0 if self._skipping else self._committed
         self._last.update(dict.fromkeys(ranks_in(self._committed), (round_, mask)))
         self._committed = self._skipping = 0
+        self._grace.end()
         self._arena.record_decision(round_, mask)
         self._arena.set_word(_WORD, round_ + 1)
         self._news.append((round_, mask))

@@ -29,6 +29,7 @@ from psd.state.desks.transfers import Found, Pull, Push, PushRiders, check_sessi
 from psd.state.job import Job
 from psd.state.tables.block import TablesBlock
 from psd.state.tickets import Ticket, WaitKind
+from psd.state.workers.learners import check_note
 from psd.v1 import data_pb2
 from psd_core.arena import StoreClosed
 
@@ -71,6 +72,8 @@ class Exchange:
                 is_finite=header.is_finite,
                 versions={} if has_rounds else job.versions_read(header.versions),
             )
+            if header.HasField("learner"):
+                check_note(header.learner)
             for check in push.riders.check:
                 check(push)
             # Without rounds a clock decides nothing but who waits for this worker, itself at the gate included. With rounds it

@@ -19,6 +19,7 @@ from psd.state.desks.transfers import Push, PushRider, PushRiders, check_session
 from psd.state.durability.client_states import check_client_state
 from psd.state.job import Job
 from psd.state.tickets import Ticket
+from psd.state.workers.learners import HeardLearner
 from psd.state.workers.membership import WorkerState
 from psd.v1 import data_pb2
 
@@ -191,16 +192,20 @@ class BuffersOnPush(PushRider):
         reply.wants_buffers = push.job.wants_all_buffers or all(worker.state is not WorkerState.LIVE for worker in before)
 
 
-class OrdersOnPush(PushRider):
-    """Tells workers what an operator has ordered. On shard 0."""
+class NewsOnPush(PushRider):
+    """Tells workers what an operator has ordered, and learners how fast the fastest is, whose notes it keeps. On shard 0."""
 
     def __init__(self, core: ShardCore) -> None:
-        self._orders = core.orders
+        self._core = core
 
-    def answer(self, _push: Push, reply: data_pb2.PushReply) -> None:
-        """Name the orders as they now are."""
-        if self._orders.current is not None:
-            reply.orders.CopyFrom(self._orders.current)
+    def answer(self, push: Push, reply: data_pb2.PushReply) -> None:
+        """Name the orders as they now are, and the least time of a step."""
+        if (orders := self._core.orders.current) is not None:
+            reply.orders.CopyFrom(orders)
+        if push.header.HasField("learner"):
+            heard = HeardLearner(push.session, push.header.learner, push.clock, push.weight, self._core.now())
+            push.job.learners.on_push(push.worker.rank, heard)
+            reply.fastest_step_s = push.job.learners.fastest_step_s
 
 
 def riders_of(core: ShardCore, cuts: Cuts, schedule: CutSchedule, job: Job) -> PushRiders:
@@ -215,5 +220,5 @@ def riders_of(core: ShardCore, cuts: Cuts, schedule: CutSchedule, job: Job) -> P
         *([NormsOnPush()] if job.spec.directed_tensors else []),
         FirstGradientOnPush(),
         *([BuffersOnPush(core)] if job.wants_buffers else []),
-        *([OrdersOnPush(core)] if core.config.shard_index == 0 else []),
+        *([NewsOnPush(core)] if core.config.shard_index == 0 else []),
     )

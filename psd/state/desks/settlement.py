@@ -25,19 +25,36 @@ class SettlementDesk:
             worker = self._core.check_caller(request.caller)
             coordinator, participant = self._coordinator(), self._core.declared().participant
             coordinator.check(request)
+        if request.only_ask:
+            return None
         found = None
         if request.measures:
             found = coordinator.judge(request.clock, participant.verdict_of(request), request.measures)
         with self._core.lock:
             self._core.check_caller(request.caller)
             ticket = None
-            is_decided = coordinator.on_commit(worker, request.clock, skip=request.skip, only_wait=request.only_wait)
+            is_decided = coordinator.on_commit(
+                worker, request.clock, skip=request.skip, only_wait=request.only_wait, spare_s=request.spare_s
+            )
             if not is_decided and not request.without_waiting:
                 ticket = self._core.ticket(worker, request.caller.session, WaitKind.ROUND, request.clock, coordinator.missing)
+                ticket.due_in = self.due_in
                 coordinator.wait(ticket)
             coordinator.record(found)
         self._core.settle()
         return ticket
+
+    def due_in(self) -> float | None:
+        """Seconds until the open round is to be decided, if nothing happens before; None: that is not known."""
+        with self._core.lock:
+            job = self._core.job
+            return None if job is None or job.coordinator is None else job.coordinator.is_due_in
+
+    def decide_due(self) -> None:
+        """Decide the open round if its grace is over."""
+        due_in = self.due_in()
+        if due_in is not None and due_in <= 0:
+            self._core.settle()
 
     def commit_reply(self, rank: int, clock: int) -> control_pb2.CommitReply:
         """The decision and the verdict, for the worker of a rank that has committed `clock`."""

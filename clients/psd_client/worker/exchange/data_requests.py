@@ -61,7 +61,15 @@ class DataRequests:
             norm = math.inf if squares is None else psd_core.square_root(squares)
             header.scale = clip_scale(spec.clip_norm, norm)
         sent = SentPush(
-            session.number, header, present, rows, gradient.skip, gradient.feed, gradient.versions_read, gradient.part
+            session.number,
+            header,
+            present,
+            rows,
+            gradient.skip,
+            gradient.feed,
+            gradient.versions_read,
+            gradient.part,
+            gradient.spare,
         )
         for write in self._riders.write:
             write(sent)

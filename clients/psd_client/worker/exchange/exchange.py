@@ -12,6 +12,7 @@ tables' rows are part of a push like any block. Must not know names, optimizers 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -28,12 +29,13 @@ from psd_client.lanes.transport import Call, Lane, Share
 from psd_client.worker.exchange.buffers import BufferKeeper
 from psd_client.worker.exchange.data_requests import DataRequests
 from psd_client.worker.exchange.finiteness import check_skip, is_finite
+from psd_client.worker.exchange.learner_rider import LearnerRider
 from psd_client.worker.exchange.lending import ParameterPlaces, lent_places
 from psd_client.worker.exchange.loading import ParameterLoad, SlotValues
 from psd_client.worker.exchange.push_counts import PushCounts, RoundGone
 from psd_client.worker.exchange.riders import ClientStateRider, riders_of
 from psd_client.worker.exchange.row_traffic import RowTraffic
-from psd_client.worker.exchange.sent_push import SentPush, WorkerGradient
+from psd_client.worker.exchange.sent_push import JobPart, SentPush, WorkerGradient
 from psd_client.worker.exchange.verdict_search import VerdictSearch
 from psd_client.worker.session.session import Session
 
@@ -46,6 +48,7 @@ class ParameterExchange:
     Args:
         sharing: shares memory with a shard; one for each shard that can see this process's memory.
         is_lending: as in ParameterPlaces.
+        is_learner: pushes have a learner's note.
 
     Attributes:
         gradients: the buffers that the next push sends. After `push`, write to them only when `confirm` has returned.
@@ -54,7 +57,7 @@ class ParameterExchange:
         is_skipped: True if the round of the last push changed nothing, because some worker's gradient was not finite; without
             rounds, this worker's. Known after the pull.
         counts: as ParameterServer.stats shows them.
-        rows: rows of tables that are on their way.
+        rows: rows of tables that are on their way. learner: a learner's note, if this is one.
     """
 
     def __init__(
@@ -67,6 +70,7 @@ class ParameterExchange:
         sharing: Sequence[Share] = (),
         *,
         is_lending: bool = False,
+        is_learner: bool = False,
     ) -> None:
         self._rank = rank
         self._session = session
@@ -97,7 +101,8 @@ class ParameterExchange:
         self._counts = PushCounts()
         self.counts = self._counts.totals
         self.buffers = BufferKeeper(session, shards, layout, self.parameters, self._timeout_s)
-        own = (self.client_state, self.buffers, self.rows, self._counts)
+        self.learner = LearnerRider()
+        own = (self.client_state, self.buffers, self.rows, self._counts, *([self.learner] if is_learner else []))
         self._riders = riders_of(rank, session, layout, self.gradients, self.counts, *own)
         self._requests = DataRequests(session, self.gradients, self._riders, self._verdicts)
         self._load = ParameterLoad(rank, session, shards, self.parameters, wait_timeout_s, self._timeout_s)
@@ -230,7 +235,11 @@ class ParameterExchange:
         try:
             if self._is_exact or sent.is_finished:
                 self._complete(sent, and_wait=True)
-                self._fetch(self._lanes)
+                if self._is_exact and gradient.part is not None and self._session.clock == self._seen + 1:
+                    self._fetch(self._lanes, versions_only=True)
+                    self._fetch(self._lanes, part=gradient.part)
+                else:
+                    self._fetch(self._lanes)
             else:
                 for attempt in self._session.attempts():
                     with attempt:
@@ -291,7 +300,8 @@ class ParameterExchange:
             # The members of that round may be gone before all shards have its verdict; nobody could push the next round then.
             self._fetch(self._lanes, versions_only=True)
         self._session.orders.check_end(self._session.clock)  # again: a new session may have brought orders, and a later clock
-        if gradient.part is not None and self._has_rounds and self._session.clock != self._seen:
+        chosen_at = self._seen if gradient.spare is None else gradient.spare.chosen_at
+        if gradient.part is not None and self._has_rounds and self._session.clock != chosen_at:
             raise RoundGone(self._seen)  # the worker has joined anew, and the program had chosen the part by its clock before
         for prepare in self._riders.prepare:
             prepare()
@@ -400,6 +410,7 @@ class ParameterExchange:
                 clock=sent.header.clock,
                 without_waiting=without_waiting,
                 skip=sent.skip,
+                spare_s=max(0.0, sent.spare.until - time.monotonic()) if sent.spare is not None else 0.0,
             )
             return lane.commit(request, call)
 
@@ -412,6 +423,19 @@ class ParameterExchange:
         if not without_waiting:
             self._session.clock = max(self._session.clock, reply.clock)
             sent.is_decided = True
+            if sent.spare is not None:
+                sent.spare.decided_at = time.monotonic()
+
+    def learn_clock(self) -> None:
+        """Exact aggregation: go on at the job's clock, if other workers have closed rounds without this one.
+
+        `parameters` stay. If a failed call has left a push behind, that is resolved first.
+        """
+        self.resolve()
+        self._session.catch_up()
+        for attempt in self._session.attempts():
+            with attempt:
+                self._session.learn_clock(self._timeout_s)
 
     # -- pulls ---------------------------------------------------------------------------------------------------------
 
@@ -424,16 +448,22 @@ class ParameterExchange:
         if self._verdicts is not None:
             self._verdicts.find()
 
-    def _fetch(self, lanes: Sequence[Lane], *, is_all: bool = False, versions_only: bool = False) -> None:
-        """Wait until the round of the last push has closed, and fetch the trained blocks, or all, or none."""
+    def _fetch(
+        self, lanes: Sequence[Lane], *, is_all: bool = False, versions_only: bool = False, part: JobPart | None = None
+    ) -> None:
+        """Wait until the round of the last push has closed, and fetch the trained blocks, or all, or none; or those of a part,
+        which waits for no others."""
         for attempt in self._session.attempts():
             with attempt:
-                self._pull(lanes, is_all=is_all, versions_only=versions_only)
-                self._on_closed()
+                self._pull(lanes, is_all=is_all, versions_only=versions_only, part=part)
+                if part is None:
+                    self._on_closed()
         if not versions_only:
             self._seen = self._session.clock
 
-    def _pull(self, lanes: Sequence[Lane], *, is_all: bool = False, versions_only: bool = False) -> None:
+    def _pull(
+        self, lanes: Sequence[Lane], *, is_all: bool = False, versions_only: bool = False, part: JobPart | None = None
+    ) -> None:
         """Fetch the blocks at the worker's clock, or only wait for their versions."""
         self._learn()
         if not versions_only:
@@ -442,7 +472,12 @@ class ParameterExchange:
         def pull_at(lane: Lane, call: Call) -> None:
             self._push_again(lane, call)
             blocks = self._layout.blocks_of(lane.shard) if is_all else self._blocks[lane.shard]
-            request = self._requests.pull(lane.shard, blocks if self._has_static and not is_all else None)
+            if part is not None:
+                blocks = [block for block in blocks if block.group in part.groups]
+                if not blocks:
+                    return
+            is_some = part is not None or (self._has_static and not is_all)
+            request = self._requests.pull(lane.shard, blocks if is_some else None)
             request.versions_only = versions_only
             lane.pull(request, blocks, self.parameters, call)
 

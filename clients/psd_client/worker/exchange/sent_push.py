@@ -52,6 +52,22 @@ class JobPart(NamedTuple):
     groups: frozenset[int]
 
 
+@dataclass(slots=True)
+class Spare:
+    """The time for which a worker goes on without the round of a push.
+
+    Attributes:
+        until: monotonic seconds; before, the round may wait for others, if the job has a grace. chosen_at: the clock by which
+            the worker has chosen the part that it pushes.
+        decided_at, ended_at: when the round was decided, and when the exchange had ended, in monotonic seconds; 0: not yet.
+    """
+
+    until: float
+    chosen_at: int
+    decided_at: float = 0.0
+    ended_at: float = 0.0
+
+
 class WorkerGradient(NamedTuple):
     """A gradient to push: what lies in the worker's gradient buffers, and what goes with it.
 
@@ -60,7 +76,7 @@ class WorkerGradient(NamedTuple):
         present: (tensors,) bool, which tensors have a gradient; None: all. rows: gradients of rows of tables, by table.
         skip: it is not finite, and the job's policy is to skip the round then.
         feed: provides blocks, rows and `present` while they are still being computed; the shards then check for NaN.
-        versions_read, part: as in SentPush.
+        versions_read, part, spare: as in SentPush.
     """
 
     scalars: Sequence[Sequence[float]]
@@ -71,6 +87,7 @@ class WorkerGradient(NamedTuple):
     feed: Feed | None = None
     versions_read: Sequence[int] | None = None
     part: JobPart | None = None
+    spare: Spare | None = None
 
 
 @dataclass
@@ -84,6 +101,7 @@ class SentPush:
         rows: gradients of rows of tables. part: the part of the job that it is of; None: the job has no parts.
         feed: provides the blocks, if they are still being computed.
         versions_read: by block, the version from which the gradients were computed; None: the version received last.
+        spare: of a learner, until when it needs no answer; None: it waits.
         incarnations: by shard, the incarnation that has the push. replies: by shard, its last reply.
         is_finished: all shards have it; with exact aggregation shard 0 knows that; and the worker's clock has moved on.
         is_decided: exact aggregation: this worker knows the members of the round.
@@ -99,6 +117,7 @@ class SentPush:
     feed: Feed | None
     versions_read: Sequence[int] | None = None
     part: JobPart | None = None
+    spare: Spare | None = None
     incarnations: dict[int, int] = field(default_factory=dict)
     replies: dict[int, data_pb2.PushReply] = field(default_factory=dict)
     is_finished: bool = False

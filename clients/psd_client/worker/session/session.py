@@ -292,6 +292,17 @@ class Session:
         (reply,) = self._shards.run(ask, timeout_s, self._shards.lanes[:1])
         self.decisions, self.clock = list(reply.decisions), max(self.clock, reply.clock)
 
+    def learn_clock(self, timeout_s: float) -> None:
+        """Exact aggregation: learn the latest decisions, and go on at the clock after them."""
+
+        def ask(lane: Lane, call: Call) -> control_pb2.CommitReply:
+            request = control_pb2.CommitRequest(caller=self.caller(lane.shard), clock=self.clock, only_ask=True)
+            return lane.commit(request, call)
+
+        (reply,) = self._shards.run(ask, timeout_s, self._shards.lanes[:1])
+        self.decisions = list(reply.decisions)
+        self.clock = max([self.clock, *[decision.round + 1 for decision in self.decisions]])
+
     def stop(self) -> None:
         """Ask shard 0 to end the job for all workers; `orders` then know when."""
 
