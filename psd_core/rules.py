@@ -15,7 +15,20 @@ from typing import ClassVar
 
 from psd_core.optimizer import Betas, Number, Optimizer, Positive, Real, Share, Slot, facts_of
 
-__all__ = ["SGD", "Adagrad", "Adadelta", "RMSprop", "Adam", "AdamW", "Adamax", "NAdam", "FTRL", "LAMB", "Lion"]
+__all__ = [
+    "SGD",
+    "Adagrad",
+    "Adadelta",
+    "RMSprop",
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "NAdam",
+    "FTRL",
+    "LAMB",
+    "Lion",
+    "DelayedNesterov",
+]
 
 _MOMENTS = (Slot("exp_avg"), Slot("exp_avg_sq"))
 
@@ -276,6 +289,42 @@ class Lion(Optimizer):
     betas: Betas = (0.9, 0.99)
     weight_decay: Number = 0.0
     maximize: bool = False
+
+
+@dataclass(frozen=True)
+class DelayedNesterov(Optimizer):
+    """Delayed Nesterov (Liu et al. 2024, arXiv:2401.09135), for learners whose differences come one by one: `outer` of
+    psd_client.torch.Local, in a job with consistency="async".
+
+    With N = every, B the sum of the gradients since the momentum m has moved, and c = activation, the n-th gradient g does
+    m = momentum * m + B / N, p = p - lr * ((1 - c * N + c) * momentum * m + g / N), B = 0 if N divides n; else
+    p = p - lr * (c * momentum * m + g / N).
+
+    Args:
+        lr: number >= 0; N updates make as long a step as one of SGD's.
+        momentum: number from 0 to 1.
+        every: whole number N >= 1; about as many as there are learners.
+        activation: number from 0 to 1 / N, c; what the momentum does in the updates between.
+        maximize: climb instead of descend.
+    """
+
+    rule: ClassVar[str] = "delayed_nesterov"
+    all_slots: ClassVar[tuple[Slot, ...]] = (Slot("momentum"), Slot("waiting"))
+
+    lr: Number
+    momentum: Share = 0.9
+    every: Positive = 4
+    activation: Share = 0.0
+    maximize: bool = False
+
+    @classmethod
+    def conflicts(cls, flags: Collection[str], numbers: Mapping[str, float]) -> list[tuple[str, str]]:
+        """Numbers that go together with no others: `every` is a whole one, and the activation at most 1 / every."""
+        del flags
+        every, activation = numbers["every"], numbers["activation"]
+        if every != int(every) or every > 1e9:
+            return [("every", f"must be a whole number, at most 10^9, got {every}")]
+        return [("activation", f"must be at most 1 / every, got {activation}")] if activation * every > 1 else []
 
 
 RULES = {

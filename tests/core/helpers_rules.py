@@ -16,6 +16,7 @@ SCALARS = {
     "adagrad": {"lr": 0.05, "lr_decay": 0.01, "eps": 1e-10},
     "adam": {"lr": 0.01, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8},
     "adamax": {"lr": 0.01, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8},
+    "delayed_nesterov": {"lr": 0.05, "momentum": 0.9, "every": 3.0},
     "ftrl": {"lr": 0.1, "beta": 1.0},
     "lamb": {"lr": 0.01, "beta1": 0.9, "beta2": 0.99, "eps": 1e-6},
     "lion": {"lr": 0.01, "beta1": 0.9, "beta2": 0.99},
@@ -26,6 +27,7 @@ SCALARS = {
 """Numbers that are not 0 in every case; of other rules everything is 0.1."""
 
 OPTIONAL = {
+    "delayed_nesterov": {"activation": 0.2},
     "adagrad": {"weight_decay": 0.01},
     "ftrl": {"l1": 0.05, "l2": 0.1},
     "rmsprop": {"weight_decay": 0.01, "momentum": 0.9},

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from helpers_rules import Case, cases, update
 
-from psd_core.rules import CLASSES
+from psd_core.rules import CLASSES, DelayedNesterov
 
 STEPS = 100
 
@@ -151,6 +151,58 @@ def test_lion_matches_the_paper(dtype, case, rng):
 
     assert_close(actual, expected, dtype)
     assert_close(slots[0], m, dtype, 4)
+
+
+@everything
+@pytest.mark.parametrize("case", cases("delayed_nesterov"), ids=str)
+def test_delayed_nesterov_matches_the_paper(dtype, case, rng):
+    start, grads = numbers(rng, 1001, dtype)
+    sign = -1 if "maximize" in case.flags else 1
+    expected, m = delayed_nesterov_by_the_paper(start, sign * grads, **case.named)
+
+    actual, slots = train(case, start, grads)
+
+    assert_close(actual, expected, dtype)
+    assert_close(slots[0], m, dtype, 4)
+
+
+def delayed_nesterov_by_the_paper(start, grads, lr, momentum, every, activation):
+    """Liu et al. 2024 (arXiv:2401.09135), algorithm 3, in float64."""
+    theta, m, buffer = start.astype(np.float64), np.zeros(len(start)), np.zeros(len(start))
+    for t, g in enumerate(grads.astype(np.float64)):
+        buffer += g
+        if (t + 1) % every == 0:
+            m = momentum * m + buffer / every
+            theta -= lr * ((1 - activation * every + activation) * momentum * m + g / every)
+            buffer[:] = 0
+        else:
+            theta -= lr * (activation * momentum * m + g / every)
+    return theta, m
+
+
+def test_delayed_nesterov_for_each_gradient_is_nesterovs_momentum(rng):
+    """But for rounding."""
+    start, grads = numbers(rng, 101, np.float64)
+    ours, theirs = start.copy(), start.copy()
+    slots, velocity = np.zeros((2, 101)), np.zeros(101)
+    for step, grad in enumerate(grads, 1):
+        update("delayed_nesterov", ours, grad, *slots, step=step, lr=0.1, momentum=0.9, every=1)
+        update("sgd", theirs, grad, velocity, step=step, lr=0.1, momentum=0.9, nesterov=True)
+
+    np.testing.assert_allclose(ours, theirs, rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"every": 2.5}, "every: must be a whole number"),
+        ({"every": 0}, "every: must be > 0"),
+        ({"every": 4, "activation": 0.3}, "activation: must be at most 1 / every, got 0.3"),
+    ],
+)
+def test_delayed_nesterov_with_numbers_that_it_has_not_is_refused(options, words):
+    with pytest.raises(ValueError, match=words):
+        DelayedNesterov(lr=0.1, **options)
 
 
 def test_lion_does_not_move_where_there_is_no_direction():

@@ -29,6 +29,7 @@ def at(driver, seconds):
 
 
 def test_a_round_waits_for_others_for_so_many_seconds_after_its_quorum():
+    """The seconds begin with the quorum; the tick decides when they are over."""
     driver, (a, b, _c) = graced(2.0, quorum=2)
     bring(driver, a, 0, 1.0)
     at(driver, 5.0)
@@ -45,6 +46,7 @@ def test_a_round_waits_for_others_for_so_many_seconds_after_its_quorum():
 
 
 def test_a_contribution_within_the_grace_counts_and_ends_it_if_it_is_the_last():
+    """Nobody else is to be waited for then."""
     driver, (a, b, c) = graced(100.0)
     ticket = bring(driver, a, 0, 1.0)
     at(driver, 1.0)
@@ -58,6 +60,7 @@ def test_a_contribution_within_the_grace_counts_and_ends_it_if_it_is_the_last():
 
 
 def test_a_contribution_after_the_grace_is_late_and_its_worker_learns_so():
+    """It was pushed in time, and committed too late."""
     driver, (a, b, _c) = graced(1.0)
     driver.push(b, 0, 8.0)
     bring(driver, a, 0, 1.0)
@@ -98,6 +101,7 @@ def test_without_time_to_spare_a_round_is_decided_with_its_quorum(spare):
 
 
 def test_a_worker_that_is_gone_is_not_waited_for():
+    """The round is decided when the last one that it waits for has expired."""
     driver, (a, b, c) = graced(1000.0)
     bring(driver, a, 0, 1.0)
     driver.expire(b, keep=[a, c])
@@ -126,6 +130,7 @@ def test_a_shard_that_is_killed_in_the_grace_begins_it_anew(tmp_path):
 
 @pytest.mark.parametrize("spare", [-1.0, math.nan, math.inf])
 def test_spare_time_that_is_no_time_is_refused(spare):
+    """The message names the field."""
     driver, (a, _b, _c) = graced(math.inf)
     driver.push(a, 0, 1.0)
     with pytest.raises(InvalidRequest, match="spare_s: must be finite and >= 0"):
@@ -141,5 +146,6 @@ def test_spare_time_that_is_no_time_is_refused(spare):
     ],
 )
 def test_a_grace_that_makes_no_sense_is_refused(fields, words):
+    """The message names what would go together."""
     with pytest.raises(InvalidRequest, match=words):
         job_spec(2, quorum=1, **{"aggregation": "exact", **fields})

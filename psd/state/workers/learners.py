@@ -53,7 +53,7 @@ class Learners:
         self._by_rank.pop(rank, None)
 
     def of(self, rank: int) -> HeardLearner | None:
-        """What is known of a learner."""
+        """All that is known of a learner; None: nothing."""
         return self._by_rank.get(rank)
 
     @property

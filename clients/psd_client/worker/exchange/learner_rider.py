@@ -1,4 +1,4 @@
-"""What a learner says of itself with each push, and the fastest learner's pace, which it hears from shard 0.
+"""The note that a learner sends with each push, and the fastest learner's pace, which it hears from shard 0.
 
 Must not know what a learner does.
 """
