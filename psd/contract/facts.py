@@ -314,8 +314,63 @@ WORKER = (
         weight=75,
         table="workers",
     ),
+    Fact(
+        "local_steps",
+        "now",
+        "Local steps of a learner, as of its last exchange.",
+        "learner",
+        "psd_learner_local_steps{rank}",
+        weight=68,
+        table="learners",
+    ),
+    Fact(
+        "tokens",
+        "now",
+        "Samples or tokens from which it has learned, by then.",
+        "learner",
+        "psd_learner_tokens{rank}",
+        weight=66,
+        table="learners",
+    ),
+    Fact(
+        "local_step_s",
+        "now",
+        "Time that one of its steps takes.",
+        "learner",
+        "psd_learner_local_step_seconds{rank}",
+        weight=64,
+        table="learners",
+    ),
+    Fact(
+        "base_age",
+        "now",
+        "Exchanges of the job between the parameters that its last difference is from, and that difference.",
+        "learner",
+        "psd_learner_base_age{rank}",
+        weight=62,
+        table="learners",
+    ),
+    Fact(
+        "merge_percent",
+        "now",
+        "Part of its difference in the last merge that has it, by weight; 100 is the whole.",
+        "learner",
+        "psd_learner_merge_percent{rank}",
+        weight=58,
+        table="learners",
+    ),
+    Fact(
+        "rounds_missed",
+        "total",
+        "Rounds that were decided without its difference, since it first sent one.",
+        "learner",
+        "psd_learner_rounds_missed_total{rank}",
+        weight=56,
+        table="learners",
+    ),
 )
-"""Numbers of one worker. If shards differ, the largest is taken: a shard without blocks is told of no steps."""
+"""Numbers of one worker; those of a learner are known by shard 0. If shards differ, the largest is taken: a shard without
+blocks is told of no steps."""
 
 TABLE = (
     Fact("rows", "now", "Rows.", "table", "psd_table_rows{table}"),

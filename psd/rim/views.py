@@ -80,7 +80,8 @@ def shard_numbers(shard: Shard, now: ShardStatus, progress: CheckpointProgress |
 def worker_numbers(shard: Shard, worker: Worker) -> dict[str, float]:
     """A worker's numbers, as this shard knows it."""
     last_seen_s = max(0.0, shard.age_s(worker.last_seen)) if worker.last_seen >= 0 else -1.0
-    return _numbers(facts.WORKER, {"worker": KnownWorker(worker.clock, last_seen_s, worker.awaited_s, worker.samples)})
+    known = KnownWorker(worker.clock, last_seen_s, worker.awaited_s, worker.samples)
+    return _numbers(facts.WORKER, {"worker": known, "learner": shard.learner(worker.rank)})
 
 
 def table_numbers(counts: TableCounts) -> dict[str, float]:

@@ -492,7 +492,7 @@ class ShardCore:
             job = self.job if self.life.has_values else None
             news: list[tuple[int, int]] = []
             if job is not None and job.coordinator is not None:
-                news = job.coordinator.settle()
+                news = job.settle_decisions()
                 self.count_staged(news)
         if job is not None:
             job.participant.follow(news)

@@ -314,6 +314,12 @@ class Job:
         found += [counted_in(snapshot.notes) for snapshot in of_tables]
         return [max(counted) for counted in zip(*found, strict=True)] or [(0, 0)] * self.spec.world_size
 
+    def settle_decisions(self) -> list[tuple[int, int]]:
+        """Decide the rounds that are complete now; see Coordinator.settle. Under the shard's lock."""
+        news = self.coordinator.settle() if self.coordinator is not None else []
+        self.learners.on_decided(news)
+        return news
+
     def settle(self) -> None:
         """Close every round that is complete now that a worker has left, expired or skipped rounds."""
         if self.policy.has_rounds:

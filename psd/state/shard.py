@@ -41,6 +41,7 @@ from psd.state.job import Job
 from psd.state.life import Life
 from psd.state.orders import HEARD
 from psd.state.tickets import Ticket, WaitKind
+from psd.state.workers.learners import HeardLearner
 from psd.state.workers.membership import Worker, WorkerState
 from psd.state.workers.reducing import brought_by
 from psd.v1 import control_pb2, data_pb2, job_pb2
@@ -150,6 +151,12 @@ class Shard:
                 self._core.starting[rank] = self.now()
             else:
                 self._core.starting.pop(rank, None)
+
+    def learner(self, rank: int) -> HeardLearner | None:
+        """A learner, as it has spoken of itself to this shard; None: the worker is none, or has not."""
+        with self._core.lock:
+            job = self._core.job
+            return job.learners.of(rank) if job is not None else None
 
     def tick(self) -> list[Worker]:
         """Expire leases and rows, handle the consequences, retry updates that lacked room, and announce a cut if one is due.

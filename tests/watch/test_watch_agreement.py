@@ -117,7 +117,7 @@ def wrong_metrics(shards: list[dict[str, Any]], scrapes: list[Any], workers: lis
                 labels = {key: value for key, value in fact.labels.items() if value}
                 compare(replace(fact, metric=fact.metric_name), shard[fact.name], labels, [scrape], sum)
     for worker in workers:
-        for fact in shown(facts.WORKER):
+        for fact in (fact for fact in shown(facts.WORKER) if worker[fact.name] is not None):
             compare(fact, worker[fact.name], {"rank": str(worker["rank"])}, scrapes, max)
     return wrong
 

@@ -10,7 +10,15 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from psd.watch.snapshot import JobSnapshot, ShardSnapshot
-from psd.watch.top.columns import STATUS_WORKER_COLUMNS, TABLE_COLUMNS, Column, grid, status_columns
+from psd.watch.top.columns import (
+    LEARNER_COLUMNS,
+    STATUS_WORKER_COLUMNS,
+    TABLE_COLUMNS,
+    Column,
+    grid,
+    learners_of,
+    status_columns,
+)
 from psd.watch.words import aligned, count_text, progress_text, size
 
 T = TypeVar("T")
@@ -25,6 +33,7 @@ def as_text(now: JobSnapshot) -> str:
         "\n".join([_job_line(now), *(f"order: {order}" for order in now.orders)]),
         _table(status_columns("shards"), now.shards),
         _table(STATUS_WORKER_COLUMNS, now.workers),
+        _table(LEARNER_COLUMNS, learners_of(now.workers)),
         "\n".join(wait.text for wait in now.waits),
         _table(status_columns("traffic"), shards),
         _table(TABLE_COLUMNS, now.tables),

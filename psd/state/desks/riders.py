@@ -19,7 +19,6 @@ from psd.state.desks.transfers import Push, PushRider, PushRiders, check_session
 from psd.state.durability.client_states import check_client_state
 from psd.state.job import Job
 from psd.state.tickets import Ticket
-from psd.state.workers.learners import HeardLearner
 from psd.state.workers.membership import WorkerState
 from psd.v1 import data_pb2
 
@@ -203,8 +202,7 @@ class NewsOnPush(PushRider):
         if (orders := self._core.orders.current) is not None:
             reply.orders.CopyFrom(orders)
         if push.header.HasField("learner"):
-            heard = HeardLearner(push.session, push.header.learner, push.clock, push.weight, self._core.now())
-            push.job.learners.on_push(push.worker.rank, heard)
+            push.job.learners.on_push(push.worker.rank, push.header.learner, push.clock, push.weight)
             reply.fastest_step_s = push.job.learners.fastest_step_s
 
 

@@ -6,6 +6,7 @@ Under the shard's lock. Must not know blocks or rounds.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from psd.contract.errors import InvalidRequest
@@ -20,14 +21,36 @@ class HeardLearner:
     """One learner.
 
     Attributes:
-        session: that has spoken. note: what it has said last. clock: of that push. weight: its difference's. at: when.
+        note: what it has said last. clock: of that push. weight: its difference's.
+        merge_percent: its part, by weight, in the last merge that has its difference. rounds_missed: rounds that were decided
+            without one of its, since it first sent one.
     """
 
-    session: int
     note: data_pb2.LearnerNote
     clock: int
     weight: float
-    at: float
+    merge_percent: int = 0
+    rounds_missed: int = 0
+
+    @property
+    def local_steps(self) -> int:
+        """Local steps that it has made."""
+        return self.note.steps
+
+    @property
+    def tokens(self) -> float:
+        """Tokens from which it has learned."""
+        return self.note.tokens
+
+    @property
+    def local_step_s(self) -> float:
+        """Seconds that a local step takes."""
+        return self.note.step_s
+
+    @property
+    def base_age(self) -> int:
+        """Exchanges of the job between the base of the last difference and its push."""
+        return max(0, self.clock - self.note.base)
 
 
 def check_note(note: data_pb2.LearnerNote) -> None:
@@ -44,9 +67,23 @@ class Learners:
     def __init__(self) -> None:
         self._by_rank: dict[int, HeardLearner] = {}
 
-    def on_push(self, rank: int, learner: HeardLearner) -> None:
+    def on_push(self, rank: int, note: data_pb2.LearnerNote, clock: int, weight: float) -> None:
         """Note what a learner says."""
-        self._by_rank[rank] = learner
+        before = self._by_rank.get(rank)
+        heard = self._by_rank[rank] = HeardLearner(note, clock, weight)
+        if before is not None:
+            heard.merge_percent, heard.rounds_missed = before.merge_percent, before.rounds_missed
+
+    def on_decided(self, decided: Iterable[tuple[int, int]]) -> None:
+        """Note the members (a bit mask) of rounds."""
+        for round_, members in decided if self._by_rank else ():
+            counted = {rank: one for rank, one in self._by_rank.items() if members >> rank & 1 and one.clock == round_}
+            total = sum(one.weight for one in counted.values())
+            for rank, one in self._by_rank.items():
+                if rank in counted:
+                    one.merge_percent = round(100 * one.weight / total) if total else 0
+                elif not members >> rank & 1:
+                    one.rounds_missed += 1
 
     def on_gone(self, rank: int) -> None:
         """Forget a learner whose session has ended."""

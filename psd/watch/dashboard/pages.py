@@ -221,7 +221,7 @@ def _compressed(text: str) -> web.Response:
 def _static_files() -> dict[str, tuple[bytes, str]]:
     """Contents and types of all files that are served, by name: they are few and small. One is the catalogue of the numbers."""
     folder = resources.files("psd.watch.dashboard") / "static"
-    names = ("name", "title", "unit", "kind", "weight")
+    names = ("name", "title", "unit", "kind", "weight", "table")
     rows = {of: [{name: getattr(fact, name) for name in names} for fact in facts] for of, facts in CATALOGUE.items()}
     return {
         "facts.js": (f"export const FACTS = {json.dumps(rows)};\n".encode(), "text/javascript"),

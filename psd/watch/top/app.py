@@ -26,7 +26,7 @@ from psd.watch.history import Moment
 from psd.watch.sampler import Sampler
 from psd.watch.snapshot import CurvePoint, Event, JobSnapshot
 from psd.watch.top import lines
-from psd.watch.top.columns import SHARD_COLUMNS, SORTS, WORKER_COLUMNS, Grid, grid, sorted_workers
+from psd.watch.top.columns import SHARD_COLUMNS, SORTS, Grid, grid, sorted_workers, worker_columns
 
 _HELP = """\
 [b]psdctl top[/b]
@@ -217,7 +217,9 @@ class TopApp(App[None]):
         # A table has a blank on each side of every cell.
         shards = grid(SHARD_COLUMNS, now.shards, width)
         self._fill("#shards", shards)
-        workers = grid(WORKER_COLUMNS, sorted_workers(now.workers, self._sort, is_reversed=self._is_reversed), width)
+        workers = grid(
+            worker_columns(now.workers), sorted_workers(now.workers, self._sort, is_reversed=self._is_reversed), width
+        )
         self._fill("#workers", workers)
         waits = lines.wait_lines(now, width)
         self.query_one("#waits", Static).update("\n".join(waits))

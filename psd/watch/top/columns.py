@@ -123,7 +123,7 @@ _PROCESS: Column[WorkerSnapshot] = Column(
 WORKER_COLUMNS: tuple[Column[WorkerSnapshot], ...] = (
     _RANK,
     _WORKER_STATE,
-    *_live_columns(facts.WORKER),
+    *_live_columns([fact for fact in facts.WORKER if fact.table != "learners"]),
     _PROCESS,
     Column("TRANSPORT", lambda worker: worker.transport.partition(" ")[0].rstrip(",:;") or "-", 50, is_left=True),
 )
@@ -141,6 +141,21 @@ STATUS_WORKER_COLUMNS: tuple[Column[WorkerSnapshot], ...] = (
     _PROCESS,
     Column("TRANSPORT", lambda worker: worker.transport or "-", 50, is_left=True),
 )
+
+
+_LEARNER_FACTS = [fact for fact in facts.WORKER if fact.table == "learners"]
+
+LEARNER_COLUMNS: tuple[Column[WorkerSnapshot], ...] = (_RANK, _WORKER_STATE, *map(of_fact, _LEARNER_FACTS))
+
+
+def learners_of(workers: Sequence[WorkerSnapshot]) -> list[WorkerSnapshot]:
+    """Those of the workers that are learners."""
+    return [worker for worker in workers if "local_steps" in worker.numbers]
+
+
+def worker_columns(workers: Sequence[WorkerSnapshot]) -> Sequence[Column[WorkerSnapshot]]:
+    """The columns of psdctl top for these workers: with those of learners, if some are."""
+    return (*WORKER_COLUMNS, *_live_columns(_LEARNER_FACTS)) if learners_of(workers) else WORKER_COLUMNS
 
 
 def status_columns(table: str) -> tuple[Column[ShardSnapshot], ...]:

@@ -29,6 +29,8 @@ export class Overview {
     this.workerCount = h("small");
     this.tables = new Table("Tables", TABLE_COLUMNS, { key: (table) => table.name });
     this.tableCard = h("section", { class: "card", hidden: true, "aria-label": "Sparse tables" }, h("header", {}, h("h2", {}, "Sparse tables")), this.tables.element);
+    this.learners = new Table("Learners", LEARNER_COLUMNS, { key: (worker) => worker.rank, away: (worker) => worker.state !== "live" });
+    this.learnerCard = h("section", { class: "card", hidden: true, "aria-label": "Learners" }, h("header", {}, h("h2", {}, "Learners")), this.learners.element);
     this.waits = new Waits();
     this.events = new Events();
     this.elements = [
@@ -39,6 +41,7 @@ export class Overview {
       h("section", { class: "grid", "aria-label": "Speed" }, this.speed.element, this.awaited.element, this.traffic.element, this.latency.element, this.behind.element, this.ages.element),
       h("section", { class: "card", "aria-label": "Shards" }, h("header", {}, h("h2", {}, "Shards"), this.shardCount), this.shards.element),
       h("section", { class: "card", "aria-label": "Workers" }, h("header", {}, h("h2", {}, "Workers"), this.workerCount), this.workers.element),
+      this.learnerCard,
       this.tableCard,
       h("div", { class: "grid" }, this.waits.element, this.events.element),
     ];
@@ -64,6 +67,9 @@ export class Overview {
     this.workers.update(now.workers);
     setText(this.shardCount, `${now.shards.filter((shard) => shard.state === "serving").length} of ${now.shards.length} serving`);
     setText(this.workerCount, `${now.workers.filter((worker) => worker.state === "live").length} of ${now.world_size} live`);
+    const learners = now.workers.filter((worker) => worker.local_steps != null);
+    this.learnerCard.hidden = learners.length === 0;
+    this.learners.update(learners);
     this.tableCard.hidden = now.tables.length === 0;
     this.tables.update(now.tables);
     this.waits.update(now);
@@ -154,7 +160,7 @@ function columns(of, rows, fills = {}) {
   return rows.map((row) => ({ name: heading(row), value: (item) => item[row.name] ?? 0, text: (item) => shown(row, item), fill: fills[row.name] }));
 }
 
-const live = (of) => FACTS[of].filter((row) => row.weight).sort((a, b) => b.weight - a.weight);
+const live = (of) => FACTS[of].filter((row) => row.weight && row.table !== "learners").sort((a, b) => b.weight - a.weight);
 
 const SHARD_COLUMNS = [
   { name: "Shard", word: true, value: (s) => s.index, fill: (cell, s) => link(cell, `#/shard/${s.index}`, `${s.index}`) },
@@ -169,6 +175,11 @@ const WORKER_COLUMNS = [
   ...columns("worker", live("worker"), { awaited_share: (cell, w) => meter(cell, w.awaited_share) }),
   { name: "Process", word: true, value: (w) => `${w.host}:${w.pid}`, text: (w) => (w.pid ? `${w.host}:${w.pid}` : "–") },
   { name: "Transport", word: true, cut: true, value: (w) => w.transport, text: (w) => w.transport || "–" },
+];
+
+const LEARNER_COLUMNS = [
+  { name: "Rank", word: true, value: (w) => w.rank, fill: (cell, w) => link(cell, `#/worker/${w.rank}`, `${w.rank}`) },
+  ...columns("worker", FACTS.worker.filter((row) => row.table === "learners")),
 ];
 
 const TABLE_COLUMNS = [{ name: "Table", word: true, value: (t) => t.name }, ...columns("table", FACTS.table)];
