@@ -201,7 +201,7 @@ def manifest_document(cut: Cut, parts: Sequence[Part], documents: Sequence[bytes
 
 def _tensor_document(tensor: TensorSpec) -> dict[str, Any]:
     fields = dataclasses.asdict(tensor)
-    return {name: value for name, value in fields.items() if value or name != "aliases"}
+    return {name: value for name, value in fields.items() if value or name not in ("aliases", "merge")}
 
 
 def _group_document(group: GroupSpec) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from setting import GRADIENTS_MAX, Setting, gradient_of, row_of, value_of
 
 from psd.contract.errors import PartsDisagree, PsdError, RolledBack, ShardUnavailable, WaitTimeout
-from psd_client.worker.exchange.sent_push import JobPart, WorkerGradient
+from psd_client.worker.exchange.sent_push import JobPart, Spare, WorkerGradient
 from psd_client.worker.flat_calls import FlatCalls
 from psd_client.worker.rows import Gradients
 
@@ -62,6 +62,7 @@ class Program:
         self.wrong: list[str] = []
         self.told: list[str] = []
         self.ps: FlatCalls | None = None
+        self.spare: Spare | None = None
 
     def run(self, connect: Callable[[], FlatCalls]) -> None:
         """The whole life of the process."""
@@ -166,7 +167,7 @@ class Program:
         self._call(
             f"push_pull({gradient})",
             gradient,
-            lambda ps, scalars: ps.push_pull_flat(scalars, 1, present, rows, job_part=part),
+            lambda ps, scalars: ps.push_pull_flat(scalars, 1, present, rows, job_part=part, spare=self.spare),
         )
         self.books[gradient] = "held" if self.books[gradient] == "open" else self.books[gradient]
         self.has_read()
@@ -195,6 +196,17 @@ class Program:
         ids = self.setting.ids
         values = np.tile(row_of(gradient, len(self.setting.processes)), (len(ids), 1))
         return dict.fromkeys(range(self.setting.tables), (ids, values))
+
+    def look(self) -> None:
+        """Ask for the job's clock, as a decoupled learner does, and choose the next part by it."""
+
+        def call(ps: FlatCalls, _: Any) -> None:
+            with ps.operation("look"):
+                ps.declared.learn_clock()
+
+        self._call("look", None, call)
+        assert self.ps is not None
+        self.spare = Spare(0.0, self.ps.clock)
 
     def pull(self) -> None:
         self._call("pull", None, lambda ps, scalars: ps.pull_flat())
@@ -294,6 +306,14 @@ def push_pull(program: Program) -> None:
         _until_it_is_done(program, lambda: program.push_pull(gradient))  # noqa: B023 - called at once
 
 
+def look_push_pull(program: Program) -> None:
+    """One call per step, by the job's clock, which is asked for before."""
+    while program.goes_on:
+        if _until_it_is_done(program, program.look) and program.goes_on:
+            gradient = program.new_gradient()
+            _until_it_is_done(program, lambda: program.push_pull(gradient))  # noqa: B023 - called at once
+
+
 def push_then_pull(program: Program) -> None:
     """Two calls per step."""
     while program.goes_on:
@@ -354,6 +374,7 @@ def _until_it_is_done(program: Program, call: Callable[[], None]) -> bool:
 
 SCRIPTS: dict[str, Callable[[Program], None]] = {
     "push_pull": push_pull,
+    "look_push_pull": look_push_pull,
     "push_pull_own_turns": push_pull,
     "push_then_pull": push_then_pull,
     "push_only": push_only,

@@ -39,9 +39,14 @@ class TicketFuture(green.Future):
 
 @dataclass(eq=False)
 class GreenTicket(Ticket):
-    """A ticket whose future does not block."""
+    """A ticket whose future does not block. No wait ends as time passes: the end of a grace is an event of the shard."""
 
     future: Any = field(default_factory=TicketFuture)
+
+    def _set_due_in(self, _: Any) -> None:
+        """Leave it to that event."""
+
+    due_in = property(lambda _: lambda: None, _set_due_in)  # type: ignore[assignment]
 
 
 class Paused:

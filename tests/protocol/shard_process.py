@@ -1,13 +1,14 @@
 """One shard's process, and the disk that it leaves behind: the real psd.state, event by event.
 
 Events: ("call", key, request, how), ("go", key), ("time out", key), ("hang up", key), ("expire", rank), ("tick",),
-("suspend",), ("announce",), ("kill",), ("restart",), ("blank",). A key names a call: its process and its thread. `how`: None;
-("crash", n): the process dies at its nth crash point; ("cut", n): the connection breaks after n blocks; ("pause", n): before
-the call takes its nth lock, others have their turn. Must not know workers beyond their calls.
+("suspend",), ("grace",), ("announce",), ("kill",), ("restart",), ("blank",). A key names a call: its process and its thread.
+`how`: None; ("crash", n): the process dies at its nth crash point; ("cut", n): the connection breaks after n blocks; ("pause",
+n): before the call takes its nth lock, others have their turn. Must not know workers beyond their calls.
 """
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -155,7 +156,7 @@ class ShardView(NamedTuple):
         has_lost_round: the next tick will see to that.
         handlers: keys of waiting calls; True: it may go on. live: by rank, the live session, else 0.
         history, ahead: see History. cuts: parts of cuts that are complete. announced, reads: how many cuts, and readers.
-        holds: it holds pushes for a cut.
+        holds: it holds pushes for a cut. is_graced: the open round has its quorum, and waits on for others.
     """
 
     is_up: bool
@@ -170,6 +171,7 @@ class ShardView(NamedTuple):
     announced: int = 0
     reads: int = 0
     holds: bool = False
+    is_graced: bool = False
 
 
 class ShardProcess:
@@ -348,6 +350,11 @@ class ShardProcess:
                 self._expire(rank)
             case ("tick",):
                 shard.tick()
+            case ("grace",):
+                coordinator = shard._core.job.coordinator if shard._core.job is not None else None
+                assert coordinator is not None
+                coordinator._grace._began = -math.inf
+                shard.settlement.decide_due()
             case ("announce",):
                 self.cut_parts.announce()
             case ("read",):
@@ -443,6 +450,7 @@ class ShardProcess:
             announced=self.cut_parts.announced,
             reads=self.cut_parts.reads,
             holds=self._shard is not None and self.cut_parts.holds,
+            is_graced=self._shard is not None and self._shard.settlement.due_in() is not None,
         )
 
     def key(self, view: ShardView) -> bytes:

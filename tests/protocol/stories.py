@@ -81,6 +81,7 @@ _OF_SHARDS = {
     "announce": "announces a cut",
     "read": "is called by a reader",
     "overdue": "gives up the cuts for which it holds pushes",
+    "grace": "waits no longer for more than the quorum",
     "tick": "looks after what it has lost",
     "suspend": "is suspended for two leases",
 }

@@ -207,6 +207,8 @@ class World:
             return
         if view.has_lost_round:
             yield ("tick", shard), 0
+        if view.is_graced:
+            yield ("grace", shard), 0
         if shard == 0 and view.announced < self.setting.cuts:
             yield ("announce", shard), 0
         if view.reads < self.setting.reads:
@@ -317,7 +319,7 @@ class _Step:
                 self.go(shard, key, is_lost=bool(variant))
             case ("expire", shard, rank):
                 self.shard_event(shard, ("expire", rank))
-            case ("suspend" | "tick" | "restart" | "announce" | "read" | "overdue", shard):
+            case ("suspend" | "tick" | "grace" | "restart" | "announce" | "read" | "overdue", shard):
                 self.shard_event(shard, (action[0],))
             case ("kill" | "outage" | "blank", shard):
                 self.shard_event(shard, ("kill",))
