@@ -1,7 +1,8 @@
 """A reader: fetches consistent copies of the parameters while training continues, and takes no part in it.
 
-The reader asks all shards for the same cut, a few rounds ahead; each shard pins its blocks' pages as they reach the cut. So the
-copy has one version throughout, no worker waits, and no round counts the reader. In jobs without rounds the workers' positions
+The reader asks all shards for the same cut, the newest version that some block has; each shard pins its blocks' pages as they
+reach it. So the copy has one version throughout, no worker waits, and no round counts the reader. If rounds close faster than
+shards can be asked, it asks for a version ahead. In jobs without rounds the workers' positions
 define the cut, as for checkpoints: the copy is the state after each worker's pushes up to its position. Rows of tables are read
 in their current state. A reader that must wait, for a job that has not begun, logs this. Must not know sessions, clocks or
 gradients.
@@ -43,11 +44,11 @@ from psd_core.vector_operations import VectorOperation
 
 logger = logging.getLogger("psd_client")
 
-AHEAD = 2
-"""The first attempt asks for a cut so many rounds ahead; doubled after each attempt that came too late."""
-
 PATIENCE_S = 1.0
-"""Seconds without a closed round after which training counts as paused: the reader then takes the blocks as they are."""
+"""Seconds to wait for a version ahead. If rounds have become slower than that, the newest one is asked for instead."""
+
+NEWEST_PATIENCE_S = 10.0
+"""Seconds to wait for the version of the newest block in the others; then the shards are asked anew how far they are."""
 
 POSITIONS_PATIENCE_S = 60.0
 """Seconds to wait for the workers' positions in jobs without rounds: a lost worker is waited for until its lease runs out."""
@@ -216,25 +217,26 @@ class Reader:
     def _pull(self) -> dict[str, NDArray[Any]]:
         clock = RetryPolicy(0).clock
         deadline = clock() + self._config.wait_timeout_s
-        ahead, seen = AHEAD, -1
+        ahead = 0  # rounds; doubled each time that the shards have gone on before they were asked
         while True:
             try:
                 replies = self._describe()
                 layout = self._layout_of(replies)
                 progress = max((reply.progress for reply in replies if reply.has_blocks), default=0)
-                rests = progress == seen
-                step, seen = (progress if rests else progress + ahead), progress
-                patience_s = PATIENCE_S if layout.spec.consistency.has_rounds else POSITIONS_PATIENCE_S
+                step = progress + ahead
+                if not layout.spec.consistency.has_rounds:
+                    patience_s = POSITIONS_PATIENCE_S
+                else:
+                    patience_s = PATIENCE_S if ahead else NEWEST_PATIENCE_S
                 found = self._read(replies[0].run_id, layout, step, min(patience_s, deadline - clock()))
             except CutMissed as error:
                 if self._layout is not None and not self._layout.spec.consistency.has_rounds:
                     Scope().sleep(POLL_S)
-                elif rests:
-                    seen = -1  # training was not paused after all
                 else:
-                    ahead *= 2
+                    ahead = max(1, 2 * ahead)
                 last: Exception = error
             except (WaitTimeout, NotDeclared) as error:
+                ahead = 0
                 last = error
                 Scope().sleep(POLL_S)
             else:
