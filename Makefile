@@ -97,10 +97,11 @@ check: $(INSTALLED)
 		--ignore-glob "*_crash.py" --ignore-glob "*_torture.py" \
 		tests/test_*.py tests/contract tests/core tests/state tests/checkpoint)
 
+# Tests start hundreds of processes, which find the modules compiled, also where the environment says that Python is not to keep these.
+check test: export PYTHONDONTWRITEBYTECODE =
+
 # Four files of tests at a time, on two cores: they often wait, for processes to start and for connections to fail. In the order
-# of their names, which mixes those that wait with those that compute. Tests start hundreds of processes, which find the modules
-# compiled, also where the environment says that Python is not to keep these.
-test: export PYTHONDONTWRITEBYTECODE =
+# of their names, which mixes those that wait with those that compute; tests/conftest.py takes the pages of the docs apart.
 test: $(INSTALLED)
 	$(call checked,--numprocesses 4 --no-loadscope-reorder)
 
