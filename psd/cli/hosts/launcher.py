@@ -35,6 +35,7 @@ from psd.cli.words.terminal import NO_ROOM, WholeWriter, discard
 from psd.contract.config import ConfigError
 from psd.contract.job_records import JobEntry
 from psd.contract.launching import (
+    ALL_STORED_PATTERN,
     DASHBOARD_PATTERN,
     DONE_PATTERN,
     HAS_STORED,
@@ -271,6 +272,8 @@ class Launcher:
                 self._perform(self._policy.on_ready(name, time.monotonic()))
             elif re.fullmatch(DONE_PATTERN, text):
                 self._policy.on_done(name)
+            elif re.fullmatch(ALL_STORED_PATTERN, text):
+                self._policy.on_stored(name)
             elif answer := re.fullmatch(LAST_CHECKPOINT_PATTERN, text):
                 self._perform(self._policy.on_saved(time.monotonic(), is_stored=answer[1] == HAS_STORED))
 

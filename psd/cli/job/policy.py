@@ -21,7 +21,8 @@ and psd/cli/ray/job.py carry out. So each order of events is a plain unit test. 
                                     when it is run again; but with --on-worker-failure continue the others go on, if there was
                                     no shard among them
     a shard ends with status 74     it could not store the last checkpoint: a job that is well but for that, or was told to
-                                    end, has that status, too
+                                    end, has that status, too; also if a shard dies for good, or with its host, before it has
+                                    said that its part is stored
 
 psd has its own policy, instead of torchrun or a process manager such as supervisor, because those restart what dies, but do not
 distinguish shards, which have state and are waited for, from workers, and give the job no exit status of its own.
@@ -171,7 +172,9 @@ class JobPolicy:
         self._status: int | None = None
         self._is_told_to_end = False
         self._has_failed_to_store = False
-        self._is_saved = False  # the last checkpoint is
+        self._is_saved = False  # the last checkpoint is, by all shards
+        self._stored: set[Name] = set()  # shards that end and have nothing left to store
+        self._missed: set[Name] = set()  # shards that have died for good while the job ends, before that
         self._has_checkpoints = has_checkpoints
         self._state_dirs = state_dirs
         self._shards = [Name("shard", index) for index in range(len(state_dirs))]
@@ -197,7 +200,8 @@ class JobPolicy:
     @property
     def status(self) -> int | None:
         """The exit status, once it is known."""
-        if self._has_failed_to_store and (self._status == EXIT_OK or self._is_told_to_end):
+        has_failed = self._has_failed_to_store or any(map(self._is_needed, self._missed))
+        if has_failed and (self._status == EXIT_OK or self._is_told_to_end):
             return EXIT_CHECKPOINT
         return self._status
 
@@ -242,6 +246,10 @@ class JobPolicy:
         """Note that all workers have left a shard, so that its end is no failure."""
         self._done.add(shard)
 
+    def on_stored(self, shard: Name) -> None:
+        """Note that a shard that ends has stored its part of the last checkpoint, so that its death does no harm."""
+        self._stored.add(shard)
+
     def on_exit(self, name: Name, returncode: int, now: float) -> list[Action]:
         """Handle the end of a process; `returncode` is negative if a signal ended it."""
         self._alive.discard(name)
@@ -256,6 +264,8 @@ class JobPolicy:
         has_begun = bool(self._alive)
         gone = self._alive & set(names)
         self._alive -= gone
+        if self.phase not in (Phase.STARTING, Phase.RUNNING):
+            self._missed |= gone & (self._ready | self._died_at.keys())
         for name in gone:
             self._ready.discard(name)
             self._ready_by.pop(name, None)
@@ -271,7 +281,7 @@ class JobPolicy:
         return [say, *self._wind_down(now), *self._advance(now)]
 
     def on_saved(self, now: float, *, is_stored: bool) -> list[Action]:
-        """Handle shard 0's report whether all shards have stored the last checkpoint."""
+        """Handle a report that all shards have stored the last checkpoint, or that they do not while workers train."""
         self._is_saved = self._is_saved or is_stored
         return self._stop(Say(f"stopping the job, {self._within}"), now) if self.phase is Phase.SAVING else []
 
@@ -320,6 +330,7 @@ class JobPolicy:
         if self.phase is Phase.KILLING_WORKERS:
             return self._stop_shards(now)
         if self.phase is Phase.STOPPING_SHARDS:
+            self._missed.update(name for name in self._living("shard") if name in self._ready)
             return [Say(f"not ended within {self._grace_s:g} s: {late}; killing"), *self._kill(now)]
         self.phase, self._phase_ends_at = Phase.ENDED, None
         return [Say(f"SIGKILL did not end {late}; giving up")]
@@ -379,10 +390,15 @@ class JobPolicy:
         if starts_in_vain and has_served:
             death += " before it served again"
         if is_over or self.phase is Phase.SAVING:
-            if self._is_missed(shard, returncode) and self._shard_restarts_left and starts_in_vain < SHARD_STARTS_MAX:
+            if self._is_wanted(shard, returncode) and self._shard_restarts_left and starts_in_vain < SHARD_STARTS_MAX:
                 return self._restart_shard(shard, death, returncode, now)
+            if returncode and has_served and self.phase is not Phase.KILLING:
+                self._missed.add(shard)
             if not is_over:
                 return self._stop(Say(f"{death}; stopping the job, {self._within}", quote=shard), now)
+            if shard in self._missed and self._is_needed(shard):
+                lacks = "and is not started again, so that the last checkpoint may lack its part"
+                return [Say(f"{death}, {lacks}", quote=shard)]
             is_worth_saying = returncode != 0 and self.phase in (Phase.RUNNING, Phase.WINDING_DOWN)
             return [Say(f"{death} after all workers had ended", quote=shard)] if is_worth_saying else []
         if not has_served:
@@ -395,14 +411,18 @@ class JobPolicy:
             return self._fail(Say(text, quote=shard), EXIT_FAILURE, now)
         return self._restart_shard(shard, death, returncode, now)
 
-    def _is_missed(self, shard: Name, returncode: int) -> bool:
-        """True if the last checkpoint needs the state of a shard that has died while the job ends."""
-        if not self._has_checkpoints or shard not in self._died_at or returncode == 0 or self.phase is Phase.KILLING:
+    def _is_needed(self, shard: Name) -> bool:
+        """True if a last checkpoint is not stored without this shard, for all that is known."""
+        return self._has_checkpoints and shard not in self._stored and (shard in self._done or not self._is_saved)
+
+    def _is_wanted(self, shard: Name, returncode: int) -> bool:
+        """True if a shard that has died while the job ends can still take part in the last checkpoint."""
+        if not self._is_needed(shard) or shard not in self._died_at or returncode == 0 or self.phase is Phase.KILLING:
             return False
         if self.phase is Phase.STOPPING_SHARDS and returncode > 0:
             return False  # it has ended by itself, or has been told twice
         # Each stores its part of a job that all workers have left; else they do so together, if they have not done so.
-        return shard in self._done or (not self._is_saved and {*self._shards} <= self._alive | {shard})
+        return shard in self._done or {*self._shards} <= self._alive | {shard}
 
     def _restart_shard(self, shard: Name, death: str, returncode: int, now: float) -> list[Action]:
         self._shard_restarts_left -= 1
