@@ -212,7 +212,7 @@ class Job:
 
     @property
     def left_at(self) -> float:
-        """When the last worker that has left did so, by its clock, in seconds since 1970; 0: none has, or it did not say."""
+        """Time at which the last worker left, by its own clock, in seconds since 1970; 0: none has, or it did not say."""
         (found,) = _TIME.unpack(_WORD.pack(self.arena.word("left_at")))
         return float(found)
 

@@ -5,15 +5,8 @@ from signal import SIGINT, SIGKILL, SIGPIPE, SIGTERM
 import pytest
 from policies import SHARDS, WORKERS, deeds, running, said
 
-from psd.cli.job.policy import (
-    SAVING_SLACK_S,
-    SHARDS_END_S,
-    JobPolicy,
-    Name,
-    Phase,
-    Send,
-    Start,
-)
+from psd.cli.job.actions import Name, Send, Start
+from psd.cli.job.policy import SAVING_SLACK_S, SHARDS_END_S, JobPolicy, Phase
 from psd.cli.words.arguments import EXIT_CHECKPOINT, LAST_CHECKPOINT_SIGNAL
 
 

@@ -1,7 +1,7 @@
 """The policy of psd-run: the one place that decides about events of its processes, without doing anything.
 
-Events come in as method calls with the time; what must happen comes out as a list of actions, which psd/cli/hosts/launcher.py
-and psd/cli/ray/job.py carry out. So each order of events is a plain unit test. The policy:
+Events come in as method calls with the time; what must happen comes out as a list of actions, for psd/cli/job/conductor.py to
+carry out. So each order of events is a plain unit test. The policy:
 
     a worker ends with status 0     it has finished; the job ends, well, when all have
     a worker fails                  restarted with its rank, while --max-restarts (of all workers together) lasts and no
@@ -39,8 +39,8 @@ from __future__ import annotations
 import enum
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+from psd.cli.job.actions import Action, Name, Say, Send, Start, Tell
 from psd.cli.words.arguments import (
     EXIT_CHECKPOINT,
     EXIT_FAILURE,
@@ -83,51 +83,6 @@ KILL_S = 5.0
 system."""
 
 
-@dataclass(frozen=True, order=True)
-class Name:
-    """A process of the job: "shard 0", "worker 3"."""
-
-    kind: str
-    number: int
-
-    def __str__(self) -> str:
-        return f"{self.kind} {self.number}"
-
-
-@dataclass(frozen=True)
-class Start:
-    """Start this process."""
-
-    name: Name
-
-
-@dataclass(frozen=True)
-class Send:
-    """Send a signal to this process's group."""
-
-    name: Name
-    signum: int
-
-
-@dataclass(frozen=True)
-class Say:
-    """Tell the user. quote: process whose last lines are shown with the message."""
-
-    text: str
-    quote: Name | None = None
-
-
-@dataclass(frozen=True)
-class Tell:
-    """Write this line to a shard's standard input."""
-
-    name: Name
-    line: str
-
-
-Action = Start | Send | Say | Tell
-
-
 class Phase(enum.Enum):
     """Phases of a job; see the module's docstring."""
 
@@ -149,7 +104,8 @@ class JobPolicy:
         state_dirs: state directories of the shards, for messages.
         workers: number of workers.
         on_worker_failure: one of ON_WORKER_FAILURE.
-        restarts_max: limit of restarts of workers. shard_restarts_max: limit of restarts of shards.
+        restarts_max: limit of restarts of workers. shard_restarts_max: limit of restarts of shards; None: whoever runs them
+            starts them again while there is hope, and reports their deaths only then.
         grace_s: seconds from SIGTERM to SIGKILL, and for the last checkpoint.
         has_checkpoints: True if there is a place for checkpoints.
 
@@ -163,7 +119,7 @@ class JobPolicy:
         state_dirs: Sequence[str],
         workers: int,
         restarts_max: int,
-        shard_restarts_max: int,
+        shard_restarts_max: int | None,
         grace_s: float,
         has_checkpoints: bool,
         on_worker_failure: str = "wait",
@@ -182,7 +138,7 @@ class JobPolicy:
         self._restarts_max = restarts_max
         self._restarts_left = restarts_max
         self._shard_restarts_max = shard_restarts_max
-        self._shard_restarts_left = shard_restarts_max
+        self._shard_restarts_left = shard_restarts_max or 0
         self._grace_s = grace_s
         self._on_worker_failure = on_worker_failure
         self._workers_status = EXIT_OK  # of the first that failed for good, if the others went on
@@ -407,8 +363,9 @@ class JobPolicy:
             text = f"{death}, {starts_in_vain} times in a row; stopping the job"
             return self._fail(Say(text, quote=shard), EXIT_FAILURE, now)
         if not self._shard_restarts_left:
-            text = f"{death}; no restarts left (--max-shard-restarts {self._shard_restarts_max}); stopping the job"
-            return self._fail(Say(text, quote=shard), EXIT_FAILURE, now)
+            limit = self._shard_restarts_max
+            why = "it is not started again" if limit is None else f"no restarts left (--max-shard-restarts {limit})"
+            return self._fail(Say(f"{death}; {why}; stopping the job", quote=shard), EXIT_FAILURE, now)
         return self._restart_shard(shard, death, returncode, now)
 
     def _is_needed(self, shard: Name) -> bool:
