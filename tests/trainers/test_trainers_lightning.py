@@ -38,7 +38,7 @@ def test_two_workers_train_as_one_process_with_both_their_batches(train: Train, 
     ("way", "flags"), [("die-within", ("--max-restarts", "1")), ("stall", ("--lease", "1"))], ids=["killed", "stalled"]
 )
 def test_a_worker_that_loses_steps_within_an_epoch_ends_with_the_job(train: Train, way: str, flags: tuple[str, ...]) -> None:
-    """Killed, it makes the rest of the epoch; silent for longer than its lease, it has missed some steps that count all the same."""
+    """Killed, it makes the rest of the epoch; silent for longer than its lease, it has missed steps, which count even so."""
     found = train(PROGRAM, 4, way, workers=2, flags=flags)
 
     assert [trained["clock"] for trained in found] == [32, 32]

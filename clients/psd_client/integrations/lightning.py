@@ -37,7 +37,8 @@ class PsdStrategy(SingleDeviceStrategy):
     * `gradient_clip_val` becomes `clip_norm`, the norm of the gradient of all workers.
     * Schedules of the learning rate are kept at the job's step. A worker that is started again goes on at that step. It reads
       the epoch's data from their beginning, as Lightning does with its own checkpoints, for the steps that the epoch still has;
-      so does a job that goes on from psd's (`psd-run --checkpoint-dir`). `fit(ckpt_path=...)` is refused; a new job can begin with what was loaded before.
+      so does a job that goes on from psd's (`psd-run --checkpoint-dir`). `fit(ckpt_path=...)` is refused; a new job
+      can begin with what was loaded before.
     * A worker that is to stop early, by EarlyStopping or the like, has all workers stop at one step, two steps later.
     * What Lightning logs goes to `ps.log`, too. Worker 0 alone saves checkpoints.
 
@@ -143,7 +144,7 @@ def _total_steps(trainer: Trainer, epoch_steps: int) -> int | None:
 
 
 def _go_on(trainer: Trainer, clock: int, epoch_steps: int) -> None:
-    """Have the loops begin as after a checkpoint that was taken at the job's step: within an epoch, with its remaining steps."""
+    """Have the loops begin as after a checkpoint of the job's step; within an epoch, with its remaining steps."""
     epochs, steps = divmod(clock, epoch_steps)
     batches = clock * trainer.accumulate_grad_batches
     loop = trainer.fit_loop
