@@ -399,6 +399,8 @@ class Membership:
             for worker in self.workers:
                 if worker.last_seen >= 0:
                     worker.last_seen = min(now, worker.last_seen + late_s)
+            for rank, since in self._starting.items():  # else a dead worker, seen later and later, would be taken for heard
+                self._starting[rank] = min(now, since + late_s)
         # A worker heard more than a lease after the notice is the new process, which had joined before the notice came.
         for rank in [rank for rank, since in self._starting.items() if self.workers[rank].last_seen > since + self.lease_s]:
             del self._starting[rank]
