@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -63,3 +64,38 @@ def test_shards_that_die_meanwhile_change_no_bit(cluster: Any, tmp_path: Path, m
 def _alone(servers: str, rank: int, local: psd.Local, steps: int) -> Any:
     with psd_client.connect(servers, rank, 2) as ps:
         return learned(ps, local, steps, aggregation="exact")
+
+
+@pytest.mark.parametrize("merge", ["mean", "rda"])
+def test_every_step_counts_once_while_shards_die_and_nobody_waits(cluster: Any, tmp_path: Path, merge: str) -> None:
+    """One learner of two closes a round, at its own pace: what the job has, and what the two still have, is what they have
+    made. With directions all differences are alike, and a learner's is alone in its round."""
+    shards = Restartable(cluster, tmp_path)
+    local = psd.Local(steps=2, outer=SUM, fragments=2, merge=merge)
+    ps, faults = connect_faulty(shards.servers, 0, 2)
+    turn = threading.Barrier(2)
+    left: dict[int, list[float]] = {}
+    for call, shard in (("push", 0), ("commit", 1), ("pull", 0), ("push", 1), ("pull", 1), ("commit", 0)):
+        faults.run_before(call, shard=0, action=lambda shard=shard: shards.restart(shard))
+
+    def walk(connection: psd_client.ParameterServer, strides: int) -> list[float]:
+        with connection:
+            walker = Walker(connection, local, quorum=1)
+            for _ in range(6):  # one after the other, so that a round has one difference, and its mean is that difference
+                turn.wait()
+                if connection.rank == 0:
+                    walker.walk(strides)
+                turn.wait()
+                if connection.rank == 1:
+                    walker.walk(strides)
+            left[connection.rank] = [float(walker.optimizer._base[i][0] - walker.place[i]) for i in range(2)]
+            turn.wait()
+            walker.optimizer.pull()
+            return walker.place
+
+    found = in_threads(lambda: walk(ps, 3), lambda: walk(psd_client.connect(shards.servers, 1, 2), 1))
+
+    faults.assert_all_fired()
+    total = 6 * (3 + 1)
+    for place in found:
+        assert [left[0][i] + left[1][i] - place[i] for i in range(2)] == [total, total]
