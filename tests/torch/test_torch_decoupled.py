@@ -157,6 +157,42 @@ def test_no_learner_waits_for_a_quorum_that_does_not_come(cluster: Any, stack: A
     assert third.place == [0.0, 0.0]
 
 
+def until_departed(walker: Walker) -> None:
+    """Step until the first exchange has begun; the learner asks for the clock before, in the background."""
+    while walker.optimizer._flight is None:
+        if walker.optimizer._look is not None:
+            walker.optimizer._look.ended.wait()
+        walker.walk()
+
+
+@pytest.mark.parametrize(("step_s", "clocks"), [(1000.0, [0, 0]), (0.0, [0, 1])])
+def test_a_round_waits_for_others_while_its_learners_have_time(
+    cluster: Any, stack: Any, step_s: float, clocks: list[int]
+) -> None:
+    """With a quorum of one: steps of a quarter of an hour leave time for the other one; those of no time do not."""
+    local = psd.Local(steps=4, outer=SUM, delay=3)
+    exchanges: list[list[Any]] = [[], []]
+    both = walkers(cluster(2).servers, stack, [local, local], grace="auto")
+    for walker, seen in zip(both, exchanges, strict=True):
+        walker.optimizer._step_s.add = lambda _: None
+        walker.optimizer._step_s.seconds = step_s
+        walker.optimizer.on_exchange = seen.append
+    first, second = both
+    until_departed(first)
+    steps = first.optimizer.local_step
+    if step_s == 0:
+        first.optimizer._flight.ended.wait()
+    first.walk(1)
+    assert first.optimizer.local_step == steps + 1, "it goes on"
+
+    until_departed(second)
+    for walker in both:
+        walker.optimizer._settle()
+
+    assert [seen[0].clock for seen in exchanges] == clocks
+    assert all(seen[0].is_counted for seen in exchanges)
+
+
 @pytest.mark.parametrize("merge", ["mean", "rda"])
 def test_a_recorded_schedule_replayed_in_one_process_gives_the_same_parameters(cluster: Any, stack: Any, merge: str) -> None:
     """Four learners of different speed, one of which comes late; in fragments, with a delay, in the background."""
