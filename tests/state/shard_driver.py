@@ -312,6 +312,7 @@ class Driver:
         session: int = 0,
         since: int = 0,
         client_state: bytes = b"",
+        **fields: Any,
     ) -> data_pb2.PushHeader:
         return data_pb2.PushHeader(
             caller=seat.caller,
@@ -323,6 +324,7 @@ class Driver:
             versions=versions,
             since=since,
             client_state=client_state,
+            **fields,
         )
 
     def begin_push(self, seat: Seat, clock: int, **header: Any) -> Push:
