@@ -360,6 +360,15 @@ WORKER = (
         table="learners",
     ),
     Fact(
+        "merge_cosine_percent",
+        "now",
+        "How far the directions of that merge agreed, by the mean cosine of two: 0 if they are orthogonal. By direction alone.",
+        "learner",
+        "psd_learner_merge_cosine_percent{rank}",
+        weight=57,
+        table="learners",
+    ),
+    Fact(
         "rounds_missed",
         "total",
         "Rounds that were decided without its difference, since it first sent one.",

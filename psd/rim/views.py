@@ -94,7 +94,9 @@ def _numbers(rows: Sequence[facts.Fact], holders: Mapping[str, object]) -> dict[
     for fact in rows:
         holder, _, attribute = fact.source.partition(".")
         if holder and holders[holder] is not None:
-            found[fact.name] = getattr(holders[holder], attribute or fact.name)
+            value = getattr(holders[holder], attribute or fact.name)
+            if value is not None:
+                found[fact.name] = value
     return found
 
 

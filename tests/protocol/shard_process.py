@@ -1,14 +1,12 @@
 """One shard's process, and the disk that it leaves behind: the real psd.state, event by event.
 
-Events: ("call", key, request, how), ("go", key), ("time out", key), ("hang up", key), ("expire", rank), ("tick",),
-("suspend",), ("grace",), ("announce",), ("kill",), ("restart",), ("blank",). A key names a call: its process and its thread.
-`how`: None; ("crash", n): the process dies at its nth crash point; ("cut", n): the connection breaks after n blocks; ("pause",
-n): before the call takes its nth lock, others have their turn. Must not know workers beyond their calls.
+Events: ("call", key, request, how), ("go", key), ("time out", key), ("hang up", key), ("expire", rank), and words alone. A key
+names a call: its process and its thread. `how`: None; ("crash", n): the process dies at its nth crash point; ("cut", n): the
+connection breaks after n blocks; ("pause", n): before its nth lock, others have their turn. Must not know more of workers.
 """
 
 from __future__ import annotations
 
-import math
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -348,22 +346,16 @@ class ShardProcess:
                 self._fibers.wake(self._fiber(key))
             case ("expire", rank):
                 self._expire(rank)
-            case ("tick",):
-                shard.tick()
             case ("grace",):
-                coordinator = shard._core.job.coordinator if shard._core.job is not None else None
-                assert coordinator is not None
-                coordinator._grace._began = -math.inf
+                shard.settlement._coordinator()._grace._began = 0.0  # long ago
                 shard.settlement.decide_due()
-            case ("announce",):
-                self.cut_parts.announce()
-            case ("read",):
-                self.cut_parts.read()
+            case ("announce" | "read" as what,):
+                getattr(self.cut_parts, what)()
             case ("overdue",):
                 self._now += HOLD_S_MAX + 1
                 shard.cuts.on_tick(self._now, self._setting.lease_s)
-            case ("suspend",):
-                self._now += 2 * self._setting.lease_s
+            case ("tick" | "suspend" as what,):
+                self._now += 2 * self._setting.lease_s * (what == "suspend")
                 shard.tick()
             case ("kill",):
                 raise Killed

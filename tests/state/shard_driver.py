@@ -310,8 +310,6 @@ class Driver:
         scalars: Sequence[float] = SGD,
         versions: Sequence[int] = (),
         session: int = 0,
-        since: int = 0,
-        client_state: bytes = b"",
         **fields: Any,
     ) -> data_pb2.PushHeader:
         return data_pb2.PushHeader(
@@ -322,8 +320,6 @@ class Driver:
             layout_digest=self.layout.digest,
             scalars=[data_pb2.GroupScalars(values=scalars) for _ in self.spec.groups],
             versions=versions,
-            since=since,
-            client_state=client_state,
             **fields,
         )
 

@@ -41,6 +41,9 @@ class SettlementDesk:
                 ticket.due_in = self.due_in
                 coordinator.wait(ticket)
             coordinator.record(found)
+            job = self._core.declared()
+            if found is not None and job.spec.directed_tensors and not found.skip:
+                job.learners.on_directions(found.round, found.ratios)
         self._core.settle()
         return ticket
 

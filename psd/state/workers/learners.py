@@ -6,7 +6,7 @@ Under the shard's lock. Must not know blocks or rounds.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from psd.contract.errors import InvalidRequest
@@ -24,6 +24,8 @@ class HeardLearner:
         note: what it has said last. clock: of that push. weight: its difference's.
         merge_percent: its part, by weight, in the last merge that has its difference. rounds_missed: rounds that were decided
             without one of its, since it first sent one.
+        merge_cosine_percent: how far the directions agreed in that merge, if it was one of several by direction: the mean
+            cosine of two members' differences, weighted, over the tensors; else None.
     """
 
     note: data_pb2.LearnerNote
@@ -31,6 +33,7 @@ class HeardLearner:
     weight: float
     merge_percent: int = 0
     rounds_missed: int = 0
+    merge_cosine_percent: int | None = None
 
     @property
     def local_steps(self) -> int:
@@ -66,6 +69,7 @@ class Learners:
 
     def __init__(self) -> None:
         self._by_rank: dict[int, HeardLearner] = {}
+        self._last: tuple[int, list[int], float] = (-1, [], 1.0)  # round, members, and the sum of the squares of their shares
 
     def on_push(self, rank: int, note: data_pb2.LearnerNote, clock: int, weight: float) -> None:
         """Note what a learner says."""
@@ -73,17 +77,34 @@ class Learners:
         heard = self._by_rank[rank] = HeardLearner(note, clock, weight)
         if before is not None:
             heard.merge_percent, heard.rounds_missed = before.merge_percent, before.rounds_missed
+            heard.merge_cosine_percent = before.merge_cosine_percent
 
     def on_decided(self, decided: Iterable[tuple[int, int]]) -> None:
         """Note the members (a bit mask) of rounds."""
         for round_, members in decided if self._by_rank else ():
             counted = {rank: one for rank, one in self._by_rank.items() if members >> rank & 1 and one.clock == round_}
             total = sum(one.weight for one in counted.values())
+            squares = sum((one.weight / total) ** 2 for one in counted.values()) if total else 1.0
+            self._last = round_, list(counted), squares
             for rank, one in self._by_rank.items():
                 if rank in counted:
                     one.merge_percent = round(100 * one.weight / total) if total else 0
                 elif not members >> rank & 1:
                     one.rounds_missed += 1
+
+    def on_directions(self, round_: int, lengths: Sequence[float]) -> None:
+        """Note the norms of a decided round's mean directions, by tensor; 0: nothing was sent of it.
+
+        Of unit vectors with shares s and cosines c it is the root of sum(s s) + sum(s s' c), over all and over all pairs.
+        """
+        last, members, squares = self._last
+        sent = [length for length in lengths if length]
+        if last != round_ or squares >= 1 or not sent:
+            return
+        mean = sum((length * length - squares) / (1 - squares) for length in sent) / len(sent)
+        for rank in members:
+            if rank in self._by_rank:
+                self._by_rank[rank].merge_cosine_percent = round(100 * mean)
 
     def on_gone(self, rank: int) -> None:
         """Forget a learner whose session has ended."""
