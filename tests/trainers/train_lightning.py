@@ -3,7 +3,8 @@
 python train_lightning.py DIRECTORY BATCH WAY...; BATCH: samples of a step on one worker. Ways: "alone", in one process and
 without psd, in the order in which two workers read the data; "stop" early on worker 1; "die" once at the begin of the second
 epoch, on worker 0; "kill" both shards, one after the other; "resume" from a
-checkpoint of Lightning's, which psd refuses.
+checkpoint of Lightning's, which psd refuses; "best": load the best checkpoint at the end, from a directory that each worker
+names otherwise, as Lightning's loggers do.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ import lightning
 import numpy as np
 import torch
 from commands import shard_pid
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -100,7 +103,8 @@ def main() -> None:
         gradient_clip_val=1.0,
         log_every_n_steps=1,
         default_root_dir=directory / "out",
-        logger=False,
+        logger=CSVLogger(directory / "logs", version=RANK) if "best" in WAYS else False,
+        callbacks=[ModelCheckpoint(monitor="val_loss", mode="max")] if "best" in WAYS else None,
         enable_progress_bar=False,
         enable_model_summary=False,
         **strategy,
@@ -110,6 +114,8 @@ def main() -> None:
     if checkpoint:
         torch.save({"state_dict": net.state_dict(), "pytorch-lightning_version": lightning.__version__}, checkpoint)
     trainer.fit(net, DataLoader(data, **order), DataLoader(data, batch_size=SAMPLES), ckpt_path=checkpoint)
+    if "best" in WAYS:
+        trainer.validate(net, DataLoader(data, batch_size=SAMPLES), ckpt_path="best", verbose=False)
     values = {name: tensor.numpy() for name, tensor in net.state_dict().items()}
     val_loss = float(trainer.callback_metrics.get("val_loss", torch.nan))
     np.savez(directory / f"trained-{RANK}.npz", steps=trainer.global_step, val_loss=val_loss, **values)

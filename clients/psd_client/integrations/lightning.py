@@ -11,6 +11,7 @@ from typing import Any
 
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.connectors.data_connector import _get_distributed_sampler
@@ -23,6 +24,7 @@ import psd_client.torch as psd
 from psd.contract.errors import InvalidRequest
 from psd.contract.keywords import OF_CONNECT
 from psd_client.client import worker_of
+from psd_client.integrations.first_worker import text_of_worker_0
 
 logger = logging.getLogger("psd_client")
 
@@ -39,7 +41,8 @@ class PsdStrategy(SingleDeviceStrategy):
       the epoch's data from their beginning, as Lightning does with its own checkpoints, and so does a job that goes on from
       psd's (`psd-run --checkpoint-dir`). `fit(ckpt_path=...)` is refused; a new job can begin with what was loaded before.
     * A worker that is to stop early, by EarlyStopping or the like, has all workers stop at one step, two steps later.
-    * What Lightning logs goes to `ps.log`, too. Worker 0 alone saves checkpoints.
+    * What Lightning logs goes to `ps.log`, too. Worker 0 alone saves checkpoints; after `fit` all workers know
+      their paths, as for `test(ckpt_path="best")`.
 
     Args:
         device: on which this worker computes.
@@ -92,7 +95,7 @@ class PsdStrategy(SingleDeviceStrategy):
         assert module is not None
         self.optimizer = psd.distribute(module, made[0], ps=self.ps, **self._options)
         self.optimizers = [self.optimizer]
-        trainer.callbacks.append(_StopTogether(self.ps))
+        trainer.callbacks.append(_EndTogether(self.ps))
         self._share_training_data(trainer)
         steps = max(1, -(-int(trainer.num_training_batches) // trainer.accumulate_grad_batches))
         trainer.loggers = [*trainer.loggers, _JobLogger(self.ps, _total_steps(trainer, steps))]
@@ -160,8 +163,8 @@ def _set(progress: dict[str, Any], total: int, current: int) -> None:
         progress[part].update(dict.fromkeys(progress[part], count))
 
 
-class _StopTogether(Callback):
-    """Has a trainer stop with the job, and the job with a trainer that stops early."""
+class _EndTogether(Callback):
+    """Has a trainer stop with the job, and the job with a trainer that stops early; then all know what has been saved."""
 
     def __init__(self, ps: psd_client.ParameterServer) -> None:
         self._ps = ps
@@ -181,6 +184,14 @@ class _StopTogether(Callback):
         """Look after each epoch."""
         del others
         self._look(trainer)
+
+    def on_fit_end(self, trainer: Trainer, *others: Any) -> None:
+        """Tell all workers what worker 0 has saved: each had chosen a directory of its own, and theirs are empty."""
+        del others
+        for callback in trainer.checkpoint_callbacks:
+            if isinstance(callback, ModelCheckpoint):
+                callback.best_model_path = text_of_worker_0(self._ps, callback.best_model_path)
+                callback.last_model_path = text_of_worker_0(self._ps, callback.last_model_path)
 
     def _look(self, trainer: Trainer) -> None:
         if self._ps.is_over:
