@@ -298,6 +298,8 @@ class Launcher:
         except OSError as error:
             self.say(f"psdctl jobs will not list this job: {error.strerror or error}")
         self.say(f"run {self._plan.run_id}; to look inside: psdctl status --servers {servers}")
+        if self._plan.remark:
+            self.say(self._plan.remark)
         if self._plan.dashboard_command and self._processes is not None:
             self._lines[DASHBOARD] = Lines(is_live=False)
             self._processes.start(DASHBOARD, addresses)
