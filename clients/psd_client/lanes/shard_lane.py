@@ -1,6 +1,6 @@
 """The lane to a real shard: a gRPC channel for control calls, and for bulk calls a separate connection if one works.
 
-For bulk calls over gRPC, frames are built and parsed as raw bytes (grpc_frames.py), so gRPC's generated stubs are not used. A
+For bulk calls over gRPC, frames are built and parsed as raw bytes (frames.py), so gRPC's generated stubs are not used. A
 push_pull is full duplex: gRPC's thread takes frames from the sending generator while the calling thread writes the answers
 into the parameters. Must not know sessions, clocks, retries or other shards.
 """
@@ -25,11 +25,19 @@ from psd_client.lanes.bulk_connection import BulkClient
 from psd_client.lanes.bulk_opener import BulkOpener
 from psd_client.lanes.daemon_threads import can_start_threads
 from psd_client.lanes.flat import FlatBuffers
+from psd_client.lanes.frames import (
+    BlockAnswer,
+    OutFrame,
+    Places,
+    WantedRows,
+    initial_frames,
+    push_frames,
+    small_push,
+    vector_frames,
+)
 from psd_client.lanes.grpc_channel import MESSAGE_BYTES_MAX, GrpcChannel
-from psd_client.lanes.grpc_frames import BlockAnswer, initial_frames, push_messages, small_push, vector_frames
 from psd_client.lanes.overlap_feed import Aborted
-from psd_client.lanes.transport import Call, GradientPart, Lane, MessageT, OutgoingBlocks, RowsAhead, Scope, Share
-from psd_client.lanes.wanted_rows import WantedRows
+from psd_client.lanes.transport import Call, GradientPart, Lane, MessageT, RowsAhead, Scope, Share
 
 AT_ONCE_BYTES_MAX = MESSAGE_BYTES_MAX - (1 << 20)
 """Limit of the gradients or parameters in one message if no stream is possible."""
@@ -130,12 +138,10 @@ class ShardLane(Lane):
     def initialize(self, first: data_pb2.InitializeFrame, blocks: Sequence[Block], values: FlatBuffers, call: Call) -> bool:
         connection = self._connection(first.caller, call)
         if connection is not None and blocks:
-            call_message = bulk_pb2.BulkCall(method=bulk_pb2.BULK_METHOD_INITIALIZE, initialize=first)
-            return connection.transfer(call_message, OutgoingBlocks(blocks, values), {}, None, call).initialize.accepted
-        messages = initial_frames(first, blocks, values)
-        reply = self._channel.stream_out(f"{_DATA}Initialize", messages, data_pb2.InitializeReply, call, is_wait=False)
-        self.traffic.sent_bytes += sum(block.nbytes for block in blocks)
-        return reply.accepted
+            message = bulk_pb2.BulkCall(method=bulk_pb2.BULK_METHOD_INITIALIZE)
+            return connection.initialize(message, first, blocks, values, call)
+        sent = self._joined(initial_frames(first, blocks, values))
+        return self._channel.stream_out(f"{_DATA}Initialize", sent, data_pb2.InitializeReply, call, is_wait=False).accepted
 
     @override
     def store_buffers(self, request: data_pb2.BuffersRequest, call: Call) -> None:
@@ -151,13 +157,15 @@ class ShardLane(Lane):
     def push(self, part: GradientPart, call: Call) -> data_pb2.PushReply:
         connection = self._connection(part.header.caller, call)
         if connection is not None:
-            message = bulk_pb2.BulkCall(method=bulk_pb2.BULK_METHOD_PUSH, push=part.header)
+            message = bulk_pb2.BulkCall(method=bulk_pb2.BULK_METHOD_PUSH)
             return connection.transfer(message, part, {}, None, call).push
         if can_start_threads():
             if part.is_complete_within(frames.FRAME_BYTES_MAX) and len(part.blocks) + (part.tables_block is not None) == 1:
-                (frame,) = self._push_frames(part)
+                (frame,) = self._joined(push_frames(part))
                 return data_pb2.PushReply.FromString(self._channel.frame(f"{_DATA}Push", frame, call))
-            return self._channel.stream_out(f"{_DATA}Push", self._push_frames(part), data_pb2.PushReply, call, is_wait=True)
+            return self._channel.stream_out(
+                f"{_DATA}Push", self._joined(push_frames(part)), data_pb2.PushReply, call, is_wait=True
+            )
         if part.nbytes > AT_ONCE_BYTES_MAX:  # the shard refuses it with exact aggregation
             raise RuntimeError("gRPC cannot send this much at the end of the program with this Python; call close() earlier")
         # A worker that ends waits for the round, too.
@@ -171,7 +179,7 @@ class ShardLane(Lane):
         connection = self._connection(part.header.caller, call)
         rows: WantedRows | None = None
         if connection is not None:
-            message = bulk_pb2.BulkCall(method=bulk_pb2.BULK_METHOD_PUSH_PULL, push=part.header)
+            message = bulk_pb2.BulkCall(method=bulk_pb2.BULK_METHOD_PUSH_PULL)
             if ahead is not None and part.feed is None:
                 rows = self._ahead(ahead, connection.places)
             reply = connection.transfer(message, part, part.answered, parameters, call, rows).push
@@ -183,15 +191,15 @@ class ShardLane(Lane):
             small = self._channel.frame(f"{_DATA}PushPullSmall", self._small(part, rows), call)
             reply = self._answered(small, part.answered, parameters, rows)
         else:
-            received = self._channel.stream_in(f"{_DATA}PushPull", self._push_frames(part), call)
+            received = self._channel.stream_in(f"{_DATA}PushPull", self._joined(push_frames(part)), call)
             reply = self._with_reply(self._received(received, part.answered, parameters))
         if ahead is not None:
             ahead.version = rows.complete() if rows is not None else None
         return reply
 
-    def _ahead(self, ahead: RowsAhead, places: Callable[[Sequence[TableRows]], list[int]] = lambda _: []) -> WantedRows | None:
+    def _ahead(self, ahead: RowsAhead, places: Places = lambda _: []) -> WantedRows | None:
         """The request for rows ahead; None if it needs more than one frame."""
-        rows = WantedRows(self._name, ahead.wanted, places)
+        rows = WantedRows(self._name, ahead.wanted, places=places)
         return rows if len(rows.requests) == 1 and rows.requests[0].nbytes <= AHEAD_BYTES_MAX else None
 
     @override
@@ -213,11 +221,11 @@ class ShardLane(Lane):
         self, request: data_pb2.PullRequest, wanted: Sequence[TableRows], call: Call, *, counts_no_use: bool = False
     ) -> int:
         connection = self._connection(request.caller, call)
+        first = data_pb2.RowsRequest(pull=request, counts_no_use=counts_no_use)
         if connection is None:
-            return self._asked("PullRows", data_pb2.RowsRequest(pull=request, counts_no_use=counts_no_use), wanted, call)
-        method = bulk_pb2.BULK_METHOD_PULL_ROWS
-        message = bulk_pb2.BulkCall(method=method, pull=request, counts_no_use=counts_no_use)
-        return connection.pull_rows(message, WantedRows(self._name, wanted, connection.places), call)
+            return self._asked("PullRows", first, wanted, call)
+        message = bulk_pb2.BulkCall(method=bulk_pb2.BULK_METHOD_PULL_ROWS)
+        return connection.pull_rows(message, WantedRows(self._name, wanted, first, connection.places), call)
 
     @override
     def read_rows(self, request: data_pb2.ReadRequest, wanted: Sequence[TableRows], call: Call) -> int:
@@ -282,11 +290,9 @@ class ShardLane(Lane):
 
     def _small(self, part: GradientPart, ahead: WantedRows | None) -> bytes:
         """A SmallPush: all frames of a push, and the request for rows ahead, if any."""
-        messages = list(push_messages(part))
-        self.traffic.sent_bytes += sum(piece.nbytes for _, payload in messages for piece in payload)
-        if ahead is not None:
-            self.traffic.sent_bytes += ahead.requests[0].nbytes
-        return small_push(messages, ahead)
+        sent = list(push_frames(part))
+        self.traffic.sent_bytes += sum([frame.nbytes for frame in (*sent, *(ahead.requests if ahead is not None else ()))])
+        return small_push(sent, ahead)
 
     def _answered(
         self, reply: bytes, awaited: Mapping[int, int], parameters: FlatBuffers | None, ahead: WantedRows | None
@@ -313,8 +319,8 @@ class ShardLane(Lane):
 
     def _asked(self, method: str, first: data_pb2.RowsRequest, wanted: Sequence[TableRows], call: Call) -> int:
         """Fetch rows over gRPC."""
-        rows = WantedRows(self._name, wanted)
-        asked = self._rows_frames(rows, first)
+        rows = WantedRows(self._name, wanted, first)
+        asked = self._joined(rows.requests)
         try:
             answers: Iterable[bytes]
             if len(rows.requests) == 1:
@@ -328,22 +334,16 @@ class ShardLane(Lane):
             self.traffic.received_bytes += rows.received_bytes
         return rows.complete()
 
-    def _rows_frames(self, rows: WantedRows, first: data_pb2.RowsRequest) -> Iterator[bytes]:
-        """The frames of one request for rows. Runs in gRPC's thread during the call."""
-        for message, ids in rows.messages(first):
-            self.traffic.sent_bytes += sum(piece.nbytes for piece in ids)
-            yield frames.join(message.SerializeToString(), *ids)
-
     def _with_reply(self, reply: data_pb2.PushReply | None) -> data_pb2.PushReply:
         if reply is None:
             raise InternalError(f"{self._name}: the answer to a push_pull has no push reply")
         return reply
 
-    def _push_frames(self, part: GradientPart) -> Iterator[bytes]:
-        """The frames of one push. Runs in gRPC's thread during the call; must not raise."""
+    def _joined(self, frames: Iterable[OutFrame]) -> Iterator[bytes]:
+        """The frames as gRPC sends them. Runs in its thread during the call; must not raise."""
         try:
-            for message, payload in push_messages(part):
-                self.traffic.sent_bytes += sum(piece.nbytes for piece in payload)
-                yield frames.join(message.SerializeToString(), *payload)
+            for frame in frames:
+                self.traffic.sent_bytes += frame.nbytes
+                yield frame.joined()
         except Aborted:  # the call fails, because the shard refuses a push without a last frame
             return

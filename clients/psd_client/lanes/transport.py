@@ -27,7 +27,7 @@ from psd_client.lanes.flat import FlatBuffers
 from psd_client.lanes.overlap_feed import Feed, Outgoing
 
 SMALL_BYTES = 64 << 10
-"""Bytes that fit the buffers of a socket; for OutgoingBlocks.is_small."""
+"""Bytes that fit the buffers of a socket; for GradientPart.is_small."""
 
 CANCEL_S = 2.0
 """Seconds that a shard may take to stop using this worker's memory after a call was cancelled: the time for one block."""
@@ -106,11 +106,12 @@ class Call(NamedTuple):
 
 
 @dataclass
-class OutgoingBlocks:
-    """Blocks that a call sends to one shard: initial values, or the gradients of a push.
+class GradientPart:
+    """The part of a push for one shard.
 
     Attributes:
-        blocks: the shard's blocks; for a push, the trained ones. At least one, unless there is a tables_block.
+        header: identity, weight and scalars of the push.
+        blocks: the shard's trained blocks. At least one, unless there is a tables_block.
         buffers: hold their values: finite, and zero in tensors that are not present.
         present: (tensors of the spec,) which tensors have a gradient; None: all.
         feed: provides the blocks, if the gradients are still being computed.
@@ -125,6 +126,7 @@ class OutgoingBlocks:
     feed: Feed | None = None
     tables_block: int | None = None
     tables: Sequence[TableRows] = ()
+    header: data_pb2.PushHeader = field(kw_only=True)
 
     @property
     def is_small(self) -> bool:
@@ -159,17 +161,6 @@ class OutgoingBlocks:
             if self.feed.tables:
                 return self.feed.tables[self.buffers.layout.shard_of(self.tables_block)]
         return self.tables
-
-
-@dataclass
-class GradientPart(OutgoingBlocks):
-    """The part of a push for one shard.
-
-    Attributes:
-        header: identity, weight and scalars of the push.
-    """
-
-    header: data_pb2.PushHeader = field(kw_only=True)
 
     @property
     def answered(self) -> dict[int, int]:
