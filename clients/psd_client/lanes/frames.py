@@ -6,7 +6,7 @@ Must not know channels, sockets or calls.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from google.protobuf.message import DecodeError
@@ -19,7 +19,7 @@ from psd.contract.rows import TableRows, in_frames, parts_of, payload_of, tables
 from psd.contract.vector_batches import payload_parts
 from psd.v1 import data_pb2, vectors_pb2
 from psd_client.lanes.flat import FlatBuffers
-from psd_client.lanes.transport import GradientPart
+from psd_client.lanes.transport import GradientPart, Traffic
 
 FRAME_BYTES = 4 << 20
 """Bytes of ids and values in a frame of a request for rows: while one is sent, the shard looks up the next. Smaller ones were
@@ -204,35 +204,52 @@ def vector_frames(batch: vectors_pb2.VectorBatch, pieces: Sequence[NDArray[Any]]
 
 
 class BlockAnswer:
-    """The blocks of one answer, as they arrive.
+    """The blocks of one answer over gRPC.
 
     Args:
         whose: the shard, for error messages. awaited: bytes of the blocks that were asked for, by index; 0 for the tables'
-            block, which sends only a version. parameters: the buffers that get the blocks; None: none do.
+            block, which sends only a version. parameters: the buffers that get the blocks; None: none do. traffic: counts
+            payload bytes. ahead: gets the rows that were asked for, too.
 
     Attributes:
-        positions: digests of the workers' positions in the frames so far.
+        positions: digests of the workers' positions in the frames.
     """
 
-    def __init__(self, whose: str, awaited: Mapping[int, int], parameters: FlatBuffers | None) -> None:
-        self.received_bytes = 0
+    def __init__(
+        self,
+        whose: str,
+        awaited: Mapping[int, int],
+        parameters: FlatBuffers | None,
+        traffic: Traffic,
+        ahead: WantedRows | None = None,
+    ) -> None:
         self.positions: set[int] = set()
         self._whose = whose
         self._awaited = dict(awaited)
         self._parameters = parameters
+        self._traffic = traffic
+        self._ahead = ahead
         self._reply: data_pb2.PushReply | None = None
 
-    def take_all(self, reply: bytes, ahead: WantedRows | None) -> None:
-        """Take a SmallAnswer; write the rows that were asked for ahead, if any, into `ahead`."""
-        for field, data in frames.split_nested(reply, "SmallAnswer", len(self._awaited) + 2):
-            if field == _FRAMES:
-                self.take_frame(data)
-            elif field == _AHEAD and ahead is not None:
-                head, payload = frames.split(data, "RowsFrame")
-                ahead.fill(data_pb2.RowsFrame.FromString(head), payload)
+    def take(self, received: Iterable[bytes | memoryview]) -> BlockAnswer:
+        """Take all frames; InternalError if a block is missing."""
+        for frame in received:
+            self._take(frame)
+        if self._awaited:
+            raise InternalError(f"{self._whose}: {len(self._awaited)} blocks are missing in its answer")
+        return self
 
-    def take_frame(self, frame: bytes | memoryview) -> None:
-        """Take one received frame."""
+    def take_small(self, answer: bytes) -> BlockAnswer:
+        """Take a SmallAnswer likewise."""
+        fields = list(frames.split_nested(answer, "SmallAnswer", len(self._awaited) + 2))
+        for field, data in fields:
+            if field == _AHEAD and self._ahead is not None:
+                head, payload = frames.split(data, "RowsFrame")
+                self._ahead.fill(data_pb2.RowsFrame.FromString(head), payload)
+                self._traffic.received_bytes += self._ahead.received_bytes
+        return self.take([data for field, data in fields if field == _FRAMES])
+
+    def _take(self, frame: bytes | memoryview) -> None:
         head, payload = frames.split(frame, "PullFrame")
         try:
             message = data_pb2.PullFrame.FromString(head)
@@ -253,10 +270,11 @@ class BlockAnswer:
             if message.steps:
                 self._parameters.steps[message.block] = message.steps
             self._parameters.received(message.block, message.version)
-            self.received_bytes += nbytes
+            self._traffic.received_bytes += nbytes
 
-    def complete(self) -> data_pb2.PushReply | None:
-        """The push's reply, if there was one; InternalError if a block is missing."""
-        if self._awaited:
-            raise InternalError(f"{self._whose}: {len(self._awaited)} blocks are missing in its answer")
+    @property
+    def reply(self) -> data_pb2.PushReply:
+        """The push's reply, which came with the blocks."""
+        if self._reply is None:
+            raise InternalError(f"{self._whose}: the answer to a push_pull has no push reply")
         return self._reply

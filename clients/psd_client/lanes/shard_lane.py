@@ -7,7 +7,7 @@ into the parameters. Must not know sessions, clocks, retries or other shards.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from google.protobuf.message import Message
@@ -169,8 +169,8 @@ class ShardLane(Lane):
         if part.nbytes > AT_ONCE_BYTES_MAX:  # the shard refuses it with exact aggregation
             raise RuntimeError("gRPC cannot send this much at the end of the program with this Python; call close() earlier")
         # A worker that ends waits for the round, too.
-        reply = self._channel.frame(f"{_DATA}PushPullSmall", self._small(part, None), call)
-        return self._answered(reply, part.answered, None, None)
+        answer = BlockAnswer(self._name, part.answered, None, self.traffic)
+        return answer.take_small(self._channel.frame(f"{_DATA}PushPullSmall", self._small(part, None), call)).reply
 
     @override
     def push_pull(
@@ -188,11 +188,12 @@ class ShardLane(Lane):
         ):
             if ahead is not None:
                 rows = self._ahead(ahead)
-            small = self._channel.frame(f"{_DATA}PushPullSmall", self._small(part, rows), call)
-            reply = self._answered(small, part.answered, parameters, rows)
+            answer = BlockAnswer(self._name, part.answered, parameters, self.traffic, rows)
+            reply = answer.take_small(self._channel.frame(f"{_DATA}PushPullSmall", self._small(part, rows), call)).reply
         else:
-            received = self._channel.stream_in(f"{_DATA}PushPull", self._joined(push_frames(part)), call)
-            reply = self._with_reply(self._received(received, part.answered, parameters))
+            answer = BlockAnswer(self._name, part.answered, parameters, self.traffic)
+            sent = self._joined(push_frames(part))
+            reply = answer.take(self._channel.stream_in(f"{_DATA}PushPull", sent, call)).reply
         if ahead is not None:
             ahead.version = rows.complete() if rows is not None else None
         return reply
@@ -213,8 +214,8 @@ class ShardLane(Lane):
             message = bulk_pb2.BulkCall(method=bulk_pb2.BULK_METHOD_PULL, pull=request)
             connection.transfer(message, None, {} if request.versions_only else awaited, parameters, call)
             return
-        received = self._channel.stream_in(f"{_DATA}Pull", request, call)
-        self._received(received, awaited, None if request.versions_only else parameters)
+        answer = BlockAnswer(self._name, awaited, None if request.versions_only else parameters, self.traffic)
+        answer.take(self._channel.stream_in(f"{_DATA}Pull", request, call))
 
     @override
     def pull_rows(
@@ -234,9 +235,8 @@ class ShardLane(Lane):
     @override
     def read(self, request: data_pb2.ReadRequest, blocks: Sequence[Block], parameters: FlatBuffers, call: Call) -> set[int]:
         awaited = {block.index: block.nbytes for block in blocks}
-        answer = BlockAnswer(self._name, awaited, parameters)
-        self._take(answer, self._channel.stream_in(f"{_DATA}Read", request, call))
-        return answer.positions
+        answer = BlockAnswer(self._name, awaited, parameters, self.traffic)
+        return answer.take(self._channel.stream_in(f"{_DATA}Read", request, call)).positions
 
     # -- vectors -------------------------------------------------------------------------------------------------------
 
@@ -294,29 +294,6 @@ class ShardLane(Lane):
         self.traffic.sent_bytes += sum([frame.nbytes for frame in (*sent, *(ahead.requests if ahead is not None else ()))])
         return small_push(sent, ahead)
 
-    def _answered(
-        self, reply: bytes, awaited: Mapping[int, int], parameters: FlatBuffers | None, ahead: WantedRows | None
-    ) -> data_pb2.PushReply:
-        """The push's reply, from a SmallAnswer, whose blocks and rows are written into `parameters` and `ahead`."""
-        answer = BlockAnswer(self._name, awaited, parameters)
-        answer.take_all(reply, ahead)
-        self.traffic.received_bytes += answer.received_bytes + (ahead.received_bytes if ahead is not None else 0)
-        return self._with_reply(answer.complete())
-
-    def _received(
-        self, received: Iterator[bytes], awaited: Mapping[int, int], parameters: FlatBuffers | None
-    ) -> data_pb2.PushReply | None:
-        """Write the blocks of an answer into the parameters, if any. Returns the push's reply, if there is one."""
-        return self._take(BlockAnswer(self._name, awaited, parameters), received)
-
-    def _take(self, answer: BlockAnswer, received: Iterator[bytes]) -> data_pb2.PushReply | None:
-        try:
-            for frame in received:
-                answer.take_frame(frame)
-        finally:
-            self.traffic.received_bytes += answer.received_bytes
-        return answer.complete()
-
     def _asked(self, method: str, first: data_pb2.RowsRequest, wanted: Sequence[TableRows], call: Call) -> int:
         """Fetch rows over gRPC."""
         rows = WantedRows(self._name, wanted, first)
@@ -333,11 +310,6 @@ class ShardLane(Lane):
         finally:
             self.traffic.received_bytes += rows.received_bytes
         return rows.complete()
-
-    def _with_reply(self, reply: data_pb2.PushReply | None) -> data_pb2.PushReply:
-        if reply is None:
-            raise InternalError(f"{self._name}: the answer to a push_pull has no push reply")
-        return reply
 
     def _joined(self, frames: Iterable[OutFrame]) -> Iterator[bytes]:
         """The frames as gRPC sends them. Runs in its thread during the call; must not raise."""
