@@ -61,7 +61,7 @@ class ServedConnection:
     Attributes:
         rank: the worker's; negative before it has shown its ticket. session: the session of its admission, or of its last call.
         ended: set when no call is in progress any more.
-        is_welcome: called before each call: True if the worker still may make it; set on admission.
+        is_welcome: called before each call: True if the worker still may make it; None: it always may. Set on admission.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class ServedConnection:
     ) -> None:
         self.rank = -1
         self.session = 0
-        self.is_welcome: Callable[[], bool] = lambda: False
+        self.is_welcome: Callable[[], bool] | None = lambda: False
         self.ended = threading.Event()
         self._stream = stream
         self._shard = shard
@@ -102,7 +102,7 @@ class ServedConnection:
             self._scratch = memoryview(np.empty(BLOCK_BYTES_MAX // 8)).cast("B")  # type: ignore[arg-type]  # aligned
             while self._begin_message():
                 kind, head, payload_bytes = self._stream.receive()
-                if not self.is_welcome():
+                if self.is_welcome is not None and not self.is_welcome():
                     break  # the worker asks for another ticket, and so shows its current token
                 with self._lock:
                     self._is_busy = True

@@ -1,8 +1,8 @@
 """The data plane without its transport: pushes, pulls and both at once, as steps over blocks.
 
-Each carrier (gRPC in data_service.py, sockets in bulk_connection.py) receives frames, of which sent_frames.py makes a header and
-`PushedBlock`s, and sends the resulting `PulledBlock`s. Waits happen here, through the carrier's Waiter. Must not know frames,
-messages on the wire, or sockets.
+Each carrier (gRPC in data_service.py, sockets in bulk_connection.py) receives frames, of which sent_frames.py makes a header
+and `PushedBlock`s, and sends the resulting `PulledBlock`s. Waits happen here, through the carrier's Waiter. Must not know
+frames, messages on the wire, or sockets.
 """
 
 from __future__ import annotations

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn, TypeAlias
 
-from psd.contract.errors import InvalidRequest
+from psd.contract.errors import InvalidRequest, PsdError
 from psd.rim.bulk_memory import WorkerMemory
-from psd.rim.calls import Frame, checked
+from psd.rim.calls import Frame
 from psd.rim.data_plane import LENT_BYTES_MIN, PushedBlock, RowsFrames
 
 Memory: TypeAlias = Callable[[], WorkerMemory]
@@ -42,7 +42,9 @@ class SentFrames:
         item = next(self._frames, None)
         if item is None:
             raise InvalidRequest(f"{field}: the stream ended before the first frame")
-        self._first = checked(item)
+        if isinstance(item, PsdError):
+            raise item
+        self._first = item
         if not self._first.head.HasField(field):
             raise InvalidRequest(f"{field}: the first frame of a call must have it")
         return self._first.head
@@ -102,11 +104,12 @@ class SentFrames:
             if may_end:
                 return None
             raise InvalidRequest("last: the stream ended before the last frame")
-        frame: Frame = checked(item)
+        if isinstance(item, PsdError):
+            raise item
         for field in only_on_first:
-            if frame.head.HasField(field):
+            if item.head.HasField(field):
                 raise InvalidRequest(f"{field}: stands on a frame that is not the first")
-        return frame
+        return item
 
     def _named(
         self,

@@ -167,7 +167,7 @@ def test_what_a_worker_sends(target: Callable[[], Target], data: st.DataObject) 
     guard = StrictGuard(shard.shard)
 
     def admit(connection: ServedConnection, key: bytes) -> int:
-        connection.is_welcome = lambda: True
+        connection.is_welcome = None
         return ME
 
     with fed(packed(Kind.HELLO, b"") + b"".join(sent)) as stream:

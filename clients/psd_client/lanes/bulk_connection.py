@@ -20,14 +20,13 @@ from psd.contract.layout import Block
 from psd.contract.rows import TableRows
 from psd.contract.wire import Disconnected, Kind, Stream
 from psd.v1 import bulk_pb2, data_pb2
-from psd_client.lanes.bracket import Bracket
 from psd_client.lanes.daemon_threads import Crew, Task
 from psd_client.lanes.flat import FlatBuffers
 from psd_client.lanes.frames import OutFrame, WantedRows, initial_frames, push_frames
 from psd_client.lanes.grpc_errors import detail_of
 from psd_client.lanes.overlap_feed import Aborted
 from psd_client.lanes.silence_deadline import Patience
-from psd_client.lanes.transport import CANCEL_S, SMALL_BYTES, Call, Cancelled, GradientPart, MessageT, Traffic
+from psd_client.lanes.transport import CANCEL_S, SMALL_BYTES, Bracket, Call, Cancelled, GradientPart, MessageT, Traffic
 
 logger = logging.getLogger("psd_client")
 
@@ -245,7 +244,7 @@ class BulkClient:
     def places(self, rows: Sequence[TableRows]) -> list[int]:
         """Offsets of these rows' values in attached memory, in bytes; empty if some lie elsewhere."""
         segment = self._attached[0].segment if self._attached is not None else None
-        return segment.where([part.values for part in rows]) if segment is not None else []
+        return segment.where([part.values for part in rows]) if segment is not None and rows else []
 
     def _send(self, frames: Iterable[OutFrame], *, may_pause: bool = False) -> None:
         """Send frames. may_pause: True if the next one may be long in coming."""
