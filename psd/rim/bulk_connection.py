@@ -20,7 +20,6 @@ from google.protobuf.message import DecodeError, Message
 from psd.contract.bounds import UNCOUNTED_BYTES, check_parts
 from psd.contract.errors import InvalidRequest, LayoutMismatch, PsdError
 from psd.contract.layout import BLOCK_BYTES_MAX
-from psd.contract.rows import parts_of
 from psd.contract.wire import Disconnected, Kind, Stream
 from psd.rim.bulk_memory import WorkerMemory
 from psd.rim.calls import CallGuard, Frame, Waiter, forget_frames
@@ -237,7 +236,9 @@ class ServedConnection:
                     elif isinstance(item, PulledRows):
                         if self._second_thread is not None:
                             self._second_thread.flush()  # blocks come first
-                        self._send_rows(item, is_last=sent is not None and sent.is_last)
+                        is_last = sent is not None and sent.is_last  # the REPLY follows
+                        numbers = () if item.is_there else [rows.values for rows in item.rows]
+                        self._stream.send(Kind.ANSWER, item.head(), *numbers, more=is_last)
                     elif has_payload:
                         self._plane.counts.count_bytes(sent=item.nbytes)
                         if call.into_memory:
@@ -337,21 +338,16 @@ class ServedConnection:
         answer = out.answer
         try:
             if out.place is None:
-                self._stream.send(Kind.ANSWER, _head(answer), answer.values, more=True)  # at least the REPLY follows
+                self._stream.send(Kind.ANSWER, answer.head(), answer.values, more=True)  # at least the REPLY follows
                 return
             if self._has_hung_up:  # a worker that has not waited may use its memory for something else
                 raise Disconnected("the worker has hung up")
             if answer.nbytes:
                 np.copyto(self._attached().parameter(answer.block, out.place), answer.values)
             if out.is_announced:
-                self._stream.send(Kind.ANSWER, _head(answer))
+                self._stream.send(Kind.ANSWER, answer.head())
         finally:
             answer.release()
-
-    def _send_rows(self, answer: PulledRows, *, is_last: bool) -> None:
-        head = data_pb2.RowsFrame(rows=parts_of(answer.rows), version=answer.version).SerializeToString()
-        numbers = () if answer.is_there else [rows.values for rows in answer.rows]
-        self._stream.send(Kind.ANSWER, head, *numbers, more=is_last)  # the REPLY follows
 
     def _attached(self) -> WorkerMemory:
         if self._memory is None:
@@ -367,10 +363,6 @@ class ServedConnection:
             self._stream.send(Kind.ERROR, message.SerializeToString())
         except (Disconnected, TimeoutError):
             return
-
-
-def _head(answer: PulledBlock) -> bytes:
-    return data_pb2.PullFrame(block=answer.block, version=answer.version).SerializeToString()
 
 
 class _Outgoing(NamedTuple):

@@ -14,11 +14,9 @@ from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 import grpc
-from numpy.typing import NDArray
 
 from psd.contract import frames
 from psd.contract.errors import CutMissed, InvalidRequest, Overloaded, WaitTimeout
-from psd.contract.rows import parts_of
 from psd.rim.calls import CallGuard, Frame, Waiter, checked, frame_parser, message_parser, wait_s
 from psd.rim.data_plane import DataPlane, PulledBlock, PulledRows, RowsAsked
 from psd.rim.sent_frames import SentFrames
@@ -168,14 +166,13 @@ class DataService:
         waiter = Waiter(self._shard, context)
         for item in self._plane.push_pull(sent_frames.head("push").push, sent_frames.blocks(), waiter, ahead):
             if isinstance(item, PulledRows):
-                answer.append((_AHEAD, *_rows_frame(item)))
+                answer.append((_AHEAD, item.head(), [rows.values for rows in item.rows]))
             elif isinstance(item, PulledBlock):
                 try:
                     numbers = item.values.tobytes()  # so that no page is pinned during a wait
                 finally:
                     item.release()
-                head = data_pb2.PullFrame(block=item.block, version=item.version)
-                answer.append((_FRAMES, head.SerializeToString(), (numbers,)))
+                answer.append((_FRAMES, item.head(), (numbers,)))
                 sent += len(numbers)
             else:
                 answer.append((_FRAMES, data_pb2.PullFrame(push=item).SerializeToString(), ()))
@@ -218,8 +215,7 @@ class DataService:
 
     def _frame(self, answer: PulledBlock, *, with_payload: bool = True, positions: int = 0) -> bytes:
         try:
-            head = data_pb2.PullFrame(block=answer.block, version=answer.version, positions=positions, steps=answer.steps)
-            return frames.join(head.SerializeToString(), answer.values if with_payload else None)
+            return frames.join(answer.head(positions), answer.values if with_payload else None)
         finally:
             answer.release()
             self._plane.counts.count_bytes(sent=answer.nbytes if with_payload else 0)
@@ -227,10 +223,4 @@ class DataService:
 
 def _rows_frames(answers: Iterable[PulledRows]) -> Iterator[bytes]:
     for answer in answers:
-        head, numbers = _rows_frame(answer)
-        yield frames.join(head, *numbers)
-
-
-def _rows_frame(answer: PulledRows) -> tuple[bytes, list[NDArray[Any]]]:
-    head = data_pb2.RowsFrame(rows=parts_of(answer.rows), version=answer.version)
-    return head.SerializeToString(), [rows.values for rows in answer.rows]
+        yield frames.join(answer.head(), *(rows.values for rows in answer.rows))

@@ -52,15 +52,19 @@ class SentFrames:
     def blocks(self) -> Iterator[PushedBlock]:
         """Yield the blocks of a push, up to its last frame."""
         frame = self._first
+        memory: WorkerMemory | None = None
         while True:
             head, payload, is_own = frame
             if head.in_memory:
                 if head.HasField("block") or head.rows:
                     raise InvalidRequest("in_memory: stands on a frame that has a block of its own")
-                memory = self._memory()
+                memory = memory or self._memory()
                 yield from self._named(head.in_memory, head.in_memory_present, payload, memory, memory.gradient)
             elif head.HasField("block"):
-                numbers = self._memory().rows(head.rows, head.rows_at) if head.rows_at else ()
+                numbers: Sequence[memoryview] = ()
+                if head.rows_at:
+                    memory = memory or self._memory()
+                    numbers = memory.rows(head.rows, head.rows_at)
                 is_lent = is_own and (len(head.rows) > 0 or payload.nbytes >= LENT_BYTES_MIN)
                 yield PushedBlock(head.block, head.present, payload, is_lent, rows=head.rows, more=head.more, memory=numbers)
             elif payload.nbytes or head.present or head.rows:
