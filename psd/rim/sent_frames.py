@@ -56,10 +56,10 @@ class SentFrames:
         while True:
             head, payload, is_own = frame
             if head.in_memory:
-                if head.HasField("block") or head.rows:
+                if head.rows or head.present:
                     raise InvalidRequest("in_memory: stands on a frame that has a block of its own")
                 memory = memory or self._memory()
-                yield from self._named(head.in_memory, head.in_memory_present, payload, memory, memory.gradient)
+                yield from self._named(head, head.in_memory_present, payload, memory, memory.gradient)
             elif head.HasField("block"):
                 numbers: Sequence[memoryview] = ()
                 if head.rows_at:
@@ -82,7 +82,7 @@ class SentFrames:
             head, payload, _ = frame
             if head.in_memory:
                 memory = self._memory()
-                yield from self._named(head.in_memory, (), payload, memory, memory.values)
+                yield from self._named(head, (), payload, memory, memory.values)
             elif head.HasField("block"):
                 yield PushedBlock(head.block, b"", payload)
             elif payload.nbytes:
@@ -117,14 +117,18 @@ class SentFrames:
 
     def _named(
         self,
-        blocks: Sequence[int],
+        head: Any,
         present: Sequence[bytes],
         payload: memoryview,
         memory: WorkerMemory,
         values_of: Callable[[int], memoryview],
     ) -> list[PushedBlock]:
         """Blocks that lie in attached memory."""
-        count = len(blocks)
+        blocks, count = head.in_memory, len(head.in_memory)
+        if head.HasField("block"):
+            raise InvalidRequest("in_memory: stands on a frame that has a block of its own")
+        if count > memory.block_count:
+            raise InvalidRequest(f"in_memory: names {count} blocks, and the job has {memory.block_count}")
         if payload.nbytes:
             raise InvalidRequest(f"in_memory: the blocks lie in memory, but there are {payload.nbytes} bytes of payload")
         if len(present) not in (0, count):

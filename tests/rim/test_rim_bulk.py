@@ -162,6 +162,8 @@ def test_a_wrong_frame_is_refused_by_name_and_the_connection_goes_on(
         ({"in_memory": [0, 9]}, b"", "blocks: 9 is no block of the job"),
         ({"in_memory": [0, 1], "in_memory_present": [b""]}, b"", "in_memory_present: has 1 entries for 2 blocks"),
         ({"in_memory": [0]}, bytes(12), "in_memory: the blocks lie in memory, but there are 12 bytes of payload"),
+        ({"in_memory": [0] * 3}, b"", "in_memory: names 3 blocks, and the job has 2"),
+        ({"in_memory": [0], "present": b"\1"}, b"", "in_memory: stands on a frame that has a block of its own"),
         ({"in_memory": [0], "block": 1}, b"", "in_memory: stands on a frame that has a block of its own"),
         ({"in_memory": [0], "rows": [ROWS]}, b"", "in_memory: stands on a frame that has a block of its own"),
     ],

@@ -234,7 +234,7 @@ class BlockAnswer:
     def take(self, received: Iterable[bytes | memoryview]) -> BlockAnswer:
         """Take all frames; InternalError if a block is missing."""
         for frame in received:
-            self._take(frame)
+            self.take_frame(frame)
         if self._awaited:
             raise InternalError(f"{self._whose}: {len(self._awaited)} blocks are missing in its answer")
         return self
@@ -249,7 +249,8 @@ class BlockAnswer:
                 self._traffic.received_bytes += self._ahead.received_bytes
         return self.take([data for field, data in fields if field == _FRAMES])
 
-    def _take(self, frame: bytes | memoryview) -> None:
+    def take_frame(self, frame: bytes | memoryview) -> None:
+        """Take one frame."""
         head, payload = frames.split(frame, "PullFrame")
         try:
             message = data_pb2.PullFrame.FromString(head)
