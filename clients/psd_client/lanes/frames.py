@@ -241,13 +241,14 @@ class BlockAnswer:
 
     def take_small(self, answer: bytes) -> BlockAnswer:
         """Take a SmallAnswer likewise."""
-        fields = list(frames.split_nested(answer, "SmallAnswer", len(self._awaited) + 2))
-        for field, data in fields:
-            if field == _AHEAD and self._ahead is not None:
+        for field, data in frames.split_nested(answer, "SmallAnswer", len(self._awaited) + 2):
+            if field == _FRAMES:
+                self.take_frame(data)
+            elif field == _AHEAD and self._ahead is not None:
                 head, payload = frames.split(data, "RowsFrame")
                 self._ahead.fill(data_pb2.RowsFrame.FromString(head), payload)
                 self._traffic.received_bytes += self._ahead.received_bytes
-        return self.take([data for field, data in fields if field == _FRAMES])
+        return self.take(())
 
     def take_frame(self, frame: bytes | memoryview) -> None:
         """Take one frame."""
