@@ -20,7 +20,7 @@ from psd_client.lanes.flat import FlatBuffers
 
 
 class WantedTensors:
-    """What one pull fetches.
+    """The tensors of one pull.
 
     Args:
         names: names, or patterns as in fnmatch. out: arrays to fill, by name. Both None: all tensors.
