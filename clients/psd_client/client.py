@@ -433,7 +433,7 @@ class ParameterServer:
         """Return the parameters that the last pull has received, by name."""
         named, _ = self._by_name
         exchange = self._worker.declared
-        return named.results(exchange.parameters, exchange.places.lend())
+        return named.results(exchange.parameters, exchange.places.lend() if exchange.places.is_lending else None)
 
     @property
     def _by_name(self) -> tuple[NamedTensors, ParamGroups]:
