@@ -6,7 +6,7 @@ Must not know what a learner does.
 from __future__ import annotations
 
 from psd.v1 import data_pb2
-from psd_client.worker.exchange.rider import Rider
+from psd_client.worker.exchange.riders import Rider
 from psd_client.worker.exchange.sent_push import SentPush
 
 
