@@ -25,7 +25,7 @@ import keras
 from typing_extensions import Unpack
 
 from psd.contract.errors import InvalidRequest
-from psd.contract.keywords import ConnectKeywords, FaceKeywords, JobKeywords, LinkKeywords, takes
+from psd.contract.keywords import LOCAL_STEPS_ELSEWHERE, ConnectKeywords, FaceKeywords, JobKeywords, LinkKeywords, takes
 from psd.contract.rules import weight_of
 from psd_client.client import ParameterServer
 from psd_client.faces import connection_of, split
@@ -41,7 +41,7 @@ def __dir__() -> list[str]:
     return __all__
 
 
-@takes(JobKeywords, LinkKeywords, ConnectKeywords)
+@takes(JobKeywords, LinkKeywords, ConnectKeywords, elsewhere=LOCAL_STEPS_ELSEWHERE)
 def distribute(
     model: keras.Model,
     optimizer: keras.optimizers.Optimizer | str,

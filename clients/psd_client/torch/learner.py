@@ -27,6 +27,7 @@ from psd_client.torch.local import Local
 from psd_client.torch.parameters import as_tensors
 from psd_client.torch.schedule import DistributedScheduler, register
 from psd_client.torch.uncompiled import uncompiled
+from psd_client.torch.whole import OwnParameters
 from psd_client.worker.background_call import BackgroundCall
 from psd_client.worker.flat_calls import FlatCalls
 from psd_client.worker.worker import Turn
@@ -46,20 +47,28 @@ class LocalOptimizer(JobOptimizer):
         outer_groups: options of the outer rule, one dict for each fragment. The program may change them, on all learners alike.
     """
 
-    def __init__(self, inner: torch.optim.Optimizer, ps: ParameterServer, declaration: TorchDeclaration, local: Local) -> None:
+    def __init__(
+        self,
+        inner: torch.optim.Optimizer,
+        ps: ParameterServer,
+        declaration: TorchDeclaration,
+        local: Local,
+        parameters: OwnParameters | None = None,
+    ) -> None:
         super().__init__(inner, ps)
         self._inner, self._local = inner, local
         self.state = inner.state
+        self._parameters = OwnParameters(declaration.parameters) if parameters is None else parameters
         self._worker = worker_of(ps)
         self._declaration = declaration
         self._buffers = kept_buffers(declaration, self._worker)
         self.outer_groups = [group for part in declaration.parts for group in part.given.optimizer.param_groups]
         self._schedule: DistributedScheduler | None = None
         self._is_stepping = False
-        self._flight: _Flight | None = None
+        self._flight: Flight | None = None
         self._begin()
         register(self, self, inner)
-        inner.register_step_pre_hook(_step_check(self))
+        inner.register_step_pre_hook(refuse_inner_steps(self))
 
     @torch.no_grad()
     def _begin(self) -> None:
@@ -69,11 +78,11 @@ class LocalOptimizer(JobOptimizer):
         self._base = {index: views[index].clone() for index in declaration.trained}
         self._versions = list(flat.versions)
         for index in declaration.trained:
-            declaration.parameters[index].copy_(views[index])
+            self._parameters.mix(index, views[index], 0)
         self._times_gone_back = self._worker.times_gone_back
         self._exchanges = self.ps.clock
         self.local_step = self._local.step_of(self._exchanges - 1)
-        self._counts = [_Counts() for _ in declaration.parts]
+        self._counts = [StepCounts() for _ in declaration.parts]
 
     @overload
     def step(self, closure: None = None, *, tokens: float = 1) -> None: ...
@@ -93,9 +102,7 @@ class LocalOptimizer(JobOptimizer):
                 same difference, at the next call.
         """
         size = weight_of(tokens, "tokens")
-        if self._times_gone_back != self._worker.times_gone_back:  # another call has told the program
-            self._flight = None
-            self._begin()
+        self._follow()
         self._is_stepping = True
         try:
             loss = self._inner.step() if closure is None else self._inner.step(closure)
@@ -109,6 +116,19 @@ class LocalOptimizer(JobOptimizer):
             self._schedule.on_optimizer_step()
         self._exchange()
         return loss
+
+    def _follow(self) -> None:
+        """Begin anew if the job has gone back to a checkpoint, which another call has told the program."""
+        if self._times_gone_back != self._worker.times_gone_back:
+            self._flight = None
+            self._begin()
+
+    @property
+    def _next(self) -> int:
+        """Local step after which there is something to exchange, or to land."""
+        if self._flight is None:
+            return self._local.step_of(self._exchanges)
+        return self.local_step + 1 if self._flight.is_told else self._flight.due
 
     def _exchange(self) -> None:
         local = self._local
@@ -125,13 +145,13 @@ class LocalOptimizer(JobOptimizer):
         """Begin to exchange a fragment: the next in turn, by the job's clock."""
         declaration, worker = self._declaration, self._worker
         part = declaration.parts[fragment]
-        counts, self._counts[fragment] = self._counts[fragment], _Counts()
+        counts, self._counts[fragment] = self._counts[fragment], StepCounts()
         views = as_tensors(worker.gradients)
         present = np.zeros(len(declaration.tensors), np.bool_)
-        for index in (declaration.trained[position] for position in part.trained):
+        for index, value in self._parameters.whole([declaration.trained[position] for position in part.trained]):
             present[index] = True
             base = self._base[index]
-            views[index].copy_(base - declaration.parameters[index].to(base.device, base.dtype))
+            views[index].copy_(base - value.to(base.device, base.dtype))
         options = iter(self.outer_groups)
         scalars = [
             scalar_values(spec, {} if spec.is_static else next(options), index) for index, spec in enumerate(declaration.groups)
@@ -141,7 +161,7 @@ class LocalOptimizer(JobOptimizer):
             worker.push_pull_flat(scalars, counts.weight, present, job_part=part.job_part, turn=turn)
 
         due, late_before = self.local_step + self._local.delay, worker.stats()["blocks_late"]
-        self._flight = _Flight(worker, call, fragment, due, late_before)
+        self._flight = Flight(worker, call, fragment, due, late_before)
 
     def _settle(self) -> None:
         """End the exchange under way, if there is one."""
@@ -155,7 +175,7 @@ class LocalOptimizer(JobOptimizer):
         if flight.is_told:
             flight = self._flight = flight.again()
         try:
-            flight.wait()
+            self._wait(flight)
         except RolledBack:
             self._flight = None
             self._begin()
@@ -163,8 +183,12 @@ class LocalOptimizer(JobOptimizer):
         self._flight = None
         self._take(flight)
 
+    def _wait(self, flight: Flight) -> None:
+        """Wait for the end of an exchange; raise its error."""
+        flight.wait()
+
     @torch.no_grad()
-    def _take(self, flight: _Flight) -> None:
+    def _take(self, flight: Flight) -> None:
         """Mix a fragment's received values in; carry what was learned of others over to new bases of theirs.
 
         If the difference came late, all that was learned of the fragment is carried over, too; if it was sent again, what was
@@ -178,14 +202,12 @@ class LocalOptimizer(JobOptimizer):
         share = self._local.share
         for index in declaration.trained:
             group = declaration.tensors[index].group
-            parameter, base, value = declaration.parameters[index], self._base[index], views[index]
+            base, value = self._base[index], views[index]
             if group in own and is_mixed:
-                new = value if share == 0 else torch.lerp(value, parameter.to(value.device, value.dtype), share)
-                parameter.copy_(new)
+                self._parameters.mix(index, value, share)
             elif group in received or group in own:
                 has_counted = group in own and not flight.is_late
-                moved = value - base + differences[index] if has_counted else value - base
-                parameter.add_(moved.to(parameter.device, parameter.dtype))
+                self._parameters.move(index, value - base + differences[index] if has_counted else value - base)
             else:
                 continue
             base.copy_(value)
@@ -231,7 +253,7 @@ class LocalOptimizer(JobOptimizer):
         return self._schedule
 
 
-class _Counts:
+class StepCounts:
     """Counts of a learner's steps and tokens since it received a fragment last."""
 
     def __init__(self) -> None:
@@ -244,7 +266,7 @@ class _Counts:
         return self.tokens * (self.tokens / self.steps) * _WEIGHT_UNIT
 
 
-class _Flight(BackgroundCall):
+class Flight(BackgroundCall):
     """One exchange of a fragment.
 
     Args:
@@ -263,9 +285,9 @@ class _Flight(BackgroundCall):
         self._late_before = late_before
         super().__init__(worker, call, "psd-exchange")
 
-    def again(self) -> _Flight:
+    def again(self) -> Flight:
         """Make the call again."""
-        flight = _Flight(self._worker, self._call, self.fragment, self.due, self._late_before)
+        flight = Flight(self._worker, self._call, self.fragment, self.due, self._late_before)
         flight.is_repeated = True
         return flight
 
@@ -286,7 +308,7 @@ class _Flight(BackgroundCall):
         super().wait()
 
 
-def _step_check(owner: LocalOptimizer) -> Callable[..., None]:
+def refuse_inner_steps(owner: LocalOptimizer) -> Callable[..., None]:
     """A hook that refuses a step of the given optimizer which its owner does not make: it would never be exchanged."""
 
     def check(given: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
