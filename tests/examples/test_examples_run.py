@@ -108,3 +108,46 @@ def test_custom_rule_when_it_is_not_listed_then_the_job_ends_with_the_flag():
     assert finished.returncode == 1
     assert "'yogi:Yogi' is not listed on this shard; start psd-server, or psd-run, with --rule yogi:Yogi" in finished.stdout
     assert "Traceback" not in finished.stdout
+
+
+def test_diloco_compares_modes_and_draws_a_picture(tmp_path):
+    """Fragments travel with a fraction of the bytes; the losses fall in all modes."""
+    pytest.importorskip("torch")
+    picture = tmp_path / "losses.png"
+    size = ("--steps", "16", "--every", "8", "--evaluate", "8", "--learners", "2", "--shards", "1")
+
+    finished = run(str(EXAMPLES / "diloco.py"), "--mode", "single,streaming", *size, "--picture", str(picture))
+
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    result = json.loads(finished.stdout.partition("\nresult ")[2])
+    (tokens, _, each_step, _), (same, _, in_fragments, _) = result["single"], result["streaming"]
+    assert tokens == same == 16 * 2 * 8 * 64
+    assert 0 < in_fragments < each_step / 4
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    losses = re.findall(r"(single|streaming) +step +(\d+) .* loss (\S+)", finished.stdout)
+    assert [found[:2] for found in losses] == [(mode, step) for mode in ("single", "streaming") for step in ("8", "16")]
+    assert all(0 < float(loss) < 4 for *_, loss in losses)
+
+
+def test_diloco_names_the_modes_that_there_are():
+    pytest.importorskip("torch")
+
+    finished = run(str(EXAMPLES / "diloco.py"), "--mode", "alone")
+
+    assert finished.returncode == 2
+    assert "there is no 'alone'; there are single, sync, diloco, streaming, async" in finished.stderr
+
+
+def test_diloco_learns_from_a_file_if_it_is_long_enough(example, tmp_path):
+    pytest.importorskip("torch")
+    characters = example("characters")
+    short, long = tmp_path / "short.txt", tmp_path / "long.txt"
+    short.write_text("ab" * 100)
+    long.write_text("abc. " * 4000)
+
+    with pytest.raises(ValueError, match="has 200 characters, and a text to learn from has at least 10,000"):
+        characters.read(short)
+    text = characters.read(long)
+
+    assert (text.name, text.alphabet, len(text.train), len(text.validation)) == ("long.txt", " .abc", 18_000, 2_000)
+    assert [text.alphabet[number] for number in text.train[:5]] == list("abc. ")
