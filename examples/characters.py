@@ -21,30 +21,30 @@ class Text:
     validation: torch.Tensor
 
 
-def read(path: Path | None, length: int = 400_000) -> Text:
-    """A file's text; without one, a generated text of that length."""
-    words = path.read_text(errors="replace") if path else generated(length)
-    alphabet = "".join(sorted(set(words)))
+def read(path: Path | None, length: int = 400_000, words: int = 300) -> Text:
+    """A file's text; without one, a generated text of that length, of so many different words."""
+    found = path.read_text(errors="replace") if path else generated(length, words)
+    alphabet = "".join(sorted(set(found)))
     number = {character: index for index, character in enumerate(alphabet)}
-    every = torch.tensor([number[character] for character in words])
+    every = torch.tensor([number[character] for character in found])
     if len(every) < 10_000:
         raise ValueError(f"--data: {path} has {len(every)} characters, and a text to learn from has at least 10,000")
     cut = len(every) * 9 // 10
     return Text(path.name if path else "a generated text", alphabet, every[:cut], every[cut:])
 
 
-def generated(length: int, seed: int = 1) -> str:
+def generated(length: int, words: int, seed: int = 1) -> str:
     """Sentences of made-up words, each of which has a few likely successors."""
     rng = np.random.default_rng(seed)
     syllables = [c + v for c in "bdfgklmnprstv" for v in "aeiou"]
-    words = ["".join(rng.choice(syllables, rng.integers(1, 4))) for _ in range(300)]
-    successors = rng.integers(0, len(words), (len(words), 6))
+    known = ["".join(rng.choice(syllables, rng.integers(1, 4))) for _ in range(words)]
+    successors = rng.integers(0, words, (words, 6))
     text, size, word = [], 0, 0
     while size < length:
         chosen = []
         for _ in range(rng.integers(4, 12)):
             word = int(successors[word, min(rng.geometric(0.5), 6) - 1])
-            chosen.append(words[word])
+            chosen.append(known[word])
         sentence = " ".join(chosen).capitalize() + ("? " if rng.random() < 0.2 else ". ")
         text.append(sentence)
         size += len(sentence)
