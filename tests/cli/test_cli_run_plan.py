@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from psd.cli.hosts.launcher import Launcher
+from psd.cli.job.actions import Name
 from psd.cli.job.places import NodePlaces, spread
-from psd.cli.job.policy import Name
 from psd.cli.run import main, parse
 from psd.cli.server import parse as parse_shard
 from psd.contract.environment import VARIABLES
@@ -99,6 +99,15 @@ def test_parse_when_a_script_is_given_then_all_after_it_is_its_own(script):
 
     assert plan.places.workers == (2,)
     assert plan.worker_command == [sys.executable, "-u", script, "--workers", "7", "--help"]
+
+
+@pytest.mark.parametrize(
+    ("words", "is_odd"), [(["--workers", "2"], True), (["--workers", "1"], True), (["--epochs", "2"], False)]
+)
+def test_parse_when_one_worker_starts_and_its_program_gets_workers_then_remarks_on_it(script, words, is_odd):
+    """psd-run train.py --workers 2 started one worker without a word."""
+    assert parse([script, *words], {}).remark.startswith("one worker: --workers stands behind the program") == is_odd
+    assert not parse(["--workers", "2", script, *words], {}).remark
 
 
 @pytest.mark.parametrize(

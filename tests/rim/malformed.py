@@ -223,8 +223,14 @@ def wrong_pull(rng: random.Random, target: Target) -> Request:
 
 def wrong_read(rng: random.Random, target: Target) -> Request:
     read = data_pb2.ReadRequest(layout_digest=LAYOUT.digest, cut=data_pb2.Cut(id="c", step=2))
-    kind = rng.randrange(4)
-    if kind == 0:
+    kind = rng.randrange(6)
+    if kind == 4:
+        read.blocks[:] = [STATIC, TRAINED, STATIC]
+        reasons, word = ("InvalidRequest",), "blocks"
+    elif kind == 5:
+        read.blocks[:] = [TRAINED, rng.choice((FOREIGN, 3, (1 << 32) - 1))]
+        reasons, word = ("BlockOutOfRange",), "block"
+    elif kind == 0:
         read.run_id = rng.choice(("x", "ü" * 200))
         reasons, word = ("ForeignRun",), "run_id"
     elif kind == 1:
@@ -261,7 +267,7 @@ def wrong_initialize(rng: random.Random, target: Target) -> Request:
         reasons, word = ("InvalidRequest",), "block"
     else:
         frames = rng.choice(([], [frame, frame], [data_pb2.InitializeFrame(block=TRAINED, payload=frame.payload)]))
-        reasons, word = ("InvalidRequest",), "caller" if frames else "InitializeFrame"
+        reasons, word = ("InvalidRequest",), "caller"
     return Request(_data("Initialize"), [f.SerializeToString() for f in frames], reasons, word)
 
 

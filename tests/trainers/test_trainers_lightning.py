@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import lightning
+import numpy as np
 import pytest
 from conftest import Train, assert_equal
 
@@ -34,6 +35,20 @@ def test_two_workers_train_as_one_process_with_both_their_batches(train: Train, 
 
 
 @pytest.mark.parametrize(
+    ("way", "flags"), [("die-within", ("--max-restarts", "1")), ("stall", ("--lease", "1"))], ids=["killed", "stalled"]
+)
+def test_a_worker_that_loses_steps_within_an_epoch_ends_with_the_job(train: Train, way: str, flags: tuple[str, ...]) -> None:
+    """Killed, it makes the rest of the epoch; silent for longer than its lease, it has missed steps, which count even so."""
+    found = train(PROGRAM, 4, way, workers=2, flags=flags)
+
+    assert [trained["clock"] for trained in found] == [32, 32]
+    assert found[1]["steps"] == 32
+    assert found[0]["steps"] == 32 if way == "die-within" else found[0]["steps"] < 32
+    for name in found[0].keys() - {"steps"}:
+        np.testing.assert_array_equal(found[0][name], found[1][name], name)
+
+
+@pytest.mark.parametrize(
     ("ends", "total"), [({"max_epochs": 3}, 15), ({"max_epochs": 3, "max_steps": 7}, 7), ({"max_epochs": -1}, None)]
 )
 def test_a_trainer_says_where_the_job_ends(ends: dict[str, int], total: int | None) -> None:
@@ -44,6 +59,13 @@ def test_a_worker_that_stops_early_ends_the_job_for_all_at_one_step(train: Train
     found = train(PROGRAM, 4, "stop", workers=2)
 
     assert found[0]["steps"] == found[1]["steps"] == 12, "after ten steps it asks; two more are the first that none has begun"
+
+
+def test_all_workers_find_the_best_checkpoint_which_worker_0_has_saved(train: Train) -> None:
+    """The others looked for it in a directory of their own, where nobody saves."""
+    found = train(PROGRAM, 4, "best", workers=2)
+
+    assert_equal(found[1:], found[0])
 
 
 def test_a_job_goes_on_from_psds_checkpoints_and_not_from_lightnings(train: Train, tmp_path: Path) -> None:

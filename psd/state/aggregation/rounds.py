@@ -35,7 +35,7 @@ class Contribution(NamedTuple):
         session: the session that began the push. Rank, session and clock are the push's name.
         weight: number of samples that the gradient was computed from; with 0 the worker takes part and adds nothing.
         values: (n,) gradient in the block's gradient_dtype, zero where not present; None: no gradient in this block at all.
-            For the tables' block, Gradients (psd/state/tables/pushes.py).
+            For the tables' block, Gradients (psd/state/tables/rounds.py).
         present: (k,) uint8, the segments with a gradient; None: all.
         scalars: the scalars of the block's group; for the tables' block, those of all groups.
         version_read: version of the parameters that the gradient was computed from; None: not known.
