@@ -81,9 +81,9 @@ def train(way: str, seed: int, servers: str, rank: int, args: argparse.Namespace
         characters.loss_of(model, batch).backward()
         optimizer.step()
         schedule.step()
-    sent = optimizer.ps.stats()["sent_bytes"] - before
     optimizer.ps.barrier("end")
     optimizer.pull()
+    sent = optimizer.ps.stats()["sent_bytes"] - before
     loss = characters.validation_loss(model, text, 512) if rank == 0 else 0.0
     optimizer.close()
     return {"loss": loss, "sent_bytes": sent}
