@@ -25,7 +25,7 @@ from typing_extensions import Unpack
 
 from psd.contract.errors import InvalidRequest, InvalidTensor
 from psd.contract.jobspec import TensorSpec
-from psd.contract.keywords import OF_CONNECT, JobKeywords, takes
+from psd.contract.keywords import LOCAL_STEPS_ELSEWHERE, OF_CONNECT, JobKeywords, takes
 from psd.contract.rules import weight_of
 from psd_client.client import ParameterServer, worker_of
 from psd_client.faces import connection_of
@@ -60,6 +60,7 @@ class GradientTransformation(NamedTuple):
 
 _ELSEWHERE = {
     "tables": "this face takes none; psd_client.connect().declare does, and docs/jax.md has an example",
+    **LOCAL_STEPS_ELSEWHERE,
     **dict.fromkeys(OF_CONNECT, "goes into connect_args, such as connect_args={'servers': 'host:7000', 'rank': 0}"),
 }
 

@@ -120,7 +120,8 @@ class LocalCluster:
         if self._is_closed:
             raise RuntimeError("psd: this local cluster is closed; begin another one with psd_client.local()")
         try:
-            task = cloudpickle.dumps((sys.path, fn, args, kwargs))
+            # The path apart: reading the call imports what it uses.
+            task = cloudpickle.dumps((sys.path, cloudpickle.dumps((fn, args, kwargs))))
         except Exception as error:
             raise TypeError(f"fn: it, or what it uses, cannot be sent to a worker: {error}") from error
         if self._is_used:

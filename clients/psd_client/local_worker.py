@@ -24,8 +24,9 @@ def _end_with(owner: BinaryIO) -> None:
 
 
 def _call(task: bytes) -> Any:
-    path, fn, args, kwargs = cloudpickle.loads(task)
+    path, call = cloudpickle.loads(task)
     sys.path[:] = path
+    fn, args, kwargs = cloudpickle.loads(call)
     return fn(*args, **kwargs)
 
 

@@ -136,6 +136,17 @@ def client_config(*, environ: Mapping[str, str] = os.environ, **given: Unpack[Co
     )
 
 
+def check_rank_of_learner(environ: Mapping[str, str] = os.environ) -> None:
+    """Raise ConfigError if a launcher alone says this process's rank: it numbers the processes of a learner's group."""
+    said = None if "PSD_RANK" in environ else launched(environ)
+    if said is not None:
+        raise ConfigError(
+            f"rank: {said.rank_name} is {said.rank}, which with group= is not the learner's number. Pass rank= and "
+            "world_size=, which count learners, set PSD_RANK and PSD_WORLD_SIZE, or let psd-run start each learner's launcher: "
+            "psd-run --workers LEARNERS -- torchrun --standalone ..."
+        )
+
+
 def why_not_alone(environ: Mapping[str, str] = os.environ) -> str:
     """The reason why a program that names no servers may not train alone, on a private shard; empty if it may.
 

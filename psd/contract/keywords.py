@@ -98,6 +98,13 @@ class FaceKeywords(JobKeywords, ConnectKeywords, total=False):
 DEFAULTS: Mapping[str, Any] = MappingProxyType({"nan_policy": "refuse"})
 """Defaults of the keywords for which it is not None."""
 
+LOCAL_STEPS_ELSEWHERE = {
+    "local": "local steps are made by PyTorch's face alone: psd_client.torch.distribute(..., "
+    "local=psd_client.torch.Local(...)); here a program may exchange differences of its own: psd_client.connect().declare with "
+    "the outer rule, and push_pull of the base less the parameters; docs/far-apart.md has an example"
+}
+"""Advice for the faces that make no local steps."""
+
 OF_CONNECT = frozenset(ConnectKeywords.__annotations__)
 
 

@@ -118,6 +118,32 @@ def test_slow_links_when_no_link_is_limited_then_both_forms_learn_the_same(figur
 
 
 @pytest.mark.process
+def test_far_apart_when_it_runs_then_local_steps_send_a_fraction_of_the_bytes(figures_of):
+    pytest.importorskip("torch")
+    size = ("--parts", "quality", "--learners", "2", "--steps", "50", "--seeds", "1", "--batch-size", "1")
+
+    runs = {run["way"]: run for run in figures_of("far_apart.py", *size)["quality"]}
+
+    each_step = runs["data parallel"]["sent_bytes"]
+    assert runs["DiLoCo"]["sent_bytes"] == pytest.approx(each_step / 50)
+    assert runs["Streaming, 8 fragments"]["sent_bytes"] == pytest.approx(each_step / 50)
+    assert all(0 < run["loss"] < 4 for run in runs.values())
+
+
+@pytest.mark.process
+def test_far_apart_when_learners_die_then_the_steps_of_the_others_are_counted(figures_of):
+    pytest.importorskip("torch")
+    size = ("--learners", "2", "--seconds", "4", "--every", "1.5", "--away", "1", "--step-ms", "20", "--ways", "async")
+
+    calm, failing = figures_of("far_apart.py", "--parts", "goodput", *size)["goodput"]
+
+    assert calm["kills"] == 0
+    assert failing["kills"] == 2
+    assert failing["possible"] < calm["possible"]
+    assert all(0 < run["done"] <= 1.1 * run["possible"] for run in (calm, failing))
+
+
+@pytest.mark.process
 def test_overhead_when_metrics_are_scraped_then_both_jobs_are_timed_in_turns(figures_of):
     """One transport, one round; each has a ratio; there were scrapes, and the dashboard has worked."""
     size = ("--transports", "shm", "--model", "mlp", "--rounds", "1", "--seconds", "0.1", "--watchers", "metrics,dashboard")

@@ -71,6 +71,18 @@ class Interrupting(io.StringIO):
 
 
 @pytest.mark.process
+def test_run_when_the_function_uses_a_module_beside_the_script_then_workers_find_it(
+    cluster: LocalCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python has the script's directory in its path, and a worker needs that path before it reads the function."""
+    (tmp_path / "beside_the_script.py").write_text("ANSWER = 42\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec("import beside_the_script\ndef answer():\n    return beside_the_script.ANSWER\n", names)
+
+    assert cluster.run(names["answer"]) == [42, 42]
+
+
 def test_run_when_functions_are_a_notebooks_then_they_train_together(
     cluster: LocalCluster, notebook: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:

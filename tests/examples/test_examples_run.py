@@ -18,7 +18,7 @@ pytestmark = pytest.mark.process
 
 def run(*command: str, **variables: str) -> subprocess.CompletedProcess[str]:
     environ = {name: value for name, value in os.environ.items() if not name.startswith("PSD_")} | variables
-    return subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=100, env=environ, check=False)
+    return subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=200, env=environ, check=False)
 
 
 def psd_run(*arguments: str) -> str:
@@ -108,3 +108,48 @@ def test_custom_rule_when_it_is_not_listed_then_the_job_ends_with_the_flag():
     assert finished.returncode == 1
     assert "'yogi:Yogi' is not listed on this shard; start psd-server, or psd-run, with --rule yogi:Yogi" in finished.stdout
     assert "Traceback" not in finished.stdout
+
+
+def test_diloco_trains_in_fragments_and_draws_a_picture(example, tmp_path):
+    """Each learner sends and receives every parameter twice in 16 steps, and receives them once more in the end."""
+    pytest.importorskip("torch")
+    characters = example("characters")
+    picture = tmp_path / "losses.png"
+    size = ("--steps", "16", "--every", "8", "--evaluate", "8", "--learners", "2", "--shards", "1")
+
+    finished = run(str(EXAMPLES / "diloco.py"), "--mode", "streaming", *size, "--picture", str(picture))
+
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    (tokens, _, moved, _), *others = json.loads(finished.stdout.partition("\nresult ")[2]).values()
+    parameters = sum(p.numel() for p in characters.model_of(characters.read(None), 1).parameters())
+    assert others == []
+    assert tokens == 16 * 2 * 8 * 64
+    assert 5 <= moved / (4 * parameters) < 7
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    losses = re.findall(r"streaming +step +(\d+) .* loss (\S+)", finished.stdout)
+    assert [step for step, _ in losses] == ["8", "16"]
+    assert all(0 < float(loss) < 4 for _, loss in losses)
+
+
+def test_diloco_names_the_modes_that_there_are():
+    pytest.importorskip("torch")
+
+    finished = run(str(EXAMPLES / "diloco.py"), "--mode", "alone")
+
+    assert finished.returncode == 2
+    assert "there is no 'alone'; there are single, sync, diloco, streaming, async" in finished.stderr
+
+
+def test_diloco_learns_from_a_file_if_it_is_long_enough(example, tmp_path):
+    pytest.importorskip("torch")
+    characters = example("characters")
+    short, long = tmp_path / "short.txt", tmp_path / "long.txt"
+    short.write_text("ab" * 100)
+    long.write_text("abc. " * 4000)
+
+    with pytest.raises(ValueError, match="has 200 characters, and a text to learn from has at least 10,000"):
+        characters.read(short)
+    text = characters.read(long)
+
+    assert (text.name, text.alphabet, len(text.train), len(text.validation)) == ("long.txt", " .abc", 18_000, 2_000)
+    assert [text.alphabet[number] for number in text.train[:5]] == list("abc. ")

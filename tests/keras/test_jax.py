@@ -257,6 +257,7 @@ def test_a_clock_beyond_jaxs_whole_numbers_does_not_end_the_job(run_workers, mon
         ({"connect_args": {"server": "x:1"}}, TypeError, "'server'; did you mean 'servers'"),
         ({"ps": object()}, TypeError, "ps: expected what psd_client.connect"),
         ({"tables": []}, TypeError, "tables: this face takes none"),
+        ({"local": 50}, TypeError, "local: local steps are made by PyTorch's face alone"),
         ({"params": {}}, psd_client.InvalidTensor, "params: has no leaves"),
         ({"params": {"n": jnp.ones(2, "int32")}}, psd_client.InvalidTensor, "params\\['n'\\]: dtype must be one of"),
         ({"params": {"a": [jnp.ones(2)], "a/0": jnp.ones(2)}}, psd_client.InvalidTensor, "two leaves have the same path"),

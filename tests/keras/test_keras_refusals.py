@@ -110,3 +110,8 @@ def test_a_learning_rate_out_of_range_is_refused(run_workers):
         return ps.clock
 
     assert run_workers(1, 1, worker) == [0]
+
+
+def test_local_steps_are_refused_with_what_to_use_instead():
+    with pytest.raises(TypeError, match=r"local: local steps are made by PyTorch's face alone: .* push_pull of the base less"):
+        psd.distribute(small_model(), SGD(0.1), local=50)

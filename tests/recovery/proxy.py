@@ -11,6 +11,8 @@ delay   hold the piece, and what comes after it, back for a while
 proxy.vanish() is another kind of fault: the connections that there are fall silent for good, at either end, as if the machines
 between which they go, or the path, had gone without a word. Not even TCP has an answer any more. New ones work.
 
+proxy.bytes_per_s is the speed of each connection, each way: what is sent faster lies in buffers on the way.
+
 It stands before the gRPC port and, with `bulk_port`, before the bulk lane's too: on another loopback address, because clients
 connect to the port that the shard has named, on the host where they have found it.
 """
@@ -63,6 +65,7 @@ class Proxy:
         listener = socket.create_server((own, 0))
         self.address = f"{own}:{listener.getsockname()[1]}"
         self._ways.append((listener, (host, int(port))))
+        self.bytes_per_s = 0.0  # no limit
         self.fired: list[Fault] = []
         self._armed: deque[Fault] = deque()
         self._changed = threading.Condition()
@@ -119,6 +122,8 @@ class Proxy:
     def _pump(self, source: socket.socket, sink: socket.socket, direction: str) -> None:
         with contextlib.suppress(OSError):
             while piece := source.recv(PIECE_BYTES):
+                if self.bytes_per_s:
+                    self._closing.wait(len(piece) / self.bytes_per_s)
                 fault = self._strike(piece, direction)
                 if fault is not None and fault.kind == "delay":
                     self._closing.wait(fault.seconds)

@@ -27,7 +27,7 @@ import keras
 from typing_extensions import Unpack
 
 from psd.contract.errors import InvalidRequest
-from psd.contract.keywords import ConnectKeywords, FaceKeywords, JobKeywords, LinkKeywords, takes
+from psd.contract.keywords import LOCAL_STEPS_ELSEWHERE, ConnectKeywords, FaceKeywords, JobKeywords, LinkKeywords, takes
 from psd.contract.rules import weight_of
 from psd_client.client import ParameterServer
 from psd_client.faces import connection_of, split
@@ -57,7 +57,7 @@ def distribute(
     ps: ParameterServer | None = None,
     **keywords: Unpack[FaceKeywords],
 ) -> dict[str, DistributedOptimizer | DistributedLossScaleOptimizer]: ...
-@takes(JobKeywords, LinkKeywords, ConnectKeywords)
+@takes(JobKeywords, LinkKeywords, ConnectKeywords, elsewhere=LOCAL_STEPS_ELSEWHERE)
 def distribute(
     model: Models,
     optimizer: OneOptimizer | Mapping[str, OneOptimizer],

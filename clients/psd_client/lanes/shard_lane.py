@@ -1,4 +1,5 @@
-"""The lane to a real shard: a gRPC channel for control calls, and for bulk calls a separate connection if one works.
+"""The lane to a real shard: a gRPC channel for control calls, and for bulk calls a separate connection if one works; else they
+take that channel, and heartbeats one of their own.
 
 For bulk calls over gRPC, frames are built and parsed as raw bytes (frames.py), so gRPC's generated stubs are not used. A
 push_pull is full duplex: gRPC's thread takes frames from the sending generator while the calling thread writes the answers
@@ -69,6 +70,9 @@ class ShardLane(Lane):
         credentials = credentials if credentials is not None else Credentials()
         self.transport = "grpc" if transport == "grpc" else ""
         self._channel = GrpcChannel(shard, address, credentials)
+        # For heartbeats where gradients travel by gRPC: over a slow link they would else wait behind what lies in that
+        # connection's buffers, for longer than a lease.
+        self._heartbeats = GrpcChannel(shard, address, credentials)
         self._bulk: BulkOpener | None = None
         if transport != "grpc":
             self._bulk = BulkOpener(shard, address, transport, credentials, self.open_bulk, self.traffic)
@@ -84,6 +88,7 @@ class ShardLane(Lane):
     def close(self) -> None:
         """Close all connections; calls in progress end."""
         self._channel.close()
+        self._heartbeats.close()
         if self._bulk is not None:
             self._bulk.close()
 
@@ -101,11 +106,12 @@ class ShardLane(Lane):
     def begin_heartbeat(
         self, request: control_pb2.HeartbeatRequest, timeout_s: float
     ) -> Callable[[], control_pb2.HeartbeatReply]:
-        return self._channel.begin_unary(f"{_CONTROL}Heartbeat", request, control_pb2.HeartbeatReply, Call(timeout_s, Scope()))
+        channel = self._heartbeats if self.transport == "grpc" else self._channel
+        return channel.begin_unary(f"{_CONTROL}Heartbeat", request, control_pb2.HeartbeatReply, Call(timeout_s, Scope()))
 
     @override
     def leave(self, request: control_pb2.LeaveRequest, timeout_s: float) -> None:
-        self._channel.is_leaving = True
+        self._channel.is_leaving = self._heartbeats.is_leaving = True
         self._channel.unary(f"{_CONTROL}Leave", request, control_pb2.LeaveReply, Call(timeout_s, Scope()), is_wait=False)
 
     # -- bulk calls ----------------------------------------------------------------------------------------------------

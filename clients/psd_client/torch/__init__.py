@@ -6,7 +6,8 @@ strides, so parameters may have any memory layout, be on any device, and be floa
 two the shards hold a float32 master).
 
 given.py reads what it is given, one model and optimizer or several; declaration.py decides what is declared, and groups.py
-which scalars go with each push; job.py has what the optimizers of one job share; learner.py makes local steps; embedding.py has
+which scalars go with each push; job.py has what the optimizers of one job share; learner.py makes local steps, and
+learner_group.py those of a learner of several processes; embedding.py has
 the modules whose rows are on the shards, and tables.py pulls and pushes these rows (outside of a job, own_rows.py and
 reading.py have them); schedule.py keeps a learning-rate schedule at the job's clock; uncompiled.py keeps torch.compile out of
 all this, surroundings.py looks what else averages gradients. Must not know blocks, shards or messages. Only the torch modules
@@ -40,6 +41,7 @@ from psd_client.torch.gradients import Overlap
 from psd_client.torch.job import TorchJob, write_all
 from psd_client.torch.job_optimizer import JobOptimizer
 from psd_client.torch.learner import LocalOptimizer
+from psd_client.torch.learner_group import distribute_group
 from psd_client.torch.local import Local
 from psd_client.torch.options import check_overlap, has_slots
 from psd_client.torch.parameters import as_tensors, copy_all
@@ -84,6 +86,7 @@ def distribute(
     optimizer: torch.optim.Optimizer,
     *,
     local: Local,
+    group: Any = None,
     ps: ParameterServer | None = None,
     buffers: str = "first",
     **keywords: Unpack[FaceKeywords],
@@ -108,6 +111,7 @@ def distribute(
     overlap: bool | str = False,
     buffers: str = "first",
     local: Local | None = None,
+    group: Any = None,
     **keywords: Unpack[FaceKeywords],
 ) -> DistributedOptimizer | dict[str, DistributedOptimizer] | LocalOptimizer:
     """Declare the model's parameters and return an optimizer whose steps happen on the shards.
@@ -141,10 +145,14 @@ def distribute(
             the first one's. "local": nobody's. Each worker computes with its own, which begin as the job's.
         local: let the optimizer, any of torch's, step in this process, and exchange what it has learned only now and then; the
             result is a LocalOptimizer.
+        group: with `local`, the process group of torch.distributed whose processes are one learner: all call this, and make the
+            same calls of the result. Rank 0 of the group connects. The model may be a DistributedDataParallel, have DTensors
+            (fully_shard), or be alike on all ranks.
         **keywords
 
     Raises:
-        TypeError: an optimizer that psd does not have, a DistributedDataParallel, or arguments that exclude each other.
+        TypeError: an optimizer that psd does not have, a DistributedDataParallel without `group`, or arguments that exclude
+            each other.
         InvalidRequest, InvalidTensor: an option or a parameter that psd cannot train; the message names it.
         SpecMismatch: another worker has declared something else.
     """
@@ -153,12 +161,17 @@ def distribute(
         raise InvalidRequest(f'buffers: must be "first", "mean" or "local", got {buffers!r}')
     check_overlap(overlap, job)
     module = whole_model(model)
-    refuse_data_parallel(module)
+    if group is None:
+        refuse_data_parallel(module)
+    elif local is None:
+        raise InvalidRequest("group: only with local=psd.Local(...): a learner may be a group of processes, a worker is one")
     if local is not None:
         if overlap or params is not None:
             raise InvalidRequest(
                 "local: not with overlap or params; the exchange has a `delay` instead, and the optimizer its own"
             )
+        if group is not None:
+            return distribute_group(module, optimizer, local, group, buffers, ps, job, of_connect)
         given = given_fragments(module, optimizer, local)
     else:
         given = given_optimizers(model, module, optimizer, params)

@@ -148,8 +148,14 @@ class Options(torch.optim.Optimizer):
             rule.with_options(options)
 
 
-def read_declaration(model: torch.nn.Module, given: Sequence[GivenOptimizer], buffers: str) -> TorchDeclaration:
-    """Read the declaration from a model and its optimizers, and check it. buffers: "first", "mean" or "local"."""
+def read_declaration(
+    model: torch.nn.Module, given: Sequence[GivenOptimizer], buffers: str, *, is_spread: bool = False
+) -> TorchDeclaration:
+    """Read the declaration from a model and its optimizers, and check it.
+
+    Args:
+        buffers: "first", "mean" or "local". is_spread: parameters may be DTensors, which several processes have together.
+    """
     groups = [group_spec(one.template, one.always, group) for one in given for group in one.optimizer.param_groups]
     param_groups = [group for one in given for group in one.optimizer.param_groups]
     of_group = [one.name for one in given for _ in one.optimizer.param_groups]
@@ -191,7 +197,7 @@ def read_declaration(model: torch.nn.Module, given: Sequence[GivenOptimizer], bu
     static = len(groups)
     tensors, trained, frozen = [], [], []
     for index, (name, parameter) in enumerate(named):
-        _check_parameter(name, parameter)
+        _check_parameter(name, parameter, is_spread=is_spread)
         is_trained = id(parameter) in group_of and parameter.requires_grad
         if is_trained:
             trained.append(index)
@@ -201,7 +207,7 @@ def read_declaration(model: torch.nn.Module, given: Sequence[GivenOptimizer], bu
         tensors.append(TensorSpec(name, tuple(parameter.shape), _DTYPES[parameter.dtype], group, aliases[name]))
     if not trained and not embeddings:
         raise InvalidRequest("optimizer: none of its parameters has requires_grad=True, so there is nothing to train")
-    _check_memory(named)
+    _check_memory([(name, parameter) for name, parameter in named if not has_parts(parameter)])
     if len(trained) < len(tensors):
         groups.append(GroupSpec(STATIC.name))
     kept, aliases = _distinct(every_name[1] if buffers != "local" else [], lambda place: id(place.tensor))
@@ -310,17 +316,23 @@ def _distinct(
     return found, {first: tuple(dict.fromkeys(rest)) for first, *rest in names.values()}
 
 
-def _check_parameter(name: str, parameter: torch.nn.Parameter) -> None:
+def has_parts(parameter: torch.Tensor) -> bool:
+    """True if a parameter is made of other tensors, as a DTensor is."""
+    return hasattr(parameter, "__tensor_flatten__")
+
+
+def _check_parameter(name: str, parameter: torch.nn.Parameter, *, is_spread: bool) -> None:
     if torch.nn.parameter.is_lazy(parameter):
         raise InvalidTensor(f"parameter {name!r} has no shape yet; pass one batch through the model before distribute()")
     if parameter.is_meta:
         raise InvalidTensor(f"parameter {name!r} is on the meta device and has no values; see torch.nn.Module.to_empty")
     if parameter.layout is not torch.strided:
         raise InvalidTensor(f"parameter {name!r} has layout {parameter.layout}; psd trains dense (strided) parameters")
-    if hasattr(parameter, "__tensor_flatten__"):
+    if has_parts(parameter) and not (is_spread and hasattr(parameter, "full_tensor")):
         raise InvalidTensor(
             f"parameter {name!r} is a {type(parameter).__name__}, which is made of other tensors, as FSDP and tensor "
-            "parallelism make them; psd trains parameters that each worker has whole, in memory of their own"
+            "parallelism make them; psd trains parameters that each worker has whole, in memory of their own, or DTensors of a "
+            "learner's process group: distribute(..., local=psd.Local(...), group=...)"
         )
     if parameter.dtype not in _DTYPES:
         raise InvalidTensor(f"parameter {name!r} has dtype {parameter.dtype}; psd trains {', '.join(map(str, _DTYPES))}")

@@ -29,6 +29,7 @@ from psd_client.torch.local import Local
 from psd_client.torch.parameters import as_tensors
 from psd_client.torch.schedule import DistributedScheduler, register
 from psd_client.torch.uncompiled import uncompiled
+from psd_client.torch.whole import OwnParameters
 from psd_client.worker.background_call import BackgroundCall
 from psd_client.worker.exchange.sent_push import Spare
 from psd_client.worker.worker import Turn
@@ -46,10 +47,18 @@ class LocalOptimizer(JobOptimizer):
         outer_groups: options of the outer rule, one dict for each fragment. The program may change them, on all learners alike.
     """
 
-    def __init__(self, inner: torch.optim.Optimizer, ps: ParameterServer, declaration: TorchDeclaration, local: Local) -> None:
+    def __init__(
+        self,
+        inner: torch.optim.Optimizer,
+        ps: ParameterServer,
+        declaration: TorchDeclaration,
+        local: Local,
+        parameters: OwnParameters | None = None,
+    ) -> None:
         super().__init__(inner, ps)
         self._inner, self._local = inner, local
         self.state = inner.state
+        self._parameters = OwnParameters(declaration.parameters) if parameters is None else parameters
         self._worker = worker_of(ps)
         self._declaration = declaration
         self._buffers = kept_buffers(declaration, self._worker)
@@ -66,7 +75,7 @@ class LocalOptimizer(JobOptimizer):
         self._tokens = 0.0
         self._begin()
         register(self, self, inner)
-        inner.register_step_pre_hook(_step_check(self))
+        inner.register_step_pre_hook(refuse_inner_steps(self))
 
     @torch.no_grad()
     def _begin(self) -> None:
@@ -76,7 +85,7 @@ class LocalOptimizer(JobOptimizer):
         self._base = {index: views[index].clone() for index in declaration.trained}
         self._versions = list(flat.versions)
         for index in declaration.trained:
-            declaration.parameters[index].copy_(views[index])
+            self._parameters.mix(index, views[index], 0)
         self._times_gone_back = self._worker.times_gone_back
         self._exchanges = self.ps.clock
         self.local_step = self._local.step_of(self._exchanges - 1)
@@ -107,9 +116,7 @@ class LocalOptimizer(JobOptimizer):
                 same difference, at the next call.
         """
         size = weight_of(tokens, "tokens")
-        if self._times_gone_back != self._worker.times_gone_back:  # another call has told the program
-            self._flight = self._look = None
-            self._begin()
+        self._follow()
         self._is_stepping = True
         try:
             loss = self._inner.step() if closure is None else self._inner.step(closure)
@@ -128,6 +135,19 @@ class LocalOptimizer(JobOptimizer):
         finally:
             self._resumed_at = time.monotonic()
         return loss
+
+    def _follow(self) -> None:
+        """Begin anew if the job has gone back to a checkpoint, which another call has told the program."""
+        if self._times_gone_back != self._worker.times_gone_back:
+            self._flight = self._look = None
+            self._begin()
+
+    @property
+    def _next(self) -> int:
+        """Local step after which there is something to exchange, or to land."""
+        if self._flight is None:
+            return self._departs_at
+        return self.local_step + 1 if self._flight.is_told else self._flight.due
 
     def _exchange(self) -> None:
         flight = self._flight
@@ -166,11 +186,15 @@ class LocalOptimizer(JobOptimizer):
 
     def _wait_for(self, call: BackgroundCall) -> None:
         try:
-            call.wait()
+            self._wait(call)
         except RolledBack:
             self._flight = self._look = None
             self._begin()
             raise
+
+    def _wait(self, call: BackgroundCall) -> None:
+        """Wait for the end of a call; raise its error."""
+        call.wait()
 
     @property
     def _pace(self) -> float:
@@ -195,10 +219,10 @@ class LocalOptimizer(JobOptimizer):
         counts, self._counts[fragment] = self._counts[fragment], Counts()
         views = as_tensors(worker.gradients)
         present = np.zeros(len(declaration.tensors), np.bool_)
-        for index in (declaration.trained[position] for position in part.trained):
+        for index, value in self._parameters.whole([declaration.trained[position] for position in part.trained]):
             present[index] = True
             base = self._base[index]
-            views[index].copy_(base - declaration.parameters[index].to(base.device, base.dtype))
+            views[index].copy_(base - value.to(base.device, base.dtype))
         options = iter(self.outer_groups)
         scalars = [
             scalar_values(spec, {} if spec.is_static else next(options), index) for index, spec in enumerate(declaration.groups)
@@ -262,14 +286,12 @@ class LocalOptimizer(JobOptimizer):
                 self._received[fragment] = self._version_of(fragment)
         for index in declaration.trained:
             group = declaration.tensors[index].group
-            parameter, base, value = declaration.parameters[index], self._base[index], views[index]
+            base, value = self._base[index], views[index]
             if group in own and is_mixed:
-                new = value if share == 0 else torch.lerp(value, parameter.to(value.device, value.dtype), share)
-                parameter.copy_(new)
+                self._parameters.mix(index, value, share)
             elif group in received or group in own:
                 has_counted = group in own and not is_late
-                moved = value - base + differences[index] if has_counted else value - base
-                parameter.add_(moved.to(parameter.device, parameter.dtype))
+                self._parameters.move(index, value - base + differences[index] if has_counted else value - base)
             else:
                 continue
             base.copy_(value)
@@ -328,7 +350,7 @@ class LocalOptimizer(JobOptimizer):
         return self._schedule
 
 
-def _step_check(owner: LocalOptimizer) -> Callable[..., None]:
+def refuse_inner_steps(owner: LocalOptimizer) -> Callable[..., None]:
     """A hook that refuses a step of the given optimizer which its owner does not make: it would never be exchanged."""
 
     def check(given: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

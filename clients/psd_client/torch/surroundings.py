@@ -21,7 +21,8 @@ def refuse_data_parallel(model: torch.nn.Module) -> None:
     what, inner = ("model", "model.module") if name == "" else (f"model.{name}", f"model.{name}.module")
     raise TypeError(
         f"{what}: is a DistributedDataParallel, which averages gradients among its own processes before psd does so among the "
-        f"workers. Leave the wrapper out, or pass {inner}; psd needs no init_process_group either"
+        f"workers. Leave the wrapper out, or pass {inner}; psd needs no init_process_group either. Learners, which make local "
+        "steps, may be process groups: local=psd.Local(...), group=..."
     )
 
 

@@ -1,0 +1,277 @@
+"""Measures learners that are far apart: the quality of what they learn together for the bytes that they send, and the steps
+that are made although learners die.
+
+    python benchmarks/far_apart.py [--parts quality,goodput] [--steps 1200] [--seeds 3] [--seconds 40] [--json FILE]
+
+Quality: a small transformer of the kind of examples/diloco.py, trained by data parallelism, DiLoCo and Streaming DiLoCo from
+equally many tokens. Loss is of the job's parameters on a text that nobody has learned from; bytes are those that a learner has
+sent.
+
+Goodput: learners of which one is killed every --every seconds and is back --away seconds later. A step takes --step-ms,
+whatever the machine. The share is of the steps that learners could have made while they were there. docs/far-apart.md has the
+figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import multiprocessing
+import os
+import random
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import _report
+import torch
+from _processes import Process, Shard, cleanly, environment
+
+import psd_client
+import psd_client.torch as psd
+from psd.contract.environment import memory_directory
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+
+import characters
+
+PARTS = ("quality", "goodput")
+NESTEROV = psd_client.SGD(lr=0.7, momentum=0.8, nesterov=True)
+"""0.8 rather than DiLoCo's 0.9: there are some tens of outer steps, not hundreds."""
+BASE = "data parallel"
+LEASE_S = 2.0
+
+QUALITY: Mapping[str, Mapping[str, Any]] = {
+    BASE: {},
+    "DiLoCo": {"local": psd.Local(50, NESTEROV)},
+    "Streaming, 8 fragments": {"local": psd.Local(50, NESTEROV, fragments=8, delay=5)},
+}
+"""Ways to train, and the options of psd.distribute for them."""
+
+GOODPUT: Mapping[str, Mapping[str, Any]] = {
+    BASE: {},
+    "DiLoCo": {"local": psd.Local(20, NESTEROV)},
+    "Streaming, 4 fragments": {"local": psd.Local(20, NESTEROV, fragments=4, delay=4)},
+    "DiLoCo, quorum of half": {"local": psd.Local(20, NESTEROV), "quorum": 0.5},
+    "async": {"local": psd.Local(20, psd_client.SGD(lr=0.25)), "consistency": "async"},
+}
+"""The same. A quorum is a share of the learners."""
+
+
+def train(way: str, seed: int, servers: str, rank: int, args: argparse.Namespace) -> dict[str, float]:
+    """Train one learner, in its own process; its loss at the end, and what it has sent."""
+    torch.set_num_threads(1)
+    text = characters.read(args.data, words=20)
+    torch.manual_seed(seed)
+    model = characters.Transformer(len(text.alphabet), context=16, dim=32)
+    inner = torch.optim.AdamW(model.parameters(), args.lr)
+    optimizer = psd.distribute(model, inner, servers=servers, rank=rank, world_size=args.learners, **QUALITY[way])
+    schedule = psd.scheduler(torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 1e-3, args.steps))
+    before = optimizer.ps.stats()["sent_bytes"]
+    for step in range(args.steps):
+        batch = characters.pieces(text.train, args.batch_size, model.context, 1_000_000 * seed + 1000 * step + rank)
+        optimizer.zero_grad()
+        characters.loss_of(model, batch).backward()
+        optimizer.step()
+        schedule.step()
+    optimizer.ps.barrier("end")
+    optimizer.pull()
+    sent = optimizer.ps.stats()["sent_bytes"] - before
+    loss = characters.validation_loss(model, text, 512) if rank == 0 else 0.0
+    optimizer.close()
+    return {"loss": loss, "sent_bytes": sent}
+
+
+def _chosen(ways: Mapping[str, Any], args: argparse.Namespace) -> list[str]:
+    """The ways that are wanted; of quality always data parallelism, too, with which the others are compared."""
+    wanted = [way for way in ways if not args.ways or any(word in way for word in args.ways)]
+    return list(dict.fromkeys([BASE, *wanted])) if ways is QUALITY else wanted
+
+
+def quality(args: argparse.Namespace, memory: Path) -> list[dict[str, Any]]:
+    """All runs, seed by seed."""
+    runs = []
+    with ProcessPoolExecutor(args.learners, multiprocessing.get_context("spawn")) as pool:
+        for seed in range(1, args.seeds + 1):
+            for way in _chosen(QUALITY, args):
+                shard = Shard("--state-dir", str(memory / "state"))
+                shard.start()
+                shard.wait_ready()
+                jobs = [pool.submit(train, way, seed, shard.address, rank, args) for rank in range(args.learners)]
+                found = [job.result() for job in jobs]
+                shard.end()
+                sent = statistics.mean(one["sent_bytes"] for one in found)
+                runs.append({"way": way, "seed": seed, "loss": found[0]["loss"], "sent_bytes": sent})
+                _report.progress(f"{way}, seed {seed}: loss {runs[-1]['loss']:.4f}, {sent:,.0f} bytes")
+    return runs
+
+
+def quality_text(runs: list[dict[str, Any]]) -> str:
+    """A table with a row per way: means over the seeds, and the differences to data parallelism of the same seed."""
+    of_base = {run["seed"]: run for run in runs if run["way"] == BASE}
+    rows = []
+    for way in dict.fromkeys(run["way"] for run in runs):
+        own = [run for run in runs if run["way"] == way]
+        more = [run["loss"] / of_base[run["seed"]]["loss"] - 1 for run in own]
+        fewer = statistics.mean(of_base[run["seed"]]["sent_bytes"] / run["sent_bytes"] for run in own)
+        loss, sent = (statistics.mean(run[name] for run in own) for name in ("loss", "sent_bytes"))
+        cells = f"{loss:.4f}", f"{statistics.mean(more):+.1%}", f"{max(more):+.1%}", f"{sent / 1e6:.2f}", f"1/{fewer:.0f}"
+        rows.append((way, *cells))
+    return _report.table(("way", "loss", "more", "worst seed", "MB sent by each", "of the bytes"), rows)
+
+
+def learn(task: Mapping[str, Any]) -> None:
+    """Make steps until killed, as one learner of the goodput runs; each is a byte in a file."""
+    torch.set_num_threads(1)
+    text = characters.read(None, 20_000)
+    model = characters.Transformer(len(text.alphabet), context=16, dim=32, layers=1)
+    inner = torch.optim.AdamW(model.parameters(), 1e-3)
+    options = dict(GOODPUT[task["way"]])
+    if "quorum" in options:
+        options["quorum"] = max(1, int(options["quorum"] * task["learners"]))
+    print("ready", flush=True)
+    sys.stdin.readline()
+    optimizer = psd.distribute(model, inner, servers=task["servers"], rank=task["rank"], world_size=task["learners"], **options)
+    print("joined", flush=True)
+    pause, seed = threading.Event(), random.Random(os.getpid())
+    done = os.open(task["steps"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    due = time.perf_counter()
+    while True:
+        due = max(due + task["step_s"], time.perf_counter())
+        batch = characters.pieces(text.train, 2, model.context, seed.randrange(1 << 30))
+        optimizer.zero_grad()
+        characters.loss_of(model, batch).backward()
+        pause.wait(due - time.perf_counter())
+        optimizer.step()
+        os.write(done, b".")
+
+
+class Learners:
+    """The learner processes of one run, and a spare for each that is killed, so that starting Python is not counted."""
+
+    def __init__(self, way: str, servers: str, directory: Path, args: argparse.Namespace, stack: contextlib.ExitStack) -> None:
+        self._stack = stack
+        self.steps = directory / "steps"
+        self._task = {
+            "way": way,
+            "servers": servers,
+            "learners": args.learners,
+            "step_s": args.step_ms / 1000,
+            "steps": str(self.steps),
+        }
+        self.present = {rank: self.spare(rank) for rank in range(args.learners)}
+
+    def spare(self, rank: int) -> Process:
+        """A process that waits to be the learner of this rank."""
+        task = json.dumps({**self._task, "rank": rank})
+        made = Process(f"learner {rank}", [sys.executable, __file__, "--learner", task], environment(1), 9)
+        self._stack.callback(made.end, 0)
+        return made
+
+    def begin(self, rank: int, process: Process) -> None:
+        """Let a process be the learner."""
+        process.write_line("")
+        self.present[rank] = process
+
+    @property
+    def done(self) -> int:
+        """Steps that all learners have made so far."""
+        return self.steps.stat().st_size if self.steps.exists() else 0
+
+
+def goodput(args: argparse.Namespace, memory: Path) -> list[dict[str, Any]]:
+    """A run for each way, with and without failures."""
+    runs = []
+    for way in _chosen(GOODPUT, args):
+        for fails in (False, True):
+            with cleanly() as stack, tempfile.TemporaryDirectory(dir=memory) as directory:
+                shard = Shard("--state-dir", f"{directory}/state", "--lease", str(LEASE_S), "--on-worker-failure", "continue")
+                shard.start()
+                stack.callback(shard.kill)
+                shard.wait_ready()
+                learners = Learners(way, shard.address, Path(directory), args, stack)
+                runs.append({"way": way, "fails": fails, **_watch(learners, args, fails=fails)})
+            _report.progress(f"{way}, {'with' if fails else 'without'} failures: {runs[-1]['share']:.1%} of the steps")
+    return runs
+
+
+def _watch(learners: Learners, args: argparse.Namespace, *, fails: bool) -> dict[str, float]:
+    """Let learners train, and kill and return them; the steps that they made, and those that they could have made."""
+    drawn, pause = random.Random(1), threading.Event()
+    spares = {rank: learners.spare(rank) for rank in learners.present} if fails else {}
+    for process in (*learners.present.values(), *spares.values()):
+        process.read_line(120)
+    for rank, process in learners.present.items():
+        learners.begin(rank, process)
+    for process in learners.present.values():
+        process.read_line(120)
+    begun, before = time.perf_counter(), learners.done
+    away: dict[int, float] = {}
+    absent_s, kills, next_kill = 0.0, 0, args.every
+    while (now := time.perf_counter() - begun) < args.seconds:
+        for rank, back in list(away.items()):
+            if now >= back and rank in spares:
+                learners.begin(rank, spares.pop(rank))
+                del away[rank]
+        if fails and now >= next_kill:
+            rank = drawn.choice([rank for rank in learners.present if rank not in away])
+            learners.present[rank].end(0)
+            away[rank], next_kill, kills = now + args.away, next_kill + args.every, kills + 1
+            absent_s += min(args.away, args.seconds - now)
+            if rank not in spares:
+                spares[rank] = learners.spare(rank)
+        pause.wait(0.02)
+    possible = (args.learners * args.seconds - absent_s) / (args.step_ms / 1000)
+    done = learners.done - before
+    return {"done": done, "possible": possible, "share": done / possible, "kills": kills}
+
+
+def goodput_text(runs: list[dict[str, Any]]) -> str:
+    """A table with a row per way."""
+    share = {(run["way"], run["fails"]): run["share"] for run in runs}
+    rows = [
+        (way, f"{share[way, False]:.0%}", f"{share[way, True]:.0%}", f"{share[way, True] / share[way, False]:.0%}")
+        for way in dict.fromkeys(run["way"] for run in runs)
+    ]
+    return _report.table(("way", "steps, nobody dies", "steps, with failures", "of those"), rows)
+
+
+def main() -> None:
+    """Print the figures."""
+    if sys.argv[1:2] == ["--learner"]:
+        learn(json.loads(sys.argv[2]))
+    parser = _report.parser(__doc__)
+    parser.add_argument("--parts", type=_report.some_of(PARTS), default=list(PARTS), help=f"of {','.join(PARTS)}")
+    parser.add_argument("--ways", type=_report.words, default=[], help="those that have one of these in their names")
+    parser.add_argument("--learners", type=int, default=4, help="how many of them (default %(default)s)")
+    parser.add_argument("--data", type=Path, help="a text file; without it, a text is generated")
+    parser.add_argument("--steps", type=int, default=1200, help="of each learner, for quality (default %(default)s)")
+    parser.add_argument("--seeds", type=int, default=3, help="runs of each way, for quality (default %(default)s)")
+    parser.add_argument("--batch-size", type=int, default=8, help="pieces of the text (default %(default)s)")
+    parser.add_argument("--lr", type=float, default=1e-2, help="of AdamW; it falls to 0 (default %(default)s)")
+    parser.add_argument("--seconds", type=float, default=40, help="of each run, for goodput (default %(default)s)")
+    parser.add_argument("--every", type=float, default=5, help="seconds between two failures (default %(default)s)")
+    parser.add_argument("--away", type=float, default=10, help="seconds until a learner is back (default %(default)s)")
+    parser.add_argument("--step-ms", type=float, default=50, help="a learner's own time per step (default %(default)s)")
+    args = parser.parse_args()
+    figures: dict[str, Any] = {"machine": _report.machine(), "settings": {**vars(args), "json": None, "data": str(args.data)}}
+    print(_report.machine_line(figures["machine"]))
+    with tempfile.TemporaryDirectory(dir=memory_directory(), prefix="psd-benchmark-") as memory:
+        if "quality" in args.parts:
+            figures["quality"] = quality(args, Path(memory))
+            print("\n" + quality_text(figures["quality"]))
+        if "goodput" in args.parts:
+            figures["goodput"] = goodput(args, Path(memory))
+            print("\n" + goodput_text(figures["goodput"]))
+    _report.write_json(args.json, figures, [])
+
+
+if __name__ == "__main__":
+    main()
