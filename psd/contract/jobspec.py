@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 
+from psd.contract.compression import NONE, Compression
 from psd.contract.config import Limits
 from psd.contract.consistency import SYNC, Consistency
 from psd.contract.errors import InvalidRequest, InvalidTensor
@@ -63,6 +64,7 @@ _WORDS = {
     "aggregation": "aggregation",
     "clip_norm": "clip_norm",
     "nan_policy": "nan_policy",
+    "compression": "compression",
 }
 """Names of the fields of a JobSpec in workers' programs."""
 
@@ -148,6 +150,7 @@ class JobSpec:
         consistency, reduction, quorum, aggregation, clip_norm, nan_policy: as JobKeywords say, but the quorum of a job with
             rounds is always a number, and a clip_norm of 0 is none.
         tables: sparse tables; a group has either tensors or tables.
+        compression: how numbers travel.
     """
 
     world_size: int
@@ -160,6 +163,7 @@ class JobSpec:
     clip_norm: float = 0.0
     nan_policy: str = "refuse"
     tables: tuple[SparseTableSpec, ...] = ()
+    compression: Compression = NONE
 
     def __post_init__(self) -> None:
         if self.world_size < 1:
@@ -238,6 +242,8 @@ class JobSpec:
             raise InvalidRequest(f"clip_norm: must be finite and >= 0 (0: no clipping), got {self.clip_norm}")
         if self.nan_policy not in NAN_POLICIES:
             raise InvalidRequest(f"nan_policy: must be one of {sorted(NAN_POLICIES)}, got {self.nan_policy!r}")
+        if self.compression.push and self.nan_policy == "allow":
+            raise InvalidRequest("nan_policy: allow, but compress has no form for NaN; use refuse or skip")
         layerwise = next((group.rule for group in self.groups if group.is_layerwise), "")
         if layerwise and not self.consistency.has_rounds:
             raise InvalidRequest(
@@ -340,6 +346,7 @@ class JobSpec:
             aggregation=AGGREGATIONS[self.aggregation],
             clip_norm=self.clip_norm,
             nan_policy=NAN_POLICIES[self.nan_policy] if self.nan_policy != "refuse" else None,  # as before the field existed
+            compression=self.compression.to_message(),
         )
         self.consistency.fill(message)
         for group in self.groups:
@@ -379,11 +386,12 @@ class JobSpec:
             clip_norm=message.clip_norm,
             nan_policy=_NAN_POLICY_NAMES[message.nan_policy],
             tables=tuple(map(SparseTableSpec.from_message, message.tables)),
+            compression=Compression.from_message(message.compression),
         )
 
     def difference(self, other: JobSpec) -> str | None:
         """The first difference between this spec, the job's, and a worker's, worded for workers; None if they are equal."""
-        words = [(word, getattr(self, field) or "none", getattr(other, field) or "none") for field, word in _WORDS.items()]
+        words = [(word, _word(getattr(self, field)), _word(getattr(other, field))) for field, word in _WORDS.items()]
         return _first_difference(chain(words, self._stored_differences(other, self.groups, other.groups)), "the job")
 
     def difference_from_stored(self, other: JobSpec, checkpoint: str) -> str | None:
@@ -417,6 +425,10 @@ class JobSpec:
                 yield f"{what} of {of_tables.get(index, f'parameter group {index}')}", value, value_there
         for name, tensor in mine.items():
             yield f"group of parameter {name!r}", tensor.group, theirs[name].group
+
+
+def _word(value: object) -> object:
+    return "none" if value == NONE else value or "none"
 
 
 def _first_difference(pairs: Iterable[tuple[str, object, object]], where: str) -> str | None:

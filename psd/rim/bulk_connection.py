@@ -242,7 +242,6 @@ class ServedConnection:
                             self._second_thread.flush()  # blocks come first
                         self._send_rows(item, is_last=sent is not None and sent.is_last)
                     elif has_payload:
-                        self._plane.counts.count_bytes(sent=item.nbytes)
                         if call.into_memory:
                             reply.blocks.append(item.block)
                             reply.versions.append(item.version)
@@ -336,11 +335,16 @@ class ServedConnection:
         answer = out.answer
         try:
             if out.place is None:
-                self._stream.send(Kind.ANSWER, _head(answer), answer.values, more=True)  # at least the REPLY follows
+                payload = answer.payload() if answer.codec else answer.values
+                self._plane.counts.count_bytes(sent=payload.nbytes)
+                self._stream.send(Kind.ANSWER, _head(answer), payload, more=True)  # at least the REPLY follows
                 return
             if self._has_hung_up:  # a worker that has not waited may use its memory for something else
                 raise Disconnected("the worker has hung up")
-            if answer.nbytes:
+            self._plane.counts.count_bytes(sent=answer.nbytes)
+            if answer.codec:
+                answer.write_to(self._attached().parameter(answer.block, out.place))
+            elif answer.nbytes:
                 np.copyto(self._attached().parameter(answer.block, out.place), answer.values)
             if out.is_announced:
                 self._stream.send(Kind.ANSWER, _head(answer))

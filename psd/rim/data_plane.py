@@ -23,6 +23,7 @@ from psd.state.desks.transfers import Found, Pull, Push
 from psd.state.shard import Shard
 from psd.state.tables.block import TablesBlock
 from psd.v1 import data_pb2
+from psd_core import InvalidArray, codecs
 
 LENT_BYTES_MIN = 64 << 10
 """Bytes from which a round may read a gradient in the caller's memory; a smaller one is counted at once, which is cheaper."""
@@ -82,13 +83,17 @@ class PulledBlock:
 
     Attributes:
         block: index. version: updates applied. values: (n,) the parameters, or a slot, unchanged until `release`.
-        steps: with a slot: steps that each segment has made.
+        steps: with a slot: steps that each segment has made. codec: form in which the values travel; "": as they are.
+
+    Args:
+        slot: number of a slot, in place of the parameters.
     """
 
-    __slots__ = ("_page", "_state", "block", "steps", "values", "version")
+    __slots__ = ("_page", "_state", "block", "codec", "steps", "values", "version")
 
-    def __init__(self, state: Trained, found: Found, slot: int = 0) -> None:
+    def __init__(self, state: Trained, found: Found, slot: int = 0, codec: str = "") -> None:
         self._state = state
+        self.codec = codec
         self.version: int = found[0]
         self._page: Any = found[1]
         self.block = state.index
@@ -102,6 +107,21 @@ class PulledBlock:
     def nbytes(self) -> int:
         """Bytes of `values`."""
         return self.values.nbytes
+
+    def payload(self) -> NDArray[Any]:
+        """The values in their codec, if they are finite; else as they are."""
+        try:
+            return codecs.encode(self.codec, self.values)
+        except InvalidArray:
+            return self.values
+
+    def write_to(self, target: NDArray[Any]) -> None:
+        """Write the values, as the receiver of the payload would have them, into memory of the worker."""
+        payload = self.payload()
+        if payload is self.values:
+            np.copyto(target, payload)
+        else:
+            codecs.decode(self.codec, payload, target)
 
     def release(self) -> None:
         """Release the page. Call it once."""
@@ -160,7 +180,7 @@ class DataPlane:
         for block in blocks:
             while not isinstance(found := self._exchange.read(block, pull), tuple):
                 waiter.wait(found)
-            yield PulledBlock(block, found, request.slot)
+            yield PulledBlock(block, found, request.slot, "" if request.slot else block.pull_codec)
         self.counts.count_call("pull", self._now() - began)
 
     def pull_rows(
@@ -238,14 +258,15 @@ class DataPlane:
                 if block.is_followed and pull.has_rounds:
                     continue
                 while pending and (found := self._exchange.peek(pending[0], pull)) is not None:
-                    yield PulledBlock(pending.popleft(), found)
+                    first = pending.popleft()
+                    yield PulledBlock(first, found, 0, first.pull_codec)
             reply = self._exchange.end_push(push)
             if pending:
                 self._pass_gate(pull, pull.clock, waiter)
             for state in pending:
                 while not isinstance(read := self._exchange.read(state, pull), tuple):
                     waiter.wait(read)
-                yield PulledBlock(state, read)
+                yield PulledBlock(state, read, 0, state.pull_codec)
             for state in unanswered:
                 while not isinstance(read := self._exchange.read(state, pull), tuple):
                     waiter.wait(read)

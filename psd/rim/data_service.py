@@ -170,7 +170,9 @@ class DataService:
                 answer.append((_AHEAD, *_rows_frame(item)))
             elif isinstance(item, PulledBlock):
                 try:
-                    numbers = item.values.tobytes()  # so that no page is pinned during a wait
+                    numbers = (
+                        item.payload() if item.codec else item.values
+                    ).tobytes()  # so that no page is pinned during a wait
                 finally:
                     item.release()
                 head = data_pb2.PullFrame(block=item.block, version=item.version)
@@ -223,10 +225,11 @@ class DataService:
     def _frame(self, answer: PulledBlock, *, with_payload: bool = True, positions: int = 0) -> bytes:
         try:
             head = data_pb2.PullFrame(block=answer.block, version=answer.version, positions=positions, steps=answer.steps)
-            return frames.join(head.SerializeToString(), answer.values if with_payload else None)
+            payload = None if not with_payload else answer.payload() if answer.codec else answer.values
+            self._plane.counts.count_bytes(sent=payload.nbytes if payload is not None else 0)
+            return frames.join(head.SerializeToString(), payload)
         finally:
             answer.release()
-            self._plane.counts.count_bytes(sent=answer.nbytes if with_payload else 0)
 
 
 def _next(requests: Iterator[Frame]) -> Frame:

@@ -244,9 +244,11 @@ class BulkClient:
                 names = bulk_pb2.BulkBlocks(blocks=[block.index for block in part.blocks], in_memory=True, last=not has_rows)
                 if part.present is not None:
                     names.present.extend(frames.present_bits(part.present[block.segment_tensors]) for block in part.blocks)
-                yield names.SerializeToString(), (), has_rows
                 sent = part.blocks if part.present is None else [block for block in part.blocks if part.has(block)]
-                self._traffic.sent_bytes += sum([part.buffers.block(block.index).nbytes for block in sent])
+                for each in part.outgoing() if part.encoding is not None else ():
+                    part.sent(*each)
+                yield names.SerializeToString(), (), has_rows
+                self._traffic.sent_bytes += sum([block.pushed_nbytes for block in sent])
             else:
                 yield from self._single_blocks(part, in_memory=in_memory)
             if part.tables_block is not None:
@@ -271,13 +273,11 @@ class BulkClient:
         for block, present in part.outgoing():
             left -= 1
             message = bulk_pb2.BulkBlocks(blocks=(block.index,), in_memory=in_memory, last=not (left or has_rows))
-            numbers = [part.buffers.block(block.index)]
             if present is not None:
                 message.present.append(frames.present_bits(present))
-                if not present.any():
-                    numbers = []
-            payload = () if in_memory else numbers
-            yield message.SerializeToString(), payload, (left > 0 or has_rows) and part.feed is None
+            is_plain = present is None and part.encoding is None
+            numbers = [part.buffers.block(block.index)] if is_plain else part.sent(block, present)
+            yield message.SerializeToString(), () if in_memory else numbers, (left > 0 or has_rows) and part.feed is None
             self._traffic.sent_bytes += sum([array.nbytes for array in numbers])
 
     def _begin_sending(self, part: OutgoingBlocks) -> Task[None]:
@@ -330,11 +330,11 @@ class BulkClient:
             elif kind is Kind.ANSWER:
                 frame = self._parsed(data_pb2.PullFrame, head)
                 nbytes = missing.pop(frame.block, None)
-                if nbytes is None or payload_bytes != (0 if into_memory else nbytes):
+                if nbytes is None or bool(payload_bytes) != (nbytes > 0 and not into_memory):
                     raise InternalError(f"shard {self._shard} at {self._address}: sent a block that was not asked for")
                 assert parameters is not None
                 if payload_bytes:
-                    self._stream.read_into(parameters.block(frame.block).data.cast("B"))
+                    parameters.receive(frame.block, payload_bytes, self._stream.read_into)
                     self._traffic.received_bytes += payload_bytes
                 parameters.received(frame.block, frame.version)
             elif kind is Kind.REPLY:

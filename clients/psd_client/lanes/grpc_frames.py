@@ -34,12 +34,9 @@ def push_messages(part: GradientPart) -> Iterator[PushMessage]:
     for block, present in part.outgoing():
         left -= 1
         message = data_pb2.PushFrame(push=header, block=block.index, last=left == 0 and part.tables_block is None)
-        payload: list[NDArray[Any]] = [part.buffers.block(block.index)]
         if present is not None:
             message.present = frames.present_bits(present)
-            if not present.any():
-                payload = []
-        yield message, payload
+        yield message, part.sent(block, present)
         header = None
     if part.tables_block is None:
         return
@@ -129,12 +126,11 @@ class BlockAnswer:
             self.positions.add(message.positions)
         if self._parameters is not None:
             if nbytes:
-                target = self._parameters.block(message.block)
-                target[...] = frames.numbers(payload, target.dtype, len(target), f"block {message.block}")
+                self._parameters.fill(message.block, payload)
             if message.steps:
                 self._parameters.steps[message.block] = message.steps
             self._parameters.received(message.block, message.version)
-            self.received_bytes += nbytes
+            self.received_bytes += payload.nbytes
 
     def complete(self) -> data_pb2.PushReply | None:
         """The push's reply, if there was one; InternalError if a block is missing."""

@@ -13,7 +13,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from google.protobuf.message import Message
@@ -40,6 +40,14 @@ Share = Callable[[FlatBuffers, Sequence[FlatBuffers]], None]
 
 class Cancelled(Exception):
     """The call's scope was cancelled, because another shard's call failed or the user interrupted. Never reaches the user."""
+
+
+class Encoding(Protocol):
+    """The encoded form of a push's blocks."""
+
+    def block(self, block: Block, present: NDArray[np.bool_] | None, /) -> NDArray[Any]:
+        """What travels of a block, in shared memory if the gradients are. present: as in Outgoing, with at least one."""
+        ...
 
 
 class Scope:
@@ -117,6 +125,7 @@ class OutgoingBlocks:
         tables_block: index of the shard's tables' block, which is pushed, too; None: the job has no tables.
         tables: gradients of the shard's rows, in the dtype in which they are sent, with distinct ids for each table. If the
             feed has some, these are sent instead.
+        encoding: the form in which blocks are sent; None: as they are.
     """
 
     blocks: Sequence[Block]
@@ -125,6 +134,7 @@ class OutgoingBlocks:
     feed: Feed | None = None
     tables_block: int | None = None
     tables: Sequence[TableRows] = ()
+    encoding: Encoding | None = None
 
     @property
     def is_small(self) -> bool:
@@ -151,6 +161,12 @@ class OutgoingBlocks:
             return
         for block in self.blocks:
             yield block, None if self.present is None else self.present[block.segment_tensors]
+
+    def sent(self, block: Block, present: NDArray[np.bool_] | None) -> list[NDArray[Any]]:
+        """What is sent of a block; nothing if nothing of it is present. present: as in Outgoing."""
+        if present is not None and not present.any():
+            return []
+        return [self.buffers.block(block.index) if self.encoding is None else self.encoding.block(block, present)]
 
     def outgoing_rows(self) -> Sequence[TableRows]:
         """The gradients of rows; waits for them if the feed computes them."""

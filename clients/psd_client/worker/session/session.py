@@ -256,7 +256,7 @@ class Session:
                 is_provided = self._declare(declaration, is_first=is_first)
         self._declaration, self._is_entered = declaration, True
         self._followed = self.memberships.held.timeline
-        if is_provided:
+        if is_provided and not spec.compression.pull:  # with it, all workers have what the shards send
             return
         try:
             try:
