@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 from psd.contract.rows import TableRows
 from psd.rim.calls import Waiter
 from psd.state.aggregation.block import BlockState
+from psd.state.aggregation.outgoing import payload_of, write_rounded
 from psd.state.aggregation.trained import Trained
 from psd.state.desks.exchange import tables_of
 from psd.state.desks.transfers import Found, Pull, Push
 from psd.state.shard import Shard
 from psd.state.tables.block import TablesBlock
 from psd.v1 import data_pb2
-from psd_core import InvalidArray, codecs
 
 LENT_BYTES_MIN = 64 << 10
 """Bytes from which a round may read a gradient in the caller's memory; a smaller one is counted at once, which is cheaper."""
@@ -109,19 +109,12 @@ class PulledBlock:
         return self.values.nbytes
 
     def payload(self) -> NDArray[Any]:
-        """The values in their codec, if they are finite; else as they are."""
-        try:
-            return codecs.encode(self.codec, self.values)
-        except InvalidArray:
-            return self.values
+        """The values in their codec."""
+        return payload_of(self.values, self.codec)
 
     def write_to(self, target: NDArray[Any]) -> None:
         """Write the values, as the receiver of the payload would have them, into memory of the worker."""
-        payload = self.payload()
-        if payload is self.values:
-            np.copyto(target, payload)
-        else:
-            codecs.decode(self.codec, payload, target)
+        write_rounded(self.values, self.codec, target)
 
     def release(self) -> None:
         """Release the page. Call it once."""

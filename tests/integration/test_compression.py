@@ -152,7 +152,7 @@ def test_push_when_a_tensor_has_no_gradient_then_it_stays_and_so_does_its_residu
     def body(ps):
         ps.declare(initial(), psd_client.SGD(lr=0.25), compress=codec, aggregation=aggregation)
         before = ps.push_pull(gradients(0, 0))
-        residual = ps._worker.declared._compression._residuals
+        residual = ps._worker.declared._encoder._residuals
         kept = residual.views[1].copy()
         after = ps.push_pull({name: value for name, value in gradients(0, 1).items() if name != "b"})
         np.testing.assert_array_equal(residual.views[1], kept)
@@ -166,11 +166,12 @@ def test_push_when_a_tensor_has_no_gradient_then_it_stays_and_so_does_its_residu
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_pull_when_compressed_then_all_workers_have_the_same_bits_and_the_shards_keep_all(run_workers, cluster, transport):
+def test_pull_when_compressed_then_all_workers_have_the_same_bits_and_the_shards_keep_all(cluster, transport):
     servers = cluster(3).servers
 
     def train_beside_a_reader(ps):
-        declared = {name: np.array(value) for name, value in ps.declare(initial(), psd_client.SGD(lr=0.25), pull="bf16").items()}
+        found = ps.declare(initial(), psd_client.SGD(lr=0.25), pull="bf16")
+        declared = {name: np.array(value) for name, value in found.items()}
         for step in range(STEPS):
             found = ps.push_pull(gradients(0, step))
         with psd_client.connect(servers, role="reader", transport=transport) as reader:

@@ -46,7 +46,9 @@ class Encoding(Protocol):
     """The encoded form of a push's blocks."""
 
     def block(self, block: Block, present: NDArray[np.bool_] | None, /) -> NDArray[Any]:
-        """What travels of a block, in shared memory if the gradients are. present: as in Outgoing, with at least one."""
+        """The array that travels of a block, in shared memory if the gradients are.
+
+        present: as in Outgoing, with at least one."""
         ...
 
 
@@ -163,7 +165,7 @@ class OutgoingBlocks:
             yield block, None if self.present is None else self.present[block.segment_tensors]
 
     def sent(self, block: Block, present: NDArray[np.bool_] | None) -> list[NDArray[Any]]:
-        """What is sent of a block; nothing if nothing of it is present. present: as in Outgoing."""
+        """The arrays that are sent of a block; none if nothing of it is present. present: as in Outgoing."""
         if present is not None and not present.any():
             return []
         return [self.buffers.block(block.index) if self.encoding is None else self.encoding.block(block, present)]

@@ -14,7 +14,7 @@ from psd.contract.verdicts import clip_scale
 from psd.v1 import data_pb2
 from psd_client.lanes.flat import FlatBuffers
 from psd_client.lanes.transport import GradientPart
-from psd_client.worker.exchange.compression import Compression
+from psd_client.worker.exchange.gradient_encoder import GradientEncoder
 from psd_client.worker.exchange.rider import Riders
 from psd_client.worker.exchange.sent_push import SentPush, WorkerGradient
 from psd_client.worker.exchange.verdict_search import VerdictSearch
@@ -28,7 +28,7 @@ class DataRequests:
     Args:
         gradients: the buffers that pushes send.
         riders: what rides on pushes. verdicts: None if the job's rounds have no verdicts.
-        compression: None if gradients are sent as they are.
+        encoder: None if gradients are sent as they are.
 
     Attributes:
         rows_read: by shard, the version of its tables at the last pull of rows.
@@ -40,14 +40,14 @@ class DataRequests:
         gradients: FlatBuffers,
         riders: Riders,
         verdicts: VerdictSearch | None,
-        compression: Compression | None = None,
+        encoder: GradientEncoder | None = None,
     ) -> None:
         self._session = session
         self._gradients = gradients
         self._layout = gradients.layout
         self._riders = riders
         self._verdicts = verdicts
-        self._compression = compression
+        self._encoder = encoder
         self.rows_read: dict[int, int] = {}
 
     def push(self, gradient: WorkerGradient, weight: float, rows: RowGradients, *, is_finite: bool) -> SentPush:
@@ -81,8 +81,8 @@ class DataRequests:
             if tables_block is not None:
                 versions.append(self.rows_read.get(shard, received[tables_block]))
         part = sent.gradient_part(shard, self._session.caller(shard), blocks, self._gradients, versions)
-        if self._compression is not None:
-            part.encoding = self._compression.push
+        if self._encoder is not None:
+            part.encoding = self._encoder.push
         for write_to in self._riders.write_to:
             write_to(shard, part.header)
         return part

@@ -26,9 +26,9 @@ from psd_client.lanes.flat import FlatBuffers, share_memory
 from psd_client.lanes.shards import Shards, transfer_s
 from psd_client.lanes.transport import Call, Lane, Share
 from psd_client.worker.exchange.buffers import BufferKeeper
-from psd_client.worker.exchange.compression import Compression
 from psd_client.worker.exchange.data_requests import DataRequests
 from psd_client.worker.exchange.finiteness import check_skip, is_finite
+from psd_client.worker.exchange.gradient_encoder import GradientEncoder
 from psd_client.worker.exchange.lending import ParameterPlaces, lent_places
 from psd_client.worker.exchange.loading import ParameterLoad, SlotValues
 from psd_client.worker.exchange.push_counts import PushCounts, RoundGone
@@ -98,14 +98,14 @@ class ParameterExchange:
         self._counts = PushCounts()
         self.counts = self._counts.totals
         self.buffers = BufferKeeper(session, shards, layout, self.parameters, self._timeout_s)
-        self._compression = Compression(rank, self.gradients) if any(block.codec for block in layout.blocks) else None
-        own = (self.client_state, self.buffers, self.rows, self._counts, *([self._compression] if self._compression else []))
+        self._encoder = GradientEncoder(rank, self.gradients) if any(block.codec for block in layout.blocks) else None
+        own = (self.client_state, self.buffers, self.rows, self._counts, *([self._encoder] if self._encoder else []))
         self._riders = riders_of(rank, session, layout, self.gradients, self.counts, *own)
-        self._requests = DataRequests(session, self.gradients, self._riders, self._verdicts, self._compression)
+        self._requests = DataRequests(session, self.gradients, self._riders, self._verdicts, self._encoder)
         self._load = ParameterLoad(rank, session, shards, self.parameters, wait_timeout_s, self._timeout_s)
         if segment is not None:
             for share in sharing:
-                share(self._compression.sent if self._compression is not None else self.gradients, self.places.shared)
+                share(self._encoder.sent if self._encoder is not None else self.gradients, self.places.shared)
 
     # -- operations ----------------------------------------------------------------------------------------------------
 
@@ -309,7 +309,7 @@ class ParameterExchange:
         Raises:
             NonFiniteGradient: in place of the error, if the gradient could not be encoded.
         """
-        encoded = self._compression.push if self._compression is not None else None
+        encoded = self._encoder.push if self._encoder is not None else None
         failure = encoded.failure if encoded is not None else None
         if not isinstance(error, RolledBack):
             sent.on_failure(failure or error, self._trained, self.gradients)

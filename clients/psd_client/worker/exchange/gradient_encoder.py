@@ -28,7 +28,7 @@ from psd_client.worker.exchange.sent_push import SentPush
 from psd_core import InvalidArray, codecs
 
 
-class Compression(Rider):
+class GradientEncoder(Rider):
     """The encoded gradients of one worker, and its residuals.
 
     Args:
@@ -98,7 +98,7 @@ class EncodedPush:
         failure: why a block could not be encoded; None: all could.
     """
 
-    def __init__(self, whole: Compression, layout: Layout, rank: int, clock: int) -> None:
+    def __init__(self, whole: GradientEncoder, layout: Layout, rank: int, clock: int) -> None:
         self._whole = whole
         self._layout = layout
         self._rank, self._clock = rank, clock
@@ -107,7 +107,7 @@ class EncodedPush:
         self.failure: NonFiniteGradient | None = None
 
     def block(self, block: Block, present: NDArray[np.bool_] | None) -> NDArray[Any]:
-        """What travels of a block. present: (segments,) which have a gradient, at least one; None: all.
+        """The bytes that travel of a block. present: (segments,) which have a gradient, at least one; None: all.
 
         Raises:
             Aborted: it cannot be encoded, see `failure`; or the push is over.
