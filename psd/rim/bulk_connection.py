@@ -336,7 +336,7 @@ class ServedConnection:
         try:
             if out.place is None:
                 payload = answer.payload() if answer.codec else answer.values
-                self._plane.counts.count_bytes(sent=payload.nbytes)
+                self._plane.counts.count_bytes(sent=payload.nbytes, saved=answer.values.nbytes - payload.nbytes)
                 self._stream.send(Kind.ANSWER, _head(answer), payload, more=True)  # at least the REPLY follows
                 return
             if self._has_hung_up:  # a worker that has not waited may use its memory for something else

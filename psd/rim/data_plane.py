@@ -122,6 +122,13 @@ class PulledBlock:
             self._state.unpin(self._page)
 
 
+def saved_by(push: Push, block: PushedBlock) -> int:
+    """The bytes that the codec of a block has saved."""
+    state = push.job.trained(block.block)
+    plan = state.plan if isinstance(state, BlockState) else None
+    return plan.gradient_nbytes - plan.pushed_nbytes if plan is not None and block.payload.nbytes else 0
+
+
 class DataPlane:
     """The data plane of one shard for one lane. Its methods run in the carrier's threads.
 
@@ -160,7 +167,7 @@ class DataPlane:
                 )
             ) is not None:
                 waiter.wait(ticket)
-            self.counts.count_bytes(received=block.nbytes)
+            self.counts.count_bytes(received=block.nbytes, saved=saved_by(push, block) if push.job.spec.compression.push else 0)
         reply = self._exchange.end_push(push)
         self.counts.count_call("push", self._now() - began)
         yield reply
@@ -242,7 +249,9 @@ class DataPlane:
                     )
                 ) is not None:
                     waiter.wait(ticket)
-                self.counts.count_bytes(received=block.nbytes)
+                self.counts.count_bytes(
+                    received=block.nbytes, saved=saved_by(push, block) if push.job.spec.compression.push else 0
+                )
                 if len(push.covered) > covered:
                     if answered is None or block.block in answered:
                         pending.append(push.job.trained(block.block))

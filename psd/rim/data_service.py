@@ -164,7 +164,7 @@ class DataService:
         following = iter(frames_in)
         first = next(following)
         answer: list[tuple[int, bytes, Sequence[frames.Piece]]] = []
-        sent = 0
+        sent = saved = 0
         for item in self._plane.push_pull(_header(first), _blocks(first, following), Waiter(self._shard, context), ahead):
             if isinstance(item, PulledRows):
                 answer.append((_AHEAD, *_rows_frame(item)))
@@ -178,9 +178,10 @@ class DataService:
                 head = data_pb2.PullFrame(block=item.block, version=item.version)
                 answer.append((_FRAMES, head.SerializeToString(), (numbers,)))
                 sent += len(numbers)
+                saved += item.values.nbytes - len(numbers)
             else:
                 answer.append((_FRAMES, data_pb2.PullFrame(push=item).SerializeToString(), ()))
-        self._plane.counts.count_bytes(sent=sent)
+        self._plane.counts.count_bytes(sent=sent, saved=saved)
         return frames.join_nested(answer)
 
     def _small(self, request: bytes) -> tuple[list[Frame], RowsAsked | None]:
@@ -226,7 +227,8 @@ class DataService:
         try:
             head = data_pb2.PullFrame(block=answer.block, version=answer.version, positions=positions, steps=answer.steps)
             payload = None if not with_payload else answer.payload() if answer.codec else answer.values
-            self._plane.counts.count_bytes(sent=payload.nbytes if payload is not None else 0)
+            if payload is not None:
+                self._plane.counts.count_bytes(sent=payload.nbytes, saved=answer.values.nbytes - payload.nbytes)
             return frames.join(head.SerializeToString(), payload)
         finally:
             answer.release()

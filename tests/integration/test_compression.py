@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 import psd_client
 from psd.contract.errors import InvalidRequest, NonFiniteGradient, SpecMismatch
+from psd.rim.views import shard_status
 from psd_core import codecs
 
 STEPS = 5
@@ -102,6 +103,21 @@ def test_step_when_compressed_then_it_sends_as_many_bytes_as_the_codec_has(run_w
 
     assert sent == codecs.encoded_bytes("int8", ELEMENTS)
     assert received == ELEMENTS * (4 if transport == "shm" else 2)  # shared memory has them as float32
+
+
+def test_status_when_a_job_is_compressed_then_it_says_how_and_what_that_has_saved(cluster):
+    running = cluster(1)
+    shard = running.shards[0]
+    for transport in TRANSPORTS:
+        with psd_client.connect(running.servers, 0, 1, transport=transport) as ps:
+            ps.declare(initial(), psd_client.SGD(lr=0.25), compress="int8", pull="bf16")
+            before = shard.shard.status().counters.lanes[transport].saved_bytes
+            ps.push_pull(gradients(0, 0))
+            ps.barrier("counted")
+            saved = shard.shard.status().counters.lanes[transport].saved_bytes - before
+        pulled = 0 if transport == "shm" else 2 * ELEMENTS
+        assert saved == 4 * ELEMENTS - codecs.encoded_bytes("int8", ELEMENTS) + pulled
+    assert shard_status(shard.shard, "", None).compression == "int8, pull bf16"
 
 
 @pytest.mark.parametrize("mode", ["async", "ssp:1"])
