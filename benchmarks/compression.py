@@ -38,7 +38,7 @@ WITH, AT_RANDOM, NEAREST = "feedback", "none, at random", "none, nearest"
 """The kinds of error feedback, and of rounding without it."""
 
 POINTS = 0.5
-"""By how much int8 and int4 may be less accurate than float32."""
+"""Points by which int8 and int4 may be less accurate than float32."""
 
 
 class Setting(NamedTuple):

@@ -10,7 +10,7 @@ import psd_client
 from psd_client.client import worker_of
 
 LOSSES = {"": 0.0, "int8": 1.5, "int4": 20.0}
-"""By codec, the largest part of these gradients that a residual has: half of a level."""
+"""Largest part of these gradients that a residual has, by codec: half of a level."""
 
 
 def main() -> None:

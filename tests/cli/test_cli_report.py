@@ -218,8 +218,8 @@ def test_as_text_when_all_is_well_then_every_part_is_there():
         "   1  live      40       0        -  3.0 s ago  host:101  -",
         "",
         "SHARD  PUSHES ACCEPTED  DUPLICATE  LATE  PULLS  UPDATES  RECEIVED  SENT  SAVED  REFUSED",
-        "    0               80          0     0      0        0   1.0 GiB   0 B    0 B        0",
-        "    1               80          0     0      0        0   1.0 GiB   0 B    0 B        0",
+        "    0               80          0     0      0        0   1.0 GiB   0 B      -        0",
+        "    1               80          0     0      0        0   1.0 GiB   0 B      -        0",
     ]
 
 

@@ -54,6 +54,7 @@ MALFORMED = {
 def test_push_when_an_encoded_block_is_malformed_then_its_field_is_named_and_nothing_counts(
     codec: str, aggregation: str
 ) -> None:
+    """The push that is sent then counts."""
     shard = driver(codec, 1, aggregation=aggregation)
     (seat,) = shard.start()
     sound = codecs.encode(codec, VALUES).tobytes()
