@@ -8,6 +8,7 @@ PYTEST_FLAGS ?=
 BENCH_FLAGS ?=
 JEPSEN_FLAGS ?=
 FUZZ_EXAMPLES ?= 2000
+TEST_PROCESSES ?= 5
 SECONDS ?= 600
 SEED ?= 1
 PROTOCOL_SECONDS ?= 60
@@ -52,6 +53,7 @@ help:
 	@echo
 	@echo "Variables: PYTHON=python3.12  PIP_FLAGS='--extra-index-url https://download.pytorch.org/whl/cpu'"
 	@echo "           DEMO_FLAGS='--data DIR --steps 400'  PYTEST_FLAGS='-k torch'"
+	@echo "           TEST_PROCESSES=5, for make test: how many files of tests run at a time"
 	@echo "           BENCH_FLAGS='--ray-python PATH --tensorflow-python PATH', interpreters that have these"
 
 setup: $(INSTALLED)
@@ -97,12 +99,17 @@ check: $(INSTALLED)
 		--ignore-glob "*_crash.py" --ignore-glob "*_torture.py" \
 		tests/test_*.py tests/contract tests/core tests/state tests/checkpoint)
 
-# Four files of tests at a time, on two cores: they often wait, for processes to start and for connections to fail. In the order
-# of their names, which mixes those that wait with those that compute. Tests start hundreds of processes, which find the modules
-# compiled, also where the environment says that Python is not to keep these.
-test: export PYTHONDONTWRITEBYTECODE =
+# Tests start hundreds of processes, which find the modules compiled, also where the environment says that Python is not to keep these.
+check test: export PYTHONDONTWRITEBYTECODE =
+
+# Torch's threads wait for each other without letting go of the core, which others could use: with them its tests take twice the
+# processor time.
+check test: export OMP_NUM_THREADS ?= 1
+
+# More files of tests at a time than there are cores: they often wait, for processes to start and for connections to fail. In the order
+# of their names, which mixes those that wait with those that compute; tests/conftest.py takes the pages of the docs apart.
 test: $(INSTALLED)
-	$(call checked,--numprocesses 4 --no-loadscope-reorder)
+	$(call checked,--numprocesses $(TEST_PROCESSES) --no-loadscope-reorder)
 
 $(INSTALLED_KERAS): $(SOURCES) .ci/constraints-keras.txt
 	@PYTHON="$(PYTHON)" PIP_FLAGS="$(PIP_FLAGS)" .ci/setup keras

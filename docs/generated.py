@@ -55,7 +55,11 @@ def setup(app: Sphinx) -> dict[str, Any]:
     # Napoleon (priority 500) takes the sections of docstrings apart. In a property's it finds a type: the words up to a colon.
     app.connect("autodoc-process-docstring", _as_restructured_text, priority=400)
     app.connect("autodoc-process-docstring", _without_a_type, priority=600)
-    for module, call in (("psd_client.connecting", "connect"), ("psd_client.torch", "distribute")):
+    for module, call in (
+        ("psd_client.connecting", "connect"),
+        ("psd_client.torch", "distribute"),
+        ("psd_client.keras", "distribute"),
+    ):
         analyzer = ModuleAnalyzer.for_module(module)
         analyzer.analyze()
         analyzer.overloads.pop(call)  # overloads are for type checkers: they do not list all keywords

@@ -16,7 +16,18 @@ from psd_core._arena import Words
 from psd_core._store_format import ArenaCorrupt, StoreClosed
 
 _SET = ("loaded", "loaded_slots")
-_NAMED = ("initialized", "timeline", "decided", "tentative", "restarts", "undeclared", *_SET, "given_up", "cut_order")
+_NAMED = (
+    "initialized",
+    "timeline",
+    "decided",
+    "tentative",
+    "restarts",
+    "undeclared",
+    *_SET,
+    "given_up",
+    "cut_order",
+    "left_at",
+)
 WORDS = (*_NAMED, *(f"spare_{i}" for i in range(len(_NAMED), form.WORD_SLOTS)))
 """Names of the durable words, in file order."""
 

@@ -152,6 +152,8 @@ def encode(
     seed: int | None = None,
     rounding: Rounding = "nearest",
     out: NDArray[np.uint8] | None = None,
+    *,
+    is_finite: bool = False,
 ) -> NDArray[np.uint8]:
     """Return an array in a codec, with error feedback if there is a residual.
 
@@ -165,6 +167,8 @@ def encode(
         rounding: "nearest"; or "stochastic": up or down, with probabilities by which the mean is the number itself, but for
             2**-17 of a step. "sign" and "topk" round nothing, and refuse "stochastic".
         out: (encoded_bytes(codec, n),) uint8, overwritten; a new array by default. Undefined after an error.
+        is_finite: True if all values are known to be finite: then they are not read once more before, for the residual's sake.
+            If a sum with the residual is infinite nevertheless, the residual is undefined.
 
     Returns:
         `out`.
@@ -196,7 +200,7 @@ def encode(
     if form.share is not None:
         wrong = _codecs.topk_encode(values, residual, form.kept(n), out)
     else:
-        wrong = _codecs.encode(form.number, values, residual, key, rounding == "stochastic", form.codes_at(n), out)
+        wrong = _codecs.encode(form.number, values, residual, key, rounding == "stochastic", form.codes_at(n), out, is_finite)
     if wrong >= 0:
         value = values[wrong]
         if residual is None or not np.isfinite(value):
@@ -226,10 +230,7 @@ class Encoded:
 
     def __init__(self, codec: str, data: Data, n: int) -> None:
         form = _codec(codec)
-        try:
-            found = np.frombuffer(data, _UINT8)
-        except (BufferError, TypeError, ValueError) as error:
-            raise InvalidArray(f"data: expected contiguous bytes, got {type(data).__name__}: {error}") from None
+        found = _bytes_of(data)
         if len(found) != form.nbytes(n):
             raise InvalidEncoding(f"data: expected {form.nbytes(n)} bytes, those of {n} elements in {codec}, got {len(found)}")
         if form.share is not None:
@@ -296,7 +297,7 @@ def decode(codec: str, data: Data, out: FloatArray) -> None:
 
     Cost: O(n), GIL released, no allocation.
     """
-    Encoded(codec, data, _checked("out", out, writable=True)).decode(out)
+    _encoded_for(codec, data, "out", out).decode(out)
 
 
 def accumulate(codec: str, data: Data, accumulator: FloatArray, weight: float = 1.0) -> None:
@@ -313,7 +314,20 @@ def accumulate(codec: str, data: Data, accumulator: FloatArray, weight: float = 
         InvalidArray: naming the argument.
         ValueError: naming `codec`.
     """
-    Encoded(codec, data, _checked("accumulator", accumulator, writable=True)).accumulate(accumulator, weight)
+    _encoded_for(codec, data, "accumulator", accumulator).accumulate(accumulator, weight)
+
+
+def _encoded_for(codec: str, data: Data, name: str, to: FloatArray) -> Encoded:
+    n, found = _checked(name, to, writable=True), _bytes_of(data)
+    _check_apart(name, to, "data", found)
+    return Encoded(codec, found, n)
+
+
+def _bytes_of(data: Data) -> NDArray[np.uint8]:
+    try:
+        return np.frombuffer(data, _UINT8)
+    except (BufferError, TypeError, ValueError) as error:
+        raise InvalidArray(f"data: expected contiguous bytes, got {type(data).__name__}: {error}") from None
 
 
 def _checked(name: str, array: FloatArray, n: int | None = None, *, writable: bool = False) -> int:

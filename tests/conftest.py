@@ -48,6 +48,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.hook.pytest_deselected(items=left_out)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With --dist loadfile each process takes a file at a time, but of the docs a page: all pages are one file, the longest."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class FilesAndPages(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file, _, rest = nodeid.partition("::")
+            return nodeid if rest.startswith("test_the_blocks_of_a_page_run[") else file
+
+    return FilesAndPages(config, log)
+
+
 @dataclass
 class Cluster:
     """Running shards. `servers` is the address list that clients take."""

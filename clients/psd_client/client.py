@@ -100,7 +100,7 @@ class ParameterServer:
     def declare(
         self,
         params: Mapping[str, Any],
-        optimizer: Optimizer | None = None,
+        optimizer: Optimizer | Mapping[str, Optimizer] | None = None,
         *,
         groups: Sequence[Mapping[str, Any]] | None = None,
         copy: bool = True,
@@ -114,8 +114,10 @@ class ParameterServer:
         Args:
             params: this worker's initial values: float32, float64 or float16 arrays of any shape, by name; {} if there are
                 tables alone.
-            optimizer: their update rule, such as psd_client.Adam(lr=1e-3), or CustomRule for one of your own.
-            groups: like torch's param_groups: {"params": [names], "lr": ..., ...}; what is not given is the optimizer's.
+            optimizer: their update rule, such as psd_client.Adam(lr=1e-3), or CustomRule for one of your own. Or several, by
+                the names of the job's parts, such as {"generator": ..., "critic": ...}; each push is then of one part.
+            groups: like torch's param_groups: {"params": [names], "lr": ..., ...}; what is not given is the optimizer's. Of
+                several optimizers, groups name theirs: {"part": "generator", "params": [names]}.
             copy: False: in place of new arrays this, `pull` and `push_pull` return views of the memory where parameters are
                 received, which cannot be written to and which the next of these calls changes: there is one such memory. (Of
                 float16 parameters there are copies all the same: their masters are float32.)
@@ -139,7 +141,7 @@ class ParameterServer:
             specs,
             param_groups.specs,
             initial=fill(params),
-            is_lending=copy,
+            is_lending=copy and param_groups.parts is None,  # a step of a part receives no other one's parameters
             tables=[table.spec(param_groups.group_of_table[table.name]) for table in tables],
             **job,
         )
@@ -150,7 +152,13 @@ class ParameterServer:
         self._tables = ByName("table", named_tables)
         return self._results()
 
-    def push(self, grads: Mapping[str, Any], weight: float = 1, tables: Mapping[str, tuple[Any, Any]] = _NO_TABLES) -> None:
+    def push(
+        self,
+        grads: Mapping[str, Any],
+        weight: float = 1,
+        tables: Mapping[str, tuple[Any, Any]] = _NO_TABLES,
+        part: str | None = None,
+    ) -> None:
         """Send gradients; returns when all shards have them. Parameters without a gradient may be left out.
 
         Args:
@@ -158,8 +166,10 @@ class ParameterServer:
             weight: number of samples behind the gradients, for `reduce="mean"`.
             tables: gradients of rows, as pairs (ids, gradients) by name of the table; see DeclaredTable.push. Ids and gradients
                 may be changed once this has returned.
+            part: with several optimizers, the name of the one that this steps; all gradients are of its parameters.
 
         Raises:
+            PartsDisagree: another worker has stepped another part in this round; this one may step that.
             InvalidTensor, NonFiniteGradient, InvalidRequest: an argument is wrong; nothing was sent.
             WaitTimeout: in a synchronous job, the previous round has not closed within the wait timeout.
             ShardUnavailable, SessionFenced, ShardRestarted: not all shards have it; see docs/guarantees.md for what to do.
@@ -169,8 +179,9 @@ class ParameterServer:
             exchange = self._worker.declared
             exchange.confirm()
             rows = None if tables is _NO_TABLES else gradients_of(exchange.gradients.layout.spec.tables, tables)
+            of_part = None if part is None and groups.parts is None else groups.part(part, grads)
             present = named.write_gradients(grads, exchange.gradients)
-            exchange.push(WorkerGradient(groups.scalars(), weight, present, rows))
+            exchange.push(WorkerGradient(groups.scalars(), weight, present, rows, part=of_part))
 
     def pull(self) -> dict[str, NDArray[Any]]:
         """Fetch the parameters; in a synchronous job, wait first for the round of this worker's last push.
@@ -187,7 +198,11 @@ class ParameterServer:
             return self._results()
 
     def push_pull(
-        self, grads: Mapping[str, Any], weight: float = 1, tables: Mapping[str, tuple[Any, Any]] = _NO_TABLES
+        self,
+        grads: Mapping[str, Any],
+        weight: float = 1,
+        tables: Mapping[str, tuple[Any, Any]] = _NO_TABLES,
+        part: str | None = None,
     ) -> dict[str, NDArray[Any]]:
         """Push, then pull, in one round trip. Arguments, result and errors are those of `push` and `pull`."""
         with self._worker.operation("push_pull"):
@@ -195,8 +210,9 @@ class ParameterServer:
             exchange = self._worker.declared
             exchange.confirm()
             rows = None if tables is _NO_TABLES else gradients_of(exchange.gradients.layout.spec.tables, tables)
+            of_part = None if part is None and groups.parts is None else groups.part(part, grads)
             present = named.write_gradients(grads, exchange.gradients)
-            exchange.push_pull(WorkerGradient(groups.scalars(), weight, present, rows))
+            exchange.push_pull(WorkerGradient(groups.scalars(), weight, present, rows, part=of_part))
             return self._results()
 
     def load_parameters(self, params: Mapping[str, Any]) -> dict[str, NDArray[Any]]:

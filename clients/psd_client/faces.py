@@ -1,4 +1,5 @@
-"""The steps that all faces have in common when they declare a job: its keywords, and the connection that is passed or made.
+"""The steps that all faces have in common: a job's keywords when it is declared, the connection that is passed or made, and the
+tables that a model reads from outside of its job.
 
 Must not know frameworks.
 """
@@ -9,10 +10,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, cast
 
+from psd.contract.errors import InvalidRequest
 from psd.contract.keywords import OF_CONNECT, FaceKeywords, JobKeywords
 from psd.contract.staleness import parse_staleness
 from psd_client.client import ParameterServer
 from psd_client.connecting import connect
+from psd_client.reader import ReadTable
 
 
 def split(keywords: FaceKeywords) -> tuple[JobKeywords, dict[str, Any]]:
@@ -40,3 +43,12 @@ def connection_of(ps: ParameterServer | None, of_connect: Mapping[str, Any]) -> 
         if ps is None:
             connection.close()
         raise
+
+
+def table_in(tables: Mapping[str, ReadTable], name: str, dim: int) -> ReadTable:
+    """A job's table, as a reader has it, for an embedding. Raises InvalidRequest unless there is one with this name and dim."""
+    if name not in tables:
+        raise InvalidRequest(f"embedding {name!r}: the job has no such table; it has {', '.join(tables) or 'none'}")
+    if tables[name].dim != dim:
+        raise InvalidRequest(f"embedding {name!r}: dim: is {dim}, and that of the job's table is {tables[name].dim}")
+    return tables[name]

@@ -13,7 +13,7 @@ under jax.jit, by an ordered io_callback. Must not know blocks, shards or messag
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -87,6 +87,10 @@ def distribute(
         TypeError, InvalidRequest, InvalidTensor: an argument that psd cannot train; the message names it.
         SpecMismatch: another worker has declared something else.
     """
+    if isinstance(optimizer, Mapping):
+        raise InvalidRequest(
+            "optimizer: several are not in this face; psd_client.connect().declare takes them: docs/several.md"
+        )
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer: expected one of psd_client's, such as psd_client.Adam(lr=1e-3), got {optimizer!r}")
     spec = spec_of(optimizer)

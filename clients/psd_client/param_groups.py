@@ -9,9 +9,10 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from psd.contract.errors import InvalidRequest
+from psd.contract.errors import InvalidRequest, InvalidTensor
 from psd.contract.jobspec import GroupSpec
 from psd_client.optimizers import scalar_values, spec_of
+from psd_client.worker.exchange.sent_push import JobPart
 from psd_core.optimizer import Optimizer
 
 
@@ -20,12 +21,15 @@ class ParamGroups:
 
     Args:
         names: names of all parameters.
-        optimizer: the rule, and the scalars that a group does not set itself; None if there are no names.
-        groups: dicts such as {"params": [names], "lr": ..., ...}; None: one group of all parameters, if there are any.
+        optimizer: the rule, and the scalars that a group does not set itself; None if there are no names. Or several, by name
+            of the part of the job that each steps.
+        groups: dicts such as {"params": [names], "lr": ..., ...}; None: one group of all parameters, if there are any. With
+            several optimizers each has its "part", too.
         rules_of_tables: optimizer of each table, by name. Tables with the same optimizer object share a group.
 
     Attributes:
         groups: a dict for each group: "params" or "tables" with the names, and the current scalars, which the user may change.
+        parts: the parts of the job by name, if there are several optimizers; else None.
         specs: declarations of the groups. group_of, group_of_table: index of the group, by name of the parameter or table.
 
     Raises:
@@ -35,12 +39,17 @@ class ParamGroups:
     def __init__(
         self,
         names: Sequence[str],
-        optimizer: Optimizer | None,
+        optimizer: Optimizer | Mapping[str, Optimizer] | None,
         groups: Sequence[Mapping[str, Any]] | None,
         rules_of_tables: Mapping[str, Optimizer] = MappingProxyType({}),
     ) -> None:
-        if not isinstance(optimizer, Optimizer) and (names or optimizer is not None):
-            raise TypeError(f"optimizer: expected one of psd_client's, such as psd_client.SGD(lr=...), got {optimizer!r}")
+        rules = optimizer if isinstance(optimizer, Mapping) else {"": optimizer}
+        for one in rules.values():
+            if not isinstance(one, Optimizer) and (names or optimizer is not None):
+                raise TypeError(f"optimizer: expected one of psd_client's, such as psd_client.SGD(lr=...), got {one!r}")
+        self.parts: dict[str, JobPart] | None = None
+        if isinstance(optimizer, Mapping):
+            _check_parts(rules, groups, rules_of_tables)
         self.groups: list[dict[str, Any]] = []
         self._checked: tuple[list[dict[str, Any]], list[list[float]]] | None = None  # the groups' values, and what they mean
         self.specs: list[GroupSpec] = []
@@ -51,8 +60,7 @@ class ParamGroups:
         if groups is None:
             groups = [{"params": list(names)}] if names else []
         for index, group in enumerate(groups):
-            assert optimizer is not None
-            rule = _rule(optimizer, group, index)
+            rule, part = _rule(rules, group, index)
             members = list(group["params"])
             for name in members:
                 if not isinstance(name, str) or name not in unassigned:
@@ -61,10 +69,16 @@ class ParamGroups:
                     raise ValueError(f"groups[{index}]['params']: {name!r} {problem}")
                 del unassigned[name]
                 self.group_of[name] = index
-            self.groups.append({"params": members} | rule.scalars())
+            self.groups.append({"params": members} | part | rule.scalars())
             self.specs.append(spec_of(rule))
         if unassigned:
             raise ValueError(f"groups: {next(iter(unassigned))!r} is in no group")
+        if isinstance(optimizer, Mapping):
+            of_part = {name: [i for i, group in enumerate(self.groups) if group["part"] == name] for name in rules}
+            self.parts = {name: JobPart(number, frozenset(of_part[name])) for number, name in enumerate(rules, 1)}
+            for name, indices in of_part.items():
+                if not indices:
+                    raise InvalidRequest(f"groups: none is of the part {name!r}, for which there is an optimizer")
         self.group_of_table: dict[str, int] = {}
         index_of: dict[int, int] = {}  # by the optimizer's identity
         for name, rule in rules_of_tables.items():
@@ -84,16 +98,59 @@ class ParamGroups:
             self._checked = [dict(group) for group in self.groups], values
         return self._checked[1]
 
+    def part(self, name: str | None, grads: Mapping[str, Any]) -> JobPart | None:
+        """The part of a push; None if the job is one.
 
-def _rule(optimizer: Optimizer, group: Mapping[str, Any], index: int) -> Optimizer:
+        Raises:
+            InvalidRequest: the job has no such part, or no parts. InvalidTensor: a gradient is of another part.
+        """
+        parts = self.parts or {}
+        if name is None and not parts:
+            return None
+        if name is None or name not in parts:
+            there = f"must be one of {', '.join(parts)}" if parts else "this job has one optimizer, and no parts"
+            raise InvalidRequest(f"part: {there}, got {name!r}")
+        for other in grads:
+            if self.group_of.get(other, min(parts[name].groups)) not in parts[name].groups:
+                own = self.groups[self.group_of[other]]["part"]
+                raise InvalidTensor(f"grads: {other!r} is stepped with the part {own!r}, not with {name!r}")
+        return parts[name] if len(parts) > 1 else None
+
+
+def _check_parts(
+    rules: Mapping[str, Any], groups: Sequence[Mapping[str, Any]] | None, rules_of_tables: Mapping[str, Optimizer]
+) -> None:
+    if not rules:
+        raise InvalidRequest("optimizer: there is none; pass one, or several by name")
+    for name in rules:
+        if not isinstance(name, str) or not name.isidentifier():
+            raise InvalidRequest(f"optimizer: names must be words such as 'generator', got {name!r}")
+    if groups is None:
+        raise InvalidRequest(
+            "groups: several optimizers need them, such as [{'part': 'generator', 'params': [names]}, ...]: which parameters "
+            "each steps"
+        )
+    if rules_of_tables:
+        raise InvalidRequest(
+            f"tables: {next(iter(rules_of_tables))!r}: not with several optimizers, in this face; embeddings of "
+            "psd_client.torch and psd_client.keras are stepped with one of several"
+        )
+
+
+def _rule(rules: Mapping[str, Any], group: Mapping[str, Any], index: int) -> tuple[Optimizer, dict[str, str]]:
+    """The rule of a group, and its part, if there are several."""
     if not isinstance(group, Mapping) or not isinstance(group.get("params"), (list, tuple, set)):
         raise InvalidRequest(f"groups[{index}]: expected a dict with 'params', a list of names, got {group!r}")
     options = {name: value for name, value in group.items() if name != "params"}
+    part = "" if "" in rules else options.pop("part", None)
+    if part not in rules:
+        raise InvalidRequest(f"groups[{index}]: part: must be one of {', '.join(rules)}, got {part!r}")
+    optimizer = rules[part]
     known = optimizer.option_values().keys()
     unknown = [name for name in options if name not in known]
     if unknown:
         raise ValueError(f"groups[{index}]: no option {unknown[0]!r}; there are {', '.join(sorted(known))}")
     try:
-        return optimizer.with_options(options)
+        return optimizer.with_options(options), {"part": part} if part else {}
     except (TypeError, ValueError) as error:
         raise type(error)(f"groups[{index}]: {error}") from None

@@ -1,7 +1,8 @@
 """A reader: fetches consistent copies of the parameters while training continues, and takes no part in it.
 
-The reader asks all shards for the same cut, a few rounds ahead; each shard pins its blocks' pages as they reach the cut. So the
-copy has one version throughout, no worker waits, and no round counts the reader. In jobs without rounds the workers' positions
+The reader asks all shards for the same cut, the newest version that some block has; each shard pins its blocks' pages as they
+reach it. So the copy has one version throughout, no worker waits, and no round counts the reader. If rounds close faster than
+shards can be asked, it asks for a version ahead. In jobs without rounds the workers' positions
 define the cut, as for checkpoints: the copy is the state after each worker's pushes up to its position. Rows of tables are read
 in their current state. A reader that must wait, for a job that has not begun, logs this. Must not know sessions, clocks or
 gradients.
@@ -19,11 +20,13 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from psd.contract.arguments import ByName
+from psd.contract.arguments import ByName, whole_number
 from psd.contract.config import ClientConfig
 from psd.contract.errors import CutMissed, InvalidRequest, LayoutMismatch, NotDeclared, WaitTimeout
+from psd.contract.integers import INTEGER_MAX
 from psd.contract.jobspec import JobSpec
 from psd.contract.layout import Layout
+from psd.contract.settings import check_seconds
 from psd.contract.tables import SparseTableSpec
 from psd.contract.vectors import spec_of
 from psd.contract.waits import explained
@@ -35,6 +38,7 @@ from psd_client.lanes.transport import Call, Lane, Scope
 from psd_client.lanes.waiting import ShardHealth
 from psd_client.tables import as_row_ids
 from psd_client.vectors import Vector, as_vector
+from psd_client.wanted_tensors import WantedTensors
 from psd_client.worker.rows import Batches, RowPull
 from psd_client.worker.vectors.fetches import Fetches
 from psd_core.reductions import Answer as Found
@@ -43,11 +47,11 @@ from psd_core.vector_operations import VectorOperation
 
 logger = logging.getLogger("psd_client")
 
-AHEAD = 2
-"""The first attempt asks for a cut so many rounds ahead; doubled after each attempt that came too late."""
-
 PATIENCE_S = 1.0
-"""Seconds without a closed round after which training counts as paused: the reader then takes the blocks as they are."""
+"""Seconds to wait for a version ahead. If rounds have become slower than that, the newest one is asked for instead."""
+
+NEWEST_PATIENCE_S = 10.0
+"""Seconds to wait for the version of the newest block in the others; then the shards are asked anew how far they are."""
 
 POSITIONS_PATIENCE_S = 60.0
 """Seconds to wait for the workers' positions in jobs without rounds: a lost worker is waited for until its lease runs out."""
@@ -132,6 +136,7 @@ class Reader:
         self._shards = Shards(lanes, RetryPolicy(config.retry_timeout_s), self._health)
         self._last: Exception | None = None  # why the last attempt of a pull has found nothing
         self._layout: Layout | None = None
+        self._buffers: FlatBuffers | None = None  # what pulls are received in
         self.version = 0
 
     @property
@@ -194,54 +199,80 @@ class Reader:
                         raise
                 Scope().sleep(POLL_S)
 
-    def pull(self) -> dict[str, NDArray[Any]]:
-        """Fetch the parameters as new arrays by name (float16 and bfloat16 as float32); all of one version if the job has
-        rounds.
+    def pull(
+        self,
+        *,
+        names: Sequence[str] | None = None,
+        out: Mapping[str, NDArray[Any]] | None = None,
+        newer_than: int | None = None,
+        timeout: float | None = None,
+    ) -> dict[str, NDArray[Any]]:
+        """Fetch the parameters by name (float16 and bfloat16 as float32); all of one version if the job has rounds.
 
         Without rounds they are the state after a certain number of each worker's pushes, the same on all shards.
 
+        Args:
+            names: fetch these tensors alone: names, or patterns such as "encoder.*", as in fnmatch. None: all.
+            out: fetch the tensors of these names, into these arrays, and return them. After an error the arrays are unchanged.
+            newer_than: wait until there is a later version than this one. Waiting loads neither the reader nor the shards. A
+                job that goes back to a checkpoint counts its versions from there.
+            timeout: seconds after which the call gives up; None: the wait timeout.
+
         Raises:
-            NotDeclared: no job, or no initial values, within the wait timeout.
-            WaitTimeout: the shards' blocks were not found at one version within the wait timeout.
+            InvalidRequest: a name that no tensor has, or an argument that makes no sense. InvalidTensor: an array in `out` has
+                another shape or dtype than its tensor.
+            NotDeclared: no job, or no initial values, in time.
+            WaitTimeout: there is no newer version in time, or the shards' blocks were not found at one version.
             ShardUnavailable: a shard could not be reached.
         """
+        wanted = WantedTensors(names, out)
+        if newer_than is not None and not 0 <= whole_number(InvalidRequest, "newer_than", newer_than) < INTEGER_MAX:
+            raise InvalidRequest(f"newer_than: must be from 0 to {INTEGER_MAX - 1}, got {newer_than}")
+        oldest = 0 if newer_than is None else newer_than + 1
+        timeout_s = self._config.wait_timeout_s if timeout is None else timeout
+        check_seconds(InvalidRequest, "timeout", timeout_s, 0, 30 * 86_400)
         self._last = None
         with explained(self._explain, self._config.report_after_s):
-            return self._pull()
+            return self._pull(wanted, oldest, timeout_s)
 
     def _explain(self, waited_s: float) -> None:
         why = self._health.silent() or ([str(self._last)] if self._last is not None else self._health.asked())
         logger.warning("psd: reader: pull has taken %.0f s: %s", waited_s, "; ".join(why) or "no shard has answered yet")
 
-    def _pull(self) -> dict[str, NDArray[Any]]:
+    def _pull(self, wanted: WantedTensors, oldest: int, timeout_s: float) -> dict[str, NDArray[Any]]:
         clock = RetryPolicy(0).clock
-        deadline = clock() + self._config.wait_timeout_s
-        ahead, seen = AHEAD, -1
+        deadline = clock() + timeout_s
+        ahead = 0  # rounds; doubled each time that the shards have gone on before they were asked
+        progress = -1
         while True:
             try:
                 replies = self._describe()
                 layout = self._layout_of(replies)
+                has_rounds = layout.spec.consistency.has_rounds
                 progress = max((reply.progress for reply in replies if reply.has_blocks), default=0)
-                rests = progress == seen
-                step, seen = (progress if rests else progress + ahead), progress
-                patience_s = PATIENCE_S if layout.spec.consistency.has_rounds else POSITIONS_PATIENCE_S
-                found = self._read(replies[0].run_id, layout, step, min(patience_s, deadline - clock()))
+                if has_rounds:
+                    step, patience_s = max(progress + ahead, oldest), PATIENCE_S if ahead else NEWEST_PATIENCE_S
+                else:
+                    _check_newer(progress, oldest)  # no shard knows when all workers will have got there
+                    step, patience_s = progress, POSITIONS_PATIENCE_S
+                found = self._read(replies[0].run_id, layout, wanted, step, min(patience_s, deadline - clock()))
             except CutMissed as error:
                 if self._layout is not None and not self._layout.spec.consistency.has_rounds:
                     Scope().sleep(POLL_S)
-                elif rests:
-                    seen = -1  # training was not paused after all
                 else:
-                    ahead *= 2
+                    ahead = max(1, 2 * ahead)
                 last: Exception = error
             except (WaitTimeout, NotDeclared) as error:
+                ahead = 0
                 last = error
                 Scope().sleep(POLL_S)
             else:
-                self.version = step if layout.spec.consistency.has_rounds else progress
+                self.version = step
                 return found
             self._last = last
             if clock() > deadline:
+                if progress >= 0:
+                    _check_newer(progress, oldest)
                 raise last
 
     def _describe(self) -> list[control_pb2.DescribeReply]:
@@ -263,26 +294,31 @@ class Reader:
             raise NotDeclared("the shards are going back to a checkpoint")
         return self._layout
 
-    def _read(self, run_id: str, layout: Layout, step: int, patience_s: float) -> dict[str, NDArray[Any]]:
-        request = data_pb2.ReadRequest(
-            run_id=run_id,
-            layout_digest=layout.digest,
-            cut=data_pb2.Cut(id=secrets.token_hex(8), step=step),
-        )
-        buffers = FlatBuffers(layout)
-        # Without rounds, workers choose their positions when every shard waits for them.
-        lanes = [lane for lane in self._shards.lanes if layout.blocks_of(lane.shard) or not layout.spec.consistency.has_rounds]
+    def _read(
+        self, run_id: str, layout: Layout, wanted: WantedTensors, step: int, patience_s: float
+    ) -> dict[str, NDArray[Any]]:
+        cut = data_pb2.Cut(id=secrets.token_hex(8), step=step)
+        blocks = wanted.blocks(layout)
+        has_rounds = layout.spec.consistency.has_rounds
+        if self._buffers is None or self._buffers.layout is not layout:
+            self._buffers = FlatBuffers(layout)
+        buffers = self._buffers
 
         def read_at(lane: Lane, call: Call) -> set[int]:
-            return lane.read(request, layout.blocks_of(lane.shard), buffers, call)
+            own = layout.blocks_of(lane.shard)
+            asked = [block for block in own if block.index in blocks] or own[:1]
+            request = data_pb2.ReadRequest(run_id=run_id, layout_digest=layout.digest, cut=cut)
+            if len(asked) < len(own):
+                request.blocks.extend(block.index for block in asked)
+            return lane.read(request, asked, buffers, call)
 
+        # Without rounds, workers choose their positions when every shard waits for them.
+        has_some = {index % layout.shard_count for index in blocks}
+        lanes = [lane for lane in self._shards.lanes if lane.shard in has_some or not has_rounds]
         found = self._shards.run(read_at, max(0.1, patience_s) + transfer_s(layout, lanes), lanes)
         if len(set().union(*found)) > 1:
             raise CutMissed("workers have joined, or were lost, while their positions were asked for")
-        return {
-            tensor.name: np.array(view, np.bool_ if tensor.dtype == "bool" else view.dtype)
-            for tensor, view in zip(layout.spec.tensors, buffers.views, strict=True)
-        }
+        return wanted.results(layout, buffers)
 
     def close(self) -> None:
         """Disconnect. Idempotent."""
@@ -293,3 +329,11 @@ class Reader:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self.close()
+
+
+def _check_newer(progress: int, oldest: int) -> None:
+    """Raise WaitTimeout if the newest version is older than what is asked for."""
+    if progress < oldest:
+        raise WaitTimeout(
+            f"newer_than: the newest version is {progress}, and there has come none above {oldest - 1}", missing=[]
+        )

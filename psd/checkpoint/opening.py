@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fsspec.implementations.local import LocalFileSystem
-
 from psd.checkpoint.advice import with_advice
-from psd.checkpoint.objects import ObjectStorage, connect
 from psd.checkpoint.storage import CrashPoint, FileStore, LocalStorage, no_crash
 from psd.contract.config import ConfigError
 from psd.contract.locations import cause, cleared, shown
@@ -24,6 +21,11 @@ def open_storage(url: str, crash_point: CrashPoint = no_crash) -> FileStore:
         raise ConfigError("checkpoint directory: expected a path or a URL, got an empty string")
     if "::" in url and "://" not in url:  # a path, which fsspec would take for a chain of URLs
         return LocalStorage(Path(url).expanduser().absolute(), crash_point)
+    # Only here: fsspec takes a while to load, and a shard without checkpoints needs none of it.
+    from fsspec.implementations.local import LocalFileSystem
+
+    from psd.checkpoint.objects import ObjectStorage, connect
+
     try:
         file_system, path = connect(url)
     except ImportError as error:

@@ -3,7 +3,7 @@ on machines, psd/cli/kubernetes/job.py and psd/cli/ray/job.py on a cluster.
 
     run_options.py  flags and help
     run.py          the commands and environments of shards and workers
-    job/            plan.py  what starts where;  policy.py  what to do about a death, a signal, a deadline;
+    job/            plan.py  what to start;  policy.py  what to do about a death, a signal, a deadline;  conductor.py  does it;
                     summary.py  the last lines
     hosts/          launcher.py  the loop: output, deaths, signals;  leader.py leads other hosts, follower.py follows;
                     rendezvous.py, ssh.py, slurm.py  how they find each other
@@ -30,8 +30,7 @@ from psd.cli import run_options
 from psd.cli.hosts import rendezvous, slurm, ssh
 from psd.cli.hosts.launcher import Launcher
 from psd.cli.hosts.proof import key_of
-from psd.cli.job.places import NodePlaces
-from psd.cli.job.plan import Meeting, MeetingTls, Plan
+from psd.cli.job.plan import HostPlan, JobPlan, Meeting, MeetingTls
 from psd.cli.kubernetes import job as kubernetes
 from psd.cli.kubernetes.job import Deployment
 from psd.cli.processes import malloc
@@ -39,7 +38,7 @@ from psd.cli.processes.own_arguments import hide_secrets
 from psd.cli.processes.state_directories import kept_run_id, private_path, url_file
 from psd.cli.ray import job as ray_job
 from psd.cli.ray.job import RayPlan
-from psd.cli.words.arguments import EXIT_FAILURE, SECRET_OPTIONS, exit_status, flag_of, values
+from psd.cli.words.arguments import CREDENTIAL_OPTIONS, EXIT_FAILURE, SECRET_OPTIONS, exit_status, flag_of, values
 from psd.cli.words.terminal import prepare_streams, show
 from psd.contract.config import SECURITY, ConfigError, Limits, ServerConfig
 from psd.contract.consistency import Consistency
@@ -63,7 +62,7 @@ CREDENTIALS = ("PSD_TLS_CA", "PSD_TLS_CERT", "PSD_TLS_KEY", "PSD_TOKEN_FILE")
 
 def parse(
     argv: Sequence[str] | None, environ: Mapping[str, str], run_id: str | None = None, node: int | None = None
-) -> Plan | Deployment | RayPlan:
+) -> HostPlan | Deployment | RayPlan:
     """Make the plan. A wrong option ends the process with status 2 and one line of explanation.
 
     Args:
@@ -91,56 +90,62 @@ def parse(
         given = {**values(args, run_options.TRAINING), **directories, "consistency": consistency}
         for_workers = {f"PSD_{name.upper()}": str(value) for name, value in given.items() if value is not None}
         for_all = run_options.environment(args.env, environ)
+        unused = [name for name in CREDENTIALS if not (args.token_file if name == "PSD_TOKEN_FILE" else args.tls_cert)]
+        handed_on = {name: value for name, value in environ.items() if name not in unused}
+        files = {name: {**handed_on, **for_all}.get(f"PSD_{name.upper()}", "") for name in CREDENTIAL_OPTIONS}
+        job = JobPlan(
+            run_id=run_id or run_id_of(_program(words)),
+            words=words,
+            places=places,
+            shards=shards,
+            restarts_max=args.max_restarts,
+            shard_restarts_max=run_options.SHARD_RESTARTS if args.max_shard_restarts is None else args.max_shard_restarts,
+            shard_environ=for_all,
+            for_workers={**malloc.environment(), **for_all, **for_workers},
+            files={name: file and str(Path(file).absolute()) for name, file in files.items()},
+        )
         if args.on == "kubernetes":
-            return kubernetes.deployment(args, words, shards, for_all, {**malloc.environment(), **for_all, **for_workers})
+            return kubernetes.deployment(args, job)
         kubernetes.check_absent(args)
         if args.on == "ray":
-            flags = _launched_flags(shards, args)
-            return ray_job.ray_plan(
-                args, words, run_id_of(_program(words)), flags, for_all, {**malloc.environment(), **for_all, **for_workers}
-            )
+            return ray_job.ray_plan(args, job, _launched_flags(shards, args))
         if args.tensorboard:
             tensorboard_module()
-        return _plan(args, words, places, shards, environ, for_all, for_workers, run_id, node)
+        return _host_plan(args, job, handed_on, for_workers, run_id, node)
     except InvalidRequest as error:
         parser.error(f"--{error}")
     except ConfigError as error:
         parser.error(str(error))
 
 
-def _plan(
+def _host_plan(
     args: argparse.Namespace,
-    words: Sequence[str],
-    places: NodePlaces,
-    shards: ServerConfig,
+    job: JobPlan,
     environ: Mapping[str, str],
-    for_all: Mapping[str, str],
     for_workers: Mapping[str, str],
     run_id: str | None,
     node: int | None,
-) -> Plan:
-    """The plan for machines that run psd-run."""
+) -> HostPlan:
+    """The plan for machines that run psd-run. environ: what their processes inherit. for_workers: what options say."""
+    words, places, for_all = job.words, job.places, job.shard_environ
     command = _worker_command(words)
     meeting = _meeting(args, node, words, environ, for_all)
     if meeting is None:
         run_options.check_one_host(args)
     if node is None:
         node = -1 if args.hosts else args.node_rank or 0
-    new_id = run_id or run_id_of(_program(words))
-    state_dirs = [_state_dir(args, new_id, number if meeting is not None else None) for number in range(places.nodes)]
+    state_dirs = [_state_dir(args, job.run_id, number if meeting is not None else None) for number in range(places.nodes)]
     kept = kept_run_id(state_dirs[node]) if node >= 0 else None
-    run_id = run_id or kept or new_id
+    run_id = run_id or kept or job.run_id
 
     if meeting is not None and node >= 0:
         _check_credentials(args, {**environ, **for_all})
-    unused = [name for name in CREDENTIALS if not (args.token_file if name == "PSD_TOKEN_FILE" else args.tls_cert)]
-    handed_on = {name: value for name, value in environ.items() if name not in unused}
-    shared = {"PYTHONUNBUFFERED": "1", **handed_on, **for_all, "PSD_RUN_ID": run_id}
+    shared = {"PYTHONUNBUFFERED": "1", **environ, **for_all, "PSD_RUN_ID": run_id}
     if meeting is not None:
         shared["PSD_NODE"] = f"{run_id}/{node}"
-    first, local = (places.ranks(node)[0], len(places.ranks(node))) if node >= 0 and places.ranks(node) else (0, 1)
+    local = len(places.ranks(node)) if node >= 0 else 0
     for_workers = {
-        "OMP_NUM_THREADS": str(max(1, _cores() // local)),
+        "OMP_NUM_THREADS": str(max(1, _cores() // max(1, local))),
         **malloc.environment(),
         **shared,
         "PSD_WORLD_SIZE": str(args.workers),
@@ -148,11 +153,7 @@ def _plan(
     }
 
     hidden = [name for name in SECRET_OPTIONS if has_secret(getattr(args, name))]
-    shard_flags = [f"--run-id={run_id}", *_launched_flags(shards, args, hidden), f"--rule-dir={_module_dir(words)}"]
-
-    def worker_environ(rank: int, servers: Sequence[str]) -> dict[str, str]:
-        who = {"PSD_RANK": str(rank), "PSD_LOCAL_RANK": str(rank - first)}
-        return {**for_workers, "PSD_SERVERS": ",".join(servers), **who}
+    shard_flags = [f"--run-id={run_id}", *_launched_flags(job.shards, args, hidden), f"--rule-dir={_module_dir(words)}"]
 
     def shard_command(index: int, listen: str, state_dir: Path) -> list[str]:
         which = ["--shard", f"{index}/{places.shards}", "--listen", listen, "--state-dir", str(state_dir)]
@@ -163,17 +164,10 @@ def _plan(
 
     dashboard = [*python_command("psd.cli.psdctl"), "dashboard"] if args.dashboard else []
     dashboard += ["--port", str(args.dashboard_port), "--any-port"] if args.dashboard_port is not None else []
-    return Plan(
-        run_id=run_id,
-        words=words,
-        places=places,
+    return HostPlan(
+        **{**vars(job), "run_id": run_id, "shard_environ": shared, "for_workers": for_workers},
         node=node,
         meeting=meeting,
-        on_worker_failure=args.on_worker_failure,
-        restarts_max=args.max_restarts,
-        shard_restarts_max=run_options.SHARD_RESTARTS if args.max_shard_restarts is None else args.max_shard_restarts,
-        grace_s=args.grace_s,
-        checkpoint_dir=args.checkpoint_dir,
         log_dir=Path(args.log_dir).absolute() if args.log_dir else None,
         urls={url_file(name): getattr(args, name) for name in hidden},
         state_dirs=state_dirs,
@@ -182,8 +176,6 @@ def _plan(
         shard_command=shard_command,
         worker_command=command,
         dashboard_command=dashboard,
-        shard_environ=shared,
-        worker_environ=worker_environ,
     )
 
 
@@ -299,10 +291,10 @@ def _cores() -> int:
         return os.cpu_count() or 1
 
 
-def plan_again(argv: Sequence[str], run_id: str | None, node: int) -> Plan:
+def plan_again(argv: Sequence[str], run_id: str | None, node: int) -> HostPlan:
     """Make the plan of one node of a job on several hosts, with the run id that all have agreed on."""
     plan = parse(argv, os.environ, run_id, node)
-    assert isinstance(plan, Plan)
+    assert isinstance(plan, HostPlan)
     return plan
 
 
@@ -318,7 +310,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(argv: Sequence[str]) -> int:
     plan = parse(argv, os.environ)
-    if not isinstance(plan, Plan):
+    if not isinstance(plan, HostPlan):
         return plan.run()
     if plan.meeting is None:
         return Launcher(plan).run()

@@ -53,7 +53,7 @@ from psd.contract.config import (
 )
 from psd.contract.environment import crash_point
 from psd.contract.errors import PsdError
-from psd.contract.launching import HAS_STORED
+from psd.contract.launching import HAS_ALL_STORED, HAS_STORED
 from psd.contract.settings import settings_of
 
 if TYPE_CHECKING:
@@ -269,10 +269,19 @@ def _serve(server: ShardServer, config: ServerConfig, wakeups: Wakeups, heard: l
 
     def drain() -> None:
         try:
-            server.drain(grace_s)
+            server.drain(grace_s, on_stored)
             wakeups.send(_DRAINED)
         finally:
             wakeups.send(_FAILED)  # read only if nothing came before; the traceback is threading's
+
+    said: list[str] = []
+
+    def on_stored() -> None:
+        is_last = server.last_checkpoint and not server.done.is_set()
+        if not is_last:
+            say(f"{name} {HAS_ALL_STORED}")
+        elif server.last_checkpoint not in said:
+            say(f"{name} {HAS_STORED}: {server.last_checkpoint}")
 
     if config.exit_when_done:
         threading.Thread(target=watch, daemon=True).start()
@@ -280,6 +289,7 @@ def _serve(server: ShardServer, config: ServerConfig, wakeups: Wakeups, heard: l
     def take_last_checkpoint() -> None:
         try:
             server.take_last_checkpoint(config.grace_s)
+            said.append(server.last_checkpoint)
             say(f"{name} {HAS_STORED}: {server.last_checkpoint}")
         except PsdError as error:
             say(f"{name} takes no checkpoint while workers train: {error}")

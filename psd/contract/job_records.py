@@ -96,9 +96,9 @@ class JobEntry:
         self._path = directory / f"{secrets.token_hex(8)}{_SUFFIX}"  # the job's next run may have its name, and must stay
         self._write()
 
-    def change(self, *, dashboard: str) -> None:
-        """Change the address of the dashboard. Raises OSError if writing fails."""
-        self._record = replace(self._record, dashboard=dashboard)
+    def change(self, **fields: Any) -> None:
+        """Change fields of the record. Raises OSError if writing fails."""
+        self._record = replace(self._record, **fields)
         self._write()
 
     def remove(self) -> None:

@@ -28,8 +28,17 @@ STORED_PATTERN = r"psd-server: INFO stored checkpoint (\S+)"
 
 HAS_STORED = "has stored the last checkpoint"
 
-LAST_CHECKPOINT_PATTERN = rf"psd-server: shard 0/\d+ ({HAS_STORED}|takes no checkpoint while workers train): .*"
-"""Shard 0's line on standard error that answers LAST_CHECKPOINT_SIGNAL; psd-run waits for it."""
+LAST_CHECKPOINT_PATTERN = (
+    rf"psd-server: (?:shard \d+/\d+ ({HAS_STORED})|shard 0/\d+ takes no checkpoint while workers train): .*"
+)
+"""A shard's line on standard error that says that all have stored the last checkpoint, or shard 0's that LAST_CHECKPOINT_SIGNAL
+is in vain; psd-run waits for one of them."""
+
+HAS_ALL_STORED = "has nothing left to store"
+
+ALL_STORED_PATTERN = rf"psd-server: shard (\d+)/(\d+) {HAS_ALL_STORED}"
+"""The line on standard error of a shard with checkpoints that ends, once its part of the last one is stored; psd-run recognizes
+it: from then on the shard's death does no harm."""
 
 DASHBOARD_PATTERN = r"dashboard: (https?://[^\s#]+/)(?:#\S*)?(?: .*)?"
 """The line of psdctl dashboard that tells its address, which may have a token after it; psd-run recognizes it."""

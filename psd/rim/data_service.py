@@ -128,7 +128,7 @@ class DataService:
             if snapshot.why_missed:
                 raise CutMissed(f"cut.step: cut {request.cut.id} at step {request.cut.step}: {snapshot.why_missed}")
             positions = snapshot.positions.digest if snapshot.positions is not None else 0
-            for index in list(snapshot.pages):
+            for index in request.blocks or list(snapshot.pages):
                 page = snapshot.pages.pop(index)
                 yield self._frame(PulledBlock(snapshot.job.blocks[index], (page.version, page)), positions=positions)
         finally:

@@ -306,10 +306,10 @@ class ShardServer:
             raise CheckpointFailed("this shard was started without --checkpoint-dir")
         self._last_checkpoint.take(timeout_s)
 
-    def drain(self, grace_s: float) -> None:
+    def drain(self, grace_s: float, on_stored: Callable[[], None] = lambda: None) -> None:
         """Stop in order. If workers train, take the last checkpoint in the first half of `grace_s` seconds; then refuse new
         work, end waits with Draining, and give calls in progress some of the time left. Last, store what the shards hold,
-        unless that checkpoint was taken."""
+        unless that checkpoint was taken; call `on_stored` if all that is to be stored is."""
         ends_at = time.monotonic() + grace_s
         self._is_ending = True
         self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
@@ -323,14 +323,14 @@ class ShardServer:
                 logger.info("no checkpoint was taken while workers train: %s", error)
         self.shard.drain()
         left_s = max(0.0, ends_at - time.monotonic())
-        self._stop(left_s if last is None or last.name else left_s / 2, ends_at)
+        self._stop(left_s if last is None or last.name else left_s / 2, ends_at, on_stored)
 
     def stop(self) -> None:
         """Stop at once; calls in progress are cut off."""
         self.shard.drain()
         self._stop(None, None)
 
-    def _stop(self, grace_s: float | None, ends_at: float | None) -> None:
+    def _stop(self, grace_s: float | None, ends_at: float | None, on_stored: Callable[[], None] = lambda: None) -> None:
         self._stopping.set()
         if self._ticker.is_alive():
             self._ticker.join()
@@ -349,6 +349,8 @@ class ShardServer:
                 least_s = self._config.grace_s if self.done.is_set() else 0.0
                 self._last_checkpoint.settle(max(least_s, ends_at - time.monotonic()))
             self._checkpointer.stop()
+            if not self.has_failed_to_store:
+                on_stored()
             if self._last_checkpoint is not None and ends_at is not None:
                 self._last_checkpoint.end()
         # Workers have fetched a job that is done, and it is stored if that was asked for; left files would only be mistaken

@@ -6,6 +6,7 @@ Must not know sessions, leases or tickets.
 from __future__ import annotations
 
 import contextlib
+import struct
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property, partial
 
@@ -38,6 +39,8 @@ from psd.state.workers.membership import Membership
 from psd.v1 import job_pb2
 from psd_core.arena import Arena, BlockShape, Page
 from psd_core.table import TableSnapshot, TableStore
+
+_TIME, _WORD = struct.Struct("<d"), struct.Struct("<Q")
 
 
 class Job:
@@ -206,6 +209,17 @@ class Job:
         """Store the order of the latest cut, also for the shard's next process: the next cut's must be greater."""
         if order > self.arena.word("cut_order"):
             self.arena.set_word("cut_order", order)
+
+    @property
+    def left_at(self) -> float:
+        """Time at which the last worker left, by its own clock, in seconds since 1970; 0: none has, or it did not say."""
+        (found,) = _TIME.unpack(_WORD.pack(self.arena.word("left_at")))
+        return float(found)
+
+    def note_left(self, left_at: float) -> None:
+        """Store when a worker has left, also for the shard's next process: it is the time of the final checkpoint."""
+        (word,) = _WORD.unpack(_TIME.pack(max(left_at, self.left_at)))
+        self.arena.set_word("left_at", word)
 
     def check_scalars(self, scalars: Scalars) -> None:
         """Raise InvalidRequest unless there is one entry per group, each valid for its rule."""

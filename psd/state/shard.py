@@ -210,6 +210,8 @@ class Shard:
         job = self._core.initialized()
         job.check_digest(request.layout_digest)
         check_cuts([request.cut])
+        if len({job.block(index).index for index in request.blocks}) < len(request.blocks):
+            raise InvalidRequest(f"blocks: one of these {len(request.blocks)} is named twice")
         snapshot = Snapshot(request.cut, job, done)
         self.cuts.begin(snapshot)
         return snapshot

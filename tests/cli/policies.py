@@ -1,6 +1,7 @@
 """Jobs of psd-run without a process, and what its policy does and says."""
 
-from psd.cli.job.policy import Action, JobPolicy, Name, Say
+from psd.cli.job.actions import Action, Name, Say
+from psd.cli.job.policy import JobPolicy
 
 SHARDS = [Name("shard", 0), Name("shard", 1)]
 WORKERS = [Name("worker", 0), Name("worker", 1)]

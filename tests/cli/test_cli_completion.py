@@ -78,5 +78,5 @@ def test_fish_completes_the_words_of_all_three_programs(shell):
     _, path = shell
     for line, completed in TYPED.items():
         text = f"source ./script; complete -C '{line}' | cut -f1"
-        found = subprocess.run([path, "-c", text], capture_output=True, text=True, timeout=20, check=True)
+        found = subprocess.run([path, "-c", text], capture_output=True, text=True, timeout=100, check=True)
         assert found.stdout.split() == completed.split()[-1:]

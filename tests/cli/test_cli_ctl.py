@@ -123,7 +123,7 @@ def test_status_when_a_worker_waits_for_another_then_it_says_so_in_text_and_json
     finally:
         may_end.set()
         for worker in workers:
-            worker.join(30)
+            worker.join(100)
 
     assert status == 0
     shown = capsys.readouterr().out

@@ -7,7 +7,7 @@ from signal import SIGCHLD, signal
 
 import pytest
 
-from psd.cli.job.policy import Name
+from psd.cli.job.actions import Name
 from psd.cli.processes.host_processes import CANNOT_START, HostProcesses
 from psd.cli.run import parse
 

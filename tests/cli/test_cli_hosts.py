@@ -30,7 +30,8 @@ from psd.cli.hosts.leader import (
 )
 from psd.cli.hosts.link import NodeLink
 from psd.cli.hosts.proof import key_of, proof_of
-from psd.cli.job.policy import JobPolicy, Name, Phase, Send, Start
+from psd.cli.job.actions import Name, Send, Start
+from psd.cli.job.policy import JobPolicy, Phase
 from psd.cli.run import parse
 from psd.cli.words.arguments import EXIT_HOST_LOST
 from psd.contract.config import ConfigError

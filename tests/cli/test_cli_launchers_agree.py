@@ -22,7 +22,7 @@ from played_ray import PlayedRay
 
 from psd.cli import run
 from psd.cli.hosts import slurm
-from psd.cli.job.plan import Plan
+from psd.cli.job.plan import HostPlan
 from psd.cli.kubernetes import manifests
 from psd.cli.ray import job as ray_job
 from psd.cli.ray import shards as ray_shards
@@ -31,6 +31,7 @@ from psd.cli.words.arguments import EXIT_CHECKPOINT, LAST_CHECKPOINT_SIGNAL
 from psd.cli.words.logs import Settings
 from psd.contract.config import SECURITY, Limits, ServerConfig
 from psd.contract.environment import VARIABLES
+from psd.contract.job_records import JobRecord, running_jobs
 from psd.contract.launching import HAS_STORED
 from psd.contract.settings import settings_of
 
@@ -92,14 +93,15 @@ def _beside_a_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "train.py").write_text("")
     (tmp_path / "mine_of_psd.py").write_text(RULES)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PSD_JOBS_DIR", str(tmp_path / "jobs"))
 
 
 def here(words: list[str], environ: Mapping[str, str] = {}) -> Found:
     plan = run.parse(words, environ)
-    assert isinstance(plan, Plan)
+    assert isinstance(plan, HostPlan)
     if plan.meeting is not None:  # as the psd-run of the second node does
         plan = run.parse(words, environ, "run-7", 1)
-        assert isinstance(plan, Plan)
+        assert isinstance(plan, HostPlan)
     command = plan.shard_command(1, SERVERS[1], Path("/state/shard-1"))
     shard = list(command[command.index("psd.cli.server") + 1 :])
     return Found(shard, files(rule_dir(shard)), plan.shard_environ, plan.worker_environ(1, SERVERS))
@@ -139,23 +141,28 @@ class Played(NamedTuple):
 
     Attributes:
         shards: by index, what each psd-server was started with: words, modules, environment; and its standard input.
-        workers: by rank, the environment of each of its lives. events: signals that were sent. status: of psd-run.
+        workers: by rank, the environment of each of its lives. events: signals that were sent, and shards that began.
+        listed: the jobs of this machine, as worker 0 trained. status: of psd-run.
     """
 
     shards: dict[int, tuple[list[str], set[str], Mapping[str, str], io.StringIO]]
     workers: dict[int, list[Mapping[str, str]]]
     events: list[tuple[str, int]]
+    listed: list[JobRecord]
     status: int
 
 
 @pytest.fixture
 def play(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[..., Played]]:
-    """play(words, statuses): runs a job on Ray whose shards are ready at once, and end in order; statuses: of worker 1's lives,
-    before the one that finishes; None: it trains on, and somebody presses Ctrl-C."""
+    """play(words, statuses): runs a job on Ray whose shards are ready at once, and end in order.
+
+    statuses: of worker 1's lives, before the one that finishes; None: it trains on, and somebody presses Ctrl-C.
+    shard_statuses: of the lives of each shard; the last is that of all that follow.
+    """
     before = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
 
-    def job(words: list[str], statuses: Sequence[int | None] = (), shard_status: int = 0) -> Played:
-        played = Played({}, {}, [], 0)
+    def job(words: list[str], statuses: Sequence[int | None] = (), shard_statuses: Sequence[int] = (0,)) -> Played:
+        played = Played({}, {}, [], [], 0)
 
         finished: set[int] = set()
         all_have = threading.Event()
@@ -169,6 +176,9 @@ def play(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[.
                 words = command[command.index("psd.cli.server") + 1 :]
                 self._which = words[words.index("--shard") + 1]
                 self._signals: queue.SimpleQueue[int] = queue.SimpleQueue()
+                life = [which for which, signum in played.events if signum == 0].count(self._which)
+                self._status = shard_statuses[min(life, len(shard_statuses) - 1)]
+                played.events.append((self._which, 0))
                 self.stdin, self.stdout = Heard(), self._lines()
                 played.shards[int(self._which[0])] = words, files(rule_dir(words)), env, self.stdin
 
@@ -182,7 +192,7 @@ def play(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[.
                 yield f"psd-server: shard {self._which} done: all workers have left\n"
 
             def wait(self, _timeout: float | None = None) -> int:
-                return shard_status
+                return self._status
 
             def kill(self) -> None:
                 self._signals.put(signal.SIGKILL)
@@ -200,6 +210,7 @@ def play(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[.
 
             def run(self, life: int, _command: Any, _script: Any, environ: Mapping[str, str], _ready: None) -> int:
                 played.workers.setdefault(self._rank, []).append(environ)
+                played.listed.extend(running_jobs() if self._rank == 0 else ())
                 status = statuses[life - 1] if self._rank == 1 and life <= len(statuses) else 0
                 if status is None:
                     os.kill(os.getpid(), signal.SIGINT)
@@ -323,11 +334,37 @@ def test_a_job_on_ray_that_is_told_to_end_takes_a_last_checkpoint_first(play: Ca
 
     assert played.status == 130
     shards = {"shard 0/2", "shard 1/2"}
-    assert {played.events[0], played.events[1]} == {(shard, LAST_CHECKPOINT_SIGNAL) for shard in shards}
-    assert played.events[2] == ("worker 1", signal.SIGTERM)
-    assert {event for event in played.events if event[1] == signal.SIGTERM} >= {(shard, signal.SIGTERM) for shard in shards}
+    signals = [event for event in played.events if event[1]]
+    assert {signals[0], signals[1]} == {(shard, LAST_CHECKPOINT_SIGNAL) for shard in shards}
+    assert signals[2] == ("worker 1", signal.SIGTERM)
+    assert {event for event in signals if event[1] == signal.SIGTERM} >= {(shard, signal.SIGTERM) for shard in shards}
 
 
 def test_a_job_on_ray_whose_last_checkpoint_was_not_stored_says_so(play: Callable[..., Played]) -> None:
     """By its status, and by a line."""
-    assert play(["--checkpoint-dir", "memory://run", "train.py"], shard_status=EXIT_CHECKPOINT).status == EXIT_CHECKPOINT
+    assert play(["--checkpoint-dir", "memory://run", "train.py"], (), [EXIT_CHECKPOINT]).status == EXIT_CHECKPOINT
+
+
+@pytest.mark.parametrize(
+    ("options", "lives"), [(["--checkpoint-dir", "memory://run"], 2), ([], 1)], ids=["checkpoints", "none"]
+)
+def test_a_shard_on_ray_that_is_killed_while_it_stores_a_finished_job_is_started_again(
+    play: Callable[..., Played], options: list[str], lives: int
+) -> None:
+    """As psd-run's own are. One that has nothing to store is done."""
+    played = play([*options, "train.py"], (), [-signal.SIGKILL, 0])
+
+    assert played.status == 0
+    assert [event for event in played.events if event[1] == 0] == [("0/1", 0)] * lives
+
+
+def test_a_job_on_ray_is_listed_while_it_runs(play: Callable[..., Played]) -> None:
+    """With the addresses of its shards, for psdctl on this machine."""
+    played = play(["--shards", "2", "--workers", "2", "train.py"])
+
+    assert played.status == 0
+    (job,) = played.listed
+    environ = played.workers[0][0]
+    assert (job.name, job.servers, job.workers) == (environ["PSD_RUN_ID"], tuple(SERVERS), 2)
+    assert (job.command, job.pid) == (("train.py",), os.getpid())
+    assert running_jobs() == []

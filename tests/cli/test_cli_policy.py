@@ -5,6 +5,7 @@ from signal import SIGINT, SIGKILL, SIGTERM
 import pytest
 from policies import SHARDS, WORKERS, deeds, running, said, starting
 
+from psd.cli.job.actions import Say, Send, Start, Tell
 from psd.cli.job.policy import (
     KILL_S,
     READY_REPORT_S,
@@ -14,10 +15,6 @@ from psd.cli.job.policy import (
     SHARDS_END_S_PER_WORKER,
     SHARDS_SLACK_S,
     Phase,
-    Say,
-    Send,
-    Start,
-    Tell,
 )
 
 

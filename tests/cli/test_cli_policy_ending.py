@@ -5,15 +5,8 @@ from signal import SIGINT, SIGKILL, SIGPIPE, SIGTERM
 import pytest
 from policies import SHARDS, WORKERS, deeds, running, said
 
-from psd.cli.job.policy import (
-    SAVING_SLACK_S,
-    SHARDS_END_S,
-    JobPolicy,
-    Name,
-    Phase,
-    Send,
-    Start,
-)
+from psd.cli.job.actions import Name, Send, Start
+from psd.cli.job.policy import SAVING_SLACK_S, SHARDS_END_S, JobPolicy, Phase
 from psd.cli.words.arguments import EXIT_CHECKPOINT, LAST_CHECKPOINT_SIGNAL
 
 
@@ -35,21 +28,21 @@ def test_on_signal_when_there_are_checkpoints_then_one_is_taken_before_workers_e
 
 
 @pytest.mark.parametrize(
-    "happens",
+    ("happens", "status"),
     [
-        lambda policy: policy.on_signal(SIGINT, now=2),
-        lambda policy: policy.on_deadline(11 + SAVING_SLACK_S),
-        lambda policy: policy.on_exit(SHARDS[1], -SIGKILL, now=2),
+        (lambda policy: policy.on_signal(SIGINT, now=2), 130),
+        (lambda policy: policy.on_deadline(11 + SAVING_SLACK_S), 130),
+        (lambda policy: policy.on_exit(SHARDS[1], -SIGKILL, now=2), EXIT_CHECKPOINT),
     ],
     ids=["a second signal", "the deadline", "a shard's death"],
 )
-def test_on_signal_when_the_checkpoint_does_not_come_then_the_job_is_stopped_without(happens):
+def test_on_signal_when_the_checkpoint_does_not_come_then_the_job_is_stopped_without(happens, status):
     policy = running(shard_restarts_max=0, has_checkpoints=True)
     policy.on_signal(SIGINT, now=1)
 
     assert deeds(happens(policy)) == [Send(worker, SIGTERM) for worker in WORKERS]
     assert Send(WORKERS[0], SIGKILL) in deeds(policy.on_signal(SIGINT, now=14))
-    assert policy.status == 130
+    assert policy.status == status
 
 
 def test_on_exit_when_a_shard_dies_while_the_checkpoint_is_taken_then_it_starts_again_and_takes_part():
@@ -107,6 +100,90 @@ def test_on_exit_when_a_shard_dies_while_it_stores_a_job_that_all_workers_have_l
     policy.on_done(SHARDS[0])
     for shard in SHARDS:
         policy.on_exit(shard, 0, now=6)
+    assert (policy.phase, policy.status) == (Phase.ENDED, 0)
+
+
+def finished(shard_restarts_max: int = 0, *, done: list[Name] = SHARDS) -> JobPolicy:
+    """A job with checkpoints all of whose workers have left these shards, and have ended well."""
+    policy = running(shard_restarts_max=shard_restarts_max, has_checkpoints=True)
+    for shard in done:
+        policy.on_done(shard)
+    for worker in WORKERS:
+        policy.on_exit(worker, 0, now=1)
+    return policy
+
+
+@pytest.mark.parametrize("done", [SHARDS, SHARDS[:1], []])
+@pytest.mark.parametrize("killed", [SHARDS, SHARDS[1:]])
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_on_exit_when_shards_die_for_good_before_their_parts_are_stored_then_the_status_says_so(done, killed, restarts):
+    policy = finished(restarts, done=done)
+    for shard in killed:
+        while Start(shard) in policy.on_exit(shard, -SIGKILL, now=2):
+            policy.on_ready(shard, now=3)
+            policy.on_done(shard)
+    for shard in {*SHARDS} - {*killed}:
+        policy.on_exit(shard, 0, now=4)
+
+    assert (policy.phase, policy.status) == (Phase.ENDED, EXIT_CHECKPOINT)
+
+
+def test_on_exit_when_a_shard_dies_once_its_part_is_stored_then_it_is_neither_started_again_nor_missed():
+    policy = finished(shard_restarts_max=10)
+    policy.on_stored(SHARDS[1])
+
+    died = policy.on_exit(SHARDS[1], -SIGKILL, now=2)
+    policy.on_exit(SHARDS[0], 0, now=2)
+
+    assert deeds(died) == []
+    assert "after all workers had ended" in said(died)
+    assert (policy.phase, policy.status) == (Phase.ENDED, 0)
+
+
+def test_on_exit_when_shards_die_for_good_once_one_of_them_says_that_all_have_stored_it_then_nothing_is_missed():
+    """The first dies before it hears so."""
+    policy = running(shard_restarts_max=0, has_checkpoints=True)
+    policy.on_signal(SIGTERM, now=1)
+    policy.on_saved(now=2, is_stored=False)
+    for worker in WORKERS:
+        policy.on_exit(worker, -SIGTERM, now=3)
+    policy.on_exit(SHARDS[0], -SIGKILL, now=4)
+    policy.on_saved(now=5, is_stored=True)
+    policy.on_exit(SHARDS[1], -SIGKILL, now=6)
+
+    assert (policy.phase, policy.status) == (Phase.ENDED, 143)
+
+
+@pytest.mark.parametrize(("has_stored", "status"), [(False, EXIT_CHECKPOINT), (True, 0)])
+def test_on_lost_when_a_host_is_lost_with_a_shard_that_stores_a_finished_job_then_the_status_says_so(has_stored, status):
+    policy = finished()
+    if has_stored:
+        policy.on_stored(SHARDS[1])
+    policy.on_lost([SHARDS[1]], "node 1 was lost", now=2)
+    policy.on_exit(SHARDS[0], 0, now=3)
+
+    assert (policy.phase, policy.status) == (Phase.ENDED, status)
+
+
+@pytest.mark.parametrize("ends", [lambda policy: policy.on_deadline(policy.deadline), lambda policy: []])
+def test_on_deadline_when_shards_do_not_store_what_a_finished_job_has_learnt_in_time_then_the_status_says_so(ends):
+    """They are killed, or end by themselves with an error."""
+    policy = finished(done=SHARDS[:1])
+    policy.on_exit(SHARDS[0], 0, now=2)
+    policy.on_deadline(policy.deadline)
+    assert policy.phase is Phase.STOPPING_SHARDS
+    killed = ends(policy)
+    policy.on_exit(SHARDS[1], -SIGKILL if killed else 1, now=30)
+
+    assert (policy.phase, policy.status) == (Phase.ENDED, EXIT_CHECKPOINT)
+
+
+def test_on_exit_when_a_job_without_checkpoints_loses_a_shard_at_its_end_then_nothing_is_missed():
+    policy = running(shard_restarts_max=0)
+    for name in (*WORKERS, SHARDS[0]):
+        policy.on_exit(name, 0, now=1)
+    policy.on_exit(SHARDS[1], -SIGKILL, now=1)
+
     assert (policy.phase, policy.status) == (Phase.ENDED, 0)
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from psd.cli.hosts.launcher import Launcher
+from psd.cli.job.actions import Name
 from psd.cli.job.places import NodePlaces, spread
-from psd.cli.job.policy import Name
 from psd.cli.run import main, parse
 from psd.cli.server import parse as parse_shard
 from psd.contract.environment import VARIABLES

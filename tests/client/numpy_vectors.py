@@ -65,7 +65,7 @@ class Space:
             self._arrived += 1
             opens = self._opened + 1
             self._open_if_complete()
-            assert self._changed.wait_for(lambda: self._opened >= opens, timeout=10)
+            assert self._changed.wait_for(lambda: self._opened >= opens, timeout=100)
 
     def _open_if_complete(self):
         if self._arrived >= self._present:

@@ -317,7 +317,17 @@ def test_by_name_when_there_is_no_such_item_then_says_what_there_is() -> None:
 
 
 @pytest.mark.process
-def test_package_when_imported_then_imports_no_framework() -> None:
-    """A NumPy user needs neither torch nor TensorFlow, and a server never sees them."""
-    code = "import sys, psd_client; assert not {'torch', 'tensorflow', 'psd.rim', 'psd.state'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+@pytest.mark.parametrize(
+    ("module", "unneeded"),
+    [
+        ("psd_client", {"torch", "tensorflow", "fsspec", "psd.rim", "psd.state", "psd.checkpoint"}),
+        ("psd.rim.server", {"torch", "fsspec", "psd_client"}),
+        ("psd.cli.server", {"grpc", "fsspec", "psd.rim"}),
+        ("psd.cli.run", {"grpc", "fsspec", "psd.rim"}),
+        ("psd.cli.psdctl", {"fsspec", "psd.rim", "psd.checkpoint", "aiohttp", "textual"}),
+    ],
+)
+def test_package_when_imported_then_imports_nothing_that_it_may_not_need(module: str, unneeded: set[str]) -> None:
+    """A NumPy user needs no framework, a shard without checkpoints no stores, `psdctl status` no checkpoints."""
+    code = f"import sys, {module}; assert not (found := {unneeded!r} & set(sys.modules)), found"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=100)

@@ -364,7 +364,7 @@ def test_program_when_it_ends_without_close_then_leaves(
     script = tmp_path / "program.py"
     script.write_text(PROGRAM.format(servers=c.servers, end=end, main=main))
 
-    subprocess.run([sys.executable, str(script)], timeout=60, check=False, stderr=subprocess.DEVNULL)
+    subprocess.run([sys.executable, str(script)], timeout=200, check=False, stderr=subprocess.DEVNULL)
 
     assert [shard.shard._core.members.worker(0).state for shard in c.shards] == [state, state]
 

@@ -99,11 +99,11 @@ def test_program_when_back_propagation_has_failed_then_ends_with_its_error_and_t
     running = cluster(2, lease_s=600)
     child = subprocess.Popen([sys.executable, "-c", PROGRAM, running.servers, transport], stderr=subprocess.PIPE, text=True)
     try:
-        with psd_client.connect(running.servers, 0, 2, transport=transport, wait_timeout=60) as ps:
+        with psd_client.connect(running.servers, 0, 2, transport=transport, wait_timeout=200) as ps:
             model, optimizer = distributed(ps)
             backward(model, 0, 0)
             optimizer.step()
-        _, errors = child.communicate(timeout=60)
+        _, errors = child.communicate(timeout=200)
     finally:
         child.kill()
     assert child.returncode == 1

@@ -438,7 +438,7 @@ def test_leave_when_a_shard_was_restarted_meanwhile_then_is_heard(job: Restartab
 
     ps.close()
 
-    assert job.shards[1].done.wait(10)
+    assert job.shards[1].done.wait(100)
 
 
 def test_rejoin_when_the_round_it_had_committed_is_decided_later_then_all_shards_hear_of_it(job: Restartable) -> None:

@@ -89,7 +89,7 @@ def test_an_end_is_half_closed_as_a_socket_is(ends: tuple[TlsSocket, TlsSocket])
     waiting = threading.Thread(target=lambda: received(there, 1))
     waiting.start()
     there.shutdown(socket.SHUT_RD)
-    waiting.join(10)
+    waiting.join(100)
     assert not waiting.is_alive()
 
 

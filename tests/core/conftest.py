@@ -1,6 +1,7 @@
 """Helpers of the kernel tests."""
 
 import ctypes
+import fcntl
 import os
 import shutil
 import subprocess
@@ -54,8 +55,18 @@ def library(request, tmp_path_factory):
         pytest.skip("no C compiler")
     if request.param in ("fma", "avx512f") and request.param not in CPU_FLAGS:
         pytest.skip(f"this processor has no {request.param}")
-    path = tmp_path_factory.mktemp("kernels") / "kernels.so"
-    sources = sorted(str(source) for source in CSRC.glob("*.c") if not source.name.startswith("table"))
-    flags = ["-std=c11", "-ffp-contract=off", "-fno-math-errno", "-DPSD_ONE_VERSION", *VARIANTS[request.param]]
-    subprocess.run([COMPILER, "-shared", "-fPIC", *flags, *sources, "-o", str(path), "-lm"], check=True)
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent  # which all processes of this run share: it takes longer to compile than all tests with it
+    path = folder / f"kernels-{request.param}.so"
+    with path.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            _compile(path, VARIANTS[request.param])
     return ctypes.CDLL(str(path))
+
+
+def _compile(path, variant):
+    sources = sorted(str(source) for source in CSRC.glob("*.c") if not source.name.startswith("table"))
+    flags = ["-std=c11", "-ffp-contract=off", "-fno-math-errno", "-DPSD_ONE_VERSION", *variant]
+    subprocess.run([COMPILER, "-shared", "-fPIC", *flags, *sources, "-o", str(path), "-lm"], check=True)

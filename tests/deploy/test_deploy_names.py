@@ -102,7 +102,7 @@ def test_a_shard_that_returns_at_another_address_is_found_there_and_has_lost_not
             names.names[NAME] = address
         may_go_on.release(STEPS_EACH)
 
-        assert total.result(60).tolist() == [-last] * 8
+        assert total.result(200).tolist() == [-last] * 8
 
 
 def test_a_channel_that_does_not_reach_its_shard_is_replaced(names, life, monkeypatch):

@@ -110,13 +110,13 @@ def test_dcgan_when_a_worker_and_a_shard_are_killed_then_ends_as_if_nothing_had_
 
 
 def trained_dcgan(*, is_disturbed: bool) -> dict[str, Any]:
-    """The result of 200 steps; if disturbed, worker 1 and then shard 1 are killed after 100 of them."""
+    """The result of 150 steps; if disturbed, worker 1 and then shard 1 are killed after 100 of them."""
     options = ("--shards", "2", "--workers", "2", "--aggregation", "exact", "--max-restarts", "1", "--lease", "60")
-    run = Job(*options, str(EXAMPLES / "dcgan.py"), "--steps", "200", "--batch-size", "32")
+    run = Job(*options, str(EXAMPLES / "dcgan.py"), "--steps", "150", "--batch-size", "32")
     try:
         run.wait_until_ready()
         if is_disturbed:
-            run.line(r"worker 0\] step +100 of 200")
+            run.line(r"worker 0\] step +100 of 150")
             os.kill(run.worker_pid(1), SIGKILL)
             run.line(r"worker 1\] goes on with step 1\d\d")
             os.kill(run.shard_pid(1), SIGKILL)

@@ -3,13 +3,30 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
 import psd_client
+from psd.state.shard import Shard
+from psd_client.lanes.grpc_frames import BlockAnswer
+from psd_client.lanes.shard_lane import ShardLane
+
+
+@pytest.fixture
+def steps_asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The version of each cut that a shard is asked for."""
+    asked: list[int] = []
+    read = ShardLane.read
+
+    def note(self: ShardLane, request: Any, *arguments: Any) -> Any:
+        asked.append(request.cut.step)
+        return read(self, request, *arguments)
+
+    monkeypatch.setattr(ShardLane, "read", note)
+    return asked
 
 
 def train(
@@ -57,8 +74,8 @@ def test_a_reader_sees_one_version_while_others_train(cluster: Callable[..., Any
     assert all(len(shard.shard._core.members.workers) == 2 for shard in running.shards)
 
 
-def test_a_reader_reads_a_job_that_rests(cluster: Callable[..., Any]) -> None:
-    """No round closes; the reader takes what is there."""
+def test_a_reader_reads_a_job_that_rests(cluster: Callable[..., Any], steps_asked: list[int]) -> None:
+    """No round closes; the reader takes what is there, at the first attempt."""
     running = cluster(2)
     with (
         psd_client.connect(running.servers, 0, 1) as ps,
@@ -71,6 +88,173 @@ def test_a_reader_reads_a_job_that_rests(cluster: Callable[..., Any]) -> None:
 
         assert reader.version == 1
         np.testing.assert_array_equal(params["w"], np.arange(20_000, dtype=np.float32) - 1)
+        assert steps_asked == [1, 1]
+
+
+def test_a_reader_in_the_midst_of_a_round_takes_the_version_before(cluster: Callable[..., Any], steps_asked: list[int]) -> None:
+    """However long the round takes: one worker has pushed, the other one computes. Rounds of 0.6 s once starved a reader."""
+    running = cluster(2)
+    initial, ones = {"w": np.zeros(20_000, np.float32)}, {"w": np.ones(20_000, np.float32)}
+    with (
+        psd_client.connect(running.servers, 0, 2) as ps,
+        psd_client.connect(running.servers, 1, 2) as other,
+        psd_client.connect(running.servers, role="reader", wait_timeout=60) as reader,
+    ):
+        joining = threading.Thread(target=other.declare, args=(initial, psd_client.SGD(lr=1.0)))
+        joining.start()
+        ps.declare(initial, psd_client.SGD(lr=1.0))
+        joining.join()
+        ps.push(ones)
+
+        assert reader.pull()["w"].tolist() == [0.0] * 20_000
+
+        other.push(ones)
+        ps.pull()
+        assert reader.pull()["w"].tolist() == [-1.0] * 20_000
+        assert (reader.version, steps_asked) == (1, [0, 0, 1, 1])
+
+
+def test_a_reader_that_is_overtaken_asks_for_a_version_ahead(
+    cluster: Callable[..., Any], steps_asked: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A round closes between its two questions, each time; the more often that happens, the further ahead it asks."""
+    running = cluster(1)
+    ones = {"w": np.ones(20_000, np.float32)}
+    with (
+        psd_client.connect(running.servers, 0, 1) as ps,
+        psd_client.connect(running.servers, role="reader", wait_timeout=60) as reader,
+    ):
+        ps.declare({"w": np.zeros(20_000, np.float32)}, psd_client.SGD(lr=1.0))
+        rounds = iter([1, 2, 2])
+        describe = ShardLane.describe
+
+        def overtake(self: ShardLane, *arguments: Any) -> Any:
+            reply = describe(self, *arguments)
+            for _ in range(next(rounds)):
+                ps.push_pull(ones)
+            return reply
+
+        monkeypatch.setattr(ShardLane, "describe", overtake)
+
+        assert reader.pull()["w"].tolist() == [-5.0] * 20_000
+        assert steps_asked == [0, 2, 5]
+
+
+@pytest.fixture
+def trained(cluster: Callable[..., Any]) -> Iterator[tuple[psd_client.ParameterServer, psd_client.Reader]]:
+    """A worker of a job of three tensors in several blocks on two shards, and a reader."""
+    running = cluster(2)
+    with (
+        psd_client.connect(running.servers, 0, 1) as ps,
+        psd_client.connect(running.servers, role="reader", wait_timeout=60) as reader,
+    ):
+        ps.declare(
+            {"encoder.w": np.zeros(500_000, np.float32), "encoder.b": np.zeros(3), "head": np.zeros((2, 3), np.float32)},
+            psd_client.SGD(lr=1.0),
+        )
+        yield ps, reader
+
+
+def step(ps: psd_client.ParameterServer) -> None:
+    """Take 1 from every element."""
+    ps.push_pull({"encoder.w": np.ones(500_000, np.float32), "encoder.b": np.ones(3), "head": np.ones((2, 3), np.float32)})
+
+
+def test_a_reader_fetches_the_tensors_that_it_names(
+    trained: tuple[psd_client.ParameterServer, psd_client.Reader], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By name or pattern; blocks without them do not travel."""
+    ps, reader = trained
+    step(ps)
+    received: list[int] = []
+    take = BlockAnswer.take_frame
+    monkeypatch.setattr(BlockAnswer, "take_frame", lambda self, frame: received.append(len(frame)) or take(self, frame))
+
+    assert {name: value.tolist() for name, value in reader.pull(names=["head"]).items()} == {"head": [[-1.0] * 3] * 2}
+    assert 0 < sum(received) < 600_000  # of two million: the block that has the last of "encoder.w", too
+    assert list(reader.pull(names=["encoder.*", "head"])) == ["encoder.w", "encoder.b", "head"]
+    with pytest.raises(psd_client.InvalidRequest, match=r"names: no tensor is called 'decoder\.\*'; there are \['encoder\.w'"):
+        reader.pull(names=["head", "decoder.*"])
+    with pytest.raises(psd_client.InvalidRequest, match="names: expected a list of names or patterns, got 'head'"):
+        reader.pull(names="head")
+    with pytest.raises(psd_client.InvalidRequest, match="names: is empty"):
+        reader.pull(names=[])
+
+
+def test_a_reader_of_an_asynchronous_job_fetches_the_tensors_that_it_names(cluster: Callable[..., Any]) -> None:
+    """All shards take part in the cut, also those that have none of them; and a worker that pushes nothing says at once where
+    it is, however long its lease."""
+    running = cluster(3, lease_s=1000)
+    with (
+        psd_client.connect(running.servers, 0, 1) as ps,
+        psd_client.connect(running.servers, role="reader", wait_timeout=60) as reader,
+    ):
+        ps.declare({"a": np.zeros(500_000, np.float32), "b": np.zeros(3)}, psd_client.SGD(lr=1.0), consistency="async")
+        ps.push({"a": np.ones(500_000, np.float32), "b": np.ones(3)})
+
+        assert reader.pull(names=["b"])["b"].tolist() == [-1.0] * 3
+        with pytest.raises(psd_client.WaitTimeout, match="newer_than: the newest version is 1"):
+            reader.pull(newer_than=1, timeout=0.2)
+        pushed = threading.Thread(target=ps.push, args=({"a": np.ones(500_000, np.float32), "b": np.ones(3)},))
+        pushed.start()
+        assert reader.pull(names=["b"], newer_than=1)["b"].tolist() == [-2.0] * 3
+        pushed.join()
+
+
+def test_a_reader_fills_the_arrays_that_it_is_given(trained: tuple[psd_client.ParameterServer, psd_client.Reader]) -> None:
+    """In place, and not at all if one of them does not fit."""
+    ps, reader = trained
+    step(ps)
+    out = {"head": np.zeros((2, 3), np.float32), "encoder.b": np.zeros(3)}
+
+    assert reader.pull(out=out) is not None
+    assert (out["head"].tolist(), out["encoder.b"].tolist()) == ([[-1.0] * 3] * 2, [-1.0] * 3)
+
+    step(ps)
+    with pytest.raises(
+        psd_client.InvalidTensor, match=r"out\['encoder.b'\]: expected float64 of shape \(3,\), got float32 of \(3,\)"
+    ):
+        reader.pull(out={"head": out["head"], "encoder.b": np.zeros(3, np.float32)})
+    fixed = np.zeros((2, 3), np.float32)
+    fixed.flags.writeable = False
+    with pytest.raises(psd_client.InvalidTensor, match=r"out\['head'\]: the array is read-only"):
+        reader.pull(out={"encoder.b": out["encoder.b"], "head": fixed})
+    with pytest.raises(psd_client.InvalidRequest, match="out: no tensor is called 'tail'"):
+        reader.pull(out={"tail": np.zeros(3)})
+    with pytest.raises(psd_client.InvalidRequest, match="names: the arrays in `out` say already"):
+        reader.pull(names=["head"], out=out)
+    assert (out["head"].tolist(), out["encoder.b"].tolist()) == ([[-1.0] * 3] * 2, [-1.0] * 3)
+
+
+def test_a_reader_waits_for_a_newer_version(
+    trained: tuple[psd_client.ParameterServer, psd_client.Reader], steps_asked: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With one question to each shard, which answers when the round closes."""
+    ps, reader = trained
+    step(ps)
+    reader.pull()
+    steps_asked.clear()
+    found: list[float] = []
+    is_asked = threading.Event()
+    begin = Shard.begin_read
+    monkeypatch.setattr(Shard, "begin_read", lambda *arguments: (begin(*arguments), is_asked.set())[0])
+    waiting = threading.Thread(
+        target=lambda: found.append(reader.pull(names=["head"], newer_than=reader.version)["head"][0, 0])
+    )
+    waiting.start()
+    assert is_asked.wait(100)
+
+    step(ps)
+
+    waiting.join()
+    assert (found, reader.version, steps_asked) == ([-2.0], 2, [2])
+    assert reader.pull(newer_than=0)["head"][0, 0] == -2.0
+    with pytest.raises(psd_client.WaitTimeout, match="newer_than: the newest version is 2, and there has come none above 5"):
+        reader.pull(newer_than=5, timeout=0.1)
+    with pytest.raises(psd_client.InvalidRequest, match="newer_than: must be from 0"):
+        reader.pull(newer_than=-1)
+    with pytest.raises(psd_client.InvalidRequest, match="timeout: expected 0 to"):
+        reader.pull(timeout=-1)
 
 
 def test_a_reader_without_a_job_says_so(cluster: Callable[..., Any]) -> None:

@@ -250,6 +250,7 @@ def test_a_clock_beyond_jaxs_whole_numbers_does_not_end_the_job(run_workers, mon
     ("arguments", "error", "message"),
     [
         ({"optimizer": 0.1}, TypeError, "expected one of psd_client's, such as psd_client.Adam"),
+        ({"optimizer": {"a": psd_client.SGD(lr=0.1)}}, psd_client.InvalidRequest, "optimizer: several are not in this face"),
         ({"ps": object(), "connect_args": {"servers": "x:1"}}, TypeError, "pass either ps or servers"),
         ({"servers": "x:1"}, TypeError, "servers: goes into connect_args, such as"),
         ({"consistancy": "async"}, TypeError, r"distribute\(\) got .* 'consistancy'; did you mean 'consistency'"),

@@ -8,7 +8,7 @@ from helpers_keras import small_model
 
 import psd_client
 import psd_client.keras as psd
-from psd_client.keras.declaration import read_declaration
+from psd_client.keras.declaration import GivenRule, read_declaration
 from psd_client.keras.options import options_of
 
 SGD = keras.optimizers.SGD
@@ -90,7 +90,8 @@ def test_variables_of_one_path_get_names_of_their_own():
     model = keras.Model(holder, [inner[0](holder)])
     model.second = inner[1]
 
-    declaration = read_declaration(model, options_of("SGD", SGD(0.1).get_config()), lambda _: True)
+    rule = GivenRule(options_of("SGD", SGD(0.1).get_config()), lambda _: True)
+    declaration = read_declaration({"": model}, {"": rule}, {})
 
     names = [tensor.name for tensor in declaration.tensors]
     assert len(set(names)) == len(names) == 4

@@ -91,7 +91,6 @@ LEFT_OUT_ATTRIBUTES = frozenset(
     [
         "since",
         "last_seen",
-        "left_at",
         "awaited_s",
         "samples",
         "_last_tick",

@@ -44,8 +44,8 @@ Key = tuple[Any, ...]
 LOSS_S = 1e-4
 """Between two lives of a shard that loses everything, by the clock that sessions grow with: no session comes twice."""
 
-NO_STATE = ("restarts",)
-"""Words that only count."""
+NO_STATE = ("restarts", "left_at")
+"""Words that only count, or are times."""
 
 
 class Killed(BaseException):

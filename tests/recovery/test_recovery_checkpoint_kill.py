@@ -6,10 +6,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import crash_job
+import numpy as np
 import pytest
 from chaos import assert_same_bits, final_state
 from shard_processes import ShardProcess, servers_of
 
+import psd_client
 from psd.checkpoint import CheckpointDirectory
 
 pytestmark = pytest.mark.process
@@ -83,3 +85,24 @@ def test_when_a_shard_dies_while_it_stores_then_a_good_checkpoint_is_found_and_t
     crash_job.run(servers_of(others), crash_job.Stop(stop.clock), "exact")
 
     assert_same_bits(disturbed, final_state(others, str(tmp_path / "undisturbed")))
+
+
+@pytest.mark.parametrize("victims", [1, 2])
+def test_when_shards_die_while_they_store_a_finished_job_then_their_next_processes_store_the_same_checkpoint(
+    shard_processes: Callable[..., list[ShardProcess]], tmp_path: Path, victims: int
+) -> None:
+    """They know, too, when the workers left, which is a checkpoint's time in all of its parts."""
+    url = str(tmp_path / "checkpoints")
+    points = [f"rename shard-0000{index}-of-*.json:1" for index in range(2)]
+    shards = shard_processes(2, "--checkpoint-dir", url, crash_points=points[:victims])
+    with psd_client.connect(servers_of(shards), rank=0, world_size=1) as ps:
+        ps.declare({"w": np.zeros(50_000, np.float32)}, psd_client.SGD(lr=1.0))
+        for _ in range(3):
+            ps.push_pull({"w": np.ones(50_000, np.float32)})
+
+    assert [shard.wait() for shard in shards] == [-9] * victims + [0] * (2 - victims)
+    for shard in shards[:victims]:
+        shard.start()
+
+    assert [shard.wait() for shard in shards[:victims]] == [0] * victims
+    assert newest_step(url) == 3

@@ -29,7 +29,7 @@ import numpy as np
 import psd_client
 
 servers, transport, aggregation, size = sys.argv[1:]
-ps = psd_client.connect(servers, 0, 2, transport=transport, wait_timeout=60, retry_timeout=60)
+ps = psd_client.connect(servers, 0, 2, transport=transport, wait_timeout=200, retry_timeout=200)
 ps.declare({"w": np.zeros(int(size), np.float32)}, psd_client.SGD(lr=1.0), reduce="sum", aggregation=aggregation)
 ps.push({"w": np.full(int(size), -1, np.float32)})
 print("pushed", flush=True)
@@ -48,7 +48,7 @@ def test_program_when_it_ends_after_a_push_and_a_shard_is_killed_then_its_gradie
     command = [PYTHON, str(script), servers_of(shards), transport, aggregation, str(SIZE)]
     with (
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as program,
-        psd_client.connect(servers_of(shards), 1, 2, wait_timeout=60, retry_timeout=60) as ps,
+        psd_client.connect(servers_of(shards), 1, 2, wait_timeout=200, retry_timeout=200) as ps,
     ):
         ps.declare({"w": np.zeros(SIZE, np.float32)}, psd_client.SGD(lr=1.0), reduce="sum", aggregation=aggregation)
         assert program.stdout is not None

@@ -66,7 +66,7 @@ def test_a_worker_that_comes_back_while_a_shard_is_away_for_longer_than_its_leas
             assert (seen(shards[0]).session, seen(shards[0]).state) == (joined, control_pb2.WORKER_STATE_LIVE)
             shards[1].signal(signal.SIGCONT)
             rejoins = worker.stdout.readline().split()[-1:]
-            said = worker.communicate(timeout=60)[1]
+            said = worker.communicate(timeout=200)[1]
         finally:
             shards[1].signal(signal.SIGCONT)
             worker.kill()

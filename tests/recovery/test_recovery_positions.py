@@ -47,7 +47,7 @@ class Job:
     def __enter__(self) -> Job:
         """Train, until the end."""
         self._workers = [self._pool.submit(self._train, rank) for rank in range(self.world_size)]
-        self._begun.wait(60)
+        self._begun.wait(200)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -58,7 +58,7 @@ class Job:
     def _train(self, rank: int) -> None:
         ps, _ = self.connect(rank)
         with ps:
-            self._begun.wait(60)
+            self._begun.wait(200)
             count = int(ps.client_state or b"0")
             ids = np.arange(ROWS)
             gradient = np.zeros(self.world_size)

@@ -33,7 +33,7 @@ def eventually() -> Callable[..., None]:
     """Waits for a condition, a few milliseconds at a time, and fails when it has not come true in time."""
     pause = threading.Event()
 
-    def wait(condition: Callable[[], bool], what: str, timeout_s: float = 20.0) -> None:
+    def wait(condition: Callable[[], bool], what: str, timeout_s: float = 100.0) -> None:
         deadline = time.monotonic() + timeout_s
         while not condition():
             assert time.monotonic() < deadline, f"not in {timeout_s:g} s: {what}"

@@ -223,8 +223,14 @@ def wrong_pull(rng: random.Random, target: Target) -> Request:
 
 def wrong_read(rng: random.Random, target: Target) -> Request:
     read = data_pb2.ReadRequest(layout_digest=LAYOUT.digest, cut=data_pb2.Cut(id="c", step=2))
-    kind = rng.randrange(4)
-    if kind == 0:
+    kind = rng.randrange(6)
+    if kind == 4:
+        read.blocks[:] = [STATIC, TRAINED, STATIC]
+        reasons, word = ("InvalidRequest",), "blocks"
+    elif kind == 5:
+        read.blocks[:] = [TRAINED, rng.choice((FOREIGN, 3, (1 << 32) - 1))]
+        reasons, word = ("BlockOutOfRange",), "block"
+    elif kind == 0:
         read.run_id = rng.choice(("x", "ü" * 200))
         reasons, word = ("ForeignRun",), "run_id"
     elif kind == 1:

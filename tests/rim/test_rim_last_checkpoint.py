@@ -75,7 +75,7 @@ def test_shards_that_stay_when_all_workers_have_left_say_when_they_store_the_las
         ps.declare({"w": np.zeros(SIZE, np.float32)}, psd_client.SGD(lr=1.0))
         ps.push_pull({"w": np.ones(SIZE, np.float32)})
 
-    assert all(server.done.wait(60) for server in running.shards)
+    assert all(server.done.wait(200) for server in running.shards)
     assert caplog.text.count("all workers have left; what they have trained is stored when this shard is told to end") == 1
     assert found_in(str(tmp_path)) == []
     end(running.shards)
@@ -314,7 +314,7 @@ def test_a_shard_that_has_not_heard_of_a_workers_end_stores_its_part_of_what_the
                 monkeypatch.setattr(ps._worker._shards.lanes[untold], "leave", not_told)
 
     at_once([lambda rank=rank: work(rank) for rank in range(2)])
-    assert running.shards[1 - untold].done.wait(60)
+    assert running.shards[1 - untold].done.wait(200)
     assert not running.shards[untold].done.is_set()
     end(running.shards)
 

@@ -160,7 +160,7 @@ def test_a_batch_that_its_worker_has_left_half_done_is_stored_so(cluster: Callab
         return found
 
     def refuse(*args: Any) -> bytes:
-        assert has_run.wait(30)  # else the worker would have ended its call to the first shard
+        assert has_run.wait(100)  # else the worker would have ended its call to the first shard
         raise InvalidRequest("the worker has died")
 
     with psd_client.connect(running.servers, 0, 1, retry_timeout=1) as ps:

@@ -34,7 +34,7 @@ def test_a_worker_made_from_the_proto_files_alone_trains(cluster, stubs):
         )
         for rank in range(2)
     ]
-    outputs = [worker.communicate(timeout=60) for worker in workers]
+    outputs = [worker.communicate(timeout=200) for worker in workers]
 
     assert [worker.returncode for worker in workers] == [0, 0], outputs
     results = [json.loads(out) for out, _ in outputs]

@@ -406,6 +406,25 @@ def test_a_worker_that_a_launcher_starts_again_is_waited_for_beyond_its_lease():
     assert tick_to(120, 0) == [1]
 
 
+def test_a_shard_that_is_starved_while_a_launcher_starts_a_worker_again_takes_its_own_lateness_for_no_sign_of_life():
+    """Each tick comes late, by more than a lease in all, before the new process has joined; then that one falls silent."""
+    starting = {}
+    members = Membership(2, 9.0, starting=starting)
+    for rank in range(2):
+        members.on_join(rank, 1 + rank, now=0.0)
+    members.on_tick(0.0)
+    starting[1] = now = 0.0
+    for _ in range(40):
+        now += tick_s(9.0) + 0.5
+        members.on_seen(members.worker(0), now)
+        assert members.on_tick(now) == []
+    assert list(starting) == [1]
+
+    members.on_seen(members.worker(1), now)  # it had joined before the word came
+    members.on_tick(now)
+    assert starting == {}
+
+
 def test_a_shard_hears_from_a_launcher_which_workers_to_expect(monkeypatch):
     """What is no such line, or of no worker of the job, is passed over."""
     driver = Driver()

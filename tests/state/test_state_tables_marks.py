@@ -212,7 +212,7 @@ def test_a_tick_waits_for_no_update():
     with tables.lock:
         store.hold(0)
         tick.start()
-        tick.join(20)
+        tick.join(100)
         store.let_go()
         assert not tick.is_alive()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -293,20 +294,65 @@ def test_what_cannot_be_declared_together_is_refused_by_name(change: Any, error:
         psd.distribute(models, optimizers, servers="127.0.0.1:1", **keywords)
 
 
-def test_slots_of_one_of_several_are_not_loaded(run_workers: Any) -> None:
-    """They would be lost, or reset the others'; the state without them is taken."""
+@pytest.mark.parametrize("loaded", [("generator", "critic"), ("critic",)], ids=str)
+def test_slots_that_are_loaded_into_one_of_several_go_on_as_in_one_process(run_workers: Any, loaded: tuple[str, ...]) -> None:
+    """The moments of those that are not loaded begin as ever."""
+    alone = gan()
+    given = rules(alone)
+    train_gan(alone, given)
+    parameters = {name: copy.deepcopy(model.state_dict()) for name, model in alone.items()}
+    states = {name: copy.deepcopy(given[name].state_dict()) for name in loaded}
+    following = rules(alone) | {name: given[name] for name in loaded}
+    expected = train_gan(alone, following)
+
+    def worker(ps: Any) -> Any:
+        models = gan()
+        for name, model in models.items():
+            model.load_state_dict(parameters[name])
+        optimizers = psd.distribute(models, rules(models), ps=ps)
+        for name, state in states.items():
+            optimizers[name].load_state_dict(copy.deepcopy(state))
+        return train_gan(models, optimizers, ps.rank, ps.world_size)
+
+    for actual in run_workers(2, 2, worker):
+        assert_close(actual, expected, 1e-4)
+
+
+def test_slots_that_are_loaded_amid_a_job_leave_those_of_other_parts_and_of_rows(run_workers: Any) -> None:
+    """A parameter that the state does not have begins anew, in the part that is loaded alone."""
 
     def worker(ps: Any) -> None:
-        alone = gan()
-        given = rules(alone)
-        train_gan(alone, given)
-        models = gan()
-        optimizers = psd.distribute(models, rules(models), ps=ps)
-        with pytest.raises(InvalidRequest, match="only where a job has one optimizer"):
-            optimizers["critic"].load_state_dict(given["critic"].state_dict())
-        optimizers["critic"].load_state_dict({**given["critic"].state_dict(), "state": {}})
+        models = {**gan(), "critic": nn.Sequential(psd.Embedding("word", 6, psd_client.Adagrad(lr=0.1)), nn.Linear(6, 1))}
+        rule = {name: optim.Adam(model.parameters(), lr=0.01) for name, model in models.items()}
+        optimizers = psd.distribute(models, rule, ps=ps)
 
-    run_workers(1, 1, worker)
+        def step(name: str, x: Any) -> None:
+            optimizers[name].zero_grad()
+            models[name](x).square().mean().backward()
+            optimizers[name].step()
+
+        ids = torch.arange(5)
+        for turn in range(3):
+            step("generator", drawn(turn, (8, 4), ps.rank, 2))
+            step("critic", ids)
+        kept, own = (optimizers[name].state_dict(slots=True) for name in ("generator", "critic"))
+        assert len(own["state"]) == 2
+        clock, (lost, _) = ps.clock, own["state"].popitem()
+        optimizers["critic"].load_state_dict(own)
+        after = {name: optimizer.state_dict(slots=True)["state"] for name, optimizer in optimizers.items()}
+        assert ps.clock == clock
+        assert lost not in after["critic"]
+        for found, expected in ((after["generator"], kept["state"]), (after["critic"], own["state"])):
+            assert found.keys() == expected.keys()
+            for number, slots in expected.items():
+                for name, value in slots.items():
+                    assert torch.equal(torch.as_tensor(found[number][name]), torch.as_tensor(value))
+        before = models["critic"][0](ids).detach().clone()
+        step("critic", ids)
+        moved = (models["critic"][0](ids).detach() - before).abs().max()
+        assert moved < 0.09, "the first step of Adagrad is lr"
+
+    run_workers(2, 2, worker)
 
 
 @pytest.mark.parametrize(("world_size", "options"), [(2, {}), (1, {"consistency": "async"})], ids=str)

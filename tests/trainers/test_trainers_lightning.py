@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import lightning
+import numpy as np
 import pytest
 from conftest import Train, assert_equal
 
@@ -31,6 +32,20 @@ def test_two_workers_train_as_one_process_with_both_their_batches(train: Train, 
 
     assert alone["steps"] == 32
     assert_equal(found, alone)
+
+
+@pytest.mark.parametrize(
+    ("way", "flags"), [("die-within", ("--max-restarts", "1")), ("stall", ("--lease", "1"))], ids=["killed", "stalled"]
+)
+def test_a_worker_that_loses_steps_within_an_epoch_ends_with_the_job(train: Train, way: str, flags: tuple[str, ...]) -> None:
+    """Killed, it makes the rest of the epoch; silent for longer than its lease, it has missed steps, which count even so."""
+    found = train(PROGRAM, 4, way, workers=2, flags=flags)
+
+    assert [trained["clock"] for trained in found] == [32, 32]
+    assert found[1]["steps"] == 32
+    assert found[0]["steps"] == 32 if way == "die-within" else found[0]["steps"] < 32
+    for name in found[0].keys() - {"steps"}:
+        np.testing.assert_array_equal(found[0][name], found[1][name], name)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,8 @@
 
 python train_lightning.py DIRECTORY BATCH WAY...; BATCH: samples of a step on one worker. Ways: "alone", in one process and
 without psd, in the order in which two workers read the data; "stop" early on worker 1; "die" once at the begin of the second
-epoch, on worker 0; "kill" both shards, one after the other; "resume" from a
+epoch, on worker 0; "die-within" it, after three of its steps; "stall" worker 0 there, until worker 1 has gone on
+without it; "kill" both shards, one after the other; "resume" from a
 checkpoint of Lightning's, which psd refuses.
 """
 
@@ -39,9 +40,15 @@ class Net(lightning.LightningModule):
     def training_step(self, batch: list[torch.Tensor], index: int) -> torch.Tensor:
         if "stop" in WAYS and RANK == 1 and self.global_step == 9:
             self.trainer.should_stop = True
-        if "die" in WAYS and RANK == 0 and self.trainer.current_epoch == 1 and index == 0 and not self._mark.exists():
+        dies_at = {"die": 0, "die-within": 3}.get(WAYS[0] if WAYS else "", -1)
+        if RANK == 0 and self.trainer.current_epoch == 1 and index == dies_at and not self._mark.exists():
             self._mark.touch()
             os.kill(os.getpid(), signal.SIGKILL)
+        if "stall" in WAYS and RANK == 0 and self.global_step == 11:
+            self._mark.write_text(str(os.getpid()))
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if "stall" in WAYS and RANK == 1 and self.global_step == 14:
+            os.kill(int(self._mark.read_text()), signal.SIGCONT)
         if "kill" in WAYS and RANK == 0 and self.global_step in (5, 17):
             os.kill(shard_pid(os.environ["PSD_RUN_ID"], self.global_step // 10), signal.SIGKILL)
         return self._loss("loss", batch)
@@ -112,7 +119,8 @@ def main() -> None:
     trainer.fit(net, DataLoader(data, **order), DataLoader(data, batch_size=SAMPLES), ckpt_path=checkpoint)
     values = {name: tensor.numpy() for name, tensor in net.state_dict().items()}
     val_loss = float(trainer.callback_metrics.get("val_loss", torch.nan))
-    np.savez(directory / f"trained-{RANK}.npz", steps=trainer.global_step, val_loss=val_loss, **values)
+    clock = strategy["strategy"].ps.clock if strategy else trainer.global_step
+    np.savez(directory / f"trained-{RANK}.npz", steps=trainer.global_step, clock=clock, val_loss=val_loss, **values)
 
 
 if __name__ == "__main__":

@@ -36,8 +36,9 @@ class PsdStrategy(SingleDeviceStrategy):
       whole by each worker, so that all see the same numbers, and `sync_dist=True` changes nothing.
     * `gradient_clip_val` becomes `clip_norm`, the norm of the gradient of all workers.
     * Schedules of the learning rate are kept at the job's step. A worker that is started again goes on at that step. It reads
-      the epoch's data from their beginning, as Lightning does with its own checkpoints, and so does a job that goes on from
-      psd's (`psd-run --checkpoint-dir`). `fit(ckpt_path=...)` is refused; a new job can begin with what was loaded before.
+      the epoch's data from their beginning, as Lightning does with its own checkpoints, for the steps that the epoch still has;
+      so does a job that goes on from psd's (`psd-run --checkpoint-dir`). `fit(ckpt_path=...)` is refused; a new job
+      can begin with what was loaded before.
     * A worker that is to stop early, by EarlyStopping or the like, has all workers stop at one step, two steps later.
     * What Lightning logs goes to `ps.log`, too. Worker 0 alone saves checkpoints.
 
@@ -92,10 +93,11 @@ class PsdStrategy(SingleDeviceStrategy):
         assert module is not None
         self.optimizer = psd.distribute(module, made[0], ps=self.ps, **self._options)
         self.optimizers = [self.optimizer]
-        trainer.callbacks.append(_StopTogether(self.ps))
         self._share_training_data(trainer)
         steps = max(1, -(-int(trainer.num_training_batches) // trainer.accumulate_grad_batches))
-        trainer.loggers = [*trainer.loggers, _JobLogger(self.ps, _total_steps(trainer, steps))]
+        total = _total_steps(trainer, steps)
+        trainer.callbacks.append(_StopTogether(self.ps, total))
+        trainer.loggers = [*trainer.loggers, _JobLogger(self.ps, total)]
         for config in self.lr_scheduler_configs:
             if isinstance(config.scheduler, LRScheduler) and not isinstance(config.scheduler, ReduceLROnPlateau):
                 every = config.frequency * (1 if config.interval == "step" else steps)
@@ -142,12 +144,15 @@ def _total_steps(trainer: Trainer, epoch_steps: int) -> int | None:
 
 
 def _go_on(trainer: Trainer, clock: int, epoch_steps: int) -> None:
-    """Have the loops begin as after a checkpoint that was taken at the job's step."""
+    """Have the loops begin as after a checkpoint of the job's step; within an epoch, with its remaining steps."""
     epochs, steps = divmod(clock, epoch_steps)
     batches = clock * trainer.accumulate_grad_batches
     loop = trainer.fit_loop
     state = loop.state_dict()
     _set(state["epoch_progress"], epochs, epochs)
+    if steps:  # the epoch has begun
+        for part in state["epoch_progress"].values():
+            part.update(ready=epochs + 1, started=epochs + 1)
     _set(state["epoch_loop.batch_progress"], batches, steps * trainer.accumulate_grad_batches)
     _set(state["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["step"], clock, steps)
     state["epoch_loop.state_dict"]["_batches_that_stepped"] = clock
@@ -161,10 +166,15 @@ def _set(progress: dict[str, Any], total: int, current: int) -> None:
 
 
 class _StopTogether(Callback):
-    """Has a trainer stop with the job, and the job with a trainer that stops early."""
+    """Has a trainer stop with the job, and the job with a trainer that stops early.
 
-    def __init__(self, ps: psd_client.ParameterServer) -> None:
+    Args:
+        total: the job's steps. A trainer that has missed some, because its worker was out of the job, counts fewer.
+    """
+
+    def __init__(self, ps: psd_client.ParameterServer, total: int | None) -> None:
         self._ps = ps
+        self._total = total
 
     def on_train_batch_end(self, trainer: Trainer, *others: Any) -> None:
         """Look after each step."""
@@ -183,7 +193,8 @@ class _StopTogether(Callback):
         self._look(trainer)
 
     def _look(self, trainer: Trainer) -> None:
-        if self._ps.is_over:
+        clock = self._ps.clock
+        if self._ps.is_over or (clock > trainer.global_step and self._total is not None and clock >= self._total):
             trainer.should_stop = True
         elif trainer.should_stop:
             self._ps.stop()

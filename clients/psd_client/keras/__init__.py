@@ -4,8 +4,10 @@
 
 The result is a keras.optimizers.Optimizer: Keras calls it like any other, and instead of the update it does one push_pull.
 It keeps two of Keras's numbers: `learning_rate`, which is sent with each push, and so may be a schedule or be changed by
-callbacks; and `iterations`, which is the worker's clock. options.py says which rule an optimizer corresponds to, declaration.py
-what a model declares; on_tensorflow.py and on_torch.py move the numbers, and only the one for the backend in use is imported.
+callbacks; and `iterations`, which is the worker's clock. given.py reads what it is given, one model and optimizer or several;
+options.py says which rule an optimizer corresponds to, declaration.py what a model declares; on_tensorflow.py and on_torch.py
+move the numbers, and only the one for the backend in use is imported (backends.py). embedding.py has the layer whose rows are
+on the shards (table_rows.py); outside of a job reading.py gives it rows, and fixed_rows.py has them.
 
 With the dtype policy "mixed_float16" Keras wraps the optimizer in a LossScaleOptimizer, which skips a step if it finds an
 infinity; the other workers would then wait for a gradient that never comes. So `distribute` returns its own LossScaleOptimizer,
@@ -18,8 +20,8 @@ Must not know blocks, shards or messages.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, overload
 
 import keras
 from typing_extensions import Unpack
@@ -29,27 +31,45 @@ from psd.contract.keywords import ConnectKeywords, FaceKeywords, JobKeywords, Li
 from psd.contract.rules import weight_of
 from psd_client.client import ParameterServer
 from psd_client.faces import connection_of, split
-from psd_client.keras.declaration import read_declaration
+from psd_client.keras.backends import backend
+from psd_client.keras.declaration import TrainedPart, read_declaration
 from psd_client.keras.embedding import Embedding, embeddings_in
+from psd_client.keras.given import GivenKerasOptimizer, Models, OneOptimizer, check_job, models_by_name, optimizers_of
 from psd_client.keras.link import Link
-from psd_client.keras.options import KerasOptions, options_of
+from psd_client.keras.reading import load_export, read_rows
 
-__all__ = ["distribute", "DistributedOptimizer", "DistributedLossScaleOptimizer", "Embedding"]
+__all__ = ["distribute", "DistributedOptimizer", "DistributedLossScaleOptimizer", "Embedding", "load_export", "read_rows"]
 
 
 def __dir__() -> list[str]:
     return __all__
 
 
-@takes(JobKeywords, LinkKeywords, ConnectKeywords)
+@overload
 def distribute(
-    model: keras.Model,
-    optimizer: keras.optimizers.Optimizer | str,
+    model: keras.Model, optimizer: OneOptimizer, *, ps: ParameterServer | None = None, **keywords: Unpack[FaceKeywords]
+) -> DistributedOptimizer | DistributedLossScaleOptimizer: ...
+@overload
+def distribute(
+    model: Mapping[str, keras.Model],
+    optimizer: Mapping[str, OneOptimizer],
     *,
     ps: ParameterServer | None = None,
     **keywords: Unpack[FaceKeywords],
-) -> DistributedOptimizer | DistributedLossScaleOptimizer:
+) -> dict[str, DistributedOptimizer | DistributedLossScaleOptimizer]: ...
+@takes(JobKeywords, LinkKeywords, ConnectKeywords)
+def distribute(
+    model: Models,
+    optimizer: OneOptimizer | Mapping[str, OneOptimizer],
+    *,
+    ps: ParameterServer | None = None,
+    **keywords: Unpack[FaceKeywords],
+) -> DistributedOptimizer | DistributedLossScaleOptimizer | dict[str, DistributedOptimizer | DistributedLossScaleOptimizer]:
     """Declare the model's variables and return an optimizer whose steps happen on the shards.
+
+    Several optimizers, such as those of a generator and a discriminator, are given and returned by the names of the models that
+    they train. All workers step them in the same order; a step sends and fetches the variables of its optimizer alone. The
+    job's clock, which is the `iterations` of each of them, counts the steps of all.
 
     The first worker's values become everybody's: when the call returns, the model holds the job's current ones. What is
     assigned to trained variables later, by load_weights or EarlyStopping(restore_best_weights=True), stays in this process,
@@ -57,11 +77,12 @@ def distribute(
     variables, such as BatchNormalization's moving statistics, are each worker's own.
 
     Args:
-        model: what is trained, built already. Its frozen layers get the same values on all workers once.
+        model: what is trained, built already; or several models by name, with which the names of their tensors then begin.
+            Frozen layers, and models without an optimizer of their name, get the same values on all workers once.
         optimizer: not stepped yet. keras.optimizers' SGD, Adagrad, Adadelta, RMSprop, Adam, AdamW, Adamax, Nadam, Ftrl, Lamb or
             Lion, or the name of one; not a subclass. Or a LossScaleOptimizer around one. All options but the learning rate are
             fixed from now on. `global_clipnorm` is clip_norm; weight_decay is there for Adam, AdamW, Nadam and Lion,
-            exclude_from_weight_decay included.
+            exclude_from_weight_decay included. Or several, by name.
         ps: a connection; None connects with the keywords from `run_id` on, as psd_client.connect does.
         **keywords
 
@@ -70,71 +91,36 @@ def distribute(
         InvalidRequest, InvalidTensor: an option or a variable that psd cannot train; the message names it.
         SpecMismatch: another worker has declared something else.
     """
-    if not isinstance(model, keras.Model):
-        raise TypeError(f"model: expected a keras.Model, got {model!r}")
-    link_type = _link_type()
-    given = keras.optimizers.get(optimizer) if isinstance(optimizer, str) else optimizer
-    scaler = given if isinstance(given, keras.optimizers.LossScaleOptimizer) else None
-    given = scaler.inner_optimizer if scaler is not None else given
-    options = _options(given)
-    if options.clip_norm is not None:
-        asked = keywords.get("clip_norm")
-        if asked not in (None, options.clip_norm):
-            raise InvalidRequest(f"clip_norm: is {asked}, and the optimizer's global_clipnorm {options.clip_norm}; pass one")
-        keywords["clip_norm"] = options.clip_norm
+    models = models_by_name(model)
+    link_type, _ = backend()
+    given = optimizers_of(models, optimizer)
     job, of_connect = split(keywords)
-    is_scaled = scaler is not None or model.dtype_policy.name == "mixed_float16"
-    if is_scaled and job.get("nan_policy") != "skip":
-        raise InvalidRequest(
-            'nan_policy: loss scaling, which Keras does with the dtype policy "mixed_float16", needs "skip"; pass '
-            'nan_policy="skip" to distribute()'
-        )
-    decays = given._use_weight_decay  # noqa: SLF001 - what exclude_from_weight_decay has left
-    declaration = read_declaration(model, options, decays, embeddings_in(model))
+    check_job(given, job)
+    embeddings = {name: embeddings_in(one) for name, one in models.items()}
+    declaration = read_declaration(models, {one.name: one.rule for one in given}, embeddings)
     with connection_of(ps, of_connect) as connection:
         link = link_type(declaration, connection, job)
         link.load()
-    link.model = weakref.ref(model)
-    model.supports_jit = False  # XLA cannot compile a call of Python: with jit_compile="auto" Keras does without
-    result = DistributedOptimizer(given, link)
-    link.is_scaled = is_scaled
-    if not is_scaled:
+    link.models = [weakref.ref(one) for one in models.values()]
+    for one in models.values():
+        one.supports_jit = False  # XLA cannot compile a call of Python: with jit_compile="auto" Keras does without
+    made = {one.name: _made(one, link, part) for one, part in zip(given, declaration.parts, strict=True)}
+    if not isinstance(optimizer, Mapping):
+        return made[given[0].name]
+    link.optimizers = list(made.values())
+    return made
+
+
+def _made(given: GivenKerasOptimizer, link: Link, part: TrainedPart) -> DistributedOptimizer | DistributedLossScaleOptimizer:
+    result = DistributedOptimizer(given.optimizer, link, part, is_scaled=given.is_scaled)
+    if not given.is_scaled:
         return result
-    return DistributedLossScaleOptimizer(result, link, scaler or keras.optimizers.LossScaleOptimizer(given))
+    scaler = given.scaler or keras.optimizers.LossScaleOptimizer(given.optimizer)
+    return DistributedLossScaleOptimizer(result, link, scaler)
 
 
-def _link_type() -> type[Link]:
-    name = keras.backend.backend()
-    if name == "tensorflow":
-        from psd_client.keras.on_tensorflow import TensorFlowLink
-
-        return TensorFlowLink
-    if name == "torch":
-        from psd_client.keras.on_torch import TorchLink
-
-        return TorchLink
-    raise InvalidRequest(
-        f"keras: psd does not support the backend {name!r}; use tensorflow or torch (for JAX see psd_client.jax)"
-    )
-
-
-def _options(given: Any) -> KerasOptions:
-    if isinstance(given, _Distributed):
-        raise TypeError("optimizer: is distributed already; pass the Keras optimizer that distribute() was given")
-    if not isinstance(given, keras.optimizers.Optimizer):
-        raise TypeError(f"optimizer: expected one of keras.optimizers, or its name, got {given!r}")
-    # On torch Keras makes an instance of a subclass with torch's own kernels for the same arithmetic.
-    kind = next(base for base in type(given).__mro__ if not base.__module__.startswith("keras.src.backend."))
-    if getattr(keras.optimizers, kind.__name__, None) is not kind:
-        raise TypeError(
-            f"optimizer: {kind.__module__}.{kind.__qualname__} is not one of keras.optimizers, and the shards cannot run its "
-            "code"
-        )
-    if int(given.iterations):
-        raise InvalidRequest(
-            "optimizer: it has been stepped, and its slots would be lost: the shards keep the slots themselves"
-        )
-    return options_of(kind.__name__, given.get_config())
+def _trained(link: Link, part: TrainedPart) -> list[Any]:
+    return link.declaration.variables[part.trained.start : part.trained.stop]
 
 
 class _Distributed:
@@ -167,7 +153,8 @@ class _Distributed:
         """Fetch the current parameters into the model, without pushing; for evaluation in async and ssp."""
         self._link.worker.pull_flat()
         self._link.load()
-        self.iterations.assign(self._link.ps.clock)  # which goes back with the job to a checkpoint
+        for optimizer in self._link.optimizers or [self]:
+            optimizer.iterations.assign(self._link.ps.clock)  # which goes back with the job to a checkpoint
 
     def load_parameters(self) -> None:
         """Set the job's parameters to the values that the model's variables have now, as after model.load_weights.
@@ -199,7 +186,7 @@ class DistributedOptimizer(_Distributed, keras.optimizers.Optimizer):
     psd_client.keras, or pass compile=False.
     """
 
-    def __init__(self, given: Any, link: Link) -> None:
+    def __init__(self, given: Any, link: Link, part: TrainedPart, *, is_scaled: bool) -> None:
         rate = given._learning_rate  # noqa: SLF001 - the schedule itself; the property gives its value
         super().__init__(
             learning_rate=float(keras.ops.convert_to_numpy(rate)) if isinstance(rate, keras.Variable) else rate,
@@ -208,7 +195,9 @@ class DistributedOptimizer(_Distributed, keras.optimizers.Optimizer):
         )
         self._given = given
         self._link = link
-        self.build(link.declaration.variables[: link.declaration.trained])
+        self._part = part
+        self._is_scaled = is_scaled
+        self.build(_trained(link, part))
         self._iterations.assign(link.ps.clock)
 
     @property
@@ -218,7 +207,7 @@ class DistributedOptimizer(_Distributed, keras.optimizers.Optimizer):
 
     @loss_scale_factor.setter
     def loss_scale_factor(self, value: float | None) -> None:
-        if value is None and getattr(self, "_link", None) is not None and not self._link.is_scaled:
+        if value is None and not getattr(self, "_is_scaled", True):
             raise InvalidRequest(
                 "LossScaleOptimizer: it would skip steps that the other workers wait for; set the dtype policy, or pass "
                 'the LossScaleOptimizer to distribute(), with nan_policy="skip"'
@@ -227,8 +216,12 @@ class DistributedOptimizer(_Distributed, keras.optimizers.Optimizer):
 
     def _backend_apply_gradients(self, grads: Sequence[Any], trainable_variables: Sequence[Any]) -> None:
         """Push and pull instead of Keras's update. The gradients have been unscaled by a fixed loss_scale_factor."""
-        indices = [self._get_variable_index(variable) for variable in trainable_variables]
-        clock = self._link.exchange(self.learning_rate, indices, grads)
+        indices = [self._part.trained[self._get_variable_index(variable)] for variable in trainable_variables]
+        optimizers = self._link.optimizers
+        rates = [optimizer.learning_rate for optimizer in optimizers or [self]]
+        clock = self._link.exchange(self._part, rates, indices, grads)
+        for optimizer in optimizers:
+            optimizer.iterations.assign(clock)
         self._iterations.assign(clock - 1)  # Keras adds 1 when this returns
 
     def get_config(self) -> dict[str, Any]:
@@ -255,7 +248,7 @@ class DistributedLossScaleOptimizer(_Distributed, keras.optimizers.LossScaleOpti
         super().__init__(inner, initial_scale=scaler.initial_scale, dynamic_growth_steps=scaler.dynamic_growth_steps)
         self._given = scaler
         self._link = link
-        self.build(link.declaration.variables[: link.declaration.trained])
+        self.build(_trained(link, inner._part))  # noqa: SLF001 - of its own module
 
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
         """Apply gradients as Keras does, but push infinities, too: the shards find them and skip the round."""

@@ -1,12 +1,13 @@
-"""The declaration of a Keras model and its optimizer, checked before connecting.
+"""The declaration of Keras models and their optimizers, checked before connecting.
 
-Decides names and groups, and which variables are trained and which only shared. Refuses whatever the shards would not do as
-Keras does. Names are the variables' paths. Imports no framework. Must not know connections, gradients or steps.
+Decides names and groups, and which variables are trained, by which optimizer, and which only shared. Refuses whatever the
+shards would not do as Keras does. Names are the variables' paths, after the name of their model if there are several. Imports
+no framework. Must not know connections, gradients or steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,36 +17,66 @@ from psd.contract.rules import STATIC
 from psd.contract.tables import SparseTableSpec
 from psd_client.keras.options import KerasOptions
 from psd_client.optimizers import scalar_values, spec_of
+from psd_client.worker.exchange.sent_push import JobPart
+
+
+@dataclass(frozen=True)
+class GivenRule:
+    """An optimizer that was given to `distribute`, as the shards know it.
+
+    Attributes:
+        decays: tells whether the optimizer applies its weight decay to a variable.
+    """
+
+    options: KerasOptions
+    decays: Callable[[Any], bool]
+
+
+@dataclass(frozen=True)
+class TrainedPart:
+    """The part of a job that one optimizer steps.
+
+    Attributes:
+        number: from 0, in the order of the optimizers. trained: indices of its variables.
+        job_part: the part of the job, for its pushes; None if it is the whole.
+    """
+
+    number: int
+    trained: range
+    job_part: JobPart | None
 
 
 @dataclass(frozen=True, eq=False)
 class KerasDeclaration:
-    """The declaration of one model and optimizer.
+    """The declaration of some models and optimizers.
 
     Attributes:
-        variables: Keras variables: those that are trained, in the order of model.trainable_variables, then those of frozen
-            layers. tensors: their specs, in the same order. trained: number of those that are trained.
-        groups: all groups of the job. options: options of the groups that are trained, without the learning rate.
-        layers: the embeddings. tables: the tables that they declare, whose groups come last. table_options: options of these
-            groups, without the learning rate if it is the optimizer's.
+        variables: Keras variables: those that are trained, in the order of the parts and of model.trainable_variables, then
+            those of frozen layers. tensors: their specs, in the same order. trained: number of those that are trained.
+        groups: all groups of the job, those of tables last. options: for each of them, the number of the part by whose learning
+            rate it is updated, and its options without that; with "lr" if it has one of its own.
+        layers: the embeddings. tables: the tables that they declare.
+        parts: what each optimizer steps, in their order.
     """
 
     variables: list[Any]
     tensors: list[TensorSpec]
     trained: int
     groups: list[GroupSpec]
-    options: list[dict[str, Any]]
+    options: list[tuple[int, dict[str, Any]]]
     layers: list[Any]
     tables: list[SparseTableSpec]
-    table_options: list[dict[str, Any]]
+    parts: list[TrainedPart]
 
-    def scalars(self, learning_rate: float) -> list[list[float]]:
-        """The scalars of a push, by group. Raises InvalidRequest if the learning rate is out of range."""
-        static: list[dict[str, Any]] = [{}] * (len(self.groups) - len(self.options) - len(self.table_options))
-        options = [*self.options, *static, *self.table_options]
+    def scalars(self, rates: Sequence[float]) -> list[list[float]]:
+        """The scalars of a push, by group. rates: the learning rate of each part.
+
+        Raises:
+            InvalidRequest: a learning rate is out of range.
+        """
         return [
-            scalar_values(spec, {"lr": learning_rate, **values}, index)
-            for index, (spec, values) in enumerate(zip(self.groups, options, strict=True))
+            scalar_values(spec, {"lr": rates[part], **values}, index)
+            for index, (spec, (part, values)) in enumerate(zip(self.groups, self.options, strict=True))
         ]
 
     def handle_of(self, layer: Any) -> int:
@@ -54,77 +85,141 @@ class KerasDeclaration:
 
 
 def read_declaration(
-    model: Any, options: KerasOptions, decays: Callable[[Any], bool], embeddings: Sequence[Any] = ()
+    models: Mapping[str, Any], rules: Mapping[str, GivenRule], embeddings: Mapping[str, Sequence[Any]]
 ) -> KerasDeclaration:
-    """Read the declaration from a model, and check it.
+    """Read the declaration from models, and check it.
 
     Args:
-        decays: tells whether the optimizer applies its weight decay to a variable.
-        embeddings: the layers of the model whose rows are on the shards.
+        models: by name; "" for the only one. rules: the optimizer of each model that is trained.
+        embeddings: the layers of each model whose rows are on the shards.
 
     Raises:
-        InvalidRequest, InvalidTensor: the model has no variables yet, none to train, or one that psd cannot train.
+        InvalidRequest, InvalidTensor: a model has no variables yet, or one that psd cannot train; or an optimizer has none.
     """
-    if not model.built:
-        raise InvalidRequest("model: has no variables yet; give it an Input, or pass one batch through it, before distribute()")
-    trained = list(model.trainable_variables)
-    if not trained:
-        raise InvalidRequest("model: has no trainable variables, so there is nothing to train")
-    for variable in trained:
-        _check_trained(variable)
-    frozen = _frozen(model, trained)
-    has_decay = [not options.weight_decay or decays(variable) for variable in trained]
-    kinds = sorted(set(has_decay), reverse=True)
-    groups = [options.group(decays=kind) for kind in kinds]
-    specs = [group for group, _ in groups] + ([GroupSpec(STATIC.name)] if frozen else [])
-    group_of = [kinds.index(kind) for kind in has_decay] + [len(kinds)] * len(frozen)
-    variables = trained + frozen
-    names = _unique(variable.path for variable in variables)
+    named = named_variables(models, rules)
+    groups: list[GroupSpec] = []
+    options: list[tuple[int, dict[str, Any]]] = []
+    group_of: list[int] = []
+    ends: list[int] = []
+    of_part: list[set[int]] = []
+    for number, (name, rule) in enumerate(rules.items()):
+        trained = models[name].trainable_variables
+        where = f"model {name!r}" if name else "model"
+        if not trained:
+            raise InvalidRequest(f"{where}: has no trainable variables, so there is nothing to train")
+        for variable in trained:
+            _check_trained(variable)
+        has_decay = [not rule.options.weight_decay or rule.decays(variable) for variable in trained]
+        kinds = sorted(set(has_decay), reverse=True)
+        group_of += [len(groups) + kinds.index(kind) for kind in has_decay]
+        ends.append(len(group_of))
+        of_part.append(set(range(len(groups), len(groups) + len(kinds))))
+        for spec, values in (rule.options.group(decays=kind) for kind in kinds):
+            groups.append(spec)
+            options.append((number, values))
+    count = len(group_of)
+    group_of += [len(groups)] * (len(named) - count)
+    if len(named) > count:
+        groups.append(GroupSpec(STATIC.name))
+        options.append((0, {}))
     tensors = [
         TensorSpec(name, tuple(variable.shape), _dtype(variable), group)
-        for name, variable, group in zip(names, variables, group_of, strict=True)
+        for (name, variable), group in zip(named.items(), group_of, strict=True)
     ]
-    tables, of_tables, table_options = _tables(embeddings, options, len(specs))
-    return KerasDeclaration(
-        variables,
-        tensors,
-        len(trained),
-        specs + of_tables,
-        [values for _, values in groups],
-        list(embeddings),
-        tables,
-        table_options,
-    )
+    tables = _tables(rules, embeddings, groups, options, of_part)
+    parts = [
+        TrainedPart(
+            number,
+            range(end - len(models[name].trainable_variables), end),
+            JobPart(number + 1, frozenset(of_part[number])) if len(rules) > 1 else None,
+        )
+        for number, (name, end) in enumerate(zip(rules, ends, strict=True))
+    ]
+    layers = [layer for found in embeddings.values() for layer in found]
+    return KerasDeclaration(list(named.values()), tensors, count, groups, options, layers, tables, parts)
+
+
+def named_variables(models: Mapping[str, Any], trained: Iterable[str]) -> dict[str, Any]:
+    """The variables of some models by the names that a job has for them: those that are trained, then those of frozen layers.
+
+    Args:
+        models, trained: all of them by name, and the names of those that an optimizer trains.
+
+    Raises:
+        InvalidRequest: a model has no variables yet, or two optimizers would train one.
+    """
+    for name, model in models.items():
+        if not model.built:
+            raise InvalidRequest(
+                f"model{f' {name!r}' if name else ''}: has no variables yet; give it an Input, or pass one batch through it, "
+                "before distribute()"
+            )
+    owner: dict[int, str] = {}
+    variables: list[tuple[str, Any]] = []
+    for name in trained:
+        for variable in models[name].trainable_variables:
+            if id(variable) in owner:
+                raise InvalidRequest(
+                    f"variable {variable.path!r} is in two models, {owner[id(variable)]!r} and {name!r}, and a variable has "
+                    "one optimizer that steps it"
+                )
+            owner[id(variable)] = name
+            variables.append((name, variable))
+    for name, model in models.items():
+        for variable in _frozen(model, owner):
+            owner[id(variable)] = name
+            variables.append((name, variable))
+    names = _unique(f"{name}/{variable.path}" if name else variable.path for name, variable in variables)
+    return dict(zip(names, (variable for _, variable in variables), strict=True))
 
 
 def _tables(
-    layers: Iterable[Any], options: KerasOptions, before: int
-) -> tuple[list[SparseTableSpec], list[GroupSpec], list[dict[str, Any]]]:
-    """The tables of embeddings, a group for each, and the groups' options. before: number of groups before them."""
-    named: dict[str, Any] = {}
-    for layer in layers:
-        first = named.setdefault(layer.spec.name, layer)
-        if (layer.spec, layer.optimizer) != (first.spec, first.optimizer):
-            raise InvalidRequest(
-                f"embedding {layer.spec.name!r}: two layers declare the table of this name differently; give both the same "
-                "dim, optimizer, init, seed and options, or another name to one"
-            )
+    rules: Mapping[str, GivenRule],
+    embeddings: Mapping[str, Sequence[Any]],
+    groups: list[GroupSpec],
+    options: list[tuple[int, dict[str, Any]]],
+    of_part: list[set[int]],
+) -> list[SparseTableSpec]:
+    """The tables of embeddings. Adds a group for each to `groups`, its options to `options`, and its number to its part's."""
+    numbers = {name: number for number, name in enumerate(rules)}
+    named: dict[str, tuple[Any, str]] = {}
+    for name, layers in embeddings.items():
+        for layer in layers:
+            table = layer.spec.name
+            first, model = named.setdefault(table, (layer, name))
+            if (layer.spec, layer.optimizer) != (first.spec, first.optimizer):
+                raise InvalidRequest(
+                    f"embedding {table!r}: two layers declare the table of this name differently; give both the same dim, "
+                    "optimizer, init, seed and options, or another name to one"
+                )
+            if name != model:
+                raise InvalidRequest(
+                    f"embedding {table!r}: is in two models, {model!r} and {name!r}; a table is stepped with one of them"
+                )
+            if name not in rules:
+                raise InvalidRequest(
+                    f"embedding {table!r}: no optimizer is named {name!r}, as its model is, and so no step is its own"
+                )
+            if layer.own_rows is not None:
+                raise InvalidRequest(
+                    f"embedding {table!r}: the model has its rows, as load_export or load_model has set them, and a job takes "
+                    "none from a model: begin the job with them by --from-checkpoint FILE --parameters-only, and call "
+                    "distribute with a model that was made anew, without loading them"
+                )
     tables: list[SparseTableSpec] = []
-    groups: list[GroupSpec] = []
-    values: list[dict[str, Any]] = []
-    for layer in named.values():
-        rule = layer.optimizer
-        spec, numbers = options.group(decays=True) if rule is None else (spec_of(rule), rule.scalars())
-        tables.append(replace(layer.spec, group=before + len(groups)))
+    for layer, name in named.values():
+        rule, number = layer.optimizer, numbers[name]
+        spec, values = rules[name].options.group(decays=True) if rule is None else (spec_of(rule), rule.scalars())
+        tables.append(replace(layer.spec, group=len(groups)))
+        of_part[number].add(len(groups))
         groups.append(spec)
-        values.append(numbers)
-    return tables, groups, values
+        options.append((number, values))
+    return tables
 
 
-def _frozen(model: Any, trained: list[Any]) -> list[Any]:
+def _frozen(model: Any, known: Mapping[int, Any]) -> list[Any]:
     """The variables of frozen layers: weights that could be trained but are not. Statistics, such as those of
-    BatchNormalization, are not among them."""
-    known = {id(variable) for variable in trained}
+    BatchNormalization, are not among them. known: those that are not meant, by identity."""
     frozen: dict[int, Any] = {}
     for layer in model._flatten_layers():  # noqa: SLF001 - the public ways do not tell weights from statistics
         for variable in layer._trainable_variables:  # noqa: SLF001

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from psd.contract.errors import InvalidRequest
+from psd_client.keras.declaration import TrainedPart
 from psd_client.keras.link import Link
-from psd_client.keras.table_rows import LayerRows
 from psd_client.lanes.flat import FlatBuffers
 
 
@@ -53,46 +53,31 @@ class TensorFlowLink(Link):
         self._compiled_load()
 
     @override
-    def exchange(self, learning_rate: Any, indices: Sequence[int], gradients: Sequence[Any]) -> Any:
-        rate = tf.cast(tf.convert_to_tensor(learning_rate), tf.float64)
+    def exchange(self, part: TrainedPart, rates: Sequence[Any], indices: Sequence[int], gradients: Sequence[Any]) -> Any:
+        rate = tf.stack([tf.cast(tf.convert_to_tensor(rate), tf.float64) for rate in rates])
         named = dict(zip(map(str, indices), gradients, strict=True))
         if not tf.executing_eagerly():
-            clock, self.is_skipped = self._exchange(rate, named)
+            clock, self.is_skipped = self._exchange(part.number, rate, named)
             return clock
         self.error = None
         try:
-            clock, self.is_skipped = self._compiled_exchange(rate, named)
+            clock, self.is_skipped = self._compiled_exchange(part.number, rate, named)
         except tf.errors.OpError:
             if self.error is not None:
                 raise self.error from None  # in eager mode the program can be given the error itself
             raise
         return clock
 
-    @override
-    def look_up(self, handle: Any, ids: Any, rows: LayerRows, *, counts_no_use: bool) -> Any:
-        def pulled(ids: Any) -> Any:
-            found = tf.numpy_function(lambda ids: self.pull_rows(ids, rows, counts_no_use=counts_no_use), [ids], tf.float32)
-            return tf.ensure_shape(found, (*ids.shape, rows.dim))
-
-        def tracked(handle: Any, ids: Any) -> tuple[Any, Callable[[Any], tuple[Any, None]]]:
-            handle_shape = handle.shape
-
-            def gradient(upstream: Any) -> tuple[Any, None]:
-                norm = tf.numpy_function(rows.collect, [ids, upstream], tf.float32)
-                return tf.ensure_shape(norm, handle_shape), None
-
-            return pulled(ids), gradient
-
-        return tf.custom_gradient(tracked)(tf.convert_to_tensor(handle), ids)
-
-    def _exchange(self, rate: Any, named: dict[str, Any]) -> tuple[Any, Any]:
-        """Run one step. named: gradients by the variable's index. Traced once for each set of indices."""
+    def _exchange(self, number: int, rates: Any, named: dict[str, Any]) -> tuple[Any, Any]:
+        """Run one step of a part. rates: one for each part. named: gradients by the variable's index. Traced once for each part
+        and set of indices."""
+        part = self.declaration.parts[number]
         gradients = {int(index): gradient for index, gradient in named.items()}
         runs, arrays = self._runs(gradients)
         trained = range(self.declaration.trained)
         missing = [index for index in trained if index not in gradients]
 
-        def step(rate: NDArray[Any], *arrays: NDArray[Any]) -> list[Any]:
+        def step(rates: NDArray[Any], *arrays: NDArray[Any]) -> list[Any]:
             def write(buffers: FlatBuffers) -> None:
                 begin = 0
                 for run in runs:
@@ -100,11 +85,11 @@ class TensorFlowLink(Link):
                     np.concatenate(arrays[begin : begin + run.arrays], out=target)
                     begin += run.arrays
 
-            clock, is_skipped = self.push_pull(float(rate), missing, write)
+            clock, is_skipped = self.push_pull(part, rates.tolist(), missing, write)
             views = self.worker.parameters.views
             return [np.int64(clock), np.bool_(is_skipped), *(views[index] for index in trained)]
 
-        clock, is_skipped, *values = self._call(step, [rate, *arrays], [tf.int64, tf.bool], list(trained))
+        clock, is_skipped, *values = self._call(step, [rates, *arrays], [tf.int64, tf.bool], list(trained))
         self._assign(list(trained), values)
         return tf.ensure_shape(clock, ()), tf.ensure_shape(is_skipped, ())
 
@@ -148,3 +133,23 @@ class TensorFlowLink(Link):
             # a copy the variable would be the buffer, and change with the next pull.
             is_master = self.declaration.tensors[index].master_dtype == variable.dtype
             variable.assign(tf.raw_ops.DeepCopy(x=value) if is_master else tf.cast(value, variable.dtype))
+
+
+def look_up(
+    handle: Any, ids: Any, dim: int, pull: Callable[[NDArray[Any]], Any], collect: Callable[[NDArray[Any], NDArray[Any]], Any]
+) -> Any:
+    """The rows (..., dim) that `pull` returns for ids (...), in float32. The handle gets the gradient that `collect` returns
+    for ids and the rows' gradients. Both are called whenever the graph is run."""
+
+    def pulled(ids: Any) -> Any:
+        return tf.ensure_shape(tf.numpy_function(pull, [ids], tf.float32), (*ids.shape, dim))
+
+    def tracked(handle: Any, ids: Any) -> tuple[Any, Callable[[Any], tuple[Any, None]]]:
+        handle_shape = handle.shape
+
+        def gradient(upstream: Any) -> tuple[Any, None]:
+            return tf.ensure_shape(tf.numpy_function(collect, [ids, upstream], tf.float32), handle_shape), None
+
+        return pulled(ids), gradient
+
+    return tf.custom_gradient(tracked)(tf.convert_to_tensor(handle), ids)

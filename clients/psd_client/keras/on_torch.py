@@ -9,10 +9,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from typing_extensions import override
 
+from psd_client.keras.declaration import TrainedPart
 from psd_client.keras.link import Link
-from psd_client.keras.table_rows import LayerRows
 from psd_client.lanes.flat import FlatBuffers
 from psd_client.torch.declaration import TorchDeclaration
 from psd_client.torch.gradients import Gradients
@@ -42,34 +43,43 @@ class TorchLink(Link):
 
     @torch.no_grad()
     @override
-    def exchange(self, learning_rate: Any, indices: Sequence[int], gradients: Sequence[Any]) -> Any:
+    def exchange(self, part: TrainedPart, rates: Sequence[Any], indices: Sequence[int], gradients: Sequence[Any]) -> Any:
         by_index: list[torch.Tensor | None] = [None] * self.declaration.trained
         for index, gradient in zip(indices, gradients, strict=True):
             by_index[index] = gradient
         missing = [index for index, gradient in enumerate(by_index) if gradient is None]
 
         def write(_: FlatBuffers) -> None:
-            self._gradients.gather(by_index)
+            self._gradients.gather(by_index, None if part.job_part is None else part.trained)
 
-        clock, self.is_skipped = self.push_pull(float(learning_rate), missing, write)
+        clock, self.is_skipped = self.push_pull(part, [float(rate) for rate in rates], missing, write)
         trained = self.declaration.trained
         torch._foreach_copy_(self._parameters[:trained], self._views[:trained])
         return clock
 
     @override
-    def look_up(self, handle: Any, ids: torch.Tensor, rows: LayerRows, *, counts_no_use: bool) -> Any:
-        array = ids.detach().cpu().numpy()
-        found = torch.from_numpy(self.pull_rows(array, rows, counts_no_use=counts_no_use)).to(ids.device)
-
-        def collect(gradient: torch.Tensor) -> Any:
-            return rows.collect(array, gradient.detach().cpu().numpy())
-
-        return _Tracked.apply(handle.value, (found,), collect)  # type: ignore[no-untyped-call]
-
-    @override
     def close(self) -> None:
         self._gradients.close()
         super().close()
+
+
+def look_up(
+    handle: Any,
+    ids: torch.Tensor,
+    dim: int,
+    pull: Callable[[NDArray[Any]], Any],
+    collect: Callable[[NDArray[Any], NDArray[Any]], Any],
+) -> Any:
+    """The rows (..., dim) that `pull` returns for ids (...), in float32. The handle gets the gradient that `collect` returns
+    for ids and the rows' gradients."""
+    del dim
+    array = ids.detach().cpu().numpy()
+    found = torch.from_numpy(pull(array)).to(ids.device)
+
+    def collected(gradient: torch.Tensor) -> Any:
+        return collect(array, gradient.detach().cpu().numpy())
+
+    return _Tracked.apply(handle.value, (found,), collected)  # type: ignore[no-untyped-call]
 
 
 class _Tracked(torch.autograd.Function):

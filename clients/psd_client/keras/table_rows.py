@@ -1,9 +1,14 @@
-"""The rows of one embedding layer: pulled as NumPy arrays, and their gradients until the step. Must not know a framework."""
+"""The rows of one embedding layer of a job: pulled as NumPy arrays, and their gradients until the step.
+
+A layer looks its rows up in a LayerRowSource: this one, or outside of a job what fixed_rows.py has. Must not know a framework.
+"""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,24 +27,47 @@ _ROUNDING = 0.01
 Gradients = tuple[NDArray[np.uint64], NDArray[np.float32]]
 
 
+class LayerRowSource(Protocol):
+    """The place at which a layer looks up its rows.
+
+    Attributes:
+        is_trained: the rows are those of a job, in which this process is a worker.
+    """
+
+    is_trained: bool
+
+    def pull(self, ids: NDArray[np.int64], *, counts_no_use: bool) -> NDArray[np.float32]:
+        """The rows (..., dim) of ids (...)."""
+
+    def collect(self, ids: NDArray[Any], gradients: NDArray[Any]) -> NDArray[np.float32]:
+        """The gradient of the layer's handle, for the gradients of one lookup's rows."""
+
+
 class LayerRows:
-    """The rows of one layer.
+    """The rows of one layer in its job.
 
     Args:
         table: index of the table in the job. name: name of the table. dim: length of a row.
+        pulling: makes the context of a pull, in which no other call of the model is under way.
     """
 
-    def __init__(self, worker: FlatCalls, table: int, name: str, dim: int) -> None:
+    is_trained = True
+
+    def __init__(
+        self, worker: FlatCalls, table: int, name: str, dim: int, pulling: Callable[[], AbstractContextManager[None]]
+    ) -> None:
         self.name = name
         self.table = table
         self.dim = dim
         self._worker = worker
+        self._pulling = pulling
         self._parts: list[Gradients] = []
         self._norm = 0.0
 
     def pull(self, ids: NDArray[np.int64], *, counts_no_use: bool) -> NDArray[np.float32]:
-        """The rows (..., dim) of ids (...)."""
-        return self._worker.pull_rows({self.table: ids}, counts_no_use=counts_no_use)[self.table]
+        """The rows (..., dim) of ids (...); waits for other calls of this model that are under way."""
+        with self._pulling():
+            return self._worker.pull_rows({self.table: ids}, counts_no_use=counts_no_use)[self.table]
 
     def collect(self, ids: NDArray[Any], gradients: NDArray[Any]) -> NDArray[np.float32]:
         """Keep the gradients of one lookup until the step; return the gradient of the handle, which represents them."""

@@ -400,7 +400,8 @@ class DistributedOptimizer(JobOptimizer):
         torch's own optimizers.
 
         With slots, all workers must call this at the same step, as with `load_parameters`: the slots are set on the shards, and
-        those that the state lacks are reset. Without, the slots on the shards stay. The clock stays in any case.
+        those that the state lacks are reset. Of several optimizers, slots of the others and of all rows stay, and all workers
+        load them in the same order. Without slots, those on the shards stay. The clock stays in any case.
 
         Raises:
             InvalidRequest: the state does not fit the slots on the shards. Either it was taken at another step (a state from
@@ -409,13 +410,9 @@ class DistributedOptimizer(JobOptimizer):
             NonFiniteGradient, BarrierTimeout: as `load_parameters`.
         """
         if state_dict.get("has_slots") or any(has_slots(state) for state in state_dict["state"].values()):
-            if self._part.job_part is not None:
-                raise InvalidRequest(
-                    "load_state_dict: the state has slots, such as moments, which are loaded only where a job has one optimizer"
-                )
             found = slots_of(self._job.declaration, self.param_groups, state_dict)
             self._gradients.settle()
-            self._worker.set_slots(found)
+            self._worker.set_slots(found, self._part.job_part)
             self._job.slots.load()
             self._job.parameters.copy()
         else:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from psd.contract.tables import SparseTableSpec
+from psd_client.row_places import RowPlaces
 from psd_client.torch.tables import Lookup, Wanted
 from psd_core.table import initial_rows
 
@@ -50,9 +51,7 @@ class OwnRows:
         assert holder.ids is not None
         self.index_of = {holder.spec.name: 0}
         self._holder = holder
-        ids = holder.ids.cpu().numpy()
-        self._order = np.argsort(ids)
-        self._sorted = ids[self._order]
+        self._places = RowPlaces(holder.ids.cpu().numpy())
 
     def pull(self, lookups: Sequence[Lookup]) -> list[torch.Tensor]:
         """The distinct rows (k, dim) of some lookups, on the device and in the dtype of the rows."""
@@ -65,11 +64,8 @@ class OwnRows:
         rows, spec = self._holder.rows, self._holder.spec
         assert rows is not None
         ids = place.distinct.ids.view(np.int64)
-        at = np.searchsorted(self._sorted, ids)
-        is_there = np.zeros(len(ids), np.bool_)
-        inside = at < len(self._sorted)
-        is_there[inside] = self._sorted[at[inside]] == ids[inside]
-        found = rows.index_select(0, torch.from_numpy(self._order[at[is_there]]).to(rows.device))
+        places, is_there = self._places.find(ids)
+        found = rows.index_select(0, torch.from_numpy(places).to(rows.device))
         if not is_there.all():
             known, found = found, rows.new_empty((len(ids), spec.dim))
             fresh = initial_rows(spec.name, spec.dim, spec.init, spec.seed, ids[~is_there])

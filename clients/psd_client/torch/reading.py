@@ -8,6 +8,7 @@ import torch
 
 from psd.contract.arguments import refuse
 from psd.contract.errors import InvalidRequest
+from psd_client.faces import table_in
 from psd_client.reader import Reader, ReadTable
 from psd_client.torch.embedding import table_modules
 from psd_client.torch.row_gradients import Ids
@@ -33,10 +34,11 @@ def read_rows(model: torch.nn.Module, reader: Reader) -> None:
         refuse(TypeError, "model", "a torch.nn.Module", model)
     if not isinstance(reader, Reader):
         refuse(TypeError, "reader", 'what psd_client.connect(role="reader") returns', reader)
-    source = ReaderRows(reader.tables)
+    tables = reader.tables
+    source = ReaderRows(tables)
     embeddings = table_modules(model)
     for embedding in embeddings:
-        source.check(embedding.spec.name, embedding.spec.dim)
+        table_in(tables, embedding.spec.name, embedding.spec.dim)
         if embedding.is_in_job:
             raise InvalidRequest(
                 f"embedding {embedding.spec.name!r}: its model is in a job, as a worker; pass a copy of the model, or call "
@@ -54,14 +56,6 @@ class ReaderRows:
     def __init__(self, tables: Mapping[str, ReadTable]) -> None:
         self.index_of = {name: index for index, name in enumerate(tables)}
         self._tables = list(tables.values())
-
-    def check(self, name: str, dim: int) -> None:
-        """Raise InvalidRequest unless the job has this table."""
-        if name not in self.index_of:
-            raise InvalidRequest(f"embedding {name!r}: the job has no such table; it has {', '.join(self.index_of) or 'none'}")
-        there = self._tables[self.index_of[name]].dim
-        if there != dim:
-            raise InvalidRequest(f"embedding {name!r}: dim: is {dim}, and that of the job's table is {there}")
 
     def pull(self, lookups: Sequence[Lookup]) -> list[Rows]:
         """The distinct rows of some lookups."""

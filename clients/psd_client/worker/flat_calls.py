@@ -176,13 +176,17 @@ class FlatCalls(WorkerConnection):
         with self.operation("load_parameters"):
             self.declared.load(lambda load: load.run(write))
 
-    def set_slots(self, given: Mapping[int, SlotValues]) -> None:
+    def set_slots(self, given: Mapping[int, SlotValues], job_part: JobPart | None = None) -> None:
         """Set the slots of tensors, by the tensors' index; let the slots of all other tensors, and of rows, begin anew.
 
         All workers must call it, with the same values, at the same step.
+
+        Args:
+            job_part: the part in which the tensors are: slots of other parts, and of rows, stay.
         """
+        groups = None if job_part is None else job_part.groups
         with self.operation("reset_slots"):
-            self.declared.load(lambda load: load.run_slots(given))
+            self.declared.load(lambda load: load.run_slots(given, groups))
 
     def slots(self) -> dict[int, SlotValues]:
         """The slots of the tensors whose rule has any, by the tensors' index, at the worker's clock."""

@@ -1,7 +1,8 @@
 """psdctl's commands for checkpoints: list them, verify every byte, export a model, import a table. They only read files, and
 ask no shard.
 
-psd/checkpoint finds out the facts about a checkpoint; this module presents them to people and programs.
+psd/checkpoint finds out the facts about a checkpoint; this module presents them to people and programs. It is imported where it
+is needed: other commands start sooner without.
 """
 
 from __future__ import annotations
@@ -11,9 +12,8 @@ import datetime as dt
 import json
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from psd.checkpoint import CheckpointDirectory, CheckpointInfo, CheckpointState, import_table
 from psd.cli.ctl.report import table
 from psd.cli.words.arguments import EXIT_FAILURE, EXIT_OK, Commands, Parser, add_command, location
 from psd.cli.words.terminal import show
@@ -22,6 +22,9 @@ from psd.contract.errors import PsdError
 from psd.contract.locations import shown
 from psd.contract.printable import printable
 from psd.watch.words import size
+
+if TYPE_CHECKING:
+    from psd.checkpoint import CheckpointDirectory, CheckpointInfo
 
 _LIST_DESCRIPTION = """\
 List the checkpoints in a directory, newest first. Reads the small documents and the sizes of the files, not
@@ -184,7 +187,12 @@ def _where(parser: Parser, name_help: str | None) -> None:
 
 
 def _finish(parser: Parser, run: Callable[[CheckpointDirectory, argparse.Namespace], int]) -> None:
-    _guard(parser, lambda args: run(CheckpointDirectory(args.url), args))
+    def opened(args: argparse.Namespace) -> int:
+        from psd.checkpoint import CheckpointDirectory
+
+        return run(CheckpointDirectory(args.url), args)
+
+    _guard(parser, opened)
 
 
 def _guard(parser: Parser, run: Callable[[argparse.Namespace], int]) -> None:
@@ -207,6 +215,8 @@ def _guard(parser: Parser, run: Callable[[argparse.Namespace], int]) -> None:
 
 
 def _run_list(directory: CheckpointDirectory, args: argparse.Namespace) -> int:
+    from psd.checkpoint import CheckpointState
+
     found = directory.checkpoints()
     if args.json:
         print(json.dumps(as_json(directory.location, found)), flush=True)
@@ -218,6 +228,8 @@ def _run_list(directory: CheckpointDirectory, args: argparse.Namespace) -> int:
 
 def as_json(location: str, found: Sequence[CheckpointInfo]) -> dict[str, Any]:
     """The object that psdctl checkpoints --help documents; later versions add keys and never change them."""
+    from psd.checkpoint import CheckpointState
+
     return {
         "url": location,
         "newest": next((info.name for info in found if info.state is CheckpointState.VALID), None),
@@ -275,6 +287,8 @@ def _utc(seconds: float) -> str:
 
 
 def _run_verify(directory: CheckpointDirectory, args: argparse.Namespace) -> int:
+    from psd.checkpoint import CheckpointState
+
     found = directory.checkpoints()
     if args.name is None:
         wanted = [info for info in found if info.state is not CheckpointState.INCOMPLETE]
@@ -335,6 +349,8 @@ def _run_export(directory: CheckpointDirectory, args: argparse.Namespace) -> int
 
 
 def _run_import(args: argparse.Namespace) -> int:
+    from psd.checkpoint import import_table
+
     if args.dynamicemb and (args.ids or args.rows):
         raise ConfigError("--dynamicemb: not with --ids or --rows, which are for names in files of other kinds")
     found = import_table(

@@ -33,7 +33,8 @@ _AT_ONCE = 16
 
 _DESCRIPTION = """\
 List your jobs on this machine: those of psd-run, and programs and notebooks that train on shards of their own.
-Each is asked how far it is. Jobs of other users, on other machines, on Kubernetes or Ray are not among them."""
+Each is asked how far it is. A job of psd-run --on ray is listed on the machine where psd-run runs; one on Kubernetes
+is not, as psd-run ends once it is there: kubectl get jobs. Nor are those of other users and on other machines."""
 
 _EPILOG = """\
 examples:
@@ -42,7 +43,8 @@ examples:
   psdctl jobs --json | jq -r '.jobs[] | select(.step == null) | .name'
 
 The other commands, such as psdctl status, need no addresses for these: without --servers and PSD_SERVERS they
-take the only job, or ask which one. A job of several hosts is listed on each that has workers.
+take the only job, or ask which one. A job of several hosts is listed on each that has workers; from a machine
+that is not in the network of a Ray cluster, its shards may not be reached.
 
 STEP is that of its slowest live worker; of WORKERS the first number are live. "-": not known; if shards did not
 answer, lines below say why.

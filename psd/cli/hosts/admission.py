@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import psd
 from psd.cli.hosts.link import Message
 from psd.cli.hosts.proof import proof_of, what_is_wrong
-from psd.cli.job.plan import Plan
+from psd.cli.job.plan import HostPlan
 from psd.cli.words.arguments import flag_of
 from psd.contract.printable import printable
 
@@ -43,7 +43,7 @@ class NodeAdmission:
         plan: the leader's plan of the job. address: address of the leader's machine; empty if no node is there.
     """
 
-    def __init__(self, plan: Plan, address: str) -> None:
+    def __init__(self, plan: HostPlan, address: str) -> None:
         assert plan.meeting is not None
         self._meeting, self._places = plan.meeting, plan.places
         self.nodes = {plan.node: Node(plan.node, "this host", address)} if address else {}

@@ -18,8 +18,9 @@ from collections.abc import Callable, Sequence
 import psd
 from psd.cli.hosts.link import FLUSH_S, Message, NodeLink
 from psd.cli.hosts.proof import new_nonce, proof_of, what_is_wrong
-from psd.cli.job.plan import Plan
-from psd.cli.job.policy import SHARDS_SLACK_S, Name
+from psd.cli.job.actions import Name
+from psd.cli.job.plan import HostPlan
+from psd.cli.job.policy import SHARDS_SLACK_S
 from psd.cli.processes.host_processes import HostProcesses
 from psd.cli.processes.state_directories import is_run_id
 from psd.cli.processes.wakeup_pipe import Wakeups
@@ -38,7 +39,7 @@ class Follower:
         link: connection to the leader. address: address of this machine, for the other hosts.
     """
 
-    def __init__(self, plan: Plan, replan: Callable[[str, int], Plan], link: NodeLink, address: str) -> None:
+    def __init__(self, plan: HostPlan, replan: Callable[[str, int], HostPlan], link: NodeLink, address: str) -> None:
         assert plan.meeting is not None
         self._plan, self._replan = plan, replan
         self._meeting = plan.meeting
@@ -167,7 +168,7 @@ class Follower:
         _say(f"error: {why}")
         self._status = EXIT_FAILURE
 
-    def _begin(self, plan: Plan) -> None:
+    def _begin(self, plan: HostPlan) -> None:
         self._plan = plan
         self._remark(f"this host is node {plan.node} of {plan.places.nodes} of run {plan.run_id}; node 0 shows all output")
         try:
@@ -219,7 +220,7 @@ class Follower:
         for name in living:
             self._processes.signal(name, signal.SIGTERM)
         self._selector.unregister(self._link.reader)
-        end_by = time.monotonic() + self._plan.grace_s + SHARDS_SLACK_S
+        end_by = time.monotonic() + self._plan.shards.grace_s + SHARDS_SLACK_S
         while self._processes.living and time.monotonic() < end_by:
             for key, _ in self._selector.select(FLUSH_S):
                 key.data()

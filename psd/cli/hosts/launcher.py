@@ -1,6 +1,4 @@
-"""Carries out a job of psd-run: one thread, with one selector over the children's output and deaths, other hosts, and signals.
-
-    events: output, exits, SIGCHLD, SIGINT, time   ->   psd/cli/job/policy.py decides   ->   actions: start, signal, say
+"""A job on machines: one thread, with one selector over the children's output and deaths, other hosts, and signals.
 
 Only the actions know where a process runs: on this machine (psd/cli/processes/host_processes.py) or on another
 (psd/cli/hosts/leader.py). Decides nothing about the job itself.
@@ -19,10 +17,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from typing_extensions import override
+
 from psd.cli.hosts.leader import Gathering
-from psd.cli.job.plan import Plan
-from psd.cli.job.policy import Action, JobPolicy, Name, Phase, Say, Send, Tell
-from psd.cli.job.summary import Summary
+from psd.cli.job.actions import Name
+from psd.cli.job.conductor import Conductor
+from psd.cli.job.plan import HostPlan
 from psd.cli.processes import descriptor_limit
 from psd.cli.processes.display import Display, is_terminal
 from psd.cli.processes.host_processes import DASHBOARD, DESCRIPTORS_BESIDE, HostProcesses
@@ -33,15 +33,7 @@ from psd.cli.processes.wakeup_pipe import JOB_SIGNALS, Wakeups
 from psd.cli.words.arguments import EXIT_FAILURE, EXIT_OK, exit_status
 from psd.cli.words.terminal import NO_ROOM, WholeWriter, discard
 from psd.contract.config import ConfigError
-from psd.contract.job_records import JobEntry
-from psd.contract.launching import (
-    DASHBOARD_PATTERN,
-    DONE_PATTERN,
-    HAS_STORED,
-    LAST_CHECKPOINT_PATTERN,
-    READY_PATTERN,
-    STORED_PATTERN,
-)
+from psd.contract.launching import DASHBOARD_PATTERN, STORED_PATTERN
 
 _LOOPBACK = "127.0.0.1"
 
@@ -52,7 +44,7 @@ Meet = Callable[[selectors.BaseSelector, "Launcher"], Gathering]
 """Starts to gather the other hosts; the launcher's methods are called for their events."""
 
 
-class Launcher:
+class Launcher(Conductor):
     """One job, from its first process to its last.
 
     Args:
@@ -60,24 +52,16 @@ class Launcher:
         meet: gathers the other hosts; None: this machine runs all processes.
     """
 
-    def __init__(self, plan: Plan, meet: Meet | None = None) -> None:
-        self._plan = plan
-        self._meet = meet
+    def __init__(self, plan: HostPlan, meet: Meet | None = None) -> None:
         places = plan.places
-        self._policy = JobPolicy(
-            state_dirs=[str(shard_path(plan.state_dirs[index % places.nodes], index)) for index in range(places.shards)],
-            workers=sum(places.workers),
-            on_worker_failure=plan.on_worker_failure,
-            restarts_max=plan.restarts_max,
-            shard_restarts_max=plan.shard_restarts_max,
-            grace_s=plan.grace_s,
-            has_checkpoints=bool(plan.checkpoint_dir),
-        )
+        state_dirs = [str(shard_path(plan.state_dirs[index % places.nodes], index)) for index in range(places.shards)]
+        super().__init__(plan, state_dirs, is_continued=plan.kept_run_id is not None)
+        self._plan: HostPlan = plan
+        self._meet = meet
         self._selector = selectors.DefaultSelector()
         self._processes: HostProcesses | None = None
         self._gathering: Gathering | None = None
         self._lines: dict[Name, Lines] = {}
-        self._addresses: dict[int, str] = {}
         names = [str(name) for name in sorted(name for node in range(places.nodes) for name in places.names(node))]
         descriptor_limit.allow(2 * len(names) + DESCRIPTORS_BESIDE)  # the output of each process, and its log file
         self._wakeups: Wakeups | None = None
@@ -90,31 +74,23 @@ class Launcher:
         self._own_signals = self._signals = 0
         self._checkpoints: deque[str] = deque(maxlen=CHECKPOINTS_TOLD)
         self._log_files: LogFiles | None = None
-        self._entry: JobEntry | None = None
-        self._summary = Summary(is_continued=plan.kept_run_id is not None, checkpoint_dir=plan.checkpoint_dir)
 
     def run(self) -> int:
         """Run the job to its end; returns psd-run's exit status."""
-        started_at = time.monotonic()
         with Wakeups(JOB_SIGNALS) as self._wakeups:
             self._selector.register(self._wakeups, selectors.EVENT_READ, functools.partial(self._read_signals, self._wakeups))
             try:
                 self._begin()
-                while self._policy.phase is not Phase.ENDED:
-                    self._wait()
+                status = self._conduct()
             except ConfigError as error:
                 self.say(f"error: {error}")
                 return EXIT_FAILURE
             finally:
                 self._clear_away()
                 self._selector.close()
-        status = self._policy.status
-        assert status is not None
         if self._reader_is_gone:
             return exit_status(signal.SIGPIPE)
-        self.say("all workers have finished" if status == 0 else f"the job has ended with status {status}")
-        for line in self._summary.lines(time.monotonic() - started_at):
-            self.say(line)
+        self._sum_up(status)
         if self._log_files is not None:
             self._log_files.close()
         return status
@@ -129,8 +105,8 @@ class Launcher:
 
     # -- events --
 
+    @override
     def _wait(self) -> None:
-        """Sleep until something happens, and handle it."""
         times = [at for lines in self._lines.values() if (at := lines.quiet_at()) is not None]
         gathering = self._gathering
         for at in (self._policy.deadline, self._display.due, gathering.due if gathering is not None else None):
@@ -149,9 +125,7 @@ class Launcher:
         if self._policy.deadline is not None and self._policy.deadline <= now:
             for key, _ in self._selector.select(0):  # events that came in time count, even if the loop was busy
                 key.data()
-        # The deadline is checked again, because these events may have changed it.
-        if self._policy.deadline is not None and self._policy.deadline <= now:
-            self._perform(self._policy.on_deadline(now))
+        self._on_time()  # it checks again, because these events may have changed the deadline
 
     def _read_signals(self, wakeups: Wakeups) -> None:
         signums = wakeups.read()
@@ -166,7 +140,7 @@ class Launcher:
         """True if a signal that ends the job has come, even if not handled yet: a reader of the output may hold up the loop."""
         return self._signals > 0 or (self._wakeups is not None and self._wakeups.has_told(signal.SIGCHLD))
 
-    def on_nodes_ready(self, plan: Plan, address: str) -> None:
+    def on_nodes_ready(self, plan: HostPlan, address: str) -> None:
         """Begin the job: all hosts are ready.
 
         Args:
@@ -211,34 +185,35 @@ class Launcher:
 
     # -- actions --
 
-    def _perform(self, actions: Sequence[Action]) -> None:
-        for action in actions:
-            if isinstance(action, Say):
-                self.say(action.text, action.quote)
-                continue
-            own = self._processes if self._plan.is_here(action.name) else None
-            where = own or self._gathering
-            assert where is not None
-            if isinstance(action, Send):
-                where.signal(action.name, action.signum)
-            elif isinstance(action, Tell):
-                where.tell(action.name, action.line)
-            else:
-                self._lines[action.name] = Lines(is_live=self._display.is_live)
-                self._summary.on_start(action.name.kind, action.name.number)
-                where.start(action.name, self._addresses_for(action.name))
+    def _where(self, name: Name) -> HostProcesses | Gathering:
+        """Whoever has a process."""
+        where = (self._processes if self._plan.is_here(name) else None) or self._gathering
+        assert where is not None
+        return where
+
+    @override
+    def _start(self, name: Name) -> None:
+        self._lines[name] = Lines(is_live=self._display.is_live)
+        self._where(name).start(name, self._addresses_for(name))
+
+    @override
+    def _send(self, name: Name, signum: int) -> None:
+        self._where(name).signal(name, signum)
+
+    @override
+    def _tell(self, name: Name, line: str) -> None:
+        self._where(name).tell(name, line)
 
     def _addresses_for(self, name: Name) -> list[str]:
         if name.kind == "worker":
-            return [self._addresses[index] for index in range(self._plan.places.shards)]
+            return self._servers
         # A shard that is started again is where the workers look for it, and where its parameters are.
         return [self._addresses[name.number]] if name.number in self._addresses else []
 
     def _clear_away(self) -> None:
         """End all processes and remove the state, on all hosts; called even if psd-run itself has failed."""
         status = self._policy.status
-        if self._entry is not None:
-            self._entry.remove()
+        self._unlist()
         if self._processes is not None:
             self._processes.clear_away(keep=status != EXIT_OK)
         if self._gathering is not None:
@@ -261,18 +236,7 @@ class Launcher:
         if name.kind != "shard":
             return
         for line in lines:
-            text = line.decode(errors="replace")
-            self._summary.on_line(name.number, text)
-            if ready := re.fullmatch(READY_PATTERN, text):
-                is_new = name.number not in self._addresses
-                self._addresses[name.number] = ready[3]
-                if is_new and len(self._addresses) == self._plan.places.shards:
-                    self._say_what_runs()
-                self._perform(self._policy.on_ready(name, time.monotonic()))
-            elif re.fullmatch(DONE_PATTERN, text):
-                self._policy.on_done(name)
-            elif answer := re.fullmatch(LAST_CHECKPOINT_PATTERN, text):
-                self._perform(self._policy.on_saved(time.monotonic(), is_stored=answer[1] == HAS_STORED))
+            self._hear(name, line.decode(errors="replace"))
 
     def _keep(self, name: str, lines: Sequence[bytes]) -> None:
         """Add lines to the log files, if there are any."""
@@ -290,17 +254,12 @@ class Launcher:
             self._checkpoints.append(stored[1])
         return is_repeated
 
-    def _say_what_runs(self) -> None:
-        addresses = [self._addresses[index] for index in range(self._plan.places.shards)]
-        servers = ",".join(addresses)
-        try:
-            self._entry = JobEntry(self._plan.record(addresses))
-        except OSError as error:
-            self.say(f"psdctl jobs will not list this job: {error.strerror or error}")
-        self.say(f"run {self._plan.run_id}; to look inside: psdctl status --servers {servers}")
+    @override
+    def _on_all_addresses(self) -> None:
+        super()._on_all_addresses()
         if self._plan.dashboard_command and self._processes is not None:
             self._lines[DASHBOARD] = Lines(is_live=False)
-            self._processes.start(DASHBOARD, addresses)
+            self._processes.start(DASHBOARD, self._servers)
 
     def _list(self, *, dashboard: str) -> None:
         """Change the address of the dashboard in the job's record, if there is one; the job goes on if that fails."""
@@ -308,8 +267,8 @@ class Launcher:
             with contextlib.suppress(OSError):
                 self._entry.change(dashboard=dashboard)
 
+    @override
     def say(self, text: str, quote: Name | None = None) -> None:
-        """Tell the user. quote: process whose last lines are shown with the text."""
         lines = [text.encode(errors="backslashreplace")]  # the name of a file may be no text
         if quote is not None and quote in self._lines and self._lines[quote].tail:
             lines[0] += b"; its last lines:"

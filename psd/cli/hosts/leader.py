@@ -32,8 +32,8 @@ from typing import Protocol, TypeAlias
 from psd.cli.hosts.admission import NodeAdmission, NotAdmittedError
 from psd.cli.hosts.link import BEAT_S, FLUSH_S, MESSAGE_BYTES_MAX, SILENCE_S, Message, NodeLink
 from psd.cli.hosts.proof import new_nonce, proof_of
-from psd.cli.job.plan import Plan
-from psd.cli.job.policy import Name
+from psd.cli.job.actions import Name
+from psd.cli.job.plan import HostPlan
 from psd.cli.processes import descriptor_limit
 from psd.cli.processes.state_directories import is_run_id
 from psd.contract.config import is_loopback, join_address
@@ -66,7 +66,7 @@ END_S = 20.0
 class Leader(Protocol):
     """The leader of a job (psd-run's loop): its methods are called for events of other hosts."""
 
-    def on_nodes_ready(self, plan: Plan, address: str) -> None:
+    def on_nodes_ready(self, plan: HostPlan, address: str) -> None:
         """Begin the job by this plan: all nodes are ready. address: that of this machine; empty if it runs no processes."""
 
     def on_output(self, name: Name, data: bytes) -> None:
@@ -127,7 +127,7 @@ class Gathering:
     """
 
     def __init__(
-        self, plan: Plan, address: str, replan: Callable[[str], Plan], selector: selectors.BaseSelector, leader: Leader
+        self, plan: HostPlan, address: str, replan: Callable[[str], HostPlan], selector: selectors.BaseSelector, leader: Leader
     ) -> None:
         assert plan.meeting is not None
         self._plan, self._meeting, self._replan = plan, plan.meeting, replan

@@ -21,7 +21,7 @@ from psd.cli.hosts.follower import Follower
 from psd.cli.hosts.launcher import Launcher
 from psd.cli.hosts.leader import GATHER_S, MISSING_SAID_S, Gathering, Leader
 from psd.cli.hosts.link import NodeLink
-from psd.cli.job.plan import Plan
+from psd.cli.job.plan import HostPlan
 from psd.cli.processes.wakeup_pipe import JOB_SIGNALS, Wakeups
 from psd.cli.words.arguments import exit_status
 from psd.cli.words.terminal import show
@@ -38,10 +38,10 @@ _HINTS = {
 }
 """Errors of listening that make a host a follower; with hints for a host that was told to lead."""
 
-Replan = Callable[[str, int], Plan]
+Replan = Callable[[str, int], HostPlan]
 
 
-def run(plan: Plan, replan: Replan) -> int:
+def run(plan: HostPlan, replan: Replan) -> int:
     """Lead the job, or take part in it; returns psd-run's exit status.
 
     Args:
@@ -90,7 +90,7 @@ def _listen(host: str, port: int, *, must: bool) -> socket.socket | None:
     return listener
 
 
-def _follow(plan: Plan, replan: Replan, host: str, port: int) -> int:
+def _follow(plan: HostPlan, replan: Replan, host: str, port: int) -> int:
     meeting = plan.meeting
     assert meeting is not None
     tls = meeting.tls.node.load()[1] if meeting.tls is not None else None

@@ -23,7 +23,7 @@ from pathlib import Path
 from psd.cli.hosts.launcher import Launcher
 from psd.cli.hosts.leader import Gathering, Leader, Peer
 from psd.cli.hosts.link import NodeLink
-from psd.cli.job.plan import Plan
+from psd.cli.job.plan import HostPlan
 from psd.contract.config import ConfigError
 from psd.contract.launching import python_command
 
@@ -54,7 +54,7 @@ def parse_hosts(text: str) -> tuple[tuple[str, ...], tuple[int, ...]]:
     return tuple(hosts), tuple(workers)
 
 
-def run(plan: Plan, replan: Callable[[str, int], Plan], argv: Sequence[str]) -> int:
+def run(plan: HostPlan, replan: Callable[[str, int], HostPlan], argv: Sequence[str]) -> int:
     """Run the job over ssh; returns psd-run's exit status.
 
     Args:

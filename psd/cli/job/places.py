@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from psd.cli.job.policy import Name
+from psd.cli.job.actions import Name
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,18 @@
-"""The plan of a job on machines that run psd-run: what to start, where, with which environment, and what to do if it dies."""
+"""The plan of a job: what to start, with which environment, and what to do if it dies. It is the same wherever the job runs.
+What only one place needs is added by `HostPlan` (machines that run psd-run), psd/cli/ray/job.py and psd/cli/kubernetes/job.py.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from typing_extensions import override
+
+from psd.cli.job.actions import Name
 from psd.cli.job.places import NodePlaces
-from psd.cli.job.policy import Name
+from psd.contract.config import ServerConfig
 from psd.contract.job_records import JobRecord, new_record
 from psd.contract.tls import TlsFiles
 
@@ -52,16 +57,45 @@ class Meeting:
 
 
 @dataclass(frozen=True)
-class Plan:
+class JobPlan:
     """A job to run.
 
     Attributes:
         run_id: unique id of this run, by which its processes are found.
         words: what to run, as it was given.
-        places: numbers of shards and workers, and their nodes. node: number of this node; -1: this machine is none of them.
+        places: numbers of shards and workers, and their nodes.
+        shards: the settings of all shards, without those of security.
+        restarts_max: see psd-run --help. shard_restarts_max: likewise; None: it is not psd-run that starts shards again.
+        shard_environ: variables of the shards. for_workers: variables of every worker.
+        files: a client's files for the shards, by name of the field of JobRecord.
+    """
+
+    run_id: str
+    words: Sequence[str]
+    places: NodePlaces
+    shards: ServerConfig = field(repr=False)
+    restarts_max: int
+    shard_restarts_max: int | None
+    shard_environ: Mapping[str, str]
+    for_workers: Mapping[str, str]
+    files: Mapping[str, str]
+
+    def worker_environ(self, rank: int, servers: Sequence[str]) -> dict[str, str]:
+        """The environment of a worker that is the only one on its host, or seems to be; servers: the shards' addresses."""
+        return {**self.for_workers, "PSD_SERVERS": ",".join(servers), "PSD_RANK": str(rank), "PSD_LOCAL_RANK": "0"}
+
+    def record(self, servers: Sequence[str]) -> JobRecord:
+        """The record of this job, once the shards have these addresses."""
+        return new_record(self.run_id, tuple(servers), sum(self.places.workers), tuple(self.words), **self.files)
+
+
+@dataclass(frozen=True)
+class HostPlan(JobPlan):
+    """A job on machines that run psd-run.
+
+    Attributes:
+        node: number of this node; -1: this machine is none of them.
         meeting: how this host meets the others; None: this machine runs all processes.
-        on_worker_failure, restarts_max, shard_restarts_max, grace_s: see psd-run --help.
-        checkpoint_dir: where the shards store checkpoints; empty: nowhere.
         log_dir: directory for a log file of each process; None: no files.
         urls: URLs with a secret, by the name of the file in the state directory from which the shards read them.
         state_dirs: directory of each node in which its shards' state directories are made.
@@ -70,20 +104,10 @@ class Plan:
         shard_command: the command of a shard, by index, address to listen at, and state directory.
         worker_command: the command of every worker.
         dashboard_command: the command of the dashboard; empty: there is none.
-        shard_environ: the environment of the shards.
-        worker_environ: the environment of a worker, by rank and the shards' addresses.
     """
 
-    run_id: str
-    words: Sequence[str]
-    places: NodePlaces
     node: int
     meeting: Meeting | None
-    on_worker_failure: str
-    restarts_max: int
-    shard_restarts_max: int
-    grace_s: float
-    checkpoint_dir: str = field(repr=False)
     log_dir: Path | None
     urls: Mapping[str, str] = field(repr=False)
     state_dirs: Sequence[Path]
@@ -92,26 +116,19 @@ class Plan:
     shard_command: Callable[[int, str, Path], Sequence[str]]
     worker_command: Sequence[str]
     dashboard_command: Sequence[str]
-    shard_environ: Mapping[str, str]
-    worker_environ: Callable[[int, Sequence[str]], Mapping[str, str]]
+
+    @override
+    def worker_environ(self, rank: int, servers: Sequence[str]) -> dict[str, str]:
+        first = self.places.ranks(self.node).start
+        return {**super().worker_environ(rank, servers), "PSD_LOCAL_RANK": str(rank - first)}
 
     def is_here(self, name: Name) -> bool:
         """True if this node runs the process."""
         return self.places.node_of(name) == self.node
 
+    @override
     def record(self, servers: Sequence[str]) -> JobRecord:
-        """The record of this job, once the shards have these addresses."""
-        files = {
-            name: self.shard_environ.get(f"PSD_{name.upper()}", "") for name in ("tls_ca", "tls_cert", "tls_key", "token_file")
-        }
-        return new_record(
-            self.run_id,
-            tuple(servers),
-            sum(self.places.workers),
-            tuple(self.words),
-            log_dir=str(self.log_dir or ""),
-            **{name: file and str(Path(file).absolute()) for name, file in files.items()},
-        )
+        return replace(super().record(servers), log_dir=str(self.log_dir or ""))
 
     @property
     def node_mark(self) -> str:

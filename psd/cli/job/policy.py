@@ -1,7 +1,7 @@
 """The policy of psd-run: the one place that decides about events of its processes, without doing anything.
 
-Events come in as method calls with the time; what must happen comes out as a list of actions, which psd/cli/hosts/launcher.py
-and psd/cli/ray/job.py carry out. So each order of events is a plain unit test. The policy:
+Events come in as method calls with the time; what must happen comes out as a list of actions, for psd/cli/job/conductor.py to
+carry out. So each order of events is a plain unit test. The policy:
 
     a worker ends with status 0     it has finished; the job ends, well, when all have
     a worker fails                  restarted with its rank, while --max-restarts (of all workers together) lasts and no
@@ -21,7 +21,8 @@ and psd/cli/ray/job.py carry out. So each order of events is a plain unit test. 
                                     when it is run again; but with --on-worker-failure continue the others go on, if there was
                                     no shard among them
     a shard ends with status 74     it could not store the last checkpoint: a job that is well but for that, or was told to
-                                    end, has that status, too
+                                    end, has that status, too; also if a shard dies for good, or with its host, before it has
+                                    said that its part is stored
 
 psd has its own policy, instead of torchrun or a process manager such as supervisor, because those restart what dies, but do not
 distinguish shards, which have state and are waited for, from workers, and give the job no exit status of its own.
@@ -38,8 +39,8 @@ from __future__ import annotations
 import enum
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+from psd.cli.job.actions import Action, Name, Say, Send, Start, Tell
 from psd.cli.words.arguments import (
     EXIT_CHECKPOINT,
     EXIT_FAILURE,
@@ -82,51 +83,6 @@ KILL_S = 5.0
 system."""
 
 
-@dataclass(frozen=True, order=True)
-class Name:
-    """A process of the job: "shard 0", "worker 3"."""
-
-    kind: str
-    number: int
-
-    def __str__(self) -> str:
-        return f"{self.kind} {self.number}"
-
-
-@dataclass(frozen=True)
-class Start:
-    """Start this process."""
-
-    name: Name
-
-
-@dataclass(frozen=True)
-class Send:
-    """Send a signal to this process's group."""
-
-    name: Name
-    signum: int
-
-
-@dataclass(frozen=True)
-class Say:
-    """Tell the user. quote: process whose last lines are shown with the message."""
-
-    text: str
-    quote: Name | None = None
-
-
-@dataclass(frozen=True)
-class Tell:
-    """Write this line to a shard's standard input."""
-
-    name: Name
-    line: str
-
-
-Action = Start | Send | Say | Tell
-
-
 class Phase(enum.Enum):
     """Phases of a job; see the module's docstring."""
 
@@ -148,7 +104,8 @@ class JobPolicy:
         state_dirs: state directories of the shards, for messages.
         workers: number of workers.
         on_worker_failure: one of ON_WORKER_FAILURE.
-        restarts_max: limit of restarts of workers. shard_restarts_max: limit of restarts of shards.
+        restarts_max: limit of restarts of workers. shard_restarts_max: limit of restarts of shards; None: whoever runs them
+            starts them again while there is hope, and reports their deaths only then.
         grace_s: seconds from SIGTERM to SIGKILL, and for the last checkpoint.
         has_checkpoints: True if there is a place for checkpoints.
 
@@ -162,7 +119,7 @@ class JobPolicy:
         state_dirs: Sequence[str],
         workers: int,
         restarts_max: int,
-        shard_restarts_max: int,
+        shard_restarts_max: int | None,
         grace_s: float,
         has_checkpoints: bool,
         on_worker_failure: str = "wait",
@@ -171,7 +128,9 @@ class JobPolicy:
         self._status: int | None = None
         self._is_told_to_end = False
         self._has_failed_to_store = False
-        self._is_saved = False  # the last checkpoint is
+        self._is_saved = False  # the last checkpoint is, by all shards
+        self._stored: set[Name] = set()  # shards that end and have nothing left to store
+        self._missed: set[Name] = set()  # shards that have died for good while the job ends, before that
         self._has_checkpoints = has_checkpoints
         self._state_dirs = state_dirs
         self._shards = [Name("shard", index) for index in range(len(state_dirs))]
@@ -179,7 +138,7 @@ class JobPolicy:
         self._restarts_max = restarts_max
         self._restarts_left = restarts_max
         self._shard_restarts_max = shard_restarts_max
-        self._shard_restarts_left = shard_restarts_max
+        self._shard_restarts_left = shard_restarts_max or 0
         self._grace_s = grace_s
         self._on_worker_failure = on_worker_failure
         self._workers_status = EXIT_OK  # of the first that failed for good, if the others went on
@@ -197,7 +156,8 @@ class JobPolicy:
     @property
     def status(self) -> int | None:
         """The exit status, once it is known."""
-        if self._has_failed_to_store and (self._status == EXIT_OK or self._is_told_to_end):
+        has_failed = self._has_failed_to_store or any(map(self._is_needed, self._missed))
+        if has_failed and (self._status == EXIT_OK or self._is_told_to_end):
             return EXIT_CHECKPOINT
         return self._status
 
@@ -242,6 +202,10 @@ class JobPolicy:
         """Note that all workers have left a shard, so that its end is no failure."""
         self._done.add(shard)
 
+    def on_stored(self, shard: Name) -> None:
+        """Note that a shard that ends has stored its part of the last checkpoint, so that its death does no harm."""
+        self._stored.add(shard)
+
     def on_exit(self, name: Name, returncode: int, now: float) -> list[Action]:
         """Handle the end of a process; `returncode` is negative if a signal ended it."""
         self._alive.discard(name)
@@ -256,6 +220,8 @@ class JobPolicy:
         has_begun = bool(self._alive)
         gone = self._alive & set(names)
         self._alive -= gone
+        if self.phase not in (Phase.STARTING, Phase.RUNNING):
+            self._missed |= gone & (self._ready | self._died_at.keys())
         for name in gone:
             self._ready.discard(name)
             self._ready_by.pop(name, None)
@@ -271,7 +237,7 @@ class JobPolicy:
         return [say, *self._wind_down(now), *self._advance(now)]
 
     def on_saved(self, now: float, *, is_stored: bool) -> list[Action]:
-        """Handle shard 0's report whether all shards have stored the last checkpoint."""
+        """Handle a report that all shards have stored the last checkpoint, or that they do not while workers train."""
         self._is_saved = self._is_saved or is_stored
         return self._stop(Say(f"stopping the job, {self._within}"), now) if self.phase is Phase.SAVING else []
 
@@ -320,6 +286,7 @@ class JobPolicy:
         if self.phase is Phase.KILLING_WORKERS:
             return self._stop_shards(now)
         if self.phase is Phase.STOPPING_SHARDS:
+            self._missed.update(name for name in self._living("shard") if name in self._ready)
             return [Say(f"not ended within {self._grace_s:g} s: {late}; killing"), *self._kill(now)]
         self.phase, self._phase_ends_at = Phase.ENDED, None
         return [Say(f"SIGKILL did not end {late}; giving up")]
@@ -379,10 +346,15 @@ class JobPolicy:
         if starts_in_vain and has_served:
             death += " before it served again"
         if is_over or self.phase is Phase.SAVING:
-            if self._is_missed(shard, returncode) and self._shard_restarts_left and starts_in_vain < SHARD_STARTS_MAX:
+            if self._is_wanted(shard, returncode) and self._shard_restarts_left and starts_in_vain < SHARD_STARTS_MAX:
                 return self._restart_shard(shard, death, returncode, now)
+            if returncode and has_served and self.phase is not Phase.KILLING:
+                self._missed.add(shard)
             if not is_over:
                 return self._stop(Say(f"{death}; stopping the job, {self._within}", quote=shard), now)
+            if shard in self._missed and self._is_needed(shard):
+                lacks = "and is not started again, so that the last checkpoint may lack its part"
+                return [Say(f"{death}, {lacks}", quote=shard)]
             is_worth_saying = returncode != 0 and self.phase in (Phase.RUNNING, Phase.WINDING_DOWN)
             return [Say(f"{death} after all workers had ended", quote=shard)] if is_worth_saying else []
         if not has_served:
@@ -391,18 +363,23 @@ class JobPolicy:
             text = f"{death}, {starts_in_vain} times in a row; stopping the job"
             return self._fail(Say(text, quote=shard), EXIT_FAILURE, now)
         if not self._shard_restarts_left:
-            text = f"{death}; no restarts left (--max-shard-restarts {self._shard_restarts_max}); stopping the job"
-            return self._fail(Say(text, quote=shard), EXIT_FAILURE, now)
+            limit = self._shard_restarts_max
+            why = "it is not started again" if limit is None else f"no restarts left (--max-shard-restarts {limit})"
+            return self._fail(Say(f"{death}; {why}; stopping the job", quote=shard), EXIT_FAILURE, now)
         return self._restart_shard(shard, death, returncode, now)
 
-    def _is_missed(self, shard: Name, returncode: int) -> bool:
-        """True if the last checkpoint needs the state of a shard that has died while the job ends."""
-        if not self._has_checkpoints or shard not in self._died_at or returncode == 0 or self.phase is Phase.KILLING:
+    def _is_needed(self, shard: Name) -> bool:
+        """True if a last checkpoint is not stored without this shard, for all that is known."""
+        return self._has_checkpoints and shard not in self._stored and (shard in self._done or not self._is_saved)
+
+    def _is_wanted(self, shard: Name, returncode: int) -> bool:
+        """True if a shard that has died while the job ends can still take part in the last checkpoint."""
+        if not self._is_needed(shard) or shard not in self._died_at or returncode == 0 or self.phase is Phase.KILLING:
             return False
         if self.phase is Phase.STOPPING_SHARDS and returncode > 0:
             return False  # it has ended by itself, or has been told twice
         # Each stores its part of a job that all workers have left; else they do so together, if they have not done so.
-        return shard in self._done or (not self._is_saved and {*self._shards} <= self._alive | {shard})
+        return shard in self._done or {*self._shards} <= self._alive | {shard}
 
     def _restart_shard(self, shard: Name, death: str, returncode: int, now: float) -> list[Action]:
         self._shard_restarts_left -= 1

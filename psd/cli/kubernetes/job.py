@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from psd.cli.job.plan import JobPlan
 from psd.cli.kubernetes import kubectl, manifests
 from psd.cli.kubernetes.credentials import check_name
 from psd.cli.kubernetes.manifests import Manifest
@@ -33,35 +34,26 @@ TERMINATION_SLACK_S = 20
 
 
 @dataclass(frozen=True)
-class Deployment:
-    """A job for Kubernetes.
+class Deployment(JobPlan):
+    """A job for Kubernetes; its variables are in addition to those of the manifests, and so are its restarts of each worker,
+    unless they are 0.
 
     Attributes:
         image: container image with psd and what the script needs. name: name of the StatefulSet; all other names begin with it.
         namespace: empty: kubectl's default. script: the script to send; None: the command needs none.
         modules: files beside the script from which shards import rules.
-        command: command of the workers. shard_environ, worker_environ: variables in addition to those of the manifests.
+        command: command of the workers.
         shard_flags: flags of psd-server; they are added to those of the manifests, or replace them.
-        checkpoint_dir, checkpoint_secs, grace_s: see psd-server --help; grace_s: None: the manifests'.
-        restarts_max: limit of restarts of each worker; 0: as many as the manifests say.
         is_insecure: without certificate and tokens. is_dry: print the manifests. is_rescale: an existing job gets another size.
     """
 
     image: str
     name: str
     namespace: str
-    shards: int
-    workers: int
     script: Path | None
     modules: Sequence[Path]
     command: Sequence[str]
-    shard_environ: Mapping[str, str]
-    worker_environ: Mapping[str, str]
     shard_flags: Sequence[str]
-    checkpoint_dir: str
-    checkpoint_secs: float
-    grace_s: float | None
-    restarts_max: int
     is_insecure: bool
     is_dry: bool
     is_rescale: bool
@@ -72,13 +64,14 @@ class Deployment:
             raise ConfigError("--image: expected an image with psd and whatever the script needs; see deploy/Dockerfile")
         if self.namespace and not re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", self.namespace):
             raise ConfigError(f"--namespace: expected at most 63 small letters, digits and hyphens, got {self.namespace!r}")
-        if self.checkpoint_dir and "://" not in self.checkpoint_dir:
+        checkpoint_dir = self.shards.checkpoint_dir
+        if checkpoint_dir and "://" not in checkpoint_dir:
             raise ConfigError(
-                f"--checkpoint-dir: {self.checkpoint_dir!r} would be a different place in each pod; expected a URL that all "
+                f"--checkpoint-dir: {checkpoint_dir!r} would be a different place in each pod; expected a URL that all "
                 "shards reach, such as s3://bucket/run-7"
             )
-        check_no_secret("--checkpoint-dir", self.checkpoint_dir)
-        if self.is_rescale and not self.checkpoint_dir:
+        check_no_secret("--checkpoint-dir", checkpoint_dir)
+        if self.is_rescale and not checkpoint_dir:
             raise ConfigError("--rescale: needs --checkpoint-dir; the new shards start from a checkpoint")
 
     def run(self, cluster: kubectl.Kubectl | None = None) -> int:
@@ -92,8 +85,8 @@ class Deployment:
                     rendered,
                     cluster or kubectl.Kubectl(self.namespace),
                     name=self.name,
-                    shards=self.shards,
-                    checkpoint_dir=self.checkpoint_dir,
+                    shards=self.places.shards,
+                    checkpoint_dir=self.shards.checkpoint_dir,
                     is_rescale=self.is_rescale,
                     needs_credentials=not self.is_insecure,
                 )
@@ -109,22 +102,22 @@ class Deployment:
             ConfigError: the script cannot be read or sent; PyYAML is not installed.
         """
         rendered = manifests.named(manifests.load(is_insecure=self.is_insecure), self.name, self.namespace)
-        manifests.set_sizes(rendered, self.shards, self.workers)
+        manifests.set_sizes(rendered, self.places.shards, sum(self.places.workers))
         config, stateful_set, job = (manifests.the(kind, rendered) for kind in ("ConfigMap", "StatefulSet", "Job"))
-        config["data"]["CHECKPOINT_DIR"] = self.checkpoint_dir
-        config["data"]["CHECKPOINT_SECS"] = text_of(self.checkpoint_secs)
+        config["data"]["CHECKPOINT_DIR"] = self.shards.checkpoint_dir
+        config["data"]["CHECKPOINT_SECS"] = text_of(self.shards.checkpoint_secs)
 
         shard, worker = manifests.container(stateful_set), manifests.container(job)
         shard["image"] = worker["image"] = self.image
         given = {flag.partition("=")[0] for flag in self.shard_flags}
         kept = [flag for flag in shard["args"] if flag.partition("=")[0] not in given]
         shard["args"] = [*kept, *(_escaped(flag) for flag in self.shard_flags)]
-        if self.grace_s is not None:
-            ends_within_s = int(self.grace_s) + TERMINATION_SLACK_S
+        if self.shards.grace_s != ServerConfig(0, 1).grace_s:
+            ends_within_s = int(self.shards.grace_s) + TERMINATION_SLACK_S
             stateful_set["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] = ends_within_s
 
         worker["command"] = [_escaped(part) for part in self.command]
-        for pod, environ in ((shard, self.shard_environ), (worker, self.worker_environ)):
+        for pod, environ in ((shard, self.shard_environ), (worker, self.for_workers)):
             for name, value in environ.items():
                 manifests.set_variable(pod, name, _escaped(value))
         if self.restarts_max:
@@ -190,17 +183,8 @@ def check_absent(args: argparse.Namespace) -> None:
     refuse_given(args, dict.fromkeys(_FOR_CLUSTERS, "is for --on kubernetes"))
 
 
-def deployment(
-    args: argparse.Namespace,
-    words: Sequence[str],
-    shards: ServerConfig,
-    shard_environ: Mapping[str, str],
-    worker_environ: Mapping[str, str],
-) -> Deployment:
+def deployment(args: argparse.Namespace, job: JobPlan) -> Deployment:
     """The job that psd-run's options describe.
-
-    Args:
-        words: the words to run, as given. shards: the settings of all shards. For the others see Deployment.
 
     Raises:
         ConfigError: an option does not go together with --on kubernetes, or is wrong.
@@ -208,6 +192,7 @@ def deployment(
     refuse_given(args, _FOR_ONE_MACHINE, "not with --on kubernetes, where ")
     if args.transport == "shm":
         raise ConfigError("--transport: shm is for one machine; on Kubernetes each pod is a machine of its own")
+    words = job.words
     script, command = worker_command(words)
     modules = _modules(script, args.rules) if script is not None else []
     folder = SCRIPT_DIR if modules else str(PurePosixPath(words[0]).parent) if words[0].endswith(".py") and not script else ""
@@ -215,21 +200,14 @@ def deployment(
     _check_beginning(args.from_checkpoint)
     log_level = [f"--log-level={args.log_level}"] if args.log_level != LOG_LEVEL else []
     return Deployment(
+        **vars(job),
         image=args.image or "",
         name=args.name or manifests.NAME,
         namespace=args.namespace or "",
-        shards=args.shards,
-        workers=args.workers,
         script=script,
         modules=modules,
         command=command,
-        shard_environ=shard_environ,
-        worker_environ=worker_environ,
-        shard_flags=[*shared_flags(shards, but=_IN_MANIFESTS), *rule_dir, *log_level],
-        checkpoint_dir=args.checkpoint_dir,
-        checkpoint_secs=args.checkpoint_secs,
-        grace_s=args.grace_s if args.grace_s != ServerConfig(0, 1).grace_s else None,
-        restarts_max=args.max_restarts,
+        shard_flags=[*shared_flags(job.shards, but=_IN_MANIFESTS), *rule_dir, *log_level],
         is_insecure=args.insecure,
         is_dry=args.dry_run,
         is_rescale=args.rescale,

@@ -13,8 +13,8 @@ import selectors
 import signal
 from collections.abc import Callable, Sequence
 
-from psd.cli.job.plan import Plan
-from psd.cli.job.policy import Name
+from psd.cli.job.actions import Name
+from psd.cli.job.plan import HostPlan
 from psd.cli.processes import descriptor_limit
 from psd.cli.processes.child import Child
 from psd.cli.processes.left_over import end_processes
@@ -54,7 +54,7 @@ class HostProcesses:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: HostPlan,
         host: str,
         selector: selectors.BaseSelector,
         *,
@@ -159,7 +159,7 @@ class HostProcesses:
         found = "; psd-run with this --state-dir continues with them"
         if not killed:
             return found
-        instead = "with the newest checkpoint, if there is one" if self._plan.checkpoint_dir else "not at all"
+        instead = "with the newest checkpoint, if there is one" if self._plan.shards.checkpoint_dir else "not at all"
         lost = f"a round of exact aggregation was lost with {killed}, which did not end in order"
         return f"{found}, unless {lost}: then {instead}"
 

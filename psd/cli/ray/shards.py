@@ -27,7 +27,14 @@ from psd.cli.ray import room
 from psd.cli.words.arguments import EXIT_FAILURE, EXIT_OK, EXIT_USAGE, LAST_CHECKPOINT_SIGNAL, SECRET_OPTIONS, flag_of
 from psd.cli.words.terminal import show
 from psd.contract.config import ConfigError, join_address
-from psd.contract.launching import COUNTED_PATTERN, DONE_PATTERN, LAST_CHECKPOINT_PATTERN, READY_PATTERN, python_command
+from psd.contract.launching import (
+    ALL_STORED_PATTERN,
+    COUNTED_PATTERN,
+    DONE_PATTERN,
+    LAST_CHECKPOINT_PATTERN,
+    READY_PATTERN,
+    python_command,
+)
 from psd.contract.locations import has_secret
 from psd.contract.settings import words_of
 from psd_core import private_files
@@ -39,8 +46,8 @@ STARTS_MAX = 20
 """Starts of psd-server in a row after none of which the shard has served. More than psd-run's, because the process of an actor
 that has just ended may have the directory and the port for a moment."""
 
-SAYINGS = {"counted": COUNTED_PATTERN, "done": DONE_PATTERN, "saved": LAST_CHECKPOINT_PATTERN}
-"""Patterns of the lines of psd-server that are kept, by name; see `said`."""
+NEWS = re.compile("|".join((ALL_STORED_PATTERN, COUNTED_PATTERN, DONE_PATTERN, LAST_CHECKPOINT_PATTERN, READY_PATTERN)))
+"""The lines of psd-server that are kept for whoever runs the job; see `news`."""
 
 _AGAIN_S = 0.5
 
@@ -97,7 +104,8 @@ class ShardProcess:
         self._port = self._state.path / "port"
         self._address, self._error = "", ""
         self._last_line, self._status = "", EXIT_FAILURE
-        self._said: dict[str, str] = {}  # by a key of SAYINGS
+        self._life, self._news = secrets.token_hex(4), list[str]()
+        self._keeps_parts = any(flag.startswith("--checkpoint-dir=") and flag[-1] != "=" for flag in flags)
         self._is_over = self._has_ended = False
         self._told: dict[str, tuple[int, float]] = {}  # lines for --heed-launcher: turn, when
         self._changed = threading.Condition()
@@ -117,16 +125,19 @@ class ShardProcess:
                 raise ConfigError(self._error or f"shard {self._index} was not ready after {READY_TIMEOUT_S:g} s")
             return self._address
 
-    def said(self, what: str) -> str:
-        """A line that matches one of the SAYINGS; waits for it. Empty if psd-server has ended for good without writing it."""
-        with self._changed:
-            self._changed.wait_for(lambda: what in self._said or self._has_ended)
-            return self._said.get(what, "")
+    def news(self, life: str, known: int) -> tuple[str, list[str], int | None]:
+        """Wait for lines that match NEWS, after so many that are known of this life of the actor, or for psd-server's end.
 
-    def ended(self) -> tuple[int, bool]:
-        """Wait until psd-server has ended for good; return its status, and whether all workers had left it."""
-        self._runner.join()
-        return self._status, "done" in self._said
+        Returns:
+            The actor's life, the new lines, and the status of a psd-server that has ended for good.
+        """
+        with self._changed:
+            first = known if life == self._life else 0
+            self._changed.wait_for(lambda: len(self._news) > first or self._has_ended)
+            return self._life, self._news[first:], self._status if self._has_ended else None
+
+    def _has_said(self, pattern: str) -> bool:
+        return any(re.fullmatch(pattern, line) for line in self._news)
 
     def signal(self, signum: int) -> None:
         """Send a signal to psd-server. After a signal that ends it, it is not restarted."""
@@ -171,7 +182,7 @@ class ShardProcess:
         self._runner.join()
         self._state.close(keep=False)
         remove_private(self._state.path)
-        return self._said.get("counted", "")
+        return next((line for line in reversed(self._news) if re.fullmatch(COUNTED_PATTERN, line)), "")
 
     def _keep_running(self) -> None:
         starts = 0
@@ -213,11 +224,10 @@ class ShardProcess:
         for line in process.stdout:
             print(line, end="", flush=True)
             self._last_line = line.rstrip("\n")
-            with self._changed:
-                self._said |= {
-                    what: self._last_line for what, pattern in SAYINGS.items() if re.fullmatch(pattern, self._last_line)
-                }
-                self._changed.notify_all()
+            if NEWS.fullmatch(self._last_line):
+                with self._changed:
+                    self._news.append(self._last_line)
+                    self._changed.notify_all()
             if ready := re.fullmatch(READY_PATTERN, self._last_line):
                 has_served = True
                 private_files.write(self._port, ready[3].rpartition(":")[2].encode())
@@ -230,7 +240,10 @@ class ShardProcess:
         for pipe in (process.stdin, process.stdout):
             with contextlib.suppress(OSError):  # what it did not hear
                 pipe.close()
-        if self._status == EXIT_USAGE or (has_served and (self._status == EXIT_OK or "done" in self._said)):
+        # One that is killed after all workers have left it is done only if its part of the last checkpoint is stored.
+        lacks_part = self._status < 0 and self._keeps_parts and not self._has_said(ALL_STORED_PATTERN)
+        is_done = self._status == EXIT_OK or (self._has_said(DONE_PATTERN) and not lacks_part)
+        if self._status == EXIT_USAGE or (has_served and is_done):
             self._is_over = True  # it would do the same again, or is done
         return has_served
 
@@ -281,6 +294,10 @@ class RayShards:
     def answers(self, method: str, *args: Any) -> list[Any]:
         """Call a method of ShardProcess on each shard; return Ray's references to the results."""
         return [getattr(actor, method).remote(*args) for actor in self._actors]
+
+    def news(self, index: int, life: str, known: int) -> Any:
+        """Ray's reference to what a shard says next; see ShardProcess."""
+        return self._actors[index].news.remote(life, known)
 
     def signal(self, index: int, signum: int) -> None:
         """Send a signal to a shard; does not wait."""

@@ -428,7 +428,8 @@ class Admission:
             self._core.check_run_id(caller.run_id)
             worker = self._core.members.worker(caller.rank)
             if worker.session == caller.session:
+                if self._core.job is not None and not failed and 0 <= left_at <= TIME_S_MAX:  # NaN is not
+                    self._core.job.note_left(left_at)  # before the shard knows for good that the worker has left
                 for ended in self._core.members.on_leave(worker, failed=failed):
-                    ended.left_at = left_at if 0 <= left_at <= TIME_S_MAX else 0.0  # NaN, too
                     self._core.on_session_end(ended)
         self._core.settle()

@@ -105,8 +105,7 @@ class CutSchedule:
         """
         job = self._job_with_part()
         if job is not None:
-            created_at = max(worker.left_at for worker in self._core.members.workers)
-            cut = data_pb2.Cut(id=FINAL_ID, step=self.progress, created_at=created_at)
+            cut = data_pb2.Cut(id=FINAL_ID, step=self.progress, created_at=job.left_at)
             self._cuts.take_final(job, cut)
 
     def end_note(self) -> EndNote | None:

@@ -268,8 +268,8 @@ class Storage:
         return self._take(arena)
 
     def _exchange(self, old: Arena, stored: storage_pb2.StoredJob, shapes: Sequence[BlockShape], **words: int) -> Arena:
-        """Replace an arena by a new one with the same members, timeline and order of cuts."""
-        kept = {name: old.word(name) for name in ("timeline", "cut_order")}
+        """Replace an arena by a new one with the same members, timeline, order of cuts, and time at which a worker left."""
+        kept = {name: old.word(name) for name in ("timeline", "cut_order", "left_at")}
 
         def prepare(arena: Arena) -> None:
             for rank in range(old.workers):

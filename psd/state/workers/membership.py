@@ -55,7 +55,6 @@ class Worker:
         has_failed: the current session's program has ended with an error.
         is_leaving: it leaves when the round of its last push has closed.
         kicked: the connection whose session an operator has ended; it cannot come back.
-        left_at: when it left, by its own clock, in seconds since 1970.
         transport: the lane that it says it uses to this shard.
         awaited_s: seconds that others have waited for it: with rounds, from the first gradient of each round to this worker's;
             without, the time for which the staleness bound held others back because of it.
@@ -76,7 +75,6 @@ class Worker:
     has_failed: bool = False
     is_leaving: bool = False
     kicked: int = 0
-    left_at: float = 0.0
     transport: str = ""
     awaited_s: float = 0.0
     samples: float = 0.0
@@ -401,6 +399,8 @@ class Membership:
             for worker in self.workers:
                 if worker.last_seen >= 0:
                     worker.last_seen = min(now, worker.last_seen + late_s)
+            for rank, since in self._starting.items():  # else a dead worker, seen later and later, would be taken for heard
+                self._starting[rank] = min(now, since + late_s)
         # A worker heard more than a lease after the notice is the new process, which had joined before the notice came.
         for rank in [rank for rank, since in self._starting.items() if self.workers[rank].last_seen > since + self.lease_s]:
             del self._starting[rank]

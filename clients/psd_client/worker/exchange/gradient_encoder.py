@@ -54,7 +54,8 @@ class GradientEncoder(Rider):
 
     def write(self, sent: SentPush) -> None:
         """Begin another push."""
-        self.push = EncodedPush(self, self._gradients.layout, self._rank, sent.header.clock)
+        header = sent.header
+        self.push = EncodedPush(self, self._gradients.layout, self._rank, header.clock, is_finite=header.is_finite)
 
     def forget(self) -> None:
         """Drop the residuals: the gradients of which they were lost do not count any more."""
@@ -62,13 +63,17 @@ class GradientEncoder(Rider):
             for space in self._residuals.spaces:
                 space.fill(0)
 
-    def encode(self, block: Block, present: NDArray[np.bool_] | None, seed: int) -> NDArray[Any]:
+    def encode(self, block: Block, present: NDArray[np.bool_] | None, seed: int, *, is_finite: bool) -> NDArray[Any]:
         """Encode one block of the gradients into its place in `sent`, and return what travels.
 
         Segments that are not present keep their residuals.
 
+        Args:
+            is_finite: the gradient was looked at.
+
         Raises:
-            InvalidArray: a number is not finite, or not if the residual is added. The residual is as it was.
+            InvalidArray: a number is not finite: the residual is as it was. Or it is not if the residual is added, which is
+                too large then, and begins anew.
         """
         values, asked = self._gradients.block(block.index), self._gradients.layout.spec.compression
         room = self.sent.block(block.index)
@@ -85,7 +90,11 @@ class GradientEncoder(Rider):
         try:
             key = seed if asked.rounding == "stochastic" else None
             out = room.view(np.uint8)[: block.pushed_nbytes]
-            return codecs.encode(block.codec, values, residual, key, asked.rounding, out)
+            return codecs.encode(block.codec, values, residual, key, asked.rounding, out, is_finite=is_finite)
+        except InvalidArray:
+            if residual is not None and is_finite:
+                residual.fill(0)
+            raise
         finally:
             if absent is not None and residual is not None:
                 residual[absent] = kept
@@ -98,10 +107,10 @@ class EncodedPush:
         failure: why a block could not be encoded; None: all could.
     """
 
-    def __init__(self, whole: GradientEncoder, layout: Layout, rank: int, clock: int) -> None:
+    def __init__(self, whole: GradientEncoder, layout: Layout, rank: int, clock: int, *, is_finite: bool) -> None:
         self._whole = whole
         self._layout = layout
-        self._rank, self._clock = rank, clock
+        self._rank, self._clock, self._is_finite = rank, clock, is_finite
         self._done: dict[int, NDArray[Any]] = {}
         self._locks = [threading.Lock() for _ in range(layout.shard_count)]
         self.failure: NonFiniteGradient | None = None
@@ -119,7 +128,7 @@ class EncodedPush:
             if self._whole.push is not self:  # a call that was given up is still sending
                 raise Aborted
             try:
-                found = self._whole.encode(block, present, self._seed(block.index))
+                found = self._whole.encode(block, present, self._seed(block.index), is_finite=self._is_finite)
             except InvalidArray as error:
                 self.failure = self._non_finite(block, error)
                 raise Aborted from None

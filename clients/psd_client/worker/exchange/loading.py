@@ -7,7 +7,7 @@ when it has done so. Must not know frameworks.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -80,16 +80,19 @@ class ParameterLoad:
         lanes = [lane for lane in self._shards.lanes if self._blocks[lane.shard]]
         self._agree(digest.digest(), lambda shard: self._of_parameters(self._blocks[shard]), lanes)
 
-    def run_slots(self, given: Mapping[int, SlotValues]) -> None:
+    def run_slots(self, given: Mapping[int, SlotValues], groups: Set[int] | None = None) -> None:
         """Set these slots of tensors, by the tensors' index; all other slots, those of rows included, begin anew. The last push
         must be confirmed.
+
+        Args:
+            groups: those of one part of the job, in which the given tensors are: slots of other groups, and of rows, stay.
 
         Raises:
             NonFiniteGradient: a slot holds NaN or infinity; nothing was set.
             InvalidRequest: as in `run`; or the slots of a table's rows cannot begin anew, see ControlService.Load.
             BarrierTimeout: as in `run`.
         """
-        digest = hashlib.blake2b(b"slots", digest_size=16)
+        digest = hashlib.blake2b(b"slots" if groups is None else f"slots of {sorted(groups)}".encode(), digest_size=16)
         tensors = self._parameters.layout.spec.tensors
         for index, slots in sorted(given.items()):
             digest.update(f"{index} {slots.steps}".encode())
@@ -101,7 +104,10 @@ class ParameterLoad:
                 digest.update(name.encode())
                 digest.update(np.ascontiguousarray(array).data)
         self._agree(
-            digest.digest(), lambda shard: self._of_slots(self._blocks[shard], given), self._shards.lanes, resets_slots=True
+            digest.digest(),
+            lambda shard: self._of_slots(self._blocks[shard], given, groups),
+            self._shards.lanes,
+            resets_slots=groups is None,
         )
 
     def fetch_slots(self) -> dict[int, SlotValues]:
@@ -202,13 +208,14 @@ class ParameterLoad:
                 request.parameters.add(block=block.index, payload=self._parameters.block(block.index).tobytes())
             yield request
 
-    def _of_slots(self, of_shard: list[Block], given: Mapping[int, SlotValues]) -> Iterator[data_pb2.ParametersRequest]:
-        groups = self._parameters.layout.spec.groups
+    def _of_slots(
+        self, of_shard: list[Block], given: Mapping[int, SlotValues], groups: Set[int] | None
+    ) -> Iterator[data_pb2.ParametersRequest]:
         for block in of_shard:
             pieces = list(self._parameters.pieces(block.index))
-            if not any(tensor in given for tensor, _ in pieces):
+            if block.group not in groups if groups is not None else not any(tensor in given for tensor, _ in pieces):
                 continue
-            group = groups[block.group]
+            group = self._parameters.layout.spec.groups[block.group]
             starts = group.info.slot_starts(group.flags, group.constants)
             steps = [given[tensor].steps if tensor in given else 0 for tensor, _ in pieces]
             for number, (name, start) in enumerate(zip(group.info.slots(group.flags), starts, strict=True), 1):
@@ -222,4 +229,5 @@ class ParameterLoad:
                 request = data_pb2.ParametersRequest()
                 request.parameters.add(block=block.index, payload=values.tobytes(), slot=number, steps=steps)
                 yield request
-        yield data_pb2.ParametersRequest(resets_slots=True)
+        if groups is None:
+            yield data_pb2.ParametersRequest(resets_slots=True)

@@ -256,6 +256,8 @@ class Session:
                 is_provided = self._declare(declaration, is_first=is_first)
         self._declaration, self._is_entered = declaration, True
         self._followed = self.memberships.held.timeline
+        if self.is_cut_by_positions:
+            self.on_cuts()  # from now on shards may ask for this worker's position, and its heartbeats come more often
         if is_provided and not spec.compression.pull:  # with it, all workers have what the shards send
             return
         try:

@@ -1,0 +1,98 @@
+"""The tensors that a reader's pull fetches: all, some by name or pattern, or those for which the program gives arrays.
+
+Finds the blocks that hold them, and hands the values over. Must not know connections or versions.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from psd.contract.arguments import refuse
+from psd.contract.errors import InvalidRequest, InvalidTensor
+from psd.contract.layout import Layout
+from psd_client.lanes.flat import FlatBuffers
+
+
+class WantedTensors:
+    """The tensors of one pull.
+
+    Args:
+        names: names, or patterns as in fnmatch. out: arrays to fill, by name. Both None: all tensors.
+
+    Raises:
+        InvalidRequest: both are given; or names is a string, or has none.
+    """
+
+    def __init__(self, names: Sequence[str] | None, out: Mapping[str, NDArray[Any]] | None) -> None:
+        if names is not None and out is not None:
+            raise InvalidRequest("names: the arrays in `out` say already what is fetched")
+        if isinstance(names, str) or (names is not None and not all(isinstance(name, str) for name in names)):
+            refuse(InvalidRequest, "names", "a list of names or patterns", names)
+        if out is not None and not isinstance(out, Mapping):
+            refuse(InvalidRequest, "out", "a dict of arrays by name", out)
+        self._patterns = list(out) if out is not None else names
+        self._out = out
+        if self._patterns is not None and not self._patterns:
+            raise InvalidRequest(f"{'names' if out is None else 'out'}: is empty, so there is nothing to fetch")
+
+    def tensors(self, layout: Layout) -> list[int]:
+        """Indices of the tensors in the job's spec, ascending.
+
+        Raises:
+            InvalidRequest: no tensor has such a name.
+            InvalidTensor: an array in `out` has another shape or dtype than its tensor.
+        """
+        names = [tensor.name for tensor in layout.spec.tensors]
+        if self._patterns is None:
+            return list(range(len(names)))
+        found: set[int] = set()
+        for pattern in self._patterns:
+            matches = {index for index, name in enumerate(names) if name == pattern}
+            if self._out is None:
+                matches = matches or {index for index, name in enumerate(names) if fnmatchcase(name, pattern)}
+            if not matches:
+                field = "names" if self._out is None else "out"
+                raise InvalidRequest(f"{field}: no tensor is called {pattern!r}; there are {reprlib.repr(names)}")
+            found |= matches
+        for index in found if self._out is not None else ():
+            self._check(names[index], layout.spec.tensors[index].shape, _dtype_of(layout, index))
+        return sorted(found)
+
+    def blocks(self, layout: Layout) -> set[int]:
+        """Indices of the blocks that hold elements of these tensors; the errors are those of `tensors`."""
+        wanted = set(self.tensors(layout))
+        return {block.index for block in layout.blocks if not wanted.isdisjoint(block.segment_tensors.tolist())}
+
+    def _check(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+        assert self._out is not None
+        array = self._out[name]
+        if not isinstance(array, np.ndarray):
+            refuse(InvalidTensor, f"out[{name!r}]", "an array", array)
+        if (array.shape, array.dtype) != (tuple(shape), dtype):
+            raise InvalidTensor(f"out[{name!r}]: expected {dtype} of shape {tuple(shape)}, got {array.dtype} of {array.shape}")
+        if not array.flags.writeable:
+            raise InvalidTensor(f"out[{name!r}]: the array is read-only")
+
+    def results(self, layout: Layout, buffers: FlatBuffers) -> dict[str, NDArray[Any]]:
+        """The values by name: in the arrays given, or in new ones."""
+        results: dict[str, NDArray[Any]] = {}
+        for index in self.tensors(layout):
+            name, view = layout.spec.tensors[index].name, buffers.views[index]
+            if self._out is None:
+                results[name] = np.array(view, _dtype_of(layout, index))
+            else:
+                results[name] = self._out[name]
+                np.copyto(results[name], view, casting="unsafe")  # only a bool's bytes are of another dtype
+        return results
+
+
+def _dtype_of(layout: Layout, tensor: int) -> np.dtype[Any]:
+    """The dtype of a tensor's values for the program: float32 for 16 bits."""
+    spec = layout.spec.tensors[tensor]
+    return np.dtype(np.bool_) if spec.dtype == "bool" else np.dtype(spec.master_dtype)
