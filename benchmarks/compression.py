@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import statistics
 import sys
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -56,10 +57,10 @@ class Setting(NamedTuple):
         return {"compress": self.codec, "error_feedback": self.kind == WITH, "rounding": rounding}
 
 
-def settings() -> list[Setting]:
-    """All that there are: two codecs round nothing."""
+def settings(codecs: Sequence[str]) -> list[Setting]:
+    """All that there are of these codecs: two round nothing."""
     found = [Setting("", "")]
-    for codec in CODECS:
+    for codec in codecs:
         rounds = codec != "sign" and not codec.startswith("topk")
         found += [Setting(codec, kind) for kind in (WITH, *([AT_RANDOM] if rounds else []), NEAREST)]
     return found
@@ -98,11 +99,11 @@ def accuracy(setting: Setting, seed: int, epochs: int) -> float:
             return next(iter(list(pool.map(work, range(WORKERS)))))
 
 
-def trainings(seeds: int, epochs: int) -> tuple[list[dict[str, Any]], list[report.Criterion]]:
+def trainings(codecs: Sequence[str], seeds: int, epochs: int) -> tuple[list[dict[str, Any]], list[report.Criterion]]:
     """Train with each setting, and print the table."""
     torch.set_num_threads(1)
     found: dict[Setting, list[float]] = {}
-    for setting in settings():
+    for setting in settings(codecs):
         report.progress(" ".join(setting) or "float32")
         found[setting] = [accuracy(setting, seed, epochs) for seed in range(seeds)]
     plain = statistics.mean(found[Setting("", "")])
@@ -112,10 +113,10 @@ def trainings(seeds: int, epochs: int) -> tuple[list[dict[str, Any]], list[repor
         return "-" if values is None else f"{statistics.mean(values) - plain:+.2f}"
 
     kinds = (WITH, AT_RANDOM, NEAREST)
-    rows = [[codec, *(points(codec, kind) for kind in kinds)] for codec in CODECS]
+    rows = [[codec, *(points(codec, kind) for kind in kinds)] for codec in codecs]
     print(f"Digits, {WORKERS} workers, sync, means of {seeds} seeds; float32: {plain:.2f} %; points beside it\n")
     print(report.table(["codec", *kinds], rows))
-    losses = {codec: plain - statistics.mean(found[Setting(codec, WITH)]) for codec in ("int8", "int4")}
+    losses = {codec: plain - statistics.mean(found[Setting(codec, WITH)]) for codec in ("int8", "int4") if codec in codecs}
     checked = [report.Criterion(5, f"{codec} with feedback, points lost", loss, POINTS) for codec, loss in losses.items()]
     return [{**setting._asdict(), "accuracy": values} for setting, values in found.items()], checked
 
@@ -146,6 +147,7 @@ def main() -> int:
     """Print the figures."""
     parser = report.parser(__doc__, rounds=10, steps=5)
     parser.add_argument("--only", choices=["accuracy", "step"], help="half of it (default: both)")
+    parser.add_argument("--codecs", type=report.some_of(CODECS), default=list(CODECS), help="of the trainings (default: all)")
     parser.add_argument("--seeds", type=int, default=3, help="of the trainings (default: %(default)s)")
     parser.add_argument("--epochs", type=int, default=15, help="of a training (default: %(default)s)")
     parser.add_argument("--model", default="resnet50", help="of the step, as in step.py (default: %(default)s)")
@@ -157,7 +159,7 @@ def main() -> int:
     left_out: dict[str, str] = {}
     is_failed = False
     if args.only != "step":
-        figures["accuracy"], checked = trainings(args.seeds, args.epochs)
+        figures["accuracy"], checked = trainings(args.codecs, args.seeds, args.epochs)
     if args.only != "accuracy":
         figures["steps"], more, match = steps(args.model, args.rounds, args.steps)
         checked += more
