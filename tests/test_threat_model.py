@@ -12,7 +12,7 @@ from psd.contract.settings import settings_of
 from psd.v1 import bulk_pb2, control_pb2, data_pb2, vectors_pb2
 
 TEXT = (ROOT / "docs" / "threat-model.md").read_text()
-FROM_WORKERS = ("BulkHello", "BulkAttach", "BulkCall", "BulkBlocks")
+FROM_WORKERS = ("BulkHello", "BulkAttach", "BulkCall")
 
 
 def fields(descriptor: Any, found: set[str]) -> set[str]:

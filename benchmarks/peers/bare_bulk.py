@@ -28,9 +28,9 @@ def serve(stream: Stream, param: NDArray[np.float32]) -> None:
     try:
         while True:
             _, head, _ = stream.receive()
-            call = bulk_pb2.BulkCall.FromString(head)
+            bulk_pb2.BulkCall.FromString(head)
             _, head, _ = stream.receive()
-            message = bulk_pb2.BulkBlocks.FromString(head)
+            frame = data_pb2.PushFrame.FromString(head)
             stream.read_into(memoryview(gradient).cast("B"))
             psd_core.step_block(
                 "sgd",
@@ -40,18 +40,18 @@ def serve(stream: Stream, param: NDArray[np.float32]) -> None:
                 (),
                 None,
                 gradient,
-                weight=call.push.weight,
+                weight=frame.push.weight,
                 scale=1.0,
                 segment_ends=ends,
                 touched=touched,
                 steps_in=steps,
                 steps_out=steps,
-                scalars=tuple(call.push.scalars[0].values),
+                scalars=tuple(frame.push.scalars[0].values),
                 flags=(),
             )
-            frame = data_pb2.PullFrame(block=message.blocks[0], version=call.push.clock + 1)
-            stream.send(Kind.ANSWER, frame.SerializeToString(), param, more=True)
-            reply = bulk_pb2.BulkReply(push=data_pb2.PushReply(clock=call.push.clock + 1, blocks_counted=1))
+            answer = data_pb2.PullFrame(block=frame.block, version=frame.push.clock + 1)
+            stream.send(Kind.ANSWER, answer.SerializeToString(), param, more=True)
+            reply = bulk_pb2.BulkReply(push=data_pb2.PushReply(clock=frame.push.clock + 1, blocks_counted=1))
             stream.send(Kind.REPLY, reply.SerializeToString())
     except Disconnected:
         pass
@@ -80,9 +80,9 @@ def run_client(turns: Turns, size: int) -> None:
             scalars=[data_pb2.GroupScalars(values=_SCALARS)],
             is_finite=psd_core.first_nonfinite(gradient) < 0,
         )
-        call = bulk_pb2.BulkCall(method=bulk_pb2.BULK_METHOD_PUSH_PULL, push=header, timeout_s=120)
+        call = bulk_pb2.BulkCall(method=bulk_pb2.BULK_METHOD_PUSH_PULL, timeout_s=120)
         stream.send(Kind.CALL, call.SerializeToString(), more=True)
-        stream.send(Kind.BLOCKS, bulk_pb2.BulkBlocks(blocks=(0,), last=True).SerializeToString(), gradient)
+        stream.send(Kind.FRAME, data_pb2.PushFrame(push=header, block=0, last=True).SerializeToString(), gradient)
         _, head, _ = stream.receive()
         data_pb2.PullFrame.FromString(head)
         stream.read_into(memoryview(param).cast("B"))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType, TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -423,11 +423,17 @@ class ParameterServer:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self._worker.close(error)
 
+    def __getstate__(self) -> NoReturn:
+        raise TypeError(
+            "psd: a connection cannot be copied or pickled: it is one worker's place in the job. Leave it out of what you "
+            "save, as by `with connect() as ps` where you train"
+        )
+
     def _results(self) -> dict[str, NDArray[Any]]:
         """Return the parameters that the last pull has received, by name."""
         named, _ = self._by_name
         exchange = self._worker.declared
-        return named.results(exchange.parameters, exchange.places.lend())
+        return named.results(exchange.parameters, exchange.places.lend() if exchange.places.is_lending else None)
 
     @property
     def _by_name(self) -> tuple[NamedTensors, ParamGroups]:

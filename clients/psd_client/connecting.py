@@ -27,6 +27,8 @@ logger = logging.getLogger("psd_client")
 NOT_ALONE = ("servers", "rank", "world_size", "tls_ca", "tls_cert", "tls_key", "token_file")
 """Keywords that a program does not need which trains alone."""
 
+_LEFT: set[object] = set()  # run, servers and rank of this process's workers that have left
+
 
 @overload
 def connect(
@@ -90,7 +92,16 @@ def connect(
     if credentials.has_token and not (credentials.has_tls or all(map(is_loopback, config.servers))):
         logger.warning("psd: without tls_ca the token crosses the network unencrypted, where anybody who listens can take it")
     lanes = [ShardLane(shard, address, config.transport, credentials) for shard, address in enumerate(config.servers)]
-    return Reader(config, lanes) if role == "reader" else ParameterServer(config, lanes)
+    if role == "reader":
+        return Reader(config, lanes)
+    place = (config.run_id, config.servers, config.rank)
+    if config.run_id and place in _LEFT:
+        logger.warning(
+            "psd: worker %d of %s has left its job before, by close(). The shards of psd-run end when all workers have left, "
+            "and do not answer then: connect once in a run, or train alone, without psd-run",
+            *(config.rank, config.run_id),
+        )
+    return ParameterServer(config, lanes, lambda: _LEFT.add(place))
 
 
 def _connect_alone(role: str, settings: LinkKeywords) -> ParameterServer | Reader:

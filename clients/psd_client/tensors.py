@@ -143,12 +143,12 @@ class NamedTensors:
             raise InvalidTensor(f"{what}: no parameter {name!r} was declared; there are {known or 'none'}")
         return index
 
-    def results(self, buffers: FlatBuffers, lent: Sequence[NDArray[Any] | None]) -> dict[str, NDArray[Any]]:
+    def results(self, buffers: FlatBuffers, lent: Sequence[NDArray[Any] | None] | None) -> dict[str, NDArray[Any]]:
         """The buffers' contents in the declared dtypes: lent arrays, new arrays, or read-only views.
 
-        lent: the array lent for each tensor; None: not lent.
+        lent: the array lent for each tensor; None: not lent; None for all of it: none is.
         """
-        named = zip(self._specs, self._dtypes, buffers.views, lent, strict=True)
+        named = zip(self._specs, self._dtypes, buffers.views, lent or [None] * len(self._specs), strict=True)
         if not self._has_half:
             return {spec.name: self._result(view, dtype, own) for spec, dtype, view, own in named}
         with np.errstate(over="ignore"):  # a float32 master beyond float16's range becomes infinity, as in any cast

@@ -93,7 +93,7 @@ class RuleInfo(RuleFacts):
 
 def weight_of(value: Any, name: str = "weight") -> float:
     """The weight of a gradient: 0, or WEIGHT_MIN to WEIGHT_MAX. Raises InvalidRequest, naming `name`, for anything else."""
-    weight = value if type(value) is float else real_number(InvalidRequest, name, value)
+    weight = float(value) if type(value) in (float, int) else real_number(InvalidRequest, name, value)
     if weight != 0 and not WEIGHT_MIN <= weight <= WEIGHT_MAX:  # also refuses NaN
         raise InvalidRequest(f"{name}: must be 0, or {WEIGHT_MIN:g} to {WEIGHT_MAX:g}, got {weight}")
     return weight

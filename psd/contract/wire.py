@@ -56,7 +56,7 @@ class Kind(enum.IntEnum):
     SEND = 4
     READY = 5
     CALL = 6
-    BLOCKS = 7
+    FRAME = 7
     ANSWER = 8
     REPLY = 9
     ERROR = 10

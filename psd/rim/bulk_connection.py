@@ -12,20 +12,20 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from google.protobuf.message import DecodeError, Message
 
-from psd.contract.bounds import check_parts
+from psd.contract.bounds import UNCOUNTED_BYTES, check_parts
 from psd.contract.errors import InvalidRequest, LayoutMismatch, PsdError
 from psd.contract.layout import BLOCK_BYTES_MAX
-from psd.contract.rows import parts_of
 from psd.contract.wire import Disconnected, Kind, Stream
 from psd.rim.bulk_memory import WorkerMemory
-from psd.rim.calls import CallGuard, Waiter, forget_frames
-from psd.rim.data_plane import LENT_BYTES_MIN, DataPlane, PulledBlock, PulledRows, PushedBlock, RowsAsked, RowsFrames
+from psd.rim.calls import CallGuard, Frame, Waiter, forget_frames
+from psd.rim.data_plane import DataPlane, PulledBlock, PulledRows, RowsAsked
 from psd.rim.outbox import Outbox
+from psd.rim.sent_frames import SentFrames
 from psd.rim.vector_plane import VectorPlane
 from psd.state.shard import Shard
 from psd.v1 import bulk_pb2, data_pb2, job_pb2
@@ -39,14 +39,13 @@ Admit = Callable[["ServedConnection", bytes], int]
 HELLO_BYTES_MAX = 1024
 """Longest head before the worker has shown its ticket."""
 
-_HEADS = {
-    bulk_pb2.BULK_METHOD_PUSH: "push",
-    bulk_pb2.BULK_METHOD_PULL: "pull",
-    bulk_pb2.BULK_METHOD_PUSH_PULL: "push",
-    bulk_pb2.BULK_METHOD_INITIALIZE: "initialize",
-    bulk_pb2.BULK_METHOD_PULL_ROWS: "pull",
+_FRAMES: dict[int, type[Message]] = {
+    bulk_pb2.BULK_METHOD_PUSH: data_pb2.PushFrame,
+    bulk_pb2.BULK_METHOD_PUSH_PULL: data_pb2.PushFrame,
+    bulk_pb2.BULK_METHOD_INITIALIZE: data_pb2.InitializeFrame,
+    bulk_pb2.BULK_METHOD_PULL_ROWS: data_pb2.RowsRequest,
 }
-"""The field of BulkCall with a method's request, by method."""
+"""The frames that follow a CALL, by method; after any other there are none."""
 
 _OF_VECTORS = {bulk_pb2.BULK_METHOD_RUN_VECTORS: "batch", bulk_pb2.BULK_METHOD_FETCH_VECTOR: "fetch"}
 """The field with the request of a call for vectors, by method."""
@@ -61,7 +60,7 @@ class ServedConnection:
     Attributes:
         rank: the worker's; negative before it has shown its ticket. session: the session of its admission, or of its last call.
         ended: set when no call is in progress any more.
-        is_welcome: called before each call: True if the worker still may make it; set on admission.
+        is_welcome: called before each call: True if the worker still may make it; None: it always may. Set on admission.
     """
 
     def __init__(
@@ -75,7 +74,7 @@ class ServedConnection:
     ) -> None:
         self.rank = -1
         self.session = 0
-        self.is_welcome: Callable[[], bool] = lambda: False
+        self.is_welcome: Callable[[], bool] | None = lambda: False
         self.ended = threading.Event()
         self._stream = stream
         self._shard = shard
@@ -89,7 +88,6 @@ class ServedConnection:
         self._callbacks: list[Callable[[], None]] = []
         self._has_hung_up = False
         self._is_busy = False
-        self._is_in_call = False
         self._is_ending = False
         self._second_thread: Outbox[_Outgoing] | None = None
 
@@ -103,7 +101,7 @@ class ServedConnection:
             self._scratch = memoryview(np.empty(BLOCK_BYTES_MAX // 8)).cast("B")  # type: ignore[arg-type]  # aligned
             while self._begin_message():
                 kind, head, payload_bytes = self._stream.receive()
-                if not self.is_welcome():
+                if self.is_welcome is not None and not self.is_welcome():
                     break  # the worker asks for another ticket, and so shows its current token
                 with self._lock:
                     self._is_busy = True
@@ -160,7 +158,7 @@ class ServedConnection:
 
     def say_alive(self) -> None:
         """Tell a worker whose call is in progress that this process lives; a worker on this machine needs no telling."""
-        if self._is_in_call and self._stream.is_tcp:
+        if self._is_busy and self._stream.is_tcp:
             self._stream.send_if_idle(Kind.ALIVE)
 
     def end_when_idle(self) -> None:
@@ -221,16 +219,14 @@ class ServedConnection:
 
     def _call(self, call: bulk_pb2.BulkCall) -> None:
         """Answer one call: send blocks as they become ready, then the reply or the error."""
-        head = _HEADS.get(call.method, "pull")
-        sent: _Sent | None = None
-        if head != "pull" or call.method == bulk_pb2.BULK_METHOD_PULL_ROWS:
-            sent = _Sent(self._stream, self._scratch, self._attached, self.rank, is_initial=head == "initialize")
-        has_payload = not (call.method == bulk_pb2.BULK_METHOD_PULL and call.pull.versions_only)
+        frames = _FRAMES.get(call.method)
+        sent = None if frames is None else _Sent(self._stream, self._scratch, frames)
+        has_payload = not call.pull.versions_only
         reply = bulk_pb2.BulkReply()
         try:
-            self._enter_call(getattr(call, head).caller)
-            put = self._way_out()
+            self._shard.check_draining()
             answers = self._answers(call, sent)
+            put = self._way_out()
             try:
                 for item in answers:
                     if isinstance(item, data_pb2.PushReply):
@@ -240,7 +236,9 @@ class ServedConnection:
                     elif isinstance(item, PulledRows):
                         if self._second_thread is not None:
                             self._second_thread.flush()  # blocks come first
-                        self._send_rows(item, is_last=sent is not None and sent.is_last)
+                        is_last = sent is not None and sent.is_last  # the REPLY follows
+                        numbers = () if item.is_there else [rows.values for rows in item.rows]
+                        self._stream.send(Kind.ANSWER, item.head(), *numbers, more=is_last)
                     elif has_payload:
                         if call.into_memory:
                             reply.blocks.append(item.block)
@@ -261,7 +259,6 @@ class ServedConnection:
         else:
             self._stream.send(Kind.REPLY, reply.SerializeToString())
         finally:
-            self._is_in_call = False
             if self._callbacks:
                 with self._lock:
                     self._callbacks.clear()
@@ -270,7 +267,8 @@ class ServedConnection:
         """Answer one call for vectors: both ways one message. It uses no attached memory."""
         head, unread = _OF_VECTORS[call.method], payload_bytes
         try:
-            self._enter_call(getattr(call, head).caller)
+            self._shard.check_draining()
+            self._check_caller(getattr(call, head).caller)
             if head == "fetch":
                 with self._vectors.fetch(call.fetch) as numbers:
                     self._stream.send(Kind.REPLY, b"", numbers)
@@ -286,8 +284,6 @@ class ServedConnection:
             self._stream.skip(unread)
         else:
             self._stream.send(Kind.REPLY, bulk_pb2.BulkReply(vectors=answer).SerializeToString())
-        finally:
-            self._is_in_call = False
 
     def _answers(
         self, call: bulk_pb2.BulkCall, sent: _Sent | None
@@ -295,20 +291,28 @@ class ServedConnection:
         """Begin the call on the data plane."""
         waiter = Waiter(self._shard, _Deadline(self, call.timeout_s))
         if sent is None:
+            self._check_caller(call.pull.caller)
             if call.method != bulk_pb2.BULK_METHOD_PULL:
                 raise InvalidRequest(f"method: {call.method} is not one of the bulk lane's")
             return self._plane.pull(call.pull, waiter)
+        frames = SentFrames(sent.frames(), self._attached, self.rank)
         if call.method == bulk_pb2.BULK_METHOD_PULL_ROWS:
-            return self._plane.pull_rows(call.pull, sent.rows(), waiter, counts_no_use=call.counts_no_use)
+            head = frames.head("pull")
+            self._check_caller(head.pull.caller)
+            return self._plane.pull_rows(head.pull, frames.rows(), waiter, counts_no_use=head.counts_no_use)
         if call.method == bulk_pb2.BULK_METHOD_INITIALIZE:
-            return self._plane.initialize(call.initialize, sent.blocks())
+            head = frames.head("caller")
+            self._check_caller(head.caller)
+            return self._plane.initialize(head, frames.initial_blocks())
+        header = frames.head("push").push
+        self._check_caller(header.caller)
         if call.method == bulk_pb2.BULK_METHOD_PUSH:
-            return self._plane.push(call.push, sent.blocks(), waiter)
+            return self._plane.push(header, frames.blocks(), waiter)
         ahead: RowsAsked | None = None
         if call.HasField("ahead"):
-            places = self._attached().rows(call.ahead.rows, call.ahead_at) if call.ahead_at else ()
+            places = self._attached().rows(call.ahead.rows, call.ahead.rows_at) if call.ahead.rows_at else ()
             ahead = call.ahead.rows, memoryview(call.ahead.payload), places
-        return self._plane.push_pull(call.push, sent.blocks(), waiter, ahead)
+        return self._plane.push_pull(header, frames.blocks(), waiter, ahead)
 
     def _way_out(self) -> Callable[[_Outgoing], None]:
         """A function that sends an answer; in a second thread, if there are many blocks and a core to spare."""
@@ -319,12 +323,10 @@ class ServedConnection:
             self._second_thread = Outbox(self._deliver, lambda out: out.answer.release(), "psd-bulk-out")
         return self._second_thread.put
 
-    def _enter_call(self, caller: job_pb2.Caller) -> None:
-        self._shard.check_draining()
+    def _check_caller(self, caller: job_pb2.Caller) -> None:
         if caller.rank != self.rank:
             raise InvalidRequest(f"caller.rank: is {caller.rank}, but this connection is worker {self.rank}'s")
         self.session = caller.session
-        self._is_in_call = True
 
     def _refuse(self, error: Exception) -> None:
         if self._has_hung_up:  # there is nobody to tell
@@ -337,7 +339,7 @@ class ServedConnection:
             if out.place is None:
                 payload = answer.payload() if answer.codec else answer.values
                 self._plane.counts.count_bytes(sent=payload.nbytes, saved=answer.values.nbytes - payload.nbytes)
-                self._stream.send(Kind.ANSWER, _head(answer), payload, more=True)  # at least the REPLY follows
+                self._stream.send(Kind.ANSWER, answer.head(), payload, more=True)  # at least the REPLY follows
                 return
             if self._has_hung_up:  # a worker that has not waited may use its memory for something else
                 raise Disconnected("the worker has hung up")
@@ -347,14 +349,9 @@ class ServedConnection:
             elif answer.nbytes:
                 np.copyto(self._attached().parameter(answer.block, out.place), answer.values)
             if out.is_announced:
-                self._stream.send(Kind.ANSWER, _head(answer))
+                self._stream.send(Kind.ANSWER, answer.head())
         finally:
             answer.release()
-
-    def _send_rows(self, answer: PulledRows, *, is_last: bool) -> None:
-        head = data_pb2.RowsFrame(rows=parts_of(answer.rows), version=answer.version).SerializeToString()
-        numbers = () if answer.is_there else [rows.values for rows in answer.rows]
-        self._stream.send(Kind.ANSWER, head, *numbers, more=is_last)  # the REPLY follows
 
     def _attached(self) -> WorkerMemory:
         if self._memory is None:
@@ -372,10 +369,6 @@ class ServedConnection:
             return
 
 
-def _head(answer: PulledBlock) -> bytes:
-    return data_pb2.PullFrame(block=answer.block, version=answer.version).SerializeToString()
-
-
 class _Outgoing(NamedTuple):
     answer: PulledBlock
     place: int | None  # in attached memory; None: it is sent in a message
@@ -383,76 +376,33 @@ class _Outgoing(NamedTuple):
 
 
 class _Sent:
-    """The blocks of one push, or of initial values, or the ids of rows, read from the messages after its CALL.
+    """The frames that follow a CALL.
 
     Args:
-        memory: returns the attached memory. rank: the worker's. is_initial: True for parameters, False for gradients.
+        scratch: memory for a payload; overwritten by the next one's. kind: of the frames.
 
     Attributes:
-        is_last: True once the last message has been read.
+        is_last: True once the last frame has been read.
     """
 
-    def __init__(
-        self, stream: Stream, scratch: memoryview, memory: Callable[[], WorkerMemory], rank: int, *, is_initial: bool
-    ) -> None:
+    def __init__(self, stream: Stream, scratch: memoryview, kind: type[Message]) -> None:
         self._stream = stream
         self._scratch = scratch
-        self._memory = memory
-        self._rank = rank
-        self._is_initial = is_initial
-        self._unread = 0  # payload bytes of the latest message that were not read yet
+        self._kind = kind
+        self._unread = 0  # payload bytes of the latest frame that were not read yet
         self.is_last = False
 
-    def blocks(self) -> Iterator[PushedBlock]:
-        """Yield the blocks up to the last."""
+    def frames(self) -> Iterator[Frame]:
+        """Receive the frames."""
         while not self.is_last:
-            message = self._next()
-            count = len(message.blocks)
-            if not count and not self.is_last:
-                raise InvalidRequest("blocks: is empty in a message that is not the last of its call")
-            if self._is_initial and message.present:
-                raise InvalidRequest("present: belongs to a push, and not to initial values")
-            if len(message.present) not in (0, count):
-                raise InvalidRequest(f"present: has {len(message.present)} entries for {count} blocks")
-            if message.in_memory:
-                if self._unread or message.rows:
-                    raise InvalidRequest(f"in_memory: the blocks lie in memory, but there are {self._unread} bytes of payload")
-                memory = self._memory()
-                values_of = memory.values if self._is_initial else memory.gradient
-                # These blocks came together, in no order. The first call that reads a block applies its complete round: so each
-                # worker begins at another block, and they share the work.
-                begin = count * self._rank // memory.world_size
-                for following, i in enumerate((*range(begin, count), *range(begin)), 1):
-                    block = message.blocks[i]
-                    present = message.present[i] if message.present else b""
-                    is_empty = present and not any(present)
-                    values = memoryview(b"") if is_empty else values_of(block)
-                    is_lent = values.nbytes >= LENT_BYTES_MIN
-                    yield PushedBlock(block, present, values, is_lent=is_lent, is_followed=following < count)
-            else:
-                if count > 1 or (self._unread and not count):
-                    raise InvalidRequest(f"blocks: has {count} entries, expected the one whose payload follows")
-                if self._is_initial and message.rows:
-                    raise InvalidRequest("rows: belong to a push, and not to initial values")
-                payload = self._payload()
-                numbers = self._numbers(message)
-                is_lent = self.is_last and len(message.rows) > 0  # no later message overwrites the payload
-                for block in message.blocks:
-                    present = message.present[0] if message.present else b""
-                    more = message.more
-                    yield PushedBlock(block, present, payload, is_lent, rows=message.rows, more=more, memory=numbers)
-
-    def rows(self) -> RowsFrames:
-        """Yield the frames of a request for rows, up to the last."""
-        while not self.is_last:
-            message = self._next()
-            if message.blocks or message.in_memory:
-                raise InvalidRequest("blocks: belong to a push, and not to a request for rows")
-            yield message.rows, self._payload(), self._numbers(message)
-
-    def _numbers(self, message: bulk_pb2.BulkBlocks) -> list[memoryview]:
-        """The attached memory for the values of rows; empty if they are sent in messages."""
-        return self._memory().rows(message.rows, message.rows_at) if message.rows_at else []
+            head, nbytes = self._next(), self._unread
+            if nbytes > len(self._scratch):
+                raise InvalidRequest(f"payload: has {nbytes} bytes, the limit is {len(self._scratch)}")
+            payload = self._scratch[:nbytes]
+            if nbytes:
+                self._stream.read_into(payload)
+                self._unread = 0
+            yield Frame(head, payload, is_own=self.is_last)
 
     def skip_rest(self) -> None:
         """Read the rest of a refused call, which the worker is still sending."""
@@ -461,23 +411,14 @@ class _Sent:
             self._next()
             self._stream.skip(self._unread)
 
-    def _next(self) -> bulk_pb2.BulkBlocks:
+    def _next(self) -> Any:
         kind, head, self._unread = self._stream.receive()
-        if kind is not Kind.BLOCKS:
-            raise InvalidRequest(f"kind: expected the BLOCKS of a call, got {kind.name}")
+        if kind is not Kind.FRAME:
+            raise InvalidRequest(f"kind: expected a FRAME of a call, got {kind.name}")
         self.is_last = True  # a message that cannot be parsed is the last one, too
-        message = _parsed(bulk_pb2.BulkBlocks, head)
+        message: Any = _parsed(self._kind, head)
         self.is_last = message.last
         return message
-
-    def _payload(self) -> memoryview:
-        nbytes = self._unread
-        if nbytes > len(self._scratch):
-            raise InvalidRequest(f"payload: has {nbytes} bytes, the limit is {len(self._scratch)}")
-        payload = self._scratch[:nbytes]
-        self._stream.read_into(payload)
-        self._unread = 0
-        return payload
 
 
 class _Deadline:
@@ -493,7 +434,8 @@ class _Deadline:
 
 
 def _parsed(kind: type[MessageT], head: bytes) -> MessageT:
-    check_parts(head, kind.DESCRIPTOR)
+    if len(head) > UNCOUNTED_BYTES:
+        check_parts(head, kind.DESCRIPTOR)
     try:
         return kind.FromString(head)
     except DecodeError as error:

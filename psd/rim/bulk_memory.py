@@ -37,7 +37,7 @@ class WorkerMemory:
         InvalidRequest: the file is not as `attach` says, or not sealed, or a space does not fit.
 
     Attributes:
-        nonce: the file's first bytes. layout_digest, world_size: those of the job for which it was attached.
+        nonce: the file's first bytes. layout_digest, world_size, block_count: those of the job for which it was attached.
     """
 
     def __init__(self, fd: int, attach: bulk_pb2.BulkAttach, layout: Layout) -> None:
@@ -56,6 +56,7 @@ class WorkerMemory:
         self.nonce = self._mapping[:NONCE_BYTES]
         self.layout_digest = layout.digest
         self.world_size = layout.spec.world_size
+        self.block_count = len(layout.blocks)
         self._layout = layout
         self._bytes = memoryview(self._mapping)
         self._dims = [table.dim for table in layout.spec.tables]

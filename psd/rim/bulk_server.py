@@ -55,7 +55,7 @@ class _Ticket:
     rank: int
     session: int
     expires: float
-    is_welcome: Callable[[], bool]
+    is_welcome: Callable[[], bool] | None
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ class BulkServer:
 
     def open(self, request: control_pb2.OpenBulkRequest, metadata: Metadata = ()) -> control_pb2.OpenBulkReply:
         """Open a bulk connection. The token in the call's metadata must stay valid while the connection is used."""
-        is_welcome = (lambda: True) if self._access is None else self._access.holder(metadata)
+        is_welcome = None if self._access is None else self._access.holder(metadata)
         worker = self._shard.check_caller(request.caller)
         ticket, now = secrets.token_bytes(32), time.monotonic()
         with self._lock:

@@ -52,10 +52,11 @@ UNPACED = (WaitTimeout, CutMissed)
 
 
 class Frame(NamedTuple):
-    """A parsed frame: the message without its payload, and the payload."""
+    """A parsed frame: the message without its payload, and the payload; `is_own`: True if that stays until the call ends."""
 
     head: Any
     payload: memoryview
+    is_own: bool = True
 
 
 def message_parser(kind: type[M], parts_max: int = PARTS_MAX) -> Callable[[bytes], M | PsdError]:

@@ -1,8 +1,8 @@
 """The data plane without its transport: pushes, pulls and both at once, as steps over blocks.
 
-Each carrier (gRPC in data_service.py, sockets in bulk_connection.py) turns received messages into a header and `PushedBlock`s,
-and sends the resulting `PulledBlock`s. Waits happen here, through the carrier's Waiter. Must not know frames, messages on the
-wire, or sockets.
+Each carrier (gRPC in data_service.py, sockets in bulk_connection.py) receives frames, of which sent_frames.py makes a header
+and `PushedBlock`s, and sends the resulting `PulledBlock`s. Waits happen here, through the carrier's Waiter. Must not know
+frames, messages on the wire, or sockets.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from psd.contract.rows import TableRows
+from psd.contract.rows import TableRows, parts_of
 from psd.rim.calls import Waiter
 from psd.state.aggregation.block import BlockState
 from psd.state.aggregation.outgoing import payload_of, write_rounded
@@ -75,6 +75,10 @@ class PulledRows(NamedTuple):
     version: int
     is_there: bool
 
+    def head(self) -> bytes:
+        """The message of the answer, without its numbers."""
+        return data_pb2.RowsFrame(rows=parts_of(self.rows), version=self.version).SerializeToString()
+
 
 class PulledBlock:
     """One block for the caller. Its page is pinned until the receiver of the answer calls `release`.
@@ -102,6 +106,11 @@ class PulledBlock:
         if self._page is not None:
             self.values = self._page.slots[slot - 1] if slot else self._page.parameter
             self.steps = self._page.steps.tolist() if slot else []
+
+    def head(self, positions: int = 0) -> bytes:
+        """The message of the answer, without its numbers. positions: as in PullFrame."""
+        message = data_pb2.PullFrame(block=self.block, version=self.version, positions=positions, steps=self.steps)
+        return message.SerializeToString()
 
     @property
     def nbytes(self) -> int:

@@ -9,17 +9,17 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 import grpc
-from numpy.typing import NDArray
 
 from psd.contract import frames
 from psd.contract.errors import CutMissed, InvalidRequest, Overloaded, WaitTimeout
-from psd.contract.rows import parts_of
 from psd.rim.calls import CallGuard, Frame, Waiter, checked, frame_parser, message_parser, wait_s
-from psd.rim.data_plane import LENT_BYTES_MIN, DataPlane, PulledBlock, PulledRows, PushedBlock, RowsAsked, RowsFrames
+from psd.rim.data_plane import DataPlane, PulledBlock, PulledRows, RowsAsked
+from psd.rim.sent_frames import SentFrames
 from psd.rim.strangers import CALLS_MAX, Strangers
 from psd.state.cuts.snapshots import Done
 from psd.state.shard import Shard
@@ -90,8 +90,8 @@ class DataService:
         return lambda requests, context: method(self._strangers.first_of(requests, context.cancel), context)
 
     def push(self, requests: Iterator[Frame], context: grpc.ServicerContext) -> data_pb2.PushReply:
-        frame = _next(requests)
-        (reply,) = self._plane.push(_header(frame), _blocks(frame, requests), Waiter(self._shard, context))
+        frames = SentFrames(requests)
+        (reply,) = self._plane.push(frames.head("push").push, frames.blocks(), Waiter(self._shard, context))
         return reply
 
     def pull(self, request: data_pb2.PullRequest, context: grpc.ServicerContext) -> Iterator[bytes]:
@@ -138,36 +138,35 @@ class DataService:
         waiter = Waiter(self._shard, context)
         for item in requests:
             self._shard.check_draining()
-            frame: Frame = checked(item)
-            for answer in self._plane.push_pull(_header(frame), _blocks(frame, requests), waiter):
+            frames = SentFrames(chain((item,), requests))
+            for answer in self._plane.push_pull(frames.head("push").push, frames.blocks(), waiter):
                 if isinstance(answer, PulledBlock):
                     yield self._frame(answer)
                 elif isinstance(answer, data_pb2.PushReply):
                     yield data_pb2.PullFrame(push=answer).SerializeToString()
 
     def pull_rows(self, requests: Iterator[Frame], context: grpc.ServicerContext) -> Iterator[bytes]:
-        first = _first_rows(requests, "pull")
-        pull, counts_no_use = first.head.pull, first.head.counts_no_use
-        waiter = Waiter(self._shard, context)
-        yield from _rows_frames(self._plane.pull_rows(pull, _rows(first, requests), waiter, counts_no_use=counts_no_use))
+        frames = SentFrames(requests)
+        head, waiter = frames.head("pull"), Waiter(self._shard, context)
+        yield from _rows_frames(self._plane.pull_rows(head.pull, frames.rows(), waiter, counts_no_use=head.counts_no_use))
 
     def read_rows(self, requests: Iterator[Frame], context: grpc.ServicerContext) -> Iterator[bytes]:
         del context
         with self.reading("ReadRows"):
-            first = _first_rows(requests, "read")
-            yield from _rows_frames(self._plane.read_rows(first.head.read, _rows(first, requests)))
+            frames = SentFrames(requests)
+            yield from _rows_frames(self._plane.read_rows(frames.head("read").read, frames.rows()))
 
     def push_pull_small(self, request: bytes, context: grpc.ServicerContext) -> bytes:
         frames_in, ahead = self._small(request)
         if [frame.head.last for frame in frames_in] != [False] * (len(frames_in) - 1) + [True]:
             raise InvalidRequest("last: must stand on the last frame of a push, and on no other")
-        following = iter(frames_in)
-        first = next(following)
+        sent_frames = SentFrames(iter(frames_in))
         answer: list[tuple[int, bytes, Sequence[frames.Piece]]] = []
         sent = saved = 0
-        for item in self._plane.push_pull(_header(first), _blocks(first, following), Waiter(self._shard, context), ahead):
+        waiter = Waiter(self._shard, context)
+        for item in self._plane.push_pull(sent_frames.head("push").push, sent_frames.blocks(), waiter, ahead):
             if isinstance(item, PulledRows):
-                answer.append((_AHEAD, *_rows_frame(item)))
+                answer.append((_AHEAD, item.head(), [rows.values for rows in item.rows]))
             elif isinstance(item, PulledBlock):
                 try:
                     numbers = (
@@ -175,8 +174,7 @@ class DataService:
                     ).tobytes()  # so that no page is pinned during a wait
                 finally:
                     item.release()
-                head = data_pb2.PullFrame(block=item.block, version=item.version)
-                answer.append((_FRAMES, head.SerializeToString(), (numbers,)))
+                answer.append((_FRAMES, item.head(), (numbers,)))
                 sent += len(numbers)
                 saved += item.values.nbytes - len(numbers)
             else:
@@ -204,13 +202,8 @@ class DataService:
 
     def initialize(self, requests: Iterator[Frame], context: grpc.ServicerContext) -> data_pb2.InitializeReply:
         del context
-        frame = next(requests, None)
-        if frame is None:
-            raise InvalidRequest("InitializeFrame: the stream ended without a frame")
-        first: Frame = checked(frame)
-        if not first.head.HasField("caller"):
-            raise InvalidRequest("caller: the first frame of an initialization must have one")
-        (reply,) = self._plane.initialize(first.head, _initial_blocks(first, requests))
+        frames = SentFrames(requests)
+        (reply,) = self._plane.initialize(frames.head("caller"), frames.initial_blocks())
         return reply
 
     def store_buffers(self, request: data_pb2.BuffersRequest, context: grpc.ServicerContext) -> data_pb2.BuffersReply:
@@ -225,92 +218,14 @@ class DataService:
 
     def _frame(self, answer: PulledBlock, *, with_payload: bool = True, positions: int = 0) -> bytes:
         try:
-            head = data_pb2.PullFrame(block=answer.block, version=answer.version, positions=positions, steps=answer.steps)
             payload = None if not with_payload else answer.payload() if answer.codec else answer.values
             if payload is not None:
                 self._plane.counts.count_bytes(sent=payload.nbytes, saved=answer.values.nbytes - payload.nbytes)
-            return frames.join(head.SerializeToString(), payload)
+            return frames.join(answer.head(positions), payload)
         finally:
             answer.release()
 
 
-def _next(requests: Iterator[Frame]) -> Frame:
-    frame = next(requests, None)
-    if frame is None:
-        raise InvalidRequest("last: the stream ended before the last frame")
-    found: Frame = checked(frame)
-    return found
-
-
-def _first_rows(requests: Iterator[Frame], field: str) -> Frame:
-    first = _next(requests)
-    if not first.head.HasField(field):
-        raise InvalidRequest(f"{field}: the first frame of a request for rows must have it")
-    return first
-
-
-def _rows(first: Frame, requests: Iterator[Frame]) -> RowsFrames:
-    """The frames of a request for rows, from its first to its last."""
-    frame = first
-    while True:
-        yield frame.head.rows, frame.payload, ()
-        if frame.head.last:
-            return
-        frame = _next(requests)
-        for field in ("pull", "read"):
-            if frame.head.HasField(field):
-                raise InvalidRequest(f"{field}: stands on a frame that is not the first")
-
-
 def _rows_frames(answers: Iterable[PulledRows]) -> Iterator[bytes]:
     for answer in answers:
-        head, numbers = _rows_frame(answer)
-        yield frames.join(head, *numbers)
-
-
-def _rows_frame(answer: PulledRows) -> tuple[bytes, list[NDArray[Any]]]:
-    head = data_pb2.RowsFrame(rows=parts_of(answer.rows), version=answer.version)
-    return head.SerializeToString(), [rows.values for rows in answer.rows]
-
-
-def _initial_blocks(first: Frame, requests: Iterator[Frame]) -> Iterator[PushedBlock]:
-    """The blocks of initial values, from the first frame to the end of the stream."""
-    frame: Frame | None = first
-    while frame is not None:
-        head, payload = frame
-        if frame is not first and head.HasField("caller"):
-            raise InvalidRequest("caller: stands on a frame that is not the first")
-        if head.HasField("block"):
-            yield PushedBlock(head.block, b"", payload)
-        elif payload.nbytes:
-            raise InvalidRequest("block: absent, but the frame has a payload")
-        elif frame is not first:
-            raise InvalidRequest("block: absent from a frame that is not the first")
-        following = next(requests, None)
-        frame = None if following is None else checked(following)
-
-
-def _header(frame: Frame) -> data_pb2.PushHeader:
-    if not frame.head.HasField("push"):
-        raise InvalidRequest("push: the first frame of a push must have a header")
-    header: data_pb2.PushHeader = frame.head.push
-    return header
-
-
-def _blocks(first: Frame, requests: Iterator[Frame]) -> Iterator[PushedBlock]:
-    """The blocks of a push, from its first frame to its last."""
-    frame = first
-    while True:
-        head, payload = frame
-        if head.HasField("block"):
-            is_lent = bool(head.rows) or payload.nbytes >= LENT_BYTES_MIN  # each frame has memory of its own
-            yield PushedBlock(head.block, head.present, payload, is_lent, rows=head.rows, more=head.more)
-        elif payload.nbytes or head.present or head.rows:
-            raise InvalidRequest("block: absent, but the frame has a payload")
-        if head.last:
-            return
-        frame = _next(requests)
-        if frame.head.HasField("push"):
-            raise InvalidRequest("push: a header stands on a frame that is not the first of its push")
-        if not frame.head.HasField("block") and not frame.head.last:
-            raise InvalidRequest("block: absent from a frame that is neither the first nor the last of its push")
+        yield frames.join(answer.head(), *(rows.values for rows in answer.rows))

@@ -34,7 +34,7 @@ from psd.state.counts import Histogram, RoundTimes, total
 from psd.state.durability.state_directory import Storage
 from psd.state.pages import Counted
 from psd.state.tables.block import TablesBlock, counted_in
-from psd.state.tables.pushes import RowChecks
+from psd.state.tables.rounds import RowChecks
 from psd.state.workers.membership import Membership
 from psd.v1 import job_pb2
 from psd_core.arena import Arena, BlockShape, Page

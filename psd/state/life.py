@@ -85,11 +85,12 @@ class LifeCycle:
     """The present state of a shard in its life cycle.
 
     Attributes:
-        now: may be read without a lock.
+        now: may be read without a lock. has_values: True if the shard holds a whole set of parameters; likewise.
     """
 
     def __init__(self) -> None:
         self.now = Life.EMPTY
+        self.has_values = False
         self._lock = locks.new(locks.Level.LEAF)
 
     def to(self, following: Life) -> None:
@@ -103,9 +104,5 @@ class LifeCycle:
             is_known = following in TRANSITIONS[self.now]
             if is_known:
                 self.now = following
+                self.has_values = following not in (Life.EMPTY, Life.LOADING, Life.LOST)
         return is_known
-
-    @property
-    def has_values(self) -> bool:
-        """True if the shard holds a whole set of parameters."""
-        return self.now not in (Life.EMPTY, Life.LOADING, Life.LOST)

@@ -102,6 +102,15 @@ def test_parse_when_a_script_is_given_then_all_after_it_is_its_own(script):
 
 
 @pytest.mark.parametrize(
+    ("words", "is_odd"), [(["--workers", "2"], True), (["--workers", "1"], True), (["--epochs", "2"], False)]
+)
+def test_parse_when_one_worker_starts_and_its_program_gets_workers_then_remarks_on_it(script, words, is_odd):
+    """psd-run train.py --workers 2 started one worker without a word."""
+    assert parse([script, *words], {}).remark.startswith("one worker: --workers stands behind the program") == is_odd
+    assert not parse(["--workers", "2", script, *words], {}).remark
+
+
+@pytest.mark.parametrize(
     ("words", "command"),
     [
         (["-m", "package.train", "--shards", "9"], [sys.executable, "-u", "-m", "package.train", "--shards", "9"]),

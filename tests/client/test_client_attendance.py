@@ -16,7 +16,7 @@ from psd.contract.consistency import SYNC
 from psd.contract.jobspec import GroupSpec, JobSpec, TensorSpec
 from psd.v1 import data_pb2
 from psd_client import SGD, ParameterServer, connect
-from psd_client.worker.exchange.attendance import Attendance
+from psd_client.worker.exchange.riders import Attendance
 
 SPEC = JobSpec(3, (TensorSpec("w", (3,), "float32", 0),), (GroupSpec("sgd"),), SYNC)
 

@@ -1,9 +1,11 @@
-"""The depth of a push_pull, and its length: the frames of psd from the program's call to the socket, and all its calls."""
+"""The depth of a push_pull, its length and its breadth: the frames of psd from the program's call to the socket, all its calls,
+and the files that it crosses."""
 
 from __future__ import annotations
 
 import socket
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -25,14 +27,17 @@ FRAMES_MAX = 7
 """In one thread."""
 
 CALLS_MAX = {
-    (0, "shm"): (145, 210),
-    (0, "tcp"): (155, 210),
-    (1, "shm"): (255, 215),
-    (1, "tcp"): (255, 215),
-    (26, "shm"): (670, 700),
+    (0, "shm"): (135, 210),
+    (0, "tcp"): (145, 210),
+    (1, "shm"): (240, 215),
+    (1, "tcp"): (240, 215),
+    (26, "shm"): (640, 700),
 }
 """Calls of Python functions in one small step, by number of tables and transport: on the worker, and on its shard. They are
 most of its time."""
+
+FILES_MAX = 60
+"""Files with a function that a small push_pull calls, on the worker and on its shard, in a job that also has a table."""
 
 OURS = tuple(f"{Path(path)}/" for package in (psd, psd_client, psd_core) for path in package.__path__)
 
@@ -168,3 +173,41 @@ def test_a_small_step_makes_few_calls(
     worker_max, shard_max = CALLS_MAX[tables, transport]
     assert on_worker.count <= worker_max
     assert on_shard.count // 2 <= shard_max
+
+
+class Files:
+    """The files of psd's functions that are called in any thread that begins while it is a context, and in this one."""
+
+    def __init__(self) -> None:
+        self.found: set[str] = set()
+
+    def __enter__(self) -> None:
+        threading.setprofile(self._on_event)
+        sys.setprofile(self._on_event)
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(None)
+        threading.setprofile(None)  # type: ignore[arg-type]  # typeshed has no None
+
+    def _on_event(self, frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and (name := frame.f_code.co_filename).startswith(OURS):
+            self.found.add(name)
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp", "grpc"])
+def test_a_small_push_pull_crosses_few_files(cluster: Callable[..., Any], transport: str) -> None:
+    """Whoever follows it has as many files to read."""
+    values, crossed, files = {"w": np.zeros(1000, np.float32)}, [], Files()
+    with files, connect(cluster(1).servers, 0, 1, transport=transport) as ps:
+        ps.declare(values, SGD(lr=1.0), tables=[Table("t", 4, SGD(lr=1.0))])
+        for _ in range(3):
+            ps.push_pull(values)
+        for _ in range(5):
+            files.found = found = set()
+            ps.push_pull(values)
+            ps.push_pull(values)  # the shard has ended the call before
+            crossed.append(found)
+
+    always = set.intersection(*crossed)  # a heartbeat or a tick of the shard may come between
+    assert {Path(name).name for name in always} >= {"client.py", "data_plane.py", "arena.py"}
+    assert len(always) <= FILES_MAX, "\n".join(sorted(always))

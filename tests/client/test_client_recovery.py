@@ -309,6 +309,20 @@ def test_pull_when_a_shard_came_back_without_its_memory_then_is_told(cluster: St
     assert caught.value.detail["shard"] == 1
 
 
+def test_connect_when_this_worker_has_left_a_named_job_before_then_says_so(
+    cluster: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As a second `fit` does under psd-run, whose shards have ended by then: it waited, and nothing said for what."""
+    job = cluster(1, run_id="r")
+    for rank in (0, 1, 0):
+        connect(job.servers, rank, 2, run_id="r").close()
+    for _ in range(2):
+        connect(job.servers, 1, 3).close()  # without a name nobody ends the shards
+
+    (said,) = caplog.messages
+    assert said.startswith("psd: worker 0 of r has left its job before")
+
+
 def test_declare_when_shard_zero_has_lost_its_part_then_is_told_and_nothing_is_mixed(cluster: Start) -> None:
     """All workers are new, so none resumes: shard 0 wants initial values, shard 1 has those of the job, with updates."""
     job = cluster(2, run_id="r")

@@ -16,7 +16,7 @@ from psd.contract.rows import TableRows, parts_of, rows_in
 from psd.contract.tables import SparseTableSpec
 from psd.contract.wire import Kind
 from psd.v1 import bulk_pb2, data_pb2
-from psd_client.lanes import bulk_connection, transport, wanted_rows
+from psd_client.lanes import bulk_connection, frames, transport
 from psd_client.lanes.flat import FlatBuffers
 from psd_client.lanes.overlap_feed import Feed
 from psd_client.lanes.transport import Call, GradientPart, Scope
@@ -50,13 +50,13 @@ def connected(scripted: Callable[..., ScriptedShard], told: Connected) -> Connec
     return start
 
 
-def next_frame(conversation: Conversation) -> tuple[bulk_pb2.BulkBlocks, memoryview]:
-    """The next BLOCKS, and its payload."""
+def next_frame(conversation: Conversation, of: Any = data_pb2.PushFrame) -> tuple[Any, memoryview]:
+    """The next frame, and its payload."""
     kind, head, nbytes = conversation.stream.receive()
-    assert kind is Kind.BLOCKS
+    assert kind is Kind.FRAME
     payload = memoryview(np.empty(nbytes, np.uint8)).cast("B")
     conversation.stream.read_into(payload)
-    return bulk_pb2.BulkBlocks.FromString(head), payload
+    return of.FromString(head), payload
 
 
 def next_call(conversation: Conversation) -> bulk_pb2.BulkCall:
@@ -66,11 +66,12 @@ def next_call(conversation: Conversation) -> bulk_pb2.BulkCall:
 
 
 def asked_for(conversation: Conversation) -> Iterator[list[TableRows]]:
-    """The requests of one call."""
-    is_last = False
+    """The requests of one call, of which the first has its head."""
+    is_first, is_last = True, False
     while not is_last:
-        message, payload = next_frame(conversation)
-        is_last = message.last
+        message, payload = next_frame(conversation, data_pb2.RowsRequest)
+        assert message.HasField("pull") is is_first or message == data_pb2.RowsRequest(last=True)
+        is_first, is_last = False, message.last
         yield rows_in(message.rows, payload, DIMS, has_values=False)
 
 
@@ -99,12 +100,12 @@ def wanted(*sizes: int, dtype: Any = np.float32) -> list[TableRows]:
 
 def test_pull_rows_when_there_are_many_then_asks_ahead_and_fills_the_arrays(connected: Connected, monkeypatch: Any) -> None:
     """The next frame is under way before one is answered, but no more than sockets hold: neither side waits for the other."""
-    monkeypatch.setattr(wanted_rows, "FRAME_BYTES", 5_000)
+    monkeypatch.setattr(frames, "FRAME_BYTES", 5_000)
     monkeypatch.setattr(bulk_connection, "SMALL_BYTES", 6_000)
     calls = []
 
     def script(conversation: Conversation) -> None:
-        calls.append(next_call(conversation))
+        calls.append(next_call(conversation).method)
         requests = asked_for(conversation)
         first, version = next(requests), 9
         for request in requests:
@@ -116,7 +117,7 @@ def test_pull_rows_when_there_are_many_then_asks_ahead_and_fills_the_arrays(conn
     lane, rows = connected(script), wanted(1_000, 500)
     version = lane.pull_rows(data_pb2.PullRequest(clock=3), rows, CALL, counts_no_use=True)
 
-    assert (calls[0].method, calls[0].pull.clock, calls[0].counts_no_use) == (bulk_pb2.BULK_METHOD_PULL_ROWS, 3, True)
+    assert calls == [bulk_pb2.BULK_METHOD_PULL_ROWS]
     assert version == 8
     for part in rows:
         assert (part.values == part.ids[:, None]).all()
@@ -144,7 +145,7 @@ def test_pull_rows_when_it_is_refused_in_the_middle_then_the_connection_serves_o
     connected: Connected, monkeypatch: Any
 ) -> None:
     """The worker ends its call, of which it has not sent everything; the next call is answered."""
-    monkeypatch.setattr(wanted_rows, "FRAME_BYTES", 5_000)
+    monkeypatch.setattr(frames, "FRAME_BYTES", 5_000)
 
     def script(conversation: Conversation) -> None:
         next_call(conversation)
@@ -194,9 +195,9 @@ def test_push_pull_with_rows(connected: Connected, sizes: tuple[int, ...], has_f
     def script(conversation: Conversation) -> None:
         next_call(conversation)
         message, payload = next_frame(conversation)
-        got.append((list(message.blocks), message.last, payload.nbytes))
+        got.append((message.block, message.last, payload.nbytes))
         message, payload = next_frame(conversation)
-        got.append((list(message.blocks), message.last, message.more))
+        got.append((message.block, message.last, message.more))
         got.append(rows_in(message.rows, payload, DIMS, has_values=True))
         for block, nbytes in ((0, 16), (TABLES_BLOCK, 0)):
             head = data_pb2.PullFrame(block=block, version=5 + block).SerializeToString()
@@ -210,7 +211,7 @@ def test_push_pull_with_rows(connected: Connected, sizes: tuple[int, ...], has_f
         part.feed.finish(None, [rows])
 
     assert connected(script).push_pull(part, parameters, CALL).clock == 1
-    assert got[:2] == [([0], False, 16), ([TABLES_BLOCK], True, False)]
+    assert got[:2] == [(0, False, 16), (TABLES_BLOCK, True, False)]
     assert [(r.table, r.ids.tolist(), r.values.tolist()) for r in got[2]] == [
         (r.table, r.ids.tolist(), r.values.tolist()) for r in rows
     ]

@@ -327,7 +327,7 @@ def test_push_when_memory_was_given_up_then_sends_the_numbers(scripted: Start, t
             conversation.stream.receive()
             for block in LAYOUT.blocks_of(0):
                 _, head, payload_bytes = conversation.stream.receive()
-                if bulk_pb2.BulkBlocks.FromString(head).in_memory:
+                if data_pb2.PushFrame.FromString(head).in_memory:
                     break
                 target = bytearray(payload_bytes)
                 conversation.stream.read_into(memoryview(target))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,15 @@ def test_connect_when_nothing_is_given_then_trains_on_a_private_shard(caplog: py
     assert [record.getMessage().startswith("psd: training alone") for record in caplog.records] == [True, True]
     with pytest.raises(ConfigError, match="no private shard to read from"):
         connect(role="reader")
+
+
+@pytest.mark.process
+@pytest.mark.usefixtures("_alone")
+@pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy, pickle.dumps], ids=["deepcopy", "copy", "pickle"])
+def test_a_connection_says_that_it_cannot_be_copied(copied: Callable[[object], object]) -> None:
+    """As where an estimator keeps it that is then saved: pickle named a lambda of ours."""
+    with connect() as ps, pytest.raises(TypeError, match="a connection cannot be copied or pickled"):
+        copied([ps] if copied is not copy.copy else ps)
 
 
 @pytest.mark.process

@@ -41,13 +41,15 @@ def test_connect_when_the_shard_is_blocked_sending_to_the_one_before_then_gets_i
     header = data_pb2.PushHeader(caller=caller, weight=1, layout_digest=digest, scalars=scalars)
     pull = data_pb2.PullRequest(caller=caller, layout_digest=digest)
     stream = lane._bulk._open._stream
-    stream.send(Kind.CALL, bulk_pb2.BulkCall(method=method, push=header, pull=pull, timeout_s=1000).SerializeToString())
+    stream.send(Kind.CALL, bulk_pb2.BulkCall(method=method, pull=pull, timeout_s=1000).SerializeToString())
     ours = running.shards[0]._bulk._by_rank[0]
     for block in gradients.layout.blocks if method == bulk_pb2.BULK_METHOD_PUSH_PULL else ():
         if ours._stream._sending.locked():
             break
-        message = bulk_pb2.BulkBlocks(blocks=(block.index,), last=block.index == len(gradients.layout.blocks) - 1)
-        stream.send(Kind.BLOCKS, message.SerializeToString(), gradients.block(block.index))
+        message = data_pb2.PushFrame(block=block.index, last=block.index == len(gradients.layout.blocks) - 1)
+        if block.index == 0:
+            message.push.CopyFrom(header)
+        stream.send(Kind.FRAME, message.SerializeToString(), gradients.block(block.index))
     until(ours._stream._sending.locked)
 
     with connected(running.servers, transport) as ps:

@@ -303,7 +303,7 @@ def test_step_when_a_shard_does_not_answer_then_logs_once_per_outage(caplog: pyt
     rig.run_for(6)
 
     assert caplog.messages == [
-        "psd: worker 0: shard 0 at h:7000 rejects its heartbeat: refused",
+        "psd: worker 0: shard 0 at h:7000 does not answer its heartbeat: refused",
         "psd: worker 0: shard 0 at h:7000 answers again",
     ]
     assert len(rig.lanes[1].requests) == 12

@@ -99,11 +99,12 @@ MESSAGES |= {
         IDS,
     ),
     "rows_frame": (data_pb2.RowsFrame(rows=ROWS, version=1 << 40), NUMBERS),
-    "bulk_blocks_rows": (bulk_pb2.BulkBlocks(blocks=[12], rows=ROWS, last=True), None),
-    "bulk_call_rows": (
-        bulk_pb2.BulkCall(method=bulk_pb2.BULK_METHOD_PULL_ROWS, timeout_s=60.0, pull=PULL, counts_no_use=True),
+    "push_frame_in_memory": (
+        data_pb2.PushFrame(push=PUSH_HEADER, in_memory=[7, 300], in_memory_present=[b"\x05", b""], last=True),
         None,
     ),
+    "push_frame_rows_in_memory": (data_pb2.PushFrame(block=12, rows=ROWS, rows_at=[64, 1 << 33], last=True), IDS),
+    "bulk_call_rows": (bulk_pb2.BulkCall(method=bulk_pb2.BULK_METHOD_PULL_ROWS, timeout_s=60.0), None),
 }
 
 

@@ -51,9 +51,9 @@ def _varint(value):
         (data_pb2.PullRequest, ["decisions"]),
         (data_pb2.BuffersRequest, ["buffers"]),
         (data_pb2.ParametersRequest, ["parameters"]),
-        (bulk_pb2.BulkBlocks, ["present"]),
-        (bulk_pb2.BulkCall, ["push", "scalars"]),
-        (bulk_pb2.BulkCall, ["push", "cuts"]),
+        (data_pb2.PushFrame, ["in_memory_present"]),
+        (data_pb2.PushFrame, ["push", "scalars"]),
+        (bulk_pb2.BulkCall, ["pull", "decisions"]),
         (vectors_pb2.VectorBatch, ["operations"]),
     ],
     ids=lambda value: ".".join(value) if isinstance(value, list) else value.DESCRIPTOR.name,
@@ -137,8 +137,8 @@ def test_numbers_in_lists_are_bounded_too(depth):
     numbers = bytes([data_pb2.PushHeader.DESCRIPTOR.fields_by_name["versions"].number << 3 | 2])
     data = numbers + _varint(most + 1) + bytes(most + 1)
     if depth:
-        data = bytes([bulk_pb2.BulkCall.DESCRIPTOR.fields_by_name["push"].number << 3 | 2]) + _varint(len(data)) + data
-    kind = bulk_pb2.BulkCall if depth else data_pb2.PushHeader
+        data = bytes([data_pb2.PushFrame.DESCRIPTOR.fields_by_name["push"].number << 3 | 2]) + _varint(len(data)) + data
+    kind = data_pb2.PushFrame if depth else data_pb2.PushHeader
 
     refused = message_parser(kind)(data)
 

@@ -58,7 +58,7 @@ def test_whoever_waits_is_asked_after_each_pause(streams: tuple[Stream, Stream],
 
     with pytest.raises(GivenUp):
         if wait == "send":
-            here.send(Kind.BLOCKS, b"", bytes(MUCH))
+            here.send(Kind.FRAME, b"", bytes(MUCH))
         else:
             here.receive()
 
@@ -80,10 +80,10 @@ def test_a_message_that_was_interrupted_by_pauses_arrives_whole(streams: tuple[S
 
     reader = threading.Thread(target=read)
     reader.start()
-    here.send(Kind.BLOCKS, b"head", payload)
+    here.send(Kind.FRAME, b"head", payload)
     reader.join(100)
 
-    assert received == [(Kind.BLOCKS, b"head", MUCH), True]
+    assert received == [(Kind.FRAME, b"head", MUCH), True]
 
 
 class Dead:
@@ -138,7 +138,7 @@ def test_a_word_in_between_never_waits_and_never_cuts_into_a_message(streams: tu
     here.send_if_idle(Kind.ALIVE)
     assert there.receive()[0] is Kind.ALIVE
 
-    sending = threading.Thread(target=here.send, args=(Kind.BLOCKS, b"", bytes(MUCH)))
+    sending = threading.Thread(target=here.send, args=(Kind.FRAME, b"", bytes(MUCH)))
     sending.start()
     there.receive()  # its first bytes have come, and the rest does not fit into the buffers
     for _ in range(3):

@@ -27,8 +27,8 @@ from psd.rim.pace import Pace
 from psd.v1 import bulk_pb2, control_pb2, data_pb2, vectors_pb2
 from psd_client.lanes.bulk_connection import BulkClient
 from psd_client.lanes.flat import FlatBuffers
+from psd_client.lanes.frames import WantedRows
 from psd_client.lanes.transport import Call, Scope, Traffic
-from psd_client.lanes.wanted_rows import WantedRows
 
 HEAD_BYTES_MAX = 1 << 16
 
@@ -137,14 +137,22 @@ payloads = st.binary(max_size=16) | st.sampled_from(PAYLOADS)
 
 
 def sent_by_a_worker(target: Target) -> st.SearchStrategy[list[bytes]]:
-    known = known_fields(target) | {"method": st.sampled_from([1, 2, 3, 5, 6, 7]), "timeout_s": 0.0, "present": [b""]}
+    known = known_fields(target) | {
+        "method": st.sampled_from([1, 2, 3, 5, 6, 7]),
+        "timeout_s": 0.0,
+        "present": b"",
+        "rows_at": [64],
+        "in_memory": [0],
+    }
     known |= {"batch": OF_VECTORS, "fetch": OF_VECTORS}
     return st.lists(
         any_of(
             (Kind.HELLO, messages(bulk_pb2.BulkHello)),
             (Kind.ATTACH, messages(bulk_pb2.BulkAttach, known)),
             (Kind.CALL, messages(bulk_pb2.BulkCall, known)),
-            (Kind.BLOCKS, messages(bulk_pb2.BulkBlocks, known)),
+            (Kind.FRAME, messages(data_pb2.PushFrame, known)),
+            (Kind.FRAME, messages(data_pb2.InitializeFrame, known)),
+            (Kind.FRAME, messages(data_pb2.RowsRequest, known)),
         ),
         max_size=5,
     )
@@ -159,7 +167,7 @@ def test_what_a_worker_sends(target: Callable[[], Target], data: st.DataObject) 
     guard = StrictGuard(shard.shard)
 
     def admit(connection: ServedConnection, key: bytes) -> int:
-        connection.is_welcome = lambda: True
+        connection.is_welcome = None
         return ME
 
     with fed(packed(Kind.HELLO, b"") + b"".join(sent)) as stream:

@@ -11,7 +11,7 @@ import pytest
 
 import psd_client
 from psd.state.shard import Shard
-from psd_client.lanes.grpc_frames import BlockAnswer
+from psd_client.lanes.frames import BlockAnswer
 from psd_client.lanes.shard_lane import ShardLane
 
 

@@ -23,7 +23,7 @@ from psd.v1 import data_pb2
 from psd_client.lanes.transport import GradientPart
 from psd_client.worker.exchange.data_requests import DataRequests
 from psd_client.worker.exchange.exchange import ParameterExchange
-from psd_client.worker.exchange.push_counts import RoundGone
+from psd_client.worker.exchange.riders import RoundGone
 from psd_client.worker.exchange.sent_push import SentPush
 from psd_client.worker.session.membership import Memberships
 from psd_client.worker.session.session import Session

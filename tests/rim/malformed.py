@@ -267,7 +267,7 @@ def wrong_initialize(rng: random.Random, target: Target) -> Request:
         reasons, word = ("InvalidRequest",), "block"
     else:
         frames = rng.choice(([], [frame, frame], [data_pb2.InitializeFrame(block=TRAINED, payload=frame.payload)]))
-        reasons, word = ("InvalidRequest",), "caller" if frames else "InitializeFrame"
+        reasons, word = ("InvalidRequest",), "caller"
     return Request(_data("Initialize"), [f.SerializeToString() for f in frames], reasons, word)
 
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import grpc
-import numpy as np
 from raw_client import RawWorker, spec
 
 from psd.contract.errors import error_from
 from psd.contract.wire import Kind, Stream
-from psd.v1 import bulk_pb2, control_pb2
+from psd.v1 import bulk_pb2, control_pb2, data_pb2
 
 ELEMENTS = 3
 SIZE = 4096
@@ -51,9 +50,11 @@ class BulkWorker(RawWorker):
         return stream
 
     def call(self, method: int, clock: int = 0, **fields: Any) -> bytes:
-        header = self.frames(clock, [[]] * BLOCKS)[0].push
-        message = bulk_pb2.BulkCall(method=method, push=header, pull=self.pull_request(clock), timeout_s=30, **fields)
+        message = bulk_pb2.BulkCall(method=method, pull=self.pull_request(clock), timeout_s=30, **fields)
         return message.SerializeToString()
+
+    def header(self, clock: int = 0) -> data_pb2.PushHeader:
+        return self.frames(clock, [[]])[0].push
 
     def attach(self, stream: Stream, fd: int, **fields: Any) -> bytes:
         given = {"layout_digest": self.digest, "size": SIZE, **STARTS} | fields
@@ -74,12 +75,15 @@ def answer(stream: Stream, expected: Kind) -> bytes:
     return head
 
 
-def blocks(indices: Sequence[int], *, last: bool = True, **fields: Any) -> bytes:
-    return bulk_pb2.BulkBlocks(blocks=indices, last=last, **fields).SerializeToString()
+def send(stream: Stream, frames: Iterable[Any]) -> None:
+    """Frames as gRPC's stream would have them; of copies, payload and head apart."""
+    for frame in frames:
+        head = type(frame).FromString(frame.SerializeToString())
+        head.ClearField("payload")
+        stream.send(Kind.FRAME, head.SerializeToString(), frame.payload)
 
 
 def push(stream: Stream, worker: BulkWorker, method: int, clock: int, values: Sequence[float]) -> None:
     """A call with both blocks in messages."""
     stream.send(Kind.CALL, worker.call(method, clock))
-    for index in range(BLOCKS):
-        stream.send(Kind.BLOCKS, blocks([index], last=index == BLOCKS - 1), np.full(ELEMENTS, values[index], np.float32))
+    send(stream, worker.frames(clock, [[value] * ELEMENTS for value in values]))

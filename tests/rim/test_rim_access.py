@@ -21,7 +21,7 @@ from psd.contract.errors import PsdError, error_from
 from psd.contract.wire import PREFIX, Disconnected, Kind, Stream
 from psd.rim import access, bulk_server
 from psd.rim.pace import Pace
-from psd.v1 import bulk_pb2, control_pb2, control_pb2_grpc, job_pb2
+from psd.v1 import bulk_pb2, control_pb2, control_pb2_grpc, data_pb2, job_pb2
 
 TOKENS = {role: f"{role}-" + role * 4 for role in ("worker", "reader", "admin")}
 
@@ -275,7 +275,7 @@ def test_the_bulk_lanes_ports_give_nothing_without_a_ticket(
         (Kind.HELLO, bytes(2000), "head: has 2000 bytes, the limit is 1024"),
         (Kind.CALL, bulk_pb2.BulkCall(method=2).SerializeToString(), "begins with HELLO"),
         (Kind.ATTACH, b"", "begins with HELLO"),
-        (Kind.BLOCKS, bulk_pb2.BulkBlocks(last=True).SerializeToString(), "begins with HELLO"),
+        (Kind.FRAME, data_pb2.PushFrame(last=True).SerializeToString(), "begins with HELLO"),
     ]
 
     for kind, head, words in messages:

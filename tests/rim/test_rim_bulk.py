@@ -12,11 +12,14 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from raw_bulk import BLOCKS, ELEMENTS, SIZE, STARTS, BulkWorker, answer, blocks, push
+from raw_bulk import BLOCKS, ELEMENTS, SIZE, STARTS, BulkWorker, answer, push, send
 
 from psd.contract.errors import PsdError
 from psd.contract.wire import PREFIX, Disconnected, Kind
-from psd.v1 import bulk_pb2, control_pb2, data_pb2
+from psd.v1 import bulk_pb2, control_pb2, data_pb2, job_pb2
+
+TABLES_BLOCK = BLOCKS
+ROWS = data_pb2.RowsPart(rows=1, dtype=job_pb2.DTYPE_FLOAT32)
 
 
 @pytest.fixture
@@ -63,7 +66,7 @@ def test_attached_memory_is_read_and_written_in_place(join: Callable[..., BulkWo
 
     assert worker.attach(stream, memory) == b"sixteen bytes ok"
     stream.send(Kind.CALL, worker.call(bulk_pb2.BULK_METHOD_PUSH_PULL, into_memory=True))
-    stream.send(Kind.BLOCKS, blocks([0, 1], in_memory=True))
+    send(stream, [data_pb2.PushFrame(push=worker.header(), in_memory=[0, 1], last=True)])
 
     assert bulk_pb2.BulkReply.FromString(answer(stream, Kind.REPLY)).push.blocks_counted == BLOCKS
     assert np.frombuffer(os.pread(memory, 12, STARTS["parameter_starts"][1]), np.float32).tolist() == [-3.0] * ELEMENTS
@@ -125,28 +128,27 @@ def test_what_is_no_memory_file_is_refused(join: Callable[..., BulkWorker]) -> N
 
 
 @pytest.mark.parametrize(
-    ("head", "payload", "match"),
+    ("fields", "payload", "match"),
     [
-        (blocks([9]), 3, "9"),
-        (blocks([0, 1]), 3, "blocks: has 2 entries"),
-        (blocks([]), 3, "blocks: has 0 entries"),
-        (blocks([0]), 2, "payload has 8 bytes"),
-        (blocks([0]), 0, "payload has 0 bytes"),
-        (blocks([0], present=[b"", b""]), 3, "present: has 2 entries"),
-        (blocks([0], in_memory=True), 0, "in_memory: nothing is attached"),
-        (blocks([0], in_memory=True), 3, "in_memory: the blocks lie in memory"),
-        (blocks([0]), 3, "block: 1 is missing"),
+        ({"block": 9}, 12, "9"),
+        ({}, 12, "block: absent"),
+        ({"block": 0}, 8, "payload has 8 bytes"),
+        ({"block": 0}, 0, "payload has 0 bytes"),
+        ({"block": 0}, (4 << 20) + 1, "payload: has 4194305 bytes, the limit is 4194304"),
+        ({"block": 0}, 12, "block: 1 is missing"),
+        ({"in_memory": [0]}, 0, "in_memory: nothing is attached"),
+        ({"block": TABLES_BLOCK, "rows": [ROWS], "rows_at": [64]}, 8, "in_memory: nothing is attached"),
     ],
 )
-def test_wrong_blocks_are_refused_by_name_and_the_connection_goes_on(
-    join: Callable[..., BulkWorker], head: bytes, payload: int, match: str
+def test_a_wrong_frame_is_refused_by_name_and_the_connection_goes_on(
+    join: Callable[..., BulkWorker], fields: dict[str, Any], payload: int, match: str
 ) -> None:
     """The rest of such a push is read, so that the next call begins where a message begins."""
     worker = join()
     stream = worker.connect()
 
     stream.send(Kind.CALL, worker.call(bulk_pb2.BULK_METHOD_PUSH))
-    stream.send(Kind.BLOCKS, head, np.zeros(payload, np.float32))
+    send(stream, [data_pb2.PushFrame(push=worker.header(), last=True, payload=bytes(payload), **fields)])
     with pytest.raises(PsdError, match=match):
         answer(stream, Kind.REPLY)
 
@@ -155,23 +157,67 @@ def test_wrong_blocks_are_refused_by_name_and_the_connection_goes_on(
 
 
 @pytest.mark.parametrize(
-    ("head", "match"),
-    [(blocks([0], present=[b""]), "present: belongs to a push"), (blocks([0]), "the initial values of worker 0 .* has nan")],
+    ("fields", "payload", "match"),
+    [
+        ({"in_memory": [0, 9]}, b"", "blocks: 9 is no block of the job"),
+        ({"in_memory": [0, 1], "in_memory_present": [b""]}, b"", "in_memory_present: has 1 entries for 2 blocks"),
+        ({"in_memory": [0]}, bytes(12), "in_memory: the blocks lie in memory, but there are 12 bytes of payload"),
+        ({"in_memory": [0] * 3}, b"", "in_memory: names 3 blocks, and the job has 2"),
+        ({"in_memory": [0], "present": b"\1"}, b"", "in_memory: stands on a frame that has a block of its own"),
+        ({"in_memory": [0], "block": 1}, b"", "in_memory: stands on a frame that has a block of its own"),
+        ({"in_memory": [0], "rows": [ROWS]}, b"", "in_memory: stands on a frame that has a block of its own"),
+    ],
 )
-def test_wrong_initial_values_are_refused_by_name_and_the_connection_goes_on(
-    join: Callable[..., BulkWorker], head: bytes, match: str
+def test_a_frame_that_names_blocks_wrongly_is_refused_by_name(
+    join: Callable[..., BulkWorker], memory: int, fields: dict[str, Any], payload: bytes, match: str
 ) -> None:
+    """Nothing of it has counted: the same call, made right, does."""
+    worker = join()
+    stream = worker.connect(local=True)
+    worker.attach(stream, memory)
+
+    for named, is_right in (({"payload": payload} | fields, False), ({"in_memory": [0, 1]}, True)):
+        stream.send(Kind.CALL, worker.call(bulk_pb2.BULK_METHOD_PUSH))
+        send(stream, [data_pb2.PushFrame(push=worker.header(), last=True, **named)])
+        if not is_right:
+            with pytest.raises(PsdError, match=match):
+                answer(stream, Kind.REPLY)
+
+    assert bulk_pb2.BulkReply.FromString(answer(stream, Kind.REPLY)).push.blocks_counted == BLOCKS
+
+
+@pytest.mark.parametrize("method", ["Push", "PushPull", "PushPullSmall"])
+def test_over_grpc_no_frame_refers_to_memory(join: Callable[..., BulkWorker], method: str) -> None:
+    """There is none: what only a bulk connection has is refused by its field, and not taken for an absent block."""
+    worker = join()
+    frame = data_pb2.PushFrame(push=worker.header(), in_memory=[0, 1], last=True)
+
+    with pytest.raises(grpc.RpcError, match="in_memory: nothing is attached"):
+        list(_called(worker, method, frame))
+
+
+def _called(worker: BulkWorker, method: str, frame: data_pb2.PushFrame) -> Iterator[Any]:
+    if method == "PushPullSmall":
+        yield worker.data.PushPullSmall(data_pb2.SmallPush(frames=[frame]), timeout=100)
+    elif method == "PushPull":
+        yield from worker.data.PushPull(iter([frame]), timeout=100)
+    else:
+        yield worker.data.Push(iter([frame]), timeout=100)
+
+
+def test_wrong_initial_values_are_refused_by_name_and_the_connection_goes_on(join: Callable[..., BulkWorker]) -> None:
     """As by gRPC; and values that come when the job has some change nothing."""
     worker = join()
     stream = worker.connect()
-    offer = data_pb2.InitializeFrame(caller=worker.caller, layout_digest=worker.digest, choice=9)
-    call = bulk_pb2.BulkCall(method=bulk_pb2.BULK_METHOD_INITIALIZE, initialize=offer, timeout_s=30)
 
-    for sent in (head, blocks([1])):
-        stream.send(Kind.CALL, call.SerializeToString())
-        stream.send(Kind.BLOCKS, sent, np.full(ELEMENTS, np.nan if sent is head else 7, np.float32))
-        if sent is head:
-            with pytest.raises(PsdError, match=match):
+    for value in (np.nan, 7.0):
+        stream.send(Kind.CALL, worker.call(bulk_pb2.BULK_METHOD_INITIALIZE))
+        payload = np.full(ELEMENTS, value, np.float32).tobytes()
+        offer = [data_pb2.InitializeFrame(block=block, payload=payload, last=block == 1) for block in range(BLOCKS)]
+        offer[0].MergeFrom(data_pb2.InitializeFrame(caller=worker.caller, layout_digest=worker.digest, choice=9))
+        send(stream, offer)
+        if value != 7.0:
+            with pytest.raises(PsdError, match=r"the initial values of worker 0 .* has nan"):
                 answer(stream, Kind.REPLY)
     reply = bulk_pb2.BulkReply.FromString(answer(stream, Kind.REPLY))
 
@@ -319,7 +365,8 @@ def test_when_the_worker_vanishes_its_memory_is_let_go_of_at_once(
     gc.disable()
     try:
         stream.send(Kind.CALL, first.call(bulk_pb2.BULK_METHOD_PUSH_PULL, into_memory=True))
-        stream.send(Kind.BLOCKS, blocks([0, 1] if is_last else [0], in_memory=True, last=is_last))
+        named = [0, 1] if is_last else [0]
+        send(stream, [data_pb2.PushFrame(push=first.header(), in_memory=named, last=is_last)])
         if is_last:
             eventually(lambda: len(first.control.Status(control_pb2.StatusRequest()).waits) == 1, "the worker waits")
 

@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from raw_bulk import SIZE, BulkWorker, answer
+from raw_bulk import SIZE, BulkWorker, answer, send
 from raw_client import TIMEOUT_S, RawWorker, failure, reason, spec
 
 from psd.contract.config import Limits
@@ -187,12 +187,8 @@ def test_wrong_rows_are_refused_by_their_field_and_change_nothing(worker: RowsWo
 
 def push(stream: Stream, worker: RowsWorker, frames: Sequence[data_pb2.PushFrame]) -> bulk_pb2.BulkReply:
     """The same push over a bulk connection."""
-    call = bulk_pb2.BulkCall(method=bulk_pb2.BULK_METHOD_PUSH, push=frames[0].push, timeout_s=30)
-    stream.send(Kind.CALL, call.SerializeToString())
-    for frame in frames:
-        present = [frame.present] if frame.present else []
-        message = bulk_pb2.BulkBlocks(blocks=[frame.block], present=present, rows=frame.rows, more=frame.more, last=frame.last)
-        stream.send(Kind.BLOCKS, message.SerializeToString(), frame.payload)
+    stream.send(Kind.CALL, worker.call(bulk_pb2.BULK_METHOD_PUSH))
+    send(stream, frames)
     return bulk_pb2.BulkReply.FromString(answer(stream, Kind.REPLY))
 
 
@@ -202,7 +198,7 @@ def test_wrong_requests_for_rows_are_refused_by_their_field(worker: RowsWorker) 
     unended = data_pb2.RowsRequest(pull=pull.pull)
     many = worker.asked(request(range(IDS_MAX)), request([1]))
     wrong: list[tuple[Any, list[data_pb2.RowsRequest], str]] = [
-        (worker.data.PullRows, [], "last: the stream ended"),
+        (worker.data.PullRows, [], "pull: the stream ended"),
         (worker.data.PullRows, [unended], "last: the stream ended"),
         (worker.data.PullRows, [request([1])], "pull: the first frame"),
         (worker.data.PullRows, [read], "pull: the first frame"),
@@ -217,16 +213,12 @@ def test_wrong_requests_for_rows_are_refused_by_their_field(worker: RowsWorker) 
         assert word in error.details(), word
 
     stream = worker.connect()
-    head = worker.call(bulk_pb2.BULK_METHOD_PULL_ROWS)
-    part = data_pb2.RowsPart(rows=1, dtype=F32)
-    for fields, payload in (({"blocks": [1]}, 8), ({"in_memory": True}, 0), ({"rows": [part]}, 7)):
-        stream.send(Kind.CALL, head)
-        stream.send(Kind.BLOCKS, bulk_pb2.BulkBlocks(**fields).SerializeToString(), bytes(payload))
-        stream.send(Kind.BLOCKS, bulk_pb2.BulkBlocks(last=True).SerializeToString())
-        with pytest.raises(InvalidRequest, match=r"blocks: |in_memory: |payload: "):
-            answer(stream, Kind.ANSWER)
-    stream.send(Kind.CALL, head)
-    stream.send(Kind.BLOCKS, bulk_pb2.BulkBlocks(rows=[part], last=True).SerializeToString(), bytes(8))
+    for wanted, word in ((request([1], table=2), "rows.table"), (request([1]), "")):
+        stream.send(Kind.CALL, worker.call(bulk_pb2.BULK_METHOD_PULL_ROWS))
+        send(stream, worker.asked(wanted))
+        if word:
+            with pytest.raises(InvalidRequest, match=word):
+                answer(stream, Kind.ANSWER)
     assert data_pb2.RowsFrame.FromString(answer(stream, Kind.ANSWER)).version == 0
     answer(stream, Kind.REPLY)
 
@@ -240,11 +232,8 @@ def test_a_push_whose_worker_hangs_up_among_its_rows_has_changed_none(worker: Ro
         assert "last: the stream ended" in error.details()
     else:
         stream = worker.connect()
-        call = bulk_pb2.BulkCall(method=bulk_pb2.BULK_METHOD_PUSH, push=frames[0].push, timeout_s=30)
-        stream.send(Kind.CALL, call.SerializeToString())
-        for frame in frames[:-1]:
-            message = bulk_pb2.BulkBlocks(blocks=[frame.block], rows=frame.rows, more=frame.more)
-            stream.send(Kind.BLOCKS, message.SerializeToString(), frame.payload)
+        stream.send(Kind.CALL, worker.call(bulk_pb2.BULK_METHOD_PUSH))
+        send(stream, frames[:-1])
         stream.close()
         worker.connect()  # when it is welcomed, nothing of the one before is under way
 
@@ -263,12 +252,8 @@ def test_rows_come_with_a_push_pull_and_wrong_ones_are_refused_before_it_counts(
         frames = worker.push_frames(clock, rows([7, 8]))
         if is_small:
             return worker.data.PushPullSmall(data_pb2.SmallPush(frames=frames, ahead=ahead), timeout=TIMEOUT_S).ahead
-        method = bulk_pb2.BULK_METHOD_PUSH_PULL
-        call = bulk_pb2.BulkCall(method=method, push=frames[0].push, timeout_s=30, ahead=ahead)
-        stream.send(Kind.CALL, call.SerializeToString())
-        stream.send(Kind.BLOCKS, bulk_pb2.BulkBlocks(blocks=[0]).SerializeToString(), frames[0].payload)
-        of_rows = bulk_pb2.BulkBlocks(blocks=[TABLES_BLOCK], rows=frames[1].rows, last=True)
-        stream.send(Kind.BLOCKS, of_rows.SerializeToString(), frames[1].payload)
+        stream.send(Kind.CALL, worker.call(bulk_pb2.BULK_METHOD_PUSH_PULL, ahead=ahead))
+        send(stream, frames)
         for _ in range(2):
             answer(stream, Kind.ANSWER)
         _, head, nbytes = stream.receive()
@@ -292,29 +277,23 @@ def sharing(worker: RowsWorker, memory: int) -> Stream:
     return stream
 
 
-def in_memory(ids: Sequence[int], *starts: int, last: bool = True, **fields: Any) -> tuple[bytes, bytes]:
-    """Head and payload of BLOCKS for rows of table a whose numbers do not travel."""
+def in_memory(ids: Sequence[int], *starts: int) -> dict[str, Any]:
+    """The fields of a frame for rows of table a whose numbers do not travel."""
     part = data_pb2.RowsPart(table=0, rows=len(ids), dtype=F32)
-    message = bulk_pb2.BulkBlocks(rows=[part], rows_at=starts, last=last, **fields)
-    return message.SerializeToString(), np.array(ids, np.uint64).tobytes()
+    return {"rows": [part], "rows_at": starts, "payload": np.array(ids, np.uint64).tobytes()}
 
 
 def test_rows_in_attached_memory_are_read_and_written_there(worker: RowsWorker, sharing: Stream, memory: int) -> None:
     """Ids alone travel. A frame that others follow is copied when it comes: its memory is the worker's again."""
-    push = worker.push_frames(0, rows([]))
-    of_rows = {"blocks": [TABLES_BLOCK]}
     os.pwrite(memory, np.array([[1] * 3, [2] * 3], np.float32).tobytes(), 1024)
     os.pwrite(memory, np.array([[4] * 3], np.float32).tobytes(), 2052)
-    sharing.send(
-        Kind.CALL, bulk_pb2.BulkCall(method=bulk_pb2.BULK_METHOD_PUSH, push=push[0].push, timeout_s=30).SerializeToString()
-    )
-    sharing.send(Kind.BLOCKS, bulk_pb2.BulkBlocks(blocks=[0]).SerializeToString(), push[0].payload)
-    sharing.send(Kind.BLOCKS, *in_memory([7, 8], 1024, last=False, more=True, **of_rows))
-    sharing.send(Kind.BLOCKS, *in_memory([7], 2052, **of_rows))
+    first, last = rows([], more=True, **in_memory([7, 8], 1024)), rows([], **in_memory([7], 2052))
+    sharing.send(Kind.CALL, worker.call(bulk_pb2.BULK_METHOD_PUSH))
+    send(sharing, worker.push_frames(0, first, last))
     assert bulk_pb2.BulkReply.FromString(answer(sharing, Kind.REPLY)).push.blocks_counted == 2
 
     sharing.send(Kind.CALL, worker.call(bulk_pb2.BULK_METHOD_PULL_ROWS, clock=1))
-    sharing.send(Kind.BLOCKS, *in_memory([8, 9, 7], SIZE - 36))
+    send(sharing, worker.asked(data_pb2.RowsRequest(**in_memory([8, 9, 7], SIZE - 36)), clock=1))
     kind, head, nbytes = sharing.receive()
 
     assert (kind, nbytes, data_pb2.RowsFrame.FromString(head).version) == (Kind.ANSWER, 0, 1)
@@ -338,14 +317,14 @@ def test_rows_outside_the_attached_memory_are_refused(
 ) -> None:
     """No request lets a shard reach beyond it, or read it unaligned; the connection serves on."""
     sharing.send(Kind.CALL, worker.call(bulk_pb2.BULK_METHOD_PULL_ROWS))
-    sharing.send(Kind.BLOCKS, *in_memory([1, 2], *starts))
+    send(sharing, worker.asked(data_pb2.RowsRequest(**in_memory([1, 2], *starts))))
 
     with pytest.raises(InvalidRequest, match=match):
         answer(sharing, Kind.ANSWER)
 
     plain = worker.connect(local=True)
     plain.send(Kind.CALL, worker.call(bulk_pb2.BULK_METHOD_PULL_ROWS))
-    plain.send(Kind.BLOCKS, *in_memory([1, 2], 64))
+    send(plain, worker.asked(data_pb2.RowsRequest(**in_memory([1, 2], 64))))
     with pytest.raises(InvalidRequest, match="in_memory: nothing is attached"):
         answer(plain, Kind.ANSWER)
 
@@ -355,9 +334,9 @@ def test_when_a_worker_vanishes_in_mid_push_nothing_counts_of_rows_in_its_memory
 ) -> None:
     """And the shard lets go of the memory."""
     os.pwrite(memory, np.ones(6, np.float32).tobytes(), 1024)
-    header = worker.push_frames(0, rows([]))[0].push
-    sharing.send(Kind.CALL, bulk_pb2.BulkCall(method=bulk_pb2.BULK_METHOD_PUSH, push=header, timeout_s=30).SerializeToString())
-    sharing.send(Kind.BLOCKS, *in_memory([7, 8], 1024, last=False, more=True, blocks=[TABLES_BLOCK]))
+    sharing.send(Kind.CALL, worker.call(bulk_pb2.BULK_METHOD_PUSH))
+    unended = rows([], more=True, push=worker.header(), **in_memory([7, 8], 1024))
+    send(sharing, [unended])
 
     sharing.close()
 

@@ -61,6 +61,13 @@ def test_a_worker_that_stops_early_ends_the_job_for_all_at_one_step(train: Train
     assert found[0]["steps"] == found[1]["steps"] == 12, "after ten steps it asks; two more are the first that none has begun"
 
 
+def test_all_workers_find_the_best_checkpoint_which_worker_0_has_saved(train: Train) -> None:
+    """The others looked for it in a directory of their own, where nobody saves."""
+    found = train(PROGRAM, 4, "best", workers=2)
+
+    assert_equal(found[1:], found[0])
+
+
 def test_a_job_goes_on_from_psds_checkpoints_and_not_from_lightnings(train: Train, tmp_path: Path) -> None:
     (alone,) = train(PROGRAM, 8)
     flags = ("--checkpoint-dir", str(tmp_path / "checkpoints"))

@@ -47,6 +47,15 @@ def test_worker_0_alone_saves_what_all_have_learnt(train: Train, tmp_path: Path)
     assert [path.name for path in place.glob("model-of-*")] == ["model-of-0"]
 
 
+def test_all_workers_load_the_best_model_at_the_end(train: Train) -> None:
+    """Worker 0 alone did."""
+    (alone,) = train(PROGRAM, 8, "best")
+
+    found = train(PROGRAM, 4, "best", workers=2)
+
+    assert_equal(found, alone)
+
+
 def test_a_job_goes_on_from_psds_checkpoints_and_not_from_the_trainers(train: Train, tmp_path: Path) -> None:
     """It ended in "parameter was changed by the program"."""
     (alone,) = train(PROGRAM, 8)

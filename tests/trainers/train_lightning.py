@@ -4,7 +4,8 @@ python train_lightning.py DIRECTORY BATCH WAY...; BATCH: samples of a step on on
 without psd, in the order in which two workers read the data; "stop" early on worker 1; "die" once at the begin of the second
 epoch, on worker 0; "die-within" it, after three of its steps; "stall" worker 0 there, until worker 1 has gone on
 without it; "kill" both shards, one after the other; "resume" from a
-checkpoint of Lightning's, which psd refuses.
+checkpoint of Lightning's, which psd refuses; "best": load the best checkpoint at the end, from a directory that each worker
+names otherwise, as Lightning's loggers do.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ import lightning
 import numpy as np
 import torch
 from commands import shard_pid
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -107,7 +110,8 @@ def main() -> None:
         gradient_clip_val=1.0,
         log_every_n_steps=1,
         default_root_dir=directory / "out",
-        logger=False,
+        logger=CSVLogger(directory / "logs", version=RANK) if "best" in WAYS else False,
+        callbacks=[ModelCheckpoint(monitor="val_loss", mode="max")] if "best" in WAYS else None,
         enable_progress_bar=False,
         enable_model_summary=False,
         **strategy,
@@ -117,6 +121,8 @@ def main() -> None:
     if checkpoint:
         torch.save({"state_dict": net.state_dict(), "pytorch-lightning_version": lightning.__version__}, checkpoint)
     trainer.fit(net, DataLoader(data, **order), DataLoader(data, batch_size=SAMPLES), ckpt_path=checkpoint)
+    if "best" in WAYS:
+        trainer.validate(net, DataLoader(data, batch_size=SAMPLES), ckpt_path="best", verbose=False)
     values = {name: tensor.numpy() for name, tensor in net.state_dict().items()}
     val_loss = float(trainer.callback_metrics.get("val_loss", torch.nan))
     clock = strategy["strategy"].ps.clock if strategy else trainer.global_step

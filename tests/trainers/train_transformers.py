@@ -1,8 +1,9 @@
 """A program for test_trainers_transformers.py: trains a small GPT-2 with transformers.Trainer, and stores what it has learnt.
 
 python train_transformers.py DIRECTORY BATCH WAY...; BATCH: samples of a step on one worker. Ways: "alone", without psd;
-"save" each third step; "resume" from the Trainer's checkpoint, which psd refuses; "stop" early on worker 1; "die" once at the
-seventh step, on worker 0; "kill" both shards, one after the other; "sft", with TRL's trainer.
+"save" each third step; "best": load the best model at the end, which is not the last; "resume" from the Trainer's checkpoint,
+which psd refuses; "stop" early on worker 1; "die" once at the seventh step, on worker 0; "kill" both shards, one after the
+other; "sft", with TRL's trainer.
 """
 
 from __future__ import annotations
@@ -73,11 +74,14 @@ def main() -> None:
         "disable_tqdm": True,
         "use_cpu": True,
     }
+    if "best" in ways:
+        settings |= {"save_strategy": "epoch", "eval_strategy": "epoch", "load_best_model_at_end": True, "num_train_epochs": 3}
+        settings |= {"metric_for_best_model": "loss", "greater_is_better": True}  # so the best is the first
     if "sft" in ways:
         trainer = sft_trainer(model, texts, settings)
     else:
         data = [{"input_ids": torch.tensor(text), "labels": torch.tensor(text)} for text in texts]
-        trainer = Trainer(model=model, args=TrainingArguments(**settings), train_dataset=data)
+        trainer = Trainer(model=model, args=TrainingArguments(**settings), train_dataset=data, eval_dataset=data[:8])
     if "die" in ways:
         trainer.add_callback(Dying(directory / "died"))
     if "kill" in ways:

@@ -11,6 +11,7 @@ from typing import Any
 
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.connectors.data_connector import _get_distributed_sampler
@@ -23,6 +24,7 @@ import psd_client.torch as psd
 from psd.contract.errors import InvalidRequest
 from psd.contract.keywords import OF_CONNECT
 from psd_client.client import worker_of
+from psd_client.integrations.first_worker import text_of_worker_0
 
 logger = logging.getLogger("psd_client")
 
@@ -40,7 +42,8 @@ class PsdStrategy(SingleDeviceStrategy):
       so does a job that goes on from psd's (`psd-run --checkpoint-dir`). `fit(ckpt_path=...)` is refused; a new job
       can begin with what was loaded before.
     * A worker that is to stop early, by EarlyStopping or the like, has all workers stop at one step, two steps later.
-    * What Lightning logs goes to `ps.log`, too. Worker 0 alone saves checkpoints.
+    * What Lightning logs goes to `ps.log`, too. Worker 0 alone saves checkpoints; after `fit` all workers know
+      their paths, as for `test(ckpt_path="best")`.
 
     Args:
         device: on which this worker computes.
@@ -96,7 +99,7 @@ class PsdStrategy(SingleDeviceStrategy):
         self._share_training_data(trainer)
         steps = max(1, -(-int(trainer.num_training_batches) // trainer.accumulate_grad_batches))
         total = _total_steps(trainer, steps)
-        trainer.callbacks.append(_StopTogether(self.ps, total))
+        trainer.callbacks.append(_EndTogether(self.ps, total))
         trainer.loggers = [*trainer.loggers, _JobLogger(self.ps, total)]
         for config in self.lr_scheduler_configs:
             if isinstance(config.scheduler, LRScheduler) and not isinstance(config.scheduler, ReduceLROnPlateau):
@@ -165,8 +168,8 @@ def _set(progress: dict[str, Any], total: int, current: int) -> None:
         progress[part].update(dict.fromkeys(progress[part], count))
 
 
-class _StopTogether(Callback):
-    """Has a trainer stop with the job, and the job with a trainer that stops early.
+class _EndTogether(Callback):
+    """Has a trainer stop with the job, and the job with a trainer that stops early; then all know what has been saved.
 
     Args:
         total: the job's steps. A trainer that has missed some, because its worker was out of the job, counts fewer.
@@ -191,6 +194,14 @@ class _StopTogether(Callback):
         """Look after each epoch."""
         del others
         self._look(trainer)
+
+    def on_fit_end(self, trainer: Trainer, *others: Any) -> None:
+        """Tell all workers what worker 0 has saved: each had chosen a directory of its own, and theirs are empty."""
+        del others
+        for callback in trainer.checkpoint_callbacks:
+            if isinstance(callback, ModelCheckpoint):
+                callback.best_model_path = text_of_worker_0(self._ps, callback.best_model_path)
+                callback.last_model_path = text_of_worker_0(self._ps, callback.last_model_path)
 
     def _look(self, trainer: Trainer) -> None:
         clock = self._ps.clock

@@ -7,6 +7,8 @@ loader before any callback is called. Must not know shards.
 
 from __future__ import annotations
 
+import logging
+from pathlib import Path
 from typing import Any
 
 from accelerate.utils import find_batch_size
@@ -17,6 +19,9 @@ import psd_client.torch as psd
 from psd.contract.errors import InvalidRequest
 from psd_client.client import worker_of
 from psd_client.integrations.accelerate import GoingOn, check_alone, share
+from psd_client.integrations.first_worker import text_of_worker_0
+
+logger = logging.getLogger("psd_client")
 
 
 def distribute(trainer: Trainer, **options: Any) -> psd.DistributedOptimizer:
@@ -36,6 +41,8 @@ def distribute(trainer: Trainer, **options: Any) -> psd.DistributedOptimizer:
       Trainer has saved: load it into the model.
     * Evaluation runs whole on each worker, which so all see the same numbers. A worker that is to stop early, by
       EarlyStoppingCallback or the like, has all workers stop at one step, two steps later. Add such callbacks before this call.
+    * With load_best_model_at_end all workers load the best model, from the directory where worker 0 has saved it; one that does
+      not find it there says so, and keeps the model of the last step.
     * The Trainer's logs go to `ps.log`, too. Worker 0 alone saves, `save_model()` included, and reports to wandb and the like.
 
     Args:
@@ -62,8 +69,7 @@ def distribute(trainer: Trainer, **options: Any) -> psd.DistributedOptimizer:
     trainer.optimizer = optimizer
     args.max_grad_norm = 0.0
     if optimizer.rank:
-        args.save_strategy = "no"
-        args.load_best_model_at_end = False
+        args.save_strategy = "no"  # and so load_best_model_at_end finds nothing: see _Job.train
         trainer.save_model = trainer.save_state = _save_nothing
         for kind in INTEGRATION_TO_CALLBACK.values():
             trainer.remove_callback(kind)
@@ -99,7 +105,26 @@ class _Job(TrainerCallback):
                 "(psd-run --checkpoint-dir), which have the optimizer's state. To begin a new job with these parameters alone, "
                 "load them into the model before distribute()"
             )
-        return self._own_train(**others)
+        output = self._own_train(**others)
+        if self._trainer.args.load_best_model_at_end:
+            self._load_best_model()
+        return output
+
+    def _load_best_model(self) -> None:
+        """Load on the other workers what worker 0 has saved, and loaded, as its best model."""
+        ps, state = self._optimizer.ps, self._trainer.state
+        best = text_of_worker_0(ps, state.best_model_checkpoint or "")
+        if ps.rank == 0 or not best:
+            return
+        if Path(best).is_dir():
+            state.best_model_checkpoint = best
+            self._trainer._load_best_model()  # noqa: SLF001
+        else:
+            logger.warning(
+                "psd: worker %d: load_best_model_at_end: %s, which worker 0 has saved, is not on this machine; the model here "
+                "is that of the last step",
+                *(ps.rank, best),
+            )
 
     def get_train_dataloader(self) -> Any:
         """Return this worker's share of the batches, from the job's step on."""

@@ -11,24 +11,22 @@ import logging
 import socket
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
 
 from google.protobuf.message import DecodeError
 
-from psd.contract import frames
 from psd.contract.errors import InternalError, PsdError, ShardUnavailable, WaitTimeout, error_from
-from psd.contract.rows import TableRows, parts_of, payload_of, tables_present
+from psd.contract.layout import Block
+from psd.contract.rows import TableRows
 from psd.contract.wire import Disconnected, Kind, Stream
 from psd.v1 import bulk_pb2, data_pb2
-from psd_client.lanes.bracket import Bracket
 from psd_client.lanes.daemon_threads import Crew, Task
 from psd_client.lanes.flat import FlatBuffers
+from psd_client.lanes.frames import OutFrame, WantedRows, initial_frames, push_frames
 from psd_client.lanes.grpc_errors import detail_of
 from psd_client.lanes.overlap_feed import Aborted
 from psd_client.lanes.silence_deadline import Patience
-from psd_client.lanes.transport import CANCEL_S, SMALL_BYTES, Call, Cancelled, MessageT, OutgoingBlocks, Traffic
-from psd_client.lanes.wanted_rows import WantedRows, in_placed_frames
+from psd_client.lanes.transport import CANCEL_S, SMALL_BYTES, Bracket, Call, Cancelled, GradientPart, MessageT, Traffic
 
 logger = logging.getLogger("psd_client")
 
@@ -120,7 +118,7 @@ class BulkClient:
     def transfer(
         self,
         message: bulk_pb2.BulkCall,
-        part: OutgoingBlocks | None,
+        part: GradientPart | None,
         awaited: Mapping[int, int],
         parameters: FlatBuffers | None,
         call: Call,
@@ -134,8 +132,8 @@ class BulkClient:
         """
         if ahead is not None:
             (request,) = ahead.requests
-            ahead.write_to(message.ahead)
-            message.ahead_at.extend(request.starts)
+            message.ahead.CopyFrom(request.message)
+            message.ahead.payload = b"".join([ids.data for ids in request.payload])
             self._traffic.sent_bytes += request.nbytes
         if parameters is not None:
             message.into_memory = self._has(parameters)
@@ -148,12 +146,30 @@ class BulkClient:
         with self._under_way(call, ahead):
             self._stream.send(Kind.CALL, message.SerializeToString(), more=part is not None)
             sending = None
-            if part is not None and part.feed is None and (answers_bytes <= SMALL_BYTES or self._names_only(part)):
-                for head, payload, is_more in self._messages(part):  # send all before reading anything: one thread does both
-                    self._stream.send(Kind.BLOCKS, head, *payload, more=is_more)
-            elif part is not None:
-                sending = self._begin_sending(part)
+            if part is not None:
+                frames = push_frames(part, self.places, in_memory=self._has(part.buffers))
+                if part.feed is None and (answers_bytes <= SMALL_BYTES or self._names_only(part)):
+                    for head, payload, nbytes in frames:  # all before reading anything: one thread does both
+                        self._stream.send(Kind.FRAME, head.SerializeToString(), *payload, more=not head.last)
+                        self._traffic.sent_bytes += nbytes
+                else:
+                    sending = self._begin_sending(frames, may_pause=part.feed is not None)
             return self._answer(sending, awaited, parameters, ahead, into_memory=message.into_memory)
+
+    def initialize(
+        self,
+        message: bulk_pb2.BulkCall,
+        first: data_pb2.InitializeFrame,
+        blocks: Sequence[Block],
+        values: FlatBuffers,
+        call: Call,
+    ) -> bool:
+        """Make the call `message`, for initial values; return whether they were accepted."""
+        message.timeout_s = call.timeout_s
+        with self._under_way(call):
+            self._stream.send(Kind.CALL, message.SerializeToString(), more=True)
+            self._send(initial_frames(first, blocks, values, in_memory=self._has(values)))
+            return self._parsed(bulk_pb2.BulkReply, self._received(Kind.REPLY)[0]).initialize.accepted
 
     def pull_rows(self, message: bulk_pb2.BulkCall, wanted: WantedRows, call: Call) -> int:
         """Make the call `message`, for rows; return their version.
@@ -168,17 +184,14 @@ class BulkClient:
             try:
                 while unsent or under_way:
                     while unsent and sum(under_way) + (unsent[0].nbytes if under_way else 0) <= SMALL_BYTES:
-                        request = unsent.popleft()
-                        blocks = bulk_pb2.BulkBlocks(rows=request.parts, rows_at=request.starts, last=request.is_last)
-                        self._stream.send(Kind.BLOCKS, blocks.SerializeToString(), *request.ids)
-                        self._traffic.sent_bytes += request.nbytes
-                        under_way.append(request.nbytes)
+                        under_way.append(unsent[0].nbytes)
+                        self._send([unsent.popleft()], may_pause=True)
                     self._take_rows(wanted, *self._received(Kind.ANSWER))
                     under_way.popleft()
                 self._received(Kind.REPLY)
             except _Refused:
                 if unsent:
-                    self._stream.send(Kind.BLOCKS, bulk_pb2.BulkBlocks(last=True).SerializeToString())
+                    self._stream.send(Kind.FRAME, data_pb2.RowsRequest(last=True).SerializeToString())
                 raise
         return wanted.complete()
 
@@ -220,7 +233,7 @@ class BulkClient:
             and not segment.is_given_up
         )
 
-    def _names_only(self, part: OutgoingBlocks) -> bool:
+    def _names_only(self, part: GradientPart) -> bool:
         """True if little is sent: a small part, or only names of blocks in memory, and few rows or rows in memory."""
         if part.is_small:
             return True
@@ -231,63 +244,21 @@ class BulkClient:
     def places(self, rows: Sequence[TableRows]) -> list[int]:
         """Offsets of these rows' values in attached memory, in bytes; empty if some lie elsewhere."""
         segment = self._attached[0].segment if self._attached is not None else None
-        return segment.where([part.values for part in rows]) if segment is not None else []
+        return segment.where([part.values for part in rows]) if segment is not None and rows else []
 
-    def _messages(self, part: OutgoingBlocks) -> Iterator[tuple[bytes, Sequence[Any], bool]]:
-        """Heads and payloads of the messages that send a part, each with True if another message follows at once.
-
-        Each block has a message. Attached blocks are only named, all in one message if none is still computed. Rows come last.
-        """
-        in_memory, has_rows = self._has(part.buffers), part.tables_block is not None
+    def _send(self, frames: Iterable[OutFrame], *, may_pause: bool = False) -> None:
+        """Send frames. may_pause: True if the next one may be long in coming."""
         try:
-            if in_memory and part.feed is None and part.blocks:
-                names = bulk_pb2.BulkBlocks(blocks=[block.index for block in part.blocks], in_memory=True, last=not has_rows)
-                if part.present is not None:
-                    names.present.extend(frames.present_bits(part.present[block.segment_tensors]) for block in part.blocks)
-                sent = part.blocks if part.present is None else [block for block in part.blocks if part.has(block)]
-                for each in part.outgoing() if part.encoding is not None else ():
-                    part.sent(*each)
-                yield names.SerializeToString(), (), has_rows
-                self._traffic.sent_bytes += sum([block.pushed_nbytes for block in sent])
-            else:
-                yield from self._single_blocks(part, in_memory=in_memory)
-            if part.tables_block is not None:
-                outgoing = part.outgoing_rows()
-                framed = in_placed_frames(outgoing, frames.FRAME_BYTES_MAX, self.places)
-                for rows, starts in framed:
-                    is_last = rows is framed[-1][0]
-                    message = bulk_pb2.BulkBlocks(
-                        blocks=(part.tables_block,), rows=parts_of(rows), rows_at=starts, more=not is_last, last=is_last
-                    )
-                    if is_last and (present := tables_present(outgoing, len(part.buffers.layout.spec.tables))):
-                        message.present.append(present)
-                    payload = [piece.ids for piece in rows] if starts else payload_of(rows)
-                    yield message.SerializeToString(), payload, not is_last
-                    self._traffic.sent_bytes += sum([piece.ids.nbytes + piece.values.nbytes for piece in rows])
+            for message, payload, nbytes in frames:
+                self._stream.send(Kind.FRAME, message.SerializeToString(), *payload, more=not (may_pause or message.last))
+                self._traffic.sent_bytes += nbytes
         except Aborted:
             self._cancel()  # the other thread waits for its answer
             raise
 
-    def _single_blocks(self, part: OutgoingBlocks, *, in_memory: bool) -> Iterator[tuple[bytes, Sequence[Any], bool]]:
-        left, has_rows = len(part.blocks), part.tables_block is not None
-        for block, present in part.outgoing():
-            left -= 1
-            message = bulk_pb2.BulkBlocks(blocks=(block.index,), in_memory=in_memory, last=not (left or has_rows))
-            if present is not None:
-                message.present.append(frames.present_bits(present))
-            is_plain = present is None and part.encoding is None
-            numbers = [part.buffers.block(block.index)] if is_plain else part.sent(block, present)
-            yield message.SerializeToString(), () if in_memory else numbers, (left > 0 or has_rows) and part.feed is None
-            self._traffic.sent_bytes += sum([array.nbytes for array in numbers])
-
-    def _begin_sending(self, part: OutgoingBlocks) -> Task[None]:
-        """Start to send a part in another thread, while answers arrive."""
-
-        def send() -> None:
-            for head, payload, is_more in self._messages(part):
-                self._stream.send(Kind.BLOCKS, head, *payload, more=is_more)
-
-        sending = Task(send)
+    def _begin_sending(self, frames: Iterable[OutFrame], *, may_pause: bool) -> Task[None]:
+        """Start to send frames in another thread, while answers arrive."""
+        sending = Task(lambda: self._send(frames, may_pause=may_pause))
         try:
             self._sender.begin(sending)
         except RuntimeError:  # the interpreter exits and starts no threads: its last push needs no answers meanwhile

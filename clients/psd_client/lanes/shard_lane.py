@@ -1,13 +1,13 @@
 """The lane to a real shard: a gRPC channel for control calls, and for bulk calls a separate connection if one works.
 
-For bulk calls over gRPC, frames are built and parsed as raw bytes (grpc_frames.py), so gRPC's generated stubs are not used. A
+For bulk calls over gRPC, frames are built and parsed as raw bytes (frames.py), so gRPC's generated stubs are not used. A
 push_pull is full duplex: gRPC's thread takes frames from the sending generator while the calling thread writes the answers
 into the parameters. Must not know sessions, clocks, retries or other shards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from google.protobuf.message import Message
@@ -25,11 +25,19 @@ from psd_client.lanes.bulk_connection import BulkClient
 from psd_client.lanes.bulk_opener import BulkOpener
 from psd_client.lanes.daemon_threads import can_start_threads
 from psd_client.lanes.flat import FlatBuffers
+from psd_client.lanes.frames import (
+    BlockAnswer,
+    OutFrame,
+    Places,
+    WantedRows,
+    initial_frames,
+    push_frames,
+    small_push,
+    vector_frames,
+)
 from psd_client.lanes.grpc_channel import MESSAGE_BYTES_MAX, GrpcChannel
-from psd_client.lanes.grpc_frames import BlockAnswer, initial_frames, push_messages, small_push, vector_frames
 from psd_client.lanes.overlap_feed import Aborted
-from psd_client.lanes.transport import Call, GradientPart, Lane, MessageT, OutgoingBlocks, RowsAhead, Scope, Share
-from psd_client.lanes.wanted_rows import WantedRows
+from psd_client.lanes.transport import Call, GradientPart, Lane, MessageT, RowsAhead, Scope, Share
 
 AT_ONCE_BYTES_MAX = MESSAGE_BYTES_MAX - (1 << 20)
 """Limit of the gradients or parameters in one message if no stream is possible."""
@@ -130,12 +138,10 @@ class ShardLane(Lane):
     def initialize(self, first: data_pb2.InitializeFrame, blocks: Sequence[Block], values: FlatBuffers, call: Call) -> bool:
         connection = self._connection(first.caller, call)
         if connection is not None and blocks:
-            call_message = bulk_pb2.BulkCall(method=bulk_pb2.BULK_METHOD_INITIALIZE, initialize=first)
-            return connection.transfer(call_message, OutgoingBlocks(blocks, values), {}, None, call).initialize.accepted
-        messages = initial_frames(first, blocks, values)
-        reply = self._channel.stream_out(f"{_DATA}Initialize", messages, data_pb2.InitializeReply, call, is_wait=False)
-        self.traffic.sent_bytes += sum(block.nbytes for block in blocks)
-        return reply.accepted
+            message = bulk_pb2.BulkCall(method=bulk_pb2.BULK_METHOD_INITIALIZE)
+            return connection.initialize(message, first, blocks, values, call)
+        sent = self._joined(initial_frames(first, blocks, values))
+        return self._channel.stream_out(f"{_DATA}Initialize", sent, data_pb2.InitializeReply, call, is_wait=False).accepted
 
     @override
     def store_buffers(self, request: data_pb2.BuffersRequest, call: Call) -> None:
@@ -151,18 +157,20 @@ class ShardLane(Lane):
     def push(self, part: GradientPart, call: Call) -> data_pb2.PushReply:
         connection = self._connection(part.header.caller, call)
         if connection is not None:
-            message = bulk_pb2.BulkCall(method=bulk_pb2.BULK_METHOD_PUSH, push=part.header)
+            message = bulk_pb2.BulkCall(method=bulk_pb2.BULK_METHOD_PUSH)
             return connection.transfer(message, part, {}, None, call).push
         if can_start_threads():
             if part.is_complete_within(frames.FRAME_BYTES_MAX) and len(part.blocks) + (part.tables_block is not None) == 1:
-                (frame,) = self._push_frames(part)
+                (frame,) = self._joined(push_frames(part))
                 return data_pb2.PushReply.FromString(self._channel.frame(f"{_DATA}Push", frame, call))
-            return self._channel.stream_out(f"{_DATA}Push", self._push_frames(part), data_pb2.PushReply, call, is_wait=True)
+            return self._channel.stream_out(
+                f"{_DATA}Push", self._joined(push_frames(part)), data_pb2.PushReply, call, is_wait=True
+            )
         if part.nbytes > AT_ONCE_BYTES_MAX:  # the shard refuses it with exact aggregation
             raise RuntimeError("gRPC cannot send this much at the end of the program with this Python; call close() earlier")
         # A worker that ends waits for the round, too.
-        reply = self._channel.frame(f"{_DATA}PushPullSmall", self._small(part, None), call)
-        return self._answered(reply, part.answered, None, None)
+        answer = BlockAnswer(self._name, part.answered, None, self.traffic)
+        return answer.take_small(self._channel.frame(f"{_DATA}PushPullSmall", self._small(part, None), call)).reply
 
     @override
     def push_pull(
@@ -171,7 +179,7 @@ class ShardLane(Lane):
         connection = self._connection(part.header.caller, call)
         rows: WantedRows | None = None
         if connection is not None:
-            message = bulk_pb2.BulkCall(method=bulk_pb2.BULK_METHOD_PUSH_PULL, push=part.header)
+            message = bulk_pb2.BulkCall(method=bulk_pb2.BULK_METHOD_PUSH_PULL)
             if ahead is not None and part.feed is None:
                 rows = self._ahead(ahead, connection.places)
             reply = connection.transfer(message, part, part.answered, parameters, call, rows).push
@@ -180,18 +188,19 @@ class ShardLane(Lane):
         ):
             if ahead is not None:
                 rows = self._ahead(ahead)
-            small = self._channel.frame(f"{_DATA}PushPullSmall", self._small(part, rows), call)
-            reply = self._answered(small, part.answered, parameters, rows)
+            answer = BlockAnswer(self._name, part.answered, parameters, self.traffic, rows)
+            reply = answer.take_small(self._channel.frame(f"{_DATA}PushPullSmall", self._small(part, rows), call)).reply
         else:
-            received = self._channel.stream_in(f"{_DATA}PushPull", self._push_frames(part), call)
-            reply = self._with_reply(self._received(received, part.answered, parameters))
+            answer = BlockAnswer(self._name, part.answered, parameters, self.traffic)
+            sent = self._joined(push_frames(part))
+            reply = answer.take(self._channel.stream_in(f"{_DATA}PushPull", sent, call)).reply
         if ahead is not None:
             ahead.version = rows.complete() if rows is not None else None
         return reply
 
-    def _ahead(self, ahead: RowsAhead, places: Callable[[Sequence[TableRows]], list[int]] = lambda _: []) -> WantedRows | None:
+    def _ahead(self, ahead: RowsAhead, places: Places = lambda _: []) -> WantedRows | None:
         """The request for rows ahead; None if it needs more than one frame."""
-        rows = WantedRows(self._name, ahead.wanted, places)
+        rows = WantedRows(self._name, ahead.wanted, places=places)
         return rows if len(rows.requests) == 1 and rows.requests[0].nbytes <= AHEAD_BYTES_MAX else None
 
     @override
@@ -205,19 +214,19 @@ class ShardLane(Lane):
             message = bulk_pb2.BulkCall(method=bulk_pb2.BULK_METHOD_PULL, pull=request)
             connection.transfer(message, None, {} if request.versions_only else awaited, parameters, call)
             return
-        received = self._channel.stream_in(f"{_DATA}Pull", request, call)
-        self._received(received, awaited, None if request.versions_only else parameters)
+        answer = BlockAnswer(self._name, awaited, None if request.versions_only else parameters, self.traffic)
+        answer.take(self._channel.stream_in(f"{_DATA}Pull", request, call))
 
     @override
     def pull_rows(
         self, request: data_pb2.PullRequest, wanted: Sequence[TableRows], call: Call, *, counts_no_use: bool = False
     ) -> int:
         connection = self._connection(request.caller, call)
+        first = data_pb2.RowsRequest(pull=request, counts_no_use=counts_no_use)
         if connection is None:
-            return self._asked("PullRows", data_pb2.RowsRequest(pull=request, counts_no_use=counts_no_use), wanted, call)
-        method = bulk_pb2.BULK_METHOD_PULL_ROWS
-        message = bulk_pb2.BulkCall(method=method, pull=request, counts_no_use=counts_no_use)
-        return connection.pull_rows(message, WantedRows(self._name, wanted, connection.places), call)
+            return self._asked("PullRows", first, wanted, call)
+        message = bulk_pb2.BulkCall(method=bulk_pb2.BULK_METHOD_PULL_ROWS)
+        return connection.pull_rows(message, WantedRows(self._name, wanted, first, connection.places), call)
 
     @override
     def read_rows(self, request: data_pb2.ReadRequest, wanted: Sequence[TableRows], call: Call) -> int:
@@ -226,9 +235,8 @@ class ShardLane(Lane):
     @override
     def read(self, request: data_pb2.ReadRequest, blocks: Sequence[Block], parameters: FlatBuffers, call: Call) -> set[int]:
         awaited = {block.index: block.nbytes for block in blocks}
-        answer = BlockAnswer(self._name, awaited, parameters)
-        self._take(answer, self._channel.stream_in(f"{_DATA}Read", request, call))
-        return answer.positions
+        answer = BlockAnswer(self._name, awaited, parameters, self.traffic)
+        return answer.take(self._channel.stream_in(f"{_DATA}Read", request, call)).positions
 
     # -- vectors -------------------------------------------------------------------------------------------------------
 
@@ -282,39 +290,14 @@ class ShardLane(Lane):
 
     def _small(self, part: GradientPart, ahead: WantedRows | None) -> bytes:
         """A SmallPush: all frames of a push, and the request for rows ahead, if any."""
-        messages = list(push_messages(part))
-        self.traffic.sent_bytes += sum(piece.nbytes for _, payload in messages for piece in payload)
-        if ahead is not None:
-            self.traffic.sent_bytes += ahead.requests[0].nbytes
-        return small_push(messages, ahead)
-
-    def _answered(
-        self, reply: bytes, awaited: Mapping[int, int], parameters: FlatBuffers | None, ahead: WantedRows | None
-    ) -> data_pb2.PushReply:
-        """The push's reply, from a SmallAnswer, whose blocks and rows are written into `parameters` and `ahead`."""
-        answer = BlockAnswer(self._name, awaited, parameters)
-        answer.take_all(reply, ahead)
-        self.traffic.received_bytes += answer.received_bytes + (ahead.received_bytes if ahead is not None else 0)
-        return self._with_reply(answer.complete())
-
-    def _received(
-        self, received: Iterator[bytes], awaited: Mapping[int, int], parameters: FlatBuffers | None
-    ) -> data_pb2.PushReply | None:
-        """Write the blocks of an answer into the parameters, if any. Returns the push's reply, if there is one."""
-        return self._take(BlockAnswer(self._name, awaited, parameters), received)
-
-    def _take(self, answer: BlockAnswer, received: Iterator[bytes]) -> data_pb2.PushReply | None:
-        try:
-            for frame in received:
-                answer.take_frame(frame)
-        finally:
-            self.traffic.received_bytes += answer.received_bytes
-        return answer.complete()
+        sent = list(push_frames(part))
+        self.traffic.sent_bytes += sum([frame.nbytes for frame in (*sent, *(ahead.requests if ahead is not None else ()))])
+        return small_push(sent, ahead)
 
     def _asked(self, method: str, first: data_pb2.RowsRequest, wanted: Sequence[TableRows], call: Call) -> int:
         """Fetch rows over gRPC."""
-        rows = WantedRows(self._name, wanted)
-        asked = self._rows_frames(rows, first)
+        rows = WantedRows(self._name, wanted, first)
+        asked = self._joined(rows.requests)
         try:
             answers: Iterable[bytes]
             if len(rows.requests) == 1:
@@ -328,22 +311,11 @@ class ShardLane(Lane):
             self.traffic.received_bytes += rows.received_bytes
         return rows.complete()
 
-    def _rows_frames(self, rows: WantedRows, first: data_pb2.RowsRequest) -> Iterator[bytes]:
-        """The frames of one request for rows. Runs in gRPC's thread during the call."""
-        for message, ids in rows.messages(first):
-            self.traffic.sent_bytes += sum(piece.nbytes for piece in ids)
-            yield frames.join(message.SerializeToString(), *ids)
-
-    def _with_reply(self, reply: data_pb2.PushReply | None) -> data_pb2.PushReply:
-        if reply is None:
-            raise InternalError(f"{self._name}: the answer to a push_pull has no push reply")
-        return reply
-
-    def _push_frames(self, part: GradientPart) -> Iterator[bytes]:
-        """The frames of one push. Runs in gRPC's thread during the call; must not raise."""
+    def _joined(self, frames: Iterable[OutFrame]) -> Iterator[bytes]:
+        """The frames as gRPC sends them. Runs in its thread during the call; must not raise."""
         try:
-            for message, payload in push_messages(part):
-                self.traffic.sent_bytes += sum(piece.nbytes for piece in payload)
-                yield frames.join(message.SerializeToString(), *payload)
+            for frame in frames:
+                self.traffic.sent_bytes += frame.nbytes
+                yield frame.joined()
         except Aborted:  # the call fails, because the shard refuses a push without a last frame
             return

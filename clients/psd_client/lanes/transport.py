@@ -13,7 +13,8 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, TypeVar
+from types import TracebackType
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from google.protobuf.message import Message
@@ -22,20 +23,42 @@ from numpy.typing import NDArray
 from psd.contract.layout import Block
 from psd.contract.rows import TableRows
 from psd.v1 import control_pb2, data_pb2, job_pb2, vectors_pb2
-from psd_client.lanes.bracket import Bracket
 from psd_client.lanes.flat import FlatBuffers
 from psd_client.lanes.overlap_feed import Feed, Outgoing
 
 SMALL_BYTES = 64 << 10
-"""Bytes that fit the buffers of a socket; for OutgoingBlocks.is_small."""
+"""Bytes that fit the buffers of a socket; for GradientPart.is_small."""
 
 CANCEL_S = 2.0
 """Seconds that a shard may take to stop using this worker's memory after a call was cancelled: the time for one block."""
 
+T = TypeVar("T")
 MessageT = TypeVar("MessageT", bound=Message)
 
 Share = Callable[[FlatBuffers, Sequence[FlatBuffers]], None]
 """A function that gives a shard access to the gradients, and to all places for parameters, in shared memory: for bulk calls."""
+
+
+class Bracket(Generic[T]):
+    """A context manager that calls `begin` and `end`. Each step uses it, and contextlib's takes four times as long.
+
+    Args:
+        what: passed to both functions. begin: if it raises, `end` is not called.
+        end: gets the exception of the context, or None; may raise another.
+    """
+
+    __slots__ = ("_begin", "_end", "_what")
+
+    def __init__(self, what: T, begin: Callable[[T], None], end: Callable[[T, BaseException | None], None]) -> None:
+        self._what = what
+        self._begin = begin
+        self._end = end
+
+    def __enter__(self) -> None:
+        self._begin(self._what)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self._end(self._what, error)
 
 
 class Cancelled(Exception):
@@ -116,11 +139,12 @@ class Call(NamedTuple):
 
 
 @dataclass
-class OutgoingBlocks:
-    """Blocks that a call sends to one shard: initial values, or the gradients of a push.
+class GradientPart:
+    """The part of a push for one shard.
 
     Attributes:
-        blocks: the shard's blocks; for a push, the trained ones. At least one, unless there is a tables_block.
+        header: identity, weight and scalars of the push.
+        blocks: the shard's trained blocks. At least one, unless there is a tables_block.
         buffers: hold their values: finite, and zero in tensors that are not present.
         present: (tensors of the spec,) which tensors have a gradient; None: all.
         feed: provides the blocks, if the gradients are still being computed.
@@ -137,6 +161,7 @@ class OutgoingBlocks:
     tables_block: int | None = None
     tables: Sequence[TableRows] = ()
     encoding: Encoding | None = None
+    header: data_pb2.PushHeader = field(kw_only=True)
 
     @property
     def is_small(self) -> bool:
@@ -177,17 +202,6 @@ class OutgoingBlocks:
             if self.feed.tables:
                 return self.feed.tables[self.buffers.layout.shard_of(self.tables_block)]
         return self.tables
-
-
-@dataclass
-class GradientPart(OutgoingBlocks):
-    """The part of a push for one shard.
-
-    Attributes:
-        header: identity, weight and scalars of the push.
-    """
-
-    header: data_pb2.PushHeader = field(kw_only=True)
 
     @property
     def answered(self) -> dict[int, int]:

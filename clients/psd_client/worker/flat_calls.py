@@ -124,7 +124,7 @@ class FlatCalls(WorkerConnection):
     @property
     def times_gone_back(self) -> int:
         """Times that the job has gone back to a checkpoint since it was declared; `parameters` then hold the checkpoint's."""
-        return self.declared.buffers.times_gone_back
+        return self.declared.times_gone_back
 
     @property
     def nan_policy(self) -> str:

@@ -70,10 +70,11 @@ class RowGradients:
         gradients: the program's gradients; may be empty. memory: provides memory for the sums.
 
     Attributes:
-        by_shard: the rows of each shard. transfer_s: seconds that sending them may take.
+        is_empty: True if there are none. by_shard: the rows of each shard. transfer_s: seconds that sending them may take.
     """
 
     def __init__(self, batches: Batches, gradients: Gradients, memory: RowsMemory) -> None:
+        self.is_empty = not gradients
         self._layout = layout = batches.layout
         self._tables = tables = sorted(gradients)
         dims = batches.dims(tables)

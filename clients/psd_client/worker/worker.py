@@ -19,10 +19,9 @@ from psd.contract.config import CLIENT_STATE_BYTES_MAX, ClientConfig
 from psd.contract.environment import scalar_directories
 from psd.contract.errors import InvalidRequest, NotDeclared, PsdError, RolledBack, SessionFenced, SpecMismatch, WaitTimeout
 from psd.v1 import control_pb2
-from psd_client.lanes.bracket import Bracket
 from psd_client.lanes.flat import FlatBuffers
 from psd_client.lanes.shards import RetryPolicy, Shards
-from psd_client.lanes.transport import Cancelled, Lane
+from psd_client.lanes.transport import Bracket, Cancelled, Lane
 from psd_client.lanes.waiting import ShardHealth, WaitReporter
 from psd_client.worker import ending
 from psd_client.worker.exchange.exchange import ParameterExchange

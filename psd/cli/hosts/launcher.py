@@ -257,6 +257,8 @@ class Launcher(Conductor):
     @override
     def _on_all_addresses(self) -> None:
         super()._on_all_addresses()
+        if self._plan.remark:
+            self.say(self._plan.remark)
         if self._plan.dashboard_command and self._processes is not None:
             self._lines[DASHBOARD] = Lines(is_live=False)
             self._processes.start(DASHBOARD, self._servers)

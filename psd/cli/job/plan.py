@@ -131,6 +131,13 @@ class HostPlan(JobPlan):
         return replace(super().record(servers), log_dir=str(self.log_dir or ""))
 
     @property
+    def remark(self) -> str:
+        """Words about `psd-run train.py --workers 2`, which starts one worker; empty where nothing is odd."""
+        if sum(self.places.workers) > 1 or "--workers" not in self.words[1:]:
+            return ""
+        return "one worker: --workers stands behind the program, which gets it; psd-run's own options come before the program"
+
+    @property
     def node_mark(self) -> str:
         """Value of PSD_NODE in the environment of this node's processes; empty if this machine runs all processes."""
         return f"{self.run_id}/{self.node}" if self.meeting is not None else ""

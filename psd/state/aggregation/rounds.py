@@ -37,7 +37,7 @@ class Contribution(NamedTuple):
         weight: number of samples that the gradient was computed from; with 0 the worker takes part and adds nothing.
         values: (n,) gradient in the block's gradient_dtype, zero where not present; None: no gradient in this block at all.
             Or Encoded: one that is all present, still in its codec. For the tables' block, Gradients
-            (psd/state/tables/pushes.py).
+            (psd/state/tables/rounds.py).
         present: (k,) uint8, the segments with a gradient; None: all.
         scalars: the scalars of the block's group; for the tables' block, those of all groups.
         version_read: version of the parameters that the gradient was computed from; None: not known.

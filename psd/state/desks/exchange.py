@@ -25,8 +25,7 @@ from psd.state.aggregation.trained import Trained
 from psd.state.core import ShardCore, check_begun_as
 from psd.state.cuts.cuts import Cuts
 from psd.state.desks.cut_schedule import CutSchedule
-from psd.state.desks.riders import riders_of
-from psd.state.desks.transfers import Found, Pull, Push, PushRiders, check_session
+from psd.state.desks.transfers import Found, Pull, Push, PushRiders, check_session, riders_of
 from psd.state.job import Job
 from psd.state.tables.block import TablesBlock
 from psd.state.tickets import Ticket, WaitKind
@@ -410,7 +409,7 @@ def tables_of(job: Job) -> TablesBlock:
 
 def check_scale(header: data_pb2.PushHeader, spec: JobSpec) -> float:
     """The factor by which a push is multiplied; InvalidRequest if the worker may not choose it, or it is out of range."""
-    if spec.consistency.has_rounds or not spec.clip_norm:
+    if not spec.clip_norm or spec.consistency.has_rounds:
         raise InvalidRequest("scale: only in a job without rounds that has clip_norm; in rounds, a verdict has it")
     if not 0 <= header.scale <= 1:  # also refuses NaN
         raise InvalidRequest(f"scale: must be from 0 to 1, got {header.scale}")

@@ -1,6 +1,9 @@
-"""A push or a pull in progress: its header's facts, its progress, and the moments at which riders have a say (riders.py).
+"""Pushes and pulls in progress, and the riders on pushes: each thing beside the gradient that a header brings, or that a reply
+takes back, is one.
 
-Exchange moves them on, and the data plane holds them. Must not know what rides.
+Exchange moves them on, and the data plane holds them. It calls the riders of a push's job in the order of `riders_of`. A new
+one is a class here, a line in that function, and a field of PushHeader or PushReply; its mirror in the worker is a rider of
+psd_client/worker/exchange/riders.py. Must not know blocks, nor when they come.
 """
 
 from __future__ import annotations
@@ -9,16 +12,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from weakref import ref
 
-from psd.state.aggregation.agreement import Scalars
+from psd.contract.errors import InvalidRequest
+from psd.state.aggregation.agreement import Scalars, Voice
 from psd.state.aggregation.lent_gradients import Loan
 from psd.state.aggregation.rounds import Outcome
 from psd.state.core import ShardCore
+from psd.state.cuts.cuts import Cuts
+from psd.state.cuts.snapshots import check_cuts
+from psd.state.desks.cut_schedule import CutSchedule
+from psd.state.durability.client_states import check_client_state
 from psd.state.job import Job
-from psd.state.tables.pushes import StagedRows
+from psd.state.tables.rounds import StagedRows
 from psd.state.tickets import Ticket
 from psd.state.workers.membership import Worker, WorkerState
 from psd.v1 import data_pb2
 from psd_core.arena import Page
+
+FIRST_GRADIENT_BYTES = 16
 
 Found = tuple[int, Page] | tuple[int, None]
 """A block's version, and its pinned page, to be given back by `BlockState.unpin`. The tables' block has no page."""
@@ -144,3 +154,181 @@ def check_session(core: ShardCore, call: Push | Pull) -> None:
         raise core.gone_back()
     if call.worker.session != call.session or call.worker.state is not WorkerState.LIVE:
         core.members.check_session(call.worker.rank, call.session)
+
+
+class NoDecisionsOnPush(PushRider):
+    """Refuses decisions on rounds, where nobody makes any."""
+
+    def check(self, push: Push) -> None:
+        """Raise InvalidRequest if there are some."""
+        if push.header.decisions:
+            push.job.participant.check(push.header.decisions)
+
+
+class DecisionsOnPush(NoDecisionsOnPush):
+    """Brings the decisions on rounds that shard 0 has made; exact aggregation. Pulls bring them, too."""
+
+    def __init__(self, core: ShardCore) -> None:
+        self._core = core
+
+    def begin(self, push: Push) -> None:
+        """Tell the blocks."""
+        decisions = push.job.participant.check(push.header.decisions)
+        with self._core.lock:
+            self._core.count_staged(decisions)
+        if decisions:
+            push.job.participant.follow(decisions)
+
+
+class CutsOnPush(PushRider):
+    """Brings the cuts that workers have heard of to this shard, and tells them of those that it knows; in a job with rounds."""
+
+    def __init__(self, cuts: Cuts, schedule: CutSchedule) -> None:
+        self._cuts = cuts
+        self._schedule = schedule
+
+    def check(self, push: Push) -> None:
+        """Raise InvalidRequest for what is no cut."""
+        if push.header.cuts:
+            check_cuts(push.header.cuts)
+
+    def entered(self, push: Push) -> None:
+        """Take part in the cuts that it brings."""
+        if push.header.cuts:
+            self._cuts.learn(push.job, push.header.cuts, push.worker, push.session)
+
+    def end(self, _push: Push, reply: data_pb2.PushReply) -> None:
+        """Announce a cut that is due by now, and name the latest."""
+        self._schedule.announce_due()
+        if latest := self._cuts.latest():
+            reply.cuts.extend(latest)
+
+
+class PositionsOnPush(CutsOnPush):
+    """Brings, besides, the worker's positions in the cuts of a job without rounds, which pushes therefore wait for."""
+
+    def begin(self, push: Push) -> None:
+        """Hear where the worker stands in cuts that wait for it."""
+        if self._cuts.awaits_positions and push.header.cuts:
+            self._cuts.hear(push.header.cuts, push.worker, push.session)
+
+    def is_awaited(self, push: Push) -> bool:
+        """True if a cut waits for this push: who is slower may be held for that cut."""
+        return self._cuts.needs(push.worker, push.session, push.clock)
+
+    def hold(self, push: Push) -> Ticket | None:
+        """A ticket until the cuts are taken that the push is not in."""
+        return self._cuts.hold(push.worker, push.session, push.clock) if self._cuts.awaits_positions else None
+
+    def end(self, push: Push, reply: data_pb2.PushReply) -> None:
+        """Take the cuts that are whole by this push, before the latest are named."""
+        self._cuts.advance()
+        super().end(push, reply)
+
+
+class ClientStateOnPush(PushRider):
+    """Brings what the worker saves of its own program."""
+
+    def __init__(self, core: ShardCore) -> None:
+        self._core = core
+
+    def check(self, push: Push) -> None:
+        """Raise InvalidRequest if it is too large."""
+        if push.header.client_state:
+            check_client_state(push.header.client_state)
+
+    def keep(self, push: Push) -> None:
+        """Write it down."""
+        if not push.header.client_state:
+            return
+        check_session(self._core, push)
+        rank, members = push.worker.rank, self._core.members
+        self._core.client_states.on_push(
+            rank,
+            (push.begun_as, push.clock + 1),
+            push.header.client_state,
+            counted=push.job.last_counted(rank),
+            is_current=lambda: members.session_of(rank) == push.session,
+        )
+
+
+class AttendanceOnPush(PushRider):
+    """Brings what each worker says of its round, and tells it if others' scalars hold: see agreement.py."""
+
+    def check(self, push: Push) -> None:
+        """Raise PartsDisagree or ScalarsDisagree if it may not say so."""
+        push.job.agreement.check(push.clock, Voice(push.since, push.worker.rank, push.scalars, push.header.part))
+
+    def enter(self, push: Push) -> None:
+        """Hear what it says."""
+        push.job.agreement.hear(push.clock, Voice(push.since, push.worker.rank, push.scalars, push.header.part))
+
+    def count(self, push: Push) -> None:
+        """Let it stand, also if the worker dies."""
+        push.job.agreement.on_counted(push.clock, push.worker.rank)
+
+    def answer(self, push: Push, reply: data_pb2.PushReply) -> None:
+        """Tell the worker whose scalars hold in its place."""
+        if overruled := push.job.agreement.overruled(push.clock, push.worker.rank):
+            reply.overruled.CopyFrom(overruled)
+
+
+class FirstGradientOnPush(PushRider):
+    """Brings what stands for each worker's first gradient, and tells the later one of two that had the same."""
+
+    def __init__(self) -> None:
+        self._digests: dict[int, bytes] = {}  # by rank
+
+    def check(self, push: Push) -> None:
+        """Raise InvalidRequest unless it has the length of a digest, or none."""
+        if len(push.header.first_gradient) not in (0, FIRST_GRADIENT_BYTES):
+            raise InvalidRequest(
+                f"first_gradient: has {len(push.header.first_gradient)} bytes, expected {FIRST_GRADIENT_BYTES} or none"
+            )
+
+    def answer(self, push: Push, reply: data_pb2.PushReply) -> None:
+        """Compare it with those of the others; the lowest rank is named."""
+        if digest := push.header.first_gradient:
+            self._digests[push.worker.rank] = digest
+            same = [rank for rank, other in self._digests.items() if other == digest and rank != push.worker.rank]
+            if same:
+                reply.same_gradient_as = min(same)
+
+
+class BuffersOnPush(PushRider):
+    """Tells workers whether they are to store their buffers: each, or the first that is there."""
+
+    def __init__(self, core: ShardCore) -> None:
+        self._core = core
+
+    def answer(self, push: Push, reply: data_pb2.PushReply) -> None:
+        """Say whether this one is."""
+        before = self._core.members.workers[: push.worker.rank]
+        reply.wants_buffers = push.job.wants_all_buffers or all(worker.state is not WorkerState.LIVE for worker in before)
+
+
+class OrdersOnPush(PushRider):
+    """Tells workers what an operator has ordered. On shard 0."""
+
+    def __init__(self, core: ShardCore) -> None:
+        self._orders = core.orders
+
+    def answer(self, _push: Push, reply: data_pb2.PushReply) -> None:
+        """Name the orders as they now are."""
+        if self._orders.current is not None:
+            reply.orders.CopyFrom(self._orders.current)
+
+
+def riders_of(core: ShardCore, cuts: Cuts, schedule: CutSchedule, job: Job) -> PushRiders:
+    """All that ride on the pushes of a job."""
+    has_rounds = job.policy.has_rounds
+    return PushRiders(
+        job,
+        DecisionsOnPush(core) if job.is_exact else NoDecisionsOnPush(),
+        CutsOnPush(cuts, schedule) if has_rounds else PositionsOnPush(cuts, schedule),
+        ClientStateOnPush(core),
+        *([AttendanceOnPush()] if has_rounds else []),
+        FirstGradientOnPush(),
+        *([BuffersOnPush(core)] if job.wants_buffers else []),
+        *([OrdersOnPush(core)] if core.config.shard_index == 0 else []),
+    )

@@ -32,8 +32,7 @@ from psd.state.counts import RoundTimes
 from psd.state.pages import Counted, SetMark
 from psd.state.tables.elapsed import MICROSECONDS, Elapsed
 from psd.state.tables.own_rule import OwnRule, RowsFailed
-from psd.state.tables.pushes import RowChecks
-from psd.state.tables.rounds import ExactRowsRound, FastRowsRound, MeasuredRowsRound, SumsPool, TableSums
+from psd.state.tables.rounds import ExactRowsRound, FastRowsRound, MeasuredRowsRound, RowChecks, SumsPool, TableSums
 from psd.state.tables.slots import reset_slots
 from psd_core.arena import ArenaError, StoreClosed, StoreFull
 from psd_core.table import Mark, TableSnapshot, TableStore

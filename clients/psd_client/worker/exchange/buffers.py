@@ -14,7 +14,7 @@ from psd.v1 import data_pb2
 from psd_client.lanes.flat import FlatBuffers
 from psd_client.lanes.shards import Shards
 from psd_client.lanes.transport import Call, Lane
-from psd_client.worker.exchange.rider import Rider
+from psd_client.worker.exchange.riders import Rider
 from psd_client.worker.exchange.sent_push import SentPush
 from psd_client.worker.session.session import Session
 
@@ -27,15 +27,24 @@ class BufferKeeper(Rider):
     """Stores one worker's buffers.
 
     Args:
-        values: the memory into which `fill` writes them.
+        values: the memory into which `fill` writes them. times_gone_back: returns how often the job has gone back to a
+            checkpoint; `values` then hold the checkpoint's buffers, which the program must take over before it stores its own.
 
     Attributes:
-        fill: writes the present buffers. Called with `times_gone_back`: if the program has not gone back so often yet, it
-            writes nothing, because `values` hold the checkpoint's. None: the program computes no buffers.
-        times_gone_back: how often the job has gone back to a checkpoint; `values` then hold the checkpoint's buffers.
+        has_use: True if shards may want something of it with a push: the job has buffers, or shards to which nobody pushes.
+        fill: writes the present buffers. Called with that number: if the program has not gone back so often yet, it writes
+            nothing, because `values` hold the checkpoint's. None: the program computes no buffers.
     """
 
-    def __init__(self, session: Session, shards: Shards, layout: Layout, values: FlatBuffers, timeout_s: float) -> None:
+    def __init__(
+        self,
+        session: Session,
+        shards: Shards,
+        layout: Layout,
+        values: FlatBuffers,
+        timeout_s: float,
+        times_gone_back: Callable[[], int],
+    ) -> None:
         self._session = session
         self._shards = shards
         self._values = values
@@ -47,6 +56,7 @@ class BufferKeeper(Rider):
         }
         untrained = layout.untrained_shards
         self._lanes = [lane for lane in shards.lanes if self._blocks[lane.shard] or lane.shard in untrained]
+        self.has_use = len(self._lanes) > 0
         self._not_pushed_to = [
             lane
             for lane in shards.lanes
@@ -54,7 +64,7 @@ class BufferKeeper(Rider):
         ]
         self._has_rounds = layout.spec.consistency.mode == "sync"
         self.fill: Callable[[int], None] | None = None
-        self.times_gone_back = 0
+        self._times_gone_back = times_gone_back
         self._is_wanted = False
         self._brought: set[str] = set()
         self._stored_s = session.now()
@@ -63,10 +73,6 @@ class BufferKeeper(Rider):
     def hear(self, sent: SentPush) -> None:
         """Learn whether the shards want this worker's buffers."""
         self._is_wanted = any(reply.wants_buffers for reply in sent.replies.values())
-
-    def forget(self) -> None:
-        """Let the program take over the checkpoint's buffers before it stores its own."""
-        self.times_gone_back += 1
 
     def before_push(self) -> None:
         """Send the buffers if the next push reaches a cut, or if they were not sent for REFRESH_S."""
@@ -93,7 +99,7 @@ class BufferKeeper(Rider):
         if not lanes:
             return
         if self.fill is not None and self._is_wanted:
-            self.fill(self.times_gone_back)
+            self.fill(self._times_gone_back())
 
         def store_at(lane: Lane, call: Call) -> None:
             for blocks, is_last in in_requests(self._blocks[lane.shard] if self._is_wanted else []):

@@ -1,25 +1,80 @@
-"""Makes the messages of one worker's pushes and pulls: the caller, its clock, and what else shards must know.
+"""Makes the messages of one worker's pushes and pulls: the caller, its clock, and what else shards must know; before, looks for
+NaN and infinity in a gradient.
 
 Must not know when messages are sent, or what becomes of them; or what rides on a push (riders.py).
 """
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 import psd_core
+from psd.contract.errors import InvalidRequest, NonFiniteGradient
+from psd.contract.jobspec import JobSpec
 from psd.contract.layout import Block
 from psd.contract.verdicts import clip_scale
 from psd.v1 import data_pb2
 from psd_client.lanes.flat import FlatBuffers
 from psd_client.lanes.transport import GradientPart
 from psd_client.worker.exchange.gradient_encoder import GradientEncoder
-from psd_client.worker.exchange.rider import Riders
+from psd_client.worker.exchange.riders import Riders
 from psd_client.worker.exchange.sent_push import SentPush, WorkerGradient
 from psd_client.worker.exchange.verdict_search import VerdictSearch
 from psd_client.worker.rows import RowGradients
 from psd_client.worker.session.session import Session
+
+logger = logging.getLogger("psd_client")
+
+
+def check_skip(spec: JobSpec) -> None:
+    """Raise InvalidRequest if a round is to be skipped, and the job skips none."""
+    if spec.nan_policy != "skip":
+        raise InvalidRequest(f'skip: the job was declared with nan_policy="{spec.nan_policy}", not "skip"')
+
+
+def is_finite(
+    gradients: FlatBuffers,
+    present: NDArray[np.bool_] | None,
+    rows: RowGradients,
+    rank: int,
+    clock: int,
+    *,
+    is_expected: bool,
+) -> bool:
+    """Zero the tensors that are not present; False if a gradient is not finite, of which the log tells unless it is expected.
+
+    Spaces in which nothing is present are left alone: they are not sent. Where the job allows such gradients, all are finite.
+
+    Raises:
+        NonFiniteGradient: a gradient is not finite, and the job's nan_policy is "refuse".
+    """
+    if present is not None:
+        for index in gradients.absent(present):
+            gradients.views[index][...] = 0
+    policy = gradients.layout.spec.nan_policy
+    if policy == "allow":
+        return True
+    tensor = gradients.first_nonfinite(present)
+    row = rows.first_nonfinite() if tensor is None and not rows.is_empty else None
+    if tensor is None and row is None:
+        return True
+    name = repr(tensor) if row is None else f"id {row[1]} of table {row[0]!r}"
+    if policy == "refuse":
+        raise NonFiniteGradient(
+            f"worker {rank}: the gradient of {name} at step {clock} holds NaN or infinity; nothing was sent",
+            rank=rank,
+            clock=clock,
+            **({"tensor": tensor} if row is None else {"table": row[0], "id": row[1]}),
+        )
+    if not is_expected:
+        what = "the gradient of %s at step %d holds NaN or infinity; the round is skipped"
+        logger.warning("psd: worker %d: " + what, rank, name, clock)
+    return False
 
 
 class DataRequests:
@@ -45,6 +100,7 @@ class DataRequests:
         self._session = session
         self._gradients = gradients
         self._layout = gradients.layout
+        self._has_rounds = gradients.layout.spec.consistency.has_rounds
         self._riders = riders
         self._verdicts = verdicts
         self._encoder = encoder
@@ -60,7 +116,7 @@ class DataRequests:
             scalars=session.orders.scaled(gradient.scalars, spec.groups, session.clock),
             is_finite=is_finite,
         )
-        if spec.clip_norm and not spec.consistency.has_rounds and weight:
+        if spec.clip_norm and not self._has_rounds and weight:
             squares = psd_core.total_squares((self._gradients.squares(present), rows.squares()))
             norm = math.inf if squares is None else psd_core.square_root(squares)
             header.scale = clip_scale(spec.clip_norm, norm)
@@ -74,7 +130,7 @@ class DataRequests:
     def part(self, shard: int, sent: SentPush, blocks: Sequence[Block], received: Sequence[int]) -> GradientPart:
         """The part of a push for one shard. blocks: its trained blocks. received: versions of all blocks, by index."""
         versions = []
-        if not self._layout.spec.consistency.has_rounds:
+        if not self._has_rounds:
             read = received if sent.versions_read is None else sent.versions_read
             versions = [read[block.index] for block in blocks]
             tables_block = self._layout.tables_block(shard)

@@ -26,13 +26,11 @@ from psd_client.lanes.flat import FlatBuffers, share_memory
 from psd_client.lanes.shards import Shards, transfer_s
 from psd_client.lanes.transport import Call, Lane, Share
 from psd_client.worker.exchange.buffers import BufferKeeper
-from psd_client.worker.exchange.data_requests import DataRequests
-from psd_client.worker.exchange.finiteness import check_skip, is_finite
+from psd_client.worker.exchange.data_requests import DataRequests, check_skip, is_finite
 from psd_client.worker.exchange.gradient_encoder import GradientEncoder
 from psd_client.worker.exchange.lending import ParameterPlaces, lent_places
 from psd_client.worker.exchange.loading import ParameterLoad, SlotValues
-from psd_client.worker.exchange.push_counts import PushCounts, RoundGone
-from psd_client.worker.exchange.riders import ClientStateRider, riders_of
+from psd_client.worker.exchange.riders import ClientStateRider, PushCounts, RoundGone, riders_of
 from psd_client.worker.exchange.row_traffic import RowTraffic
 from psd_client.worker.exchange.sent_push import SentPush, WorkerGradient
 from psd_client.worker.exchange.verdict_search import VerdictSearch
@@ -97,9 +95,11 @@ class ParameterExchange:
         self.parameters, self.rows = self.places.current, RowTraffic(layout, segment, lambda: session.push_ids_max)
         self._counts = PushCounts()
         self.counts = self._counts.totals
-        self.buffers = BufferKeeper(session, shards, layout, self.parameters, self._timeout_s)
+        self.times_gone_back = 0
+        self.buffers = BufferKeeper(session, shards, layout, self.parameters, self._timeout_s, lambda: self.times_gone_back)
         self._encoder = GradientEncoder(rank, self.gradients) if any(block.codec for block in layout.blocks) else None
-        own = (self.client_state, self.buffers, self.rows, self._counts, *([self._encoder] if self._encoder else []))
+        own = (self.client_state, *([self.buffers] if self.buffers.has_use else ()), self.rows, self._counts)
+        own += (self._encoder,) if self._encoder is not None else ()
         self._riders = riders_of(rank, session, layout, self.gradients, self.counts, *own)
         self._requests = DataRequests(session, self.gradients, self._riders, self._verdicts, self._encoder)
         self._load = ParameterLoad(rank, session, shards, self.parameters, wait_timeout_s, self._timeout_s)
@@ -137,6 +137,7 @@ class ParameterExchange:
         if self._verdicts is not None:
             self._verdicts.forget()
         self.pull_all()
+        self.times_gone_back += 1
         for forget in self._riders.forget:
             forget()
 
@@ -228,7 +229,8 @@ class ParameterExchange:
             reply = lane.push_pull(part, self.parameters, call, rows)
             self._counts.on_reply(sent, lane.shard, reply)
 
-        self.parameters = self.places.renew()
+        if self.places.is_lending:
+            self.parameters = self.places.renew()
         try:
             if self._is_exact or sent.is_finished:
                 self._complete(sent, and_wait=True)
@@ -446,7 +448,7 @@ class ParameterExchange:
     def _pull(self, lanes: Sequence[Lane], *, is_all: bool = False, versions_only: bool = False) -> None:
         """Fetch the blocks at the worker's clock, or only wait for their versions."""
         self._learn()
-        if not versions_only:
+        if not versions_only and self.places.is_lending:
             self.parameters = self.places.renew()
 
         def pull_at(lane: Lane, call: Call) -> None:

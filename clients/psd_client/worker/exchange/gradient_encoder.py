@@ -23,7 +23,7 @@ from psd.contract.errors import NonFiniteGradient
 from psd.contract.layout import Block, Layout
 from psd_client.lanes.flat import FlatBuffers
 from psd_client.lanes.overlap_feed import Aborted
-from psd_client.worker.exchange.rider import Rider
+from psd_client.worker.exchange.riders import Rider
 from psd_client.worker.exchange.sent_push import SentPush
 from psd_core import InvalidArray, codecs
 

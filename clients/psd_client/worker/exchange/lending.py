@@ -37,12 +37,13 @@ class ParameterPlaces:
         is_lending: True if places can be lent to the program. Otherwise there is one place, which is used again and again.
 
     Attributes:
-        shared: the places in the segment, which the shards must know.
+        shared: the places in the segment, which the shards must know. is_lending: False if there is one place only.
     """
 
     def __init__(self, layout: Layout, segment: Segment | None, *, is_lending: bool) -> None:
         self._layout = layout
         self._count_max = lent_places(layout) if is_lending else 1
+        self.is_lending = self._count_max > 1
         self._places = [FlatBuffers(layout, segment=segment) for _ in range(1 if segment is None else self._count_max)]
         self._owners: dict[FlatBuffers, list[weakref.ref[NDArray[Any]]]] = {}
         self.shared = list(self._places) if segment is not None else []
@@ -52,8 +53,6 @@ class ParameterPlaces:
 
     def renew(self) -> FlatBuffers:
         """The place to receive into: the current one or, if that is lent, a free one with its versions and static tensors."""
-        if self._count_max == 1:
-            return self.current
         if self._is_lent(self.current) or self.current not in self._places:
             free = self._free()
             if not free:
@@ -68,7 +67,7 @@ class ParameterPlaces:
 
     def lend(self) -> list[NDArray[Any] | None]:
         """The current place's tensors for the program, to keep and to change; None for those that are not lent."""
-        if self._count_max == 1 or not (self._can_grow or any(place is not self.current for place in self._free())):
+        if not (self._can_grow or any(place is not self.current for place in self._free())):
             return [None] * len(self.current.views)
         lent: list[NDArray[Any] | None] = []
         owners = self._owners[self.current] = [ref for ref in self._owners.get(self.current, ()) if ref() is not None]

@@ -15,7 +15,7 @@ from psd.contract.layout import Layout
 from psd_client.lanes.rows_memory import RowsMemory
 from psd_client.lanes.segment import Segment
 from psd_client.lanes.transport import RowsAhead
-from psd_client.worker.exchange.rider import Rider
+from psd_client.worker.exchange.riders import Rider
 from psd_client.worker.rows import Batches, Gradients, RowGradients, RowPull
 
 

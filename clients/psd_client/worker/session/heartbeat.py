@@ -182,9 +182,9 @@ class Heartbeats:
         kind = "unreachable" if isinstance(error, RETRIED) else error.reason
         if self._logged.get(lane.shard) != kind:
             self._logged[lane.shard] = kind
-            logger.warning(
-                "psd: worker %d: shard %d at %s rejects its heartbeat: %s", self._rank, lane.shard, lane.address, error
-            )
+            does = "does not answer" if isinstance(error, ShardUnavailable) else "rejects"
+            place = (self._rank, lane.shard, lane.address)
+            logger.warning("psd: worker %d: shard %d at %s %s its heartbeat: %s", *place, does, error)
 
     def _is_latest(self, membership: JobMembership) -> bool:
         latest = self._session.memberships.latest

@@ -40,6 +40,7 @@ class FollowedOrders:
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
+        self._heard = job_pb2.JobOrders()
         self._rates: list[job_pb2.LearningRateScale] = []
         self._ends_at = 0
         self._asked_by: int | None = None
@@ -48,6 +49,9 @@ class FollowedOrders:
 
     def hear(self, orders: job_pb2.JobOrders) -> None:
         """Take over all of shard 0's present orders."""
+        if orders == self._heard:
+            return
+        self._heard = orders
         for rate in orders.learning_rates:
             if rate not in self._rates:
                 logger.info("psd: worker %d: %s, as an operator has ordered", self._rank, scale_text(rate))
@@ -59,7 +63,7 @@ class FollowedOrders:
         self, scalars: Sequence[Sequence[float]], groups: Sequence[GroupSpec], clock: int
     ) -> list[data_pb2.GroupScalars]:
         """The scalars of a push at that clock, by group, with the learning rate scaled. Do not change the messages."""
-        scale = scale_at(self._rates, clock)
+        scale = scale_at(self._rates, clock) if self._rates else 1.0
         if (scale, scalars) != self._scaled_from:  # making the messages anew takes ten times as long
             self._scaled_from = scale, [list(values) for values in scalars]
             self._scaled = self._with_scale(scale, scalars, groups)
