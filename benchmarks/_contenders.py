@@ -93,6 +93,8 @@ def psd(
     consistency: str = "sync",
     call: str = "flat",
     half: bool = False,
+    compress: str = "",
+    pull: str = "",
     network: Network | None = None,
     tls: Tls | None = None,
     flags: Sequence[str] = (),
@@ -101,7 +103,7 @@ def psd(
 
     Args:
         call: "flat", what the faces of frameworks use; "named", push_pull of NumPy arrays; or "push" alone.
-        half: parameters are float16, and so gradients have 16 bits.
+        half: parameters are float16, and so gradients have 16 bits. compress, pull: codecs; empty: none.
         flags: further ones of the shards.
         network: where shard i is host s<i> and worker i is host w<i>; else all share this one.
         tls: between workers and shards; else none.
@@ -123,6 +125,8 @@ def psd(
             "model": model,
             "call": call,
             "dtype": "float16" if half else "float32",
+            "compress": compress,
+            "pull": pull,
             "tls_ca": "" if tls is None else tls.ca,
         }
         threads = max(1, CORES // workers)
@@ -132,6 +136,7 @@ def psd(
             peers.append(Peer("psd_worker", {**told, "rank": rank}, threads=threads, prefix=prefix))
         all_ready(stack, peers)
         name = f"psd {transport}{' tls' if tls is not None else ''}{' half' if half else ''}"
+        name += f"{compress and ' ' + compress}{pull and ' pull ' + pull}"
         addresses = [server.address for server in servers]
         pids = [server.pid for server in servers]
         return Contender(name, workers, shards, model, peers, pids, gradient_bytes=2 if half else 4, servers=addresses)

@@ -44,21 +44,25 @@ cdef float *_floats(float[::1] array) noexcept:
 
 def encode(
     int codec, const float[::1] values not None, float[::1] residual, uint64_t seed, bint is_stochastic, intptr_t codes_at,
-    uint8_t[::1] out not None,
+    uint8_t[::1] out not None, bint is_finite,
 ):
-    """Encode values + residual into `out`, scales first; returns the first index that is not finite, or -1."""
-    cdef intptr_t n = values.shape[0], wrong = -1
+    """Encode values + residual into `out`, scales first; returns the first index that is not finite, or -1.
+
+    is_finite: the values are known to be; only with a residual.
+    """
+    cdef intptr_t n = values.shape[0], wrong = -1, found
     cdef float *kept = _floats(residual)
     assert 0 <= codec <= PSD_SIGN_CODEC and codes_at <= out.shape[0] and (residual is None or residual.shape[0] == n)
     if n == 0:
         return wrong
     with nogil:
-        if kept != NULL:
+        if kept != NULL and not is_finite:
             wrong = psd_first_nonfinite_sum(&values[0], kept, n)
         if wrong < 0:
             wrong = psd_codec_encode(<psd_codec>codec, &values[0], kept, seed, is_stochastic, &out[0], &out[0] + codes_at, n)
-        if wrong >= 0 and kept == NULL:
-            wrong += psd_first_nonfinite_sum(&values[wrong], NULL, n - wrong)
+            if wrong >= 0:
+                found = psd_first_nonfinite_sum(&values[wrong], kept + wrong if kept != NULL else NULL, n - wrong)
+                wrong += found if found > 0 else 0
     return wrong
 
 

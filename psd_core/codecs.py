@@ -140,6 +140,11 @@ def encoded_bytes(codec: str, n: int) -> int:
     return _codec(codec).nbytes(n)
 
 
+def rounds(codec: str) -> bool:
+    """Return whether a codec rounds numbers, so that it can do so at random. ValueError names `codec`."""
+    return _codec(codec).rounds
+
+
 def encode(
     codec: str,
     values: FloatArray,
@@ -147,6 +152,8 @@ def encode(
     seed: int | None = None,
     rounding: Rounding = "nearest",
     out: NDArray[np.uint8] | None = None,
+    *,
+    is_finite: bool = False,
 ) -> NDArray[np.uint8]:
     """Return an array in a codec, with error feedback if there is a residual.
 
@@ -160,6 +167,8 @@ def encode(
         rounding: "nearest"; or "stochastic": up or down, with probabilities by which the mean is the number itself, but for
             2**-17 of a step. "sign" and "topk" round nothing, and refuse "stochastic".
         out: (encoded_bytes(codec, n),) uint8, overwritten; a new array by default. Undefined after an error.
+        is_finite: True if all values are known to be finite: then they are not read once more before, for the residual's sake.
+            If a sum with the residual is infinite nevertheless, the residual is undefined.
 
     Returns:
         `out`.
@@ -191,13 +200,86 @@ def encode(
     if form.share is not None:
         wrong = _codecs.topk_encode(values, residual, form.kept(n), out)
     else:
-        wrong = _codecs.encode(form.number, values, residual, key, rounding == "stochastic", form.codes_at(n), out)
+        wrong = _codecs.encode(form.number, values, residual, key, rounding == "stochastic", form.codes_at(n), out, is_finite)
     if wrong >= 0:
         value = values[wrong]
         if residual is None or not np.isfinite(value):
             raise InvalidArray(f"values: expected finite numbers, got {value} at element {wrong}")
         raise InvalidArray(f"residual: expected finite sums with values, got {value} + {residual[wrong]} at element {wrong}")
     return out
+
+
+class Encoded:
+    """Encoded data that were looked at once, and are sound for so many elements. They are read where they lie.
+
+    Args:
+        codec: its name.
+        data: encoded_bytes(codec, n) bytes, at any address.
+        n: elements.
+
+    Raises:
+        InvalidEncoding: naming the field of the data that is wrong.
+        InvalidArray: `data` are no contiguous bytes.
+        ValueError: naming `codec`.
+
+    Attributes:
+        size: elements. nbytes: of the data.
+    """
+
+    __slots__ = ("_codec", "_data", "size")
+
+    def __init__(self, codec: str, data: Data, n: int) -> None:
+        form = _codec(codec)
+        found = _bytes_of(data)
+        if len(found) != form.nbytes(n):
+            raise InvalidEncoding(f"data: expected {form.nbytes(n)} bytes, those of {n} elements in {codec}, got {len(found)}")
+        if form.share is not None:
+            problem = _topk_problem(found, n, form.kept(n))
+        else:
+            problem = _problem(form, found, n)
+        if problem:
+            raise InvalidEncoding(problem)
+        self._codec = form
+        self._data = found
+        self.size = n
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the data."""
+        return self._data.nbytes
+
+    def decode(self, out: FloatArray) -> None:
+        """Set `out`, (size,) float32 and writable, to the numbers. InvalidArray names what is wrong.
+
+        Cost: O(n), GIL released, no allocation.
+        """
+        self._check("out", out)
+        form = self._codec
+        if form.share is not None:
+            _codecs.topk_decode(self._data, form.kept(self.size), out)
+        else:
+            _codecs.decode(form.number, self._data, form.codes_at(self.size), out)
+
+    def accumulate(self, accumulator: FloatArray, weight: float = 1.0) -> None:
+        """Add ``weight`` times the numbers to `accumulator`, (size,) float32 and writable. InvalidArray names what is wrong.
+
+        The bits are those of decode followed by psd_core.accumulate, but for elements that topk does not have: those are not
+        touched, where a sum with 0 would make 0 of -0.
+
+        Cost: O(n), for topk O(share * n); GIL released, no allocation.
+        """
+        self._check("accumulator", accumulator)
+        form = self._codec
+        if form.share is not None:
+            _codecs.topk_accumulate(self._data, form.kept(self.size), accumulator, weight)
+        else:
+            _codecs.accumulate(form.number, self._data, form.codes_at(self.size), accumulator, weight)
+
+    def _check(self, name: str, to: FloatArray) -> None:
+        n = _checked(name, to, writable=True)
+        if n != self.size:
+            raise InvalidArray(f"{name}: expected length {self.size}, that of the data, got {n}")
+        _check_apart(name, to, "data", self._data)
 
 
 def decode(codec: str, data: Data, out: FloatArray) -> None:
@@ -215,18 +297,11 @@ def decode(codec: str, data: Data, out: FloatArray) -> None:
 
     Cost: O(n), GIL released, no allocation.
     """
-    form, found = _checked_data(codec, data, "out", out)
-    if form.share is not None:
-        _codecs.topk_decode(found, form.kept(len(out)), out)
-    else:
-        _codecs.decode(form.number, found, form.codes_at(len(out)), out)
+    _encoded_for(codec, data, "out", out).decode(out)
 
 
 def accumulate(codec: str, data: Data, accumulator: FloatArray, weight: float = 1.0) -> None:
-    """Add ``weight`` times the numbers that encoded data stand for to `accumulator`, in place.
-
-    The bits are those of decode followed by psd_core.accumulate, but for elements that topk does not have: those are not
-    touched, where a sum with 0 would make 0 of -0.
+    """Add ``weight`` times the numbers that encoded data stand for to `accumulator`, in place; see Encoded.accumulate.
 
     Args:
         codec: its name.
@@ -238,14 +313,21 @@ def accumulate(codec: str, data: Data, accumulator: FloatArray, weight: float = 
         InvalidEncoding: naming the field of the data that is wrong; `accumulator` is untouched.
         InvalidArray: naming the argument.
         ValueError: naming `codec`.
-
-    Cost: O(n), for topk O(share * n); GIL released, no allocation.
     """
-    form, found = _checked_data(codec, data, "accumulator", accumulator)
-    if form.share is not None:
-        _codecs.topk_accumulate(found, form.kept(len(accumulator)), accumulator, weight)
-    else:
-        _codecs.accumulate(form.number, found, form.codes_at(len(accumulator)), accumulator, weight)
+    _encoded_for(codec, data, "accumulator", accumulator).accumulate(accumulator, weight)
+
+
+def _encoded_for(codec: str, data: Data, name: str, to: FloatArray) -> Encoded:
+    n, found = _checked(name, to, writable=True), _bytes_of(data)
+    _check_apart(name, to, "data", found)
+    return Encoded(codec, found, n)
+
+
+def _bytes_of(data: Data) -> NDArray[np.uint8]:
+    try:
+        return np.frombuffer(data, _UINT8)
+    except (BufferError, TypeError, ValueError) as error:
+        raise InvalidArray(f"data: expected contiguous bytes, got {type(data).__name__}: {error}") from None
 
 
 def _checked(name: str, array: FloatArray, n: int | None = None, *, writable: bool = False) -> int:
@@ -287,26 +369,6 @@ def _checked_seed(form: _Codec, seed: int | None, rounding: str) -> int:
     if not 0 <= seed < _SEEDS:
         raise ValueError(f"seed: expected a whole number from 0 to {_SEEDS - 1}, got {seed}")
     return seed
-
-
-def _checked_data(codec: str, data: Data, name: str, to: FloatArray) -> tuple[_Codec, NDArray[np.uint8]]:
-    """Return the codec, and data that are sound for an array."""
-    form = _codec(codec)
-    n = _checked(name, to, writable=True)
-    try:
-        found = np.frombuffer(data, _UINT8)
-    except (BufferError, TypeError, ValueError) as error:
-        raise InvalidArray(f"data: expected contiguous bytes, got {type(data).__name__}: {error}") from None
-    if len(found) != form.nbytes(n):
-        raise InvalidEncoding(f"data: expected {form.nbytes(n)} bytes, those of {n} elements in {codec}, got {len(found)}")
-    _check_apart(name, to, "data", found)
-    if form.share is not None:
-        problem = _topk_problem(found, n, form.kept(n))
-    else:
-        problem = _problem(form, found, n)
-    if problem:
-        raise InvalidEncoding(problem)
-    return form, found
 
 
 def _problem(form: _Codec, data: NDArray[np.uint8], n: int) -> str | None:

@@ -88,11 +88,15 @@ def expected(pushes: list[int], size: int) -> NDArray[np.float32]:
     return np.resize((-LR * total).astype(np.float32), size)
 
 
-def difference(values: NDArray[np.float32], pushes: list[int]) -> str:
-    """The error in the parameters after that many pushes of each rank, in words; empty: none."""
-    wrong = np.flatnonzero(values != expected(pushes, values.size))
+def difference(values: NDArray[np.float32], pushes: list[int], *, share: float = 0, loss: float = 0) -> str:
+    """The error in the parameters after that many pushes of each rank, in words; empty: none.
+
+    Args:
+        share: by which compressed parameters may differ. loss: largest part of a gradient that may still be with its worker.
+    """
+    due = expected(pushes, values.size)
+    wrong = np.flatnonzero(np.abs(values - due) > share * np.abs(due) + loss * LR * len(pushes))
     if wrong.size == 0:
         return ""
     first = int(wrong[0])
-    due = expected(pushes, values.size)[first]
-    return f"{wrong.size} of {values.size} parameters are wrong; number {first} is {values[first]}, must be {due}"
+    return f"{wrong.size} of {values.size} parameters are wrong; number {first} is {values[first]}, must be {due[first]}"

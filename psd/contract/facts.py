@@ -207,6 +207,14 @@ SHARD = (
     ),
     Fact("sent_bytes", "total", "Payload sent: parameters.", "counters", "psd_sent_bytes_total{transport}", table="traffic"),
     Fact(
+        "saved_bytes",
+        "total",
+        "Payload that was neither received nor sent, since it was compressed.",
+        "counters",
+        "psd_saved_bytes_total{transport}",
+        table="traffic",
+    ),
+    Fact(
         "requests_refused",
         "total",
         "Requests that ended in an error of the caller's; psd_request_errors_total has every error by its reason.",

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 
+from psd.contract.compression import NONE, Compression
 from psd.contract.config import Limits
 from psd.contract.consistency import SYNC, Consistency
 from psd.contract.errors import InvalidRequest, InvalidTensor
@@ -66,6 +67,7 @@ _WORDS = {
     "grace": "grace",
     "clip_norm": "clip_norm",
     "nan_policy": "nan_policy",
+    "compression": "compression",
 }
 """Names of the fields of a JobSpec in workers' programs."""
 
@@ -154,6 +156,7 @@ class JobSpec:
             rounds is always a number, and a clip_norm of 0 is none.
         grace: seconds for which a round waits on after its quorum; infinity: as JobKeywords say of "auto".
         tables: sparse tables; a group has either tensors or tables.
+        compression: how numbers travel.
     """
 
     world_size: int
@@ -167,6 +170,7 @@ class JobSpec:
     nan_policy: str = "refuse"
     grace: float = 0.0
     tables: tuple[SparseTableSpec, ...] = ()
+    compression: Compression = NONE
 
     def __post_init__(self) -> None:
         if self.world_size < 1:
@@ -247,6 +251,8 @@ class JobSpec:
             raise InvalidRequest(f"clip_norm: must be finite and >= 0 (0: no clipping), got {self.clip_norm}")
         if self.nan_policy not in NAN_POLICIES:
             raise InvalidRequest(f"nan_policy: must be one of {sorted(NAN_POLICIES)}, got {self.nan_policy!r}")
+        if self.compression.push and self.nan_policy == "allow":
+            raise InvalidRequest("nan_policy: allow, but compress has no form for NaN; use refuse or skip")
         layerwise = next((group.rule for group in self.groups if group.is_layerwise), "")
         if layerwise and not self.consistency.has_rounds:
             raise InvalidRequest(
@@ -393,6 +399,7 @@ class JobSpec:
             clip_norm=self.clip_norm,
             grace_s=self.grace,
             nan_policy=NAN_POLICIES[self.nan_policy] if self.nan_policy != "refuse" else None,  # as before the field existed
+            compression=self.compression.to_message(),
         )
         self.consistency.fill(message)
         for group in self.groups:
@@ -434,11 +441,12 @@ class JobSpec:
             nan_policy=_NAN_POLICY_NAMES[message.nan_policy],
             grace=message.grace_s,
             tables=tuple(map(SparseTableSpec.from_message, message.tables)),
+            compression=Compression.from_message(message.compression),
         )
 
     def difference(self, other: JobSpec) -> str | None:
         """The first difference between this spec, the job's, and a worker's, worded for workers; None if they are equal."""
-        words = [(word, getattr(self, field) or "none", getattr(other, field) or "none") for field, word in _WORDS.items()]
+        words = [(word, _word(getattr(self, field)), _word(getattr(other, field))) for field, word in _WORDS.items()]
         merges = (
             (f"merge of parameter {one.name!r}", one.merge or "none", another.merge or "none")
             for one, another in zip(self.tensors, other.tensors, strict=True)
@@ -477,6 +485,10 @@ class JobSpec:
                 yield f"{what} of {of_tables.get(index, f'parameter group {index}')}", value, value_there
         for name, tensor in mine.items():
             yield f"group of parameter {name!r}", tensor.group, theirs[name].group
+
+
+def _word(value: object) -> object:
+    return "none" if value == NONE else value or "none"
 
 
 def _first_difference(pairs: Iterable[tuple[str, object, object]], where: str) -> str | None:

@@ -39,6 +39,12 @@ class JobKeywords(TypedDict, total=False):
         nan_policy: treatment of NaN and infinity in gradients: "refuse", an error that names worker, parameter and step;
             "skip", the round changes nothing on any shard (see `ParameterServer.is_skipped`), implies "exact"; "allow". Loss
             scaling (torch's GradScaler, Keras's "mixed_float16") needs "skip": all workers then skip the same rounds.
+        compress: form in which gradients of float32 travel: "bf16", "fp16", "int8", "int4", "int4log", "sign", or "topk:0.01",
+            the largest hundredth; None: as they are. See docs/compression.md.
+        pull: form in which parameters of float32 come back, "bf16" or "fp16"; None: as they are. The shards keep all bits.
+        error_feedback: True: what compression has lost of a gradient stays with its worker, and is added to the next one.
+        rounding: of compressed gradients: "nearest", or "stochastic", up or down at random, from a seed that is fixed for each
+            push; None: "nearest" with error feedback, else "stochastic".
     """
 
     consistency: str | None
@@ -49,6 +55,10 @@ class JobKeywords(TypedDict, total=False):
     staleness: str | None
     clip_norm: float | None
     nan_policy: str
+    compress: str | None
+    pull: str | None
+    error_feedback: bool
+    rounding: str | None
 
 
 class LinkKeywords(TypedDict, total=False):
@@ -95,7 +105,7 @@ class FaceKeywords(JobKeywords, ConnectKeywords, total=False):
     """All that a face's `distribute` passes on to the job's declaration and to `connect`."""
 
 
-DEFAULTS: Mapping[str, Any] = MappingProxyType({"nan_policy": "refuse"})
+DEFAULTS: Mapping[str, Any] = MappingProxyType({"nan_policy": "refuse", "error_feedback": True})
 """Defaults of the keywords for which it is not None."""
 
 LOCAL_STEPS_ELSEWHERE = {

@@ -9,6 +9,9 @@ Tensors of 16 bits have masters of 32, and gradients of 16: these are sent as th
 A space of more than a few thousand elements is cut into a multiple of N blocks, so that shards differ by less than a block's
 rounding; tiny spaces stay whole, because a block costs a message. Elementwise rules give the same bits however it is cut.
 
+Where a job asks for compression, each block has a codec, or none: it travels compressed if it is of float32 and then has fewer
+bytes.
+
 A job with tables has one more block on each shard, after all others: its part of all tables, by the ids' hash. It is in no
 space; it is pushed to, versioned and waited for like the trained blocks.
 
@@ -25,6 +28,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from psd.contract.jobspec import JobSpec
+from psd_core.codecs import BLOCK as SCALED_ELEMENTS
+from psd_core.codecs import encoded_bytes
 
 BLOCK_BYTES_MAX = 4 << 20
 """Largest block. A block costs a shard some 0.2 ms of Python, since touching that much memory empties the caches. With 2 MiB
@@ -72,6 +77,8 @@ class Block:
         trained: False in static groups, to which nothing is pushed.
         segment_tensors: (k,) index of each segment's tensor in the spec.
         segment_ends: (k,) uint32, where each segment ends, in elements from the block's start; the last is `length`.
+        codec: of its gradient in pushes, pull_codec: of its parameters in workers' pulls; "": they travel as they are.
+        pushed_nbytes, pulled_nbytes: bytes of these on the wire.
     """
 
     index: int
@@ -84,6 +91,10 @@ class Block:
     trained: bool
     segment_tensors: NDArray[np.int64]
     segment_ends: NDArray[np.uint32]
+    codec: str
+    pull_codec: str
+    pushed_nbytes: int
+    pulled_nbytes: int
 
     @property
     def nbytes(self) -> int:
@@ -92,7 +103,7 @@ class Block:
 
     @property
     def gradient_nbytes(self) -> int:
-        """Bytes of the block's gradient, in a worker's memory and on the wire."""
+        """Bytes of the block's gradient in a worker's memory."""
         return self.length * self.gradient_dtype.itemsize
 
 
@@ -103,6 +114,16 @@ def _block_count(size: int, itemsize: int, shard_count: int) -> int:
     if size < balanced * BLOCK_ELEMENTS_MIN:
         balanced = max(count, size // BLOCK_ELEMENTS_MIN, 1)
     return balanced
+
+
+def _codec(asked: str, dtype: np.dtype[Any], length: int) -> str:
+    """The codec of a block: none unless it is of float32, and then fewer bytes."""
+    is_shorter = asked and dtype == np.float32 and encoded_bytes(asked, length) < length * dtype.itemsize
+    return asked if is_shorter else ""
+
+
+def _nbytes(codec: str, dtype: np.dtype[Any], length: int) -> int:
+    return encoded_bytes(codec, length) if codec else length * dtype.itemsize
 
 
 class Layout:
@@ -135,7 +156,9 @@ class Layout:
         ends = np.cumsum(sizes)
         size = int(ends[-1])
         length = -(-size // _block_count(size, dtype.itemsize, self.shard_count))
-        length = -(-length // BLOCK_ELEMENTS_STEP) * BLOCK_ELEMENTS_STEP
+        is_cut_alike = _codec(self.spec.compression.push, gradient_dtype, size)  # elements share the same scales then
+        step = SCALED_ELEMENTS if is_cut_alike else BLOCK_ELEMENTS_STEP
+        length = -(-length // step) * step
         space = Space(
             group=group,
             dtype=dtype,
@@ -147,11 +170,14 @@ class Layout:
             block_length=length,
         )
         self.spaces.append(space)
-        trained = not self.spec.groups[group].is_static
+        trained, asked = not self.spec.groups[group].is_static, self.spec.compression
         for offset in range(0, size, length):
             stop = min(offset + length, size)
             # The segments are the tensors from the one that holds `offset` to the one that holds `stop - 1`.
             first, last = np.searchsorted(ends, [offset, stop - 1], side="right")
+            count = stop - offset
+            codec = _codec(asked.push, gradient_dtype, count) if trained else ""
+            pull_codec = _codec(asked.pull, dtype, count) if trained else ""
             self.blocks.append(
                 Block(
                     index=len(self.blocks),
@@ -160,10 +186,14 @@ class Layout:
                     dtype=dtype,
                     gradient_dtype=gradient_dtype,
                     offset=offset,
-                    length=stop - offset,
+                    length=count,
                     trained=trained,
                     segment_tensors=space.tensors[first : last + 1],
-                    segment_ends=np.minimum(ends[first : last + 1] - offset, stop - offset).astype(np.uint32),
+                    segment_ends=np.minimum(ends[first : last + 1] - offset, count).astype(np.uint32),
+                    codec=codec,
+                    pull_codec=pull_codec,
+                    pushed_nbytes=_nbytes(codec, gradient_dtype, count),
+                    pulled_nbytes=_nbytes(pull_codec, dtype, count),
                 )
             )
 
@@ -181,6 +211,8 @@ class Layout:
         for space in self.spaces:
             dtype = space.dtype.str + (f" of {space.gradient_dtype.str}" if space.gradient_dtype != space.dtype else "")
             digest.update(f"space {space.group} {dtype} {space.size} {space.block_length}\n".encode())
+        if str(self.spec.compression):
+            digest.update(f"compression {self.spec.compression}\n".encode())
         return digest.digest()
 
     def shard_of(self, block: int) -> int:

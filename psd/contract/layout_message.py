@@ -44,4 +44,6 @@ def _block(layout: Layout, block: Block) -> job_pb2.Block:
         tensors=block.segment_tensors.tolist(),
         starts=[block.offset - begun, *[0] * (len(block.segment_tensors) - 1)],
         lengths=np.diff(block.segment_ends, prepend=0).tolist(),
+        codec=block.codec,
+        pull_codec=block.pull_codec,
     )

@@ -240,7 +240,6 @@ class ServedConnection:
                         numbers = () if item.is_there else [rows.values for rows in item.rows]
                         self._stream.send(Kind.ANSWER, item.head(), *numbers, more=is_last)
                     elif has_payload:
-                        self._plane.counts.count_bytes(sent=item.nbytes)
                         if call.into_memory:
                             reply.blocks.append(item.block)
                             reply.versions.append(item.version)
@@ -338,11 +337,16 @@ class ServedConnection:
         answer = out.answer
         try:
             if out.place is None:
-                self._stream.send(Kind.ANSWER, answer.head(), answer.values, more=True)  # at least the REPLY follows
+                payload = answer.payload() if answer.codec else answer.values
+                self._plane.counts.count_bytes(sent=payload.nbytes, saved=answer.values.nbytes - payload.nbytes)
+                self._stream.send(Kind.ANSWER, answer.head(), payload, more=True)  # at least the REPLY follows
                 return
             if self._has_hung_up:  # a worker that has not waited may use its memory for something else
                 raise Disconnected("the worker has hung up")
-            if answer.nbytes:
+            self._plane.counts.count_bytes(sent=answer.nbytes)
+            if answer.codec:
+                answer.write_to(self._attached().parameter(answer.block, out.place))
+            elif answer.nbytes:
                 np.copyto(self._attached().parameter(answer.block, out.place), answer.values)
             if out.is_announced:
                 self._stream.send(Kind.ANSWER, answer.head())

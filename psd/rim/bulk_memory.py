@@ -102,10 +102,11 @@ class WorkerMemory:
         ]
 
     def gradient(self, block: int) -> memoryview:
-        """The gradient of a block of the job; InvalidRequest if there is no such block."""
+        """The gradient of a block of the job, in its codec; InvalidRequest if there is no such block."""
         view = self._gradient_views.get(block)
         if view is None:
-            view = self._gradient_views[block] = self._block(self._gradients, block).data.cast("B")
+            view = self._block(self._gradients, block).data.cast("B")
+            view = self._gradient_views[block] = view[: self._layout.blocks[block].pushed_nbytes]
         return view
 
     def values(self, block: int) -> memoryview:

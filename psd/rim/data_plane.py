@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from psd.contract.rows import TableRows, parts_of
 from psd.rim.calls import Waiter
 from psd.state.aggregation.block import BlockState
+from psd.state.aggregation.outgoing import payload_of, write_rounded
 from psd.state.aggregation.trained import Trained
 from psd.state.desks.exchange import tables_of
 from psd.state.desks.transfers import Found, Pull, Push
@@ -86,13 +87,17 @@ class PulledBlock:
 
     Attributes:
         block: index. version: updates applied. values: (n,) the parameters, or a slot, unchanged until `release`.
-        steps: with a slot: steps that each segment has made.
+        steps: with a slot: steps that each segment has made. codec: form in which the values travel; "": as they are.
+
+    Args:
+        slot: number of a slot, in place of the parameters.
     """
 
-    __slots__ = ("_page", "_state", "block", "steps", "values", "version")
+    __slots__ = ("_page", "_state", "block", "codec", "steps", "values", "version")
 
-    def __init__(self, state: Trained, found: Found, slot: int = 0) -> None:
+    def __init__(self, state: Trained, found: Found, slot: int = 0, codec: str = "") -> None:
         self._state = state
+        self.codec = codec
         self.version: int = found[0]
         self._page: Any = found[1]
         self.block = state.index
@@ -112,10 +117,25 @@ class PulledBlock:
         """Bytes of `values`."""
         return self.values.nbytes
 
+    def payload(self) -> NDArray[Any]:
+        """The values in their codec."""
+        return payload_of(self.values, self.codec)
+
+    def write_to(self, target: NDArray[Any]) -> None:
+        """Write the values, as the receiver of the payload would have them, into memory of the worker."""
+        write_rounded(self.values, self.codec, target)
+
     def release(self) -> None:
         """Release the page. Call it once."""
         if self._page is not None and isinstance(self._state, BlockState):
             self._state.unpin(self._page)
+
+
+def saved_by(push: Push, block: PushedBlock) -> int:
+    """The bytes that the codec of a block has saved."""
+    state = push.job.trained(block.block)
+    plan = state.plan if isinstance(state, BlockState) else None
+    return plan.gradient_nbytes - plan.pushed_nbytes if plan is not None and block.payload.nbytes else 0
 
 
 class DataPlane:
@@ -156,7 +176,7 @@ class DataPlane:
                 )
             ) is not None:
                 waiter.wait(ticket)
-            self.counts.count_bytes(received=block.nbytes)
+            self.counts.count_bytes(received=block.nbytes, saved=saved_by(push, block) if push.job.spec.compression.push else 0)
         reply = self._exchange.end_push(push)
         self.counts.count_call("push", self._now() - began)
         yield reply
@@ -169,7 +189,7 @@ class DataPlane:
         for block in blocks:
             while not isinstance(found := self._exchange.read(block, pull), tuple):
                 waiter.wait(found)
-            yield PulledBlock(block, found, request.slot)
+            yield PulledBlock(block, found, request.slot, "" if request.slot else block.pull_codec)
         self.counts.count_call("pull", self._now() - began)
 
     def pull_rows(
@@ -238,7 +258,9 @@ class DataPlane:
                     )
                 ) is not None:
                     waiter.wait(ticket)
-                self.counts.count_bytes(received=block.nbytes)
+                self.counts.count_bytes(
+                    received=block.nbytes, saved=saved_by(push, block) if push.job.spec.compression.push else 0
+                )
                 if len(push.covered) > covered:
                     if answered is None or block.block in answered:
                         pending.append(push.job.trained(block.block))
@@ -247,14 +269,15 @@ class DataPlane:
                 if block.is_followed and pull.has_rounds:
                     continue
                 while pending and (found := self._exchange.peek(pending[0], pull)) is not None:
-                    yield PulledBlock(pending.popleft(), found)
+                    first = pending.popleft()
+                    yield PulledBlock(first, found, 0, first.pull_codec)
             reply = self._exchange.end_push(push)
             if pending:
                 self._pass_gate(pull, pull.clock, waiter)
             for state in pending:
                 while not isinstance(read := self._exchange.read(state, pull), tuple):
                     waiter.wait(read)
-                yield PulledBlock(state, read)
+                yield PulledBlock(state, read, 0, state.pull_codec)
             for state in unanswered:
                 while not isinstance(read := self._exchange.read(state, pull), tuple):
                     waiter.wait(read)

@@ -162,21 +162,24 @@ class DataService:
             raise InvalidRequest("last: must stand on the last frame of a push, and on no other")
         sent_frames = SentFrames(iter(frames_in))
         answer: list[tuple[int, bytes, Sequence[frames.Piece]]] = []
-        sent = 0
+        sent = saved = 0
         waiter = Waiter(self._shard, context)
         for item in self._plane.push_pull(sent_frames.head("push").push, sent_frames.blocks(), waiter, ahead):
             if isinstance(item, PulledRows):
                 answer.append((_AHEAD, item.head(), [rows.values for rows in item.rows]))
             elif isinstance(item, PulledBlock):
                 try:
-                    numbers = item.values.tobytes()  # so that no page is pinned during a wait
+                    numbers = (
+                        item.payload() if item.codec else item.values
+                    ).tobytes()  # so that no page is pinned during a wait
                 finally:
                     item.release()
                 answer.append((_FRAMES, item.head(), (numbers,)))
                 sent += len(numbers)
+                saved += item.values.nbytes - len(numbers)
             else:
                 answer.append((_FRAMES, data_pb2.PullFrame(push=item).SerializeToString(), ()))
-        self._plane.counts.count_bytes(sent=sent)
+        self._plane.counts.count_bytes(sent=sent, saved=saved)
         return frames.join_nested(answer)
 
     def _small(self, request: bytes) -> tuple[list[Frame], RowsAsked | None]:
@@ -215,10 +218,12 @@ class DataService:
 
     def _frame(self, answer: PulledBlock, *, with_payload: bool = True, positions: int = 0) -> bytes:
         try:
-            return frames.join(answer.head(positions), answer.values if with_payload else None)
+            payload = None if not with_payload else answer.payload() if answer.codec else answer.values
+            if payload is not None:
+                self._plane.counts.count_bytes(sent=payload.nbytes, saved=answer.values.nbytes - payload.nbytes)
+            return frames.join(answer.head(positions), payload)
         finally:
             answer.release()
-            self._plane.counts.count_bytes(sent=answer.nbytes if with_payload else 0)
 
 
 def _rows_frames(answers: Iterable[PulledRows]) -> Iterator[bytes]:

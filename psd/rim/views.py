@@ -176,6 +176,7 @@ def shard_status(shard: Shard, address: str, progress: CheckpointProgress | None
         reply.reduction = job.spec.reduction
         reply.quorum = job.spec.quorum
         reply.aggregation = job.spec.aggregation
+        reply.compression = str(job.spec.compression)
         reply.restored_from = now.restored_from
         reply.ages.extend(job.ages)
         if job.tables is not None:

@@ -58,20 +58,23 @@ class LaneCounts:
     """Traffic of one lane. Thread-safe.
 
     Attributes:
-        received_bytes, sent_bytes: bytes of payload. calls: how long calls that did not fail took, by kind.
+        received_bytes, sent_bytes: bytes of payload. saved_bytes: those that were not needed, by compression.
+        calls: how long calls that did not fail took, by kind.
     """
 
     def __init__(self, lane: str) -> None:
         self.received_bytes = 0
         self.sent_bytes = 0
+        self.saved_bytes = 0
         self.calls = {call: Histogram() for call in (*DATA_CALLS, *(GRPC_CALLS if lane == "grpc" else ()))}
         self._lock = locks.new(locks.Level.LEAF)
 
-    def count_bytes(self, *, received: int = 0, sent: int = 0) -> None:
+    def count_bytes(self, *, received: int = 0, sent: int = 0, saved: int = 0) -> None:
         """Add payload bytes to the totals."""
         with self._lock:
             self.received_bytes += received
             self.sent_bytes += sent
+            self.saved_bytes += saved
 
     def count_call(self, call: str, seconds: float) -> None:
         """Note that a call has succeeded."""
@@ -83,6 +86,7 @@ class LaneCounts:
         found = LaneCounts("")
         with self._lock:
             found.received_bytes, found.sent_bytes = self.received_bytes, self.sent_bytes
+            found.saved_bytes = self.saved_bytes
             found.calls = {call: histogram.copy() for call, histogram in self.calls.items()}
         return found
 
@@ -133,6 +137,11 @@ class Counters:
     def sent_bytes(self) -> int:
         """Bytes sent over all lanes."""
         return sum(lane.sent_bytes for lane in self.lanes.values())
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes saved over all lanes."""
+        return sum(lane.saved_bytes for lane in self.lanes.values())
 
 
 class RoundTimes:

@@ -162,6 +162,7 @@ class Sampler:
             consistency=printable(job.consistency),
             reduction=printable(job.reduction),
             aggregation=printable(job.aggregation),
+            compression=printable(job.compression),
             restored_from=printable(job.restored_from),
             numbers={
                 "clock": clock,

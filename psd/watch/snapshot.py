@@ -199,6 +199,7 @@ class JobSnapshot(Numbers):
     consistency: str
     reduction: str
     aggregation: str
+    compression: str
     restored_from: str
     numbers: Mapping[str, float]
     shards: tuple[ShardSnapshot, ...]

@@ -258,3 +258,21 @@ def test_codecs_when_the_array_is_small_then_every_work_has_a_ratio(figures_of):
     assert works["int8"] - works["sign"] == {"stochastic"}
     assert all(work["ratio"] > 0 for row in figures["results"] for work in row["works"].values())
     assert [criterion["number"] for criterion in figures["criteria"]] == [4, 4, 4]
+
+
+@pytest.mark.process
+def test_compression_when_it_is_measured_then_jobs_are_trained_with_and_without_and_each_step_is_verified(figures_of):
+    """A residual is part of the sums: they are right but for it."""
+    small = ("--codecs", "int4", "--seeds", "1", "--epochs", "1", "--model", "mlp", "--rounds", "1", "--steps", "1")
+
+    figures = figures_of("compression.py", *small)
+
+    kinds = {"feedback", "none, at random", "none, nearest"}
+    assert {(row["codec"], row["kind"]) for row in figures["accuracy"]} == {("", ""), *(("int4", kind) for kind in kinds)}
+    assert all(0 < share <= 100 for row in figures["accuracy"] for share in row["accuracy"])
+    assert [row["system"] for row in figures["steps"]] == [
+        "psd tcp",
+        "psd tcp int8",
+        "psd tcp int8 pull bf16",
+        "psd tcp int4 pull bf16",
+    ]

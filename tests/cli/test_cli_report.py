@@ -217,9 +217,9 @@ def test_as_text_when_all_is_well_then_every_part_is_there():
         "   0  live      40       0        -  0.2 s ago  host:100  shm, tcp (not shm: the shard is on another machine)",
         "   1  live      40       0        -  3.0 s ago  host:101  -",
         "",
-        "SHARD  PUSHES ACCEPTED  DUPLICATE  LATE  PULLS  UPDATES  RECEIVED  SENT  REFUSED",
-        "    0               80          0     0      0        0   1.0 GiB   0 B        0",
-        "    1               80          0     0      0        0   1.0 GiB   0 B        0",
+        "SHARD  PUSHES ACCEPTED  DUPLICATE  LATE  PULLS  UPDATES  RECEIVED  SENT  SAVED  REFUSED",
+        "    0               80          0     0      0        0   1.0 GiB   0 B      -        0",
+        "    1               80          0     0      0        0   1.0 GiB   0 B      -        0",
     ]
 
 

@@ -342,3 +342,19 @@ def test_data_that_change_after_the_check_cannot_reach_other_memory(fault):
     assert not memory[:CHUNK].any()
     assert not memory[CHUNK + TOPK_N :].any()
     assert out.any()
+
+
+@pytest.mark.parametrize("codec", ["bf16", "fp16", "int8", "int4", "int4log", "sign"])
+@pytest.mark.parametrize("at", [0, 300, 1000])
+def test_encode_when_the_caller_has_looked_then_the_bytes_are_the_same_and_an_infinite_sum_is_still_refused(codec, at):
+    values = np.random.default_rng(at).standard_normal(1001, np.float32)
+    residuals = [np.full(1001, 0.1, np.float32) for _ in range(2)]
+    data = [codecs.encode(codec, values, r, is_finite=known) for r, known in zip(residuals, (False, True), strict=True)]
+    assert data[0].tobytes() == data[1].tobytes()
+    assert residuals[0].tobytes() == residuals[1].tobytes()
+
+    values[at] = residuals[0][at] = 3e38
+    with pytest.raises(
+        psd_core.InvalidArray, match=f"residual: expected finite sums with values, got 3.0\\d*e\\+38 .* at element {at}$"
+    ):
+        codecs.encode(codec, values, residuals[0], is_finite=True)

@@ -301,11 +301,11 @@ class BulkClient:
             elif kind is Kind.ANSWER:
                 frame = self._parsed(data_pb2.PullFrame, head)
                 nbytes = missing.pop(frame.block, None)
-                if nbytes is None or payload_bytes != (0 if into_memory else nbytes):
+                if nbytes is None or bool(payload_bytes) != (nbytes > 0 and not into_memory):
                     raise InternalError(f"shard {self._shard} at {self._address}: sent a block that was not asked for")
                 assert parameters is not None
                 if payload_bytes:
-                    self._stream.read_into(parameters.block(frame.block).data.cast("B"))
+                    parameters.receive(frame.block, payload_bytes, self._stream.read_into)
                     self._traffic.received_bytes += payload_bytes
                 parameters.received(frame.block, frame.version)
             elif kind is Kind.REPLY:

@@ -16,9 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 import psd_core
+from psd.contract import frames
+from psd.contract.errors import InvalidTensor
 from psd.contract.layout import Layout
 from psd_client.lanes.rows_memory import ROWS_BYTES
 from psd_client.lanes.segment import Segment, aligned
+from psd_core import codecs
 
 SCANNED_BYTES_FOR_TWO = 8 << 20
 logger = logging.getLogger("psd_client")
@@ -76,6 +79,37 @@ class FlatBuffers:
     def block(self, index: int) -> NDArray[Any]:
         """The slice of block `index` of the layout."""
         return self._blocks[index]
+
+    def fill(self, index: int, payload: memoryview) -> None:
+        """Set block `index` to what a PullFrame has brought: in the block's codec, or as it is.
+
+        Raises:
+            InvalidTensor: the payload is neither.
+        """
+        block, target = self.layout.blocks[index], self._blocks[index]
+        if not block.pull_codec or payload.nbytes == block.nbytes:
+            target[...] = frames.numbers(payload, target.dtype, len(target), f"block {index}")
+            return
+        try:
+            codecs.decode(block.pull_codec, payload, target)
+        except codecs.InvalidEncoding as error:
+            raise InvalidTensor(f"block {index}: payload in {block.pull_codec}: {error}") from None
+
+    def receive(self, index: int, nbytes: int, read_into: Callable[[memoryview], None]) -> None:
+        """Set block `index` to a payload of so many bytes, which `read_into` writes into the memory that it is given.
+
+        Raises:
+            InvalidTensor: the block has another number of bytes, or the payload is wrong.
+        """
+        target = self._blocks[index]
+        if nbytes == target.nbytes:
+            read_into(target.data.cast("B"))
+            return
+        if nbytes != self.layout.blocks[index].pulled_nbytes:
+            raise InvalidTensor(f"block {index}: payload has {nbytes} bytes, expected {target.nbytes}")
+        payload = np.empty(nbytes, np.uint8).data
+        read_into(payload)
+        self.fill(index, payload)
 
     def received(self, index: int, version: int) -> None:
         """Note that block `index` has been received, or that a tables' block has that version."""
@@ -147,10 +181,12 @@ class FlatBuffers:
 
 
 def share_memory(layout: Layout, places: int = 1) -> Segment | None:
-    """A segment for a job's gradients, for `places` copies of its parameters, and for rows; None if the system has none."""
+    """A segment for a job's gradients, and their encoded form if it has one, for `places` copies of its parameters, and for
+    rows; None if the system has none."""
     trained = [space for space in layout.spaces if not layout.spec.groups[space.group].is_static]
     nbytes = sum(aligned(space.size * space.dtype.itemsize) for space in layout.spaces) * places
-    nbytes += sum(aligned(space.size * space.gradient_dtype.itemsize) for space in trained)
+    forms = 2 if layout.spec.compression.push else 1
+    nbytes += sum(aligned(space.size * space.gradient_dtype.itemsize) for space in trained) * forms
     nbytes += 2 * ROWS_BYTES if layout.spec.tables else 0
     try:
         return Segment(nbytes)

@@ -63,7 +63,9 @@ def push_frames(part: GradientPart, places: Places = lambda _: [], *, in_memory:
         if part.present is not None:
             message.in_memory_present.extend([frames.present_bits(part.present[block.segment_tensors]) for block in sent])
             sent = [block for block in sent if part.has(block)]
-        yield OutFrame(message, (), sum([part.buffers.block(block.index).nbytes for block in sent]))
+        for each in part.outgoing() if part.encoding is not None else ():
+            part.sent(*each)
+        yield OutFrame(message, (), sum([block.pushed_nbytes for block in sent]))
         header = None
     else:
         left = len(part.blocks)
@@ -71,7 +73,8 @@ def push_frames(part: GradientPart, places: Places = lambda _: [], *, in_memory:
             left -= 1
             message = data_pb2.PushFrame(push=header, last=not (left or has_rows))
             bits = b"" if present is None else frames.present_bits(present)
-            values = [part.buffers.block(block.index)] if present is None or present.any() else []
+            is_plain = present is None and part.encoding is None
+            values = [part.buffers.block(block.index)] if is_plain else part.sent(block, present)
             if in_memory:
                 message.in_memory.append(block.index)
                 message.in_memory_present.append(bits)
@@ -267,12 +270,11 @@ class BlockAnswer:
             self.positions.add(message.positions)
         if self._parameters is not None:
             if nbytes:
-                target = self._parameters.block(message.block)
-                target[...] = frames.numbers(payload, target.dtype, len(target), f"block {message.block}")
+                self._parameters.fill(message.block, payload)
             if message.steps:
                 self._parameters.steps[message.block] = message.steps
             self._parameters.received(message.block, message.version)
-            self._traffic.received_bytes += nbytes
+            self._traffic.received_bytes += payload.nbytes
 
     @property
     def reply(self) -> data_pb2.PushReply:

@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from google.protobuf.message import Message
@@ -63,6 +63,16 @@ class Bracket(Generic[T]):
 
 class Cancelled(Exception):
     """The call's scope was cancelled, because another shard's call failed or the user interrupted. Never reaches the user."""
+
+
+class Encoding(Protocol):
+    """The encoded form of a push's blocks."""
+
+    def block(self, block: Block, present: NDArray[np.bool_] | None, /) -> NDArray[Any]:
+        """The array that travels of a block, in shared memory if the gradients are.
+
+        present: as in Outgoing, with at least one."""
+        ...
 
 
 class Scope:
@@ -141,6 +151,7 @@ class GradientPart:
         tables_block: index of the shard's tables' block, which is pushed, too; None: the job has no tables.
         tables: gradients of the shard's rows, in the dtype in which they are sent, with distinct ids for each table. If the
             feed has some, these are sent instead.
+        encoding: the form in which blocks are sent; None: as they are.
     """
 
     blocks: Sequence[Block]
@@ -149,6 +160,7 @@ class GradientPart:
     feed: Feed | None = None
     tables_block: int | None = None
     tables: Sequence[TableRows] = ()
+    encoding: Encoding | None = None
     header: data_pb2.PushHeader = field(kw_only=True)
 
     @property
@@ -176,6 +188,12 @@ class GradientPart:
             return
         for block in self.blocks:
             yield block, None if self.present is None else self.present[block.segment_tensors]
+
+    def sent(self, block: Block, present: NDArray[np.bool_] | None) -> list[NDArray[Any]]:
+        """The arrays that are sent of a block; none if nothing of it is present. present: as in Outgoing."""
+        if present is not None and not present.any():
+            return []
+        return [self.buffers.block(block.index) if self.encoding is None else self.encoding.block(block, present)]
 
     def outgoing_rows(self) -> Sequence[TableRows]:
         """The gradients of rows; waits for them if the feed computes them."""

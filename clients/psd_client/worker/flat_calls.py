@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from typing_extensions import Unpack
 
 from psd.contract import arguments
+from psd.contract.compression import Compression
 from psd.contract.environment import job_defaults
 from psd.contract.errors import InvalidRequest, NonFiniteGradient
 from psd.contract.jobspec import AGGREGATIONS, NAN_POLICIES, REDUCTIONS, GroupSpec, JobSpec, TensorSpec
@@ -34,6 +35,8 @@ from psd_client.worker.exchange.sent_push import JobPart, Spare, WorkerGradient
 from psd_client.worker.rows import Gradients
 from psd_client.worker.vectors.calls import VectorCalls
 from psd_client.worker.worker import ONE_JOB, Turn, WorkerConnection
+
+_OF_COMPRESSION = ("compress", "pull", "error_feedback", "rounding")
 
 
 def _grace_of(grace: float | str | None) -> float:
@@ -146,6 +149,7 @@ class FlatCalls(WorkerConnection):
             nan_policy=nan_policy,
             grace=grace,
             tables=tuple(tables),
+            compression=Compression.of(*(job.get(name, DEFAULTS.get(name)) for name in _OF_COMPRESSION)),
         )
 
     def keep_buffers(self, fill: Callable[[int], None]) -> None:

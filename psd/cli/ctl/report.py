@@ -56,11 +56,12 @@ def _job_line(now: JobSnapshot) -> str:
         return f"run {now.run_id or '-'}: nothing declared yet"
     declared = next(shard for shard in now.shards if shard.numbers)
     quorum = f", quorum {now.quorum}" if 0 < now.quorum < now.world_size else ""
+    compression = f", compressed as {now.compression}" if now.compression else ""
     restored = f", gone on from checkpoint {now.restored_from}" if now.restored_from else ""
     tables = f"{count_text(len(now.tables), 'table')}, " if now.tables else ""
     end = f" ({progress_text(now.clock, now.total_steps, now.numbers.get('time_left_s'))})" if now.total_steps else ""
     return (
-        f"run {now.run_id}: {now.consistency}, {now.reduction}, {count_text(now.world_size, 'worker')}{quorum}, "
+        f"run {now.run_id}: {now.consistency}, {now.reduction}{compression}, {count_text(now.world_size, 'worker')}{quorum}, "
         f"clock {now.clock}{end}, {count_text(declared.tensors, 'tensor')}, {tables}{size(now.parameter_bytes)} parameters, "
         f"{size(now.slot_bytes)} slots{restored}"
     )

@@ -20,11 +20,12 @@ from psd.contract.errors import OutOfSpace, RuleFailed
 from psd.contract.verdicts import Squares, Verdict
 from psd.state import pages
 from psd.state.aggregation.offered_buffers import Offered
-from psd.state.aggregation.rounds import Contribution, Round, RoundSetting, Unmeasured, Update, segments
+from psd.state.aggregation.rounds import Contribution, Outcome, Round, RoundSetting, Unmeasured, Update, segments
 from psd.state.aggregation.rules import BoundRule, Gradient, SegmentFailed
 from psd.state.aggregation.trained import RoundServices, Trained
 from psd.state.counts import RoundTimes
 from psd_core.arena import Arena, Page, StoreFull
+from psd_core.codecs import Encoded
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,7 @@ class BlockState(Trained):
     ) -> None:
         self.plan = plan
         self.is_trained = plan.trained
+        self.pull_codec = plan.pull_codec
         self.offered = offered
         self.ratio_places = ratio_places
         self._slot = slot
@@ -76,12 +78,13 @@ class BlockState(Trained):
         self._last_set: tuple[pages.SetMark, frozenset[int]] | None = (
             None  # the last load in this life of the shard, and what it has set
         )
+        self._accumulators = pages.BlockAccumulators(services.arena, slot)
         setting = RoundSetting(
             plan.segment_ends,
             bound.rule,
             services.rounds.is_mean,
             services.rounds.policy,
-            pages.BlockAccumulators(services.arena, slot),
+            self._accumulators,
             services.rounds.members,
             ratio_places,
         )
@@ -195,6 +198,17 @@ class BlockState(Trained):
             return int(page.sessions[rank]), int(page.clocks[rank])
         finally:
             self._arena.unpin(page)
+
+    @override
+    def _apply_alone(self, part: Contribution) -> Outcome:
+        if not isinstance(part.values, Encoded):
+            return super()._apply_alone(part)
+        values = self._accumulators.lend()
+        try:
+            part.values.decode(values)
+            return super()._apply_alone(part._replace(values=values))
+        finally:
+            self._accumulators.give_back(values)
 
     def _alone(self, part: Contribution, age: int) -> Update:
         touched = segments(len(self.plan.segment_ends), 1) if part.present is None else part.present

@@ -19,9 +19,11 @@ import psd_core
 from psd.contract.errors import StateLost
 from psd.contract.verdicts import Squares, Verdict
 from psd.state.aggregation.consistency import ranks_in
+from psd.state.aggregation.lent_gradients import copy_of
 from psd.state.aggregation.rounds import Contribution, Outcome, Round, RoundSetting, Taken, Unmeasured, Update
 from psd.state.aggregation.rules import Gradient, Layerwise
 from psd_core.arena import Page
+from psd_core.codecs import Encoded
 
 
 class ExactRound(Round):
@@ -59,10 +61,11 @@ class ExactRound(Round):
 
     @override
     def take(self, part: Contribution) -> Taken:
-        if self._decided is not None and not self._decided & ~(self._staged() | 1 << part.rank):
+        is_last = self._decided is not None and not self._decided & ~(self._staged() | 1 << part.rank)
+        if is_last and not isinstance(part.values, Encoded):
             return Taken.LAST
         self._keep(part)
-        return Taken.OPEN
+        return Taken.COMPLETE if is_last else Taken.OPEN
 
     def _keep(self, part: Contribution) -> None:
         values = self._values(part)
@@ -72,7 +75,7 @@ class ExactRound(Round):
 
     def _copied(self, values: Any) -> Any:
         kept = self._setting.accumulators.lend()
-        psd_core.scaled_copy(kept, values)
+        copy_of(kept, values)
         return kept
 
     @override

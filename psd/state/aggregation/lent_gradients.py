@@ -9,6 +9,8 @@ need.
 2. A lent gradient counts like a copied one: once, and in the same place of the sum.
 3. If there is no memory for a copy, the sum stays as it was, and still reads the gradient where it lies.
 
+An encoded gradient (psd_core.codecs.Encoded) is never lent: it is decoded as it is added, in one pass.
+
 `RoundSum` is used under its block's lock. Must not know rounds, blocks or workers.
 """
 
@@ -21,6 +23,7 @@ from numpy.typing import NDArray
 
 import psd_core
 from psd.state.pages import Lender
+from psd_core.codecs import Encoded
 
 HALF_BYTES = 2
 """Element size of 16-bit gradients. A sum is never of 16 bits: such gradients are widened as they are added."""
@@ -69,13 +72,18 @@ class RoundSum:
         sum_ = self._sum if self._first is None else self._first.values
         return (sum_, None, 0.0) if self._last is None else (sum_, self._last.values, self._last.weight)
 
-    def add(self, values: NDArray[Any] | None, weight: float, loan: Loan | None = None) -> None:
+    def add(self, values: NDArray[Any] | Encoded | None, weight: float, loan: Loan | None = None) -> None:
         """Add a gradient; None adds nothing. If this fails, the sum is the same, though the first one may now be a copy."""
         if values is None:
             return
         if self._first is not None:
             self._take_over_first()
-        if self._sum is not None:
+        if isinstance(values, Encoded):
+            if self._sum is not None:
+                values.accumulate(self._sum, weight)
+            else:
+                self._begin(values, weight)
+        elif self._sum is not None:
             psd_core.accumulate(self._sum, values, weight)
         elif loan is not None and weight == 1 and values.itemsize > HALF_BYTES:
             self._first = Lent(values, weight, loan)
@@ -107,7 +115,17 @@ class RoundSum:
         self._begin(self._first.values, self._first.weight)
         self._first = None
 
-    def _begin(self, values: NDArray[Any], weight: float) -> None:
+    def _begin(self, values: NDArray[Any] | Encoded, weight: float) -> None:
         accumulator = self._accumulators.lend()
-        psd_core.scaled_copy(accumulator, values, weight)
+        copy_of(accumulator, values, weight)
         self._sum = accumulator
+
+
+def copy_of(target: NDArray[Any], values: NDArray[Any] | Encoded, weight: float = 1.0) -> None:
+    """Set `target` to `weight` times a gradient: with the same bits, whether that is encoded or not."""
+    if not isinstance(values, Encoded):
+        psd_core.scaled_copy(target, values, weight)
+        return
+    values.decode(target)
+    if weight != 1:
+        psd_core.scaled_copy(target, target, weight)

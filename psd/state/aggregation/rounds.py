@@ -26,6 +26,7 @@ from psd.state.aggregation.rules import Gradient, Rule
 from psd.state.pages import Lender
 from psd.state.workers.membership import Membership
 from psd_core.arena import Page
+from psd_core.codecs import Encoded
 
 
 class Contribution(NamedTuple):
@@ -35,7 +36,8 @@ class Contribution(NamedTuple):
         session: the session that began the push. Rank, session and clock are the push's name.
         weight: number of samples that the gradient was computed from; with 0 the worker takes part and adds nothing.
         values: (n,) gradient in the block's gradient_dtype, zero where not present; None: no gradient in this block at all.
-            For the tables' block, Gradients (psd/state/tables/rounds.py).
+            Or Encoded: one that is all present, still in its codec. For the tables' block, Gradients
+            (psd/state/tables/rounds.py).
         present: (k,) uint8, the segments with a gradient; None: all.
         scalars: the scalars of the block's group; for the tables' block, those of all groups.
         version_read: version of the parameters that the gradient was computed from; None: not known.
@@ -277,15 +279,17 @@ class FastRound(Round):
     @override
     def take(self, part: Contribution) -> Taken:
         values, weight, noted = self._values(part), self._weight(part), self._noted(part)
-        if not self._closes_with(part):
+        is_last, is_encoded = self._closes_with(part), isinstance(values, Encoded)
+        if not is_last or is_encoded:
             self._sum.add(values, weight, part.loan)
+            self.is_due = is_last and part.loan is not None
         elif part.loan is not None:
             self._sum.complete(values, weight, part.loan)
             self.is_due = True
         else:
             return Taken.LAST
         self._note(part, *noted)
-        return Taken.DUE if self.is_due else Taken.OPEN
+        return Taken.DUE if self.is_due else Taken.COMPLETE if is_last else Taken.OPEN
 
     def _closes_with(self, part: Contribution) -> bool:
         return self._setting.policy.closes(self._contributors | 1 << part.rank, self.waited())

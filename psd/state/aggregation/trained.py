@@ -68,9 +68,11 @@ class Trained(ABC):
         ratio_places: see RoundSetting; None unless a verdict has some for the block.
         lacks_space: a round is complete and could not be applied for lack of space; to be settled again when there is some.
         ages: of the gradients, where there are no rounds.
+        pull_codec: form in which workers get its parameters; "": as they are.
     """
 
     is_trained = True
+    pull_codec = ""
     ratio_places: NDArray[np.intp] | None = None
 
     def __init__(

@@ -16,6 +16,7 @@ import psd_core
 from psd.contract import frames
 from psd.contract.errors import InvalidRequest, InvalidTensor
 from psd.contract.jobspec import JobSpec
+from psd.contract.layout import Block
 from psd.contract.rows import TableRows
 from psd.contract.rules import weight_of
 from psd.state.aggregation.block import BlockState
@@ -31,6 +32,7 @@ from psd.state.tickets import Ticket, WaitKind
 from psd.state.workers.learners import check_note
 from psd.v1 import data_pb2
 from psd_core.arena import StoreClosed
+from psd_core.codecs import Encoded, InvalidEncoding
 
 
 class Exchange:
@@ -213,7 +215,7 @@ class Exchange:
 
     def _gradient(
         self, push: Push, block: BlockState, present: bytes, payload: memoryview
-    ) -> tuple[NDArray[Any] | None, NDArray[np.uint8] | None]:
+    ) -> tuple[NDArray[Any] | Encoded | None, NDArray[np.uint8] | None]:
         """A block's gradient (None if it is empty), and the mask of the segments that have one (None if all have)."""
         plan = block.plan
         mask = frames.present_mask(present, len(plan.segment_ends)) if present else None
@@ -223,14 +225,14 @@ class Exchange:
                     f"block {plan.index}: payload has {payload.nbytes} bytes, but present says that there is nothing"
                 )
             return None, mask
+        if plan.codec:
+            return encoded(plan, payload, mask), mask
         values = frames.numbers(payload, plan.gradient_dtype, plan.length, f"block {plan.index}")
         if push.job.spec.nan_policy != "allow" and not push.is_finite:
             whose = f"the gradient of worker {push.worker.rank}"
             self._core.check_finite(values, plan.index, whose, push.worker.rank, push.clock)
-        if mask is not None:
-            lengths = np.diff(plan.segment_ends, prepend=np.uint32(0))
-            if np.any(psd_core.widened(values)[np.repeat(mask, lengths) == 0]):
-                raise InvalidTensor(f"block {plan.index}: payload must be zero where present is 0")
+        if mask is not None and np.any(psd_core.widened(values)[absent(plan, mask)]):
+            raise InvalidTensor(f"block {plan.index}: payload must be zero where present is 0")
         return values, mask
 
     def end_push(self, push: Push) -> data_pb2.PushReply:
@@ -376,6 +378,30 @@ class Exchange:
             return block.read(pull.clock if policy.has_rounds else 0)
         except StoreClosed:
             raise self._core.gone_back() from None
+
+
+def absent(plan: Block, mask: NDArray[np.uint8]) -> NDArray[np.bool_]:
+    """The elements of a block whose segments have no gradient, as (n,) truth values."""
+    found: NDArray[np.bool_] = np.repeat(mask == 0, np.diff(plan.segment_ends, prepend=np.uint32(0)))
+    return found
+
+
+def encoded(plan: Block, payload: memoryview, mask: NDArray[np.uint8] | None) -> NDArray[Any] | Encoded:
+    """A block's gradient in its codec, looked at; as numbers if it is not all present.
+
+    Raises:
+        InvalidTensor: it is malformed; the message names the field.
+    """
+    try:
+        gradient = Encoded(plan.codec, payload, plan.length)
+    except InvalidEncoding as error:
+        raise InvalidTensor(f"block {plan.index}: payload in {plan.codec}: {error}") from None
+    if mask is None:
+        return gradient
+    values: NDArray[Any] = np.empty(plan.length, plan.dtype)
+    gradient.decode(values)
+    values[absent(plan, mask)] = 0
+    return values
 
 
 def tables_of(job: Job) -> TablesBlock:

@@ -47,7 +47,7 @@ def bar(share: float, width: int) -> str:
 
 def head_lines(now: JobSnapshot, width: int) -> list[str]:
     """Headline: whether the job trains, how fast, and what limits it."""
-    kind = " ".join(word for word in (now.consistency, now.reduction, now.aggregation) if word)
+    kind = " ".join(word for word in (now.consistency, now.reduction, now.aggregation, now.compression) if word)
     what = f"{count_text(len(now.shards), 'shard')}, {count_text(now.world_size, 'worker')}"
     speed = f"{rate(now.steps_per_s)} steps/s"
     samples = f"{rate(now.samples_per_s)} samples/s" if now.samples_per_s else ""

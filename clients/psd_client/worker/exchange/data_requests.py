@@ -21,6 +21,7 @@ from psd.contract.verdicts import clip_scale
 from psd.v1 import data_pb2
 from psd_client.lanes.flat import FlatBuffers
 from psd_client.lanes.transport import GradientPart
+from psd_client.worker.exchange.gradient_encoder import GradientEncoder
 from psd_client.worker.exchange.riders import Riders
 from psd_client.worker.exchange.sent_push import SentPush, WorkerGradient
 from psd_client.worker.exchange.verdict_search import VerdictSearch
@@ -82,6 +83,7 @@ class DataRequests:
     Args:
         gradients: the buffers that pushes send.
         riders: what rides on pushes. verdicts: None if the job's rounds have no verdicts.
+        encoder: None if gradients are sent as they are.
 
     Attributes:
         rows_read: by shard, the version of its tables at the last pull of rows.
@@ -93,6 +95,7 @@ class DataRequests:
         gradients: FlatBuffers,
         riders: Riders,
         verdicts: VerdictSearch | None,
+        encoder: GradientEncoder | None = None,
     ) -> None:
         self._session = session
         self._gradients = gradients
@@ -100,6 +103,7 @@ class DataRequests:
         self._has_rounds = gradients.layout.spec.consistency.has_rounds
         self._riders = riders
         self._verdicts = verdicts
+        self._encoder = encoder
         self.rows_read: dict[int, int] = {}
 
     def push(self, gradient: WorkerGradient, weight: float, rows: RowGradients, *, is_finite: bool) -> SentPush:
@@ -141,6 +145,8 @@ class DataRequests:
             if tables_block is not None:
                 versions.append(self.rows_read.get(shard, received[tables_block]))
         part = sent.gradient_part(shard, self._session.caller(shard), blocks, self._gradients, versions)
+        if self._encoder is not None:
+            part.encoding = self._encoder.push
         for write_to in self._riders.write_to:
             write_to(shard, part.header)
         return part

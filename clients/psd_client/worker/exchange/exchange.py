@@ -11,7 +11,6 @@ tables' rows are part of a push like any block. Must not know names, optimizers 
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -28,6 +27,7 @@ from psd_client.lanes.shards import Shards, transfer_s
 from psd_client.lanes.transport import Call, Lane, Share
 from psd_client.worker.exchange.buffers import BufferKeeper
 from psd_client.worker.exchange.data_requests import DataRequests, check_skip, is_finite
+from psd_client.worker.exchange.gradient_encoder import GradientEncoder
 from psd_client.worker.exchange.learner_rider import LearnerRider
 from psd_client.worker.exchange.lending import ParameterPlaces, lent_places
 from psd_client.worker.exchange.loading import ParameterLoad, SlotValues
@@ -36,8 +36,6 @@ from psd_client.worker.exchange.row_traffic import RowTraffic
 from psd_client.worker.exchange.sent_push import JobPart, SentPush, WorkerGradient
 from psd_client.worker.exchange.verdict_search import VerdictSearch
 from psd_client.worker.session.session import Session
-
-logger = logging.getLogger("psd_client")
 
 
 class ParameterExchange:
@@ -74,9 +72,7 @@ class ParameterExchange:
         self._session = session
         self._shards = shards
         self._layout = layout
-        self._blocks: list[list[Block]] = [
-            [block for block in layout.blocks_of(lane.shard) if block.trained] for lane in shards.lanes
-        ]
+        self._blocks = [[block for block in layout.blocks_of(lane.shard) if block.trained] for lane in shards.lanes]
         self._trained = [block for block in layout.blocks if block.trained]
         self._trained_count = len(self._trained) + (layout.shard_count if layout.spec.tables else 0)
         self._lanes = [lane for lane in shards.lanes if self._blocks[lane.shard] or layout.spec.tables]
@@ -101,14 +97,14 @@ class ParameterExchange:
         self.times_gone_back = 0
         self.buffers = BufferKeeper(session, shards, layout, self.parameters, self._timeout_s, lambda: self.times_gone_back)
         self.learner = LearnerRider()
+        self._encoder = GradientEncoder(rank, self.gradients) if any(block.codec for block in layout.blocks) else None
         own = [self.client_state, *([self.buffers] if self.buffers.has_use else ()), self.rows, self._counts]
-        own += [self.learner] if is_learner else []
+        own += [*([self.learner] if is_learner else ()), *([self._encoder] if self._encoder is not None else ())]
         self._riders = riders_of(rank, session, layout, self.gradients, self.counts, *own)
-        self._requests = DataRequests(session, self.gradients, self._riders, self._verdicts)
+        self._requests = DataRequests(session, self.gradients, self._riders, self._verdicts, self._encoder)
         self._load = ParameterLoad(rank, session, shards, self.parameters, wait_timeout_s, self._timeout_s)
-        if segment is not None:
-            for share in sharing:
-                share(self.gradients, self.places.shared)
+        for share in sharing if segment is not None else ():
+            share(self._encoder.sent if self._encoder is not None else self.gradients, self.places.shared)
 
     # -- operations ----------------------------------------------------------------------------------------------------
 
@@ -314,11 +310,19 @@ class ParameterExchange:
         return sent
 
     def _on_failed(self, sent: SentPush, error: BaseException) -> None:
-        """Note that the program's call has failed: the next call must go on with this push, or end it."""
+        """Note that the program's call has failed: the next call must go on with this push, or end it.
+
+        Raises:
+            NonFiniteGradient: in place of the error, if the gradient could not be encoded.
+        """
+        encoded = self._encoder.push if self._encoder is not None else None
+        failure = encoded.failure if encoded is not None else None
         if not isinstance(error, RolledBack):
-            sent.on_failure(error, self._trained, self.gradients)
+            sent.on_failure(failure or error, self._trained, self.gradients)
             self._failed = sent
             self._session.cuts.set_ready(sent.is_finished)
+        if failure is not None:
+            raise failure from None
 
     def _on_done(self) -> None:
         """Note that the program's call has sent its push."""

@@ -258,7 +258,7 @@ class Session:
         self._followed = self.memberships.held.timeline
         if self.is_cut_by_positions:
             self.on_cuts()  # from now on shards may ask for this worker's position, and its heartbeats come more often
-        if is_provided:
+        if is_provided and not spec.compression.pull:  # with it, all workers have what the shards send
             return
         try:
             try:
