@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from psd.contract.errors import RolledBack
-from psd.contract.layout import Block, Layout
+from psd.contract.layout import Layout
 from psd.contract.rules import weight_of
 from psd.v1 import control_pb2
 from psd_client.lanes.flat import FlatBuffers, share_memory
