@@ -67,8 +67,8 @@ __all__ = [
 ]
 
 
-def _no_crash(_name: str) -> None:
-    pass
+def no_crash(_name: str) -> None:
+    """Do nothing at a crash point."""
 
 
 class Arena:
@@ -107,7 +107,7 @@ class Arena:
         meta: bytes,
         shapes: Sequence[BlockShape],
         workers: int,
-        crash_point: Callable[[str], None] = _no_crash,
+        crash_point: Callable[[str], None] = no_crash,
         replace: bool = False,
         instead: Arena | None = None,
         prepare: Callable[[Arena], None] = lambda _: None,
@@ -173,7 +173,7 @@ class Arena:
         cls,
         directory: str | os.PathLike[str],
         *,
-        crash_point: Callable[[str], None] = _no_crash,
+        crash_point: Callable[[str], None] = no_crash,
         check: Callable[[], None] = lambda: None,
         read: recovery.Read = files.File.read,
     ) -> Arena | None:

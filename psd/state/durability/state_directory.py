@@ -46,6 +46,7 @@ from psd_core.arena import (
     ArenaForeign,
     BlockShape,
     StoreFull,
+    no_crash,
 )
 from psd_core.table import TableSpec, TableStore
 from psd_core.vector import LOG_NAME, VectorStore
@@ -65,9 +66,8 @@ class Storage:
 
     def __init__(self, config: ServerConfig, crash_point: Callable[[str], None] | None) -> None:
         self._config = config
-        self._crash_point = crash_point or (lambda _: None)
+        self._crash_point = crash_point or no_crash
         self._tables_crash_point = crash_point  # a store that has none need not call Python
-        self._arena_options: dict[str, Any] = {} if crash_point is None else {"crash_point": crash_point}
         self._is_private = not config.state_dir
         self.directory = (
             memory_directory() / f"{_PRIVATE_PREFIX}{secrets.token_hex(6)}" if self._is_private else Path(config.state_dir)
@@ -93,7 +93,7 @@ class Storage:
         if self.directory.exists():
             directory_checks.check_private(self.directory, leftovers.names(self.directory))
         try:
-            arena = Arena.open(self.directory, check=self._check, **self._arena_options)
+            arena = Arena.open(self.directory, crash_point=self._crash_point, check=self._check)
         except ArenaBusy as error:
             raise ConfigError(f"--state-dir: {error}") from error
         except (ArenaForeign, StateUnsupported) as error:
@@ -287,7 +287,7 @@ class Storage:
                 meta=stored.SerializeToString(),
                 shapes=shapes,
                 workers=workers,
-                **self._arena_options,
+                crash_point=self._crash_point,
                 **how,
             )
         except StoreFull as error:

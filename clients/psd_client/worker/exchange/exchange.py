@@ -433,10 +433,8 @@ class ParameterExchange:
                 sent.spare.decided_at = time.monotonic()
 
     def learn_clock(self) -> None:
-        """Exact aggregation: go on at the job's clock, if other workers have closed rounds without this one.
-
-        `parameters` stay. If a failed call has left a push behind, that is resolved first.
-        """
+        """Exact aggregation: go on at the job's clock, if other workers have closed rounds without this one. `parameters` stay.
+        If a failed call has left a push behind, that is resolved first."""
         self.resolve()
         self._session.catch_up()
         for attempt in self._session.attempts():
