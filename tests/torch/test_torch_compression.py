@@ -71,11 +71,21 @@ def test_steps_when_they_overlap_and_a_gradient_is_not_finite_then_the_program_i
     run_workers(1, 2, body, transport=transport)
 
 
+@pytest.mark.parametrize("merge", ["mean", "rda"])
 @pytest.mark.parametrize("fragments", [1, 3])
 @pytest.mark.parametrize("delay", [0, 1])
-def test_learners_when_their_differences_are_compressed_then_all_end_with_the_same_bits(run_workers, fragments, delay):
-    """A residual is of each block, and so of the fragment that it is in."""
-    local = psd.Local(steps=3, fragments=fragments, delay=delay, outer=psd_client.SGD(lr=0.7, momentum=0.9))
+def test_learners_when_their_differences_are_compressed_then_all_end_with_the_same_bits(run_workers, fragments, delay, merge):
+    """A residual is of each block, and so of the fragment that it is in; norms are of the differences themselves."""
+    local = psd.Local(steps=3, fragments=fragments, delay=delay, outer=psd_client.SGD(lr=0.7, momentum=0.9), merge=merge)
+
+    def learn(ps, **options):
+        net = model()
+        optimizer = psd.distribute(net, torch.optim.SGD(net.parameters(), lr=0.1), ps=ps, local=local, **options)
+        for step in range(STEPS):
+            backward(net, ps.rank, step)
+            optimizer.step()
+        optimizer.pull()
+        return values(net)
 
     def body(ps):
         net = model()
@@ -93,6 +103,10 @@ def test_learners_when_their_differences_are_compressed_then_all_end_with_the_sa
 
     assert torch.equal(mine, other)
     assert not torch.equal(mine, before)
+    (plain, _) = run_workers(2, 2, learn)
+    assert (mine - plain).norm() < 0.2 * (plain - before).norm()
+    (cut, _) = run_workers(2, 3, lambda ps: learn(ps, **COMPRESSED))
+    assert torch.equal(mine, cut)
     assert sent <= STEPS // 3 * (codecs.encoded_bytes("int4", len(mine)) + 100)  # a few blocks, each of which is rounded up
 
 
