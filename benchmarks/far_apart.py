@@ -51,7 +51,16 @@ LEASE_S = 2.0
 QUALITY: Mapping[str, Mapping[str, Any]] = {
     BASE: {},
     "DiLoCo": {"local": psd.Local(50, NESTEROV)},
+    "DiLoCo, int8": {"local": psd.Local(50, NESTEROV), "compress": "int8", "pull": "bf16"},
     "Streaming, 8 fragments": {"local": psd.Local(50, NESTEROV, fragments=8, delay=5)},
+    "Streaming, int4": {"local": psd.Local(50, NESTEROV, fragments=8, delay=5), "compress": "int4", "pull": "bf16"},
+    "decoupled, int4": {
+        "local": psd.Local(50, NESTEROV, fragments=8, delay=5, merge="rda"),
+        "quorum": 0.75,
+        "grace": "auto",
+        "compress": "int4",
+        "pull": "bf16",
+    },
 }
 """Ways to train, and the options of psd.distribute for them."""
 
@@ -60,9 +69,18 @@ GOODPUT: Mapping[str, Mapping[str, Any]] = {
     "DiLoCo": {"local": psd.Local(20, NESTEROV)},
     "Streaming, 4 fragments": {"local": psd.Local(20, NESTEROV, fragments=4, delay=4)},
     "DiLoCo, quorum of half": {"local": psd.Local(20, NESTEROV), "quorum": 0.5},
+    "decoupled, 4 fragments": {"local": psd.Local("auto:20", NESTEROV, fragments=4, delay=4), "quorum": 0.5, "grace": "auto"},
     "async": {"local": psd.Local(20, psd_client.SGD(lr=0.25)), "consistency": "async"},
 }
-"""The same. A quorum is a share of the learners."""
+"""The same. A quorum is a share of the learners, in both."""
+
+
+def options_of(ways: Mapping[str, Mapping[str, Any]], way: str, learners: int) -> dict[str, Any]:
+    """Options of psd.distribute for a way to train."""
+    options = dict(ways[way])
+    if "quorum" in options:
+        options["quorum"] = max(1, int(options["quorum"] * learners))
+    return options
 
 
 def train(way: str, seed: int, servers: str, rank: int, args: argparse.Namespace) -> dict[str, float]:
@@ -72,7 +90,8 @@ def train(way: str, seed: int, servers: str, rank: int, args: argparse.Namespace
     torch.manual_seed(seed)
     model = characters.Transformer(len(text.alphabet), context=16, dim=32)
     inner = torch.optim.AdamW(model.parameters(), args.lr)
-    optimizer = psd.distribute(model, inner, servers=servers, rank=rank, world_size=args.learners, **QUALITY[way])
+    options = options_of(QUALITY, way, args.learners)
+    optimizer = psd.distribute(model, inner, servers=servers, rank=rank, world_size=args.learners, **options)
     schedule = psd.scheduler(torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 1e-3, args.steps))
     before = optimizer.ps.stats()["sent_bytes"]
     for step in range(args.steps):
@@ -133,9 +152,7 @@ def learn(task: Mapping[str, Any]) -> None:
     text = characters.read(None, 20_000)
     model = characters.Transformer(len(text.alphabet), context=16, dim=32, layers=1)
     inner = torch.optim.AdamW(model.parameters(), 1e-3)
-    options = dict(GOODPUT[task["way"]])
-    if "quorum" in options:
-        options["quorum"] = max(1, int(options["quorum"] * task["learners"]))
+    options = options_of(GOODPUT, task["way"], task["learners"])
     print("ready", flush=True)
     sys.stdin.readline()
     optimizer = psd.distribute(model, inner, servers=task["servers"], rank=task["rank"], world_size=task["learners"], **options)

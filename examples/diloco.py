@@ -33,6 +33,11 @@ MODES: dict[str, Callable[[argparse.Namespace], Options]] = {
     "sync": lambda _: {},
     "diloco": lambda args: {"local": psd.Local(args.every, NESTEROV)},
     "streaming": lambda args: {"local": psd.Local(args.every, NESTEROV, fragments=8, delay=min(5, args.every // 8))},
+    "decoupled": lambda args: {
+        "local": psd.Local(f"auto:{args.every}", NESTEROV, fragments=8, delay=min(5, args.every // 8), merge="rda"),
+        "quorum": max(1, args.learners // 2),
+        "grace": "auto",
+    },
     "async": lambda args: {"local": psd.Local(args.every, psd_client.SGD(lr=1 / args.learners)), "consistency": "async"},
 }
 """Options of psd.distribute in each mode. Without rounds each learner's difference counts alone, and momentum would add up."""

@@ -137,7 +137,7 @@ def test_diloco_names_the_modes_that_there_are():
     finished = run(str(EXAMPLES / "diloco.py"), "--mode", "alone")
 
     assert finished.returncode == 2
-    assert "there is no 'alone'; there are single, sync, diloco, streaming, async" in finished.stderr
+    assert "there is no 'alone'; there are single, sync, diloco, streaming, decoupled, async" in finished.stderr
 
 
 def test_diloco_learns_from_a_file_if_it_is_long_enough(example, tmp_path):
