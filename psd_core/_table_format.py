@@ -83,6 +83,8 @@ class TableSpec(TableOptions):
             raise self.wrong("constants", f"must be {expected}, got {len(self.constants)}")
         if self.rule == OWN and self.catches_up:
             raise self.wrong("updates", "must be lazy, because rows catch up by psd's own rules alone, got 'catch_up'")
+        if facts.row.goes_in_turns and self.catches_up:
+            raise self.wrong("updates", f"must be lazy, because updates by {self.rule} go in turns, got 'catch_up'")
         for flag in self.flags:
             if flag not in facts.flags:
                 raise self.wrong("flags", f"must be some of {', '.join(facts.flags) or 'none'}, got {flag!r}")

@@ -112,6 +112,7 @@ class Optimizer:
         is_layerwise: True if an update needs norms of whole tensors; the kernel then computes only its direction.
         rests_without: numbers: while all are 0, a gradient of zeros changes nothing. Empty: it changes at least the slots.
         settles: True if a second gradient of zeros, with the same numbers, changes nothing more; and none changes zeros.
+        goes_in_turns: True if some updates do other than those before and after, by their number: rows cannot catch up.
         lr_scales_steps: False if each update computes the parameters from lr, so that a smaller lr is no smaller step.
 
     Raises:
@@ -127,6 +128,7 @@ class Optimizer:
     is_layerwise: ClassVar[bool] = False
     rests_without: ClassVar[tuple[str, ...]] = ()
     settles: ClassVar[bool] = False
+    goes_in_turns: ClassVar[bool] = False
     lr_scales_steps: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

@@ -310,6 +310,7 @@ class DelayedNesterov(Optimizer):
 
     rule: ClassVar[str] = "delayed_nesterov"
     all_slots: ClassVar[tuple[Slot, ...]] = (Slot("momentum"), Slot("waiting"))
+    goes_in_turns: ClassVar[bool] = True
 
     lr: Number
     momentum: Share = 0.9

@@ -5,7 +5,7 @@ import pytest
 from helpers_rules import Case, cases, keras_cases
 from table_model import check_places, rows_of, spec_of
 
-from psd_core import InvalidArray
+from psd_core import RULES, InvalidArray
 from psd_core._table import LOG_MAX
 from psd_core.initial import Normal, Zeros
 from psd_core.table import ROWWISE_ADAGRAD, TableSpec, TableStore
@@ -47,7 +47,10 @@ def scheduled(case, number):
     return scalars
 
 
-@pytest.mark.parametrize("case", cases() + keras_cases(), ids=str)
+CASES = [case for case in cases() + keras_cases() if not RULES[case.rule].row.goes_in_turns]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_rows_have_the_bits_of_dense_tensors_under_every_rule(case, memory_path, rng):
     """Some are touched often, some once, some never; they are read in between, and by another process's store."""
     path = memory_path / "table"
@@ -198,3 +201,5 @@ def test_a_history_that_does_not_fit_is_refused(memory_path):
             store.write(row[0], row[1][:, : store.spec.layout.width].copy(), history=history)
     with pytest.raises(ValueError, match="updates: must be one of lazy, catch_up"):
         spec_of(case, updates="never")
+    with pytest.raises(ValueError, match="updates: must be lazy, because updates by delayed_nesterov go in turns"):
+        spec_of(cases("delayed_nesterov")[0], updates="catch_up")

@@ -22,6 +22,7 @@ from psd.contract.config import ConfigError, ServerConfig
 from psd.contract.errors import CheckpointFailed, InvalidRequest, ShardUnavailable
 from psd.rim.server import ShardServer
 from psd.v1 import data_pb2
+from psd_client.worker.session.heartbeat import Heartbeats
 
 SIZE = 3000
 MODES = {
@@ -139,10 +140,11 @@ def test_shards_that_end_after_workers_that_hang_store_what_they_hold(
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_shards_that_end_when_one_of_them_has_stored_half_a_cut_leave_no_half(
-    cluster: Callable[..., Any], tmp_path: Path, mode: str
+    cluster: Callable[..., Any], tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The worker dies between one shard and the other. No checkpoint could be of both; without rounds, the cut waits for the
     whole push until then."""
+    monkeypatch.setattr(Heartbeats, "soon", lambda _: None)  # heartbeats die with it, and bring no news of the cut before
     running = cluster(2, checkpoint_dir=str(tmp_path), lease_s=600)
     first, second = (server.shard for server in running.shards)
 
