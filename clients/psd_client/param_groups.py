@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+from psd.contract.arguments import identifier
 from psd.contract.errors import InvalidRequest, InvalidTensor
 from psd.contract.jobspec import GroupSpec
 from psd_client.optimizers import scalar_values, spec_of
@@ -123,8 +124,7 @@ def _check_parts(
     if not rules:
         raise InvalidRequest("optimizer: there is none; pass one, or several by name")
     for name in rules:
-        if not isinstance(name, str) or not name.isidentifier():
-            raise InvalidRequest(f"optimizer: names must be words such as 'generator', got {name!r}")
+        identifier(InvalidRequest, "optimizer", name)
     if groups is None:
         raise InvalidRequest(
             "groups: several optimizers need them, such as [{'part': 'generator', 'params': [names]}, ...]: which parameters "

@@ -38,7 +38,7 @@ from psd_client.lanes.transport import Call, Lane, Scope
 from psd_client.lanes.waiting import ShardHealth
 from psd_client.tables import as_row_ids
 from psd_client.vectors import Vector, as_vector
-from psd_client.wanted_tensors import WantedTensors
+from psd_client.wanted_tensors import WantedTensors, blocks_with
 from psd_client.worker.rows import Batches, RowPull
 from psd_client.worker.vectors.fetches import Fetches
 from psd_core.reductions import Answer as Found
@@ -298,7 +298,8 @@ class Reader:
         self, run_id: str, layout: Layout, wanted: WantedTensors, step: int, patience_s: float
     ) -> dict[str, NDArray[Any]]:
         cut = data_pb2.Cut(id=secrets.token_hex(8), step=step)
-        blocks = wanted.blocks(layout)
+        tensors = wanted.tensors(layout)
+        blocks = blocks_with(layout, tensors)
         has_rounds = layout.spec.consistency.has_rounds
         if self._buffers is None or self._buffers.layout is not layout:
             self._buffers = FlatBuffers(layout)
@@ -318,7 +319,7 @@ class Reader:
         found = self._shards.run(read_at, max(0.1, patience_s) + transfer_s(layout, lanes), lanes)
         if len(set().union(*found)) > 1:
             raise CutMissed("workers have joined, or were lost, while their positions were asked for")
-        return wanted.results(layout, buffers)
+        return wanted.results(layout, tensors, buffers)
 
     def close(self) -> None:
         """Disconnect. Idempotent."""

@@ -64,11 +64,6 @@ class WantedTensors:
             self._check(names[index], layout.spec.tensors[index].shape, _dtype_of(layout, index))
         return sorted(found)
 
-    def blocks(self, layout: Layout) -> set[int]:
-        """Indices of the blocks that hold elements of these tensors; the errors are those of `tensors`."""
-        wanted = set(self.tensors(layout))
-        return {block.index for block in layout.blocks if not wanted.isdisjoint(block.segment_tensors.tolist())}
-
     def _check(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
         assert self._out is not None
         array = self._out[name]
@@ -79,10 +74,10 @@ class WantedTensors:
         if not array.flags.writeable:
             raise InvalidTensor(f"out[{name!r}]: the array is read-only")
 
-    def results(self, layout: Layout, buffers: FlatBuffers) -> dict[str, NDArray[Any]]:
-        """The values by name: in the arrays given, or in new ones."""
+    def results(self, layout: Layout, tensors: Sequence[int], buffers: FlatBuffers) -> dict[str, NDArray[Any]]:
+        """The values of these tensors by name: in the arrays given, or in new ones."""
         results: dict[str, NDArray[Any]] = {}
-        for index in self.tensors(layout):
+        for index in tensors:
             name, view = layout.spec.tensors[index].name, buffers.views[index]
             if self._out is None:
                 results[name] = np.array(view, _dtype_of(layout, index))
@@ -90,6 +85,12 @@ class WantedTensors:
                 results[name] = self._out[name]
                 np.copyto(results[name], view, casting="unsafe")  # only a bool's bytes are of another dtype
         return results
+
+
+def blocks_with(layout: Layout, tensors: Sequence[int]) -> set[int]:
+    """Indices of the blocks that hold elements of these tensors."""
+    wanted = set(tensors)
+    return {block.index for block in layout.blocks if not wanted.isdisjoint(block.segment_tensors.tolist())}
 
 
 def _dtype_of(layout: Layout, tensor: int) -> np.dtype[Any]:

@@ -54,6 +54,13 @@ def real_number(error: type[Exception], name: str, value: Any) -> float:
         refuse(error, name, "a number", value)
 
 
+def identifier(error: type[Exception], name: str, value: Any) -> str:
+    """The value, which must be a word that names may begin with: a Python identifier."""
+    if isinstance(value, str) and value.isidentifier():
+        return value
+    raise error(f"{name}: names must be words such as 'generator', got {value!r}")
+
+
 class ByName(dict[str, ItemT]):
     """Items by name. The error for an unknown name lists those that exist.
 

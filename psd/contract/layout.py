@@ -101,6 +101,11 @@ class Block:
         """Bytes of the block's parameters."""
         return self.length * self.dtype.itemsize
 
+    def elements_without(self, present: NDArray[Any]) -> NDArray[np.bool_]:
+        """The elements of segments that are not present, as (length,) truth values. present: (k,) 0 or False for those."""
+        found: NDArray[np.bool_] = np.repeat(present == 0, np.diff(self.segment_ends, prepend=np.uint32(0)))
+        return found
+
     @property
     def gradient_nbytes(self) -> int:
         """Bytes of the block's gradient in a worker's memory."""

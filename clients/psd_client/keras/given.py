@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import keras
 
-from psd.contract.arguments import refuse
+from psd.contract.arguments import identifier, refuse
 from psd.contract.errors import InvalidRequest
 from psd.contract.keywords import JobKeywords
 from psd_client.keras.declaration import GivenRule
@@ -70,8 +70,7 @@ def models_by_name(model: Models) -> dict[str, keras.Model]:
     if not isinstance(model, Mapping) or not model:
         raise TypeError(f"model: expected a keras.Model, got {model!r}; several are given by name, as a dict")
     for name, one in model.items():
-        if not isinstance(name, str) or not name.isidentifier():
-            raise InvalidRequest(f"model: names must be words such as 'generator', got {name!r}")
+        identifier(InvalidRequest, "model", name)
         if not isinstance(one, keras.Model):
             raise TypeError(f"model[{name!r}]: expected a keras.Model, got {one!r}")
     return dict(model)

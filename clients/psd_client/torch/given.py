@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from psd.contract.arguments import refuse
+from psd.contract.arguments import identifier, refuse
 from psd.contract.errors import InvalidRequest
 from psd_client.optimizers import spec_of
 from psd_client.torch.declaration import GivenOptimizer, Options, check_optimizer
@@ -34,7 +34,7 @@ def whole_model(model: Models) -> torch.nn.Module:
     if not isinstance(model, Mapping) or not model:
         raise TypeError(f"model: expected a torch.nn.Module, got {model!r}; several are given by name, as a dict")
     for name, module in model.items():
-        _check_name("model", name)
+        identifier(InvalidRequest, "model", name)
         if not isinstance(module, torch.nn.Module):
             raise TypeError(f"model[{name!r}]: expected a torch.nn.Module, got {module!r}")
     return torch.nn.ModuleDict(dict(model))
@@ -65,7 +65,7 @@ def given_optimizers(
                 raise InvalidRequest(f"params: no optimizer is named {name!r}; there are {', '.join(optimizer)}")
         given = []
         for name, one in optimizer.items():
-            _check_name("optimizer", name)
+            identifier(InvalidRequest, "optimizer", name)
             module = models.get(name) if isinstance(models, Mapping) else None
             given.append(_given(name, one, of_name.get(name), module))
     if len({id(one.optimizer) for one in given}) < len(given):
@@ -114,11 +114,6 @@ def _given(name: str, optimizer: OneOptimizer, params: Any, module: torch.nn.Mod
             )
         params = [parameter for parameter in module.parameters() if parameter.requires_grad]
     return GivenOptimizer(name, Options(optimizer, params), spec_of(optimizer), optimizer.always)
-
-
-def _check_name(what: str, name: Any) -> None:
-    if not isinstance(name, str) or not name.isidentifier():
-        raise InvalidRequest(f"{what}: names must be words such as 'generator', got {name!r}")
 
 
 def _add_handles(model: torch.nn.Module, given: list[GivenOptimizer]) -> None:

@@ -22,7 +22,6 @@ from psd.state.aggregation.exact_rounds import MeasuredRound
 from psd.state.aggregation.rounds import Contribution, Unmeasured, Update
 from psd.state.aggregation.rules import Gradient
 from psd_core.arena import Page
-from psd_core.codecs import Encoded
 
 NORM_MIN = 2.0**-100
 """A shorter gradient has no direction: its inverse might not be a float32."""
@@ -82,10 +81,6 @@ class DirectedRound(MeasuredRound):
             touched = self._grown(touched, part)
             if values is None:
                 continue
-            if isinstance(values, Encoded):
-                decoded = np.empty(values.size, np.float32)
-                values.decode(decoded)
-                values = decoded
             is_first, total = total is None, self._total()
             psd_core.weigh_segments(total, values, self._setting.segment_ends, row, add=not is_first)
         return Gradient(total, None, 1.0, 1.0, touched)

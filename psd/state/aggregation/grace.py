@@ -27,7 +27,7 @@ class Grace:
     def __init__(self, seconds: float, now: Callable[[], float]) -> None:
         self._seconds = seconds
         self._now = now
-        self._spare_end = self._began = math.inf
+        self.end()
 
     def end(self) -> None:
         """Begin anew, with the next round."""

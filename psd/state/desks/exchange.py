@@ -231,7 +231,7 @@ class Exchange:
         if push.job.spec.nan_policy != "allow" and not push.is_finite:
             whose = f"the gradient of worker {push.worker.rank}"
             self._core.check_finite(values, plan.index, whose, push.worker.rank, push.clock)
-        if mask is not None and np.any(psd_core.widened(values)[absent(plan, mask)]):
+        if mask is not None and np.any(psd_core.widened(values)[plan.elements_without(mask)]):
             raise InvalidTensor(f"block {plan.index}: payload must be zero where present is 0")
         return values, mask
 
@@ -380,12 +380,6 @@ class Exchange:
             raise self._core.gone_back() from None
 
 
-def absent(plan: Block, mask: NDArray[np.uint8]) -> NDArray[np.bool_]:
-    """The elements of a block whose segments have no gradient, as (n,) truth values."""
-    found: NDArray[np.bool_] = np.repeat(mask == 0, np.diff(plan.segment_ends, prepend=np.uint32(0)))
-    return found
-
-
 def encoded(plan: Block, payload: memoryview, mask: NDArray[np.uint8] | None) -> NDArray[Any] | Encoded:
     """A block's gradient in its codec, looked at; as numbers if it is not all present.
 
@@ -400,7 +394,7 @@ def encoded(plan: Block, payload: memoryview, mask: NDArray[np.uint8] | None) ->
         return gradient
     values: NDArray[Any] = np.empty(plan.length, plan.dtype)
     gradient.decode(values)
-    values[absent(plan, mask)] = 0
+    values[plan.elements_without(mask)] = 0
     return values
 
 

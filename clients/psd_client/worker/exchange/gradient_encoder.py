@@ -84,7 +84,7 @@ class GradientEncoder(Rider):
         residual = self._residuals.block(block.index) if self._residuals is not None else None
         absent = kept = None
         if residual is not None and present is not None and not present.all():
-            absent = np.repeat(~present, np.diff(block.segment_ends, prepend=np.uint32(0)))
+            absent = block.elements_without(present)
             kept = residual[absent]
             residual[absent] = 0
         try:
