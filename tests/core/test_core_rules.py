@@ -141,24 +141,12 @@ def test_ftrl_makes_weights_exactly_zero(rng):
 
 
 @everything
-@pytest.mark.parametrize("case", cases("lion"), ids=str)
-def test_lion_matches_the_paper(dtype, case, rng):
+@pytest.mark.parametrize("case", cases("lion", "delayed_nesterov"), ids=str)
+def test_rules_with_one_momentum_match_their_papers(dtype, case, rng):
     start, grads = numbers(rng, 1001, dtype)
     sign = -1 if "maximize" in case.flags else 1
-    expected, m = lion_by_the_paper(start, sign * grads, **case.named)
-
-    actual, slots = train(case, start, grads)
-
-    assert_close(actual, expected, dtype)
-    assert_close(slots[0], m, dtype, 4)
-
-
-@everything
-@pytest.mark.parametrize("case", cases("delayed_nesterov"), ids=str)
-def test_delayed_nesterov_matches_the_paper(dtype, case, rng):
-    start, grads = numbers(rng, 1001, dtype)
-    sign = -1 if "maximize" in case.flags else 1
-    expected, m = delayed_nesterov_by_the_paper(start, sign * grads, **case.named)
+    by_the_paper = lion_by_the_paper if case.rule == "lion" else delayed_nesterov_by_the_paper
+    expected, m = by_the_paper(start, sign * grads, **case.named)
 
     actual, slots = train(case, start, grads)
 

@@ -6,16 +6,16 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
-import threading
-import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
+import waiting
 from commands import Process, processes
 from free_ports import free_port
+from waiting import is_open
 
 TIMEOUT_S = 120.0
 
@@ -42,18 +42,7 @@ print("trained to", params["w"][0], params["w"][-1])
 """So many steps, with a pause after each; makes a file when it trains. The mean gradient of two workers is 1.5."""
 
 
-def wait_until(is_so: Callable[[], bool], what: str) -> None:
-    """Until something outside of this process is so; AssertionError names it if it never is."""
-    deadline = time.monotonic() + TIMEOUT_S
-    while not is_so():
-        assert time.monotonic() < deadline, f"never: {what}"
-        threading.Event().wait(0.05)
-
-
-def is_open(port: int) -> bool:
-    """True if somebody listens there."""
-    with socket.socket() as dialling:
-        return dialling.connect_ex(("127.0.0.1", port)) == 0
+wait_until = partial(waiting.wait_until, timeout_s=TIMEOUT_S)
 
 
 @pytest.fixture

@@ -14,8 +14,9 @@ from signal import SIGCONT, SIGSTOP
 
 import pytest
 from commands import processes
-from conftest import is_open, parent, wait_until, worker_of
+from conftest import parent, wait_until, worker_of
 from free_ports import free_port
+from waiting import is_open
 
 PROGRAMS = ("slurmctld", "slurmd", "munged", "srun", "sbatch", "scontrol")
 

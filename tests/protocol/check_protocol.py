@@ -22,8 +22,9 @@ import itertools
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import green
 import shard_process
@@ -34,6 +35,9 @@ from stories import story
 from world import World
 
 _OF_CUTS = frozenset({"lose", "kill", "die", "timeout"})
+
+_OF_LEARNERS: Mapping[str, Any] = {"aggregation": "exact", "successor": "look_push_pull", "job": {"grace": 1.0}}
+"""Of a world of learners, which ask for the job's clock, and whose rounds wait on after their quorum."""
 
 _ONE_STEP = {"steps": 1, "early_cuts": 1}
 """Of a world with cuts that is seen whole. Its workers are in the midst of their only pushes when the cut is announced, and
@@ -66,16 +70,7 @@ SETTINGS = (
     Setting("parts", parts=2, blocks=3),
     Setting("parts-exact", parts=2, blocks=3, aggregation="exact"),
     Setting("parts-mistaken", parts=2, blocks=3, successor="push_pull_own_turns", faults=frozenset({"die", "stall"})),
-    Setting(
-        "fragments",
-        parts=2,
-        blocks=3,
-        aggregation="exact",
-        quorum=1,
-        programs=("look_push_pull",) * 2,
-        successor="look_push_pull",
-        job={"grace": 1.0},
-    ),
+    Setting("fragments", parts=2, blocks=3, quorum=1, programs=("look_push_pull",) * 2, **_OF_LEARNERS),
     Setting("tables", tables=2),
     Setting("tables-exact", tables=2, aggregation="exact"),
     Setting("tables-async", tables=2, consistency="async"),
@@ -110,15 +105,7 @@ WALKS = (
     _LARGE.but(name="parts-exact", parts=2, aggregation="exact"),
     _LARGE.but(name="parts-mistaken", parts=2, aggregation="exact", successor="push_pull_own_turns"),
     _LARGE.but(name="parts-quorum", parts=3, quorum=2),
-    _LARGE.but(
-        name="fragments",
-        parts=3,
-        aggregation="exact",
-        quorum=2,
-        programs=("look_push_pull",) * 3,
-        successor="look_push_pull",
-        job={"grace": 1.0},
-    ),
+    _LARGE.but(name="fragments", parts=3, quorum=2, programs=("look_push_pull",) * 3, **_OF_LEARNERS),
     _LARGE.but(name="tables", tables=2),
     _LARGE.but(name="tables-exact", tables=2, aggregation="exact"),
     _LARGE.but(name="tables-async", tables=2, consistency="async"),

@@ -5,14 +5,13 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 from shard_processes import ShardProcess, servers_of
+from waiting import wait_until
 
 import psd_client
 from psd.v1 import control_pb2
@@ -23,18 +22,10 @@ AWAY_S = 10.0
 """Two and a half leases."""
 
 
-def until(fact: Callable[[], bool]) -> None:
-    """Return once it is true."""
-    deadline = time.monotonic() + 100
-    while not fact():
-        assert time.monotonic() < deadline, "it never came true"
-        threading.Event().wait(0.05)
-
-
 def until_away(shard: ShardProcess) -> None:
     """Return when the others have been without somebody for long, by this shard's clock."""
     back_at = shard.status().numbers["uptime_s"] + AWAY_S
-    until(lambda: shard.status().numbers["uptime_s"] >= back_at)
+    wait_until(lambda: shard.status().numbers["uptime_s"] >= back_at)
 
 
 def seen(shard: ShardProcess) -> control_pb2.WorkerStatus:
@@ -56,11 +47,11 @@ def test_a_worker_that_comes_back_while_a_shard_is_away_for_longer_than_its_leas
             assert worker.stdout.readline() == "1 {-1.0} 0\n"
             before = seen(shards[0]).session
             worker.send_signal(signal.SIGSTOP)
-            until(lambda: all(seen(shard).state == control_pb2.WORKER_STATE_EXPIRED for shard in shards))
+            wait_until(lambda: all(seen(shard).state == control_pb2.WORKER_STATE_EXPIRED for shard in shards))
             shards[1].signal(signal.SIGSTOP)
             worker.stdin.write("step\n")
             worker.send_signal(signal.SIGCONT)
-            until(lambda: seen(shards[0]).session > before)
+            wait_until(lambda: seen(shards[0]).session > before)
             joined = seen(shards[0]).session
             until_away(shards[0])
             assert (seen(shards[0]).session, seen(shards[0]).state) == (joined, control_pb2.WORKER_STATE_LIVE)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import pytest
 from proxy import Proxy
 from shard_processes import ShardProcess
 from tcp_sockets import connected_sockets
+from waiting import wait_until
 
 import psd_client
 
@@ -66,11 +67,7 @@ def pushed(ps: psd_client.ParameterServer) -> Any:
     return Thread(lambda: set(ps.push_pull({"w": np.full(SIZE, -1, np.float32)})["w"].tolist()))
 
 
-def until(fact: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + NOTICED_IN_S
-    while not fact():
-        assert time.monotonic() < deadline, "it never came true"
-        threading.Event().wait(0.05)
+until = partial(wait_until, timeout_s=NOTICED_IN_S)
 
 
 @pytest.mark.parametrize("only_bulk", [pytest.param(True, marks=pytest.mark.chaos, id="bulk"), pytest.param(False, id="all")])

