@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -270,3 +273,66 @@ def test_a_reader_of_a_job_that_trains_is_the_same_thing(cluster: Callable[..., 
     assert (begun.version, begun.meta, stepped.version, stepped.meta) == (0, None, 1, None)
     assert begun.digest != stepped.digest
     assert stepped["w"].tolist() == [-1] * 20_000
+
+
+def test_several_processes_put_their_parts_of_one_version(cluster: Callable[..., Any]) -> None:
+    """A version is there once all have put theirs; bits are those that were put, negative zeros included."""
+    servers = cluster(2).servers
+    parts = [{"a": np.zeros(5000, np.float32), "count": np.array(0)}, {"b": torch.zeros(300, dtype=torch.bfloat16)}]
+
+    def put_all(rank: int) -> list[int]:
+        with psd_client.publish(servers, parts=parts, rank=rank, wait_timeout=100) as store:
+            versions = []
+            for step in range(1, 4):
+                state = {name: value - step if rank else -value for name, value in parts[rank].items()}
+                versions.append(store.put(state, {"step": step}))
+            met.wait(100)
+            return versions
+
+    met = threading.Barrier(3)
+    with ThreadPoolExecutor(2) as pool, psd_client.connect(servers, role="reader", wait_timeout=100) as reader:
+        putting = [pool.submit(put_all, rank) for rank in range(2)]
+        found = reader.pull(newer_than=2)
+        met.wait(100)
+        assert [job.result(100) for job in putting] == [[1, 2, 3]] * 2
+
+    assert (found.version, found.meta, list(found)) == (3, {"step": 3}, ["a", "count", "b"])
+    assert found["b"].tolist() == [-3] * 300
+    assert np.signbit(found["a"]).all()
+    assert found["count"].tolist() == 0
+
+
+def test_versions_after_a_checkpoint_never_come_again(cluster: Callable[..., Any], tmp_path: Path) -> None:
+    """A store that goes on from a checkpoint has its tensors and their meta as a later version than any that was read."""
+    url = tmp_path / "checkpoints"
+    state = {"w": np.arange(3000, dtype=np.int32), "v": torch.ones(5, dtype=torch.bfloat16), "is": np.array([True, False])}
+
+    def lives(shards: int) -> tuple[Any, list[int]]:
+        """One life of the store: what readers find first, and all versions that they could have."""
+        running = cluster(shards, checkpoint_dir=str(url))
+        with (
+            psd_client.publish(running.servers, like=state, wait_timeout=100) as store,
+            psd_client.connect(running.servers, role="reader", wait_timeout=100) as reader,
+        ):
+            begun = store.version
+            found = reader.pull() if begun else None
+            assert found is None or found.version == begun
+            versions = [begun] + [store.put({**state, "w": state["w"] + step}, {"step": step}) for step in range(1, 4)]
+            assert reader.pull().version == versions[-1]
+        running.finish()
+        return found, versions
+
+    _, first = lives(2)
+    kept = {path.name for path in url.iterdir()}
+    found, second = lives(3)
+    for path in url.iterdir():  # as if the store had been lost before they were stored
+        if path.name.startswith("timeline") and path.name not in kept:
+            shutil.rmtree(path)
+    again, third = lives(1)
+
+    assert first == [0, 1, 2, 3]
+    assert first[-1] < second[0] < second[-1] < third[0]
+    for weights in (found, again):
+        assert weights.meta == {"step": 3}
+        np.testing.assert_array_equal(weights["w"], state["w"] + 3)
+        assert (weights["v"].tolist(), weights["is"].tolist()) == ([1.0] * 5, [True, False])
