@@ -6,6 +6,7 @@ shards, sessions or bytes.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Mapping, Sequence
 from types import TracebackType
@@ -163,16 +164,23 @@ class Store:
         Args:
             state: NumPy's arrays or torch's tensors by name: all that were declared, or with `parts` all of this rank's. They
                 are copied, from any device.
-            meta: what readers get with the version: a dict that JSON can hold, or bytes. Of several ranks', rank 0's.
+            meta: what readers get with the version: a dict that JSON can hold, or bytes. With `parts` all ranks give the same,
+                by which they know that they put parts of one version, such as {"step": step}.
 
         Raises:
             InvalidTensor: a name, shape or dtype is another one than was declared. InvalidRequest: the meta is too long, or
-                JSON cannot hold it. NonFiniteGradient: a tensor holds NaN or infinity. Nothing was published.
+                JSON cannot hold it, or another rank has given another one. NonFiniteGradient: a tensor holds NaN or infinity.
+                Nothing was published.
             SpecMismatch: at the first put: the store has other tensors.
             SessionFenced: another process publishes here now. Drained: the job ends (psdctl drain).
             ShardUnavailable, WaitTimeout, OutOfSpace: call again.
         """
         encoded = self._declaration.meta(meta)
+        tag = b""
+        if self._worker.world_size > 1:
+            if meta is None:
+                raise InvalidRequest("meta: not given; by it several processes know that they put parts of one version")
+            tag = hashlib.blake2b(encoded.data, digest_size=16).digest()
         if self._tensors is None:
             self.declare(self._declaration.specs([state]))
         values, present = self._checked(state)
@@ -185,7 +193,7 @@ class Store:
 
         for attempt in range(GONE_BACK_MAX):
             try:
-                self.version = self._worker.put_flat(write, present)
+                self.version = self._worker.put_flat(write, present, tag)
                 break
             except RolledBack as error:  # what is put depends on nothing that was there
                 if attempt == GONE_BACK_MAX - 1:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from waiting import wait_until
 
 import psd_client
 from psd.contract.publications import META_TENSOR
@@ -336,3 +337,31 @@ def test_versions_after_a_checkpoint_never_come_again(cluster: Callable[..., Any
         assert weights.meta == {"step": 3}
         np.testing.assert_array_equal(weights["w"], state["w"] + 3)
         assert (weights["v"].tolist(), weights["is"].tolist()) == ([1.0] * 5, [True, False])
+
+
+def test_parts_of_different_puts_are_not_mixed(cluster: Callable[..., Any]) -> None:
+    """A process that died after it had put its part, while another had not, begins the version again, with what it now puts."""
+    running = cluster(2)
+    servers = running.servers
+    parts = [{"a": np.zeros(3)}, {"b": np.zeros(3)}]
+
+    def opened(rank: int) -> psd_client.Store:
+        return psd_client.publish(servers, parts=parts, rank=rank, wait_timeout=100)
+
+    with ThreadPoolExecutor(4) as pool, psd_client.connect(servers, role="reader", wait_timeout=100) as reader:
+        one, other = (job.result(100) for job in [pool.submit(opened, rank) for rank in range(2)])
+        with pytest.raises(psd_client.InvalidRequest, match="meta: not given"):
+            one.put(parts[0])
+        early = pool.submit(one.put, {"a": np.full(3, 1.0)}, {"step": 1})
+        wait_until(lambda: bool(running.shards[0].shard._core.waiting.open(0)), "the part is there")
+        with pytest.raises(psd_client.InvalidRequest, match="worker 0 has put its part of another version"):
+            other.put({"b": np.full(3, 2.0)}, {"step": 2})
+        again = opened(0)  # as a process that was started again
+        with pytest.raises(psd_client.SessionFenced):
+            early.result(100)
+        putting = pool.submit(again.put, {"a": np.full(3, 2.0)}, {"step": 2})
+        assert other.put({"b": np.full(3, 2.0)}, {"step": 2}) == putting.result(100) == 1
+        found = reader.pull()
+        assert (found["a"].tolist(), found["b"].tolist(), found.meta) == ([2.0] * 3, [2.0] * 3, {"step": 2})
+        for store in (again, other, one):
+            store.close()

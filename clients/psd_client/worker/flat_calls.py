@@ -217,17 +217,19 @@ class FlatCalls(WorkerConnection):
         with self.operation("load_parameters"):
             self.declared.load(lambda load: load.run(write))
 
-    def put_flat(self, write: Callable[[FlatBuffers], None], present: NDArray[np.bool_] | None) -> int:
+    def put_flat(self, write: Callable[[FlatBuffers], None], present: NDArray[np.bool_] | None, put: bytes) -> int:
         """Publish what `write` writes into the gradient buffers; return its version. For an exchange of kind ValueExchange.
 
-        present: (tensors,) those that this worker publishes; None: all.
+        Args:
+            present: (tensors,) those that this worker publishes; None: all. put: as in CommitRequest.
         """
         with self.operation("put"):
             exchange = self.declared
             assert isinstance(exchange, ValueExchange)
             exchange.confirm()
             write(exchange.gradients)
-            return exchange.put(WorkerGradient([()] * len(exchange.gradients.layout.spec.groups), 1, present))
+            scalars = [()] * len(exchange.gradients.layout.spec.groups)
+            return exchange.put(WorkerGradient(scalars, 1, present, put=put))
 
     def set_slots(self, given: Mapping[int, SlotValues], job_part: JobPart | None = None) -> None:
         """Set the slots of tensors, by the tensors' index; let the slots of all other tensors, and of rows, begin anew.

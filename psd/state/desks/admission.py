@@ -227,6 +227,7 @@ class Admission:
         if job is None:
             return 0
         if job.coordinator is not None:
+            job.coordinator.on_joined_anew(worker.rank)
             return job.coordinator.entry_clock(worker.rank)
         if job.policy.has_rounds:
             # A shard without trained blocks has no rounds, and knows only its workers' clocks.
