@@ -1,8 +1,8 @@
 """A program for test_recovery_publishing.py: puts one version after the other, and may die in the midst of one.
 
-python publisher.py SERVERS FIRST COUNT DEATH. Puts COUNT versions, whose numbers are all FIRST, FIRST + 1, and so on, and says
-"VERSION NUMBER" after each. With the last one it dies as DEATH says: "none"; "push", when one shard has it; or "commit", when
-all shards have it, and shard 0 alone knows that.
+python publisher.py SERVERS FIRST COUNT DEATH [PARTS]. Puts COUNT versions, whose numbers are all FIRST, FIRST + 1, and so on,
+and says "VERSION NUMBER" after each. With the last one it dies as DEATH says: "none"; "push", when one shard has it; or "commit", when
+all shards have it, and shard 0 alone knows that. With PARTS it is rank 0 of two, and puts `big`.
 """
 
 from __future__ import annotations
@@ -26,6 +26,11 @@ def state_of(number: int) -> dict[str, Any]:
     return {name: np.full(size, number, np.float32) for name, size in SIZES.items()}
 
 
+def parts_of(number: int) -> list[dict[str, Any]]:
+    """What each of two ranks puts."""
+    return [{name: value} for name, value in state_of(number).items()]
+
+
 def die(*_: Any, **__: Any) -> NoReturn:
     os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError("it lives")
@@ -45,15 +50,16 @@ def die_with(death: str) -> None:
         ShardLane.push = push_or_die  # type: ignore[method-assign]
 
 
-def main(servers: str, first: int, count: int, death: str) -> None:
-    with psd_client.publish(servers, like=state_of(0), retry_timeout=100, wait_timeout=100) as store:
+def main(servers: str, first: int, count: int, death: str, parts: str = "") -> None:
+    what: dict[str, Any] = {"parts": parts_of(0), "rank": 0} if parts else {"like": state_of(0)}
+    with psd_client.publish(servers, **what, retry_timeout=100, wait_timeout=100) as store:
         for number in range(first, first + count):
             if number == first + count - 1:
                 die_with(death)
-            version = store.put(state_of(number), {"number": number})
+            version = store.put(parts_of(number)[0] if parts else state_of(number), {"number": number})
             sys.stdout.write(f"{version} {number}\n")
             sys.stdout.flush()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:])

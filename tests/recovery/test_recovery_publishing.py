@@ -10,13 +10,15 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from publisher import state_of
+from publisher import parts_of, state_of
 from shard_processes import ShardProcess, servers_of
 
 import psd_client
+from psd_client.worker.exchange.value_exchange import ValueExchange
 
 pytestmark = pytest.mark.process
 
@@ -24,10 +26,10 @@ PATIENT = {"retry_timeout": 100, "wait_timeout": 100}
 
 
 @contextmanager
-def publisher(servers: str, first: int, count: int, death: str = "none") -> Iterator[subprocess.Popen[str]]:
+def publisher(servers: str, first: int, count: int, *more: str) -> Iterator[subprocess.Popen[str]]:
     """A publisher's process; killed in the end."""
     program = str(Path(__file__).with_name("publisher.py"))
-    arguments = [sys.executable, program, servers, f"{first}", f"{count}", death]
+    arguments = [sys.executable, program, servers, f"{first}", f"{count}", *(more or ("none",))]
     with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as process:
         yield process
         process.kill()
@@ -100,6 +102,42 @@ def test_a_put_that_is_lost_by_two_deaths_is_read_by_nobody(shard_processes: Cal
             assert store.put(state_of(4), {"number": 4}) == 4
             found = reader.pull()
             assert (found.version, number_in(found)) == (4, 4)
+
+
+def test_a_part_of_a_lost_version_is_put_again(
+    shard_processes: Callable[..., list[ShardProcess]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rank that lives learns that its version is lost, by the deaths of the other rank and of a shard."""
+    running = shard_processes(2, "--lease", "60")
+    servers = servers_of(running)
+    is_lost = threading.Event()
+    fetch = ValueExchange._fetch
+
+    def fetch_late(self: ValueExchange, *arguments: Any, **options: Any) -> None:
+        """As if this process were slow to hear of the decision."""
+        if self.is_unconfirmed:
+            assert is_lost.wait(100)
+        fetch(self, *arguments, **options)
+
+    def opened(rank: int) -> psd_client.Store:
+        return psd_client.publish(servers, parts=parts_of(0), rank=rank, **PATIENT)
+
+    with (
+        ThreadPoolExecutor(2) as pool,
+        publisher(servers, 1, 1, "commit", "parts") as process,
+        opened(1) as store,
+        psd_client.connect(servers, role="reader", **PATIENT) as reader,
+    ):
+        monkeypatch.setattr(ValueExchange, "_fetch", fetch_late)
+        putting = pool.submit(store.put, parts_of(1)[1], {"number": 1})
+        process.wait(100)
+        running[1].kill()
+        running[1].start()
+        is_lost.set()
+        with opened(0) as other:
+            assert other.put(parts_of(1)[0], {"number": 1}) == putting.result(100) == 2
+            found = reader.pull()
+            assert (found.version, number_in(found)) == (2, 1)
 
 
 def read_on(servers: str, stop: threading.Event, on_read: Callable[[], object]) -> dict[int, int]:

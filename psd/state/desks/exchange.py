@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 import psd_core
 from psd.contract import frames
-from psd.contract.errors import InvalidRequest, InvalidTensor
+from psd.contract.errors import InvalidRequest, InvalidTensor, StateLost
 from psd.contract.jobspec import JobSpec
 from psd.contract.layout import Block
 from psd.contract.rows import TableRows
@@ -368,6 +368,14 @@ class Exchange:
             found = block.read(version_min)
         except StoreClosed:
             raise self._core.gone_back() from None
+        if found is not None and found[0] < version_min and pull.worker.floor < version_min:
+            if isinstance(block, BlockState) and found[1] is not None:
+                block.unpin(found[1])
+            raise StateLost(
+                f"version {version_min} is lost: a worker that had put its part of it has died, and so had this shard before "
+                "it knew that the part counts",
+                version=version_min,
+            )
         return found if found is not None else self._core.when(block, version_min, pull.worker, pull.session, WaitKind.ROUND)
 
     def peek(self, block: Trained, pull: Pull) -> Found | None:
