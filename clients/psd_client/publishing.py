@@ -97,7 +97,7 @@ def publish(
 
 
 class StoreDeclaration:
-    """What one rank of a store declares.
+    """Terms of a store, as one rank declares them.
 
     Args:
         rank: of the process. meta_elements: size of the meta's tensor. nan_policy: as publish has it.

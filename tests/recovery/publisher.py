@@ -1,8 +1,8 @@
 """A program for test_recovery_publishing.py: puts one version after the other, and may die in the midst of one.
 
 python publisher.py SERVERS FIRST COUNT DEATH [PARTS]. Puts COUNT versions, whose numbers are all FIRST, FIRST + 1, and so on,
-and says "VERSION NUMBER" after each. With the last one it dies as DEATH says: "none"; "push", when one shard has it; or "commit", when
-all shards have it, and shard 0 alone knows that. With PARTS it is rank 0 of two, and puts `big`.
+and says "VERSION NUMBER" after each. With the last one it dies as DEATH says: "none"; "push", when one shard has it; or
+"commit", when all shards have it, and shard 0 alone knows that. With PARTS it is rank 0 of two, and puts `big`.
 """
 
 from __future__ import annotations

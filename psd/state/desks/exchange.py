@@ -219,7 +219,7 @@ class Exchange:
         """A block's gradient (None if it is empty), and the mask of the segments that have one (None if all have)."""
         plan = block.plan
         mask = frames.present_mask(present, len(plan.segment_ends)) if present else None
-        if push.job.spec.is_publication:
+        if plan.publisher >= 0:
             check_published(push, plan, mask)
         if mask is not None and not mask.any():
             if payload.nbytes:
@@ -410,11 +410,10 @@ def encoded(plan: Block, payload: memoryview, mask: NDArray[np.uint8] | None) ->
 
 def check_published(push: Push, plan: Block, mask: NDArray[np.uint8] | None) -> None:
     """Raise InvalidRequest unless a worker sends all values of the blocks that it publishes, and none of others' blocks."""
-    owner = plan.group % push.job.spec.world_size
-    is_own = owner == push.worker.rank
+    is_own = plan.publisher == push.worker.rank
     if mask is not None if is_own else mask is None or mask.any():
         what = "some of its values are missing" if is_own else f"worker {push.worker.rank} sends values"
-        raise InvalidRequest(f"present: block {plan.index} is published by worker {owner}, whole, and {what}")
+        raise InvalidRequest(f"present: block {plan.index} is published by worker {plan.publisher}, whole, and {what}")
 
 
 def tables_of(job: Job) -> TablesBlock:
