@@ -140,6 +140,37 @@ def test_a_part_of_a_lost_version_is_put_again(
             assert (found.version, number_in(found)) == (2, 1)
 
 
+def test_a_put_goes_on_after_a_shard_has_lost_what_it_held(
+    shard_processes: Callable[..., list[ShardProcess]], tmp_path: Path
+) -> None:
+    """All shards go back to a checkpoint; its tensors, and what is put then, are later versions than any that was read."""
+    running = shard_processes(2, "--lease", "60", "--checkpoint-dir", str(tmp_path / "checkpoints"))
+    servers = servers_of(running)
+    with (
+        ThreadPoolExecutor(1) as pool,
+        psd_client.publish(servers, **PATIENT) as store,
+        psd_client.connect(servers, role="reader", **PATIENT) as reader,
+    ):
+        number = 1
+        store.put(state_of(number), {"number": number})
+        storing = pool.submit(running[0].checkpoint)
+        while not storing.done():
+            number += 1
+            store.put(state_of(number), {"number": number})
+        storing.result()
+        latest = store.put(state_of(number + 1), {"number": number + 1})
+        assert number_in(reader.pull()) == number + 1
+        running[1].kill()
+        running[1].lose_state()
+        running[1].start()
+
+        version = store.put(state_of(number + 2), {"number": number + 2})
+
+        found = reader.pull(newer_than=latest)
+        assert (found.version, number_in(found)) == (version, number + 2)
+        assert version > latest + 2  # one number was the checkpoint's
+
+
 def read_on(servers: str, stop: threading.Event, on_read: Callable[[], object]) -> dict[int, int]:
     """What a reader gets, version for version: whole, and none older than the one before."""
     seen: dict[int, int] = {}
