@@ -152,7 +152,8 @@ class Trained(ABC):
                 # round it begins (`entry_round`).
                 return Outcome.LATE
             if not self._policy.has_rounds:
-                self._check_sent(part)
+                if part.already:
+                    raise not_counted(part)
                 return self._apply_alone(part)
             if part.clock != self.version:
                 return Outcome.EARLY if part.clock > self.version else Outcome.LATE
@@ -160,7 +161,8 @@ class Trained(ABC):
             standing = round_.standing(part)
             if standing is not None:
                 return standing
-            self._check_sent(part)
+            if part.already:
+                raise not_counted(part)
             self.times.on_gradient(part.rank, round_.waited)
             if part.loan is not None:
                 part.loan.to(self.take_over, self.version)
@@ -172,12 +174,6 @@ class Trained(ABC):
                     self._apply(round_.update(part), self.version)
                 self._settle()
             return Outcome.STAGED if round_.is_staging else Outcome.COUNTED
-
-    @staticmethod
-    def _check_sent(part: Contribution) -> None:
-        """Raise InvalidRequest if the numbers of a part that is to be counted now were not sent."""
-        if part.already:
-            raise InvalidRequest(f"already: a block has not counted the push of clock {part.clock} by worker {part.rank}")
 
     def _apply_alone(self, part: Contribution) -> Outcome:
         """Without rounds: apply a push as an update of its own. The mean, or the sum, of one gradient is that gradient."""
@@ -353,3 +349,8 @@ class Trained(ABC):
         if round_ < self.version:
             return 0
         return self._round.missing()
+
+
+def not_counted(part: Contribution) -> InvalidRequest:
+    """The error if the numbers of a part that would be counted now were not sent."""
+    return InvalidRequest(f"already: a block has not counted the push of clock {part.clock} by worker {part.rank}")
