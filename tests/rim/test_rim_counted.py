@@ -33,6 +33,7 @@ def broken_push(worker: RawWorker, blocks: int) -> list[data_pb2.PushFrame]:
 
 
 def test_the_blocks_that_have_a_push_are_named(worker):
+    """Counted names the blocks that have counted, by the name of the push."""
     broken_push(worker, 2)
 
     assert list(worker.control.Counted(asked(worker, 0), timeout=TIMEOUT_S).blocks) == [0, 1]
@@ -40,6 +41,7 @@ def test_the_blocks_that_have_a_push_are_named(worker):
 
 
 def test_frames_of_counted_blocks_need_no_numbers(worker):
+    """The rest of the push completes it; the frames without numbers are duplicates."""
     sent = broken_push(worker, 2)
     for frame in sent[:2]:
         frame.ClearField("payload")
@@ -52,6 +54,7 @@ def test_frames_of_counted_blocks_need_no_numbers(worker):
 
 
 def test_a_block_that_has_no_push_is_not_left_out(worker):
+    """A block that has not counted the push refuses such a frame, and counts the numbers that come later."""
     sent = broken_push(worker, 1)
     sent[1].ClearField("payload")
     sent[1].already = True
@@ -66,6 +69,7 @@ def test_a_block_that_has_no_push_is_not_left_out(worker):
 
 @pytest.mark.parametrize("field", ["payload", "present", "in_memory", "rows", "block"])
 def test_a_frame_that_leaves_a_block_out_has_nothing_else(worker, field):
+    """Numbers, a bitmap, rows, memory, or no block beside `already` are refused."""
     sent = worker.frames(0, ONES)
     frame = sent[1]
     frame.already = True
@@ -87,5 +91,6 @@ def test_a_frame_that_leaves_a_block_out_has_nothing_else(worker, field):
 
 
 def test_a_question_of_another_job_or_session_is_refused(worker):
+    """Counted checks the layout and the session as a push does."""
     assert reason(failure(worker.control.Counted, asked(worker, 0, layout_digest=b"x"), timeout=TIMEOUT_S)) == "LayoutMismatch"
     assert reason(failure(worker.control.Counted, asked(worker, 0, session=2**53), timeout=TIMEOUT_S)) == "InvalidRequest"
