@@ -128,6 +128,8 @@ class Reader:
     Attributes:
         version: version of the parameters that the last `pull` fetched: the number of closed rounds; without rounds, the clock
             of the slowest worker.
+        job: name of the job; timeline: how often it had gone back to a checkpoint, and so counts its versions anew. Both as the
+            shards have last said; empty and 0 before the first call.
     """
 
     def __init__(self, config: ClientConfig, lanes: Sequence[Lane]) -> None:
@@ -138,6 +140,18 @@ class Reader:
         self._layout: Layout | None = None
         self._buffers: FlatBuffers | None = None  # what pulls are received in
         self.version = 0
+        self.job = ""
+        self.timeline = 0
+
+    @property
+    def dtypes(self) -> dict[str, str]:
+        """The declared dtype of each tensor of the job by name, such as "bfloat16".
+
+        Raises:
+            NotDeclared: no job, or no initial values, within the wait timeout. ShardUnavailable: a shard could not be reached.
+        """
+        layout = self._patiently(lambda: self._layout_of(self._describe()))
+        return {tensor.name: tensor.dtype for tensor in layout.spec.tensors}
 
     @property
     def tables(self) -> dict[str, ReadTable]:
@@ -221,7 +235,7 @@ class Reader:
         Raises:
             InvalidRequest: a name that no tensor has, or an argument that makes no sense. InvalidTensor: an array in `out` has
                 another shape or dtype than its tensor.
-            NotDeclared: no job, or no initial values, in time.
+            NotDeclared: no job, or no initial values, in time. JobOver: all workers have left, and the shards end.
             WaitTimeout: there is no newer version in time, or the shards' blocks were not found at one version.
             ShardUnavailable: a shard could not be reached.
         """
@@ -292,6 +306,7 @@ class Reader:
             raise LayoutMismatch("the shards and this reader cut the parameters differently: their versions of psd differ")
         if len({reply.timeline for reply in replies}) > 1:
             raise NotDeclared("the shards are going back to a checkpoint")
+        self.job, self.timeline = replies[0].run_id, replies[0].timeline
         return self._layout
 
     def _read(

@@ -51,15 +51,7 @@ class WantedTensors:
         names = [tensor.name for tensor in layout.spec.tensors]
         if self._patterns is None:
             return list(range(len(names)))
-        found: set[int] = set()
-        for pattern in self._patterns:
-            matches = {index for index, name in enumerate(names) if name == pattern}
-            if self._out is None:
-                matches = matches or {index for index, name in enumerate(names) if fnmatchcase(name, pattern)}
-            if not matches:
-                field = "names" if self._out is None else "out"
-                raise InvalidRequest(f"{field}: no tensor is called {pattern!r}; there are {reprlib.repr(names)}")
-            found |= matches
+        found = matching(self._patterns, names, are_patterns=self._out is None)
         for index in found if self._out is not None else ():
             self._check(names[index], layout.spec.tensors[index].shape, _dtype_of(layout, index))
         return sorted(found)
@@ -85,6 +77,24 @@ class WantedTensors:
                 results[name] = self._out[name]
                 np.copyto(results[name], view, casting="unsafe")  # only a bool's bytes are of another dtype
         return results
+
+
+def matching(wanted: Sequence[str], names: Sequence[str], *, are_patterns: bool = True) -> set[int]:
+    """Indices of the tensors that are wanted, by name or, if no tensor is called so, by pattern.
+
+    Raises:
+        InvalidRequest: no tensor has such a name.
+    """
+    found: set[int] = set()
+    for pattern in wanted:
+        matches = {index for index, name in enumerate(names) if name == pattern}
+        if are_patterns:
+            matches = matches or {index for index, name in enumerate(names) if fnmatchcase(name, pattern)}
+        if not matches:
+            field = "names" if are_patterns else "out"
+            raise InvalidRequest(f"{field}: no tensor is called {pattern!r}; there are {reprlib.repr(names)}")
+        found |= matches
+    return found
 
 
 def blocks_with(layout: Layout, tensors: Sequence[int]) -> set[int]:

@@ -126,6 +126,7 @@ class DataService:
             if not is_done:
                 raise InvalidRequest("the reader hung up")
             if snapshot.why_missed:
+                self._shard.check_draining()
                 raise CutMissed(f"cut.step: cut {request.cut.id} at step {request.cut.step}: {snapshot.why_missed}")
             positions = snapshot.positions.digest if snapshot.positions is not None else 0
             for index in request.blocks or list(snapshot.pages):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from copy import copy
@@ -19,7 +20,7 @@ from copy import copy
 from psd.checkpoint import CheckpointDirectory
 from psd.checkpoint.cut import FINAL_ID
 from psd.contract.config import ConfigError, ServerConfig
-from psd.contract.errors import CheckpointFailed, Draining, InvalidRequest, PsdError
+from psd.contract.errors import CheckpointFailed, Draining, InvalidRequest, JobOver, PsdError
 from psd.contract.orders import asker_of, end_text, reason_text, scale_text
 from psd.contract.roster import Absence
 from psd.state.core import ShardCore, check_begun_as
@@ -52,6 +53,10 @@ logger = logging.getLogger(__name__)
 
 ABANDONED_LEASES = 6
 """Leases for which --exit-when-done waits for a silent worker; after that it is taken to be gone for good."""
+
+
+READERS_S = 2.0
+"""Seconds for which somebody who has asked for the job counts as a reader that will ask again."""
 
 
 def check_writable(directory: CheckpointDirectory) -> None:
@@ -117,6 +122,7 @@ class Shard:
         self._curves = Curves(now, config.limits.name_bytes_max)
         self.is_draining = False
         self._started = now()
+        self._described_at = -math.inf
 
     def arrive(self, request: control_pb2.BarrierRequest) -> Ticket:
         """Enter a barrier; the ticket resolves with the reply."""
@@ -186,14 +192,21 @@ class Shard:
         return expired
 
     def drain(self) -> None:
-        """Fail all waits, those that begin later included, with Draining."""
+        """Fail all waits, those that begin later included, with Draining, or JobOver if all workers have left."""
         self.is_draining = True
         self._core.waiting.refuse(self._draining())
+        self.cuts.end_reads()
+
+    @property
+    def has_readers(self) -> bool:
+        """True if somebody has asked for the job lately: readers of jobs without rounds do, again and again."""
+        return self.now() - self._described_at < READERS_S
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def describe(self, request: control_pb2.DescribeRequest) -> control_pb2.DescribeReply:
         """The job and its progress; see ControlService.Describe."""
+        self._described_at = self.now()
         self._core.check_address(request.shard_index, request.shard_count)
         self._core.check_run(request.run_id)
         job = self._core.initialized()
@@ -258,12 +271,14 @@ class Shard:
             self._core.storage.close(keep=keep)
 
     def check_draining(self) -> None:
-        """Raise Draining if the shard takes no new work."""
+        """Raise Draining, or JobOver, if the shard takes no new work."""
         if self.is_draining:
             raise self._draining()
 
-    def _draining(self) -> Draining:
+    def _draining(self) -> Draining | JobOver:
         index = self.config.shard_index
+        if self.is_done:
+            return JobOver(f"the job is over: all workers have left, and shard {index} is shutting down", shard=index)
         return Draining(f"shard {index} is shutting down", shard=index)
 
     @property

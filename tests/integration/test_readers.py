@@ -257,6 +257,41 @@ def test_a_reader_waits_for_a_newer_version(
         reader.pull(timeout=-1)
 
 
+@pytest.mark.parametrize("consistency", ["sync", "async"])
+def test_a_reader_that_waits_is_told_when_the_job_is_over(
+    cluster: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, consistency: str
+) -> None:
+    """By shards that end because all workers have left: it need not guess why they are gone. It does not hold them up."""
+    running = cluster(2)
+    found: list[Exception] = []
+    is_asked = threading.Event()
+    call = "begin_read" if consistency == "sync" else "describe"
+    asked = getattr(Shard, call)
+    monkeypatch.setattr(Shard, call, lambda *arguments: (asked(*arguments), is_asked.set())[0])
+
+    def wait(reader: psd_client.Reader) -> None:
+        try:
+            reader.pull(newer_than=1, timeout=100)
+        except psd_client.PsdError as error:
+            found.append(error)
+
+    with psd_client.connect(running.servers, role="reader", wait_timeout=60) as reader:
+        with psd_client.connect(running.servers, 0, 1) as ps:
+            ps.declare({"w": np.zeros(500_000, np.float32)}, psd_client.SGD(lr=1.0), consistency=consistency)
+            ps.push_pull({"w": np.ones(500_000, np.float32)})
+            waiting = threading.Thread(target=wait, args=(reader,))
+            waiting.start()
+            assert is_asked.wait(100)
+        for shard in running.shards:
+            assert shard.done.wait(100)
+        for shard in running.shards:
+            shard.drain(100)
+        waiting.join(100)
+
+    assert [type(error) for error in found] == [psd_client.JobOver]
+    assert "the job is over: all workers have left" in str(found[0])
+
+
 def test_a_reader_without_a_job_says_so(cluster: Callable[..., Any]) -> None:
     """Nothing is declared until the wait timeout."""
     with (
