@@ -11,7 +11,9 @@ gradients.
 from __future__ import annotations
 
 import logging
+import os
 import secrets
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
@@ -130,6 +132,7 @@ class Reader:
             of the slowest worker.
         job: name of the job; timeline: how often it had gone back to a checkpoint, and so counts its versions anew. Both as the
             shards have last said; empty and 0 before the first call.
+        name: how psdctl and the dashboard call this reader; a program may set it, to at most 256 bytes, printable.
     """
 
     def __init__(self, config: ClientConfig, lanes: Sequence[Lane]) -> None:
@@ -140,6 +143,8 @@ class Reader:
         self._layout: Layout | None = None
         self._buffers: FlatBuffers | None = None  # what pulls are received in
         self.version = 0
+        self.name = f"{socket.gethostname()}:{os.getpid()}"
+        self._id = secrets.randbits(53) or 1
         self.job = ""
         self.timeline = 0
 
@@ -319,11 +324,12 @@ class Reader:
         if self._buffers is None or self._buffers.layout is not layout:
             self._buffers = FlatBuffers(layout)
         buffers = self._buffers
+        note = data_pb2.ReaderNote(id=self._id, name=self.name)
 
         def read_at(lane: Lane, call: Call) -> set[int]:
             own = layout.blocks_of(lane.shard)
             asked = [block for block in own if block.index in blocks] or own[:1]
-            request = data_pb2.ReadRequest(run_id=run_id, layout_digest=layout.digest, cut=cut)
+            request = data_pb2.ReadRequest(run_id=run_id, layout_digest=layout.digest, cut=cut, reader=note)
             if len(asked) < len(own):
                 request.blocks.extend(block.index for block in asked)
             return lane.read(request, asked, buffers, call)

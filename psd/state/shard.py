@@ -41,6 +41,7 @@ from psd.state.durability.state_directory import Storage
 from psd.state.job import Job
 from psd.state.life import Life
 from psd.state.orders import HEARD
+from psd.state.readers import Readers
 from psd.state.tickets import Ticket, WaitKind
 from psd.state.workers.learners import HeardLearner
 from psd.state.workers.membership import Worker, WorkerState
@@ -119,6 +120,7 @@ class Shard:
         self.parameters = ParameterDesk(self._core)
         self.settlement = SettlementDesk(self._core)
         self.vectors = VectorDesk(self._core)
+        self.readers = Readers(now, config.limits.readers_max)
         self._curves = Curves(now, config.limits.name_bytes_max)
         self.is_draining = False
         self._started = now()
@@ -440,6 +442,8 @@ class Shard:
                 orders=core.orders.current,
                 ended_by=core.orders.fulfilled,
                 total=self._curves.total,
+                known_readers=self.readers.all(),
+                reader_sent_bytes=self.readers.sent_bytes,
             )
 
     @property

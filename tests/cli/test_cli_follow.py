@@ -143,13 +143,13 @@ def command(text: str) -> list[str]:
 
 
 NOTES = """
-import os, pathlib, sys, time
+import os, pathlib, sys, threading
 place = pathlib.Path(os.environ["PSD_DIR"])
 assert (place / "model.safetensors").is_file()
 with open({notes!r}, "a") as notes:
     notes.write(os.environ["PSD_VERSION"] + " " + place.name + "\\n")
 while not os.path.exists({go!r}):
-    time.sleep(0.02)
+    threading.Event().wait(0.02)
     assert place.is_dir()
 sys.exit(3 if os.environ["PSD_VERSION"] == "1" else 0)
 """
@@ -274,7 +274,7 @@ def test_shards_that_do_not_answer_for_too_long_end_it(
 # -- processes -----------------------------------------------------------------------------------------------------------
 
 TRAINING = """
-import pathlib, sys, time
+import pathlib, sys, threading
 import numpy as np
 import psd_client
 
@@ -289,7 +289,7 @@ with psd_client.connect(wait_timeout=100) as ps:
         if ps.clock < wanted:
             ps.push_pull(ones)
         else:
-            time.sleep(0.02)
+            threading.Event().wait(0.02)
 """
 
 
@@ -345,8 +345,8 @@ def test_a_follower_that_is_killed_goes_on_where_it_was(job: tuple[Job, Callable
     _, go = job
     place, notes = tmp_path / "versions", tmp_path / "notes"
     text = (
-        f"import os, time\nopen({str(notes)!r}, 'a').write('begin ' + os.environ['PSD_VERSION'] + ' ')\n"
-        f"while not os.path.exists({str(tmp_path / 'ends')!r}): time.sleep(0.02)\n"
+        f"import os, threading\nopen({str(notes)!r}, 'a').write('begin ' + os.environ['PSD_VERSION'] + ' ')\n"
+        f"while not os.path.exists({str(tmp_path / 'ends')!r}): threading.Event().wait(0.02)\n"
         f"open({str(notes)!r}, 'a').write('end ')"
     )
     following = again = follow(place, *command(text))

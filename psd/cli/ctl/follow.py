@@ -225,7 +225,7 @@ def _terminated_in_order() -> Iterator[None]:
 
 
 class _Report:
-    """What happens, as text or JSON. The same trouble is told once a minute."""
+    """Events, as text or JSON. The same trouble is told once a minute."""
 
     def __init__(self, args: argparse.Namespace, place: Callable[[FollowedVersion], Path]) -> None:
         self._prog: str = args.parser.prog

@@ -64,7 +64,7 @@ def reader_of(servers: Sequence[str], job: str, files: Mapping[str, str]) -> Rea
 
 
 class FollowReport(Protocol):
-    """What a follower tells of."""
+    """Listener to what a follower does."""
 
     def written(self, version: FollowedVersion, nbytes: int, took_s: float) -> None:
         """Tell that a version is there: the bytes of its files, and the seconds since its transfer began."""
@@ -109,6 +109,7 @@ class JobFollower:
         patience_s: float = 600.0,
     ) -> None:
         self._reader = reader
+        reader.name = f"follow {directory.path.name[:200]} at {reader.name}"
         self._is_over = is_over
         self._directory = directory
         self._form = form

@@ -230,7 +230,7 @@ class FollowedDirectory:
 
 
 def _version_said(directory: Path) -> dict[str, Any] | None:
-    """What a version's file says; None: there is none, so the directory is somebody else's."""
+    """Content of a version's file; None: there is none, so the directory is somebody else's."""
     try:
         said = json.loads((directory / VERSION_FILE).read_bytes())
     except (OSError, ValueError):
