@@ -324,12 +324,14 @@ class Reader:
         if self._buffers is None or self._buffers.layout is not layout:
             self._buffers = FlatBuffers(layout)
         buffers = self._buffers
+        timeline = self.timeline
         note = data_pb2.ReaderNote(id=self._id, name=self.name)
 
         def read_at(lane: Lane, call: Call) -> set[int]:
             own = layout.blocks_of(lane.shard)
             asked = [block for block in own if block.index in blocks] or own[:1]
             request = data_pb2.ReadRequest(run_id=run_id, layout_digest=layout.digest, cut=cut, reader=note)
+            request.timeline = timeline
             if len(asked) < len(own):
                 request.blocks.extend(block.index for block in asked)
             return lane.read(request, asked, buffers, call)

@@ -20,7 +20,7 @@ from copy import copy
 from psd.checkpoint import CheckpointDirectory
 from psd.checkpoint.cut import FINAL_ID
 from psd.contract.config import ConfigError, ServerConfig
-from psd.contract.errors import CheckpointFailed, Draining, InvalidRequest, JobOver, PsdError
+from psd.contract.errors import CheckpointFailed, CutMissed, Draining, InvalidRequest, JobOver, PsdError
 from psd.contract.orders import asker_of, end_text, reason_text, scale_text
 from psd.contract.roster import Absence
 from psd.state.core import ShardCore, check_begun_as
@@ -233,6 +233,8 @@ class Shard:
         job = self._core.initialized()
         job.check_digest(request.layout_digest)
         check_cuts([request.cut])
+        if request.HasField("timeline") and request.timeline != self._core.timeline:
+            raise CutMissed(f"timeline: the job is on timeline {self._core.timeline} by now, not on {request.timeline}")
         if len({job.block(index).index for index in request.blocks}) < len(request.blocks):
             raise InvalidRequest(f"blocks: one of these {len(request.blocks)} is named twice")
         snapshot = Snapshot(request.cut, job, done)

@@ -257,6 +257,30 @@ def test_a_reader_waits_for_a_newer_version(
         reader.pull(timeout=-1)
 
 
+def test_a_reader_mixes_no_two_timelines(cluster: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shard goes back to a checkpoint after it was asked how far it is, and gets to the same version with other values."""
+    running = cluster(2)
+    gone_back = running.shards[1].shard._core
+    with (
+        psd_client.connect(running.servers, 0, 1) as ps,
+        psd_client.connect(running.servers, role="reader", wait_timeout=60) as reader,
+    ):
+        ps.declare({"w": np.zeros(500_000, np.float32)}, psd_client.SGD(lr=1.0))
+        read = ShardLane.read
+
+        def read_after(self: ShardLane, *arguments: Any) -> Any:
+            if self.shard == 1:
+                gone_back.timeline = 1
+            return read(self, *arguments)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(ShardLane, "read", read_after)
+            with pytest.raises(psd_client.NotDeclared, match="the shards are going back to a checkpoint"):
+                reader.pull(timeout=0.5)
+        gone_back.timeline = 0
+        assert reader.pull()["w"].tolist() == [0.0] * 500_000
+
+
 @pytest.mark.parametrize("consistency", ["sync", "async"])
 def test_a_reader_that_waits_is_told_when_the_job_is_over(
     cluster: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, consistency: str
