@@ -66,6 +66,7 @@ def test_readers_are_bounded_and_silent_ones_are_forgotten() -> None:
 
 
 def test_a_reader_that_does_not_say_who_it_is_is_not_remembered() -> None:
+    """Readers in other languages need not."""
     readers = Readers(Clock(), 1)
     with readers.asked_by(data_pb2.ReadRequest()) as reader:
         readers.begin_sending(reader)
@@ -83,6 +84,7 @@ def test_a_reader_that_does_not_say_who_it_is_is_not_remembered() -> None:
     ],
 )
 def test_a_name_that_makes_no_sense_is_refused(reader_id: int, name: str, says: str) -> None:
+    """By its field, and nothing is remembered of it."""
     readers = Readers(Clock(), 1)
     with pytest.raises(InvalidRequest, match=says), readers.asked_by(request(reader_id, name)):
         pass
