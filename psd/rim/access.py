@@ -55,6 +55,7 @@ ROLES: dict[str, frozenset[Role]] = {
     _CONTROL + "Leave": _PUSHES,
     _CONTROL + "Commit": _PUSHES,
     _CONTROL + "Measure": _PUSHES,
+    _CONTROL + "Counted": _PUSHES,
     _CONTROL + "Barrier": _PUSHES,
     _CONTROL + "Load": _PUSHES,
     _CONTROL + "Rollback": _PUSHES,

@@ -46,6 +46,7 @@ MAY = {
     "psd.v1.ControlService/Leave": PUSHES,
     "psd.v1.ControlService/Commit": PUSHES,
     "psd.v1.ControlService/Measure": PUSHES,
+    "psd.v1.ControlService/Counted": PUSHES,
     "psd.v1.ControlService/Barrier": PUSHES,
     "psd.v1.ControlService/Log": TRAINS,
     "psd.v1.ControlService/Stop": TRAINS,
