@@ -124,6 +124,12 @@ def _owner(arena: Path) -> int | None:
         return None
 
 
+@pytest.fixture
+def later_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs that a test starts load torch's compiler when they compile: tests/later_compiler says how, and why."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent / "later_compiler"), prepend=os.pathsep)
+
+
 @contextmanager
 def _clusters() -> Iterator[Callable[..., Cluster]]:
     """Starts shards: cluster(shard_count, **ServerConfig fields) -> Cluster; `only`: one of them. Stopped in the end."""

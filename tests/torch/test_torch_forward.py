@@ -120,6 +120,7 @@ for optimizer in optimizers:
 
 
 @pytest.mark.process
+@pytest.mark.usefixtures("later_compiler")
 def test_program_when_it_ends_without_close_then_its_last_pushes_are_not_lost(cluster: Any) -> None:
     """Its only steps, of three jobs, have not waited."""
     jobs = {transport: cluster(2) for transport in TRANSPORTS}
