@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import subprocess
+import sys
 from collections import Counter
 
 import pytest
@@ -256,3 +258,13 @@ def test_the_core_of_a_shard_is_private_to_its_state():
     ]
 
     assert (touched, imported) == ([], [])
+
+
+@pytest.mark.process
+def test_what_only_starts_processes_loads_no_numpy():
+    """psd-run and its watchdog begin in half the time."""
+    loaded = (
+        "import sys, psd.cli.run, psd.cli.processes.watchdog; print(sorted({'numpy', 'grpc', 'torch'} & sys.modules.keys()))"
+    )
+
+    assert subprocess.run([sys.executable, "-c", loaded], capture_output=True, text=True, check=True).stdout == "[]\n"
