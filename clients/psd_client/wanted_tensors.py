@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import override
 
 from psd.contract.arguments import refuse
 from psd.contract.errors import InvalidRequest, InvalidTensor
@@ -85,6 +86,17 @@ class WantedTensors:
                 results[name] = self._out[name]
                 np.copyto(results[name], view, casting="unsafe")  # only a bool's bytes are of another dtype
         return results
+
+
+class Nothing(WantedTensors):
+    """All tensors, of which no arrays are made: the buffers are what is wanted."""
+
+    def __init__(self) -> None:
+        super().__init__(None, None)
+
+    @override
+    def results(self, layout: Layout, tensors: Sequence[int], buffers: FlatBuffers) -> dict[str, NDArray[Any]]:
+        return {}
 
 
 def blocks_with(layout: Layout, tensors: Sequence[int]) -> set[int]:

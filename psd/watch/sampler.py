@@ -28,6 +28,7 @@ from psd.watch.snapshot import (
     JobSnapshot,
     Numbers,
     OrderedRate,
+    RelaySnapshot,
     ShardSnapshot,
     TableTotals,
     WaitSnapshot,
@@ -229,6 +230,7 @@ class Sampler:
             checkpoint_error=printable(reply.checkpoint_error),
             calls=calls,
             ages=tuple(reply.ages),
+            relay=_relay(reply.relay) if reply.HasField("relay") else None,
         )
 
     def _orders(self, first: pb.StatusReply | None, clock: int) -> tuple[str, ...]:
@@ -293,6 +295,19 @@ class Sampler:
             if not reply.more:
                 break
         return found
+
+
+def _relay(relay: pb.RelayStatus) -> RelaySnapshot:
+    return RelaySnapshot(
+        of=printable(relay.of),
+        version=relay.version if relay.HasField("version") else None,
+        behind=max(0, relay.newest - relay.version),
+        age_s=relay.age_s,
+        heard_s=relay.heard_s,
+        readers=relay.readers,
+        versions=relay.versions,
+        problem=printable(relay.problem),
+    )
 
 
 def _has_gone_back(before: JobSnapshot, now: JobSnapshot) -> bool:
