@@ -3,9 +3,9 @@
 The reader asks all shards for the same cut, the newest version that some block has; each shard pins its blocks' pages as they
 reach it. So the copy has one version throughout, no worker waits, and no round counts the reader. If rounds close faster than
 shards can be asked, it asks for a version ahead. In jobs without rounds the workers' positions define the cut, as for
-checkpoints: the copy is the state after each worker's pushes up to its position. A relay answers with the newest version that it
-has; from another one a reader takes no older version than it has had. Rows of tables are read in their current state. A reader
-that must wait, for a job that has not begun, logs this. Must not know sessions, clocks or gradients.
+checkpoints: the copy is the state after each worker's pushes up to its position. A relay answers with the newest version that
+it has; from another one a reader takes no older version than it has had. Rows of tables are read in their current state. A
+reader that must wait, for a job that has not begun, logs this. Must not know sessions, clocks or gradients.
 """
 
 from __future__ import annotations

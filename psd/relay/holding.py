@@ -81,7 +81,7 @@ def held_version(copy: WholeCopy, layout: Layout, relay_of: str, since: float) -
 
 
 class Holding:
-    """What a relay holds.
+    """Holder of a relay's version.
 
     Args:
         name: the relay and what it follows, in words for messages. readers_max: calls of readers at a time.

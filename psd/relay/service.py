@@ -103,7 +103,7 @@ class RelayService:
                 self._holding.count_sent(len(frame))
 
     def status(self, request: control_pb2.StatusRequest, context: grpc.ServicerContext) -> control_pb2.StatusReply:
-        """What the relay follows, and how well."""
+        """Say what the relay follows, and how well."""
         del request, context
         holding, following, held = self._holding, self._following, self._holding.held
         reply = control_pb2.StatusReply(

@@ -68,6 +68,10 @@ def relay_process(start: Callable[..., Process], servers: str, *options: str) ->
     return process, process.line(READY)[2]
 
 
+def pull_into(found: list[Any], reader: psd_client.Reader, newer_than: int) -> None:
+    found.append(reader.pull(newer_than=newer_than))
+
+
 @pytest.mark.process
 def test_a_relay_that_is_killed_costs_its_readers_a_reconnect(
     start: Callable[..., Process], cluster: Callable[..., Any]
@@ -84,7 +88,7 @@ def test_a_relay_that_is_killed_costs_its_readers_a_reconnect(
         assert reader.pull()["w"].tolist() == [0.0] * 50_000
         for version, address in enumerate([addresses[0], addresses[1], addresses[0]], 1):
             found: list[Any] = []
-            waiting = threading.Thread(target=lambda v=version: found.append(reader.pull(newer_than=v - 1)), daemon=True)
+            waiting = threading.Thread(target=pull_into, args=(found, reader, version - 1), daemon=True)
             waiting.start()
             relays[address].signal(signal.SIGKILL)
             assert relays[address].end() == -signal.SIGKILL

@@ -351,7 +351,7 @@ def test_a_relay_has_no_rows_of_tables(cluster: Callable[..., Any], relay: Start
         )
         with reading(relay(servers).address) as reader:
             assert reader.pull()["w"].tolist() == [0.0] * 3
-            with pytest.raises(psd_client.InvalidRequest, match="ReadRows: a relay of .* does not have rows of tables"):
+            with pytest.raises(psd_client.InvalidRequest, match=r"ReadRows: a relay of .* does not have rows of tables"):
                 reader.tables["items"].pull(np.array([1]))
 
 
@@ -381,7 +381,7 @@ def test_readers_beyond_the_limit_are_refused(job: tuple[psd_client.ParameterSer
         first.pull()
         waiting = Background(lambda: first.pull(newer_than=0))
         wait_until(lambda: server.holding.readers == 1, "a reader waits")
-        with pytest.raises(psd_client.ShardUnavailable, match="Read: 1 readers are served already .*; its --max-reads"):
+        with pytest.raises(psd_client.ShardUnavailable, match=r"Read: 1 readers are served already .*; its --max-reads"):
             second.pull()
         with reading(f"{server.address}|{other.address}") as third:
             assert_is_of(0, third.pull())
@@ -437,7 +437,7 @@ def test_a_shard_does_not_choose_the_version(cluster: Callable[..., Any]) -> Non
 
 def test_spaces_are_the_same_however_many_shards_cut_them(job: tuple[psd_client.ParameterServer, str]) -> None:
     """A relay lays out for one shard what it has fetched from several."""
-    ps, servers = job
+    _, servers = job
     with reading(servers) as reader:
         copy = reader.pull_whole(None, WAIT_S, None)
     spec = copy.buffers.layout.spec

@@ -85,6 +85,6 @@ def test_a_relay_that_the_shards_do_not_admit_says_so(
     wait_until(lambda: "this shard does not know the token" in caplog.text, "the relay says why")
     with (
         psd_client.connect(server.address, role="reader") as reader,
-        pytest.raises(psd_client.NotDeclared, match="has no version yet: .* does not know the token"),
+        pytest.raises(psd_client.NotDeclared, match=r"has no version yet: .* does not know the token"),
     ):
         reader.pull(timeout=0.2)
