@@ -253,7 +253,7 @@ class Reader:
             return self._pull(wanted, oldest, timeout_s)
 
     def pull_whole(self, newer_than: int | None, timeout_s: float, into: FlatBuffers | None) -> WholeCopy:
-        """Fetch all parameters, as `pull` does, without making arrays of them; for relays. From then on no other run is read.
+        """Fetch all parameters, as `pull` does, for a relay; not for programs. From then on no other run is read.
 
         Args:
             into: buffers that nobody uses any more, for the values; may be of another layout, and are not used then.
@@ -282,7 +282,10 @@ class Reader:
                 has_rounds = layout.spec.consistency.has_rounds
                 progress = max((reply.progress for reply in replies if reply.has_blocks), default=0)
                 self._described, self.newest, self.heard_at = replies[0], progress, clock()
-                if replies[0].relay_of:
+                if not any(block.trained for block in layout.blocks):  # there is no block whose version could be waited for
+                    _check_newer(progress, oldest)
+                    step, patience_s = progress, NEWEST_PATIENCE_S
+                elif replies[0].relay_of:
                     step, patience_s = max(progress, oldest, self.version), NEWEST_PATIENCE_S
                 elif has_rounds:
                     step, patience_s = max(progress + ahead, oldest), PATIENCE_S if ahead else NEWEST_PATIENCE_S

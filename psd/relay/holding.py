@@ -76,7 +76,7 @@ def held_version(copy: WholeCopy, layout: Layout, relay_of: str, since: float) -
     described.CopyFrom(copy.described)
     described.layout_digest, described.progress, described.relay_of = layout.digest, copy.version, relay_of
     described.layout.CopyFrom(layout_message(layout, 0))
-    described.has_blocks = any(block.trained for block in layout.blocks)
+    described.has_blocks = True  # `progress` is the job's
     return HeldVersion(described, copy.buffers, {block.index: block for block in layout.blocks}, since)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from conftest import INITIAL, StartRelay, assert_is_of, declare, step
+from relayed_job import INITIAL, StartRelay, assert_is_of, declare, step
 from waiting import wait_until
 
 import psd_client
@@ -242,6 +242,24 @@ def test_a_reader_takes_no_older_version_from_another_relay(
         assert reader.version == 1
 
 
+def test_a_reader_does_not_stay_at_a_relay_that_is_cut_off(
+    job: tuple[psd_client.ParameterServer, str], relay: StartRelay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The relay lives, but what it follows is lost: after a while without news readers, and relays, ask the next one."""
+    monkeypatch.setattr("psd_client.reader.NEWEST_PATIENCE_S", 1.0)
+    ps, servers = job
+    lost, other = relay(servers), relay(servers)
+    cut_off = relay(lost.address)
+    below = relay(f"{cut_off.address}|{other.address}")
+    wait_until(lambda: version_of(below) == 0, "the last one has a version")
+    lost.stop()
+    with reading(f"{cut_off.address}|{other.address}") as reader, reading(below.address) as last:
+        reader.pull()
+        step(ps)
+        assert_is_of(1, reader.pull(newer_than=0))
+        assert_is_of(1, last.pull(newer_than=0))
+
+
 def test_a_relay_serves_what_it_has_when_its_shards_are_lost_and_says_so(
     cluster: Callable[..., Any], relay: StartRelay, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -353,6 +371,24 @@ def test_a_relay_has_no_rows_of_tables(cluster: Callable[..., Any], relay: Start
             assert reader.pull()["w"].tolist() == [0.0] * 3
             with pytest.raises(psd_client.InvalidRequest, match=r"ReadRows: a relay of .* does not have rows of tables"):
                 reader.tables["items"].pull(np.array([1]))
+
+
+def test_no_version_of_a_job_of_tables_alone_is_made_up(cluster: Callable[..., Any], relay: StartRelay) -> None:
+    """A version that has no blocks to wait for is there when the shards have told of it, and not before."""
+    servers = cluster(1).servers
+    rows = {"items": (np.array([1]), np.ones((1, 4), np.float32))}
+    with psd_client.connect(servers, 0, 1) as ps:
+        ps.declare({}, psd_client.SGD(lr=1.0), tables=[psd_client.Table("items", 4, psd_client.SGD(lr=0.1))])
+        server = relay(servers)
+        with reading(servers) as direct, reading(server.address) as reader:
+            for each in (direct, reader):
+                assert each.pull() == {}
+                with pytest.raises(psd_client.WaitTimeout, match="newer_than: the newest version is 0"):
+                    each.pull(newer_than=0, timeout=0.5)
+            ps.push_pull({}, tables=rows)
+            for each in (direct, reader):
+                assert each.pull(newer_than=0) == {}
+                assert each.version == 1
 
 
 def test_addresses_of_relays_are_given_as_alternatives(job: tuple[psd_client.ParameterServer, str], relay: StartRelay) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from certificates import Authority
-from conftest import StartRelay, assert_is_of, declare, step
+from relayed_job import StartRelay, assert_is_of, declare, step
 from waiting import wait_until
 
 import psd_client

@@ -31,6 +31,7 @@ from psd.contract.errors import (
     ShardUnavailable,
     TlsFailed,
     Unauthenticated,
+    WaitTimeout,
     WrongShard,
 )
 from psd.contract.tls import Pem
@@ -65,8 +66,8 @@ UNREACHED_S = 2.0
 """Age in seconds at which a channel that cannot reach the shard is replaced."""
 
 
-ELSEWHERE = (ShardUnavailable, Draining, Overloaded, NotDeclared)
-"""Errors after which the same call may succeed at another address."""
+ELSEWHERE = (ShardUnavailable, Draining, Overloaded, NotDeclared, WaitTimeout)
+"""Errors after which the same call may succeed at another address. Nothing newer has come to a relay that is cut off, too."""
 
 
 def open_channel(address: str, pem: Pem | None, options: Any) -> grpc.Channel:
