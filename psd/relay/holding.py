@@ -117,8 +117,9 @@ class Holding:
             The buffers of the one before, if nobody uses them any more.
         """
         with self._changed:
-            before, self._held = self._held, held
+            before = self._held
             assert before is None or before.version < held.version, "a version on a relay never goes back"
+            self._held = held
             self._changed.notify_all()
             spare = before.buffers if before is not None and before.users == 0 else None
         if before is None:
