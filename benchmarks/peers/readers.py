@@ -16,7 +16,7 @@ import psd_client
 
 
 def follow(reader: psd_client.Reader, until: int) -> tuple[float, int, int]:
-    """When a reader has a version, how many it has taken, and how many of them are not what they are called."""
+    """Follow until a version; return when that was, how many were taken, and how many of them are not what they are called."""
     taken = wrong = 0
     while reader.version < until:
         values = reader.pull(newer_than=reader.version)["w"]
