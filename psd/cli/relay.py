@@ -28,6 +28,7 @@ from psd.cli.words.arguments import (
     exit_status,
     signal_name,
     values,
+    whole_number,
 )
 from psd.cli.words.terminal import discard, prepare_streams
 from psd.contract.config import SECURITY, ClientConfig, ConfigError, Limits, ServerConfig
@@ -50,7 +51,7 @@ DESCRIPTORS_BESIDE = 256
 
 _DRAINED, _FAILED = range(FIRST_WORD, FIRST_WORD + 2)
 
-_PLACE = ("listen", "advertise", "health_port", "run_id", "grace_s")
+_PLACE = ("listen", "advertise", "health_port", "grace_s")
 _SECURITY = settings_of(ServerConfig, SECURITY)
 
 USAGE = "psd-server --relay-of SERVERS [options]"
@@ -66,7 +67,8 @@ examples:
                                          a relay of a job with two shards, whose addresses are given in their order
   psd-server --relay-of '10.0.0.8:7100|10.0.0.9:7100' --listen 127.0.0.1:7100
                                          a relay of either of two relays: if one is lost it follows the other
-  psdctl status --servers 127.0.0.1:7100  what a relay follows, its version and its age
+  psdctl status --servers 127.0.0.1:7100
+                                         what a relay follows, its version and its age
 
 When the relay listens it prints one line on standard output:
   psd-server: relay of SERVERS ready at 127.0.0.1:7100
@@ -111,10 +113,11 @@ def parser() -> Parser:
     place.add_argument("--shard", help="not together with this: a relay has the blocks of all shards")
     settings = settings_of(ServerConfig)
     add_options(place, {name: settings[name] for name in _PLACE}, SERVER_DEFAULTS)
+    place.add_argument("--run-id", default="", metavar="NAME", help="follow only the job of this name (default: the one found)")
     place.add_argument(
         "--max-reads",
         dest="reads_max",
-        type=int,
+        type=whole_number,
         default=READS_MAX,
         metavar="N",
         help="readers that wait or fetch at a time, further ones are refused; one that is slow keeps its version in memory "
@@ -147,7 +150,7 @@ def parse(argv: Sequence[str] | None) -> tuple[ServerConfig, ClientConfig, logs.
     try:
         limits = Limits(reads_max=args.reads_max)
         limits = replace(limits, calls=limits.reads_max + 576, connections=2 * limits.reads_max + 64)
-        config = ServerConfig(0, 1, **values(args, (*_PLACE, *_SECURITY)), limits=limits)
+        config = ServerConfig(0, 1, **values(args, ("run_id", *_PLACE, *_SECURITY)), limits=limits)
         upstream = client_config(
             servers=args.relay_of,
             rank=0,

@@ -82,8 +82,8 @@ _USAGE = f"psd-server --shard INDEX/COUNT [options]\n       {relay.USAGE}"
 _DESCRIPTION = """\
 Serve one shard of a training job: hold its part of the parameters, add up the workers' gradients,
 apply the optimizer, and hand the parameters out. A job has COUNT shards, each a process like this one;
-workers are told all addresses, in the order of the shards (PSD_SERVERS). With --relay-of it serves the readers
-of a job's shards instead, from other machines say: psd-server --relay-of SERVERS --help explains."""
+workers are told all addresses, in the order of the shards (PSD_SERVERS). With --relay-of the process
+serves the readers of a job instead, in place of its shards: psd-server --relay-of SERVERS --help explains."""
 
 _EPILOG = """\
 examples:
