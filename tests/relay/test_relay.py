@@ -237,7 +237,7 @@ def test_a_reader_takes_no_older_version_from_another_relay(
     with reading(f"{first.address}|{second.address}", retry_timeout=5) as reader:
         assert_is_of(1, reader.pull(newer_than=0))
         first.stop()
-        with pytest.raises(psd_client.WaitTimeout, match="has version 0, and none from 1 on has come in time"):
+        with pytest.raises(psd_client.WaitTimeout):
             reader.pull(timeout=1)
         assert reader.version == 1
 
