@@ -108,8 +108,9 @@ def test_a_relay_of_a_job_without_rounds_serves_one_cut(
             for _ in range(3):
                 step(ps)
             found = waiting.result()
-            assert_is_of(reader.version, found)
-            assert 1 <= reader.version <= 3
+            pushes = 1 - int(found["head"][0, 0])
+            assert_is_of(pushes, found)
+            assert 1 <= reader.version <= pushes <= 3  # its number is how far the slowest worker was when it was asked for
             assert_is_of(3, reader.pull(newer_than=2))
 
 
