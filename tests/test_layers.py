@@ -19,7 +19,8 @@ LAYERS = {
     "psd.state": ("psd.checkpoint", "psd.contract", "psd.v1", "psd_core"),
     "psd.rim": ("psd.state", "psd.checkpoint", "psd.contract", "psd.v1"),
     "psd.watch": ("psd.contract", "psd.v1"),
-    "psd.cli": ("psd.watch", "psd.rim", "psd.state", "psd.checkpoint", "psd.contract", "psd.v1", "psd_core"),
+    "psd.relay": ("psd.rim", "psd_client", "psd.contract", "psd.v1", "psd_core"),
+    "psd.cli": ("psd.watch", "psd.relay", "psd.rim", "psd.state", "psd.checkpoint", "psd.contract", "psd.v1", "psd_core"),
     "psd.cli.follow": ("psd.cli", "psd_client", "psd.checkpoint", "psd.contract"),
     "psd_client": ("psd.contract", "psd.v1", "psd_core"),
     "psd_client.lanes": ("psd.contract", "psd.v1", "psd_core"),
@@ -33,13 +34,14 @@ LAYERS = {
 OUTSIDE = {
     "grpc": (
         "psd.rim",
+        "psd.relay",
         "psd.cli.ctl.shard_calls",
         "psd.watch.asking",
         "psd_client.lanes.grpc_channel",
         "psd_client.lanes.grpc_errors",
     ),
     "ray": ("psd.cli.ray.shards", "psd.cli.ray.job"),
-    "grpc_health": ("psd.rim",),
+    "grpc_health": ("psd.rim", "psd.relay"),
     "grpc_reflection": ("psd.rim",),
     "prometheus_client": ("psd.rim.metrics",),
     "http": (),
@@ -108,6 +110,9 @@ OUTSIDE = {
 
 ROOMS = tuple(f"psd.cli.{room}" for room in ("ctl", "follow", "hosts", "job", "kubernetes", "processes", "ray", "words"))
 
+CLIENTS = ("psd.cli.follow", "psd.relay")
+"""Parts of psd's commands that are clients of a job; loaded where they are asked for."""
+
 ENVIRONMENT = ("psd.contract.environment", "psd.cli")
 
 
@@ -166,15 +171,15 @@ def test_modules_do_not_import_in_circles():
 def test_folders_do_not_import_in_circles():
     """In each folder, its files and the folders in it import each other in one direction: one can be read after the other.
 
-    Of the two packages psd is below psd_client, but for the one command that is a client.
+    What of psd is a client stands above both, wherever it lies.
     """
     known = modules()
     graphs = {}
     for i in imports():
-        if is_within(i.importer, "psd.cli.follow") and is_within(i.module, "psd_client"):
-            continue
         importer, module = i.importer.split("."), i.module.split(".")
         shared = next((n for n, (a, b) in enumerate(zip(importer, module, strict=False)) if a != b), None)
+        if is_within(i.importer, *CLIENTS) and is_within(i.module, "psd_client"):
+            continue
         if i.module in known and shared is not None:  # else one of them is a package, and the other lies in it
             folder = graphs.setdefault(tuple(importer[:shared]), {})
             folder.setdefault(importer[shared], set()).add(module[shared])
@@ -229,14 +234,16 @@ def test_the_environment_is_read_in_one_place():
 
 
 def test_servers_start_without_a_framework():
-    """Nothing that a server imports leads to torch, tensorflow or the client; of psdctl, only what follows a job."""
-    known = {name for name in modules() if not is_within(name, "psd.cli.follow")}
+    """Nothing that a server imports leads to torch, tensorflow or the client; but what is a client, once asked for, does."""
+    known = modules()
     reached, todo = set(), ["psd.cli.server", "psd.cli.run", "psd.cli.psdctl"]
     while todo:
         name = todo.pop()
         if name not in reached and name in known:
             reached.add(name)
-            todo += [i.module for i in imports() if i.importer == name]
+            found = [i for i in imports() if i.importer == name]
+            assert [i for i in found if is_within(i.module, *CLIENTS) and not i.is_lazy] == []
+            todo += [i.module for i in found if not is_within(i.module, *CLIENTS)]
 
     assert len(reached) > 20
     assert not [name for name in reached if is_within(name, "psd_client")]

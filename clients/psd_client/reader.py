@@ -2,10 +2,10 @@
 
 The reader asks all shards for the same cut, the newest version that some block has; each shard pins its blocks' pages as they
 reach it. So the copy has one version throughout, no worker waits, and no round counts the reader. If rounds close faster than
-shards can be asked, it asks for a version ahead. In jobs without rounds the workers' positions
-define the cut, as for checkpoints: the copy is the state after each worker's pushes up to its position. Rows of tables are read
-in their current state. A reader that must wait, for a job that has not begun, logs this. Must not know sessions, clocks or
-gradients.
+shards can be asked, it asks for a version ahead. In jobs without rounds the workers' positions define the cut, as for
+checkpoints: the copy is the state after each worker's pushes up to its position. A relay answers with the newest version that
+it has; from another one a reader takes no older version than it has had. Rows of tables are read in their current state. A
+reader that must wait, for a job that has not begun, logs this. Must not know sessions, clocks or gradients.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ import os
 import secrets
 import socket
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from psd.contract.arguments import ByName, whole_number
 from psd.contract.config import ClientConfig
-from psd.contract.errors import CutMissed, InvalidRequest, LayoutMismatch, NotDeclared, WaitTimeout
+from psd.contract.errors import CutMissed, InternalError, InvalidRequest, LayoutMismatch, NotDeclared, WaitTimeout
 from psd.contract.integers import INTEGER_MAX
 from psd.contract.jobspec import JobSpec
 from psd.contract.layout import Layout
@@ -41,7 +42,7 @@ from psd_client.lanes.transport import Call, Lane, Scope
 from psd_client.lanes.waiting import ShardHealth
 from psd_client.tables import as_row_ids
 from psd_client.vectors import Vector, as_vector
-from psd_client.wanted_tensors import WantedTensors, blocks_with, meta_of
+from psd_client.wanted_tensors import Nothing, WantedTensors, blocks_with, meta_of
 from psd_client.weights import Weights, digest_of
 from psd_client.worker.rows import Batches, RowPull
 from psd_client.worker.vectors.fetches import Fetches
@@ -122,6 +123,19 @@ class ReadVectors:
         return self._fetches.at(spec, indices, of_rows=of_rows)
 
 
+class WholeCopy(NamedTuple):
+    """All parameters of one version.
+
+    Attributes:
+        described: what the first shard has said of the job. version: as Weights.version.
+        buffers: hold the values, and are the receiver's.
+    """
+
+    described: control_pb2.DescribeReply
+    version: int
+    buffers: FlatBuffers
+
+
 class Reader:
     """Reads the parameters of a running job; made by `connect(role="reader")`. A context manager.
 
@@ -133,6 +147,7 @@ class Reader:
         job: name of the job; timeline: how often it had gone back to a checkpoint, and so counts its versions anew. Both as the
             shards have last said; empty and 0 before the first call.
         name: how psdctl and the dashboard call this reader; a program may set it, to at most 256 bytes, printable.
+        newest: the newest version that the shards have told of. heard_at: when that was, by time.monotonic; None: never.
     """
 
     def __init__(self, config: ClientConfig, lanes: Sequence[Lane]) -> None:
@@ -142,6 +157,10 @@ class Reader:
         self._last: Exception | None = None  # why the last attempt of a pull has found nothing
         self._layout: Layout | None = None
         self._buffers: FlatBuffers | None = None  # what pulls are received in
+        self._described = control_pb2.DescribeReply()
+        self._version = 0  # that it has fetched
+        self.newest = 0
+        self.heard_at: float | None = None
         self.name = f"{socket.gethostname()}:{os.getpid()}"
         self._id = secrets.randbits(53) or 1
         self.job = ""
@@ -258,6 +277,20 @@ class Reader:
         with explained(self._explain, self._config.report_after_s):
             return self._pull(wanted, oldest, timeout_s)
 
+    def pull_whole(self, newer_than: int | None, timeout_s: float, into: FlatBuffers | None) -> WholeCopy:
+        """Fetch all parameters, as `pull` does, for a relay; not for programs. From then on no other run is read.
+
+        Args:
+            into: buffers that nobody uses any more, for the values; may be of another layout, and are not used then.
+        """
+        self._buffers = into
+        self._last = None
+        self._pull(Nothing(), 0 if newer_than is None else newer_than + 1, timeout_s)
+        buffers, self._buffers = self._buffers, None
+        assert buffers is not None
+        self._config = replace(self._config, run_id=self._described.run_id)
+        return WholeCopy(self._described, self._version, buffers)
+
     def _explain(self, waited_s: float) -> None:
         why = self._health.silent() or ([str(self._last)] if self._last is not None else self._health.asked())
         logger.warning("psd: reader: pull has taken %.0f s: %s", waited_s, "; ".join(why) or "no shard has answered yet")
@@ -274,12 +307,18 @@ class Reader:
                 has_rounds = layout.spec.consistency.has_rounds
                 oldest = max(oldest, int(layout.spec.is_publication))  # version 0 of a store was never put
                 progress = max((reply.progress for reply in replies if reply.has_blocks), default=0)
-                if has_rounds:
+                self._described, self.newest, self.heard_at = replies[0], progress, clock()
+                if not any(block.trained for block in layout.blocks):  # there is no block whose version could be waited for
+                    _check_newer(progress, oldest)
+                    step, patience_s = progress, NEWEST_PATIENCE_S
+                elif replies[0].relay_of:
+                    step, patience_s = max(progress, oldest, self._version), NEWEST_PATIENCE_S
+                elif has_rounds:
                     step, patience_s = max(progress + ahead, oldest), PATIENCE_S if ahead else NEWEST_PATIENCE_S
                 else:
                     _check_newer(progress, oldest)  # no shard knows when all workers will have got there
                     step, patience_s = progress, POSITIONS_PATIENCE_S
-                found = self._read(replies[0].run_id, layout, wanted, step, min(patience_s, deadline - clock()))
+                found = self._read(replies[0], layout, wanted, step, min(patience_s, deadline - clock()))
             except CutMissed as error:
                 if self._layout is not None and not self._layout.spec.consistency.has_rounds:
                     Scope().sleep(POLL_S)
@@ -291,6 +330,9 @@ class Reader:
                 last = error
                 Scope().sleep(POLL_S)
             else:
+                self._version = found.version
+                if replies[0].relay_of:  # another relay may be another job's
+                    self._config = replace(self._config, run_id=replies[0].run_id)
                 return found
             self._last = last
             if clock() > deadline:
@@ -318,7 +360,9 @@ class Reader:
         self.job, self.timeline = replies[0].run_id, replies[0].timeline
         return self._layout
 
-    def _read(self, run_id: str, layout: Layout, wanted: WantedTensors, step: int, patience_s: float) -> Weights:
+    def _read(
+        self, described: control_pb2.DescribeReply, layout: Layout, wanted: WantedTensors, step: int, patience_s: float
+    ) -> Weights:
         cut = data_pb2.Cut(id=secrets.token_hex(8), step=step)
         tensors, meta = wanted.tensors(layout), meta_of(layout)
         of_meta = blocks_with(layout, [] if meta is None else [meta])
@@ -336,7 +380,13 @@ class Reader:
             own = layout.blocks_of(lane.shard)
             asked = [block for block in own if block.index in blocks] or own[:1]
             request = data_pb2.ReadRequest(
-                run_id=run_id, layout_digest=layout.digest, cut=cut, codec=wanted.codec, reader=note, timeline=timeline
+                run_id=described.run_id,
+                layout_digest=layout.digest,
+                cut=cut,
+                codec=wanted.codec,
+                reader=note,
+                timeline=timeline,
+                or_newer=bool(described.relay_of),
             )
             if len(asked) < len(own):
                 request.blocks.extend(block.index for block in asked)
@@ -348,6 +398,11 @@ class Reader:
         found = self._shards.run(read_at, max(0.1, patience_s) + transfer_s(layout, lanes), lanes)
         if len(set().union(*found)) > 1:
             raise CutMissed("workers have joined, or were lost, while their positions were asked for")
+        if described.relay_of:
+            versions = {buffers.versions[index] for index in blocks} or {step}
+            if len(versions) > 1:
+                raise InternalError(f"{lanes[0].address}: a relay has mixed versions {sorted(versions)} in one answer")
+            (step,) = versions
         contents = {index: content for index, content in buffers.contents.items() if index in blocks - of_meta}
         return Weights(
             wanted.results(layout, tensors, buffers),

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import override
 
 from psd.contract.arguments import choice, refuse
 from psd.contract.errors import InvalidRequest, InvalidTensor
@@ -107,6 +108,17 @@ def matching(wanted: Sequence[str], names: Sequence[str], *, are_patterns: bool 
             raise InvalidRequest(f"{field}: no tensor is called {pattern!r}; there are {reprlib.repr(names)}")
         found |= matches
     return found
+
+
+class Nothing(WantedTensors):
+    """All tensors, of which no arrays are made: the buffers are what is wanted."""
+
+    def __init__(self) -> None:
+        super().__init__(None, None)
+
+    @override
+    def results(self, layout: Layout, tensors: Sequence[int], buffers: FlatBuffers) -> dict[str, NDArray[Any]]:
+        return {}
 
 
 def blocks_with(layout: Layout, tensors: Sequence[int]) -> set[int]:

@@ -66,8 +66,17 @@ def parse_shard(text: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-def parse_servers(given: str | Sequence[str]) -> tuple[str, ...]:
-    """Parse addresses HOST:PORT in the order of the shards: one string, separated by commas, or one string each."""
+def alternatives(server: str) -> tuple[str, ...]:
+    """The addresses A and B of "A|B", which a reader may dial instead of each other."""
+    return tuple(address.strip() for address in server.split("|"))
+
+
+def parse_servers(given: str | Sequence[str], *, may_choose: bool = False) -> tuple[str, ...]:
+    """Parse addresses HOST:PORT in the order of the shards: one string, separated by commas, or one string each.
+
+    Args:
+        may_choose: "A|B" is allowed in place of an address.
+    """
     if isinstance(given, str):
         servers = tuple(part.strip() for part in given.split(",") if part.strip())
     elif isinstance(given, (list, tuple)) and all(isinstance(server, str) for server in given):
@@ -77,11 +86,12 @@ def parse_servers(given: str | Sequence[str]) -> tuple[str, ...]:
         refuse(ConfigError, "servers", expected, given)
     if not servers:
         raise ConfigError("servers: expected the shards' addresses, such as 127.0.0.1:7000,127.0.0.1:7001, got an empty list")
-    for server in servers:
-        _, port = parse_address(server, "servers")
+    addresses = [address for server in servers for address in (alternatives(server) if may_choose else (server,))]
+    for address in addresses:
+        _, port = parse_address(address, "servers")
         if port == 0:
-            raise ConfigError(f"servers: {server!r} has port 0; expected the port that the shard listens on")
-    if len(set(servers)) != len(servers):
+            raise ConfigError(f"servers: {address!r} has port 0; expected the port that the shard listens on")
+    if len(set(addresses)) != len(addresses):
         raise ConfigError(f"servers: an address is given twice in {given!r}; each shard has its own")
     return servers
 
@@ -358,7 +368,7 @@ class ClientConfig:
     token_file: str = ""
 
     def __post_init__(self) -> None:
-        parse_servers(self.servers)
+        parse_servers(self.servers, may_choose=True)
         if self.world_size < 1:
             raise ConfigError(f"world_size: expected at least 1, got {self.world_size}")
         if not 0 <= self.rank < self.world_size:

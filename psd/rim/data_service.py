@@ -115,6 +115,8 @@ class DataService:
             self._reads.release()
 
     def _read(self, request: data_pb2.ReadRequest, context: grpc.ServicerContext, reader: KnownReader) -> Iterator[bytes]:
+        if request.or_newer:
+            raise CutMissed("or_newer: this is a shard; only a relay chooses the version")
         readers = self._shard.readers
         done: Done = SimpleQueue()
         snapshot = self._shard.begin_read(request, done)

@@ -127,6 +127,11 @@ class Shard:
         self._started = now()
         self._described_at = -math.inf
 
+    @property
+    def name(self) -> str:
+        """Words for this shard, such as "shard 3"."""
+        return f"shard {self.config.shard_index}"
+
     def arrive(self, request: control_pb2.BarrierRequest) -> Ticket:
         """Enter a barrier; the ticket resolves with the reply."""
         self._core.check_is_first("barriers are held by")

@@ -59,7 +59,8 @@ def reason(answer: Answer) -> str:
 def problems(answers: Sequence[Answer]) -> list[str]:
     """Reasons why the answers are incomplete or do not fit together; empty if all shards of one job have answered."""
     silent = [f"{answer.server} did not answer: {reason(answer)}" for answer in answers if answer.reply is None]
-    return silent + misfits(answers)
+    lost = [f"{a.server}: {a.reply.relay.problem}" for a in answers if a.reply is not None and a.reply.relay.problem]
+    return silent + misfits(answers) + lost
 
 
 def misfits(answers: Sequence[Answer]) -> list[str]:
@@ -68,7 +69,8 @@ def misfits(answers: Sequence[Answer]) -> list[str]:
     replies = [(a.server, a.reply) for a in answers if a.reply is not None]
     for index, answer in enumerate(answers):
         reply = answer.reply
-        if reply is not None and (reply.shard_index, reply.shard_count) != (index, len(answers)):
+        is_shard = reply is not None and not reply.HasField("relay")  # a relay stands for all shards
+        if reply is not None and is_shard and (reply.shard_index, reply.shard_count) != (index, len(answers)):
             found.append(
                 f"{answer.server} is shard {reply.shard_index}/{reply.shard_count}, but was given as {index}/{len(answers)}"
             )

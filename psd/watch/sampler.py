@@ -38,6 +38,7 @@ from psd.watch.snapshot import (
     Numbers,
     OrderedRate,
     ReaderSnapshot,
+    RelaySnapshot,
     ShardSnapshot,
     TableTotals,
     WaitSnapshot,
@@ -256,6 +257,7 @@ class Sampler:
             checkpoint_error=printable(reply.checkpoint_error),
             calls=calls,
             ages=tuple(reply.ages),
+            relay=_relay(reply.relay) if reply.HasField("relay") else None,
         )
 
     def _orders(self, first: pb.StatusReply | None, clock: int) -> tuple[str, ...]:
@@ -328,6 +330,19 @@ def _version(shards: Sequence[ShardSnapshot]) -> dict[str, float]:
     ages = [numbers["version_age_s"] for numbers in known if "version_age_s" in numbers]
     found: dict[str, float] = {"version": min(numbers["version_min"] for numbers in known)} if known else {}
     return {**found, "version_age_s": min(ages)} if ages else found
+
+
+def _relay(relay: pb.RelayStatus) -> RelaySnapshot:
+    return RelaySnapshot(
+        of=printable(relay.of),
+        version=relay.version if relay.HasField("version") else None,
+        behind=max(0, relay.newest - relay.version),
+        age_s=relay.age_s,
+        heard_s=relay.heard_s,
+        readers=relay.readers,
+        versions=relay.versions,
+        problem=printable(relay.problem),
+    )
 
 
 def _has_gone_back(before: JobSnapshot, now: JobSnapshot) -> bool:

@@ -59,6 +59,17 @@ def test_step_when_a_transport_is_unknown_then_it_is_left_out_and_the_others_are
 
 
 @pytest.mark.process
+def test_fan_out_when_readers_are_at_relays_then_the_shard_sends_each_version_once_a_relay(figures_of):
+    size = ("--readers", "8", "--relays", "2", "--steps", "2", "--rounds", "1", "--interval", "0.1")
+
+    results = figures_of("fan_out.py", *size)["results"]
+
+    assert [(r["readers_at"], r["readers"]) for r in results] == [("no readers", 0), ("shard", 8), ("2 relays", 8)]
+    assert results[0]["sent_per_step"] == 0
+    assert results[1]["sent_per_step"] > 2 * results[2]["sent_per_step"] > 0
+
+
+@pytest.mark.process
 def test_backpressure_when_the_shard_is_held_back_then_every_process_is_watched(figures_of):
     """A suspended shard goes on, and what was pushed meanwhile is counted once."""
     size = ("--transports", "grpc", "--workers", "2", "--megabytes", "2", "--seconds", "1")
