@@ -182,9 +182,9 @@ def test_what_cannot_be_changed_is_refused():
     frozen = values.copy()
     frozen.flags.writeable = False
 
-    with pytest.raises(InvalidArray, match="^values: expected a writable C-contiguous array, got a read-only one$"):
+    with pytest.raises(InvalidArray, match=r"^values: expected a writable C-contiguous array, got a read-only one$"):
         deltas.apply(delta, frozen)
-    with pytest.raises(InvalidArray, match="^delta: expected contiguous bytes, got str"):
+    with pytest.raises(InvalidArray, match=r"^delta: expected contiguous bytes, got str"):
         deltas.apply("delta", values)
-    with pytest.raises(InvalidArray, match="^values: expected memory of their own, got some that overlaps delta$"):
+    with pytest.raises(InvalidArray, match=r"^values: expected memory of their own, got some that overlaps delta$"):
         deltas.apply(values.view(np.uint8), values)
