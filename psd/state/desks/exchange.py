@@ -219,6 +219,8 @@ class Exchange:
         """A block's gradient (None if it is empty), and the mask of the segments that have one (None if all have)."""
         plan = block.plan
         mask = frames.present_mask(present, len(plan.segment_ends)) if present else None
+        if push.job.spec.is_publication:
+            check_published(push, plan, mask)
         if mask is not None and not mask.any():
             if payload.nbytes:
                 raise InvalidTensor(
@@ -228,7 +230,7 @@ class Exchange:
         if plan.codec:
             return encoded(plan, payload, mask), mask
         values = frames.numbers(payload, plan.gradient_dtype, plan.length, f"block {plan.index}")
-        if push.job.spec.nan_policy != "allow" and not push.is_finite:
+        if push.job.spec.nan_policy != "allow" and not push.is_finite and plan.dtype.kind == "f":
             whose = f"the gradient of worker {push.worker.rank}"
             self._core.check_finite(values, plan.index, whose, push.worker.rank, push.clock)
         if mask is not None and np.any(psd_core.widened(values)[plan.elements_without(mask)]):
@@ -396,6 +398,15 @@ def encoded(plan: Block, payload: memoryview, mask: NDArray[np.uint8] | None) ->
     gradient.decode(values)
     values[plan.elements_without(mask)] = 0
     return values
+
+
+def check_published(push: Push, plan: Block, mask: NDArray[np.uint8] | None) -> None:
+    """Raise InvalidRequest unless a worker sends all values of the blocks that it publishes, and none of others' blocks."""
+    owner = plan.group % push.job.spec.world_size
+    is_own = owner == push.worker.rank
+    if mask is not None if is_own else mask is None or mask.any():
+        what = "some of its values are missing" if is_own else f"worker {push.worker.rank} sends values"
+        raise InvalidRequest(f"present: block {plan.index} is published by worker {owner}, whole, and {what}")
 
 
 def tables_of(job: Job) -> TablesBlock:
