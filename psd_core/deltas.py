@@ -33,6 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from psd_core import _deltas
+from psd_core._arena import Content
 from psd_core._kernels import InvalidArray
 from psd_core.codecs import Data, InvalidEncoding
 
@@ -89,6 +90,21 @@ def apply(delta: Data, values: NDArray[Any]) -> None:
     if field:
         raise InvalidEncoding(_FLAWS[field].format(chunk=chunk, n=len(values)))
     _deltas.apply(found, to, size)
+
+
+def unchanged(n: int) -> NDArray[np.uint8]:
+    """Return the delta of n elements of which none has changed."""
+    return np.zeros(-(-n // CHUNK), _UINT8)
+
+
+def check(values: NDArray[Any]) -> int:
+    """Return a checksum of an array (n,), by which who has applied a delta can tell that it has the right values; never 0.
+
+    Against a delta that was made from another array, and against decay, not forgery: see csrc/content.h. Raises InvalidArray.
+    """
+    content = Content()
+    content.add(_bytes_of("values", values))
+    return int(content.check())
 
 
 _FLAWS = {
