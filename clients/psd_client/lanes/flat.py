@@ -28,7 +28,7 @@ logger = logging.getLogger("psd_client")
 
 
 class Mismatch(InternalError):
-    """What a reader was told to have changed does not fit what it has; a full read helps."""
+    """Raised if what has changed for a reader does not fit what it has; a full read helps."""
 
 
 class FlatBuffers:
