@@ -35,7 +35,7 @@ from psd.contract.tables import SparseTableSpec
 from psd.contract.vectors import spec_of
 from psd.contract.waits import explained
 from psd.v1 import control_pb2, data_pb2, vectors_pb2
-from psd_client.lanes.flat import FlatBuffers
+from psd_client.lanes.flat import FlatBuffers, Mismatch
 from psd_client.lanes.rows_memory import RowsMemory
 from psd_client.lanes.shards import RetryPolicy, Shards, transfer_s
 from psd_client.lanes.transport import Call, Lane, Scope
@@ -157,6 +157,7 @@ class Reader:
         self._last: Exception | None = None  # why the last attempt of a pull has found nothing
         self._layout: Layout | None = None
         self._buffers: FlatBuffers | None = None  # what pulls are received in
+        self._comes_again = False  # so that shards keep what it has, to tell it what changes
         self._described = control_pb2.DescribeReply()
         self._version = 0  # that it has fetched
         self.newest = 0
@@ -268,6 +269,7 @@ class Reader:
             ShardUnavailable: a shard could not be reached.
         """
         wanted = WantedTensors(names, out, dtype)
+        self._comes_again |= newer_than is not None
         if newer_than is not None and not 0 <= whole_number(InvalidRequest, "newer_than", newer_than) < INTEGER_MAX:
             raise InvalidRequest(f"newer_than: must be from 0 to {INTEGER_MAX - 1}, got {newer_than}")
         oldest = 0 if newer_than is None else newer_than + 1
@@ -333,6 +335,7 @@ class Reader:
                 self._version = found.version
                 if replies[0].relay_of:  # another relay may be another job's
                     self._config = replace(self._config, run_id=replies[0].run_id)
+                self._comes_again = True
                 return found
             self._last = last
             if clock() > deadline:
@@ -371,8 +374,7 @@ class Reader:
         if self._buffers is None or self._buffers.layout is not layout:
             self._buffers = FlatBuffers(layout)
         buffers = self._buffers
-        buffers.codecs = [block.read_codec(wanted.codec) for block in layout.blocks]
-        buffers.contents.clear()
+        buffers.read_in([block.read_codec(wanted.codec) for block in layout.blocks])
         timeline = self.timeline
         note = data_pb2.ReaderNote(id=self._id, name=self.name)
 
@@ -388,8 +390,16 @@ class Reader:
                 timeline=timeline,
                 or_newer=bool(described.relay_of),
             )
-            if len(asked) < len(own):
+            held = [buffers.contents.get(block.index, 0) for block in asked]
+            if len(asked) < len(own) or self._comes_again:
                 request.blocks.extend(block.index for block in asked)
+            if self._comes_again:
+                request.held.extend(held)
+            try:
+                return lane.read(request, asked, buffers, call)
+            except Mismatch as error:
+                logger.warning("psd: reader: %s; all of it is fetched anew", error)
+            request.ClearField("held")
             return lane.read(request, asked, buffers, call)
 
         # Without rounds, workers choose their positions when every shard waits for them.

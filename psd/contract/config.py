@@ -165,6 +165,16 @@ class Limits:
         16, 1, 10_000, "readers that are fetching parameters at a time; each may keep another version of them in memory"
     )
     readers_max: int = _limit(1024, 1, 100_000, "readers that have asked for parameters lately; each costs a few hundred bytes")
+    keep_versions: int = setting(
+        2,
+        "N",
+        "versions that readers have, to tell them newer ones by what has changed; each costs the memory of the parameters",
+        low=0,
+        high=1000,
+        group=LIMITS,
+        prefix="--",
+        is_shared=True,
+    )
     calls: int = _limit(0, 0, 1_000_000, "gRPC calls at a time; each has a thread (default: 4 x --max-workers + 576)")
     connections: int = _limit(0, 0, 1_000_000, "gRPC connections at a time (default: 2 x --max-workers + 64)")
     # Further ones wait where they are made, or are refused, because gRPC counts one that has ended until its thread has. A

@@ -109,10 +109,15 @@ class PulledBlock:
             self.values = self._page.slots[slot - 1] if slot else self._page.parameter
             self.steps = self._page.steps.tolist() if slot else []
 
-    def head(self, positions: int = 0, content: int = 0) -> bytes:
-        """The message of the answer, without its numbers. positions, content: as in PullFrame."""
+    def head(self, positions: int = 0, content: int = 0, delta_check: int = 0) -> bytes:
+        """The message of the answer, without its numbers. Arguments: as in PullFrame."""
         message = data_pb2.PullFrame(
-            block=self.block, version=self.version, positions=positions, content=content, steps=self.steps
+            block=self.block,
+            version=self.version,
+            positions=positions,
+            content=content,
+            delta_check=delta_check,
+            steps=self.steps,
         )
         return message.SerializeToString()
 

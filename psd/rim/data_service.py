@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain
+from itertools import chain, zip_longest
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
@@ -22,6 +22,7 @@ from psd.rim.data_plane import DataPlane, PulledBlock, PulledRows, RowsAsked
 from psd.rim.sent_frames import SentFrames
 from psd.rim.strangers import CALLS_MAX, Strangers
 from psd.state.cuts.snapshots import Done
+from psd.state.kept_versions import Told
 from psd.state.readers import KnownReader
 from psd.state.shard import Shard
 from psd.v1 import data_pb2
@@ -134,11 +135,19 @@ class DataService:
                 raise CutMissed(f"cut.step: cut {request.cut.id} at step {request.cut.step}: {snapshot.why_missed}")
             positions = snapshot.positions.digest if snapshot.positions is not None else 0
             readers.begin_sending(reader)
-            for index in request.blocks or list(snapshot.pages):
+            for index, held in zip_longest(request.blocks or list(snapshot.pages), request.held):
                 page = snapshot.pages.pop(index)
                 state = snapshot.job.blocks[index]
                 block = PulledBlock(state, (page.version, page), codec=state.plan.read_codec(request.codec))
-                frame = self._frame(block, positions=positions, content=page.content)
+                told = None
+                try:
+                    if held is not None:  # the reader comes again and again
+                        told = snapshot.job.kept.told(index, held, page.content, block.values, block.codec)
+                        snapshot.job.kept.keep(index, page.content, block.values)
+                except BaseException:
+                    block.release()
+                    raise
+                frame = self._frame(block, positions=positions, content=page.content, told=told)
                 readers.sent(reader, len(frame))
                 yield frame
             readers.has(reader, request.cut.step)
@@ -227,12 +236,22 @@ class DataService:
         self._plane.counts.count_bytes(received=self._shard.parameters.set(request))
         return data_pb2.ParametersReply()
 
-    def _frame(self, answer: PulledBlock, *, with_payload: bool = True, positions: int = 0, content: int = 0) -> bytes:
+    def _frame(
+        self,
+        answer: PulledBlock,
+        *,
+        with_payload: bool = True,
+        positions: int = 0,
+        content: int = 0,
+        told: Told | None = None,
+    ) -> bytes:
+        """The frame of a block, whose page it gives back. told: sent in place of the values."""
         try:
-            payload = None if not with_payload else answer.payload() if answer.codec else answer.values
-            if payload is not None:
+            payload = None
+            if with_payload:
+                payload = told.delta if told is not None else answer.payload() if answer.codec else answer.values
                 self._plane.counts.count_bytes(sent=payload.nbytes, saved=answer.values.nbytes - payload.nbytes)
-            return frames.join(answer.head(positions, content), payload)
+            return frames.join(answer.head(positions, content, told.check if told is not None else 0), payload)
         finally:
             answer.release()
 

@@ -34,6 +34,7 @@ from psd.state.aggregation.staleness import bound_rule
 from psd.state.aggregation.trained import RoundServices, Trained
 from psd.state.counts import Histogram, RoundTimes, total
 from psd.state.durability.state_directory import Storage
+from psd.state.kept_versions import KeptVersions
 from psd.state.pages import Counted
 from psd.state.tables.block import TablesBlock, counted_in
 from psd.state.tables.rounds import RowChecks
@@ -69,6 +70,7 @@ class Job:
         wants_all_buffers: each of them is.
         is_cut_by_positions: cuts are positions of the workers; see psd/state/cuts/positions.py.
         agreement: SYNC: scalars and parts of the open rounds.
+        kept: versions that readers have.
         coordinator: EXACT, on shard 0 only. participant: EXACT, on all shards. See settlement.py.
     """
 
@@ -89,6 +91,7 @@ class Job:
         wall: Callable[[], float],
     ) -> None:
         check_listed(spec, rules)
+        self.kept = KeptVersions(limits.keep_versions)
         self._passed = 0  # latest version of a publication that was lost
         self.spec = spec
         self.layout = Layout(spec, shard_count)

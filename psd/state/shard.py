@@ -245,6 +245,8 @@ class Shard:
             raise InvalidRequest(f"blocks: one of these {len(request.blocks)} is named twice")
         if request.codec not in READ_CODECS:
             raise InvalidRequest(f"codec: must be empty, bf16 or fp16, got {request.codec[:80]!r}")
+        if len(request.held) not in (0, len(request.blocks)):
+            raise InvalidRequest(f"held: has {len(request.held)} entries for {len(request.blocks)} blocks")
         if job.spec.is_publication and request.cut.step == 0:
             raise NotDeclared("nothing has been published yet")
         snapshot = Snapshot(request.cut, job, done)

@@ -17,14 +17,18 @@ from numpy.typing import NDArray
 
 import psd_core
 from psd.contract import frames
-from psd.contract.errors import InvalidTensor
+from psd.contract.errors import InternalError, InvalidTensor
 from psd.contract.layout import Layout
 from psd_client.lanes.rows_memory import ROWS_BYTES
 from psd_client.lanes.segment import Segment, aligned
-from psd_core import codecs
+from psd_core import codecs, deltas
 
 SCANNED_BYTES_FOR_TWO = 8 << 20
 logger = logging.getLogger("psd_client")
+
+
+class Mismatch(InternalError):
+    """Raised if what has changed for a reader does not fit what it has; a full read helps."""
 
 
 class FlatBuffers:
@@ -85,12 +89,20 @@ class FlatBuffers:
         """The slice of block `index` of the layout."""
         return self._blocks[index]
 
+    def read_in(self, codecs: list[str]) -> None:
+        """Receive blocks in these codecs from now on; what was received in others is known no more."""
+        for index, (before, codec) in enumerate(zip(self.codecs, codecs, strict=True)):
+            if before != codec:
+                self.contents.pop(index, None)
+        self.codecs = codecs
+
     def fill(self, index: int, payload: memoryview) -> None:
         """Set block `index` to what a PullFrame has brought: in the block's codec, or as it is.
 
         Raises:
             InvalidTensor: the payload is neither.
         """
+        self.contents.pop(index, None)
         codec, target = self.codecs[index], self._blocks[index]
         if not codec or payload.nbytes == target.nbytes:
             target[...] = frames.numbers(payload, target.dtype, len(target), f"block {index}")
@@ -99,6 +111,20 @@ class FlatBuffers:
             codecs.decode(codec, payload, target)
         except codecs.InvalidEncoding as error:
             raise InvalidTensor(f"block {index}: payload in {codec}: {error}") from None
+
+    def fill_changes(self, index: int, delta: memoryview, check: int) -> None:
+        """Change block `index` by a delta to what `contents` says of it. check: deltas.check of the values that result.
+
+        Raises:
+            Mismatch: the block was another, or the delta is wrong; its values are undefined now.
+        """
+        self.contents.pop(index, None)
+        try:
+            deltas.apply(delta, self._blocks[index])
+        except codecs.InvalidEncoding as error:
+            raise Mismatch(f"block {index}: {error}") from None
+        if deltas.check(self._blocks[index]) != check:
+            raise Mismatch(f"block {index}: changed by what it was sent it is not what it should be")
 
     def receive(self, index: int, nbytes: int, read_into: Callable[[memoryview], None]) -> None:
         """Set block `index` to a payload of so many bytes, which `read_into` writes into the memory that it is given.

@@ -273,7 +273,9 @@ class BlockAnswer:
         if message.positions:
             self.positions.add(message.positions)
         if self._parameters is not None:
-            if nbytes:
+            if message.delta_check:
+                self._parameters.fill_changes(message.block, payload, message.delta_check)
+            elif nbytes:
                 self._parameters.fill(message.block, payload)
             if message.content:
                 self._parameters.contents[message.block] = message.content
