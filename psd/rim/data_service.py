@@ -134,7 +134,9 @@ class DataService:
             readers.begin_sending(reader)
             for index in request.blocks or list(snapshot.pages):
                 page = snapshot.pages.pop(index)
-                frame = self._frame(PulledBlock(snapshot.job.blocks[index], (page.version, page)), positions=positions)
+                state = snapshot.job.blocks[index]
+                block = PulledBlock(state, (page.version, page), codec=state.plan.read_codec(request.codec))
+                frame = self._frame(block, positions=positions, content=page.content)
                 readers.sent(reader, len(frame))
                 yield frame
             readers.has(reader, request.cut.step)
@@ -223,12 +225,12 @@ class DataService:
         self._plane.counts.count_bytes(received=self._shard.parameters.set(request))
         return data_pb2.ParametersReply()
 
-    def _frame(self, answer: PulledBlock, *, with_payload: bool = True, positions: int = 0) -> bytes:
+    def _frame(self, answer: PulledBlock, *, with_payload: bool = True, positions: int = 0, content: int = 0) -> bytes:
         try:
             payload = None if not with_payload else answer.payload() if answer.codec else answer.values
             if payload is not None:
                 self._plane.counts.count_bytes(sent=payload.nbytes, saved=answer.values.nbytes - payload.nbytes)
-            return frames.join(answer.head(positions), payload)
+            return frames.join(answer.head(positions, content), payload)
         finally:
             answer.release()
 

@@ -203,7 +203,7 @@ class JobFollower:
             self._arrays = tensors
         else:
             tensors = reader.pull(out=self._arrays, newer_than=newer_than, timeout=LOOK_S)
-        return PulledVersion(reader.job, reader.timeline, reader.version, tensors, self._dtypes)
+        return PulledVersion(reader.job, reader.timeline, tensors.version, tensors, self._dtypes, tensors.meta, tensors.digest)
 
     def _wanted(self) -> list[str]:
         """The tensors that the patterns name."""
@@ -244,7 +244,9 @@ class JobFollower:
             return True
         began = time.monotonic()
         try:
-            nbytes = self._directory.write(version, pulled.job, self._form.word, self._form.files(pulled))
+            files = self._form.files(pulled)
+            more = {"format": self._form.word, "meta": pulled.meta_in_json, "digest": pulled.digest}
+            nbytes = self._directory.write(version, pulled.job, files, more)
         except (OSError, CheckpointFailed) as error:
             self._report.trouble(f"{error}; trying again with the newest version")
             return False
