@@ -214,6 +214,21 @@ def test_a_version_of_which_the_command_was_not_told_is_told_first(
     assert notes.read_text() == "0 1 "
 
 
+def test_a_store_is_followed_with_its_meta(cluster: Callable[..., Any], tmp_path: Path) -> None:
+    """What a publisher has put, and nothing that was never put: no version 0."""
+    servers = cluster(2).servers
+    with psd_client.publish(servers) as store:
+        version = store.put({name: 2 * value for name, value in ONES.items()}, meta={"step": 12})
+        assert main(["follow", "--to", str(tmp_path), "--servers", servers, "--once"]) == 0
+        with psd_client.connect(servers, role="reader") as reader:
+            digest = reader.pull().digest
+    assert versions(tmp_path) == [version]
+    assert values(tmp_path / "latest") == {2.0}
+    said = json.loads((tmp_path / "latest" / "version.json").read_text())
+    assert (said["meta"], said["digest"]) == ({"step": 12}, digest)
+    assert sorted(safetensors.numpy.load_file(tmp_path / "latest" / "model.safetensors")) == ["b.c", "w"]
+
+
 def test_a_directory_has_the_versions_of_one_job(cluster: Callable[..., Any], tmp_path: Path, capsys: Any) -> None:
     """Two jobs count alike, so a version's name must not stand for either."""
     for name, status in (("one", 0), ("two", 1)):

@@ -117,7 +117,7 @@ def write(directory: FollowedDirectory, version: int, timeline: int = 0, keep: i
     """Write one version, and do what comes after."""
     now = FollowedVersion(timeline, version)
     files = {"model.safetensors": [f"{timeline} {version}".encode() * 100]}
-    directory.write(now, "job", "safetensors", files)
+    directory.write(now, "job", files, {"format": "safetensors"})
     directory.link(now)
     directory.prune(keep, ())
 
@@ -149,7 +149,7 @@ def test_a_version_that_is_used_stays(tmp_path: Path) -> None:
     with FollowedDirectory(str(tmp_path)) as directory:
         write(directory, 1)
         for version in (2, 3):
-            directory.write(FollowedVersion(0, version), "job", "safetensors", {})
+            directory.write(FollowedVersion(0, version), "job", {}, {})
 
         directory.prune(1, ["version-00000001"])
 
@@ -165,7 +165,7 @@ def test_what_is_not_of_its_own_is_left_alone_or_refused(tmp_path: Path) -> None
         with pytest.raises(ConfigError, match="another psdctl follow writes to"):
             FollowedDirectory(str(tmp_path))
         with pytest.raises(ConfigError, match="has versions of job 'job', and this is job 'other'; name another directory"):
-            directory.write(FollowedVersion(0, 2), "other", "safetensors", {})
+            directory.write(FollowedVersion(0, 2), "other", {}, {})
     assert all((tmp_path / name).is_dir() for name in ("version-00000009", ".hidden.tmp", "notes"))
     with FollowedDirectory(str(tmp_path)) as directory:
         assert (directory.newest, directory.job) == (FollowedVersion(0, 1), "job")
@@ -237,7 +237,7 @@ def lives(path):
     with FollowedDirectory(path, crash_point) as directory:
         for version in (1, 2, 3):
             now = FollowedVersion(0, version)
-            directory.write(now, "job", "safetensors", {"model.safetensors": [b"x" * version]})
+            directory.write(now, "job", {"model.safetensors": [b"x" * version]}, {})
             directory.link(now)
             directory.prune(2, ())
 

@@ -228,6 +228,16 @@ def test_a_publisher_pushes_and_pulls_but_neither_ends_the_job_nor_runs_batches(
         assert set(train(ps, 1).tolist()) == {-3.0}
 
 
+def test_a_publishers_token_is_enough_to_publish(cluster: Callable[..., Any], place: Place) -> None:
+    """And a reader's to pull."""
+    servers = serve(cluster, place, 2).servers
+    with psd_client.publish(servers, **place.client("publisher")) as store:
+        version = store.put({"w": np.ones(SIZE, np.float32)}, meta={"step": 1})
+        with psd_client.connect(servers, role="reader", **place.client("reader")) as reader:
+            found = reader.pull()
+    assert (found.version, set(found["w"].tolist())) == (version, {1.0})
+
+
 def test_a_batch_on_the_bulk_lane_needs_a_workers_token(cluster: Callable[..., Any], place: Place) -> None:
     """The vector is there: a worker has made it, whose token has become a publisher's since."""
     servers = serve(cluster, place).servers

@@ -203,14 +203,18 @@ class JobFollower:
             self._arrays = tensors
         else:
             tensors = reader.pull(out=self._arrays, newer_than=newer_than, timeout=LOOK_S)
-        return PulledVersion(reader.job, reader.timeline, tensors.version, tensors, self._dtypes)
+        return PulledVersion(reader.job, reader.timeline, tensors.version, tensors, self._dtypes, tensors.meta, tensors.digest)
 
     def _wanted(self) -> list[str]:
         """The tensors that the patterns name."""
         if not self._dtypes:
             raise ConfigError("--names: the job has no tensors; tables and vectors are not followed")
         names = list(self._dtypes)
-        return names if not self._patterns else [names[index] for index in sorted(matching(self._patterns, names))]
+        return (
+            names
+            if not self._patterns
+            else [names[index] for index in sorted(matching(self._patterns, names))]
+        )
 
     def _pull_last(self, after: int | None) -> None:
         """Write the version with which the job has ended, if it is not there."""
@@ -244,7 +248,9 @@ class JobFollower:
             return True
         began = time.monotonic()
         try:
-            nbytes = self._directory.write(version, pulled.job, self._form.word, self._form.files(pulled))
+            files = self._form.files(pulled)
+            more = {"format": self._form.word, "meta": pulled.meta_in_json, "digest": pulled.digest}
+            nbytes = self._directory.write(version, pulled.job, files, more)
         except (OSError, CheckpointFailed) as error:
             self._report.trouble(f"{error}; trying again with the newest version")
             return False

@@ -36,6 +36,7 @@ class PulledVersion:
     Attributes:
         job: name of the job. timeline: how often it had gone back to a checkpoint.
         tensors: values by name, in the job's order; float32 for float16 and bfloat16. dtypes: declared dtypes by name.
+        meta, digest: as in Weights.
     """
 
     job: str
@@ -43,6 +44,13 @@ class PulledVersion:
     version: int
     tensors: Mapping[str, NDArray[Any]]
     dtypes: Mapping[str, str]
+    meta: Any = None
+    digest: str = ""
+
+    @property
+    def meta_in_json(self) -> Any:
+        """The meta as a value of JSON: bytes in hexadecimal digits."""
+        return self.meta.hex() if isinstance(self.meta, bytes) else self.meta
 
 
 class Format(Protocol):

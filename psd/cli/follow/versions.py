@@ -112,8 +112,8 @@ class FollowedDirectory:
         said = {"timeline": version.timeline, "version": version.version, "status": status}
         self._storage.write("", _TOLD, [json.dumps(said).encode()])
 
-    def write(self, version: FollowedVersion, job: str, kind: str, files: Mapping[str, Iterable[Chunk]]) -> int:
-        """Write a version, durably. After an error there is nothing of it.
+    def write(self, version: FollowedVersion, job: str, files: Mapping[str, Iterable[Chunk]], more: Mapping[str, Any]) -> int:
+        """Write a version, durably. After an error there is nothing of it. more: what its version.json has beside.
 
         Returns:
             The bytes of its files.
@@ -133,8 +133,8 @@ class FollowedDirectory:
                 "version": version.version,
                 "timeline": version.timeline,
                 "time": time.time(),
-                "format": kind,
                 "bytes": sizes,
+                **more,
             }
             place.write("", VERSION_FILE, [json.dumps(said, indent=1).encode() + b"\n"])
             self._crash_point(f"rename {version.name}")
