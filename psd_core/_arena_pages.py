@@ -33,9 +33,9 @@ _VIEWS_MAX = 8
 
 
 class Views:
-    """The arrays of one block shape over one place; `body`, `parameter` and `slots` only if it has room for them."""
+    """The arrays of one block shape over one place; `body`, `parameter`, `slots` and `extra` only if it has room for them."""
 
-    __slots__ = ("body", "clocks", "head", "parameter", "sessions", "slots", "steps")
+    __slots__ = ("body", "clocks", "extra", "head", "parameter", "sessions", "slots", "steps")
 
     def __init__(
         self, mapping: mmap.mmap, start: int, size: int, shape: form.BlockShape, layout: form.PageLayout, workers: int
@@ -53,6 +53,7 @@ class Views:
         self.body = Words(mapping, start + layout.parameter_at, layout.body_words)
         self.parameter = array(shape.length, shape.dtype, layout.parameter_at)
         self.slots = tuple(array(shape.length, shape.dtype, at) for at in layout.slots_at)
+        self.extra = tuple(array(shape.length, shape.dtype, at) for at in layout.extra_at)
 
 
 class Place:

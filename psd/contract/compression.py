@@ -15,8 +15,11 @@ from psd.v1 import job_pb2
 from psd_core import codecs
 from psd_core.codecs import Rounding
 
-PULL_CODECS = ("bf16", "fp16")
-"""Codecs of parameters. Others lose too much of a number that is not a difference."""
+ROUNDED = ("bf16", "fp16")
+"""Codecs of parameters themselves. Others lose too much of a number that is not a difference."""
+
+PULL_CODECS = (*ROUNDED, *codecs.DIFFERENCES)
+"""Codecs of pulls: of parameters, or, in rounds, of their differences to the version that a worker has."""
 
 ROUNDINGS = ("nearest", "stochastic")
 
@@ -26,7 +29,7 @@ class Compression:
     """The compression of a job; InvalidRequest if it is wrong.
 
     Attributes:
-        push: codec of gradients, pull: of parameters that workers pull; "": as they are.
+        push: codec of gradients, pull: of parameters that workers pull, or of their differences; "": as they are.
         error_feedback: True if a worker adds to its next gradient what the last encoding has lost.
         rounding: of gradients: "nearest" or "stochastic".
     """
@@ -61,6 +64,11 @@ class Compression:
         if rounding is None:  # without feedback, only rounding at random has the gradient as its mean
             rounding = "stochastic" if push and not error_feedback and codecs.rounds(push) else "nearest"
         return cls(push or "", pull or "", error_feedback, rounding)
+
+    @property
+    def has_differences(self) -> bool:
+        """True if workers pull differences."""
+        return self.pull in codecs.DIFFERENCES
 
     def __str__(self) -> str:
         """The words of a status; empty if nothing is compressed."""

@@ -337,17 +337,15 @@ class ServedConnection:
         answer = out.answer
         try:
             if out.place is None:
-                payload = answer.payload() if answer.codec else answer.values
+                payload = answer.payload()
                 self._plane.counts.count_bytes(sent=payload.nbytes, saved=answer.values.nbytes - payload.nbytes)
                 self._stream.send(Kind.ANSWER, answer.head(), payload, more=True)  # at least the REPLY follows
                 return
             if self._has_hung_up:  # a worker that has not waited may use its memory for something else
                 raise Disconnected("the worker has hung up")
             self._plane.counts.count_bytes(sent=answer.nbytes)
-            if answer.codec:
+            if answer.nbytes:
                 answer.write_to(self._attached().parameter(answer.block, out.place))
-            elif answer.nbytes:
-                np.copyto(self._attached().parameter(answer.block, out.place), answer.values)
             if out.is_announced:
                 self._stream.send(Kind.ANSWER, answer.head())
         finally:

@@ -169,9 +169,7 @@ class DataService:
                 answer.append((_AHEAD, item.head(), [rows.values for rows in item.rows]))
             elif isinstance(item, PulledBlock):
                 try:
-                    numbers = (
-                        item.payload() if item.codec else item.values
-                    ).tobytes()  # so that no page is pinned during a wait
+                    numbers = item.payload().tobytes()  # so that no page is pinned during a wait
                 finally:
                     item.release()
                 answer.append((_FRAMES, item.head(), (numbers,)))
@@ -218,7 +216,7 @@ class DataService:
 
     def _frame(self, answer: PulledBlock, *, with_payload: bool = True, positions: int = 0) -> bytes:
         try:
-            payload = None if not with_payload else answer.payload() if answer.codec else answer.values
+            payload = answer.payload() if with_payload else None
             if payload is not None:
                 self._plane.counts.count_bytes(sent=payload.nbytes, saved=answer.values.nbytes - payload.nbytes)
             return frames.join(answer.head(positions), payload)

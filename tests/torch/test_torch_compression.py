@@ -15,6 +15,7 @@ from psd_core import codecs
 
 STEPS = 12
 COMPRESSED: dict[str, Any] = {"compress": "int4", "pull": "bf16"}
+PULLS = ["bf16", "int8"]
 
 
 def model() -> nn.Sequential:
@@ -47,10 +48,12 @@ def train(ps: psd_client.ParameterServer, **options: Any) -> torch.Tensor:
     return values(net)
 
 
+@pytest.mark.parametrize("pull", PULLS)
 @pytest.mark.parametrize("transport", ["shm", "tcp", "grpc"])
-def test_steps_when_they_overlap_with_back_propagation_then_the_bits_are_the_same(run_workers, transport):
-    whole = run_workers(2, 2, lambda ps: train(ps, **COMPRESSED), transport=transport)
-    overlapped = run_workers(2, 2, lambda ps: train(ps, overlap=True, **COMPRESSED), transport=transport)
+def test_steps_when_they_overlap_with_back_propagation_then_the_bits_are_the_same(run_workers, transport, pull):
+    compressed = {"compress": "int4", "pull": pull}
+    whole = run_workers(2, 2, lambda ps: train(ps, **compressed), transport=transport)
+    overlapped = run_workers(2, 2, lambda ps: train(ps, overlap=True, **compressed), transport=transport)
 
     assert torch.equal(whole[0], whole[1])
     assert all(torch.equal(whole[0], found) for found in overlapped)
@@ -74,9 +77,13 @@ def test_steps_when_they_overlap_and_a_gradient_is_not_finite_then_the_program_i
 @pytest.mark.parametrize("merge", ["mean", "rda"])
 @pytest.mark.parametrize("fragments", [1, 3])
 @pytest.mark.parametrize("delay", [0, 1])
-def test_learners_when_their_differences_are_compressed_then_all_end_with_the_same_bits(run_workers, fragments, delay, merge):
+@pytest.mark.parametrize("pull", PULLS)
+def test_learners_when_their_differences_are_compressed_then_all_end_with_the_same_bits(
+    run_workers, fragments, delay, merge, pull
+):
     """A residual is of each block, and so of the fragment that it is in; norms are of the differences themselves."""
     local = psd.Local(steps=3, fragments=fragments, delay=delay, outer=psd_client.SGD(lr=0.7, momentum=0.9), merge=merge)
+    compressed = {"compress": "int4", "pull": pull}
 
     def learn(ps, **options):
         net = model()
@@ -91,23 +98,25 @@ def test_learners_when_their_differences_are_compressed_then_all_end_with_the_sa
         net = model()
         before = (values(net) - torch.zeros(1)).clone()
         sgd = torch.optim.SGD(net.parameters(), lr=0.1)
-        optimizer = psd.distribute(net, sgd, ps=ps, local=local, **COMPRESSED)
-        sent = ps.stats()["sent_bytes"]
+        optimizer = psd.distribute(net, sgd, ps=ps, local=local, **compressed)
+        before_bytes = ps.stats()
         for step in range(STEPS):
             backward(net, ps.rank, step)
             optimizer.step()
+        travelled = {name: ps.stats()[name] - before_bytes[name] for name in ("sent_bytes", "received_bytes")}
         optimizer.pull()
-        return values(net), before, ps.stats()["sent_bytes"] - sent
+        return values(net), before, travelled
 
-    (mine, before, sent), (other, _, _) = run_workers(2, 2, body)
+    (mine, before, travelled), (other, _, _) = run_workers(2, 2, body, transport="tcp")
 
     assert torch.equal(mine, other)
     assert not torch.equal(mine, before)
     (plain, _) = run_workers(2, 2, learn)
     assert (mine - plain).norm() < 0.2 * (plain - before).norm()
-    (cut, _) = run_workers(2, 3, lambda ps: learn(ps, **COMPRESSED))
+    (cut, _) = run_workers(2, 3, lambda ps: learn(ps, **compressed))
     assert torch.equal(mine, cut)
-    assert sent <= STEPS // 3 * (codecs.encoded_bytes("int4", len(mine)) + 100)  # a few blocks, each of which is rounded up
+    for name, codec in (("sent_bytes", "int4"), ("received_bytes", pull)):  # a few blocks, each of which is rounded up
+        assert travelled[name] <= STEPS // 3 * (codecs.encoded_bytes(codec, len(mine)) + 100)
 
 
 def test_models_when_each_is_stepped_alone_then_the_others_residuals_stay(run_workers):

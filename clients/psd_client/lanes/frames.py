@@ -270,7 +270,7 @@ class BlockAnswer:
             self.positions.add(message.positions)
         if self._parameters is not None:
             if nbytes:
-                self._parameters.fill(message.block, payload)
+                self._parameters.fill(message.block, payload, message.base, message.version)
             if message.steps:
                 self._parameters.steps[message.block] = message.steps
             self._parameters.received(message.block, message.version)
