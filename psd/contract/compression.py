@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from psd.contract import arguments
+from psd.contract.consistency import Consistency
 from psd.contract.errors import InvalidRequest
 from psd.v1 import job_pb2
 from psd_core import codecs
@@ -69,6 +70,14 @@ class Compression:
     def has_differences(self) -> bool:
         """True if workers pull differences."""
         return self.pull in codecs.DIFFERENCES
+
+    def check_mode(self, consistency: Consistency) -> None:
+        """Raise InvalidRequest if workers pull differences, and there are no rounds."""
+        if self.has_differences and not consistency.has_rounds:
+            raise InvalidRequest(
+                f"pull: {self.pull} is of differences from round to round; without rounds (the mode is {consistency}) use "
+                f"{' or '.join(ROUNDED)}"
+            )
 
     def __str__(self) -> str:
         """The words of a status; empty if nothing is compressed."""

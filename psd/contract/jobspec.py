@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 
-from psd.contract.compression import NONE, ROUNDED, Compression
+from psd.contract.compression import NONE, Compression
 from psd.contract.config import Limits
 from psd.contract.consistency import SYNC, Consistency
 from psd.contract.errors import InvalidRequest, InvalidTensor
@@ -253,11 +253,7 @@ class JobSpec:
             raise InvalidRequest(f"nan_policy: must be one of {sorted(NAN_POLICIES)}, got {self.nan_policy!r}")
         if self.compression.push and self.nan_policy == "allow":
             raise InvalidRequest("nan_policy: allow, but compress has no form for NaN; use refuse or skip")
-        if self.compression.has_differences and not self.consistency.has_rounds:
-            raise InvalidRequest(
-                f"pull: {self.compression.pull} is of differences from round to round; without rounds (the mode is "
-                f"{self.consistency}) use {' or '.join(ROUNDED)}"
-            )
+        self.compression.check_mode(self.consistency)
         layerwise = next((group.rule for group in self.groups if group.is_layerwise), "")
         if layerwise and not self.consistency.has_rounds:
             raise InvalidRequest(

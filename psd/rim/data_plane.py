@@ -128,7 +128,7 @@ class PulledBlock:
         return self.values.nbytes
 
     def payload(self) -> NDArray[Any]:
-        """What travels."""
+        """The numbers that travel, in their form."""
         if self.difference is not None:
             return self.difference
         return payload_of(self.values, self.codec) if self.codec else self.values

@@ -253,7 +253,7 @@ def test_declare_when_workers_ask_for_other_codecs_then_the_second_is_refused(cl
         ({"compress": 8}, "compress: expected a string, got 8"),
         ({"pull": "sign"}, "pull: must be one of bf16, fp16, int8, int4, int4log, or None, got 'sign'"),
         ({"pull": "int8", "consistency": "async"}, "pull: int8 is of differences from round to round; without rounds .*async"),
-        ({"pull": "int4", "consistency": "ssp:2"}, "pull: int4 is of differences .* the mode is ssp:2.* use bf16 or fp16"),
+        ({"pull": "int4", "consistency": "ssp:2"}, "pull: int4 is of differences .*the mode is ssp:2.* use bf16 or fp16"),
         ({"error_feedback": False}, "error_feedback: is False, but nothing is compressed"),
         ({"compress": "int8", "error_feedback": 1}, "error_feedback: expected True or False, got 1"),
         ({"compress": "sign", "rounding": "stochastic"}, "rounding: stochastic, but sign rounds nothing"),

@@ -30,6 +30,7 @@ DATA = np.arange(3, dtype=np.uint8)
     ],
 )
 def test_a_difference_is_for_those_who_have_the_copy_before(held: int, version: int, expected: str | None) -> None:
+    """Versions that have changed nothing count as the one before them."""
     found = Shown(7, 4, DATA).difference_for(held, version)
 
     assert {None: None, "difference": DATA.tolist(), "nothing": []}[expected] == (None if found is None else found.tolist())
@@ -46,6 +47,7 @@ def test_after_a_load_nobody_holds_anything_until_all_numbers_have_come() -> Non
 
 
 def test_a_difference_without_form_is_followed_by_all_numbers() -> None:
+    """Workers then get what the shard has."""
     values, before, after = np.array([np.inf, 1], np.float32), np.zeros(2, np.float32), np.empty(2, np.float32)
 
     assert follow("int8", values, before, after) is None
@@ -62,6 +64,7 @@ def page_of(shard: Driver) -> Any:
 
 
 def test_the_copy_is_in_the_page_of_its_version_also_for_the_shards_next_process(tmp_path: Any) -> None:
+    """To the bit, though it is not the masters."""
     shard = driver(state_dir=str(tmp_path))
     (seat,) = shard.start()
     for clock in range(3):
@@ -78,6 +81,7 @@ def test_the_copy_is_in_the_page_of_its_version_also_for_the_shards_next_process
 
 @pytest.mark.parametrize("held", [[1, 1], [1] * 3])
 def test_held_when_it_has_not_one_entry_for_each_block_then_it_is_refused(held: list[int]) -> None:
+    """Which block an entry is of follows from its place."""
     shard = driver()
     shard.start()
 
@@ -86,6 +90,7 @@ def test_held_when_it_has_not_one_entry_for_each_block_then_it_is_refused(held: 
 
 
 def test_held_when_the_job_pulls_no_differences_then_it_is_refused() -> None:
+    """A worker that believes so is not in this job."""
     shard = Driver(job_spec(1, size=1000, dtype="float32"))
     shard.start()
 

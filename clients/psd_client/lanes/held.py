@@ -1,4 +1,4 @@
-"""What a worker has of each block that it pulls as differences, in memory of its own: the program may change what it was given.
+"""The blocks that a worker pulls as differences, in memory of its own: the program may change what it was given.
 
 A block's version is said to its shard with each request, and the shard answers with what is lacking; only to the incarnation
 that has sent that version, because another one may have gone back. While a block changes, none is said: whatever breaks off

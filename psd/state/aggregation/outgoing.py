@@ -40,7 +40,7 @@ _SAME: NDArray[np.uint8] = np.empty(0, np.uint8)
 
 
 class Shown(NamedTuple):
-    """How a block's shown parameters came to be what they are.
+    """The way by which a block's shown parameters came to be what they are.
 
     Attributes:
         since: the first version that has them; later ones, up to the block's, have not changed them.
@@ -58,15 +58,13 @@ class Shown(NamedTuple):
         return cls(version, version)
 
     def difference_for(self, held: int, version: int) -> NDArray[np.uint8] | None:
-        """What a worker that has version `held` lacks of `version`, empty if it is nothing; None: all, as they are."""
+        """The difference that a worker with version `held` lacks of `version`, empty if none; None: all numbers."""
         if not self.before <= held <= version or version < self.since:
             return None
         return _SAME if held >= self.since else self.difference
 
 
-def follow(
-    codec: str, parameter: NDArray[Any], shown: NDArray[Any], following: NDArray[Any]
-) -> NDArray[np.uint8] | None:
+def follow(codec: str, parameter: NDArray[Any], shown: NDArray[Any], following: NDArray[Any]) -> NDArray[np.uint8] | None:
     """Write to `following` what workers have after an update, and return the difference. parameter: (n,) float32, after the
     update. shown: what they have before. None: a number is not finite, and they get the parameters as they are."""
     difference = codecs.follow(codec, parameter, shown, following)
