@@ -344,8 +344,10 @@ class ServedConnection:
             if self._has_hung_up:  # a worker that has not waited may use its memory for something else
                 raise Disconnected("the worker has hung up")
             self._plane.counts.count_bytes(sent=answer.nbytes)
-            if answer.nbytes:
+            if answer.codec:
                 answer.write_to(self._attached().parameter(answer.block, out.place))
+            elif answer.nbytes:
+                np.copyto(self._attached().parameter(answer.block, out.place), answer.values)
             if out.is_announced:
                 self._stream.send(Kind.ANSWER, answer.head())
         finally:

@@ -134,11 +134,8 @@ class PulledBlock:
         return payload_of(self.values, self.codec) if self.codec else self.values
 
     def write_to(self, target: NDArray[Any]) -> None:
-        """Write the values, as the receiver of the payload would have them, into memory of the worker."""
-        if self.codec:
-            write_rounded(self.values, self.codec, target)
-        else:
-            np.copyto(target, self.values)
+        """Write values that have a codec, as the receiver of the payload would have them, into memory of the worker."""
+        write_rounded(self.values, self.codec, target)
 
     def release(self) -> None:
         """Release the page. Call it once."""
@@ -200,12 +197,11 @@ class DataPlane:
         """Yield the blocks in the request, as they become ready."""
         began = self._now()
         pull, blocks = self._exchange.begin_pull(request)
-        held = pull.job.held(request.held)
         self._pass_gate(pull, pull.clock, waiter)
         for block in blocks:
             while not isinstance(found := self._exchange.read(block, pull), tuple):
                 waiter.wait(found)
-            yield PulledBlock(block, found, request.slot, "" if request.slot else block.pull_codec, held.get(block.index))
+            yield PulledBlock(block, found, request.slot, "" if request.slot else block.pull_codec, pull.held.get(block.index))
         self.counts.count_call("pull", self._now() - began)
 
     def pull_rows(
@@ -248,7 +244,7 @@ class DataPlane:
         """
         began = self._now()
         push = self._begin(header, waiter)
-        pull, held = self._exchange.begin_answer(push), push.job.held(header.held)
+        pull = self._exchange.begin_answer(push)
         answered = {*header.answered, push.job.tables_index} if header.part else None
         if ahead is not None:
             tables = tables_of(push.job)
@@ -286,14 +282,14 @@ class DataPlane:
                     continue
                 while pending and (found := self._exchange.peek(pending[0], pull)) is not None:
                     first = pending.popleft()
-                    yield PulledBlock(first, found, 0, first.pull_codec, held.get(first.index))
+                    yield PulledBlock(first, found, 0, first.pull_codec, pull.held.get(first.index))
             reply = self._exchange.end_push(push)
             if pending:
                 self._pass_gate(pull, pull.clock, waiter)
             for state in pending:
                 while not isinstance(read := self._exchange.read(state, pull), tuple):
                     waiter.wait(read)
-                yield PulledBlock(state, read, 0, state.pull_codec, held.get(state.index))
+                yield PulledBlock(state, read, 0, state.pull_codec, pull.held.get(state.index))
             for state in unanswered:
                 while not isinstance(read := self._exchange.read(state, pull), tuple):
                     waiter.wait(read)

@@ -11,6 +11,7 @@ from shard_driver import Driver, job_spec
 from psd.contract.compression import Compression
 from psd.contract.errors import InvalidRequest
 from psd.state.aggregation.outgoing import Shown, follow
+from psd.v1 import data_pb2
 
 DATA = np.arange(3, dtype=np.uint8)
 
@@ -79,20 +80,19 @@ def test_the_copy_is_in_the_page_of_its_version_also_for_the_shards_next_process
     assert (page.parameter.tobytes(), page.extra[0].tobytes()) == (master.tobytes(), copy.tobytes())
 
 
-@pytest.mark.parametrize("held", [[1, 1], [1] * 3])
-def test_held_when_it_has_not_one_entry_for_each_block_then_it_is_refused(held: list[int]) -> None:
-    """Which block an entry is of follows from its place."""
-    shard = driver()
-    shard.start()
+@pytest.mark.parametrize("call", ["push", "pull"])
+@pytest.mark.parametrize(("is_asked", "held"), [(True, [1, 1]), (True, [1] * 3), (False, [1])])
+def test_held_when_it_has_not_one_entry_for_each_block_then_it_is_refused(is_asked: bool, held: list[int], call: str) -> None:
+    """Or any, in a job that pulls no differences. Nothing has changed then."""
+    shard = driver() if is_asked else Driver(job_spec(1, size=1000, dtype="float32"))
+    (seat,) = shard.start()
+    before = shard.fingerprint()
 
-    with pytest.raises(InvalidRequest, match=f"held: expected 1, one per trained block, got {len(held)}"):
-        shard.core.declared().held(held)
-
-
-def test_held_when_the_job_pulls_no_differences_then_it_is_refused() -> None:
-    """A worker that believes so is not in this job."""
-    shard = Driver(job_spec(1, size=1000, dtype="float32"))
-    shard.start()
-
-    with pytest.raises(InvalidRequest, match="held: expected none in this job, got 1"):
-        shard.core.declared().held([1])
+    expected = "1, one per trained block" if is_asked else "none in this job"
+    with pytest.raises(InvalidRequest, match=f"held: expected {expected}, got {len(held)}"):
+        if call == "push":
+            shard.begin_push(seat, 0, held=held)
+        else:
+            request = data_pb2.PullRequest(caller=seat.caller, layout_digest=shard.layout.digest, held=held)
+            shard.shard.exchange.begin_pull(request)
+    assert shard.fingerprint() == before

@@ -5,8 +5,9 @@ push: begin_push -> gate -> push_block for every block -> end_push        pull: 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,8 @@ from psd.state.workers.learners import check_note
 from psd.v1 import data_pb2
 from psd_core.arena import StoreClosed
 from psd_core.codecs import Encoded, InvalidEncoding
+
+_NOTHING: Mapping[int, int] = MappingProxyType({})
 
 
 class Exchange:
@@ -72,6 +75,7 @@ class Exchange:
                 since=header.since,
                 is_finite=header.is_finite,
                 versions={} if has_rounds else job.versions_read(header.versions),
+                held=job.held(header.held) if header.held else _NOTHING,
             )
             if header.HasField("learner"):
                 check_note(header.learner)
@@ -289,6 +293,7 @@ class Exchange:
             for block in blocks if request.slot else ():
                 if request.slot > (count := block.slot_count if isinstance(block, BlockState) and block.is_trained else 0):
                     raise InvalidRequest(f"slot: {request.slot} is asked for, and block {block.index} has {count} slots")
+            held = job.held(request.held) if request.held else _NOTHING
             decisions = job.participant.check(request.decisions)
             verdict = job.participant.verdict_of(request)
             if verdict is not None and not verdict.is_final:
@@ -303,7 +308,7 @@ class Exchange:
         job.participant.follow(decisions, verdict)
         if skipped:
             self._core.settle()
-        return Pull(job, worker, request.caller.session, request.clock), blocks
+        return Pull(job, worker, request.caller.session, request.clock, held), blocks
 
     def begin_answer(self, push: Push) -> Pull:
         """The pull that answers a push: at the next clock, of the blocks that the push has covered.
@@ -315,7 +320,7 @@ class Exchange:
             raise InvalidRequest("PushPull: not with exact aggregation; use Push, Commit and Pull")
         with self._core.lock:
             self._core.counters.pulls += 1
-        return Pull(push.job, push.worker, push.session, push.clock + 1)
+        return Pull(push.job, push.worker, push.session, push.clock + 1, push.held)
 
     def begin_pull_rows(self, request: data_pb2.PullRequest) -> tuple[Pull, TablesBlock]:
         """Check a pull of rows; return it with the tables' block, whose version is to be read before any rows."""
