@@ -78,7 +78,7 @@ def test_two_workers_on_two_shards_equal_one_process(run_workers, wrap, rate):
 def test_parameters_that_come_as_differences_are_the_same_on_all_workers(run_workers):
     def train(**job):
         def worker(ps):
-            params, transformation = psd.distribute(start(), psd_client.SGD(), learning_rate=0.1, ps=ps, **job)
+            params, transformation = psd.distribute(start(), psd_client.SGD(lr=0.1), ps=ps, **job)
             state = transformation.init(params)
             for t in range(1, STEPS + 1):
                 updates, state = transformation.update(jax.grad(loss)(params, *batch(t + ps.rank)), state, params)
