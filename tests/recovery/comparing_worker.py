@@ -1,5 +1,5 @@
-"""A program for test_recovery_differences.py: a worker that makes steps until somebody ends it, and says after each which bits it
-has of which version of each block. python comparing_worker.py SERVERS RANK TRANSPORT CODEC
+"""A program for test_recovery_differences.py: a worker that makes steps until somebody ends it, and says after each which bits
+it has of which version of each block. python comparing_worker.py SERVERS RANK TRANSPORT CODEC
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -117,6 +118,55 @@ def test_learners_when_their_differences_are_compressed_then_all_end_with_the_sa
     assert torch.equal(mine, cut)
     for name, codec in (("sent_bytes", "int4"), ("received_bytes", pull)):  # a few blocks, each of which is rounded up
         assert travelled[name] <= STEPS // 3 * (codecs.encoded_bytes(codec, len(mine)) + 100)
+
+
+@pytest.mark.parametrize("transport", ["tcp", "grpc"])
+def test_decoupled_learners_when_parameters_come_as_differences_then_all_have_the_same_bits_in_the_end(run_workers, transport):
+    """Neither waits for the other: each misses rounds, of one fragment and not of another."""
+    local = psd.Local(steps=3, fragments=3, delay=1, outer=psd_client.SGD(lr=0.7, momentum=0.9))
+
+    def body(ps):
+        net = model()
+        sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+        optimizer = psd.distribute(net, sgd, ps=ps, local=local, quorum=1, compress="int8", pull="int4")
+        for step in range(STEPS * (1 + ps.rank)):
+            backward(net, ps.rank, step)
+            optimizer.step()
+        optimizer.pull()  # nothing is on its way then
+        ps.barrier("all have pushed")
+        optimizer.pull()
+        return values(net)
+
+    mine, other = run_workers(2, 2, body, transport=transport)
+
+    assert torch.equal(mine, other)
+    assert not torch.equal(mine, values(model()))
+
+
+def test_models_when_each_is_stepped_alone_then_differences_are_of_those_that_were_stepped(run_workers):
+    """The others' versions move on, and what workers have of them stays what it is."""
+    order = "aabab"
+
+    def body(ps):
+        nets = {"a": model(), "b": model()}
+        optimizers = {name: torch.optim.SGD(net.parameters(), lr=0.1) for name, net in nets.items()}
+        found = psd.distribute(nets, optimizers, ps=ps, pull="int8")
+        received = [ps.stats()["received_bytes"]]
+        for step, name in enumerate(order):
+            backward(nets[name], ps.rank, step)
+            found[name].step()
+            received.append(ps.stats()["received_bytes"])
+        return (
+            values(nets["a"]),
+            values(nets["b"]),
+            [after - before for before, after in itertools.pairwise(received)],
+        )
+
+    (a, b, received), (other_a, other_b, _) = run_workers(2, 2, body, transport="tcp")
+
+    assert torch.equal(a, other_a)
+    assert torch.equal(b, other_b)
+    assert max(received) <= codecs.encoded_bytes("int8", len(a)) + 100
 
 
 def test_models_when_each_is_stepped_alone_then_the_others_residuals_stay(run_workers):
