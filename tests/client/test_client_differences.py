@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from psd.checkpoint import CheckpointDirectory
 from psd.contract.errors import InvalidTensor, RolledBack
-from psd_client import SGD, ParameterServer, connect
+from psd_client import SGD, ParameterServer, Table, connect
 from psd_client.lanes.held import HeldParameters
 from psd_core import codecs
 
@@ -337,6 +337,29 @@ def test_parameters_when_they_are_views_of_one_memory_then_differences_go_on(
             found = ps.push_pull(gradient(step))["w"]
         np.testing.assert_array_equal(found, shown())
         assert not found.flags.writeable
+
+
+@pytest.mark.parametrize("transport", ["tcp", "grpc"])
+def test_parameters_when_there_are_others_then_differences_are_of_masters_of_float32_alone(
+    cluster: Callable[..., Any], transport: str
+) -> None:
+    """Also of 16-bit tensors. Those of float64, and rows, come as they are."""
+    size, ids = 5000, np.arange(30, dtype=np.uint64)
+    with connect(cluster(2).servers, 0, 1, transport=transport) as ps:
+        values = {"half": np.ones(size, np.float16), "wide": np.ones(size)}
+        ps.declare(values, SGD(lr=1.0), pull="int8", tables=[Table("rows", 3, SGD(lr=1.0))])
+        few = []
+        for _ in range(3):
+            grads = {"half": np.full(size, 0.25, np.float16), "wide": np.full(size, 1 / 3)}
+            rows = {"rows": (ids, np.full((30, 3), 0.1, np.float32))}
+            few.append(received(ps, lambda grads=grads, rows=rows: ps.push_pull(grads, tables=rows)))  # type: ignore[misc]
+        found, pulled = ps.pull(), ps.tables["rows"].pull(ids)
+
+    assert max(few) <= codecs.encoded_bytes("int8", size) + 8 * size + 2 * 20
+    assert found["half"].dtype == np.float16
+    np.testing.assert_allclose(found["half"].astype(np.float32), 0.25, atol=0.002)
+    np.testing.assert_allclose(found["wide"], 0, atol=1e-15)
+    np.testing.assert_allclose(pulled, -0.3, atol=1e-6)
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp", "grpc"])
