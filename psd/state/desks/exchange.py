@@ -5,9 +5,8 @@ push: begin_push -> gate -> push_block for every block -> end_push        pull: 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -34,8 +33,6 @@ from psd.state.workers.learners import check_note
 from psd.v1 import data_pb2
 from psd_core.arena import StoreClosed
 from psd_core.codecs import Encoded, InvalidEncoding
-
-_NOTHING: Mapping[int, int] = MappingProxyType({})
 
 
 class Exchange:
@@ -75,7 +72,7 @@ class Exchange:
                 since=header.since,
                 is_finite=header.is_finite,
                 versions={} if has_rounds else job.versions_read(header.versions),
-                held=job.held(header.held) if header.held else _NOTHING,
+                held=job.held(header.held) if header.held else {},
             )
             if header.HasField("learner"):
                 check_note(header.learner)
@@ -293,7 +290,7 @@ class Exchange:
             for block in blocks if request.slot else ():
                 if request.slot > (count := block.slot_count if isinstance(block, BlockState) and block.is_trained else 0):
                     raise InvalidRequest(f"slot: {request.slot} is asked for, and block {block.index} has {count} slots")
-            held = job.held(request.held) if request.held else _NOTHING
+            held = job.held(request.held) if request.held else {}
             decisions = job.participant.check(request.decisions)
             verdict = job.participant.verdict_of(request)
             if verdict is not None and not verdict.is_final:
