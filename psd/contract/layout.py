@@ -45,6 +45,11 @@ BLOCK_ELEMENTS_STEP = 16  # blocks start on 64-byte boundaries of the space, so 
 _GRADIENT_DTYPES = {"bfloat16": "uint16"}
 """Stand-ins for dtypes that NumPy lacks: their bits."""
 
+_OWN_CODECS = {"bfloat16": "bf16", "float16": "fp16"}
+
+READ_CODECS = ("", *_OWN_CODECS.values())
+"""Codecs that a reader may ask for."""
+
 
 @dataclass(frozen=True, eq=False)
 class Space:
@@ -79,6 +84,8 @@ class Block:
         segment_ends: (k,) uint32, where each segment ends, in elements from the block's start; the last is `length`.
         codec: of its gradient in pushes, pull_codec: of its parameters in workers' pulls; "": they travel as they are.
         has_differences: the latter is of differences: shards keep a copy of the parameters as workers have them.
+        publisher: rank of the worker that publishes it; -1: it is trained, or static.
+        own_codec: which loses nothing of its parameters, because they are published, and of 16 bits; "": there is none.
         pushed_nbytes, pulled_nbytes: bytes of these on the wire.
     """
 
@@ -97,6 +104,12 @@ class Block:
     has_differences: bool
     pushed_nbytes: int
     pulled_nbytes: int
+    publisher: int = -1
+    own_codec: str = ""
+
+    def read_codec(self, asked: str) -> str:
+        """The codec of its parameters in an answer to a reader that asks for this one, of READ_CODECS."""
+        return asked if asked and self.dtype == np.float32 else self.own_codec
 
     @property
     def nbytes(self) -> int:
@@ -178,6 +191,7 @@ class Layout:
             block_length=length,
         )
         self.spaces.append(space)
+        is_published = self.spec.groups[group].is_published
         trained = not self.spec.groups[group].is_static
         for offset in range(0, size, length):
             stop = min(offset + length, size)
@@ -203,6 +217,8 @@ class Layout:
                     has_differences=bool(pull_codec) and asked.has_differences,
                     pushed_nbytes=_nbytes(codec, gradient_dtype, count),
                     pulled_nbytes=_nbytes(pull_codec, dtype, count),
+                    publisher=group % self.spec.world_size if is_published else -1,
+                    own_codec=_OWN_CODECS.get(dtype_name, "") if is_published else "",
                 )
             )
 

@@ -42,7 +42,8 @@ class FlatBuffers:
             elements has an array of its own, of the master's dtype.
         segment: as given. starts: offset of each space in it, in bytes; 0 for a space that is not in it.
         versions: PullFrame.version of what was received, by block of the layout, and then by tables' block; 0 before.
-        steps: PullFrame.steps by block, if a slot was received.
+        steps: PullFrame.steps by block, if a slot was received. contents: PullFrame.content by block, for a reader.
+        codecs: by block of the layout, the codec in which it is received; "": as it is, or as a difference.
         on_received: called, in any thread, with the index of each block that was received; may be None.
         held: what differences are added to; None: none are expected.
     """
@@ -66,11 +67,15 @@ class FlatBuffers:
                     self.views[tensor] = memory[begin : begin + spec.size].reshape(spec.shape)
         self.versions = [0] * (len(layout.blocks) + (layout.shard_count if layout.spec.tables else 0))
         self.steps: dict[int, Sequence[int]] = {}
+        self.contents: dict[int, int] = {}
+        self.codecs = ["" if block.has_differences else block.pull_codec for block in layout.blocks]
         self.on_received: Callable[[int], None] | None = None
         self.held: HeldParameters | None = None
         of_buffers = [group.is_of_buffers for group in layout.spec.groups]
         spaces = zip(layout.spaces, self.spaces, strict=True)
-        self._looked_at = [(space, memory) for space, memory in spaces if not of_buffers[space.group]]
+        self._looked_at = [
+            (space, memory) for space, memory in spaces if space.dtype.kind == "f" and not of_buffers[space.group]
+        ]
         self._scanner: ThreadPoolExecutor | None = None
         self._blocks = [self.spaces[block.space][block.offset : block.offset + block.length] for block in layout.blocks]
 
@@ -89,18 +94,18 @@ class FlatBuffers:
         Raises:
             InvalidTensor: the payload is neither.
         """
-        block, target = self.layout.blocks[index], self._blocks[index]
         if base and self.held is not None:
-            self.held.add(index, payload, base, version, target)
+            self.held.add(index, payload, base, version, self._blocks[index])
             return
-        if not block.pull_codec or block.has_differences or payload.nbytes == block.nbytes:
+        codec, target = self.codecs[index], self._blocks[index]
+        if not codec or payload.nbytes == target.nbytes:
             target[...] = frames.numbers(payload, target.dtype, len(target), f"block {index}")
             self._keep(index, version)
             return
         try:
-            codecs.decode(block.pull_codec, payload, target)
+            codecs.decode(codec, payload, target)
         except codecs.InvalidEncoding as error:
-            raise InvalidTensor(f"block {index}: payload in {block.pull_codec}: {error}") from None
+            raise InvalidTensor(f"block {index}: payload in {codec}: {error}") from None
 
     def _keep(self, index: int, version: int) -> None:
         if self.held is not None and self.layout.blocks[index].has_differences:
