@@ -11,7 +11,9 @@ gradients.
 from __future__ import annotations
 
 import logging
+import os
 import secrets
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
@@ -127,6 +129,10 @@ class Reader:
         config: settings; rank and world_size mean nothing here.
         lanes: the lane to each shard; closed with the reader.
 
+    Attributes:
+        job: name of the job; timeline: how often it had gone back to a checkpoint, and so counts its versions anew. Both as the
+            shards have last said; empty and 0 before the first call.
+        name: how psdctl and the dashboard call this reader; a program may set it, to at most 256 bytes, printable.
     """
 
     def __init__(self, config: ClientConfig, lanes: Sequence[Lane]) -> None:
@@ -136,6 +142,20 @@ class Reader:
         self._last: Exception | None = None  # why the last attempt of a pull has found nothing
         self._layout: Layout | None = None
         self._buffers: FlatBuffers | None = None  # what pulls are received in
+        self.name = f"{socket.gethostname()}:{os.getpid()}"
+        self._id = secrets.randbits(53) or 1
+        self.job = ""
+        self.timeline = 0
+
+    @property
+    def dtypes(self) -> dict[str, str]:
+        """The declared dtype of each tensor of the job by name, such as "bfloat16".
+
+        Raises:
+            NotDeclared: no job, or no initial values, within the wait timeout. ShardUnavailable: a shard could not be reached.
+        """
+        layout = self._patiently(lambda: self._layout_of(self._describe()))
+        return {tensor.name: tensor.dtype for tensor in layout.spec.tensors[: meta_of(layout)]}
 
     @property
     def tables(self) -> dict[str, ReadTable]:
@@ -224,7 +244,7 @@ class Reader:
         Raises:
             InvalidRequest: a name that no tensor has, or an argument that makes no sense. InvalidTensor: an array in `out` has
                 another shape or dtype than its tensor.
-            NotDeclared: no job, or no initial values, in time.
+            NotDeclared: no job, or no initial values, in time. JobOver: all workers have left, and the shards end.
             WaitTimeout: there is no newer version in time, or the shards' blocks were not found at one version.
             ShardUnavailable: a shard could not be reached.
         """
@@ -295,6 +315,7 @@ class Reader:
             raise LayoutMismatch("the shards and this reader cut the parameters differently: their versions of psd differ")
         if len({reply.timeline for reply in replies}) > 1:
             raise NotDeclared("the shards are going back to a checkpoint")
+        self.job, self.timeline = replies[0].run_id, replies[0].timeline
         return self._layout
 
     def _read(self, run_id: str, layout: Layout, wanted: WantedTensors, step: int, patience_s: float) -> Weights:
@@ -308,11 +329,15 @@ class Reader:
         buffers = self._buffers
         buffers.codecs = [block.read_codec(wanted.codec) for block in layout.blocks]
         buffers.contents.clear()
+        timeline = self.timeline
+        note = data_pb2.ReaderNote(id=self._id, name=self.name)
 
         def read_at(lane: Lane, call: Call) -> set[int]:
             own = layout.blocks_of(lane.shard)
             asked = [block for block in own if block.index in blocks] or own[:1]
-            request = data_pb2.ReadRequest(run_id=run_id, layout_digest=layout.digest, cut=cut, codec=wanted.codec)
+            request = data_pb2.ReadRequest(
+                run_id=run_id, layout_digest=layout.digest, cut=cut, codec=wanted.codec, reader=note, timeline=timeline
+            )
             if len(asked) < len(own):
                 request.blocks.extend(block.index for block in asked)
             return lane.read(request, asked, buffers, call)

@@ -154,6 +154,7 @@ class Limits:
     reads_max: int = _limit(
         16, 1, 10_000, "readers that are fetching parameters at a time; each may keep another version of them in memory"
     )
+    readers_max: int = _limit(1024, 1, 100_000, "readers that have asked for parameters lately; each costs a few hundred bytes")
     calls: int = _limit(0, 0, 1_000_000, "gRPC calls at a time; each has a thread (default: 4 x --max-workers + 576)")
     connections: int = _limit(0, 0, 1_000_000, "gRPC connections at a time (default: 2 x --max-workers + 64)")
     # Further ones wait where they are made, or are refused, because gRPC counts one that has ended until its thread has. A
@@ -285,7 +286,9 @@ class ServerConfig:
     tls_client_ca: str = _security(
         "", "FILE", "PEM certificates: admit only clients with a certificate signed by one of these", is_shared=False
     )
-    token_file: str = _security("", "FILE", "admit only clients with a token; lines: ROLE TOKEN, roles: worker, reader, admin")
+    token_file: str = _security(
+        "", "FILE", "admit only clients with a token; lines: ROLE TOKEN, roles: worker, publisher, reader, admin"
+    )
     insecure: bool = _security(False, None, "listen beyond this machine without TLS, on a network that keeps strangers out")
 
     limits: Limits = field(default_factory=Limits)

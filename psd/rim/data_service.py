@@ -22,6 +22,7 @@ from psd.rim.data_plane import DataPlane, PulledBlock, PulledRows, RowsAsked
 from psd.rim.sent_frames import SentFrames
 from psd.rim.strangers import CALLS_MAX, Strangers
 from psd.state.cuts.snapshots import Done
+from psd.state.readers import KnownReader
 from psd.state.shard import Shard
 from psd.v1 import data_pb2
 
@@ -99,8 +100,8 @@ class DataService:
             yield self._frame(answer, with_payload=not request.versions_only)
 
     def read(self, request: data_pb2.ReadRequest, context: grpc.ServicerContext) -> Iterator[bytes]:
-        with self.reading("Read"):
-            yield from self._read(request, context)
+        with self.reading("Read"), self._shard.readers.asked_by(request) as reader:
+            yield from self._read(request, context, reader)
 
     @contextlib.contextmanager
     def reading(self, call: str) -> Iterator[None]:
@@ -113,7 +114,8 @@ class DataService:
         finally:
             self._reads.release()
 
-    def _read(self, request: data_pb2.ReadRequest, context: grpc.ServicerContext) -> Iterator[bytes]:
+    def _read(self, request: data_pb2.ReadRequest, context: grpc.ServicerContext, reader: KnownReader) -> Iterator[bytes]:
+        readers = self._shard.readers
         done: Done = SimpleQueue()
         snapshot = self._shard.begin_read(request, done)
         try:
@@ -126,13 +128,18 @@ class DataService:
             if not is_done:
                 raise InvalidRequest("the reader hung up")
             if snapshot.why_missed:
+                self._shard.check_draining()
                 raise CutMissed(f"cut.step: cut {request.cut.id} at step {request.cut.step}: {snapshot.why_missed}")
             positions = snapshot.positions.digest if snapshot.positions is not None else 0
+            readers.begin_sending(reader)
             for index in request.blocks or list(snapshot.pages):
                 page = snapshot.pages.pop(index)
                 state = snapshot.job.blocks[index]
                 block = PulledBlock(state, (page.version, page), codec=state.plan.read_codec(request.codec))
-                yield self._frame(block, positions=positions, content=page.content)
+                frame = self._frame(block, positions=positions, content=page.content)
+                readers.sent(reader, len(frame))
+                yield frame
+            readers.has(reader, request.cut.step)
         finally:
             self._shard.cuts.abandon(snapshot)
 

@@ -59,6 +59,8 @@ HANDSHAKE_S = 10
 """Seconds until a connection that has not completed the TLS handshake is closed."""
 IDLE_S = 300
 """Seconds after which a connection without a call is closed; workers send heartbeats."""
+TELL_READERS_S = 0.5
+"""Seconds, at the end of a job, in which readers that ask again and again hear that it is over."""
 METADATA_BYTES_MAX = 16 << 10
 """Limit of a call's metadata: method, deadline, token."""
 
@@ -322,6 +324,8 @@ class ShardServer:
             except PsdError as error:
                 logger.info("no checkpoint was taken while workers train: %s", error)
         self.shard.drain()
+        if self.done.is_set() and self.shard.has_readers:
+            time.sleep(min(TELL_READERS_S, grace_s))
         left_s = max(0.0, ends_at - time.monotonic())
         self._stop(left_s if last is None or last.name else left_s / 2, ends_at, on_stored)
 

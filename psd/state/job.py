@@ -304,6 +304,11 @@ class Job:
         return total([block.times.closed for block in self._trained])
 
     @property
+    def round_closed_at(self) -> float | None:
+        """Time at which the last round of a block closed; None: none has, in this process."""
+        return max([block.times.closed_at for block in self._trained if block.times.closed_at is not None], default=None)
+
+    @property
     def updates(self) -> int:
         """Updates applied, summed over the blocks."""
         return sum(block.version for block in self._trained)

@@ -112,6 +112,23 @@ class WorkerSnapshot(Numbers):
 
 
 @dataclass(frozen=True)
+class ReaderSnapshot(Numbers):
+    """One reader, as all shards together know it.
+
+    Attributes:
+        id: a 53-bit name, in hexadecimal. name: as it calls itself.
+        state: "waiting" for a version that is not there yet; "fetching" one; "stuck", fetching for too long; else "idle".
+    """
+
+    catalogue = facts.by_name(facts.READER)
+
+    id: str
+    name: str
+    state: str
+    numbers: Mapping[str, float]
+
+
+@dataclass(frozen=True)
 class WaitSnapshot:
     """A worker's wait.
 
@@ -211,6 +228,7 @@ class JobSnapshot(Numbers):
     learning_rates: tuple[OrderedRate, ...]
     ends_at: int
     problems: tuple[str, ...]
+    readers: tuple[ReaderSnapshot, ...] = ()
 
 
 def as_json(value: Any, *, has_rates: bool = True) -> Any:

@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+pytestmark = pytest.mark.usefixtures("later_compiler")
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 

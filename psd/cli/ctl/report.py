@@ -12,6 +12,7 @@ from typing import TypeVar
 from psd.watch.snapshot import JobSnapshot, ShardSnapshot
 from psd.watch.top.columns import (
     LEARNER_COLUMNS,
+    READER_COLUMNS,
     STATUS_WORKER_COLUMNS,
     TABLE_COLUMNS,
     Column,
@@ -37,6 +38,7 @@ def as_text(now: JobSnapshot) -> str:
         "\n".join(wait.text for wait in now.waits),
         _table(status_columns("traffic"), shards),
         _table(TABLE_COLUMNS, now.tables),
+        _table(READER_COLUMNS, now.readers),
         _table(status_columns("vectors"), with_vectors),
         _age_table(shards) if any(shard.ages for shard in shards) else "",
         "\n".join(filter(None, [_table(status_columns("checkpoints"), stored), *_errors(stored)])),
