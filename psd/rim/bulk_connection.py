@@ -344,7 +344,7 @@ class ServedConnection:
         answer = out.answer
         try:
             if out.place is None:
-                payload = answer.payload() if answer.codec else answer.values
+                payload = answer.payload()
                 self._plane.counts.count_bytes(sent=payload.nbytes, saved=answer.values.nbytes - payload.nbytes)
                 self._stream.send(Kind.ANSWER, answer.head(), payload, more=True)  # at least the REPLY follows
                 return

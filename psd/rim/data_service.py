@@ -189,9 +189,7 @@ class DataService:
                 answer.append((_AHEAD, item.head(), [rows.values for rows in item.rows]))
             elif isinstance(item, PulledBlock):
                 try:
-                    numbers = (
-                        item.payload() if item.codec else item.values
-                    ).tobytes()  # so that no page is pinned during a wait
+                    numbers = item.payload().tobytes()  # so that no page is pinned during a wait
                 finally:
                     item.release()
                 answer.append((_FRAMES, item.head(), (numbers,)))
@@ -249,7 +247,7 @@ class DataService:
         try:
             payload = None
             if with_payload:
-                payload = told.delta if told is not None else answer.payload() if answer.codec else answer.values
+                payload = told.delta if told is not None else answer.payload()
                 self._plane.counts.count_bytes(sent=payload.nbytes, saved=answer.values.nbytes - payload.nbytes)
             return frames.join(answer.head(positions, content, told.check if told is not None else 0), payload)
         finally:

@@ -108,7 +108,13 @@ class Job:
         self.arena = arena_of(
             self.layout,
             [
-                BlockShape(plan.dtype.name, plan.length, len(bound[plan.group].slot_starts), len(plan.segment_ends))
+                BlockShape(
+                    plan.dtype.name,
+                    plan.length,
+                    len(bound[plan.group].slot_starts),
+                    len(plan.segment_ends),
+                    int(plan.has_differences),
+                )
                 for plan in plans
             ],
         )
@@ -264,6 +270,20 @@ class Job:
                 f"versions: expected one per trained block of the shard, {len(self._trained)}, got {len(versions)}"
             )
         return {block.index: version for block, version in zip(self._trained, versions, strict=False)}
+
+    def held(self, held: Sequence[int]) -> dict[int, int]:
+        """The versions that a worker holds of its shard's blocks, by index, of those of which it holds any.
+
+        Raises:
+            InvalidRequest: there are not as many entries as trained blocks, or the job pulls no differences.
+        """
+        if not held:
+            return {}
+        blocks = [index for index, block in self.blocks.items() if block.is_trained]
+        if len(held) != len(blocks) or not self.spec.compression.has_differences:
+            expected = f"{len(blocks)}, one per trained block" if self.spec.compression.has_differences else "none in this job"
+            raise InvalidRequest(f"held: expected {expected}, got {len(held)}")
+        return {index: version - 1 for index, version in zip(blocks, held, strict=True) if version}
 
     @property
     def ages(self) -> list[int]:

@@ -19,6 +19,7 @@ import psd_core
 from psd.contract import frames
 from psd.contract.errors import InternalError, InvalidTensor
 from psd.contract.layout import Layout
+from psd_client.lanes.held import HeldParameters
 from psd_client.lanes.rows_memory import ROWS_BYTES
 from psd_client.lanes.segment import Segment, aligned
 from psd_core import codecs, deltas
@@ -46,8 +47,9 @@ class FlatBuffers:
         segment: as given. starts: offset of each space in it, in bytes; 0 for a space that is not in it.
         versions: PullFrame.version of what was received, by block of the layout, and then by tables' block; 0 before.
         steps: PullFrame.steps by block, if a slot was received. contents: PullFrame.content by block, for a reader.
-        codecs: by block of the layout, the codec in which it is received; "": as it is.
+        codecs: by block of the layout, the codec in which it is received; "": as it is, or as a difference.
         on_received: called, in any thread, with the index of each block that was received; may be None.
+        held: what differences are added to; None: none are expected.
     """
 
     def __init__(self, layout: Layout, *, segment: Segment | None = None, of_gradients: bool = False) -> None:
@@ -70,8 +72,9 @@ class FlatBuffers:
         self.versions = [0] * (len(layout.blocks) + (layout.shard_count if layout.spec.tables else 0))
         self.steps: dict[int, Sequence[int]] = {}
         self.contents: dict[int, int] = {}
-        self.codecs = [block.pull_codec for block in layout.blocks]
+        self.codecs = ["" if block.has_differences else block.pull_codec for block in layout.blocks]
         self.on_received: Callable[[int], None] | None = None
+        self.held: HeldParameters | None = None
         of_buffers = [group.is_of_buffers for group in layout.spec.groups]
         spaces = zip(layout.spaces, self.spaces, strict=True)
         self._looked_at = [
@@ -96,16 +99,20 @@ class FlatBuffers:
                 self.contents.pop(index, None)
         self.codecs = codecs
 
-    def fill(self, index: int, payload: memoryview) -> None:
-        """Set block `index` to what a PullFrame has brought: in the block's codec, or as it is.
+    def fill(self, index: int, payload: memoryview, base: int, version: int) -> None:
+        """Set block `index` to what a PullFrame has brought: in the block's codec, or as it is. base, version: as there.
 
         Raises:
             InvalidTensor: the payload is neither.
         """
         self.contents.pop(index, None)
+        if base and self.held is not None:
+            self.held.add(index, payload, base, version, self._blocks[index])
+            return
         codec, target = self.codecs[index], self._blocks[index]
         if not codec or payload.nbytes == target.nbytes:
             target[...] = frames.numbers(payload, target.dtype, len(target), f"block {index}")
+            self._keep(index, version)
             return
         try:
             codecs.decode(codec, payload, target)
@@ -126,21 +133,29 @@ class FlatBuffers:
         if deltas.check(self._blocks[index]) != check:
             raise Mismatch(f"block {index}: changed by what it was sent it is not what it should be")
 
-    def receive(self, index: int, nbytes: int, read_into: Callable[[memoryview], None]) -> None:
-        """Set block `index` to a payload of so many bytes, which `read_into` writes into the memory that it is given.
+    def _keep(self, index: int, version: int) -> None:
+        if self.held is not None and self.layout.blocks[index].has_differences:
+            self.held.keep(index, self._blocks[index], version)
+
+    def receive(
+        self, index: int, nbytes: int, read_into: Callable[[memoryview], None], base: int = 0, version: int = 0
+    ) -> None:
+        """Set block `index` to a payload of so many bytes, which `read_into` writes into the memory that it is given. base,
+        version: as in PullFrame.
 
         Raises:
             InvalidTensor: the block has another number of bytes, or the payload is wrong.
         """
         target = self._blocks[index]
-        if nbytes == target.nbytes:
+        if nbytes == target.nbytes and not base:
             read_into(target.data.cast("B"))
+            self._keep(index, version)
             return
-        if nbytes != self.layout.blocks[index].pulled_nbytes:
+        if nbytes != self.layout.blocks[index].pulled_nbytes and not (base and nbytes == 0):
             raise InvalidTensor(f"block {index}: payload has {nbytes} bytes, expected {target.nbytes}")
         payload = np.empty(nbytes, np.uint8).data
         read_into(payload)
-        self.fill(index, payload)
+        self.fill(index, payload, base, version)
 
     def received(self, index: int, version: int) -> None:
         """Note that block `index` has been received, or that a tables' block has that version."""

@@ -276,7 +276,7 @@ class BlockAnswer:
             if message.delta_check:
                 self._parameters.fill_changes(message.block, payload, message.delta_check)
             elif nbytes:
-                self._parameters.fill(message.block, payload)
+                self._parameters.fill(message.block, payload, message.base, message.version)
             if message.content:
                 self._parameters.contents[message.block] = message.content
             if message.steps:
