@@ -40,7 +40,16 @@ from psd_core import (
 )
 from psd_core._half import narrowed
 from psd_core._kernels import InvalidArray
-from psd_core._norms import RUN, square_root, square_sum, square_sum_of_rows, total_squares, trust_ratio
+from psd_core._norms import (
+    RUN,
+    product_sum,
+    real,
+    square_root,
+    square_sum,
+    square_sum_of_rows,
+    total_squares,
+    trust_ratio,
+)
 from psd_core._step_block import GradientArray, RealArray, step_block
 from psd_core.rules import RULES
 
@@ -53,6 +62,8 @@ __all__ = [
     "aligned_zeros",
     "first_nonfinite",
     "narrowed",
+    "product_sum",
+    "real",
     "scaled_copy",
     "square_root",
     "square_sum",

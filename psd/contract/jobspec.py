@@ -18,6 +18,7 @@ from psd.contract.compression import NONE, Compression
 from psd.contract.config import Limits
 from psd.contract.consistency import SYNC, Consistency
 from psd.contract.errors import InvalidRequest, InvalidTensor
+from psd.contract.merges import HELOCO, RDA, check_merges
 from psd.contract.printable import is_printable, utf8_size
 from psd.contract.rules import BUFFERS, STATIC, TABLE_RULES, RuleInfo, rule_info
 from psd.contract.staleness import check_staleness
@@ -53,8 +54,6 @@ _REDUCTION_NAMES = {number: name for name, number in REDUCTIONS.items()}
 AGGREGATIONS = {"fast": job_pb2.AGGREGATION_FAST, "exact": job_pb2.AGGREGATION_EXACT}
 _AGGREGATION_NAMES = {number: name for name, number in AGGREGATIONS.items()} | {job_pb2.AGGREGATION_UNSPECIFIED: "fast"}
 
-MERGES = ("", "rda")
-
 NAN_POLICIES = {"refuse": job_pb2.NAN_POLICY_REFUSE, "skip": job_pb2.NAN_POLICY_SKIP, "allow": job_pb2.NAN_POLICY_ALLOW}
 _NAN_POLICY_NAMES = {number: name for name, number in NAN_POLICIES.items()} | {job_pb2.NAN_POLICY_UNSPECIFIED: "refuse"}
 
@@ -79,7 +78,8 @@ class TensorSpec:
     Attributes:
         dtype: a key of DTYPES; for buffers, of BUFFER_DTYPES. group: index of its group.
         aliases: other names, which an export lists. They may differ between workers.
-        merge: how a round's gradients of it become one: as the job's reduction says, "", or by norm and direction, "rda".
+        merge: how a round's gradients of it become one: as the job's reduction says, "", by norm and direction, "rda", or
+            corrected by the rule's momentum, "heloco".
     """
 
     name: str
@@ -210,7 +210,7 @@ class JobSpec:
                     raise InvalidTensor(f"tensors: the name {name!r} is given twice")
                 seen.add(name)
         self._check_tables()
-        self._check_merges()
+        check_merges(self)
 
     @property
     def is_empty(self) -> bool:
@@ -276,31 +276,6 @@ class JobSpec:
                 f"grace: is {self.grace}, but only rounds that shard 0 decides (aggregation exact) wait after their quorum"
             )
 
-    def _check_merges(self) -> None:
-        tensor = next((tensor for tensor in self.tensors if tensor.merge), None)
-        if tensor is None:
-            return
-        what = f"tensor {tensor.name!r}: merge: "
-        for other in self.tensors:
-            if other.merge not in MERGES:
-                raise InvalidRequest(f"tensor {other.name!r}: merge: must be one of {sorted(MERGES)}, got {other.merge!r}")
-            if other.merge and self.groups[other.group].is_static:
-                raise InvalidRequest(f"tensor {other.name!r}: merge: is {other.merge}, but nothing is pushed to it")
-        if not self.consistency.has_rounds:
-            raise InvalidRequest(f"{what}{tensor.merge} merges the gradients of a round, and {self.consistency} has no rounds")
-        if self.aggregation != "exact":
-            raise InvalidRequest(
-                f"{what}{tensor.merge} needs aggregation exact, by which all shards agree on a round's members; it is "
-                f"{self.aggregation}"
-            )
-        if self.reduction != "mean" or self.nan_policy == "allow":
-            raise InvalidRequest(
-                f"{what}{tensor.merge} needs reduce mean, and nan_policy refuse or skip; they are {self.reduction} and "
-                f"{self.nan_policy}"
-            )
-        if self.clip_norm or self.layerwise_tensors or self.tables:
-            raise InvalidRequest(f"{what}{tensor.merge} does not go with clip_norm, a layer-wise rule or tables")
-
     @property
     def has_verdicts(self) -> bool:
         """True if applying a round depends on the whole gradient; see psd/contract/verdicts.py."""
@@ -314,12 +289,17 @@ class JobSpec:
     @cached_property
     def directed_tensors(self) -> tuple[int, ...]:
         """Indices of the tensors that are merged by norm and direction."""
-        return tuple(i for i, t in enumerate(self.tensors) if t.merge == "rda")
+        return tuple(i for i, t in enumerate(self.tensors) if t.merge == RDA)
+
+    @cached_property
+    def corrected_tensors(self) -> tuple[int, ...]:
+        """Indices of the tensors whose gradients are corrected by the momentum."""
+        return tuple(i for i, t in enumerate(self.tensors) if t.merge == HELOCO)
 
     @property
     def ratio_tensors(self) -> tuple[int, ...]:
-        """Indices of the tensors of each of which a verdict has a number. A job has them of one kind only."""
-        return self.directed_tensors or self.layerwise_tensors
+        """Indices of the tensors of each of which a verdict has numbers. A job has them of one kind only."""
+        return self.directed_tensors or self.corrected_tensors or self.layerwise_tensors
 
     def _check_tensor(self, tensor: TensorSpec) -> None:
         for field, name in (("name", tensor.name), *(("aliases", alias) for alias in tensor.aliases)):
@@ -363,6 +343,12 @@ class JobSpec:
                     f"table {table.name!r}: modules: one has {longest} bytes, the shard's --max-name-bytes is "
                     f"{limits.name_bytes_max}"
                 )
+        sums = len(self.corrected_tensors) * (1 + 3 * self.world_size)
+        if sums > 2 * limits.tensors_max:
+            raise InvalidRequest(
+                f"merge: {len(self.corrected_tensors)} tensors of heloco have up to {sums} sums in a round of "
+                f"{self.world_size} workers, the limit is {2 * limits.tensors_max}, twice the shard's --max-tensors"
+            )
         elements = sum(t.size for t in self.tensors)
         if elements > limits.elements_max:
             raise InvalidTensor(f"tensors: {elements} elements are above the shard's --max-elements {limits.elements_max}")

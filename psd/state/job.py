@@ -23,11 +23,12 @@ from psd.state import pages
 from psd.state.aggregation.agreement import Agreement, Scalars
 from psd.state.aggregation.block import BlockServices, BlockState
 from psd.state.aggregation.consistency import policy_of
+from psd.state.aggregation.corrected_rounds import CorrectedRound
 from psd.state.aggregation.directed_rounds import DirectedRound
 from psd.state.aggregation.exact_rounds import ExactRound, MeasuredRound
 from psd.state.aggregation.offered_buffers import Offered
 from psd.state.aggregation.rounds import FastRound, Round
-from psd.state.aggregation.rules import BoundRule, check_listed
+from psd.state.aggregation.rules import check_listed
 from psd.state.aggregation.settlement import Coordinator, Participant
 from psd.state.aggregation.staleness import bound_rule
 from psd.state.aggregation.trained import RoundServices, Trained
@@ -91,7 +92,7 @@ class Job:
         self.policy = policy_of(spec)
         self.is_exact = spec.aggregation == "exact"
         bound = {
-            index: BoundRule(bound_rule(group, rules), group.rule, group.info.slot_starts(group.flags, group.constants))
+            index: bound_rule(group, rules)
             for index, group in enumerate(spec.groups)
             if index not in {table.group for table in spec.tables}
         }
@@ -398,6 +399,8 @@ def round_kind_of(spec: JobSpec) -> type[Round]:
     """The class of the rounds of a job's blocks."""
     if spec.directed_tensors:
         return DirectedRound
+    if spec.corrected_tensors:
+        return CorrectedRound
     if spec.has_verdicts:
         return MeasuredRound
     return ExactRound if spec.aggregation == "exact" else FastRound

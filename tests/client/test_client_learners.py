@@ -38,7 +38,7 @@ def test_a_failed_exchange_is_made_again_with_the_same_difference(cluster: Any) 
         assert walker.place == [-4.0, -4.0]
 
 
-@pytest.mark.parametrize("merge", ["mean", "rda"])
+@pytest.mark.parametrize("merge", ["mean", "rda", "heloco"])
 def test_shards_that_die_meanwhile_change_no_bit(cluster: Any, tmp_path: Path, merge: str) -> None:
     """With exact aggregation; one in the midst of an exchange that is under way while the learners compute."""
     local = psd.Local(steps=4, outer=OUTER, fragments=2, delay=1, merge=merge)

@@ -179,7 +179,7 @@ def distribute(
         raise InvalidRequest("overlap: not with several optimizers: back-propagation does not say whose gradients it makes")
     declaration = read_declaration(module, given, buffers)
     if local is not None:
-        declaration.merge(local.merged_by_direction(module, [declaration.parameters[index] for index in declaration.trained]))
+        declaration.merge(local.merges(module, [declaration.parameters[index] for index in declaration.trained]))
     with connection_of(ps, of_connect) as connection:
         worker = worker_of(connection)
         initial, tables = partial(write_all, declaration), declaration.tables.specs

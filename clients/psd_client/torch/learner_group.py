@@ -62,7 +62,7 @@ def distribute_group(
     declaration = read_declaration(model, given_fragments(model, optimizer, local), buffers, is_spread=True)
     channel = GroupChannel(group, declaration.parameters[0].device)
     _check_alike(channel, declaration)
-    declaration.merge(local.merged_by_direction(model, [declaration.parameters[index] for index in declaration.trained]))
+    declaration.merge(local.merges(model, [declaration.parameters[index] for index in declaration.trained]))
     check_places(declaration, channel.members)
     if channel.rank > 0:
         if ps is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -117,8 +117,10 @@ class RoundSetting:
     Attributes:
         segment_ends, rule: those of the block.
         is_mean: True: an update applies the mean of the gradients, weighted by samples. False: their sum.
-        ratio_places: (k,), for a layer-wise rule, or tensors that are merged by direction: for each segment of the block, the
-            index of its tensor's ratio in a verdict; -1: it has none.
+        ratio_places: (k,), for a layer-wise rule, or tensors that have a merge of their own: for each segment of the block, the
+            place of its tensor in a verdict; -1: it has none.
+        momentum: returns, for the scalars of the round, the slot with the mean of the gradients so far, as the open round finds
+            it, and the factor by which it is that mean; None if the rule has no such slot.
     """
 
     segment_ends: NDArray[np.uint32]
@@ -128,6 +130,7 @@ class RoundSetting:
     accumulators: Lender
     members: Membership
     ratio_places: NDArray[np.intp] | None = None
+    momentum: Callable[[Sequence[Any]], tuple[NDArray[Any], float]] | None = None
 
 
 class Round(ABC):

@@ -250,7 +250,7 @@ class Coordinator:
             raise InvalidRequest(f"measures: expected those of {self._measuring} shards, got {len(measures)}")
         if under is not None and under.round != round_:
             raise InvalidRequest(f"verdict.round: the measures are of round {round_}, got {under.round}")
-        return judged(self._spec, round_, under, measures)
+        return judged(self._spec, round_, under, measures, (self._arena.decision(round_) or 0).bit_count())
 
     def record(self, verdict: Verdict | None) -> None:
         """Keep a verdict. If there is one on that round already, it stays: the new one equals it."""
@@ -337,9 +337,15 @@ class Participant:
         if round_ > furthest + KEPT:
             raise InvalidRequest(f"{field}: {round_} is far beyond this shard's {furthest}")
 
-    def measure(self, round_: int, under: Verdict | None, rank: int) -> control_pb2.MeasureReply:
-        """Measure this shard's part of a round. Different ranks begin at different blocks. Takes no lock."""
-        is_whole, each = measures_gradients(self._spec, under), sums_per_tensor(self._spec)
+    def measure(self, round_: int, under: Verdict | None, rank: int, decisions: Sequence[Decided]) -> control_pb2.MeasureReply:
+        """Measure this shard's part of a round. Different ranks begin at different blocks. Takes no lock.
+
+        decisions: that on the round is among them, if the job corrects gradients by the momentum; else refused, InvalidRequest.
+        """
+        members = dict(decisions).get(round_, 0).bit_count()
+        if self._spec.corrected_tensors and not members:
+            raise InvalidRequest(f"decisions: none is on round {round_}, which is to be measured")
+        is_whole, each = measures_gradients(self._spec, under), sums_per_tensor(self._spec, members)
         if not is_whole:
             under = under or Verdict(round_)
         totals: Squares = [0] * (1 if is_whole else each * len(self._spec.ratio_tensors))

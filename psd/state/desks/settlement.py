@@ -93,4 +93,4 @@ class SettlementDesk:
         participant.follow(decisions)
         if skipped:
             self._core.settle()
-        return participant.measure(request.round, under, worker.rank)
+        return participant.measure(request.round, under, worker.rank, decisions)
