@@ -64,6 +64,7 @@ _WORDS = {
     "reduction": "reduce",
     "aggregation": "aggregation",
     "grace": "grace",
+    "sample": "sample",
     "clip_norm": "clip_norm",
     "nan_policy": "nan_policy",
     "compression": "compression",
@@ -155,6 +156,7 @@ class JobSpec:
         consistency, reduction, quorum, aggregation, clip_norm, nan_policy: as JobKeywords say, but the quorum of a job with
             rounds is always a number, and a clip_norm of 0 is none.
         grace: seconds for which a round waits on after its quorum; infinity: as JobKeywords say of "auto".
+        sample: share of the workers present that takes part in a round; 0: all of them.
         tables: sparse tables; a group has either tensors or tables.
         compression: how numbers travel.
     """
@@ -169,6 +171,7 @@ class JobSpec:
     clip_norm: float = 0.0
     nan_policy: str = "refuse"
     grace: float = 0.0
+    sample: float = 0.0
     tables: tuple[SparseTableSpec, ...] = ()
     compression: Compression = NONE
 
@@ -200,6 +203,7 @@ class JobSpec:
                 )
         self._check_norms()
         self._check_grace()
+        self._check_sample()
         if not self.tensors and not self.tables and not self.is_empty:
             raise InvalidTensor("tensors: there must be at least one parameter, or a table")
         seen: set[str] = set()
@@ -274,6 +278,14 @@ class JobSpec:
         if self.grace and self.aggregation != "exact":
             raise InvalidRequest(
                 f"grace: is {self.grace}, but only rounds that shard 0 decides (aggregation exact) wait after their quorum"
+            )
+
+    def _check_sample(self) -> None:
+        if not 0 <= self.sample <= 1:  # also refuses NaN
+            raise InvalidRequest(f"sample: must be a share above 0 and at most 1, or 0 for all workers, got {self.sample}")
+        if self.sample and self.aggregation != "exact":
+            raise InvalidRequest(
+                f"sample: is {self.sample}, but only for rounds that shard 0 decides (aggregation exact) are workers chosen"
             )
 
     @property
@@ -384,6 +396,7 @@ class JobSpec:
             aggregation=AGGREGATIONS[self.aggregation],
             clip_norm=self.clip_norm,
             grace_s=self.grace,
+            sample=self.sample,
             nan_policy=NAN_POLICIES[self.nan_policy] if self.nan_policy != "refuse" else None,  # as before the field existed
             compression=self.compression.to_message(),
         )
@@ -426,6 +439,7 @@ class JobSpec:
             clip_norm=message.clip_norm,
             nan_policy=_NAN_POLICY_NAMES[message.nan_policy],
             grace=message.grace_s,
+            sample=message.sample,
             tables=tuple(map(SparseTableSpec.from_message, message.tables)),
             compression=Compression.from_message(message.compression),
         )

@@ -29,6 +29,7 @@ from psd.state.aggregation.exact_rounds import ExactRound, MeasuredRound
 from psd.state.aggregation.offered_buffers import Offered
 from psd.state.aggregation.rounds import FastRound, Round
 from psd.state.aggregation.rules import check_listed
+from psd.state.aggregation.sampling import Sampling
 from psd.state.aggregation.settlement import Coordinator, Participant
 from psd.state.aggregation.staleness import bound_rule
 from psd.state.aggregation.trained import RoundServices, Trained
@@ -106,7 +107,8 @@ class Job:
                 for plan in plans
             ],
         )
-        rounds = RoundServices(membership, self.policy, spec.reduction == "mean", on_lost)
+        sampling = Sampling(spec.sample, self.layout.digest, membership) if spec.sample else None
+        rounds = RoundServices(membership, self.policy, spec.reduction == "mean", on_lost, sampling)
         on_awaited = partial(_add_awaited, membership)
         services = BlockServices(
             self.arena,
@@ -150,7 +152,7 @@ class Job:
         if self.is_exact and shard_index == 0:
             with_blocks = {self.layout.shard_of(block.index) for block in self.layout.blocks if block.trained}
             measuring = shard_count if spec.tables else len(with_blocks)
-            self.coordinator = Coordinator(spec, self.policy, membership, self.arena, storage, measuring, now)
+            self.coordinator = Coordinator(spec, self.policy, membership, sampling, self.arena, storage, measuring, now)
         self.learners = Learners()
         self.agreement = Agreement(self._infos, lambda: self.version_min)
         self._fit_scalars: Scalars | None = None  # the last ones that were found valid: the next ones mostly equal them
@@ -332,7 +334,8 @@ class Job:
     def settle_decisions(self) -> list[tuple[int, int]]:
         """Decide the rounds that are complete now; see Coordinator.settle. Under the shard's lock."""
         news = self.coordinator.settle() if self.coordinator is not None else []
-        self.learners.on_decided(news)
+        if self.coordinator is not None:
+            self.learners.on_decided(news, self.coordinator.absent_in)
         return news
 
     def settle(self) -> None:

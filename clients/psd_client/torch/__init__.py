@@ -185,7 +185,15 @@ def distribute(
         initial, tables = partial(write_all, declaration), declaration.tables.specs
         is_learner = local is not None
         tensors, groups = declaration.tensors, declaration.groups
-        worker.declare_tensors(tensors, groups, initial=initial, tables=tables, is_learner=is_learner, **job)
+        worker.declare_tensors(
+            tensors,
+            groups,
+            initial=initial,
+            tables=tables,
+            is_learner=is_learner,
+            sample=local.sample if local is not None else None,
+            **job,
+        )
     tell_of_process_group(connection.rank, connection.world_size)
     copy_all(declaration.parameters, as_tensors(worker.parameters)[: len(declaration.parameters)])
     if local is not None:

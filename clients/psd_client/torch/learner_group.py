@@ -83,7 +83,9 @@ def distribute_group(
             check_rank_of_learner()
         with connection_of(ps, of_connect) as connection, torch.no_grad():
             worker = worker_of(connection)
-            worker.declare_tensors(declaration.tensors, declaration.groups, initial=write, is_learner=True, **job)
+            worker.declare_tensors(
+                declaration.tensors, declaration.groups, initial=write, is_learner=True, sample=local.sample, **job
+            )
             views = as_tensors(worker.parameters)
             for index in set(range(len(declaration.parameters))).difference(declaration.trained):
                 parameters.mix(index, views[index], 0)

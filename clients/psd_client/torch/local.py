@@ -46,6 +46,9 @@ class Local:
             direction (Decoupled DiLoCo, 2604.21428); or "heloco", the mean of differences that are turned towards the outer
             rule's momentum where they oppose it, or hardly agree (HeLoCo, 2606.00271). Embeddings have the mean in each. The
             latter two are for rounds alone, and imply aggregation="exact".
+        sample: share of the learners present that takes part in each round, above 0 and at most 1; at least one does. The
+            others go on, and exchange what they have learned since when they are next chosen. None: all take part. A quorum is
+            of those chosen. In rounds alone; implies aggregation="exact".
 
     Raises:
         InvalidRequest, TypeError: an option is wrong; the message names it.
@@ -58,6 +61,7 @@ class Local:
     delay: int = 0
     alpha: float | None = None
     merge: str = "mean"
+    sample: float | None = None
 
     def __post_init__(self) -> None:
         if self.interval < 1:
@@ -68,6 +72,8 @@ class Local:
             raise InvalidRequest(f'local.pattern: must be "balanced" or "strided", got {self.pattern!r}')
         if self.merge not in MERGES:
             raise InvalidRequest(f'local.merge: must be "mean", "rda" or "heloco", got {self.merge!r}')
+        if self.sample is not None and not 0 < real_number(InvalidRequest, "local.sample", self.sample) <= 1:
+            raise InvalidRequest(f"local.sample: must be above 0 and at most 1, or None for all learners, got {self.sample}")
         if not isinstance(self.fragments, Sequence):
             whole_number(InvalidRequest, "local.fragments", self.fragments)
         if not 1 <= self.count <= self.interval:

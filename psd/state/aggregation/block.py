@@ -88,6 +88,7 @@ class BlockState(Trained):
             services.rounds.members,
             ratio_places,
             self._momentum if bound.momentum_at is not None else None,
+            services.rounds.sampling,
         )
         page = self._arena.current(slot)
         super().__init__(

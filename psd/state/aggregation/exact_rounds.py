@@ -129,7 +129,7 @@ class ExactRound(Round):
 
     @override
     def missing(self) -> int:
-        return (self.waited() if self._decided is None else self._decided) & ~self._staged()
+        return (self.asked() if self._decided is None else self._decided) & ~self._staged()
 
     @override
     def loss(self) -> StateLost | None:

@@ -23,6 +23,7 @@ from psd.state.aggregation.agreement import Voice
 from psd.state.aggregation.consistency import Policy
 from psd.state.aggregation.lent_gradients import Loan, RoundSum
 from psd.state.aggregation.rules import Gradient, Rule
+from psd.state.aggregation.sampling import Sampling
 from psd.state.pages import Lender
 from psd.state.workers.membership import Membership
 from psd_core.arena import Page
@@ -121,6 +122,7 @@ class RoundSetting:
             place of its tensor in a verdict; -1: it has none.
         momentum: returns, for the scalars of the round, the slot with the mean of the gradients so far, as the open round finds
             it, and the factor by which it is that mean; None if the rule has no such slot.
+        sampling: chooses who takes part in a round; None: everybody does.
     """
 
     segment_ends: NDArray[np.uint32]
@@ -131,6 +133,7 @@ class RoundSetting:
     members: Membership
     ratio_places: NDArray[np.intp] | None = None
     momentum: Callable[[Sequence[Any]], tuple[NDArray[Any], float]] | None = None
+    sampling: Sampling | None = None
 
 
 class Round(ABC):
@@ -184,6 +187,11 @@ class Round(ABC):
     def waited(self) -> int:
         """Mask of the workers that are waited for in this round, whether they have contributed or not."""
         return self._setting.members.waited_in(self._number)
+
+    def asked(self) -> int:
+        """Mask of the workers that are to contribute to this round."""
+        sampling = self._setting.sampling
+        return self.waited() if sampling is None else sampling.chosen_in(self._number)
 
     @abstractmethod
     def session_of(self, rank: int, *, is_committed: bool) -> int:

@@ -29,6 +29,7 @@ from psd.state.aggregation.consistency import Policy
 from psd.state.aggregation.lent_gradients import Loan
 from psd.state.aggregation.rounds import Contribution, Outcome, Round, Taken, Unmeasured, Update
 from psd.state.aggregation.rules import rule_failed
+from psd.state.aggregation.sampling import Sampling
 from psd.state.aggregation.staleness import Ages
 from psd.state.aggregation.version_waits import Take, VersionWaits
 from psd.state.counts import RoundTimes
@@ -43,7 +44,7 @@ class RoundServices:
     """The facts and services that all blocks of a job, and its tables' block, share.
 
     Attributes:
-        is_mean: as in RoundSetting.
+        is_mean, sampling: as in RoundSetting.
         on_lost: called with the reason why an open round can never close; returns True if the shard will end the waits for it.
     """
 
@@ -51,6 +52,7 @@ class RoundServices:
     policy: Policy
     is_mean: bool
     on_lost: Callable[[StateLost], bool]
+    sampling: Sampling | None = None
 
 
 class Trained(ABC):
@@ -159,7 +161,7 @@ class Trained(ABC):
             standing = round_.standing(part)
             if standing is not None:
                 return standing
-            self.times.on_gradient(part.rank, round_.waited)
+            self.times.on_gradient(part.rank, round_.asked)
             if part.loan is not None:
                 part.loan.to(self.take_over, self.version)
             taken = round_.take(part)
@@ -281,7 +283,7 @@ class Trained(ABC):
         closed, self._failure = self._round, None
         self._open(version)
         self._waits.reached(version)
-        self.times.on_close(self._round.waited())
+        self.times.on_close(self._round.asked())
         closed.end()
 
     def _note_failed(self, cause: BaseException, rule: str, kind: str, name: str) -> RuleFailed:

@@ -69,6 +69,7 @@ class SettlementDesk:
                 clock=max(clock + 1, coordinator.next_round),
                 is_left_out=coordinator.has_left_out(rank, clock),
                 verdict=verdict.to_message() if verdict is not None else None,
+                sits_out=coordinator.sits_out(rank),
             )
 
     def _coordinator(self) -> Coordinator:
