@@ -18,10 +18,10 @@ PASSES = 0.2
 """The least cosine of a difference that is taken as it is."""
 
 SHRINKS, SHRINKS_MAX = 1.0, 0.5
-"""How strongly an opposed difference loses its opposing part, and the most of it that it loses."""
+"""Strength with which an opposed difference loses its opposing part, and the most of it that it loses."""
 
 TURNS = 1.0
-"""How strongly a difference that hardly agrees is turned."""
+"""Strength with which a difference that hardly agrees is turned."""
 
 KAPPA = 1.0
 """Weight of the momentum's norm beside the difference's."""

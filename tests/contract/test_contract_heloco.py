@@ -118,6 +118,7 @@ def test_verdicts_with_factors_of_no_round_are_refused(count: int) -> None:
     ],
 )
 def test_rules_without_a_momentum_of_differences_are_refused(group: GroupSpec, words: str) -> None:
+    """Also those whose momentum has another scale or sign."""
     with pytest.raises(InvalidRequest, match=words):
         replace(job(), groups=(group,))
 
@@ -137,6 +138,7 @@ def test_the_momentum_is_taken_as_a_mean_of_differences(rule: str, scalars: tupl
 
 
 def test_both_merges_in_one_job_are_refused() -> None:
+    """A verdict has numbers of one kind."""
     tensors = (TensorSpec("a", (2,), merge="heloco"), TensorSpec("b", (3,), merge="rda"))
     with pytest.raises(InvalidRequest, match="tensor 'b': merge: is rda, but 'a' has heloco"):
         replace(job(), tensors=tensors)

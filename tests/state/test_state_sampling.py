@@ -45,6 +45,7 @@ def members(driver):
     [(0.1, 30, 3), (0.1, 4, 1), (0.5, 5, 2), (1.0, 7, 7), (0.9, 1, 1), (0.1, 0, 0), (0.1, 100, 10)],
 )
 def test_the_share_is_of_those_present_and_at_least_one(share, present, size):
+    """Rounded; nobody where nobody is."""
     assert sample_size(share, present) == size
 
 
@@ -67,6 +68,7 @@ def test_a_choice_follows_from_the_job_the_round_and_who_is_there():
 
 
 def test_who_goes_is_replaced_by_one_and_who_comes_displaces_at_most_one():
+    """All others stay where they are; and who has brought its part stays chosen."""
     workers = Membership(20, 10.0)
     joined = [workers.on_join(rank, rank + 1, now=0.0) for rank in range(20)]
     sampling = Sampling(0.2, b"job", workers)
@@ -111,6 +113,7 @@ def test_only_who_was_chosen_misses_a_round():
 
 
 def test_a_quorum_is_of_those_who_were_chosen():
+    """Any two of the three."""
     driver, seats = sampled(quorum=2)
     ranks = chosen(driver, seats)
     bring(driver, seats[ranks[2]], 0)
@@ -202,17 +205,20 @@ def sampled_on(directory):
 
 @pytest.mark.parametrize("share", [-0.1, 1.5, math.nan])
 def test_what_is_no_share_is_refused(share):
+    """By the name of the field."""
     with pytest.raises(InvalidRequest, match="sample: must be a share above 0 and at most 1"):
         job_spec(aggregation="exact", sample=share)
 
 
 @pytest.mark.parametrize("fields", [{"mode": "async"}, {"aggregation": "fast"}])
 def test_a_share_of_what_has_no_decisions_is_refused(fields):
+    """The message says what it needs."""
     with pytest.raises(InvalidRequest, match=r"sample: is 0\.5, but only for rounds that shard 0 decides"):
         job_spec(sample=0.5, **fields)
 
 
 def test_the_share_is_a_term_of_the_job():
+    """It travels, and another one is told."""
     spec = job_spec(aggregation="exact", sample=0.25)
     assert JobSpec.from_message(spec.to_message()) == spec
     assert spec.difference(job_spec(aggregation="exact")) == "sample: 0.25 in the job, none in this worker's declaration"

@@ -62,7 +62,7 @@ class CorrectedRound(WeighedRound):
 
     @override
     def measure(self, page: Page | None, under: Verdict | None) -> Squares | Unmeasured:
-        """For each segment the momentum's sum of squares and, for each member, the gradient's, and its products' by sign."""
+        """Sums for each segment: of the momentum's squares and, for each member, the gradient's, and its products' by sign."""
         if not self._has_all:
             return Unmeasured.OPEN
         if True not in self._squares:

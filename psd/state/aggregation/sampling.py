@@ -50,5 +50,5 @@ class Sampling:
 
 
 def sample_size(share: float, present: int) -> int:
-    """How many of those present take part in a round."""
+    """Number of those present that take part in a round."""
     return min(present, max(1, round(share * present)))
