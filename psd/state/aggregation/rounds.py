@@ -190,8 +190,8 @@ class Round(ABC):
 
     def asked(self) -> int:
         """Mask of the workers that are to contribute to this round."""
-        sampling = self._setting.sampling
-        return self.waited() if sampling is None else sampling.chosen_in(self._number)
+        setting = self._setting
+        return setting.members.waited_in(self._number) if setting.sampling is None else setting.sampling.chosen_in(self._number)
 
     @abstractmethod
     def session_of(self, rank: int, *, is_committed: bool) -> int:
