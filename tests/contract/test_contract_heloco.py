@@ -14,6 +14,7 @@ from psd.contract.config import Limits
 from psd.contract.errors import InvalidRequest
 from psd.contract.heloco import KAPPA, NORM_MIN, correction
 from psd.contract.jobspec import GroupSpec, JobSpec, TensorSpec
+from psd.contract.spec_limits import check_limits
 from psd.contract.verdicts import Verdict, judged, measure_message
 from psd.v1 import job_pb2
 
@@ -146,6 +147,6 @@ def test_both_merges_in_one_job_are_refused() -> None:
 
 def test_more_sums_than_a_shard_takes_are_refused() -> None:
     """One for each tensor, and three for each of it and each worker."""
-    job().check_limits(Limits(tensors_max=10))
+    check_limits(job(), Limits(tensors_max=10))
     with pytest.raises(InvalidRequest, match="merge: 2 tensors of heloco have up to 20 sums in a round of 3 workers"):
-        job().check_limits(Limits(tensors_max=9))
+        check_limits(job(), Limits(tensors_max=9))
