@@ -1,7 +1,7 @@
 """Measures learners that are far apart: the quality of what they learn together for the bytes that they send, and the steps
 that are made although learners die.
 
-    python benchmarks/far_apart.py [--parts quality,goodput] [--steps 1200] [--seeds 3] [--seconds 40] [--json FILE]
+    python benchmarks/far_apart.py [--parts quality,goodput,many] [--steps 1200] [--seeds 3] [--seconds 40] [--json FILE]
 
 Quality: a small transformer of the kind of examples/diloco.py, trained by data parallelism, DiLoCo and Streaming DiLoCo from
 equally many tokens. Loss is of the job's parameters on a text that nobody has learned from; bytes are those that a learner has
@@ -10,6 +10,8 @@ sent.
 Goodput: learners of which one is killed every --every seconds and is back --away seconds later. A step takes --step-ms,
 whatever the machine. The share is of the steps that learners could have made while they were there. docs/far-apart.md has the
 figures.
+
+Many: --sites learners of a tiny model, of which --sample take part in a round, in a few processes; every step is counted.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import _many_learners
 import _report
 import torch
 from _processes import Process, Shard, cleanly, environment
@@ -42,7 +45,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
 import characters
 
-PARTS = ("quality", "goodput")
+PARTS = ("quality", "goodput", "many")
 NESTEROV = psd_client.SGD(lr=0.7, momentum=0.8, nesterov=True)
 """0.8 rather than DiLoCo's 0.9: there are some tens of outer steps, not hundreds."""
 BASE = "data parallel"
@@ -260,6 +263,20 @@ def goodput_text(runs: list[dict[str, Any]]) -> str:
     return _report.table(("way", "steps, nobody dies", "steps, with failures", "of those"), rows)
 
 
+def many(args: argparse.Namespace, memory: Path) -> dict[str, Any]:
+    """One run of many small sites."""
+    task = {"sites": args.sites, "sample": args.sample, "local_steps": 10, "elements": 1000}
+    with cleanly() as stack:
+        shards = [Shard("--state-dir", str(memory / f"many-{index}"), index=index, count=2) for index in range(2)]
+        for shard in shards:
+            shard.start()
+            stack.callback(shard.kill)
+        for shard in shards:
+            shard.wait_ready()
+        task |= {"servers": ",".join(s.address for s in shards), "seconds": args.seconds, "step_s": args.step_ms / 1000}
+        return {**task, **_many_learners.measure(task, shards)}
+
+
 def main() -> None:
     """Print the figures."""
     if sys.argv[1:2] == ["--learner"]:
@@ -276,6 +293,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=40, help="of each run, for goodput (default %(default)s)")
     parser.add_argument("--every", type=float, default=5, help="seconds between two failures (default %(default)s)")
     parser.add_argument("--away", type=float, default=10, help="seconds until a learner is back (default %(default)s)")
+    parser.add_argument("--sites", type=int, default=100, help="learners, for many (default %(default)s)")
+    parser.add_argument("--sample", type=float, default=0.1, help="share of them in a round (default %(default)s)")
     parser.add_argument("--step-ms", type=float, default=50, help="a learner's own time per step (default %(default)s)")
     args = parser.parse_args()
     figures: dict[str, Any] = {"machine": _report.machine(), "settings": {**vars(args), "json": None, "data": str(args.data)}}
@@ -287,6 +306,9 @@ def main() -> None:
         if "goodput" in args.parts:
             figures["goodput"] = goodput(args, Path(memory))
             print("\n" + goodput_text(figures["goodput"]))
+        if "many" in args.parts:
+            figures["many"] = many(args, Path(memory))
+            print("\n" + _many_learners.text(figures["many"]))
     _report.write_json(args.json, figures, [])
 
 

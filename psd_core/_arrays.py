@@ -16,6 +16,8 @@ from psd_core import _kernels
 from psd_core._half import narrowed as narrowed
 from psd_core._kernels import InvalidArray as InvalidArray
 from psd_core._norms import RUN as RUN
+from psd_core._norms import product_sum as product_sum
+from psd_core._norms import real as real
 from psd_core._norms import square_root as square_root
 from psd_core._norms import square_sum as square_sum
 from psd_core._norms import square_sum_of_rows as square_sum_of_rows

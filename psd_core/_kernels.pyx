@@ -53,6 +53,9 @@ cdef extern from "kernels.h" nogil:
     void psd_widen(psd_dtype, float *out, const void *half, intptr_t n) noexcept
     intptr_t psd_first_nonfinite(psd_dtype, const void *x, intptr_t n) noexcept
     int psd_add_squares(psd_dtype, uint64_t *limbs, const void *x, intptr_t n, intptr_t offset) noexcept
+    int psd_add_products(
+        psd_dtype, uint64_t *plus, uint64_t *minus, const void *x, const void *y, intptr_t n, intptr_t offset
+    ) noexcept
     void psd_step_block(psd_dtype, int rule, const psd_arrays *, const psd_hyper *, const psd_segments *) noexcept
 
 
@@ -257,8 +260,7 @@ def square_sum(object x, int offset, intptr_t width=0):
     cdef _Borrow borrow = _Borrow()
     cdef Py_buffer *view = borrow.take("x", x, c"x", False)
     cdef uint64_t limbs[PSD_LIMBS]
-    cdef uint32_t words[PSD_LIMBS]
-    cdef int i, is_finite = 1
+    cdef int is_finite = 1
     cdef intptr_t at = 0, n = view.shape[0], step = width if width > 0 else n
     assert step == 0 or n % step == 0
     memset(limbs, 0, sizeof(limbs))
@@ -266,11 +268,30 @@ def square_sum(object x, int offset, intptr_t width=0):
         while at < n:
             is_finite &= psd_add_squares(_dtype(view), limbs, <const char *>view.buf + at * view.itemsize, step, offset)
             at += step
-    if not is_finite:
-        return None
+    return _integer(limbs) if is_finite else None
+
+
+cdef object _integer(const uint64_t *limbs):
+    """The integer that carried limbs stand for."""
+    cdef uint32_t words[PSD_LIMBS]
+    cdef int i
     for i in range(PSD_LIMBS):
         words[i] = <uint32_t>limbs[i]
     return int.from_bytes((<char *>words)[: sizeof(words)], "little")
+
+
+def product_sum(object x, object y, int offset):
+    cdef _Borrow borrow = _Borrow()
+    cdef Py_buffer *one = borrow.take("x", x, c"r", False)
+    cdef const void *other = borrow.like("y", y, one, False)
+    cdef uint64_t plus[PSD_LIMBS]
+    cdef uint64_t minus[PSD_LIMBS]
+    cdef int is_finite
+    memset(plus, 0, sizeof(plus))
+    memset(minus, 0, sizeof(minus))
+    with nogil:
+        is_finite = psd_add_products(_dtype(one), plus, minus, one.buf, other, one.shape[0], offset)
+    return _integer(plus) - _integer(minus) if is_finite else None
 
 
 def step_block(

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 
 from psd_core import _kernels
-from psd_core._step_block import GradientArray
+from psd_core._step_block import GradientArray, RealArray
 
 RUN = 16
 """Number of elements that `square_sum` adds in floating point; an array must be cut between such runs."""
@@ -41,6 +41,36 @@ def square_sum_of_rows(rows: GradientArray) -> int | None:
     return _kernels.square_sum(rows.reshape(-1), 0, rows.shape[1])
 
 
+def product_sum(x: RealArray, y: RealArray, offset: int = 0) -> int | None:
+    """Return the inner product of ``x`` and ``y``; those of two arrays' parts add up exactly to that of the whole.
+
+    Products are added as squares are in ``square_sum``.
+
+    Args:
+        x, y: (n,) float32|float64, of one type. offset: as in ``square_sum``.
+
+    Returns:
+        An integer, perhaps negative, in units of 2**-1074, for ``real``; None if a product is not finite.
+
+    Raises:
+        InvalidArray: type, shape, layout or alignment.
+        ValueError: ``offset`` is out of range.
+
+    Cost: O(n), no allocation but the result's, GIL released.
+    """
+    if not 0 <= offset < RUN:
+        raise ValueError(f"offset: expected 0 to {RUN - 1}, got {offset}")
+    return _kernels.product_sum(x, y, offset)
+
+
+def real(total: int) -> float:
+    """Return a sum of results of ``square_sum`` or ``product_sum`` as a number; infinite beyond the range of float64."""
+    try:
+        return total / (1 << 1074)  # an integer's quotient is rounded once
+    except OverflowError:
+        return math.inf if total > 0 else -math.inf
+
+
 def total_squares(sums: Iterable[int | None]) -> int | None:
     """Return the total of results of ``square_sum``; None if one of them is None."""
     total = 0
@@ -57,10 +87,7 @@ def square_root(total: int) -> float:
     Args:
         total: a sum of results of ``square_sum``, >= 0.
     """
-    try:
-        return math.sqrt(total / (1 << 1074))  # an integer's quotient is rounded once
-    except OverflowError:
-        return math.inf
+    return math.sqrt(real(total))
 
 
 def trust_ratio(parameter_squares: int, direction_squares: int) -> float:

@@ -113,6 +113,7 @@ class Optimizer:
         rests_without: numbers: while all are 0, a gradient of zeros changes nothing. Empty: it changes at least the slots.
         settles: True if a second gradient of zeros, with the same numbers, changes nothing more; and none changes zeros.
         goes_in_turns: True if some updates do other than those before and after, by their number: rows cannot catch up.
+        momentum_slot: the slot with a mean, or a fading sum, of the gradients so far; empty: none has it as it is.
         lr_scales_steps: False if each update computes the parameters from lr, so that a smaller lr is no smaller step.
 
     Raises:
@@ -129,6 +130,7 @@ class Optimizer:
     rests_without: ClassVar[tuple[str, ...]] = ()
     settles: ClassVar[bool] = False
     goes_in_turns: ClassVar[bool] = False
+    momentum_slot: ClassVar[str] = ""
     lr_scales_steps: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -152,6 +154,12 @@ class Optimizer:
         """Flags that the numbers do not allow, and why."""
         del flags, numbers
         return []
+
+    @classmethod
+    def momentum_scale(cls, numbers: Mapping[str, float]) -> float:
+        """The factor by which `momentum_slot` is a mean of gradients, given the rule's numbers."""
+        del numbers
+        return 1.0
 
     def option_values(self) -> dict[str, Any]:
         """The arguments by name."""

@@ -50,6 +50,7 @@ class SGD(Optimizer):
     needs: ClassVar[Mapping[str, str]] = {"nesterov": "momentum"}
     rests_without: ClassVar[tuple[str, ...]] = ("momentum", "weight_decay")
     is_in_torch: ClassVar[bool] = True
+    momentum_slot: ClassVar[str] = "momentum"
 
     lr: Number
     momentum: Number = 0.0
@@ -65,6 +66,12 @@ class SGD(Optimizer):
         if "nesterov" not in flags or (momentum > 0 and dampening == 0):
             return []
         return [("nesterov", f"needs momentum > 0 and dampening 0, got {momentum} and {dampening}")]
+
+    @classmethod
+    def momentum_scale(cls, numbers: Mapping[str, float]) -> float:
+        """That of a geometric series; 0 if it has no sum."""
+        momentum, entering = numbers["momentum"], 1 - numbers["dampening"]
+        return (1 - momentum) / entering if momentum < 1 and entering > 0 else 0.0
 
 
 @dataclass(frozen=True)
@@ -154,6 +161,7 @@ class Adam(Optimizer):
 
     rule: ClassVar[str] = "adam"
     all_slots: ClassVar[tuple[Slot, ...]] = (*_MOMENTS, Slot("max_exp_avg_sq", "amsgrad"))
+    momentum_slot: ClassVar[str] = "exp_avg"
     faces_flags: ClassVar[tuple[str, ...]] = ("decoupled_weight_decay", "keras")
     is_in_torch: ClassVar[bool] = True
 
@@ -191,6 +199,7 @@ class Adamax(Optimizer):
 
     rule: ClassVar[str] = "adamax"
     all_slots: ClassVar[tuple[Slot, ...]] = (Slot("exp_avg"), Slot("exp_inf"))
+    momentum_slot: ClassVar[str] = "exp_avg"
     faces_flags: ClassVar[tuple[str, ...]] = ("keras",)
     is_in_torch: ClassVar[bool] = True
 
@@ -214,6 +223,7 @@ class NAdam(Optimizer):
 
     rule: ClassVar[str] = "nadam"
     all_slots: ClassVar[tuple[Slot, ...]] = _MOMENTS
+    momentum_slot: ClassVar[str] = "exp_avg"
     is_in_torch: ClassVar[bool] = True
 
     lr: Number = 2e-3
@@ -284,6 +294,7 @@ class Lion(Optimizer):
 
     rule: ClassVar[str] = "lion"
     all_slots: ClassVar[tuple[Slot, ...]] = (Slot("exp_avg"),)
+    momentum_slot: ClassVar[str] = "exp_avg"
 
     lr: Number = 1e-4
     betas: Betas = (0.9, 0.99)
@@ -311,6 +322,7 @@ class DelayedNesterov(Optimizer):
     rule: ClassVar[str] = "delayed_nesterov"
     all_slots: ClassVar[tuple[Slot, ...]] = (Slot("momentum"), Slot("waiting"))
     goes_in_turns: ClassVar[bool] = True
+    momentum_slot: ClassVar[str] = "momentum"
 
     lr: Number
     momentum: Share = 0.9
@@ -326,6 +338,11 @@ class DelayedNesterov(Optimizer):
         if every != int(every) or every > 1e9:
             return [("every", f"must be a whole number, at most 10^9, got {every}")]
         return [("activation", f"must be at most 1 / every, got {activation}")] if activation * every > 1 else []
+
+    @classmethod
+    def momentum_scale(cls, numbers: Mapping[str, float]) -> float:
+        """That of a geometric series."""
+        return 1 - numbers["momentum"]
 
 
 RULES = {

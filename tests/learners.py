@@ -53,9 +53,32 @@ def learned(ps: Any, local: psd.Local, steps: int, tokens: Any = lambda step, ra
     return found
 
 
-def merged(merge: str, differences: list[Any], weights: list[float]) -> Any:
+def corrected(difference: Any, momentum: Any) -> Any:
+    """HeLoCo (arXiv 2606.00271) of one difference of a tensor, in float64; momentum: as a mean of differences."""
+    length, pace = difference.norm(), momentum.norm()
+    if not length or not pace:
+        return difference
+    cosine, trust = (difference * momentum).sum() / (length * pace), length / (length + pace)
+    if cosine >= 0.2:
+        return difference
+    if cosine < 0:
+        return difference - min(-cosine * trust, 0.5) * cosine * length * momentum / pace
+    turned = min((1 - cosine) * trust, 1.0)
+    direction = (1 - turned) * difference / length + turned * momentum / pace
+    return length * direction / direction.norm()
+
+
+def momentum_of(outer: optim.Optimizer, parameter: Any) -> Any:
+    """The momentum of torch's SGD, as a mean; zeros before its first step."""
+    held = outer.state[parameter].get("momentum_buffer")
+    return torch.zeros_like(parameter) if held is None else held * (1 - outer.param_groups[0]["momentum"])
+
+
+def merged(merge: str, differences: list[Any], weights: list[float], momentum: Any = None) -> Any:
     """The learners' differences of a tensor, merged in float64."""
     differences = [each.double() for each in differences]
+    if merge == "heloco":
+        differences, merge = [corrected(each, momentum.double()) for each in differences], "mean"
     mean = sum(w * each for w, each in zip(weights, differences, strict=True)) / sum(weights)
     norms = [each.norm() for each in differences]
     direction = sum(w * each / n for w, each, n in zip(weights, differences, norms, strict=True) if n)

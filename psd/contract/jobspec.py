@@ -17,6 +17,7 @@ from itertools import chain
 from psd.contract.compression import NONE, Compression
 from psd.contract.consistency import SYNC, Consistency
 from psd.contract.errors import InvalidRequest, InvalidTensor
+from psd.contract.merges import HELOCO, RDA, check_merges
 from psd.contract.printable import is_printable, utf8_size
 from psd.contract.publications import check_terms
 from psd.contract.rules import BUFFERS, PUBLISHED, STATIC, TABLE_RULES, RuleInfo, rule_info
@@ -53,8 +54,6 @@ _REDUCTION_NAMES = {number: name for name, number in REDUCTIONS.items()}
 AGGREGATIONS = {"fast": job_pb2.AGGREGATION_FAST, "exact": job_pb2.AGGREGATION_EXACT}
 _AGGREGATION_NAMES = {number: name for name, number in AGGREGATIONS.items()} | {job_pb2.AGGREGATION_UNSPECIFIED: "fast"}
 
-MERGES = ("", "rda")
-
 NAN_POLICIES = {"refuse": job_pb2.NAN_POLICY_REFUSE, "skip": job_pb2.NAN_POLICY_SKIP, "allow": job_pb2.NAN_POLICY_ALLOW}
 _NAN_POLICY_NAMES = {number: name for name, number in NAN_POLICIES.items()} | {job_pb2.NAN_POLICY_UNSPECIFIED: "refuse"}
 
@@ -65,6 +64,7 @@ _WORDS = {
     "reduction": "reduce",
     "aggregation": "aggregation",
     "grace": "grace",
+    "sample": "sample",
     "clip_norm": "clip_norm",
     "nan_policy": "nan_policy",
     "compression": "compression",
@@ -79,7 +79,8 @@ class TensorSpec:
     Attributes:
         dtype: a key of DTYPES; for buffers and published tensors, of BUFFER_DTYPES. group: index of its group.
         aliases: other names, which an export lists. They may differ between workers.
-        merge: how a round's gradients of it become one: as the job's reduction says, "", or by norm and direction, "rda".
+        merge: how a round's gradients of it become one: as the job's reduction says, "", by norm and direction, "rda", or
+            corrected by the rule's momentum, "heloco".
     """
 
     name: str
@@ -160,6 +161,7 @@ class JobSpec:
         consistency, reduction, quorum, aggregation, clip_norm, nan_policy: as JobKeywords say, but the quorum of a job with
             rounds is always a number, and a clip_norm of 0 is none.
         grace: seconds for which a round waits on after its quorum; infinity: as JobKeywords say of "auto".
+        sample: share of the workers present that takes part in a round; 0: all of them.
         tables: sparse tables; a group has either tensors or tables.
         compression: how numbers travel.
     """
@@ -174,6 +176,7 @@ class JobSpec:
     clip_norm: float = 0.0
     nan_policy: str = "refuse"
     grace: float = 0.0
+    sample: float = 0.0
     tables: tuple[SparseTableSpec, ...] = ()
     compression: Compression = NONE
 
@@ -205,6 +208,7 @@ class JobSpec:
                 )
         self._check_norms()
         self._check_grace()
+        self._check_sample()
         if self.is_publication:
             check_terms(self)
         if not self.tensors and not self.tables and not self.is_empty:
@@ -217,7 +221,7 @@ class JobSpec:
                     raise InvalidTensor(f"tensors: the name {name!r} is given twice")
                 seen.add(name)
         self._check_tables()
-        self._check_merges()
+        check_merges(self)
 
     @property
     def is_publication(self) -> bool:
@@ -290,30 +294,13 @@ class JobSpec:
                 f"grace: is {self.grace}, but only rounds that shard 0 decides (aggregation exact) wait after their quorum"
             )
 
-    def _check_merges(self) -> None:
-        tensor = next((tensor for tensor in self.tensors if tensor.merge), None)
-        if tensor is None:
-            return
-        what = f"tensor {tensor.name!r}: merge: "
-        for other in self.tensors:
-            if other.merge not in MERGES:
-                raise InvalidRequest(f"tensor {other.name!r}: merge: must be one of {sorted(MERGES)}, got {other.merge!r}")
-            if other.merge and self.groups[other.group].is_static:
-                raise InvalidRequest(f"tensor {other.name!r}: merge: is {other.merge}, but nothing is pushed to it")
-        if not self.consistency.has_rounds:
-            raise InvalidRequest(f"{what}{tensor.merge} merges the gradients of a round, and {self.consistency} has no rounds")
-        if self.aggregation != "exact":
+    def _check_sample(self) -> None:
+        if not 0 <= self.sample <= 1:  # also refuses NaN
+            raise InvalidRequest(f"sample: must be a share above 0 and at most 1, or 0 for all workers, got {self.sample}")
+        if self.sample and self.aggregation != "exact":
             raise InvalidRequest(
-                f"{what}{tensor.merge} needs aggregation exact, by which all shards agree on a round's members; it is "
-                f"{self.aggregation}"
+                f"sample: is {self.sample}, but only for rounds that shard 0 decides (aggregation exact) are workers chosen"
             )
-        if self.reduction != "mean" or self.nan_policy == "allow":
-            raise InvalidRequest(
-                f"{what}{tensor.merge} needs reduce mean, and nan_policy refuse or skip; they are {self.reduction} and "
-                f"{self.nan_policy}"
-            )
-        if self.clip_norm or self.layerwise_tensors or self.tables:
-            raise InvalidRequest(f"{what}{tensor.merge} does not go with clip_norm, a layer-wise rule or tables")
 
     @property
     def has_verdicts(self) -> bool:
@@ -328,12 +315,17 @@ class JobSpec:
     @cached_property
     def directed_tensors(self) -> tuple[int, ...]:
         """Indices of the tensors that are merged by norm and direction."""
-        return tuple(i for i, t in enumerate(self.tensors) if t.merge == "rda")
+        return tuple(i for i, t in enumerate(self.tensors) if t.merge == RDA)
+
+    @cached_property
+    def corrected_tensors(self) -> tuple[int, ...]:
+        """Indices of the tensors whose gradients are corrected by the momentum."""
+        return tuple(i for i, t in enumerate(self.tensors) if t.merge == HELOCO)
 
     @property
     def ratio_tensors(self) -> tuple[int, ...]:
-        """Indices of the tensors of each of which a verdict has a number. A job has them of one kind only."""
-        return self.directed_tensors or self.layerwise_tensors
+        """Indices of the tensors of each of which a verdict has numbers. A job has them of one kind only."""
+        return self.directed_tensors or self.corrected_tensors or self.layerwise_tensors
 
     def _check_tensor(self, tensor: TensorSpec) -> None:
         for field, name in (("name", tensor.name), *(("aliases", alias) for alias in tensor.aliases)):
@@ -364,6 +356,7 @@ class JobSpec:
             aggregation=AGGREGATIONS[self.aggregation],
             clip_norm=self.clip_norm,
             grace_s=self.grace,
+            sample=self.sample,
             nan_policy=NAN_POLICIES[self.nan_policy] if self.nan_policy != "refuse" else None,  # as before the field existed
             compression=self.compression.to_message(),
         )
@@ -406,6 +399,7 @@ class JobSpec:
             clip_norm=message.clip_norm,
             nan_policy=_NAN_POLICY_NAMES[message.nan_policy],
             grace=message.grace_s,
+            sample=message.sample,
             tables=tuple(map(SparseTableSpec.from_message, message.tables)),
             compression=Compression.from_message(message.compression),
         )

@@ -35,6 +35,15 @@ class RuleInfo(RuleFacts):
 
     is_custom: bool = False
 
+    def momentum_at(self, flags: Collection[str]) -> int | None:
+        """The place, among the slots, of the one with a mean of the gradients so far; None: there is none."""
+        slots = self.slots(flags)
+        return slots.index(self.row.momentum_slot) if self.row.momentum_slot in slots else None
+
+    def momentum_scale(self, scalars: Sequence[float]) -> float:
+        """The factor by which that slot is a mean."""
+        return self.row.momentum_scale(dict(zip(self.scalars, scalars, strict=True)))
+
     def slot_starts(self, flags: Collection[str], constants: Sequence[float]) -> tuple[float, ...]:
         """Initial values of the slots."""
         values = dict(zip(self.constants, constants, strict=True))

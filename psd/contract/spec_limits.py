@@ -34,6 +34,12 @@ def check_limits(spec: JobSpec, limits: Limits) -> None:
                 f"table {table.name!r}: modules: one has {longest} bytes, the shard's --max-name-bytes is "
                 f"{limits.name_bytes_max}"
             )
+    sums = len(spec.corrected_tensors) * (1 + 3 * spec.world_size)
+    if sums > 2 * limits.tensors_max:
+        raise InvalidRequest(
+            f"merge: {len(spec.corrected_tensors)} tensors of heloco have up to {sums} sums in a round of {spec.world_size} "
+            f"workers, the limit is {2 * limits.tensors_max}, twice the shard's --max-tensors"
+        )
     elements = sum(t.size for t in spec.tensors)
     if elements > limits.elements_max:
         raise InvalidTensor(f"tensors: {elements} elements are above the shard's --max-elements {limits.elements_max}")

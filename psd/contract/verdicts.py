@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import psd_core
+from psd.contract import heloco
 from psd.contract.errors import InvalidRequest
 from psd.contract.jobspec import JobSpec
 from psd.v1 import job_pb2
@@ -24,7 +25,7 @@ CLIP_EPSILON = 1e-6
 SQUARES_BYTES_MAX = 320
 """Limit of one sum: 2176 bits are enough for any shard's, and for the sum over the largest number of shards."""
 
-WITH_VERDICTS = "only a job with rounds that has clip_norm, a layer-wise rule or tensors that merge by rda"
+WITH_VERDICTS = "only a job with rounds that has clip_norm, a layer-wise rule or tensors that merge by rda or heloco"
 """Words for errors."""
 
 Squares = list[int] | None
@@ -41,7 +42,8 @@ class Verdict:
     """The way to apply a decided round; psd.v1.Verdict is its message.
 
     Attributes:
-        ratios: by JobSpec.ratio_tensors: trust ratios; or norms of sums of directions.
+        ratios: by JobSpec.ratio_tensors: trust ratios; or norms of sums of directions; or, for each member of the round, in the
+            order of the ranks, the two factors of its correction (psd/contract/heloco.py).
     """
 
     round: int
@@ -62,7 +64,14 @@ class Verdict:
         if not 0 <= message.scale <= 1:  # also refuses NaN
             raise InvalidRequest(f"verdict.scale: must be from 0 to 1, got {message.scale}")
         expected = len(spec.ratio_tensors) if message.is_final and not message.skip else 0
-        if len(message.ratios) != expected:
+        if spec.corrected_tensors:
+            members, left = divmod(len(message.ratios), 2 * expected or 1)
+            if left or not (0 < members <= spec.world_size or not expected):
+                raise InvalidRequest(
+                    f"verdict.ratios: expected 2 for each member of the round and each of {expected} tensors, got "
+                    f"{len(message.ratios)}"
+                )
+        elif len(message.ratios) != expected:
             raise InvalidRequest(f"verdict.ratios: expected {expected}, got {len(message.ratios)}")
         for ratio in message.ratios:
             if not (math.isfinite(ratio) and ratio >= 0):
@@ -104,13 +113,20 @@ def measures_gradients(spec: JobSpec, under: Verdict | None) -> bool:
     return under is None and spec.clip_norm > 0
 
 
-def sums_per_tensor(spec: JobSpec) -> int:
-    """Sums of squares that are measured of each of JobSpec.ratio_tensors: of its direction; or of parameters and update."""
-    return 1 if spec.directed_tensors else 2
+def sums_per_tensor(spec: JobSpec, members: int) -> int:
+    """Sums that are measured of each of JobSpec.ratio_tensors in a round of so many members.
+
+    Of its direction; or of parameters and update; or of the momentum and, for each member, of the gradient, and of its products
+    with the momentum: those of the one sign, and those of the other.
+    """
+    return 1 if spec.directed_tensors else 1 + 3 * members if spec.corrected_tensors else 2
 
 
-def judged(spec: JobSpec, round_: int, under: Verdict | None, measures: Sequence[job_pb2.Measure]) -> Verdict:
-    """The verdict from the measures of all shards: of gradients, or of updates `under` an earlier verdict."""
+def judged(spec: JobSpec, round_: int, under: Verdict | None, measures: Sequence[job_pb2.Measure], members: int = 0) -> Verdict:
+    """The verdict from the measures of all shards: of gradients, or of updates `under` an earlier verdict.
+
+    members: how many the round has; for tensors that are corrected by the momentum.
+    """
     layerwise = spec.layerwise_tensors
     if measures_gradients(spec, under):
         totals = total_of(measures, 1)
@@ -118,7 +134,10 @@ def judged(spec: JobSpec, round_: int, under: Verdict | None, measures: Sequence
         if not math.isfinite(norm):
             return Verdict(round_, skip=True)
         return Verdict(round_, scale=clip_scale(spec.clip_norm, norm), is_final=not layerwise)
-    totals = total_of(measures, sums_per_tensor(spec) * len(spec.ratio_tensors))
+    each = sums_per_tensor(spec, members)
+    totals = total_of(measures, each * len(spec.ratio_tensors))
+    if spec.corrected_tensors:
+        return _corrected(round_, totals, each)
     norms = tuple(map(psd_core.square_root, totals or ()))
     if totals is None or not all(map(math.isfinite, norms)):
         return Verdict(round_, skip=True)
@@ -127,3 +146,18 @@ def judged(spec: JobSpec, round_: int, under: Verdict | None, measures: Sequence
     pairs = zip(totals[::2], totals[1::2], strict=True)
     ratios = tuple(psd_core.trust_ratio(parameter, direction) for parameter, direction in pairs)
     return replace(under or Verdict(round_), ratios=ratios, is_final=True)
+
+
+def _corrected(round_: int, totals: Squares, each: int) -> Verdict:
+    """The factors of each member's gradient of each tensor, whose `each` sums follow one another."""
+    ratios: list[float] = []
+    for start in range(0, len(totals or ()), each):
+        assert totals is not None
+        momentum, *of_members = totals[start : start + each]
+        for at in range(0, len(of_members), 3):
+            squares, plus, minus = of_members[at : at + 3]
+            numbers = psd_core.square_root(squares), psd_core.square_root(momentum), psd_core.real(plus - minus)
+            ratios += heloco.correction(*numbers) if all(map(math.isfinite, numbers)) else (math.inf, math.inf)
+    if totals is None or not all(map(math.isfinite, ratios)):
+        return Verdict(round_, skip=True)
+    return Verdict(round_, ratios=tuple(ratios))

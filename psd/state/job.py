@@ -24,11 +24,13 @@ from psd.state import pages
 from psd.state.aggregation.agreement import Agreement, Scalars
 from psd.state.aggregation.block import BlockServices, BlockState
 from psd.state.aggregation.consistency import policy_of
+from psd.state.aggregation.corrected_rounds import CorrectedRound
 from psd.state.aggregation.directed_rounds import DirectedRound
 from psd.state.aggregation.exact_rounds import ExactRound, MeasuredRound
 from psd.state.aggregation.offered_buffers import Offered
 from psd.state.aggregation.rounds import FastRound, Round
-from psd.state.aggregation.rules import BoundRule, check_listed
+from psd.state.aggregation.rules import check_listed
+from psd.state.aggregation.sampling import Sampling
 from psd.state.aggregation.settlement import Coordinator, Participant
 from psd.state.aggregation.staleness import bound_rule
 from psd.state.aggregation.trained import RoundServices, Trained
@@ -98,7 +100,7 @@ class Job:
         self.policy = policy_of(spec)
         self.is_exact = spec.aggregation == "exact"
         bound = {
-            index: BoundRule(bound_rule(group, rules), group.rule, group.info.slot_starts(group.flags, group.constants))
+            index: bound_rule(group, rules)
             for index, group in enumerate(spec.groups)
             if index not in {table.group for table in spec.tables}
         }
@@ -118,8 +120,9 @@ class Job:
                 for plan in plans
             ],
         )
+        sampling = Sampling(spec.sample, self.layout.digest, membership) if spec.sample else None
         on_passed = self._note_passed if spec.is_publication else None
-        rounds = RoundServices(membership, self.policy, spec.reduction == "mean", on_lost, on_passed)
+        rounds = RoundServices(membership, self.policy, spec.reduction == "mean", on_lost, sampling, on_passed)
         on_awaited = partial(_add_awaited, membership)
         services = BlockServices(
             self.arena,
@@ -163,7 +166,7 @@ class Job:
         if self.is_exact and shard_index == 0:
             with_blocks = {self.layout.shard_of(block.index) for block in self.layout.blocks if block.trained}
             measuring = shard_count if spec.tables else len(with_blocks)
-            self.coordinator = Coordinator(spec, self.policy, membership, self.arena, storage, measuring, now)
+            self.coordinator = Coordinator(spec, self.policy, membership, sampling, self.arena, storage, measuring, now)
         self.learners = Learners()
         self.agreement = Agreement(self._infos, lambda: self.version_min)
         self._fit_scalars: Scalars | None = None  # the last ones that were found valid: the next ones mostly equal them
@@ -370,7 +373,8 @@ class Job:
     def settle_decisions(self) -> list[tuple[int, int]]:
         """Decide the rounds that are complete now; see Coordinator.settle. Under the shard's lock."""
         news = self.coordinator.settle() if self.coordinator is not None else []
-        self.learners.on_decided(news)
+        if self.coordinator is not None:
+            self.learners.on_decided(news, self.coordinator.absent_in)
         return news
 
     def settle(self) -> None:
@@ -437,6 +441,8 @@ def round_kind_of(spec: JobSpec) -> type[Round]:
     """The class of the rounds of a job's blocks."""
     if spec.directed_tensors:
         return DirectedRound
+    if spec.corrected_tensors:
+        return CorrectedRound
     if spec.has_verdicts:
         return MeasuredRound
     return ExactRound if spec.aggregation == "exact" else FastRound

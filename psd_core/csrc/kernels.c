@@ -71,6 +71,12 @@ int psd_add_squares(psd_dtype dtype, uint64_t *limbs, const void *x, intptr_t n,
     return psd_add_squares_half(dtype, limbs, x, n, offset);
 }
 
+int psd_add_products(psd_dtype dtype, uint64_t *plus, uint64_t *minus, const void *x, const void *y, intptr_t n, intptr_t offset)
+{
+    return dtype == PSD_F32 ? psd_add_products_f32(plus, minus, x, y, n, offset)
+                            : psd_add_products_f64(plus, minus, x, y, n, offset);
+}
+
 void psd_step_block(psd_dtype dtype, int rule, const psd_arrays *arrays, const psd_hyper *hyper,
                     const psd_segments *segments)
 {

@@ -34,6 +34,9 @@ intptr_t psd_first_nonfinite(psd_dtype, const void *x, intptr_t n);
  * behind the start of a run of 16, 0 <= offset < 16; see squares.h. Returns 0 if a square or a run's sum is not finite. */
 int psd_add_squares(psd_dtype, uint64_t *limbs, const void *x, intptr_t n, intptr_t offset);
 
+/* Adds the products x[i] * y[i], of PSD_F32 or PSD_F64, likewise: to `plus`, and what is negative, without its sign, to `minus`. */
+int psd_add_products(psd_dtype, uint64_t *plus, uint64_t *minus, const void *x, const void *y, intptr_t n, intptr_t offset);
+
 #include "rules.h" /* made when building */
 
 /* The arrays of one step, all of one length, and of one type but for the gradient. An output is its own input

@@ -72,4 +72,30 @@ PSD_KERNEL int FN(psd_add_squares)(uint64_t *limbs, const real *x, intptr_t n, i
     return is_finite;
 }
 
+/* The products of two arrays, run by run as above: the runs whose sum is not negative go to one sum, the others, without their
+ * sign, to another one, so that either is exact. */
+PSD_KERNEL int FN(psd_add_products)(uint64_t *plus, uint64_t *minus, const real *x, const real *y, intptr_t n, intptr_t offset)
+{
+    int is_finite = 1, uncarried = 0;
+    for (intptr_t at = 0; at < n; offset = 0) {
+        const intptr_t room = RUN - offset, there = n - at < room ? n - at : room;
+        double q[RUN] = {0};
+        for (intptr_t j = 0; j < there; j++)
+            q[offset + j] = (double)x[at + j] * (double)y[at + j];
+        for (int width = RUN / 2; width; width /= 2)
+            for (int j = 0; j < width; j++)
+                q[j] += q[j + width];
+        is_finite &= FN(add_exactly)(q[0] < 0 ? minus : plus, fabs(q[0]));
+        if (++uncarried == 1 << 20) {
+            FN(carry)(plus);
+            FN(carry)(minus);
+            uncarried = 0;
+        }
+        at += there;
+    }
+    FN(carry)(plus);
+    FN(carry)(minus);
+    return is_finite;
+}
+
 #undef RUN

@@ -292,3 +292,16 @@ def test_compression_when_it_is_measured_then_jobs_are_trained_with_and_without_
         "psd tcp int8 pull bf16",
         "psd tcp int4 pull bf16",
     ]
+
+
+@pytest.mark.process
+def test_far_apart_when_thirty_small_sites_train_then_every_step_counts_once(figures_of):
+    """The benchmark itself counts: it fails if a step is lost, or counted twice."""
+    pytest.importorskip("torch")
+    size = ("--sites", "30", "--seconds", "5", "--step-ms", "50")
+
+    many = figures_of("far_apart.py", "--parts", "many", *size)["many"]
+
+    assert many["rounds"] > 0
+    assert 1 <= many["exchanges"] / many["rounds"] <= 4, "of thirty a tenth takes part"
+    assert many["steps"] >= 30

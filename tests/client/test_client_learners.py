@@ -38,7 +38,7 @@ def test_a_failed_exchange_is_made_again_with_the_same_difference(cluster: Any) 
         assert walker.place == [-4.0, -4.0]
 
 
-@pytest.mark.parametrize("merge", ["mean", "rda"])
+@pytest.mark.parametrize("merge", ["mean", "rda", "heloco"])
 def test_shards_that_die_meanwhile_change_no_bit(cluster: Any, tmp_path: Path, merge: str) -> None:
     """With exact aggregation; one in the midst of an exchange that is under way while the learners compute."""
     local = psd.Local(steps=4, outer=OUTER, fragments=2, delay=1, merge=merge)
@@ -66,12 +66,14 @@ def _alone(servers: str, rank: int, local: psd.Local, steps: int) -> Any:
         return learned(ps, local, steps, aggregation="exact")
 
 
-@pytest.mark.parametrize("merge", ["mean", "rda"])
-def test_every_step_counts_once_while_shards_die_and_nobody_waits(cluster: Any, tmp_path: Path, merge: str) -> None:
-    """One learner of two closes a round, at its own pace: what the job has, and what the two still have, is what they have
-    made. With directions all differences are alike, and a learner's is alone in its round."""
+@pytest.mark.parametrize(("merge", "sample"), [("mean", None), ("rda", None), ("mean", 0.5)])
+def test_every_step_counts_once_while_shards_die_and_nobody_waits(
+    cluster: Any, tmp_path: Path, merge: str, sample: float | None
+) -> None:
+    """One learner of two closes a round, at its own pace, or the one that is chosen: what the job has, and what the two still
+    have, is what they have made. With directions all differences are alike, and a learner's is alone in its round."""
     shards = Restartable(cluster, tmp_path)
-    local = psd.Local(steps=2, outer=SUM, fragments=2, merge=merge)
+    local = psd.Local(steps=2, outer=SUM, fragments=2, merge=merge, sample=sample)
     ps, faults = connect_faulty(shards.servers, 0, 2)
     turn = threading.Barrier(2)
     left: dict[int, list[float]] = {}
@@ -80,7 +82,7 @@ def test_every_step_counts_once_while_shards_die_and_nobody_waits(cluster: Any, 
 
     def walk(connection: psd_client.ParameterServer, strides: int) -> list[float]:
         with connection:
-            walker = Walker(connection, local, quorum=1)
+            walker = Walker(connection, local, quorum=None if sample else 1)
             for _ in range(6):  # one after the other, so that a round has one difference, and its mean is that difference
                 turn.wait()
                 if connection.rank == 0:

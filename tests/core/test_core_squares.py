@@ -1,4 +1,4 @@
-"""square_sum and square_root: the same bits however an array is cut."""
+"""square_sum, product_sum and square_root: the same bits however an array is cut."""
 
 import math
 from fractions import Fraction
@@ -105,3 +105,56 @@ def test_arguments_are_checked():
         psd_core.square_sum(np.zeros(3), 16)
     with pytest.raises(psd_core.InvalidArray, match="x: expected a 1-D"):
         psd_core.square_sum(np.zeros((3, 3)))
+
+
+@everything
+@pytest.mark.parametrize("n", [0, 1, 15, 16, 17, 1000, 5003])
+def test_products_are_added_by_runs_as_squares_are(dtype, n):
+    """To the bit, whatever their signs; so cuts between runs change nothing, and a tensor may begin within one."""
+    rng = np.random.default_rng(n)
+    x, y = wide(rng, n, dtype), wide(rng, n, dtype)
+    expected = Fraction(0)
+    for start in range(0, n, 16):
+        q = np.zeros(16)
+        q[: len(x[start : start + 16])] = x[start : start + 16].astype(np.float64) * y[start : start + 16].astype(np.float64)
+        for width in (8, 4, 2, 1):
+            q = q[:width] + q[width : 2 * width]
+        expected += Fraction(float(q[0]))
+
+    total = psd_core.product_sum(x, y)
+
+    assert total == expected * 2**1074
+    assert total == sum(psd_core.product_sum(x[a:b], y[a:b]) for a, b in ((0, 32), (32, 96), (96, n)))
+    assert psd_core.product_sum(x, -y) == -total
+    assert psd_core.product_sum(x, x) == psd_core.square_sum(x)
+    assert psd_core.real(total) == float(expected)
+    if n > 40:
+        cut = psd_core.product_sum(x[5:32], y[5:32], 5) + psd_core.product_sum(x[32:], y[32:])
+        assert cut == psd_core.product_sum(x[5:], y[5:], 5)
+
+
+@everything
+def test_products_that_are_not_finite_have_no_sum(dtype):
+    """NaN, infinity, and what overflows."""
+    ones = np.ones(20, dtype)
+    for bad in (np.nan, np.inf, -np.inf):
+        x = ones.copy()
+        x[17] = bad
+        assert psd_core.product_sum(x, ones) is None
+        assert psd_core.product_sum(ones, x) is None
+    if dtype == np.float64:
+        assert psd_core.product_sum(ones * 1e200, ones * -1e200) is None
+
+
+def test_a_sum_beyond_float64_is_infinite_with_its_sign():
+    assert [psd_core.real(sign << 2100) for sign in (1, -1)] == [math.inf, -math.inf]
+
+
+def test_products_need_two_arrays_of_one_type_and_length():
+    one = np.ones(4, np.float32)
+    with pytest.raises(psd_core.InvalidArray, match="y: expected length 4, that of x, got 3"):
+        psd_core.product_sum(one, one[:3])
+    with pytest.raises(psd_core.InvalidArray, match="y: expected a 1-D C-contiguous aligned float32 array"):
+        psd_core.product_sum(one, one.astype(np.float64))
+    with pytest.raises(ValueError, match="offset: expected 0 to 15, got 16"):
+        psd_core.product_sum(one, one, 16)

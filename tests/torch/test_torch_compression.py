@@ -75,7 +75,7 @@ def test_steps_when_they_overlap_and_a_gradient_is_not_finite_then_the_program_i
     run_workers(1, 2, body, transport=transport)
 
 
-@pytest.mark.parametrize("merge", ["mean", "rda"])
+@pytest.mark.parametrize("merge", ["mean", "rda", "heloco"])
 @pytest.mark.parametrize("fragments", [1, 3])
 @pytest.mark.parametrize("delay", [0, 1])
 @pytest.mark.parametrize("pull", PULLS)
@@ -113,7 +113,8 @@ def test_learners_when_their_differences_are_compressed_then_all_end_with_the_sa
     assert torch.equal(mine, other)
     assert not torch.equal(mine, before)
     (plain, _) = run_workers(2, 2, learn)
-    assert (mine - plain).norm() < 0.2 * (plain - before).norm()
+    near = 0.6 if merge == "heloco" else 0.2  # a difference at the edge of a correction may fall on either side
+    assert (mine - plain).norm() < near * (plain - before).norm()
     (cut, _) = run_workers(2, 3, lambda ps: learn(ps, **compressed))
     assert torch.equal(mine, cut)
     for name, codec in (("sent_bytes", "int4"), ("received_bytes", pull)):  # a few blocks, each of which is rounded up

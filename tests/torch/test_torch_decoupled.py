@@ -13,7 +13,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from helpers_torch import assert_close  # noqa: E402
-from learners import OUTER, SUM, Walker, adam, backward, merged, network  # noqa: E402
+from learners import OUTER, SUM, Walker, adam, backward, merged, momentum_of, network  # noqa: E402
 from torch import optim  # noqa: E402
 
 import psd_client  # noqa: E402
@@ -195,7 +195,7 @@ def test_a_round_waits_for_others_while_its_learners_have_time(
     assert all(seen[0].is_counted for seen in exchanges)
 
 
-@pytest.mark.parametrize("merge", ["mean", "rda"])
+@pytest.mark.parametrize("merge", ["mean", "rda", "heloco"])
 def test_a_recorded_schedule_replayed_in_one_process_gives_the_same_parameters(cluster: Any, stack: Any, merge: str) -> None:
     """Four learners of different speed, one of which comes late; in fragments, with a delay, in the background."""
     servers, world = cluster(2).servers, 4
@@ -257,7 +257,8 @@ def replayed(local: psd.Local, recorded: list[list[Any]], steps: list[int]) -> l
         weights = [pending[rank][clock][0].weight for rank in members]
         for place, i in enumerate(of_fragment[fragment]):
             differences = [pending[rank][clock][1][place] for rank in members]
-            job[i].grad = merged(local.merge if i else "mean", differences, weights)
+            momentum = momentum_of(outer[fragment], job[i])
+            job[i].grad = merged(local.merge if i else "mean", differences, weights, momentum)
         outer[fragment].step()
         versions.append([value.detach().clone() for value in job])
         return True

@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from helpers_torch import assert_close, values  # noqa: E402
-from learners import OUTER, SUM, Walker, adam, backward, constant, learned, merged, network  # noqa: E402
+from learners import OUTER, SUM, Walker, adam, backward, constant, learned, merged, momentum_of, network  # noqa: E402
 from torch import optim  # noqa: E402
 
 import psd_client  # noqa: E402
@@ -60,7 +60,8 @@ def simulated(local: psd.Local, learners: int, steps: int, tokens: Any = lambda 
             weights = [counts[fragment][1] ** 2 / counts[fragment][0] for counts in done]
             for i in of_fragment[fragment]:
                 moved = [bases[rank][i] - list(model.parameters())[i].detach() for rank, model in enumerate(models)]
-                globals_[i].grad = merged(local.merge if i else "mean", moved, weights)  # the first is an embedding
+                momentum = momentum_of(outer[fragment], globals_[i])
+                globals_[i].grad = merged(local.merge if i else "mean", moved, weights, momentum)  # the first is an embedding
             outer[fragment].step()
             for counts in done:
                 counts[fragment] = [0, 0.0]
@@ -79,6 +80,8 @@ CASES = {
     "late": psd.Local(steps=4, outer=OUTER, delay=4, alpha=0.0),
     "directions": psd.Local(steps=4, outer=OUTER, merge="rda"),
     "streamed directions": psd.Local(steps=6, outer=OUTER, fragments=3, delay=2, merge="rda"),
+    "corrected": psd.Local(steps=2, outer=OUTER, merge="heloco"),
+    "streamed corrected": psd.Local(steps=4, outer=OUTER, fragments=2, delay=2, merge="heloco"),
 }
 
 
@@ -88,7 +91,7 @@ CASES = {
     [
         pytest.param(local, aggregation, id=f"{name}-{aggregation}")
         for name, local in CASES.items()
-        for aggregation in ("fast", "exact")[local.merge == "rda" :]
+        for aggregation in ("fast", "exact")[local.merge != "mean" :]
     ],
 )
 def test_learners_have_the_numbers_of_a_simulation(
@@ -239,7 +242,7 @@ def test_fragments_travel_one_at_a_time(cluster: Any) -> None:
         ({"steps": 4, "fragments": 2, "delay": 3}, InvalidRequest, "local.delay: must be 0 to 2"),
         ({"steps": 4, "alpha": 1.5}, InvalidRequest, "local.alpha: must be from 0 to 1, got 1.5"),
         ({"steps": 4, "pattern": "random"}, InvalidRequest, "local.pattern"),
-        ({"steps": 4, "merge": "sum"}, InvalidRequest, 'local.merge: must be "mean" or "rda"'),
+        ({"steps": 4, "merge": "sum"}, InvalidRequest, 'local.merge: must be "mean", "rda" or "heloco"'),
         ({"steps": 4, "outer": "sgd"}, TypeError, "local.outer"),
     ],
 )

@@ -179,13 +179,21 @@ def distribute(
         raise InvalidRequest("overlap: not with several optimizers: back-propagation does not say whose gradients it makes")
     declaration = read_declaration(module, given, buffers)
     if local is not None:
-        declaration.merge(local.merged_by_direction(module, [declaration.parameters[index] for index in declaration.trained]))
+        declaration.merge(local.merges(module, [declaration.parameters[index] for index in declaration.trained]))
     with connection_of(ps, of_connect) as connection:
         worker = worker_of(connection)
         initial, tables = partial(write_all, declaration), declaration.tables.specs
         is_learner = local is not None
         tensors, groups = declaration.tensors, declaration.groups
-        worker.declare_tensors(tensors, groups, initial=initial, tables=tables, is_learner=is_learner, **job)
+        worker.declare_tensors(
+            tensors,
+            groups,
+            initial=initial,
+            tables=tables,
+            is_learner=is_learner,
+            sample=local.sample if local is not None else None,
+            **job,
+        )
     tell_of_process_group(connection.rank, connection.world_size)
     copy_all(declaration.parameters, as_tensors(worker.parameters)[: len(declaration.parameters)])
     if local is not None:

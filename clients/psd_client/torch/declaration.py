@@ -128,11 +128,10 @@ class TorchDeclaration:
             buffers.append(buffer)
         return buffers
 
-    def merge(self, by_direction: Sequence[bool]) -> None:
-        """Declare which trained parameters are merged by norm and direction."""
-        for index, is_directed in zip(self.trained, by_direction, strict=True):
-            if is_directed:
-                self.tensors[index] = replace(self.tensors[index], merge="rda")
+    def merge(self, merges: Sequence[str]) -> None:
+        """Declare how each trained parameter is merged, as in TensorSpec."""
+        for index, merge in zip(self.trained, merges, strict=True):
+            self.tensors[index] = replace(self.tensors[index], merge=merge)
 
 
 class Options(torch.optim.Optimizer):

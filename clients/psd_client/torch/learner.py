@@ -69,7 +69,8 @@ class LocalOptimizer(JobOptimizer):
         self._flight: Flight | None = None
         self._look: BackgroundCall | None = None  # asks for the job's clock
         spec = self._worker.parameters.layout.spec
-        self._is_decoupled = spec.consistency.has_rounds and spec.quorum < spec.world_size
+        self._is_sampled = spec.sample > 0
+        self._is_decoupled = spec.consistency.has_rounds and (spec.quorum < spec.world_size or self._is_sampled)
         self._step_s, self._fetch_s = Smoothed(), Smoothed()
         self._resumed_at = 0.0  # when the program went on after the last step; 0: it has made none
         self._tokens = 0.0
@@ -170,7 +171,8 @@ class LocalOptimizer(JobOptimizer):
         """The job's clock, by which it is some fragment's turn to be exchanged now; None: not yet.
 
         A decoupled learner asks for the clock, while it makes its next step: others have not waited for it. If it is so much
-        slower that it would exchange a fragment again that it has just exchanged, it leaves that round to the others.
+        slower that it would exchange a fragment again that it has just exchanged, it leaves that round to the others. So does
+        one that was not chosen for it, and asks again when its next exchange is due.
         """
         if not self._is_decoupled:
             return self.ps.clock
@@ -180,6 +182,12 @@ class LocalOptimizer(JobOptimizer):
             return None
         look, self._look = self._look, None
         self._wait_for(look)
+        if self._is_sampled:
+            if not self._worker.sits_out:
+                return self.ps.clock
+            self._exchanges += 1
+            self._departed = self.local_step
+            return None
         clock, steps = self.ps.clock, [counts.steps for counts in self._counts]
         is_new = 2 * steps[clock % self._local.count] < max(steps)
         return None if is_new and self.local_step < self._departs_at + self._local.interval else clock

@@ -62,7 +62,7 @@ def distribute_group(
     declaration = read_declaration(model, given_fragments(model, optimizer, local), buffers, is_spread=True)
     channel = GroupChannel(group, declaration.parameters[0].device)
     _check_alike(channel, declaration)
-    declaration.merge(local.merged_by_direction(model, [declaration.parameters[index] for index in declaration.trained]))
+    declaration.merge(local.merges(model, [declaration.parameters[index] for index in declaration.trained]))
     check_places(declaration, channel.members)
     if channel.rank > 0:
         if ps is not None:
@@ -83,7 +83,9 @@ def distribute_group(
             check_rank_of_learner()
         with connection_of(ps, of_connect) as connection, torch.no_grad():
             worker = worker_of(connection)
-            worker.declare_tensors(declaration.tensors, declaration.groups, initial=write, is_learner=True, **job)
+            worker.declare_tensors(
+                declaration.tensors, declaration.groups, initial=write, is_learner=True, sample=local.sample, **job
+            )
             views = as_tensors(worker.parameters)
             for index in set(range(len(declaration.parameters))).difference(declaration.trained):
                 parameters.mix(index, views[index], 0)

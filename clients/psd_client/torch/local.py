@@ -16,7 +16,7 @@ from psd_core.optimizer import Optimizer
 from psd_core.rules import SGD
 
 PATTERNS = ("balanced", "strided")
-MERGES = ("mean", "rda")
+MERGES = ("mean", "rda", "heloco")
 
 STEPS = 50
 """Local steps of the fastest learner with steps="auto"."""
@@ -42,8 +42,13 @@ class Local:
             waits. With a quorum of some learners it waits for nobody: what is later comes in later.
         alpha: share of the learner's own parameters when what came back is mixed in, 0 to 1: own * alpha + received *
             (1 - alpha). None: 0 without a delay, else 0.5.
-        merge: how the differences of several learners become one, tensor by tensor: "mean", weighted; or "rda", by norm and
-            direction (Decoupled DiLoCo, 2604.21428), embeddings by the mean. In rounds alone; implies aggregation="exact".
+        merge: how the differences of several learners become one, tensor by tensor: "mean", weighted; "rda", by norm and
+            direction (Decoupled DiLoCo, 2604.21428); or "heloco", the mean of differences that are turned towards the outer
+            rule's momentum where they oppose it, or hardly agree (HeLoCo, 2606.00271). Embeddings have the mean in each. The
+            latter two are for rounds alone, and imply aggregation="exact".
+        sample: share of the learners present that takes part in each round, above 0 and at most 1; at least one does. The
+            others go on, and exchange what they have learned since when they are next chosen. None: all take part. A quorum is
+            of those chosen. In rounds alone; implies aggregation="exact".
 
     Raises:
         InvalidRequest, TypeError: an option is wrong; the message names it.
@@ -56,6 +61,7 @@ class Local:
     delay: int = 0
     alpha: float | None = None
     merge: str = "mean"
+    sample: float | None = None
 
     def __post_init__(self) -> None:
         if self.interval < 1:
@@ -65,7 +71,9 @@ class Local:
         if self.pattern not in PATTERNS:
             raise InvalidRequest(f'local.pattern: must be "balanced" or "strided", got {self.pattern!r}')
         if self.merge not in MERGES:
-            raise InvalidRequest(f'local.merge: must be "mean" or "rda", got {self.merge!r}')
+            raise InvalidRequest(f'local.merge: must be "mean", "rda" or "heloco", got {self.merge!r}')
+        if self.sample is not None and not 0 < real_number(InvalidRequest, "local.sample", self.sample) <= 1:
+            raise InvalidRequest(f"local.sample: must be above 0 and at most 1, or None for all learners, got {self.sample}")
         if not isinstance(self.fragments, Sequence):
             whole_number(InvalidRequest, "local.fragments", self.fragments)
         if not 1 <= self.count <= self.interval:
@@ -114,10 +122,10 @@ class Local:
         times, fragment = divmod(exchange, self.count)
         return times * self.interval + self.offsets[fragment] if exchange >= 0 else 0
 
-    def merged_by_direction(self, model: torch.nn.Module, trained: Sequence[torch.Tensor]) -> list[bool]:
-        """True for each trained parameter that is merged by norm and direction."""
-        apart = _of_embeddings(model)
-        return [self.merge == "rda" and id(parameter) not in apart for parameter in trained]
+    def merges(self, model: torch.nn.Module, trained: Sequence[torch.Tensor]) -> list[str]:
+        """The merge of each trained parameter, as in TensorSpec."""
+        own, apart = "" if self.merge == "mean" else self.merge, _of_embeddings(model)
+        return ["" if id(parameter) in apart else own for parameter in trained]
 
     def split(self, model: torch.nn.Module, trained: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
         """The trained parameters of each fragment.

@@ -68,6 +68,7 @@ class FlatCalls(WorkerConnection):
         is_lending: bool = False,
         tables: Sequence[SparseTableSpec] = (),
         is_learner: bool = False,
+        sample: float | None = None,
         exchange_kind: type[ParameterExchange] = ParameterExchange,
         **job: Unpack[JobKeywords],
     ) -> None:
@@ -78,12 +79,13 @@ class FlatCalls(WorkerConnection):
             is_lending: as in ParameterPlaces.
             is_learner: pushes are differences, of many steps: with a quorum, too, they count as a whole or not at all; and each
                 has the note `learner`.
+            sample: share of the learners that takes part in a round; None: all.
             exchange_kind: the class of the worker's data plane.
         """
         with self.operation("declare"):
             if self._exchange is not None:
                 raise InvalidRequest(f"declare: this connection has declared its job already. {ONE_JOB}")
-            spec = self._spec(tensors, groups, tables, job, is_learner=is_learner)
+            spec = self._spec(tensors, groups, tables, job, is_learner=is_learner, sample=sample)
             layout = Layout(spec, len(self._shards.lanes))
             sharing = self._session.prepare_lanes()
             exchange = exchange_kind(
@@ -113,6 +115,7 @@ class FlatCalls(WorkerConnection):
         job: JobKeywords,
         *,
         is_learner: bool,
+        sample: float | None,
     ) -> JobSpec:
         """The declaration. Raises InvalidRequest or InvalidTensor for what is wrong; JobKeywords say what is right."""
         default = job_defaults()
@@ -129,7 +132,7 @@ class FlatCalls(WorkerConnection):
         arguments.choice(InvalidRequest, "nan_policy", nan_policy, NAN_POLICIES)
         if aggregation is None:
             needs_exact = clip_norm is not None or nan_policy == "skip" or any(group.is_layerwise for group in groups)
-            needs_exact = needs_exact or any(tensor.merge for tensor in tensors) or grace > 0
+            needs_exact = needs_exact or any(tensor.merge for tensor in tensors) or grace > 0 or sample is not None
             needs_exact = needs_exact or (is_learner and 0 < quorum < self.world_size)
             aggregation = "fast" if not mode.has_rounds else "exact" if needs_exact else default.aggregation
         if is_learner and 0 < quorum < self.world_size and aggregation == "fast":
@@ -151,6 +154,7 @@ class FlatCalls(WorkerConnection):
             clip_norm=float(clip_norm or 0.0),
             nan_policy=nan_policy,
             grace=grace,
+            sample=sample or 0.0,
             tables=tuple(tables),
             compression=Compression.of(*(job.get(name, DEFAULTS.get(name)) for name in _OF_COMPRESSION)),
         )
@@ -280,6 +284,11 @@ class FlatCalls(WorkerConnection):
         """Go on at the job's clock, if others have closed rounds without this worker; `parameters` stay."""
         with self.operation("look for the clock", turn=turn):
             self.declared.learn_clock()
+
+    @property
+    def sits_out(self) -> bool:
+        """True if the job chooses who takes part in a round, and at the last `learn_clock` not this worker."""
+        return self._session.sits_out
 
     @property
     def learner(self) -> LearnerRider:

@@ -6,7 +6,7 @@ The dedup window is part of the page. Must not know which sessions are valid, le
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,6 +90,8 @@ class BlockState(Trained):
             self._accumulators,
             services.rounds.members,
             ratio_places,
+            self._momentum if bound.momentum_at is not None else None,
+            services.rounds.sampling,
         )
         page = self._arena.current(slot)
         if page is not None:
@@ -226,6 +228,11 @@ class BlockState(Trained):
 
     def _measured(self, under: Verdict | None) -> Squares | Unmeasured:
         return self._round.measure(self._page, under)
+
+    def _momentum(self, scalars: Sequence[float]) -> tuple[NDArray[Any], float]:
+        """The slot with the mean of the gradients so far, and a factor, as in RoundSetting."""
+        assert self._bound.momentum_at is not None
+        return self._page.slots[self._bound.momentum_at], self._bound.momentum_scale(scalars)
 
     def _write(self, update: Update, clock: int) -> int:
         before = self._page

@@ -10,7 +10,6 @@ block's lock; must not know versions, workers' leases or shards.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,9 +17,8 @@ from typing_extensions import override
 
 import psd_core
 from psd.contract.verdicts import Squares, Verdict
-from psd.state.aggregation.exact_rounds import MeasuredRound
+from psd.state.aggregation.exact_rounds import WeighedRound, shares_of
 from psd.state.aggregation.rounds import Contribution, Unmeasured, Update
-from psd.state.aggregation.rules import Gradient
 from psd_core.arena import Page
 
 NORM_MIN = 2.0**-100
@@ -30,7 +28,7 @@ DIRECTION_MIN = 2.0**-20
 """|D| below this share of what equal directions would have is what rounding has left of opposite ones."""
 
 
-class DirectedRound(MeasuredRound):
+class DirectedRound(WeighedRound):
     """Merges the members' gradients by norm and direction, tensor by tensor."""
 
     @override
@@ -41,7 +39,7 @@ class DirectedRound(MeasuredRound):
         assert last is None
         if self._whole is None:
             counted = self._counted()
-            shares, norms = _shares(counted), self._norms(counted, places)
+            shares, norms = shares_of(counted), self._norms(counted, places)
             factors = _factors(shares, norms, places, np.array(self._verdict.ratios)[places])
             self._whole = self._update_of(counted, self._weighed(counted, factors))
         return self._whole
@@ -55,7 +53,7 @@ class DirectedRound(MeasuredRound):
             return Unmeasured.OPEN
         if True not in self._squares:
             counted = self._counted()
-            found = self._weighed(counted, _directions(_shares(counted), self._norms(counted, places)))
+            found = self._weighed(counted, _directions(shares_of(counted), self._norms(counted, places)))
             sums: list[int | None] = [0] * len(ends)
             if found.accumulator is not None:
                 for segment, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
@@ -71,30 +69,6 @@ class DirectedRound(MeasuredRound):
             return np.zeros((0, len(places)))
         norms = np.array([part.norms if part.weight else [0.0] * len(part.norms) for part in counted])
         return np.where(norms >= NORM_MIN, norms, 0.0)[:, places]
-
-    def _weighed(self, counted: Sequence[Contribution], factors: NDArray[np.float64]) -> Gradient:
-        """The sum of the members' gradients, in the order of the ranks. factors: (members, segments)."""
-        touched = self._touched
-        total: Any = None
-        for part, row in zip(counted, np.ascontiguousarray(factors), strict=True):
-            values = self._values(part)
-            touched = self._grown(touched, part)
-            if values is None:
-                continue
-            is_first, total = total is None, self._total()
-            psd_core.weigh_segments(total, values, self._setting.segment_ends, row, add=not is_first)
-        return Gradient(total, None, 1.0, 1.0, touched)
-
-    def _total(self) -> Any:
-        if self._sum is None:
-            self._sum = self._setting.accumulators.lend()
-        return self._sum
-
-
-def _shares(counted: Sequence[Contribution]) -> NDArray[np.float64]:
-    """(members, 1) each member's part of the weight."""
-    weights = np.array([part.weight for part in counted])
-    return (weights / (weights.sum() or 1.0))[:, None]
 
 
 def _directions(shares: NDArray[np.float64], norms: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -2,8 +2,9 @@
 
 `ExactRound` counts only the gradients of the workers that shard 0 has decided on, and adds them in the order of the ranks, so
 that the result depends on nothing else. `MeasuredRound` also waits for a verdict; jobs whose updates need norms over the whole
-gradient use it. psd/state/aggregation/settlement.py tells how rounds are decided and judged. Used under the block's lock; must
-not know versions, workers' leases or shards.
+gradient use it. `WeighedRound` gives each member's gradient of each tensor a factor of its own.
+psd/state/aggregation/settlement.py tells how rounds are decided and judged. Used under the block's lock; must not know
+versions, workers' leases or shards.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from typing_extensions import override
 
 import psd_core
@@ -107,9 +109,11 @@ class ExactRound(Round):
         return [parts[rank] for rank in sorted(parts) if self._decided >> rank & 1]
 
     @staticmethod
-    def _update_of(counted: Sequence[Contribution], gradient: Gradient) -> Update:
-        scalars = min(part.voice for part in counted).scalars if counted else ()
-        return Update(gradient, scalars, {part.rank: part.session for part in counted})
+    def _scalars_of(counted: Sequence[Contribution]) -> Sequence[Any]:
+        return min(part.voice for part in counted).scalars if counted else ()
+
+    def _update_of(self, counted: Sequence[Contribution], gradient: Gradient) -> Update:
+        return Update(gradient, self._scalars_of(counted), {part.rank: part.session for part in counted})
 
     def _summed(self, summands: list[tuple[Any, float]]) -> tuple[Any, Any, float]:
         """The weighted sum of all but the last, and the last with its weight."""
@@ -125,7 +129,7 @@ class ExactRound(Round):
 
     @override
     def missing(self) -> int:
-        return (self.waited() if self._decided is None else self._decided) & ~self._staged()
+        return (self.asked() if self._decided is None else self._decided) & ~self._staged()
 
     @override
     def loss(self) -> StateLost | None:
@@ -243,3 +247,31 @@ class MeasuredRound(ExactRound):
             psd_core.accumulate(values, last, found.weight)
         psd_core.scaled_copy(values, values, found.scale)
         return values
+
+
+class WeighedRound(MeasuredRound):
+    """Adds the members' gradients with a factor for each member and segment."""
+
+    def _weighed(self, counted: Sequence[Contribution], factors: NDArray[np.float64]) -> Gradient:
+        """The sum of the members' gradients, in the order of the ranks. factors: (members, segments)."""
+        touched = self._touched
+        total: Any = None
+        for part, row in zip(counted, np.ascontiguousarray(factors), strict=True):
+            values = self._values(part)
+            touched = self._grown(touched, part)
+            if values is None:
+                continue
+            is_first, total = total is None, self._total()
+            psd_core.weigh_segments(total, values, self._setting.segment_ends, row, add=not is_first)
+        return Gradient(total, None, 1.0, 1.0, touched)
+
+    def _total(self) -> Any:
+        if self._sum is None:
+            self._sum = self._setting.accumulators.lend()
+        return self._sum
+
+
+def shares_of(counted: Sequence[Contribution]) -> NDArray[np.float64]:
+    """(members, 1) each member's part of the weight."""
+    weights = np.array([part.weight for part in counted])
+    return (weights / (weights.sum() or 1.0))[:, None]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from psd.state.aggregation.agreement import Voice
 from psd.state.aggregation.consistency import Policy
 from psd.state.aggregation.lent_gradients import Loan, RoundSum
 from psd.state.aggregation.rules import Gradient, Rule
+from psd.state.aggregation.sampling import Sampling
 from psd.state.pages import Lender
 from psd.state.workers.membership import Membership
 from psd_core.arena import Page
@@ -119,8 +120,11 @@ class RoundSetting:
     Attributes:
         segment_ends, rule: those of the block.
         is_mean: True: an update applies the mean of the gradients, weighted by samples. False: their sum.
-        ratio_places: (k,), for a layer-wise rule, or tensors that are merged by direction: for each segment of the block, the
-            index of its tensor's ratio in a verdict; -1: it has none.
+        ratio_places: (k,), for a layer-wise rule, or tensors that have a merge of their own: for each segment of the block, the
+            place of its tensor in a verdict; -1: it has none.
+        momentum: returns, for the scalars of the round, the slot with the mean of the gradients so far, as the open round finds
+            it, and the factor by which it is that mean; None if the rule has no such slot.
+        sampling: chooses who takes part in a round; None: everybody does.
     """
 
     segment_ends: NDArray[np.uint32]
@@ -130,6 +134,8 @@ class RoundSetting:
     accumulators: Lender
     members: Membership
     ratio_places: NDArray[np.intp] | None = None
+    momentum: Callable[[Sequence[Any]], tuple[NDArray[Any], float]] | None = None
+    sampling: Sampling | None = None
 
 
 class Round(ABC):
@@ -183,6 +189,11 @@ class Round(ABC):
     def waited(self) -> int:
         """Mask of the workers that are waited for in this round, whether they have contributed or not."""
         return self._setting.members.waited_in(self._number)
+
+    def asked(self) -> int:
+        """Mask of the workers that are to contribute to this round."""
+        setting = self._setting
+        return setting.members.waited_in(self._number) if setting.sampling is None else setting.sampling.chosen_in(self._number)
 
     @abstractmethod
     def session_of(self, rank: int, *, is_committed: bool) -> int:

@@ -7,7 +7,7 @@ rule where gradients have an age. Must not know workers, rounds or locks.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -109,11 +109,18 @@ class Rule(Protocol):
 
 
 class BoundRule(NamedTuple):
-    """The rule of a group as its blocks apply it; its name, for messages; and the value that each of its slots begins with."""
+    """The rule of a group as its blocks apply it.
+
+    Attributes:
+        name: for messages. slot_starts: the value that each slot begins with.
+        momentum_at, momentum_scale: as RuleInfo has them, for the group's flags.
+    """
 
     rule: Rule
     name: str
     slot_starts: Sequence[float]
+    momentum_at: int | None
+    momentum_scale: Callable[[Sequence[float]], float]
 
 
 class Elementwise(Rule):

@@ -38,6 +38,7 @@ from psd.state import locks
 from psd.state.aggregation.consistency import Policy, ranks_in
 from psd.state.aggregation.grace import Grace
 from psd.state.aggregation.rounds import Unmeasured
+from psd.state.aggregation.sampling import Sampling
 from psd.state.aggregation.trained import Trained
 from psd.state.tickets import Ticket
 from psd.state.workers.membership import Membership, Worker
@@ -70,6 +71,7 @@ class Coordinator:
     """Shard 0's part: who has committed the next round, what was decided, and the verdict on the latest round that has one.
 
     Args:
+        sampling: chooses who takes part in a round; None: everybody does.
         measuring: number of shards that have something to measure.
         now: monotonic seconds.
     """
@@ -79,6 +81,7 @@ class Coordinator:
         spec: JobSpec,
         policy: Policy,
         members: Membership,
+        sampling: Sampling | None,
         arena: Arena,
         verdicts: Verdicts,
         measuring: int,
@@ -87,6 +90,7 @@ class Coordinator:
         self._spec = spec
         self._policy = policy
         self._members = members
+        self._sampling = sampling
         self._arena = arena
         self._verdicts = verdicts
         self._measuring = measuring
@@ -97,6 +101,7 @@ class Coordinator:
         self._waiting: list[Ticket] = []
         self._news: list[Decided] = []
         self._last: dict[int, Decided] = {}
+        self._absent: dict[int, int] = {}
         self._began_at = self.next_round
         stored = verdicts.load_verdict() if spec.has_verdicts else b""
         self._verdict = Verdict.from_message(job_pb2.Verdict.FromString(stored), spec) if stored else None
@@ -226,7 +231,21 @@ class Coordinator:
 
     def missing(self) -> int:
         """Mask of the workers that the next decision waits for."""
-        return self._members.waited_in(self.next_round) & ~self._committed
+        return self._asked() & ~self._committed
+
+    def sits_out(self, rank: int) -> bool:
+        """True if the job chooses among its workers, and not this one for the next round."""
+        return self._sampling is not None and not self._asked() >> rank & 1
+
+    def absent_in(self, round_: int) -> int:
+        """Mask of the workers that were to be in one of the latest rounds and were not."""
+        return self._absent.get(round_, 0)
+
+    def _asked(self) -> int:
+        """Mask of the workers that take part in the next round, of those that are waited for or have committed."""
+        if self._sampling is None:
+            return self._members.waited_in(self.next_round)
+        return self._sampling.chosen_in(self.next_round, self._committed)
 
     def settle(self) -> list[Decided]:
         """Decide the rounds that are complete now, and those that everybody has skipped.
@@ -240,7 +259,7 @@ class Coordinator:
 
     def _decide_complete(self) -> None:
         while self._committed or self._members.is_void(self.next_round):
-            waited = self._members.waited_in(self.next_round)
+            waited = self._asked()
             if self._committed and not self._policy.closes(self._committed, waited):
                 return
             if self._committed and waited & ~self._committed and self._grace.left() > 0:
@@ -249,6 +268,8 @@ class Coordinator:
 
     def _decide(self, round_: int) -> None:
         mask = 0 if self._skipping else self._committed
+        self._absent[round_] = self._asked() & ~mask
+        self._absent.pop(round_ - KEPT, None)
         self._last.update(dict.fromkeys(ranks_in(self._committed), (round_, mask)))
         self._committed = self._skipping = 0
         self._puts.clear()
@@ -283,7 +304,7 @@ class Coordinator:
             raise InvalidRequest(f"measures: expected those of {self._measuring} shards, got {len(measures)}")
         if under is not None and under.round != round_:
             raise InvalidRequest(f"verdict.round: the measures are of round {round_}, got {under.round}")
-        return judged(self._spec, round_, under, measures)
+        return judged(self._spec, round_, under, measures, (self._arena.decision(round_) or 0).bit_count())
 
     def record(self, verdict: Verdict | None) -> None:
         """Keep a verdict. If there is one on that round already, it stays: the new one equals it."""
@@ -370,9 +391,15 @@ class Participant:
         if round_ > furthest + KEPT:
             raise InvalidRequest(f"{field}: {round_} is far beyond this shard's {furthest}")
 
-    def measure(self, round_: int, under: Verdict | None, rank: int) -> control_pb2.MeasureReply:
-        """Measure this shard's part of a round. Different ranks begin at different blocks. Takes no lock."""
-        is_whole, each = measures_gradients(self._spec, under), sums_per_tensor(self._spec)
+    def measure(self, round_: int, under: Verdict | None, rank: int, decisions: Sequence[Decided]) -> control_pb2.MeasureReply:
+        """Measure this shard's part of a round. Different ranks begin at different blocks. Takes no lock.
+
+        decisions: that on the round is among them, if the job corrects gradients by the momentum; else refused, InvalidRequest.
+        """
+        members = dict(decisions).get(round_, 0).bit_count()
+        if self._spec.corrected_tensors and not members:
+            raise InvalidRequest(f"decisions: none is on round {round_}, which is to be measured")
+        is_whole, each = measures_gradients(self._spec, under), sums_per_tensor(self._spec, members)
         if not is_whole:
             under = under or Verdict(round_)
         totals: Squares = [0] * (1 if is_whole else each * len(self._spec.ratio_tensors))

@@ -15,7 +15,7 @@ from psd.contract.custom_rules import ListedRule
 from psd.contract.errors import InvalidRequest
 from psd.contract.jobspec import GroupSpec
 from psd.state import locks
-from psd.state.aggregation.rules import Gradient, Rule, rule_of
+from psd.state.aggregation.rules import BoundRule, Gradient, Rule, rule_of
 from psd_core.arena import Page
 
 
@@ -35,10 +35,16 @@ class AgedRate(Rule):
         self._rule.apply(before, after, gradient, segment_ends, aged)
 
 
-def bound_rule(group: GroupSpec, listed: Mapping[str, ListedRule]) -> Rule:
+def bound_rule(group: GroupSpec, listed: Mapping[str, ListedRule]) -> BoundRule:
     """The rule of a group as its blocks apply it. It exists, because the spec has been checked."""
-    rule = rule_of(group, listed)
-    return AgedRate(rule, group) if group.staleness else rule
+    rule, info = rule_of(group, listed), group.info
+    return BoundRule(
+        AgedRate(rule, group) if group.staleness else rule,
+        group.rule,
+        info.slot_starts(group.flags, group.constants),
+        info.momentum_at(group.flags),
+        info.momentum_scale,
+    )
 
 
 @locks.guarded_by(locks.Level.BLOCK)

@@ -29,6 +29,7 @@ from psd.state.aggregation.consistency import Policy
 from psd.state.aggregation.lent_gradients import Loan
 from psd.state.aggregation.rounds import Contribution, Outcome, Round, Taken, Unmeasured, Update
 from psd.state.aggregation.rules import rule_failed
+from psd.state.aggregation.sampling import Sampling
 from psd.state.aggregation.staleness import Ages
 from psd.state.aggregation.version_waits import Take, VersionWaits
 from psd.state.counts import RoundTimes
@@ -43,7 +44,7 @@ class RoundServices:
     """The facts and services that all blocks of a job, and its tables' block, share.
 
     Attributes:
-        is_mean: as in RoundSetting.
+        is_mean, sampling: as in RoundSetting.
         on_lost: called with the reason why an open round can never close; returns True if the shard will end the waits for it.
         on_passed: such a round is passed over instead: its version is never read, and the next round sets everything anew.
             Called with the version and the reason. None: rounds are not.
@@ -53,6 +54,7 @@ class RoundServices:
     policy: Policy
     is_mean: bool
     on_lost: Callable[[StateLost], bool]
+    sampling: Sampling | None = None
     on_passed: Callable[[int, StateLost], None] | None = None
 
 
@@ -168,7 +170,7 @@ class Trained(ABC):
                 return standing
             if part.already:
                 raise not_counted(part)
-            self.times.on_gradient(part.rank, round_.waited)
+            self.times.on_gradient(part.rank, round_.asked)
             if part.loan is not None:
                 part.loan.to(self.take_over, self.version)
             taken = round_.take(part)
@@ -317,7 +319,7 @@ class Trained(ABC):
         closed, self._failure = self._round, None
         self._open(version)
         self._waits.reached(version)
-        self.times.on_close(self._round.waited())
+        self.times.on_close(self._round.asked())
         closed.end()
 
     def _note_failed(self, cause: BaseException, rule: str, kind: str, name: str) -> RuleFailed:

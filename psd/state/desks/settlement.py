@@ -74,6 +74,7 @@ class SettlementDesk:
                 clock=max(clock + 1, coordinator.next_round),
                 is_left_out=coordinator.has_left_out(rank, clock),
                 verdict=verdict.to_message() if verdict is not None else None,
+                sits_out=coordinator.sits_out(rank),
             )
 
     def _coordinator(self) -> Coordinator:
@@ -98,4 +99,4 @@ class SettlementDesk:
         participant.follow(decisions)
         if skipped:
             self._core.settle()
-        return participant.measure(request.round, under, worker.rank)
+        return participant.measure(request.round, under, worker.rank, decisions)

@@ -6,7 +6,7 @@ Under the shard's lock. Must not know blocks or rounds.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from psd.contract.errors import InvalidRequest
@@ -23,7 +23,7 @@ class HeardLearner:
     Attributes:
         note: what it has said last. clock: of that push. weight: its difference's.
         merge_percent: its part, by weight, in the last merge that has its difference. rounds_missed: rounds that were decided
-            without one of its, since it first sent one.
+            without one of its, since it first sent one, and in which it was to take part.
         merge_cosine_percent: how far the directions agreed in that merge, if it was one of several by direction: the mean
             cosine of two members' differences, weighted, over the tensors; else None.
     """
@@ -79,8 +79,8 @@ class Learners:
             heard.merge_percent, heard.rounds_missed = before.merge_percent, before.rounds_missed
             heard.merge_cosine_percent = before.merge_cosine_percent
 
-    def on_decided(self, decided: Iterable[tuple[int, int]]) -> None:
-        """Note the members (a bit mask) of rounds."""
+    def on_decided(self, decided: Iterable[tuple[int, int]], absent_in: Callable[[int], int]) -> None:
+        """Note the members (a bit mask) of rounds, and who was to be one and was not."""
         for round_, members in decided if self._by_rank else ():
             counted = {rank: one for rank, one in self._by_rank.items() if members >> rank & 1 and one.clock == round_}
             total = sum(one.weight for one in counted.values())
@@ -89,7 +89,7 @@ class Learners:
             for rank, one in self._by_rank.items():
                 if rank in counted:
                     one.merge_percent = round(100 * one.weight / total) if total else 0
-                elif not members >> rank & 1:
+                elif absent_in(round_) >> rank & 1:
                     one.rounds_missed += 1
 
     def on_directions(self, round_: int, lengths: Sequence[float]) -> None:

@@ -9,7 +9,7 @@ at the start. Sets of ranks are integers used as bit masks, so that "have all co
 takes part: earlier rounds do not wait for it. The floor moves only when a worker joins or skips rounds, not in normal running.
 
 Changed only under the shard's lock, except a worker's `last_seen` and `awaited_s` (see docs/design/life-of-a-push.md: Locks);
-`waited_in`, `taking_part`, `is_void` and sessions may be read without it. Must not know blocks, tickets or messages.
+`waited_in`, `live_in`, `taking_part`, `is_void` and sessions may be read without it. Must not know blocks, tickets or messages.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class Worker:
         return SessionFenced(what, cause="superseded", rank=self.rank)
 
 
-_UNGUARDED = ("waited_in", "taking_part", "is_void", "session_of", "worker", "check_session", "ended", "restore")
+_UNGUARDED = ("waited_in", "live_in", "taking_part", "is_void", "session_of", "worker", "check_session", "ended", "restore")
 
 
 @locks.guarded_by(locks.Level.SHARD, but=_UNGUARDED)
@@ -173,6 +173,7 @@ class Membership:
         self.absent = {w.rank: w.absence for w in self.workers if not w.is_waited_for}
         # One assignment, so that blocks can read it without the shard's lock and never see half of a change.
         self._waited = (mask, max((w.floor for w in waited), default=0), min((w.floor for w in waited), default=None))
+        self._live = sum(1 << w.rank for w in waited if w.state is WorkerState.LIVE)
 
     # -- questions ---------------------------------------------------------------------------------------------------
 
@@ -182,6 +183,10 @@ class Membership:
         if round_ >= floor_max:
             return mask
         return sum(1 << w.rank for w in self.workers if w.is_waited_for and w.floor <= round_)
+
+    def live_in(self, round_: int) -> int:
+        """Mask of the workers that are there, and do not begin after round `round_`."""
+        return self._live & self.waited_in(round_)
 
     def taking_part(self) -> int:
         """Number of the workers that are waited for."""

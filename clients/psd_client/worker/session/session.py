@@ -49,6 +49,7 @@ class Session:
         is_leaving: the worker waits for the round of its last push to close, and does nothing more after that.
         has_failed: the worker tells shards when it leaves: False: it has finished. True: its program ends with an error.
         decisions: exact aggregation: shard 0's latest decisions, for the next push and pull.
+        sits_out: the job chooses who takes part in a round, and when this worker asked last it was not chosen for the open one.
         cuts: cuts to be carried to all shards. on_cuts: called when shards must hear of them soon.
         orders: the orders to the job that the worker follows.
         push_ids_max: the most ids of rows that each shard takes in one push, or one pull.
@@ -69,6 +70,7 @@ class Session:
         shards.on_restart = self.resume = self._entrance.resume
         self.clock = 0
         self.decisions: list[job_pb2.Decision] = []
+        self.sits_out = False
         self.cuts = CarriedCuts(len(shards.lanes))
         self.on_cuts: Callable[[], None] = nothing
         self.orders = FollowedOrders(config.rank)
@@ -302,7 +304,7 @@ class Session:
             return lane.commit(request, call)
 
         (reply,) = self._shards.run(ask, timeout_s, self._shards.lanes[:1])
-        self.decisions = list(reply.decisions)
+        self.decisions, self.sits_out = list(reply.decisions), reply.sits_out
         self.clock = max([self.clock, *[decision.round + 1 for decision in self.decisions]])
 
     def stop(self) -> None:
