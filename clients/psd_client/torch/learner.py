@@ -281,6 +281,7 @@ class LocalOptimizer(JobOptimizer):
         share = self._local.share
         if is_late:
             self._counts[flight.fragment].add(flight.counts.steps, flight.counts.tokens)
+            self._worker.take_back(flight.spare.chosen_at)
         for fragment, part in enumerate(declaration.parts):
             if received.intersection(part.groups) or fragment == flight.fragment:
                 self._received[fragment] = self._version_of(fragment)

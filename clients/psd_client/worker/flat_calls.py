@@ -264,6 +264,12 @@ class FlatCalls(WorkerConnection):
         with self.operation("look for the clock", turn=turn):
             self.declared.learn_clock()
 
+    def take_back(self, since: int) -> None:
+        """Note that the last push, if it was of the clock `since` or a later one, counts nowhere, and that its gradient, which
+        the buffers still hold, will come as a part of another: what its encoding has done to residuals is undone."""
+        if self.declared.encoder is not None:
+            self.declared.encoder.take_back(since)
+
     @property
     def learner(self) -> LearnerRider:
         """The note that goes with a learner's pushes, and what it has heard of the other learners."""
