@@ -265,10 +265,14 @@ class FlatCalls(WorkerConnection):
             self.declared.learn_clock()
 
     def take_back(self, since: int) -> None:
-        """Note that the last push, if it was of the clock `since` or a later one, counts nowhere, and that its gradient, which
-        the buffers still hold, will come as a part of another: what its encoding has done to residuals is undone."""
-        if self.declared.encoder is not None:
-            self.declared.encoder.take_back(since)
+        """Keep of `gradients` what has counted of the last push, a learner's, of the clock `since` or a later one, which came
+        late. The rest is to be sent as a part of another: it becomes 0, and what encoding it has done to residuals is undone."""
+        exchange = self.declared
+        late = exchange.learner.late_blocks(since, exchange.gradients.layout)
+        if exchange.encoder is not None:
+            exchange.encoder.take_back(late, since)
+        for block in late:
+            exchange.gradients.block(block).fill(0)
 
     @property
     def learner(self) -> LearnerRider:

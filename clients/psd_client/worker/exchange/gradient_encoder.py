@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import numpy as np
@@ -65,13 +65,13 @@ class GradientEncoder(Rider):
             for space in self._residuals.spaces:
                 space.fill(0)
 
-    def take_back(self, since: int) -> None:
-        """Undo what the present push, if it is of this clock or a later one, has done to the residuals: it counts nowhere, and
-        its gradient, which is still there, will be sent as a part of another."""
+    def take_back(self, blocks: Collection[int], since: int) -> None:
+        """Undo what the present push, if it is of this clock or a later one, has done to residuals of these blocks: they have not
+        counted it, and its gradient, which is still there, will be sent as a part of another."""
         if self._residuals is None or self.push is None or self.push.clock < since:
             return
         for block, data, present in self.push.take_back():
-            if block.codec:
+            if block.codec and block.index in blocks:
                 decoded = np.empty(block.length, np.float32)
                 codecs.decode(block.codec, data, decoded)
                 residual = self._residuals.block(block.index)
