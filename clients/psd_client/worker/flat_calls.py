@@ -265,8 +265,10 @@ class FlatCalls(WorkerConnection):
             self.declared.learn_clock()
 
     def take_back(self, since: int) -> None:
-        """Keep of `gradients` what has counted of the last push, a learner's, of the clock `since` or a later one, which came
-        late. The rest is to be sent as a part of another: it becomes 0, and what encoding it has done to residuals is undone."""
+        """Keep of `gradients` what has counted of the last push, a learner's, of the clock `since` or later, which came late.
+
+        The rest is to be sent as a part of another: it becomes 0, and what encoding it has done to residuals is undone.
+        """
         exchange = self.declared
         late = exchange.learner.late_blocks(since, exchange.gradients.layout)
         if exchange.encoder is not None:

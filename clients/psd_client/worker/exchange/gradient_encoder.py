@@ -66,8 +66,10 @@ class GradientEncoder(Rider):
                 space.fill(0)
 
     def take_back(self, blocks: Collection[int], since: int) -> None:
-        """Undo what the present push, if it is of this clock or a later one, has done to residuals of these blocks: they have not
-        counted it, and its gradient, which is still there, will be sent as a part of another."""
+        """Undo what the present push, if it is of this clock or a later one, has done to residuals of these blocks.
+
+        They have not counted it, and its gradient, which is still there, will be sent as a part of another.
+        """
         if self._residuals is None or self.push is None or self.push.clock < since:
             return
         for block, data, present in self.push.take_back():

@@ -1,5 +1,5 @@
-"""The note that a learner sends with each push; the fastest learner's pace, which it hears from shard 0; and which blocks have not
-counted its last push.
+"""The note that a learner sends with each push; the fastest learner's pace, which it hears from shard 0; and which blocks have
+not counted its last push.
 
 Must not know what a learner does.
 """
