@@ -35,8 +35,8 @@ FORMS = {
     "int8": Form(127.0, (0.25, 0.3125, 0.375, 0.4375, 0.1875, 0.125, 0.0625)),
     "int4": Form(7.0, (0.25, 0.3125, 0.375, 0.4375, 0.1875, 0.125, 0.0625)),
     "int4log": Form(1.0, (0.75, 0.625, 0.375, 0.875, 0.6875, 0.3125, 0.4375)),
-    "bf16": Form(0.0, tuple(1 + 2.0**-10 * odd for odd in (1, 3, 5, 7, 9, 11, 13))),
-    "fp16": Form(0.0, tuple(1 + 2.0**-13 * odd for odd in (1, 3, 5, 7, 9, 11, 13))),
+    "bf16": Form(0.0, tuple(1 + 2.0**-10 * part for part in range(1, 8))),
+    "fp16": Form(0.0, tuple(1 + 2.0**-13 * part for part in range(1, 8))),
     "topk:0.00078125": Form(0.0, (0.25,) * FRACTIONS),
 }
 """By codec. Of `topk` there is room for five numbers in a period, and each gradient has eight."""
