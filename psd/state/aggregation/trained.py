@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from psd.contract.errors import OutOfSpace, RuleFailed, StateLost
+from psd.contract.errors import InvalidRequest, OutOfSpace, RuleFailed, StateLost
 from psd.contract.verdicts import Squares, Verdict
 from psd.state import locks
 from psd.state.aggregation.consistency import Policy
@@ -152,6 +152,8 @@ class Trained(ABC):
                 # round it begins (`entry_round`).
                 return Outcome.LATE
             if not self._policy.has_rounds:
+                if part.already:
+                    raise not_counted(part)
                 return self._apply_alone(part)
             if part.clock != self.version:
                 return Outcome.EARLY if part.clock > self.version else Outcome.LATE
@@ -159,6 +161,8 @@ class Trained(ABC):
             standing = round_.standing(part)
             if standing is not None:
                 return standing
+            if part.already:
+                raise not_counted(part)
             self.times.on_gradient(part.rank, round_.waited)
             if part.loan is not None:
                 part.loan.to(self.take_over, self.version)
@@ -198,6 +202,15 @@ class Trained(ABC):
         """
         with self.lock:
             return self.version + (self._round.session_of(rank, is_committed=True) > 0)
+
+    def has(self, rank: int, session: int, clock: int) -> bool:
+        """True if the push of this name counts here already, or will when its round closes."""
+        with self.lock:
+            counted_as, counted_to = self._counted(rank)
+            if counted_as == session and counted_to > clock:
+                return True
+            is_open = self._policy.has_rounds and clock == self.version
+            return is_open and self._round.session_of(rank, is_committed=True) == session
 
     def counted(self, rank: int, *, is_committed: bool) -> Counted:
         """The last push of a rank that counts here, or will when the open round closes. is_committed: see Round.session_of."""
@@ -336,3 +349,8 @@ class Trained(ABC):
         if round_ < self.version:
             return 0
         return self._round.missing()
+
+
+def not_counted(part: Contribution) -> InvalidRequest:
+    """The error if the numbers of a part that would be counted now were not sent."""
+    return InvalidRequest(f"already: a block has not counted the push of clock {part.clock} by worker {part.rank}")

@@ -30,7 +30,7 @@ from psd.state.job import Job
 from psd.state.tables.block import TablesBlock
 from psd.state.tickets import Ticket, WaitKind
 from psd.state.workers.learners import check_note
-from psd.v1 import data_pb2
+from psd.v1 import control_pb2, data_pb2
 from psd_core.arena import StoreClosed
 from psd_core.codecs import Encoded, InvalidEncoding
 
@@ -150,20 +150,26 @@ class Exchange:
         rows: Sequence[data_pb2.RowsPart] = (),
         memory: Sequence[memoryview] = (),
         more: bool = False,
+        already: bool = False,
     ) -> Ticket | None:
         """Count one block of a push. Returns a ticket if its round is not open yet: call again when it resolves.
 
         Args:
             is_lent: True if the payload does not change before the push's loan has ended.
-            rows, memory, more: as in PushedBlock.
+            rows, memory, more, already: as in PushedBlock.
         """
         job = push.job
         block = job.trained(index)
         if isinstance(block, BlockState) and (rows or more):
             raise InvalidRequest(f"rows: block {index} is not the tables' block")
-        values: Any
-        scalars: Sequence[Any]
-        if isinstance(block, BlockState):
+        values: Any = None
+        mask = None
+        scalars: Sequence[Any] = push.scalars
+        if already:
+            if payload.nbytes or present or rows or not isinstance(block, BlockState):
+                raise InvalidRequest(f"already: the frame of block {index} has more than that, or is that of the tables' block")
+            scalars = push.scalars[block.plan.group]
+        elif isinstance(block, BlockState):
             values, mask = self._gradient(push, block, present, payload)
             scalars = push.scalars[block.plan.group]
         elif more:
@@ -172,7 +178,7 @@ class Exchange:
             block.checks.stage(push.staged, rows, payload, memory)
             return None
         else:
-            values, mask, scalars = block.checks.gradients(push.staged, rows, payload, present, memory), None, push.scalars
+            values = block.checks.gradients(push.staged, rows, payload, present, memory)
             if job.spec.nan_policy != "allow" and not push.is_finite:
                 block.checks.check_finite(values, push.worker.rank, push.clock)
         if not push.is_entered:
@@ -195,6 +201,7 @@ class Exchange:
             since=push.since,
             sent_by=push.session,
             norms=push.norms,
+            already=already,
         )
         try:
             outcome = block.contribute(part)
@@ -214,6 +221,17 @@ class Exchange:
                     for count in push.riders.count:
                         count(push)
         return None
+
+    def counted(self, request: control_pb2.CountedRequest) -> list[int]:
+        """Indices of the blocks, without the tables', that have the push of this name."""
+        with self._core.lock:
+            worker = self._core.check_caller(request.caller)
+            job = self._core.initialized()
+            job.check_digest(request.layout_digest)
+            session = check_begun_as(request.session, request.caller)
+        return [
+            index for index, block in job.blocks.items() if block.is_trained and block.has(worker.rank, session, request.clock)
+        ]
 
     def _gradient(
         self, push: Push, block: BlockState, present: bytes, payload: memoryview

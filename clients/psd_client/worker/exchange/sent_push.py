@@ -102,6 +102,7 @@ class SentPush:
         feed: provides the blocks, if they are still being computed.
         versions_read: by block, the version from which the gradients were computed; None: the version received last.
         spare: of a learner, until when it needs no answer; None: it waits.
+        begun: mask of the shards to which it was sent, perhaps not whole.
         incarnations: by shard, the incarnation that has the push. replies: by shard, its last reply.
         is_finished: all shards have it; with exact aggregation shard 0 knows that; and the worker's clock has moved on.
         is_decided: exact aggregation: this worker knows the members of the round.
@@ -118,6 +119,7 @@ class SentPush:
     versions_read: Sequence[int] | None = None
     part: JobPart | None = None
     spare: Spare | None = None
+    begun: int = 0
     incarnations: dict[int, int] = field(default_factory=dict)
     replies: dict[int, data_pb2.PushReply] = field(default_factory=dict)
     is_finished: bool = False
