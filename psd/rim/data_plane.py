@@ -109,9 +109,11 @@ class PulledBlock:
             self.values = self._page.slots[slot - 1] if slot else self._page.parameter
             self.steps = self._page.steps.tolist() if slot else []
 
-    def head(self, positions: int = 0) -> bytes:
-        """The message of the answer, without its numbers. positions: as in PullFrame."""
-        message = data_pb2.PullFrame(block=self.block, version=self.version, positions=positions, steps=self.steps)
+    def head(self, positions: int = 0, content: int = 0) -> bytes:
+        """The message of the answer, without its numbers. positions, content: as in PullFrame."""
+        message = data_pb2.PullFrame(
+            block=self.block, version=self.version, positions=positions, content=content, steps=self.steps
+        )
         return message.SerializeToString()
 
     @property

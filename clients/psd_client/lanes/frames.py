@@ -275,6 +275,8 @@ class BlockAnswer:
         if self._parameters is not None:
             if nbytes:
                 self._parameters.fill(message.block, payload)
+            if message.content:
+                self._parameters.contents[message.block] = message.content
             if message.steps:
                 self._parameters.steps[message.block] = message.steps
             self._parameters.received(message.block, message.version)

@@ -45,12 +45,15 @@ class RoundServices:
     Attributes:
         is_mean: as in RoundSetting.
         on_lost: called with the reason why an open round can never close; returns True if the shard will end the waits for it.
+        on_passed: such a round is passed over instead: its version is never read, and the next round sets everything anew.
+            Called with the version and the reason. None: rounds are not.
     """
 
     members: Membership
     policy: Policy
     is_mean: bool
     on_lost: Callable[[StateLost], bool]
+    on_passed: Callable[[int, StateLost], None] | None = None
 
 
 class Trained(ABC):
@@ -90,6 +93,8 @@ class Trained(ABC):
         self._members = services.members
         self._policy = services.policy
         self._on_lost = services.on_lost
+        self._on_passed = services.on_passed
+        self._passed: int | None = None  # the version of the last round that was lost
         self._open_round = open_round
         self._waits = VersionWaits()
         self._failure: RuleFailed | None = None  # why the open round could not be closed
@@ -267,8 +272,26 @@ class Trained(ABC):
     def _fail_if_lost(self) -> None:
         """EXACT: end the waits for a round that cannot be completed any more."""
         error = self._round.loss()
-        if error is not None and not self._on_lost(error):
+        if error is None:
+            return
+        if self._on_passed is not None:
+            self._on_passed(self.version + 1, error)
+            self._pass()
+        elif not self._on_lost(error):
             self._waits.fail(error)
+
+    def _pass(self) -> None:
+        """Go on with the next round. Nothing is written: a process that takes over finds out again that the round was lost."""
+        closed = self._round
+        self._passed = self.version + 1
+        self._open(self.version + 1)
+        self._waits.passed(self.version)
+        closed.end()
+
+    @property
+    def has_version(self) -> bool:
+        """False if the block's values are older than its version, because the round of that version was lost."""
+        return self._passed != self.version
 
     @property
     def _is_due(self) -> bool:
@@ -309,12 +332,12 @@ class Trained(ABC):
     # -- waits -------------------------------------------------------------------------------------------------------------
 
     def at_version(self, version: int, whose: object, take: Take) -> bool:
-        """Call `take` under the block's lock when this version is reached; False if the block is already beyond it.
+        """Call `take` under the block's lock when this version is reached; False if the block is already beyond it, or lost it.
 
         After `not_at_version` with the same two arguments `take` is not called any more.
         """
         with self.lock:
-            if self.version > version:
+            if self.version > version or (self.version == version and not self.has_version):
                 return False
             if self.version == version:
                 take()

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 import psd_core
 from psd.contract import frames
-from psd.contract.errors import InvalidRequest, InvalidTensor
+from psd.contract.errors import InvalidRequest, InvalidTensor, StateLost
 from psd.contract.jobspec import JobSpec
 from psd.contract.layout import Block
 from psd.contract.rows import TableRows
@@ -239,6 +239,8 @@ class Exchange:
         """A block's gradient (None if it is empty), and the mask of the segments that have one (None if all have)."""
         plan = block.plan
         mask = frames.present_mask(present, len(plan.segment_ends)) if present else None
+        if plan.publisher >= 0:
+            check_published(push, plan, mask)
         if mask is not None and not mask.any():
             if payload.nbytes:
                 raise InvalidTensor(
@@ -248,7 +250,7 @@ class Exchange:
         if plan.codec:
             return encoded(plan, payload, mask), mask
         values = frames.numbers(payload, plan.gradient_dtype, plan.length, f"block {plan.index}")
-        if push.job.spec.nan_policy != "allow" and not push.is_finite:
+        if push.job.spec.nan_policy != "allow" and not push.is_finite and plan.dtype.kind == "f":
             whose = f"the gradient of worker {push.worker.rank}"
             self._core.check_finite(values, plan.index, whose, push.worker.rank, push.clock)
         if mask is not None and np.any(psd_core.widened(values)[plan.elements_without(mask)]):
@@ -387,6 +389,14 @@ class Exchange:
             found = block.read(version_min)
         except StoreClosed:
             raise self._core.gone_back() from None
+        if found is not None and found[0] < version_min and pull.worker.floor < version_min:
+            if isinstance(block, BlockState) and found[1] is not None:
+                block.unpin(found[1])
+            raise StateLost(
+                f"version {version_min} is lost: a worker that had put its part of it has died, and so had this shard before "
+                "it knew that the part counts",
+                version=version_min,
+            )
         return found if found is not None else self._core.when(block, version_min, pull.worker, pull.session, WaitKind.ROUND)
 
     def peek(self, block: Trained, pull: Pull) -> Found | None:
@@ -417,6 +427,14 @@ def encoded(plan: Block, payload: memoryview, mask: NDArray[np.uint8] | None) ->
     gradient.decode(values)
     values[plan.elements_without(mask)] = 0
     return values
+
+
+def check_published(push: Push, plan: Block, mask: NDArray[np.uint8] | None) -> None:
+    """Raise InvalidRequest unless a worker sends all values of the blocks that it publishes, and none of others' blocks."""
+    is_own = plan.publisher == push.worker.rank
+    if mask is not None if is_own else mask is None or mask.any():
+        what = "some of its values are missing" if is_own else f"worker {push.worker.rank} sends values"
+        raise InvalidRequest(f"present: block {plan.index} is published by worker {plan.publisher}, whole, and {what}")
 
 
 def tables_of(job: Job) -> TablesBlock:

@@ -133,6 +133,7 @@ class DataRequests:
             gradient.versions_read,
             gradient.part,
             gradient.spare,
+            gradient.put,
         )
         for write in self._riders.write:
             write(sent)

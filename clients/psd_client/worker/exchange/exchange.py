@@ -416,6 +416,7 @@ class ParameterExchange:
                 clock=sent.header.clock,
                 without_waiting=without_waiting,
                 skip=sent.skip,
+                put=sent.put,
                 spare_s=max(0.0, sent.spare.until - time.monotonic()) if sent.spare is not None else 0.0,
             )
             return lane.commit(request, call)
