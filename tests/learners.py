@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -110,3 +112,18 @@ class Walker:
     def place(self) -> list[float]:
         """The value of each tensor, all of whose elements are equal."""
         return [parameter[0].item() for parameter in self.model.parameters()]
+
+
+def side_by_side(*begins: Callable[[], Any]) -> list[Any]:
+    """The results of calls that wait for each other."""
+    found: list[Any] = [None] * len(begins)
+
+    def run(index: int) -> None:
+        found[index] = begins[index]()
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(begins))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found

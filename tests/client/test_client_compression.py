@@ -30,7 +30,7 @@ def declare(ps: ParameterServer, codec: str = "int4", **job: Any) -> NDArray[np.
 
 
 def encoder(ps: ParameterServer) -> Any:
-    return ps._worker.declared._encoder
+    return ps._worker.declared.encoder
 
 
 def residual(ps: ParameterServer) -> NDArray[np.float32]:

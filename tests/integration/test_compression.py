@@ -168,7 +168,7 @@ def test_push_when_a_tensor_has_no_gradient_then_it_stays_and_so_does_its_residu
     def body(ps):
         ps.declare(initial(), psd_client.SGD(lr=0.25), compress=codec, aggregation=aggregation)
         before = ps.push_pull(gradients(0, 0))
-        residual = ps._worker.declared._encoder._residuals
+        residual = ps._worker.declared.encoder._residuals
         kept = residual.views[1].copy()
         after = ps.push_pull({name: value for name, value in gradients(0, 1).items() if name != "b"})
         np.testing.assert_array_equal(residual.views[1], kept)

@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from lossy_cells import LOSSY, PERIOD, LossyCells, length_of
 from numpy.typing import NDArray
 from row_cells import TABLES, RowCells, tables
 
+from psd.contract.compression import Compression
 from psd.contract.jobspec import GroupSpec, JobSpec
 from psd.contract.layout import Layout
 from psd_client import SGD
@@ -33,9 +35,13 @@ GROUPS = (("a", "b"), ("c",))
 TENSORS = ("a", "b", "c")
 
 
-def names(*, with_tables: bool) -> tuple[str, ...]:
+PER_LIFE = NUMBERS // 28
+"""Of a worker's process."""
+
+
+def names(*, with_tables: bool, is_compressed: bool = False) -> tuple[str, ...]:
     """Of what a gradient may have."""
-    return TENSORS + TABLES if with_tables else TENSORS
+    return TENSORS + (LOSSY,) * is_compressed + TABLES * with_tables
 
 
 _ELEMENTS_OF_C = {"small": 1100, "medium": 160_000, "large": 1_000_000}
@@ -43,29 +49,33 @@ SIZES = tuple(_ELEMENTS_OF_C)
 """small: a block of each group on each shard, in one message; medium: several blocks; large: more than sockets hold."""
 
 
-def initial(size: str, shards: int) -> dict[str, NDArray[np.float64]]:
+def initial(size: str, shards: int, codec: str = "") -> dict[str, NDArray[Any]]:
     """The parameters of a job: zeros, at least 2 * CELLS of them in each block, so that every block has every cell."""
     lengths = {"a": 700 * shards, "b": 700 * shards, "c": _ELEMENTS_OF_C[size] * shards}
-    return {name: np.zeros(length) for name, length in lengths.items()}
+    lossy = {LOSSY: np.zeros(length_of(size, shards), np.float32)} if codec else {}
+    return {name: np.zeros(length) for name, length in lengths.items()} | lossy
 
 
-def param_groups() -> list[dict[str, Any]]:
+def param_groups(codec: str = "") -> list[dict[str, Any]]:
     """As declare() takes them."""
-    return [{"params": list(names)} for names in GROUPS]
+    return [{"params": list(names)} for names in (*GROUPS, *([(LOSSY,)] if codec else []))]
 
 
 class Gradients:
     """The arrays of a job's gradients, made once and used again for each."""
 
-    def __init__(self, size: str, shards: int) -> None:
-        self._arrays = initial(size, shards)
+    def __init__(self, size: str, shards: int, codec: str = "") -> None:
+        self._arrays = initial(size, shards, codec)
+        self._lossy = LossyCells(codec, NUMBERS, PER_LIFE) if codec else None
 
-    def write(self, number: int, tensors: Sequence[str], value: float | None = None) -> dict[str, NDArray[np.float64]]:
+    def write(self, number: int, tensors: Sequence[str], value: float | None = None) -> dict[str, NDArray[Any]]:
         """The gradient of that number; to be wiped before the next one is written."""
         cell, digit = divmod(number, DIGITS)
         dense = [name for name in tensors if name in self._arrays]
-        for name in dense:
+        for name in (name for name in dense if name in TENSORS):
             self._arrays[name][cell::CELLS] = float(RADIX**digit) if value is None else value
+        if LOSSY in dense and self._lossy is not None:
+            self._lossy.write(self._arrays[LOSSY], number)
         return {name: self._arrays[name] for name in dense}
 
     def wipe(self, number: int, tensors: Sequence[str]) -> None:
@@ -80,6 +90,8 @@ def seen(parameters: Mapping[str, NDArray[np.float64]], number: int, tensors: Se
     """
     cell, digit = divmod(number, DIGITS)
     dense = [-parameters[name][cell::CELLS].astype(np.int64) // RADIX**digit % RADIX for name in tensors if name in TENSORS]
+    if LOSSY in tensors and LOSSY in parameters:
+        dense.append(-parameters[LOSSY][places(number) :: PERIOD].astype(np.int64))
     rows = [-parameters[name][:, digit].astype(np.int64) for name in tensors if name in TABLES and name in parameters]
     if not dense and not rows:
         return None
@@ -101,16 +113,19 @@ class Counts:
     """How often each gradient has counted in each block.
 
     Args:
-        parameters: of the job's end. shards: how many.
+        parameters: of the job's end. shards: how many. codec: of the tensor that travels compressed, if there is one.
 
     Attributes:
         shard_of: by block. is_whole: False if an element is no negated integer.
+        lossy: by block of the tensor that travels compressed, the place of its first element, and its values.
     """
 
-    def __init__(self, parameters: Mapping[str, NDArray[np.float64]], shards: int) -> None:
-        layout = _layout(parameters, shards)
+    def __init__(self, parameters: Mapping[str, NDArray[Any]], shards: int, codec: str = "") -> None:
+        layout = _layout(parameters, shards, codec)
+        self.lossy_cells = LossyCells(codec, NUMBERS, PER_LIFE) if codec else None
+        self.lossy: dict[int, tuple[int, NDArray[np.float32]]] = {}
         self.shard_of = {block.index: layout.shard_of(block.index) for block in layout.blocks}
-        self.is_whole = all(bool(np.all((v <= 0) & (v == np.rint(v)))) for v in parameters.values())
+        self.is_whole = all(_is_whole(values) for name, values in parameters.items() if name != LOSSY)
         self._pieces: list[_Piece] = []
         for block in layout.blocks:
             start = 0
@@ -118,8 +133,16 @@ class Counts:
                 space = layout.spaces[block.space]
                 offset = block.offset + start - int(space.starts[space.tensors.tolist().index(tensor)])
                 name = layout.spec.tensors[tensor].name
-                self._pieces.append(_piece(name, block.index, parameters[name][offset : offset + end - start], offset))
+                values = parameters[name][offset : offset + end - start]
                 start = end
+                if name != LOSSY:
+                    self._pieces.append(_piece(name, block.index, values, offset))
+                    continue
+                assert self.lossy_cells is not None
+                self.lossy[block.index] = offset, values
+                least, most = self.lossy_cells.counts(values, offset)
+                self.is_whole = self.is_whole and _is_whole(-least) and _is_whole(-most)
+                self._pieces.append(_Piece(name, block.index, _by_digit(least), _by_digit(most)))
         if TABLES[0] in parameters:
             cells = RowCells(CELLS, DIGITS, shards)
             for shard in range(shards):
@@ -151,13 +174,35 @@ class Counts:
         return sorted(int(cell) * DIGITS + int(digit) for digit, cell in zip(*np.nonzero(any_), strict=True))
 
 
-def _layout(parameters: Mapping[str, NDArray[np.float64]], shards: int) -> Layout:
-    dense = {name: parameters[name] for name in TENSORS}
-    groups = ParamGroups(list(dense), SGD(lr=1), param_groups())
+def places(number: int) -> int:
+    """Where the tensor that travels compressed has a gradient's number, for the first time."""
+    return int(LossyCells.places(NUMBERS)[number])
+
+
+def _is_whole(values: NDArray[Any]) -> bool:
+    """All are negated integers."""
+    return bool(np.all((values <= 0) & (values == np.rint(values))))
+
+
+def _by_digit(counts: NDArray[np.float32]) -> NDArray[np.int64]:
+    """Counts by gradient as `_Piece` has them."""
+    return counts.astype(np.int64).reshape(CELLS, DIGITS).T
+
+
+def _layout(parameters: Mapping[str, NDArray[Any]], shards: int, codec: str) -> Layout:
+    dense = {name: parameters[name] for name in TENSORS + (LOSSY,) * bool(codec)}
+    groups = ParamGroups(list(dense), SGD(lr=1), param_groups(codec))
     specs = tensor_specs(dense, groups.group_of)
     of_tables = [table.spec(len(groups.specs)) for table in tables(DIGITS, shards)] if TABLES[0] in parameters else []
     all_groups = (*groups.specs, GroupSpec())
-    return Layout(JobSpec(world_size=1, tensors=tuple(specs), groups=all_groups, tables=tuple(of_tables)), shards)
+    spec = JobSpec(
+        world_size=1,
+        tensors=tuple(specs),
+        groups=all_groups,
+        tables=tuple(of_tables),
+        compression=Compression(codec),
+    )
+    return Layout(spec, shards)
 
 
 def _piece(tensor: str, block: int, values: NDArray[np.float64], offset: int) -> _Piece:

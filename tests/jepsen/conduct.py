@@ -111,7 +111,7 @@ def _end(histories: Histories, life: Life) -> Iterator[Failure]:
         took = life.ended - life.signalled_at
         if took > SAYS_S + slack_s:
             yield Failure("Ctrl-C", f"{life.name} ended {took:.1f} s after it")
-    elif life.how and not life.signalled and life.ended - life.how_at > _end_s(life) + slack_s:
+    elif life.how and not life.signalled and life.ended - life.how_at > _end_s(histories, life) + slack_s:
         yield Failure("slow end", f"{life.name} took {life.ended - life.how_at:.1f} s to end ({life.how})")
     elif not life.how and not life.signalled:
         yield Failure("ended by itself", f"{life.name} ended with status {life.status}, without a word")
@@ -124,8 +124,10 @@ def _end(histories: Histories, life: Life) -> Iterator[Failure]:
             break
 
 
-def _end_s(life: Life) -> float:
-    """How long a process may take to end after its program has."""
+def _end_s(histories: Histories, life: Life) -> float:
+    """How long a process may take to end after its program has; one that has torch has much to let go of."""
+    if histories.plan.learning is not None:
+        return UNEXPLAINED_S + 10 * histories.outcome.slack_s
     return UNEXPLAINED_S + SAYS_S if life.how == "fall" else SAYS_S  # it may wait for the round of its last push
 
 

@@ -15,7 +15,7 @@ import re
 from dataclasses import dataclass
 
 import numpy as np
-from cells import Counts, names
+from cells import Counts
 from history import CONFIRMING, PULLING, Call, Gradient, Histories, Life
 
 UNSAFE_END = "ends without knowing whether its last push was applied"
@@ -36,10 +36,10 @@ class Failure:
 def check_counts(histories: Histories) -> list[Failure]:
     """Compare the parameters of the end with what programs were told."""
     final = histories.outcome.final
-    if final is None:
+    if final is None or histories.plan.learning is not None:
         return []
     with np.load(final) as arrays:
-        counts = Counts({name: arrays[name] for name in arrays.files}, histories.plan.shards)
+        counts = Counts({name: arrays[name] for name in arrays.files}, histories.plan.shards, histories.plan.codec)
     if not counts.is_whole:
         return [Failure("no counts", "the parameters are no negated whole numbers")]
     return compare(histories, counts)
@@ -66,7 +66,7 @@ def _judge(histories: Histories, gradient: Gradient, found: dict[int, tuple[int,
     say = _Saying(gradient, found, counts, claim(histories, gradient))
     most = max(most for _, most in found.values())
     has_counted = [block for block, (least, _) in found.items() if least]
-    is_whole = len(gradient.tensors) == len(names(with_tables=histories.plan.has_tables))
+    is_whole = len(gradient.tensors) == len(histories.plan.names)
     if any(least != most for least, most in found.values()):
         return [say("torn block")]
     if most > 1:
@@ -136,7 +136,7 @@ def _until_confirmed(gradient: Gradient, finished: Call, *, has_rounds: bool) ->
 
 
 @dataclass
-class _Return:
+class Return:
     """The job's return to a checkpoint: which step that was of, and when somebody first and last heard of it."""
 
     step: int
@@ -144,9 +144,9 @@ class _Return:
     last: float
 
 
-def _returns(histories: Histories) -> list[_Return]:
+def returns_of(histories: Histories) -> list[Return]:
     """One for each timeline that began so."""
-    heard: dict[int, _Return] = {}
+    heard: dict[int, Return] = {}
     for life in histories.lives:
         told = [(c.ended, c.detail.get("timeline", 0), c.detail.get("step", 0)) for c in life.calls if c.result == "RolledBack"]
         for t, _, text in life.logs:
@@ -154,14 +154,14 @@ def _returns(histories: Histories) -> list[_Return]:
             if found is not None:
                 told.append((t, int(found[2]), int(found[1])))
         for t, timeline, step in told:
-            known = heard.setdefault(timeline, _Return(step, t, t))
+            known = heard.setdefault(timeline, Return(step, t, t))
             known.first, known.last = min(known.first, t), max(known.last, t)
     return list(heard.values())
 
 
 def _may_be_rolled_back(histories: Histories, gradient: Gradient) -> bool:
     """The job went back to a checkpoint at a time that may have been after this gradient's."""
-    returns = _returns(histories)
+    returns = returns_of(histories)
     losses = histories.losses
     if not (returns or losses):
         return False
@@ -185,7 +185,7 @@ def _sums(histories: Histories, life: Life, counts: Counts) -> list[Failure]:
     """stats() of a program that has ended in order says in how many blocks its gradients count."""
     own = [gradient for gradient in histories.gradients.values() if gradient.life is life]
     claims = [claim(histories, gradient) for gradient in own]
-    all_names = names(with_tables=histories.plan.has_tables)
+    all_names = histories.plan.names
     is_whole = all(len(gradient.tensors) == len(all_names) for gradient in own)
     is_plain = all(call.is_ok for call in life.calls) and not life.stats.get("pushes_dropped")
     if not (own and life.has_ended_in_order and is_plain and is_whole and histories.plan.has_rounds):

@@ -55,7 +55,7 @@ class Life:
     """One process of a worker.
 
     Attributes:
-        row: in the matrix of batches.
+        row: in the matrix of batches. learned: of a learner, its steps, its exchanges, and that the job went back ("back").
         how: its own last word; "" if it had none. status: its exit status. signalled: the last signal that was to end it, and
             when. is_interrupted: one of them was SIGINT. superseded: when a twin was started, or None.
     """
@@ -76,6 +76,7 @@ class Life:
     superseded: float | None = None
     log: str = ""
     row: int = -1
+    learned: list[dict[str, Any]] = field(default_factory=list)
 
     def says(self, words: str, since: float = 0.0) -> bool:
         """A record of its log has these words."""
@@ -131,7 +132,8 @@ class Histories:
                 if call.pushes:
                     gradient = Gradient(call.number, call.tensors, life)
                     self.gradients.setdefault(call.number, gradient).calls.append(call)
-            self._follow(life)
+            if self.plan.learning is None:  # else calls are not of one gradient each
+                self._follow(life)
 
     def _follow(self, life: Life) -> None:
         """Learn from what stats() say over each call what has become of its gradient, or of the one that has failed before.
@@ -230,10 +232,16 @@ def _take(life: Life, record: dict[str, Any]) -> None:
         case "invoke":
             tensors = tuple(record.get("tensors", ()))
             life.calls.append(Call(record["op"], record["t"], record["clock"], record.get("number", -1), tensors))
+            if record["op"] == "step":
+                life.learned.append(record | {"e": "step"})
+        case "exchange":
+            life.learned.append(record)
         case "ok" | "error":
             call = life.calls[-1]
             call.ended = record["t"]
             call.result = record.get("class", "ok")
+            if call.result == "RolledBack":
+                life.learned.append(record | {"e": "back"})
             call.clock_after = record.get("clock")
             call.seen = tuple(record["seen"]) if record.get("seen") else None
             call.new = record.get("new", {})

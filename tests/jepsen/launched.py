@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from busyness import Busyness
-from cells import NUMBERS
 from outcome import Outcome
 from plan import LIVES, Fault, Plan
 from processes import CHECKPOINTS, HERE, Process, Timeline, last_record
@@ -78,12 +77,13 @@ class _Launched:
             size=plan.size,
             seed=plan.seed,
             first=0,
-            count=NUMBERS // (LIVES + 4),
+            count=plan.per_life,
             connect={"transport": plan.lane, "wait_timeout": plan.wait_s, "retry_timeout": plan.retry_s},
             declared=plan.declared,
             style={"of each rank": [vars(style) for style in plan.styles]},
             has_tables=plan.has_tables,
             has_vectors=plan.has_vectors,
+            codec=plan.codec,
         )
 
     # -- the course of things ------------------------------------------------------------------------------------------

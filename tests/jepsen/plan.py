@@ -12,7 +12,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from cells import SIZES
+from cells import PER_LIFE, SIZES, names
+from learner_cells import STEPS_PER_LIFE
+from lossy_cells import FORMS
 
 LANES = ("shm", "tcp", "grpc")
 
@@ -100,6 +102,16 @@ class Style:
 
 
 @dataclass(frozen=True)
+class Learning:
+    """How learners learn: as psd.Local and declare() have it. grace: seconds, or "auto"; 0: none."""
+
+    steps: int
+    fragments: int
+    delay: int
+    grace: float | str = 0.0
+
+
+@dataclass(frozen=True)
 class Plan:
     """One trial.
 
@@ -109,6 +121,8 @@ class Plan:
         early: the faults begin with the programs, not only when all of them train.
         named: the job has a name. small_disk: state directories are tiny file systems (needs root).
         has_tables: gradients have rows of tables, too. has_vectors: with each comes a batch on vectors.
+        codec: in which one tensor more travels, or none; pull: likewise, how workers get it.
+        learning: the workers are learners; None: they are not.
         new_limits: each life of a shard has other limits.
         is_launched: psd-run runs the job, one after the other for each fault and once more; the faults are those of RUN.
         ends_dead: in the end all workers die, or hang, in the midst of training, and then the shards are told to end.
@@ -130,6 +144,9 @@ class Plan:
     small_disk: bool = False
     has_tables: bool = False
     has_vectors: bool = False
+    codec: str = ""
+    pull: str = ""
+    learning: Learning | None = None
     new_limits: bool = False
     is_launched: bool = False
     ends_dead: bool = False
@@ -152,7 +169,21 @@ class Plan:
         options = dict(MODES[self.mode])
         if "quorum" in options:
             options["quorum"] = max(1, self.workers - 1)
+        if self.codec:
+            options |= {"compress": self.codec, "pull": self.pull or None}
+        if self.learning is not None and self.learning.grace:
+            options["grace"] = self.learning.grace
         return options | {"reduce": "sum"}
+
+    @property
+    def per_life(self) -> int:
+        """Numbers of gradients, or of a learner's steps, that each life of a worker has."""
+        return PER_LIFE if self.learning is None else STEPS_PER_LIFE
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of what a gradient may have."""
+        return names(with_tables=self.has_tables, is_compressed=bool(self.codec))
 
     def without(self, faults: Sequence[Fault]) -> Plan:
         """The same with fewer faults."""
@@ -167,6 +198,7 @@ class Plan:
         """As `to_json` has written it."""
         fields = json.loads(text)
         fields["styles"] = tuple(Style(**style) for style in fields["styles"])
+        fields["learning"] = Learning(**fields["learning"]) if fields.get("learning") else None
         fields["faults"] = tuple(Fault(**fault) for fault in fields["faults"])
         return cls(**fields)
 
@@ -176,6 +208,8 @@ class Plan:
             + ["small disk"] * self.small_disk
             + ["tables"] * self.has_tables
             + ["vectors"] * self.has_vectors
+            + ([f"learners {asdict(self.learning)}"] if self.learning is not None else [])
+            + [f"compressed ({self.codec}, {self.pull or 'whole'})"] * bool(self.codec)
             + ["new limits"] * self.new_limits
             + ["under psd-run"] * self.is_launched
             + ["dead workers at the end"] * self.ends_dead
@@ -186,8 +220,8 @@ class Plan:
         return "; ".join([f"seed {self.seed}: {job}, {times}", *extras, f"{len(self.faults)} faults"])
 
 
-def draw(seed: int, *, may_mount: bool = False) -> Plan:
-    """The plan of a seed."""
+def draw(seed: int, *, may_mount: bool = False, may_learn: bool = False) -> Plan:
+    """The plan of a seed. may_learn: workers may be learners, which need torch."""
     source = random.Random(seed)
     lane, mode = source.choice(LANES), source.choice(tuple(MODES))
     workers, shards = source.choice((1, 2, 2, 2, 3, 3)), source.choice((1, 2, 2, 2, 3))
@@ -212,6 +246,9 @@ def draw(seed: int, *, may_mount: bool = False) -> Plan:
     more = random.Random(f"tables {seed}")
     plan = replace(plan, has_tables=more.random() < 0.6, has_vectors=more.random() < 0.3, new_limits=more.random() < 0.3)
     plan = replace(plan, new_limits=plan.new_limits and not plan.small_disk)  # some take more room than such a disk has
+    of_bytes = random.Random(f"compression {seed}")
+    if of_bytes.random() < 0.35:
+        plan = replace(plan, codec=of_bytes.choice(tuple(FORMS)), pull=of_bytes.choice(("", "bf16")))
     plan = replace(plan, styles=tuple(_style(source, barrier_every) for _ in range(workers)))
     faults = [_fault(source, plan) for _ in range(source.choice((0, 1, 1, 2, 3, 4)))]
     if not faults or source.random() < 0.5:
@@ -224,9 +261,32 @@ def draw(seed: int, *, may_mount: bool = False) -> Plan:
     plan = replace(plan, ends_dead=plan.checkpoint_steps > 0 and not plan.small_disk and last.random() < 0.25)
     if last.random() < 0.15:
         faults.append(_fault(last, plan, DAMAGE))
-    if last.random() < 0.12:
+    of_learners = random.Random(f"learners {seed}")
+    if may_learn and of_learners.random() < 0.25:
+        plan = _learning(of_learners, plan)
+    elif last.random() < 0.12:
         return _launched(last, plan)
     return replace(plan, faults=tuple(sorted(faults, key=lambda fault: fault.at)))
+
+
+_MODES_OF_LEARNERS = {"quorum-fast": "quorum-exact", "norm": "exact"}
+
+
+def _learning(source: random.Random, plan: Plan) -> Plan:
+    """The same job, of learners."""
+    steps, mode = source.choice((1, 4, 6)), _MODES_OF_LEARNERS.get(plan.mode, plan.mode)
+    fragments = source.choice((1, 1, 2, 3)) if steps > 1 else 1
+    has_quorum = mode.startswith("quorum")
+    learning = Learning(
+        steps,
+        fragments,
+        delay=source.choice((0, 0, 1, steps // fragments)),
+        grace=source.choice((0.0, "auto", 0.2)) if has_quorum else 0.0,
+    )
+    styles = tuple(replace(each, pace_s=source.choice((0.01, 0.02, 0.05, 0.2))) for each in plan.styles)
+    changed = {"has_tables": False, "has_vectors": False, "ends_dead": False, "pull": "", "wait_s": 20.0}
+    codec = source.choice(("", "", "bf16", "int4log"))
+    return replace(plan, mode=mode, learning=learning, styles=styles, codec=codec, **changed)
 
 
 def _launched(source: random.Random, plan: Plan) -> Plan:

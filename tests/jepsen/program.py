@@ -52,6 +52,7 @@ class Options:
 
     Attributes:
         history: file to write. stop: file whose existence asks it to end. first, count: the numbers of its gradients.
+        learning: how it learns, if it is a learner, else None; see plan.py.
         role: "train"; "finish": push one gradient, so that what is open closes; "read": keep the parameters in `final`.
     """
 
@@ -70,6 +71,8 @@ class Options:
     style: dict[str, Any]
     has_tables: bool = False
     has_vectors: bool = False
+    codec: str = ""
+    learning: dict[str, Any] | None = None
     role: str = "train"
     final: str = ""
 
@@ -121,7 +124,7 @@ class Program:
         self._history = history
         self._style = Style(**options.style)
         self._random = random.Random(options.seed)
-        self._gradients = Gradients(options.size, options.shards)
+        self._gradients = Gradients(options.size, options.shards, options.codec)
         self._rows = RowCells(CELLS, DIGITS, options.shards)
         self._left = iter(range(options.first, options.first + options.count))
         self._last: tuple[int, Sequence[str]] | None = None
@@ -189,11 +192,14 @@ class Program:
                     case "pull":
                         return op != "pull" and self._pulled()  # which completes the push
                     case "abort":
-                        self._history.write("end", how="abort")
-                        os._exit(RESTART)
+                        self._abort()
                 raise
             return True
         raise RuntimeError(f"{op} failed {ATTEMPTS_MAX} times")
+
+    def _abort(self) -> None:
+        self._history.write("end", how="abort")
+        os._exit(RESTART)
 
     def _pulled(self) -> bool:
         assert self.ps is not None
@@ -221,11 +227,11 @@ class Program:
     def connect(self) -> psd_client.ParameterServer:
         """Join the job."""
         options = self._options
-        values = initial(options.size, options.shards)
+        values = initial(options.size, options.shards, options.codec)
         ps = self.call("connect", lambda: psd_client.connect(options.servers, options.rank, options.workers, **options.connect))
         self.ps = ps
         declared = {
-            "groups": param_groups(),
+            "groups": param_groups(options.codec),
             "tables": tables(DIGITS, options.shards) if options.has_tables else [],
             **options.declared,
         }
@@ -255,7 +261,7 @@ class Program:
             self._insist("barrier", lambda: ps.barrier(f"at {ps.clock}"))
         number = next(self._left)
         is_absent = self._random.random() < style.absent_share
-        all_names = names(with_tables=self._options.has_tables)
+        all_names = names(with_tables=self._options.has_tables, is_compressed=bool(self._options.codec))
         tensors = [name for name in all_names if not is_absent or self._random.random() < 0.6] or ["c"]
         rows = self._rows.gradients(number, tensors) if self._options.has_tables else {}
         gradient = self._gradients.write(number, tensors)
@@ -323,6 +329,12 @@ class Program:
         self._history.write("end", how="read")
 
 
+def _learner(options: Options, history: History) -> Program:
+    from learner import Learner  # only learners need torch
+
+    return Learner(options, history)
+
+
 def main() -> None:
     settle_in(int(sys.argv[1]))
     live(Options(**json.loads(sys.argv[2])))
@@ -336,7 +348,7 @@ def live(options: Options) -> None:
     logger.setLevel(logging.INFO)  # what the job begins from, too
     logger.propagate = False
     history.write("begin", pid=os.getpid(), seed=options.seed, row=row_of(options))
-    program = Program(options, history)
+    program = Program(options, history) if options.learning is None else _learner(options, history)
     try:
         {"train": program.run, "finish": program.finish, "read": program.read}[options.role]()
     except Failed as failed:

@@ -104,13 +104,19 @@ def _restore(plan: Plan, url: str, step: int) -> Restored:
             shard.start()
             stack.callback(shard.stop)
         servers = ",".join(shard.address for shard in shards)
-        options = {"groups": param_groups(), "tables": tables(DIGITS, plan.shards) if plan.has_tables else [], **plan.declared}
+        declared = plan.declared | {"compress": None, "pull": None}  # the numbers as they are
+        options = {
+            "groups": param_groups(plan.codec),
+            "tables": tables(DIGITS, plan.shards) if plan.has_tables else [],
+            **declared,
+        }
         workers = [
             stack.enter_context(psd_client.connect(servers, rank, plan.workers, wait_timeout=60.0))
             for rank in range(plan.workers)
         ]
         for ps in workers:
-            found: dict[str, Any] = dict(ps.declare(initial(plan.size, plan.shards), psd_client.SGD(lr=1), **options))
+            values = initial(plan.size, plan.shards, plan.codec)
+            found: dict[str, Any] = dict(ps.declare(values, psd_client.SGD(lr=1), **options))
             if ps.client_state:
                 states[ps.rank] = int(ps.client_state)
         if plan.has_tables:

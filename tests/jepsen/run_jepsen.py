@@ -10,18 +10,23 @@ A trial is a job of 1 to 3 workers and 1 to 3 shards, all of them processes, and
 plan.py        what a trial is: job, programs, faults; drawn by a seed
 cells.py       gradients that can be told apart in the parameters, so that these say how often each has counted, block by block
 row_cells.py   the same for rows of tables
+lossy_cells.py    the same for a tensor that travels compressed
+learner_cells.py  the same for local steps of learners
 batches.py     batches on vectors: a matrix in which each life of a worker counts its own
 program.py     the worker: calls the public API, goes on after errors in one of several ways, writes its history
 links.py       a proxy per worker and shard, for control and bulk apart: refuse, reset, delay, truncate, half-open, black hole
 processes.py   shards and workers, killed and started again; children.py is what each does first
 damage.py      which bytes of a shard's files may be changed, so that it must find that
 trial.py       runs a plan, and leaves histories, logs, a timeline and the parameters of the end
+learner.py     the worker as a learner: its difference to what it has received is what counts
 launched.py    the same under psd-run, which is told to end, or killed; launched_worker.py is the script of its workers
 outcome.py     what is left of it
 restores.py    restores every checkpoint that it has left, on another number of shards
 history.py     reads all that
 counting.py    the model: what each gradient's program was told, and how often it then must count
 prefixes.py    each checkpoint is a cut: what counts in it is a prefix of each worker's gradients, and so is its client state
+residual_counts.py  what compressed gradients have brought follows from which of them count
+learner_counts.py  each local step counts once, or its learner knows
 batch_counts.py  each batch has run once, in the end and in each checkpoint
 conduct.py     which errors are allowed, how long things take, what is said, how processes end
 busyness.py    by how much bounds of time are stretched, because others use the machine
@@ -33,6 +38,7 @@ A failing trial is kept with its plan, timeline, histories and logs, and made sm
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import itertools
 import logging
 import shutil
@@ -103,6 +109,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--lanes", default="", help="likewise lanes")
     parser.add_argument("--tables", action="store_true", help="draw only plans with tables")
     parser.add_argument("--vectors", action="store_true", help="likewise with vectors")
+    parser.add_argument("--compressed", action="store_true", help="likewise with compressed gradients")
+    parser.add_argument("--learners", action="store_true", help="likewise of learners")
     parser.add_argument("--checkpoints", action="store_true", help="likewise with checkpoints")
     parser.add_argument("--no-shrink", action="store_true", help="keep failing plans as they are")
     return parser.parse_args()
@@ -112,9 +120,10 @@ def _plans(args: argparse.Namespace) -> Iterator[Plan]:
     if args.replay is not None:
         yield from itertools.repeat(Plan.from_json(args.replay.read_text()))
     for seed in itertools.count(args.seed):
-        plan = draw(seed, may_mount=may_mount())
+        plan = draw(seed, may_mount=may_mount(), may_learn=importlib.util.find_spec("torch") is not None)
         is_wanted = plan.mode in (args.modes or plan.mode).split(",") and plan.lane in (args.lanes or plan.lane).split(",")
         is_wanted = is_wanted and (plan.has_tables or not args.tables) and (plan.has_vectors or not args.vectors)
+        is_wanted = is_wanted and (bool(plan.codec) or not args.compressed) and (plan.learning is not None or not args.learners)
         if is_wanted and (plan.checkpoint_steps or not args.checkpoints):
             yield plan
 

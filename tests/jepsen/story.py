@@ -9,14 +9,18 @@ from typing import Any
 import numpy as np
 from batch_counts import check_batches
 from batches import batches_of
-from cells import TENSORS, Counts, Gradients, initial
+from cells import NUMBERS, PER_LIFE, TENSORS, Counts, Gradients, initial
 from conduct import check_conduct
 from counting import compare
 from history import Histories
+from learner_cells import CELLS, length_of, place_and_size
+from learner_counts import check_learners
+from lossy_cells import LOSSY, LossyCells
 from numpy.typing import NDArray
 from outcome import Outcome
 from plan import Fault, Plan, Style
 from prefixes import check_prefixes
+from residual_counts import check_residuals
 from restores import Restored, keep
 
 SHARDS = 2
@@ -33,14 +37,15 @@ class Story:
         self.t = 10.0
         names = (*(f"shard {index}" for index in range(SHARDS)), "worker 0 life 0")
         self.timeline: list[dict[str, Any]] = [{"t": self.t, "what": "start", "name": name} for name in names]
-        self.parameters = initial("small", SHARDS)
+        self.parameters = initial("small", SHARDS, self._plan.codec)
+        self._residual = np.zeros_like(self.parameters.get(LOSSY, np.zeros(0, np.float32)))
         self.shard_logs = [""] * SHARDS
         self._batches: NDArray[np.int64] | None = None
 
     def call(self, op: str, result: str = "ok", *, took: float = 0.1, clock: int = 0, **change: Any) -> None:
         """A call; number: of its gradient; change: of the stats."""
         number = change.pop("number", None)
-        pushed = {} if number is None else {"number": number, "tensors": list(TENSORS)}
+        pushed = {} if number is None else {"number": number, "tensors": list(self._plan.names)}
         self._write(e="invoke", op=op, clock=clock, **pushed)
         self.t += took
         if result == "killed":
@@ -64,6 +69,41 @@ class Story:
         gradients = Gradients("small", SHARDS).write(number, tensors)
         for name in tensors:
             self.parameters[name][part] -= times * gradients[name][part]
+
+    def count_lossy(self, number: int, *, times: int = 1, keeps: bool = True) -> None:
+        """What the shards have done with a compressed gradient; keeps: its worker has kept the residual of the one before."""
+        cells, counts = LossyCells(self._plan.codec, NUMBERS, PER_LIFE), Counts(self.parameters, SHARDS, self._plan.codec)
+        if not keeps:
+            self._residual[...] = 0
+        for first, values in counts.lossy.values():
+            part = slice(first, first + len(values))
+            sent, self._residual[part] = cells.sent(number, self._residual[part], first)
+            self.parameters[LOSSY][part] -= times * sent
+
+    def learn(self, number: int, local: int, result: str = "ok", **exchanged: Any) -> None:
+        """A local step, and an exchange of fragment 0 that ends in it."""
+        self._write(e="invoke", op="step", clock=0, number=number, local=local)
+        if exchanged:
+            told = {"e": "exchange", "clock": 0, "fragment": 0, "landed": local, "is_mixed": False, "absent": [], "twice": []}
+            self._write(**told | exchanged)
+        self._write(**{"e": "ok"} if result == "ok" else {"e": "error", "class": result, "detail": {"timeline": 1, "step": 0}})
+
+    def has_learned(self, *numbers: int, times: int = 1) -> None:
+        """The parameters of the end."""
+        values = np.zeros(length_of("small", SHARDS), np.float32)
+        for number in numbers:
+            cell, size = place_and_size(number)
+            values[cell::CELLS] -= times * size
+        np.savez(self._directory / "final.npz", f0=values)
+
+    def found_of_learners(self) -> set[str]:
+        """The kinds of failures of what learners have learned."""
+        return {failure.kind for failure in check_learners(self._histories(self._directory / "final.npz"))}
+
+    def found_of_residuals(self) -> set[str]:
+        """Likewise of what workers have kept."""
+        np.savez(self._directory / "final.npz", **self.parameters)
+        return {failure.kind for failure in check_residuals(self._histories(self._directory / "final.npz"))}
 
     def restore(self, *numbers: int, state: int | None = None, part: slice = slice(None), times: int = 1) -> None:
         """A checkpoint has these gradients, of the last one a part, and a client state."""
@@ -101,17 +141,19 @@ class Story:
 
     def found(self) -> set[str]:
         """The kinds of failures that the checks find."""
+        histories = self._histories(self._directory)
+        failures = compare(histories, Counts(self.parameters, SHARDS)) + check_conduct(histories) + check_prefixes(histories)
+        failures += check_batches(histories)
+        return {failure.kind for failure in failures}
+
+    def _histories(self, final: Path) -> Histories:
         self.t += 1
         self.note("closed")
         lines = "".join(json.dumps(line) + "\n" for line in self._lines)
         (self._directory / "worker-0-life-0.jsonl").write_text(lines)
         for shard in range(SHARDS):
             (self._directory / f"shard-{shard}.log").write_text(self.shard_logs[shard])
-        outcome = Outcome(self._plan, self._directory, self.timeline, final=self._directory)
-        histories = Histories(outcome)
-        failures = compare(histories, Counts(self.parameters, SHARDS)) + check_conduct(histories) + check_prefixes(histories)
-        failures += check_batches(histories)
-        return {failure.kind for failure in failures}
+        return Histories(Outcome(self._plan, self._directory, self.timeline, final=final))
 
     def _write(self, **record: Any) -> None:
         self._lines.append({"t": self.t, **record})

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import processes
 import pytest
 from counting import Failure
-from plan import Fault, Plan, Style
+from plan import Fault, Learning, Plan, Style
 from processes import ShardActor, Timeline
 from verdict import Verdict, shrink, try_plan
 
@@ -55,6 +55,39 @@ PLANS = {
         styles=(Style(reactions=OTHER), Style(reactions=OTHER, pace_s=0.1)),
         faults=(Fault("shard-stop", 0.8, 1.0, shard=1), Fault("shard-damage", 2.2, 0.2, shard=0)),
     ),
+    "async, compressed, shards and a worker killed, a call whose answer is lost": Plan(
+        seed=6,
+        lane="tcp",
+        mode="async",
+        **SHORT,
+        lease_s=2.0,
+        checkpoint_steps=20,
+        codec="topk:0.00078125",
+        pull="bf16",
+        styles=(Style(reactions=AGAIN), Style(reactions=OTHER, push_share=1.0, absent_share=0.3)),
+        faults=(
+            Fault("shard-kill", 0.6, 0.3, shard=1),
+            Fault("link-truncate", 1.2, 0.3, shard=0, rank=0, way="bulk", direction="down"),
+            Fault("worker-kill", 1.8, 0.1, rank=1),
+            Fault("shard-kill", 2.4, 0.3, shard=0),
+        ),
+    ),
+    "learners with a quorum, one killed, one suspended, a shard killed": Plan(
+        seed=7,
+        lane="grpc",
+        mode="quorum-exact",
+        workers=2,
+        shards=2,
+        seconds=5.0,
+        lease_s=2.0,
+        learning=Learning(steps=4, fragments=2, delay=1, grace=0.1),
+        styles=(Style(reactions=AGAIN, ending="close"), Style(reactions=AGAIN, pace_s=0.1, ending="close")),
+        faults=(
+            Fault("shard-kill", 1.0, 0.3, shard=1),
+            Fault("worker-stop", 1.5, 2.5, rank=1),
+            Fault("worker-kill", 2.5, 0.1, rank=0),
+        ),
+    ),
     "exact, under psd-run, which is told to end": Plan(
         seed=5,
         lane="shm",
@@ -78,7 +111,7 @@ def test_a_trial_when_much_goes_wrong_then_what_was_acknowledged_counts_once(tmp
     verdict = try_plan(PLANS[name], tmp_path / "trial")
 
     assert verdict.failures == [], verdict.report()
-    assert verdict.counts["pushes"] > 0
+    assert verdict.counts["pushes"] + verdict.counts["exchanges"] > 0
 
 
 def test_shard_when_two_faults_have_ended_it_then_it_begins_one_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from busyness import Busyness
-from cells import NUMBERS
 from links import Link, Network
 from outcome import Outcome
 from plan import DAMAGE, LINKS, LIVES, Fault, Plan
@@ -34,6 +33,9 @@ RESTART_S = 0.2
 
 START_S = 30.0
 JOIN_S = 10.0
+LEARNERS_S = 40.0
+"""Likewise, for those that import torch first."""
+
 END_S = 45.0
 """From the last fault's end to the end of all programs: broken connections are noticed within 20 seconds, leases run out, and
 each program takes one step more."""
@@ -42,8 +44,6 @@ FINISH_S = 40.0
 TERMINATED_S = 10.0
 INTERRUPTED_S = 20.0
 """How long a process that must end on a signal, within the grace time or 6 seconds, is watched before it is killed."""
-
-_PER_LIFE = NUMBERS // (LIVES + 4)
 
 
 def run(plan: Plan, directory: Path) -> Outcome:
@@ -75,7 +75,7 @@ class _Trial:
             for shard in self._shards
         }
         self._workers = [WorkerActor(rank, self._timeline) for rank in range(plan.workers)]
-        self._numbers = itertools.count(0, _PER_LIFE)
+        self._numbers = itertools.count(0, plan.per_life)
         self._is_ending = False
         self._late: set[Process] = set()
         self._watched: dict[Process, float] = {}
@@ -93,7 +93,7 @@ class _Trial:
         for worker in self._workers:
             self._start(worker)
         if not self._plan.early:
-            self._until(lambda: all(map(_has_begun, self._workers)), JOIN_S)
+            self._until(lambda: all(map(_has_begun, self._workers)), JOIN_S if self._plan.learning is None else LEARNERS_S)
         self._timeline.note("training")
         for fault in self._plan.faults:
             self._at(fault.at, lambda fault=fault: self._begin(fault))
@@ -229,7 +229,7 @@ class _Trial:
             size=plan.size,
             seed=(plan.seed * 1000 + rank) * 1000 + life,
             first=next(self._numbers),
-            count=_PER_LIFE,
+            count=plan.per_life,
             connect={
                 "transport": plan.lane,
                 "wait_timeout": plan.wait_s,
@@ -240,6 +240,8 @@ class _Trial:
             style=vars(plan.styles[rank]) if plan.styles else {},
             has_tables=plan.has_tables,
             has_vectors=plan.has_vectors,
+            codec=plan.codec,
+            learning=None if plan.learning is None else vars(plan.learning),
         )
 
     def _start(self, worker: WorkerActor) -> None:
@@ -403,4 +405,4 @@ def _has_begun(worker: WorkerActor) -> bool:
     """Its latest life has pushed something, or has ended."""
     process, options = worker.lives[-1]
     path = Path(options.history)
-    return process.status is not None or (path.exists() and '"op": "push' in path.read_text())
+    return process.status is not None or (path.exists() and any(f'"op": "{op}' in path.read_text() for op in ("push", "step")))

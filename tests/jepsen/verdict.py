@@ -14,9 +14,11 @@ from batch_counts import check_batches
 from conduct import check_conduct
 from counting import Failure, check_counts
 from history import Histories
+from learner_counts import check_learners
 from outcome import Outcome
 from plan import Fault, Plan
 from prefixes import check_prefixes
+from residual_counts import check_residuals
 from restores import restore_all
 from trial import run
 
@@ -55,7 +57,8 @@ def try_plan(plan: Plan, directory: Path) -> Verdict:
     """Run a plan in a directory, which is kept, and judge it."""
     shutil.rmtree(directory, ignore_errors=True)
     outcome = launched.run(plan, directory) if plan.is_launched else run(plan, directory)
-    restore_all(outcome)
+    if plan.learning is None:
+        restore_all(outcome)
     verdict = judge(outcome)
     (directory / "verdict.txt").write_text(verdict.report() + "\n")
     return verdict
@@ -66,12 +69,16 @@ def judge(outcome: Outcome) -> Verdict:
     histories = Histories(outcome)
     failures = check_counts(histories) + check_conduct(histories) + check_prefixes(histories)
     failures += check_batches(histories)
+    failures += [*check_residuals(histories), *check_learners(histories)]
     return Verdict(outcome.plan, outcome.directory, failures, _counts(histories), outcome.factor)
 
 
 def _counts(histories: Histories) -> Counter[str]:
     counts = Counter(runs=1, cuts=histories.outcome.cuts)
     counts["pushes"] = sum(gradient.finished is not None for gradient in histories.gradients.values())
+    exchanges = [event for life in histories.lives for event in life.learned if event["e"] == "exchange"]
+    counts["exchanges"] = len(exchanges)
+    counts["late differences"] = sum(not event["is_counted"] for event in exchanges)
     counts["errors"] = sum(call.result not in ("", "ok") for life in histories.lives for call in life.calls)
     counts["lives"] = len(histories.lives)
     counts["restored checkpoints"] = len(list((histories.outcome.directory / "restored").glob("*")))

@@ -39,6 +39,8 @@ _OF_CUTS = frozenset({"lose", "kill", "die", "timeout"})
 _OF_LEARNERS: Mapping[str, Any] = {"aggregation": "exact", "successor": "look_push_pull", "job": {"grace": 1.0}}
 """Of a world of learners, which ask for the job's clock, and whose rounds wait on after their quorum."""
 
+_FRAGMENTS: Mapping[str, Any] = {"parts": 2, "blocks": 3, "quorum": 1, "programs": ("look_push_pull",) * 2, **_OF_LEARNERS}
+
 _ONE_STEP = {"steps": 1, "early_cuts": 1}
 """Of a world with cuts that is seen whole. Its workers are in the midst of their only pushes when the cut is announced, and
 hear of it at any moment. So a cut may come between the parts of a push; what is held for a cut are successors' pushes alone."""
@@ -70,7 +72,12 @@ SETTINGS = (
     Setting("parts", parts=2, blocks=3),
     Setting("parts-exact", parts=2, blocks=3, aggregation="exact"),
     Setting("parts-mistaken", parts=2, blocks=3, successor="push_pull_own_turns", faults=frozenset({"die", "stall"})),
-    Setting("fragments", parts=2, blocks=3, quorum=1, programs=("look_push_pull",) * 2, **_OF_LEARNERS),
+    Setting("fragments", **_FRAGMENTS),
+    Setting("residuals", has_residuals=True),
+    Setting("residuals-exact", has_residuals=True, aggregation="exact"),
+    Setting("residuals-async", has_residuals=True, consistency="async"),
+    Setting("residuals-back", has_residuals=True, has_checkpoint=True, faults=frozenset({"blank", "lose"})),
+    Setting("residuals-fragments", has_residuals=True, **_FRAGMENTS),
     Setting("tables", tables=2),
     Setting("tables-exact", tables=2, aggregation="exact"),
     Setting("tables-async", tables=2, consistency="async"),
@@ -106,6 +113,18 @@ WALKS = (
     _LARGE.but(name="parts-mistaken", parts=2, aggregation="exact", successor="push_pull_own_turns"),
     _LARGE.but(name="parts-quorum", parts=3, quorum=2),
     _LARGE.but(name="fragments", parts=3, quorum=2, programs=("look_push_pull",) * 3, **_OF_LEARNERS),
+    _LARGE.but(name="residuals", has_residuals=True, programs=_MIXED),
+    _LARGE.but(name="residuals-quorum", has_residuals=True, quorum=2),
+    _LARGE.but(name="residuals-exact", has_residuals=True, aggregation="exact", programs=_MIXED),
+    _LARGE.but(name="residuals-async", has_residuals=True, consistency="async", programs=_MIXED),
+    _LARGE.but(
+        name="residuals-fragments",
+        has_residuals=True,
+        parts=3,
+        quorum=2,
+        programs=("look_push_pull",) * 3,
+        **_OF_LEARNERS,
+    ),
     _LARGE.but(name="tables", tables=2),
     _LARGE.but(name="tables-exact", tables=2, aggregation="exact"),
     _LARGE.but(name="tables-async", tables=2, consistency="async"),

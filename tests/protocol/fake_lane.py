@@ -122,9 +122,8 @@ def _gradients(part: GradientPart) -> tuple[tuple[int, bytes, bytes], ...]:
     found = []
     for block, present in part.outgoing():
         bits = b"" if present is None else frames.present_bits(present)
-        is_there = present is None or bool(present.any())
         head = data_pb2.PushFrame(present=bits)
-        found.append((block.index, _bytes(head), part.buffers.block(block.index).tobytes() if is_there else b""))
+        found.append((block.index, _bytes(head), b"".join(each.tobytes() for each in part.sent(block, present))))
     if part.tables_block is not None:
         framed = in_frames(part.outgoing_rows()) or [[]]
         for rows in framed:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import combinations, pairwise, zip_longest
 
 from cut_parts import CutPart, complete_cuts
+from setting import gradient_of
 from world import DEAD, OFF, ON, STALLED, Action, State, World
 
 from psd.checkpoint.cut import CutName, name_of
@@ -36,7 +37,7 @@ class Invariants:
                 if not self._is_to_begin_anew(state):
                     wrong.append(f"processes {waiting} wait for what cannot come: {self._waits(state)}")
             elif all(mode != STALLED for mode in state.modes) and not self._has_gone_back_unnoticed(state):
-                wrong += self._books(state)
+                wrong += self._books(state) + list(self._void(state))
         return wrong
 
     def _together(self, state: State) -> list[str]:
@@ -199,6 +200,16 @@ class Invariants:
     def _is_one_round_one_part(self) -> bool:
         """True if a round is of one part on all shards together: by the decision, or since nobody is mistaken."""
         return self._is_exact or self._setting.successor != "push_pull_own_turns"
+
+    def _void(self, state: State) -> Iterator[str]:
+        """At the end: of gradients from before the job went back nothing counts, not even as a residual."""
+        void = {g for node in state.workers for g, book in node.view.books if book == "void"}
+        for node in state.shards:
+            for block, payloads in node.view.carried:
+                for payload in payloads:
+                    carried = {gradient_of(payload.process, number) for number in payload.numbers} & void
+                    if carried:
+                        yield f"block {block}: gradients {sorted(carried)} count, from before the job went back: {payload}"
 
     def _books(self, state: State) -> list[str]:
         """At the end: each gradient that is acknowledged is in every block of its part, or its worker was told how many lack

@@ -23,6 +23,7 @@ from psd.v1 import data_pb2
 from psd_client.lanes.transport import GradientPart
 from psd_client.worker.exchange.data_requests import DataRequests
 from psd_client.worker.exchange.exchange import ParameterExchange
+from psd_client.worker.exchange.gradient_encoder import EncodedPush, GradientEncoder
 from psd_client.worker.exchange.riders import RoundGone
 from psd_client.worker.exchange.sent_push import SentPush
 from psd_client.worker.session.membership import Memberships
@@ -167,6 +168,37 @@ def any_part(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Agreement, "hear", whole(hear))
     monkeypatch.setattr(Agreement, "check", whole(check))
+
+
+# -- defects that residuals could have --------------------------------------------------------------------------------------
+
+
+def encoded_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A push that is sent again is encoded again, and takes its residual a second time."""
+    block = EncodedPush.block
+
+    def again(push: EncodedPush, *arguments: Any) -> Any:
+        push._done.clear()
+        return block(push, *arguments)
+
+    monkeypatch.setattr(EncodedPush, "block", again)
+
+
+def kept_by_who_goes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker keeps its residual when the job goes back."""
+    monkeypatch.setattr(GradientEncoder, "forget", lambda encoder: None)
+
+
+def lost_with_a_push_that_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A push that is given up takes with it all that its worker has kept, and not its own part alone."""
+    give_up = ParameterExchange._give_up
+
+    def lose(exchange: ParameterExchange, failed: SentPush) -> None:
+        give_up(exchange, failed)
+        if exchange.encoder is not None:
+            exchange.encoder.forget()
+
+    monkeypatch.setattr(ParameterExchange, "_give_up", lose)
 
 
 # -- defects that tables could have ---------------------------------------------------------------------------------------

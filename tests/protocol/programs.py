@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from residuals import lanes_of
 from setting import GRADIENTS_MAX, Setting, gradient_of, row_of, value_of
 
 from psd.contract.errors import PartsDisagree, PsdError, RolledBack, ShardUnavailable, WaitTimeout
@@ -103,6 +104,7 @@ class Program:
             quorum=self.setting.quorum or None,
             aggregation=self.setting.aggregation,
             tables=spec.tables,
+            compress=self.setting.codec or None,
             **self.setting.job,
         )
         self.clock = self.ps.clock
@@ -180,7 +182,7 @@ class Program:
         part = self.parts.get(gradient, 0)
         for block, view in enumerate(self.ps.gradients.views):
             if self.setting.part_of(block) == part:  # what others hold must not be sent
-                view[...] = value_of(gradient)
+                view[...] = lanes_of(gradient, len(view)) if self.setting.has_residuals else value_of(gradient)
 
     def _job_part(self, gradient: int) -> JobPart | None:
         return self.setting.job_parts[self.parts[gradient]] if self.setting.parts else None

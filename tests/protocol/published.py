@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from residuals import Payload, may_have_sent, payloads_of
 from setting import GRADIENTS_MAX, Setting, counts_in, counts_in_row, value_of
 
 from psd.state.shard import Shard
@@ -29,7 +30,7 @@ class History:
 
     Attributes:
         updates: by block, the gradients of each update, in their order. of_tables: likewise by table.
-        wrong: broken invariants that were seen.
+        payloads: by block, the compressed gradients that its updates have. wrong: broken invariants that were seen.
     """
 
     def __init__(self, setting: Setting, shard: int) -> None:
@@ -38,6 +39,8 @@ class History:
         self._ranks = [rank for rank, _ in setting.processes]
         self.updates: dict[int, list[tuple[int, ...]]] = {}
         self.of_tables: dict[int, list[tuple[int, ...]]] = {}
+        self.payloads: dict[int, list[Payload]] = {}
+        self._values: dict[int, list[NDArray[Any]]] = {}  # of a block's versions, where gradients are compressed
         self._rows: dict[int, Any] = {}
         self._begun: dict[int, set[int]] = {}  # by table, what it had at version 0, from a checkpoint
         self.wrong: list[str] = []
@@ -64,12 +67,27 @@ class History:
     def on_publish(self, block: int, before: Any, page: Any, version: int) -> None:
         """A block has another page."""
         if before is None:
-            self.updates[block] = []
+            self.updates[block], self.payloads[block], self._values[block] = [], [], [page.parameter.copy()]
             return
         updates = self.updates.setdefault(block, [])
         if version != before.version + 1:
             self.wrong.append(f"block {block} went from version {before.version} to {version}")
-        self._add(f"block {block}", updates, version, counts_in, float(before.parameter[0] - page.parameter[0]))
+        change = before.parameter - page.parameter
+        if self._setting.has_residuals:
+            self._values[block].append(page.parameter.copy())
+            self._add(f"block {block}", updates, version, lambda change: self._pushed(block, change), change)
+        else:
+            self._add(f"block {block}", updates, version, counts_in, float(change[0]))
+
+    def _pushed(self, block: int, change: NDArray[Any]) -> dict[int, int]:
+        """The pushes that have changed a block; raises AssertionError if their workers' residuals are not as they must be."""
+        found = {payload.gradient: 1 for payload in payloads_of(change)}
+        known = self.payloads[block]
+        known += payloads_of(change)
+        for process in {payload.process for payload in payloads_of(change)}:
+            own = [payload for payload in known if payload.process == process]
+            assert may_have_sent(own), f"the pushes of process {process} are not what error feedback leads to: {own}"
+        return found
 
     def on_commit(self, table: int, version: int, row: Any) -> None:
         """A table has a version, and in it this row: after a transaction, and when its file is opened."""
@@ -130,6 +148,9 @@ class History:
         if block == self._tables_block:
             if version > len(updates):
                 self.wrong.append(f"block {block}: a worker is told version {version}, and its tables have {len(updates)}")
+        elif self._setting.has_residuals:
+            if not np.array_equal(values, self._values[block][version]):
+                self.wrong.append(f"block {block}: version {version} is read as {values}")
         elif float(values[0]) != found:
             self.wrong.append(f"block {block}: version {version} is read as {values[0]}, and is {found}")
         if self._setting.has_rounds and version < clock:
@@ -138,6 +159,7 @@ class History:
     def on_blank(self) -> None:
         """The disk is gone."""
         self.updates, self.of_tables, self._rows, self._begun = {}, {}, {}, {}
+        self.payloads, self._values = {}, {}
 
     def summary(self) -> tuple[Any, ...]:
         """By block, what has been counted; with rounds, in which. See `ahead`, too."""
@@ -146,6 +168,11 @@ class History:
         return tuple(
             (block, (tuple(sorted(g for u in updates for g in u)),)) for block, updates in sorted(self.updates.items())
         )
+
+    def carried(self) -> tuple[tuple[int, tuple[Payload, ...]], ...]:
+        """By block, what compressed gradients have brought."""
+        found = sorted(self.payloads.items()) if self._setting.has_residuals else []
+        return tuple((block, tuple(sorted(payloads))) for block, payloads in found)
 
     def ahead(self) -> tuple[Any, ...]:
         """What each table has counted, where one is ahead of another."""

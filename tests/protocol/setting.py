@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from psd.contract.compression import Compression
 from psd.contract.consistency import Consistency
 from psd.contract.jobspec import GroupSpec, JobSpec, TensorSpec
 from psd.contract.tables import SparseTableSpec
@@ -26,6 +27,9 @@ than its lease. twice: its successor is started meanwhile. suspend: a shard does
 GRADIENTS_MAX = 6
 """Of one process."""
 
+CODEC, LANES = "topk:0.1", 2
+"""Where gradients travel compressed: one of at most ten numbers of a block, in which each process has two."""
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -40,6 +44,7 @@ class Setting:
             has_checkpoint: the job goes on from one, and may go back to it.
             tables: how many there are; each push has a gradient for one of their rows on every shard.
             parts: how many the tensors are in, of which each step is of one; 0: the job has no parts.
+            has_residuals: gradients travel compressed, and what is left out of one goes with the next; see residuals.py.
         cuts: how many shard 0 announces, at any moments; workers then save with each push which gradient it has.
         early_cuts: how many of these it announces before the first step, and not at any moment.
         reads: how many readers come, who call the shards one after the other. restores: of the worlds that go on from the
@@ -55,6 +60,7 @@ class Setting:
     blocks: int = 2
     tables: int = 0
     parts: int = 0
+    has_residuals: bool = False
     shards: int = 2
     steps: int = 2
     programs: tuple[str, ...] = ("push_pull", "push_pull")
@@ -78,17 +84,29 @@ class Setting:
     @cached_property
     def spec(self) -> JobSpec:
         """What the workers declare."""
+        shape, dtype = ((self.width,), "float32") if self.has_residuals else ((1,), "float64")
         return JobSpec(
             len(self.programs),
-            tuple(TensorSpec(f"t{i}", (1,), "float64", i) for i in range(self.blocks)),
+            tuple(TensorSpec(f"t{i}", shape, dtype, i) for i in range(self.blocks)),
             tuple(GroupSpec("sgd", ()) for _ in range(self.groups)),
             Consistency.parse(self.consistency),
             "sum",
             self.quorum,
             self.aggregation,
             tables=tuple(SparseTableSpec(f"r{i}", len(self.processes), self.blocks) for i in range(self.tables)),
+            compression=Compression(self.codec),
             **self.job,
         )
+
+    @property
+    def width(self) -> int:
+        """Of a block whose gradients travel compressed."""
+        return LANES * len(self.processes)
+
+    @property
+    def codec(self) -> str:
+        """In which gradients travel."""
+        return CODEC if self.has_residuals else ""
 
     @property
     def has_rounds(self) -> bool:

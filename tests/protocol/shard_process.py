@@ -153,7 +153,7 @@ class ShardView(NamedTuple):
         is_up: its process runs. lives: how often it has been started. is_blank: it has once been without what it held.
         has_lost_round: the next tick will see to that.
         handlers: keys of waiting calls; True: it may go on. live: by rank, the live session, else 0.
-        history, ahead: see History. cuts: parts of cuts that are complete. announced, reads: how many cuts, and readers.
+        history, ahead, carried: see History. cuts: parts of cuts that are complete. announced, reads: how many cuts, readers.
         holds: it holds pushes for a cut. is_graced: the open round has its quorum, and waits on for others.
     """
 
@@ -165,6 +165,7 @@ class ShardView(NamedTuple):
     live: tuple[int, ...]
     history: tuple[Any, ...]
     ahead: tuple[Any, ...]
+    carried: tuple[Any, ...]
     cuts: tuple[CutPart, ...] = ()
     announced: int = 0
     reads: int = 0
@@ -322,15 +323,12 @@ class ShardProcess:
     def _apply(self, event: tuple[Any, ...]) -> None:
         shard = self._shard
         match event:
-            case ("restart",):
+            case ("restart" | "blank" as what,):
                 assert shard is None
-                self._start()
-                return
-            case ("blank",):
-                assert shard is None
-                shutil.rmtree(self._directory, ignore_errors=True)
-                self._losses += 1
-                self.history.on_blank()
+                if what == "blank":
+                    shutil.rmtree(self._directory, ignore_errors=True)
+                    self._losses += 1
+                    self.history.on_blank()
                 self._start()
                 return
         assert shard is not None
@@ -438,6 +436,7 @@ class ShardProcess:
             live=tuple(w.session if w.state is WorkerState.LIVE else 0 for w in workers) or (0,) * len(self._setting.programs),
             history=self.history.summary(),
             ahead=self.history.ahead(),
+            carried=self.history.carried(),
             cuts=tuple(sorted(self.cut_parts.found.values())),
             announced=self.cut_parts.announced,
             reads=self.cut_parts.reads,

@@ -7,6 +7,7 @@ import struct
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from residuals import gradients_sent
 from setting import counts_in
 from wire import Outcome, Request
 from world import Action, State, World
@@ -150,12 +151,16 @@ def _answer(world: World, state: State, action: Action) -> str:
     return f" = versions {dict(outcome.versions)}" if outcome.versions else " = done"
 
 
+def _gradients(payload: bytes) -> Iterable[int]:
+    return counts_in(struct.unpack("<d", payload)[0]) if len(payload) == 8 else gradients_sent(payload)
+
+
 def _request(request: Request) -> str:
     message = _MESSAGES[request.kind].FromString(request.body)
     words = [request.kind]
     if request.kind in ("push", "push_pull"):
         numbers = [payload for _, head, payload in request.blocks if payload and not data_pb2.PushFrame.FromString(head).rows]
-        found = {g for payload in numbers for g in counts_in(struct.unpack("<d", payload[:8])[0])}
+        found = {g for payload in numbers for g in _gradients(payload)}
         words.append(f"gradient {', '.join(map(str, sorted(found)))}")
     fields = message.DESCRIPTOR.fields_by_name
     words += [f"{name} {getattr(message, name)}" for name in ("clock", "round") if name in fields and request.kind != "leave"]

@@ -194,6 +194,39 @@ def test_a_round_that_takes_gradients_of_several_parts_is_found(monkeypatch: pyt
     assert told_in_order(story, "worker 0 dies", "worker 0': push_pull(12) at clock 1")
 
 
+# -- defects that residuals could have -------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_push_that_is_encoded_again_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    planted.encoded_again(monkeypatch)
+
+    story = find(Setting("planted", has_residuals=True, faults=frozenset({"kill", "lose"})))
+
+    assert "has taken its residual twice" in story[0] or "are not what error feedback leads to" in story[0]
+    assert told_in_order(story, "push_pull gradient 0", "push_pull gradient 0")
+
+
+@pytest.mark.slow
+def test_a_residual_from_before_the_job_went_back_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    planted.kept_by_who_goes_back(monkeypatch)
+
+    story = find(Setting("planted", has_residuals=True, has_checkpoint=True, faults=frozenset({"blank"})))
+
+    assert "from before the job went back" in story[0]
+    assert told_in_order(story, "push_pull gradient", "RolledBack", "push_pull gradient")
+
+
+@pytest.mark.slow
+def test_a_residual_that_is_lost_with_a_push_that_was_given_up_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    planted.lost_with_a_push_that_is_given_up(monkeypatch)
+
+    story = find(Setting("planted", has_residuals=True, faults=frozenset({"timeout"})))
+
+    assert "are not what error feedback leads to" in story[0]
+    assert told_in_order(story, "raises WaitTimeout", "decides: other", "push_pull gradient")
+
+
 # -- defects that tables could have ---------------------------------------------------------------------------------------
 
 

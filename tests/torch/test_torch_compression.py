@@ -175,7 +175,7 @@ def test_models_when_each_is_stepped_alone_then_the_others_residuals_stay(run_wo
         nets = {"a": model(), "b": model()}
         optimizers = {name: torch.optim.SGD(net.parameters(), lr=0.1) for name, net in nets.items()}
         found = psd.distribute(nets, optimizers, ps=ps, **COMPRESSED)
-        kept = ps._worker.declared._encoder._residuals
+        kept = ps._worker.declared.encoder._residuals
         seen = []
         for step, name in enumerate(("a", "b", "a")):
             backward(nets[name], ps.rank, step)

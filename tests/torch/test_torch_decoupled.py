@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,7 +13,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from helpers_torch import assert_close  # noqa: E402
-from learners import OUTER, SUM, Walker, adam, backward, merged, momentum_of, network  # noqa: E402
+from learners import OUTER, SUM, Walker, adam, backward, merged, momentum_of, network, side_by_side  # noqa: E402
 from torch import optim  # noqa: E402
 
 import psd_client  # noqa: E402
@@ -29,21 +29,6 @@ def stack() -> Iterator[contextlib.ExitStack]:
     """What the test opens; closed in the end."""
     with contextlib.ExitStack() as opened:
         yield opened
-
-
-def side_by_side(*begins: Callable[[], Any]) -> list[Any]:
-    """The results of calls that wait for each other."""
-    found: list[Any] = [None] * len(begins)
-
-    def run(index: int) -> None:
-        found[index] = begins[index]()
-
-    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(begins))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return found
 
 
 def walkers(servers: str, stack: Any, locals_: list[psd.Local], **options: Any) -> list[Walker]:

@@ -28,7 +28,7 @@ class Exchanged:
 
     Attributes:
         clock: of the job, at which the difference was pushed. fragment: of which. is_counted: False: it came late, and travels
-            with the next difference of the fragment.
+            with the next difference of the fragment; with fast aggregation, in those blocks that have not counted it.
         departed, landed: local steps after which the difference was taken, and what came back was.
         weight: of the difference. is_mixed: what came back was mixed in by alpha; False: what the learner has learned since was
             carried over to it.

@@ -277,8 +277,8 @@ class LocalOptimizer(JobOptimizer):
     def _take(self, flight: Flight) -> None:
         """Mix a fragment's received values in; carry what was learned of others over to new bases of theirs.
 
-        If the difference came late, all that was learned of the fragment is carried over, too; if it was sent again, or has
-        taken longer than the delay, what was learned since it was taken."""
+        If the difference came late, all that was learned of the fragment is carried over, too, but in blocks that have counted
+        it; if it was sent again, or has taken longer than the delay, what was learned since it was taken."""
         declaration, flat = self._declaration, self._worker.parameters
         views, differences = as_tensors(flat), as_tensors(self._worker.gradients)
         received = {block.group for block in flat.layout.blocks if flat.versions[block.index] != self._versions[block.index]}
@@ -289,6 +289,7 @@ class LocalOptimizer(JobOptimizer):
         share = self._local.share
         if is_late:
             self._counts[flight.fragment].add(flight.counts.steps, flight.counts.tokens)
+            self._worker.take_back(flight.spare.chosen_at)  # in `differences` is what has counted, if that is some
         for fragment, part in enumerate(declaration.parts):
             if received.intersection(part.groups) or fragment == flight.fragment:
                 self._received[fragment] = self._version_of(fragment)
@@ -298,8 +299,7 @@ class LocalOptimizer(JobOptimizer):
             if group in own and is_mixed:
                 self._parameters.mix(index, value, share)
             elif group in received or group in own:
-                has_counted = group in own and not is_late
-                self._parameters.move(index, value - base + differences[index] if has_counted else value - base)
+                self._parameters.move(index, value - base + differences[index] if group in own else value - base)
             else:
                 continue
             base.copy_(value)

@@ -285,6 +285,18 @@ class FlatCalls(WorkerConnection):
         with self.operation("look for the clock", turn=turn):
             self.declared.learn_clock()
 
+    def take_back(self, since: int) -> None:
+        """Keep of `gradients` what has counted of the last push, a learner's, of the clock `since` or later, which came late.
+
+        The rest is to be sent as a part of another: it becomes 0, and what encoding it has done to residuals is undone.
+        """
+        exchange = self.declared
+        late = exchange.learner.late_blocks(since, exchange.gradients.layout)
+        if exchange.encoder is not None:
+            exchange.encoder.take_back(late, since)
+        for block in late:
+            exchange.gradients.block(block).fill(0)
+
     @property
     def sits_out(self) -> bool:
         """True if the job chooses who takes part in a round, and at the last `learn_clock` not this worker."""

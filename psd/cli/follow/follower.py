@@ -210,11 +210,7 @@ class JobFollower:
         if not self._dtypes:
             raise ConfigError("--names: the job has no tensors; tables and vectors are not followed")
         names = list(self._dtypes)
-        return (
-            names
-            if not self._patterns
-            else [names[index] for index in sorted(matching(self._patterns, names))]
-        )
+        return names if not self._patterns else [names[index] for index in sorted(matching(self._patterns, names))]
 
     def _pull_last(self, after: int | None) -> None:
         """Write the version with which the job has ended, if it is not there."""

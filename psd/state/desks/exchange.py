@@ -215,6 +215,8 @@ class Exchange:
         if index not in push.covered:
             push.covered.add(index)
             push.outcomes[outcome] += 1
+            if outcome is Outcome.LATE:
+                push.late.append(index)
             if outcome in (Outcome.COUNTED, Outcome.STAGED) and push.outcomes[outcome] == 1:
                 with self._core.lock:
                     for count in push.riders.count:
@@ -271,6 +273,7 @@ class Exchange:
             blocks_counted=counted,
             blocks_duplicate=outcomes[Outcome.DUPLICATE],
             blocks_late=late,
+            late=push.late,
             blocks_staged=staged,
         )
         with self._core.lock:

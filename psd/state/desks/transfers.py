@@ -51,6 +51,7 @@ class Push:
         loan: of the gradient that blocks may read where the worker has it.
         staged: rows of the tables' block whose last frame has not come.
         arrived: blocks that have come, also those that were covered before. outcomes: how many blocks had each Outcome.
+        late: which were late.
     """
 
     job: Job
@@ -74,6 +75,7 @@ class Push:
     covered: set[int] = field(default_factory=set)
     arrived: int = 0
     outcomes: list[int] = field(default_factory=([0] * len(Outcome)).copy)
+    late: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True)

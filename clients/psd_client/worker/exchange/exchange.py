@@ -53,7 +53,7 @@ class ParameterExchange:
         is_skipped: True if the round of the last push changed nothing, because some worker's gradient was not finite; without
             rounds, this worker's. Known after the pull.
         counts: as ParameterServer.stats shows them.
-        rows: rows of tables that are on their way. learner: a learner's note, if this is one.
+        rows: rows of tables that are on their way. learner: a learner's note, if this is one. encoder: of gradients, or None.
     """
 
     def __init__(
@@ -97,14 +97,14 @@ class ParameterExchange:
         self.times_gone_back = 0
         self.buffers = BufferKeeper(session, shards, layout, self.parameters, self._timeout_s, lambda: self.times_gone_back)
         self.learner = LearnerRider()
-        self._encoder = GradientEncoder(rank, self.gradients) if any(block.codec for block in layout.blocks) else None
+        self.encoder = GradientEncoder(rank, self.gradients) if any(block.codec for block in layout.blocks) else None
         own = [self.client_state, *([self.buffers] if self.buffers.has_use else ()), self.rows, self._counts]
-        own += [*([self.learner] if is_learner else ()), *([self._encoder] if self._encoder is not None else ())]
+        own += [*([self.learner] if is_learner else ()), *([self.encoder] if self.encoder is not None else ())]
         self._riders = riders_of(rank, session, layout, self.gradients, self.counts, *own)
-        self._requests = DataRequests(session, self.gradients, self._riders, self._verdicts, self._encoder, self.places.held)
+        self._requests = DataRequests(session, self.gradients, self._riders, self._verdicts, self.encoder, self.places.held)
         self._load = ParameterLoad(rank, session, shards, self.parameters, wait_timeout_s, self._timeout_s)
         for share in sharing if segment is not None else ():
-            share(self._encoder.sent if self._encoder is not None else self.gradients, self.places.shared)
+            share(self.encoder.sent if self.encoder is not None else self.gradients, self.places.shared)
 
     # -- operations ----------------------------------------------------------------------------------------------------
 
@@ -315,7 +315,7 @@ class ParameterExchange:
         Raises:
             NonFiniteGradient: in place of the error, if the gradient could not be encoded.
         """
-        encoded = self._encoder.push if self._encoder is not None else None
+        encoded = self.encoder.push if self.encoder is not None else None
         failure = encoded.failure if encoded is not None else None
         if not isinstance(error, RolledBack):
             sent.on_failure(failure or error, self._trained, self.gradients)

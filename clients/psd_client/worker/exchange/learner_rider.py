@@ -1,10 +1,12 @@
-"""The note that a learner sends with each push, and the fastest learner's pace, which it hears from shard 0.
+"""The note that a learner sends with each push; the fastest learner's pace, which it hears from shard 0; and which blocks have
+not counted its last push.
 
 Must not know what a learner does.
 """
 
 from __future__ import annotations
 
+from psd.contract.layout import Layout
 from psd.v1 import data_pb2
 from psd_client.worker.exchange.riders import Rider
 from psd_client.worker.exchange.sent_push import SentPush
@@ -20,12 +22,22 @@ class LearnerRider(Rider):
     def __init__(self) -> None:
         self.note = data_pb2.LearnerNote()
         self.fastest_step_s = 0.0
+        self._last: SentPush | None = None
 
     def write(self, sent: SentPush) -> None:
         """Write the note."""
+        self._last = sent
         sent.header.learner.CopyFrom(self.note)
 
     def hear(self, sent: SentPush) -> None:
         """Take shard 0's word."""
         if 0 in sent.replies:
             self.fastest_step_s = sent.replies[0].fastest_step_s
+
+    def late_blocks(self, since: int, layout: Layout) -> set[int]:
+        """The blocks that have not counted a push of the clock `since` or a later one, which came late. All of them if none was
+        made, because its round was over before, or if a push counts as a whole."""
+        last = self._last
+        if last is None or last.header.clock < since or layout.spec.aggregation == "exact":
+            return {block.index for block in layout.blocks}
+        return {index for reply in last.replies.values() for index in reply.late}

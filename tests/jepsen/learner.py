@@ -1,0 +1,114 @@
+"""The learner of a trial: local steps that can be told apart, and exchanges, of which its history says what became of each:
+
+    {"t": 12.3, "e": "invoke", "op": "step", "number": 7, "local": 4, "clock": 4}
+    {"t": 12.4, "e": "exchange", "clock": 4, "fragment": 0, "is_counted": true, "departed": 4, "landed": 5, "is_mixed": true,
+     "absent": [6], "twice": []}
+
+local: the local step that it makes; after an error it makes the next one. absent, twice: of its own steps, those that its own
+parameters of the fragment have not, or not once, after the exchange. Uses the public face of psd alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from learner_cells import CELLS, counts_of, fragment_names, length_of, place_and_size
+from program import Failed, Program
+
+import psd_client
+import psd_client.torch as psd
+
+
+class Learner(Program):
+    """One life of a learner."""
+
+    optimizer: Any = None
+
+    def connect(self) -> psd_client.ParameterServer:
+        """Join the job."""
+        options, given = self._options, self._options.learning
+        ps = self.call("connect", lambda: psd_client.connect(options.servers, options.rank, options.workers, **options.connect))
+        self.ps = ps
+        length = length_of(options.size, options.shards)
+        self._names = fragment_names(given["fragments"])
+        self._model = torch.nn.ParameterDict({name: torch.nn.Parameter(torch.zeros(length)) for name in self._names})
+        local = psd.Local(
+            given["steps"],
+            psd_client.SGD(lr=1),
+            fragments=given["fragments"],
+            delay=given["delay"],
+            alpha=0.0,
+        )
+        for parameter in self._model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        inner = torch.optim.SGD(self._model.parameters(), lr=1.0)
+        self.optimizer = self.call(
+            "declare", lambda: psd.distribute(self._model, inner, local=local, ps=ps, **options.declared)
+        )
+        self.optimizer.on_exchange = self._on_exchange
+        self._made: list[int] = []
+        self._exchanged = 0
+        return ps
+
+    def _on_exchange(self, exchanged: Any) -> None:
+        values = self._model[self._names[exchanged.fragment]].detach().numpy()
+        least, most = counts_of(values, self._made)
+        self._exchanged += 1
+        self._history.write(
+            "exchange",
+            clock=exchanged.clock,
+            fragment=exchanged.fragment,
+            is_counted=exchanged.is_counted,
+            departed=exchanged.departed,
+            landed=exchanged.landed,
+            is_mixed=exchanged.is_mixed,
+            absent=[number for number, count in zip(self._made, least, strict=True) if count == 0],
+            twice=[number for number, count in zip(self._made, most, strict=True) if count > 1],
+        )
+
+    def _reaction(self, error: Exception) -> str:
+        self._last = 0, ()  # it has begun, so that it goes on after errors
+        return super()._reaction(error)
+
+    def _step(self, does_push: bool) -> None:
+        del does_push
+        number = next(self._left)
+        cell, size = place_and_size(number)
+        gradients = [self._model[name].grad for name in self._names]
+        for gradient in gradients:
+            gradient[cell::CELLS] = size
+        self._made.append(number)
+        try:
+            self.call("step", self.optimizer.step, number=number, local=self.optimizer.local_step + 1)
+        except Failed as failed:
+            self._pause(0.1)
+            if failed.reaction == "abort":
+                self._abort()
+            if failed.reaction in ("end", "restart"):
+                raise
+        for gradient in gradients:
+            gradient[cell::CELLS] = 0
+        self._pause(self._style.pace_s)
+
+    def run(self) -> None:
+        """Connect, train, and end as the style says."""
+        ps = self.connect()
+        how = self._style.ending
+        if how == "close":
+            self.train()
+            self.call("close", self.optimizer.close)
+        elif how == "with":
+            with ps:
+                self.train()
+        else:
+            self.train()
+        self._history.write("end", how=how, **self._state())
+
+    def finish(self) -> None:
+        """Instead of `run`: make one exchange."""
+        self.connect()
+        while not self._exchanged:
+            self._step(does_push=False)
+        self.call("close", self.optimizer.close)
+        self._history.write("end", how="finish", **self._state())

@@ -1,0 +1,145 @@
+"""The model of compressed gradients and of learners finds what is planted, and nothing in a history that is sound."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from cells import NUMBERS, PER_LIFE, Counts, Gradients, initial, seen
+from learner_cells import counts_of
+from lossy_cells import FORMS, LOSSY, LossyCells, totals
+from plan import Learning
+from story import Story
+
+PUSHES = 38
+LEARNING = {"learning": Learning(2, 1, 0)}
+
+
+@pytest.mark.parametrize("codec", FORMS)
+def test_cells_that_travel_compressed_count_each_gradient_once_and_show_the_residual(codec: str) -> None:
+    """In each block, with exact sums; and a residual that was dropped, or is taken again, leaves others."""
+    cells = LossyCells(codec, NUMBERS, PER_LIFE)
+    parameters = initial("medium", 2, codec)
+    blocks = Counts(parameters, 2, codec).lossy
+    assert len(blocks) > 2
+    for first, values in blocks.values():
+        residual = np.zeros_like(values)
+        for number in range(PUSHES):
+            sent, residual = cells.sent(number, residual, first)
+            parameters[LOSSY][first : first + len(values)] -= sent
+
+    counts = Counts(parameters, 2, codec)
+
+    assert counts.is_whole
+    assert counts.numbers() == list(range(PUSHES))
+    assert counts.of(7, (LOSSY,)) == dict.fromkeys(blocks, (1, 1))
+    assert seen(parameters, PUSHES - 1, (LOSSY,)) == (1, 1)
+    assert set(counts.of(PUSHES, (LOSSY,)).values()) == {(0, 0)}
+    for first, values in counts.lossy.values():
+        sure = [(number, True, True) for number in range(PUSHES)]
+        (expected,) = totals(cells, sure, len(values), first)
+        (dropped,) = totals(cells, [*sure[:3], None, *sure[3:]], len(values), first)
+        np.testing.assert_array_equal(-values, expected)
+        assert not np.array_equal(dropped, expected)
+        assert len(list(totals(cells, [*sure, (PUSHES, False, False)], len(values), first))) == 2
+
+
+def test_gradients_that_travel_compressed_are_what_the_model_takes_them_for() -> None:
+    gradients = Gradients("small", 2, "int8")
+    written = gradients.write(11, (LOSSY,))[LOSSY].copy()
+
+    expected = np.empty_like(written)
+    LossyCells("int8", NUMBERS, PER_LIFE).write(expected, 11)
+    np.testing.assert_array_equal(written, expected)
+
+
+@pytest.mark.parametrize(
+    ("second", "kinds"),
+    [({}, set()), ({"keeps": False}, {"residual not taken once"}), ({"times": 2}, {"residual not taken once"})],
+)
+def test_checks_when_a_residual_is_lost_then_they_find_it(tmp_path: Path, second: dict[str, Any], kinds: set[str]) -> None:
+    story = Story(tmp_path, codec="int4")
+    for number in range(4):
+        story.push_pull(number)
+        story.count(number)
+        story.count_lossy(number, **second if number == 2 else {})
+    story.end()
+
+    assert story.found_of_residuals() == kinds
+
+
+def test_steps_are_told_apart() -> None:
+    values = np.zeros(2 * 2048, np.float32)
+    values[5] = values[5 + 2048] = -(1 + 2 * 8.0**7)
+    least, most = counts_of(values, [5, 5 + 7 * 2048, 6])
+
+    assert least.tolist() == most.tolist() == [1, 2, 0]
+
+
+@pytest.mark.parametrize(
+    ("has", "times", "kinds"),
+    [
+        ((0, 1, 2, 3), 1, set()),
+        ((0, 1), 1, {"acknowledged and lost"}),
+        ((0, 1, 2, 3, 4), 1, {"dropped and counted"}),
+        ((0, 1, 2, 3), 2, {"counted twice"}),
+        ((0, 1, 2, 3, 9), 1, {"unknown step"}),
+    ],
+)
+def test_checks_when_a_difference_comes_late_then_its_steps_count_with_the_next(
+    tmp_path: Path, has: tuple[int, ...], times: int, kinds: set[str]
+) -> None:
+    story = Story(tmp_path, "quorum-exact", **LEARNING)
+    story.learn(0, 1)
+    story.learn(1, 2, departed=2, is_counted=False)
+    story.learn(2, 3)
+    story.learn(3, 4, departed=4, is_counted=True)
+    story.learn(4, 5)
+    story.call("close")
+    story.end()
+    story.has_learned(*has, times=times)
+
+    assert story.found_of_learners() == kinds
+
+
+@pytest.mark.parametrize("has", [(), (0, 1)])
+def test_checks_when_a_learner_is_killed_then_its_difference_counts_once_or_not(tmp_path: Path, has: tuple[int, ...]) -> None:
+    story = Story(tmp_path, **LEARNING)
+    story.learn(0, 1)
+    story.learn(1, 2)
+    story.end("", -9)
+    story.has_learned(*has)
+
+    assert story.found_of_learners() == set()
+
+
+@pytest.mark.parametrize(
+    ("told", "kinds"),
+    [({"absent": [0]}, {"own step lost"}), ({"twice": [1]}, {"own step counts twice"}), ({"absent": [2]}, set())],
+)
+def test_checks_when_a_learner_does_not_have_its_own_steps_then_they_find_it(
+    tmp_path: Path, told: dict[str, Any], kinds: set[str]
+) -> None:
+    """But for those over which others' were mixed in."""
+    story = Story(tmp_path, **LEARNING)
+    story.learn(0, 1)
+    story.learn(1, 2)
+    story.learn(2, 3, departed=2, is_counted=True, is_mixed=True, **told)
+    story.call("close")
+    story.end()
+    story.has_learned(0, 1)
+
+    assert story.found_of_learners() == kinds
+
+
+def test_checks_when_the_job_has_gone_back_then_what_was_acknowledged_since_need_not_count(tmp_path: Path) -> None:
+    story = Story(tmp_path, checkpoint_steps=5, **LEARNING)
+    story.learn(0, 1, departed=1, is_counted=True, clock=3)
+    story.fault("shard-lose")
+    story.learn(1, 2, "RolledBack")
+    story.end("restart", 1)
+    story.has_learned()
+
+    assert story.found_of_learners() == set()
