@@ -43,7 +43,7 @@ class Page:
         pins: readers, plus one while the page is current, and one for each page that has its body. Guarded by the arena.
         base: the page whose body this one has; None: its own.
         content: the checksum of the body, once published.
-        state, place, head, body: the arena's.
+        state, place, head, body, tails: the arena's.
     """
 
     block: int
@@ -58,6 +58,7 @@ class Page:
     place: Place
     head: Words
     body: Words
+    tails: Sequence[NDArray[np.uint8]]
     base: Page | None = None
     content: int = 0
 
@@ -153,6 +154,8 @@ class Blocks:
         assert page.state is PageState.SPARE, f"block {block}: the page to publish is {page.state.value}"
         assert page.block == block, f"block {block}: the page to publish is one of block {page.block}"
         head, number, base = page.head, page.place.number, page.base
+        for tail in page.tails if base is None else ():
+            tail.fill(0)  # equal values have equal checksums, whatever has lain in this place before
         page.content = page.body.content() if base is None else base.content
         self._crash_point("arena.publish.before_header")
         of_body = 0 if base is None else base.place.number
@@ -219,5 +222,6 @@ class Blocks:
             place=place,
             head=views.head,
             body=with_body.body,
+            tails=with_body.tails,
             base=base,
         )

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from psd_core import _arena_format as form
 from psd_core import _store_file as files
 from psd_core._arena import Words
-from psd_core._store_format import StoreClosed, StoreFull, align
+from psd_core._store_format import CACHE_LINE_BYTES, StoreClosed, StoreFull, align
 
 SPARE_PAGES_KEPT = 8
 """Idle backed places kept per kind. A spare is in use only while an update runs or a reader holds an old page."""
@@ -33,9 +33,13 @@ _VIEWS_MAX = 8
 
 
 class Views:
-    """The arrays of one block shape over one place; `body`, `parameter` and `slots` only if it has room for them."""
+    """The arrays of one block shape over one place; `body`, `parameter`, `slots` and `tails` only if it has room for them.
 
-    __slots__ = ("body", "clocks", "head", "parameter", "sessions", "slots", "steps")
+    Attributes:
+        tails: the bytes between the end of the parameter, or of a slot, and the next cache line.
+    """
+
+    __slots__ = ("body", "clocks", "head", "parameter", "sessions", "slots", "steps", "tails")
 
     def __init__(
         self, mapping: mmap.mmap, start: int, size: int, shape: form.BlockShape, layout: form.PageLayout, workers: int
@@ -53,6 +57,9 @@ class Views:
         self.body = Words(mapping, start + layout.parameter_at, layout.body_words)
         self.parameter = array(shape.length, shape.dtype, layout.parameter_at)
         self.slots = tuple(array(shape.length, shape.dtype, at) for at in layout.slots_at)
+        nbytes = self.parameter.nbytes
+        tail = -nbytes % CACHE_LINE_BYTES
+        self.tails = [array(tail, "u1", at + nbytes) for at in (layout.parameter_at, *layout.slots_at) if tail]
 
 
 class Place:

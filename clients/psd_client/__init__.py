@@ -54,6 +54,7 @@ from psd_client.client import ParameterServer
 from psd_client.connecting import connect
 from psd_client.custom_rule import CustomRule
 from psd_client.local import LocalCluster, RunFailed, local
+from psd_client.publishing import Store, publish
 from psd_client.reader import Reader, ReadTable
 from psd_client.tables import (
     Constant,
@@ -68,6 +69,7 @@ from psd_client.tables import (
 )
 from psd_client.vector_batch import Batch, BatchAnswer
 from psd_client.vectors import Matrix, Vector
+from psd_client.weights import Weights
 from psd_client.worker.reduction import Reduced
 from psd_client.worker.session.orders import Drained
 from psd_core import rules as _rules
@@ -77,6 +79,9 @@ logging.getLogger("psd_client").addFilter(PrintableRecords())
 
 __all__ = [
     "connect",
+    "publish",
+    "Store",
+    "Weights",
     "ParameterServer",
     "Reduced",
     "Reader",

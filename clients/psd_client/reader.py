@@ -26,6 +26,7 @@ from psd.contract.errors import CutMissed, InvalidRequest, LayoutMismatch, NotDe
 from psd.contract.integers import INTEGER_MAX
 from psd.contract.jobspec import JobSpec
 from psd.contract.layout import Layout
+from psd.contract.publications import decode_meta
 from psd.contract.settings import check_seconds
 from psd.contract.tables import SparseTableSpec
 from psd.contract.vectors import spec_of
@@ -38,7 +39,8 @@ from psd_client.lanes.transport import Call, Lane, Scope
 from psd_client.lanes.waiting import ShardHealth
 from psd_client.tables import as_row_ids
 from psd_client.vectors import Vector, as_vector
-from psd_client.wanted_tensors import WantedTensors, blocks_with
+from psd_client.wanted_tensors import WantedTensors, blocks_with, meta_of
+from psd_client.weights import Weights, digest_of
 from psd_client.worker.rows import Batches, RowPull
 from psd_client.worker.vectors.fetches import Fetches
 from psd_core.reductions import Answer as Found
@@ -125,9 +127,6 @@ class Reader:
         config: settings; rank and world_size mean nothing here.
         lanes: the lane to each shard; closed with the reader.
 
-    Attributes:
-        version: version of the parameters that the last `pull` fetched: the number of closed rounds; without rounds, the clock
-            of the slowest worker.
     """
 
     def __init__(self, config: ClientConfig, lanes: Sequence[Lane]) -> None:
@@ -137,7 +136,6 @@ class Reader:
         self._last: Exception | None = None  # why the last attempt of a pull has found nothing
         self._layout: Layout | None = None
         self._buffers: FlatBuffers | None = None  # what pulls are received in
-        self.version = 0
 
     @property
     def tables(self) -> dict[str, ReadTable]:
@@ -204,16 +202,21 @@ class Reader:
         *,
         names: Sequence[str] | None = None,
         out: Mapping[str, NDArray[Any]] | None = None,
+        dtype: str | None = None,
         newer_than: int | None = None,
         timeout: float | None = None,
-    ) -> dict[str, NDArray[Any]]:
-        """Fetch the parameters by name (float16 and bfloat16 as float32); all of one version if the job has rounds.
+    ) -> Weights:
+        """Fetch the tensors by name (float16 and bfloat16 as float32); all of one version if the job has rounds.
 
-        Without rounds they are the state after a certain number of each worker's pushes, the same on all shards.
+        Without rounds they are the state after a certain number of each worker's pushes, the same on all shards. Of a store
+        (see `publish`) they are what one `put` has set; before the first one, this waits for it.
 
         Args:
             names: fetch these tensors alone: names, or patterns such as "encoder.*", as in fnmatch. None: all.
             out: fetch the tensors of these names, into these arrays, and return them. After an error the arrays are unchanged.
+            dtype: "bfloat16" or "float16": fetch tensors of float32 in that precision, with half the bytes; they are still
+                arrays of float32, of which the lower bits are rounded away. A block with NaN or infinity, or numbers beyond the
+                range, comes as it is. Published tensors of 16 bits travel as such anyway. None: all bits.
             newer_than: wait until there is a later version than this one. Waiting loads neither the reader nor the shards. A
                 job that goes back to a checkpoint counts its versions from there.
             timeout: seconds after which the call gives up; None: the wait timeout.
@@ -225,7 +228,7 @@ class Reader:
             WaitTimeout: there is no newer version in time, or the shards' blocks were not found at one version.
             ShardUnavailable: a shard could not be reached.
         """
-        wanted = WantedTensors(names, out)
+        wanted = WantedTensors(names, out, dtype)
         if newer_than is not None and not 0 <= whole_number(InvalidRequest, "newer_than", newer_than) < INTEGER_MAX:
             raise InvalidRequest(f"newer_than: must be from 0 to {INTEGER_MAX - 1}, got {newer_than}")
         oldest = 0 if newer_than is None else newer_than + 1
@@ -239,7 +242,7 @@ class Reader:
         why = self._health.silent() or ([str(self._last)] if self._last is not None else self._health.asked())
         logger.warning("psd: reader: pull has taken %.0f s: %s", waited_s, "; ".join(why) or "no shard has answered yet")
 
-    def _pull(self, wanted: WantedTensors, oldest: int, timeout_s: float) -> dict[str, NDArray[Any]]:
+    def _pull(self, wanted: WantedTensors, oldest: int, timeout_s: float) -> Weights:
         clock = RetryPolicy(0).clock
         deadline = clock() + timeout_s
         ahead = 0  # rounds; doubled each time that the shards have gone on before they were asked
@@ -249,6 +252,7 @@ class Reader:
                 replies = self._describe()
                 layout = self._layout_of(replies)
                 has_rounds = layout.spec.consistency.has_rounds
+                oldest = max(oldest, int(layout.spec.is_publication))  # version 0 of a store was never put
                 progress = max((reply.progress for reply in replies if reply.has_blocks), default=0)
                 if has_rounds:
                     step, patience_s = max(progress + ahead, oldest), PATIENCE_S if ahead else NEWEST_PATIENCE_S
@@ -267,7 +271,6 @@ class Reader:
                 last = error
                 Scope().sleep(POLL_S)
             else:
-                self.version = step
                 return found
             self._last = last
             if clock() > deadline:
@@ -294,21 +297,22 @@ class Reader:
             raise NotDeclared("the shards are going back to a checkpoint")
         return self._layout
 
-    def _read(
-        self, run_id: str, layout: Layout, wanted: WantedTensors, step: int, patience_s: float
-    ) -> dict[str, NDArray[Any]]:
+    def _read(self, run_id: str, layout: Layout, wanted: WantedTensors, step: int, patience_s: float) -> Weights:
         cut = data_pb2.Cut(id=secrets.token_hex(8), step=step)
-        tensors = wanted.tensors(layout)
-        blocks = blocks_with(layout, tensors)
+        tensors, meta = wanted.tensors(layout), meta_of(layout)
+        of_meta = blocks_with(layout, [] if meta is None else [meta])
+        blocks = blocks_with(layout, tensors) | of_meta
         has_rounds = layout.spec.consistency.has_rounds
         if self._buffers is None or self._buffers.layout is not layout:
             self._buffers = FlatBuffers(layout)
         buffers = self._buffers
+        buffers.codecs = [block.read_codec(wanted.codec) for block in layout.blocks]
+        buffers.contents.clear()
 
         def read_at(lane: Lane, call: Call) -> set[int]:
             own = layout.blocks_of(lane.shard)
             asked = [block for block in own if block.index in blocks] or own[:1]
-            request = data_pb2.ReadRequest(run_id=run_id, layout_digest=layout.digest, cut=cut)
+            request = data_pb2.ReadRequest(run_id=run_id, layout_digest=layout.digest, cut=cut, codec=wanted.codec)
             if len(asked) < len(own):
                 request.blocks.extend(block.index for block in asked)
             return lane.read(request, asked, buffers, call)
@@ -319,7 +323,13 @@ class Reader:
         found = self._shards.run(read_at, max(0.1, patience_s) + transfer_s(layout, lanes), lanes)
         if len(set().union(*found)) > 1:
             raise CutMissed("workers have joined, or were lost, while their positions were asked for")
-        return wanted.results(layout, tensors, buffers)
+        contents = {index: content for index, content in buffers.contents.items() if index in blocks - of_meta}
+        return Weights(
+            wanted.results(layout, tensors, buffers),
+            step,
+            None if meta is None else decode_meta(buffers.views[meta]),
+            digest_of(layout.digest, contents),
+        )
 
     def close(self) -> None:
         """Disconnect. Idempotent."""
@@ -334,6 +344,8 @@ class Reader:
 
 def _check_newer(progress: int, oldest: int) -> None:
     """Raise WaitTimeout if the newest version is older than what is asked for."""
+    if progress < oldest == 1:
+        raise WaitTimeout("newer_than: there is no version above 0 yet", missing=[])
     if progress < oldest:
         raise WaitTimeout(
             f"newer_than: the newest version is {progress}, and there has come none above {oldest - 1}", missing=[]

@@ -13,10 +13,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from psd.contract.arguments import refuse
+from psd.contract.arguments import choice, refuse
 from psd.contract.errors import InvalidRequest, InvalidTensor
 from psd.contract.layout import Layout
 from psd_client.lanes.flat import FlatBuffers
+
+_CODECS = {"float32": "", "bfloat16": "bf16", "float16": "fp16"}
 
 
 class WantedTensors:
@@ -24,18 +26,23 @@ class WantedTensors:
 
     Args:
         names: names, or patterns as in fnmatch. out: arrays to fill, by name. Both None: all tensors.
+        dtype: precision of those of float32, and the form in which they travel; None: all of it.
+
+    Attributes:
+        codec: as in ReadRequest.
 
     Raises:
-        InvalidRequest: both are given; or names is a string, or has none.
+        InvalidRequest: names and out are both given; or names is a string, or has none; or there is no such dtype.
     """
 
-    def __init__(self, names: Sequence[str] | None, out: Mapping[str, NDArray[Any]] | None) -> None:
+    def __init__(self, names: Sequence[str] | None, out: Mapping[str, NDArray[Any]] | None, dtype: str | None = None) -> None:
         if names is not None and out is not None:
             raise InvalidRequest("names: the arrays in `out` say already what is fetched")
         if isinstance(names, str) or (names is not None and not all(isinstance(name, str) for name in names)):
             refuse(InvalidRequest, "names", "a list of names or patterns", names)
         if out is not None and not isinstance(out, Mapping):
             refuse(InvalidRequest, "out", "a dict of arrays by name", out)
+        self.codec = "" if dtype is None else _CODECS[choice(InvalidRequest, "dtype", dtype, _CODECS)]
         self._patterns = list(out) if out is not None else names
         self._out = out
         if self._patterns is not None and not self._patterns:
@@ -48,17 +55,19 @@ class WantedTensors:
             InvalidRequest: no tensor has such a name.
             InvalidTensor: an array in `out` has another shape or dtype than its tensor.
         """
-        names = [tensor.name for tensor in layout.spec.tensors]
+        hidden = meta_of(layout)
+        names = {index: tensor.name for index, tensor in enumerate(layout.spec.tensors) if index != hidden}
         if self._patterns is None:
-            return list(range(len(names)))
+            return list(names)
         found: set[int] = set()
         for pattern in self._patterns:
-            matches = {index for index, name in enumerate(names) if name == pattern}
+            matches = {index for index, name in names.items() if name == pattern}
             if self._out is None:
-                matches = matches or {index for index, name in enumerate(names) if fnmatchcase(name, pattern)}
+                matches = matches or {index for index, name in names.items() if fnmatchcase(name, pattern)}
             if not matches:
                 field = "names" if self._out is None else "out"
-                raise InvalidRequest(f"{field}: no tensor is called {pattern!r}; there are {reprlib.repr(names)}")
+                known = reprlib.repr(list(names.values()))
+                raise InvalidRequest(f"{field}: no tensor is called {pattern!r}; there are {known}")
             found |= matches
         for index in found if self._out is not None else ():
             self._check(names[index], layout.spec.tensors[index].shape, _dtype_of(layout, index))
@@ -85,6 +94,11 @@ class WantedTensors:
                 results[name] = self._out[name]
                 np.copyto(results[name], view, casting="unsafe")  # only a bool's bytes are of another dtype
         return results
+
+
+def meta_of(layout: Layout) -> int | None:
+    """Index of the tensor with the meta; None if nothing is published."""
+    return len(layout.spec.tensors) - 1 if layout.spec.is_publication else None
 
 
 def blocks_with(layout: Layout, tensors: Sequence[int]) -> set[int]:

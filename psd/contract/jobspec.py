@@ -1,7 +1,7 @@
 """The job spec: the workers' declaration, as frozen values that are checked when they are made.
 
-Converts it to and from its message, checks it against limits, and names the first difference between two specs. Must not know
-where tensors are stored (layout.py) or how rules compute (psd/state/aggregation/rules.py).
+Converts it to and from its message, and names the first difference between two specs. Must not know limits of shards
+(spec_limits.py), where tensors are stored (layout.py) or how rules compute (psd/state/aggregation/rules.py).
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from functools import cached_property
 from itertools import chain
 
 from psd.contract.compression import NONE, Compression
-from psd.contract.config import Limits
 from psd.contract.consistency import SYNC, Consistency
 from psd.contract.errors import InvalidRequest, InvalidTensor
 from psd.contract.printable import is_printable, utf8_size
-from psd.contract.rules import BUFFERS, STATIC, TABLE_RULES, RuleInfo, rule_info
+from psd.contract.publications import check_terms
+from psd.contract.rules import BUFFERS, PUBLISHED, STATIC, TABLE_RULES, RuleInfo, rule_info
 from psd.contract.staleness import check_staleness
 from psd.contract.tables import SparseTableSpec
 from psd.v1 import job_pb2
@@ -77,7 +77,7 @@ class TensorSpec:
     """One dense named tensor.
 
     Attributes:
-        dtype: a key of DTYPES; for buffers, of BUFFER_DTYPES. group: index of its group.
+        dtype: a key of DTYPES; for buffers and published tensors, of BUFFER_DTYPES. group: index of its group.
         aliases: other names, which an export lists. They may differ between workers.
         merge: how a round's gradients of it become one: as the job's reduction says, "", or by norm and direction, "rda".
     """
@@ -142,6 +142,11 @@ class GroupSpec:
         return self.rule == BUFFERS.name
 
     @property
+    def is_published(self) -> bool:
+        """True if each push sets the group's values, which may be of any dtype."""
+        return self.rule == PUBLISHED.name
+
+    @property
     def is_layerwise(self) -> bool:
         """True if an update depends on norms over whole tensors."""
         return self.info.row.is_layerwise
@@ -200,6 +205,8 @@ class JobSpec:
                 )
         self._check_norms()
         self._check_grace()
+        if self.is_publication:
+            check_terms(self)
         if not self.tensors and not self.tables and not self.is_empty:
             raise InvalidTensor("tensors: there must be at least one parameter, or a table")
         seen: set[str] = set()
@@ -211,6 +218,12 @@ class JobSpec:
                 seen.add(name)
         self._check_tables()
         self._check_merges()
+
+    @property
+    def is_publication(self) -> bool:
+        """True if each round sets all tensors (publications.py): those of a group to the values of the worker whose rank is the
+        group's index, modulo the number of workers."""
+        return any(group.is_published for group in self.groups)
 
     @property
     def is_empty(self) -> bool:
@@ -336,58 +349,10 @@ class JobSpec:
             raise InvalidTensor(f"tensor {tensor.name!r}: shape {tensor.shape} has a negative dimension")
         if not 0 <= tensor.group < len(self.groups):
             raise InvalidTensor(f"tensor {tensor.name!r}: group {tensor.group} is not below {len(self.groups)}")
-        dtypes = BUFFER_DTYPES if self.groups[tensor.group].is_of_buffers else DTYPES
+        group = self.groups[tensor.group]
+        dtypes = BUFFER_DTYPES if group.is_of_buffers or group.is_published else DTYPES
         if tensor.dtype not in dtypes:
             raise InvalidTensor(f"tensor {tensor.name!r}: dtype must be one of {sorted(dtypes)}, got {tensor.dtype!r}")
-
-    def check_limits(self, limits: Limits) -> None:
-        """Raise InvalidRequest or InvalidTensor if the job is larger than a shard accepts."""
-        if self.world_size > limits.workers_max:
-            raise InvalidRequest(
-                f"world_size: {self.world_size} is above the shard's --max-workers {limits.workers_max}; "
-                f"restart the shards with --max-workers {self.world_size}"
-            )
-        longest = max((len(name.encode()) for t in self.tensors for name in (t.name, *t.aliases)), default=0)
-        if longest > limits.name_bytes_max:
-            raise InvalidTensor(f"tensors.name: has {longest} bytes, the shard's --max-name-bytes is {limits.name_bytes_max}")
-        if len(self.tables) > limits.tables_max:
-            raise InvalidRequest(f"tables: {len(self.tables)} are above the shard's --max-tables {limits.tables_max}")
-        for table in self.tables:
-            if table.dim > limits.table_dim_max:
-                raise InvalidRequest(
-                    f"table {table.name!r}: dim: {table.dim} is above the shard's --max-table-dim {limits.table_dim_max}"
-                )
-            longest = max((len(name.encode()) for name in table.modules), default=0)
-            if longest > limits.name_bytes_max:
-                raise InvalidRequest(
-                    f"table {table.name!r}: modules: one has {longest} bytes, the shard's --max-name-bytes is "
-                    f"{limits.name_bytes_max}"
-                )
-        elements = sum(t.size for t in self.tensors)
-        if elements > limits.elements_max:
-            raise InvalidTensor(f"tensors: {elements} elements are above the shard's --max-elements {limits.elements_max}")
-
-    @staticmethod
-    def check_counts(message: job_pb2.JobSpec, limits: Limits) -> None:
-        """Check the counts in a message before Python objects are made from it."""
-        if len(message.tensors) > limits.tensors_max:
-            raise InvalidTensor(f"tensors: {len(message.tensors)} are above the shard's --max-tensors {limits.tensors_max}")
-        aliases = sum(len(tensor.aliases) for tensor in message.tensors)
-        if aliases > limits.tensors_max:
-            raise InvalidTensor(f"tensors.aliases: {aliases} are above the shard's --max-tensors {limits.tensors_max}")
-        if len(message.tables) > limits.tables_max:
-            raise InvalidRequest(f"tables: {len(message.tables)} are above the shard's --max-tables {limits.tables_max}")
-        modules = sum(len(table.modules) for table in message.tables)
-        if modules > limits.tensors_max:
-            raise InvalidRequest(f"tables.modules: {modules} are above the shard's --max-tensors {limits.tensors_max}")
-        if len(message.groups) > GROUPS_MAX:
-            raise InvalidRequest(f"groups: there must be 1 to {GROUPS_MAX}, got {len(message.groups)}")
-        for group in message.groups:
-            for field in ("flags", "constants", "slots", "scalars"):
-                if len(getattr(group, field)) > GROUP_ENTRIES_MAX:
-                    raise InvalidRequest(
-                        f"groups.{field}: {len(getattr(group, field))} are above the limit of {GROUP_ENTRIES_MAX}"
-                    )
 
     def to_message(self) -> job_pb2.JobSpec:
         """The protobuf form."""

@@ -45,6 +45,11 @@ BLOCK_ELEMENTS_STEP = 16  # blocks start on 64-byte boundaries of the space, so 
 _GRADIENT_DTYPES = {"bfloat16": "uint16"}
 """Stand-ins for dtypes that NumPy lacks: their bits."""
 
+_OWN_CODECS = {"bfloat16": "bf16", "float16": "fp16"}
+
+READ_CODECS = ("", *_OWN_CODECS.values())
+"""Codecs that a reader may ask for."""
+
 
 @dataclass(frozen=True, eq=False)
 class Space:
@@ -78,6 +83,8 @@ class Block:
         segment_tensors: (k,) index of each segment's tensor in the spec.
         segment_ends: (k,) uint32, where each segment ends, in elements from the block's start; the last is `length`.
         codec: of its gradient in pushes, pull_codec: of its parameters in workers' pulls; "": they travel as they are.
+        publisher: rank of the worker that publishes it; -1: it is trained, or static.
+        own_codec: which loses nothing of its parameters, because they are published, and of 16 bits; "": there is none.
         pushed_nbytes, pulled_nbytes: bytes of these on the wire.
     """
 
@@ -95,6 +102,12 @@ class Block:
     pull_codec: str
     pushed_nbytes: int
     pulled_nbytes: int
+    publisher: int = -1
+    own_codec: str = ""
+
+    def read_codec(self, asked: str) -> str:
+        """The codec of its parameters in an answer to a reader that asks for this one, of READ_CODECS."""
+        return asked if asked and self.dtype == np.float32 else self.own_codec
 
     @property
     def nbytes(self) -> int:
@@ -175,6 +188,7 @@ class Layout:
             block_length=length,
         )
         self.spaces.append(space)
+        is_published = self.spec.groups[group].is_published
         trained, asked = not self.spec.groups[group].is_static, self.spec.compression
         for offset in range(0, size, length):
             stop = min(offset + length, size)
@@ -199,6 +213,8 @@ class Layout:
                     pull_codec=pull_codec,
                     pushed_nbytes=_nbytes(codec, gradient_dtype, count),
                     pulled_nbytes=_nbytes(pull_codec, dtype, count),
+                    publisher=group % self.spec.world_size if is_published else -1,
+                    own_codec=_OWN_CODECS.get(dtype_name, "") if is_published else "",
                 )
             )
 

@@ -106,11 +106,14 @@ BUFFERS = RuleInfo("buffers", flags=("mean",))
 """The rule of tensors that workers compute themselves, such as BatchNorm's running statistics: kept as one worker has sent
 them, or as the mean."""
 
+PUBLISHED = RuleInfo("published")
+"""The rule of published tensors: each push sets them, whole. They have no slots, and nothing is computed."""
+
 TABLE_RULES = {RowwiseAdagrad.rule: RuleInfo(**vars(facts_of(RowwiseAdagrad)))}
 """Rules that only tables have."""
 
 RULES = (
-    {STATIC.name: STATIC, BUFFERS.name: BUFFERS}
+    {STATIC.name: STATIC, BUFFERS.name: BUFFERS, PUBLISHED.name: PUBLISHED}
     | {name: RuleInfo(**vars(facts)) for name, facts in PSD_RULES.items()}
     | TABLE_RULES
 )

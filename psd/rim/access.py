@@ -53,6 +53,7 @@ ROLES: dict[str, frozenset[Role]] = {
     _CONTROL + "Leave": _WORKER,
     _CONTROL + "Commit": _WORKER,
     _CONTROL + "Measure": _WORKER,
+    _CONTROL + "Counted": _WORKER,
     _CONTROL + "Barrier": _WORKER,
     _CONTROL + "Stop": _WORKER,
     _CONTROL + "Log": _WORKER,

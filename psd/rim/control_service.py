@@ -63,6 +63,7 @@ class ControlService:
             "Load": self.load,
             "Commit": self.commit,
             "Measure": self.measure,
+            "Counted": self.counted,
             "Checkpoint": self.checkpoint,
             "Rollback": self.rollback,
             "Describe": self.describe,
@@ -131,6 +132,10 @@ class ControlService:
         del context
         with self._shard.counted("measure"):
             return self._shard.settlement.measure(request)
+
+    def counted(self, request: control_pb2.CountedRequest, context: grpc.ServicerContext) -> control_pb2.CountedReply:
+        del context
+        return control_pb2.CountedReply(blocks=self._shard.exchange.counted(request))
 
     def checkpoint(self, request: control_pb2.CheckpointRequest, context: grpc.ServicerContext) -> control_pb2.CheckpointReply:
         del request

@@ -40,6 +40,7 @@ class PushedBlock(NamedTuple):
         is_followed: True if the next block is here already: answers may wait until it is counted, too.
         rows: for the tables' block: the parts of the payload. more: True if another one has further rows of the push.
         memory: memory with the values of each part, if the payload has only ids; used as long as the payload.
+        already: as in PushFrame.
     """
 
     block: int
@@ -50,6 +51,7 @@ class PushedBlock(NamedTuple):
     rows: Sequence[data_pb2.RowsPart] = ()
     more: bool = False
     memory: Sequence[memoryview] = ()
+    already: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -107,9 +109,11 @@ class PulledBlock:
             self.values = self._page.slots[slot - 1] if slot else self._page.parameter
             self.steps = self._page.steps.tolist() if slot else []
 
-    def head(self, positions: int = 0) -> bytes:
-        """The message of the answer, without its numbers. positions: as in PullFrame."""
-        message = data_pb2.PullFrame(block=self.block, version=self.version, positions=positions, steps=self.steps)
+    def head(self, positions: int = 0, content: int = 0) -> bytes:
+        """The message of the answer, without its numbers. positions, content: as in PullFrame."""
+        message = data_pb2.PullFrame(
+            block=self.block, version=self.version, positions=positions, content=content, steps=self.steps
+        )
         return message.SerializeToString()
 
     @property
@@ -172,7 +176,14 @@ class DataPlane:
             # No memory is lent: a worker that only pushes does not wait for the round.
             while (
                 ticket := self._exchange.push_block(
-                    push, block.block, block.present, block.payload, rows=block.rows, memory=block.memory, more=block.more
+                    push,
+                    block.block,
+                    block.present,
+                    block.payload,
+                    rows=block.rows,
+                    memory=block.memory,
+                    more=block.more,
+                    already=block.already,
                 )
             ) is not None:
                 waiter.wait(ticket)
@@ -255,6 +266,7 @@ class DataPlane:
                         rows=block.rows,
                         memory=block.memory,
                         more=block.more,
+                        already=block.already,
                     )
                 ) is not None:
                     waiter.wait(ticket)

@@ -56,7 +56,7 @@ class SentFrames:
         while True:
             head, payload, is_own = frame
             if head.in_memory:
-                if head.rows or head.present:
+                if head.rows or head.present or head.already:
                     raise InvalidRequest("in_memory: stands on a frame that has a block of its own")
                 memory = memory or self._memory()
                 yield from self._named(head, head.in_memory_present, payload, memory, memory.gradient)
@@ -66,9 +66,13 @@ class SentFrames:
                     memory = memory or self._memory()
                     numbers = memory.rows(head.rows, head.rows_at)
                 is_lent = is_own and (len(head.rows) > 0 or payload.nbytes >= LENT_BYTES_MIN)
-                yield PushedBlock(head.block, head.present, payload, is_lent, rows=head.rows, more=head.more, memory=numbers)
+                yield PushedBlock(
+                    head.block, head.present, payload, is_lent, False, head.rows, head.more, numbers, head.already
+                )
             elif payload.nbytes or head.present or head.rows:
                 raise InvalidRequest("block: absent, but the frame has a payload")
+            elif head.already:
+                raise InvalidRequest("already: stands on a frame without a block")
             elif frame is not self._first and not head.last:
                 raise InvalidRequest("block: absent from a frame that is neither the first nor the last of its push")
             if head.last:

@@ -82,7 +82,7 @@ class ShardCore:
         job, membership: None until a worker declares, or joins. starting: as in Membership.
         gates: tickets of workers that the staleness bound holds back.
         life: what the shard holds, and may do with it. Changed by `become`.
-        timeline, restored_from: as in JoinReply.
+        timeline, restored_from, restored_version: as in JoinReply.
         lost_round: EXACT: the reason why the shard is DAMAGED (see Restoration), or cannot go on.
         now: returns monotonic seconds. wall: returns seconds since 1970.
         rules: users' own rules that jobs may name, by import path. functions: those that batches on vectors may name.
@@ -123,7 +123,7 @@ class ShardCore:
         self.gates: list[Ticket] = []
         self.client_states = ClientStates(storage)
         self.timeline = 0
-        self.restored_from = ""
+        self.restored_from, self.restored_version = "", 0
         self.lost_round: StateLost | None = None
         self.on_settled: Callable[[], None] = lambda: None
         self._gates_min_clock: int | None = None

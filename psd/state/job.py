@@ -6,6 +6,7 @@ Must not know sessions, leases or tickets.
 from __future__ import annotations
 
 import contextlib
+import logging
 import struct
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property, partial
@@ -41,6 +42,8 @@ from psd.state.workers.membership import Membership
 from psd.v1 import job_pb2
 from psd_core.arena import Arena, BlockShape, Page
 from psd_core.table import TableSnapshot, TableStore
+
+logger = logging.getLogger(__name__)
 
 _TIME, _WORD = struct.Struct("<d"), struct.Struct("<Q")
 
@@ -86,6 +89,7 @@ class Job:
         wall: Callable[[], float],
     ) -> None:
         check_listed(spec, rules)
+        self._passed = 0  # latest version of a publication that was lost
         self.spec = spec
         self.layout = Layout(spec, shard_count)
         self.policy = policy_of(spec)
@@ -105,7 +109,8 @@ class Job:
                 for plan in plans
             ],
         )
-        rounds = RoundServices(membership, self.policy, spec.reduction == "mean", on_lost)
+        on_passed = self._note_passed if spec.is_publication else None
+        rounds = RoundServices(membership, self.policy, spec.reduction == "mean", on_lost, on_passed)
         on_awaited = partial(_add_awaited, membership)
         services = BlockServices(
             self.arena,
@@ -154,6 +159,12 @@ class Job:
         self.agreement = Agreement(self._infos, lambda: self.version_min)
         self._fit_scalars: Scalars | None = None  # the last ones that were found valid: the next ones mostly equal them
         self._shard_index = shard_index
+
+    def _note_passed(self, version: int, error: StateLost) -> None:
+        """Log, once for all blocks, that a publication was lost."""
+        if version > self._passed:
+            self._passed = version
+            logger.warning("version %d was not published, and nobody will read it: %s", version, error)
 
     def _ratio_places(self, plan: Block) -> NDArray[np.intp] | None:
         tensors = np.array(self.spec.ratio_tensors, np.int64)
@@ -297,7 +308,7 @@ class Job:
     @property
     def trained_versions(self) -> tuple[int, ...]:
         """Distinct versions of the trained blocks, ascending. There is one unless a round is half closed."""
-        return tuple(sorted({block.version for block in self._trained}))
+        return tuple(sorted({block.version - (not block.has_version) for block in self._trained}))
 
     def entry_round(self, rank: int) -> int:
         """The first round in which a new session of the rank can take part, as far as this shard's blocks tell.

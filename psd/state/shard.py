@@ -19,7 +19,8 @@ from copy import copy
 from psd.checkpoint import CheckpointDirectory
 from psd.checkpoint.cut import FINAL_ID
 from psd.contract.config import ConfigError, ServerConfig
-from psd.contract.errors import CheckpointFailed, Draining, InvalidRequest, PsdError
+from psd.contract.errors import CheckpointFailed, Draining, InvalidRequest, NotDeclared, PsdError
+from psd.contract.layout import READ_CODECS
 from psd.contract.orders import asker_of, end_text, reason_text, scale_text
 from psd.contract.roster import Absence
 from psd.state.core import ShardCore, check_begun_as
@@ -220,6 +221,10 @@ class Shard:
         check_cuts([request.cut])
         if len({job.block(index).index for index in request.blocks}) < len(request.blocks):
             raise InvalidRequest(f"blocks: one of these {len(request.blocks)} is named twice")
+        if request.codec not in READ_CODECS:
+            raise InvalidRequest(f"codec: must be empty, bf16 or fp16, got {request.codec[:80]!r}")
+        if job.spec.is_publication and request.cut.step == 0:
+            raise NotDeclared("nothing has been published yet")
         snapshot = Snapshot(request.cut, job, done)
         self.cuts.begin(snapshot)
         return snapshot

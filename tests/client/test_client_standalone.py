@@ -49,6 +49,19 @@ def test_connect_when_nothing_is_given_then_trains_on_a_private_shard(caplog: py
 
 @pytest.mark.process
 @pytest.mark.usefixtures("_alone")
+def test_publish_when_nothing_is_given_then_the_store_is_on_a_private_shard() -> None:
+    """Which a reader of this process finds; it ends with the store."""
+    with psd_client.publish() as store:
+        assert store.put({"w": np.arange(3)}, {"step": 5}) == 1
+        with connect(role="reader") as reader:
+            weights = reader.pull()
+    assert (weights.version, weights.meta, weights["w"].tolist()) == (1, {"step": 5}, [0, 1, 2])
+    with pytest.raises(ConfigError, match="no private shard to read from"):
+        connect(role="reader")
+
+
+@pytest.mark.process
+@pytest.mark.usefixtures("_alone")
 @pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy, pickle.dumps], ids=["deepcopy", "copy", "pickle"])
 def test_a_connection_says_that_it_cannot_be_copied(copied: Callable[[object], object]) -> None:
     """As where an estimator keeps it that is then saved: pickle named a lambda of ours."""

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 
+from psd.contract.compression import Compression
+from psd.contract.consistency import SYNC, Consistency
 from psd.contract.errors import InvalidRequest
 from psd.contract.jobspec import GroupSpec, JobSpec, TensorSpec
 from psd.contract.layout import Layout
-from psd.contract.rules import RULES, TABLE_RULES, rule_info
+from psd.contract.rules import PUBLISHED, RULES, TABLE_RULES, rule_info
 
 ADAM = (1e-3, 0.9, 0.999, 1e-8, 0.0)
 
@@ -43,12 +45,48 @@ def test_slots_follow_from_the_flags(group: GroupSpec, slots: tuple[str, ...], s
     assert rule.slot_starts(group.flags, group.constants) == starts
 
 
-@pytest.mark.parametrize("name", [name for name in RULES if name not in TABLE_RULES])
+@pytest.mark.parametrize("name", [name for name in RULES if name not in (*TABLE_RULES, PUBLISHED.name)])
 def test_specs_come_back_from_their_message(name: str) -> None:
     """Constants travel exactly."""
     spec = job(GroupSpec(name, tuple(sorted(RULES[name].flags)), (0.1,) * len(RULES[name].constants)))
 
     assert JobSpec.from_message(spec.to_message()) == spec
+
+
+PUBLICATION: dict[str, Any] = {"consistency": SYNC, "aggregation": "exact", "reduction": "sum"}
+
+
+def test_a_publication_comes_back_from_its_message() -> None:
+    """Its tensors are of any dtype; a group's are one worker's."""
+    tensors = (TensorSpec("a", (3,), "bfloat16"), TensorSpec("b", (), "int64", 1), TensorSpec("c", (5,), "bool", 2))
+    spec = JobSpec(2, tensors, (GroupSpec("published"),) * 3, **PUBLICATION)
+
+    assert spec.is_publication
+    assert JobSpec.from_message(spec.to_message()) == spec
+    assert [(block.publisher, block.own_codec) for block in Layout(spec, 2).blocks] == [(0, "bf16"), (1, ""), (0, "")]
+
+
+@pytest.mark.parametrize(
+    ("message", "terms"),
+    [
+        (
+            "mode: must be sync where tensors are published, got async",
+            {"consistency": Consistency("async"), "aggregation": "fast"},
+        ),
+        ("aggregation: must be exact", {"aggregation": "fast"}),
+        ("reduction: must be sum", {"reduction": "mean"}),
+        ("quorum: must be 2", {"quorum": 1}),
+        ("grace: must be none", {"grace": 1.0}),
+        ("clip_norm: must be none", {"clip_norm": 1.0}),
+        ("nan_policy: must be refuse or allow", {"nan_policy": "skip"}),
+        ("compression: must be none", {"compression": Compression.of("int8", None, True, None)}),
+        ("groups.rule: published is for jobs that train nothing", {"groups": (GroupSpec("published"), GroupSpec())}),
+    ],
+)
+def test_a_publication_on_other_terms_is_refused(message: str, terms: dict[str, Any]) -> None:
+    """Its rounds set all tensors together, and do nothing else."""
+    with pytest.raises(InvalidRequest, match=message):
+        JobSpec(2, (TensorSpec("a", (3,)),), **{"groups": (GroupSpec("published"),), **PUBLICATION, **terms})
 
 
 def test_constants_are_part_of_what_must_be_equal() -> None:

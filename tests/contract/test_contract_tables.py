@@ -9,6 +9,7 @@ from psd.contract.config import Limits
 from psd.contract.errors import InvalidRequest, InvalidTensor
 from psd.contract.jobspec import GroupSpec, JobSpec, TensorSpec
 from psd.contract.layout import Layout
+from psd.contract.spec_limits import check_counts, check_limits
 from psd.contract.tables import SparseTableSpec
 from psd.v1 import job_pb2
 from psd_core.initial import Constant, Normal, TruncatedNormal, Uniform, Zeros
@@ -93,15 +94,15 @@ def test_jobs_refuse_tables_that_do_not_fit(make, error):
 def test_limits_name_their_flag():
     """A shard's limits are named by their flags."""
     with pytest.raises(InvalidRequest, match="dim: 64 is above the shard's --max-table-dim 63"):
-        job(TABLE).check_limits(Limits(table_dim_max=63))
+        check_limits(job(TABLE), Limits(table_dim_max=63))
     with pytest.raises(InvalidRequest, match="tables: 1 are above the shard's --max-tables 0"):
-        JobSpec.check_counts(job(TABLE).to_message(), Limits(tables_max=0))
+        check_counts(job(TABLE).to_message(), Limits(tables_max=0))
     named = job(dataclasses.replace(TABLE, modules=("a", "inner")), dataclasses.replace(TABLE, name="item", modules=("b",)))
     with pytest.raises(InvalidRequest, match="table 'user': modules: one has 5 bytes, the shard's --max-name-bytes is 4"):
-        named.check_limits(Limits(name_bytes_max=4))
-    JobSpec.check_counts(named.to_message(), Limits(tensors_max=3))
+        check_limits(named, Limits(name_bytes_max=4))
+    check_counts(named.to_message(), Limits(tensors_max=3))
     with pytest.raises(InvalidRequest, match=r"tables\.modules: 3 are above the shard's --max-tensors 2"):
-        JobSpec.check_counts(named.to_message(), Limits(tensors_max=2))
+        check_counts(named.to_message(), Limits(tensors_max=2))
 
 
 def test_unknown_initial_values_are_refused():

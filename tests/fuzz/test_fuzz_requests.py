@@ -17,6 +17,7 @@ from malformed_target import LIMITS, SPEC, WORLD, Aborted, Request, Target
 from psd.contract.errors import PsdError
 from psd.contract.jobspec import JobSpec
 from psd.contract.layout import Layout
+from psd.contract.spec_limits import check_counts, check_limits
 from psd.contract.verdicts import Verdict, judged
 from psd.v1 import control_pb2, data_pb2, job_pb2, vectors_pb2
 
@@ -63,9 +64,9 @@ def test_job_specs(message: job_pb2.JobSpec) -> None:
     """A spec that is accepted can be laid out, and says of itself what it was made from."""
 
     def read() -> JobSpec:
-        JobSpec.check_counts(message, LIMITS)
+        check_counts(message, LIMITS)
         spec = JobSpec.from_message(message)
-        spec.check_limits(LIMITS)
+        check_limits(spec, LIMITS)
         return spec
 
     spec = ends_in(PsdError, read)

@@ -59,7 +59,7 @@ def test_a_reader_sees_one_version_while_others_train(cluster: Callable[..., Any
     with psd_client.connect(running.servers, role="reader", wait_timeout=60) as reader:
         for _ in range(5):
             params = reader.pull()
-            found.append((reader.version, params))
+            found.append((params.version, params))
     stop.set()
     for worker in workers:
         worker.join()
@@ -86,7 +86,7 @@ def test_a_reader_reads_a_job_that_rests(cluster: Callable[..., Any], steps_aske
 
         params = reader.pull()
 
-        assert reader.version == 1
+        assert params.version == 1
         np.testing.assert_array_equal(params["w"], np.arange(20_000, dtype=np.float32) - 1)
         assert steps_asked == [1, 1]
 
@@ -110,8 +110,9 @@ def test_a_reader_in_the_midst_of_a_round_takes_the_version_before(cluster: Call
 
         other.push(ones)
         ps.pull()
-        assert reader.pull()["w"].tolist() == [-1.0] * 20_000
-        assert (reader.version, steps_asked) == (1, [0, 0, 1, 1])
+        params = reader.pull()
+        assert params["w"].tolist() == [-1.0] * 20_000
+        assert (params.version, steps_asked) == (1, [0, 0, 1, 1])
 
 
 def test_a_reader_that_is_overtaken_asks_for_a_version_ahead(
@@ -232,22 +233,21 @@ def test_a_reader_waits_for_a_newer_version(
     """With one question to each shard, which answers when the round closes."""
     ps, reader = trained
     step(ps)
-    reader.pull()
+    version = reader.pull().version
     steps_asked.clear()
-    found: list[float] = []
+    found: list[psd_client.Weights] = []
     is_asked = threading.Event()
     begin = Shard.begin_read
     monkeypatch.setattr(Shard, "begin_read", lambda *arguments: (begin(*arguments), is_asked.set())[0])
-    waiting = threading.Thread(
-        target=lambda: found.append(reader.pull(names=["head"], newer_than=reader.version)["head"][0, 0])
-    )
+    waiting = threading.Thread(target=lambda: found.append(reader.pull(names=["head"], newer_than=version)))
     waiting.start()
     assert is_asked.wait(100)
 
     step(ps)
 
     waiting.join()
-    assert (found, reader.version, steps_asked) == ([-2.0], 2, [2])
+    (newer,) = found
+    assert (newer["head"][0, 0], newer.version, steps_asked) == (-2.0, 2, [2])
     assert reader.pull(newer_than=0)["head"][0, 0] == -2.0
     with pytest.raises(psd_client.WaitTimeout, match="newer_than: the newest version is 2, and there has come none above 5"):
         reader.pull(newer_than=5, timeout=0.1)

@@ -40,12 +40,17 @@ DIRECTIONS = ("up", "down")
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault that strikes once. direction: "up" to the shard, "down" to the worker. part: of the piece that still passes."""
+    """A fault that strikes once.
+
+    direction: "up" to the shard, "down" to the worker. part: of the piece that still passes. after: bytes of large pieces that
+    pass before, in that direction.
+    """
 
     kind: str
     direction: str
     part: float = 0.5
     seconds: float = 0.3
+    after: int = 0
 
     @classmethod
     def drawn(cls, source: random.Random, directions: Sequence[str]) -> Fault:
@@ -66,6 +71,7 @@ class Proxy:
         self.address = f"{own}:{listener.getsockname()[1]}"
         self._ways.append((listener, (host, int(port))))
         self.bytes_per_s = 0.0  # no limit
+        self.passed = dict.fromkeys(DIRECTIONS, 0)  # bytes of large pieces since the last fault was armed
         self.fired: list[Fault] = []
         self._armed: deque[Fault] = deque()
         self._changed = threading.Condition()
@@ -78,6 +84,7 @@ class Proxy:
         """Faults strike one after the other."""
         with self._changed:
             self._armed.append(fault)
+            self.passed = dict.fromkeys(DIRECTIONS, 0)
 
     def vanish(self, port: int | None = None) -> None:
         """Have the connections go silent that there are, or those to the shard's port of this number."""
@@ -141,7 +148,10 @@ class Proxy:
 
     def _strike(self, piece: bytes, direction: str) -> Fault | None:
         with self._changed:
-            if len(piece) < BULK_BYTES or not self._armed or self._armed[0].direction != direction:
+            if len(piece) < BULK_BYTES:
+                return None
+            self.passed[direction] += len(piece)
+            if not self._armed or self._armed[0].direction != direction or self.passed[direction] < self._armed[0].after:
                 return None
             fault = self._armed.popleft()
             self.fired.append(fault)

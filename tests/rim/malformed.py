@@ -50,6 +50,7 @@ def good_requests(target: Target) -> list[tuple[str, Any]]:
         (_control("Describe"), control_pb2.DescribeRequest(shard_count=2)),
         (_control("Commit"), control_pb2.CommitRequest(caller=caller, clock=2)),
         (_control("Measure"), control_pb2.MeasureRequest(caller=caller, clock=2, round=1)),
+        (_control("Counted"), control_pb2.CountedRequest(caller=caller, layout_digest=LAYOUT.digest, clock=1)),
         (_control("Rollback"), control_pb2.RollbackRequest(checkpoint="step-0")),
         (_control("Declare"), control_pb2.DeclareRequest(caller=caller, spec=SPEC.to_message())),
         (_control("Heartbeat"), control_pb2.HeartbeatRequest(caller=caller, clock=2)),

@@ -45,6 +45,7 @@ MAY = {
     "psd.v1.ControlService/Leave": TRAINS,
     "psd.v1.ControlService/Commit": TRAINS,
     "psd.v1.ControlService/Measure": TRAINS,
+    "psd.v1.ControlService/Counted": TRAINS,
     "psd.v1.ControlService/Barrier": TRAINS,
     "psd.v1.ControlService/Log": TRAINS,
     "psd.v1.ControlService/Stop": TRAINS,

@@ -41,7 +41,8 @@ class FlatBuffers:
             elements has an array of its own, of the master's dtype.
         segment: as given. starts: offset of each space in it, in bytes; 0 for a space that is not in it.
         versions: PullFrame.version of what was received, by block of the layout, and then by tables' block; 0 before.
-        steps: PullFrame.steps by block, if a slot was received.
+        steps: PullFrame.steps by block, if a slot was received. contents: PullFrame.content by block, for a reader.
+        codecs: by block of the layout, the codec in which it is received; "": as it is.
         on_received: called, in any thread, with the index of each block that was received; may be None.
     """
 
@@ -64,10 +65,14 @@ class FlatBuffers:
                     self.views[tensor] = memory[begin : begin + spec.size].reshape(spec.shape)
         self.versions = [0] * (len(layout.blocks) + (layout.shard_count if layout.spec.tables else 0))
         self.steps: dict[int, Sequence[int]] = {}
+        self.contents: dict[int, int] = {}
+        self.codecs = [block.pull_codec for block in layout.blocks]
         self.on_received: Callable[[int], None] | None = None
         of_buffers = [group.is_of_buffers for group in layout.spec.groups]
         spaces = zip(layout.spaces, self.spaces, strict=True)
-        self._looked_at = [(space, memory) for space, memory in spaces if not of_buffers[space.group]]
+        self._looked_at = [
+            (space, memory) for space, memory in spaces if space.dtype.kind == "f" and not of_buffers[space.group]
+        ]
         self._scanner: ThreadPoolExecutor | None = None
         self._blocks = [self.spaces[block.space][block.offset : block.offset + block.length] for block in layout.blocks]
 
@@ -86,14 +91,14 @@ class FlatBuffers:
         Raises:
             InvalidTensor: the payload is neither.
         """
-        block, target = self.layout.blocks[index], self._blocks[index]
-        if not block.pull_codec or payload.nbytes == block.nbytes:
+        codec, target = self.codecs[index], self._blocks[index]
+        if not codec or payload.nbytes == target.nbytes:
             target[...] = frames.numbers(payload, target.dtype, len(target), f"block {index}")
             return
         try:
-            codecs.decode(block.pull_codec, payload, target)
+            codecs.decode(codec, payload, target)
         except codecs.InvalidEncoding as error:
-            raise InvalidTensor(f"block {index}: payload in {block.pull_codec}: {error}") from None
+            raise InvalidTensor(f"block {index}: payload in {codec}: {error}") from None
 
     def receive(self, index: int, nbytes: int, read_into: Callable[[memoryview], None]) -> None:
         """Set block `index` to a payload of so many bytes, which `read_into` writes into the memory that it is given.

@@ -72,6 +72,11 @@ def push_frames(part: GradientPart, places: Places = lambda _: [], *, in_memory:
         for block, present in part.outgoing():
             left -= 1
             message = data_pb2.PushFrame(push=header, last=not (left or has_rows))
+            header = None
+            if block.index in part.already:
+                message.block, message.already = block.index, True
+                yield OutFrame(message, (), 0)
+                continue
             bits = b"" if present is None else frames.present_bits(present)
             is_plain = present is None and part.encoding is None
             values = [part.buffers.block(block.index)] if is_plain else part.sent(block, present)
@@ -81,7 +86,6 @@ def push_frames(part: GradientPart, places: Places = lambda _: [], *, in_memory:
             else:
                 message.block, message.present = block.index, bits
             yield OutFrame(message, () if in_memory else values, sum([array.nbytes for array in values]))
-            header = None
     if part.tables_block is None:
         return
     outgoing = part.outgoing_rows()
@@ -271,6 +275,8 @@ class BlockAnswer:
         if self._parameters is not None:
             if nbytes:
                 self._parameters.fill(message.block, payload)
+            if message.content:
+                self._parameters.contents[message.block] = message.content
             if message.steps:
                 self._parameters.steps[message.block] = message.steps
             self._parameters.received(message.block, message.version)

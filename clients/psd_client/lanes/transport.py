@@ -152,6 +152,7 @@ class GradientPart:
         tables: gradients of the shard's rows, in the dtype in which they are sent, with distinct ids for each table. If the
             feed has some, these are sent instead.
         encoding: the form in which blocks are sent; None: as they are.
+        already: blocks that the shard has of this push, so that their numbers are not sent.
     """
 
     blocks: Sequence[Block]
@@ -161,6 +162,7 @@ class GradientPart:
     tables_block: int | None = None
     tables: Sequence[TableRows] = ()
     encoding: Encoding | None = None
+    already: frozenset[int] = frozenset()
     header: data_pb2.PushHeader = field(kw_only=True)
 
     @property

@@ -32,6 +32,7 @@ from psd_client.worker.exchange.exchange import ParameterExchange
 from psd_client.worker.exchange.learner_rider import LearnerRider
 from psd_client.worker.exchange.loading import SlotValues
 from psd_client.worker.exchange.sent_push import JobPart, Spare, WorkerGradient
+from psd_client.worker.exchange.value_exchange import ValueExchange
 from psd_client.worker.rows import Gradients
 from psd_client.worker.vectors.calls import VectorCalls
 from psd_client.worker.worker import ONE_JOB, Turn, WorkerConnection
@@ -67,6 +68,7 @@ class FlatCalls(WorkerConnection):
         is_lending: bool = False,
         tables: Sequence[SparseTableSpec] = (),
         is_learner: bool = False,
+        exchange_kind: type[ParameterExchange] = ParameterExchange,
         **job: Unpack[JobKeywords],
     ) -> None:
         """Declare flat tensors, and tables, whose rows `pull_rows` fetches. Afterwards `parameters` hold the job's values.
@@ -76,6 +78,7 @@ class FlatCalls(WorkerConnection):
             is_lending: as in ParameterPlaces.
             is_learner: pushes are differences, of many steps: with a quorum, too, they count as a whole or not at all; and each
                 has the note `learner`.
+            exchange_kind: the class of the worker's data plane.
         """
         with self.operation("declare"):
             if self._exchange is not None:
@@ -83,7 +86,7 @@ class FlatCalls(WorkerConnection):
             spec = self._spec(tensors, groups, tables, job, is_learner=is_learner)
             layout = Layout(spec, len(self._shards.lanes))
             sharing = self._session.prepare_lanes()
-            exchange = ParameterExchange(
+            exchange = exchange_kind(
                 self.rank,
                 self._config.wait_timeout_s,
                 self._session,
@@ -213,6 +216,20 @@ class FlatCalls(WorkerConnection):
         """
         with self.operation("load_parameters"):
             self.declared.load(lambda load: load.run(write))
+
+    def put_flat(self, write: Callable[[FlatBuffers], None], present: NDArray[np.bool_] | None, put: bytes) -> int:
+        """Publish what `write` writes into the gradient buffers; return its version. For an exchange of kind ValueExchange.
+
+        Args:
+            present: (tensors,) those that this worker publishes; None: all. put: as in CommitRequest.
+        """
+        with self.operation("put"):
+            exchange = self.declared
+            assert isinstance(exchange, ValueExchange)
+            exchange.confirm()
+            write(exchange.gradients)
+            scalars = [()] * len(exchange.gradients.layout.spec.groups)
+            return exchange.put(WorkerGradient(scalars, 1, present, put=put))
 
     def set_slots(self, given: Mapping[int, SlotValues], job_part: JobPart | None = None) -> None:
         """Set the slots of tensors, by the tensors' index; let the slots of all other tensors, and of rows, begin anew.

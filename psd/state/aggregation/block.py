@@ -256,13 +256,14 @@ class BlockState(Trained):
 
     @override
     def read(self, version_min: int) -> tuple[int, Page] | None:
-        """The version and its page, pinned."""
+        """The version and its page, pinned. If the round of the version was lost, it is that of the page, a lower one."""
         if self.version < version_min and not self._is_due:
             return None  # without the lock, which another call may hold while its kernel works
         with self.lock:
             if not self._reach(version_min):
                 return None
-            return self.version, self._arena.pin(self._slot)
+            page = self._arena.pin(self._slot)
+            return page.version, page
 
     @property
     def _page(self) -> Page:

@@ -49,6 +49,15 @@ class Sync:
         return 0
 
 
+class Whole(Sync):
+    """A round sets the tensors of all workers together: it waits for each of them, also for one that is gone."""
+
+    def closes(self, contributors: int, waited: int) -> bool:
+        """True with all workers."""
+        del waited
+        return contributors.bit_count() >= self.quorum
+
+
 class Async:
     """Asynchronous (ASP): nobody waits for anybody."""
 
@@ -88,7 +97,7 @@ def policy_of(spec: JobSpec) -> Policy:
     """The policy that a job declared."""
     match spec.consistency.mode:
         case "sync":
-            return Sync(spec.quorum)
+            return Whole(spec.world_size) if spec.is_publication else Sync(spec.quorum)
         case "async":
             return Async()
         case _:

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
 from numpy.typing import NDArray
 
 import psd_core
@@ -122,10 +123,13 @@ class RoundSum:
 
 
 def copy_of(target: NDArray[Any], values: NDArray[Any] | Encoded, weight: float = 1.0) -> None:
-    """Set `target` to `weight` times a gradient: with the same bits, whether that is encoded or not."""
-    if not isinstance(values, Encoded):
+    """Set `target` to `weight` times a gradient: with the same bits, whether encoded or not. Integers have no weight."""
+    if target.dtype.kind != "f":
+        assert not isinstance(values, Encoded)
+        np.copyto(target, values)
+    elif not isinstance(values, Encoded):
         psd_core.scaled_copy(target, values, weight)
-        return
-    values.decode(target)
-    if weight != 1:
-        psd_core.scaled_copy(target, target, weight)
+    else:
+        values.decode(target)
+        if weight != 1:
+            psd_core.scaled_copy(target, target, weight)

@@ -46,6 +46,7 @@ class Contribution(NamedTuple):
         sent_by: the session that sends the push, which may be a later one.
         since: as in Voice.
         norms: norm of the gradient of each tensor that is merged by direction, by JobSpec.directed_tensors, over all shards.
+        already: the numbers were not sent, because this block has the push.
     """
 
     rank: int
@@ -61,6 +62,7 @@ class Contribution(NamedTuple):
     sent_by: int = 0
     since: int = 0
     norms: Sequence[float] = ()
+    already: bool = False
 
     @property
     def voice(self) -> Voice:

@@ -20,6 +20,7 @@ from psd.contract.custom_rules import ListedRule, describe
 from psd.contract.errors import InvalidRequest, RuleFailed
 from psd.contract.jobspec import GroupSpec, JobSpec
 from psd.contract.verdicts import Squares
+from psd.state.aggregation.lent_gradients import copy_of
 from psd.state.pages import Lender
 from psd_core.arena import Page
 
@@ -204,6 +205,20 @@ class Static:
         raise AssertionError("a static group has no updates")
 
 
+class Published(Rule):
+    """Tensors that each round sets to what one worker has pushed."""
+
+    @override
+    def apply(
+        self, before: Page, after: Page, gradient: Gradient, segment_ends: NDArray[np.uint32], scalars: Sequence[float]
+    ) -> None:
+        """Copy the values; those of 16 bits are widened."""
+        del segment_ends, scalars
+        assert gradient.accumulator is None, "a block is published by one worker"
+        np.copyto(after.steps, before.steps)
+        copy_of(after.parameter, gradient.last)
+
+
 class Custom(Rule):
     """A user's own rule; psd/contract/custom_rules.py says what its author can rely on."""
 
@@ -270,6 +285,8 @@ def rule_of(group: GroupSpec, listed: Mapping[str, ListedRule]) -> Rule:
     """The rule of a group. The rule exists, because the spec has been checked."""
     if group.is_static:
         return Static()
+    if group.is_published:
+        return Published()
     if group.is_layerwise:
         return Layerwise(group)
     return Custom(group, listed[group.rule]) if group.info.is_custom else Elementwise(group)

@@ -47,6 +47,8 @@ from psd_core.arena import Arena
 KEPT = 8
 """Number of decisions that the arena keeps. Shards are at most one round apart, so two would be enough."""
 
+PUT_BYTES = 16
+
 _WORD = "decided"
 
 Decided = tuple[int, int]
@@ -91,6 +93,7 @@ class Coordinator:
         self._grace = Grace(spec.grace, now)
         self._committed = 0
         self._skipping = 0
+        self._puts: dict[int, bytes] = {}  # by rank of those that have committed a publication, what it is
         self._waiting: list[Ticket] = []
         self._news: list[Decided] = []
         self._last: dict[int, Decided] = {}
@@ -147,13 +150,22 @@ class Coordinator:
             raise InvalidRequest("only_ask: a worker that only asks neither skips nor waits, and brings no measures")
         if not 0 <= request.spare_s < math.inf:
             raise InvalidRequest(f"spare_s: must be finite and >= 0, got {request.spare_s}")
+        if len(request.put) not in ((0, PUT_BYTES) if self._spec.is_publication else (0,)):
+            raise InvalidRequest(f"put: has {len(request.put)} bytes, expected {PUT_BYTES}, and those of a publication alone")
         if request.measures and not self._spec.has_verdicts:
             raise InvalidRequest(f"measures: {WITH_VERDICTS} is measured")
         if request.measures and request.clock >= self.next_round:
             raise InvalidRequest(f"measures: round {request.clock} is not decided yet")
 
     def on_commit(
-        self, worker: Worker, clock: int, *, skip: bool = False, only_wait: bool = False, spare_s: float = 0.0
+        self,
+        worker: Worker,
+        clock: int,
+        *,
+        skip: bool = False,
+        only_wait: bool = False,
+        spare_s: float = 0.0,
+        put: bytes = b"",
     ) -> bool:
         """Note that all shards have the worker's push of `clock`; True if that round is already decided.
 
@@ -161,9 +173,11 @@ class Coordinator:
             skip: the worker's gradient is not finite: the round is decided to have no members, and so changes nothing.
             spare_s: as in CommitRequest.
             only_wait: there is no such push. The worker takes part after that round, and only waits for the decision on it.
+            put: as in CommitRequest.
 
         Raises:
-            InvalidRequest: the round before is not decided, so that the worker cannot have pushed this one.
+            InvalidRequest: the round before is not decided, so that the worker cannot have pushed this one; or others have
+                committed another put.
         """
         if clock > self.next_round:
             raise InvalidRequest(f"clock: {clock} cannot be committed before round {self.next_round} is decided")
@@ -174,10 +188,28 @@ class Coordinator:
         else:
             if not self.has_committed(worker.rank):
                 self._grace.on_commit(spare_s)
+            if put:
+                self._check_put(worker.rank, put)
+                self._puts[worker.rank] = put
             self._committed |= 1 << worker.rank
             self._skipping |= skip << worker.rank
         self._decide_complete()
         return clock < self.next_round
+
+    def _check_put(self, rank: int, put: bytes) -> None:
+        """Raise InvalidRequest if others have committed another put."""
+        other = next((each for each, theirs in self._puts.items() if each != rank and theirs != put), None)
+        if other is not None:
+            raise InvalidRequest(
+                f"put: worker {other} has put its part of another version, with another meta, and waits for worker {rank}'s; "
+                "parts of different puts are not mixed. If it was started again, let it open the store first"
+            )
+
+    def on_joined_anew(self, rank: int) -> None:
+        """Forget what an earlier session of the rank has committed of a publication: the next may put something else."""
+        if self._spec.is_publication:
+            self._committed &= ~(1 << rank)
+            self._puts.pop(rank, None)
 
     def wait(self, ticket: Ticket) -> None:
         """Resolve the ticket when its round is decided."""
@@ -219,6 +251,7 @@ class Coordinator:
         mask = 0 if self._skipping else self._committed
         self._last.update(dict.fromkeys(ranks_in(self._committed), (round_, mask)))
         self._committed = self._skipping = 0
+        self._puts.clear()
         self._grace.end()
         self._arena.record_decision(round_, mask)
         self._arena.set_word(_WORD, round_ + 1)

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from psd.contract.errors import OutOfSpace, RuleFailed, StateLost
+from psd.contract.errors import InvalidRequest, OutOfSpace, RuleFailed, StateLost
 from psd.contract.verdicts import Squares, Verdict
 from psd.state import locks
 from psd.state.aggregation.consistency import Policy
@@ -45,12 +45,15 @@ class RoundServices:
     Attributes:
         is_mean: as in RoundSetting.
         on_lost: called with the reason why an open round can never close; returns True if the shard will end the waits for it.
+        on_passed: such a round is passed over instead: its version is never read, and the next round sets everything anew.
+            Called with the version and the reason. None: rounds are not.
     """
 
     members: Membership
     policy: Policy
     is_mean: bool
     on_lost: Callable[[StateLost], bool]
+    on_passed: Callable[[int, StateLost], None] | None = None
 
 
 class Trained(ABC):
@@ -90,6 +93,8 @@ class Trained(ABC):
         self._members = services.members
         self._policy = services.policy
         self._on_lost = services.on_lost
+        self._on_passed = services.on_passed
+        self._passed: int | None = None  # the version of the last round that was lost
         self._open_round = open_round
         self._waits = VersionWaits()
         self._failure: RuleFailed | None = None  # why the open round could not be closed
@@ -152,6 +157,8 @@ class Trained(ABC):
                 # round it begins (`entry_round`).
                 return Outcome.LATE
             if not self._policy.has_rounds:
+                if part.already:
+                    raise not_counted(part)
                 return self._apply_alone(part)
             if part.clock != self.version:
                 return Outcome.EARLY if part.clock > self.version else Outcome.LATE
@@ -159,6 +166,8 @@ class Trained(ABC):
             standing = round_.standing(part)
             if standing is not None:
                 return standing
+            if part.already:
+                raise not_counted(part)
             self.times.on_gradient(part.rank, round_.waited)
             if part.loan is not None:
                 part.loan.to(self.take_over, self.version)
@@ -198,6 +207,15 @@ class Trained(ABC):
         """
         with self.lock:
             return self.version + (self._round.session_of(rank, is_committed=True) > 0)
+
+    def has(self, rank: int, session: int, clock: int) -> bool:
+        """True if the push of this name counts here already, or will when its round closes."""
+        with self.lock:
+            counted_as, counted_to = self._counted(rank)
+            if counted_as == session and counted_to > clock:
+                return True
+            is_open = self._policy.has_rounds and clock == self.version
+            return is_open and self._round.session_of(rank, is_committed=True) == session
 
     def counted(self, rank: int, *, is_committed: bool) -> Counted:
         """The last push of a rank that counts here, or will when the open round closes. is_committed: see Round.session_of."""
@@ -254,8 +272,26 @@ class Trained(ABC):
     def _fail_if_lost(self) -> None:
         """EXACT: end the waits for a round that cannot be completed any more."""
         error = self._round.loss()
-        if error is not None and not self._on_lost(error):
+        if error is None:
+            return
+        if self._on_passed is not None:
+            self._on_passed(self.version + 1, error)
+            self._pass()
+        elif not self._on_lost(error):
             self._waits.fail(error)
+
+    def _pass(self) -> None:
+        """Go on with the next round. Nothing is written: a process that takes over finds out again that the round was lost."""
+        closed = self._round
+        self._passed = self.version + 1
+        self._open(self.version + 1)
+        self._waits.passed(self.version)
+        closed.end()
+
+    @property
+    def has_version(self) -> bool:
+        """False if the block's values are older than its version, because the round of that version was lost."""
+        return self._passed != self.version
 
     @property
     def _is_due(self) -> bool:
@@ -296,12 +332,12 @@ class Trained(ABC):
     # -- waits -------------------------------------------------------------------------------------------------------------
 
     def at_version(self, version: int, whose: object, take: Take) -> bool:
-        """Call `take` under the block's lock when this version is reached; False if the block is already beyond it.
+        """Call `take` under the block's lock when this version is reached; False if the block is already beyond it, or lost it.
 
         After `not_at_version` with the same two arguments `take` is not called any more.
         """
         with self.lock:
-            if self.version > version:
+            if self.version > version or (self.version == version and not self.has_version):
                 return False
             if self.version == version:
                 take()
@@ -336,3 +372,8 @@ class Trained(ABC):
         if round_ < self.version:
             return 0
         return self._round.missing()
+
+
+def not_counted(part: Contribution) -> InvalidRequest:
+    """The error if the numbers of a part that would be counted now were not sent."""
+    return InvalidRequest(f"already: a block has not counted the push of clock {part.clock} by worker {part.rank}")

@@ -45,6 +45,11 @@ class VersionWaits:
             take()
         self.within_reach(version)
 
+    def passed(self, version: int) -> None:
+        """End the callers' waits for a version that the block has passed without having it. Cuts of it do not come about."""
+        self._takes.pop(version, None)
+        self.within_reach(version)
+
     def within_reach(self, version: int) -> None:
         """Resolve the callers' tickets for this version; cuts go on waiting until the block has reached it."""
         for ticket in self._tickets.pop(version, ()):

@@ -26,6 +26,7 @@ from psd.contract.errors import (
 from psd.contract.integers import INTEGER_MAX
 from psd.contract.jobspec import JobSpec
 from psd.contract.printable import is_printable, printable
+from psd.contract.spec_limits import check_counts, check_limits
 from psd.state.core import UNNAMED_RUN, ShardCore
 from psd.state.job import Job
 from psd.state.life import Life
@@ -149,6 +150,7 @@ class Admission:
                 workers=[member.state.value for member in members.workers],  # type: ignore[misc]
                 orders=self._core.orders.current,
                 push_ids_max=self._core.push_ids_max,
+                restored_version=self._core.restored_version,
             )
         self._core.settle()
         return reply
@@ -226,6 +228,7 @@ class Admission:
         if job is None:
             return 0
         if job.coordinator is not None:
+            job.coordinator.on_joined_anew(worker.rank)
             return job.coordinator.entry_clock(worker.rank)
         if job.policy.has_rounds:
             # A shard without trained blocks has no rounds, and knows only its workers' clocks.
@@ -250,9 +253,9 @@ class Admission:
         """The job that a worker declares; InvalidRequest or InvalidTensor if it exceeds the limits."""
         limits = self._core.config.limits
         try:
-            JobSpec.check_counts(message, limits)
+            check_counts(message, limits)
             spec = JobSpec.from_message(message)
-            spec.check_limits(limits)
+            check_limits(spec, limits)
         except (InvalidRequest, InvalidTensor):
             job = self._core.job
             if job is None or message != job.spec.to_message():
@@ -346,7 +349,7 @@ class Admission:
             init.pages[index], values = page, page.parameter
         elif init.is_accepted:
             init.aside[index] = values = values.copy()
-        if not init.job.spec.groups[block.plan.group].is_of_buffers:
+        if block.plan.dtype.kind == "f" and not init.job.spec.groups[block.plan.group].is_of_buffers:
             self._core.check_finite(values, index, f"the initial values of worker {init.worker.rank}", init.worker.rank, 0)
 
     def end_initialize(self, init: Initialization) -> bool:

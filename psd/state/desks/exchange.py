@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 import psd_core
 from psd.contract import frames
-from psd.contract.errors import InvalidRequest, InvalidTensor
+from psd.contract.errors import InvalidRequest, InvalidTensor, StateLost
 from psd.contract.jobspec import JobSpec
 from psd.contract.layout import Block
 from psd.contract.rows import TableRows
@@ -30,7 +30,7 @@ from psd.state.job import Job
 from psd.state.tables.block import TablesBlock
 from psd.state.tickets import Ticket, WaitKind
 from psd.state.workers.learners import check_note
-from psd.v1 import data_pb2
+from psd.v1 import control_pb2, data_pb2
 from psd_core.arena import StoreClosed
 from psd_core.codecs import Encoded, InvalidEncoding
 
@@ -150,20 +150,26 @@ class Exchange:
         rows: Sequence[data_pb2.RowsPart] = (),
         memory: Sequence[memoryview] = (),
         more: bool = False,
+        already: bool = False,
     ) -> Ticket | None:
         """Count one block of a push. Returns a ticket if its round is not open yet: call again when it resolves.
 
         Args:
             is_lent: True if the payload does not change before the push's loan has ended.
-            rows, memory, more: as in PushedBlock.
+            rows, memory, more, already: as in PushedBlock.
         """
         job = push.job
         block = job.trained(index)
         if isinstance(block, BlockState) and (rows or more):
             raise InvalidRequest(f"rows: block {index} is not the tables' block")
-        values: Any
-        scalars: Sequence[Any]
-        if isinstance(block, BlockState):
+        values: Any = None
+        mask = None
+        scalars: Sequence[Any] = push.scalars
+        if already:
+            if payload.nbytes or present or rows or not isinstance(block, BlockState):
+                raise InvalidRequest(f"already: the frame of block {index} has more than that, or is that of the tables' block")
+            scalars = push.scalars[block.plan.group]
+        elif isinstance(block, BlockState):
             values, mask = self._gradient(push, block, present, payload)
             scalars = push.scalars[block.plan.group]
         elif more:
@@ -172,7 +178,7 @@ class Exchange:
             block.checks.stage(push.staged, rows, payload, memory)
             return None
         else:
-            values, mask, scalars = block.checks.gradients(push.staged, rows, payload, present, memory), None, push.scalars
+            values = block.checks.gradients(push.staged, rows, payload, present, memory)
             if job.spec.nan_policy != "allow" and not push.is_finite:
                 block.checks.check_finite(values, push.worker.rank, push.clock)
         if not push.is_entered:
@@ -195,6 +201,7 @@ class Exchange:
             since=push.since,
             sent_by=push.session,
             norms=push.norms,
+            already=already,
         )
         try:
             outcome = block.contribute(part)
@@ -213,12 +220,25 @@ class Exchange:
                         count(push)
         return None
 
+    def counted(self, request: control_pb2.CountedRequest) -> list[int]:
+        """Indices of the blocks, without the tables', that have the push of this name."""
+        with self._core.lock:
+            worker = self._core.check_caller(request.caller)
+            job = self._core.initialized()
+            job.check_digest(request.layout_digest)
+            session = check_begun_as(request.session, request.caller)
+        return [
+            index for index, block in job.blocks.items() if block.is_trained and block.has(worker.rank, session, request.clock)
+        ]
+
     def _gradient(
         self, push: Push, block: BlockState, present: bytes, payload: memoryview
     ) -> tuple[NDArray[Any] | Encoded | None, NDArray[np.uint8] | None]:
         """A block's gradient (None if it is empty), and the mask of the segments that have one (None if all have)."""
         plan = block.plan
         mask = frames.present_mask(present, len(plan.segment_ends)) if present else None
+        if plan.publisher >= 0:
+            check_published(push, plan, mask)
         if mask is not None and not mask.any():
             if payload.nbytes:
                 raise InvalidTensor(
@@ -228,7 +248,7 @@ class Exchange:
         if plan.codec:
             return encoded(plan, payload, mask), mask
         values = frames.numbers(payload, plan.gradient_dtype, plan.length, f"block {plan.index}")
-        if push.job.spec.nan_policy != "allow" and not push.is_finite:
+        if push.job.spec.nan_policy != "allow" and not push.is_finite and plan.dtype.kind == "f":
             whose = f"the gradient of worker {push.worker.rank}"
             self._core.check_finite(values, plan.index, whose, push.worker.rank, push.clock)
         if mask is not None and np.any(psd_core.widened(values)[plan.elements_without(mask)]):
@@ -366,6 +386,14 @@ class Exchange:
             found = block.read(version_min)
         except StoreClosed:
             raise self._core.gone_back() from None
+        if found is not None and found[0] < version_min and pull.worker.floor < version_min:
+            if isinstance(block, BlockState) and found[1] is not None:
+                block.unpin(found[1])
+            raise StateLost(
+                f"version {version_min} is lost: a worker that had put its part of it has died, and so had this shard before "
+                "it knew that the part counts",
+                version=version_min,
+            )
         return found if found is not None else self._core.when(block, version_min, pull.worker, pull.session, WaitKind.ROUND)
 
     def peek(self, block: Trained, pull: Pull) -> Found | None:
@@ -396,6 +424,14 @@ def encoded(plan: Block, payload: memoryview, mask: NDArray[np.uint8] | None) ->
     gradient.decode(values)
     values[plan.elements_without(mask)] = 0
     return values
+
+
+def check_published(push: Push, plan: Block, mask: NDArray[np.uint8] | None) -> None:
+    """Raise InvalidRequest unless a worker sends all values of the blocks that it publishes, and none of others' blocks."""
+    is_own = plan.publisher == push.worker.rank
+    if mask is not None if is_own else mask is None or mask.any():
+        what = "some of its values are missing" if is_own else f"worker {push.worker.rank} sends values"
+        raise InvalidRequest(f"present: block {plan.index} is published by worker {plan.publisher}, whole, and {what}")
 
 
 def tables_of(job: Job) -> TablesBlock:

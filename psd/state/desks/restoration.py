@@ -27,7 +27,7 @@ from psd.checkpoint import (
     parameter_blocks,
     table_values,
 )
-from psd.checkpoint.cut import CutName
+from psd.checkpoint.cut import ORDER_MAX, CutName
 from psd.contract.config import ConfigError
 from psd.contract.errors import (
     CheckpointCorrupt,
@@ -61,6 +61,9 @@ from psd_core.vector import Piece
 from psd_core.vector_operations import VectorOperation
 
 logger = logging.getLogger(__name__)
+
+VERSION_MAX = ORDER_MAX
+"""Largest version that a restored publication may become."""
 
 
 class Restoration:
@@ -186,6 +189,8 @@ class Restoration:
                 gone, trying again would not help: the error names another one.
         """
         core = self._core
+        if request.version > VERSION_MAX:
+            raise InvalidRequest(f"version: {request.version} is above the limit of {VERSION_MAX}")
         if request.timeline > INTEGER_MAX:
             raise InvalidRequest(f"timeline: {request.timeline} is above the limit of {INTEGER_MAX}")
         with core.job_lock:
@@ -195,6 +200,7 @@ class Restoration:
                 if (core.timeline >= request.timeline and not core.is_tentative) or request.incarnation != core.incarnation:
                     return
                 is_there = core.life.now is Life.TENTATIVE and core.restored_from == request.checkpoint
+                is_there = is_there and not core.declared().spec.is_publication  # which is to have another version
                 if is_there:
                     core.members.on_gone_back(request.workers, core.now())
                     core.timeline = request.timeline
@@ -204,7 +210,8 @@ class Restoration:
             if not is_there:
                 try:
                     manifest = self._readable(request.checkpoint).load(request.checkpoint)
-                    self._load(manifest, Life.RESTORED, timeline=request.timeline, workers=request.workers)
+                    version = request.version if manifest.spec.is_publication else 0
+                    self._load(manifest, Life.RESTORED, timeline=request.timeline, workers=request.workers, version=version)
                 except CheckpointCorrupt as error:
                     error.detail["instead"] = self._instead_of(request.checkpoint)
                     raise
@@ -236,7 +243,8 @@ class Restoration:
         if difference := stored.difference_from_stored(spec, core.restored_from):
             raise SpecMismatch(f"{difference}. {core.how_to_begin_afresh}")
         manifest = self._readable(core.restored_from).load(core.restored_from)
-        self._load(manifest, Life.RESTORED, timeline=core.timeline, spec=spec, members=core.members)
+        version = core.declared().version_min if stored.is_publication else 0
+        self._load(manifest, Life.RESTORED, timeline=core.timeline, spec=spec, members=core.members, version=version)
 
     def _load(
         self,
@@ -247,13 +255,15 @@ class Restoration:
         spec: JobSpec | None = None,
         members: Membership | None = None,
         workers: Sequence[int] = (),
+        version: int = 0,
     ) -> None:
-        """Load everything from a checkpoint, for the job as it was stored, or with the spec and members given.
+        """Load everything from a checkpoint, for the job as it was stored, or with the spec and members given. It becomes this
+        version, or that of the checkpoint's step if that is later.
 
         Every byte is checked before the present state is given up. If reading fails after that, the shard has lost its state,
         and is tentative: the next worker brings it to a checkpoint again. Files are read without the shard's lock.
         """
-        core = self._core
+        core, step = self._core, max(manifest.step, version)
         spec = spec if spec is not None else manifest.spec
         check_listed(spec, core.rules)
         if core.job is not None:
@@ -267,13 +277,13 @@ class Restoration:
                 pass
         if members is None:
             members = core.new_members(spec.world_size)
-        self._give_up(manifest, timeline, members)
+        self._give_up(manifest, timeline, members, step)
         try:
             job = core.make_job(spec, members, manifest.name)
             for restored in self._blocks(manifest, job.layout):
                 block = job.blocks[restored.block.index]
                 has_rounds = job.policy.has_rounds and block.plan.trained
-                block.restore(restored._replace(version=manifest.step) if has_rounds else restored)
+                block.restore(restored._replace(version=step) if has_rounds else restored)
             if job.tables is not None:
                 for partition, stored in zip(job.tables.partitions, self._tables(manifest, job.layout), strict=True):
                     history = stored.history if stored.history.size else None
@@ -298,16 +308,16 @@ class Restoration:
             raise
         with core.lock:
             if job.is_exact:
-                job.arena.set_word("decided", manifest.step)
+                job.arena.set_word("decided", step)
             job.arena.set_word("timeline", timeline)
-            core.timeline = timeline
+            core.timeline, core.restored_version = timeline, version
             members.on_gone_back(workers, core.now())
             core.take_job(job, members)
             core.become(following)
             job.arena.set_word("initialized", 1)
 
-    def _give_up(self, manifest: Manifest, timeline: int, members: Membership) -> None:
-        """Give up the present job, if there is one. All sessions end, except those of `members`."""
+    def _give_up(self, manifest: Manifest, timeline: int, members: Membership, step: int) -> None:
+        """Give up the present job, if there is one. All sessions end, except those of `members`, which go on at `step`."""
         core = self._core
         with core.lock:
             if core.job is not None:
@@ -317,7 +327,7 @@ class Restoration:
                 ticket.fail(error)
             if core.membership not in (None, members):
                 self._begin_incarnation()
-            members.on_restore(manifest.step)
+            members.on_restore(step)
             core.job, core.membership, core.gates = None, members, []
             core.become(Life.LOADING)
             core.initial = core.new_initial()

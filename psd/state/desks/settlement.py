@@ -34,7 +34,12 @@ class SettlementDesk:
             self._core.check_caller(request.caller)
             ticket = None
             is_decided = coordinator.on_commit(
-                worker, request.clock, skip=request.skip, only_wait=request.only_wait, spare_s=request.spare_s
+                worker,
+                request.clock,
+                skip=request.skip,
+                only_wait=request.only_wait,
+                spare_s=request.spare_s,
+                put=request.put,
             )
             if not is_decided and not request.without_waiting:
                 ticket = self._core.ticket(worker, request.caller.session, WaitKind.ROUND, request.clock, coordinator.missing)

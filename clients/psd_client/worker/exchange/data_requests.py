@@ -18,9 +18,9 @@ from psd.contract.errors import InvalidRequest, NonFiniteGradient
 from psd.contract.jobspec import JobSpec
 from psd.contract.layout import Block
 from psd.contract.verdicts import clip_scale
-from psd.v1 import data_pb2
+from psd.v1 import control_pb2, data_pb2
 from psd_client.lanes.flat import FlatBuffers
-from psd_client.lanes.transport import GradientPart
+from psd_client.lanes.transport import Call, GradientPart, Lane
 from psd_client.worker.exchange.gradient_encoder import GradientEncoder
 from psd_client.worker.exchange.riders import Riders
 from psd_client.worker.exchange.sent_push import SentPush, WorkerGradient
@@ -29,6 +29,9 @@ from psd_client.worker.rows import RowGradients
 from psd_client.worker.session.session import Session
 
 logger = logging.getLogger("psd_client")
+
+ASKED_BYTES_MIN = 1 << 20
+"""Bytes of a push from which, before it is sent again, its shard is asked what it has. A smaller one is sent as quickly."""
 
 
 def check_skip(spec: JobSpec) -> None:
@@ -130,14 +133,19 @@ class DataRequests:
             gradient.versions_read,
             gradient.part,
             gradient.spare,
+            gradient.put,
         )
         for write in self._riders.write:
             write(sent)
         return sent
 
-    def part(self, shard: int, sent: SentPush, blocks: Sequence[Block], received: Sequence[int]) -> GradientPart:
-        """The part of a push for one shard. blocks: its trained blocks. received: versions of all blocks, by index."""
-        versions = []
+    def part(self, lane: Lane, call: Call, sent: SentPush, blocks: Sequence[Block], received: Sequence[int]) -> GradientPart:
+        """The part of a push for one shard, which is asked what it has already if a large one was begun before.
+
+        Args:
+            blocks: the shard's trained blocks. received: versions of all blocks, by index.
+        """
+        shard, versions = lane.shard, []
         if not self._has_rounds:
             read = received if sent.versions_read is None else sent.versions_read
             versions = [read[block.index] for block in blocks]
@@ -149,7 +157,30 @@ class DataRequests:
             part.encoding = self._encoder.push
         for write_to in self._riders.write_to:
             write_to(shard, part.header)
+        if sent.begun >> shard & 1 and lane.transport != "shm":
+            part.already = self._already(lane, call, part)
+        sent.begun |= 1 << shard
         return part
+
+    def _already(self, lane: Lane, call: Call, part: GradientPart) -> frozenset[int]:
+        """The blocks of a large push that its shard has."""
+        header, nbytes = part.header, {block.index: block.pushed_nbytes for block in part.blocks}
+        if sum(nbytes.values()) < ASKED_BYTES_MIN:
+            return frozenset()
+        request = control_pb2.CountedRequest(
+            caller=header.caller, layout_digest=header.layout_digest, session=header.session, clock=header.clock
+        )
+        found = frozenset(lane.ask("Counted", request, control_pb2.CountedReply, call).blocks)
+        if found:
+            logger.info(
+                "psd: worker %d: the push of step %d had broken off; shard %d has %.1f of its %.1f MiB, and gets the rest",
+                header.caller.rank,
+                header.clock,
+                lane.shard,
+                sum([nbytes[index] for index in found]) / (1 << 20),
+                sum(nbytes.values()) / (1 << 20),
+            )
+        return found
 
     def pull(self, shard: int, blocks: Sequence[Block] | None = None) -> data_pb2.PullRequest:
         """A pull of these blocks of a shard and of its tables' block; None: of all its blocks."""

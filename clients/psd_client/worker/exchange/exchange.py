@@ -224,7 +224,7 @@ class ParameterExchange:
 
         def push_pull_at(lane: Lane, call: Call) -> None:
             rows = ahead.at.get(lane.shard) if ahead is not None else None
-            part = self._requests.part(lane.shard, sent, self._blocks[lane.shard], self.parameters.versions)
+            part = self._requests.part(lane, call, sent, self._blocks[lane.shard], self.parameters.versions)
             reply = lane.push_pull(part, self.parameters, call, rows)
             self._counts.on_reply(sent, lane.shard, reply)
 
@@ -372,7 +372,7 @@ class ParameterExchange:
         def push_at(lane: Lane, call: Call) -> None:
             incarnation = self._session.incarnation(lane.shard)
             if sent.incarnations.get(lane.shard) != incarnation:
-                part = self._requests.part(lane.shard, sent, self._blocks[lane.shard], self.parameters.versions)
+                part = self._requests.part(lane, call, sent, self._blocks[lane.shard], self.parameters.versions)
                 self._counts.on_reply(sent, lane.shard, lane.push(part, call))
                 sent.incarnations[lane.shard] = incarnation
 
@@ -399,7 +399,7 @@ class ParameterExchange:
         incarnation = self._session.incarnation(lane.shard)
         if sent.incarnations[lane.shard] == incarnation:
             return
-        part = self._requests.part(lane.shard, sent, self._blocks[lane.shard], self.parameters.versions)
+        part = self._requests.part(lane, call, sent, self._blocks[lane.shard], self.parameters.versions)
         reply = lane.push(part, call)
         self._counts.on_reply(sent, lane.shard, reply)
         sent.incarnations[lane.shard] = incarnation
@@ -416,6 +416,7 @@ class ParameterExchange:
                 clock=sent.header.clock,
                 without_waiting=without_waiting,
                 skip=sent.skip,
+                put=sent.put,
                 spare_s=max(0.0, sent.spare.until - time.monotonic()) if sent.spare is not None else 0.0,
             )
             return lane.commit(request, call)

@@ -76,7 +76,7 @@ class WorkerGradient(NamedTuple):
         present: (tensors,) bool, which tensors have a gradient; None: all. rows: gradients of rows of tables, by table.
         skip: it is not finite, and the job's policy is to skip the round then.
         feed: provides blocks, rows and `present` while they are still being computed; the shards then check for NaN.
-        versions_read, part, spare: as in SentPush.
+        versions_read, part, spare, put: as in SentPush.
     """
 
     scalars: Sequence[Sequence[float]]
@@ -88,6 +88,7 @@ class WorkerGradient(NamedTuple):
     versions_read: Sequence[int] | None = None
     part: JobPart | None = None
     spare: Spare | None = None
+    put: bytes = b""
 
 
 @dataclass
@@ -102,6 +103,8 @@ class SentPush:
         feed: provides the blocks, if they are still being computed.
         versions_read: by block, the version from which the gradients were computed; None: the version received last.
         spare: of a learner, until when it needs no answer; None: it waits.
+        put: as in CommitRequest.
+        begun: mask of the shards to which it was sent, perhaps not whole.
         incarnations: by shard, the incarnation that has the push. replies: by shard, its last reply.
         is_finished: all shards have it; with exact aggregation shard 0 knows that; and the worker's clock has moved on.
         is_decided: exact aggregation: this worker knows the members of the round.
@@ -118,6 +121,8 @@ class SentPush:
     versions_read: Sequence[int] | None = None
     part: JobPart | None = None
     spare: Spare | None = None
+    put: bytes = b""
+    begun: int = 0
     incarnations: dict[int, int] = field(default_factory=dict)
     replies: dict[int, data_pb2.PushReply] = field(default_factory=dict)
     is_finished: bool = False

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import random
+import time
 from collections.abc import Callable, Sequence
 
 from psd.contract.errors import CheckpointCorrupt, StateLost
@@ -25,6 +26,9 @@ ROLLBACK_TIMEOUT_S = 600.0
 ATTEMPTS_MAX = 20
 LOOK_AGAIN_S = 0.5
 """Seconds to wait for another worker to bring shards of different timelines together, before this worker does it."""
+
+VERSIONS_PER_SECOND = 500
+"""Puts that a store may have had in each second since 1970, and more than it can have."""
 
 _STATES = (
     control_pb2.WORKER_STATE_LIVE,
@@ -71,7 +75,9 @@ def join_one_timeline(
 
 
 def _is_one_timeline(replies: Sequence[control_pb2.JoinReply]) -> bool:
-    """True if all replies agree on the timeline and on its checkpoint: two workers may have begun timelines at once."""
+    """True if all replies agree on the timeline and on what it began with: two workers may have begun timelines at once."""
+    if len({reply.restored_version for reply in replies if reply.restored_version}) > 1:
+        return False
     return len({(reply.timeline, reply.checkpoint) for reply in replies}) == 1 and not any(r.is_tentative for r in replies)
 
 
@@ -92,12 +98,17 @@ def _bring_together(replies: Sequence[control_pb2.JoinReply], shards: Shards, in
     level = logging.INFO if all(reply.is_tentative for reply in replies) else logging.WARNING
     logger.log(level, "psd: the shards go back to checkpoint %s, timeline %d", checkpoint, timeline)
 
+    # Versions that were published after the checkpoint may have been read, and nobody may remember how many: they are fewer
+    # than this, whoever published them, as long as clocks do not go back.
+    version = max([int(time.time() * VERSIONS_PER_SECOND), *[reply.clock + 1 for reply in replies]])
+
     def roll_back(lane: Lane, call: Call) -> control_pb2.RollbackReply:
         request = control_pb2.RollbackRequest(
             run_id=replies[0].run_id, checkpoint=checkpoint, timeline=timeline, workers=workers
         )
         # A shard in another incarnation has followed another worker, or was lost again: the next attempt to join will tell.
         request.incarnation = replies[lane.shard].incarnation
+        request.version = version
         return lane.rollback(request, call)
 
     shards.run(roll_back, ROLLBACK_TIMEOUT_S)
