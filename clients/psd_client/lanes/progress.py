@@ -51,7 +51,8 @@ def progress_of(traffic: Traffic, seconds: float) -> Progress:
         return Progress(0, 0, 0, 0, seconds)
     outgoing, buffers, incoming, sent_before, received_before = under_way
     if isinstance(outgoing, GradientPart):
-        blocks = [block for block in outgoing.blocks if outgoing.feed is not None or outgoing.has(block)]
+        new = [block for block in outgoing.blocks if block.index not in outgoing.already]
+        blocks = [block for block in new if outgoing.feed is not None or outgoing.has(block)]
         to_send = sum(block.pushed_nbytes for block in blocks) + sum(rows.nbytes for rows in outgoing.tables)
     else:
         to_send = sum(block.nbytes for block in outgoing)
