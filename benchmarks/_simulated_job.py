@@ -32,7 +32,7 @@ from psd.v1 import control_pb2, data_pb2, job_pb2
 SCALARS = (0.7, 0.0, 0.0, 0.0)  # of SGD: lr, momentum, dampening, weight_decay
 BEATS_PER_LEASE = 3
 JITTER = 0.02
-"""By which part of the mean a step of a decoupled learner is longer or shorter. With steps of exactly one length, one that
+"""Share of the mean by which a step of a decoupled learner is longer or shorter. With steps of exactly one length, one that
 comes just too late for a round would come so for each."""
 
 
@@ -79,7 +79,7 @@ class Failures:
 
 
 class Events:
-    """What happens when, in virtual seconds."""
+    """The events of a job, in virtual seconds."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -116,7 +116,7 @@ class Sent:
 
 @dataclass
 class Figures:
-    """What a run has come to. `made`, `merged`: tokens that learners learned from, and those of differences that counted."""
+    """Results of a run. `made`, `merged`: tokens that learners learned from, and those of differences that counted."""
 
     made: float = 0.0
     merged: float = 0.0

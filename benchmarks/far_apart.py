@@ -127,12 +127,12 @@ def train(
     rank: int,
     args: argparse.Namespace,
     steps: Path | None = None,
-    joined: tuple[Event, Event] | None = None,
+    joined: Event | None = None,
 ) -> dict[str, float]:
     """Train one learner, in its own process; its loss at the end, and what it has sent.
 
-    steps: of a disturbed run, a file with a byte for each step that any learner has made. joined: an event that
-    tells that this one has joined, and one that lets it begin.
+    steps: of a disturbed run, a file with a byte for each step that any learner has made; it begins when the file is there.
+    joined: set when this one has joined.
     """
     torch.set_num_threads(1)
     text = characters.read(args.data, words=20)
@@ -142,8 +142,9 @@ def train(
     options = options_of(QUALITY, way, args.learners)
     optimizer = psd.distribute(model, inner, servers=servers, rank=rank, world_size=args.learners, **options)
     if joined is not None:
-        joined[0].set()
-        joined[1].wait()
+        joined.set()
+    while steps is not None and not steps.exists():
+        time.sleep(0.01)
     before = optimizer.ps.stats()["sent_bytes"]
     meter = Meter(inner)
 
@@ -186,12 +187,10 @@ def _train_into(path: Path, *task: Any) -> None:
 def disturbed(seed: int, servers: str, args: argparse.Namespace, directory: Path) -> tuple[list[dict[str, float]], int]:
     """Train learners of which one is slow, and one is killed again and again; what they have found, and how often it was."""
     context, steps = multiprocessing.get_context("spawn"), directory / "steps"
-    gate = context.Event()
-    steps.touch()
 
     def begin(rank: int) -> tuple[Any, Event]:
         joined = context.Event()
-        task = directory / f"learner-{rank}", DISTURBED, seed, servers, rank, args, steps, (joined, gate)
+        task = directory / f"learner-{rank}", DISTURBED, seed, servers, rank, args, steps, joined
         process = context.Process(target=_train_into, args=task, daemon=True)
         process.start()
         return process, joined
@@ -199,7 +198,7 @@ def disturbed(seed: int, servers: str, args: argparse.Namespace, directory: Path
     learners, kills = [begin(rank) for rank in range(args.learners)], 0
     for _, joined in learners:
         joined.wait(START_S)
-    gate.set()
+    steps.touch()
     while True:
         dying, joined = learners[-1]
         joined.wait(START_S)

@@ -11,7 +11,7 @@ from psd_client.lanes.transport import GradientPart, Traffic
 
 
 class Progress(NamedTuple):
-    """What has been moved of a call, and what is to be, in bytes.
+    """Bytes of a call that have been moved, and that are to be.
 
     Attributes:
         seconds: since its beginning.
@@ -45,7 +45,7 @@ class Progress(NamedTuple):
 
 
 def progress_of(traffic: Traffic, seconds: float) -> Progress:
-    """How far the call has come that a lane has been making for so many seconds; all 0 if there is none."""
+    """The progress of the call that a lane has been making for so many seconds; all 0 if there is none."""
     under_way = traffic.under_way  # once: the call may end meanwhile
     if under_way is None:
         return Progress(0, 0, 0, 0, seconds)
