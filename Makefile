@@ -36,7 +36,7 @@ help:
 	@echo "make check   lint and the quick tests: what to run while one works; a minute on two cores"
 	@echo "make test    lint and run all tests but those of the next nine; twelve minutes on two cores"
 	@echo "make test-keras   the tests of the Keras and JAX faces, in an environment of their own with TensorFlow, .venv-keras"
-	@echo "make test-trainers   transformers' Trainer, TRL, Accelerate and Lightning on shards, in .venv-trainers; three minutes"
+	@echo "make test-trainers   transformers' Trainer, PEFT, TRL, Accelerate and Lightning on shards, in .venv-trainers; three minutes"
 	@echo "make test-torchrec   TorchRec's own features, configurations and DLRM on tables, in .venv-torchrec; a minute"
 	@echo "make test-launchers   jobs over ssh, under SLURM, on Ray and for Kubernetes, as far as these are installed; Ray in .venv-launchers; ten minutes"
 	@echo "make test-stores   jobs with checkpoints at s3://, gs:// and sftp://: moto, fake-gcs-server, sshd; in .venv-stores; five minutes"

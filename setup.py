@@ -64,7 +64,8 @@ vector = Extension(
     "psd_core._vector", sources=["psd_core/_vector.pyx", *VECTORS, CONTENT], libraries=["m"], depends=HEADERS, **HOW
 )
 codecs = Extension("psd_core._codecs", sources=["psd_core/_codecs.pyx", *CODECS], depends=HEADERS, **HOW)
-EXTENSIONS = [kernels, arena, table, distinct, vector, codecs]
+deltas = Extension("psd_core._deltas", sources=["psd_core/_deltas.pyx", "psd_core/csrc/delta.c"], depends=HEADERS, **HOW)
+EXTENSIONS = [kernels, arena, table, distinct, vector, codecs, deltas]
 directives = {
     "language_level": "3",
     "boundscheck": DEBUG,

@@ -306,6 +306,26 @@ class Shard:
             return stub.Checkpoint(control_pb2.CheckpointRequest(), timeout=600).name
 
 
+class Relay(Shard):
+    """A relay of these servers.
+
+    Args:
+        flags, prefix: as of a shard.
+    """
+
+    def __init__(self, servers: str, *flags: str, prefix: Sequence[str] = ()) -> None:
+        super().__init__()
+        self._name = f"relay of {servers}"
+        self._before = [*prefix, sys.executable, "-m", "psd.cli.server", "--relay-of", servers]
+        self._flags = ("--log-level", "error", *flags)
+
+    def end(self) -> None:
+        """End it, which it does not do by itself."""
+        if self._process is not None:
+            self._process.signal(signal.SIGTERM)
+            self._process.end()
+
+
 def start_all(stack: ExitStack, shards: Sequence[Shard]) -> None:
     """Start shards side by side, to be ended by the stack; return when all of them serve."""
     for shard in shards:

@@ -3,7 +3,8 @@
     python benchmarks/compression.py [--only accuracy|step] [--seeds 3] [--epochs 15] [--rounds 10] [--steps 5] [--json FILE]
 
 Accuracy: two workers train a small net on scikit-learn's digits, synchronously, with each codec, with and without error
-feedback, on half of the images; the other half tests it. Means over the seeds, in points beside float32.
+feedback, then with each form of pulls, alone and with pushes in the same, on half of the images; the other half tests it. Means
+over the seeds, in points beside float32.
 
 Step: the dense step of one worker and one shard over loopback TCP, 25.6 million parameters, as it is and compressed, which take
 turns in one run; the ratios are the figures to compare. What each has computed is verified. Exit status: 1 if psd failed or was
@@ -38,6 +39,10 @@ CODECS = ("bf16", "fp16", "int8", "int4", "int4log", "topk:0.01", "sign")
 WITH, AT_RANDOM, NEAREST = "feedback", "none, at random", "none, nearest"
 """The kinds of error feedback, and of rounding without it."""
 
+PULLS = ("bf16", "fp16", "int8", "int4", "int4log")
+PULLED, BOTH_WAYS = "pull", "compress and pull"
+"""Kinds of trainings in which parameters come back compressed."""
+
 POINTS = 0.5
 """Points by which int8 and int4 may be less accurate than float32."""
 
@@ -53,6 +58,8 @@ class Setting(NamedTuple):
         """Its keywords."""
         if not self.codec:
             return {}
+        if self.kind in (PULLED, BOTH_WAYS):
+            return {"pull": self.codec, **({"compress": self.codec} if self.kind == BOTH_WAYS else {})}
         rounding = "stochastic" if self.kind == AT_RANDOM else "nearest"
         return {"compress": self.codec, "error_feedback": self.kind == WITH, "rounding": rounding}
 
@@ -63,6 +70,7 @@ def settings(codecs: Sequence[str]) -> list[Setting]:
     for codec in codecs:
         rounds = codec != "sign" and not codec.startswith("topk")
         found += [Setting(codec, kind) for kind in (WITH, *([AT_RANDOM] if rounds else []), NEAREST)]
+        found += [Setting(codec, kind) for kind in (PULLED, BOTH_WAYS) if codec in PULLS]
     return found
 
 
@@ -116,14 +124,19 @@ def trainings(codecs: Sequence[str], seeds: int, epochs: int) -> tuple[list[dict
     rows = [[codec, *(points(codec, kind) for kind in kinds)] for codec in codecs]
     print(f"Digits, {WORKERS} workers, sync, means of {seeds} seeds; float32: {plain:.2f} %; points beside it\n")
     print(report.table(["codec", *kinds], rows))
-    losses = {codec: plain - statistics.mean(found[Setting(codec, WITH)]) for codec in ("int8", "int4") if codec in codecs}
-    checked = [report.Criterion(5, f"{codec} with feedback, points lost", loss, POINTS) for codec, loss in losses.items()]
+    rows = [[codec, *(points(codec, kind) for kind in (PULLED, BOTH_WAYS))] for codec in codecs if codec in PULLS]
+    print("\nParameters come back in the form; pushes with feedback\n")
+    print(report.table(["codec", PULLED, BOTH_WAYS], rows))
+    asked = [Setting(codec, kind) for codec in ("int8", "int4") if codec in codecs for kind in (WITH, PULLED, BOTH_WAYS)]
+    losses = {setting: plain - statistics.mean(found[setting]) for setting in asked}
+    checked = [report.Criterion(5, f"{' '.join(setting)}, points lost", loss, POINTS) for setting, loss in losses.items()]
     return [{**setting._asdict(), "accuracy": values} for setting, values in found.items()], checked
 
 
 def steps(model: str, rounds: int, steps: int) -> tuple[list[dict[str, Any]], list[report.Criterion], Match]:
     """Time the dense step, and print the table."""
-    forms = ({}, {"compress": "int8"}, {"compress": "int8", "pull": "bf16"}, {"compress": "int4", "pull": "bf16"})
+    pairs = (("int8", "bf16"), ("int4", "bf16"), ("int8", "int8"), ("int4", "int4"))
+    forms = ({}, {"compress": "int8"}, *({"compress": compress, "pull": pull} for compress, pull in pairs))
     with cleanly() as stack:
         match = Match(stack)
         for form in forms:

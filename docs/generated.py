@@ -3,6 +3,7 @@
     <!-- include: README.md -->              a Markdown file of the repository, its links turned to suit the site
     <!-- help: psd-server -->                what the command prints with --help
     <!-- help: psdctl COMMAND -->            likewise, of each of its subcommands
+    <!-- help: psd-server --relay-of=A -->   likewise, with this option
     <!-- environment -->                     the variables that psd reads
     <!-- errors -->                          the tree of errors and their gRPC codes
     <!-- rules -->                           the names of what a group of each rule is declared with, and of its scalars
@@ -130,10 +131,10 @@ def subcommands(name: str) -> list[str]:
 
 
 def helps(argument: str) -> str:
-    """The help of a command; of each subcommand under its own heading if the argument ends with COMMAND."""
-    name, _, which = argument.partition(" ")
-    if not which:
-        return f"```text\n{help_text(name)}```"
+    """The help of a command, perhaps with an option; with COMMAND of each subcommand under its own heading."""
+    name, *options = argument.split()
+    if options != ["COMMAND"]:
+        return f"```text\n{help_text(name, *options)}```"
     return "\n".join(f"## {name} {each}\n\n```text\n{help_text(name, each)}```\n" for each in subcommands(name))
 
 

@@ -36,7 +36,7 @@ class Page:
 
     Attributes:
         block: its index.
-        parameter: (n,), from a cache line. slots: one (n,) array per slot, likewise.
+        parameter: (n,), from a cache line. slots, extra: one (n,) array for each of the shape's, likewise.
         steps: (k,) uint64, updates applied to each segment.
         sessions, clocks: (W,) uint64, the dedup window: per rank, whatever its writer keeps there.
         version: as published; 0 in a spare.
@@ -49,6 +49,7 @@ class Page:
     block: int
     parameter: NDArray[Any]
     slots: tuple[NDArray[Any], ...]
+    extra: tuple[NDArray[Any], ...]
     steps: NDArray[np.uint64]
     sessions: NDArray[np.uint64]
     clocks: NDArray[np.uint64]
@@ -61,6 +62,11 @@ class Page:
     tails: Sequence[NDArray[np.uint8]]
     base: Page | None = None
     content: int = 0
+
+    @property
+    def arrays(self) -> tuple[NDArray[Any], ...]:
+        """The parameter, the slots and what is beside them."""
+        return (self.parameter, *self.slots, *self.extra)
 
 
 class Found(NamedTuple):
@@ -140,7 +146,7 @@ class Blocks:
         kind = self._head_kinds[block]
         if kind is self._kinds[block]:
             page = self.spare(block)
-            for old, new in zip((before.parameter, *before.slots), (page.parameter, *page.slots), strict=True):
+            for old, new in zip(before.arrays, page.arrays, strict=True):
                 np.copyto(new, old)
             return page
         place = self.pool.take(kind)
@@ -213,6 +219,7 @@ class Blocks:
             block,
             with_body.parameter,
             with_body.slots,
+            with_body.extra,
             views.steps,
             views.sessions,
             views.clocks,

@@ -31,7 +31,7 @@ MEMBER_WORDS = 8
 DECISION_SLOTS = 16  # more than a shard reads, so that writing one never removes one of the last eight
 
 _COUNTS = struct.Struct("<III4x")  # see Front.fixed
-SHAPE = struct.Struct("<16sQII")
+SHAPE = struct.Struct("<16sQHHI")
 
 TABLE_CHECK_BITS = 24
 _EXTENT_CHECK_BITS = 16
@@ -62,12 +62,14 @@ class BlockShape(NamedTuple):
         dtype: NumPy's name of the element type, such as "float32".
         length: elements of the parameter and of each slot.
         slot_count: arrays of optimizer state. segment_count: segments, each with a step count.
+        extra_count: arrays of whatever else changes with them.
     """
 
     dtype: str
     length: int
     slot_count: int
     segment_count: int
+    extra_count: int = 0
 
 
 def check_shape(index: int, shape: BlockShape) -> None:
@@ -75,7 +77,7 @@ def check_shape(index: int, shape: BlockShape) -> None:
     dtype = np.dtype(shape.dtype)
     if dtype.name != shape.dtype or dtype.kind not in "fiu" or len(shape.dtype) > 16:
         raise ValueError(f"shapes[{index}].dtype: expected a name such as 'float32', got {shape.dtype!r}")
-    for name, value, limit in zip(shape._fields[1:], shape[1:], (1 << 48, 1 << 16, 1 << 24), strict=True):
+    for name, value, limit in zip(shape._fields[1:], shape[1:], (1 << 48, 1 << 16, 1 << 24, 1 << 16), strict=True):
         if not 0 <= value < limit:
             raise ValueError(f"shapes[{index}].{name}: expected 0 to {limit - 1}, got {value}")
 
@@ -91,6 +93,7 @@ class PageLayout(NamedTuple):
     parameter_at: int
     body_words: int
     slots_at: tuple[int, ...]
+    extra_at: tuple[int, ...]
     size: int
     head_size: int
 
@@ -103,11 +106,14 @@ def page_layout(shape: BlockShape, workers: int) -> PageLayout:
     head_words = HEADER_WORDS + 2 * workers + shape.segment_count
     parameter_at = align(8 * head_words, CACHE_LINE_BYTES)
     stride = align(shape.length * np.dtype(shape.dtype).itemsize, CACHE_LINE_BYTES)
-    slots_at = tuple(parameter_at + stride * (i + 1) for i in range(shape.slot_count))
-    size = align(parameter_at + stride * (shape.slot_count + 1), UNIT_BYTES)
-    body_words = stride * (shape.slot_count + 1) // 8
+    count = 1 + shape.slot_count + shape.extra_count
+    behind = tuple(parameter_at + stride * i for i in range(1, count))
+    slots_at, extra_at = behind[: shape.slot_count], behind[shape.slot_count :]
+    size = align(parameter_at + stride * count, UNIT_BYTES)
     head_size = align(8 * head_words, UNIT_BYTES)
-    return PageLayout(sessions_at, clocks_at, steps_at, head_words, parameter_at, body_words, slots_at, size, head_size)
+    return PageLayout(
+        sessions_at, clocks_at, steps_at, head_words, parameter_at, stride * count // 8, slots_at, extra_at, size, head_size
+    )
 
 
 @dataclass(frozen=True)
@@ -131,7 +137,10 @@ class Front:
     @cached_property
     def fixed(self) -> bytes:
         """The superblock, with the shapes and meta: never written again."""
-        shapes = b"".join(SHAPE.pack(shape.dtype.encode(), *shape[1:]) for shape in self.shapes)
+        shapes = b"".join(
+            SHAPE.pack(shape.dtype.encode(), shape.length, shape.slot_count, shape.extra_count, shape.segment_count)
+            for shape in self.shapes
+        )
         return SUPERBLOCK.pack(_COUNTS.pack(self.workers, len(self.shapes), WORD_SLOTS) + shapes + self.meta)
 
     @property
@@ -183,8 +192,10 @@ def read_front(read: Callable[[int, int], bytes], size: int) -> Front:
         if words != WORD_SLOTS:
             raise ArenaForeign(f"superblock: expected {WORD_SLOTS} words, got {words}: another release wrote it")
         end = _COUNTS.size + SHAPE.size * count
-        found = [(name.rstrip(b"\0").decode("ascii"), *rest) for name, *rest in SHAPE.iter_unpack(facts[_COUNTS.size : end])]
-        shapes = tuple(BlockShape(*shape) for shape in found)
+        shapes = tuple(
+            BlockShape(name.rstrip(b"\0").decode("ascii"), length, slots, segments, extra)
+            for name, length, slots, extra, segments in SHAPE.iter_unpack(facts[_COUNTS.size : end])
+        )
         if len(shapes) != count:
             raise ArenaCorrupt(f"superblock: has {len(shapes)} of {count} shapes")
         check_shapes(shapes, workers)

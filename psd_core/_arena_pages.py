@@ -33,13 +33,13 @@ _VIEWS_MAX = 8
 
 
 class Views:
-    """The arrays of one block shape over one place; `body`, `parameter`, `slots` and `tails` only if it has room for them.
+    """The arrays of one block shape over one place; all but those of the head only if it has room for them.
 
     Attributes:
-        tails: the bytes between the end of the parameter, or of a slot, and the next cache line.
+        tails: the bytes between the end of the parameter, or of another array of the body, and the next cache line.
     """
 
-    __slots__ = ("body", "clocks", "head", "parameter", "sessions", "slots", "steps", "tails")
+    __slots__ = ("body", "clocks", "extra", "head", "parameter", "sessions", "slots", "steps", "tails")
 
     def __init__(
         self, mapping: mmap.mmap, start: int, size: int, shape: form.BlockShape, layout: form.PageLayout, workers: int
@@ -57,9 +57,10 @@ class Views:
         self.body = Words(mapping, start + layout.parameter_at, layout.body_words)
         self.parameter = array(shape.length, shape.dtype, layout.parameter_at)
         self.slots = tuple(array(shape.length, shape.dtype, at) for at in layout.slots_at)
+        self.extra = tuple(array(shape.length, shape.dtype, at) for at in layout.extra_at)
         nbytes = self.parameter.nbytes
-        tail = -nbytes % CACHE_LINE_BYTES
-        self.tails = [array(tail, "u1", at + nbytes) for at in (layout.parameter_at, *layout.slots_at) if tail]
+        tail, arrays_at = -nbytes % CACHE_LINE_BYTES, (layout.parameter_at, *layout.slots_at, *layout.extra_at)
+        self.tails = [array(tail, "u1", at + nbytes) for at in arrays_at if tail]
 
 
 class Place:

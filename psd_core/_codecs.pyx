@@ -27,6 +27,7 @@ cdef extern from "codec.h" nogil:
     psd_codec_field psd_codec_fault(psd_codec, const uint8_t *, const uint8_t *, intptr_t, intptr_t *) noexcept
     void psd_codec_decode(psd_codec, const uint8_t *, const uint8_t *, float *, intptr_t) noexcept
     void psd_codec_accumulate(psd_codec, const uint8_t *, const uint8_t *, float *, float, intptr_t) noexcept
+    intptr_t psd_codec_follow(psd_codec, const float *, const float *, float *, uint8_t *, uint8_t *, intptr_t) noexcept
     intptr_t psd_topk_room(intptr_t, intptr_t) noexcept
     intptr_t psd_topk_encode(const float *, float *, intptr_t, intptr_t, psd_topk_parts, float *, uint32_t *) noexcept
     psd_topk_field psd_topk_fault(psd_topk_parts, intptr_t, intptr_t, intptr_t *) noexcept
@@ -94,6 +95,19 @@ def accumulate(int codec, const uint8_t[::1] data not None, intptr_t codes_at, f
     if n:
         with nogil:
             psd_codec_accumulate(<psd_codec>codec, &data[0], &data[0] + codes_at, &acc[0], weight, n)
+
+
+def follow(
+    int codec, const float[::1] values not None, const float[::1] before not None, float[::1] after not None,
+    intptr_t codes_at, uint8_t[::1] out not None,
+):
+    """Encode values - before into `out`, scales first, and set `after` to before + that; False if it is not finite."""
+    cdef intptr_t n = values.shape[0], wrong = -1
+    assert 0 <= codec <= PSD_SIGN_CODEC and codes_at <= out.shape[0] and before.shape[0] == after.shape[0] == n
+    if n:
+        with nogil:
+            wrong = psd_codec_follow(<psd_codec>codec, &values[0], &before[0], &after[0], &out[0], &out[0] + codes_at, n)
+    return wrong < 0
 
 
 cdef int _set_parts(psd_topk_parts *parts, const uint8_t[::1] data, intptr_t n, intptr_t k) except -1:

@@ -2,15 +2,15 @@
 
 A block is a small transaction. An update reads the block's current *page* and writes a *spare* one; `publish` makes it current
 by one 8-byte store. Process death at any instant, `kill -9` too, leaves each block whole, old or new: header, dedup window,
-steps, parameter and slots change together. (The kernel keeps the mapping's memory; power loss is not survived, and nothing is
-fsynced.) Whoever has pinned an old page goes on reading it unchanged.
+steps, parameter, slots and extra arrays change together. (The kernel keeps the mapping's memory; power loss is not survived,
+and nothing is fsynced.) Whoever has pinned an old page goes on reading it unchanged.
 
 Must not import psd, read the environment, or know what words, sessions, clocks and rounds mean.
 
 The file `arena` beside `lock`, all numbers little-endian, format 3:
 
     superblock   see _store_format.py; its facts: u32 workers W, blocks B, named words, 0; B x 32 B: dtype name[16], u64 length,
-                 u32 slots, u32 segments; meta, the caller's bytes
+                 u16 slots, u16 extra arrays, u32 segments; meta, the caller's bytes
     words        16 x u64                                                                          (each one atomic)
     members      W x 64 B: u64 selector s, then twice (u64 session, u64 state << 56 | clock); pair s is valid
     decisions    16 x (u64 round + 1 or 0, u64 checksum, mask of W bits in u64s); round r in place r % 16
@@ -21,7 +21,7 @@ The file `arena` beside `lock`, all numbers little-endian, format 3:
     a page       whole multiples of 4 KiB; its number is its offset / 4096. Head: u64 checksum of the head's other words, magic
                  "PSDPAGE1", block, page number, version, words in the head, checksum of the body (csrc/content.h), number of
                  the page whose body it is, if not this one's, else 0; sessions u64[W], clocks u64[W], steps u64[k]; then the
-                 body: parameter and slots, each from a multiple of 64
+                 body: parameter, slots and extra arrays, each from a multiple of 64
 
 A version with the values of the one before has a page without a body, as large as a head, that names the page that has it. A
 page that is named by no table entry, and by no page that one names, is free. So publishing is: write the head, with the body's
@@ -316,8 +316,8 @@ class Arena:
         return self._blocks.spare(block)
 
     def spare_alike(self, block: int) -> Page:
-        """A page for a next version whose parameter and slots are the current one's: sessions, clocks and steps are to be
-        written, and nothing else. Costs no more than these.
+        """A page for a next version whose parameter, slots and extra arrays are the current one's: sessions, clocks and steps
+        are to be written, and nothing else. Costs no more than these.
 
         Raises:
             StoreFull, StoreClosed: as `spare`.

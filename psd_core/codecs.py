@@ -59,6 +59,9 @@ CHUNK: int = _codecs.CHUNK
 ELEMENTS_MAX = (1 << 32) - 1
 """Largest number of elements of an array."""
 
+DIFFERENCES = ("int8", "int4", "int4log")
+"""Codecs by which a copy can `follow` an array: they have the largest difference of each block but for a part of a step."""
+
 _SEEDS = 1 << 64
 _FLOAT32 = np.dtype(np.float32)
 _UINT8 = np.dtype(np.uint8)
@@ -315,6 +318,40 @@ def accumulate(codec: str, data: Data, accumulator: FloatArray, weight: float = 
         ValueError: naming `codec`.
     """
     _encoded_for(codec, data, "accumulator", accumulator).accumulate(accumulator, weight)
+
+
+def follow(codec: str, values: FloatArray, before: FloatArray, after: FloatArray) -> NDArray[np.uint8] | None:
+    """Return the difference from a copy of an array to the array in a codec, and write the copy with this difference added.
+
+    What the codec loses of a difference is in the next one, if `after` is the next call's `before`: however many there are,
+    the copy is as near to the array as one of them is encoded. Who adds the data to `before` by `accumulate` has the bits of
+    `after`.
+
+    Args:
+        codec: one of DIFFERENCES.
+        values: (n,) float32, n <= ELEMENTS_MAX. before: the copy, likewise. Never modified.
+        after: (n,) float32, writable. Overwritten. Must overlap neither.
+
+    Returns:
+        (encoded_bytes(codec, n),) uint8; None if some difference is NaN or infinite: `after` is then undefined.
+
+    Raises:
+        InvalidArray: naming the argument. ValueError: naming `codec`.
+
+    Cost: O(n), GIL released.
+    """
+    if codec not in DIFFERENCES:
+        raise ValueError(f"codec: expected one of {', '.join(DIFFERENCES)}, got {codec!r}")
+    n = _checked("values", values)
+    if n > ELEMENTS_MAX:
+        raise InvalidArray(f"values: expected at most {ELEMENTS_MAX} elements, got {n}")
+    _checked("before", before, n)
+    _checked("after", after, n, writable=True)
+    _check_apart("after", after, "values", values)
+    _check_apart("after", after, "before", before)
+    form = _codec(codec)
+    out = np.empty(form.nbytes(n), _UINT8)
+    return out if _codecs.follow(form.number, values, before, after, form.codes_at(n), out) else None
 
 
 def _encoded_for(codec: str, data: Data, name: str, to: FloatArray) -> Encoded:

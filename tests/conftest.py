@@ -48,6 +48,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.hook.pytest_deselected(items=left_out)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Ten thousand tests and all modules stay to the end: no search for garbage need go through them."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """With --dist loadfile each process takes a file at a time, but of the docs a page: all pages are one file, the longest."""
@@ -111,6 +122,12 @@ def _owner(arena: Path) -> int | None:
         return int((arena / "lock").read_bytes()[:16])
     except (FileNotFoundError, ValueError):
         return None
+
+
+@pytest.fixture
+def later_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs that a test starts load torch's compiler when they compile: tests/later_compiler says how, and why."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent / "later_compiler"), prepend=os.pathsep)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from typing import Literal, overload
 
 from typing_extensions import Unpack
 
-from psd.contract.config import ClientConfig, ConfigError, is_loopback
+from psd.contract.config import ClientConfig, ConfigError, alternatives, is_loopback
 from psd.contract.credentials import Credentials
 from psd.contract.environment import client_config, why_not_alone
 from psd.contract.keywords import ConnectKeywords, LinkKeywords, takes
@@ -66,7 +66,8 @@ def connect(
     process. Each connection has its own private shard; a reader reads from the latest one. PSD_STANDALONE=0 forbids this.
 
     Args:
-        servers: the shards' addresses in their order, such as "10.0.0.1:7000,10.0.0.2:7000", or a list of them.
+        servers: the shards' addresses in their order, such as "10.0.0.1:7000,10.0.0.2:7000", or a list of them. For a reader
+            also a relay's, or those of several relays, "10.0.0.8:7100|10.0.0.9:7100", of which it uses one at a time.
         rank, world_size: this worker's number from 0, and how many workers there are.
         role: "worker"; or "reader", which has no rank, takes part in nothing, and pulls consistent copies while others train.
         **settings
@@ -89,7 +90,13 @@ def connect(
         rank, world_size = 0, 1
     config = client_config(servers=servers, rank=rank, world_size=world_size, **settings)
     credentials = Credentials(config.tls_ca, config.tls_cert, config.tls_key, config.token_file)
-    if credentials.has_token and not (credentials.has_tls or all(map(is_loopback, config.servers))):
+    choices = [server for server in config.servers if len(alternatives(server)) > 1]
+    if choices and role != "reader":
+        raise ConfigError(
+            f"servers: {choices[0]!r} names relays to choose from, which serve readers; a worker needs the shards"
+        )
+    addresses = [address for server in config.servers for address in alternatives(server)]
+    if credentials.has_token and not (credentials.has_tls or all(map(is_loopback, addresses))):
         logger.warning("psd: without tls_ca the token crosses the network unencrypted, where anybody who listens can take it")
     lanes = [ShardLane(shard, address, config.transport, credentials) for shard, address in enumerate(config.servers)]
     if role == "reader":

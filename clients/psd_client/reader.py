@@ -2,27 +2,30 @@
 
 The reader asks all shards for the same cut, the newest version that some block has; each shard pins its blocks' pages as they
 reach it. So the copy has one version throughout, no worker waits, and no round counts the reader. If rounds close faster than
-shards can be asked, it asks for a version ahead. In jobs without rounds the workers' positions
-define the cut, as for checkpoints: the copy is the state after each worker's pushes up to its position. Rows of tables are read
-in their current state. A reader that must wait, for a job that has not begun, logs this. Must not know sessions, clocks or
-gradients.
+shards can be asked, it asks for a version ahead. In jobs without rounds the workers' positions define the cut, as for
+checkpoints: the copy is the state after each worker's pushes up to its position. A relay answers with the newest version that
+it has; from another one a reader takes no older version than it has had. Rows of tables are read in their current state. A
+reader that must wait, for a job that has not begun, logs this. Must not know sessions, clocks or gradients.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import secrets
+import socket
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from psd.contract.arguments import ByName, whole_number
 from psd.contract.config import ClientConfig
-from psd.contract.errors import CutMissed, InvalidRequest, LayoutMismatch, NotDeclared, WaitTimeout
+from psd.contract.errors import CutMissed, InternalError, InvalidRequest, LayoutMismatch, NotDeclared, WaitTimeout
 from psd.contract.integers import INTEGER_MAX
 from psd.contract.jobspec import JobSpec
 from psd.contract.layout import Layout
@@ -32,14 +35,14 @@ from psd.contract.tables import SparseTableSpec
 from psd.contract.vectors import spec_of
 from psd.contract.waits import explained
 from psd.v1 import control_pb2, data_pb2, vectors_pb2
-from psd_client.lanes.flat import FlatBuffers
+from psd_client.lanes.flat import FlatBuffers, Mismatch
 from psd_client.lanes.rows_memory import RowsMemory
 from psd_client.lanes.shards import RetryPolicy, Shards, transfer_s
 from psd_client.lanes.transport import Call, Lane, Scope
 from psd_client.lanes.waiting import ShardHealth
 from psd_client.tables import as_row_ids
 from psd_client.vectors import Vector, as_vector
-from psd_client.wanted_tensors import WantedTensors, blocks_with, meta_of
+from psd_client.wanted_tensors import Nothing, WantedTensors, blocks_with, meta_of
 from psd_client.weights import Weights, digest_of
 from psd_client.worker.rows import Batches, RowPull
 from psd_client.worker.vectors.fetches import Fetches
@@ -120,6 +123,19 @@ class ReadVectors:
         return self._fetches.at(spec, indices, of_rows=of_rows)
 
 
+class WholeCopy(NamedTuple):
+    """All parameters of one version.
+
+    Attributes:
+        described: what the first shard has said of the job. version: as Weights.version.
+        buffers: hold the values, and are the receiver's.
+    """
+
+    described: control_pb2.DescribeReply
+    version: int
+    buffers: FlatBuffers
+
+
 class Reader:
     """Reads the parameters of a running job; made by `connect(role="reader")`. A context manager.
 
@@ -127,6 +143,11 @@ class Reader:
         config: settings; rank and world_size mean nothing here.
         lanes: the lane to each shard; closed with the reader.
 
+    Attributes:
+        job: name of the job; timeline: how often it had gone back to a checkpoint, and so counts its versions anew. Both as the
+            shards have last said; empty and 0 before the first call.
+        name: how psdctl and the dashboard call this reader; a program may set it, to at most 256 bytes, printable.
+        newest: the newest version that the shards have told of. heard_at: when that was, by time.monotonic; None: never.
     """
 
     def __init__(self, config: ClientConfig, lanes: Sequence[Lane]) -> None:
@@ -136,6 +157,25 @@ class Reader:
         self._last: Exception | None = None  # why the last attempt of a pull has found nothing
         self._layout: Layout | None = None
         self._buffers: FlatBuffers | None = None  # what pulls are received in
+        self._comes_again = False  # so that shards keep what it has, to tell it what changes
+        self._described = control_pb2.DescribeReply()
+        self._version = 0  # that it has fetched
+        self.newest = 0
+        self.heard_at: float | None = None
+        self.name = f"{socket.gethostname()}:{os.getpid()}"
+        self._id = secrets.randbits(53) or 1
+        self.job = ""
+        self.timeline = 0
+
+    @property
+    def dtypes(self) -> dict[str, str]:
+        """The declared dtype of each tensor of the job by name, such as "bfloat16".
+
+        Raises:
+            NotDeclared: no job, or no initial values, within the wait timeout. ShardUnavailable: a shard could not be reached.
+        """
+        layout = self._patiently(lambda: self._layout_of(self._describe()))
+        return {tensor.name: tensor.dtype for tensor in layout.spec.tensors[: meta_of(layout)]}
 
     @property
     def tables(self) -> dict[str, ReadTable]:
@@ -224,11 +264,12 @@ class Reader:
         Raises:
             InvalidRequest: a name that no tensor has, or an argument that makes no sense. InvalidTensor: an array in `out` has
                 another shape or dtype than its tensor.
-            NotDeclared: no job, or no initial values, in time.
+            NotDeclared: no job, or no initial values, in time. JobOver: all workers have left, and the shards end.
             WaitTimeout: there is no newer version in time, or the shards' blocks were not found at one version.
             ShardUnavailable: a shard could not be reached.
         """
         wanted = WantedTensors(names, out, dtype)
+        self._comes_again |= newer_than is not None
         if newer_than is not None and not 0 <= whole_number(InvalidRequest, "newer_than", newer_than) < INTEGER_MAX:
             raise InvalidRequest(f"newer_than: must be from 0 to {INTEGER_MAX - 1}, got {newer_than}")
         oldest = 0 if newer_than is None else newer_than + 1
@@ -237,6 +278,20 @@ class Reader:
         self._last = None
         with explained(self._explain, self._config.report_after_s):
             return self._pull(wanted, oldest, timeout_s)
+
+    def pull_whole(self, newer_than: int | None, timeout_s: float, into: FlatBuffers | None) -> WholeCopy:
+        """Fetch all parameters, as `pull` does, for a relay; not for programs. From then on no other run is read.
+
+        Args:
+            into: buffers that nobody uses any more, for the values; may be of another layout, and are not used then.
+        """
+        self._buffers = into
+        self._last = None
+        self._pull(Nothing(), 0 if newer_than is None else newer_than + 1, timeout_s)
+        buffers, self._buffers = self._buffers, None
+        assert buffers is not None
+        self._config = replace(self._config, run_id=self._described.run_id)
+        return WholeCopy(self._described, self._version, buffers)
 
     def _explain(self, waited_s: float) -> None:
         why = self._health.silent() or ([str(self._last)] if self._last is not None else self._health.asked())
@@ -254,12 +309,18 @@ class Reader:
                 has_rounds = layout.spec.consistency.has_rounds
                 oldest = max(oldest, int(layout.spec.is_publication))  # version 0 of a store was never put
                 progress = max((reply.progress for reply in replies if reply.has_blocks), default=0)
-                if has_rounds:
+                self._described, self.newest, self.heard_at = replies[0], progress, clock()
+                if not any(block.trained for block in layout.blocks):  # there is no block whose version could be waited for
+                    _check_newer(progress, oldest)
+                    step, patience_s = progress, NEWEST_PATIENCE_S
+                elif replies[0].relay_of:
+                    step, patience_s = max(progress, oldest, self._version), NEWEST_PATIENCE_S
+                elif has_rounds:
                     step, patience_s = max(progress + ahead, oldest), PATIENCE_S if ahead else NEWEST_PATIENCE_S
                 else:
                     _check_newer(progress, oldest)  # no shard knows when all workers will have got there
                     step, patience_s = progress, POSITIONS_PATIENCE_S
-                found = self._read(replies[0].run_id, layout, wanted, step, min(patience_s, deadline - clock()))
+                found = self._read(replies[0], layout, wanted, step, min(patience_s, deadline - clock()))
             except CutMissed as error:
                 if self._layout is not None and not self._layout.spec.consistency.has_rounds:
                     Scope().sleep(POLL_S)
@@ -271,6 +332,10 @@ class Reader:
                 last = error
                 Scope().sleep(POLL_S)
             else:
+                self._version = found.version
+                if replies[0].relay_of:  # another relay may be another job's
+                    self._config = replace(self._config, run_id=replies[0].run_id)
+                self._comes_again = True
                 return found
             self._last = last
             if clock() > deadline:
@@ -295,9 +360,12 @@ class Reader:
             raise LayoutMismatch("the shards and this reader cut the parameters differently: their versions of psd differ")
         if len({reply.timeline for reply in replies}) > 1:
             raise NotDeclared("the shards are going back to a checkpoint")
+        self.job, self.timeline = replies[0].run_id, replies[0].timeline
         return self._layout
 
-    def _read(self, run_id: str, layout: Layout, wanted: WantedTensors, step: int, patience_s: float) -> Weights:
+    def _read(
+        self, described: control_pb2.DescribeReply, layout: Layout, wanted: WantedTensors, step: int, patience_s: float
+    ) -> Weights:
         cut = data_pb2.Cut(id=secrets.token_hex(8), step=step)
         tensors, meta = wanted.tensors(layout), meta_of(layout)
         of_meta = blocks_with(layout, [] if meta is None else [meta])
@@ -306,15 +374,32 @@ class Reader:
         if self._buffers is None or self._buffers.layout is not layout:
             self._buffers = FlatBuffers(layout)
         buffers = self._buffers
-        buffers.codecs = [block.read_codec(wanted.codec) for block in layout.blocks]
-        buffers.contents.clear()
+        buffers.read_in([block.read_codec(wanted.codec) for block in layout.blocks])
+        timeline = self.timeline
+        note = data_pb2.ReaderNote(id=self._id, name=self.name)
 
         def read_at(lane: Lane, call: Call) -> set[int]:
             own = layout.blocks_of(lane.shard)
             asked = [block for block in own if block.index in blocks] or own[:1]
-            request = data_pb2.ReadRequest(run_id=run_id, layout_digest=layout.digest, cut=cut, codec=wanted.codec)
-            if len(asked) < len(own):
+            request = data_pb2.ReadRequest(
+                run_id=described.run_id,
+                layout_digest=layout.digest,
+                cut=cut,
+                codec=wanted.codec,
+                reader=note,
+                timeline=timeline,
+                or_newer=bool(described.relay_of),
+            )
+            held = [buffers.contents.get(block.index, 0) for block in asked]
+            if len(asked) < len(own) or self._comes_again:
                 request.blocks.extend(block.index for block in asked)
+            if self._comes_again:
+                request.held.extend(held)
+            try:
+                return lane.read(request, asked, buffers, call)
+            except Mismatch as error:
+                logger.warning("psd: reader: %s; all of it is fetched anew", error)
+            request.ClearField("held")
             return lane.read(request, asked, buffers, call)
 
         # Without rounds, workers choose their positions when every shard waits for them.
@@ -323,6 +408,11 @@ class Reader:
         found = self._shards.run(read_at, max(0.1, patience_s) + transfer_s(layout, lanes), lanes)
         if len(set().union(*found)) > 1:
             raise CutMissed("workers have joined, or were lost, while their positions were asked for")
+        if described.relay_of:
+            versions = {buffers.versions[index] for index in blocks} or {step}
+            if len(versions) > 1:
+                raise InternalError(f"{lanes[0].address}: a relay has mixed versions {sorted(versions)} in one answer")
+            (step,) = versions
         contents = {index: content for index, content in buffers.contents.items() if index in blocks - of_meta}
         return Weights(
             wanted.results(layout, tensors, buffers),

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import override
 
 from psd.contract.arguments import choice, refuse
 from psd.contract.errors import InvalidRequest, InvalidTensor
@@ -55,20 +56,10 @@ class WantedTensors:
             InvalidRequest: no tensor has such a name.
             InvalidTensor: an array in `out` has another shape or dtype than its tensor.
         """
-        hidden = meta_of(layout)
-        names = {index: tensor.name for index, tensor in enumerate(layout.spec.tensors) if index != hidden}
+        names = [tensor.name for tensor in layout.spec.tensors[: meta_of(layout)]]
         if self._patterns is None:
-            return list(names)
-        found: set[int] = set()
-        for pattern in self._patterns:
-            matches = {index for index, name in names.items() if name == pattern}
-            if self._out is None:
-                matches = matches or {index for index, name in names.items() if fnmatchcase(name, pattern)}
-            if not matches:
-                field = "names" if self._out is None else "out"
-                known = reprlib.repr(list(names.values()))
-                raise InvalidRequest(f"{field}: no tensor is called {pattern!r}; there are {known}")
-            found |= matches
+            return list(range(len(names)))
+        found = matching(self._patterns, names, are_patterns=self._out is None)
         for index in found if self._out is not None else ():
             self._check(names[index], layout.spec.tensors[index].shape, _dtype_of(layout, index))
         return sorted(found)
@@ -97,8 +88,37 @@ class WantedTensors:
 
 
 def meta_of(layout: Layout) -> int | None:
-    """Index of the tensor with the meta; None if nothing is published."""
+    """Index of the tensor with the meta, the last one; None if nothing is published."""
     return len(layout.spec.tensors) - 1 if layout.spec.is_publication else None
+
+
+def matching(wanted: Sequence[str], names: Sequence[str], *, are_patterns: bool = True) -> set[int]:
+    """Indices of the tensors that are wanted, by name or, if no tensor is called so, by pattern.
+
+    Raises:
+        InvalidRequest: no tensor has such a name.
+    """
+    found: set[int] = set()
+    for pattern in wanted:
+        matches = {index for index, name in enumerate(names) if name == pattern}
+        if are_patterns:
+            matches = matches or {index for index, name in enumerate(names) if fnmatchcase(name, pattern)}
+        if not matches:
+            field = "names" if are_patterns else "out"
+            raise InvalidRequest(f"{field}: no tensor is called {pattern!r}; there are {reprlib.repr(names)}")
+        found |= matches
+    return found
+
+
+class Nothing(WantedTensors):
+    """All tensors, of which no arrays are made: the buffers are what is wanted."""
+
+    def __init__(self) -> None:
+        super().__init__(None, None)
+
+    @override
+    def results(self, layout: Layout, tensors: Sequence[int], buffers: FlatBuffers) -> dict[str, NDArray[Any]]:
+        return {}
 
 
 def blocks_with(layout: Layout, tensors: Sequence[int]) -> set[int]:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # before gRPC is loaded: what goes wrong is said once, by psdctl
 
-from psd.cli.ctl import checkpoints, completion, dashboard, job_logs, jobs, monitoring, orders, plot, top, workers
+from psd.cli.ctl import checkpoints, completion, dashboard, follow, job_logs, jobs, monitoring, orders, plot, top, workers
 from psd.cli.ctl.job_arguments import USAGE, add_where, check, check_seconds
 from psd.cli.ctl.report import as_text
 from psd.cli.ctl.shard_calls import CallFailed, call_shard
@@ -46,6 +46,7 @@ commands that look at a running job:
   workers       each worker: how far, how fast, who waits for it
   logs          what its processes have written, from psd-run --log-dir
   plot          draw what workers have logged, and compare runs
+  follow        write each new version as a directory, and run a command for it
 
 commands that change a running job:
   checkpoint    take a checkpoint now
@@ -216,6 +217,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     jobs.add_command(commands)
     top.add_command(commands)
     workers.add_command(commands)
+    follow.add_command(commands)
     orders.add_commands(commands)
     job_logs.add_command(commands)
     completion.add_command(commands, _other_parsers)

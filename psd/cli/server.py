@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, NoReturn
 
+from psd.cli import relay
 from psd.cli.processes import descriptor_limit, malloc
 from psd.cli.processes.own_arguments import hide_secrets
 from psd.cli.processes.wakeup_pipe import FIRST_WORD, Wakeups
@@ -76,12 +77,13 @@ DESCRIPTORS_PER_WORKER, DESCRIPTORS_BESIDE = 4, 1024
 
 _STARTED, _DONE, _DRAINED, _FAILED, _ALONE = range(FIRST_WORD, FIRST_WORD + 5)  # what the threads say to the main one
 
-_USAGE = "psd-server --shard INDEX/COUNT [options]"
+_USAGE = f"psd-server --shard INDEX/COUNT [options]\n       {relay.USAGE}"
 
 _DESCRIPTION = """\
 Serve one shard of a training job: hold its part of the parameters, add up the workers' gradients,
 apply the optimizer, and hand the parameters out. A job has COUNT shards, each a process like this one;
-workers are told all addresses, in the order of the shards (PSD_SERVERS)."""
+workers are told all addresses, in the order of the shards (PSD_SERVERS). With --relay-of the process
+serves the readers of a job instead, in place of its shards: psd-server --relay-of SERVERS --help explains."""
 
 _EPILOG = """\
 examples:
@@ -167,6 +169,8 @@ def parse(argv: Sequence[str] | None) -> tuple[ServerConfig, logs.Settings]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until told to end; returns the exit status."""
+    if relay.is_asked(sys.argv[1:] if argv is None else argv):
+        return relay.main(argv)
     prepare_streams()
     hide_secrets()
     config, log_settings = parse(argv)

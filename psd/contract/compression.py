@@ -10,13 +10,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from psd.contract import arguments
+from psd.contract.consistency import Consistency
 from psd.contract.errors import InvalidRequest
 from psd.v1 import job_pb2
 from psd_core import codecs
 from psd_core.codecs import Rounding
 
-PULL_CODECS = ("bf16", "fp16")
-"""Codecs of parameters. Others lose too much of a number that is not a difference."""
+ROUNDED = ("bf16", "fp16")
+"""Codecs of parameters themselves. Others lose too much of a number that is not a difference."""
+
+PULL_CODECS = (*ROUNDED, *codecs.DIFFERENCES)
+"""Codecs of pulls: of parameters, or, in rounds, of their differences to the version that a worker has."""
 
 ROUNDINGS = ("nearest", "stochastic")
 
@@ -26,7 +30,7 @@ class Compression:
     """The compression of a job; InvalidRequest if it is wrong.
 
     Attributes:
-        push: codec of gradients, pull: of parameters that workers pull; "": as they are.
+        push: codec of gradients, pull: of parameters that workers pull, or of their differences; "": as they are.
         error_feedback: True if a worker adds to its next gradient what the last encoding has lost.
         rounding: of gradients: "nearest" or "stochastic".
     """
@@ -61,6 +65,19 @@ class Compression:
         if rounding is None:  # without feedback, only rounding at random has the gradient as its mean
             rounding = "stochastic" if push and not error_feedback and codecs.rounds(push) else "nearest"
         return cls(push or "", pull or "", error_feedback, rounding)
+
+    @property
+    def has_differences(self) -> bool:
+        """True if workers pull differences."""
+        return self.pull in codecs.DIFFERENCES
+
+    def check_mode(self, consistency: Consistency) -> None:
+        """Raise InvalidRequest if workers pull differences, and there are no rounds."""
+        if self.has_differences and not consistency.has_rounds:
+            raise InvalidRequest(
+                f"pull: {self.pull} is of differences from round to round; without rounds (the mode is {consistency}) use "
+                f"{' or '.join(ROUNDED)}"
+            )
 
     def __str__(self) -> str:
         """The words of a status; empty if nothing is compressed."""

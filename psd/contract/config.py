@@ -66,8 +66,17 @@ def parse_shard(text: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-def parse_servers(given: str | Sequence[str]) -> tuple[str, ...]:
-    """Parse addresses HOST:PORT in the order of the shards: one string, separated by commas, or one string each."""
+def alternatives(server: str) -> tuple[str, ...]:
+    """The addresses A and B of "A|B", which a reader may dial instead of each other."""
+    return tuple(address.strip() for address in server.split("|"))
+
+
+def parse_servers(given: str | Sequence[str], *, may_choose: bool = False) -> tuple[str, ...]:
+    """Parse addresses HOST:PORT in the order of the shards: one string, separated by commas, or one string each.
+
+    Args:
+        may_choose: "A|B" is allowed in place of an address.
+    """
     if isinstance(given, str):
         servers = tuple(part.strip() for part in given.split(",") if part.strip())
     elif isinstance(given, (list, tuple)) and all(isinstance(server, str) for server in given):
@@ -77,11 +86,12 @@ def parse_servers(given: str | Sequence[str]) -> tuple[str, ...]:
         refuse(ConfigError, "servers", expected, given)
     if not servers:
         raise ConfigError("servers: expected the shards' addresses, such as 127.0.0.1:7000,127.0.0.1:7001, got an empty list")
-    for server in servers:
-        _, port = parse_address(server, "servers")
+    addresses = [address for server in servers for address in (alternatives(server) if may_choose else (server,))]
+    for address in addresses:
+        _, port = parse_address(address, "servers")
         if port == 0:
-            raise ConfigError(f"servers: {server!r} has port 0; expected the port that the shard listens on")
-    if len(set(servers)) != len(servers):
+            raise ConfigError(f"servers: {address!r} has port 0; expected the port that the shard listens on")
+    if len(set(addresses)) != len(addresses):
         raise ConfigError(f"servers: an address is given twice in {given!r}; each shard has its own")
     return servers
 
@@ -153,6 +163,17 @@ class Limits:
     batch_bytes_max: int = _limit(1 << 30, 1 << 20, 1 << 40, "numbers that one batch brings to this shard")  # held meanwhile
     reads_max: int = _limit(
         16, 1, 10_000, "readers that are fetching parameters at a time; each may keep another version of them in memory"
+    )
+    readers_max: int = _limit(1024, 1, 100_000, "readers that have asked for parameters lately; each costs a few hundred bytes")
+    keep_versions: int = setting(
+        2,
+        "N",
+        "versions that readers have, to tell them newer ones by what has changed; each costs the memory of the parameters",
+        low=0,
+        high=1000,
+        group=LIMITS,
+        prefix="--",
+        is_shared=True,
     )
     calls: int = _limit(0, 0, 1_000_000, "gRPC calls at a time; each has a thread (default: 4 x --max-workers + 576)")
     connections: int = _limit(0, 0, 1_000_000, "gRPC connections at a time (default: 2 x --max-workers + 64)")
@@ -285,7 +306,9 @@ class ServerConfig:
     tls_client_ca: str = _security(
         "", "FILE", "PEM certificates: admit only clients with a certificate signed by one of these", is_shared=False
     )
-    token_file: str = _security("", "FILE", "admit only clients with a token; lines: ROLE TOKEN, roles: worker, reader, admin")
+    token_file: str = _security(
+        "", "FILE", "admit only clients with a token; lines: ROLE TOKEN, roles: worker, publisher, reader, admin"
+    )
     insecure: bool = _security(False, None, "listen beyond this machine without TLS, on a network that keeps strangers out")
 
     limits: Limits = field(default_factory=Limits)
@@ -355,7 +378,7 @@ class ClientConfig:
     token_file: str = ""
 
     def __post_init__(self) -> None:
-        parse_servers(self.servers)
+        parse_servers(self.servers, may_choose=True)
         if self.world_size < 1:
             raise ConfigError(f"world_size: expected at least 1, got {self.world_size}")
         if not 0 <= self.rank < self.world_size:

@@ -28,7 +28,7 @@ os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 NumberT = TypeVar("NumberT", int, float)
 
 VARIABLES = {
-    "PSD_SERVERS": "addresses of the shards, in their order, separated by commas",
+    "PSD_SERVERS": "addresses of the shards, in their order, separated by commas; for a reader also those of relays, A|B",
     "PSD_RANK": "this worker's number, from 0; else what torchrun, mpirun, srun, Ray Train or Kubernetes says",
     "PSD_WORLD_SIZE": "number of workers; else what torchrun, mpirun, srun or Ray Train says",
     "PSD_LOCAL_RANK": "this worker's number among those of its machine, from 0: for scripts that choose a GPU by it",
@@ -127,7 +127,7 @@ def client_config(*, environ: Mapping[str, str] = os.environ, **given: Unpack[Co
     for name in ("tls_ca", "tls_cert", "tls_key", "token_file"):
         settings[name] = arguments.path(ConfigError, name, setting(name, usual=""))
     return ClientConfig(
-        servers=parse_servers(servers),
+        servers=parse_servers(servers, may_choose=True),
         rank=arguments.whole_number(ConfigError, "rank", rank),
         world_size=arguments.whole_number(ConfigError, "world_size", world_size),
         run_id=arguments.word(ConfigError, "run_id", setting("run_id", usual="")),

@@ -28,6 +28,7 @@
     ├── OutOfSpace                a shard has no room for the job's parameters, or in its --state-dir
     ├── Overloaded                a limit on concurrent work is reached
     ├── Draining                  the shard is shutting down
+    ├── JobOver                   the shard is shutting down because all workers have left
     ├── Unauthenticated           the call has no token, or one that the shard does not know
     ├── PermissionDenied          the token's role may not make the call
     ├── TlsFailed                 raised by clients: a certificate was refused, or one of the two sides does without TLS
@@ -248,6 +249,12 @@ class Draining(PsdError):
     """The shard is shutting down."""
 
     code = "UNAVAILABLE"
+
+
+class JobOver(PsdError):
+    """The job is over: all its workers have left, and the shards end. Detail: shard."""
+
+    code = "FAILED_PRECONDITION"
 
 
 class Unauthenticated(PsdError):

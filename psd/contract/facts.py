@@ -116,6 +116,8 @@ JOB = (
     Fact("world_size", "now", "Workers that the job is made for."),
     Fact("quorum", "now", "Workers whose gradients complete a round; 0: all."),
     Fact("timeline", "now", "How often the job has gone back to a checkpoint."),
+    Fact("version", "now", "Newest version that all shards have; not known where nothing is trained."),
+    Fact("version_age_s", "now", "Time since the last shard had it; without rounds not known."),
     Fact("parameter_bytes", "now", "Size of the parameters on all shards.", heading="parameters"),
     Fact("slot_bytes", "now", "Size of the state of the update rules on all shards.", heading="slots"),
     Fact("received_bytes_per_s", "rate", "Payload that all shards receive."),
@@ -166,6 +168,24 @@ SHARD = (
         heading="version",
         weight=50,
         table="shards",
+    ),
+    Fact(
+        "version_age_s",
+        "now",
+        "Time since a round of a block was closed; without rounds not known.",
+        "rounds",
+        "psd_version_age_seconds",
+    ),
+    Fact(
+        "readers_seen", "now", "Readers that have asked for parameters in the last ten minutes.", "readers", "psd_readers_seen"
+    ),
+    Fact("reader_sent_bytes", "total", "Bytes sent to readers.", "readers", "psd_reader_sent_bytes_total"),
+    Fact(
+        "reader_fetch_s",
+        "now",
+        "Time for which the longest of the transfers to readers that are in progress takes already; 0: there is none.",
+        "readers",
+        "psd_reader_fetch_seconds",
     ),
     Fact("min_clock", "now", "Clock of the slowest live worker, as far as the shard knows.", "status"),
     Fact(
@@ -457,4 +477,40 @@ TABLE = (
 """Numbers of one table: on one shard in metrics, on all shards together elsewhere. Counted since the table was made; reads and
 hits since the process began."""
 
-CATALOGUE: dict[str, Sequence[Fact]] = {"job": JOB, "shard": SHARD, "worker": WORKER, "table": TABLE}
+READER = (
+    Fact(
+        "version",
+        "now",
+        "Version of the parameters that it was sent last; where shards differ, the smallest.",
+        "reader",
+        weight=90,
+    ),
+    Fact("behind", "now", "Versions that have come since.", weight=85),
+    Fact("lag_s", "now", "Time since it was sent its version, if there is a newer one.", weight=80),
+    Fact(
+        "age_s",
+        "now",
+        "Time since it was sent its version.",
+        "reader",
+    ),
+    Fact("reads", "total", "Versions that it was sent.", "reader", weight=60),
+    Fact("sent_bytes", "total", "Bytes that it was sent.", "reader", weight=70),
+    Fact("sent_bytes_per_s", "rate", "Bytes that it is sent.", rate_of="sent_bytes", weight=65),
+    Fact(
+        "fetch_s",
+        "now",
+        "Time that the transfer to it takes, or the last one took; of the slowest shard.",
+        "reader",
+        weight=75,
+    ),
+    Fact(
+        "last_seen_s",
+        "now",
+        "Time since it asked for something, or had its answer.",
+        "reader",
+        weight=72,
+    ),
+)
+"""Numbers of one reader. Counted for as long as it is remembered. Readers have no metrics each: they choose their names."""
+
+CATALOGUE: dict[str, Sequence[Fact]] = {"job": JOB, "shard": SHARD, "worker": WORKER, "table": TABLE, "reader": READER}

@@ -266,6 +266,7 @@ class JobSpec:
             raise InvalidRequest(f"nan_policy: must be one of {sorted(NAN_POLICIES)}, got {self.nan_policy!r}")
         if self.compression.push and self.nan_policy == "allow":
             raise InvalidRequest("nan_policy: allow, but compress has no form for NaN; use refuse or skip")
+        self.compression.check_mode(self.consistency)
         layerwise = next((group.rule for group in self.groups if group.is_layerwise), "")
         if layerwise and not self.consistency.has_rounds:
             raise InvalidRequest(

@@ -41,7 +41,8 @@ class JobKeywords(TypedDict, total=False):
             scaling (torch's GradScaler, Keras's "mixed_float16") needs "skip": all workers then skip the same rounds.
         compress: form in which gradients of float32 travel: "bf16", "fp16", "int8", "int4", "int4log", "sign", or "topk:0.01",
             the largest hundredth; None: as they are. See docs/compression.md.
-        pull: form in which parameters of float32 come back, "bf16" or "fp16"; None: as they are. The shards keep all bits.
+        pull: form in which parameters of float32 come back, "bf16" or "fp16"; or, synchronous only, their differences from
+            round to round, "int8", "int4" or "int4log"; None: as they are. The shards keep all bits.
         error_feedback: True: what compression has lost of a gradient stays with its worker, and is added to the next one.
         rounding: of compressed gradients: "nearest", or "stochastic", up or down at random, from a seed that is fixed for each
             push; None: "nearest" with error feedback, else "stochastic".

@@ -83,6 +83,7 @@ class Block:
         segment_tensors: (k,) index of each segment's tensor in the spec.
         segment_ends: (k,) uint32, where each segment ends, in elements from the block's start; the last is `length`.
         codec: of its gradient in pushes, pull_codec: of its parameters in workers' pulls; "": they travel as they are.
+        has_differences: the latter is of differences: shards keep a copy of the parameters as workers have them.
         publisher: rank of the worker that publishes it; -1: it is trained, or static.
         own_codec: which loses nothing of its parameters, because they are published, and of 16 bits; "": there is none.
         pushed_nbytes, pulled_nbytes: bytes of these on the wire.
@@ -100,6 +101,7 @@ class Block:
     segment_ends: NDArray[np.uint32]
     codec: str
     pull_codec: str
+    has_differences: bool
     pushed_nbytes: int
     pulled_nbytes: int
     publisher: int = -1
@@ -174,7 +176,8 @@ class Layout:
         ends = np.cumsum(sizes)
         size = int(ends[-1])
         length = -(-size // _block_count(size, dtype.itemsize, self.shard_count))
-        is_cut_alike = _codec(self.spec.compression.push, gradient_dtype, size)  # elements share the same scales then
+        asked = self.spec.compression  # cut so, elements share the same scales for any number of shards
+        is_cut_alike = _codec(asked.push, gradient_dtype, size) or (asked.has_differences and _codec(asked.pull, dtype, size))
         step = SCALED_ELEMENTS if is_cut_alike else BLOCK_ELEMENTS_STEP
         length = -(-length // step) * step
         space = Space(
@@ -189,7 +192,7 @@ class Layout:
         )
         self.spaces.append(space)
         is_published = self.spec.groups[group].is_published
-        trained, asked = not self.spec.groups[group].is_static, self.spec.compression
+        trained = not self.spec.groups[group].is_static
         for offset in range(0, size, length):
             stop = min(offset + length, size)
             # The segments are the tensors from the one that holds `offset` to the one that holds `stop - 1`.
@@ -211,6 +214,7 @@ class Layout:
                     segment_ends=np.minimum(ends[first : last + 1] - offset, count).astype(np.uint32),
                     codec=codec,
                     pull_codec=pull_codec,
+                    has_differences=bool(pull_codec) and asked.has_differences,
                     pushed_nbytes=_nbytes(codec, gradient_dtype, count),
                     pulled_nbytes=_nbytes(pull_codec, dtype, count),
                     publisher=group % self.spec.world_size if is_published else -1,

@@ -21,6 +21,8 @@ from psd.contract.watched import read_secret
 METADATA_KEY = "authorization"
 _SCHEME = "Bearer "
 
+_ROLES = "worker, publisher, reader or admin"
+
 TOKENS_MAX = 100
 """Limit of tokens in a shard's file. Each call's token is compared with all of them."""
 
@@ -32,6 +34,7 @@ class Role(enum.Enum):
     """Roles of tokens."""
 
     WORKER = "worker"
+    PUBLISHER = "publisher"
     READER = "reader"
     ADMIN = "admin"
 
@@ -63,7 +66,7 @@ def parse_tokens(text: str, where: str) -> Tokens:
         if not words or words[0].startswith("#"):
             continue
         if len(words) != 2 or words[0] not in {role.value for role in Role}:
-            raise ConfigError(f"{where}, line {number}: expected ROLE TOKEN, where ROLE is worker, reader or admin")
+            raise ConfigError(f"{where}, line {number}: expected ROLE TOKEN, where ROLE is {_ROLES}")
         if not _TOKEN.fullmatch(words[1]):
             raise ConfigError(f"{where}, line {number}: a token has {_WHAT_IT_HAS}")
         digest = digest_of(words[1])

@@ -1,8 +1,8 @@
 """Access control: the one table of methods and roles, and the interceptor that checks every call before its first message.
 
 Without --token-file there is none, and everybody may do everything. With it a call needs a token whose role may call the
-method. A method that is not in the table is refused to everybody. Only workers may open connections of the bulk lane, because
-that takes a call (OpenBulk). Must not know what the methods do.
+method. A method that is not in the table is refused to everybody. Only who may push can open connections of the bulk lane,
+because that takes a call (OpenBulk); what they carry is asked of the same table. Must not know what the methods do.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ _VECTORS = "/psd.v1.VectorService/"
 _REFLECTION = tuple(f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo" for version in ("v1", "v1alpha"))
 
 _WORKER = frozenset({Role.WORKER, Role.ADMIN})
+_PUSHES = _WORKER | {Role.PUBLISHER}
 _ADMIN = frozenset({Role.ADMIN})
 _ALL = frozenset(Role)
 
@@ -46,28 +47,30 @@ ROLES: dict[str, frozenset[Role]] = {
     _DATA + "ReadRows": _ALL,
     _VECTORS + "List": _ALL,
     _VECTORS + "Fetch": _ALL,
-    # For workers. Rollback: they bring shards back to one checkpoint when one shard has lost its memory.
-    _CONTROL + "Join": _WORKER,
-    _CONTROL + "Declare": _WORKER,
-    _CONTROL + "Heartbeat": _WORKER,
-    _CONTROL + "Leave": _WORKER,
-    _CONTROL + "Commit": _WORKER,
-    _CONTROL + "Measure": _WORKER,
-    _CONTROL + "Counted": _WORKER,
-    _CONTROL + "Barrier": _WORKER,
+    # For workers, and for programs that publish parameters, each the worker of a job of its own. Rollback: they bring shards
+    # back to one checkpoint when one shard has lost its memory.
+    _CONTROL + "Join": _PUSHES,
+    _CONTROL + "Declare": _PUSHES,
+    _CONTROL + "Heartbeat": _PUSHES,
+    _CONTROL + "Leave": _PUSHES,
+    _CONTROL + "Commit": _PUSHES,
+    _CONTROL + "Measure": _PUSHES,
+    _CONTROL + "Counted": _PUSHES,
+    _CONTROL + "Barrier": _PUSHES,
+    _CONTROL + "Load": _PUSHES,
+    _CONTROL + "Rollback": _PUSHES,
+    _CONTROL + "OpenBulk": _PUSHES,
+    _DATA + "Push": _PUSHES,
+    _DATA + "Pull": _PUSHES,
+    _DATA + "PullRows": _PUSHES,
+    _DATA + "PushPull": _PUSHES,
+    _DATA + "PushPullSmall": _PUSHES,
+    _DATA + "Initialize": _PUSHES,
+    _DATA + "StoreBuffers": _PUSHES,
+    _DATA + "SetParameters": _PUSHES,
+    # For workers alone: what ends the job, and what takes the shards' time and memory beyond its parameters.
     _CONTROL + "Stop": _WORKER,
     _CONTROL + "Log": _WORKER,
-    _CONTROL + "Load": _WORKER,
-    _CONTROL + "Rollback": _WORKER,
-    _CONTROL + "OpenBulk": _WORKER,
-    _DATA + "Push": _WORKER,
-    _DATA + "Pull": _WORKER,
-    _DATA + "PullRows": _WORKER,
-    _DATA + "PushPull": _WORKER,
-    _DATA + "PushPullSmall": _WORKER,
-    _DATA + "Initialize": _WORKER,
-    _DATA + "StoreBuffers": _WORKER,
-    _DATA + "SetParameters": _WORKER,
     _VECTORS + "Run": _WORKER,
     _VECTORS + "RunFrames": _WORKER,
     _VECTORS + "Create": _WORKER,
@@ -85,6 +88,9 @@ OPEN_CALLS_MAX = 16
 """Most calls without a token at a time,"""
 OPEN_CALL_S = 5.0
 """and the seconds that one may take, so that an idle caller takes no thread from the workers for longer."""
+
+OPEN_BULK, RUN_VECTORS = _CONTROL + "OpenBulk", _VECTORS + "Run"
+"""Methods whose roles hold for calls on the bulk lane: for all of them, and for batches on vectors."""
 
 REFUSALS_LOGGED_S = 10.0
 
@@ -126,14 +132,14 @@ class Access:
             roles = ", ".join(sorted(role.value for role in allowed)) or "nobody"
             raise PermissionDenied(f"{_short(method)}: is for {roles}; this token is a {role.value}'s", role=role.value)
 
-    def holder(self, metadata: Metadata) -> Callable[[], bool]:
-        """A function that returns, at any later time, whether the call's token is still a worker's."""
+    def holder(self, metadata: Metadata) -> Callable[[str], bool]:
+        """A function that returns, at any later time, whether the call's token may call a method, given by its full name."""
         digest = presented(metadata)
 
-        def is_worker() -> bool:
-            return digest is not None and self._tokens.current().role_of(digest) in _WORKER
+        def may(method: str) -> bool:
+            return digest is not None and self._tokens.current().role_of(digest) in ROLES[method]
 
-        return is_worker
+        return may
 
 
 def _short(method: str) -> str:

@@ -18,9 +18,10 @@ import numpy as np
 from google.protobuf.message import DecodeError, Message
 
 from psd.contract.bounds import UNCOUNTED_BYTES, check_parts
-from psd.contract.errors import InvalidRequest, LayoutMismatch, PsdError
+from psd.contract.errors import InvalidRequest, LayoutMismatch, PermissionDenied, PsdError
 from psd.contract.layout import BLOCK_BYTES_MAX
 from psd.contract.wire import Disconnected, Kind, Stream
+from psd.rim.access import OPEN_BULK, RUN_VECTORS
 from psd.rim.bulk_memory import WorkerMemory
 from psd.rim.calls import CallGuard, Frame, Waiter, forget_frames
 from psd.rim.data_plane import DataPlane, PulledBlock, PulledRows, RowsAsked
@@ -60,7 +61,8 @@ class ServedConnection:
     Attributes:
         rank: the worker's; negative before it has shown its ticket. session: the session of its admission, or of its last call.
         ended: set when no call is in progress any more.
-        is_welcome: called before each call: True if the worker still may make it; None: it always may. Set on admission.
+        is_welcome: called with a method of gRPC (psd/rim/access.py) before each call: True if the worker's token may still
+            call it; None: it always may. Set on admission.
     """
 
     def __init__(
@@ -74,7 +76,7 @@ class ServedConnection:
     ) -> None:
         self.rank = -1
         self.session = 0
-        self.is_welcome: Callable[[], bool] | None = lambda: False
+        self.is_welcome: Callable[[str], bool] | None = lambda _: False
         self.ended = threading.Event()
         self._stream = stream
         self._shard = shard
@@ -101,7 +103,7 @@ class ServedConnection:
             self._scratch = memoryview(np.empty(BLOCK_BYTES_MAX // 8)).cast("B")  # type: ignore[arg-type]  # aligned
             while self._begin_message():
                 kind, head, payload_bytes = self._stream.receive()
-                if self.is_welcome is not None and not self.is_welcome():
+                if self.is_welcome is not None and not self.is_welcome(OPEN_BULK):
                     break  # the worker asks for another ticket, and so shows its current token
                 with self._lock:
                     self._is_busy = True
@@ -273,6 +275,7 @@ class ServedConnection:
                 with self._vectors.fetch(call.fetch) as numbers:
                     self._stream.send(Kind.REPLY, b"", numbers)
                 return
+            self._check_may_run_vectors()
             payload = self._vectors.room(payload_bytes)
             self._stream.read_into(payload)
             unread = 0
@@ -284,6 +287,10 @@ class ServedConnection:
             self._stream.skip(unread)
         else:
             self._stream.send(Kind.REPLY, bulk_pb2.BulkReply(vectors=answer).SerializeToString())
+
+    def _check_may_run_vectors(self) -> None:
+        if self.is_welcome is not None and not self.is_welcome(RUN_VECTORS):
+            raise PermissionDenied("Run: is for workers; this token may push, but not run batches on vectors")
 
     def _answers(
         self, call: bulk_pb2.BulkCall, sent: _Sent | None
@@ -337,7 +344,7 @@ class ServedConnection:
         answer = out.answer
         try:
             if out.place is None:
-                payload = answer.payload() if answer.codec else answer.values
+                payload = answer.payload()
                 self._plane.counts.count_bytes(sent=payload.nbytes, saved=answer.values.nbytes - payload.nbytes)
                 self._stream.send(Kind.ANSWER, answer.head(), payload, more=True)  # at least the REPLY follows
                 return

@@ -55,7 +55,7 @@ class _Ticket:
     rank: int
     session: int
     expires: float
-    is_welcome: Callable[[], bool] | None
+    is_welcome: Callable[[str], bool] | None
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
 
 import grpc
 from google.protobuf.message import DecodeError, Message
@@ -130,6 +130,27 @@ def forget_frames(error: BaseException) -> None:
         before = before.__cause__ or before.__context__
 
 
+class Guarded(Protocol):
+    """The state behind a service: a shard's, or a relay's.
+
+    Attributes:
+        name: "shard 3". is_draining: True once it takes no new work.
+    """
+
+    is_draining: bool
+
+    @property
+    def name(self) -> str: ...  # noqa: D102 - above
+
+    def check_draining(self) -> None:
+        """Raise Draining if it takes no new work."""
+        ...
+
+    def count_error(self, error: PsdError) -> None:
+        """Note that a call has ended in an error."""
+        ...
+
+
 class CallGuard:
     """Wraps the methods of a service: refuses while draining, translates errors, counts refusals.
 
@@ -137,28 +158,28 @@ class CallGuard:
         pace: the pace of refusals, and of methods that are `paced`.
     """
 
-    def __init__(self, shard: Shard, pace: Pace) -> None:
-        self._shard = shard
+    def __init__(self, guarded: Guarded, pace: Pace) -> None:
+        self._guarded = guarded
         self._pace = pace
 
     def _before(self, request: Any, *, while_draining: bool) -> Any:
         if not while_draining:
-            self._shard.check_draining()
+            self._guarded.check_draining()
         return checked(request)
 
     def as_error(self, error: Exception) -> PsdError:
         """The error for the caller. Counts the exception, logs it if it is a defect, and drops its traceback."""
         told = error
         if not isinstance(told, PsdError):
-            logger.error("a request failed because of a defect in the shard", exc_info=error)
-            told = InternalError(f"shard {self._shard.config.shard_index} failed; its log has the traceback")
+            logger.error("a request failed because of a defect in the server", exc_info=error)
+            told = InternalError(f"{self._guarded.name} failed; its log has the traceback")
         forget_frames(error)
-        self._shard.count_error(told)
+        self._guarded.count_error(told)
         return told
 
     def _refuse(self, context: grpc.ServicerContext, error: Exception) -> NoReturn:
         found = self.as_error(error)
-        if not (isinstance(found, UNPACED) or self._shard.is_draining):
+        if not (isinstance(found, UNPACED) or self._guarded.is_draining):
             self._pace.wait(context)
         abort(context, found)
 

@@ -90,16 +90,20 @@ class PulledBlock:
     Attributes:
         block: index. version: updates applied. values: (n,) the parameters, or a slot, unchanged until `release`.
         steps: with a slot: steps that each segment has made. codec: form in which the values travel; "": as they are.
+        difference: what travels in their place, encoded, because the worker holds an earlier version; else None.
 
     Args:
         slot: number of a slot, in place of the parameters.
+        held: the version that the worker holds, where it pulls differences; None: none.
     """
 
-    __slots__ = ("_page", "_state", "block", "codec", "steps", "values", "version")
+    __slots__ = ("_held", "_page", "_state", "block", "codec", "difference", "steps", "values", "version")
 
-    def __init__(self, state: Trained, found: Found, slot: int = 0, codec: str = "") -> None:
+    def __init__(self, state: Trained, found: Found, slot: int = 0, codec: str = "", held: int | None = None) -> None:
         self._state = state
         self.codec = codec
+        self.difference: NDArray[Any] | None = None
+        self._held = 0
         self.version: int = found[0]
         self._page: Any = found[1]
         self.block = state.index
@@ -108,12 +112,23 @@ class PulledBlock:
         if self._page is not None:
             self.values = self._page.slots[slot - 1] if slot else self._page.parameter
             self.steps = self._page.steps.tolist() if slot else []
+            if self._page.extra and isinstance(state, BlockState) and codec == state.pull_codec:
+                (self.values,), self.codec = self._page.extra, ""
+                if held is not None:
+                    self.difference, self._held = state.shown.difference_for(held, self.version), held
 
-    def head(self, positions: int = 0, content: int = 0) -> bytes:
-        """The message of the answer, without its numbers. positions, content: as in PullFrame."""
+    def head(self, positions: int = 0, content: int = 0, delta_check: int = 0) -> bytes:
+        """The message of the answer, without its numbers. Arguments: as in PullFrame."""
         message = data_pb2.PullFrame(
-            block=self.block, version=self.version, positions=positions, content=content, steps=self.steps
+            block=self.block,
+            version=self.version,
+            positions=positions,
+            content=content,
+            delta_check=delta_check,
+            steps=self.steps,
         )
+        if self.difference is not None:
+            message.base = self._held + 1
         return message.SerializeToString()
 
     @property
@@ -122,11 +137,13 @@ class PulledBlock:
         return self.values.nbytes
 
     def payload(self) -> NDArray[Any]:
-        """The values in their codec."""
-        return payload_of(self.values, self.codec)
+        """The numbers that travel, in their form."""
+        if self.difference is not None:
+            return self.difference
+        return payload_of(self.values, self.codec) if self.codec else self.values
 
     def write_to(self, target: NDArray[Any]) -> None:
-        """Write the values, as the receiver of the payload would have them, into memory of the worker."""
+        """Write values that have a codec, as the receiver of the payload would have them, into memory of the worker."""
         write_rounded(self.values, self.codec, target)
 
     def release(self) -> None:
@@ -200,7 +217,7 @@ class DataPlane:
         for block in blocks:
             while not isinstance(found := self._exchange.read(block, pull), tuple):
                 waiter.wait(found)
-            yield PulledBlock(block, found, request.slot, "" if request.slot else block.pull_codec)
+            yield PulledBlock(block, found, request.slot, "" if request.slot else block.pull_codec, pull.held.get(block.index))
         self.counts.count_call("pull", self._now() - began)
 
     def pull_rows(
@@ -282,14 +299,14 @@ class DataPlane:
                     continue
                 while pending and (found := self._exchange.peek(pending[0], pull)) is not None:
                     first = pending.popleft()
-                    yield PulledBlock(first, found, 0, first.pull_codec)
+                    yield PulledBlock(first, found, 0, first.pull_codec, pull.held.get(first.index))
             reply = self._exchange.end_push(push)
             if pending:
                 self._pass_gate(pull, pull.clock, waiter)
             for state in pending:
                 while not isinstance(read := self._exchange.read(state, pull), tuple):
                     waiter.wait(read)
-                yield PulledBlock(state, read, 0, state.pull_codec)
+                yield PulledBlock(state, read, 0, state.pull_codec, pull.held.get(state.index))
             for state in unanswered:
                 while not isinstance(read := self._exchange.read(state, pull), tuple):
                     waiter.wait(read)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain
+from itertools import chain, zip_longest
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
@@ -22,6 +22,8 @@ from psd.rim.data_plane import DataPlane, PulledBlock, PulledRows, RowsAsked
 from psd.rim.sent_frames import SentFrames
 from psd.rim.strangers import CALLS_MAX, Strangers
 from psd.state.cuts.snapshots import Done
+from psd.state.kept_versions import Told
+from psd.state.readers import KnownReader
 from psd.state.shard import Shard
 from psd.v1 import data_pb2
 
@@ -99,8 +101,8 @@ class DataService:
             yield self._frame(answer, with_payload=not request.versions_only)
 
     def read(self, request: data_pb2.ReadRequest, context: grpc.ServicerContext) -> Iterator[bytes]:
-        with self.reading("Read"):
-            yield from self._read(request, context)
+        with self.reading("Read"), self._shard.readers.asked_by(request) as reader:
+            yield from self._read(request, context, reader)
 
     @contextlib.contextmanager
     def reading(self, call: str) -> Iterator[None]:
@@ -113,7 +115,10 @@ class DataService:
         finally:
             self._reads.release()
 
-    def _read(self, request: data_pb2.ReadRequest, context: grpc.ServicerContext) -> Iterator[bytes]:
+    def _read(self, request: data_pb2.ReadRequest, context: grpc.ServicerContext, reader: KnownReader) -> Iterator[bytes]:
+        if request.or_newer:
+            raise CutMissed("or_newer: this is a shard; only a relay chooses the version")
+        readers = self._shard.readers
         done: Done = SimpleQueue()
         snapshot = self._shard.begin_read(request, done)
         try:
@@ -126,13 +131,26 @@ class DataService:
             if not is_done:
                 raise InvalidRequest("the reader hung up")
             if snapshot.why_missed:
+                self._shard.check_draining()
                 raise CutMissed(f"cut.step: cut {request.cut.id} at step {request.cut.step}: {snapshot.why_missed}")
             positions = snapshot.positions.digest if snapshot.positions is not None else 0
-            for index in request.blocks or list(snapshot.pages):
+            readers.begin_sending(reader)
+            for index, held in zip_longest(request.blocks or list(snapshot.pages), request.held):
                 page = snapshot.pages.pop(index)
                 state = snapshot.job.blocks[index]
                 block = PulledBlock(state, (page.version, page), codec=state.plan.read_codec(request.codec))
-                yield self._frame(block, positions=positions, content=page.content)
+                told = None
+                try:
+                    if held is not None:  # the reader comes again and again
+                        told = snapshot.job.kept.told(index, held, page.content, block.values, block.codec)
+                        snapshot.job.kept.keep(index, page.content, block.values)
+                except BaseException:
+                    block.release()
+                    raise
+                frame = self._frame(block, positions=positions, content=page.content, told=told)
+                readers.sent(reader, len(frame))
+                yield frame
+            readers.has(reader, request.cut.step)
         finally:
             self._shard.cuts.abandon(snapshot)
 
@@ -171,9 +189,7 @@ class DataService:
                 answer.append((_AHEAD, item.head(), [rows.values for rows in item.rows]))
             elif isinstance(item, PulledBlock):
                 try:
-                    numbers = (
-                        item.payload() if item.codec else item.values
-                    ).tobytes()  # so that no page is pinned during a wait
+                    numbers = item.payload().tobytes()  # so that no page is pinned during a wait
                 finally:
                     item.release()
                 answer.append((_FRAMES, item.head(), (numbers,)))
@@ -218,12 +234,22 @@ class DataService:
         self._plane.counts.count_bytes(received=self._shard.parameters.set(request))
         return data_pb2.ParametersReply()
 
-    def _frame(self, answer: PulledBlock, *, with_payload: bool = True, positions: int = 0, content: int = 0) -> bytes:
+    def _frame(
+        self,
+        answer: PulledBlock,
+        *,
+        with_payload: bool = True,
+        positions: int = 0,
+        content: int = 0,
+        told: Told | None = None,
+    ) -> bytes:
+        """The frame of a block, whose page it gives back. told: sent in place of the values."""
         try:
-            payload = None if not with_payload else answer.payload() if answer.codec else answer.values
-            if payload is not None:
+            payload = None
+            if with_payload:
+                payload = told.delta if told is not None else answer.payload()
                 self._plane.counts.count_bytes(sent=payload.nbytes, saved=answer.values.nbytes - payload.nbytes)
-            return frames.join(answer.head(positions, content), payload)
+            return frames.join(answer.head(positions, content, told.check if told is not None else 0), payload)
         finally:
             answer.release()
 

@@ -19,7 +19,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from psd.checkpoint import CheckpointDirectory
 from psd.checkpoint.storage import no_crash
-from psd.contract.config import ConfigError, ServerConfig, is_loopback, parse_address
+from psd.contract.config import ConfigError, Limits, ServerConfig, is_loopback, parse_address
 from psd.contract.errors import CheckpointFailed, PsdError
 from psd.contract.frames import KEEPALIVE_OPTIONS, WINDOW_OPTIONS
 from psd.contract.orders import NEXT_PUSH, asker_of, reason_text
@@ -59,6 +59,8 @@ HANDSHAKE_S = 10
 """Seconds until a connection that has not completed the TLS handshake is closed."""
 IDLE_S = 300
 """Seconds after which a connection without a call is closed; workers send heartbeats."""
+TELL_READERS_S = 0.5
+"""Seconds, at the end of a job, in which readers that ask again and again hear that it is over."""
 METADATA_BYTES_MAX = 16 << 10
 """Limit of a call's metadata: method, deadline, token."""
 
@@ -68,6 +70,28 @@ def _directory(config: ServerConfig, crash_point: Callable[[str], None] | None) 
         return CheckpointDirectory(config.checkpoint_dir, keep=config.checkpoint_keep, crash_point=crash_point or no_crash)
     except ConfigError as error:
         raise ConfigError(f"--checkpoint-dir: {error}") from error
+
+
+def server_options(limits: Limits) -> list[tuple[str, int]]:
+    """The options of a gRPC server that strangers may reach."""
+    return [
+        ("grpc.max_receive_message_length", limits.message_bytes_max),
+        ("grpc.max_send_message_length", limits.message_bytes_max),
+        *WINDOW_OPTIONS,
+        ("grpc.so_reuseport", 0),  # a second server on the port must fail, not share it
+        # To find half-open connections; clients may do the same.
+        *KEEPALIVE_OPTIONS,
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+        ("grpc.http2.max_ping_strikes", 0),
+        # A client that sends nothing, or too much at once, must not use up what others need.
+        ("grpc.max_concurrent_streams", limits.streams_max),
+        ("grpc.max_allowed_incoming_connections", limits.connections_max),
+        ("grpc.max_connection_idle_ms", IDLE_S * 1000),
+        ("grpc.server_handshake_timeout_ms", HANDSHAKE_S * 1000),
+        ("grpc.max_metadata_size", METADATA_BYTES_MAX),
+        ("grpc.absolute_max_metadata_size", METADATA_BYTES_MAX),
+    ]
 
 
 class ShardServer:
@@ -107,24 +131,7 @@ class ShardServer:
             self._pool,
             interceptors=[] if access is None else [AccessInterceptor(access, pace, guard.as_error)],
             maximum_concurrent_rpcs=config.limits.calls_max,
-            options=[
-                ("grpc.max_receive_message_length", config.limits.message_bytes_max),
-                ("grpc.max_send_message_length", config.limits.message_bytes_max),
-                *WINDOW_OPTIONS,
-                ("grpc.so_reuseport", 0),  # a second server on the port must fail, not share it
-                # To find half-open connections; clients may do the same.
-                *KEEPALIVE_OPTIONS,
-                ("grpc.keepalive_permit_without_calls", 1),
-                ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
-                ("grpc.http2.max_ping_strikes", 0),
-                # A client that sends nothing, or too much at once, must not use up what others need.
-                ("grpc.max_concurrent_streams", config.limits.streams_max),
-                ("grpc.max_allowed_incoming_connections", config.limits.connections_max),
-                ("grpc.max_connection_idle_ms", IDLE_S * 1000),
-                ("grpc.server_handshake_timeout_ms", HANDSHAKE_S * 1000),
-                ("grpc.max_metadata_size", METADATA_BYTES_MAX),
-                ("grpc.absolute_max_metadata_size", METADATA_BYTES_MAX),
-            ],
+            options=server_options(config.limits),
         )
         self._health = HealthService(pace)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -322,6 +329,8 @@ class ShardServer:
             except PsdError as error:
                 logger.info("no checkpoint was taken while workers train: %s", error)
         self.shard.drain()
+        if self.done.is_set() and self.shard.has_readers:
+            time.sleep(min(TELL_READERS_S, grace_s))
         left_s = max(0.0, ends_at - time.monotonic())
         self._stop(left_s if last is None or last.name else left_s / 2, ends_at, on_stored)
 

@@ -15,6 +15,7 @@ from psd.contract.roster import Absence
 from psd.rim.checkpointer import CheckpointProgress
 from psd.state.counts import DATA_CALLS, GRPC_CALLS, Counters, total
 from psd.state.desks.status import ShardStatus
+from psd.state.readers import KnownReader
 from psd.state.shard import Shard
 from psd.state.tables.block import TableCounts
 from psd.state.tickets import Ticket
@@ -58,9 +59,40 @@ class KnownWorker:
     transfer_time_left_s: float
 
 
+@dataclass(frozen=True)
+class Rounds:
+    """The rounds of a shard's blocks."""
+
+    version_age_s: float
+
+
+@dataclass(frozen=True)
+class ReaderTotals:
+    """All readers of a shard."""
+
+    readers_seen: int
+    reader_sent_bytes: int
+    reader_fetch_s: float
+
+
+@dataclass(frozen=True)
+class SeenReader:
+    """A reader's numbers. `version`, `age_s`: None if it has none yet."""
+
+    version: int | None
+    age_s: float | None
+    reads: int
+    sent_bytes: int
+    fetch_s: float
+    last_seen_s: float
+
+
 def shard_numbers(shard: Shard, now: ShardStatus, progress: CheckpointProgress | None) -> dict[str, float]:
     """The shard's numbers, by their names in the catalogue; without those that do not exist yet."""
     job, last = now.job, None
+    closed_at = None if job is None else job.round_closed_at
+    fetches = [reader.fetching_since for reader in now.known_readers if reader.fetching_since is not None]
+    fetch_s = shard.age_s(min(fetches)) if fetches else 0.0
     if progress is not None and progress.last:
         age_s = shard.age_s(progress.last_at)
         last = StoredPart(age_s, progress.last_wall, progress.last_bytes, progress.last_took_s)
@@ -73,6 +105,8 @@ def shard_numbers(shard: Shard, now: ShardStatus, progress: CheckpointProgress |
             "job": job,
             "trained": job if job is not None and job.trained_count else None,
             "arena": job.arena if job is not None else None,
+            "readers": ReaderTotals(len(now.known_readers), now.reader_sent_bytes, fetch_s),
+            "rounds": None if closed_at is None else Rounds(shard.age_s(closed_at)),
             "vectors": shard.vectors.status(),
             "checkpoints": progress,
             "checkpoint": last,
@@ -86,6 +120,24 @@ def worker_numbers(shard: Shard, worker: Worker) -> dict[str, float]:
     moving = worker.transfer_left_bytes, worker.transfer_bytes_per_s, worker.transfer_time_left_s
     known = KnownWorker(worker.clock, last_seen_s, worker.awaited_s, worker.samples, *moving)
     return _numbers(facts.WORKER, {"worker": known, "learner": shard.learner(worker.rank)})
+
+
+def reader_numbers(shard: Shard, reader: KnownReader) -> dict[str, float]:
+    """A reader's numbers, as this shard knows it."""
+    has_some = reader.version is not None
+    fetch_s = reader.fetch_s if reader.fetching_since is None else shard.age_s(reader.fetching_since)
+    age_s = shard.age_s(reader.got_at) if has_some else None
+    seen = SeenReader(reader.version, age_s, reader.reads, reader.sent_bytes, fetch_s, shard.age_s(reader.seen_at))
+    return _numbers(facts.READER, {"reader": seen})
+
+
+def reader_status(shard: Shard, reader: KnownReader) -> control_pb2.ReaderStatus:
+    """One reader as this shard knows it."""
+    is_fetching = reader.fetching_since is not None
+    is_waiting = reader.open_calls > 0 and not is_fetching
+    reply = control_pb2.ReaderStatus(id=reader.id, name=reader.name, is_waiting=is_waiting, is_fetching=is_fetching)
+    facts.write(reply, reader_numbers(shard, reader))
+    return reply
 
 
 def table_numbers(counts: TableCounts) -> dict[str, float]:
@@ -173,6 +225,7 @@ def shard_status(shard: Shard, address: str, progress: CheckpointProgress | None
         world_size=len(now.workers),
         workers=[worker_status(shard, worker) for worker in now.workers],
         calls=call_statuses(now.counters),
+        readers=[reader_status(shard, reader) for reader in now.known_readers],
     )
     facts.write(reply, shard_numbers(shard, now, progress))
     if job is not None:

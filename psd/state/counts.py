@@ -152,13 +152,14 @@ class RoundTimes:
         on_awaited: called with a rank, and the seconds by which its gradient came after the first of its round; may be None.
 
     Attributes:
-        closed: seconds from a round's first gradient to its update.
+        closed: seconds from a round's first gradient to its update. closed_at: when the last one closed; None: none has.
     """
 
-    __slots__ = ("_awaited", "_now", "_on_awaited", "_opened_at", "closed")
+    __slots__ = ("_awaited", "_now", "_on_awaited", "_opened_at", "closed", "closed_at")
 
     def __init__(self, now: Callable[[], float], on_awaited: Callable[[int, float], None] | None) -> None:
         self.closed = Histogram()
+        self.closed_at: float | None = None
         self._now = now
         self._on_awaited = on_awaited
         self._opened_at: float | None = None
@@ -188,7 +189,8 @@ class RoundTimes:
         """
         if self._opened_at is None:
             return
-        took_s, self._opened_at = self._now() - self._opened_at, None
+        self.closed_at = now = self._now()
+        took_s, self._opened_at = now - self._opened_at, None
         self.closed.observe(took_s)
         gone = self._awaited & ~waited
         if gone and self._on_awaited is not None:

@@ -34,6 +34,7 @@ from psd.state.aggregation.staleness import bound_rule
 from psd.state.aggregation.trained import RoundServices, Trained
 from psd.state.counts import Histogram, RoundTimes, total
 from psd.state.durability.state_directory import Storage
+from psd.state.kept_versions import KeptVersions
 from psd.state.pages import Counted
 from psd.state.tables.block import TablesBlock, counted_in
 from psd.state.tables.rounds import RowChecks
@@ -69,6 +70,7 @@ class Job:
         wants_all_buffers: each of them is.
         is_cut_by_positions: cuts are positions of the workers; see psd/state/cuts/positions.py.
         agreement: SYNC: scalars and parts of the open rounds.
+        kept: versions that readers have.
         coordinator: EXACT, on shard 0 only. participant: EXACT, on all shards. See settlement.py.
     """
 
@@ -89,6 +91,7 @@ class Job:
         wall: Callable[[], float],
     ) -> None:
         check_listed(spec, rules)
+        self.kept = KeptVersions(limits.keep_versions)
         self._passed = 0  # latest version of a publication that was lost
         self.spec = spec
         self.layout = Layout(spec, shard_count)
@@ -105,7 +108,13 @@ class Job:
         self.arena = arena_of(
             self.layout,
             [
-                BlockShape(plan.dtype.name, plan.length, len(bound[plan.group].slot_starts), len(plan.segment_ends))
+                BlockShape(
+                    plan.dtype.name,
+                    plan.length,
+                    len(bound[plan.group].slot_starts),
+                    len(plan.segment_ends),
+                    int(plan.has_differences),
+                )
                 for plan in plans
             ],
         )
@@ -262,6 +271,20 @@ class Job:
             )
         return {block.index: version for block, version in zip(self._trained, versions, strict=False)}
 
+    def held(self, held: Sequence[int]) -> dict[int, int]:
+        """The versions that a worker holds of its shard's blocks, by index, of those of which it holds any.
+
+        Raises:
+            InvalidRequest: there are not as many entries as trained blocks, or the job pulls no differences.
+        """
+        if not held:
+            return {}
+        blocks = [index for index, block in self.blocks.items() if block.is_trained]
+        if len(held) != len(blocks) or not self.spec.compression.has_differences:
+            expected = f"{len(blocks)}, one per trained block" if self.spec.compression.has_differences else "none in this job"
+            raise InvalidRequest(f"held: expected {expected}, got {len(held)}")
+        return {index: version - 1 for index, version in zip(blocks, held, strict=True) if version}
+
     @property
     def ages(self) -> list[int]:
         """Number of gradients applied without rounds, by their age, as in StatusReply.ages."""
@@ -282,6 +305,11 @@ class Job:
     def round_times(self) -> Histogram:
         """Seconds from the first gradient of a round to its update, of each block."""
         return total([block.times.closed for block in self._trained])
+
+    @property
+    def round_closed_at(self) -> float | None:
+        """Time at which the last round of a block closed; None: none has, in this process."""
+        return max([block.times.closed_at for block in self._trained if block.times.closed_at is not None], default=None)
 
     @property
     def updates(self) -> int:

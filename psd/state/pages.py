@@ -1,6 +1,8 @@
 """Writes the next page of a block, before it becomes current: values, slots, steps and the dedup window. Also lends the memory
 in which a round's gradients are summed.
 
+Where workers pull differences, a page has one extra array: the parameters as workers have them (outgoing.py).
+
 Must not know rounds, rules or locks.
 """
 
@@ -30,6 +32,7 @@ class SetMark(NamedTuple):
 def initialize(page: Page, values: NDArray[Any], slot_starts: Sequence[float]) -> None:
     """Write initial parameters; slots begin as their rule says, steps and the dedup window as zero."""
     np.copyto(page.parameter, values)
+    show(page)
     for slot, start in zip(page.slots, slot_starts, strict=True):
         slot.fill(start)
     page.steps.fill(0)
@@ -40,6 +43,7 @@ def initialize(page: Page, values: NDArray[Any], slot_starts: Sequence[float]) -
 def restore(page: Page, stored: RestoredBlock) -> None:
     """Write everything from a checkpoint."""
     np.copyto(page.parameter, stored.parameter)
+    show(page)
     for slot, values in zip(page.slots, stored.slots.values(), strict=True):
         np.copyto(slot, values)
     np.copyto(page.steps, stored.steps)
@@ -47,10 +51,15 @@ def restore(page: Page, stored: RestoredBlock) -> None:
     np.copyto(page.clocks, 0 if stored.clocks is None else stored.clocks)
 
 
+def show(page: Page) -> None:
+    """Let workers have the parameters as they are."""
+    for shown in page.extra:
+        np.copyto(shown, page.parameter)
+
+
 def carry_over(before: Page, after: Page) -> None:
     """Copy values, slots and steps unchanged."""
-    np.copyto(after.parameter, before.parameter)
-    for old, new in zip(before.slots, after.slots, strict=True):
+    for old, new in zip(before.arrays, after.arrays, strict=True):
         np.copyto(new, old)
     np.copyto(after.steps, before.steps)
 
@@ -93,6 +102,7 @@ def set_anew(before: Page, after: Page, change: Change, slot_starts: Sequence[fl
     carry_over(before, after)
     if change.values is not None:
         np.copyto(after.parameter, change.values)
+        show(after)
     if change.resets:
         for slot, start in zip(after.slots, slot_starts, strict=True):
             slot.fill(start)

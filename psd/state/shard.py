@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from copy import copy
@@ -19,7 +20,7 @@ from copy import copy
 from psd.checkpoint import CheckpointDirectory
 from psd.checkpoint.cut import FINAL_ID
 from psd.contract.config import ConfigError, ServerConfig
-from psd.contract.errors import CheckpointFailed, Draining, InvalidRequest, NotDeclared, PsdError
+from psd.contract.errors import CheckpointFailed, CutMissed, Draining, InvalidRequest, JobOver, NotDeclared, PsdError
 from psd.contract.layout import READ_CODECS
 from psd.contract.orders import asker_of, end_text, reason_text, scale_text
 from psd.contract.roster import Absence
@@ -41,6 +42,7 @@ from psd.state.durability.state_directory import Storage
 from psd.state.job import Job
 from psd.state.life import Life
 from psd.state.orders import HEARD
+from psd.state.readers import Readers
 from psd.state.tickets import Ticket, WaitKind
 from psd.state.workers.learners import HeardLearner
 from psd.state.workers.membership import Worker, WorkerState
@@ -53,6 +55,10 @@ logger = logging.getLogger(__name__)
 
 ABANDONED_LEASES = 6
 """Leases for which --exit-when-done waits for a silent worker; after that it is taken to be gone for good."""
+
+
+READERS_S = 2.0
+"""Seconds for which somebody who has asked for the job counts as a reader that will ask again."""
 
 
 def check_writable(directory: CheckpointDirectory) -> None:
@@ -115,9 +121,16 @@ class Shard:
         self.parameters = ParameterDesk(self._core)
         self.settlement = SettlementDesk(self._core)
         self.vectors = VectorDesk(self._core)
+        self.readers = Readers(now, config.limits.readers_max)
         self._curves = Curves(now, config.limits.name_bytes_max)
         self.is_draining = False
         self._started = now()
+        self._described_at = -math.inf
+
+    @property
+    def name(self) -> str:
+        """Words for this shard, such as "shard 3"."""
+        return f"shard {self.config.shard_index}"
 
     def arrive(self, request: control_pb2.BarrierRequest) -> Ticket:
         """Enter a barrier; the ticket resolves with the reply."""
@@ -187,14 +200,21 @@ class Shard:
         return expired
 
     def drain(self) -> None:
-        """Fail all waits, those that begin later included, with Draining."""
+        """Fail all waits, those that begin later included, with Draining, or JobOver if all workers have left."""
         self.is_draining = True
         self._core.waiting.refuse(self._draining())
+        self.cuts.end_reads()
+
+    @property
+    def has_readers(self) -> bool:
+        """True if somebody has asked for the job lately: readers of jobs without rounds do, again and again."""
+        return self.now() - self._described_at < READERS_S
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def describe(self, request: control_pb2.DescribeRequest) -> control_pb2.DescribeReply:
         """The job and its progress; see ControlService.Describe."""
+        self._described_at = self.now()
         self._core.check_address(request.shard_index, request.shard_count)
         self._core.check_run(request.run_id)
         job = self._core.initialized()
@@ -219,10 +239,14 @@ class Shard:
         job = self._core.initialized()
         job.check_digest(request.layout_digest)
         check_cuts([request.cut])
+        if request.HasField("timeline") and request.timeline != self._core.timeline:
+            raise CutMissed(f"timeline: the job is on timeline {self._core.timeline} by now, not on {request.timeline}")
         if len({job.block(index).index for index in request.blocks}) < len(request.blocks):
             raise InvalidRequest(f"blocks: one of these {len(request.blocks)} is named twice")
         if request.codec not in READ_CODECS:
             raise InvalidRequest(f"codec: must be empty, bf16 or fp16, got {request.codec[:80]!r}")
+        if len(request.held) not in (0, len(request.blocks)):
+            raise InvalidRequest(f"held: has {len(request.held)} entries for {len(request.blocks)} blocks")
         if job.spec.is_publication and request.cut.step == 0:
             raise NotDeclared("nothing has been published yet")
         snapshot = Snapshot(request.cut, job, done)
@@ -263,12 +287,14 @@ class Shard:
             self._core.storage.close(keep=keep)
 
     def check_draining(self) -> None:
-        """Raise Draining if the shard takes no new work."""
+        """Raise Draining, or JobOver, if the shard takes no new work."""
         if self.is_draining:
             raise self._draining()
 
-    def _draining(self) -> Draining:
+    def _draining(self) -> Draining | JobOver:
         index = self.config.shard_index
+        if self.is_done:
+            return JobOver(f"the job is over: all workers have left, and shard {index} is shutting down", shard=index)
         return Draining(f"shard {index} is shutting down", shard=index)
 
     @property
@@ -430,6 +456,8 @@ class Shard:
                 orders=core.orders.current,
                 ended_by=core.orders.fulfilled,
                 total=self._curves.total,
+                known_readers=self.readers.all(),
+                reader_sent_bytes=self.readers.sent_bytes,
             )
 
     @property

@@ -7,7 +7,7 @@ blocks gets none. Must not know how the answers were fetched, nor how they are s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from psd.v1 import control_pb2 as pb
@@ -19,6 +19,17 @@ _WORST_FIRST = (
     pb.WORKER_STATE_FINISHED,
     pb.WORKER_STATE_UNSPECIFIED,
 )
+
+
+_OF_READERS: dict[str, Callable[[list[float]], float]] = {
+    "version": min,
+    "age_s": min,
+    "reads": max,
+    "sent_bytes": sum,
+    "fetch_s": max,
+    "last_seen_s": min,
+}
+"""Functions by which the numbers of a reader at several shards become one."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +59,8 @@ def reason(answer: Answer) -> str:
 def problems(answers: Sequence[Answer]) -> list[str]:
     """Reasons why the answers are incomplete or do not fit together; empty if all shards of one job have answered."""
     silent = [f"{answer.server} did not answer: {reason(answer)}" for answer in answers if answer.reply is None]
-    return silent + misfits(answers)
+    lost = [f"{a.server}: {a.reply.relay.problem}" for a in answers if a.reply is not None and a.reply.relay.problem]
+    return silent + misfits(answers) + lost
 
 
 def misfits(answers: Sequence[Answer]) -> list[str]:
@@ -57,7 +69,8 @@ def misfits(answers: Sequence[Answer]) -> list[str]:
     replies = [(a.server, a.reply) for a in answers if a.reply is not None]
     for index, answer in enumerate(answers):
         reply = answer.reply
-        if reply is not None and (reply.shard_index, reply.shard_count) != (index, len(answers)):
+        is_shard = reply is not None and not reply.HasField("relay")  # a relay stands for all shards
+        if reply is not None and is_shard and (reply.shard_index, reply.shard_count) != (index, len(answers)):
             found.append(
                 f"{answer.server} is shard {reply.shard_index}/{reply.shard_count}, but was given as {index}/{len(answers)}"
             )
@@ -88,6 +101,23 @@ def merged_workers(replies: Iterable[pb.StatusReply]) -> list[pb.WorkerStatus]:
             other.failed = other.failed or worker.failed
             other.transport = ", ".join(dict.fromkeys(filter(None, (*other.transport.split(", "), worker.transport))))
     return [merged[rank] for rank in sorted(merged)]
+
+
+def merged_readers(replies: Iterable[pb.StatusReply]) -> list[pb.ReaderStatus]:
+    """Each reader once, in the order in which they came: the smallest version, the latest news, the sum of the bytes."""
+    merged: dict[int, pb.ReaderStatus] = {}
+    for reader in (reader for reply in replies for reader in reply.readers):
+        other = merged.get(reader.id)
+        if other is None:
+            merged[reader.id] = pb.ReaderStatus()
+            merged[reader.id].CopyFrom(reader)
+            continue
+        other.is_waiting, other.is_fetching = other.is_waiting or reader.is_waiting, other.is_fetching or reader.is_fetching
+        for name, combined in _OF_READERS.items():
+            if name in reader.numbers:
+                known = [other.numbers[name]] if name in other.numbers else []
+                other.numbers[name] = combined([*known, reader.numbers[name]])
+    return list(merged.values())
 
 
 def job_clock(workers: Sequence[pb.WorkerStatus]) -> int:

@@ -18,7 +18,16 @@ from psd.v1 import control_pb2 as pb
 from psd.watch.diagnosis import diagnosed
 from psd.watch.events import events_between
 from psd.watch.history import History
-from psd.watch.merging import Answer, MergedWait, job_clock, merged_waits, merged_workers, problems, reason
+from psd.watch.merging import (
+    Answer,
+    MergedWait,
+    job_clock,
+    merged_readers,
+    merged_waits,
+    merged_workers,
+    problems,
+    reason,
+)
 from psd.watch.rates import Rates
 from psd.watch.snapshot import (
     WAIT_S,
@@ -28,6 +37,8 @@ from psd.watch.snapshot import (
     JobSnapshot,
     Numbers,
     OrderedRate,
+    ReaderSnapshot,
+    RelaySnapshot,
     ShardSnapshot,
     TableTotals,
     WaitSnapshot,
@@ -49,6 +60,9 @@ SAID_RATIO = 1.5
 
 ANSWER_S = 1.5
 """Seconds that a look waits for a shard, by default."""
+
+STUCK_S = 30.0
+"""Seconds that a transfer to a reader may take; after that the reader is stuck."""
 
 ANSWERS_MAX = 64
 """Answers with points of curves that one look reads at most; the next look reads the rest."""
@@ -150,6 +164,7 @@ class Sampler:
         workers = tuple(self._worker(worker, [each.wait for each in waits], foremost) for worker in merged)
         sums = ("parameter_bytes", "slot_bytes", "received_bytes_per_s", "sent_bytes_per_s")
         ends_at = max((reply.ends_at for reply in replies), default=0)
+        version = _version(shards)
         total = ends_at or max((reply.total for reply in replies), default=0)
         now = JobSnapshot(
             at=self._wall(),
@@ -171,6 +186,7 @@ class Sampler:
                 "world_size": job.world_size or max((reply.world_size for reply in replies), default=0),
                 "quorum": job.quorum,
                 "timeline": max((reply.timeline for reply in replies), default=0),
+                **version,
                 **{name: sum(getattr(shard, name) for shard in shards) for name in sums},
                 **_samples(workers),
                 **self._end(clock, total),
@@ -184,8 +200,20 @@ class Sampler:
             learning_rates=tuple(OrderedRate(rate.clock, rate.scale) for reply in replies[:1] for rate in reply.learning_rates),
             ends_at=ends_at,
             problems=found,
+            readers=tuple(self._reader(reader, version.get("version")) for reader in merged_readers(replies)),
         )
         return diagnosed(now)
+
+    def _reader(self, reader: pb.ReaderStatus, version: float | None) -> ReaderSnapshot:
+        """version: the job's; None: not known."""
+        numbers = facts.read(reader, facts.READER)
+        numbers |= self._grown(("reader", reader.id), facts.READER, numbers)
+        if version is not None and "version" in numbers:
+            numbers["behind"] = max(0, version - numbers["version"])
+            numbers["lag_s"] = numbers.get("age_s", 0.0) if numbers["behind"] else 0.0
+        is_stuck = reader.is_fetching and numbers.get("fetch_s", 0.0) > STUCK_S
+        state = "stuck" if is_stuck else "fetching" if reader.is_fetching else "waiting" if reader.is_waiting else "idle"
+        return ReaderSnapshot(f"{reader.id:014x}", printable(reader.name) or "-", state, numbers)
 
     def _end(self, clock: int, total: int) -> dict[str, float]:
         """The numbers that follow from where the job ends; none if that is not known. total: 0: not known."""
@@ -229,6 +257,7 @@ class Sampler:
             checkpoint_error=printable(reply.checkpoint_error),
             calls=calls,
             ages=tuple(reply.ages),
+            relay=_relay(reply.relay) if reply.HasField("relay") else None,
         )
 
     def _orders(self, first: pb.StatusReply | None, clock: int) -> tuple[str, ...]:
@@ -293,6 +322,27 @@ class Sampler:
             if not reply.more:
                 break
         return found
+
+
+def _version(shards: Sequence[ShardSnapshot]) -> dict[str, float]:
+    """The version that all shards have, and its age, if they are known."""
+    known = [shard.numbers for shard in shards if "version_min" in shard.numbers]
+    ages = [numbers["version_age_s"] for numbers in known if "version_age_s" in numbers]
+    found: dict[str, float] = {"version": min(numbers["version_min"] for numbers in known)} if known else {}
+    return {**found, "version_age_s": min(ages)} if ages else found
+
+
+def _relay(relay: pb.RelayStatus) -> RelaySnapshot:
+    return RelaySnapshot(
+        of=printable(relay.of),
+        version=relay.version if relay.HasField("version") else None,
+        behind=max(0, relay.newest - relay.version),
+        age_s=relay.age_s,
+        heard_s=relay.heard_s,
+        readers=relay.readers,
+        versions=relay.versions,
+        problem=printable(relay.problem),
+    )
 
 
 def _has_gone_back(before: JobSnapshot, now: JobSnapshot) -> bool:

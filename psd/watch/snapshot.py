@@ -58,8 +58,28 @@ class TableTotals(Numbers):
 
 
 @dataclass(frozen=True)
+class RelaySnapshot:
+    """A relay, as it says of itself.
+
+    Attributes:
+        of: the servers that it follows. version: that it has; None: none yet. behind: newer versions that these have told of.
+        age_s: time for which it has had its version. heard_s: time since these have last answered; negative: never.
+        readers: that wait or fetch. versions: fetched so far. problem: why it cannot follow; empty: it can.
+    """
+
+    of: str
+    version: int | None
+    behind: int
+    age_s: float
+    heard_s: float
+    readers: int
+    versions: int
+    problem: str
+
+
+@dataclass(frozen=True)
 class ShardSnapshot(Numbers):
-    """One shard.
+    """One shard, or a relay.
 
     Attributes:
         state: "serving", "empty", "draining", "restoring" or "no answer"; if "no answer", `error` says why, and totals are
@@ -69,6 +89,7 @@ class ShardSnapshot(Numbers):
         checkpoint_dir: where it stores checkpoints; empty: it takes none. checkpoint_last: name of the last one; empty: none
             yet. checkpoint_error: why the last attempt failed; empty: it did not.
         ages: numbers of gradients by age: 0, 1, 2, 3 to 4, 5 to 8, and so on.
+        relay: what a relay says of itself; None of a shard.
     """
 
     catalogue = facts.by_name(facts.SHARD)
@@ -87,6 +108,7 @@ class ShardSnapshot(Numbers):
     checkpoint_error: str = ""
     calls: tuple[CallTimes, ...] = ()
     ages: tuple[int, ...] = ()
+    relay: RelaySnapshot | None = None
 
 
 @dataclass(frozen=True)
@@ -109,6 +131,23 @@ class WorkerSnapshot(Numbers):
     transport: str
     numbers: Mapping[str, float]
     waits: str
+
+
+@dataclass(frozen=True)
+class ReaderSnapshot(Numbers):
+    """One reader, as all shards together know it.
+
+    Attributes:
+        id: a 53-bit name, in hexadecimal. name: as it calls itself.
+        state: "waiting" for a version that is not there yet; "fetching" one; "stuck", fetching for too long; else "idle".
+    """
+
+    catalogue = facts.by_name(facts.READER)
+
+    id: str
+    name: str
+    state: str
+    numbers: Mapping[str, float]
 
 
 @dataclass(frozen=True)
@@ -211,6 +250,7 @@ class JobSnapshot(Numbers):
     learning_rates: tuple[OrderedRate, ...]
     ends_at: int
     problems: tuple[str, ...]
+    readers: tuple[ReaderSnapshot, ...] = ()
 
 
 def as_json(value: Any, *, has_rates: bool = True) -> Any:

@@ -43,6 +43,11 @@ void psd_codec_decode(psd_codec, const uint8_t *scales, const uint8_t *codes, fl
 /* acc[i] += weight * the number that element i stands for */
 void psd_codec_accumulate(psd_codec, const uint8_t *scales, const uint8_t *codes, float *acc, float weight, intptr_t n);
 
+/* Encodes values - before, to nearest; after = before + the numbers of that, with the bits of psd_codec_accumulate. Returns the
+ * start of the first block whose difference is not finite, behind which nothing is written, or -1. No two overlap. */
+intptr_t psd_codec_follow(psd_codec, const float *values, const float *before, float *after, uint8_t *scales, uint8_t *codes,
+                          intptr_t n);
+
 /* The form that has only the k elements of largest magnitude. */
 
 enum { PSD_TOPK_CHUNK = 1 << 16 }; /* elements that one offset of 16 bits reaches */

@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+pytestmark = pytest.mark.usefixtures("later_compiler")
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
@@ -54,6 +56,17 @@ def test_step_when_a_transport_is_unknown_then_it_is_left_out_and_the_others_are
     psd, copying = figures["results"][0], figures["results"][2]
     assert psd["server_cpu_s_per_gb"] > 0
     assert copying["server_cpu_s_per_gb"] is None
+
+
+@pytest.mark.process
+def test_fan_out_when_readers_are_at_relays_then_the_shard_sends_each_version_once_a_relay(figures_of):
+    size = ("--readers", "8", "--relays", "2", "--steps", "2", "--rounds", "1", "--interval", "0.1")
+
+    results = figures_of("fan_out.py", *size)["results"]
+
+    assert [(r["readers_at"], r["readers"]) for r in results] == [("no readers", 0), ("shard", 8), ("2 relays", 8)]
+    assert results[0]["sent_per_step"] == 0
+    assert results[1]["sent_per_step"] > 2 * results[2]["sent_per_step"] > 0
 
 
 @pytest.mark.process

@@ -327,3 +327,29 @@ def test_as_text_when_there_are_tables_then_each_is_shown_with_all_its_shards():
     at = lines.index("TABLE  ROWS    BYTES  READS  HITS  CREATED  EVICTED  EXPIRED  REMOVED  REFUSED  UNADMITTED")
     assert lines[at + 1].split() == ["user", "20", "4.0", "KiB", "80", "60", "24", "4", "0", "0", "0", "0"]
     assert lines[at + 2].split() == ["item", "0", "0", "B", "0", "0", "0", "0", "0", "0", "10", "12"]
+
+
+def relay(**fields):
+    given = {"of": "a:1,b:2", "version": 57, "newest": 59, "age_s": 12, "heard_s": 0.5, "readers": 3, "versions": 1, **fields}
+    return pb.StatusReply(
+        shard_count=1, run_id="mnist-1", address="127.0.0.1:7100", state=pb.SHARD_STATE_SERVING, relay=pb.RelayStatus(**given)
+    )
+
+
+def test_as_text_when_relays_answer_then_each_says_what_it_follows_and_how_far_it_is():
+    """Several at once are not mistaken for shards in a wrong order."""
+    problem = "shard 0 at a:1 could not be reached for 5 s"
+    lost = relay(problem=problem, heard_s=-1)
+    lost.relay.ClearField("version")
+    found = [Answer("127.0.0.1:7100", relay()), Answer("127.0.0.1:7101", lost)]
+
+    now = look(found)
+    lines = as_text(now).splitlines()
+
+    assert lines[0] == "run mnist-1, as relays have it"
+    had = "version 57, 2 behind, for 12 s; heard from them 0.5 s ago; 3 readers; 1 version fetched"
+    assert f"relay 127.0.0.1:7100 of a:1,b:2: {had}" in lines
+    assert any("no version yet; has not heard from them;" in line for line in lines)
+    assert problems(found) == [f"127.0.0.1:7101: {problem}"]
+    assert now.headline == "A relay, at version 57"
+    assert as_json(now)["shards"][0]["relay"]["behind"] == 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 pytest.importorskip("torch")
+pytestmark = pytest.mark.usefixtures("later_compiler")
 
 STEPS = 8
 

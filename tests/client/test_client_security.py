@@ -19,7 +19,7 @@ from psd.rim.server import ShardServer
 
 HOST = "127.0.0.1"
 SIZE = 400_000  # two blocks
-TOKENS = {"worker": "worker-token-number-1", "reader": "reader-token-number-1", "admin": "admin-token-number-1"}
+TOKENS = {role: f"{role}-token-number-1" for role in ("worker", "publisher", "reader", "admin")}
 
 
 @pytest.fixture(scope="module")
@@ -179,7 +179,7 @@ def test_connect_when_both_sides_show_certificates_then_works_on_every_port(clus
 @pytest.mark.parametrize(
     ("role", "error", "words"),
     [
-        ("reader", psd_client.PermissionDenied, "Join: is for admin, worker; this token is a reader's"),
+        ("reader", psd_client.PermissionDenied, "Join: is for admin, publisher, worker; this token is a reader's"),
         (None, psd_client.Unauthenticated, "Join: this shard requires a token: pass token_file"),
         ("nobody", psd_client.Unauthenticated, "Join: this shard does not know the token"),
     ],
@@ -209,6 +209,75 @@ def test_psdctl_when_the_token_is_a_workers_then_it_looks_but_takes_no_checkpoin
     assert "Checkpoint: is for admin; this token is a worker's" in capsys.readouterr().err
     assert psdctl(["checkpoint", "--servers", servers, "--token-file", place.at("admin.token")]) == 1
     assert "no job" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("transport", ["tcp", "grpc"])
+def test_a_publisher_pushes_and_pulls_but_neither_ends_the_job_nor_runs_batches(
+    cluster: Callable[..., Any], place: Place, transport: str
+) -> None:
+    """On the bulk lane, too, where calls carry no token."""
+    servers = serve(cluster, place, 2).servers
+
+    with psd_client.connect(servers, 0, 1, transport=transport, **place.client("publisher")) as ps:
+        declare(ps)
+        assert set(train(ps, 2).tolist()) == {-2.0}
+        with pytest.raises(psd_client.PermissionDenied, match="Stop: is for admin, worker; this token is a publisher's"):
+            ps.stop()
+        with pytest.raises(psd_client.PermissionDenied, match="Create: is for admin, worker"):
+            ps.vector("v", size=4)
+        assert set(train(ps, 1).tolist()) == {-3.0}
+
+
+def test_a_publishers_token_is_enough_to_publish(cluster: Callable[..., Any], place: Place) -> None:
+    """And a reader's to pull."""
+    servers = serve(cluster, place, 2).servers
+    with psd_client.publish(servers, **place.client("publisher")) as store:
+        version = store.put({"w": np.ones(SIZE, np.float32)}, meta={"step": 1})
+        with psd_client.connect(servers, role="reader", **place.client("reader")) as reader:
+            found = reader.pull()
+    assert (found.version, set(found["w"].tolist())) == (version, {1.0})
+
+
+def test_a_batch_on_the_bulk_lane_needs_a_workers_token(cluster: Callable[..., Any], place: Place) -> None:
+    """The vector is there: a worker has made it, whose token has become a publisher's since."""
+    servers = serve(cluster, place).servers
+    with psd_client.connect(servers, 0, 1, transport="tcp", **place.client()) as ps:
+        vector = ps.vector("v", size=4)
+        vector.put(np.ones(4))
+        place.list_tokens(publisher=TOKENS["worker"], worker=TOKENS["publisher"], admin=TOKENS["admin"])
+
+        with pytest.raises(psd_client.PermissionDenied, match="Run: is for workers; this token may push"):
+            vector.put(np.ones(4))
+
+        place.list_tokens(**TOKENS)
+        assert vector.pull().tolist() == [1.0] * 4
+
+
+def test_a_readers_token_follows_and_reads_but_pushes_and_steers_nothing(
+    cluster: Callable[..., Any], place: Place, capsys: pytest.CaptureFixture[str]
+) -> None:
+    servers = serve(cluster, place).servers
+    where = ["--servers", servers, "--tls-ca", place.at("ours.pem"), "--token-file", place.at("reader.token")]
+    with psd_client.connect(servers, 0, 1, **place.client()) as ps:
+        declare(ps)
+        train(ps, 1)
+        with psd_client.connect(servers, role="reader", **place.client("reader")) as reader:
+            assert set(reader.pull()["w"].tolist()) == {-1.0}
+        assert psdctl(["follow", "--to", place.at("versions"), "--once", *where]) == 0
+        assert psdctl(["status", *where]) == 0
+        capsys.readouterr()
+        for words, call in (
+            (["set-lr", "0.5"], "SetLearningRate"),
+            (["drain"], "Drain"),
+            (["kick", "0"], "Kick"),
+            (["checkpoint"], "Checkpoint"),
+        ):
+            assert psdctl([*words, *where]) == 1
+            assert f"{call}: is for admin; this token is a reader's" in capsys.readouterr().err
+        with pytest.raises(psd_client.PermissionDenied, match="Join: is for admin, publisher, worker"):
+            psd_client.connect(servers, 0, 1, **place.client("reader"))
+        assert set(train(ps, 1).tolist()) == {-2.0}
+    assert (place.path / "versions" / "latest" / "model.safetensors").is_file()
 
 
 @pytest.mark.parametrize(

@@ -86,6 +86,14 @@ MESSAGES |= {
 }
 
 
+HELD = [42, 0, 300]
+MESSAGES |= {
+    "pull_request_held": (data_pb2.PullRequest(caller=CALLER, clock=42, layout_digest=DIGEST, held=HELD), None),
+    "push_frame_held": (data_pb2.PushFrame(push=data_pb2.PushHeader(caller=CALLER, clock=41, held=HELD), block=7), PAYLOAD),
+    "pull_frame_difference": (data_pb2.PullFrame(block=7, version=42, base=42), bytes.fromhex("803c7f81000102")),
+    "pull_frame_same": (data_pb2.PullFrame(block=7, version=44, base=43), b""),
+}
+
 ROWS = [data_pb2.RowsPart(table=1, rows=2, dtype=job_pb2.DTYPE_FLOAT16), data_pb2.RowsPart(rows=1, dtype=job_pb2.DTYPE_FLOAT32)]
 IDS = struct.pack("<3Q", 0, 2**64 - 1, 7)
 NUMBERS = struct.pack("<2e1f", 1.5, -2.0, 3.25)

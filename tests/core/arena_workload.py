@@ -21,7 +21,7 @@ from psd_core.arena import Arena, BlockShape, Page
 WORKERS = 3
 SHAPES = [
     BlockShape("float32", 1000, 1, 2),
-    BlockShape("float64", 300, 2, 1),
+    BlockShape("float64", 300, 1, 1, 1),
     BlockShape("float32", 9000, 0, 5),
     BlockShape("float32", 1000, 1, 2),
     BlockShape("float32", 9000, 0, 5),
@@ -33,16 +33,16 @@ ENDLESS = 1 << 30
 def fill(page: Page, version: int, body: int | None = None) -> None:
     """Write a version of the page's block. body: the version whose parameter and slots it has; None: its own, written here."""
     seed = 1000 * page.block + version
-    for i, array in enumerate((page.parameter, *page.slots, page.steps, page.sessions, page.clocks)):
-        if body is None or i > len(page.slots):
+    for i, array in enumerate((*page.arrays, page.steps, page.sessions, page.clocks)):
+        if body is None or i >= len(page.arrays):
             array[:] = np.arange(array.size) % 7 + seed + i
 
 
 def is_whole(page: Page, block: int, version: int, body: int | None = None) -> bool:
     """True if a page is that version of that block, all of it. body: as of `fill`."""
     contents = True
-    for i, array in enumerate((page.parameter, *page.slots, page.steps, page.sessions, page.clocks)):
-        seed = 1000 * block + (version if body is None or i > len(page.slots) else body)
+    for i, array in enumerate((*page.arrays, page.steps, page.sessions, page.clocks)):
+        seed = 1000 * block + (version if body is None or i >= len(page.arrays) else body)
         contents = contents and np.array_equal(array, np.arange(array.size) % 7 + seed + i)
     return contents and page.block == block and page.version == version
 
@@ -69,7 +69,7 @@ def create_published(path: Path, shapes=SHAPES) -> Arena:
 
 def snapshot_bytes(page: Page) -> tuple[int, bytes]:
     """A copy of all that a page says."""
-    arrays = (page.parameter, *page.slots, page.steps, page.sessions, page.clocks)
+    arrays = (*page.arrays, page.steps, page.sessions, page.clocks)
     return page.version, b"".join(array.tobytes() for array in arrays)
 
 

@@ -138,6 +138,7 @@ def test_a_lock_file_that_its_last_holder_removed_locks_nothing(memory_path, mon
         (("float32", -1, 0, 1), "length"),
         (("float32", 1, 1 << 16, 1), "slot_count"),
         (("float32", 1, 0, -1), "segment_count"),
+        (("float32", 1, 0, 1, 1 << 16), "extra_count"),
     ],
 )
 def test_a_shape_that_no_page_can_have_is_refused(shape, message, memory_path):
@@ -147,21 +148,28 @@ def test_a_shape_that_no_page_can_have_is_refused(shape, message, memory_path):
 
 
 def test_extreme_shapes_have_pages_whose_arrays_do_not_overlap(memory_path):
-    shapes = [BlockShape("float64", n, slots, k) for n in (0, 1, 511) for slots in (0, 3) for k in (0, 1, 700)]
+    shapes = [
+        BlockShape("float64", n, slots, k, extra)
+        for n in (0, 1, 511)
+        for slots in (0, 3)
+        for k in (0, 1, 700)
+        for extra in (0, 1)
+    ]
     arena = create(memory_path, workers=70, shapes=shapes)
     for block, shape in enumerate(shapes):
         page = arena.spare(block)
-        arrays = (page.parameter, *page.slots, page.steps, page.sessions, page.clocks)
+        arrays = (*page.arrays, page.steps, page.sessions, page.clocks)
         for i, array in enumerate(arrays):
             array[:] = i
         arena.publish(block, page, 1)
-        assert [array.size for array in arrays] == [*[shape.length] * (shape.slot_count + 1), shape.segment_count, 70, 70]
-        assert all(array.ctypes.data % 64 == 0 for array in (page.parameter, *page.slots))
+        count = 1 + shape.slot_count + shape.extra_count
+        assert [array.size for array in arrays] == [*[shape.length] * count, shape.segment_count, 70, 70]
+        assert all(array.ctypes.data % 64 == 0 for array in page.arrays)
     arena = reopen(arena, memory_path)
 
     for block in range(len(shapes)):
         page = arena.current(block)
-        for i, array in enumerate((page.parameter, *page.slots, page.steps, page.sessions, page.clocks)):
+        for i, array in enumerate((*page.arrays, page.steps, page.sessions, page.clocks)):
             assert (array == i).all()
     arena.close(remove=True)
 

@@ -27,3 +27,17 @@ def test_a_codec_writes_and_reads_the_bytes_of_the_page(codec: str, data: str, n
 
     assert codecs.encode(codec, VALUES).tobytes() == bytes.fromhex(data)
     assert out.tolist() == [float(number) for number in numbers.split(", ")]
+
+
+def test_a_difference_has_the_bytes_of_the_page_and_leads_to_its_numbers() -> None:
+    found = re.search(r"holds ([-0-9., ]+), where .* is sent\n`([0-9a-f]+)`, and then has ([-0-9., ]+)\.\n", PAGE)
+    assert found is not None
+    before, data, numbers = found.groups()
+    held, after = np.array([float(number) for number in before.split(", ")], np.float32), np.empty(9, np.float32)
+
+    difference = codecs.follow("int8", VALUES, held, after)
+    codecs.accumulate("int8", bytes.fromhex(data), held)
+
+    assert difference is not None
+    assert difference.tobytes() == bytes.fromhex(data)
+    assert after.tolist() == held.tolist() == [float(np.float32(number)) for number in numbers.split(", ")]

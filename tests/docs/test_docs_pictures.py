@@ -56,6 +56,7 @@ def test_every_picture_is_on_a_page_in_both_schemes(drawn):
 
 
 @pytest.mark.process
+@pytest.mark.usefixtures("later_compiler")
 def test_a_shard_is_killed_and_the_result_is_the_same(tmp_path):
     """The recording can be made: both runs learn the same to the last digit, else the script fails."""
     pytest.importorskip("torch")

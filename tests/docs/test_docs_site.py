@@ -150,7 +150,8 @@ def test_the_reference_says_what_the_commands_and_the_environment_are(site):
         assert said.stdout.strip() in text(site / f"reference/{name}.html")
     psdctl = text(site / "reference/psdctl.html")
     commands = (
-        "status top dashboard workers logs plot checkpoint set-lr kick drain checkpoints verify export import credentials"
+        "status top dashboard workers logs plot follow checkpoint set-lr kick drain checkpoints verify export import "
+        "credentials"
     )
     for command in [*commands.split(), "monitoring", "completion"]:
         assert f"usage: psdctl {command}" in psdctl

@@ -10,6 +10,11 @@ import pytest
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
+@pytest.fixture(autouse=True)
+def _programs_are_light(later_compiler):
+    pass
+
+
 @pytest.fixture
 def example(monkeypatch):
     """example("ctr"): a module of examples/."""

@@ -131,13 +131,14 @@ def test_diloco_trains_in_fragments_and_draws_a_picture(example, tmp_path):
     assert all(0 < float(loss) < 4 for _, loss in losses)
 
 
-def test_diloco_names_the_modes_that_there_are():
+def test_diloco_names_the_modes_that_there_are(example, monkeypatch, capsys):
     pytest.importorskip("torch")
+    monkeypatch.setattr(sys, "argv", ["diloco.py", "--mode", "alone"])
 
-    finished = run(str(EXAMPLES / "diloco.py"), "--mode", "alone")
+    with pytest.raises(SystemExit, match="2"):
+        example("diloco").main()
 
-    assert finished.returncode == 2
-    assert "there is no 'alone'; there are single, sync, diloco, streaming, decoupled, async" in finished.stderr
+    assert "there is no 'alone'; there are single, sync, diloco, streaming, decoupled, async" in capsys.readouterr().err
 
 
 def test_diloco_learns_from_a_file_if_it_is_long_enough(example, tmp_path):

@@ -75,6 +75,7 @@ def known_fields(target: Target) -> dict[str, Any]:
         "checkpoint": "",
         "timeline": st.sampled_from([0, 1]),
         "pull": {},
+        "held": st.sampled_from([[], [], [1]]),
         "read": {},
         "push": {"scalars": [data_pb2.GroupScalars(values=values) for values in target.scalars], "scale": st.none()},
     }

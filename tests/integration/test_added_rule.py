@@ -208,6 +208,6 @@ def test_kernels_of_another_table_are_not_used(copy, tmp_path):
     table = other / "psd_core/rules.py"
     table.write_text(table.read_text().replace("    friction: Share = 0.5\n", ""))
 
-    done = python(other, "-c", "import psd_core")
+    done = python(other, "-c", "from psd_core import step_block")
 
     assert "ImportError: psd_core: its kernels were built with another rules.py" in done.stderr

@@ -257,6 +257,65 @@ def test_a_reader_waits_for_a_newer_version(
         reader.pull(timeout=-1)
 
 
+def test_a_reader_mixes_no_two_timelines(cluster: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shard goes back to a checkpoint after it was asked how far it is, and gets to the same version with other values."""
+    running = cluster(2)
+    gone_back = running.shards[1].shard._core
+    with (
+        psd_client.connect(running.servers, 0, 1) as ps,
+        psd_client.connect(running.servers, role="reader", wait_timeout=60) as reader,
+    ):
+        ps.declare({"w": np.zeros(500_000, np.float32)}, psd_client.SGD(lr=1.0))
+        read = ShardLane.read
+
+        def read_after(self: ShardLane, *arguments: Any) -> Any:
+            if self.shard == 1:
+                gone_back.timeline = 1
+            return read(self, *arguments)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(ShardLane, "read", read_after)
+            with pytest.raises(psd_client.NotDeclared, match="the shards are going back to a checkpoint"):
+                reader.pull(timeout=0.5)
+        gone_back.timeline = 0
+        assert reader.pull()["w"].tolist() == [0.0] * 500_000
+
+
+@pytest.mark.parametrize("consistency", ["sync", "async"])
+def test_a_reader_that_waits_is_told_when_the_job_is_over(
+    cluster: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, consistency: str
+) -> None:
+    """By shards that end because all workers have left: it need not guess why they are gone. It does not hold them up."""
+    running = cluster(2)
+    found: list[Exception] = []
+    is_asked = threading.Event()
+    call = "begin_read" if consistency == "sync" else "describe"
+    asked = getattr(Shard, call)
+    monkeypatch.setattr(Shard, call, lambda *arguments: (asked(*arguments), is_asked.set())[0])
+
+    def wait(reader: psd_client.Reader) -> None:
+        try:
+            reader.pull(newer_than=1, timeout=100)
+        except psd_client.PsdError as error:
+            found.append(error)
+
+    with psd_client.connect(running.servers, role="reader", wait_timeout=60) as reader:
+        with psd_client.connect(running.servers, 0, 1) as ps:
+            ps.declare({"w": np.zeros(500_000, np.float32)}, psd_client.SGD(lr=1.0), consistency=consistency)
+            ps.push_pull({"w": np.ones(500_000, np.float32)})
+            waiting = threading.Thread(target=wait, args=(reader,))
+            waiting.start()
+            assert is_asked.wait(100)
+        for shard in running.shards:
+            assert shard.done.wait(100)
+        for shard in running.shards:
+            shard.drain(100)
+        waiting.join(100)
+
+    assert [type(error) for error in found] == [psd_client.JobOver]
+    assert "the job is over: all workers have left" in str(found[0])
+
+
 def test_a_reader_without_a_job_says_so(cluster: Callable[..., Any]) -> None:
     """Nothing is declared until the wait timeout."""
     with (

@@ -75,6 +75,26 @@ def test_two_workers_on_two_shards_equal_one_process(run_workers, wrap, rate):
         jax.tree.map(lambda mine, right: np.testing.assert_allclose(mine, right, rtol=0, atol=1e-5), params, expected)
 
 
+def test_parameters_that_come_as_differences_are_the_same_on_all_workers(run_workers):
+    def train(**job):
+        def worker(ps):
+            params, transformation = psd.distribute(start(), psd_client.SGD(lr=0.1), ps=ps, **job)
+            state = transformation.init(params)
+            for t in range(1, STEPS + 1):
+                updates, state = transformation.update(jax.grad(loss)(params, *batch(t + ps.rank)), state, params)
+                params = jax.tree.map(jnp.add, params, updates)
+            return [np.asarray(leaf) for leaf in jax.tree.leaves(params)], ps.stats()["received_bytes"]
+
+        return run_workers(2, 1, worker, transport="tcp")
+
+    ((plain, plain_bytes), _), ((mine, few_bytes), (other, _)) = train(), train(pull="int8")
+
+    for leaf, theirs, exact in zip(mine, other, plain, strict=True):
+        np.testing.assert_array_equal(leaf, theirs)
+        np.testing.assert_allclose(leaf, exact, atol=1e-3)
+    assert few_bytes < plain_bytes / 2
+
+
 def test_a_worker_that_joins_a_running_job_has_the_rates_of_its_step(cluster):
     """The schedule is called with the job's clock, and not with the number of steps that this process has made."""
     servers = cluster(2, lease_s=60).servers

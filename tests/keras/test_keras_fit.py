@@ -50,6 +50,23 @@ def test_callbacks_schedule_stop_and_store(run_workers, tmp_path):
     assert_close(stored.get_weights(), alone.get_weights())
 
 
+def test_parameters_that_come_as_differences_are_the_same_on_all_workers(run_workers):
+    def worker(ps):
+        model = small_model()
+        optimizer = distribute_in_order(ps, model, keras.optimizers.SGD(0.5, momentum=0.9), pull="int8")
+        model.compile(optimizer=optimizer, loss="mse")
+        fit(model, ps.rank, ps.world_size, epochs=3)
+        return model.get_weights()
+
+    alone = small_model()
+    alone.compile(optimizer=keras.optimizers.SGD(0.5, momentum=0.9), loss="mse")
+    fit(alone, epochs=3)
+    mine, other = run_workers(2, 2, worker, transport="tcp")
+    for weights, theirs, exact in zip(mine, other, alone.get_weights(), strict=True):
+        np.testing.assert_array_equal(weights, theirs)
+        np.testing.assert_allclose(weights, exact, atol=0.02)
+
+
 def test_one_worker_ends_the_training_of_all_at_one_step(run_workers):
     """Worker 1 says so in the midst of an epoch; every fit ends with the batch of that step, and the weights are the same."""
 

@@ -12,7 +12,7 @@ from setting import Setting
 
 pytestmark = pytest.mark.slow
 
-SEEDS = int(os.environ.get("PSD_TEST_SEEDS", "3"))
+SEEDS = int(os.environ.get("PSD_TEST_SEEDS", "1"))
 NAMED = {setting.name: setting for setting in WALKS}
 
 

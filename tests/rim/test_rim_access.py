@@ -23,11 +23,12 @@ from psd.rim import access, bulk_server
 from psd.rim.pace import Pace
 from psd.v1 import bulk_pb2, control_pb2, control_pb2_grpc, data_pb2, job_pb2
 
-TOKENS = {role: f"{role}-" + role * 4 for role in ("worker", "reader", "admin")}
+TOKENS = {role: f"{role}-" + role * 4 for role in ("worker", "publisher", "reader", "admin")}
 
 OPEN = {"grpc.health.v1.Health/Check"}
-ALL = {"worker", "reader", "admin"}
+ALL = {"worker", "publisher", "reader", "admin"}
 TRAINS = {"worker", "admin"}
+PUSHES = {"worker", "publisher", "admin"}
 MAY = {
     "grpc.health.v1.Health/Watch": ALL,
     "grpc.reflection.v1.ServerReflection/ServerReflectionInfo": ALL,
@@ -39,27 +40,27 @@ MAY = {
     "psd.v1.DataService/ReadRows": ALL,
     "psd.v1.VectorService/List": ALL,
     "psd.v1.VectorService/Fetch": ALL,
-    "psd.v1.ControlService/Join": TRAINS,
-    "psd.v1.ControlService/Declare": TRAINS,
-    "psd.v1.ControlService/Heartbeat": TRAINS,
-    "psd.v1.ControlService/Leave": TRAINS,
-    "psd.v1.ControlService/Commit": TRAINS,
-    "psd.v1.ControlService/Measure": TRAINS,
-    "psd.v1.ControlService/Counted": TRAINS,
-    "psd.v1.ControlService/Barrier": TRAINS,
+    "psd.v1.ControlService/Join": PUSHES,
+    "psd.v1.ControlService/Declare": PUSHES,
+    "psd.v1.ControlService/Heartbeat": PUSHES,
+    "psd.v1.ControlService/Leave": PUSHES,
+    "psd.v1.ControlService/Commit": PUSHES,
+    "psd.v1.ControlService/Measure": PUSHES,
+    "psd.v1.ControlService/Counted": PUSHES,
+    "psd.v1.ControlService/Barrier": PUSHES,
     "psd.v1.ControlService/Log": TRAINS,
     "psd.v1.ControlService/Stop": TRAINS,
-    "psd.v1.ControlService/Load": TRAINS,
-    "psd.v1.ControlService/Rollback": TRAINS,
-    "psd.v1.ControlService/OpenBulk": TRAINS,
-    "psd.v1.DataService/Push": TRAINS,
-    "psd.v1.DataService/Pull": TRAINS,
-    "psd.v1.DataService/PushPull": TRAINS,
-    "psd.v1.DataService/PullRows": TRAINS,
-    "psd.v1.DataService/PushPullSmall": TRAINS,
-    "psd.v1.DataService/Initialize": TRAINS,
-    "psd.v1.DataService/StoreBuffers": TRAINS,
-    "psd.v1.DataService/SetParameters": TRAINS,
+    "psd.v1.ControlService/Load": PUSHES,
+    "psd.v1.ControlService/Rollback": PUSHES,
+    "psd.v1.ControlService/OpenBulk": PUSHES,
+    "psd.v1.DataService/Push": PUSHES,
+    "psd.v1.DataService/Pull": PUSHES,
+    "psd.v1.DataService/PushPull": PUSHES,
+    "psd.v1.DataService/PullRows": PUSHES,
+    "psd.v1.DataService/PushPullSmall": PUSHES,
+    "psd.v1.DataService/Initialize": PUSHES,
+    "psd.v1.DataService/StoreBuffers": PUSHES,
+    "psd.v1.DataService/SetParameters": PUSHES,
     "psd.v1.VectorService/Run": TRAINS,
     "psd.v1.VectorService/RunFrames": TRAINS,
     "psd.v1.VectorService/Create": TRAINS,

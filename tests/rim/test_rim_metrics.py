@@ -31,7 +31,7 @@ DEPLOY = Path(__file__).parents[2] / "deploy"
 
 UNITS = ("_seconds", "_bytes", "_updates", "_info")
 COUNTED = (
-    *("psd_shard_state", "psd_timeline", "psd_waits", "psd_workers", "psd_worker_clock", "psd_open_rounds"),
+    *("psd_shard_state", "psd_timeline", "psd_waits", "psd_workers", "psd_worker_clock", "psd_open_rounds", "psd_readers_seen"),
     *("psd_version_min", "psd_version_max", "psd_bulk_connections", "psd_vectors"),
 )
 """Gauges of things that are counted, and so have no unit."""

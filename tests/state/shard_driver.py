@@ -470,7 +470,7 @@ class Driver:
         blocks: list[Any] = []
         for state in job.blocks.values() if job is not None else ():
             page, round_ = job.arena.current(state._slot), state._round
-            held = page and (page.parameter.tobytes(), [s.tobytes() for s in page.slots], page.steps.tobytes())
+            held = page and ([array.tobytes() for array in page.arrays], page.steps.tobytes())
             blocks.append(
                 (
                     state.version,

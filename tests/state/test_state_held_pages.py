@@ -43,7 +43,7 @@ def pages_of(driver):
     """Everything in the arena."""
     job = driver.core.declared()
     pages = [job.arena.current(slot) for slot in range(BLOCKS)]
-    arrays = [[p.parameter, *p.slots, p.steps, p.sessions, p.clocks] for p in pages]
+    arrays = [[*p.arrays, p.steps, p.sessions, p.clocks] for p in pages]
     return [(page.version, [array.tobytes() for array in each]) for page, each in zip(pages, arrays, strict=True)]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from psd_core import codecs
 
 STEPS = 12
 COMPRESSED: dict[str, Any] = {"compress": "int4", "pull": "bf16"}
+PULLS = ["bf16", "int8"]
 
 
 def model() -> nn.Sequential:
@@ -47,10 +49,12 @@ def train(ps: psd_client.ParameterServer, **options: Any) -> torch.Tensor:
     return values(net)
 
 
+@pytest.mark.parametrize("pull", PULLS)
 @pytest.mark.parametrize("transport", ["shm", "tcp", "grpc"])
-def test_steps_when_they_overlap_with_back_propagation_then_the_bits_are_the_same(run_workers, transport):
-    whole = run_workers(2, 2, lambda ps: train(ps, **COMPRESSED), transport=transport)
-    overlapped = run_workers(2, 2, lambda ps: train(ps, overlap=True, **COMPRESSED), transport=transport)
+def test_steps_when_they_overlap_with_back_propagation_then_the_bits_are_the_same(run_workers, transport, pull):
+    compressed = {"compress": "int4", "pull": pull}
+    whole = run_workers(2, 2, lambda ps: train(ps, **compressed), transport=transport)
+    overlapped = run_workers(2, 2, lambda ps: train(ps, overlap=True, **compressed), transport=transport)
 
     assert torch.equal(whole[0], whole[1])
     assert all(torch.equal(whole[0], found) for found in overlapped)
@@ -74,9 +78,13 @@ def test_steps_when_they_overlap_and_a_gradient_is_not_finite_then_the_program_i
 @pytest.mark.parametrize("merge", ["mean", "rda"])
 @pytest.mark.parametrize("fragments", [1, 3])
 @pytest.mark.parametrize("delay", [0, 1])
-def test_learners_when_their_differences_are_compressed_then_all_end_with_the_same_bits(run_workers, fragments, delay, merge):
+@pytest.mark.parametrize("pull", PULLS)
+def test_learners_when_their_differences_are_compressed_then_all_end_with_the_same_bits(
+    run_workers, fragments, delay, merge, pull
+):
     """A residual is of each block, and so of the fragment that it is in; norms are of the differences themselves."""
     local = psd.Local(steps=3, fragments=fragments, delay=delay, outer=psd_client.SGD(lr=0.7, momentum=0.9), merge=merge)
+    compressed = {"compress": "int4", "pull": pull}
 
     def learn(ps, **options):
         net = model()
@@ -91,23 +99,74 @@ def test_learners_when_their_differences_are_compressed_then_all_end_with_the_sa
         net = model()
         before = (values(net) - torch.zeros(1)).clone()
         sgd = torch.optim.SGD(net.parameters(), lr=0.1)
-        optimizer = psd.distribute(net, sgd, ps=ps, local=local, **COMPRESSED)
-        sent = ps.stats()["sent_bytes"]
+        optimizer = psd.distribute(net, sgd, ps=ps, local=local, **compressed)
+        before_bytes = ps.stats()
         for step in range(STEPS):
             backward(net, ps.rank, step)
             optimizer.step()
+        travelled = {name: ps.stats()[name] - before_bytes[name] for name in ("sent_bytes", "received_bytes")}
         optimizer.pull()
-        return values(net), before, ps.stats()["sent_bytes"] - sent
+        return values(net), before, travelled
 
-    (mine, before, sent), (other, _, _) = run_workers(2, 2, body)
+    (mine, before, travelled), (other, _, _) = run_workers(2, 2, body, transport="tcp")
 
     assert torch.equal(mine, other)
     assert not torch.equal(mine, before)
     (plain, _) = run_workers(2, 2, learn)
     assert (mine - plain).norm() < 0.2 * (plain - before).norm()
-    (cut, _) = run_workers(2, 3, lambda ps: learn(ps, **COMPRESSED))
+    (cut, _) = run_workers(2, 3, lambda ps: learn(ps, **compressed))
     assert torch.equal(mine, cut)
-    assert sent <= STEPS // 3 * (codecs.encoded_bytes("int4", len(mine)) + 100)  # a few blocks, each of which is rounded up
+    for name, codec in (("sent_bytes", "int4"), ("received_bytes", pull)):  # a few blocks, each of which is rounded up
+        assert travelled[name] <= STEPS // 3 * (codecs.encoded_bytes(codec, len(mine)) + 100)
+
+
+@pytest.mark.parametrize("transport", ["tcp", "grpc"])
+def test_decoupled_learners_when_parameters_come_as_differences_then_all_have_the_same_bits_in_the_end(run_workers, transport):
+    """Neither waits for the other: each misses rounds, of one fragment and not of another."""
+    local = psd.Local(steps=3, fragments=3, delay=1, outer=psd_client.SGD(lr=0.7, momentum=0.9))
+
+    def body(ps):
+        net = model()
+        sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+        optimizer = psd.distribute(net, sgd, ps=ps, local=local, quorum=1, compress="int8", pull="int4")
+        for step in range(STEPS * (1 + ps.rank)):
+            backward(net, ps.rank, step)
+            optimizer.step()
+        optimizer.pull()  # nothing is on its way then
+        ps.barrier("all have pushed")
+        optimizer.pull()
+        return values(net)
+
+    mine, other = run_workers(2, 2, body, transport=transport)
+
+    assert torch.equal(mine, other)
+    assert not torch.equal(mine, values(model()))
+
+
+def test_models_when_each_is_stepped_alone_then_differences_are_of_those_that_were_stepped(run_workers):
+    """The others' versions move on, and what workers have of them stays what it is."""
+    order = "aabab"
+
+    def body(ps):
+        nets = {"a": model(), "b": model()}
+        optimizers = {name: torch.optim.SGD(net.parameters(), lr=0.1) for name, net in nets.items()}
+        found = psd.distribute(nets, optimizers, ps=ps, pull="int8")
+        received = [ps.stats()["received_bytes"]]
+        for step, name in enumerate(order):
+            backward(nets[name], ps.rank, step)
+            found[name].step()
+            received.append(ps.stats()["received_bytes"])
+        return (
+            values(nets["a"]),
+            values(nets["b"]),
+            [after - before for before, after in itertools.pairwise(received)],
+        )
+
+    (a, b, received), (other_a, other_b, _) = run_workers(2, 2, body, transport="tcp")
+
+    assert torch.equal(a, other_a)
+    assert torch.equal(b, other_b)
+    assert max(received) <= codecs.encoded_bytes("int8", len(a)) + 100
 
 
 def test_models_when_each_is_stepped_alone_then_the_others_residuals_stay(run_workers):

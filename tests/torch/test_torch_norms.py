@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from helpers_torch import assert_close, backward, batch, scaled_backward, small_model, train_part, values  # noqa: E402
+from helpers_torch import assert_close, backward, batch, part, scaled_backward, small_model, train_part, values  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.nn.utils import clip_grad_norm_  # noqa: E402
 from torch.optim import SGD, Adam, AdamW  # noqa: E402
@@ -81,33 +76,13 @@ def test_parameters_without_a_gradient_have_no_part_in_the_norm(run_workers):
         assert_close(actual, expected)
 
 
-SCRIPT = """
-import json, sys
-sys.path.insert(0, sys.argv[1])
-import torch
-from helpers_torch import part, scaled_backward, small_model
-import psd_client.torch as psd
+def test_clipping_and_mixed_precision_together_equal_one_process(run_workers):
+    """Each worker has a scaler of its own; a round with an infinite gradient is skipped by all."""
 
-STEPS, CLIP_NORM, BAD_STEPS = eval(sys.argv[2])
-model, scaler = small_model(), torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=4)
-sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-optimizer = psd.distribute(model, sgd, clip_norm=CLIP_NORM, nan_policy="skip")
-rank = optimizer.ps.rank
-for step in range(STEPS):
-    x, y = part(step, rank, 2)
-    scaled_backward(scaler, model, x, y, is_bad=BAD_STEPS.get(step) == rank)
-    scaler.step(optimizer, batch_size=len(x))
-    scaler.update()
-optimizer.ps.barrier("end")
-numbers = [value for parameter in model.parameters() for value in parameter.flatten().tolist()]
-print("result", json.dumps([rank, scaler.get_scale(), optimizer.ps.stats()["rounds_skipped"], numbers]))
-"""
+    def scaler_of():
+        return torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=4)
 
-
-@pytest.mark.process
-def test_two_worker_and_two_shard_processes_equal_one_process(tmp_path):
-    """Clipping and mixed precision together, in a script under psd-run."""
-    model, scaler = small_model(), torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=4)
+    model, scaler = small_model(), scaler_of()
     optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
     for step in range(STEPS):
         scaled_backward(scaler, model, *batch(step), is_bad=step in BAD_STEPS)
@@ -115,27 +90,25 @@ def test_two_worker_and_two_shard_processes_equal_one_process(tmp_path):
         clip_grad_norm_(model.parameters(), CLIP_NORM)
         scaler.step(optimizer)
         scaler.update()
-    expected = torch.cat([value.flatten() for value in values(model)])
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
 
-    arguments = [str(script), str(Path(__file__).parent), repr((STEPS, CLIP_NORM, BAD_STEPS))]
-    run = subprocess.run(
-        [sys.executable, "-m", "psd.cli.run", "--shards", "2", "--workers", "2", "--lease", "100", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
+    def worker(ps):
+        model, scaler = small_model(), scaler_of()
+        given = SGD(model.parameters(), lr=0.1, momentum=0.9)
+        optimizer = psd.distribute(model, given, ps=ps, clip_norm=CLIP_NORM, nan_policy="skip")
+        for step in range(STEPS):
+            x, y = part(step, ps.rank, 2)
+            scaled_backward(scaler, model, x, y, is_bad=BAD_STEPS.get(step) == ps.rank)
+            scaler.step(optimizer, batch_size=len(x))
+            scaler.update()
+        ps.barrier("end")
+        return scaler.get_scale(), ps.stats()["rounds_skipped"], values(model)
 
-    assert run.returncode == 0, run.stdout + run.stderr
-    results = sorted(json.loads(line.partition("result ")[2]) for line in run.stdout.splitlines() if "result " in line)
-    assert [result[0] for result in results] == [0, 1]
-    for _, scale, skipped, numbers in results:
+    found = run_workers(2, 2, worker)
+    for scale, skipped, trained in found:
         assert (scale, skipped) == (scaler.get_scale(), len(BAD_STEPS))
-        assert_close([torch.tensor(numbers)], [expected])
-    assert results[0][3] == results[1][3]
-    assert "Warning" not in run.stderr
+        assert_close(trained, values(model))
+    for one, other in zip(found[0][2], found[1][2], strict=True):
+        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])

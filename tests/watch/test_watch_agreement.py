@@ -30,7 +30,7 @@ from psd.watch.sampler import Sampler
 PARAMS = {"a": np.zeros(300, np.float32), "b": np.zeros(200, np.float32)}
 TABLE = psd_client.Table("items", dim=4, optimizer=psd_client.RowwiseAdagrad(lr=0.1))
 
-VOLATILE = {"at", "uptime_s", "cpu_s", "cpu_share", "memory_bytes", "last_seen_s", "checkpoint_age_s"}
+VOLATILE = {"at", "uptime_s", "cpu_s", "cpu_share", "memory_bytes", "last_seen_s", "checkpoint_age_s", "version_age_s"}
 """What changes from one question to the next, also while a job rests."""
 
 OF_TWO_LOOKS = {"has_rates", "state", "headline", "limit"}

@@ -304,11 +304,12 @@ class BulkClient:
             elif kind is Kind.ANSWER:
                 frame = self._parsed(data_pb2.PullFrame, head)
                 nbytes = missing.pop(frame.block, None)
-                if nbytes is None or bool(payload_bytes) != (nbytes > 0 and not into_memory):
+                is_sent = nbytes is not None and nbytes > 0 and not into_memory
+                if nbytes is None or bool(payload_bytes) != (is_sent and not (frame.base and payload_bytes == 0)):
                     raise InternalError(f"shard {self._shard} at {self._address}: sent a block that was not asked for")
                 assert parameters is not None
-                if payload_bytes:
-                    parameters.receive(frame.block, payload_bytes, self._stream.read_into)
+                if is_sent:
+                    parameters.receive(frame.block, payload_bytes, self._stream.read_into, frame.base, frame.version)
                     self._traffic.received_bytes += payload_bytes
                 parameters.received(frame.block, frame.version)
             elif kind is Kind.REPLY:

@@ -17,14 +17,19 @@ from numpy.typing import NDArray
 
 import psd_core
 from psd.contract import frames
-from psd.contract.errors import InvalidTensor
+from psd.contract.errors import InternalError, InvalidTensor
 from psd.contract.layout import Layout
+from psd_client.lanes.held import HeldParameters
 from psd_client.lanes.rows_memory import ROWS_BYTES
 from psd_client.lanes.segment import Segment, aligned
-from psd_core import codecs
+from psd_core import codecs, deltas
 
 SCANNED_BYTES_FOR_TWO = 8 << 20
 logger = logging.getLogger("psd_client")
+
+
+class Mismatch(InternalError):
+    """Raised if what has changed for a reader does not fit what it has; a full read helps."""
 
 
 class FlatBuffers:
@@ -42,8 +47,9 @@ class FlatBuffers:
         segment: as given. starts: offset of each space in it, in bytes; 0 for a space that is not in it.
         versions: PullFrame.version of what was received, by block of the layout, and then by tables' block; 0 before.
         steps: PullFrame.steps by block, if a slot was received. contents: PullFrame.content by block, for a reader.
-        codecs: by block of the layout, the codec in which it is received; "": as it is.
+        codecs: by block of the layout, the codec in which it is received; "": as it is, or as a difference.
         on_received: called, in any thread, with the index of each block that was received; may be None.
+        held: what differences are added to; None: none are expected.
     """
 
     def __init__(self, layout: Layout, *, segment: Segment | None = None, of_gradients: bool = False) -> None:
@@ -66,8 +72,9 @@ class FlatBuffers:
         self.versions = [0] * (len(layout.blocks) + (layout.shard_count if layout.spec.tables else 0))
         self.steps: dict[int, Sequence[int]] = {}
         self.contents: dict[int, int] = {}
-        self.codecs = [block.pull_codec for block in layout.blocks]
+        self.codecs = ["" if block.has_differences else block.pull_codec for block in layout.blocks]
         self.on_received: Callable[[int], None] | None = None
+        self.held: HeldParameters | None = None
         of_buffers = [group.is_of_buffers for group in layout.spec.groups]
         spaces = zip(layout.spaces, self.spaces, strict=True)
         self._looked_at = [
@@ -85,36 +92,70 @@ class FlatBuffers:
         """The slice of block `index` of the layout."""
         return self._blocks[index]
 
-    def fill(self, index: int, payload: memoryview) -> None:
-        """Set block `index` to what a PullFrame has brought: in the block's codec, or as it is.
+    def read_in(self, codecs: list[str]) -> None:
+        """Receive blocks in these codecs from now on; what was received in others is known no more."""
+        for index, (before, codec) in enumerate(zip(self.codecs, codecs, strict=True)):
+            if before != codec:
+                self.contents.pop(index, None)
+        self.codecs = codecs
+
+    def fill(self, index: int, payload: memoryview, base: int, version: int) -> None:
+        """Set block `index` to what a PullFrame has brought: in the block's codec, or as it is. base, version: as there.
 
         Raises:
             InvalidTensor: the payload is neither.
         """
+        self.contents.pop(index, None)
+        if base and self.held is not None:
+            self.held.add(index, payload, base, version, self._blocks[index])
+            return
         codec, target = self.codecs[index], self._blocks[index]
         if not codec or payload.nbytes == target.nbytes:
             target[...] = frames.numbers(payload, target.dtype, len(target), f"block {index}")
+            self._keep(index, version)
             return
         try:
             codecs.decode(codec, payload, target)
         except codecs.InvalidEncoding as error:
             raise InvalidTensor(f"block {index}: payload in {codec}: {error}") from None
 
-    def receive(self, index: int, nbytes: int, read_into: Callable[[memoryview], None]) -> None:
-        """Set block `index` to a payload of so many bytes, which `read_into` writes into the memory that it is given.
+    def fill_changes(self, index: int, delta: memoryview, check: int) -> None:
+        """Change block `index` by a delta to what `contents` says of it. check: deltas.check of the values that result.
+
+        Raises:
+            Mismatch: the block was another, or the delta is wrong; its values are undefined now.
+        """
+        self.contents.pop(index, None)
+        try:
+            deltas.apply(delta, self._blocks[index])
+        except codecs.InvalidEncoding as error:
+            raise Mismatch(f"block {index}: {error}") from None
+        if deltas.check(self._blocks[index]) != check:
+            raise Mismatch(f"block {index}: changed by what it was sent it is not what it should be")
+
+    def _keep(self, index: int, version: int) -> None:
+        if self.held is not None and self.layout.blocks[index].has_differences:
+            self.held.keep(index, self._blocks[index], version)
+
+    def receive(
+        self, index: int, nbytes: int, read_into: Callable[[memoryview], None], base: int = 0, version: int = 0
+    ) -> None:
+        """Set block `index` to a payload of so many bytes, which `read_into` writes into the memory that it is given. base,
+        version: as in PullFrame.
 
         Raises:
             InvalidTensor: the block has another number of bytes, or the payload is wrong.
         """
         target = self._blocks[index]
-        if nbytes == target.nbytes:
+        if nbytes == target.nbytes and not base:
             read_into(target.data.cast("B"))
+            self._keep(index, version)
             return
-        if nbytes != self.layout.blocks[index].pulled_nbytes:
+        if nbytes != self.layout.blocks[index].pulled_nbytes and not (base and nbytes == 0):
             raise InvalidTensor(f"block {index}: payload has {nbytes} bytes, expected {target.nbytes}")
         payload = np.empty(nbytes, np.uint8).data
         read_into(payload)
-        self.fill(index, payload)
+        self.fill(index, payload, base, version)
 
     def received(self, index: int, version: int) -> None:
         """Note that block `index` has been received, or that a tables' block has that version."""

@@ -273,8 +273,10 @@ class BlockAnswer:
         if message.positions:
             self.positions.add(message.positions)
         if self._parameters is not None:
-            if nbytes:
-                self._parameters.fill(message.block, payload)
+            if message.delta_check:
+                self._parameters.fill_changes(message.block, payload, message.delta_check)
+            elif nbytes:
+                self._parameters.fill(message.block, payload, message.base, message.version)
             if message.content:
                 self._parameters.contents[message.block] = message.content
             if message.steps:

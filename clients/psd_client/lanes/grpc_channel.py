@@ -1,8 +1,9 @@
 """The gRPC channel to one shard: opens and replaces it, makes calls of each kind, and turns their failures into psd's errors.
 
 It opens at the first call. After a failure it is replaced if certificates have changed or the shard stays away: the shard may
-come back at another address, and gRPC's resolver asks ever more rarely for a name that it did not find. gRPC does not survive a
-fork, so a channel refuses to be used in a child process. Must not know what psd's calls are, retries or other shards.
+come back at another address, and gRPC's resolver asks ever more rarely for a name that it did not find. Where there are
+several addresses, each failure turns to the next one. gRPC does not survive a fork, so a channel refuses to be used in a child
+process. Must not know what psd's calls are, retries or other shards.
 """
 
 from __future__ import annotations
@@ -19,8 +20,20 @@ from google.protobuf.message import Message
 from grpc.experimental import ChannelOptions
 
 from psd.contract import frames
+from psd.contract.config import alternatives
 from psd.contract.credentials import Credentials
-from psd.contract.errors import InternalError, PsdError, ShardUnavailable, TlsFailed, Unauthenticated, WrongShard
+from psd.contract.errors import (
+    Draining,
+    InternalError,
+    NotDeclared,
+    Overloaded,
+    PsdError,
+    ShardUnavailable,
+    TlsFailed,
+    Unauthenticated,
+    WaitTimeout,
+    WrongShard,
+)
 from psd.contract.tls import Pem
 from psd_client.lanes.grpc_errors import may_be_tls, psd_error
 from psd_client.lanes.transport import Call, Cancelled, MessageT, Scope
@@ -53,6 +66,10 @@ UNREACHED_S = 2.0
 """Age in seconds at which a channel that cannot reach the shard is replaced."""
 
 
+ELSEWHERE = (ShardUnavailable, Draining, Overloaded, NotDeclared, WaitTimeout)
+"""Errors after which the same call may succeed at another address. Nothing newer has come to a relay that is cut off, too."""
+
+
 def open_channel(address: str, pem: Pem | None, options: Any) -> grpc.Channel:
     """A channel with TLS; without if `pem` is None."""
     if pem is None:
@@ -64,6 +81,9 @@ def open_channel(address: str, pem: Pem | None, options: Any) -> grpc.Channel:
 class GrpcChannel:
     """The gRPC channel of one shard.
 
+    Args:
+        address: HOST:PORT, or several of relays, A|B, of which one is used at a time.
+
     Attributes:
         is_leaving: True once the worker leaves the job: then nobody asks why it cannot connect.
     """
@@ -71,7 +91,8 @@ class GrpcChannel:
     def __init__(self, shard: int, address: str, credentials: Credentials) -> None:
         self.is_leaving = False
         self._shard = shard
-        self._address = address
+        self._addresses = alternatives(address)
+        self._address = self._addresses[0]
         self._credentials = credentials
         self._pem: Pem | None = None  # the channel's certificates
         self._was_reached = False
@@ -187,24 +208,27 @@ class GrpcChannel:
         """The error of a failed call; prepares another attempt if that may succeed."""
         if self._closed or (scope is not None and scope.is_cancelled):
             return Cancelled()
-        error = psd_error(rpc, self._shard, self._address, is_wait=is_wait)
-        where = {"shard": self._shard, "address": self._address}
+        address = self._address
+        error = psd_error(rpc, self._shard, address, is_wait=is_wait)
+        if len(self._addresses) > 1 and isinstance(error, ELSEWHERE):
+            self._turn()
+        where = {"shard": self._shard, "address": address}
         shown = self._shown.get(rpc)
         if isinstance(error, Unauthenticated) and shown is not None and self._credentials.has_other_token(shown):
-            return ShardUnavailable(f"shard {self._shard} at {self._address}: the token has changed meanwhile", **where)
+            return ShardUnavailable(f"shard {self._shard} at {address}: the token has changed meanwhile", **where)
         if isinstance(error, WrongShard) and self._was_reached:
             # Addresses are used again: the shard has moved, and another one now has its old address.
             self._renew(is_lost=True)
-            return ShardUnavailable(f"shard {self._shard} at {self._address}: {error}", **where)
+            return ShardUnavailable(f"shard {self._shard} at {address}: {error}", **where)
         if not isinstance(error, ShardUnavailable):
             self._was_reached = True
             return error
         is_unreached = rpc.code() is grpc.StatusCode.UNAVAILABLE
         self._renew(is_lost=is_unreached and time.monotonic() - self._opened_at > UNREACHED_S)
-        if may_be_tls(error) and not self.is_leaving and (why := self._credentials.why_not(self._address)) is not None:
+        if may_be_tls(error) and not self.is_leaving and (why := self._credentials.why_not(address)) is not None:
             # During a job both sides may be getting new certificates: try again. Before the first contact they are wrong.
             kind = ShardUnavailable if self._was_reached else TlsFailed
-            error = kind(f"shard {self._shard} at {self._address}: {why}", **where)
+            error = kind(f"shard {self._shard} at {address}: {why}", **where)
         return error
 
     def _renew(self, *, is_lost: bool = False) -> None:
@@ -215,6 +239,11 @@ class GrpcChannel:
                 return
             channel, self._channel = self._channel, None
         channel.close()
+
+    def _turn(self) -> None:
+        """Let the next call go to the next address."""
+        self._address = self._addresses[(self._addresses.index(self._address) + 1) % len(self._addresses)]
+        self._renew(is_lost=True)
 
     def close(self) -> None:
         """Close the channel; calls in progress end."""

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from psd.contract import frames
+from psd.contract.config import alternatives
 from psd.contract.credentials import Credentials
 from psd.contract.errors import InternalError, ShardUnavailable, WaitTimeout
 from psd.contract.layout import Block
@@ -63,12 +64,14 @@ class ShardLane(Lane):
     """The lane to one shard. Without `credentials`: no TLS, no token.
 
     Args:
+        address: HOST:PORT; for a reader also those of relays, A|B, which all speak gRPC alone.
         transport: "grpc"; "auto", the best one that works; or "shm" or "tcp", which raise ConfigError if they do not work.
     """
 
     def __init__(self, shard: int, address: str, transport: str, credentials: Credentials | None = None) -> None:
         super().__init__(shard, address)
         credentials = credentials if credentials is not None else Credentials()
+        transport = transport if len(alternatives(address)) == 1 else "grpc"
         self.transport = "grpc" if transport == "grpc" else ""
         self._channel = GrpcChannel(shard, address, credentials)
         # For heartbeats where gradients travel by gRPC: over a slow link they would else wait behind what lies in that

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
-import torch
+from torch._compile import _disable_dynamo
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -17,6 +17,7 @@ def uncompiled(function: Function) -> Function:
     """Run a function, and all that it calls, uncompiled, even when compiled code calls it.
 
     Without this the compiler would follow a call into the client, down to its sockets, and compile each piece that it finds:
-    this takes minutes and gains nothing. It follows functions that torch calls, too, such as hooks.
+    this takes minutes and gains nothing. It follows functions that torch calls, too, such as hooks. This is what torch's
+    optimizers use: torch.compiler.disable would load the compiler at once, which takes over a second.
     """
-    return cast(Function, torch.compiler.disable(function))  # type: ignore[no-untyped-call]
+    return cast(Function, _disable_dynamo(function))

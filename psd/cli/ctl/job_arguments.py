@@ -49,15 +49,17 @@ def add_timeout(where: argparse._ArgumentGroup, timeout_s: float, timeout_help: 
 
 
 def check(args: argparse.Namespace) -> None:
-    """Replace parsed flags by checked values: `servers`, a tuple, and `credentials`. A wrong flag ends the process."""
+    """Replace parsed flags by checked values: `servers`, a tuple, and `credentials`; add `files`, from which these are, by
+    argument of Credentials, and `record`, that of a job of this machine, or None. A wrong flag ends the process."""
     parser: Parser = args.parser
     check_seconds(parser, "timeout", args.timeout)
     try:
-        job = _job(args)
+        args.record = job = _job(args)
         args.servers = parse_servers(args.servers) if job is None else job.servers
         given = {name: getattr(args, name) for name in CREDENTIAL_OPTIONS}
         known = _from_environment() if job is None else files_of(job)
-        args.credentials = Credentials(**{name: known[name] if file is None else file for name, file in given.items()})
+        args.files = {name: known[name] if file is None else file for name, file in given.items()}
+        args.credentials = Credentials(**args.files)
     except ConfigError as error:
         parser.error(f"--{str(error).replace('_', '-', 1) if str(error).startswith(('tls_', 'token_')) else error}")
 

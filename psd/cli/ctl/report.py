@@ -9,9 +9,10 @@ import sys
 from collections.abc import Sequence
 from typing import TypeVar
 
-from psd.watch.snapshot import JobSnapshot, ShardSnapshot
+from psd.watch.snapshot import JobSnapshot, RelaySnapshot, ShardSnapshot
 from psd.watch.top.columns import (
     LEARNER_COLUMNS,
+    READER_COLUMNS,
     STATUS_WORKER_COLUMNS,
     TABLE_COLUMNS,
     Column,
@@ -19,7 +20,7 @@ from psd.watch.top.columns import (
     learners_of,
     status_columns,
 )
-from psd.watch.words import aligned, count_text, progress_text, size
+from psd.watch.words import aligned, count_text, duration, progress_text, size
 
 T = TypeVar("T")
 
@@ -31,12 +32,14 @@ def as_text(now: JobSnapshot) -> str:
     with_vectors = [shard for shard in shards if shard.vectors]
     parts = [
         "\n".join([_job_line(now), *(f"order: {order}" for order in now.orders)]),
+        "\n".join(_relay_line(shard.address, shard.relay) for shard in shards if shard.relay is not None),
         _table(status_columns("shards"), now.shards),
         _table(STATUS_WORKER_COLUMNS, now.workers),
         _table(LEARNER_COLUMNS, learners_of(now.workers)),
         "\n".join(wait.text for wait in now.waits),
         _table(status_columns("traffic"), shards),
         _table(TABLE_COLUMNS, now.tables),
+        _table(READER_COLUMNS, now.readers),
         _table(status_columns("vectors"), with_vectors),
         _age_table(shards) if any(shard.ages for shard in shards) else "",
         "\n".join(filter(None, [_table(status_columns("checkpoints"), stored), *_errors(stored)])),
@@ -52,6 +55,8 @@ def _table(columns: Sequence[Column[T]], items: Sequence[T]) -> str:
 def _job_line(now: JobSnapshot) -> str:
     if now.state == "unreachable":
         return "no shard answered"
+    if not now.consistency and any(shard.relay is not None for shard in now.shards):
+        return f"run {now.run_id or '-'}, as relays have it"
     if not now.consistency:
         return f"run {now.run_id or '-'}: nothing declared yet"
     declared = next(shard for shard in now.shards if shard.numbers)
@@ -65,6 +70,15 @@ def _job_line(now: JobSnapshot) -> str:
         f"clock {now.clock}{end}, {count_text(declared.tensors, 'tensor')}, {tables}{size(now.parameter_bytes)} parameters, "
         f"{size(now.slot_bytes)} slots{restored}"
     )
+
+
+def _relay_line(address: str, relay: RelaySnapshot) -> str:
+    version = "no version yet"
+    if relay.version is not None:
+        version = f"version {relay.version}, {relay.behind} behind, for {duration(relay.age_s)}"
+    heard = "has not heard from them" if relay.heard_s < 0 else f"heard from them {duration(relay.heard_s)} ago"
+    fetched, readers = count_text(relay.versions, "version"), count_text(relay.readers, "reader")
+    return f"relay {address} of {relay.of}: {version}; {heard}; {readers}; {fetched} fetched"
 
 
 def _age_table(shards: Sequence[ShardSnapshot]) -> str:

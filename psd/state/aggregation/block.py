@@ -20,6 +20,7 @@ from psd.contract.errors import OutOfSpace, RuleFailed
 from psd.contract.verdicts import Squares, Verdict
 from psd.state import pages
 from psd.state.aggregation.offered_buffers import Offered
+from psd.state.aggregation.outgoing import Shown, follow
 from psd.state.aggregation.rounds import Contribution, Outcome, Round, RoundSetting, Unmeasured, Update, segments
 from psd.state.aggregation.rules import BoundRule, Gradient, SegmentFailed
 from psd.state.aggregation.trained import RoundServices, Trained
@@ -53,6 +54,7 @@ class BlockState(Trained):
     Attributes:
         ratio_places: as in RoundSetting; None unless a verdict has some for the block.
         offered: what workers have offered, if the block holds the mean of their buffers; else None.
+        shown: what is known of the parameters as workers have them, where they pull differences.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class BlockState(Trained):
         self.plan = plan
         self.is_trained = plan.trained
         self.pull_codec = plan.pull_codec
+        self.shown = Shown.anew(0)
         self.offered = offered
         self.ratio_places = ratio_places
         self._slot = slot
@@ -89,6 +92,8 @@ class BlockState(Trained):
             ratio_places,
         )
         page = self._arena.current(slot)
+        if page is not None:
+            self.shown = Shown.anew(page.version)
         super().__init__(
             plan.index,
             services.rounds,
@@ -119,6 +124,7 @@ class BlockState(Trained):
         """Let the block begin with a prepared page."""
         with self.lock:
             self._arena.publish(self._slot, page, version)
+            self.shown = Shown.anew(version)
             self._open(version)
 
     def discard(self, page: Page) -> None:
@@ -170,6 +176,8 @@ class BlockState(Trained):
                 self._arena.discard(page)
                 raise
             self._arena.publish(self._slot, page, self.version)
+            if change.values is not None:
+                self.shown = Shown.anew(self.version + 1)  # workers hold this version as it was before
             self._last_set = mark, done | change.what
 
     def _written(self, write: Callable[[Page], None]) -> Page:
@@ -223,12 +231,16 @@ class BlockState(Trained):
         before = self._page
         gradient = update.gradient
         is_empty = gradient.last is None and gradient.accumulator is None
+        version, shown = self.version + 1, self.shown
         after = self._spare(is_alike=is_empty)
         try:
             if is_empty:
                 after.steps[:] = before.steps
             else:
                 self._rule.apply(before, after, gradient, self.plan.segment_ends, update.scalars)
+                if after.extra:
+                    difference = follow(self.pull_codec, after.parameter, before.extra[0], after.extra[0])
+                    shown = Shown(version, shown.since, difference)
             pages.count(before, after, update.sessions, clock)
         except SegmentFailed as failed:
             self._arena.discard(after)
@@ -236,8 +248,8 @@ class BlockState(Trained):
         except BaseException:
             self._arena.discard(after)
             raise
-        version = self.version + 1
         self._arena.publish(self._slot, after, version)
+        self.shown = shown
         return version
 
     def _failed(self, failed: SegmentFailed) -> RuleFailed:

@@ -208,10 +208,8 @@ class Cuts:
 
     def needs(self, worker: Worker, session: int, clock: int) -> bool:
         """True if a cut waits for this worker's push of this clock."""
-        return any(
-            snapshot.positions is not None and snapshot.positions.needs(worker.rank, session, clock)
-            for snapshot in self._awaiting_positions()
-        )
+        awaiting = [snapshot.positions for snapshot in self._awaiting_positions()]
+        return any(positions is not None and positions.needs(worker.rank, session, clock) for positions in awaiting)
 
     def hold(self, worker: Worker, session: int, clock: int) -> Ticket | None:
         """A ticket if this worker's push of this clock is beyond its position in a cut that is not taken yet."""
@@ -221,8 +219,7 @@ class Cuts:
             with self._core.lock:
                 if not positions.holds(worker.rank, session, clock):
                     continue
-                missing = partial(self._lacking, snapshot)
-                ticket = self._core.ticket(worker, session, WaitKind.CUT, clock, missing)
+                ticket = self._core.ticket(worker, session, WaitKind.CUT, clock, partial(self._lacking, snapshot))
                 with self._lock:
                     is_held = snapshot in self._open and not positions.is_taken
                     if is_held:
@@ -262,9 +259,8 @@ class Cuts:
             if positions.is_taken or self._lacking(snapshot):
                 return
             positions.found = positions.agreed(workers)
-            base = snapshot.cut.base if snapshot.awaits_tables else None
             # Only workers that are not live can change the pages meanwhile; of them, the cut has the pushes that have counted.
-            pages, tables = job.take_all(but=job.buffer_blocks, base=base)
+            pages, tables = job.take_all(but=job.buffer_blocks, base=snapshot.cut.base if snapshot.awaits_tables else None)
             beyond = positions.beyond(workers, job.counted_on(pages, tables or [])) if job.trained_count else ""
             if not beyond:
                 positions.is_taken = True
@@ -324,9 +320,9 @@ class Cuts:
             self.given_up = [*self.given_up, cut_id][-2 * CUTS_MAX :]
             if cut_id in self._known:
                 self._known[cut_id] = told(self._known[cut_id], given_up=True)
-            lost = [snapshot for snapshot in self._open if snapshot.cut.id == cut_id and snapshot.awaits_positions]
-        for snapshot in lost:
-            self._miss(snapshot, why)
+        for snapshot in self._awaiting_positions():
+            if snapshot.cut.id == cut_id:
+                self._miss(snapshot, why)
 
     # -- buffers -----------------------------------------------------------------------------------------------------------
 
@@ -374,6 +370,12 @@ class Cuts:
         else:
             self._add(snapshot, pages, tables)
 
+    def end_reads(self) -> None:
+        """Miss the cuts for which readers wait: the shard is shutting down."""
+        for snapshot in list(self._open):
+            if snapshot.done is not self._to_store:
+                self._miss(snapshot, "the shard is shutting down")
+
     def abandon(self, snapshot: Snapshot) -> None:
         """Drop a snapshot that is no longer wanted, and its pages."""
         with self._lock:
@@ -407,8 +409,7 @@ class Cuts:
             self._miss(snapshot, why)
 
     def _wait_for_versions(self, snapshot: Snapshot) -> None:
-        blocks = snapshot.job.blocks
-        tables = snapshot.job.tables
+        blocks, tables = snapshot.job.blocks, snapshot.job.tables
         if len(blocks) == len(snapshot.job.buffer_blocks) and not snapshot.awaits_tables:
             self._add(snapshot, {})
         for index, block in blocks.items():
@@ -484,8 +485,7 @@ class Cuts:
 
     def _give_back(self, snapshot: Snapshot) -> None:
         with self._lock:
-            pages, snapshot.pages = snapshot.pages, {}
-            tables, snapshot.tables = snapshot.tables, []
+            pages, snapshot.pages, tables, snapshot.tables = snapshot.pages, {}, snapshot.tables, []
         # Otherwise a reader that names distant cuts and hangs up, again and again, would fill the blocks' memory.
         for index in () if snapshot.is_complete else snapshot.job.blocks.keys() - pages.keys():
             snapshot.job.blocks[index].not_at_version(snapshot.cut.step, snapshot)

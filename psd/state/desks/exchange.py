@@ -72,6 +72,7 @@ class Exchange:
                 since=header.since,
                 is_finite=header.is_finite,
                 versions={} if has_rounds else job.versions_read(header.versions),
+                held=job.held(header.held) if header.held else {},
             )
             if header.HasField("learner"):
                 check_note(header.learner)
@@ -309,6 +310,7 @@ class Exchange:
             for block in blocks if request.slot else ():
                 if request.slot > (count := block.slot_count if isinstance(block, BlockState) and block.is_trained else 0):
                     raise InvalidRequest(f"slot: {request.slot} is asked for, and block {block.index} has {count} slots")
+            held = job.held(request.held) if request.held else {}
             decisions = job.participant.check(request.decisions)
             verdict = job.participant.verdict_of(request)
             if verdict is not None and not verdict.is_final:
@@ -323,7 +325,7 @@ class Exchange:
         job.participant.follow(decisions, verdict)
         if skipped:
             self._core.settle()
-        return Pull(job, worker, request.caller.session, request.clock), blocks
+        return Pull(job, worker, request.caller.session, request.clock, held), blocks
 
     def begin_answer(self, push: Push) -> Pull:
         """The pull that answers a push: at the next clock, of the blocks that the push has covered.
@@ -335,7 +337,7 @@ class Exchange:
             raise InvalidRequest("PushPull: not with exact aggregation; use Push, Commit and Pull")
         with self._core.lock:
             self._core.counters.pulls += 1
-        return Pull(push.job, push.worker, push.session, push.clock + 1)
+        return Pull(push.job, push.worker, push.session, push.clock + 1, push.held)
 
     def begin_pull_rows(self, request: data_pb2.PullRequest) -> tuple[Pull, TablesBlock]:
         """Check a pull of rows; return it with the tables' block, whose version is to be read before any rows."""

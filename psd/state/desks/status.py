@@ -9,6 +9,7 @@ from pathlib import Path
 from psd.state.counts import Counters
 from psd.state.job import Job
 from psd.state.life import Life
+from psd.state.readers import KnownReader
 from psd.state.tickets import Ticket
 from psd.state.workers.membership import Worker
 from psd.v1 import job_pb2
@@ -41,6 +42,7 @@ class ShardStatus:
         min_clock: clock of the slowest worker; 0 if there is none.
         job: None before one is declared.
         ended_by: the order to end that all workers have followed; None: there was none.
+        known_readers: as Readers.all. reader_sent_bytes: bytes sent to readers, those that are forgotten, too.
         total: the clock at which the job ends, as workers say; 0: not known.
     """
 
@@ -62,3 +64,5 @@ class ShardStatus:
     orders: job_pb2.JobOrders | None
     ended_by: job_pb2.JobOrders | None
     total: int
+    known_readers: list[KnownReader]
+    reader_sent_bytes: int

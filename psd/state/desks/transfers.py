@@ -47,6 +47,7 @@ class Push:
         riders, header: what rides on it, and what they know it by. since: see Voice.
         norms: as in Contribution.
         versions: by block, of the parameters that the worker had read; empty: not known, or pointless.
+        held: as in Pull, for the answer.
         loan: of the gradient that blocks may read where the worker has it.
         staged: rows of the tables' block whose last frame has not come.
         arrived: blocks that have come, also those that were covered before. outcomes: how many blocks had each Outcome.
@@ -67,6 +68,7 @@ class Push:
     is_entered: bool = False
     norms: Sequence[float] = ()
     versions: Mapping[int, int] = field(default_factory=dict)
+    held: Mapping[int, int] = field(default_factory=dict)
     loan: Loan = field(default_factory=Loan)
     staged: StagedRows = field(default_factory=StagedRows)
     covered: set[int] = field(default_factory=set)
@@ -80,12 +82,14 @@ class Pull:
 
     Attributes:
         job: as it was when the pull began; the call ends where there is another one, see Exchange.
+        held: by block, the version that the worker holds, where it pulls differences.
     """
 
     job: Job
     worker: Worker
     session: int
     clock: int
+    held: Mapping[int, int]
 
     @property
     def has_rounds(self) -> bool:

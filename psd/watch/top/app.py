@@ -53,6 +53,9 @@ _COLUMNS = "\n".join(
     if fact.name in _EXPLAINED
 )
 
+READERS_MAX = 3
+"""Readers that are shown; a terminal has no room for all."""
+
 _STYLES = {
     **dict.fromkeys(("no answer", "failed", "expired"), "bold red"),
     **dict.fromkeys(("draining", "restoring", "absent"), "yellow"),
@@ -221,7 +224,7 @@ class TopApp(App[None]):
             worker_columns(now.workers), sorted_workers(now.workers, self._sort, is_reversed=self._is_reversed), width
         )
         self._fill("#workers", workers)
-        waits = lines.wait_lines(now, width)
+        waits = [*lines.reader_lines(now, width, READERS_MAX), *lines.wait_lines(now, width)]
         self.query_one("#waits", Static).update("\n".join(waits))
         height = self.size.height
         tables = min(len(shards.rows) + 1, 3 * height // 10) + len(workers.rows) + 1

@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 
 from psd.contract import facts
 from psd.contract.facts import Fact
-from psd.watch.snapshot import Numbers, ShardSnapshot, TableTotals, WorkerSnapshot
+from psd.watch.snapshot import Numbers, ReaderSnapshot, ShardSnapshot, TableTotals, WorkerSnapshot
 from psd.watch.words import GAP, aligned, duration, size
 
 T = TypeVar("T")
@@ -131,6 +131,13 @@ WORKER_COLUMNS: tuple[Column[WorkerSnapshot], ...] = (
 TABLE_COLUMNS: tuple[Column[TableTotals], ...] = (
     Column("TABLE", lambda table: table.name, 100, is_left=True),
     *map(of_fact, facts.TABLE),
+)
+
+
+READER_COLUMNS: tuple[Column[ReaderSnapshot], ...] = (
+    Column("READER", lambda reader: reader.name, 100, is_left=True),
+    Column("STATE", lambda reader: reader.state, 95, is_left=True),
+    *_live_columns(facts.READER),
 )
 
 

@@ -15,7 +15,7 @@ from textwrap import wrap
 from psd.watch.diagnosis import SLOW_SHARE
 from psd.watch.history import History, Moment
 from psd.watch.snapshot import WAIT_S, CurvePoint, Event, JobSnapshot
-from psd.watch.top.columns import SHARD_COLUMNS, WORKER_COLUMNS, grid, rate, seconds, sorted_workers
+from psd.watch.top.columns import READER_COLUMNS, SHARD_COLUMNS, WORKER_COLUMNS, grid, rate, seconds, sorted_workers
 from psd.watch.words import count_text, progress_text, size
 
 SPARKS = "▁▂▃▄▅▆▇█"
@@ -23,6 +23,7 @@ CURVES_MAX = 3
 WAITS_MAX = 3
 EVENTS_MAX = 6
 SPARK_MIN = 8
+READERS_MAX = 8
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
@@ -118,6 +119,13 @@ def wait_lines(now: JobSnapshot, width: int) -> list[str]:
     return [_cut(text, width)]
 
 
+def reader_lines(now: JobSnapshot, width: int, count: int = READERS_MAX) -> list[str]:
+    """A table of the readers, if there are some: those that are furthest behind first; then the number of the others."""
+    order = sorted(now.readers, key=lambda reader: (reader.state != "stuck", -reader.numbers.get("behind", 0), reader.name))
+    more = [f"and {len(order) - count} more readers"] if len(order) > count else []
+    return [*grid(READER_COLUMNS, order[:count], width).lines(), *more] if order else []
+
+
 def event_line(event: Event) -> str:
     """Time of an event, and what has happened."""
     return f"{time.strftime('%H:%M:%S', time.localtime(event.at))}  {event.text}"
@@ -138,6 +146,7 @@ def as_text(now: JobSnapshot, history: History, sort: str, width: int) -> str:
         [*head_lines(now, width), *spark_lines(history.moments, width), *curve_lines(history.curves, width)],
         grid(SHARD_COLUMNS, now.shards, width).lines(),
         grid(WORKER_COLUMNS, sorted_workers(now.workers, sort), width).lines() if now.workers else [],
+        reader_lines(now, width),
         wait_lines(now, width),
         event_lines([*history.events], width),
     ]

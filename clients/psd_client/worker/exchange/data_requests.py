@@ -20,6 +20,7 @@ from psd.contract.layout import Block
 from psd.contract.verdicts import clip_scale
 from psd.v1 import control_pb2, data_pb2
 from psd_client.lanes.flat import FlatBuffers
+from psd_client.lanes.held import HeldParameters
 from psd_client.lanes.transport import Call, GradientPart, Lane
 from psd_client.worker.exchange.gradient_encoder import GradientEncoder
 from psd_client.worker.exchange.riders import Riders
@@ -86,7 +87,7 @@ class DataRequests:
     Args:
         gradients: the buffers that pushes send.
         riders: what rides on pushes. verdicts: None if the job's rounds have no verdicts.
-        encoder: None if gradients are sent as they are.
+        encoder: None if gradients are sent as they are. held: None if parameters do not come as differences.
 
     Attributes:
         rows_read: by shard, the version of its tables at the last pull of rows.
@@ -99,6 +100,7 @@ class DataRequests:
         riders: Riders,
         verdicts: VerdictSearch | None,
         encoder: GradientEncoder | None = None,
+        held: HeldParameters | None = None,
     ) -> None:
         self._session = session
         self._gradients = gradients
@@ -107,6 +109,7 @@ class DataRequests:
         self._riders = riders
         self._verdicts = verdicts
         self._encoder = encoder
+        self._held = held
         self.rows_read: dict[int, int] = {}
 
     def push(self, gradient: WorkerGradient, weight: float, rows: RowGradients, *, is_finite: bool) -> SentPush:
@@ -155,6 +158,8 @@ class DataRequests:
         part = sent.gradient_part(shard, self._session.caller(shard), blocks, self._gradients, versions)
         if self._encoder is not None:
             part.encoding = self._encoder.push
+        if self._held is not None:
+            self._held.say(shard, part.header)
         for write_to in self._riders.write_to:
             write_to(shard, part.header)
         if sent.begun >> shard & 1 and lane.transport != "shm":
@@ -188,7 +193,7 @@ class DataRequests:
         tables_block = self._layout.tables_block(shard)
         if blocks is not None and tables_block is not None:
             wanted.append(tables_block)
-        return data_pb2.PullRequest(
+        request = data_pb2.PullRequest(
             caller=self._session.caller(shard),
             clock=self._session.clock,
             layout_digest=self._layout.digest,
@@ -196,3 +201,6 @@ class DataRequests:
             decisions=self._session.decisions,
             verdict=self._verdicts.verdict if self._verdicts is not None else None,
         )
+        if self._held is not None:
+            self._held.say(shard, request)
+        return request

@@ -101,7 +101,7 @@ class ParameterExchange:
         own = [self.client_state, *([self.buffers] if self.buffers.has_use else ()), self.rows, self._counts]
         own += [*([self.learner] if is_learner else ()), *([self._encoder] if self._encoder is not None else ())]
         self._riders = riders_of(rank, session, layout, self.gradients, self.counts, *own)
-        self._requests = DataRequests(session, self.gradients, self._riders, self._verdicts, self._encoder)
+        self._requests = DataRequests(session, self.gradients, self._riders, self._verdicts, self._encoder, self.places.held)
         self._load = ParameterLoad(rank, session, shards, self.parameters, wait_timeout_s, self._timeout_s)
         for share in sharing if segment is not None else ():
             share(self._encoder.sent if self._encoder is not None else self.gradients, self.places.shared)

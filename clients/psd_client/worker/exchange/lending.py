@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from psd.contract.layout import Layout
 from psd_client.lanes.flat import FlatBuffers
+from psd_client.lanes.held import HeldParameters
 from psd_client.lanes.segment import Segment
 
 LENT_BYTES_MIN = 1 << 20
@@ -38,25 +39,32 @@ class ParameterPlaces:
 
     Attributes:
         shared: the places in the segment, which the shards must know. is_lending: False if there is one place only.
+        held: what differences are added to, whatever the place; None: the job has none.
     """
 
     def __init__(self, layout: Layout, segment: Segment | None, *, is_lending: bool) -> None:
         self._layout = layout
+        self.held = HeldParameters(layout) if layout.spec.compression.has_differences else None
         self._count_max = lent_places(layout) if is_lending else 1
         self.is_lending = self._count_max > 1
-        self._places = [FlatBuffers(layout, segment=segment) for _ in range(1 if segment is None else self._count_max)]
+        self._places = [self._place(segment) for _ in range(1 if segment is None else self._count_max)]
         self._owners: dict[FlatBuffers, list[weakref.ref[NDArray[Any]]]] = {}
         self.shared = list(self._places) if segment is not None else []
         self.current = self._places[0]
         if segment is not None:
             _sharing.add(self)
 
+    def _place(self, segment: Segment | None = None) -> FlatBuffers:
+        place = FlatBuffers(self._layout, segment=segment)
+        place.held = self.held
+        return place
+
     def renew(self) -> FlatBuffers:
         """The place to receive into: the current one or, if that is lent, a free one with its versions and static tensors."""
         if self._is_lent(self.current) or self.current not in self._places:
             free = self._free()
             if not free:
-                free.append(FlatBuffers(self._layout))
+                free.append(self._place())
                 self._places += free
             before, self.current = self.current, free[0]
             self.current.versions[:] = before.versions

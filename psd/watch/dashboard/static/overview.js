@@ -8,7 +8,7 @@ import { FACTS } from "./facts.js";
 import { Table, link, meter, tag } from "./table.js";
 import { charted, clockTime, drawn, duration, fact, heading, number, perSecond, rate, share, short, shown, whole } from "./words.js";
 
-export const stateKind = { serving: "good", live: "good", finished: "", empty: "", absent: "warn", draining: "warn", restoring: "warn", expired: "bad", failed: "bad", "no answer": "bad" };
+export const stateKind = { serving: "good", live: "good", finished: "", empty: "", absent: "warn", draining: "warn", restoring: "warn", expired: "bad", failed: "bad", "no answer": "bad", stuck: "bad", fetching: "good", waiting: "good" };
 
 export class Overview {
   constructor(job) {
@@ -31,6 +31,8 @@ export class Overview {
     this.tableCard = h("section", { class: "card", hidden: true, "aria-label": "Sparse tables" }, h("header", {}, h("h2", {}, "Sparse tables")), this.tables.element);
     this.learners = new Table("Learners", LEARNER_COLUMNS, { key: (worker) => worker.rank, away: (worker) => worker.state !== "live" });
     this.learnerCard = h("section", { class: "card", hidden: true, "aria-label": "Learners" }, h("header", {}, h("h2", {}, "Learners")), this.learners.element);
+    this.readers = new Table("Readers", READER_COLUMNS, { key: (reader) => reader.id, away: (reader) => reader.state === "idle" });
+    this.readerCard = h("section", { class: "card", hidden: true, "aria-label": "Readers" }, h("header", {}, h("h2", {}, "Readers")), this.readers.element);
     this.waits = new Waits();
     this.events = new Events();
     this.elements = [
@@ -43,6 +45,7 @@ export class Overview {
       h("section", { class: "card", "aria-label": "Workers" }, h("header", {}, h("h2", {}, "Workers"), this.workerCount), this.workers.element),
       this.learnerCard,
       this.tableCard,
+      this.readerCard,
       h("div", { class: "grid" }, this.waits.element, this.events.element),
     ];
   }
@@ -72,6 +75,8 @@ export class Overview {
     this.learners.update(learners);
     this.tableCard.hidden = now.tables.length === 0;
     this.tables.update(now.tables);
+    this.readerCard.hidden = now.readers.length === 0;
+    this.readers.update(now.readers);
     this.waits.update(now);
     this.events.update(this.job.events);
   }
@@ -183,6 +188,12 @@ const LEARNER_COLUMNS = [
 ];
 
 const TABLE_COLUMNS = [{ name: "Table", word: true, value: (t) => t.name }, ...columns("table", FACTS.table)];
+
+const READER_COLUMNS = [
+  { name: "Reader", word: true, cut: true, value: (r) => r.name },
+  { name: "State", word: true, keep: true, value: (r) => r.state, fill: (cell, r) => tag(cell, r.state, stateKind[r.state] ?? "") },
+  ...columns("reader", live("reader")),
+];
 
 class Waits {
   constructor() {

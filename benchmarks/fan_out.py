@@ -1,0 +1,140 @@
+"""Measures what many readers cost training: 200 of them at one shard, and at one shard with four relays.
+
+    python benchmarks/fan_out.py [--readers 200] [--relays 4] [--megabytes 1] [--steps 10] [--interval 0.5] [--rounds 3]
+
+A worker makes a step every --interval seconds, or as often as it can; each step is a version. The readers, threads of four
+processes, follow: each pulls the newest version as soon as there is one. Relays and readers have the lowest priority, so that
+they take little from the worker and the shard, as if they had machines of their own. The worker's own bytes are left out.
+
+to readers  bytes that the shard sends to readers, or relays, for each step, by the size of the parameters
+shard's CPU seconds of the shard's processor time for each step; the ratio is to that without readers
+step        the worker's push_pull, by shared memory
+lost        what the step takes longer than without readers, as a part of the interval
+versions    versions that a reader has taken for each step, of all that there were
+last reader seconds from the beginning of the last step until the last reader has its version
+
+Every value that a reader gets is compared with what its version says. Exit status: 1 if psd failed or was wrong.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from argparse import Namespace
+from contextlib import ExitStack
+from typing import Any
+
+import _report as report
+import numpy as np
+from _processes import Peer, ProcessFailed, Relay, Shard, all_ready, cleanly, cpu_s, start_all
+
+import psd_client
+
+PROCESSES = 4
+"""Processes of the readers."""
+
+GIVING_WAY = ("nice", "-n", "19")
+
+
+def addresses(args: Namespace, kind: str, shard: Shard, stack: ExitStack) -> list[str]:
+    """The address, or the alternatives, of each reader."""
+    if kind == "no readers":
+        return []
+    if kind == "shard":
+        return [shard.address] * args.readers
+    limit = "--max-reads", str(2 * args.readers)
+    relays = [Relay(shard.address, *limit, prefix=GIVING_WAY) for _ in range(args.relays)]
+    start_all(stack, relays)
+    found = [relay.address for relay in relays]
+    turned = ["|".join([*found[first:], *found[:first]]) for first in range(len(found))]
+    return [turned[reader % len(turned)] for reader in range(args.readers)]
+
+
+def measure(kind: str, args: Namespace) -> dict[str, Any]:
+    """Run one job, and let its readers follow it."""
+    size = args.megabytes * 1_000_000 // 4
+    ones = {"w": np.ones(size, np.float32)}
+    step_s: list[float] = []
+    last_s: list[float] = []
+    taken: list[int] = []
+    with cleanly() as stack:
+        shard = Shard("--max-reads", str(2 * args.readers))
+        start_all(stack, [shard])
+        ps = stack.enter_context(psd_client.connect(shard.address, 0, 1, wait_timeout=600))
+        ps.declare({"w": np.zeros(size, np.float32)}, psd_client.SGD(lr=1.0))
+        ps.push_pull(ones)
+        servers = addresses(args, kind, shard, stack)
+        parts = [servers[first::PROCESSES] for first in range(PROCESSES if servers else 0)]
+        peers = [Peer("readers", {"servers": part}, prefix=GIVING_WAY) for part in parts]
+        all_ready(stack, peers)
+        version, sent, cpu = 1, shard.status().numbers["sent_bytes"], cpu_s(shard.pid)
+        for number in range(args.rounds):
+            report.progress(f"{kind}: round {number + 1} of {args.rounds}")
+            for peer in peers:
+                peer.ask(until=version + args.steps)
+            for _ in range(args.steps):
+                begun = time.monotonic()
+                ps.push_pull(ones)
+                step_s.append(time.monotonic() - begun)
+                threading.Event().wait(max(0.0, begun + args.interval - time.monotonic()))
+            version += args.steps
+            for peer in peers:
+                answer = peer.answer()
+                if answer["wrong"]:
+                    raise ProcessFailed(f"{kind}: {answer['wrong']} versions are not what they are called")
+                last_s.append(max(answer["had_at"]) - begun)
+                taken += answer["taken"]
+        steps = args.rounds * args.steps
+        sent_bytes = shard.status().numbers["sent_bytes"] - sent - steps * 4 * size
+        return {
+            "readers_at": kind,
+            "readers": len(servers),
+            "steps": steps,
+            "sent_per_step": sent_bytes / (4 * size) / steps,
+            "shard_cpu_s": (cpu_s(shard.pid) - cpu) / steps,
+            "step_s": report.median(step_s),
+            "versions_share": sum(taken) / len(taken) / args.steps if taken else None,
+            "last_s": max(last_s) if last_s else None,
+        }
+
+
+def main() -> int:
+    """Print the figures."""
+    parser = report.parser(__doc__, megabytes=1, steps=10, rounds=3)
+    parser.add_argument("--readers", type=int, default=200, help="in all (default: %(default)s)")
+    parser.add_argument("--relays", type=int, default=4, help="of the shard (default: %(default)s)")
+    parser.add_argument("--interval", type=float, default=0.5, help="seconds of a step at least (default: %(default)s)")
+    args = parser.parse_args()
+    if args.readers < PROCESSES or args.relays < 1:
+        parser.error(f"--readers: expected at least {PROCESSES}; --relays: at least 1")
+    about = report.machine()
+    results, left_out = [], {}
+    for kind in ("no readers", "shard", f"{args.relays} relays"):
+        try:
+            results.append(measure(kind, args))
+        except ProcessFailed as error:
+            left_out[kind] = str(error)
+    print(f"{args.readers} readers of {args.megabytes} MB")
+    print(report.machine_line(about) + "\n")
+    alone = results[0] if results and results[0]["readers_at"] == "no readers" else {"shard_cpu_s": None, "step_s": None}
+    rows = [
+        [
+            r["readers_at"],
+            report.number(r["sent_per_step"], 1),
+            report.number(1e3 * r["shard_cpu_s"], 1),
+            report.number(report.ratio(r["shard_cpu_s"], alone["shard_cpu_s"])),
+            report.number(1e3 * r["step_s"], 1),
+            "-" if alone["step_s"] is None else f"{(r['step_s'] - alone['step_s']) / args.interval:.1%}",
+            report.number(r["versions_share"]),
+            report.number(r["last_s"]),
+        ]
+        for r in results
+    ]
+    heads = ["readers at", "x sent", "ms shard's CPU", "x", "ms step", "lost", "versions", "s last reader"]
+    print(report.table(heads, rows, words=1))
+    return report.conclude(args.json, {"machine": about, "results": results}, [], left_out, is_failed=bool(left_out))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,258 @@
+"""The version that a relay has, and the calls that wait for a later one. Thread-safe.
+
+A version never changes. A later one takes its place as a whole, and readers that are being sent the earlier one keep it until
+they have it; then its memory is used for the next one. Versions only grow. Must not know gRPC, nor where versions come from.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from numpy.typing import NDArray
+
+from psd.contract import frames
+from psd.contract.errors import (
+    BlockOutOfRange,
+    CutMissed,
+    Draining,
+    ForeignRun,
+    InvalidRequest,
+    LayoutMismatch,
+    NotDeclared,
+    Overloaded,
+    PsdError,
+    WaitTimeout,
+)
+from psd.contract.integers import INTEGER_MAX
+from psd.contract.layout import READ_CODECS, Block, Layout
+from psd.contract.layout_message import layout_message
+from psd.v1 import control_pb2, data_pb2
+from psd_client.lanes.flat import FlatBuffers
+from psd_client.reader import WholeCopy
+from psd_core import InvalidArray, codecs, deltas
+
+
+@dataclass(eq=False)
+class HeldVersion:
+    """One version of all parameters.
+
+    Attributes:
+        described: the answer to Describe. buffers: hold the values. blocks: of the layout for one shard, by index.
+        since: when the relay got it, by the clock of its `Holding`. users: readers that are being sent it.
+    """
+
+    described: control_pb2.DescribeReply
+    buffers: FlatBuffers
+    blocks: Mapping[int, Block]
+    since: float
+    users: int = 0
+    _contents: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def version(self) -> int:
+        """The version, as the shards count."""
+        return self.described.progress
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the parameters."""
+        return sum([block.nbytes for block in self.blocks.values()])
+
+    def frame(self, index: int, codec: str) -> bytes:
+        """The frame of a block, in the answer to Read. codec: as in ReadRequest."""
+        block = self.blocks[index]
+        # The spaces are the same, however many shards cut them into blocks.
+        values = self.buffers.spaces[block.space][block.offset : block.offset + block.length]
+        if index not in self._contents:
+            self._contents[index] = deltas.check(values)
+        message = data_pb2.PullFrame(block=index, version=self.version, content=self._contents[index])
+        payload: NDArray[Any] = values
+        if form := block.read_codec(codec):
+            with contextlib.suppress(InvalidArray):  # NaN and infinity have no form
+                payload = codecs.encode(form, values)
+        return frames.join(message.SerializeToString(), payload)
+
+
+def held_version(copy: WholeCopy, layout: Layout, relay_of: str, since: float) -> HeldVersion:
+    """The version that a copy holds.
+
+    Args:
+        layout: the job's for one shard. relay_of: the servers from which it is.
+    """
+    described = control_pb2.DescribeReply()
+    described.CopyFrom(copy.described)
+    described.layout_digest, described.progress, described.relay_of = layout.digest, copy.version, relay_of
+    described.layout.CopyFrom(layout_message(layout, 0))
+    described.has_blocks = True  # `progress` is the job's
+    return HeldVersion(described, copy.buffers, {block.index: block for block in layout.blocks}, since)
+
+
+class Holding:
+    """Holder of a relay's version.
+
+    Args:
+        name: the relay and what it follows, in words for messages. readers_max: calls of readers at a time.
+        now: returns monotonic seconds.
+
+    Attributes:
+        is_draining: True once the relay takes no new work. readers: calls of readers in progress.
+        sent_bytes: of parameters, so far. refused: calls that have ended in an error. on_first: called with the first version.
+    """
+
+    def __init__(self, name: str, readers_max: int, now: Callable[[], float] = time.monotonic) -> None:
+        self.name = name
+        self.now = now
+        self.is_draining = False
+        self.readers = 0
+        self.sent_bytes = 0
+        self.refused = 0
+        self.on_first: Callable[[], None] = lambda: None
+        self._readers_max = readers_max
+        self._held: HeldVersion | None = None
+        self._why_none = "it has not asked yet"
+        self._changed = threading.Condition()
+
+    @property
+    def held(self) -> HeldVersion | None:
+        """The version that the relay has; None before the first."""
+        return self._held
+
+    def take(self, held: HeldVersion) -> FlatBuffers | None:
+        """Let a version take the place of the one before, which must be older, and answer those who wait for it.
+
+        Returns:
+            The buffers of the one before, if nobody uses them any more.
+        """
+        with self._changed:
+            before = self._held
+            assert before is None or before.version < held.version, "a version on a relay never goes back"
+            self._held = held
+            self._changed.notify_all()
+            spare = before.buffers if before is not None and before.users == 0 else None
+        if before is None:
+            self.on_first()
+        return spare
+
+    def explain(self, why_none: str) -> None:
+        """Say why there is no version yet."""
+        self._why_none = why_none
+
+    def some(self) -> HeldVersion:
+        """The version that the relay has.
+
+        Raises:
+            NotDeclared: there is none yet.
+        """
+        if self._held is None:
+            raise NotDeclared(f"{self.name} has no version yet: {self._why_none}")
+        return self._held
+
+    @contextmanager
+    def reading(
+        self, request: data_pb2.ReadRequest, timeout_s: float, on_hang_up: Callable[[Callable[[], None]], bool]
+    ) -> Iterator[HeldVersion]:
+        """The version that answers a request, which stays as it is meanwhile; waits until there is one.
+
+        Args:
+            on_hang_up: registers a function to be called when the reader hangs up; returns False if it has already.
+
+        Raises:
+            Overloaded: there are too many readers. NotDeclared: there is no version at all.
+            WaitTimeout: there is none in time. CutMissed: the version asked for is not held any more. Draining: the relay ends.
+            InvalidRequest, ForeignRun, LayoutMismatch, BlockOutOfRange: a field is wrong.
+        """
+        with self._changed:
+            if self.readers >= self._readers_max:
+                raise Overloaded(f"Read: {self._readers_max} readers are served already ({self.name}; its --max-reads)")
+            self.readers += 1
+        found: HeldVersion | None = None
+        try:
+            found = self._found(request, timeout_s, on_hang_up)
+            yield found
+        finally:
+            with self._changed:
+                self.readers -= 1
+                if found is not None:
+                    found.users -= 1
+
+    def _found(
+        self, request: data_pb2.ReadRequest, timeout_s: float, on_hang_up: Callable[[Callable[[], None]], bool]
+    ) -> HeldVersion:
+        """The version that answers a request, with one user more."""
+        step = request.cut.step
+        if step > INTEGER_MAX:
+            raise InvalidRequest(f"cut.step: {step} is above the limit of {INTEGER_MAX}")
+        self._check(request, self.some())
+        has_hung_up = False
+
+        def hang_up() -> None:
+            nonlocal has_hung_up
+            with self._changed:
+                has_hung_up = True
+                self._changed.notify_all()
+
+        if self.some().version < step and not on_hang_up(hang_up):
+            has_hung_up = True
+        with self._changed:
+            self._changed.wait_for(lambda: has_hung_up or self.is_draining or self.some().version >= step, timeout_s)
+            found = self.some()
+            if has_hung_up:
+                raise InvalidRequest("the reader hung up")
+            if found.version < step:
+                self.check_draining()
+                text = f"{self.name} has version {found.version}, and none from {step} on has come in time"
+                raise WaitTimeout(text, missing=[])
+            if found.version > step and not request.or_newer:
+                raise CutMissed(f"cut.step: {self.name} has version {found.version}, beyond {step}; or_newer takes that")
+            self._check(request, found)
+            found.users += 1
+        return found
+
+    @staticmethod
+    def _check(request: data_pb2.ReadRequest, held: HeldVersion) -> None:
+        check_run(request.run_id, held)
+        if request.layout_digest != held.described.layout_digest:
+            raise LayoutMismatch("layout_digest: is not this job's, laid out for one shard")
+        if len(set(request.blocks)) < len(request.blocks):
+            raise InvalidRequest(f"blocks: one of these {len(request.blocks)} is named twice")
+        if request.codec not in READ_CODECS:
+            raise InvalidRequest(f"codec: must be empty, bf16 or fp16, got {request.codec[:80]!r}")
+        for index in request.blocks:
+            if index not in held.blocks:
+                raise BlockOutOfRange(f"blocks: {index} is no block of the job, which has {len(held.blocks)} on a relay")
+
+    # -- what guards the calls -----------------------------------------------------------------------------------------
+
+    def check_draining(self) -> None:
+        """Raise Draining if the relay takes no new work."""
+        if self.is_draining:
+            raise Draining(f"{self.name} is shutting down", shard=0)
+
+    def count_error(self, error: PsdError) -> None:
+        """Note that a call has ended in an error."""
+        del error
+        with self._changed:
+            self.refused += 1
+
+    def count_sent(self, nbytes: int) -> None:
+        """Note that so many bytes of parameters were sent."""
+        with self._changed:
+            self.sent_bytes += nbytes
+
+    def drain(self) -> None:
+        """Take no new work, and end waits with Draining, so that readers go elsewhere."""
+        with self._changed:
+            self.is_draining = True
+            self._changed.notify_all()
+
+
+def check_run(run_id: str, held: HeldVersion) -> None:
+    """Raise ForeignRun if a reader means another run."""
+    if run_id and run_id != held.described.run_id:
+        raise ForeignRun(f"run_id: this relay serves {held.described.run_id!r}, not {run_id!r}")

@@ -1,0 +1,76 @@
+"""Has torch load its compiler with the first thing that it compiles, and not with the first optimizer.
+
+Torch keeps its compiler out of optimizers, and loads it for that, in each program: 1.5 s of processor time, as long as torch
+itself takes. Where nothing has loaded it, nothing is compiled, and there is nothing to keep it out of. Most programs that tests
+start have this folder on their path (`later_compiler` in conftest.py); the README's, and pytest itself, have torch as users do.
+
+Must not change what a program computes, or anything once the compiler is there.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+from typing import Any
+
+COMPILER = "torch._dynamo"
+
+
+def _kept_out_later(module: ModuleType) -> None:
+    """torch._compile: its decorator of what is not to be compiled."""
+    kept_out = module._disable_dynamo
+
+    def disable(function: Any = None, recursive: bool = True) -> Any:
+        if function is None:
+            return functools.partial(disable, recursive=recursive)
+        return _either(kept_out(function, recursive), function)
+
+    module._disable_dynamo = disable
+
+
+def _steps_later(module: ModuleType) -> None:
+    """torch.optim.optimizer: its decorator of step(), which breaks what is compiled into two parts there."""
+    broken = module._use_grad_for_differentiable
+
+    def use_grad(step: Callable[..., Any]) -> Any:
+        import torch
+
+        def plain(self: Any, *arguments: Any, **named: Any) -> Any:
+            with torch.set_grad_enabled(self.defaults["differentiable"]):
+                return step(self, *arguments, **named)
+
+        return _either(broken(step), plain)
+
+    module._use_grad_for_differentiable = use_grad
+
+
+def _either(with_compiler: Any, without: Any) -> Any:
+    @functools.wraps(with_compiler)
+    def call(*arguments: Any, **named: Any) -> Any:
+        return (with_compiler if COMPILER in sys.modules else without)(*arguments, **named)
+
+    return call
+
+
+_CHANGED = {"torch._compile": _kept_out_later, "torch.optim.optimizer": _steps_later}
+
+
+class _Finder:
+    @staticmethod
+    def find_spec(name: str, path: Any = None, _: Any = None) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(name, path) if name in _CHANGED else None
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_change(module: ModuleType) -> None:
+                execute(module)
+                _CHANGED[name](module)
+
+            spec.loader.exec_module = execute_and_change  # type: ignore[method-assign]
+        return spec
+
+
+sys.meta_path.insert(0, _Finder)
