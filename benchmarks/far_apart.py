@@ -5,7 +5,9 @@ that are made although learners die.
 
 Quality: a small transformer of the kind of examples/diloco.py, trained by data parallelism, DiLoCo and Streaming DiLoCo from
 equally many tokens. Loss is of the job's parameters on a text that nobody has learned from; bytes are those that a learner has
-sent.
+sent; idle is the share of its time that a learner spends in optimizer.step() other than in its own optimizer, copying included.
+In the last way learner 1 is four times slower, and the last one is killed --death seconds after it has joined, and started
+again: steps are then of --step-ms or more, and the tokens that a killed learner had not sent are lost, and count.
 
 Goodput: learners of which one is killed every --every seconds and is back --away seconds later. A step takes --step-ms,
 whatever the machine. The share is of the steps that learners could have made while they were there. docs/far-apart.md has the
@@ -29,13 +31,14 @@ import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
+from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
 import _many_learners
 import _report
 import torch
-from _processes import Process, Shard, cleanly, environment
+from _processes import START_S, Process, ProcessFailed, Shard, cleanly, environment
 
 import psd_client
 import psd_client.torch as psd
@@ -49,6 +52,9 @@ PARTS = ("quality", "goodput", "many")
 NESTEROV = psd_client.SGD(lr=0.7, momentum=0.8, nesterov=True)
 """0.8 rather than DiLoCo's 0.9: there are some tens of outer steps, not hundreds."""
 BASE = "data parallel"
+DISTURBED = "decoupled, int4, one slow, one dying"
+SLOW, SLOWNESS = 1, 4.0
+"""The rank of the slow learner, and how many times as long as others' its steps take."""
 LEASE_S = 2.0
 
 QUALITY: Mapping[str, Mapping[str, Any]] = {
@@ -60,6 +66,13 @@ QUALITY: Mapping[str, Mapping[str, Any]] = {
     "decoupled, int4": {
         "local": psd.Local(50, NESTEROV, fragments=8, delay=5, merge="rda"),
         "quorum": 0.75,
+        "grace": "auto",
+        "compress": "int4",
+        "pull": "bf16",
+    },
+    DISTURBED: {
+        "local": psd.Local("auto:50", NESTEROV, fragments=8, delay=5, merge="rda"),
+        "quorum": 0.5,
         "grace": "auto",
         "compress": "int4",
         "pull": "bf16",
@@ -86,8 +99,44 @@ def options_of(ways: Mapping[str, Mapping[str, Any]], way: str, learners: int) -
     return options
 
 
-def train(way: str, seed: int, servers: str, rank: int, args: argparse.Namespace) -> dict[str, float]:
-    """Train one learner, in its own process; its loss at the end, and what it has sent."""
+class Meter:
+    """Measures how long a learner is in optimizer.step() other than in its own optimizer: it exchanges, or waits."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self._began = time.perf_counter()
+        self._idle_s = 0.0
+        inner.register_step_pre_hook(lambda *_: self._count(-1.0))
+        inner.register_step_post_hook(lambda *_: self._count(1.0))
+
+    def _count(self, sign: float) -> None:
+        self._idle_s -= sign * time.perf_counter()
+
+    def step(self, optimizer: Any) -> None:
+        """Make a step, and measure it."""
+        self._count(1.0)
+        optimizer.step()
+        self._count(-1.0)
+
+    @property
+    def share(self) -> float:
+        """The share of the time so far."""
+        return self._idle_s / (time.perf_counter() - self._began)
+
+
+def train(
+    way: str,
+    seed: int,
+    servers: str,
+    rank: int,
+    args: argparse.Namespace,
+    steps: Path | None = None,
+    joined: Event | None = None,
+) -> dict[str, float]:
+    """Train one learner, in its own process; its loss at the end, and what it has sent.
+
+    steps: of a disturbed run, a file with a byte for each step that any learner has made; it begins when the file is there.
+    joined: set when this one has joined.
+    """
     torch.set_num_threads(1)
     text = characters.read(args.data, words=20)
     torch.manual_seed(seed)
@@ -95,20 +144,78 @@ def train(way: str, seed: int, servers: str, rank: int, args: argparse.Namespace
     inner = torch.optim.AdamW(model.parameters(), args.lr)
     options = options_of(QUALITY, way, args.learners)
     optimizer = psd.distribute(model, inner, servers=servers, rank=rank, world_size=args.learners, **options)
-    schedule = psd.scheduler(torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 1e-3, args.steps))
+    if joined is not None:
+        joined.set()
+    while steps is not None and not steps.exists():
+        time.sleep(0.01)
     before = optimizer.ps.stats()["sent_bytes"]
-    for step in range(args.steps):
-        batch = characters.pieces(text.train, args.batch_size, model.context, 1_000_000 * seed + 1000 * step + rank)
+    meter = Meter(inner)
+
+    def step_on(number: int) -> None:
+        batch = characters.pieces(text.train, args.batch_size, model.context, 1_000_000 * seed + 1000 * number + rank)
         optimizer.zero_grad()
         characters.loss_of(model, batch).backward()
-        optimizer.step()
-        schedule.step()
+
+    if steps is None:
+        schedule = psd.scheduler(torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 1e-3, args.steps))
+        for step in range(args.steps):
+            step_on(step)
+            meter.step(optimizer)
+            schedule.step()
+    else:
+        pause, total, slowness = threading.Event(), args.learners * args.steps, SLOWNESS if rank == SLOW else 1.0
+        while (done := steps.stat().st_size) < total:
+            begun = time.perf_counter()
+            for group in optimizer.param_groups:
+                group["lr"] = args.lr * max(1e-3, 1 - done / total)
+            step_on(done)
+            own_s = max(args.step_ms / 1000, time.perf_counter() - begun)
+            pause.wait(begun + slowness * own_s - time.perf_counter())
+            meter.step(optimizer)
+            with steps.open("ab") as file:
+                file.write(b".")
+    idle = meter.share
     optimizer.ps.barrier("end")
     optimizer.pull()
     sent = optimizer.ps.stats()["sent_bytes"] - before
     loss = characters.validation_loss(model, text, 512) if rank == 0 else 0.0
     optimizer.close()
-    return {"loss": loss, "sent_bytes": sent}
+    return {"loss": loss, "sent_bytes": sent, "idle": idle}
+
+
+def _train_into(path: Path, *task: Any) -> None:
+    path.write_text(json.dumps(train(*task)))
+
+
+def disturbed(seed: int, servers: str, args: argparse.Namespace, directory: Path) -> tuple[list[dict[str, float]], int]:
+    """Train learners of which one is slow, and one is killed again and again; what they have found, and how often it was."""
+    context, steps = multiprocessing.get_context("spawn"), directory / "steps"
+
+    def begin(rank: int) -> tuple[Any, Event]:
+        joined = context.Event()
+        task = directory / f"learner-{rank}", DISTURBED, seed, servers, rank, args, steps, joined
+        process = context.Process(target=_train_into, args=task, daemon=True)
+        process.start()
+        return process, joined
+
+    learners, kills = [begin(rank) for rank in range(args.learners)], 0
+    for _, joined in learners:
+        joined.wait(START_S)
+    steps.touch()
+    while True:
+        dying, joined = learners[-1]
+        joined.wait(START_S)
+        dying.join(args.death)
+        if steps.stat().st_size >= args.learners * args.steps or not dying.is_alive():
+            break
+        dying.kill()
+        learners[-1] = begin(args.learners - 1)
+        kills += 1
+    for rank, (learner, _) in enumerate(learners):
+        learner.join()
+        if learner.exitcode:
+            raise ProcessFailed(f"learner {rank} has ended with status {learner.exitcode}")
+    return [json.loads((directory / f"learner-{rank}").read_text()) for rank in range(args.learners)], kills
 
 
 def _chosen(ways: Mapping[str, Any], args: argparse.Namespace) -> list[str]:
@@ -117,21 +224,41 @@ def _chosen(ways: Mapping[str, Any], args: argparse.Namespace) -> list[str]:
     return list(dict.fromkeys([BASE, *wanted])) if ways is QUALITY else wanted
 
 
+def measure(way: str, seed: int, pool: ProcessPoolExecutor, memory: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """One run."""
+    shard, kills = Shard("--state-dir", str(memory / "state")), 0
+    shard.start()
+    shard.wait_ready()
+    calm = list(range(args.learners))
+    if way == DISTURBED:
+        calm = [rank for rank in calm[:-1] if rank != SLOW]
+        with tempfile.TemporaryDirectory(dir=memory) as directory:
+            found, kills = disturbed(seed, shard.address, args, Path(directory))
+    else:
+        jobs = [pool.submit(train, way, seed, shard.address, rank, args) for rank in range(args.learners)]
+        found = [job.result() for job in jobs]
+    shard.end()
+    return {
+        "way": way,
+        "seed": seed,
+        "loss": found[0]["loss"],
+        "sent_bytes": statistics.mean(one["sent_bytes"] for one in found),
+        "idle": max(found[rank]["idle"] for rank in calm),
+        "idle_by_rank": [one["idle"] for one in found],
+        "kills": kills,
+    }
+
+
 def quality(args: argparse.Namespace, memory: Path) -> list[dict[str, Any]]:
     """All runs, seed by seed."""
     runs = []
     with ProcessPoolExecutor(args.learners, multiprocessing.get_context("spawn")) as pool:
         for seed in range(1, args.seeds + 1):
             for way in _chosen(QUALITY, args):
-                shard = Shard("--state-dir", str(memory / "state"))
-                shard.start()
-                shard.wait_ready()
-                jobs = [pool.submit(train, way, seed, shard.address, rank, args) for rank in range(args.learners)]
-                found = [job.result() for job in jobs]
-                shard.end()
-                sent = statistics.mean(one["sent_bytes"] for one in found)
-                runs.append({"way": way, "seed": seed, "loss": found[0]["loss"], "sent_bytes": sent})
-                _report.progress(f"{way}, seed {seed}: loss {runs[-1]['loss']:.4f}, {sent:,.0f} bytes")
+                runs.append(measure(way, seed, pool, memory, args))
+                _report.progress(
+                    "{way}, seed {seed}: loss {loss:.4f}, {sent_bytes:,.0f} bytes, idle {idle:.1%}".format(**runs[-1])
+                )
     return runs
 
 
@@ -145,8 +272,8 @@ def quality_text(runs: list[dict[str, Any]]) -> str:
         fewer = statistics.mean(of_base[run["seed"]]["sent_bytes"] / run["sent_bytes"] for run in own)
         loss, sent = (statistics.mean(run[name] for run in own) for name in ("loss", "sent_bytes"))
         cells = f"{loss:.4f}", f"{statistics.mean(more):+.1%}", f"{max(more):+.1%}", f"{sent / 1e6:.2f}", f"1/{fewer:.0f}"
-        rows.append((way, *cells))
-    return _report.table(("way", "loss", "more", "worst seed", "MB sent by each", "of the bytes"), rows)
+        rows.append((way, *cells, f"{max(run['idle'] for run in own):.1%}"))
+    return _report.table(("way", "loss", "more", "worst seed", "MB sent by each", "of the bytes", "idle at most"), rows)
 
 
 def learn(task: Mapping[str, Any]) -> None:
@@ -290,6 +417,9 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3, help="runs of each way, for quality (default %(default)s)")
     parser.add_argument("--batch-size", type=int, default=8, help="pieces of the text (default %(default)s)")
     parser.add_argument("--lr", type=float, default=1e-2, help="of AdamW; it falls to 0 (default %(default)s)")
+    parser.add_argument(
+        "--death", type=float, default=60, help="seconds from death to death, for quality (default %(default)s)"
+    )
     parser.add_argument("--seconds", type=float, default=40, help="of each run, for goodput (default %(default)s)")
     parser.add_argument("--every", type=float, default=5, help="seconds between two failures (default %(default)s)")
     parser.add_argument("--away", type=float, default=10, help="seconds until a learner is back (default %(default)s)")

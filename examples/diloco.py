@@ -125,7 +125,7 @@ def main() -> None:
     parser.add_argument("--picture", type=Path, default=Path("diloco.png"), help="where it is saved (default %(default)s)")
     parser.number("--learners", 4, "how many of them")
     parser.number("--shards", 2, "processes that hold the parameters")
-    parser.number("--steps", 400, "of each learner")
+    parser.number("--steps", 250, "of each learner")
     parser.number("--every", 50, "local steps between two exchanges")
     parser.number("--batch-size", 8, "pieces of the text in a learner's batch")
     parser.number("--evaluate", 50, "steps between two evaluations")

@@ -54,6 +54,9 @@ class KnownWorker:
     last_seen_s: float
     awaited_s: float
     samples: float
+    transfer_left_bytes: int
+    transfer_bytes_per_s: float
+    transfer_time_left_s: float
 
 
 @dataclass(frozen=True)
@@ -114,7 +117,8 @@ def shard_numbers(shard: Shard, now: ShardStatus, progress: CheckpointProgress |
 def worker_numbers(shard: Shard, worker: Worker) -> dict[str, float]:
     """A worker's numbers, as this shard knows it."""
     last_seen_s = max(0.0, shard.age_s(worker.last_seen)) if worker.last_seen >= 0 else -1.0
-    known = KnownWorker(worker.clock, last_seen_s, worker.awaited_s, worker.samples)
+    moving = worker.transfer_left_bytes, worker.transfer_bytes_per_s, worker.transfer_time_left_s
+    known = KnownWorker(worker.clock, last_seen_s, worker.awaited_s, worker.samples, *moving)
     return _numbers(facts.WORKER, {"worker": known, "learner": shard.learner(worker.rank)})
 
 

@@ -147,6 +147,56 @@ def test_far_apart_when_it_runs_then_local_steps_send_a_fraction_of_the_bytes(fi
 
 
 @pytest.mark.process
+def test_far_apart_when_a_learner_is_slow_and_one_dies_then_they_learn_from_as_many_tokens(figures_of):
+    """The last one is killed at least once, and comes back."""
+    pytest.importorskip("torch")
+    size = ("--parts", "quality", "--learners", "3", "--steps", "60", "--seeds", "1", "--batch-size", "1")
+    size += ("--ways", "one dying", "--death", "0.1", "--step-ms", "50")
+
+    calm, disturbed = figures_of("far_apart.py", *size)["quality"]
+
+    assert disturbed["way"] == "decoupled, int4, one slow, one dying"
+    assert disturbed["kills"] >= 1
+    assert 0 < disturbed["loss"] < 4
+    assert len(calm["idle_by_rank"]) == len(disturbed["idle_by_rank"]) == 3
+    assert all(0 < share < 1 for share in (*calm["idle_by_rank"], *disturbed["idle_by_rank"]))
+
+
+@pytest.mark.process
+def test_far_links_when_no_link_is_limited_then_all_come_to_the_loss_of_training_in_step(figures_of):
+    """With fewer bytes; at a loss that is soon reached."""
+    pytest.importorskip("torch")
+    size = ("--mbit", "0", "--shards", "1", "--dim", "32", "--steps", "20", "--lr", "0.01", "--ways", "Streaming")
+
+    in_step, streaming = figures_of("far_links.py", *size)["results"]
+
+    assert streaming["reached"]
+    assert streaming["loss"] <= in_step["loss"]
+    assert streaming["bytes_per_step"] < in_step["bytes_per_step"] / 20
+
+
+@pytest.mark.process
+def test_simulated_goodput_when_chips_fail_often_then_only_decoupled_learners_go_on(figures_of, tmp_path):
+    """The same failures in every run; who waits for nobody loses what its own failures cost, and no more."""
+    picture = tmp_path / "goodput.png"
+    size = ("--chips", "300000,1200000", "--failures", "40", "--repair", "600", "--step", "4", "--ways", "elastic,learners")
+
+    results = figures_of("simulated_goodput.py", *size, "--picture", str(picture))["results"]
+
+    share = {(result["way"], result["chips"]): result["goodput"] for result in results}
+    elastic, local, eight, sixteen = (
+        share[way, 1_200_000]
+        for way in ("elastic data parallel", "DiLoCo, 8 learners", "decoupled, 8 learners", "decoupled, 16 learners")
+    )
+    assert elastic < local < eight < sixteen < 1
+    assert all(share[way, 300_000] > share[way, 1_200_000] for way, _ in share)
+    own = 1 / (1 + 25.0 * 150_000 / (365.25 * 86400))  # 150,000 chips, of which each failure costs 25 s
+    assert own - 0.1 < eight < own + 0.03
+    assert all(result["idle"] == 0 for result in results if result["way"].startswith("decoupled"))
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.process
 def test_far_apart_when_learners_die_then_the_steps_of_the_others_are_counted(figures_of):
     pytest.importorskip("torch")
     size = ("--learners", "2", "--seconds", "4", "--every", "1.5", "--away", "1", "--step-ms", "20", "--ways", "async")

@@ -12,9 +12,12 @@ from typing import Any
 
 import pytest
 
+from psd.contract.consistency import Consistency
 from psd.contract.errors import PsdError, SessionFenced, ShardRestarted, ShardUnavailable, StateLost
+from psd.contract.jobspec import GroupSpec, JobSpec, TensorSpec
+from psd.contract.layout import Layout
 from psd.v1 import control_pb2
-from psd_client.lanes.transport import Cancelled
+from psd_client.lanes.transport import Cancelled, Traffic
 from psd_client.lanes.waiting import ShardHealth, WaitReporter, merge
 from psd_client.worker.session.carried_cuts import CarriedCuts
 from psd_client.worker.session.heartbeat import Heartbeats
@@ -197,6 +200,7 @@ class FakeLane:
         self.shard = shard
         self.clock = clock
         self.address = f"h:{7000 + shard}"
+        self.traffic = Traffic()
         self.requests: list[control_pb2.HeartbeatRequest] = []
         self.answer: PsdError | control_pb2.HeartbeatReply = control_pb2.HeartbeatReply()
         self.on_request: Callable[[], object] = lambda: None
@@ -233,8 +237,8 @@ class Rig:
         self.session.memberships.complete()
         lanes: Any = self.lanes
         session: Any = self.session
-        health = ShardHealth([lane.address for lane in lanes], self.clock)
-        self.heartbeats = Heartbeats(0, session, lanes, health, self.reporter, self.clock)
+        self.health = ShardHealth([lane.address for lane in lanes], self.clock)
+        self.heartbeats = Heartbeats(0, session, lanes, self.health, self.reporter, self.clock)
 
     def run_for(self, seconds: float) -> None:
         end = self.clock.now + seconds
@@ -251,6 +255,25 @@ def test_step_when_the_worker_is_idle_then_beats_three_times_a_lease() -> None:
     assert [len(lane.requests) for lane in rig.lanes] == [3, 3]
     request = rig.lanes[1].requests[0]
     assert (request.clock, request.caller.session, request.caller.incarnation) == (41, 5, 22)
+
+
+def test_step_when_a_call_moves_much_then_shard_and_log_hear_how_far_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    """Of the shard that has the call; afterwards there is nothing left to move."""
+    spec = JobSpec(1, (TensorSpec("w", (1_000_000,), "float32", 0),), (GroupSpec("sgd", ()),), Consistency.parse("sync"))
+    rig = Rig()
+    traffic = rig.lanes[1].traffic
+    traffic.under_way, traffic.sent_bytes = (Layout(spec, 1).blocks, None, (), 500_000, 0), 1_500_000
+    rig.health.begin_asking(1)
+    with watching(rig.reporter, "push", 7):
+        rig.clock.now += 5
+        rig.heartbeats.step()
+    traffic.under_way = None
+    rig.run_for(9)
+
+    assert caplog.messages[0].endswith("shard 1 at h:7001 has had a call for 5 s: sent 1.0 of 4.0 MB, 0.2 MB/s, 15 s left")
+    told = [(each.transfer_left_bytes, each.transfer_bytes_per_s) for each in rig.lanes[1].requests]
+    assert (told[0], told[-1]) == ((3_000_000, 200_000.0), (0, 0.0))
+    assert {each.transfer_left_bytes for each in rig.lanes[0].requests} == {0}
 
 
 @pytest.mark.parametrize(("world_size", "beats"), [(4, 9), (64, 5), (1000, 3)])

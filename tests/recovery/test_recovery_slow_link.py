@@ -1,8 +1,9 @@
-"""A slow link: control messages do not wait behind a gradient that takes longer than a lease."""
+"""A slow link: control messages do not wait behind a gradient that takes longer than a lease, and the log says how far."""
 
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -34,7 +35,7 @@ def test_worker_when_a_push_takes_longer_than_its_lease_then_its_session_goes_on
     proxy: Proxy, transport: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "psd_client")
-    with psd_client.connect(proxy.address, 0, 1, transport=transport, retry_timeout=60) as ps:
+    with psd_client.connect(proxy.address, 0, 1, transport=transport, retry_timeout=60, report_after=1) as ps:
         ps.declare({"w": np.zeros(SIZE, np.float32)}, psd_client.SGD(lr=1.0))
         proxy.bytes_per_s = BYTES_PER_S
         found = ps.push_pull({"w": np.full(SIZE, -1, np.float32)})
@@ -42,3 +43,8 @@ def test_worker_when_a_push_takes_longer_than_its_lease_then_its_session_goes_on
 
     assert set(found["w"].tolist()) == {1.0}
     assert [record.message for record in caplog.records if "lease" in record.message or "heartbeat" in record.message] == []
+    told = [
+        re.search(r"has had a call for (\d+) s: sent (\S+) of 8\.0 MB, received (\S+) of 8\.0 MB, \S+ MB/s, \d+ s left$", each)
+        for each in caplog.messages
+    ]
+    assert [found for found in told if found is not None and float(found[2]) + float(found[3]) < 16], caplog.messages

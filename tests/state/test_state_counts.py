@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 from shard_driver import Driver, job_spec
 
-from psd.contract.errors import InvalidTensor, Overloaded, SessionFenced, WaitTimeout
+from psd.contract.errors import InvalidRequest, InvalidTensor, Overloaded, SessionFenced, WaitTimeout
+from psd.rim.views import worker_numbers
 from psd.state.counts import SECONDS, Counters, Histogram, LaneCounts
+from psd.v1 import control_pb2
 
 
 @pytest.mark.parametrize(
@@ -109,6 +111,33 @@ def test_the_staleness_bound_charges_the_one_that_held_others_back() -> None:
 
     assert ticket.future.done()
     assert [worker.awaited_s for worker in driver.core.members.workers] == [0.0, 3.0]
+
+
+def test_a_worker_says_how_far_its_transfer_is_until_it_comes_anew() -> None:
+    """Nothing is known of the process that has its rank next."""
+    driver = Driver()
+    seat, _ = driver.start()
+
+    def told() -> list[float]:
+        found = worker_numbers(driver.shard, driver.worker(0))
+        return [found[f"transfer_{name}"] for name in ("left_bytes", "bytes_per_s", "time_left_s")]
+
+    moving = control_pb2.HeartbeatRequest(caller=seat.caller, transfer_left_bytes=6_000_000, transfer_bytes_per_s=1.5e6)
+    driver.shard.admission.heartbeat(moving)
+    assert told() == [6_000_000, 1.5e6, 4.0]
+    driver.join(0)
+
+    assert told() == [0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("speed", [-1.0, float("nan"), float("inf")])
+def test_a_speed_that_no_transfer_has_is_refused(speed: float) -> None:
+    """The message names the field."""
+    driver = Driver()
+    seat, _ = driver.start()
+
+    with pytest.raises(InvalidRequest, match="transfer_bytes_per_s: must be finite and >= 0"):
+        driver.shard.admission.heartbeat(control_pb2.HeartbeatRequest(caller=seat.caller, transfer_bytes_per_s=speed))
 
 
 def test_sessions_and_barriers_are_counted() -> None:

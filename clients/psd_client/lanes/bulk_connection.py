@@ -143,6 +143,8 @@ class BulkClient:
             message.announce = parameters.on_received is not None
         answers_bytes = sum(awaited.values()) if message.announce or not message.into_memory else 0
         message.timeout_s = call.timeout_s
+        traffic = self._traffic
+        traffic.under_way = part or (), parameters, awaited, traffic.sent_bytes, traffic.received_bytes
         with self._under_way(call, ahead):
             self._stream.send(Kind.CALL, message.SerializeToString(), more=part is not None)
             sending = None
@@ -166,6 +168,7 @@ class BulkClient:
     ) -> bool:
         """Make the call `message`, for initial values; return whether they were accepted."""
         message.timeout_s = call.timeout_s
+        self._traffic.under_way = blocks, None, (), self._traffic.sent_bytes, self._traffic.received_bytes
         with self._under_way(call):
             self._stream.send(Kind.CALL, message.SerializeToString(), more=True)
             self._send(initial_frames(first, blocks, values, in_memory=self._has(values)))
@@ -372,7 +375,7 @@ class BulkClient:
 
     def _rest(self) -> None:
         """Note that no call is in progress any more."""
-        self._wanted = None
+        self._wanted = self._traffic.under_way = None
         with self._lock:
             self._is_busy = False
             is_over = not self.is_open

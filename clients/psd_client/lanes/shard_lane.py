@@ -8,7 +8,8 @@ into the parameters. Must not know sessions, clocks, retries or other shards.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import contextlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 from google.protobuf.message import Message
@@ -150,7 +151,8 @@ class ShardLane(Lane):
             message = bulk_pb2.BulkCall(method=bulk_pb2.BULK_METHOD_INITIALIZE)
             return connection.initialize(message, first, blocks, values, call)
         sent = self._joined(initial_frames(first, blocks, values))
-        return self._channel.stream_out(f"{_DATA}Initialize", sent, data_pb2.InitializeReply, call, is_wait=False).accepted
+        with self._moving(blocks):
+            return self._channel.stream_out(f"{_DATA}Initialize", sent, data_pb2.InitializeReply, call, is_wait=False).accepted
 
     @override
     def store_buffers(self, request: data_pb2.BuffersRequest, call: Call) -> None:
@@ -172,9 +174,9 @@ class ShardLane(Lane):
             if part.is_complete_within(frames.FRAME_BYTES_MAX) and len(part.blocks) + (part.tables_block is not None) == 1:
                 (frame,) = self._joined(push_frames(part))
                 return data_pb2.PushReply.FromString(self._channel.frame(f"{_DATA}Push", frame, call))
-            return self._channel.stream_out(
-                f"{_DATA}Push", self._joined(push_frames(part)), data_pb2.PushReply, call, is_wait=True
-            )
+            sent = self._joined(push_frames(part))
+            with self._moving(part):
+                return self._channel.stream_out(f"{_DATA}Push", sent, data_pb2.PushReply, call, is_wait=True)
         if part.nbytes > AT_ONCE_BYTES_MAX:  # the shard refuses it with exact aggregation
             raise RuntimeError("gRPC cannot send this much at the end of the program with this Python; call close() earlier")
         # A worker that ends waits for the round, too.
@@ -202,7 +204,8 @@ class ShardLane(Lane):
         else:
             answer = BlockAnswer(self._name, part.answered, parameters, self.traffic)
             sent = self._joined(push_frames(part))
-            reply = answer.take(self._channel.stream_in(f"{_DATA}PushPull", sent, call)).reply
+            with self._moving(part, parameters, part.answered):
+                reply = answer.take(self._channel.stream_in(f"{_DATA}PushPull", sent, call)).reply
         if ahead is not None:
             ahead.version = rows.complete() if rows is not None else None
         return reply
@@ -224,7 +227,8 @@ class ShardLane(Lane):
             connection.transfer(message, None, {} if request.versions_only else awaited, parameters, call)
             return
         answer = BlockAnswer(self._name, awaited, None if request.versions_only else parameters, self.traffic)
-        answer.take(self._channel.stream_in(f"{_DATA}Pull", request, call))
+        with self._moving((), parameters, () if request.versions_only else awaited):
+            answer.take(self._channel.stream_in(f"{_DATA}Pull", request, call))
 
     @override
     def pull_rows(
@@ -294,6 +298,18 @@ class ShardLane(Lane):
         self.traffic.received_bytes += at
         if at != len(out):
             raise InternalError(f"{self._name}: has sent {at} bytes of a vector, {len(out)} were asked for")
+
+    @contextlib.contextmanager
+    def _moving(
+        self, outgoing: GradientPart | Sequence[Block], buffers: FlatBuffers | None = None, incoming: Collection[int] = ()
+    ) -> Iterator[None]:
+        """Let it be known how far a call over gRPC is that moves much."""
+        traffic = self.traffic
+        traffic.under_way = outgoing, buffers, incoming, traffic.sent_bytes, traffic.received_bytes
+        try:
+            yield
+        finally:
+            traffic.under_way = None
 
     # -- gRPC's messages -----------------------------------------------------------------------------------------------
 

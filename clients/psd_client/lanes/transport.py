@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
@@ -233,12 +233,21 @@ class RowsAhead:
         return sum(rows.nbytes for rows in self.wanted)
 
 
+UnderWay = tuple["GradientPart | Sequence[Block]", FlatBuffers | None, Collection[int], int, int]
+"""A bulk call: what it sends; the buffers that it fills, and the blocks of them; and the bytes sent and received before it."""
+
+
 @dataclass
 class Traffic:
-    """Payload bytes of one lane so far."""
+    """Payload bytes of one lane so far.
+
+    Attributes:
+        under_way: the bulk call that is being made; None: none, or one that moves little. See progress.py.
+    """
 
     sent_bytes: int = 0
     received_bytes: int = 0
+    under_way: UnderWay | None = None
 
 
 class Lane(ABC):

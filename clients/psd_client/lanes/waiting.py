@@ -61,16 +61,31 @@ class ShardHealth:
         with self._lock:
             return self._clauses({**(self._asked_since if is_joining else {}), **self._failing_since}, "has not answered for")
 
-    def asked(self) -> list[str]:
-        """A clause for each shard that has a call, such as "shard 1 at 10.0.0.7:7000 has had a call for 7 s"."""
-        with self._lock:
-            return self._clauses(self._asked_since, "has had a call for")
+    def asked_s(self, shard: int) -> float:
+        """Seconds for which the shard has had a call; 0: it has none."""
+        began = self._asked_since.get(shard)
+        return 0.0 if began is None else self._clock() - began
 
-    def _clauses(self, since: Mapping[int, float], what: str) -> list[str]:
+    def asked(self, progress: Callable[[int, float], str] | None = None) -> list[str]:
+        """A clause for each shard that has a call, such as "shard 1 at 10.0.0.7:7000 has had a call for 7 s".
+
+        progress: how far a shard's call has come in so many seconds; empty: not known.
+        """
+        with self._lock:
+            return self._clauses(self._asked_since, "has had a call for", progress)
+
+    def _clauses(
+        self,
+        since: Mapping[int, float],
+        what: str,
+        more: Callable[[int, float], str] | None = None,
+    ) -> list[str]:
         now = self._clock()
-        return [
-            f"shard {shard} at {self._addresses[shard]} {what} {now - began:.0f} s" for shard, began in sorted(since.items())
-        ]
+        clauses = []
+        for shard, began in sorted(since.items()):
+            told = more(shard, now - began) if more is not None else ""
+            clauses.append(f"shard {shard} at {self._addresses[shard]} {what} {now - began:.0f} s{told and f': {told}'}")
+        return clauses
 
 
 @dataclass

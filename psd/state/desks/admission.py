@@ -6,6 +6,7 @@ Must not know gradients: psd/state/desks/exchange.py has them.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -394,9 +395,12 @@ class Admission:
         """Renew a lease and note the worker's clock; return its waits on this shard."""
         if len(request.transport.encode()) > TRANSPORT_BYTES_MAX:
             raise InvalidRequest(f"transport: expected at most {TRANSPORT_BYTES_MAX} bytes")
+        if not 0 <= request.transfer_bytes_per_s < math.inf:
+            raise InvalidRequest(f"transfer_bytes_per_s: must be finite and >= 0, got {request.transfer_bytes_per_s}")
         with self._core.lock:
             worker = self._core.check_caller(request.caller)
             worker.transport = printable(request.transport)
+            worker.transfer_left_bytes, worker.transfer_bytes_per_s = request.transfer_left_bytes, request.transfer_bytes_per_s
             skipped = False
             if self._core.job is not None:
                 self._core.check_clock(worker, request.clock)

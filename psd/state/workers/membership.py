@@ -59,6 +59,7 @@ class Worker:
         awaited_s: seconds that others have waited for it: with rounds, from the first gradient of each round to this worker's;
             without, the time for which the staleness bound held others back because of it.
         samples: weights of its pushes together, but for those that were only repeated.
+        transfer_left_bytes, transfer_bytes_per_s: as in HeartbeatRequest, as it has last said; 0 between calls.
     """
 
     rank: int
@@ -78,6 +79,13 @@ class Worker:
     transport: str = ""
     awaited_s: float = 0.0
     samples: float = 0.0
+    transfer_left_bytes: int = 0
+    transfer_bytes_per_s: float = 0.0
+
+    @property
+    def transfer_time_left_s(self) -> float:
+        """Seconds that the bulk call will still take, at its speed so far; 0 if that is not known."""
+        return self.transfer_left_bytes / self.transfer_bytes_per_s if self.transfer_bytes_per_s else 0.0
 
     @property
     def is_waited_for(self) -> bool:
@@ -271,6 +279,7 @@ class Membership:
             worker.session = session
             worker.on_heard(host, pid, connection)
             worker.state, worker.has_pushed, worker.is_leaving, worker.has_failed = WorkerState.LIVE, False, False, False
+            worker.transfer_left_bytes, worker.transfer_bytes_per_s = 0, 0.0
         self.on_seen(worker, now)
         self._refresh()
         if self.whole_since is None and all(w.session for w in self.workers):

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from psd.contract.errors import PsdError, SessionFenced, ShardRestarted, ShardUnavailable
 from psd.contract.roster import Absence, Roster
 from psd.v1 import control_pb2
+from psd_client.lanes.progress import progress_of
 from psd_client.lanes.shards import RETRIED
 from psd_client.lanes.transport import Call, Cancelled, Lane, Scope
 from psd_client.lanes.waiting import ShardHealth, WaitReporter
@@ -34,6 +35,8 @@ WAITING_BEAT_S = 3.0
 """Longest time between two heartbeats while an operation takes long."""
 ANSWER_S = 2.5
 """Seconds that a shard may take to answer a heartbeat; with a short lease, half the time to the next one."""
+LONG_TRANSFER_S = 1.0
+"""Seconds after which the shard hears how far a call is that moves much."""
 REPORT_S = 0.7
 """The same limit when a wait must be explained, within six seconds of its beginning."""
 CUT_BEAT_S = 0.05
@@ -89,7 +92,7 @@ class Heartbeats:
             waits = self._beat(membership, min(timeout_s, REPORT_S) if is_due else timeout_s)
         if is_due:
             is_joining = membership is None or membership.is_joining
-            self._reporter.report(waits, self._health.silent(is_joining=is_joining), self._health.asked())
+            self._reporter.report(waits, self._health.silent(is_joining=is_joining), self._health.asked(self._progress))
         # If an operation begins during the sleep, it must be reported on in report_after_s at the earliest.
         pauses = [self._reporter.report_after_s]
         if membership is not None:
@@ -98,6 +101,9 @@ class Heartbeats:
         if due_in_s is not None:
             pauses.append(due_in_s)
         return max(min(pauses), 0.01)
+
+    def _progress(self, shard: int, seconds: float) -> str:
+        return str(progress_of(self._lanes[shard].traffic, seconds))
 
     def _beat(self, membership: JobMembership, timeout_s: float) -> list[control_pb2.Wait]:
         """Send heartbeats at once to all shards that know the session; return the waits that they report for this worker."""
@@ -111,12 +117,16 @@ class Heartbeats:
             for lane in self._lanes:
                 if not membership.incarnations[lane.shard]:
                     continue
+                moved = progress_of(lane.traffic, self._health.asked_s(lane.shard))
+                is_long = moved.left_bytes > 0 and moved.seconds >= LONG_TRANSFER_S
                 request = control_pb2.HeartbeatRequest(
                     caller=membership.caller(lane.shard),
                     clock=clock,
                     leaving=leaving,
                     transport=lane.transport,
                     cuts=cuts,
+                    transfer_left_bytes=moved.left_bytes if is_long else 0,
+                    transfer_bytes_per_s=moved.bytes_per_s if is_long else 0.0,
                 )
                 pending.append((lane, lane.begin_heartbeat(request, timeout_s)))
         except Cancelled:
