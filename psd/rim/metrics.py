@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 
 import psd
 from psd.contract import facts
-from psd.contract.facts import Fact
+from psd.contract.fact import Fact
 from psd.rim.bulk_server import LaneConnections
 from psd.rim.checkpointer import CheckpointProgress
 from psd.rim.views import shard_numbers, table_numbers, worker_numbers

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psd
 from psd.contract import facts
+from psd.contract.fact import Fact
 from psd.contract.printable import printable
 from psd.contract.roster import Absence
 from psd.rim.checkpointer import CheckpointProgress
@@ -145,7 +146,7 @@ def table_numbers(counts: TableCounts) -> dict[str, float]:
     return _numbers(facts.TABLE, {"table": counts})
 
 
-def _numbers(rows: Sequence[facts.Fact], holders: Mapping[str, object]) -> dict[str, float]:
+def _numbers(rows: Sequence[Fact], holders: Mapping[str, object]) -> dict[str, float]:
     found = {}
     for fact in rows:
         holder, _, attribute = fact.source.partition(".")

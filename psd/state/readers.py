@@ -1,7 +1,7 @@
 """The readers that fetch parameters from this shard, as they have named themselves: how far each is, and what it has taken.
 
 Readers take part in nothing, and have no sessions: a shard knows them by their requests alone. One that has asked for nothing
-for FORGET_S is forgotten. Thread-safe. Must not know messages' services, blocks or versions of them.
+for FORGET_S is forgotten. Thread-safe. Must not know messages' services.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ from dataclasses import dataclass
 
 from psd.contract.errors import InvalidRequest, Overloaded
 from psd.contract.integers import INTEGER_MAX
+from psd.contract.layout import READ_CODECS
 from psd.contract.printable import is_printable, utf8_size
 from psd.state import locks
+from psd.state.job import Job
 from psd.v1 import data_pb2
 
 FORGET_S = 600.0
@@ -127,3 +129,13 @@ class Readers:
         gone = [r.id for r in self._known.values() if not r.open_calls and now - r.seen_at > FORGET_S]
         for reader_id in gone:
             del self._known[reader_id]
+
+
+def check_blocks(request: data_pb2.ReadRequest, job: Job) -> None:
+    """Raise InvalidRequest or BlockOutOfRange if a reader asks for what no job has, or holds no such thing."""
+    if len({job.block(index).index for index in request.blocks}) < len(request.blocks):
+        raise InvalidRequest(f"blocks: one of these {len(request.blocks)} is named twice")
+    if request.codec not in READ_CODECS:
+        raise InvalidRequest(f"codec: must be empty, bf16 or fp16, got {request.codec[:80]!r}")
+    if len(request.held) not in (0, len(request.blocks)):
+        raise InvalidRequest(f"held: has {len(request.held)} entries for {len(request.blocks)} blocks")

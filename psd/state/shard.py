@@ -21,7 +21,6 @@ from psd.checkpoint import CheckpointDirectory
 from psd.checkpoint.cut import FINAL_ID
 from psd.contract.config import ConfigError, ServerConfig
 from psd.contract.errors import CheckpointFailed, CutMissed, Draining, InvalidRequest, JobOver, NotDeclared, PsdError
-from psd.contract.layout import READ_CODECS
 from psd.contract.orders import asker_of, end_text, reason_text, scale_text
 from psd.contract.roster import Absence
 from psd.state.core import ShardCore, check_begun_as
@@ -42,7 +41,7 @@ from psd.state.durability.state_directory import Storage
 from psd.state.job import Job
 from psd.state.life import Life
 from psd.state.orders import HEARD
-from psd.state.readers import Readers
+from psd.state.readers import Readers, check_blocks
 from psd.state.tickets import Ticket, WaitKind
 from psd.state.workers.learners import HeardLearner
 from psd.state.workers.membership import Worker, WorkerState
@@ -241,12 +240,7 @@ class Shard:
         check_cuts([request.cut])
         if request.HasField("timeline") and request.timeline != self._core.timeline:
             raise CutMissed(f"timeline: the job is on timeline {self._core.timeline} by now, not on {request.timeline}")
-        if len({job.block(index).index for index in request.blocks}) < len(request.blocks):
-            raise InvalidRequest(f"blocks: one of these {len(request.blocks)} is named twice")
-        if request.codec not in READ_CODECS:
-            raise InvalidRequest(f"codec: must be empty, bf16 or fp16, got {request.codec[:80]!r}")
-        if len(request.held) not in (0, len(request.blocks)):
-            raise InvalidRequest(f"held: has {len(request.held)} entries for {len(request.blocks)} blocks")
+        check_blocks(request, job)
         if job.spec.is_publication and request.cut.step == 0:
             raise NotDeclared("nothing has been published yet")
         snapshot = Snapshot(request.cut, job, done)

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from psd.contract import facts
+from psd.contract.fact import Fact
 from psd.contract.orders import orders_text
 from psd.contract.printable import printable
 from psd.v1 import control_pb2 as pb
@@ -266,7 +267,7 @@ class Sampler:
             return self.now.orders if self.now is not None else ()
         return tuple(orders_text(first.learning_rates, first.ends_at, clock))
 
-    def _grown(self, of: tuple[Any, ...], rows: Sequence[facts.Fact], numbers: dict[str, float]) -> dict[str, float]:
+    def _grown(self, of: tuple[Any, ...], rows: Sequence[Fact], numbers: dict[str, float]) -> dict[str, float]:
         """The rates of those numbers that have one, by name of the rate."""
         now = self._clock()
         return {

@@ -13,7 +13,7 @@ from dataclasses import dataclass, is_dataclass
 from typing import Any, ClassVar
 
 from psd.contract import facts
-from psd.contract.facts import Fact
+from psd.contract.fact import Fact
 
 WAIT_S = 0.5
 """Shorter waits are part of every step, and are not shown one by one."""

@@ -23,7 +23,7 @@ from psd.cli.psdctl import main
 from psd.contract import facts
 from psd.contract.config import parse_servers
 from psd.contract.credentials import Credentials
-from psd.contract.facts import Fact
+from psd.contract.fact import Fact
 from psd.watch.asking import Asker
 from psd.watch.sampler import Sampler
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from psd.contract import facts
-from psd.contract.facts import Fact
+from psd.contract.fact import Fact
 from psd.watch.snapshot import Numbers, ReaderSnapshot, ShardSnapshot, TableTotals, WorkerSnapshot
 from psd.watch.words import GAP, aligned, duration, size
 
