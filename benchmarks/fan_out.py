@@ -4,7 +4,8 @@
 
 A worker makes a step every --interval seconds, or as often as it can; each step is a version. The readers, threads of four
 processes, follow: each pulls the newest version as soon as there is one. Relays and readers have the lowest priority, so that
-they take little from the worker and the shard, as if they had machines of their own. The worker's own bytes are left out.
+they take little from the worker and the shard, as if they had machines of their own. The worker's own bytes are left out. The shard
+keeps no versions, so that each travels whole, as where all of a model changes with each.
 
 to readers  bytes that the shard sends to readers, or relays, for each step, by the size of the parameters
 shard's CPU seconds of the shard's processor time for each step; the ratio is to that without readers
@@ -59,7 +60,7 @@ def measure(kind: str, args: Namespace) -> dict[str, Any]:
     last_s: list[float] = []
     taken: list[int] = []
     with cleanly() as stack:
-        shard = Shard("--max-reads", str(2 * args.readers))
+        shard = Shard("--max-reads", str(2 * args.readers), "--keep-versions", "0")
         start_all(stack, [shard])
         ps = stack.enter_context(psd_client.connect(shard.address, 0, 1, wait_timeout=600))
         ps.declare({"w": np.zeros(size, np.float32)}, psd_client.SGD(lr=1.0))

@@ -17,10 +17,11 @@ import psd_client
 
 def follow(reader: psd_client.Reader, until: int) -> tuple[float, int, int]:
     """Follow until a version; return when that was, how many were taken, and how many of them are not what they are called."""
-    taken = wrong = 0
-    while reader.version < until:
-        values = reader.pull(newer_than=reader.version)["w"]
-        wrong += bool((values != -reader.version).any())
+    taken = wrong = version = 0
+    while version < until:
+        weights = reader.pull(newer_than=version)
+        version = weights.version
+        wrong += bool((weights["w"] != -version).any())
         taken += 1
     return time.monotonic(), taken, wrong
 

@@ -69,7 +69,7 @@ class KeptVersions:
                 del kept[next(iter(kept))]
 
     def told(self, block: int, held: int, content: int, values: NDArray[Any], codec: str) -> Told | None:
-        """What has changed in a block since a version that its reader holds; None if that is not kept, or too much has changed.
+        """Tell what has changed in a block since a version that its reader holds; None if that is not kept, or too much has.
 
         Args:
             held, content: checksums of the pages of the older version, and of the newer one. values: (n,) those of the newer.

@@ -55,7 +55,6 @@ logger = logging.getLogger(__name__)
 ABANDONED_LEASES = 6
 """Leases for which --exit-when-done waits for a silent worker; after that it is taken to be gone for good."""
 
-
 READERS_S = 2.0
 """Seconds for which somebody who has asked for the job counts as a reader that will ask again."""
 

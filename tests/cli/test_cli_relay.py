@@ -95,7 +95,7 @@ def test_a_relay_that_is_killed_costs_its_readers_a_reconnect(
             ps.push_pull(ONES)
             waiting.join(100)
             assert found[0]["w"].tolist() == [-float(version)] * 50_000
-            assert reader.version == version
+            assert found[0].version == version
             relays[address] = start("psd.cli.server", "--relay-of", servers, "--listen", address)
             relays[address].line(READY)
 

@@ -72,10 +72,10 @@ def follow(servers: str, last: int) -> tuple[list[int], list[str]]:
     wrong: list[str] = []
     with psd_client.connect(servers, role="reader", wait_timeout=WAIT_S, retry_timeout=WAIT_S) as reader:
         while not versions or versions[-1] < last:
-            values = reader.pull(newer_than=versions[-1] if versions else None)["w"]
-            if not (values == -float(reader.version)).all():
-                wrong.append(f"version {reader.version} has {np.unique(values)}")
-            versions.append(reader.version)
+            weights = reader.pull(newer_than=versions[-1] if versions else None)
+            if not (weights["w"] == -float(weights.version)).all():
+                wrong.append(f"version {weights.version} has {np.unique(weights['w'])}")
+            versions.append(weights.version)
     return versions, wrong
 
 

@@ -43,7 +43,7 @@ def test_the_memory_of_a_version_is_free_once_nobody_reads_it() -> None:
     with holding.reading(asked(0), 0, stays) as read:
         assert read is second
         assert holding.take(third) is None
-        assert read.frame(0).endswith(np.full(3, 1, np.float32).tobytes())
+        assert read.frame(0, "").endswith(np.full(3, 1, np.float32).tobytes())
     assert holding.take(fourth) is third.buffers
     assert (holding.readers, second.users) == (0, 0)
 

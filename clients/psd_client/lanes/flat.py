@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 import psd_core
 from psd.contract import frames
-from psd.contract.errors import InternalError, InvalidTensor
+from psd.contract.errors import InvalidTensor
 from psd.contract.layout import Layout
 from psd_client.lanes.held import HeldParameters
 from psd_client.lanes.rows_memory import ROWS_BYTES
@@ -28,7 +28,7 @@ SCANNED_BYTES_FOR_TWO = 8 << 20
 logger = logging.getLogger("psd_client")
 
 
-class Mismatch(InternalError):
+class Mismatch(Exception):
     """Raised if what has changed for a reader does not fit what it has; a full read helps."""
 
 
