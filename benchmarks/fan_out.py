@@ -4,8 +4,8 @@
 
 A worker makes a step every --interval seconds, or as often as it can; each step is a version. The readers, threads of four
 processes, follow: each pulls the newest version as soon as there is one. Relays and readers have the lowest priority, so that
-they take little from the worker and the shard, as if they had machines of their own. The worker's own bytes are left out. The shard
-keeps no versions, so that each travels whole, as where all of a model changes with each.
+they take little from the worker and the shard, as if they had machines of their own. The worker's own bytes are left out. The
+shard keeps no versions, so that each travels whole, as where all of a model changes with each.
 
 to readers  bytes that the shard sends to readers, or relays, for each step, by the size of the parameters
 shard's CPU seconds of the shard's processor time for each step; the ratio is to that without readers
