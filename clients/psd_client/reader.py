@@ -168,6 +168,11 @@ class Reader:
         self.timeline = 0
 
     @property
+    def received_bytes(self) -> int:
+        """Bytes of numbers that this reader has received so far."""
+        return sum([lane.traffic.received_bytes for lane in self._shards.lanes])
+
+    @property
     def dtypes(self) -> dict[str, str]:
         """The declared dtype of each tensor of the job by name, such as "bfloat16".
 

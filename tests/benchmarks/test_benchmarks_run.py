@@ -70,6 +70,19 @@ def test_fan_out_when_readers_are_at_relays_then_the_shard_sends_each_version_on
 
 
 @pytest.mark.process
+def test_publishing_when_a_few_numbers_have_changed_then_few_bytes_travel(figures_of):
+    size = ("--megabytes", "8", "--transports", "tcp", "--rounds", "1", "--waits", "2")
+
+    figures = figures_of("publishing.py", *size)
+
+    (result,) = figures["results"]
+    assert result["bytes"]["read"] >= 1
+    assert 0.5 <= result["bytes"]["bfloat16"] < 0.51
+    assert result["bytes"]["changed"] < 0.08
+    assert len(figures["waits_s"]) == 2
+
+
+@pytest.mark.process
 def test_backpressure_when_the_shard_is_held_back_then_every_process_is_watched(figures_of):
     """A suspended shard goes on, and what was pushed meanwhile is counted once."""
     size = ("--transports", "grpc", "--workers", "2", "--megabytes", "2", "--seconds", "1")

@@ -25,9 +25,9 @@ def store_and_reader(servers: str) -> Iterator[tuple[Any, Reader]]:
 
 def fetched(reader: Reader, **options: Any) -> tuple[psd_client.Weights, int]:
     """The weights of a pull, and the bytes of payload that it has received."""
-    before = sum(lane.traffic.received_bytes for lane in reader._shards.lanes)
+    before = reader.received_bytes
     weights = reader.pull(**options)
-    return weights, sum(lane.traffic.received_bytes for lane in reader._shards.lanes) - before
+    return weights, reader.received_bytes - before
 
 
 def fresh(servers: str, **options: Any) -> psd_client.Weights:
