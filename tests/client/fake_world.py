@@ -23,7 +23,7 @@ from psd.state.workers.membership import Worker, tick_s
 from psd.v1 import control_pb2, data_pb2
 from psd_client.lanes.flat import FlatBuffers
 from psd_client.lanes.shards import RetryPolicy, Shards
-from psd_client.lanes.transport import Call
+from psd_client.lanes.transport import Call, Traffic
 from psd_client.lanes.waiting import ShardHealth, WaitReporter
 from psd_client.worker.session.heartbeat import Heartbeats
 from psd_client.worker.session.session import Session
@@ -132,6 +132,7 @@ class _Lane:
         self.world = world
         self.shard = shard
         self.address = f"h:{7000 + shard}"
+        self.traffic = Traffic()
         self.joins: list[control_pb2.JoinRequest] = []
         self.heartbeats: list[control_pb2.HeartbeatRequest] = []
 

@@ -23,8 +23,8 @@ PATIENCES = (1, 5, 25)
 """Factors of these limits: on a busy machine a call may reach its limit before it finds the time to say anything."""
 GRADIENT = {"w": np.ones(3, np.float32)}
 
-NOT_WAITING = {"stats", "save_client_state", "log", "DeclaredTable.prefetch"}
-"""Methods that ask no shard, or leave that to another thread, or to a later call."""
+NOT_WAITING = {"stats", "save_client_state", "log", "DeclaredTable.prefetch", "Reader.pull_whole"}
+"""Methods that ask no shard, or leave that to another thread, or to a later call; and one for relays, which say themselves."""
 
 
 def connect(servers: str, rank: int = 0) -> ParameterServer:

@@ -55,6 +55,8 @@ FLAGS: dict[str, list[str]] = {
     "--max-batch-operations": _limit(str(1 << 20)),
     "--max-batch-bytes": [str(1 << 20), str(1 << 40)],
     "--max-reads": _limit("10000"),
+    "--max-readers": _limit("100000"),
+    "--keep-versions": _limit("1000"),
     "--max-calls": _limit("1000000"),
     "--max-connections": _limit("1000000"),
     "--max-streams": ["8", "1000000"],

@@ -20,7 +20,7 @@ from psd.state.durability.client_states import ClientStates
 from psd.state.job import Job
 from psd.state.tables.block import TablesBlock
 from psd.v1 import data_pb2
-from psd_client.lanes.transport import GradientPart
+from psd_client.lanes.transport import Call, GradientPart, Lane
 from psd_client.worker.exchange.data_requests import DataRequests
 from psd_client.worker.exchange.exchange import ParameterExchange
 from psd_client.worker.exchange.gradient_encoder import EncodedPush, GradientEncoder
@@ -212,8 +212,8 @@ def rows_again(monkeypatch: pytest.MonkeyPatch) -> None:
 def half_sent_again(monkeypatch: pytest.MonkeyPatch, left_out: str) -> None:
     """A push that is sent again has its tensors without its rows, or the other way round."""
 
-    def part(requests: DataRequests, shard: int, sent: SentPush, *arguments: Any) -> GradientPart:
-        made = real(requests, shard, sent, *arguments)
+    def part(requests: DataRequests, lane: Lane, call: Call, sent: SentPush, *arguments: Any) -> GradientPart:
+        made = real(requests, lane, call, sent, *arguments)
         if sent.replies or sent.incarnations:
             if left_out == "rows":
                 made.tables = ()

@@ -13,12 +13,12 @@ from psd.watch.snapshot import JobSnapshot, RelaySnapshot, ShardSnapshot
 from psd.watch.top.columns import (
     LEARNER_COLUMNS,
     READER_COLUMNS,
-    STATUS_WORKER_COLUMNS,
     TABLE_COLUMNS,
     Column,
     grid,
     learners_of,
     status_columns,
+    status_worker_columns,
 )
 from psd.watch.words import aligned, count_text, duration, progress_text, size
 
@@ -34,7 +34,7 @@ def as_text(now: JobSnapshot) -> str:
         "\n".join([_job_line(now), *(f"order: {order}" for order in now.orders)]),
         "\n".join(_relay_line(shard.address, shard.relay) for shard in shards if shard.relay is not None),
         _table(status_columns("shards"), now.shards),
-        _table(STATUS_WORKER_COLUMNS, now.workers),
+        _table(status_worker_columns(now.workers), now.workers),
         _table(LEARNER_COLUMNS, learners_of(now.workers)),
         "\n".join(wait.text for wait in now.waits),
         _table(status_columns("traffic"), shards),

@@ -141,13 +141,12 @@ READER_COLUMNS: tuple[Column[ReaderSnapshot], ...] = (
 )
 
 
-STATUS_WORKER_COLUMNS: tuple[Column[WorkerSnapshot], ...] = (
-    _RANK,
-    _WORKER_STATE,
-    *(of_fact(fact) for fact in facts.WORKER if fact.table == "workers"),
-    _PROCESS,
-    Column("TRANSPORT", lambda worker: worker.transport or "-", 50, is_left=True),
-)
+def status_worker_columns(workers: Sequence[WorkerSnapshot]) -> list[Column[WorkerSnapshot]]:
+    """The columns of psdctl status for these workers; how far transfers are only if one of them makes a long one."""
+    is_long = any(worker.numbers.get("transfer_left_bytes") for worker in workers)
+    shown = [fact for fact in facts.WORKER if fact.table == "workers" and (is_long or not fact.name.startswith("transfer_"))]
+    transport: Column[WorkerSnapshot] = Column("TRANSPORT", lambda worker: worker.transport or "-", 50, is_left=True)
+    return [_RANK, _WORKER_STATE, *map(of_fact, shown), _PROCESS, transport]
 
 
 _LEARNER_FACTS = [fact for fact in facts.WORKER if fact.table == "learners"]
