@@ -20,6 +20,7 @@ def settle_in(parent: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it has gone already
         os._exit(1)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # what holds once the interpreter ends, and takes its own handler back
     faulthandler.register(signal.SIGUSR1, all_threads=True)
 
 

@@ -283,7 +283,8 @@ def _times(histories: Histories, life: Life, windows: Sequence[tuple[float, floa
     if joined is not None and not life.name.endswith("life 0"):
         begun = life.calls[0].begun
         took = joined.ended - begun - _overlap(begun, joined.ended, _outages(histories))
-        if took > plan.lease_s + AFTERWARDS_S + slack_s:
+        patience = slack_s if plan.learning is None else 10 * slack_s  # a learner loads torch before it declares
+        if took > plan.lease_s + AFTERWARDS_S + patience:
             text = f"{life.name} took {took:.1f} s to join, beside outages; the lease is {plan.lease_s:g} s"
             yield Failure("slow successor", text)
 

@@ -11,5 +11,6 @@ from launched import options_of_worker
 from program import live
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # as in children.py
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     live(options_of_worker(Path(sys.argv[1])))
