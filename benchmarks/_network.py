@@ -1,7 +1,7 @@
 """A network of hosts on one Linux machine: namespaces joined by a bridge, each link with a token bucket in both directions.
 
 All of it lies in namespaces of its own, the bridge too, so that nothing of the machine's network changes; removing them removes
-everything. Needs root, iproute2, and a kernel with veth, bridge and tbf. Knows nothing of what runs on the hosts.
+everything. Needs root, iproute2, and a kernel with veth, bridge and tbf. Of what runs on the hosts it knows shards.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+from _processes import Shard
+
 _PREFIX = "psdbench"
 _BURST = "128kb"
 _QUEUE = "30ms"
@@ -23,6 +25,20 @@ _QUEUE = "30ms"
 
 class NetworkError(RuntimeError):
     """No network can be made here; the message says what is missing."""
+
+
+def shards_on(network: Network | None, count: int) -> list[Shard]:
+    """Shards, each on a host of its own, s0, s1 and so on, of the network; on this machine without one. To be started."""
+    return [
+        Shard(
+            "--insecure",
+            index=index,
+            count=count,
+            listen="127.0.0.1:0" if network is None else f"{network.address(f's{index}')}:7000",
+            prefix=() if network is None else network.prefix(f"s{index}"),
+        )
+        for index in range(count)
+    ]
 
 
 class Network:

@@ -27,8 +27,8 @@ from typing import Any
 
 import _report as report
 import torch
-from _network import Network, NetworkError
-from _processes import START_S, Process, Shard, cleanly, environment, start_all
+from _network import Network, NetworkError, shards_on
+from _processes import START_S, Process, cleanly, environment, start_all
 from _report import Criterion, ratio
 
 import psd_client
@@ -106,16 +106,7 @@ def train(network: Network | None, way: str, steps_max: int, goal: float, args: 
         return [] if network is None else network.prefix(host)
 
     with ExitStack() as stack:
-        shards = [
-            Shard(
-                "--insecure",
-                index=index,
-                count=args.shards,
-                listen="127.0.0.1:0" if network is None else f"{network.address(f's{index}')}:7000",
-                prefix=on(f"s{index}"),
-            )
-            for index in range(args.shards)
-        ]
+        shards = shards_on(network, args.shards)
         for shard in shards:
             stack.callback(shard.kill)
         start_all(stack, shards)

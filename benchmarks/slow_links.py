@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import _report as report
-from _network import Network, NetworkError
-from _processes import START_S, TURN_S, Process, ProcessFailed, Shard, cleanly, environment, start_all
+from _network import Network, NetworkError, shards_on
+from _processes import START_S, TURN_S, Process, ProcessFailed, cleanly, environment, start_all
 from _report import Criterion, ratio
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "sparse_lr.py"
@@ -54,16 +54,7 @@ def train(network: Network | None, transport: str, workers: int, form: str, args
         return [] if network is None else network.prefix(host)
 
     with ExitStack() as stack:
-        shards = [
-            Shard(
-                "--insecure",
-                index=index,
-                count=args.shards,
-                listen="127.0.0.1:0" if network is None else f"{network.address(f's{index}')}:7000",
-                prefix=on(f"s{index}"),
-            )
-            for index in range(args.shards)
-        ]
+        shards = shards_on(network, args.shards)
         start_all(stack, shards)
         command = [sys.executable, str(EXAMPLE), "--steps", str(args.steps), "--epochs", "100"]
         command += ["--data", args.data] if args.data else []

@@ -212,6 +212,14 @@ def encode(
     return out
 
 
+def encoded_if_finite(codec: str, values: FloatArray) -> NDArray[Any]:
+    """Return (n,) float32 values in a codec, or as they are if one of them is NaN or infinite, which has no form in it."""
+    try:
+        return encode(codec, values)
+    except InvalidArray:
+        return values
+
+
 class Encoded:
     """Encoded data that were looked at once, and are sound for so many elements. They are read where they lie.
 

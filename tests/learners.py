@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -18,6 +18,17 @@ OUTER = psd_client.SGD(lr=0.7, momentum=0.9, nesterov=True)
 
 
 SUM = psd_client.SGD(lr=1.0)
+
+
+def zeros(shapes: Mapping[str, tuple[int, ...]]) -> nn.Module:
+    """A model with zero tensors of these shapes, and an embedding, `rows`, of (31, 17)."""
+    model = nn.Module()
+    for name, shape in shapes.items():
+        model.register_parameter(name, nn.Parameter(torch.zeros(shape)))
+    model.rows = nn.Embedding(31, 17)
+    with torch.no_grad():
+        model.rows.weight.zero_()
+    return model
 
 
 def network() -> nn.Sequential:

@@ -15,32 +15,43 @@ from turns import Turns
 import psd_client
 
 
-def follow(reader: psd_client.Reader, until: int) -> tuple[float, int, int]:
-    """Follow until a version; return when that was, how many were taken, and how many of them are not what they are called."""
-    taken = wrong = version = 0
-    while version < until:
-        weights = reader.pull(newer_than=version)
-        version = weights.version
-        wrong += bool((weights["w"] != -version).any())
-        taken += 1
-    return time.monotonic(), taken, wrong
+class Follower:
+    """One reader, which has the first version."""
+
+    def __init__(self, servers: str) -> None:
+        self._reader = psd_client.connect(servers, role="reader", wait_timeout=600)
+        self._version = self._reader.pull().version
+
+    def follow(self, until: int) -> tuple[float, int, int]:
+        """Follow until a version; return when that was, how many were taken, and how many are not what they are called."""
+        taken = wrong = 0
+        while self._version < until:
+            weights = self._reader.pull(newer_than=self._version)
+            self._version = weights.version
+            wrong += bool((weights["w"] != -self._version).any())
+            taken += 1
+        return time.monotonic(), taken, wrong
+
+    def close(self) -> None:
+        """Disconnect."""
+        self._reader.close()
 
 
 def main() -> None:
     """Connect, and take turns."""
     turns = Turns()
-    readers = [psd_client.connect(each, role="reader", wait_timeout=600) for each in turns.arguments["servers"]]
-    with ThreadPoolExecutor(len(readers)) as pool:
-        list(pool.map(lambda reader: reader.pull(), readers))
+    servers = turns.arguments["servers"]
+    with ThreadPoolExecutor(len(servers)) as pool:
+        followers = list(pool.map(Follower, servers))
 
         def answered(request: dict[str, Any]) -> dict[str, Any]:
-            found = list(pool.map(lambda reader: follow(reader, request["until"]), readers))
+            found = list(pool.map(lambda follower: follower.follow(request["until"]), followers))
             had_at, taken, wrong = zip(*found, strict=True)
             return {"had_at": had_at, "taken": taken, "wrong": sum(wrong)}
 
         turns.answer(answered)
-        for reader in readers:
-            reader.close()
+        for follower in followers:
+            follower.close()
 
 
 if __name__ == "__main__":

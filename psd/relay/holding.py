@@ -6,15 +6,11 @@ they have it; then its memory is used for the next one. Versions only grow. Must
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
-
-from numpy.typing import NDArray
 
 from psd.contract import frames
 from psd.contract.errors import (
@@ -30,12 +26,13 @@ from psd.contract.errors import (
     WaitTimeout,
 )
 from psd.contract.integers import INTEGER_MAX
-from psd.contract.layout import READ_CODECS, Block, Layout
+from psd.contract.layout import Block, Layout
 from psd.contract.layout_message import layout_message
+from psd.contract.reads import check_read
 from psd.v1 import control_pb2, data_pb2
 from psd_client.lanes.flat import FlatBuffers
 from psd_client.reader import WholeCopy
-from psd_core import InvalidArray, codecs, deltas
+from psd_core import codecs, deltas
 
 
 @dataclass(eq=False)
@@ -72,11 +69,8 @@ class HeldVersion:
         if index not in self._contents:
             self._contents[index] = deltas.check(values)
         message = data_pb2.PullFrame(block=index, version=self.version, content=self._contents[index])
-        payload: NDArray[Any] = values
-        if form := block.read_codec(codec):
-            with contextlib.suppress(InvalidArray):  # NaN and infinity have no form
-                payload = codecs.encode(form, values)
-        return frames.join(message.SerializeToString(), payload)
+        form = block.read_codec(codec)
+        return frames.join(message.SerializeToString(), codecs.encoded_if_finite(form, values) if form else values)
 
 
 def held_version(copy: WholeCopy, layout: Layout, relay_of: str, since: float) -> HeldVersion:
@@ -219,10 +213,7 @@ class Holding:
         check_run(request.run_id, held)
         if request.layout_digest != held.described.layout_digest:
             raise LayoutMismatch("layout_digest: is not this job's, laid out for one shard")
-        if len(set(request.blocks)) < len(request.blocks):
-            raise InvalidRequest(f"blocks: one of these {len(request.blocks)} is named twice")
-        if request.codec not in READ_CODECS:
-            raise InvalidRequest(f"codec: must be empty, bf16 or fp16, got {request.codec[:80]!r}")
+        check_read(request)
         for index in request.blocks:
             if index not in held.blocks:
                 raise BlockOutOfRange(f"blocks: {index} is no block of the job, which has {len(held.blocks)} on a relay")

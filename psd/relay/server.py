@@ -9,20 +9,19 @@ from __future__ import annotations
 import logging
 from concurrent.futures import ThreadPoolExecutor
 
-import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from psd.contract.config import ClientConfig, ConfigError, ServerConfig, is_loopback, parse_address
+from psd.contract.config import ClientConfig, ConfigError, ServerConfig
 from psd.relay.following import Following, addresses_of
 from psd.relay.holding import Holding
 from psd.relay.service import SERVICES, RelayService
-from psd.rim.access import Access, AccessInterceptor
+from psd.rim.access import Access
 from psd.rim.calls import CallGuard, Unknown
 from psd.rim.health import HealthService
 from psd.rim.pace import Pace
 from psd.rim.probes import ProbeServer
 from psd.rim.reflection import Reflection
-from psd.rim.server import READY, server_options
+from psd.rim.server import READY, bind, grpc_server
 from psd.rim.tls import ServerTls
 
 logger = logging.getLogger(__name__)
@@ -54,12 +53,7 @@ class RelayServer:
         self._pool = ThreadPoolExecutor(config.limits.calls_max, thread_name_prefix="psd-call")
         pace = Pace()
         guard = CallGuard(self.holding, pace)
-        self._server = grpc.server(
-            self._pool,
-            interceptors=[] if access is None else [AccessInterceptor(access, pace, guard.as_error)],
-            maximum_concurrent_rpcs=config.limits.calls_max,
-            options=server_options(config.limits),
-        )
+        self._server = grpc_server(config, self._pool, access, pace, guard)
         self._health = HealthService(pace)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self._probes = ProbeServer(self._health, config) if config.health_port is not None else None
@@ -77,18 +71,7 @@ class RelayServer:
         Raises:
             OSError: the address cannot be bound.
         """
-        host, port = parse_address(self._config.listen, "--listen")
-        if self._tls is None and self._config.token_file and not is_loopback(self._config.listen):
-            logger.warning("--insecure: tokens cross the network unencrypted, where anybody who listens can take them")
-        try:
-            if self._tls is None:
-                bound = self._server.add_insecure_port(self._config.listen)
-            else:
-                bound = self._server.add_secure_port(self._config.listen, self._tls.credentials())
-        except RuntimeError as error:
-            raise OSError(
-                f"--listen: cannot bind {host}:{port}; is the port in use, and is the host this machine's?"
-            ) from error
+        host, bound = bind(self._server, self._config, self._tls)
         self.address = f"{host}:{bound}"
         if self._probes is not None:
             self._probes.start()

@@ -140,7 +140,7 @@ class PulledBlock:
         """The numbers that travel, in their form."""
         if self.difference is not None:
             return self.difference
-        return payload_of(self.values, self.codec) if self.codec else self.values
+        return payload_of(self.values, self.codec)
 
     def write_to(self, target: NDArray[Any]) -> None:
         """Write values that have a codec, as the receiver of the payload would have them, into memory of the worker."""

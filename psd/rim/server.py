@@ -72,8 +72,38 @@ def _directory(config: ServerConfig, crash_point: Callable[[str], None] | None) 
         raise ConfigError(f"--checkpoint-dir: {error}") from error
 
 
-def server_options(limits: Limits) -> list[tuple[str, int]]:
-    """The options of a gRPC server that strangers may reach."""
+def grpc_server(
+    config: ServerConfig, pool: ThreadPoolExecutor, access: Access | None, pace: Pace, guard: CallGuard
+) -> grpc.Server:
+    """A gRPC server that strangers may reach: a shard's, or a relay's."""
+    return grpc.server(
+        pool,
+        interceptors=[] if access is None else [AccessInterceptor(access, pace, guard.as_error)],
+        maximum_concurrent_rpcs=config.limits.calls_max,
+        options=_options(config.limits),
+    )
+
+
+def bind(server: grpc.Server, config: ServerConfig, tls: ServerTls | None) -> tuple[str, int]:
+    """Bind a server to --listen; return host and port.
+
+    Raises:
+        OSError: the address cannot be bound.
+    """
+    if tls is None and config.token_file and not is_loopback(config.listen):
+        logger.warning("--insecure: tokens cross the network unencrypted, where anybody who listens can take them")
+    host, port = parse_address(config.listen, "--listen")
+    try:
+        if tls is None:
+            bound = server.add_insecure_port(config.listen)
+        else:
+            bound = server.add_secure_port(config.listen, tls.credentials())
+    except RuntimeError as error:
+        raise OSError(f"--listen: cannot bind {host}:{port}; is the port in use, and is the host this machine's?") from error
+    return host, bound
+
+
+def _options(limits: Limits) -> list[tuple[str, int]]:
     return [
         ("grpc.max_receive_message_length", limits.message_bytes_max),
         ("grpc.max_send_message_length", limits.message_bytes_max),
@@ -127,12 +157,7 @@ class ShardServer:
         self._pool = ThreadPoolExecutor(config.limits.calls_max, thread_name_prefix="psd-call")
         pace = Pace()
         guard = CallGuard(self.shard, pace)
-        self._server = grpc.server(
-            self._pool,
-            interceptors=[] if access is None else [AccessInterceptor(access, pace, guard.as_error)],
-            maximum_concurrent_rpcs=config.limits.calls_max,
-            options=server_options(config.limits),
-        )
+        self._server = grpc_server(config, self._pool, access, pace, guard)
         self._health = HealthService(pace)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self._probes = ProbeServer(self._health, config) if config.health_port is not None else None
@@ -177,18 +202,7 @@ class ShardServer:
             raise
 
     def _start(self) -> None:
-        if self._tls is None and self._config.token_file and not is_loopback(self._config.listen):
-            logger.warning("--insecure: tokens cross the network unencrypted, where anybody who listens can take them")
-        host, port = parse_address(self._config.listen, "--listen")
-        try:
-            if self._tls is None:
-                bound = self._server.add_insecure_port(self._config.listen)
-            else:
-                bound = self._server.add_secure_port(self._config.listen, self._tls.credentials())
-        except RuntimeError as error:
-            raise OSError(
-                f"--listen: cannot bind {host}:{port}; is the port in use, and is the host this machine's?"
-            ) from error
+        host, bound = bind(self._server, self._config, self._tls)
         self.address = f"{host}:{bound}"
         if self.shard.is_recovered:
             job = self.shard.declared()

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from psd.contract.errors import InvalidRequest, Overloaded
 from psd.contract.integers import INTEGER_MAX
-from psd.contract.layout import READ_CODECS
 from psd.contract.printable import is_printable, utf8_size
+from psd.contract.reads import check_read
 from psd.state import locks
 from psd.state.job import Job
 from psd.v1 import data_pb2
@@ -132,10 +132,7 @@ class Readers:
 
 
 def check_blocks(request: data_pb2.ReadRequest, job: Job) -> None:
-    """Raise InvalidRequest or BlockOutOfRange if a reader asks for what no job has, or holds no such thing."""
-    if len({job.block(index).index for index in request.blocks}) < len(request.blocks):
-        raise InvalidRequest(f"blocks: one of these {len(request.blocks)} is named twice")
-    if request.codec not in READ_CODECS:
-        raise InvalidRequest(f"codec: must be empty, bf16 or fp16, got {request.codec[:80]!r}")
-    if len(request.held) not in (0, len(request.blocks)):
-        raise InvalidRequest(f"held: has {len(request.held)} entries for {len(request.blocks)} blocks")
+    """Raise BlockOutOfRange if a reader asks for what is not this shard's, InvalidRequest if its request is none."""
+    for index in request.blocks:
+        job.block(index)
+    check_read(request)

@@ -9,7 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from learners import corrected  # noqa: E402
+from learners import corrected, zeros  # noqa: E402
 from torch import nn, optim  # noqa: E402
 
 import psd_client  # noqa: E402
@@ -27,16 +27,6 @@ SHAPES = {
     "of_one": (9,),
     "scalar": (),
 }
-
-
-def model() -> nn.Module:
-    module = nn.Module()
-    for name, shape in SHAPES.items():
-        module.register_parameter(name, nn.Parameter(torch.zeros(shape)))
-    module.rows = nn.Embedding(31, 17)
-    with torch.no_grad():
-        module.rows.weight.zero_()
-    return module
 
 
 def difference(name: str, rank: int, exchange: int) -> np.ndarray[Any, Any]:
@@ -74,7 +64,7 @@ def moved(run_workers: Any, shards: int, exchanges: int, weights: tuple[float, .
     """Where exchanges of these learners bring the tensors."""
 
     def learner(ps: Any) -> dict[str, Any]:
-        module = model()
+        module = zeros(SHAPES)
         optimizer = psd.distribute(module, optim.SGD(module.parameters(), lr=1.0), local=LOCAL, ps=ps, **options)
         for exchange in range(exchanges):
             for name, parameter in module.named_parameters():
@@ -140,6 +130,6 @@ def test_with_a_quorum_of_one_differences_are_corrected_one_by_one(cluster: Any)
     ],
 )
 def test_what_does_not_go_with_corrections_is_refused(cluster: Any, options: dict[str, Any], words: str) -> None:
-    module = model()
+    module = zeros(SHAPES)
     with psd_client.connect(cluster(1).servers, 0, 1) as ps, pytest.raises(InvalidRequest, match=words):
         psd.distribute(module, optim.SGD(module.parameters(), lr=1.0), ps=ps, **{"local": LOCAL, **options})

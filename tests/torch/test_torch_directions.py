@@ -9,6 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from learners import zeros  # noqa: E402
 from torch import nn, optim  # noqa: E402
 
 import psd_client  # noqa: E402
@@ -24,16 +25,6 @@ SHAPES = {
     "of_one": (9,),
     "scalar": (),
 }
-
-
-def model() -> nn.Module:
-    module = nn.Module()
-    for name, shape in SHAPES.items():
-        module.register_parameter(name, nn.Parameter(torch.zeros(shape)))
-    module.rows = nn.Embedding(31, 17)
-    with torch.no_grad():
-        module.rows.weight.zero_()
-    return module
 
 
 def difference(name: str, rank: int) -> np.ndarray[Any, Any]:
@@ -66,7 +57,7 @@ def merged(run_workers: Any, shards: int, weights: tuple[float, ...] = TOKENS) -
     """What one exchange of these learners moves the tensors by."""
 
     def learner(ps: Any) -> dict[str, Any]:
-        module = model()
+        module = zeros(SHAPES)
         optimizer = psd.distribute(module, optim.SGD(module.parameters(), lr=1.0), local=LOCAL, ps=ps)
         for name, parameter in module.named_parameters():
             parameter.grad = torch.from_numpy(difference(name, ps.rank))
@@ -124,7 +115,7 @@ def test_one_learner_moves_as_far_as_it_has_moved(run_workers: Any) -> None:
     ],
 )
 def test_what_does_not_go_with_directions_is_refused(cluster: Any, options: dict[str, Any], words: str) -> None:
-    module = model()
+    module = zeros(SHAPES)
     with psd_client.connect(cluster(1).servers, 0, 1) as ps, pytest.raises(InvalidRequest, match=words):
         psd.distribute(module, optim.SGD(module.parameters(), lr=1.0), ps=ps, **{"local": LOCAL, **options})
 

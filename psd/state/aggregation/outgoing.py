@@ -16,15 +16,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from psd_core import InvalidArray, codecs
+from psd_core import codecs
 
 
 def payload_of(values: NDArray[Any], codec: str) -> NDArray[Any]:
-    """Encode (n,) float32 values; NaN and infinity have no form, so that a block with one of them is returned as it is."""
-    try:
-        return codecs.encode(codec, values)
-    except InvalidArray:
-        return values
+    """The form in which (n,) values travel: in the codec if there is one, and they are finite; else as they are."""
+    return codecs.encoded_if_finite(codec, values) if codec else values
 
 
 def write_rounded(values: NDArray[Any], codec: str, target: NDArray[Any]) -> None:
