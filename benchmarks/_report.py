@@ -17,6 +17,11 @@ from pathlib import Path
 from typing import Any
 
 
+# Before anything loads gRPC, which reads it then: some benchmarks start processes while they have channels, and gRPC would close
+# its descriptors in a forked child that is about to execute another program.
+os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
+
+
 @dataclass(frozen=True)
 class Criterion:
     """A ratio within one run, and its limit.
