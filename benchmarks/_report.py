@@ -16,8 +16,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-# Before anything loads gRPC, which reads it then: some benchmarks start processes while they have channels, and gRPC would close
-# its descriptors in a forked child that is about to execute another program.
+# Before anything loads gRPC, which reads it then: some benchmarks start processes while they have channels, and gRPC would
+# close its descriptors in a forked child that is about to execute another program.
 os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
 
 
