@@ -1,4 +1,4 @@
-"""What every reader's request must be, whether a shard or a relay answers. Must not know jobs, or what they hold."""
+"""Checks of every reader's request, whether a shard or a relay answers. Must not know jobs, or what they hold."""
 
 from __future__ import annotations
 

@@ -114,7 +114,8 @@ def _end(histories: Histories, life: Life) -> Iterator[Failure]:
     elif life.how and not life.signalled and life.ended - life.how_at > _end_s(histories, life) + slack_s:
         yield Failure("slow end", f"{life.name} took {life.ended - life.how_at:.1f} s to end ({life.how})")
     elif not life.how and not life.signalled:
-        yield Failure("ended by itself", f"{life.name} ended with status {life.status}, without a word")
+        said = f"{life.name} ended with status {life.status}, without a word; its log ends: {life.log[-2000:]}"
+        yield Failure("ended by itself", said)
     if life.has_ended_in_order and not life.signalled and life.status != 0:
         yield Failure("exit status", f"{life.name} ended in order ({life.how}), with status {life.status}")
     for words in ("Exception ignored", "Exception in thread", "Fatal Python error", "Traceback"):

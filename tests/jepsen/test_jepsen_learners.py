@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,8 @@ from cells import NUMBERS, PER_LIFE, Counts, Gradients, initial, seen
 from learner_cells import counts_of
 from lossy_cells import FORMS, LOSSY, LossyCells, totals
 from plan import Learning
+from processes import HERE, last_record
+from program import Options
 from story import Story
 
 PUSHES = 38
@@ -143,3 +148,31 @@ def test_checks_when_the_job_has_gone_back_then_what_was_acknowledged_since_need
     story.has_learned()
 
     assert story.found_of_learners() == set()
+
+
+@pytest.mark.process
+def test_learner_when_a_call_fails_for_good_then_it_says_that_it_ends(tmp_path: Path) -> None:
+    """As any other program of a trial: its errors are those that the program's last lines know."""
+    history = tmp_path / "history.jsonl"
+    options = Options(
+        history=str(history),
+        stop=str(tmp_path / "stop"),
+        servers="127.0.0.1:1",
+        rank=0,
+        workers=1,
+        shards=1,
+        size="small",
+        seed=1,
+        first=0,
+        count=1,
+        connect={"transport": "tcp", "retry_timeout": 0.1},
+        declared={},
+        style={},
+        learning={"steps": 2, "fragments": 1, "delay": 0, "grace": 0.0},
+    )
+
+    ended = subprocess.run(
+        [sys.executable, HERE / "program.py", str(os.getpid()), options.to_json()], stderr=subprocess.PIPE, text=True, check=False
+    )
+
+    assert (ended.returncode, last_record(history)["e"], last_record(history)["how"]) == (1, "end", "restart"), ended.stderr
