@@ -72,7 +72,7 @@ def turns(transport: str, args: Namespace) -> dict[str, Any]:
         ps = stack.enter_context(psd_client.connect(shards[1].address, 0, 1, transport=transport))
         ps.declare(values, psd_client.SGD(lr=1.0), aggregation="exact")
         readers = {
-            name: stack.enter_context(psd_client.connect(shards[0].address, role="reader"))
+            name: stack.enter_context(psd_client.connect(shards[0].address, role="reader", transport=transport))
             for name in ("read", "bfloat16", "changed")
         }
 

@@ -119,7 +119,7 @@ class Shard:
         self.parameters = ParameterDesk(self._core)
         self.settlement = SettlementDesk(self._core)
         self.vectors = VectorDesk(self._core)
-        self.readers = Readers(now, config.limits.readers_max)
+        self.readers = Readers(now, config.limits.readers_max, config.limits.reads_max)
         self._curves = Curves(now, config.limits.name_bytes_max)
         self.is_draining = False
         self._started = now()
@@ -225,7 +225,21 @@ class Shard:
             timeline=self._core.timeline,
             push_ids_max=self._core.push_ids_max,
             layout=job.layout_message,
+            incarnation=self._core.incarnation,
         )
+
+    def check_reader(self, request: control_pb2.OpenReadsRequest) -> int:
+        """The id of a reader of this shard that asks for a connection.
+
+        Raises:
+            ForeignRun: it means another run. NotDeclared: there is nothing to read yet.
+            InvalidRequest, Overloaded: as Readers.asked_by.
+        """
+        self._core.check_run(request.run_id)
+        self._core.initialized()
+        if not request.HasField("reader"):
+            raise InvalidRequest("reader: absent, but a connection is for one reader")
+        return self.readers.check(request.reader)
 
     def begin_read(self, request: data_pb2.ReadRequest, done: Done) -> Snapshot:
         """Begin to collect the pages of a reader's cut; see DataService.Read. The caller gives them back by `cuts.abandon`.
