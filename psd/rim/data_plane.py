@@ -27,7 +27,7 @@ from psd.state.aggregation.trained import Trained
 from psd.state.cuts.snapshots import Done, Snapshot
 from psd.state.desks.exchange import tables_of
 from psd.state.desks.transfers import Found, Pull, Push
-from psd.state.kept_versions import Told
+from psd.state.kept_versions import KeptVersions, Told
 from psd.state.readers import KnownReader, Readers
 from psd.state.shard import Shard
 from psd.state.tables.block import TablesBlock
@@ -158,13 +158,13 @@ class ReadBlock(PulledBlock):
 
     Attributes:
         positions, content: as in PullFrame. told: what is sent in place of the values; None: they are.
-        sent_bytes: those that went to the reader.
+        sent_bytes: those that went to the reader. kept: takes the page over from `release`; None: it is given back.
 
     Args:
         readers: told by `release` what went to which one.
     """
 
-    __slots__ = ("_reader", "_readers", "content", "positions", "sent_bytes", "told")
+    __slots__ = ("_reader", "_readers", "content", "kept", "positions", "sent_bytes", "told")
 
     def __init__(
         self, state: BlockState, found: Found, codec: str, content: int, positions: int, readers: Readers, reader: KnownReader
@@ -172,6 +172,7 @@ class ReadBlock(PulledBlock):
         super().__init__(state, found, codec=state.plan.read_codec(codec))
         self.content, self.positions = content, positions
         self.told: Told | None = None
+        self.kept: KeptVersions | None = None
         self.sent_bytes = 0
         self._readers, self._reader = readers, reader
 
@@ -198,7 +199,10 @@ class ReadBlock(PulledBlock):
 
     @override
     def release(self) -> None:
-        super().release()
+        if self.kept is None:
+            super().release()
+        else:
+            self.kept.keep(self.block, self.content, self.values, super().release)
         self._readers.sent(self._reader, self.sent_bytes)
 
 
@@ -318,7 +322,7 @@ class DataPlane:
                     try:
                         if held is not None and not is_whole:  # the reader comes again and again
                             block.told = kept.told(index, held, content, block.values, block.codec)
-                            kept.keep(index, content, block.values)
+                            block.kept = kept
                     except BaseException:
                         block.release()
                         raise

