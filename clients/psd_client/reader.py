@@ -40,7 +40,7 @@ from psd_client.lanes.rows_memory import RowsMemory
 from psd_client.lanes.shards import RetryPolicy, Shards, transfer_s
 from psd_client.lanes.transport import Call, Lane, Scope
 from psd_client.lanes.waiting import ShardHealth
-from psd_client.reading_places import GivenPlace, Places, ReadingPlaces
+from psd_client.reading_places import GivenPlace, ReadingPlaces, ReceivingPlaces
 from psd_client.tables import as_row_ids
 from psd_client.vectors import Vector, as_vector
 from psd_client.wanted_tensors import Nothing, WantedTensors, blocks_with, meta_of
@@ -158,7 +158,7 @@ class Reader:
         self._shards = Shards(lanes, RetryPolicy(config.retry_timeout_s), self._health)
         self._last: Exception | None = None  # why the last attempt of a pull has found nothing
         self._layout: Layout | None = None
-        self._places: Places | None = None  # what pulls are received in
+        self._places: ReceivingPlaces | None = None  # what pulls are received in
         self._comes_again = False  # so that shards keep what it has, to tell it what changes
         self._described = control_pb2.DescribeReply()
         self._version = 0  # that it has fetched
@@ -383,7 +383,7 @@ class Reader:
         has_rounds = layout.spec.consistency.has_rounds
         timeline = self.timeline
         note = data_pb2.ReaderNote(id=self._id, name=self.name)
-        places = self._prepared(layout, data_pb2.ReadRequest(run_id=described.run_id, reader=note))
+        places = self._prepared(layout, data_pb2.ReadRequest(reader=note))
         buffers = places.renew(layout, [block.read_codec(wanted.codec) for block in layout.blocks])
         base = buffers.base or buffers
 
@@ -430,7 +430,7 @@ class Reader:
             digest_of(layout.digest, contents),
         )
 
-    def _prepared(self, layout: Layout, request: data_pb2.ReadRequest) -> Places:
+    def _prepared(self, layout: Layout, request: data_pb2.ReadRequest) -> ReceivingPlaces:
         """The places for this layout. New ones are shared with the shards on this machine."""
         places = self._places
         if places is not None and places.layout in (None, layout):

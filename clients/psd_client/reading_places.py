@@ -18,8 +18,8 @@ from psd_client.lanes.segment import Segment
 from psd_client.worker.exchange.lending import ParameterPlaces
 
 
-class Places(Protocol):
-    """Where a reader receives. layout: None: of any layout."""
+class ReceivingPlaces(Protocol):
+    """The places in which a reader receives. layout: None: of any layout."""
 
     @property
     def layout(self) -> Layout | None: ...  # noqa: D102 - above
@@ -47,7 +47,7 @@ class ReadingPlaces:
         return self._places.shared
 
     def renew(self, layout: Layout, codecs: list[str]) -> FlatBuffers:
-        """As in Places."""
+        """Return the place to receive into; its base is the one that was received in last."""
         assert layout is self.layout
         place = self._places.renew()
         place.base = self._latest if self._latest is not place else None
@@ -56,7 +56,7 @@ class ReadingPlaces:
         return place
 
     def lend(self, place: FlatBuffers, tensors: Collection[int]) -> Sequence[NDArray[Any] | None]:
-        """As in Places."""
+        """Lend the tensors, and let the place be the next one's base."""
         place.base, self._latest = None, place
         return self._places.lend(tensors)
 
@@ -77,18 +77,18 @@ class GivenPlace:
 
     @property
     def buffers(self) -> FlatBuffers:
-        """What was received into."""
+        """The buffers that were received into."""
         assert self._buffers is not None
         return self._buffers
 
     def renew(self, layout: Layout, codecs: list[str]) -> FlatBuffers:
-        """As in Places."""
+        """Return the place; it is its own base."""
         if self._buffers is None or self._buffers.layout is not layout:
             self._buffers = FlatBuffers(layout)
         self._buffers.read_in(codecs)
         return self._buffers
 
     def lend(self, place: FlatBuffers, tensors: Collection[int]) -> Sequence[NDArray[Any] | None]:
-        """As in Places; lends nothing."""
+        """Lend nothing."""
         del tensors
         return [None] * len(place.views)

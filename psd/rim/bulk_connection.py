@@ -40,7 +40,7 @@ MessageT = TypeVar("MessageT", bound=Message)
 Admit = Callable[["ServedConnection", bytes], int]
 
 STRANGER, READER = -1, -2
-"""What stands for a rank: before the ticket was shown, and of a reader."""
+"""Numbers in place of a rank: before the ticket was shown, and of a reader."""
 
 OVERDUE_S = 5.0
 """Seconds after its deadline at which a reader's call should have ended. A longer one waits for a reader that takes nothing."""

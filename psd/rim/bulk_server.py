@@ -165,7 +165,7 @@ class BulkServer:
     def open_reads(self, request: control_pb2.OpenReadsRequest, metadata: Metadata = ()) -> control_pb2.OpenBulkReply:
         """Open a bulk connection for a reader, likewise."""
         is_welcome = None if self._access is None else self._access.holder(metadata)
-        self._shard.check_reader(request)
+        self._shard.readers.check(request)
         readers_max = self._config.limits.readers_max
         with self._lock:
             count = sum(connection.rank == READER for connection in self._connections.values())

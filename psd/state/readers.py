@@ -18,7 +18,7 @@ from psd.contract.printable import is_printable, utf8_size
 from psd.contract.reads import check_read
 from psd.state import locks
 from psd.state.job import Job
-from psd.v1 import data_pb2
+from psd.v1 import control_pb2, data_pb2
 
 FORGET_S = 600.0
 """Seconds after its last request when a reader is forgotten."""
@@ -82,12 +82,17 @@ class Readers:
         finally:
             self._reads.release()
 
-    def check(self, note: data_pb2.ReaderNote) -> int:
-        """The id of a reader that is going to ask; raises as `asked_by` does."""
-        reader = self._reader(note)
+    def check(self, request: control_pb2.OpenReadsRequest) -> None:
+        """Take note of a reader that asks for a connection.
+
+        Raises:
+            InvalidRequest: it does not say who it is, or its id or its name is no such. Overloaded: there are too many readers.
+        """
+        if not request.HasField("reader"):
+            raise InvalidRequest("reader: absent, but a connection is for one reader")
+        reader = self._reader(request.reader)
         with self._lock:
             reader.open_calls -= 1
-        return reader.id
 
     @contextmanager
     def asked_by(self, request: data_pb2.ReadRequest, lane: str) -> Iterator[KnownReader]:

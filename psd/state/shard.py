@@ -228,24 +228,10 @@ class Shard:
             incarnation=self._core.incarnation,
         )
 
-    def check_reader(self, request: control_pb2.OpenReadsRequest) -> int:
-        """The id of a reader of this shard that asks for a connection.
-
-        Raises:
-            ForeignRun: it means another run. NotDeclared: there is nothing to read yet.
-            InvalidRequest, Overloaded: as Readers.asked_by.
-        """
-        self._core.check_run(request.run_id)
-        self._core.initialized()
-        if not request.HasField("reader"):
-            raise InvalidRequest("reader: absent, but a connection is for one reader")
-        return self.readers.check(request.reader)
-
     def begin_read(self, request: data_pb2.ReadRequest, done: Done) -> Snapshot:
         """Begin to collect the pages of a reader's cut; see DataService.Read. The caller gives them back by `cuts.abandon`.
 
-        Args:
-            done: receives the snapshot when it is complete, or missed.
+        done: receives the snapshot when it is complete, or missed.
         """
         self._core.check_run(request.run_id)
         job = self._core.initialized()

@@ -114,6 +114,7 @@ def test_what_was_pulled_is_the_programs_own(store: tuple[Any, str, Any], lane: 
 
 @pytest.mark.parametrize("lane", BULK)
 def test_a_connection_that_breaks_while_the_reader_waits_is_opened_again(store: tuple[Any, str, Any], lane: str) -> None:
+    """And the wait goes on."""
     opened, servers, shards = store
     opened.put(state_of(1))
     with reading(servers, lane) as reader, ThreadPoolExecutor(1) as pool:
@@ -168,6 +169,7 @@ def test_readers_have_so_many_connections_and_no_more(cluster: Callable[..., Any
 
 
 def test_a_lane_that_does_not_work_here_is_an_error_if_it_was_asked_for(cluster: Callable[..., Any]) -> None:
+    """Otherwise the next best one is used."""
     running = cluster(1, bulk_port=None)
     with psd_client.publish(running.servers) as opened:
         opened.put({"w": np.ones(3, np.float32)})

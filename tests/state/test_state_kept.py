@@ -38,6 +38,7 @@ class Kept:
 
 
 def test_the_version_that_was_asked_for_longest_ago_goes() -> None:
+    """And a page that is kept already is given back."""
     kept = Kept(2)
     for number in (1, 2, 1, 3):
         kept.keep(number)
@@ -46,12 +47,14 @@ def test_the_version_that_was_asked_for_longest_ago_goes() -> None:
 
 
 def test_none_are_kept_if_none_are_wanted() -> None:
+    """Every page is given back at once."""
     kept = Kept(0)
     kept.keep(1)
     assert (kept.released, kept.is_kept(1)) == ([1], False)
 
 
 def test_all_are_let_go_and_none_are_kept_of_a_job_that_is_over() -> None:
+    """So nothing keeps its arena from being closed."""
     kept = Kept(2)
     assert not kept.versions.forget()
     kept.keep(1)

@@ -33,18 +33,18 @@ SILENCES_MAX = 2
 """Attempts on a port that does not answer, while the shard answers over gRPC, before this worker stops trying the port."""
 
 
-class Caller(Protocol):
+class Asking(Protocol):
     """Whoever asks for a connection. incarnation: of the shard, which it last answered."""
 
     @property
     def incarnation(self) -> int: ...  # noqa: D102 - above
 
 
-CallerT = TypeVar("CallerT", bound=Caller)
+AskingT = TypeVar("AskingT", bound=Asking)
 ClientT = TypeVar("ClientT", bound=BulkClient)
 
 
-class BulkOpener(Generic[CallerT, ClientT]):
+class BulkOpener(Generic[AskingT, ClientT]):
     """The bulk connection of one shard, opened when needed.
 
     Args:
@@ -62,7 +62,7 @@ class BulkOpener(Generic[CallerT, ClientT]):
         address: str,
         wanted: str,
         credentials: Credentials,
-        ask: Callable[[CallerT, Call], control_pb2.OpenBulkReply],
+        ask: Callable[[AskingT, Call], control_pb2.OpenBulkReply],
         traffic: Traffic,
         kind: type[ClientT],
     ) -> None:
@@ -85,7 +85,7 @@ class BulkOpener(Generic[CallerT, ClientT]):
         """True if there is a connection."""
         return self._open is not None and self._open.is_open
 
-    def connection(self, caller: CallerT, call: Call) -> ClientT | None:
+    def connection(self, caller: AskingT, call: Call) -> ClientT | None:
         """The connection, which is opened if needed; None if only gRPC works."""
         if self._open is not None and self._open.is_open:
             return self._open
@@ -99,7 +99,7 @@ class BulkOpener(Generic[CallerT, ClientT]):
         if self._open is not None:
             self._open.close()
 
-    def _choose(self, caller: CallerT, call: Call) -> ClientT | None:
+    def _choose(self, caller: AskingT, call: Call) -> ClientT | None:
         refusals: list[str] = []
         ways: tuple[tuple[str, Callable[[control_pb2.OpenBulkReply], socket.socket | TlsSocket]], ...]
         ways = ("shm", self._connect_local), ("tcp", self._connect_tcp)

@@ -272,7 +272,7 @@ class ShardLane(Lane):
         if self._reads is None or not self._incarnation:
             self.transport = "grpc" if self._reads is None else "grpc (a relay)"
             return None
-        asked = control_pb2.OpenReadsRequest(run_id=request.run_id, reader=request.reader)
+        asked = control_pb2.OpenReadsRequest(reader=request.reader)
         connection = self._reads.connection(ReadingCaller(self._incarnation, asked), call)
         self.transport = self._reads.transport
         return connection
