@@ -11,8 +11,8 @@ reports psd-run's death, even by SIGKILL, as the end of the file. Each line of t
 PR_SET_PDEATHSIG, and libraries that use it, end only direct children, not the processes that these have started, and remove no
 directories.
 
-This file holds both sides: `Watchdog` is psd-run's, `main` the process, which loads little: each job starts one. Knows nothing of
-shards and workers.
+This file holds both sides: `Watchdog` is psd-run's, `main` the process, which loads little, as each job starts one. Knows
+nothing of shards and workers.
 """
 
 from __future__ import annotations
