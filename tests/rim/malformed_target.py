@@ -122,7 +122,9 @@ class Target:
         data = DataService(self.shard, planes["grpc"], guard)
         self.vectors = VectorPlane(self.shard, self.shard.readers.fetching, VectorGate())
         bulk = BulkServer(self.shard, planes, self.vectors, guard, self.shard._core.config)
-        control = ControlService(self.shard, guard, address=str, on_leave=int, open_bulk=bulk.open).handler()
+        control = ControlService(
+            self.shard, guard, address=str, on_leave=int, open_bulk=bulk.open, open_reads=bulk.open_reads
+        ).handler()
         self._handlers = (control, data.handler(), VectorService(guard, self.vectors).handler())
         self.layout = Layout(spec, 2)
         self.scalars = [*SCALARS, SCALARS[1]][: len(spec.groups)]
