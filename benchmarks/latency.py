@@ -57,7 +57,7 @@ CONSISTENCIES = ("async", "sync")
 PLACES = ("one", "two", "free")
 STEPS_MAX = work.STEPS_MAX - 100
 LIMITS = {("two", "tcp"): 2.0, ("two", "shm"): 1.5, ("one", "tcp"): 2.5, ("one", "shm"): 2.0}
-"""To raw tcp, with one worker and one shard."""
+"""Largest ratio to raw tcp, with one worker and one shard."""
 LIMIT_SHARDS = 1.6
 LIMITS_BUSY = {"p50_s": 1.3, "p99_s": 3.0}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import shutil
 import subprocess
@@ -323,6 +324,16 @@ def test_latency_when_the_shard_is_busy_then_steps_are_measured_meanwhile(figure
     assert all(r["p50_s"] > 0 for r in busy)
     assert busy[1]["events"] >= 1
     assert busy[2]["events"] >= 50
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MAP_POPULATE"), reason="it maps memory as Linux does")
+def test_mapped_pages_when_blocks_are_few_then_every_part_is_timed(figures_of):
+    """It exits with 1 if a copy, or a mapping, has other numbers than the page."""
+    figures = figures_of("mapped_pages.py", "--blocks", "2", "--rounds", "2")
+
+    assert list(figures["seconds"]) == ["update", "to segment", "to program", "from page", "remap, filled", "remap, by access"]
+    assert all(seconds > 0 for seconds in figures["seconds"].values())
+    assert 0 < figures["share_in_one_block"] < 1
 
 
 @pytest.mark.parametrize(
