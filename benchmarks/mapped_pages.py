@@ -5,7 +5,7 @@
 Today the shard copies each block from its page into memory of the worker's, and most programs copy it from there. Here are the
 parts of that, and of what would take its place, for blocks of 4 MiB in memory files:
 
-    update         psd's SGD kernel, from one page to another, as a measure
+    update         psd's SGD kernel, from one page to another; and with the next part, block by block, as a shard does both
     to segment     page to the worker's memory, by the shard
     to program     the worker's memory to the program's; with copy=False, or for who reads the flat buffers, it is not made
     from page      page to the program's memory, by a worker that has mapped the shard's file once
@@ -80,7 +80,7 @@ def share_in_one_block(model: str) -> float:
 
 
 def update(before: Floats, after: Floats, grad: Floats) -> None:
-    """Apply SGD from one page to another, for all blocks at once."""
+    """Apply SGD from one page to another."""
     ends, touched, steps = np.array([grad.size], np.uint32), np.ones(1, np.uint8), np.zeros(1, np.uint64)
     how = {"weight": 1, "scale": 1, "segment_ends": ends, "touched": touched, "steps_in": steps, "steps_out": steps}
     psd_core.step_block("sgd", before, after, [], [], None, grad, **how, scalars=[LR, 0, 0, 0], flags=())
@@ -93,9 +93,14 @@ def measure(blocks: int, rounds: int) -> dict[str, float]:
     segment, program = np.frombuffer(mmap.mmap(-1, grad.nbytes), np.float32), np.zeros(grad.size, np.float32)
     newest = 0
 
-    def step() -> None:
+    def step(*, copies: bool) -> None:
         nonlocal newest
-        update(pages.halves[newest], pages.halves[1 - newest], grad)
+        before, after = pages.halves[newest], pages.halves[1 - newest]
+        for start in range(0, grad.size, BLOCK_BYTES_MAX // 4):
+            block = slice(start, start + BLOCK_BYTES_MAX // 4)
+            update(before[block], after[block], grad[block])
+            if copies:
+                np.copyto(segment[block], after[block])
         newest = 1 - newest
 
     def remap(flags: int) -> None:
@@ -104,7 +109,8 @@ def measure(blocks: int, rounds: int) -> dict[str, float]:
             pages.mapped[:: mmap.PAGESIZE // 4].max()
 
     works = {
-        "update": step,
+        "update": lambda: step(copies=False),
+        "update, to segment": lambda: step(copies=True),
         "to segment": lambda: np.copyto(segment, pages.halves[newest]),
         "to program": lambda: np.copyto(program, segment),
         "from page": lambda: np.copyto(program, pages.halves[newest]),
@@ -114,7 +120,7 @@ def measure(blocks: int, rounds: int) -> dict[str, float]:
     seconds = report.in_turns(works, rounds=rounds)
     for name in ("remap, filled", "remap, by access"):
         seconds[name] /= 2  # each maps two halves
-    expected = np.float32(1 - LR * (rounds + 1))
+    expected = np.float32(1 - 2 * LR * (rounds + 1))
     for name, values in (("to segment", segment), ("to program", program), ("from page", program), ("remap", pages.mapped)):
         if not (values == expected).all():
             raise SystemExit(f"{name}: not all numbers are {expected}")

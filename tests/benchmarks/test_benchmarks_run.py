@@ -331,7 +331,8 @@ def test_mapped_pages_when_blocks_are_few_then_every_part_is_timed(figures_of):
     """It exits with 1 if a copy, or a mapping, has other numbers than the page."""
     figures = figures_of("mapped_pages.py", "--blocks", "2", "--rounds", "2")
 
-    assert list(figures["seconds"]) == ["update", "to segment", "to program", "from page", "remap, filled", "remap, by access"]
+    assert list(figures["seconds"])[:3] == ["update", "update, to segment", "to segment"]
+    assert list(figures["seconds"])[3:] == ["to program", "from page", "remap, filled", "remap, by access"]
     assert all(seconds > 0 for seconds in figures["seconds"].values())
     assert 0 < figures["share_in_one_block"] < 1
 
