@@ -1,7 +1,7 @@
 """Measures learners that are far apart: the quality of what they learn together for the bytes that they send, and the steps
 that are made although learners die.
 
-    python benchmarks/far_apart.py [--parts quality,goodput,many] [--steps 1200] [--seeds 3] [--seconds 40] [--json FILE]
+    python benchmarks/far_apart.py [--parts quality,goodput,many,synchronizer] [--steps 1200] [--seeds 3] [--json FILE]
 
 Quality: a small transformer of the kind of examples/diloco.py, trained by data parallelism, DiLoCo and Streaming DiLoCo from
 equally many tokens. Loss is of the job's parameters on a text that nobody has learned from; bytes are those that a learner has
@@ -14,6 +14,8 @@ whatever the machine. The share is of the steps that learners could have made wh
 where who is left meets anew. docs/far-apart.md has the figures.
 
 Many: --sites learners of a tiny model, of which --sample take part in a round, in a few processes; every step is counted.
+
+Synchronizer: the shard's processor time for an exchange of --megabytes of parameters.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ from typing import Any
 import _goodput
 import _many_learners
 import _report
+import _synchronizer
 import torch
 from _goodput import BASE, BY_GLOO, GOODPUT, NESTEROV, options_of
 from _processes import START_S, ProcessFailed, Shard, cleanly
@@ -47,7 +50,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
 import characters
 
-PARTS = ("quality", "goodput", "many")
+PARTS = ("quality", "goodput", "many", "synchronizer")
 DISTURBED = "decoupled, int4, one slow, one dying"
 ASYNC, CORRECTED = "asynchronous, one slow", "asynchronous, one slow, HeLoCo"
 UNEVEN = (DISTURBED, ASYNC, CORRECTED)
@@ -118,7 +121,8 @@ def train(
 ) -> dict[str, float]:
     """Train one learner, in its own process; its loss at the end, and what it has sent.
 
-    steps: of an uneven run, a file with a byte for each step that any learner has made; it begins when the file is there.
+    steps: of an uneven run, a file with a byte for each step that any learner has made; it begins when the file is there,
+        and the first learner ends when all others have, and a file "end" is beside it.
     joined: set when this one has joined.
     """
     torch.set_num_threads(1)
@@ -130,8 +134,8 @@ def train(
     optimizer = psd.distribute(model, inner, servers=servers, rank=rank, world_size=args.learners, **options)
     if joined is not None:
         joined.set()
-    while steps is not None and not steps.exists():
-        time.sleep(0.01)
+    if steps is not None:
+        _wait_for(steps)
     before = optimizer.ps.stats()["sent_bytes"]
     meter = Meter(inner)
 
@@ -160,11 +164,19 @@ def train(
                 file.write(b".")
     idle, loss = meter.share, 0.0
     if rank == 0:  # the last one here: an exchange under way that lacks its quorum waits for those that are present
-        optimizer.ps.barrier("end")
+        if steps is None:
+            optimizer.ps.barrier("end")
+        else:
+            _wait_for(steps.with_name("end"))
         optimizer.pull()
         loss = characters.validation_loss(model, text, 512)
     optimizer.close()
     return {"loss": loss, "sent_bytes": optimizer.ps.stats()["sent_bytes"] - before, "idle": idle}
+
+
+def _wait_for(path: Path) -> None:
+    while not path.exists():
+        time.sleep(0.01)
 
 
 def _train_into(path: Path, *task: Any) -> None:
@@ -195,7 +207,9 @@ def uneven(way: str, seed: int, servers: str, args: argparse.Namespace, director
         dying.kill()
         learners[-1] = begin(args.learners - 1)
         kills += 1
-    for rank, (learner, _) in enumerate(learners):
+    for rank, (learner, _) in reversed([*enumerate(learners)]):
+        if rank == 0:
+            (directory / "end").touch()
         learner.join()
         if learner.exitcode:
             raise ProcessFailed(f"learner {rank} has ended with status {learner.exitcode}")
@@ -294,6 +308,7 @@ def main() -> None:
     parser.add_argument("--spares", type=int, default=4, help="processes that wait to be learners (default %(default)s)")
     parser.add_argument("--sites", type=int, default=100, help="learners, for many (default %(default)s)")
     parser.add_argument("--sample", type=float, default=0.1, help="share of them in a round (default %(default)s)")
+    parser.add_argument("--megabytes", type=float, default=256, help="for synchronizer (default %(default)s)")
     parser.add_argument("--step-ms", type=float, default=50, help="a learner's own time per step (default %(default)s)")
     args = parser.parse_args()
     figures: dict[str, Any] = {"machine": _report.machine(), "settings": {**vars(args), "json": None, "data": str(args.data)}}
@@ -308,6 +323,9 @@ def main() -> None:
         if "many" in args.parts:
             figures["many"] = many(args, Path(memory))
             print("\n" + _many_learners.text(figures["many"]))
+        if "synchronizer" in args.parts:
+            figures["synchronizer"] = _synchronizer.measure(args.megabytes, args.learners, 4, Path(memory))
+            print("\n" + _synchronizer.text(figures["synchronizer"]))
     _report.write_json(args.json, figures, [])
 
 
