@@ -223,6 +223,29 @@ def test_far_apart_when_learners_die_then_the_steps_of_the_others_are_counted(fi
 
 
 @pytest.mark.process
+def test_far_apart_when_learners_by_gloo_die_then_those_who_are_left_meet_anew(figures_of):
+    """And make steps; who comes back meets them, too."""
+    pytest.importorskip("torch")
+    size = ("--learners", "2", "--seconds", "4", "--every", "1.5", "--away", "1", "--step-ms", "20", "--spares", "2")
+
+    runs = figures_of("far_apart.py", "--parts", "goodput", *size, "--only-failures", "--ways", "by gloo")["goodput"]
+
+    assert [run["way"] for run in runs] == ["data parallel by gloo", "DiLoCo by gloo"]
+    assert all(run["kills"] == 2 and 0 < run["done"] <= 1.1 * run["possible"] for run in runs)
+
+
+@pytest.mark.process
+def test_far_apart_when_the_synchronizer_is_measured_then_differences_travel_in_four_bits(figures_of):
+    pytest.importorskip("torch")
+    size = ("--learners", "2", "--megabytes", "1")
+
+    found = figures_of("far_apart.py", "--parts", "synchronizer", *size)["synchronizer"]
+
+    assert found["cpu_s"] > 0
+    assert 0.125e6 < found["sent_bytes"] < 0.14e6
+
+
+@pytest.mark.process
 def test_overhead_when_metrics_are_scraped_then_both_jobs_are_timed_in_turns(figures_of):
     """One transport, one round; each has a ratio; there were scrapes, and the dashboard has worked."""
     size = ("--transports", "shm", "--model", "mlp", "--rounds", "1", "--seconds", "0.1", "--watchers", "metrics,dashboard")
