@@ -49,7 +49,7 @@ _ONE_SHARD = {"shards": 1, "blocks": 1, "early_cuts": 2, "restores": 0}
 """Which of two cuts is the later one does not depend on how many shards take part."""
 
 _ONE_BLOCK = {"shards": 1, "blocks": 1}
-"""Of a world with residuals that is seen whole: each block has its own, which no other has a part in."""
+"""Of a world with residuals that is seen whole, in 14,530 states: each block has its own, which no other has a part in."""
 
 SETTINGS = (
     Setting("sync-fast"),
@@ -93,7 +93,7 @@ SETTINGS = (
     Setting("lost-disks", faults=frozenset({"blank", "die", "lose"})),
 )
 """Each with two steps of each worker. Slow heartbeats and lost disks are much to see, and have few other faults beside them.
-Those with cuts are too large to be seen whole with a fault: with one, what they have as `small` is."""
+Those with cuts, and residuals, are too large to be seen whole with a fault: with one, what they have as `small` is."""
 
 _LARGE = Setting("", shards=3, blocks=4, steps=4, programs=("push_pull",) * 3, budget=6, faults=frozenset(FAULTS) - {"blank"})
 _MIXED = ("push_then_pull", "push_pull", "push_only")
