@@ -148,7 +148,7 @@ def test_slow_links_when_no_link_is_limited_then_both_forms_learn_the_same(figur
 def test_far_apart_when_it_runs_then_local_steps_send_a_fraction_of_the_bytes(figures_of):
     pytest.importorskip("torch")
     size = ("--parts", "quality", "--learners", "2", "--steps", "50", "--seeds", "1", "--batch-size", "1")
-    size += ("--ways", "DiLoCo,Streaming")
+    size += ("--ways", "DiLoCo,Streaming,in 8")
 
     runs = {run["way"]: run for run in figures_of("far_apart.py", *size)["quality"]}
 
@@ -156,7 +156,7 @@ def test_far_apart_when_it_runs_then_local_steps_send_a_fraction_of_the_bytes(fi
     assert runs["DiLoCo"]["sent_bytes"] == pytest.approx(each_step / 50)
     assert runs["Streaming, 8 fragments"]["sent_bytes"] == pytest.approx(each_step / 50)
     assert each_step / 200 <= runs["DiLoCo, int8"]["sent_bytes"] < each_step / 180
-    assert each_step / 400 <= runs["Streaming, int4"]["sent_bytes"] < each_step / 300
+    assert each_step / 400 <= runs["int4 in 8 fragments"]["sent_bytes"] < each_step / 300
     assert all(0 < run["loss"] < 4 for run in runs.values())
 
 
@@ -221,6 +221,29 @@ def test_far_apart_when_learners_die_then_the_steps_of_the_others_are_counted(fi
     assert failing["kills"] == 2
     assert failing["possible"] < calm["possible"]
     assert all(0 < run["done"] <= 1.1 * run["possible"] for run in (calm, failing))
+
+
+@pytest.mark.process
+def test_far_apart_when_learners_by_gloo_die_then_those_who_are_left_meet_anew(figures_of):
+    """And make steps; who comes back meets them, too."""
+    pytest.importorskip("torch")
+    size = ("--learners", "2", "--seconds", "4", "--every", "1.5", "--away", "1", "--step-ms", "20", "--spares", "2")
+
+    runs = figures_of("far_apart.py", "--parts", "goodput", *size, "--only-failures", "--ways", "by gloo")["goodput"]
+
+    assert [run["way"] for run in runs] == ["data parallel by gloo", "DiLoCo by gloo"]
+    assert all(run["kills"] == 2 and 0 < run["done"] <= 1.1 * run["possible"] for run in runs)
+
+
+@pytest.mark.process
+def test_far_apart_when_the_synchronizer_is_measured_then_differences_travel_in_four_bits(figures_of):
+    pytest.importorskip("torch")
+    size = ("--learners", "2", "--megabytes", "1")
+
+    found = figures_of("far_apart.py", "--parts", "synchronizer", *size)["synchronizer"]
+
+    assert found["cpu_s"] > 0
+    assert 0.125e6 < found["sent_bytes"] < 0.14e6
 
 
 @pytest.mark.process
