@@ -44,7 +44,7 @@ class Group:
         self._pause = threading.Event()
 
     def meet(self, model: torch.nn.Module) -> None:
-        """If the membership is another one, meet its members, and take the parameters of the one of lowest rank."""
+        """Meet the members, if the membership is another one, and take the parameters of the one of lowest rank."""
         while True:
             members = json.loads((self._directory / "members").read_text())
             if members["number"] == self._number or self._rank not in members["ranks"]:
@@ -65,7 +65,7 @@ class Group:
                 self.wait_for_another()
 
     def wait_for_another(self) -> None:
-        """Until the benchmark has written a membership after this one."""
+        """Return when the benchmark has written a membership after this one."""
         while json.loads((self._directory / "members").read_text())["number"] == self._number:
             self._pause.wait(LOOK_S)
 
@@ -91,7 +91,7 @@ class Group:
 
 @torch.no_grad()
 def exchange(group: Group, model: torch.nn.Module, base: list[torch.Tensor], outer: torch.optim.Optimizer) -> None:
-    """DiLoCo's: step from the base by the mean of all differences."""
+    """Step from the base by the mean of all differences."""
     differences = [before - parameter for before, parameter in zip(base, model.parameters(), strict=True)]
     if group.average(differences):
         for before, parameter, difference in zip(base, model.parameters(), differences, strict=True):

@@ -48,7 +48,7 @@ GOODPUT: Mapping[str, Mapping[str, Any]] = {
 """Ways to train, and the options of psd.distribute for them. A quorum is a share of the learners."""
 
 BY_GLOO: Mapping[str, int] = {"data parallel by gloo": 1, "DiLoCo by gloo": 20}
-"""Likewise without psd; local steps between two exchanges."""
+"""Ways without psd; local steps between two exchanges."""
 
 
 def options_of(ways: Mapping[str, Mapping[str, Any]], way: str, learners: int) -> dict[str, Any]:
