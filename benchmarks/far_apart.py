@@ -55,8 +55,8 @@ DISTURBED = "decoupled, int4, one slow, one dying"
 ASYNC, CORRECTED = "asynchronous, one slow", "asynchronous, one slow, HeLoCo"
 UNEVEN = (DISTURBED, ASYNC, CORRECTED)
 """Ways in which one learner is slow."""
-ONE_BY_ONE = psd_client.SGD(lr=0.175, momentum=0.8, nesterov=True)
-"""A quarter of the step: each of four learners' differences is applied by itself."""
+ONE_BY_ONE = psd_client.SGD(lr=0.125, momentum=0.5, nesterov=True)
+"""Each of four learners' differences moves the parameters by itself: a quarter of its length, with what the momentum adds."""
 SLOW, SLOWNESS = 1, 4.0
 """The rank of the slow learner, and how many times as long as others' its steps take."""
 FORKS = multiprocessing.get_context("forkserver")
