@@ -60,6 +60,7 @@ def read(driver, **fields):
 
 
 def test_a_put_that_shard_0_has_decided_is_there_when_a_reader_says_so():
+    """At a shard whose publisher could not say so any more; saying it again changes nothing."""
     first, second = shards_with_a_put()
     told = described(first)
     assert (told.decision.round, told.decision.members) == (0, MEMBERS)
@@ -101,6 +102,7 @@ def test_a_decision_from_another_life_of_the_store_changes_nothing():
 
 
 def test_a_decision_is_refused_where_it_makes_no_sense():
+    """Of another timeline, or of none, of workers that do not exist, or of a job that trains."""
     first, second = shards_with_a_put()
     told = described(first)
     with pytest.raises(CutMissed, match="timeline"):
