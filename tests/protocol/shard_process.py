@@ -154,6 +154,7 @@ class ShardView(NamedTuple):
         has_lost_round: the next tick will see to that.
         handlers: keys of waiting calls; True: it may go on. live: by rank, the live session, else 0.
         history, ahead, carried: see History. cuts: parts of cuts that are complete. announced, reads: how many cuts, readers.
+        told: what readers of a publication have heard here. can_be_read: a reader finds something.
         holds: it holds pushes for a cut. is_graced: the open round has its quorum, and waits on for others.
     """
 
@@ -169,6 +170,8 @@ class ShardView(NamedTuple):
     cuts: tuple[CutPart, ...] = ()
     announced: int = 0
     reads: int = 0
+    told: tuple[tuple[int, bytes], ...] = ()
+    can_be_read: bool = False
     holds: bool = False
     is_graced: bool = False
 
@@ -318,7 +321,8 @@ class ShardProcess:
             self._crash_points.setdefault(self._front(), self._burnt + 1)
         replies, self._replies = tuple(self._replies), []
         points = tuple(sorted(point for point in self._crash_points.values() if point))
-        return ShardTold(replies, points, self._locks, self.history.take_wrong())
+        wrong, self.cut_parts.wrong = tuple(self.cut_parts.wrong), []
+        return ShardTold(replies, points, self._locks, self.history.take_wrong() + wrong)
 
     def _apply(self, event: tuple[Any, ...]) -> None:
         shard = self._shard
@@ -347,8 +351,10 @@ class ShardProcess:
             case ("grace",):
                 shard.settlement._coordinator()._grace._began = 0.0  # long ago
                 shard.settlement.decide_due()
-            case ("announce" | "read" as what,):
-                getattr(self.cut_parts, what)()
+            case ("announce",):
+                self.cut_parts.announce()
+            case ("read", told):
+                self.cut_parts.read(told)
             case ("overdue",):
                 self._now += HOLD_S_MAX + 1
                 shard.cuts.on_tick(self._now, self._setting.lease_s)
@@ -440,6 +446,8 @@ class ShardProcess:
             cuts=tuple(sorted(self.cut_parts.found.values())),
             announced=self.cut_parts.announced,
             reads=self.cut_parts.reads,
+            told=tuple(self.cut_parts.told),
+            can_be_read=self._shard is not None and self.cut_parts.can_be_read,
             holds=self._shard is not None and self.cut_parts.holds,
             is_graced=self._shard is not None and self._shard.settlement.due_in() is not None,
         )
