@@ -117,11 +117,13 @@ class Learning:
 @dataclass(frozen=True)
 class Publishing:
     """Who reads what the workers publish: so many readers of the shards, and of the relays, if there are any; each of these has
-    two of them to choose from. pace_s: a publisher's, between two puts, on average."""
+    two of them to choose from. pace_s: a publisher's, between two puts, on average. puts_between: faults strike one after the
+    other, whenever so many more puts have returned, and the trial has at most its seconds; 0: they strike by the clock."""
 
     readers: int = 2
     relays: int = 0
     pace_s: float = 0.02
+    puts_between: int = 0
 
 
 @dataclass(frozen=True)

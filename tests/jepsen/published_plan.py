@@ -11,6 +11,9 @@ from plan import LANES, LINKS, OF_READERS, Fault, Plan, Publishing, draw, drawn_
 SHARE = 0.15
 """Of all plans, those of publications."""
 
+PUTS_BETWEEN = 5
+"""Before each kill of a trial that is to have so many: 200 kills are 1000 publications."""
+
 
 def draw_any(seed: int, *, may_mount: bool = False, may_learn: bool = False) -> Plan:
     """The plan of a seed, as `draw` has it, or one of publications."""
@@ -57,7 +60,7 @@ def publishing_fault(source: random.Random, plan: Plan, kinds: Sequence[str] = (
 
 
 def publications_under_kills(seed: int, kills: int, seconds: float) -> Plan:
-    """So many kills of shards, publishers, relays and readers, one after the other, in so many seconds of publications."""
+    """So many kills of shards, publishers, relays and readers, after PUTS_BETWEEN puts each, in so many seconds at most."""
     source = random.Random(seed)
     plan = Plan(
         seed,
@@ -70,9 +73,8 @@ def publications_under_kills(seed: int, kills: int, seconds: float) -> Plan:
         retry_s=20.0,
         named=True,
         seconds=seconds,
-        publishing=Publishing(3, 2, 0.005),
+        publishing=Publishing(3, 2, 0.005, PUTS_BETWEEN),
     )
     kinds = ("shard-kill", "shard-kill", "worker-kill", "relay-kill", "reader-kill")
-    times = [round(number * seconds / kills, 3) for number in range(kills)]
-    faults = tuple(replace(publishing_fault(source, plan, kinds), at=at, seconds=0.1) for at in times)
+    faults = tuple(replace(publishing_fault(source, plan, kinds), at=0.0, seconds=0.1) for _ in range(kills))
     return replace(plan, faults=faults)

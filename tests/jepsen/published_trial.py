@@ -89,7 +89,8 @@ class _PublishedTrial:
             for client in range(len(self._clients))
             for shard in self._shards
         }
-        self._cuts = 0
+        self._cuts = self._struck = self._returned = 0
+        self._places: dict[Path, int] = {}
         self._last: list[Process] = []
 
     # -- processes -----------------------------------------------------------------------------------------------------
@@ -156,12 +157,16 @@ class _PublishedTrial:
             client.start()
         self._until(lambda: all(map(self._has_read, self._readers)), JOIN_S)
         self._timeline.note("training")
-        for fault in self._plan.faults:
-            self._at(fault.at, lambda fault=fault: self._begin(fault))
-        self._until(lambda: False, self._plan.seconds, scaled=False)
+        if self._publishing.puts_between:
+            self._until(self._have_all_struck, self._plan.seconds, scaled=False)
+        else:
+            for fault in self._plan.faults:
+                self._at(fault.at, lambda fault=fault: self._begin(fault))
+            self._until(lambda: False, self._plan.seconds, scaled=False)
         self._timeline.note("stopping")
         (self._directory / "stop").touch()
-        last = max((fault.at + fault.seconds for fault in self._plan.faults), default=0.0)
+        by_clock = () if self._publishing.puts_between else self._plan.faults
+        last = max((fault.at + fault.seconds for fault in by_clock), default=0.0)
         self._until(lambda: not self._due, max(0.0, last - self._plan.seconds) + 1, scaled=False)
         if not self._until(lambda: not self._due and not any(each.is_running for each in self._publishers), END_S):
             self._give_up([each.lives[-1] for each in self._publishers if each.is_running])
@@ -214,6 +219,27 @@ class _PublishedTrial:
         """It has had a version."""
         path = next(self._directory.glob(f"{reader.name.replace(' ', '-')}-life-0*.jsonl"), None)
         return path is not None and '"e": "ok"' in path.read_text()
+
+    def _puts(self) -> int:
+        """How many have returned so far."""
+        for path in self._directory.glob("worker-*.jsonl"):
+            with path.open() as file:
+                file.seek(self._places.get(path, 0))
+                while (line := file.readline()).endswith("\n"):
+                    self._returned += '"e": "ok", "op": "put"' in line
+                    self._places[path] = file.tell()
+        return self._returned
+
+    def _have_all_struck(self) -> bool:
+        """Let the next fault strike if it is its turn; True after so many more puts as come before each."""
+        number = self._struck
+        if self._puts() < (number + 1) * self._publishing.puts_between:
+            return False
+        if number == len(self._plan.faults):
+            return True
+        self._struck += 1
+        self._begin(self._plan.faults[number])
+        return False
 
     def _at(self, seconds: float, action: Callable[[], Any]) -> None:
         """Do something so many seconds from now."""

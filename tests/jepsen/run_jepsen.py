@@ -2,7 +2,7 @@
 
     make jepsen SECONDS=600 SEED=1          # trials for so long; each has the seed after that of the one before
     make jepsen SECONDS=0 SEED=17           # the trial of seed 17 alone
-    make jepsen JEPSEN_FLAGS="--kills 200"  # publications for SECONDS, under so many kills
+    make jepsen JEPSEN_FLAGS="--kills 200"  # 1000 publications under so many kills, in SECONDS at most
     python tests/jepsen/run_jepsen.py --replay FAILURE/plan.json
     python tests/jepsen/run_jepsen.py --judge FAILURE   # the checks alone
 
@@ -117,7 +117,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--compressed", action="store_true", help="likewise with compressed gradients")
     parser.add_argument("--learners", action="store_true", help="likewise of learners")
     parser.add_argument("--publications", action="store_true", help="likewise of publications")
-    parser.add_argument("--kills", type=int, default=0, help="one trial alone: publications for --seconds, under so many kills")
+    parser.add_argument(
+        "--kills", type=int, default=0, help="one trial alone: publications under so many kills, for --seconds at most"
+    )
     parser.add_argument("--checkpoints", action="store_true", help="likewise with checkpoints")
     parser.add_argument("--no-shrink", action="store_true", help="keep failing plans as they are")
     return parser.parse_args()
