@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from automaton import Automaton, Node
 from setting import Setting
-from shard_process import ShardProcess, ShardTold
+from shard_process import ShardProcess
+from shard_view import ShardTold
 from wire import UNREACHED, Numbers, Request
 from worker_process import Slot, Told, WorkerProcess, WorkerView
 
