@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from cells import PER_LIFE, SIZES, names
-from learner_cells import STEPS_PER_LIFE
+from learner_cells import MERGES_BY_DIRECTION, LearnerCells
 from lossy_cells import FORMS
 
 LANES = ("shm", "tcp", "grpc")
@@ -109,6 +109,7 @@ class Learning:
     fragments: int
     delay: int
     grace: float | str = 0.0
+    merge: str = "mean"
 
 
 @dataclass(frozen=True)
@@ -169,16 +170,22 @@ class Plan:
         options = dict(MODES[self.mode])
         if "quorum" in options:
             options["quorum"] = max(1, self.workers - 1)
-        if self.codec:
-            options |= {"compress": self.codec, "pull": self.pull or None}
+        if self.codec or self.pull:
+            options |= {"compress": self.codec or None, "pull": self.pull or None}
         if self.learning is not None and self.learning.grace:
             options["grace"] = self.learning.grace
-        return options | {"reduce": "sum"}
+        is_mean = self.learning is not None and self.learning.merge in MERGES_BY_DIRECTION
+        return options | {"reduce": "mean" if is_mean else "sum"}
 
     @property
     def per_life(self) -> int:
         """Numbers of gradients, or of a learner's steps, that each life of a worker has."""
-        return PER_LIFE if self.learning is None else STEPS_PER_LIFE
+        return PER_LIFE if self.learning is None else self.learner_cells.per_life
+
+    @property
+    def learner_cells(self) -> LearnerCells:
+        """Where learners' steps are in the parameters."""
+        return LearnerCells.of(self.codec, self.pull, "mean" if self.learning is None else self.learning.merge)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -209,7 +216,7 @@ class Plan:
             + ["tables"] * self.has_tables
             + ["vectors"] * self.has_vectors
             + ([f"learners {asdict(self.learning)}"] if self.learning is not None else [])
-            + [f"compressed ({self.codec}, {self.pull or 'whole'})"] * bool(self.codec)
+            + [f"compressed ({self.codec or 'whole'}, {self.pull or 'whole'})"] * bool(self.codec or self.pull)
             + ["new limits"] * self.new_limits
             + ["under psd-run"] * self.is_launched
             + ["dead workers at the end"] * self.ends_dead
@@ -248,7 +255,8 @@ def draw(seed: int, *, may_mount: bool = False, may_learn: bool = False) -> Plan
     plan = replace(plan, new_limits=plan.new_limits and not plan.small_disk)  # some take more room than such a disk has
     of_bytes = random.Random(f"compression {seed}")
     if of_bytes.random() < 0.35:
-        plan = replace(plan, codec=of_bytes.choice(tuple(FORMS)), pull=of_bytes.choice(("", "bf16")))
+        pulls = ("", "bf16", "int8", "int4") if plan.has_rounds else ("", "bf16")
+        plan = replace(plan, codec=of_bytes.choice(tuple(FORMS)), pull=of_bytes.choice(pulls))
     plan = replace(plan, styles=tuple(_style(source, barrier_every) for _ in range(workers)))
     faults = [_fault(source, plan) for _ in range(source.choice((0, 1, 1, 2, 3, 4)))]
     if not faults or source.random() < 0.5:
@@ -284,8 +292,12 @@ def _learning(source: random.Random, plan: Plan) -> Plan:
         grace=source.choice((0.0, "auto", 0.2)) if has_quorum else 0.0,
     )
     styles = tuple(replace(each, pace_s=source.choice((0.01, 0.02, 0.05, 0.2))) for each in plan.styles)
-    changed = {"has_tables": False, "has_vectors": False, "ends_dead": False, "pull": "", "wait_s": 20.0}
-    codec = source.choice(("", "", "bf16", "int4log"))
+    codec, pull = source.choice(("", "", "bf16", "int4log", "sign")), ""
+    if mode in EXACT:
+        learning = replace(learning, merge=source.choice(("mean", "rda", "heloco")) if codec != "sign" else "mean")
+    if mode in ROUNDS and learning.merge == "mean" and codec != "sign":
+        pull = source.choice(("", "int8", "int8"))
+    changed = {"has_tables": False, "has_vectors": False, "ends_dead": False, "pull": pull, "wait_s": 20.0}
     return replace(plan, mode=mode, learning=learning, styles=styles, codec=codec, **changed)
 
 
