@@ -1,7 +1,7 @@
 """Workers that join a job of psd and leave it, one after the other, while another one trains; for benchmarks/latency.py.
 
-{"joins": n}: that many ranks from 1 on join, get the parameters and leave. The process has a low priority, so
-that it is the shard that others wait for, rather than a core.
+{"joins": n}: that many ranks from 1 on join, get the parameters and leave. The process has a low priority, so that it is the
+shard that others wait for, rather than a core.
 """
 
 from __future__ import annotations

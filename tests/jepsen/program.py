@@ -99,7 +99,7 @@ class History:
         os.write(self._file, line.encode())
 
 
-class _Logs(logging.Handler):
+class Logs(logging.Handler):
     def __init__(self, history: History) -> None:
         super().__init__()
         self._history = history
@@ -350,7 +350,7 @@ def live(options: Options) -> None:
     """One life of a worker, in this process."""
     history = History(options.history)
     logger = logging.getLogger("psd_client")
-    logger.addHandler(_Logs(history))
+    logger.addHandler(Logs(history))
     logger.setLevel(logging.INFO)  # what the job begins from, too
     logger.propagate = False
     history.write("begin", pid=os.getpid(), seed=options.seed, row=row_of(options))

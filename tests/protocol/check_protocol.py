@@ -36,6 +36,8 @@ from world import World
 
 _OF_CUTS = frozenset({"lose", "kill", "die", "timeout"})
 
+_PUBLISHED: Mapping[str, Any] = {"is_published": True, "aggregation": "exact", "quorum": 1}
+
 _OF_LEARNERS: Mapping[str, Any] = {"aggregation": "exact", "successor": "look_push_pull", "job": {"grace": 1.0}}
 """Of a world of learners, which ask for the job's clock, and whose rounds wait on after their quorum."""
 
@@ -90,6 +92,7 @@ SETTINGS = (
     Setting("cuts-tables-async", consistency="async", tables=1, cuts=1, restores=200, faults=_OF_CUTS, small=_ONE_STEP),
     Setting("two-cuts", consistency="async", cuts=2, restores=200, faults=frozenset({"die"}), small=_ONE_SHARD),
     Setting("readers", consistency="async", reads=1, faults=_OF_CUTS),
+    Setting("publications", programs=("put",), successor="put", reads=2, **_PUBLISHED),
     Setting("lost-disks", faults=frozenset({"blank", "die", "lose"})),
 )
 """Each with two steps of each worker. Slow heartbeats and lost disks are much to see, and have few other faults beside them.
