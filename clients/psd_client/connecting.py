@@ -98,7 +98,9 @@ def connect(
     addresses = [address for server in config.servers for address in alternatives(server)]
     if credentials.has_token and not (credentials.has_tls or all(map(is_loopback, addresses))):
         logger.warning("psd: without tls_ca the token crosses the network unencrypted, where anybody who listens can take it")
-    lanes = [ShardLane(shard, address, config.transport, credentials) for shard, address in enumerate(config.servers)]
+    lanes = [
+        ShardLane(shard, address, config.transport, credentials, config.streams) for shard, address in enumerate(config.servers)
+    ]
     if role == "reader":
         return Reader(config, lanes)
     place = (config.run_id, config.servers, config.rank)
@@ -143,4 +145,4 @@ def _private(address: str, settings: LinkKeywords) -> tuple[ClientConfig, list[L
     alone["run_id"] = settings.get("run_id") or ""
     alone["tls_ca"] = alone["tls_cert"] = alone["tls_key"] = alone["token_file"] = ""
     config = client_config(**alone)
-    return config, [ShardLane(0, address, config.transport, Credentials())]
+    return config, [ShardLane(0, address, config.transport, Credentials(), config.streams)]

@@ -26,13 +26,14 @@ from psd.contract.wire import Stream, is_of_this_user
 from psd.rim.access import Access, Metadata
 from psd.rim.bulk_connection import HELLO_BYTES_MAX, ServedConnection
 from psd.rim.bulk_watch import Watch
+from psd.rim.bundles import Bundle
 from psd.rim.calls import CallGuard
 from psd.rim.data_plane import DataPlane
 from psd.rim.strangers import Strangers
 from psd.rim.tls import ServerTls
 from psd.rim.vector_plane import VectorPlane
 from psd.state.shard import Shard
-from psd.v1 import control_pb2
+from psd.v1 import bulk_pb2, control_pb2
 
 logger = logging.getLogger(__name__)
 
@@ -99,6 +100,7 @@ class BulkServer:
         self._ticket_given = threading.Condition(self._lock)
         self._tickets: dict[bytes, _Ticket] = {}
         self._by_rank: dict[int, ServedConnection] = {}
+        self._bundles: dict[int, tuple[bytes, Bundle]] = {}  # by rank: its connection's ticket, and its further sockets
         self._admitted: dict[int, int] = {}  # by rank, the latest session that has opened a connection
         self._connections: dict[int, ServedConnection] = {}  # by file descriptor
         self._strangers = Strangers(STRANGERS_MAX)
@@ -251,16 +253,23 @@ class BulkServer:
             self._refused[lane] += connection.rank < 0
             if self._by_rank.get(connection.rank) is connection:
                 del self._by_rank[connection.rank]
+                self._bundles.pop(connection.rank, None)
             self._threads.discard(thread)
         connection.close()
 
-    def _admit(self, connection: ServedConnection, key: bytes) -> int:
-        """The rank to which a ticket belongs; InvalidRequest if there is no such ticket."""
+    def _admit(self, connection: ServedConnection, hello: bulk_pb2.BulkHello) -> Bundle:
+        """The connection that a greeting opens, or to which it adds a socket. InvalidRequest if its ticket is for neither."""
+        if hello.strand:
+            return self._admit_strand(connection, hello)
+        if hello.streams > 1 and not connection.is_tcp:
+            raise InvalidRequest(f"streams: expected 1 over a local socket, got {hello.streams}")
         with self._lock:
-            ticket = self._tickets.pop(key, None)
+            ticket = self._tickets.pop(hello.ticket, None)
             if ticket is None or ticket.expires < time.monotonic():
                 raise InvalidRequest("ticket: unknown to this shard, already used, or too old")
             self._strangers.leave(connection)
+            bundle = Bundle(ticket.rank, max(1, hello.streams) - 1)
+            self._bundles[ticket.rank] = hello.ticket, bundle
             connection.is_welcome, connection.session = ticket.is_welcome, ticket.session
             before = self._by_rank.get(ticket.rank)
             self._by_rank[ticket.rank], self._admitted[ticket.rank] = connection, ticket.session
@@ -270,7 +279,17 @@ class BulkServer:
                 before.cut()
                 if not before.ended.wait(PREDECESSOR_S - BLOCK_S):
                     raise Overloaded(f"worker {ticket.rank} has an earlier call under way that does not end")
-        return ticket.rank
+        return bundle
+
+    def _admit_strand(self, connection: ServedConnection, hello: bulk_pb2.BulkHello) -> Bundle:
+        with self._lock:
+            bundles = self._bundles.values()
+            found = next((bundle for key, bundle in bundles if secrets.compare_digest(key, hello.ticket)), None)
+            if found is None or not connection.is_tcp:
+                raise InvalidRequest("ticket: of no connection at this shard that has several sockets")
+            found.check(hello.strand)
+            self._strangers.leave(connection)
+        return found
 
     def _is_current(self, connection: ServedConnection) -> bool:
         """False if the connection's worker has left, or has begun a session that has made no call on it."""

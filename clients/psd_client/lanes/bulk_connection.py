@@ -11,7 +11,7 @@ import logging
 import socket
 import threading
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from google.protobuf.message import DecodeError
 
@@ -25,7 +25,7 @@ from psd_client.lanes.flat import FlatBuffers
 from psd_client.lanes.frames import OutFrame, WantedRows, initial_frames, push_frames
 from psd_client.lanes.grpc_errors import detail_of
 from psd_client.lanes.overlap_feed import Aborted
-from psd_client.lanes.silence_deadline import Patience
+from psd_client.lanes.silence_deadline import PAUSE_S, Patience
 from psd_client.lanes.transport import CANCEL_S, SMALL_BYTES, Bracket, Call, Cancelled, GradientPart, MessageT, Traffic
 
 logger = logging.getLogger("psd_client")
@@ -45,6 +45,7 @@ class BulkClient:
     Args:
         stream: connected; this object closes it. shard, address: for error messages. ticket: from OpenBulk.
         call: the call that needs the connection; may cancel the greeting. traffic: counts payload bytes.
+        further: open further streams, with a HELLO each, to carry parts of large payloads.
 
     Raises:
         NotGreeted: no answer within HELLO_S. ShardUnavailable, Cancelled, psd's errors: as from calls.
@@ -53,7 +54,16 @@ class BulkClient:
         is_open: False after the first failure. is_local: True if the shard can share this process's memory.
     """
 
-    def __init__(self, stream: Stream, shard: int, address: str, ticket: bytes, call: Call, traffic: Traffic) -> None:
+    def __init__(
+        self,
+        stream: Stream,
+        shard: int,
+        address: str,
+        ticket: bytes,
+        call: Call,
+        traffic: Traffic,
+        further: Sequence[Callable[[], Stream]] = (),
+    ) -> None:
         self.is_open = True
         self.is_local = stream.local is not None
         self._stream = stream
@@ -71,13 +81,28 @@ class BulkClient:
         self._patience = Patience(stream)
         try:
             with self._under_way(Call(HELLO_S, call.scope)):
-                self._stream.send(Kind.HELLO, bulk_pb2.BulkHello(ticket=ticket).SerializeToString())
+                hello = bulk_pb2.BulkHello(ticket=ticket, streams=1 + len(further) if further else 0)
+                self._stream.send(Kind.HELLO, hello.SerializeToString())
                 self._expect(Kind.WELCOME)
+            if further:
+                self._join(further, call)
         except WaitTimeout:
             raise NotGreeted from None
         except BaseException:
             self._end()
             raise
+
+    def _join(self, further: Sequence[Callable[[], Stream]], call: Call) -> None:
+        joined: list[Stream] = []
+        with self._under_way(Call(HELLO_S * len(further), call.scope)):
+            try:
+                for opened in further:
+                    joined.append(opened())
+                    joined[-1].set_patience(PAUSE_S, self._patience.check)
+                for stream in joined:
+                    self._expect(Kind.WELCOME, stream)
+            finally:
+                self._stream.join(joined)  # which ends with them
 
     def attach(self, gradients: FlatBuffers, places: Sequence[FlatBuffers], call: Call) -> None:
         """Share the buffers, which all lie in one segment, with the shard, unless they are shared already."""
@@ -448,8 +473,8 @@ class BulkClient:
         self._sender.close()
         self._stream.close()
 
-    def _expect(self, kind: Kind) -> bytes:
-        got, head, payload_bytes = self._stream.receive()
+    def _expect(self, kind: Kind, stream: Stream | None = None) -> bytes:
+        got, head, payload_bytes = (self._stream if stream is None else stream).receive()
         if got is not kind or payload_bytes:
             self._raise(got, head)
         return head

@@ -66,9 +66,12 @@ class ShardLane(Lane):
     Args:
         address: HOST:PORT; for a reader also those of relays, A|B, which all speak gRPC alone.
         transport: "grpc"; "auto", the best one that works; or "shm" or "tcp", which raise ConfigError if they do not work.
+        streams: TCP connections of the bulk lane.
     """
 
-    def __init__(self, shard: int, address: str, transport: str, credentials: Credentials | None = None) -> None:
+    def __init__(
+        self, shard: int, address: str, transport: str, credentials: Credentials | None = None, streams: int = 1
+    ) -> None:
         super().__init__(shard, address)
         credentials = credentials if credentials is not None else Credentials()
         transport = transport if len(alternatives(address)) == 1 else "grpc"
@@ -79,7 +82,7 @@ class ShardLane(Lane):
         self._heartbeats = GrpcChannel(shard, address, credentials)
         self._bulk: BulkOpener | None = None
         if transport != "grpc":
-            self._bulk = BulkOpener(shard, address, transport, credentials, self.open_bulk, self.traffic)
+            self._bulk = BulkOpener(shard, address, transport, credentials, self.open_bulk, self.traffic, streams)
         self._name = f"shard {shard} at {address}"
         self._shared: tuple[FlatBuffers, Sequence[FlatBuffers]] | None = None
 
