@@ -84,6 +84,7 @@ def held_version(copy: WholeCopy, layout: Layout, relay_of: str, since: float) -
     described.layout_digest, described.progress, described.relay_of = layout.digest, copy.version, relay_of
     described.layout.CopyFrom(layout_message(layout, 0))
     described.has_blocks = True  # `progress` is the job's
+    described.incarnation = 0  # no bulk lane
     return HeldVersion(described, copy.buffers, {block.index: block for block in layout.blocks}, since)
 
 

@@ -136,7 +136,9 @@ def reader_status(shard: Shard, reader: KnownReader) -> control_pb2.ReaderStatus
     """One reader as this shard knows it."""
     is_fetching = reader.fetching_since is not None
     is_waiting = reader.open_calls > 0 and not is_fetching
-    reply = control_pb2.ReaderStatus(id=reader.id, name=reader.name, is_waiting=is_waiting, is_fetching=is_fetching)
+    reply = control_pb2.ReaderStatus(
+        id=reader.id, name=reader.name, is_waiting=is_waiting, is_fetching=is_fetching, transport=reader.lane
+    )
     facts.write(reply, reader_numbers(shard, reader))
     return reply
 

@@ -214,7 +214,8 @@ class Sampler:
             numbers["lag_s"] = numbers.get("age_s", 0.0) if numbers["behind"] else 0.0
         is_stuck = reader.is_fetching and numbers.get("fetch_s", 0.0) > STUCK_S
         state = "stuck" if is_stuck else "fetching" if reader.is_fetching else "waiting" if reader.is_waiting else "idle"
-        return ReaderSnapshot(f"{reader.id:014x}", printable(reader.name) or "-", state, numbers)
+        name, transport = printable(reader.name) or "-", printable(reader.transport)
+        return ReaderSnapshot(f"{reader.id:014x}", name, state, transport, numbers)
 
     def _end(self, clock: int, total: int) -> dict[str, float]:
         """The numbers that follow from where the job ends; none if that is not known. total: 0: not known."""

@@ -151,6 +151,7 @@ def test_checks_when_the_job_has_gone_back_then_what_was_acknowledged_since_need
 
 
 @pytest.mark.process
+@pytest.mark.usefixtures("later_compiler")
 def test_learner_when_a_call_fails_for_good_then_it_says_that_it_ends(tmp_path: Path) -> None:
     """As any other program of a trial: its errors are those that the program's last lines know."""
     history = tmp_path / "history.jsonl"

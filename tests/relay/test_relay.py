@@ -349,6 +349,7 @@ def test_a_relay_refuses_what_changes_the_job(job: tuple[psd_client.ParameterSer
             lambda: stub.Barrier(control_pb2.BarrierRequest(), timeout=WAIT_S),
             lambda: stub.Drain(control_pb2.DrainRequest(), timeout=WAIT_S),
             lambda: stub.OpenBulk(control_pb2.OpenBulkRequest(), timeout=WAIT_S),
+            lambda: stub.OpenReads(control_pb2.OpenReadsRequest(), timeout=WAIT_S),
             lambda: data.Push(iter([data_pb2.PushFrame()]), timeout=WAIT_S),
             lambda: list(data.Pull(data_pb2.PullRequest(), timeout=WAIT_S)),
         ]
@@ -480,3 +481,14 @@ def test_spaces_are_the_same_however_many_shards_cut_them(job: tuple[psd_client.
         [(space.group, space.dtype, space.size, space.starts.tolist()) for space in Layout(spec, n).spaces] for n in (1, 3)
     ]
     assert sizes[0] == sizes[1]
+
+
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+def test_a_relays_readers_are_served_by_grpc(cluster: Callable[..., Any], relay: StartRelay, transport: str) -> None:
+    """What a relay offers is what a reader takes, whatever it would rather have."""
+    servers = cluster(1).servers
+    with psd_client.publish(servers) as store:
+        store.put({"w": np.ones(3, np.float32)}, {"step": 1})
+        with psd_client.connect(relay(servers).address, role="reader", transport=transport, wait_timeout=60) as reader:
+            assert reader.pull().meta == {"step": 1}
+            assert reader.transports == ["grpc (a relay)"]

@@ -12,6 +12,7 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 
 from google.protobuf.message import DecodeError
 
@@ -23,9 +24,10 @@ from psd.v1 import bulk_pb2, data_pb2
 from psd_client.lanes.daemon_threads import Crew, Task
 from psd_client.lanes.flat import FlatBuffers
 from psd_client.lanes.frames import OutFrame, WantedRows, initial_frames, push_frames
+from psd_client.lanes.further_streams import join_further
 from psd_client.lanes.grpc_errors import detail_of
 from psd_client.lanes.overlap_feed import Aborted
-from psd_client.lanes.silence_deadline import PAUSE_S, Patience
+from psd_client.lanes.silence_deadline import Patience
 from psd_client.lanes.transport import CANCEL_S, SMALL_BYTES, Bracket, Call, Cancelled, GradientPart, MessageT, Traffic
 
 logger = logging.getLogger("psd_client")
@@ -71,7 +73,7 @@ class BulkClient:
         self._address = address
         self._traffic = traffic
         self._sender = Crew("psd-send")
-        self._attached: tuple[FlatBuffers, list[FlatBuffers]] | None = None
+        self._attached: list[FlatBuffers] | None = None  # the places for parameters; gradients are in the same segment
         self._receiving: FlatBuffers | None = None  # the buffers into which the shard writes, or wrote last
         self._uses_memory = True
         self._wanted: WantedRows | None = None  # the rows that the current call fetches
@@ -85,37 +87,30 @@ class BulkClient:
                 self._stream.send(Kind.HELLO, hello.SerializeToString())
                 self._expect(Kind.WELCOME)
             if further:
-                self._join(further, call)
+                with self._under_way(Call(HELLO_S * len(further), call.scope)):
+                    join_further(self._stream, further, self._patience.check, partial(self._expect, Kind.WELCOME))
         except WaitTimeout:
             raise NotGreeted from None
         except BaseException:
             self._end()
             raise
 
-    def _join(self, further: Sequence[Callable[[], Stream]], call: Call) -> None:
-        joined: list[Stream] = []
-        with self._under_way(Call(HELLO_S * len(further), call.scope)):
-            try:
-                for opened in further:
-                    joined.append(opened())
-                    joined[-1].set_patience(PAUSE_S, self._patience.check)
-                for stream in joined:
-                    self._expect(Kind.WELCOME, stream)
-            finally:
-                self._stream.join(joined)  # which ends with them
+    def attach(self, gradients: FlatBuffers | None, places: Sequence[FlatBuffers], call: Call) -> None:
+        """Share the buffers, which all lie in one segment, with the shard, unless they are shared already.
 
-    def attach(self, gradients: FlatBuffers, places: Sequence[FlatBuffers], call: Call) -> None:
-        """Share the buffers, which all lie in one segment, with the shard, unless they are shared already."""
-        if self._attached is not None and self._attached[0] is gradients:
+        gradients: None for a reader.
+        """
+        if self._attached is not None and self._attached[0] is places[0]:
             return
-        segment, local = gradients.segment, self._stream.local
+        segment, local = places[0].segment, self._stream.local
         assert segment is not None
+        assert gradients is None or gradients.segment is segment
         assert all(segment is place.segment for place in places)
         assert local is not None
         message = bulk_pb2.BulkAttach(
-            layout_digest=gradients.layout.digest,
+            layout_digest=places[0].layout.digest,
             size=segment.nbytes,
-            gradient_starts=gradients.starts,
+            gradient_starts=gradients.starts if gradients is not None else (),
             parameter_starts=[start for place in places for start in place.starts],
         )
         try:
@@ -136,7 +131,7 @@ class BulkClient:
         if nonce != segment.nonce:
             self._end()
             raise InternalError(f"shard {self._shard} at {self._address}: has mapped other memory than was sent")
-        self._attached = gradients, list(places)
+        self._attached = list(places)
 
     # -- calls ---------------------------------------------------------------------------------------------------------
 
@@ -164,7 +159,7 @@ class BulkClient:
             message.into_memory = self._has(parameters)
             if message.into_memory and self._attached is not None:
                 self._receiving = parameters
-                message.place = self._attached[1].index(parameters)
+                message.place = self._attached.index(parameters)
             message.announce = parameters.on_received is not None
         answers_bytes = sum(awaited.values()) if message.announce or not message.into_memory else 0
         message.timeout_s = call.timeout_s
@@ -429,15 +424,15 @@ class BulkClient:
             except Disconnected:
                 pass
             except BaseException as error:
-                self._give_up(*self._attached)
+                self._give_up(self._attached)
                 if not isinstance(error, TimeoutError):  # a second Ctrl-C
                     self._end()
                     raise
         self._end()
 
-    def _give_up(self, gradients: FlatBuffers, places: Sequence[FlatBuffers]) -> None:
+    def _give_up(self, places: Sequence[FlatBuffers]) -> None:
         """Make the shared memory private: later writes of the shard are not seen here, and it gets no new gradients."""
-        segment = gradients.segment
+        segment = places[0].segment
         if segment is None or segment.is_given_up:
             return
         try:

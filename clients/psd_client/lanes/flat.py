@@ -50,6 +50,7 @@ class FlatBuffers:
         codecs: by block of the layout, the codec in which it is received; "": as it is, or as a difference.
         on_received: called, in any thread, with the index of each block that was received; may be None.
         held: what differences are added to; None: none are expected.
+        base: buffers of the same layout that have what a reader is told changes to; None: these.
     """
 
     def __init__(self, layout: Layout, *, segment: Segment | None = None, of_gradients: bool = False) -> None:
@@ -75,6 +76,7 @@ class FlatBuffers:
         self.codecs = ["" if block.has_differences else block.pull_codec for block in layout.blocks]
         self.on_received: Callable[[int], None] | None = None
         self.held: HeldParameters | None = None
+        self.base: FlatBuffers | None = None
         of_buffers = [group.is_of_buffers for group in layout.spec.groups]
         spaces = zip(layout.spaces, self.spaces, strict=True)
         self._looked_at = [
@@ -120,12 +122,17 @@ class FlatBuffers:
             raise InvalidTensor(f"block {index}: payload in {codec}: {error}") from None
 
     def fill_changes(self, index: int, delta: memoryview, check: int) -> None:
-        """Change block `index` by a delta to what `contents` says of it. check: deltas.check of the values that result.
+        """Change block `index` by a delta to what `contents` of the base says of it.
+
+        Args:
+            check: deltas.check of the values that result.
 
         Raises:
             Mismatch: the block was another, or the delta is wrong; its values are undefined now.
         """
         self.contents.pop(index, None)
+        if self.base is not None:
+            np.copyto(self._blocks[index], self.base.block(index))
         try:
             deltas.apply(delta, self._blocks[index])
         except codecs.InvalidEncoding as error:
@@ -226,14 +233,15 @@ class FlatBuffers:
         return first if first >= 0 or found < 0 else found + middle
 
 
-def share_memory(layout: Layout, places: int = 1) -> Segment | None:
+def share_memory(layout: Layout, places: int = 1, *, is_reader: bool = False) -> Segment | None:
     """A segment for a job's gradients, and their encoded form if it has one, for `places` copies of its parameters, and for
-    rows; None if the system has none."""
+    rows; for a reader the parameters alone. None if the system has none."""
     trained = [space for space in layout.spaces if not layout.spec.groups[space.group].is_static]
     nbytes = sum(aligned(space.size * space.dtype.itemsize) for space in layout.spaces) * places
     forms = 2 if layout.spec.compression.push else 1
-    nbytes += sum(aligned(space.size * space.gradient_dtype.itemsize) for space in trained) * forms
-    nbytes += 2 * ROWS_BYTES if layout.spec.tables else 0
+    if not is_reader:
+        nbytes += sum(aligned(space.size * space.gradient_dtype.itemsize) for space in trained) * forms
+        nbytes += 2 * ROWS_BYTES if layout.spec.tables else 0
     try:
         return Segment(nbytes)
     except OSError as error:
