@@ -126,6 +126,18 @@ def test_nothing_of_a_connection_of_several_streams_is_left_when_its_worker_has_
     assert not [each for each in threading.enumerate() if each.name == "psd-bulk"]
 
 
+def test_readers_read_over_streams(cluster: Callable[..., Any]) -> None:
+    """Two at a time, which have no rank: each one's further sockets find its own first one."""
+    servers = cluster(2).servers
+    with psd_client.connect(servers, 0, 1, transport="tcp") as ps:
+        ps.declare({"w": values(0)}, psd_client.SGD(lr=1.0))
+        link = {"role": "reader", "transport": "tcp", "streams": STREAMS}
+        with psd_client.connect(servers, **link) as first, psd_client.connect(servers, **link) as second:
+            for reader in (first, second):
+                assert reader.pull()["w"].tobytes() == values(0).tobytes()
+                assert reader.transports == [f"tcp ({STREAMS} streams)"] * 2
+
+
 def test_memory_on_the_same_machine_needs_no_streams(cluster: Callable[..., Any]) -> None:
     with psd_client.connect(cluster(1).servers, 0, 1, streams=STREAMS) as ps:
         ps.declare({"w": np.zeros(3, np.float32)}, psd_client.SGD(lr=1.0))
