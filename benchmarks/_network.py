@@ -57,20 +57,20 @@ class Network:
         self._hosts = list(hosts)
         switch = self._namespace("switch")
         self._add(stack, switch)
-        _run("ip", "-n", switch, "link", "add", "bridge", "type", "bridge")
-        _run("ip", "-n", switch, "link", "set", "bridge", "up")
+        run("ip", "-n", switch, "link", "add", "bridge", "type", "bridge")
+        run("ip", "-n", switch, "link", "set", "bridge", "up")
         for host in self._hosts:
             name = self._namespace(host)
             self._add(stack, name)
-            _run("ip", "-n", switch, "link", "add", host, "type", "veth", "peer", "name", "eth0", "netns", name)
-            _run("ip", "-n", switch, "link", "set", host, "master", "bridge", "up")
-            _run("ip", "-n", name, "address", "add", f"{self.address(host)}/24", "dev", "eth0")
+            run("ip", "-n", switch, "link", "add", host, "type", "veth", "peer", "name", "eth0", "netns", name)
+            run("ip", "-n", switch, "link", "set", host, "master", "bridge", "up")
+            run("ip", "-n", name, "address", "add", f"{self.address(host)}/24", "dev", "eth0")
             for device in ("lo", "eth0"):
-                _run("ip", "-n", name, "link", "set", device, "up")
+                run("ip", "-n", name, "link", "set", device, "up")
             # What leaves the host, and what arrives.
             for namespace, device in ((name, "eth0"), (switch, host)):
                 bucket = ("tbf", "rate", f"{mbit}mbit", "burst", _BURST, "latency", _QUEUE)
-                _run("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", *bucket)
+                run("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", *bucket)
             self._choose_congestion_control(host)
 
     def prefix(self, host: str) -> list[str]:
@@ -83,7 +83,7 @@ class Network:
 
     def wire_bytes(self, host: str) -> int:
         """Bytes on the host's link so far, in both directions, with all headers."""
-        shown = json.loads(_run("ip", "-n", self._namespace(host), "-s", "-j", "link", "show", "eth0"))
+        shown = json.loads(run("ip", "-n", self._namespace(host), "-s", "-j", "link", "show", "eth0"))
         counted = shown[0]["stats64"]
         return int(counted["rx"]["bytes"]) + int(counted["tx"]["bytes"])
 
@@ -92,13 +92,13 @@ class Network:
 
     def _add(self, stack: ExitStack, namespace: str) -> None:
         stack.callback(_remove, namespace)  # first, because a signal may come in between
-        _run("ip", "netns", "add", namespace)
+        run("ip", "netns", "add", namespace)
 
     def _choose_congestion_control(self, host: str) -> None:
         """Set the same congestion control on every machine, where the kernel has it."""
         with contextlib.suppress(NetworkError):
             setting = "/proc/sys/net/ipv4/tcp_congestion_control"
-            _run(*self.prefix(host), "sh", "-c", f"echo cubic > {setting} || echo reno > {setting}")
+            run(*self.prefix(host), "sh", "-c", f"echo cubic > {setting} || echo reno > {setting}")
 
 
 def _check_machine() -> None:
@@ -121,7 +121,8 @@ def _remove(namespace: str) -> None:
     subprocess.run(["ip", "netns", "delete", namespace], capture_output=True, check=False)
 
 
-def _run(*command: str) -> str:
+def run(*command: str) -> str:
+    """Run a command; return what it has printed. Raises NetworkError if it fails."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise NetworkError(f"{' '.join(command)}: {done.stderr.strip() or f'exit status {done.returncode}'}")

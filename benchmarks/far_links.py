@@ -42,14 +42,14 @@ NESTEROV = psd_client.SGD(lr=0.7, momentum=0.8, nesterov=True)
 BASE = "in step, float32"
 WAYS: Mapping[str, Mapping[str, Any]] = {
     BASE: {},
-    "DiLoCo, int8": {"local": psd.Local(50, NESTEROV), "compress": "int8", "pull": "bf16"},
-    "Streaming, int4": {"local": psd.Local(50, NESTEROV, fragments=8, delay=5), "compress": "int4", "pull": "bf16"},
+    "DiLoCo, int8": {"local": psd.Local(50, NESTEROV), "compress": "int8", "pull": "int8"},
+    "Streaming, int4": {"local": psd.Local(50, NESTEROV, fragments=8, delay=5), "compress": "int4", "pull": "int8"},
     "decoupled, int4": {
         "local": psd.Local(50, NESTEROV, fragments=8, delay=5, merge="rda"),
         "quorum": 1,
         "grace": "auto",
         "compress": "int4",
-        "pull": "bf16",
+        "pull": "int8",
     },
 }
 """Ways to train, and the options of psd.distribute for them."""
@@ -91,12 +91,13 @@ def learn(task: Mapping[str, Any]) -> None:
         spent += time.perf_counter() - begun
         used += time.process_time() - used_before
         step += 1
-        if rank == 0 and step % task["evaluate"] == 0:
+        if step % task["evaluate"] == 0:
             stats = optimizer.ps.stats()
             moved = sum(stats[name] - before[name] for name in ("sent_bytes", "received_bytes"))
-            loss = characters.validation_loss(model, text, 128)
+            loss = characters.validation_loss(model, text, 128)  # by all, since no learner is to get ahead by it
             found = {"step": step, "seconds": spent, "cpu_s": used, "loss": loss, "bytes": moved, "parameters": parameters}
-            tell(found)
+            if rank == 0:
+                tell(found)
 
 
 def train(network: Network | None, way: str, steps_max: int, goal: float, args: Namespace) -> dict[str, Any]:

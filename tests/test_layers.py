@@ -72,6 +72,7 @@ OUTSIDE = {
         "psd.rim",
         "psd_client",
         "psd.contract.wire",
+        "psd.contract.strands",
         "psd.contract.tls",
         "psd.contract.tls_socket",
     ),

@@ -100,7 +100,7 @@ def connect(
         logger.warning("psd: without tls_ca the token crosses the network unencrypted, where anybody who listens can take it")
     is_reader = role == "reader"
     lanes = [
-        ShardLane(shard, address, config.transport, credentials, is_reader=is_reader)
+        ShardLane(shard, address, config.transport, credentials, config.streams, is_reader=is_reader)
         for shard, address in enumerate(config.servers)
     ]
     if is_reader:
@@ -147,4 +147,4 @@ def _private(address: str, settings: LinkKeywords, *, is_reader: bool = False) -
     alone["run_id"] = settings.get("run_id") or ""
     alone["tls_ca"] = alone["tls_cert"] = alone["tls_key"] = alone["token_file"] = ""
     config = client_config(**alone)
-    return config, [ShardLane(0, address, config.transport, Credentials(), is_reader=is_reader)]
+    return config, [ShardLane(0, address, config.transport, Credentials(), config.streams, is_reader=is_reader)]

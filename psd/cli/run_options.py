@@ -15,6 +15,7 @@ from psd.cli.words.arguments import SERVER_DEFAULTS, Options, Parser, add_option
 from psd.contract.config import CHECKPOINTS, ON_WORKER_FAILURE, TRANSPORTS, ConfigError, ServerConfig, parse_address
 from psd.contract.environment import VARIABLES
 from psd.contract.settings import Setting, check_count, settings_of
+from psd.contract.strands import STREAMS_MAX
 
 SHARDS_MAX = 256
 WORKERS_MAX = 4096
@@ -139,6 +140,11 @@ TRAINING: Options = {
         None,
         "how gradients and parameters travel: shm, tcp, grpc, or auto, the first of these that works (default: auto)",
         choices=TRANSPORTS,
+    ),
+    "streams": Setting(
+        "N",
+        "TCP connections from each worker to each shard that carry gradients and parameters, for long links (default: 1)",
+        int,
     ),
 }
 
@@ -280,6 +286,12 @@ def check(args: argparse.Namespace) -> None:
     check_count(ConfigError, "--shards", args.shards, 1, SHARDS_MAX)
     if args.workers is not None:
         check_count(ConfigError, "--workers", args.workers, 1, WORKERS_MAX)
+    if args.streams is not None:
+        check_count(ConfigError, "--streams", args.streams, 1, STREAMS_MAX)
+        if args.streams > 1 and args.transport in ("shm", "grpc"):
+            raise ConfigError(
+                f"--streams: are of the tcp lane; expected 1 with --transport {args.transport}, got {args.streams}"
+            )
     check_count(ConfigError, "--max-restarts", args.max_restarts, 0, RESTARTS_MAX)
     if args.on_worker_failure == "end" and args.max_restarts:
         raise ConfigError(f"--max-restarts: nothing is restarted with --on-worker-failure end, got {args.max_restarts}")

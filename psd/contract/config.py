@@ -17,6 +17,7 @@ from psd.contract.arguments import refuse
 from psd.contract.locations import shown
 from psd.contract.printable import is_printable, utf8_size
 from psd.contract.settings import PORT, SECRET_LOCATION, check, check_count, check_seconds, setting
+from psd.contract.strands import STREAMS_MAX
 from psd.contract.waits import REPORT_AFTER_S
 from psd_core.vector_operations import OPERATIONS_MAX, VECTORS_MAX
 
@@ -369,6 +370,7 @@ class ClientConfig:
     world_size: int
     run_id: str = ""
     transport: str = "auto"
+    streams: int = 1
     wait_timeout_s: float = 600.0
     retry_timeout_s: float = 30.0
     report_after_s: float = REPORT_AFTER_S
@@ -385,6 +387,9 @@ class ClientConfig:
             raise ConfigError(f"rank: expected 0 to {self.world_size - 1} (world_size - 1), got {self.rank}")
         if self.transport not in TRANSPORTS:
             raise ConfigError(f"transport: expected one of {', '.join(TRANSPORTS)}, got {self.transport!r}")
+        check_count(ConfigError, "streams", self.streams, 1, STREAMS_MAX)
+        if self.streams > 1 and self.transport in ("shm", "grpc"):
+            raise ConfigError(f"streams: are of the tcp lane; expected 1 with transport={self.transport!r}, got {self.streams}")
         check_seconds(ConfigError, "wait_timeout", self.wait_timeout_s, 0.1, 30 * 86_400)
         check_seconds(ConfigError, "retry_timeout", self.retry_timeout_s, 0, 86_400)
         check_seconds(ConfigError, "report_after", self.report_after_s, 0.05, 86_400)

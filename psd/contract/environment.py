@@ -38,6 +38,7 @@ VARIABLES = {
     "PSD_AGGREGATION": "fast or exact, unless the script says which",
     "PSD_REDUCE": "mean or sum, unless the script says which",
     "PSD_TRANSPORT": "auto, shm, tcp or grpc, unless the script says which",
+    "PSD_STREAMS": "TCP connections to each shard that carry gradients and parameters, unless the script says how many",
     "PSD_WAIT_TIMEOUT": "seconds, longest wait for other workers",
     "PSD_RETRY_TIMEOUT": "seconds, how long an unreachable shard is tried again",
     "PSD_STANDALONE": "0: without a cluster do not train alone on a private shard; 1: do so whatever else is set",
@@ -52,7 +53,7 @@ VARIABLES = {
 """Variables for users, and their meanings; psd-run --help prints this table."""
 
 
-_WORDS = "CONSISTENCY QUORUM AGGREGATION REDUCE TRANSPORT WAIT_TIMEOUT RETRY_TIMEOUT LOG_DIR TENSORBOARD JOBS_DIR"
+_WORDS = "CONSISTENCY QUORUM AGGREGATION REDUCE TRANSPORT STREAMS WAIT_TIMEOUT RETRY_TIMEOUT LOG_DIR TENSORBOARD JOBS_DIR"
 _HOW_TO_TRAIN = frozenset(f"PSD_{word}" for word in _WORDS.split())
 """Variables that do not say which job a program belongs to."""
 
@@ -132,6 +133,7 @@ def client_config(*, environ: Mapping[str, str] = os.environ, **given: Unpack[Co
         world_size=arguments.whole_number(ConfigError, "world_size", world_size),
         run_id=arguments.word(ConfigError, "run_id", setting("run_id", usual="")),
         transport=setting("transport", usual="auto"),
+        streams=arguments.whole_number(ConfigError, "streams", setting("streams", _integer, 1)),
         **settings,
     )
 

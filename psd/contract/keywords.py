@@ -69,6 +69,8 @@ class LinkKeywords(TypedDict, total=False):
         run_id: name of the job; shards that serve another one refuse.
         transport: how bulk data travels: "shm", shared memory with shards on this machine; "tcp"; "grpc"; or "auto", the first
             of these that works, for each shard. `ParameterServer.transports` says which, and why not a better one.
+        streams: TCP connections to each shard over which "tcp" divides large pushes and pulls, 1 to 32 (default 1): for long
+            links, of which one carries no more than its window in each round trip. Not with "shm" or "grpc".
         wait_timeout: seconds, the longest wait for other workers, in a round, a barrier or at the beginning (default 600).
         retry_timeout: seconds for which an unreachable shard is tried again (default 30).
         report_after: seconds after which a wait is explained on the log, and again when it has doubled (default 5).
@@ -80,6 +82,7 @@ class LinkKeywords(TypedDict, total=False):
 
     run_id: str | None
     transport: str | None
+    streams: int | None
     wait_timeout: float | None
     retry_timeout: float | None
     report_after: float | None

@@ -82,6 +82,23 @@ class TlsSocket:
         del nbytes, flags
         return self._run(lambda: self._receive(buffer[:STEP_BYTES]))
 
+    def send_now(self, view: memoryview) -> int:
+        """Send a piece of the buffer without waiting; return the size of the piece. BlockingIOError if there is no room. After
+        that the same buffer must come again."""
+        return self._now(lambda: self._tls.send(view[:STEP_BYTES]))
+
+    def receive_now(self, buffer: memoryview) -> int:
+        """Receive the bytes that are there, without waiting; 0: the other side has closed its direction. BlockingIOError if
+        there are none."""
+        return self._now(lambda: self._receive(buffer[:STEP_BYTES]))
+
+    def _now(self, step: Callable[[], ResultT]) -> ResultT:
+        with self._lock:
+            try:
+                return step()
+            except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+                raise BlockingIOError from None
+
     def _receive(self, buffer: memoryview) -> int:
         """Receive records while there are some."""
         received = 0

@@ -17,10 +17,12 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from psd.contract import strands
 from psd.contract.errors import InvalidRequest
+from psd.contract.strands import BUFFERS_MAX, beyond
 from psd.contract.tls_socket import TlsSocket
 
 PREFIX = struct.Struct("<IIQ")
@@ -31,9 +33,6 @@ READ_AHEAD_BYTES = 16 << 10
 BUFFER_BYTES = 1 << 20
 """Buffer of each socket and direction; Linux doubles it. It limits the bytes sent to a side that does not read. Neither a
 larger one nor the kernel's choice made steps shorter."""
-
-BUFFERS_MAX = 1024
-"""Most buffers that Linux takes in one system call."""
 
 KEPT_BACK_BYTES_MAX = 16 << 10
 """Bytes that are cheaper to copy than to send by a system call of their own."""
@@ -71,7 +70,8 @@ class Disconnected(Exception):
 
 
 class Stream:
-    """One connected stream socket. One thread may send while another receives; any thread may call `send_if_idle`.
+    """One connected stream socket, or several as one (`join`). One thread may send while another receives; any thread may call
+    `send_if_idle`.
 
     Args:
         sock: blocking, or with TLS; this object closes it.
@@ -91,6 +91,8 @@ class Stream:
         self._timeout_s: float = 0
         self._deadline = math.inf
         self._on_pause: Callable[[], None] | None = None
+        self._joined: Sequence[Stream] = ()
+        self._cut_bytes = 0  # of the payload that is to be read next, if it comes in parts
         self.is_tcp = sock.family != getattr(socket, "AF_UNIX", None)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER_BYTES)
@@ -120,6 +122,11 @@ class Stream:
                 self._kept_back = b"".join((front, *views))
                 return
             self._kept_back = b""
+            if self._joined and nbytes >= strands.CUT_BYTES_MIN:
+                parts = strands.cut(views, nbytes, 1 + len(self._joined))
+                parts[0].insert(0, memoryview(front))
+                self._move(parts, strands.send_now, select.POLLOUT)
+                return
             unsent, left = [memoryview(front), *views], len(front) + nbytes
             while left:
                 try:
@@ -129,7 +136,29 @@ class Stream:
                     continue
                 left -= sent
                 if left:
-                    unsent = _beyond(unsent, sent)
+                    unsent = beyond(unsent, sent)
+
+    def join(self, others: Sequence[Stream]) -> None:
+        """Let the sockets of other streams carry parts of large payloads from now on; this one closes them. The other side does
+        the same, with its ends in the same order."""
+        self._joined = others
+
+    def _move(self, parts: list[list[memoryview]], step: strands.Step, event: int) -> None:
+        """Move the parts of a payload."""
+        try:
+            strands.move([each.socket for each in (self, *self._joined)], parts, step, event, self._wait)
+        except EOFError:
+            raise Disconnected("the peer has closed the connection") from None
+        except OSError as error:
+            if not isinstance(error, TimeoutError) or error.errno == errno.ETIMEDOUT:
+                raise Disconnected(error.strerror or str(error)) from None
+            raise
+
+    def _wait(self, poll: select.poll) -> None:
+        while not poll.poll(self._timeout_s * 1000 or None):
+            if self._on_pause is None:
+                raise TimeoutError
+            self._on_pause()
 
     def send_if_idle(self, kind: Kind) -> None:
         """Send a message of 16 bytes, unless another one is being sent or the peer does not read; never waits."""
@@ -158,10 +187,18 @@ class Stream:
             raise InvalidRequest(f"kind: {kind} is not one of the bulk lane's messages")
         if head_bytes > self.head_bytes_max:
             raise InvalidRequest(f"head: has {head_bytes} bytes, the limit is {self.head_bytes_max}")
-        return known, bytes(self._take(head_bytes)), payload_bytes
+        head = bytes(self._take(head_bytes))
+        if self._joined and payload_bytes >= strands.CUT_BYTES_MIN:
+            self._cut_bytes = payload_bytes
+        return known, head, payload_bytes
 
     def read_into(self, *targets: memoryview) -> None:
-        """Fill the targets (bytes, C-contiguous), one after the other, with the next bytes."""
+        """Fill the targets (bytes, C-contiguous), one after the other, with the next bytes: of a payload, with all of it."""
+        parts: list[list[memoryview]] | None = None
+        if self._cut_bytes:
+            parts = strands.cut(targets, self._cut_bytes, 1 + len(self._joined))
+            self._cut_bytes = 0
+            targets = tuple(parts[0])
         unfilled: list[memoryview] = []
         for target in targets:
             ready = min(self._end - self._start, target.nbytes)
@@ -169,17 +206,37 @@ class Stream:
             self._start += ready
             if ready < target.nbytes:
                 unfilled.append(target[ready:])
+        if parts is not None:
+            parts[0] = unfilled
+            self._move(parts, strands.receive_now, select.POLLIN)
+            return
         while unfilled:
-            unfilled = _beyond(unfilled, self._receive_into(unfilled, socket.MSG_WAITALL))
+            unfilled = beyond(unfilled, self._receive_into(unfilled, socket.MSG_WAITALL))
 
     def skip(self, count: int) -> None:
-        """Skip the next bytes."""
+        """Skip the next bytes: of a payload, all of it."""
+        if self._cut_bytes:
+            self._skip_parts()
+            return
         while count > 0:
             if self._start == self._end:
                 self._start, self._end = 0, self._receive_into([self._ahead], 0)
             step = min(count, self._end - self._start)
             self._start += step
             count -= step
+
+    def _skip_parts(self) -> None:
+        scratch = memoryview(bytearray(strands.CUT_BYTES_MIN))
+        count = 1 + len(self._joined)
+        left = [self._cut_bytes * (number + 1) // count - self._cut_bytes * number // count for number in range(count)]
+        self._cut_bytes = 0
+        ready = min(self._end - self._start, left[0])
+        self._start += ready
+        left[0] -= ready
+        while any(left):
+            parts = [[scratch[:size]] if size else [] for size in left]
+            left = [max(0, size - scratch.nbytes) for size in left]
+            self._move(parts, strands.receive_now, select.POLLIN)
 
     def _take(self, count: int) -> memoryview:
         """The next bytes; valid until the next call."""
@@ -268,25 +325,27 @@ class Stream:
             info = self.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_PROGRESS.size)
         except OSError:
             return None
-        return _TCP_PROGRESS.unpack(info) if len(info) == _TCP_PROGRESS.size else None
+        if len(info) != _TCP_PROGRESS.size:
+            return None
+        sent, received = _TCP_PROGRESS.unpack(info)
+        for other in self._joined:
+            further = other.progress()
+            if further is not None:
+                sent, received = sent + further[0], received + further[1]
+        return sent, received
 
     def shut_down(self, how: int) -> None:
         """End one or both directions; wakes threads that wait in them."""
+        for other in self._joined:
+            other.shut_down(how)
         with contextlib.suppress(OSError):
             self.socket.shutdown(how)
 
     def close(self) -> None:
         """Close the descriptor. No other thread may be using it."""
+        for other in self._joined:
+            other.close()
         self.socket.close()
-
-
-def _beyond(views: list[memoryview], count: int) -> list[memoryview]:
-    """The views without their first `count` bytes."""
-    for i, view in enumerate(views):
-        if count < view.nbytes:
-            return [view[count:], *views[i + 1 :]]
-        count -= view.nbytes
-    return []
 
 
 def _keep_alive(sock: socket.socket | TlsSocket) -> None:

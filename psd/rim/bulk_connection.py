@@ -25,6 +25,7 @@ from psd.contract.layout import BLOCK_BYTES_MAX
 from psd.contract.wire import Disconnected, Kind, Stream
 from psd.rim.access import OPEN_BULK, READ, RUN_VECTORS
 from psd.rim.bulk_memory import WorkerMemory
+from psd.rim.bundles import Bundle
 from psd.rim.calls import CallGuard, Frame, Waiter, forget_frames
 from psd.rim.data_plane import DataPlane, PulledBlock, PulledRows, ReadBlock, RowsAsked
 from psd.rim.outbox import Outbox
@@ -37,7 +38,8 @@ BLOCKS_FOR_TWO_THREADS = 4
 """Number of the shard's blocks from which a second thread sends the answers; with fewer, passing them to it costs more."""
 
 MessageT = TypeVar("MessageT", bound=Message)
-Admit = Callable[["ServedConnection", bytes], int]
+Admit = Callable[["ServedConnection", bulk_pb2.BulkHello], Bundle]
+"""Admits a connection by its greeting, or a further socket of one; returns what it is of."""
 
 STRANGER, READER = -1, -2
 """Numbers in place of a rank: before the ticket was shown, and of a reader."""
@@ -102,12 +104,14 @@ class ServedConnection:
         self._is_busy = False
         self._is_ending = False
         self._second_thread: Outbox[_Outgoing] | None = None
+        self._has_stream = True
 
     def serve(self, admit: Admit, hello_s: float) -> None:
         """Take calls until either side ends the connection."""
         try:
             self._stream.set_deadline(hello_s)
-            self._welcome(admit)
+            if not self._welcome(admit, hello_s):
+                return
             self._stream.set_deadline(None)
             self._stream.head_bytes_max = self._shard.config.limits.message_bytes_max
             self._scratch = memoryview(np.empty(BLOCK_BYTES_MAX // 8)).cast("B")  # type: ignore[arg-type]  # aligned
@@ -140,12 +144,22 @@ class ServedConnection:
             self._is_busy = False
             return not self._is_ending
 
-    def _welcome(self, admit: Admit) -> None:
+    def _welcome(self, admit: Admit, hello_s: float) -> bool:
+        """Greet the worker; False if this is a further socket of a connection, which has it now."""
         kind, head, payload_bytes = self._stream.receive()
         if kind is not Kind.HELLO or payload_bytes:
             raise InvalidRequest(f"kind: a connection begins with HELLO, not {kind.name}")
-        self.rank = admit(self, _parsed(bulk_pb2.BulkHello, head).ticket)
+        hello = _parsed(bulk_pb2.BulkHello, head)
+        bundle = admit(self, hello)
+        self.rank = bundle.rank
         self._stream.send(Kind.WELCOME)
+        if hello.strand:
+            bundle.put(hello.strand, self._stream)
+            self._has_stream = False
+            return False
+        if hello.streams > 1:
+            self._stream.join(bundle.take(hello_s))
+        return True
 
     @property
     def is_tcp(self) -> bool:
@@ -195,7 +209,8 @@ class ServedConnection:
             self._second_thread = None  # it refers to this connection, and so to its scratch memory
         self._memory = None
         self.ended.set()
-        self._stream.close()
+        if self._has_stream:
+            self._stream.close()
 
     # -- what a Waiter needs of its call -------------------------------------------------------------------------------
 

@@ -27,13 +27,14 @@ from psd.contract.wire import Stream, is_of_this_user
 from psd.rim.access import Access, Metadata
 from psd.rim.bulk_connection import HELLO_BYTES_MAX, READER, STRANGER, ServedConnection
 from psd.rim.bulk_watch import Watch
+from psd.rim.bundles import Bundle
 from psd.rim.calls import CallGuard
 from psd.rim.data_plane import DataPlane
 from psd.rim.strangers import Strangers
 from psd.rim.tls import ServerTls
 from psd.rim.vector_plane import VectorPlane
 from psd.state.shard import Shard
-from psd.v1 import control_pb2
+from psd.v1 import bulk_pb2, control_pb2
 
 logger = logging.getLogger(__name__)
 
@@ -100,6 +101,7 @@ class BulkServer:
         self._ticket_given = threading.Condition(self._lock)
         self._tickets: dict[bytes, _Ticket] = {}
         self._by_rank: dict[int, ServedConnection] = {}
+        self._bundles: dict[ServedConnection, tuple[bytes, Bundle]] = {}  # a connection's ticket, and its further sockets
         self._admitted: dict[int, int] = {}  # by rank, the latest session that has opened a connection
         self._connections: dict[int, ServedConnection] = {}  # by file descriptor
         self._strangers = Strangers(STRANGERS_MAX)
@@ -265,22 +267,29 @@ class BulkServer:
         with self._lock:
             del self._connections[descriptor]
             self._strangers.leave(connection)
+            self._bundles.pop(connection, None)
             self._refused[lane] += connection.rank == STRANGER
             if self._by_rank.get(connection.rank) is connection:
                 del self._by_rank[connection.rank]
             self._threads.discard(thread)
         connection.close()
 
-    def _admit(self, connection: ServedConnection, key: bytes) -> int:
-        """The rank to which a ticket belongs; InvalidRequest if there is no such ticket."""
+    def _admit(self, connection: ServedConnection, hello: bulk_pb2.BulkHello) -> Bundle:
+        """The connection that a greeting opens, or to which it adds a socket. InvalidRequest if its ticket is for neither."""
+        if hello.strand:
+            return self._admit_strand(connection, hello)
+        if hello.streams > 1 and not connection.is_tcp:
+            raise InvalidRequest(f"streams: expected 1 over a local socket, got {hello.streams}")
         with self._lock:
-            ticket = self._tickets.pop(key, None)
+            ticket = self._tickets.pop(hello.ticket, None)
             if ticket is None or ticket.expires < time.monotonic():
                 raise InvalidRequest("ticket: unknown to this shard, already used, or too old")
             self._strangers.leave(connection)
+            bundle = Bundle(ticket.rank, max(1, hello.streams) - 1)
+            self._bundles[connection] = hello.ticket, bundle
             connection.is_welcome, connection.session = ticket.is_welcome, ticket.session
             if ticket.rank == READER:
-                return READER
+                return bundle
             before = self._by_rank.get(ticket.rank)
             self._by_rank[ticket.rank], self._admitted[ticket.rank] = connection, ticket.session
         if before is not None:
@@ -289,7 +298,17 @@ class BulkServer:
                 before.cut()
                 if not before.ended.wait(PREDECESSOR_S - BLOCK_S):
                     raise Overloaded(f"worker {ticket.rank} has an earlier call under way that does not end")
-        return ticket.rank
+        return bundle
+
+    def _admit_strand(self, connection: ServedConnection, hello: bulk_pb2.BulkHello) -> Bundle:
+        with self._lock:
+            bundles = self._bundles.values()
+            found = next((bundle for key, bundle in bundles if secrets.compare_digest(key, hello.ticket)), None)
+            if found is None or not connection.is_tcp:
+                raise InvalidRequest("ticket: of no connection at this shard that has several sockets")
+            found.check(hello.strand)
+            self._strangers.leave(connection)
+        return found
 
     def _is_current(self, connection: ServedConnection) -> bool:
         """False if the connection's worker has left, or has begun a session that has made no call on it; of a reader, if its

@@ -112,6 +112,11 @@ def test_options_reach_shards_and_workers():
         ([*ON, "--state-dir", "/x", "train.py"], "--state-dir: not with --on kubernetes"),
         ([*ON, "--max-shard-restarts", "0", "train.py"], "--max-shard-restarts: not with --on kubernetes"),
         ([*ON, "--transport", "shm", "train.py"], "--transport: shm is for one machine"),
+        (["--streams", "33", "train.py"], "--streams: expected 1 to 32, got 33"),
+        (
+            ["--streams", "2", "--transport", "grpc", "train.py"],
+            "--streams: are of the tcp lane; expected 1 with --transport grpc, got 2",
+        ),
         ([*ON, "--checkpoint-dir", "/data", "train.py"], "--checkpoint-dir: '/data' would be a different place in each pod"),
         ([*ON, "--from-checkpoint", "/data", "train.py"], "--from-checkpoint: '/data' would be a different place in each pod"),
         ([*ON, "--rescale", "train.py"], "--rescale: needs --checkpoint-dir"),

@@ -39,7 +39,7 @@ SERVERS = ["127.0.0.1:7000", "127.0.0.1:7001"]
 
 JOB = (
     *("--shards", "2", "--workers", "2000", "--consistency", "sync", "--quorum", "1999", "--reduce", "sum"),
-    *("--aggregation", "exact", "--transport", "tcp", "--env", "MINE=1", "--env", "PSD_REDUCE=mean"),
+    *("--aggregation", "exact", "--transport", "tcp", "--streams", "4", "--env", "MINE=1", "--env", "PSD_REDUCE=mean"),
     *("--rule", "mine_of_psd:First", "--rule", "mine_of_psd:Second", "--lease", "12345.678", "--grace", "3210.5"),
     *("--on-worker-failure", "continue", "--log-level", "debug"),
     *("--checkpoint-dir", "memory://run", "--checkpoint-secs", "1234567.5", "--checkpoint-steps", "12345678"),

@@ -145,7 +145,7 @@ def test_shard_command_when_metrics_are_asked_for_then_each_shard_has_a_port_of_
 
 
 def test_worker_environ_when_options_are_given_then_only_those_are_set(script):
-    options = "--shards 2 --workers 3 --consistency sync --aggregation exact --reduce sum"
+    options = "--shards 2 --workers 3 --consistency sync --aggregation exact --reduce sum --streams 4"
     plan = parse([*options.split(), script], {"HOME": "/home"})
 
     environ = plan.worker_environ(1, SERVERS)
@@ -159,6 +159,7 @@ def test_worker_environ_when_options_are_given_then_only_those_are_set(script):
         "PSD_CONSISTENCY": "sync",
         "PSD_AGGREGATION": "exact",
         "PSD_REDUCE": "sum",
+        "PSD_STREAMS": "4",
     }
     assert not {"RANK", "LOCAL_RANK", "WORLD_SIZE"} & environ.keys()
     assert environ["HOME"] == "/home"

@@ -21,6 +21,7 @@ from psd.contract.errors import InvalidRequest, PsdError
 from psd.contract.rows import TableRows
 from psd.contract.wire import PREFIX, READ_AHEAD_BYTES, Disconnected, Kind, Stream
 from psd.rim.bulk_connection import READER, ServedConnection
+from psd.rim.bundles import Bundle
 from psd.rim.calls import CallGuard, Frame, frame_parser
 from psd.rim.data_plane import DataPlane
 from psd.rim.pace import Pace
@@ -168,9 +169,9 @@ def test_what_a_worker_or_a_reader_sends(target: Callable[[], Target], rank: int
     sent = data.draw(sent_by_a_worker(shard))
     guard = StrictGuard(shard.shard)
 
-    def admit(connection: ServedConnection, key: bytes) -> int:
+    def admit(connection: ServedConnection, hello: bulk_pb2.BulkHello) -> Bundle:
         connection.is_welcome = None
-        return rank
+        return Bundle(rank, 0)
 
     with fed(packed(Kind.HELLO, b"") + b"".join(sent)) as stream:
         plane = DataPlane(shard.shard, "tcp")

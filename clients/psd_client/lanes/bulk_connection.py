@@ -11,7 +11,8 @@ import logging
 import socket
 import threading
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 
 from google.protobuf.message import DecodeError
 
@@ -23,6 +24,7 @@ from psd.v1 import bulk_pb2, data_pb2
 from psd_client.lanes.daemon_threads import Crew, Task
 from psd_client.lanes.flat import FlatBuffers
 from psd_client.lanes.frames import OutFrame, WantedRows, initial_frames, push_frames
+from psd_client.lanes.further_streams import join_further
 from psd_client.lanes.grpc_errors import detail_of
 from psd_client.lanes.overlap_feed import Aborted
 from psd_client.lanes.silence_deadline import Patience
@@ -45,6 +47,7 @@ class BulkClient:
     Args:
         stream: connected; this object closes it. shard, address: for error messages. ticket: from OpenBulk.
         call: the call that needs the connection; may cancel the greeting. traffic: counts payload bytes.
+        further: open further streams, with a HELLO each, to carry parts of large payloads.
 
     Raises:
         NotGreeted: no answer within HELLO_S. ShardUnavailable, Cancelled, psd's errors: as from calls.
@@ -53,7 +56,16 @@ class BulkClient:
         is_open: False after the first failure. is_local: True if the shard can share this process's memory.
     """
 
-    def __init__(self, stream: Stream, shard: int, address: str, ticket: bytes, call: Call, traffic: Traffic) -> None:
+    def __init__(
+        self,
+        stream: Stream,
+        shard: int,
+        address: str,
+        ticket: bytes,
+        call: Call,
+        traffic: Traffic,
+        further: Sequence[Callable[[], Stream]] = (),
+    ) -> None:
         self.is_open = True
         self.is_local = stream.local is not None
         self._stream = stream
@@ -71,8 +83,12 @@ class BulkClient:
         self._patience = Patience(stream)
         try:
             with self._under_way(Call(HELLO_S, call.scope)):
-                self._stream.send(Kind.HELLO, bulk_pb2.BulkHello(ticket=ticket).SerializeToString())
+                hello = bulk_pb2.BulkHello(ticket=ticket, streams=1 + len(further) if further else 0)
+                self._stream.send(Kind.HELLO, hello.SerializeToString())
                 self._expect(Kind.WELCOME)
+            if further:
+                with self._under_way(Call(HELLO_S * len(further), call.scope)):
+                    join_further(self._stream, further, self._patience.check, partial(self._expect, Kind.WELCOME))
         except WaitTimeout:
             raise NotGreeted from None
         except BaseException:
@@ -452,8 +468,8 @@ class BulkClient:
         self._sender.close()
         self._stream.close()
 
-    def _expect(self, kind: Kind) -> bytes:
-        got, head, payload_bytes = self._stream.receive()
+    def _expect(self, kind: Kind, stream: Stream | None = None) -> bytes:
+        got, head, payload_bytes = (self._stream if stream is None else stream).receive()
         if got is not kind or payload_bytes:
             self._raise(got, head)
         return head

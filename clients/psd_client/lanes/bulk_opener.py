@@ -11,6 +11,7 @@ import socket
 import ssl
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Generic, Protocol, TypeVar
 
 from psd.contract.config import ConfigError, parse_address
@@ -21,6 +22,7 @@ from psd.contract.tls_socket import TlsSocket
 from psd.contract.wire import Stream, is_of_this_user
 from psd.v1 import control_pb2
 from psd_client.lanes.bulk_connection import HEAD_BYTES_MAX, BulkClient, NotGreeted
+from psd_client.lanes.further_streams import greeting
 from psd_client.lanes.transport import Call, Traffic
 
 CONNECT_S = 3.0
@@ -28,6 +30,8 @@ TRANSPORT_CHARACTERS_MAX = 120
 STALE_NAME_S = 20.0
 """Seconds for which name servers may still answer with a shard's earlier address. A connection that worked before is tried
 again for this long, before gRPC is used instead."""
+
+Connect = Callable[[control_pb2.OpenBulkReply], "socket.socket | TlsSocket"]
 
 SILENCES_MAX = 2
 """Attempts on a port that does not answer, while the shard answers over gRPC, before this worker stops trying the port."""
@@ -51,6 +55,7 @@ class BulkOpener(Generic[AskingT, ClientT]):
         wanted: "auto"; or "shm" or "tcp", which raise ConfigError if they do not work, ShardUnavailable if they did before.
         ask: asks over gRPC for a ticket, and the address at which the shard listens. traffic: as in BulkClient.
         kind: the connection's class.
+        streams: connections over TCP that carry large payloads together.
 
     Attributes:
         transport: how bulk data travels, and why not by a better transport; empty before the first connection.
@@ -65,6 +70,7 @@ class BulkOpener(Generic[AskingT, ClientT]):
         ask: Callable[[AskingT, Call], control_pb2.OpenBulkReply],
         traffic: Traffic,
         kind: type[ClientT],
+        streams: int = 1,
     ) -> None:
         self.transport = ""
         self._shard = shard
@@ -73,6 +79,7 @@ class BulkOpener(Generic[AskingT, ClientT]):
         self._credentials = credentials
         self._ask = ask
         self._traffic = traffic
+        self._streams = streams
         self._kind = kind
         self._open: ClientT | None = None
         self._grpc_at: int | None = None  # the shard's incarnation for which only gRPC worked
@@ -101,15 +108,17 @@ class BulkOpener(Generic[AskingT, ClientT]):
 
     def _choose(self, caller: AskingT, call: Call) -> ClientT | None:
         refusals: list[str] = []
-        ways: tuple[tuple[str, Callable[[control_pb2.OpenBulkReply], socket.socket | TlsSocket]], ...]
+        ways: tuple[tuple[str, Connect], ...]
         ways = ("shm", self._connect_local), ("tcp", self._connect_tcp)
         for name, connect in ways:
             if self._wanted not in ("auto", name):
                 continue
             reply = self._ask(caller, call)
+            streams = self._streams if name == "tcp" else 1
+            further = [partial(_further, connect, reply, strand) for strand in range(1, streams)]
             try:
                 stream = Stream(connect(reply), HEAD_BYTES_MAX)
-                bulk = self._kind(stream, self._shard, self._address, reply.ticket, call, self._traffic)
+                bulk = self._kind(stream, self._shard, self._address, reply.ticket, call, self._traffic, further)
             except _NotHere as error:
                 refusals.append(f"{name}: {error}")
                 continue
@@ -122,7 +131,7 @@ class BulkOpener(Generic[AskingT, ClientT]):
             self._silences = 0
             if name == "tcp":
                 self._had_tcp, self._missed_since = True, None
-            self._note(name, refusals)
+            self._note(name, refusals, streams)
             return bulk
         if self._wanted != "auto":
             self._ask(caller, call)  # raises if the shard has only just died
@@ -156,8 +165,9 @@ class BulkOpener(Generic[AskingT, ClientT]):
         where = {"shard": self._shard, "address": self._address}
         return ShardUnavailable(f"shard {self._shard} at {self._address}: {why}", **where)
 
-    def _note(self, name: str, refusals: Sequence[str]) -> None:
-        self.transport = f"{name} (not {'; not '.join(refusals)})" if refusals else name
+    def _note(self, name: str, refusals: Sequence[str], streams: int = 1) -> None:
+        remarks = [f"{streams} streams"] * (streams > 1) + [f"not {refusal}" for refusal in refusals]
+        self.transport = f"{name} ({'; '.join(remarks)})" if remarks else name
         self.transport = self.transport[:TRANSPORT_CHARACTERS_MAX]
 
     def _connect_local(self, reply: control_pb2.OpenBulkReply) -> socket.socket:
@@ -188,6 +198,10 @@ class BulkOpener(Generic[AskingT, ClientT]):
         sock.settimeout(None)
         context = self._credentials.context()
         return sock if context is None else _secured(sock, context, host.strip("[]"))
+
+
+def _further(connect: Connect, reply: control_pb2.OpenBulkReply, strand: int) -> Stream:
+    return greeting(Stream(connect(reply), HEAD_BYTES_MAX), reply.ticket, strand)
 
 
 def _secured(sock: socket.socket, context: ssl.SSLContext, host: str) -> TlsSocket:

@@ -67,10 +67,18 @@ class ShardLane(Lane):
     Args:
         address: HOST:PORT; for a reader also those of relays, A|B, which all speak gRPC alone. is_reader: True for a reader.
         transport: "grpc"; "auto", the best one that works; or "shm" or "tcp", which raise ConfigError if they do not work.
+        streams: TCP connections of the bulk lane.
     """
 
     def __init__(
-        self, shard: int, address: str, transport: str, credentials: Credentials | None = None, *, is_reader: bool = False
+        self,
+        shard: int,
+        address: str,
+        transport: str,
+        credentials: Credentials | None = None,
+        streams: int = 1,
+        *,
+        is_reader: bool = False,
     ) -> None:
         super().__init__(shard, address)
         credentials = credentials if credentials is not None else Credentials()
@@ -84,9 +92,11 @@ class ShardLane(Lane):
         self._reads: BulkOpener[ReadingCaller, ReadingClient] | None = None
         self._incarnation = 0  # of the shard, as a reader has heard; 0: a relay's
         if is_reader and transport != "grpc":
-            self._reads = BulkOpener(shard, address, transport, credentials, self._open_reads, self.traffic, ReadingClient)
+            self._reads = BulkOpener(
+                shard, address, transport, credentials, self._open_reads, self.traffic, ReadingClient, streams
+            )
         elif transport != "grpc":
-            self._bulk = BulkOpener(shard, address, transport, credentials, self.open_bulk, self.traffic, BulkClient)
+            self._bulk = BulkOpener(shard, address, transport, credentials, self.open_bulk, self.traffic, BulkClient, streams)
         self._name = f"shard {shard} at {address}"
         self._shared: tuple[FlatBuffers | None, Sequence[FlatBuffers]] | None = None
 

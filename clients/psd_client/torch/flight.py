@@ -103,7 +103,7 @@ class Flight(BackgroundCall):
         self.fragment, self.counts, self.spare, self.departed, self.due = fragment, counts, spare, departed, due
         self._worker = worker
         self._late_before = worker.stats()["blocks_late"] if late_before is None else late_before
-        super().__init__(worker, call, "psd-exchange")
+        super().__init__(worker, call)
 
     def again(self) -> Flight:
         """Make the call again."""

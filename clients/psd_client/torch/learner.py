@@ -177,7 +177,7 @@ class LocalOptimizer(JobOptimizer):
         if not self._is_decoupled:
             return self.ps.clock
         if self._look is None:
-            self._look = BackgroundCall(self._worker, self._worker.learn_clock, "psd-exchange")
+            self._look = BackgroundCall(self._worker, self._worker.learn_clock)
         if not (self._waits or self._look.ended.is_set()):
             return None
         look, self._look = self._look, None

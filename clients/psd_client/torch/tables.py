@@ -232,7 +232,7 @@ class _Fetch(BackgroundCall):
         def call(turn: Turn) -> None:
             self.rows = pull_rows(worker, [place for _, place in self.lookups], turn=turn)
 
-        super().__init__(worker, call, "psd-prefetch")
+        super().__init__(worker, call)
 
 
 def pull_rows(

@@ -8,15 +8,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+from psd_client.lanes.daemon_threads import Task
 from psd_client.worker.flat_calls import FlatCalls
 from psd_client.worker.worker import Turn
 
 
 class BackgroundCall:
-    """A call in a thread of its own, begun when this is made: after the program's earlier calls, and before its later ones.
+    """A call in another thread, begun when this is made: after the program's earlier calls, and before its later ones.
 
     Args:
-        call: makes the call; given this turn. name: of the thread.
+        call: makes the call; given this turn.
 
     Attributes:
         error: why the call has failed, or None.
@@ -26,13 +27,13 @@ class BackgroundCall:
     is_finished = in_background = True
     before: Turn | None = None
 
-    def __init__(self, worker: FlatCalls, call: Callable[[Turn], None], name: str) -> None:
+    def __init__(self, worker: FlatCalls, call: Callable[[Turn], None]) -> None:
         self.error: BaseException | None = None
         self.ended = threading.Event()
         self._call = call
         worker.take_turn(self)
-        # A daemon: the end of the program, which closes the connection, ends it.
-        threading.Thread(target=self._run, name=name, daemon=True).start()
+        # The end of the program, which closes the connection, ends the call.
+        worker.background.begin(Task(self._run))
 
     def _run(self) -> None:
         try:

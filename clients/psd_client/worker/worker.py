@@ -19,6 +19,7 @@ from psd.contract.config import CLIENT_STATE_BYTES_MAX, ClientConfig
 from psd.contract.environment import scalar_directories
 from psd.contract.errors import InvalidRequest, NotDeclared, PsdError, RolledBack, SessionFenced, SpecMismatch, WaitTimeout
 from psd.v1 import control_pb2
+from psd_client.lanes.daemon_threads import Crew
 from psd_client.lanes.flat import FlatBuffers
 from psd_client.lanes.shards import RetryPolicy, Shards
 from psd_client.lanes.transport import Bracket, Cancelled, Lane
@@ -69,11 +70,14 @@ class WorkerConnection:
 
     Attributes:
         rank: this worker's number, from 0. world_size: number of workers of the job.
+        background: threads for calls during which the program goes on. They stay: to start one at each exchange of a learner
+            would cost as much as the rest of what the program waits for.
     """
 
     def __init__(self, config: ClientConfig, lanes: Sequence[Lane], on_end: Callable[[], None] = lambda: None) -> None:
         self.rank, self.world_size = config.rank, config.world_size
         self._on_end = on_end
+        self.background = Crew("psd-background")
         self._ended = threading.Lock()  # taken once, and for good, by close()
         self._config = config
         self._pid = os.getpid()
@@ -201,6 +205,7 @@ class WorkerConnection:
         self._heartbeats.stop()
         self._session.leave()
         self._shards.close()
+        self.background.close()
         self._heartbeats.join()
         self._on_end()
 
