@@ -6,67 +6,19 @@ made, opened or removed.
 
 from __future__ import annotations
 
-import enum
 import mmap
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from psd_core import _arena_format as form
 from psd_core import _store_file as files
 from psd_core._arena import Words
+from psd_core._arena_lent import LentBlock, LentPage, Terms
+from psd_core._arena_page import Page, PageState
 from psd_core._arena_pages import Place, Pool
 from psd_core._store_format import ArenaError, StoreClosed
-
-
-class PageState(enum.Enum):
-    """States of a page, which decide the calls that it may be given to."""
-
-    SPARE = "spare"
-    PUBLISHED = "published"  # current, or pinned after its time
-    FREE = "free"
-
-
-@dataclass(slots=True, eq=False)
-class Page:
-    """One version of a block; its arrays are views of the mapping.
-
-    Attributes:
-        block: its index.
-        parameter: (n,), from a cache line. slots, extra: one (n,) array for each of the shape's, likewise.
-        steps: (k,) uint64, updates applied to each segment.
-        sessions, clocks: (W,) uint64, the dedup window: per rank, whatever its writer keeps there.
-        version: as published; 0 in a spare.
-        pins: readers, plus one while the page is current, and one for each page that has its body. Guarded by the arena.
-        base: the page whose body this one has; None: its own.
-        content: the checksum of the body, once published.
-        state, place, head, body, tails: the arena's.
-    """
-
-    block: int
-    parameter: NDArray[Any]
-    slots: tuple[NDArray[Any], ...]
-    extra: tuple[NDArray[Any], ...]
-    steps: NDArray[np.uint64]
-    sessions: NDArray[np.uint64]
-    clocks: NDArray[np.uint64]
-    version: int
-    pins: int
-    state: PageState
-    place: Place
-    head: Words
-    body: Words
-    tails: Sequence[NDArray[np.uint8]]
-    base: Page | None = None
-    content: int = 0
-
-    @property
-    def arrays(self) -> tuple[NDArray[Any], ...]:
-        """The parameter, the slots and what is beside them."""
-        return (self.parameter, *self.slots, *self.extra)
 
 
 class Found(NamedTuple):
@@ -94,6 +46,8 @@ class Blocks:
         self._head_kinds = [kind_of[layout.head_size] for layout in front.layouts]
         self._front = front
         self._current: list[Page | None] = [None] * len(front.shapes)
+        self._mapping = mapping
+        self._lent: list[LentBlock | None] = [None] * len(front.shapes)
         self._crash_point = crash_point
 
     def adopt(self, found: Sequence[Found | None]) -> None:
@@ -113,12 +67,33 @@ class Blocks:
             used.add(entry.place.number)
         self.pool.adopt(used)
 
+    def lend(self, block: int, terms: Terms, on_store: Callable[[str], None] | None) -> LentBlock:
+        """Lend a block to a C core, which has its pages from now on."""
+        assert self._lent[block] is None, f"block {block} is lent already"
+        lent = LentBlock(block, terms, self._front, self._mapping, self.pool, self._kinds[block], self._all_lent, on_store)
+        page, self._current[block] = self._current[block], None
+        if page is not None:
+            lent.adopt(page)
+        self._lent[block] = lent
+        return lent
+
+    def _all_lent(self) -> list[LentBlock]:
+        return [lent for lent in self._lent if lent is not None]
+
+    def stop(self) -> None:
+        """Give no page out any more, and publish none."""
+        self.pool.stop(lambda: sum(lent.core.stop() for lent in self._all_lent()))
+
     def current(self, block: int) -> Page | None:
         """The published page, not pinned; None: never published."""
-        return self._current[block]
+        lent = self._lent[block]
+        return self._current[block] if lent is None else lent.current()
 
     def pin(self, block: int) -> Page:
         """The published page, which stays as it is until `unpin`."""
+        lent = self._lent[block]
+        if lent is not None:
+            return lent.pin()
         with self.pool.lock:
             page = self._current[block]
             if page is None:
@@ -129,6 +104,9 @@ class Blocks:
 
     def unpin(self, page: Page) -> None:
         """Give a pinned page back."""
+        if isinstance(page, LentPage):
+            page.lent.unpin(page)
+            return
         with self.pool.lock:
             surplus = self._unpin(page)
             self.pool.take_back()
@@ -137,14 +115,15 @@ class Blocks:
 
     def spare(self, block: int) -> Page:
         """A page to write the block's next version into; its contents are undefined."""
-        return self._page(block, self.pool.take(self._kinds[block]))
+        lent = self._lent[block]
+        return self._page(block, self.pool.take(self._kinds[block])) if lent is None else lent.spare()
 
     def spare_alike(self, block: int) -> Page:
         """A page for a next version with the body of the current one. If a head takes as much room as all, a copy."""
-        before = self._current[block]
+        before = self.current(block)
         assert before is not None, f"block {block} was never published"
         kind = self._head_kinds[block]
-        if kind is self._kinds[block]:
+        if kind is self._kinds[block] or self._lent[block] is not None:
             page = self.spare(block)
             for old, new in zip(before.arrays, page.arrays, strict=True):
                 np.copyto(new, old)
@@ -159,6 +138,9 @@ class Blocks:
         """Make a spare the block's current page, in one step."""
         assert page.state is PageState.SPARE, f"block {block}: the page to publish is {page.state.value}"
         assert page.block == block, f"block {block}: the page to publish is one of block {page.block}"
+        if isinstance(page, LentPage):
+            page.lent.publish(page, version)
+            return
         head, number, base = page.head, page.place.number, page.base
         for tail in page.tails if base is None else ():
             tail.fill(0)  # equal values have equal checksums, whatever has lain in this place before
@@ -186,6 +168,9 @@ class Blocks:
 
     def discard(self, page: Page) -> None:
         """Give back a spare that will not be published."""
+        if isinstance(page, LentPage):
+            page.lent.discard(page)
+            return
         with self.pool.lock:
             assert page.state is PageState.SPARE, f"block {page.block}: the page to discard is {page.state.value}"
             surplus = self._free(page)
@@ -198,7 +183,12 @@ class Blocks:
         """Bytes of the published pages."""
         current = [page for page in self._current if page is not None]
         pages = [*current, *(page.base for page in current if page.base is not None)]
-        return sum(page.place.kind.size for page in pages)
+        return sum(page.place.kind.size for page in pages) + sum(lent.current_bytes for lent in self._all_lent())
+
+    @property
+    def spare_bytes(self) -> int:
+        """Bytes of the places that no version lives in and nobody has in hand."""
+        return self.pool.spare_bytes() + sum(lent.spare_bytes for lent in self._all_lent())
 
     def _unpin(self, page: Page) -> list[Place]:
         assert page.state is PageState.PUBLISHED, f"block {page.block}: the page to unpin is {page.state.value}"

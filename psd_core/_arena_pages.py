@@ -133,10 +133,12 @@ class Pool:
         self._is_closed = False
         self._when_unheld: Callable[[], None] | None = None
 
-    def stop(self) -> None:
-        """Give no page out any more."""
+    def stop(self, held: Callable[[], int]) -> None:
+        """Give no page out any more. held: stops those whom places are lent to, and returns the pages in hands there that are
+        to be counted from now on."""
         with self.lock:
             self._is_closed = True
+            self._in_hands += held()
 
     def close(self, when_unheld: Callable[[], None]) -> None:
         """Do what `stop` does, and call `when_unheld` when nobody holds a page, now or later."""

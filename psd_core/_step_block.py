@@ -76,7 +76,7 @@ def step_block(
     Cost: O(n + k), no allocation, GIL released. Neighbouring segments whose steps the rule cannot tell apart are one run,
         and runs are processed in tiles of 1 KiB, so that nothing is read from or written to memory twice.
     """
-    plan = _planned(rule, tuple(flags))
+    plan = planned(rule, tuple(flags))
     for argument, slots in (("slots_in", slots_in), ("slots_out", slots_out)):
         if len(slots) != len(plan.slots):
             raise InvalidArray(f"{argument}: expected {len(plan.slots)} arrays ({', '.join(plan.slots)}), got {len(slots)}")
@@ -109,7 +109,7 @@ def step_block(
     )
 
 
-class _Plan(NamedTuple):
+class Plan(NamedTuple):
     """The consequences of a rule and its flags, the same for every block.
 
     Attributes:
@@ -128,7 +128,8 @@ class _Plan(NamedTuple):
 
 
 @functools.lru_cache(1024)
-def _planned(rule: str, flags: tuple[str, ...]) -> _Plan:
+def planned(rule: str, flags: tuple[str, ...]) -> Plan:
+    """The consequences of a rule and its flags. Raises ValueError as `step_block` does."""
     if rule not in RULES:
         raise ValueError(f"rule: expected one of {', '.join(RULES)}, got {rule!r}")
     facts = RULES[rule]
@@ -137,7 +138,7 @@ def _planned(rule: str, flags: tuple[str, ...]) -> _Plan:
         raise ValueError(f"flags: expected some of {', '.join(facts.flags) or 'none'}, got {unknown[0]!r}")
     slots = facts.slots(flags)
     kernel_slots = tuple(slot.name for slot in facts.all_slots)
-    return _Plan(
+    return Plan(
         facts.number,
         tuple(flag in flags for flag in facts.flags),
         facts.scalars,

@@ -42,10 +42,13 @@ from psd_core import _arena_format as form
 from psd_core import _arena_recovery as recovery
 from psd_core import _store_file as files
 from psd_core._arena_accumulators import Accumulators
-from psd_core._arena_blocks import Blocks, Page
+from psd_core._arena_blocks import Blocks
 from psd_core._arena_format import CRASH_POINTS, BlockShape
+from psd_core._arena_lent import WORKERS_MAX, LentBlock, LentPage, Terms
+from psd_core._arena_page import Page
 from psd_core._arena_pages import SPARE_PAGES_KEPT
 from psd_core._arena_records import WORDS, Records
+from psd_core._block import AHEAD, GIVEN_BACK, NEEDS_PAGE, NOT_SENT, STORE_CLOSED, BlockCore
 from psd_core._store_file import ARENA_NAME, LOCK_NAME
 from psd_core._store_format import NO_SPACE, ArenaBusy, ArenaCorrupt, ArenaError, ArenaForeign, StoreClosed, StoreFull
 
@@ -63,7 +66,17 @@ __all__ = [
     "ArenaForeign",
     "StoreFull",
     "BlockShape",
+    "BlockCore",
+    "LentBlock",
+    "LentPage",
+    "AHEAD",
+    "GIVEN_BACK",
+    "NEEDS_PAGE",
+    "NOT_SENT",
+    "STORE_CLOSED",
     "Page",
+    "Terms",
+    "WORKERS_MAX",
 ]
 
 
@@ -95,6 +108,7 @@ class Arena:
         self._file = file
         self._front = front
         mapping = file.map_shared(0, front.size)
+        self._crash_point = crash_point
         self._blocks = Blocks(file, front, mapping, crash_point)
         self._records = Records(front, mapping, crash_point)
         self._accumulators = Accumulators(front.shapes)
@@ -245,7 +259,7 @@ class Arena:
     def stop(self) -> None:
         """Refuse from now on, with StoreClosed, whatever would change a byte that counts. Idempotent."""
         self._records.close()
-        self._blocks.pool.stop()
+        self._blocks.stop()
 
     @property
     def path(self) -> Path:
@@ -293,6 +307,15 @@ class Arena:
         return self._file.is_closed
 
     # Pages.
+
+    def lend(self, block: int, terms: Terms) -> LentBlock:
+        """Lend a block of float32 or float64 to a C core, which counts gradients and publishes; once, while nobody has pinned a
+        page of it. The calls below go on for it, too, one thread at a time where they update.
+
+        Raises:
+            ValueError: an unknown rule or flag.
+        """
+        return self._blocks.lend(block, terms, None if self._crash_point is no_crash else self._crash_point)
 
     def current(self, block: int) -> Page | None:
         """The published page, not pinned: for the thread that updates the block. None: never published."""
@@ -391,7 +414,7 @@ class Arena:
     @property
     def spare_bytes(self) -> int:
         """The part of `used_bytes` that no version lives in: spares that nobody has in hand."""
-        return self._blocks.pool.spare_bytes()
+        return self._blocks.spare_bytes
 
     @property
     def held_bytes(self) -> int:

@@ -32,6 +32,7 @@ from psd.state.aggregation.rounds import FastRound, Round
 from psd.state.aggregation.rules import check_listed
 from psd.state.aggregation.sampling import Sampling
 from psd.state.aggregation.settlement import Coordinator, Participant
+from psd.state.aggregation.small_block import SmallBlock, small_blocks, terms_of
 from psd.state.aggregation.staleness import bound_rule
 from psd.state.aggregation.trained import RoundServices, Trained
 from psd.state.counts import Histogram, RoundTimes, total
@@ -131,18 +132,18 @@ class Job:
             self.layout.tensor_at,
             self.kept.forget,
         )
-        self.blocks = {
-            plan.index: BlockState(
-                plan,
-                slot,
-                bound[plan.group],
-                services,
-                RoundTimes(now, on_awaited if plan is first else None),
-                self._ratio_places(plan),
-                Offered() if "mean" in spec.groups[plan.group].flags and spec.groups[plan.group].is_of_buffers else None,
+        small = small_blocks(spec, services.round_kind, plans)
+        self.blocks: dict[int, BlockState] = {}
+        for slot, plan in enumerate(plans):
+            group, times = spec.groups[plan.group], RoundTimes(now, on_awaited if plan is first else None)
+            if plan.index in small:
+                terms = terms_of(plan, spec, self.policy)
+                self.blocks[plan.index] = SmallBlock(plan, slot, bound[plan.group], services, times, terms)
+                continue
+            offered = Offered() if "mean" in group.flags and group.is_of_buffers else None
+            self.blocks[plan.index] = BlockState(
+                plan, slot, bound[plan.group], services, times, self._ratio_places(plan), offered
             )
-            for slot, plan in enumerate(plans)
-        }
         trained_blocks = [b for b in self.blocks.values() if b.plan.trained]
         self._trained: list[Trained] = [*trained_blocks]
         self.tables: TablesBlock | None = None

@@ -22,6 +22,7 @@ import numpy as np
 from google.protobuf.message import Message as Protobuf
 from green import Event, Fiber, Fibers, Future, Lock, Sleep, Waiters
 
+from psd.state.aggregation.small_block import SmallBlock
 from psd.state.aggregation.version_waits import VersionWaits
 from psd.state.cuts.cuts import Cuts
 from psd.state.tickets import Ticket
@@ -57,6 +58,7 @@ LEFT_OUT_TYPES = frozenset(
         "History",
         "JobSpec",
         "Layout",
+        "LentBlock",
         "Limits",
         "Logger",
         "Operation",
@@ -267,6 +269,9 @@ class Walker:
             self.page(value)
         elif isinstance(value, TableStore):
             self.table(value)
+        elif isinstance(value, SmallBlock):
+            self._words.append(repr((value.version, value._core.round)))
+            self._attributes(value)
         elif isinstance(value, Cuts):
             self.walk([sorted(value._known), value.awaits_positions])
             for cut in value._open:

@@ -15,6 +15,7 @@ from psd.state.aggregation.agreement import Agreement, Voice
 from psd.state.aggregation.block import BlockState
 from psd.state.aggregation.exact_rounds import ExactRound
 from psd.state.aggregation.rounds import Contribution, FastRound, Outcome
+from psd.state.aggregation.small_block import SmallBlock
 from psd.state.cuts.positions import Positions
 from psd.state.desks.exchange import Exchange
 from psd.state.desks.settlement import SettlementDesk
@@ -53,6 +54,14 @@ def successor_in_the_open_round(monkeypatch: pytest.MonkeyPatch) -> None:
     """A successor's gradient is taken for a duplicate of the one that the dead worker has pushed."""
     monkeypatch.setattr(Job, "entry_round", lambda job, rank: job.version_max)
     monkeypatch.setattr(FastRound, "standing", lambda round_, part: Outcome.DUPLICATE if part.rank in round_.sessions else None)
+    contribute = SmallBlock.contribute
+
+    def mistaken(block: SmallBlock, part: Contribution) -> Outcome:
+        outcome = contribute(block, part)
+        is_in_round = part.clock == block.version and block._core.session_of(part.rank) > 0
+        return Outcome.DUPLICATE if outcome is Outcome.LATE and is_in_round else outcome
+
+    monkeypatch.setattr(SmallBlock, "contribute", mistaken)
 
 
 def all_voices_alike(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ Survives the shard's process, and is what the invariants are held against. Must 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from residuals import Payload, may_have_sent, payloads_of
 from setting import GRADIENTS_MAX, Setting, counts_in, counts_in_row, value_of
 
 from psd.state.shard import Shard
+from psd_core.arena import BlockCore
 from psd_core.table import TableStore
 
 
@@ -210,3 +212,43 @@ def _as_updates(version: int, counted: dict[int, int]) -> list[tuple[int, ...]]:
     """Updates that lead to a version and to what it has, whichever they were."""
     assert set(counted.values()) <= {1}, f"a checkpoint has gradients twice: {counted}"
     return [(), *[()] * (version - 2), tuple(sorted(counted))][-version:] if version else []
+
+
+def watch_cores(arena: Any, on_publish: Callable[..., None]) -> None:
+    """Call `on_publish` with slot, page before, page and version for what the cores of small blocks publish by themselves."""
+    lend = arena.lend
+
+    def lent(slot: int, terms: Any) -> Any:
+        found = lend(slot, terms)
+        found.core = WatchedCore(found.core, arena, slot, partial(on_publish, slot))
+        return found
+
+    arena.lend = lent
+
+
+class WatchedCore:
+    """The core of a small block, which tells what it publishes by itself."""
+
+    def __init__(self, core: BlockCore, arena: Any, slot: int, on_publish: Callable[[Any, Any, int], None]) -> None:
+        self._watched = core
+        self._arena = arena
+        self._slot = slot
+        self._on_publish = on_publish
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._watched, name)
+
+    def contribute(self, *arguments: Any) -> int:
+        return self._call(lambda: self._watched.contribute(*arguments))
+
+    def close_round(self) -> int:
+        return self._call(self._watched.close_round)
+
+    def _call(self, call: Callable[[], int]) -> int:
+        before = self._arena.current(self._slot)
+        try:
+            return call()
+        finally:
+            page = self._arena.current(self._slot)
+            if page is not before:  # also if the process dies at once
+                self._on_publish(before, page, page.version)

@@ -16,7 +16,7 @@ import green
 from canonical import Walker
 from cut_parts import CutParts
 from green import Fiber, Fibers
-from published import History, notes_of
+from published import History, notes_of, watch_cores
 from serving import Broken, Context, Desks, GreenTicket, Handler, Paused
 from setting import Setting
 from shard_view import Key, ShardTold, ShardView
@@ -210,6 +210,7 @@ class ShardProcess:
                     self.history.on_publish(blocks[slot], before, page, version)
 
         arena.publish = watched
+        watch_cores(arena, lambda slot, *published: self.history.on_publish(blocks[slot], *published))
 
     def watch_table(self, table: int, store: TableStore) -> None:
         """Have a table's store tell the history what each transaction has brought; the process may die between two of them."""

@@ -27,7 +27,7 @@ from psd.rim.pace import Pace
 from psd.rim.vector_gate import VectorGate
 from psd.rim.vector_plane import VectorPlane
 from psd.rim.vector_service import VectorService
-from psd.state.aggregation.rounds import FastRound
+from psd.state.aggregation.small_block import SmallBlock
 from psd.state.counts import LANES
 from psd.state.shard import Shard
 from psd.v1 import control_pb2, data_pb2, job_pb2
@@ -185,15 +185,13 @@ class Target:
         assert core.membership is not None
         blocks = []
         for state in core.job.blocks.values():
-            page, round_ = state._page, state._round
+            page = state._page
             assert page is not None
             blocks.append((state.version, page.parameter.tobytes(), [s.tobytes() for s in page.slots], page.steps.tobytes()))
             blocks.append((page.sessions.tobytes(), page.clocks.tobytes()))
-            assert isinstance(round_, FastRound)
-            if round_._contributors:
-                assert round_._sum._sum is not None
-                sums = round_._sum._sum.tobytes(), round_._touched.tobytes()
-                blocks.append((round_._contributors, round_._total_weight, round_._voice, *sums))
+            if state.is_trained:
+                assert isinstance(state, SmallBlock)
+                blocks.append(state._core.round)
         members = [(w.state, w.session, w.clock, w.floor, w.has_pushed, w.host, w.pid) for w in core.membership.workers]
         scalars = core.job.agreement.known()
         arrived = {name: list(b.arrived) for name, b in core.barriers._barriers.items() if b.arrived}

@@ -39,10 +39,12 @@ class Holder:
     """Common to all.
 
     Attributes:
-        spec: of the job. error: with which its owner's call has ended, if it has.
+        spec: of the job. is_large: its blocks have the rounds of large ones.
+        error: with which its owner's call has ended, if it has.
     """
 
     spec = spec_of()
+    is_large = False
     error: Exception | None = None
 
     def __init__(self, driver: Driver, seats: list[Seat]) -> None:
@@ -129,6 +131,8 @@ class OpenCutPages(Holder):
 class UpdateInFlight(Holder):
     """A kernel that writes a spare page. Its push ends with an error that says that the shard has gone back."""
 
+    is_large = True
+
     def __init__(self, driver: Driver, seats: list[Seat]) -> None:
         super().__init__(driver, seats)
         block = self.job.blocks[0]
@@ -165,6 +169,8 @@ class UpdateInFlight(Holder):
 class Sums(Holder):
     """An open round that has accumulators; its last gradient comes when it is over."""
 
+    is_large = True
+
     def __init__(self, driver: Driver, seats: list[Seat]) -> None:
         super().__init__(driver, seats)
         for index in range(BLOCKS):
@@ -196,8 +202,23 @@ class ExactParts(Sums):
         return np.concatenate([part.values for part in round_._parts.values()])
 
 
+class SmallSums(Sums):
+    """An open round of blocks whose sums are in C."""
+
+    is_large = False
+
+    def seen(self) -> Any:
+        return [block._core.round for block in self._blocks]
+
+    def __init__(self, driver: Driver, seats: list[Seat]) -> None:
+        super().__init__(driver, seats)
+        self._blocks: list[Any] = list(self.job.blocks.values())
+
+
 class LentGradients(Holder):
     """Gradients that lie in workers' memory, of rounds that are complete and not applied yet."""
+
+    is_large = True
 
     def __init__(self, driver: Driver, seats: list[Seat]) -> None:
         super().__init__(driver, seats)
@@ -212,4 +233,4 @@ class LentGradients(Holder):
             push.loan.end()
 
 
-KINDS = (PulledPages, SnapshotPages, OpenCutPages, UpdateInFlight, Sums, ExactParts, LentGradients)
+KINDS = (PulledPages, SnapshotPages, OpenCutPages, UpdateInFlight, Sums, SmallSums, ExactParts, LentGradients)

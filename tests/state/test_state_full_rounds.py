@@ -86,6 +86,7 @@ def test_a_round_that_is_no_longer_complete_when_there_is_room_waits_again(drive
     assert driver.values() == [-3.0] * 3
 
 
+@pytest.mark.usefixtures("no_small_blocks")
 def test_lent_gradients_that_have_no_room_are_taken_over_and_applied_later(driver_of):
     """Over shared memory: the call ends with the refusal, and the worker's memory is its own again."""
     driver = driver_of()

@@ -20,6 +20,13 @@ def directory(tmp_path):
     return CheckpointDirectory(str(tmp_path / "checkpoints"))
 
 
+@pytest.fixture(autouse=True)
+def _blocks_are_large(request):
+    callspec = getattr(request.node, "callspec", None)
+    if callspec is not None and getattr(callspec.params.get("kind"), "is_large", False):
+        request.getfixturevalue("no_small_blocks")
+
+
 def stored(kind, directory, **config):
     """A shard at STEP, its workers, and its checkpoint."""
     driver = Driver(kind.spec, run_id="mine", directory=directory, **config)

@@ -13,6 +13,8 @@ from psd.state.desks.transfers import Push
 from psd.state.tickets import Ticket
 from psd_core.arena import StoreFull
 
+pytestmark = pytest.mark.usefixtures("no_small_blocks")
+
 
 def lend(driver: Driver, seat: Seat, value: float, *, clock: int = 0, **header: Any) -> tuple[Push, Any]:
     """A push of the first block, lent, and its memory."""

@@ -308,6 +308,7 @@ def test_a_block_twice_in_one_push_is_counted_once():
     assert driver.values() == [-1.0] * 3
 
 
+@pytest.mark.usefixtures("no_small_blocks")
 def test_an_update_that_fails_for_want_of_memory_is_as_if_never_pushed():
     """If no page can be had, the push fails, and the same push again is counted, in every mode and position."""
     for spec in (job_spec(1), job_spec(1, mode="async"), job_spec(2)):
@@ -328,6 +329,27 @@ def test_an_update_that_fails_for_want_of_memory_is_as_if_never_pushed():
                 setattr(arena, name, method)
             assert driver.push(seat, 0, 2.0).blocks_counted == 1
         assert driver.values() == [-2.0] * 3
+
+
+@pytest.mark.parametrize("spec", [job_spec(1), job_spec(1, mode="async"), job_spec(2)])
+def test_a_small_block_that_has_no_memory_for_an_update_is_as_it_was(spec, monkeypatch):
+    """Its first update needs a place to go to; the push that cannot have one fails, and the same push again is counted."""
+    driver = Driver(spec)
+    seats = driver.start()
+    for seat in seats[:-1]:
+        driver.push(seat, 0, 2.0)
+
+    def out_of_memory(*_):
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(driver.core.job.arena._blocks.pool, "take", out_of_memory)
+        with pytest.raises(MemoryError):
+            driver.push(seats[-1], 0, 2.0)
+    assert driver.values() == [0.0] * 3
+
+    assert driver.push(seats[-1], 0, 2.0).blocks_counted == 1
+    assert driver.values() == [-2.0] * 3
 
 
 @pytest.mark.parametrize(

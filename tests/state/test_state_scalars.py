@@ -116,6 +116,7 @@ def test_with_a_quorum_those_who_are_there_first_speak():
     assert late.blocks_late == 1
 
 
+@pytest.mark.usefixtures("no_small_blocks")
 def test_a_gradient_that_is_lent_speaks_as_any_other():
     """Over shared memory the gradient that completes a round is applied by whoever asks for the result first."""
     driver = Driver(job_spec(2))

@@ -26,6 +26,7 @@ class GoneAtASecondLook(BlockState):
     _round = property(lambda self: self.__dict__["rounds"].pop(0))
 
 
+@pytest.mark.usefixtures("no_small_blocks")
 def test_a_round_that_closes_while_a_reader_asks_for_it_is_no_defect():
     """Another thread applies the round that is due just when this one has seen it."""
     driver = Driver()
@@ -90,6 +91,7 @@ class FreshArrays:
         pass
 
 
+@pytest.mark.usefixtures("no_small_blocks")
 def test_who_is_missing_from_a_round_can_be_asked_while_gradients_come_and_go():
     """Status asks without the block's lock."""
     driver = Driver()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +27,8 @@ from psd.state.aggregation.trained import RoundServices, Trained
 from psd.state.counts import RoundTimes
 from psd_core.arena import Arena, Page, StoreFull
 from psd_core.codecs import Encoded
+
+Got = TypeVar("Got")
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,9 +197,13 @@ class BlockState(Trained):
 
     def _spare(self, *, is_alike: bool = False) -> Page:
         spare = self._arena.spare_alike if is_alike else self._arena.spare
+        return self._with_room(lambda: spare(self._slot))
+
+    def _with_room(self, take: Callable[[], Got]) -> Got:
+        """Take room for a version, and make some if there is none. Raises OutOfSpace."""
         while True:
             try:
-                return spare(self._slot)
+                return take()
             except StoreFull as error:
                 if not self._services.make_room():
                     raise OutOfSpace(f"block {self.plan.index}: no room for its next version: {error.strerror}") from error
@@ -286,7 +292,7 @@ class BlockState(Trained):
         with self.lock:
             if not self._reach(version_min):
                 return None
-            page = self._arena.pin(self._slot)
+            page = self.pin()
             return page.version, page
 
     @property

@@ -261,7 +261,7 @@ class Trained(ABC):
         self.lacks_space = False
         try:
             while self._round.is_complete():
-                self._apply(self._round.update(None), self.version)
+                self._close()
         except RuleFailed:
             return  # those who wait for the round have been told
         except OutOfSpace:
@@ -304,11 +304,15 @@ class Trained(ABC):
         self.lacks_space = False
         if self._round.is_complete():
             try:
-                self._apply(self._round.update(None), self.version)
+                self._close()
             except OutOfSpace:
                 self.lacks_space = True
                 raise
         self._settle()
+
+    def _close(self) -> None:
+        """Apply the open round, which is complete."""
+        self._apply(self._round.update(None), self.version)
 
     def _apply(self, update: Update, clock: int) -> None:
         """Write an update, and open the next round."""

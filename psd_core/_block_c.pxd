@@ -1,0 +1,89 @@
+"""What `_block.pyx` uses of the C core of a small block, csrc/block.h."""
+
+from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
+
+
+cdef extern from "block.h" nogil:
+    enum:
+        PSD_FLAGS_MAX
+        PSD_SCALARS_MAX
+        PSD_SLOTS_MAX
+        PSD_RULES
+        PSD_RULES_CHECKSUM
+        PSD_AGES
+    ctypedef enum psd_dtype:
+        PSD_F32
+        PSD_F64
+        PSD_F16
+        PSD_BF16
+    ctypedef enum psd_outcome:
+        PSD_NEEDS_PAGE
+        PSD_NOT_SENT
+        PSD_AHEAD
+        PSD_NO_MEMORY
+        PSD_STORE_CLOSED
+        PSD_GIVEN_BACK
+        PSD_STOPPED
+    ctypedef enum psd_page_state:
+        PSD_FREE
+        PSD_SPARE
+        PSD_PUBLISHED
+    ctypedef struct psd_page:
+        uint64_t version, content, use
+        psd_page_state state
+    ctypedef struct psd_part_of_push:
+        int64_t rank
+        uint64_t session, clock, since
+        double weight, scale
+        const void *values
+        psd_dtype values_dtype
+        const uint8_t *present
+        const double *scalars
+        uint64_t version_read
+        int is_version_known, is_newest, already
+    ctypedef struct psd_block:
+        psd_dtype dtype
+        size_t item, n, segments, workers, mask_words, head_words, body_words, stride, slots
+        uint64_t index
+        uint64_t *entry
+        const uint32_t *ends
+        int rule
+        uint8_t flags[PSD_FLAGS_MAX]
+        int slot_at[PSD_SLOTS_MAX]
+        int scalars, rate, has_rounds, is_mean
+        int64_t quorum
+        int (*on_store)(void *, const char *) noexcept
+        void *context
+        uint64_t version
+        int has_voice, has_sum
+        uint64_t since
+        int64_t rank
+        double held[PSD_SCALARS_MAX]
+        double total_weight
+        uint64_t *sessions
+        uint64_t *contributors
+        uint8_t *touched
+        void *sum
+        uint64_t ages[PSD_AGES]
+        uint64_t age_total
+        psd_page *page
+        int64_t pages, current
+        int is_closed
+    int psd_block_init(psd_block *) noexcept
+    void psd_block_free(psd_block *) noexcept
+    void psd_block_open(psd_block *, uint64_t version) noexcept
+    psd_outcome psd_block_contribute(psd_block *, const psd_part_of_push *, const uint64_t *waited) noexcept
+    int psd_block_is_complete(const psd_block *, const uint64_t *waited, int is_void) noexcept
+    psd_outcome psd_block_close_round(psd_block *) noexcept
+    int psd_block_has(const psd_block *, int64_t rank) noexcept
+    int64_t psd_block_lend(psd_block *, uint64_t *head, char *body, uint64_t number, uint64_t body_number) noexcept
+    int64_t psd_block_surplus(psd_block *, int64_t kept) noexcept
+    void psd_block_adopt(psd_block *, int64_t page, uint64_t version, uint64_t content) noexcept
+    int64_t psd_block_spare(psd_block *, psd_outcome *why) noexcept
+    psd_outcome psd_block_publish(psd_block *, int64_t spare, uint64_t version) noexcept
+    int psd_block_discard(psd_block *, int64_t page, uint64_t use) noexcept
+    int64_t psd_block_pin(psd_block *, psd_outcome *why) noexcept
+    int psd_block_unpin(psd_block *, int64_t page, uint64_t use) noexcept
+    int64_t psd_block_pins(psd_block *, int64_t page, uint64_t use) noexcept
+    psd_page_state psd_block_state(psd_block *, int64_t page, uint64_t use) noexcept
+    int64_t psd_block_stop(psd_block *) noexcept
