@@ -19,7 +19,7 @@ LAYERS = {
     "psd.state": ("psd.checkpoint", "psd.contract", "psd.v1", "psd_core"),
     "psd.rim": ("psd.state", "psd.checkpoint", "psd.contract", "psd.v1"),
     "psd.watch": ("psd.contract", "psd.v1"),
-    "psd.relay": ("psd.rim", "psd_client", "psd.contract", "psd.v1", "psd_core"),
+    "psd.relay": ("psd.rim", "psd.state", "psd_client", "psd.contract", "psd.v1", "psd_core"),
     "psd.cli": ("psd.watch", "psd.relay", "psd.rim", "psd.state", "psd.checkpoint", "psd.contract", "psd.v1", "psd_core"),
     "psd.cli.follow": ("psd.cli", "psd_client", "psd.checkpoint", "psd.contract"),
     "psd_client": ("psd.contract", "psd.v1", "psd_core"),
@@ -43,7 +43,7 @@ OUTSIDE = {
     "ray": ("psd.cli.ray.shards", "psd.cli.ray.job"),
     "grpc_health": ("psd.rim", "psd.relay"),
     "grpc_reflection": ("psd.rim",),
-    "prometheus_client": ("psd.rim.metrics",),
+    "prometheus_client": ("psd.rim.metrics", "psd.relay.metrics"),
     "http": (),
     "torch": (
         "psd_client.torch",

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from psd.contract.arguments import ByName, whole_number
-from psd.contract.config import ClientConfig
+from psd.contract.config import SHARDS_MAX, ClientConfig
 from psd.contract.errors import CutMissed, InternalError, InvalidRequest, LayoutMismatch, NotDeclared, WaitTimeout
 from psd.contract.integers import INTEGER_MAX
 from psd.contract.jobspec import JobSpec
@@ -157,12 +157,14 @@ class Reader:
         self._last: Exception | None = None  # why the last attempt of a pull has found nothing
         self._layout: Layout | None = None
         self._buffers: FlatBuffers | None = None  # what pulls are received in
+        self._base: FlatBuffers | None = None  # what deltas change, if not those
         self._comes_again = False  # so that shards keep what it has, to tell it what changes
         self._described = control_pb2.DescribeReply()
         self._version = 0  # that it has fetched
         self.newest = 0
         self.heard_at: float | None = None
         self.name = f"{socket.gethostname()}:{os.getpid()}"
+        self.relayed_readers: int | None = None  # set by a relay
         self._id = secrets.randbits(53) or 1
         self.job = ""
         self.timeline = 0
@@ -284,17 +286,22 @@ class Reader:
         with explained(self._explain, self._config.report_after_s):
             return self._pull(wanted, oldest, timeout_s)
 
-    def pull_whole(self, newer_than: int | None, timeout_s: float, into: FlatBuffers | None) -> WholeCopy:
+    def pull_whole(
+        self, newer_than: int | None, timeout_s: float, into: FlatBuffers | None, base: FlatBuffers | None = None
+    ) -> WholeCopy:
         """Fetch all parameters, as `pull` does, for a relay; not for programs. From then on no other run is read.
 
         Args:
             into: buffers that nobody uses any more, for the values; may be of another layout, and are not used then.
+            base: an earlier version, from which on the servers may tell what has changed; stays as it is.
         """
-        self._buffers = into
+        self._buffers, self._base = into, base
+        self._comes_again = True
         self._last = None
         self._pull(Nothing(), 0 if newer_than is None else newer_than + 1, timeout_s)
         buffers, self._buffers = self._buffers, None
         assert buffers is not None
+        buffers.base = self._base = None
         self._config = replace(self._config, run_id=self._described.run_id)
         return WholeCopy(self._described, self._version, buffers)
 
@@ -360,7 +367,10 @@ class Reader:
     def _layout_of(self, replies: list[control_pb2.DescribeReply]) -> Layout:
         digests = {reply.layout_digest for reply in replies}
         if self._layout is None or digests != {self._layout.digest}:
-            self._layout = Layout(JobSpec.from_message(replies[0].spec), len(replies))
+            is_relay, count = bool(replies[0].relay_of), len(replies)
+            if is_relay and not 1 <= (count := replies[0].relayed_shards) <= SHARDS_MAX:
+                raise InternalError(f"relayed_shards: a relay has said {count}; expected 1 to {SHARDS_MAX}")
+            self._layout = Layout(JobSpec.from_message(replies[0].spec), count, is_gathered=is_relay)
         if digests != {self._layout.digest}:
             raise LayoutMismatch("the shards and this reader cut the parameters differently: their versions of psd differ")
         if len({reply.timeline for reply in replies}) > 1:
@@ -379,9 +389,10 @@ class Reader:
         if self._buffers is None or self._buffers.layout is not layout:
             self._buffers = FlatBuffers(layout)
         buffers = self._buffers
+        buffers.base = self._base if self._base is not None and self._base.layout is layout else None
         buffers.read_in([block.read_codec(wanted.codec) for block in layout.blocks])
         timeline = self.timeline
-        note = data_pb2.ReaderNote(id=self._id, name=self.name)
+        note = data_pb2.ReaderNote(id=self._id, name=self.name, relayed_readers=self.relayed_readers)
 
         def read_at(lane: Lane, call: Call) -> set[int]:
             own = layout.blocks_of(lane.shard)
@@ -395,7 +406,7 @@ class Reader:
                 timeline=timeline,
                 or_newer=bool(described.relay_of),
             )
-            held = [buffers.contents.get(block.index, 0) for block in asked]
+            held = [buffers.held_contents.get(block.index, 0) for block in asked]
             if len(asked) < len(own) or self._comes_again:
                 request.blocks.extend(block.index for block in asked)
             if self._comes_again:
@@ -408,7 +419,7 @@ class Reader:
             return lane.read(request, asked, buffers, call)
 
         # Without rounds, workers choose their positions when every shard waits for them.
-        has_some = {index % layout.shard_count for index in blocks}
+        has_some = {layout.shard_of(index) for index in blocks}
         lanes = [lane for lane in self._shards.lanes if lane.shard in has_some or not has_rounds]
         found = self._shards.run(read_at, max(0.1, patience_s) + transfer_s(layout, lanes), lanes)
         if len(set().union(*found)) > 1:

@@ -53,18 +53,14 @@ class KeptVersions:
     def keep(self, block: int, content: int, values: NDArray[Any]) -> None:
         """Keep the parameters (n,) of a block that a reader gets. content: checksum of the page that they are of.
 
-        Copies them, unless they are kept already; the version that was asked for longest ago goes.
+        Copies them, unless they are kept already; the version that was asked for longest ago goes. Under the lock, so that of
+        many readers that come at once only the first makes a copy.
         """
         if not self._versions_max:
             return
         with self._lock:
             kept = self._kept.setdefault(block, {})
-            if content in kept:
-                kept[content] = kept.pop(content)
-                return
-        copy = values.copy()
-        with self._lock:
-            kept[content] = _Kept(copy)
+            kept[content] = kept.pop(content) if content in kept else _Kept(values.copy())
             while len(kept) > self._versions_max:
                 del kept[next(iter(kept))]
 

@@ -42,7 +42,7 @@ def _state(now: JobSnapshot) -> tuple[str, str]:
         return "waiting", f"{_noun('Shard', silent)} {'does' if len(silent) == 1 else 'do'} not answer"
     relays = [shard.relay for shard in now.shards if shard.relay is not None]
     if relays and not now.consistency:
-        versions = [relay.version for relay in relays if relay.version is not None]
+        versions = [relay.version for relay in relays if "version" in relay.numbers]
         return "looking", f"A relay, at version {max(versions)}" if versions else "A relay that has no version yet"
     if not now.consistency:
         return "starting", "Nothing is declared yet"

@@ -336,13 +336,14 @@ def _version(shards: Sequence[ShardSnapshot]) -> dict[str, float]:
 def _relay(relay: pb.RelayStatus) -> RelaySnapshot:
     return RelaySnapshot(
         of=printable(relay.of),
-        version=relay.version if relay.HasField("version") else None,
-        behind=max(0, relay.newest - relay.version),
-        age_s=relay.age_s,
-        heard_s=relay.heard_s,
-        readers=relay.readers,
-        versions=relay.versions,
         problem=printable(relay.problem),
+        numbers={
+            **({"version": relay.version, "age_s": relay.age_s} if relay.HasField("version") else {}),
+            "behind": max(0, relay.newest - relay.version),
+            "heard_s": relay.heard_s,
+            "readers": relay.readers,
+            "versions": relay.versions,
+        },
     )
 
 

@@ -58,23 +58,18 @@ class TableTotals(Numbers):
 
 
 @dataclass(frozen=True)
-class RelaySnapshot:
+class RelaySnapshot(Numbers):
     """A relay, as it says of itself.
 
     Attributes:
-        of: the servers that it follows. version: that it has; None: none yet. behind: newer versions that these have told of.
-        age_s: time for which it has had its version. heard_s: time since these have last answered; negative: never.
-        readers: that wait or fetch. versions: fetched so far. problem: why it cannot follow; empty: it can.
+        of: the servers that it follows. problem: why it cannot follow; empty: it can.
     """
 
+    catalogue = facts.by_name(facts.RELAY)
+
     of: str
-    version: int | None
-    behind: int
-    age_s: float
-    heard_s: float
-    readers: int
-    versions: int
     problem: str
+    numbers: Mapping[str, float]
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from waiting import wait_until
 
 import psd_client
 from psd.cli.psdctl import main
-from psd.rim.metrics import Metrics
+from psd.rim.metrics import Metrics, ShardFamilies
 from psd.v1 import control_pb2 as pb
 from psd.watch.merging import Answer
 from psd.watch.sampler import STUCK_S, Sampler
@@ -64,7 +64,7 @@ def test_each_reader_is_shown_with_its_version_its_lag_and_its_bytes(cluster: Ca
         (heading,) = (line for line in lines if line.startswith("READER"))
         assert heading.split()[:5] == ["READER", "STATE", "VERSION", "BEHIND", "LAG"]
         assert next(line for line in lines if line.startswith("evaluation")).split()[:4] == ["evaluation", "idle", "1", "3"]
-        metrics = Metrics(running.shards[0].shard, lambda: None, dict).render().decode()
+        metrics = Metrics(ShardFamilies(running.shards[0].shard, lambda: None, dict)).render().decode()
         assert 'psd_readers_seen{shard="0"} 2.0' in metrics
         assert "psd_version_age_seconds{" in metrics
         assert "psd_reader_sent_bytes_total{" in metrics

@@ -50,6 +50,8 @@ class FlatBuffers:
         codecs: by block of the layout, the codec in which it is received; "": as it is, or as a difference.
         on_received: called, in any thread, with the index of each block that was received; may be None.
         held: what differences are added to; None: none are expected.
+        base: buffers of the same layout, which stay as they are, from whose blocks on a reader is told what has changed; None:
+            from these on.
     """
 
     def __init__(self, layout: Layout, *, segment: Segment | None = None, of_gradients: bool = False) -> None:
@@ -75,6 +77,7 @@ class FlatBuffers:
         self.codecs = ["" if block.has_differences else block.pull_codec for block in layout.blocks]
         self.on_received: Callable[[int], None] | None = None
         self.held: HeldParameters | None = None
+        self.base: FlatBuffers | None = None
         of_buffers = [group.is_of_buffers for group in layout.spec.groups]
         spaces = zip(layout.spaces, self.spaces, strict=True)
         self._looked_at = [
@@ -119,13 +122,20 @@ class FlatBuffers:
         except codecs.InvalidEncoding as error:
             raise InvalidTensor(f"block {index}: payload in {codec}: {error}") from None
 
+    @property
+    def held_contents(self) -> dict[int, int]:
+        """The `contents` of what deltas are from."""
+        return self.contents if self.base is None else self.base.contents
+
     def fill_changes(self, index: int, delta: memoryview, check: int) -> None:
-        """Change block `index` by a delta to what `contents` says of it. check: deltas.check of the values that result.
+        """Change block `index` by a delta to what `held_contents` says of it. check: deltas.check of the values that result.
 
         Raises:
             Mismatch: the block was another, or the delta is wrong; its values are undefined now.
         """
         self.contents.pop(index, None)
+        if self.base is not None:
+            np.copyto(self._blocks[index], self.base.block(index))
         try:
             deltas.apply(delta, self._blocks[index])
         except codecs.InvalidEncoding as error:
