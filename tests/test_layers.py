@@ -110,7 +110,7 @@ OUTSIDE = {
 
 ROOMS = tuple(f"psd.cli.{room}" for room in ("ctl", "follow", "hosts", "job", "kubernetes", "processes", "ray", "words"))
 
-CLIENTS = ("psd.cli.follow.follower", "psd.relay")
+CLIENTS = ("psd.cli.follow.follower", "psd.cli.follow.ending", "psd.relay")
 """Parts of psd's commands that are clients of a job; loaded where they are asked for."""
 
 ENVIRONMENT = ("psd.contract.environment", "psd.cli")

@@ -16,7 +16,7 @@ from psd.rim.views import Process, numbers_of, reader_totals, resident_bytes
 
 @dataclass(frozen=True)
 class RelayNumbers:
-    """What a relay follows, and how well. `version`, `age_s`: None before the first version."""
+    """A relay: what it follows, and how well. `version`, `age_s`: None before the first version."""
 
     version: int | None
     behind: int
@@ -41,7 +41,7 @@ def relay_numbers(holding: Holding, following: Following) -> dict[str, float]:
 
 
 def shard_numbers(holding: Holding, started: float) -> dict[str, float]:
-    """Those that it has as a shard has them. started: when its process began, by the clock of the holding."""
+    """Numbers that it has as a shard has them. started: when its process began, by the clock of the holding."""
     held, counters = holding.held, holding.counters
     readers = reader_totals(holding.readers.all(), holding.readers.sent_bytes, holding.age_s)
     process = Process(time.process_time(), resident_bytes())

@@ -112,7 +112,7 @@ class Readers:
             return [copy(reader) for reader in self._known.values()]
 
     def number(self) -> int:
-        """How many there are, up to NUMBER_MAX; in place of a relay, its readers."""
+        """Number of them, up to NUMBER_MAX; in place of a relay, its readers."""
         known = self.all()
         return min(NUMBER_MAX, sum(1 if reader.relayed_readers is None else reader.relayed_readers for reader in known))
 

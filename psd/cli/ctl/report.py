@@ -39,7 +39,7 @@ def as_text(now: JobSnapshot) -> str:
         "\n".join(wait.text for wait in now.waits),
         _table(status_columns("traffic"), shards),
         _table(TABLE_COLUMNS, now.tables),
-        _table(READER_COLUMNS, now.readers),
+        "\n".join(filter(None, [_table(READER_COLUMNS, now.readers), *now.lagging])),
         _table(status_columns("vectors"), with_vectors),
         _age_table(shards) if any(shard.ages for shard in shards) else "",
         "\n".join(filter(None, [_table(status_columns("checkpoints"), stored), *_errors(stored)])),
