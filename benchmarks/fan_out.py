@@ -8,7 +8,7 @@ four processes, follow: each pulls the newest version as soon as there is one. T
 relays keep no versions, so that each travels whole, as where all of a model changes with each.
 
 The measure of what training loses is the shard's processor time, since it does not depend on how many cores are idle: relays
-and readers are to have machines of their own, and here they share its cores, though at the lowest priority. They take these from
+and readers are to have machines of their own, and here they share its cores, though at the lowest priority. They take them from
 the worker, too; so `longer` says more about a machine with few cores than about psd. The row without readers has the same steps
 twice, and shows how far chance alone goes.
 
