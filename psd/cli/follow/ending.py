@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from psd.contract.errors import CutMissed, JobOver, PsdError, WaitTimeout
 from psd.contract.integers import INTEGER_MAX
 from psd_client import Reader
-from psd_client.lanes.transport import Cancelled
 
 ASK_S = 1.5
 """Seconds after which the reader asks again. Shards that have been asked in the last two wait a little before they end
@@ -47,8 +46,8 @@ class EndListener:
     def __exit__(self, *_: object) -> None:
         self._is_closed.set()
         self._is_busy.set()
-        self._reader.close()  # which ends the call
-        self._thread.join()
+        self._thread.join()  # at most ASK_S, if shards answer
+        self._reader.close()
 
     @contextlib.contextmanager
     def busy(self) -> Iterator[None]:
@@ -67,5 +66,5 @@ class EndListener:
                 self.heard = str(error)
             except (WaitTimeout, CutMissed):
                 continue
-            except (PsdError, Cancelled):
+            except PsdError:
                 self._is_closed.wait(PAUSE_S)
