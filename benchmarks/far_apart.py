@@ -56,6 +56,8 @@ DISTURBED = "decoupled, int4, one slow, one dying"
 SLOW, SLOWNESS = 1, 4.0
 """The rank of the slow learner, and how many times as long as others' its steps take."""
 LEASE_S = 2.0
+FORKS = multiprocessing.get_context("forkserver")
+"""Learners of quality come from a process that has loaded torch, once for all."""
 
 QUALITY: Mapping[str, Mapping[str, Any]] = {
     BASE: {},
@@ -189,12 +191,12 @@ def _train_into(path: Path, *task: Any) -> None:
 
 def disturbed(seed: int, servers: str, args: argparse.Namespace, directory: Path) -> tuple[list[dict[str, float]], int]:
     """Train learners of which one is slow, and one is killed again and again; what they have found, and how often it was."""
-    context, steps = multiprocessing.get_context("spawn"), directory / "steps"
+    steps = directory / "steps"
 
     def begin(rank: int) -> tuple[Any, Event]:
-        joined = context.Event()
+        joined = FORKS.Event()
         task = directory / f"learner-{rank}", DISTURBED, seed, servers, rank, args, steps, joined
-        process = context.Process(target=_train_into, args=task, daemon=True)
+        process = FORKS.Process(target=_train_into, args=task, daemon=True)
         process.start()
         return process, joined
 
@@ -252,7 +254,7 @@ def measure(way: str, seed: int, pool: ProcessPoolExecutor, memory: Path, args: 
 def quality(args: argparse.Namespace, memory: Path) -> list[dict[str, Any]]:
     """All runs, seed by seed."""
     runs = []
-    with ProcessPoolExecutor(args.learners, multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(args.learners, FORKS) as pool:
         for seed in range(1, args.seeds + 1):
             for way in _chosen(QUALITY, args):
                 runs.append(measure(way, seed, pool, memory, args))

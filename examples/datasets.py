@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import small_digits
 import torch
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "psd" / "mnist"
@@ -45,7 +46,7 @@ def find() -> str:
 def load(data: str | None) -> Digits:
     """MNIST from the folder `data`; scikit-learn's digits for "digits"; the result of `find` for None."""
     data = data or find()
-    return small_digits() if data == "digits" else mnist(Path(data))
+    return of_scikit_learn() if data == "digits" else mnist(Path(data))
 
 
 def mnist(directory: Path) -> Digits:
@@ -57,11 +58,9 @@ def mnist(directory: Path) -> Digits:
     return Digits("MNIST", as_images(train_images), as_labels(train_labels), as_images(test_images), as_labels(test_labels))
 
 
-def small_digits() -> Digits:
+def of_scikit_learn() -> Digits:
     """The 1,797 images of 8x8 that come with scikit-learn, scaled to 28x28; every fifth one is for testing."""
-    from sklearn.datasets import load_digits
-
-    pixels, labels = load_digits(return_X_y=True)
+    pixels, labels = small_digits.load()
     small = torch.from_numpy(pixels).reshape(-1, 1, 8, 8) * (255 / 16)
     images = as_images(torch.nn.functional.interpolate(small, (28, 28), mode="bilinear").numpy())
     labels = as_labels(labels)

@@ -18,6 +18,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import small_digits
 import torch
 from command_line import CommandLine
 from torch import nn
@@ -61,9 +62,7 @@ def adams(of: Mapping[str, nn.Module], lr: float) -> dict[str, torch.optim.Optim
 
 def digits() -> tuple[torch.Tensor, torch.Tensor]:
     """Images (n, 1, 8, 8) from -1 to 1, to train with and to compare with."""
-    from sklearn.datasets import load_digits
-
-    images = torch.from_numpy(load_digits().images).float().div_(8).sub_(1).unsqueeze(1)
+    images = torch.from_numpy(small_digits.load()[0]).reshape(-1, 1, 8, 8).float().div_(8).sub_(1)
     is_held_out = torch.arange(len(images)) % 5 == 0
     return images[~is_held_out], images[is_held_out]
 

@@ -11,10 +11,10 @@ from psd.cli.processes.watchdog import Left, watch
 @pytest.mark.parametrize(
     ("text", "left"),
     [
-        (b"", Left()),
-        (b"+4711\n+4712\n-4711\n", Left(groups={4712})),
-        (b"=/dev/shm/a%20b%0A%FF\n+1\n", Left(groups={1}, paths=[Path("/dev/shm/a b\n\udcff")])),
-        (b"+4711\n=/dev/sh", Left(groups={4711})),
+        (b"", Left(set(), [])),
+        (b"+4711\n+4712\n-4711\n", Left({4712}, [])),
+        (b"=/dev/shm/a%20b%0A%FF\n+1\n", Left({1}, [Path("/dev/shm/a b\n\udcff")])),
+        (b"+4711\n=/dev/sh", Left({4711}, [])),
         (b"+4711\nend\n", None),
     ],
 )

@@ -86,3 +86,13 @@ def test_download_that_is_not_the_published_file_is_refused(datasets, monkeypatc
     with pytest.raises(OSError, match="is not the published file"):
         datasets.download()
     assert list(datasets.CACHE.iterdir()) == []
+
+
+def test_small_digits_are_those_of_scikit_learn(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "examples"))
+    import small_digits
+
+    sklearn_datasets = pytest.importorskip("sklearn.datasets")
+
+    for ours, theirs in zip(small_digits.load(), sklearn_datasets.load_digits(return_X_y=True), strict=True):
+        np.testing.assert_array_equal(ours, theirs, strict=True)

@@ -357,5 +357,5 @@ def live(options: Options) -> None:
 
 
 if __name__ == "__main__":
-    sys.modules["program"] = sys.modules[__name__]  # a learner's errors are this module's, which `live` knows, not a second one's
+    sys.modules["program"] = sys.modules[__name__]  # a learner raises the errors that `live` knows
     main()

@@ -106,6 +106,7 @@ PLANS = {
 
 
 @pytest.mark.process
+@pytest.mark.usefixtures("later_compiler")
 @pytest.mark.parametrize("name", PLANS)
 def test_a_trial_when_much_goes_wrong_then_what_was_acknowledged_counts_once(tmp_path: Path, name: str) -> None:
     verdict = try_plan(PLANS[name], tmp_path / "trial")

@@ -1,15 +1,19 @@
 """Has torch load its compiler with the first thing that it compiles, and not with the first optimizer.
 
 Torch keeps its compiler out of optimizers, and loads it for that, in each program: 1.5 s of processor time, as long as torch
-itself takes. Where nothing has loaded it, nothing is compiled, and there is nothing to keep it out of. Most programs that tests
-start have this folder on their path (`later_compiler` in conftest.py); the README's, and pytest itself, have torch as users do.
+itself takes. Where nothing has loaded it, nothing is compiled, and there is nothing to keep it out of. A fourth of torch's own
+time goes into what only compiling and exporting need: these modules are loaded when something asks for what is in them, or when
+the compiler is. Most programs that tests start have this folder on their path (`later_compiler` in conftest.py); the README's,
+and pytest itself, have torch as users do.
 
-Must not change what a program computes, or anything once the compiler is there.
+Must not change what a program computes, or anything once the compiler is there. On the device "meta" some operations are
+unknown until then, and say so.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 import sys
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec, PathFinder
@@ -17,6 +21,8 @@ from types import ModuleType
 from typing import Any
 
 COMPILER = "torch._dynamo"
+
+FOR_COMPILING = ("torch.export", "torch._meta_registrations")
 
 
 def _kept_out_later(module: ModuleType) -> None:
@@ -55,13 +61,40 @@ def _either(with_compiler: Any, without: Any) -> Any:
     return call
 
 
+class _Later(ModuleType):
+    """A module that is loaded with the first use of what is in it."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # whoever goes through all modules does not mean this one
+            raise AttributeError(name)
+        _load(self)
+        return getattr(self, name)
+
+
+def _load(module: ModuleType) -> None:
+    if type(module) is _Later:
+        module.__class__ = ModuleType
+        _PUT_OFF[module.__name__](module)
+
+
+def _load_all() -> None:
+    for name in _PUT_OFF:
+        _load(sys.modules[name])
+
+
+_PUT_OFF: dict[str, Callable[[ModuleType], None]] = {}
+"""What loads each of the modules that were put off."""
+
 _CHANGED = {"torch._compile": _kept_out_later, "torch.optim.optimizer": _steps_later}
+_NEED_ALL = (COMPILER, "torch.distributed.tensor")  # the latter asks the kernels for "meta" how large results are
 
 
 class _Finder:
     @staticmethod
     def find_spec(name: str, path: Any = None, _: Any = None) -> ModuleSpec | None:
-        spec = PathFinder.find_spec(name, path) if name in _CHANGED else None
+        if name in _NEED_ALL:
+            _load_all()
+        spec = PathFinder.find_spec(name, path) if name in _CHANGED or name in FOR_COMPILING else None
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
@@ -69,7 +102,13 @@ class _Finder:
                 execute(module)
                 _CHANGED[name](module)
 
-            spec.loader.exec_module = execute_and_change  # type: ignore[method-assign]
+            def put_off(module: ModuleType) -> None:
+                _PUT_OFF[name] = execute
+                module.__class__ = _Later
+                if name == "torch._meta_registrations":
+                    importlib.import_module("torch._prims.rng_prims")  # which it would load; torch.Generator needs it
+
+            spec.loader.exec_module = put_off if name in FOR_COMPILING else execute_and_change  # type: ignore[method-assign]
         return spec
 
 

@@ -11,23 +11,23 @@ reports psd-run's death, even by SIGKILL, as the end of the file. Each line of t
 PR_SET_PDEATHSIG, and libraries that use it, end only direct children, not the processes that these have started, and remove no
 directories.
 
-This file holds both sides: `Watchdog` is psd-run's, `main` the process. Knows nothing of shards and workers.
+This file holds both sides: `Watchdog` is psd-run's, `main` the process, which loads little, as each job starts one. Knows
+nothing of shards and workers.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 from urllib.parse import quote, unquote_to_bytes
 
 from psd.cli.processes.left_over import end_processes
-from psd.cli.processes.state_directories import remove_private
 from psd.contract.launching import python_command
 
 GRACE_S = 5.0
@@ -99,17 +99,16 @@ class Watchdog:
             self._process.stdin.flush()
 
 
-@dataclass
-class Left:
+class Left(NamedTuple):
     """The processes, files and directories that psd-run leaves behind when it is killed."""
 
-    groups: set[int] = field(default_factory=set)
-    paths: list[Path] = field(default_factory=list)
+    groups: set[int]
+    paths: list[Path]
 
 
 def watch(pipe: BinaryIO) -> Left | None:
     """Read until psd-run ends; return its remains, or None after a proper end."""
-    left = Left()
+    left = Left(set(), [])
     for line in pipe:
         if line == b"end\n":
             return None
@@ -134,7 +133,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         count = end_processes(left.groups, run_id, GRACE_S, node_mark)
         for path in left.paths:
             with contextlib.suppress(OSError):
-                path.unlink() if path.is_file() else remove_private(path)
+                path.unlink() if path.is_file() else shutil.rmtree(path, ignore_errors=True)
         _say(f"ended {count} processes of {run_id}")
     return 0
 
