@@ -32,7 +32,8 @@ export class Overview {
     this.learners = new Table("Learners", LEARNER_COLUMNS, { key: (worker) => worker.rank, away: (worker) => worker.state !== "live" });
     this.learnerCard = h("section", { class: "card", hidden: true, "aria-label": "Learners" }, h("header", {}, h("h2", {}, "Learners")), this.learners.element);
     this.readers = new Table("Readers", READER_COLUMNS, { key: (reader) => reader.id, away: (reader) => reader.state === "idle" });
-    this.readerCard = h("section", { class: "card", hidden: true, "aria-label": "Readers" }, h("header", {}, h("h2", {}, "Readers")), this.lagging = h("ul", { class: "more", "aria-label": "Readers that lag" }), this.readers.element);
+    this.lagging = h("ul", { class: "more", hidden: true, "aria-label": "Readers that lag" });
+    this.readerCard = h("section", { class: "card", hidden: true, "aria-label": "Readers" }, h("header", {}, h("h2", {}, "Readers")), this.lagging, this.readers.element);
     this.waits = new Waits();
     this.events = new Events();
     this.elements = [
