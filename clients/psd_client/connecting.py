@@ -98,8 +98,12 @@ def connect(
     addresses = [address for server in config.servers for address in alternatives(server)]
     if credentials.has_token and not (credentials.has_tls or all(map(is_loopback, addresses))):
         logger.warning("psd: without tls_ca the token crosses the network unencrypted, where anybody who listens can take it")
-    lanes = [ShardLane(shard, address, config.transport, credentials) for shard, address in enumerate(config.servers)]
-    if role == "reader":
+    is_reader = role == "reader"
+    lanes = [
+        ShardLane(shard, address, config.transport, credentials, is_reader=is_reader)
+        for shard, address in enumerate(config.servers)
+    ]
+    if is_reader:
         return Reader(config, lanes)
     place = (config.run_id, config.servers, config.rank)
     if config.run_id and place in _LEFT:
@@ -117,7 +121,7 @@ def _connect_alone(role: str, settings: LinkKeywords) -> ParameterServer | Reade
         training = PrivateShard.newest()
         if training is None:
             raise ConfigError("servers: not given, and this process has no private shard to read from: it is not training")
-        config, lanes = _private(training.address, settings)
+        config, lanes = _private(training.address, settings, is_reader=True)
         return Reader(config, lanes)
     shard = PrivateShard()
     ends = contextlib.ExitStack()
@@ -136,11 +140,11 @@ def _connect_alone(role: str, settings: LinkKeywords) -> ParameterServer | Reade
         raise
 
 
-def _private(address: str, settings: LinkKeywords) -> tuple[ClientConfig, list[Lane]]:
-    """The settings and the lane for a private shard's only worker. A private shard has no TLS, no tokens and no run_id; what
-    the environment says of them is ignored."""
+def _private(address: str, settings: LinkKeywords, *, is_reader: bool = False) -> tuple[ClientConfig, list[Lane]]:
+    """The settings and the lane for a private shard's only worker, or for a reader. A private shard has no TLS, no tokens and
+    no run_id; what the environment says of them is ignored."""
     alone: ConnectKeywords = {**settings, "servers": address, "rank": 0, "world_size": 1}
     alone["run_id"] = settings.get("run_id") or ""
     alone["tls_ca"] = alone["tls_cert"] = alone["tls_key"] = alone["token_file"] = ""
     config = client_config(**alone)
-    return config, [ShardLane(0, address, config.transport, Credentials())]
+    return config, [ShardLane(0, address, config.transport, Credentials(), is_reader=is_reader)]

@@ -35,15 +35,17 @@ from psd.contract.tables import SparseTableSpec
 from psd.contract.vectors import spec_of
 from psd.contract.waits import explained
 from psd.v1 import control_pb2, data_pb2, vectors_pb2
-from psd_client.lanes.flat import FlatBuffers, Mismatch
+from psd_client.lanes.flat import FlatBuffers, Mismatch, share_memory
 from psd_client.lanes.rows_memory import RowsMemory
 from psd_client.lanes.shards import RetryPolicy, Shards, transfer_s
 from psd_client.lanes.transport import Call, Lane, Scope
 from psd_client.lanes.waiting import ShardHealth
+from psd_client.reading_places import GivenPlace, ReadingPlaces, ReceivingPlaces
 from psd_client.tables import as_row_ids
 from psd_client.vectors import Vector, as_vector
 from psd_client.wanted_tensors import Nothing, WantedTensors, blocks_with, meta_of
 from psd_client.weights import Weights, digest_of
+from psd_client.worker.exchange.lending import lent_places
 from psd_client.worker.rows import Batches, RowPull
 from psd_client.worker.vectors.fetches import Fetches
 from psd_core.reductions import Answer as Found
@@ -156,8 +158,7 @@ class Reader:
         self._shards = Shards(lanes, RetryPolicy(config.retry_timeout_s), self._health)
         self._last: Exception | None = None  # why the last attempt of a pull has found nothing
         self._layout: Layout | None = None
-        self._buffers: FlatBuffers | None = None  # what pulls are received in
-        self._base: FlatBuffers | None = None  # what deltas change, if not those
+        self._places: ReceivingPlaces | None = None  # what pulls are received in
         self._comes_again = False  # so that shards keep what it has, to tell it what changes
         self._described = control_pb2.DescribeReply()
         self._version = 0  # that it has fetched
@@ -173,6 +174,11 @@ class Reader:
     def received_bytes(self) -> int:
         """Bytes of numbers that this reader has received so far."""
         return sum([lane.traffic.received_bytes for lane in self._shards.lanes])
+
+    @property
+    def transports(self) -> list[str]:
+        """Transport of parameters from each shard, as in ParameterServer.transports; empty strings before the first pull."""
+        return [lane.transport for lane in self._shards.lanes]
 
     @property
     def dtypes(self) -> dict[str, str]:
@@ -295,15 +301,13 @@ class Reader:
             into: buffers that nobody uses any more, for the values; may be of another layout, and are not used then.
             base: an earlier version, from which on the servers may tell what has changed; stays as it is.
         """
-        self._buffers, self._base = into, base
+        self._places = place = GivenPlace(into, base)
         self._comes_again = True
         self._last = None
         self._pull(Nothing(), 0 if newer_than is None else newer_than + 1, timeout_s)
-        buffers, self._buffers = self._buffers, None
-        assert buffers is not None
-        buffers.base = self._base = None
+        place.buffers.base = None
         self._config = replace(self._config, run_id=self._described.run_id)
-        return WholeCopy(self._described, self._version, buffers)
+        return WholeCopy(self._described, self._version, place.buffers)
 
     def _explain(self, waited_s: float) -> None:
         why = self._health.silent() or ([str(self._last)] if self._last is not None else self._health.asked())
@@ -386,13 +390,11 @@ class Reader:
         of_meta = blocks_with(layout, [] if meta is None else [meta])
         blocks = blocks_with(layout, tensors) | of_meta
         has_rounds = layout.spec.consistency.has_rounds
-        if self._buffers is None or self._buffers.layout is not layout:
-            self._buffers = FlatBuffers(layout)
-        buffers = self._buffers
-        buffers.base = self._base if self._base is not None and self._base.layout is layout else None
-        buffers.read_in([block.read_codec(wanted.codec) for block in layout.blocks])
         timeline = self.timeline
         note = data_pb2.ReaderNote(id=self._id, name=self.name, relayed_readers=self.relayed_readers)
+        places = self._prepared(layout, data_pb2.ReadRequest(reader=note))
+        buffers = places.renew(layout, [block.read_codec(wanted.codec) for block in layout.blocks])
+        base = buffers.base or buffers
 
         def read_at(lane: Lane, call: Call) -> set[int]:
             own = layout.blocks_of(lane.shard)
@@ -406,7 +408,7 @@ class Reader:
                 timeline=timeline,
                 or_newer=bool(described.relay_of),
             )
-            held = [buffers.held_contents.get(block.index, 0) for block in asked]
+            held = [base.contents.get(block.index, 0) for block in asked]
             if len(asked) < len(own) or self._comes_again:
                 request.blocks.extend(block.index for block in asked)
             if self._comes_again:
@@ -421,7 +423,7 @@ class Reader:
         # Without rounds, workers choose their positions when every shard waits for them.
         has_some = {layout.shard_of(index) for index in blocks}
         lanes = [lane for lane in self._shards.lanes if lane.shard in has_some or not has_rounds]
-        found = self._shards.run(read_at, max(0.1, patience_s) + transfer_s(layout, lanes), lanes)
+        found = self._shards.run(read_at, max(0.1, patience_s) + transfer_s(layout, lanes), lanes, is_bulk=True)
         if len(set().union(*found)) > 1:
             raise CutMissed("workers have joined, or were lost, while their positions were asked for")
         if described.relay_of:
@@ -431,11 +433,25 @@ class Reader:
             (step,) = versions
         contents = {index: content for index, content in buffers.contents.items() if index in blocks - of_meta}
         return Weights(
-            wanted.results(layout, tensors, buffers),
+            wanted.results(layout, tensors, buffers, places.lend(buffers, wanted.lent(tensors))),
             step,
             None if meta is None else decode_meta(buffers.views[meta]),
             digest_of(layout.digest, contents),
         )
+
+    def _prepared(self, layout: Layout, request: data_pb2.ReadRequest) -> ReceivingPlaces:
+        """The places for this layout. New ones are shared with the shards on this machine."""
+        places = self._places
+        if places is not None and places.layout in (None, layout):
+            return places
+        timeout_s = DESCRIBE_TIMEOUT_S + self._config.retry_timeout_s
+        shares = self._shards.run(lambda lane, call: lane.prepare_reads(request, call), timeout_s)
+        sharing = [share for share in shares if share is not None]
+        segment = share_memory(layout, lent_places(layout), is_reader=True) if sharing else None
+        self._places = places = ReadingPlaces(layout, segment)
+        for share in sharing if segment is not None else ():
+            share(None, places.shared)
+        return places
 
     def close(self) -> None:
         """Disconnect. Idempotent."""

@@ -6,7 +6,7 @@ Finds the blocks that hold them, and hands the values over. Must not know connec
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -74,13 +74,24 @@ class WantedTensors:
         if not array.flags.writeable:
             raise InvalidTensor(f"out[{name!r}]: the array is read-only")
 
-    def results(self, layout: Layout, tensors: Sequence[int], buffers: FlatBuffers) -> dict[str, NDArray[Any]]:
-        """The values of these tensors by name: in the arrays given, or in new ones."""
+    def lent(self, tensors: Sequence[int]) -> Collection[int]:
+        """Those that the program may get as they were received."""
+        return frozenset(tensors) if self._out is None else ()
+
+    def results(
+        self, layout: Layout, tensors: Sequence[int], buffers: FlatBuffers, lent: Sequence[NDArray[Any] | None]
+    ) -> dict[str, NDArray[Any]]:
+        """The values of these tensors by name: in the arrays given, those that are lent, or in new ones.
+
+        Args:
+            lent: for each tensor of the job, what was received as the program's own; None: it is copied.
+        """
         results: dict[str, NDArray[Any]] = {}
         for index in tensors:
             name, view = layout.spec.tensors[index].name, buffers.views[index]
             if self._out is None:
-                results[name] = np.array(view, _dtype_of(layout, index))
+                own, dtype = lent[index], _dtype_of(layout, index)
+                results[name] = own if own is not None and own.dtype == dtype else np.array(view, dtype)
             else:
                 results[name] = self._out[name]
                 np.copyto(results[name], view, casting="unsafe")  # only a bool's bytes are of another dtype
@@ -117,7 +128,9 @@ class Nothing(WantedTensors):
         super().__init__(None, None)
 
     @override
-    def results(self, layout: Layout, tensors: Sequence[int], buffers: FlatBuffers) -> dict[str, NDArray[Any]]:
+    def results(
+        self, layout: Layout, tensors: Sequence[int], buffers: FlatBuffers, lent: Sequence[NDArray[Any] | None]
+    ) -> dict[str, NDArray[Any]]:
         return {}
 
 

@@ -1,7 +1,8 @@
 """The version that a relay has, and the calls that wait for a later one. Thread-safe.
 
 A version never changes. A later one takes its place as a whole, and readers that are being sent the earlier one keep it until
-they have it; then its memory is used for the next one. Versions only grow. Must not know gRPC, nor where versions come from.
+they have it, and as long as it is kept to tell readers what has changed; then its memory is used for a later one. Versions only
+grow. Must not know gRPC, nor where versions come from.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class HeldVersion:
     Attributes:
         described: the answer to Describe. buffers: hold the values. blocks: of the layout for one shard, by index.
         kept: what readers have of it and of earlier versions of the layout. since: when the relay got it, by the clock of its
-            `Holding`. users: readers that are being sent it.
+            `Holding`. users: readers that are being sent it, and blocks that are kept.
     """
 
     described: control_pb2.DescribeReply
@@ -55,6 +56,17 @@ class HeldVersion:
     since: float
     kept: KeptVersions = field(default_factory=lambda: KeptVersions(0))
     users: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def pin(self) -> None:
+        """Let the buffers stay as they are until `release`."""
+        with self._lock:
+            self.users += 1
+
+    def release(self) -> None:
+        """Undo one `pin`."""
+        with self._lock:
+            self.users -= 1
 
     @property
     def version(self) -> int:
@@ -76,7 +88,8 @@ class HeldVersion:
         form, told = block.read_codec(codec), None
         if has is not None:
             told = self.kept.told(index, has, content, values, form)
-            self.kept.keep(index, content, values)
+            self.pin()
+            self.kept.keep(index, content, values, self.release)
         message = data_pb2.PullFrame(block=index, version=self.version, content=content)
         if told is not None:
             message.delta_check = told.check
@@ -95,6 +108,7 @@ def held_version(copy: WholeCopy, layout: Layout, relay_of: str, since: float) -
     described.progress, described.relay_of, described.relayed_shards = copy.version, relay_of, layout.shard_count
     described.layout.CopyFrom(layout_message(layout, 0))
     described.has_blocks = True  # `progress` is the job's
+    described.incarnation = 0  # no bulk lane
     return HeldVersion(described, copy.buffers, {block.index: block for block in layout.blocks}, since)
 
 
@@ -115,11 +129,12 @@ class Holding:
         self.now = now
         self.is_draining = False
         self.calls = 0
-        self.readers = Readers(now, limits.readers_max)
+        self.readers = Readers(now, limits.readers_max, limits.reads_max)
         self.counters = Counters()
         self.on_first: Callable[[], None] = lambda: None
         self._limits = limits
         self._held: HeldVersion | None = None
+        self._earlier: list[HeldVersion] = []  # that are still used
         self._why_none = "it has not asked yet"
         self._changed = threading.Condition()
 
@@ -136,16 +151,21 @@ class Holding:
         """Let a version take the place of the one before, which must be older, and answer those who wait for it.
 
         Returns:
-            The buffers of the one before, if nobody uses them any more.
+            The buffers of an earlier one that nobody uses any more, if there are some.
         """
         with self._changed:
             before = self._held
             assert before is None or before.version < held.version, "a version on a relay never goes back"
             is_alike = before is not None and before.described.layout_digest == held.described.layout_digest
             held.kept = before.kept if before is not None and is_alike else KeptVersions(self._limits.keep_versions)
+            if before is not None and not is_alike:
+                before.kept.forget(for_ever=True)
             self._held = held
             self._changed.notify_all()
-            spare = before.buffers if before is not None and before.users == 0 else None
+            if before is not None:
+                self._earlier.append(before)
+            spare = next((each.buffers for each in reversed(self._earlier) if not each.users), None)
+            self._earlier = [each for each in self._earlier if each.users]
         if before is None:
             self.on_first()
         return spare
@@ -190,7 +210,7 @@ class Holding:
             with self._changed:
                 self.calls -= 1
                 if found is not None:
-                    found.users -= 1
+                    found.release()
 
     def _found(
         self, request: data_pb2.ReadRequest, timeout_s: float, on_hang_up: Callable[[Callable[[], None]], bool]
@@ -222,7 +242,7 @@ class Holding:
             if found.version > step and not request.or_newer:
                 raise CutMissed(f"cut.step: {self.name} has version {found.version}, beyond {step}; or_newer takes that")
             self._check(request, found)
-            found.users += 1
+            found.pin()
         return found
 
     @staticmethod

@@ -102,7 +102,7 @@ class RelayService:
         """The frames of a version."""
         readers, counts = self._holding.readers, self._holding.counters.lanes["grpc"]
         with (
-            readers.asked_by(request) as reader,
+            readers.asked_by(request, "grpc") as reader,
             self._holding.reading(request, wait_s(context), context.add_callback) as held,
         ):
             readers.begin_sending(reader)

@@ -1,8 +1,9 @@
 """Access control: the one table of methods and roles, and the interceptor that checks every call before its first message.
 
 Without --token-file there is none, and everybody may do everything. With it a call needs a token whose role may call the
-method. A method that is not in the table is refused to everybody. Only who may push can open connections of the bulk lane,
-because that takes a call (OpenBulk); what they carry is asked of the same table. Must not know what the methods do.
+method. A method that is not in the table is refused to everybody. Only who may push can open a worker's connection of the bulk
+lane, because that takes a call (OpenBulk), and whoever may read a reader's (OpenReads); what they carry is asked of the same
+table. Must not know what the methods do.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ ROLES: dict[str, frozenset[Role]] = {
     _CONTROL + "Describe": _ALL,
     _CONTROL + "Status": _ALL,
     _CONTROL + "Curves": _ALL,
+    _CONTROL + "OpenReads": _ALL,
     _DATA + "Read": _ALL,
     _DATA + "ReadRows": _ALL,
     _VECTORS + "List": _ALL,
@@ -89,8 +91,8 @@ OPEN_CALLS_MAX = 16
 OPEN_CALL_S = 5.0
 """and the seconds that one may take, so that an idle caller takes no thread from the workers for longer."""
 
-OPEN_BULK, RUN_VECTORS = _CONTROL + "OpenBulk", _VECTORS + "Run"
-"""Methods whose roles hold for calls on the bulk lane: for all of them, and for batches on vectors."""
+OPEN_BULK, RUN_VECTORS, READ = _CONTROL + "OpenBulk", _VECTORS + "Run", _DATA + "Read"
+"""Methods whose roles hold for calls on the bulk lane: for all of a worker's, for batches on vectors, and for a reader's."""
 
 REFUSALS_LOGGED_S = 10.0
 

@@ -1,4 +1,5 @@
-"""One connection of the bulk lane at the shard: receives messages, makes calls on the planes, sends messages.
+"""One connection of the bulk lane at the shard, a worker's or a reader's: receives messages, makes calls on the planes, sends
+messages.
 
 One thread reads; another one answers if there is much to send. Other threads call only say_alive and the methods that end the
 connection. Blocks and answers are in messages or in the worker's attached memory; the data plane sees no difference. Must not
@@ -8,6 +9,7 @@ know tickets or listeners.
 from __future__ import annotations
 
 import json
+import math
 import socket
 import threading
 import time
@@ -21,10 +23,10 @@ from psd.contract.bounds import UNCOUNTED_BYTES, check_parts
 from psd.contract.errors import InvalidRequest, LayoutMismatch, PermissionDenied, PsdError
 from psd.contract.layout import BLOCK_BYTES_MAX
 from psd.contract.wire import Disconnected, Kind, Stream
-from psd.rim.access import OPEN_BULK, RUN_VECTORS
+from psd.rim.access import OPEN_BULK, READ, RUN_VECTORS
 from psd.rim.bulk_memory import WorkerMemory
 from psd.rim.calls import CallGuard, Frame, Waiter, forget_frames
-from psd.rim.data_plane import DataPlane, PulledBlock, PulledRows, RowsAsked
+from psd.rim.data_plane import DataPlane, PulledBlock, PulledRows, ReadBlock, RowsAsked
 from psd.rim.outbox import Outbox
 from psd.rim.sent_frames import SentFrames
 from psd.rim.vector_plane import VectorPlane
@@ -36,6 +38,12 @@ BLOCKS_FOR_TWO_THREADS = 4
 
 MessageT = TypeVar("MessageT", bound=Message)
 Admit = Callable[["ServedConnection", bytes], int]
+
+STRANGER, READER = -1, -2
+"""Numbers in place of a rank: before the ticket was shown, and of a reader."""
+
+OVERDUE_S = 5.0
+"""Seconds after its deadline at which a reader's call should have ended. A longer one waits for a reader that takes nothing."""
 
 HELLO_BYTES_MAX = 1024
 """Longest head before the worker has shown its ticket."""
@@ -53,13 +61,14 @@ _OF_VECTORS = {bulk_pb2.BULK_METHOD_RUN_VECTORS: "batch", bulk_pb2.BULK_METHOD_F
 
 
 class ServedConnection:
-    """One worker's connection.
+    """One worker's connection, or one reader's.
 
     Args:
         has_core_to_spare: returns True if a second thread would run beside this one, not take turns with other connections.
 
     Attributes:
-        rank: the worker's; negative before it has shown its ticket. session: the session of its admission, or of its last call.
+        rank: the worker's; READER for a reader; STRANGER before it has shown its ticket.
+        session: the session of its admission, or of its last call.
         ended: set when no call is in progress any more.
         is_welcome: called with a method of gRPC (psd/rim/access.py) before each call: True if the worker's token may still
             call it; None: it always may. Set on admission.
@@ -74,8 +83,9 @@ class ServedConnection:
         guard: CallGuard,
         has_core_to_spare: Callable[[], bool],
     ) -> None:
-        self.rank = -1
+        self.rank = STRANGER
         self.session = 0
+        self._ends_at = math.inf  # a reader's call
         self.is_welcome: Callable[[str], bool] | None = lambda _: False
         self.ended = threading.Event()
         self._stream = stream
@@ -103,8 +113,8 @@ class ServedConnection:
             self._scratch = memoryview(np.empty(BLOCK_BYTES_MAX // 8)).cast("B")  # type: ignore[arg-type]  # aligned
             while self._begin_message():
                 kind, head, payload_bytes = self._stream.receive()
-                if self.is_welcome is not None and not self.is_welcome(OPEN_BULK):
-                    break  # the worker asks for another ticket, and so shows its current token
+                if self.is_welcome is not None and not self.is_welcome(READ if self.rank == READER else OPEN_BULK):
+                    break  # the worker, or reader, asks for another ticket, and so shows its current token
                 with self._lock:
                     self._is_busy = True
                 if kind is Kind.CALL:
@@ -125,6 +135,7 @@ class ServedConnection:
             self._send_error(self._guard.as_error(error))
 
     def _begin_message(self) -> bool:
+        self._ends_at = math.inf
         with self._lock:
             self._is_busy = False
             return not self._is_ending
@@ -141,18 +152,24 @@ class ServedConnection:
         """True for TCP, False for a local socket."""
         return self._stream.is_tcp
 
+    @property
+    def is_overdue(self) -> bool:
+        """True if a reader's call goes on beyond its deadline."""
+        return time.monotonic() > self._ends_at
+
     # -- the end, from other threads -----------------------------------------------------------------------------------
 
     def hang_up(self) -> None:
         """Disconnect the worker: end the waits of the call in progress, and the connection with it."""
         with self._lock:
-            self._has_hung_up = True
+            is_again, self._has_hung_up = self._has_hung_up, True
             callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
             callback()
         # Both ways, to wake a thread that is sending, too. But a local worker's memory may be attached, and for the worker the
         # end of the connection means that nothing uses that memory any more.
-        self._stream.shut_down(socket.SHUT_RDWR if self._stream.is_tcp else socket.SHUT_RD)
+        is_forced = self._stream.is_tcp or (is_again and self.is_overdue)
+        self._stream.shut_down(socket.SHUT_RDWR if is_forced else socket.SHUT_RD)
 
     def cut(self) -> None:
         """End a connection by force if `hang_up` has not: wake a thread that is sending."""
@@ -201,7 +218,7 @@ class ServedConnection:
             job = self._shard.declared()
             if attach.layout_digest != job.layout.digest:
                 raise LayoutMismatch("layout_digest: is not this job's")
-            self._memory = WorkerMemory(descriptors[0], attach, job.layout)
+            self._memory = WorkerMemory(descriptors[0], attach, job.layout, has_gradients=self.rank != READER)
             self._stream.send(Kind.READY, bulk_pb2.BulkReady(nonce=self._memory.nonce).SerializeToString())
         except PsdError as error:
             self._send_error(self._guard.as_error(error))
@@ -245,6 +262,9 @@ class ServedConnection:
                         if call.into_memory:
                             reply.blocks.append(item.block)
                             reply.versions.append(item.version)
+                            if isinstance(item, ReadBlock):
+                                reply.contents.append(item.content)
+                                reply.positions = item.positions
                         put(_Outgoing(item, call.place if call.into_memory else None, call.announce))
                     else:
                         item.release()
@@ -296,7 +316,13 @@ class ServedConnection:
         self, call: bulk_pb2.BulkCall, sent: _Sent | None
     ) -> Generator[PulledBlock | PulledRows | data_pb2.PushReply | data_pb2.InitializeReply]:
         """Begin the call on the data plane."""
-        waiter = Waiter(self._shard, _Deadline(self, call.timeout_s))
+        deadline = _Deadline(self, call.timeout_s)
+        if (call.method == bulk_pb2.BULK_METHOD_READ) != (self.rank == READER):
+            raise InvalidRequest(f"method: {call.method} is not one of a {'reader' if self.rank == READER else 'worker'}'s")
+        if call.method == bulk_pb2.BULK_METHOD_READ:
+            self._ends_at = deadline.at + OVERDUE_S
+            return self._plane.read(call.read, deadline, is_whole=call.into_memory)
+        waiter = Waiter(self._shard, deadline)
         if sent is None:
             self._check_caller(call.pull.caller)
             if call.method != bulk_pb2.BULK_METHOD_PULL:
@@ -324,7 +350,8 @@ class ServedConnection:
     def _way_out(self) -> Callable[[_Outgoing], None]:
         """A function that sends an answer; in a second thread, if there are many blocks and a core to spare."""
         job = self._shard.job  # None while a checkpoint is loaded; then the call is refused anyway
-        if job is None or len(job.blocks) < BLOCKS_FOR_TWO_THREADS or not self._has_core_to_spare():
+        is_one_way = self.rank == READER  # nothing arrives meanwhile
+        if is_one_way or job is None or len(job.blocks) < BLOCKS_FOR_TWO_THREADS or not self._has_core_to_spare():
             return self._deliver
         if self._second_thread is None:
             self._second_thread = Outbox(self._deliver, lambda out: out.answer.release(), "psd-bulk-out")
@@ -351,7 +378,7 @@ class ServedConnection:
             if self._has_hung_up:  # a worker that has not waited may use its memory for something else
                 raise Disconnected("the worker has hung up")
             self._plane.counts.count_bytes(sent=answer.nbytes)
-            if answer.codec:
+            if answer.codec or isinstance(answer, ReadBlock):
                 answer.write_to(self._attached().parameter(answer.block, out.place))
             elif answer.nbytes:
                 np.copyto(self._attached().parameter(answer.block, out.place), answer.values)
@@ -433,11 +460,11 @@ class _Deadline:
 
     def __init__(self, connection: ServedConnection, timeout_s: float) -> None:
         self.add_callback = connection.add_callback
-        self._end = time.monotonic() + timeout_s
+        self.at = time.monotonic() + timeout_s
 
     def time_remaining(self) -> float:
         """Seconds left."""
-        return self._end - time.monotonic()
+        return self.at - time.monotonic()
 
 
 def _parsed(kind: type[MessageT], head: bytes) -> MessageT:

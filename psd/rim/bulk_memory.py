@@ -31,7 +31,7 @@ class WorkerMemory:
 
     Args:
         fd: the file's descriptor; the caller closes it afterwards.
-        attach: the message with the places of the spaces. layout: the job's.
+        attach: the message with the places of the spaces. layout: the job's. has_gradients: False for a reader.
 
     Raises:
         InvalidRequest: the file is not as `attach` says, or not sealed, or a space does not fit.
@@ -40,11 +40,15 @@ class WorkerMemory:
         nonce: the file's first bytes. layout_digest, world_size, block_count: those of the job for which it was attached.
     """
 
-    def __init__(self, fd: int, attach: bulk_pb2.BulkAttach, layout: Layout) -> None:
+    def __init__(self, fd: int, attach: bulk_pb2.BulkAttach, layout: Layout, *, has_gradients: bool = True) -> None:
         self._check_file(fd, attach.size)
         gradient_dtypes = [space.gradient_dtype for space in layout.spaces]
         dtypes = [space.dtype for space in layout.spaces]
-        gradients = self._checked("gradient_starts", attach.gradient_starts, gradient_dtypes, attach.size, layout)
+        gradients: list[int | None] = [None] * len(dtypes)
+        if has_gradients:
+            gradients = self._checked("gradient_starts", attach.gradient_starts, gradient_dtypes, attach.size, layout)
+        elif attach.gradient_starts:
+            raise InvalidRequest(f"gradient_starts: has {len(attach.gradient_starts)} entries, but a reader has no gradients")
         places = [
             self._checked("parameter_starts", starts, dtypes, attach.size, layout)
             for starts in _places(attach.parameter_starts, len(dtypes))

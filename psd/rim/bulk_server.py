@@ -2,8 +2,9 @@
 
 A worker asks over gRPC (`OpenBulk`) where to connect and gets a ticket for one connection; so this port admits nobody whom gRPC
 refuses. TCP uses TLS if gRPC does. Each connection has a thread. A rank has one connection: a new one ends the one before, and
-begins once that one has no call in progress, so that two calls never write to one worker's memory. Must not know blocks or
-frames.
+begins once that one has no call in progress, so that two calls never write to one worker's memory. A reader (`OpenReads`) has
+no rank, and so no connection of its own that another one would end; all readers together have --max-readers. Must not know
+blocks or frames.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from psd.contract.errors import InvalidRequest, Overloaded
 from psd.contract.tls_socket import TlsSocket
 from psd.contract.wire import Stream, is_of_this_user
 from psd.rim.access import Access, Metadata
-from psd.rim.bulk_connection import HELLO_BYTES_MAX, ServedConnection
+from psd.rim.bulk_connection import HELLO_BYTES_MAX, READER, STRANGER, ServedConnection
 from psd.rim.bulk_watch import Watch
 from psd.rim.calls import CallGuard
 from psd.rim.data_plane import DataPlane
@@ -52,7 +53,7 @@ costs the shard almost nothing."""
 
 @dataclass(frozen=True)
 class _Ticket:
-    rank: int
+    rank: int  # READER for a reader's
     session: int
     expires: float
     is_welcome: Callable[[str], bool] | None
@@ -159,12 +160,27 @@ class BulkServer:
         """Open a bulk connection. The token in the call's metadata must stay valid while the connection is used."""
         is_welcome = None if self._access is None else self._access.holder(metadata)
         worker = self._shard.check_caller(request.caller)
-        ticket, now = secrets.token_bytes(32), time.monotonic()
+        return self._new_ticket(worker.rank, worker.session, is_welcome)
+
+    def open_reads(self, request: control_pb2.OpenReadsRequest, metadata: Metadata = ()) -> control_pb2.OpenBulkReply:
+        """Open a bulk connection for a reader, likewise."""
+        is_welcome = None if self._access is None else self._access.holder(metadata)
+        self._shard.readers.check(request)
+        readers_max = self._config.limits.readers_max
+        with self._lock:
+            count = sum(connection.rank == READER for connection in self._connections.values())
+        if count >= readers_max:
+            raise Overloaded(f"OpenReads: {readers_max} readers have connections already (the shard's --max-readers)")
+        return self._new_ticket(READER, 0, is_welcome)
+
+    def _new_ticket(self, rank: int, session: int, is_welcome: Callable[[str], bool] | None) -> control_pb2.OpenBulkReply:
+        ticket, now, limits = secrets.token_bytes(32), time.monotonic(), self._config.limits
+        count_max = limits.readers_max if rank == READER else limits.workers_max + STRANGERS_MAX
         with self._lock:
             self._forget_old_tickets(now)
-            if len(self._tickets) >= self._config.limits.workers_max + STRANGERS_MAX:
-                raise Overloaded("OpenBulk: too many unused tickets")
-            self._tickets[ticket] = _Ticket(worker.rank, worker.session, now + TICKET_S, is_welcome)
+            if sum((other.rank == READER) == (rank == READER) for other in self._tickets.values()) >= count_max:
+                raise Overloaded(f"{'OpenReads' if rank == READER else 'OpenBulk'}: too many unused tickets")
+            self._tickets[ticket] = _Ticket(rank, session, now + TICKET_S, is_welcome)
             self._ticket_given.notify_all()
         return control_pb2.OpenBulkReply(ticket=ticket, tcp_port=self.tcp_port, local_name=self.local_name)
 
@@ -206,7 +222,8 @@ class BulkServer:
             target=self._serve, args=(connection, secured, descriptor, lane), name="psd-bulk", daemon=True
         )
         with self._lock:
-            threads_max = self._config.limits.workers_max + 2 * STRANGERS_MAX  # some are ending
+            limits = self._config.limits
+            threads_max = limits.workers_max + limits.readers_max + 2 * STRANGERS_MAX  # some are ending
             if len(self._threads) >= threads_max or self._is_stopping or not _is_welcome(stream):
                 self._refused[lane] += 1
                 stream.close()
@@ -248,7 +265,7 @@ class BulkServer:
         with self._lock:
             del self._connections[descriptor]
             self._strangers.leave(connection)
-            self._refused[lane] += connection.rank < 0
+            self._refused[lane] += connection.rank == STRANGER
             if self._by_rank.get(connection.rank) is connection:
                 del self._by_rank[connection.rank]
             self._threads.discard(thread)
@@ -262,6 +279,8 @@ class BulkServer:
                 raise InvalidRequest("ticket: unknown to this shard, already used, or too old")
             self._strangers.leave(connection)
             connection.is_welcome, connection.session = ticket.is_welcome, ticket.session
+            if ticket.rank == READER:
+                return READER
             before = self._by_rank.get(ticket.rank)
             self._by_rank[ticket.rank], self._admitted[ticket.rank] = connection, ticket.session
         if before is not None:
@@ -273,8 +292,11 @@ class BulkServer:
         return ticket.rank
 
     def _is_current(self, connection: ServedConnection) -> bool:
-        """False if the connection's worker has left, or has begun a session that has made no call on it."""
-        return connection.rank < 0 or self._shard.is_current(connection.rank, connection.session)
+        """False if the connection's worker has left, or has begun a session that has made no call on it; of a reader, if its
+        call should have ended long ago."""
+        if connection.rank < 0:
+            return not connection.is_overdue
+        return self._shard.is_current(connection.rank, connection.session)
 
     def has_lost(self, rank: int, session: int) -> bool:
         """True if a session had a connection, but has none now."""

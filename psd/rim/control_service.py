@@ -31,7 +31,7 @@ class ControlService:
     Args:
         address: returns the address that Status shows.
         on_leave: called after a worker has left.
-        open_bulk: answers OpenBulk; also gets the call's metadata.
+        open_bulk, open_reads: answer OpenBulk and OpenReads; also get the call's metadata.
         checkpointer: None without --checkpoint-dir.
     """
 
@@ -43,11 +43,13 @@ class ControlService:
         address: Callable[[], str],
         on_leave: Callable[[], None],
         open_bulk: Callable[[control_pb2.OpenBulkRequest, Metadata], control_pb2.OpenBulkReply],
+        open_reads: Callable[[control_pb2.OpenReadsRequest, Metadata], control_pb2.OpenBulkReply],
         checkpointer: Checkpointer | None = None,
     ) -> None:
         self._shard = shard
         self._guard = guard
         self._open_bulk = open_bulk
+        self._open_reads = open_reads
         self._checkpointer = checkpointer
         self._address = address
         self._on_leave = on_leave
@@ -68,6 +70,7 @@ class ControlService:
             "Rollback": self.rollback,
             "Describe": self.describe,
             "OpenBulk": self.open_bulk,
+            "OpenReads": self.open_reads,
             "Status": self.status,
             "Kick": self.kick,
             "SetLearningRate": self.set_learning_rate,
@@ -164,6 +167,9 @@ class ControlService:
 
     def open_bulk(self, request: control_pb2.OpenBulkRequest, context: grpc.ServicerContext) -> control_pb2.OpenBulkReply:
         return self._open_bulk(request, context.invocation_metadata())
+
+    def open_reads(self, request: control_pb2.OpenReadsRequest, context: grpc.ServicerContext) -> control_pb2.OpenBulkReply:
+        return self._open_reads(request, context.invocation_metadata())
 
     def status(self, request: control_pb2.StatusRequest, context: grpc.ServicerContext) -> control_pb2.StatusReply:
         del request, context

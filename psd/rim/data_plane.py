@@ -9,18 +9,26 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
+from itertools import zip_longest
+from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import override
 
+from psd.contract.errors import CutMissed, InvalidRequest, WaitTimeout
 from psd.contract.rows import TableRows, parts_of
-from psd.rim.calls import Waiter
+from psd.rim.calls import Waiter, wait_s
+from psd.rim.pace import Caller
 from psd.state.aggregation.block import BlockState
 from psd.state.aggregation.outgoing import payload_of, write_rounded
 from psd.state.aggregation.trained import Trained
+from psd.state.cuts.snapshots import Done, Snapshot
 from psd.state.desks.exchange import tables_of
 from psd.state.desks.transfers import Found, Pull, Push
+from psd.state.kept_versions import KeptVersions, Told
+from psd.state.readers import KnownReader, Readers
 from psd.state.shard import Shard
 from psd.state.tables.block import TablesBlock
 from psd.v1 import data_pb2
@@ -117,16 +125,9 @@ class PulledBlock:
                 if held is not None:
                     self.difference, self._held = state.shown.difference_for(held, self.version), held
 
-    def head(self, positions: int = 0, content: int = 0, delta_check: int = 0) -> bytes:
-        """The message of the answer, without its numbers. Arguments: as in PullFrame."""
-        message = data_pb2.PullFrame(
-            block=self.block,
-            version=self.version,
-            positions=positions,
-            content=content,
-            delta_check=delta_check,
-            steps=self.steps,
-        )
+    def head(self) -> bytes:
+        """The message of the answer, without its numbers."""
+        message = data_pb2.PullFrame(block=self.block, version=self.version, steps=self.steps)
         if self.difference is not None:
             message.base = self._held + 1
         return message.SerializeToString()
@@ -152,6 +153,59 @@ class PulledBlock:
             self._state.unpin(self._page)
 
 
+class ReadBlock(PulledBlock):
+    """One block for a reader.
+
+    Attributes:
+        positions, content: as in PullFrame. told: what is sent in place of the values; None: they are.
+        sent_bytes: those that went to the reader. kept: takes the page over from `release`; None: it is given back.
+
+    Args:
+        readers: told by `release` what went to which one.
+    """
+
+    __slots__ = ("_reader", "_readers", "content", "kept", "positions", "sent_bytes", "told")
+
+    def __init__(
+        self, state: BlockState, found: Found, codec: str, content: int, positions: int, readers: Readers, reader: KnownReader
+    ) -> None:
+        super().__init__(state, found, codec=state.plan.read_codec(codec))
+        self.content, self.positions = content, positions
+        self.told: Told | None = None
+        self.kept: KeptVersions | None = None
+        self.sent_bytes = 0
+        self._readers, self._reader = readers, reader
+
+    @override
+    def head(self) -> bytes:
+        return data_pb2.PullFrame(
+            block=self.block,
+            version=self.version,
+            positions=self.positions,
+            content=self.content,
+            delta_check=self.told.check if self.told is not None else 0,
+        ).SerializeToString()
+
+    @override
+    def payload(self) -> NDArray[Any]:
+        payload = super().payload() if self.told is None else self.told.delta
+        self.sent_bytes = payload.nbytes
+        return payload
+
+    @override
+    def write_to(self, target: NDArray[Any]) -> None:
+        super().write_to(target)
+        self.sent_bytes = self.nbytes
+
+    @override
+    def release(self) -> None:
+        if self.kept is None:
+            super().release()
+        else:
+            self.kept.keep(self.block, self.content, self.values, super().release)
+        self._readers.sent(self._reader, self.sent_bytes)
+
+
 def saved_by(push: Push, block: PushedBlock) -> int:
     """The bytes that the codec of a block has saved."""
     state = push.job.trained(block.block)
@@ -168,6 +222,8 @@ class DataPlane:
 
     def __init__(self, shard: Shard, lane: str) -> None:
         self.counts = shard.lane_counts(lane)
+        self._shard = shard
+        self._lane = lane
         self._now = shard.now
         self._exchange = shard.exchange
         self._admission = shard.admission
@@ -238,7 +294,57 @@ class DataPlane:
 
     def read_rows(self, request: data_pb2.ReadRequest, frames: RowsFrames) -> Generator[PulledRows]:
         """Do as `pull_rows`, for a reader: without waiting, and without marking the rows as used."""
-        yield from self._rows(self._exchange.begin_read_rows(request), frames, is_use=False)
+        with self._shard.readers.fetching("ReadRows"):
+            yield from self._rows(self._exchange.begin_read_rows(request), frames, is_use=False)
+
+    def read(self, request: data_pb2.ReadRequest, caller: Caller, *, is_whole: bool = False) -> Generator[ReadBlock]:
+        """Yield the blocks of a reader's cut, once all are there.
+
+        Args:
+            is_whole: send all of each block, whatever the reader has.
+        """
+        if request.or_newer:
+            raise CutMissed("or_newer: this is a shard; only a relay chooses the version")
+        shard = self._shard
+        done: Done = SimpleQueue()
+        readers = shard.readers
+        with readers.fetching("Read"), readers.asked_by(request, self._lane) as reader:
+            snapshot = shard.begin_read(request, done)
+            try:
+                self._await(snapshot, done, caller)
+                positions = snapshot.positions.digest if snapshot.positions is not None else 0
+                kept = snapshot.job.kept
+                readers.begin_sending(reader)
+                for index, held in zip_longest(request.blocks or list(snapshot.pages), request.held):
+                    page = snapshot.pages.pop(index)
+                    found, content = (page.version, page), page.content
+                    block = ReadBlock(snapshot.job.blocks[index], found, request.codec, content, positions, readers, reader)
+                    try:
+                        if held is not None and not is_whole:  # the reader comes again and again
+                            block.told = kept.told(index, held, content, block.values, block.codec)
+                            block.kept = kept
+                    except BaseException:
+                        block.release()
+                        raise
+                    yield block
+                readers.has(reader, request.cut.step)
+            finally:
+                shard.cuts.abandon(snapshot)
+
+    def _await(self, snapshot: Snapshot, done: Done, caller: Caller) -> None:
+        """Wait until a snapshot is complete; raise if it is not in time, or cannot be."""
+        cut = snapshot.cut
+        if not caller.add_callback(lambda: done.put(None)):
+            done.put(None)
+        try:
+            is_done = done.get(timeout=wait_s(caller)) is not None
+        except Empty:
+            raise WaitTimeout(f"cut: the blocks have not reached step {cut.step} in time", missing=[]) from None
+        if not is_done:
+            raise InvalidRequest("the reader hung up")
+        if snapshot.why_missed:
+            self._shard.check_draining()
+            raise CutMissed(f"cut.step: cut {cut.id} at step {cut.step}: {snapshot.why_missed}")
 
     def _rows(self, tables: TablesBlock, frames: RowsFrames, *, is_use: bool) -> Generator[PulledRows]:
         asked = 0

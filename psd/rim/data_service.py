@@ -6,24 +6,18 @@ copied.
 
 from __future__ import annotations
 
-import contextlib
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain, zip_longest
-from queue import Empty, SimpleQueue
+from itertools import chain
 from typing import Any, TypeVar
 
 import grpc
 
 from psd.contract import frames
-from psd.contract.errors import CutMissed, InvalidRequest, Overloaded, WaitTimeout
-from psd.rim.calls import CallGuard, Frame, Waiter, checked, frame_parser, message_parser, wait_s
+from psd.contract.errors import InvalidRequest
+from psd.rim.calls import CallGuard, Frame, Waiter, checked, frame_parser, message_parser
 from psd.rim.data_plane import DataPlane, PulledBlock, PulledRows, RowsAsked
 from psd.rim.sent_frames import SentFrames
 from psd.rim.strangers import CALLS_MAX, Strangers
-from psd.state.cuts.snapshots import Done
-from psd.state.kept_versions import Told
-from psd.state.readers import KnownReader
 from psd.state.shard import Shard
 from psd.v1 import data_pb2
 
@@ -46,7 +40,6 @@ class DataService:
         self._shard = shard
         self._guard = guard
         self._plane = plane
-        self._reads = threading.BoundedSemaphore(shard.config.limits.reads_max)
         self._strangers = Strangers(CALLS_MAX)
 
     def handler(self) -> grpc.GenericRpcHandler[Any, Any]:
@@ -101,58 +94,8 @@ class DataService:
             yield self._frame(answer, with_payload=not request.versions_only)
 
     def read(self, request: data_pb2.ReadRequest, context: grpc.ServicerContext) -> Iterator[bytes]:
-        with self.reading("Read"), self._shard.readers.asked_by(request) as reader:
-            yield from self._read(request, context, reader)
-
-    @contextlib.contextmanager
-    def reading(self, call: str) -> Iterator[None]:
-        """Count a fetching call; refuse it if there are too many."""
-        if not self._reads.acquire(blocking=False):
-            limit = self._shard.config.limits.reads_max
-            raise Overloaded(f"{call}: {limit} callers are fetching already (the shard's --max-reads)")
-        try:
-            yield
-        finally:
-            self._reads.release()
-
-    def _read(self, request: data_pb2.ReadRequest, context: grpc.ServicerContext, reader: KnownReader) -> Iterator[bytes]:
-        if request.or_newer:
-            raise CutMissed("or_newer: this is a shard; only a relay chooses the version")
-        readers = self._shard.readers
-        done: Done = SimpleQueue()
-        snapshot = self._shard.begin_read(request, done)
-        try:
-            if not context.add_callback(lambda: done.put(None)):
-                return
-            try:
-                is_done = done.get(timeout=wait_s(context)) is not None
-            except Empty:
-                raise WaitTimeout(f"cut: the blocks have not reached step {request.cut.step} in time", missing=[]) from None
-            if not is_done:
-                raise InvalidRequest("the reader hung up")
-            if snapshot.why_missed:
-                self._shard.check_draining()
-                raise CutMissed(f"cut.step: cut {request.cut.id} at step {request.cut.step}: {snapshot.why_missed}")
-            positions = snapshot.positions.digest if snapshot.positions is not None else 0
-            readers.begin_sending(reader)
-            for index, held in zip_longest(request.blocks or list(snapshot.pages), request.held):
-                page = snapshot.pages.pop(index)
-                state = snapshot.job.blocks[index]
-                block = PulledBlock(state, (page.version, page), codec=state.plan.read_codec(request.codec))
-                told = None
-                try:
-                    if held is not None:  # the reader comes again and again
-                        told = snapshot.job.kept.told(index, held, page.content, block.values, block.codec)
-                        snapshot.job.kept.keep(index, page.content, block.values)
-                except BaseException:
-                    block.release()
-                    raise
-                frame = self._frame(block, positions=positions, content=page.content, told=told)
-                readers.sent(reader, len(frame))
-                yield frame
-            readers.has(reader, request.cut.step)
-        finally:
-            self._shard.cuts.abandon(snapshot)
+        for answer in self._plane.read(request, context):
+            yield self._frame(answer)
 
     def push_pull(self, requests: Iterator[Frame], context: grpc.ServicerContext) -> Iterator[bytes]:
         waiter = Waiter(self._shard, context)
@@ -172,9 +115,8 @@ class DataService:
 
     def read_rows(self, requests: Iterator[Frame], context: grpc.ServicerContext) -> Iterator[bytes]:
         del context
-        with self.reading("ReadRows"):
-            frames = SentFrames(requests)
-            yield from _rows_frames(self._plane.read_rows(frames.head("read").read, frames.rows()))
+        frames = SentFrames(requests)
+        yield from _rows_frames(self._plane.read_rows(frames.head("read").read, frames.rows()))
 
     def push_pull_small(self, request: bytes, context: grpc.ServicerContext) -> bytes:
         frames_in, ahead = self._small(request)
@@ -234,22 +176,14 @@ class DataService:
         self._plane.counts.count_bytes(received=self._shard.parameters.set(request))
         return data_pb2.ParametersReply()
 
-    def _frame(
-        self,
-        answer: PulledBlock,
-        *,
-        with_payload: bool = True,
-        positions: int = 0,
-        content: int = 0,
-        told: Told | None = None,
-    ) -> bytes:
-        """The frame of a block, whose page it gives back. told: sent in place of the values."""
+    def _frame(self, answer: PulledBlock, *, with_payload: bool = True) -> bytes:
+        """The frame of a block, whose page it gives back."""
         try:
             payload = None
             if with_payload:
-                payload = told.delta if told is not None else answer.payload()
+                payload = answer.payload()
                 self._plane.counts.count_bytes(sent=payload.nbytes, saved=answer.values.nbytes - payload.nbytes)
-            return frames.join(answer.head(positions, content, told.check if told is not None else 0), payload)
+            return frames.join(answer.head(), payload)
         finally:
             answer.release()
 

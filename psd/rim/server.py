@@ -163,7 +163,7 @@ class ShardServer:
         self._probes = ProbeServer(self._health, config) if config.health_port is not None else None
         planes = {lane: DataPlane(self.shard, lane) for lane in LANES}
         data = DataService(self.shard, planes["grpc"], guard)
-        vectors = VectorPlane(self.shard, data.reading, self._gate)
+        vectors = VectorPlane(self.shard, self.shard.readers.fetching, self._gate)
         self._bulk = BulkServer(self.shard, planes, vectors, guard, config, access, self._tls)
         control = ControlService(
             self.shard,
@@ -171,6 +171,7 @@ class ShardServer:
             address=lambda: config.advertise or self.address,
             on_leave=self._check_done,
             open_bulk=self._bulk.open,
+            open_reads=self._bulk.open_reads,
             checkpointer=self._checkpointer,
         )
         handlers = data.handler(), control.handler(), VectorService(guard, vectors).handler()

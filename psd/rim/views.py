@@ -141,7 +141,9 @@ def reader_status(reader: KnownReader, age_s: Callable[[float], float]) -> contr
     )
     is_fetching = reader.fetching_since is not None
     is_waiting = reader.open_calls > 0 and not is_fetching
-    reply = control_pb2.ReaderStatus(id=reader.id, name=reader.name, is_waiting=is_waiting, is_fetching=is_fetching)
+    reply = control_pb2.ReaderStatus(
+        id=reader.id, name=reader.name, is_waiting=is_waiting, is_fetching=is_fetching, transport=reader.lane
+    )
     facts.write(reply, numbers_of(facts.READER, {"reader": seen}))
     return reply
 

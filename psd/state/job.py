@@ -129,6 +129,7 @@ class Job:
             rounds,
             round_kind_of(spec),
             self.layout.tensor_at,
+            self.kept.forget,
         )
         self.blocks = {
             plan.index: BlockState(

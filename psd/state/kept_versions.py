@@ -1,12 +1,14 @@
 """Versions of blocks that readers have, kept for a while, so that newer ones can be told by what has changed.
 
-They are copies of parameters, known by the checksum of the page that they were read from: so it does not matter which timeline
-or process gave a version its number. Thread-safe. Must not know requests, pages or who reads.
+They are pages that stay pinned, so keeping one copies nothing: the next update writes to another page anyway. They are known by
+their checksums: so it does not matter which timeline or process gave a version its number. Where an update finds no room, all
+are let go. Thread-safe. Must not know requests, the arena or who reads.
 """
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -34,6 +36,9 @@ class Told(NamedTuple):
 @dataclass(eq=False)
 class _Kept:
     values: NDArray[Any]
+    release: Callable[[], None]
+    users: int = 0  # that read the values
+    is_over: bool = False  # once the last user has gone, it is released
     lock: threading.Lock = field(default_factory=lambda: locks.new(locks.Level.LEAF))
     told: dict[tuple[str, int], Told | None] = field(default_factory=dict)  # the newest one
 
@@ -50,19 +55,43 @@ class KeptVersions:
         self._lock = locks.new(locks.Level.LEAF)
         self._kept: dict[int, dict[int, _Kept]] = {}
 
-    def keep(self, block: int, content: int, values: NDArray[Any]) -> None:
-        """Keep the parameters (n,) of a block that a reader gets. content: checksum of the page that they are of.
+    def keep(self, block: int, content: int, values: NDArray[Any], release: Callable[[], None]) -> None:
+        """Keep the parameters (n,) of a block that a reader gets; the version that was asked for longest ago goes.
 
-        Copies them, unless they are kept already; the version that was asked for longest ago goes. Under the lock, so that of
-        many readers that come at once only the first makes a copy.
+        Args:
+            content: checksum of their page. release: called, by any thread, when they may change: perhaps at once.
         """
-        if not self._versions_max:
-            return
+        over: list[_Kept] = []
+        new = _Kept(values, release)
         with self._lock:
             kept = self._kept.setdefault(block, {})
-            kept[content] = kept.pop(content) if content in kept else _Kept(values.copy())
-            while len(kept) > self._versions_max:
-                del kept[next(iter(kept))]
+            if content in kept:
+                over.append(new)
+                new = kept.pop(content)
+            kept[content] = new
+            over += [kept.pop(oldest) for oldest in list(kept)[: max(0, len(kept) - self._versions_max)]]
+            over = self._unused(over)
+        for each in over:
+            each.release()
+
+    def forget(self, *, for_ever: bool = False) -> bool:
+        """Let go of all versions; False if there were none. for_ever: keep none from now on."""
+        with self._lock:
+            if for_ever:
+                self._versions_max = 0
+            kept, self._kept = self._kept, {}
+            all_kept = [each for versions in kept.values() for each in versions.values()]
+            over = self._unused(all_kept)
+        for each in over:
+            each.release()
+        return bool(all_kept)
+
+    @staticmethod
+    def _unused(over: list[_Kept]) -> list[_Kept]:
+        """Those that can be released now; the others are when their last user has gone."""
+        for each in over:
+            each.is_over = True
+        return [each for each in over if not each.users]
 
     def told(self, block: int, held: int, content: int, values: NDArray[Any], codec: str) -> Told | None:
         """Tell what has changed in a block since a version that its reader holds; None if that is not kept, or too much has.
@@ -75,12 +104,20 @@ class KeptVersions:
             return Told(deltas.unchanged(len(values)), deltas.check(rounded(values, codec)))
         with self._lock:
             kept = self._kept.get(block, {}).get(held)
-        if kept is None:
-            return None
-        with kept.lock:  # others wait for what the first reader has asked for
-            if (codec, content) not in kept.told:
-                kept.told = {(codec, content): _told(rounded(kept.values, codec), rounded(values, codec), codec)}
-            return kept.told[codec, content]
+            if kept is None:
+                return None
+            kept.users += 1
+        try:
+            with kept.lock:  # others wait for what the first reader has asked for
+                if (codec, content) not in kept.told:
+                    kept.told = {(codec, content): _told(rounded(kept.values, codec), rounded(values, codec), codec)}
+                return kept.told[codec, content]
+        finally:
+            with self._lock:
+                kept.users -= 1
+                is_over = kept.is_over and not kept.users
+            if is_over:
+                kept.release()
 
 
 def rounded(values: NDArray[Any], codec: str) -> NDArray[Any]:

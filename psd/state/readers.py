@@ -6,6 +6,7 @@ for FORGET_S is forgotten. Thread-safe. Must not know messages' services.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy
@@ -17,7 +18,7 @@ from psd.contract.printable import is_printable, utf8_size
 from psd.contract.reads import check_read
 from psd.state import locks
 from psd.state.job import Job
-from psd.v1 import data_pb2
+from psd.v1 import control_pb2, data_pb2
 
 FORGET_S = 600.0
 """Seconds after its last request when a reader is forgotten."""
@@ -36,6 +37,7 @@ class KnownReader:
         id, name: as in ReaderNote.
         version: of the parameters that it was sent last; None: none yet. got_at: when it had them.
         reads: how often it was sent some. sent_bytes: their bytes. fetch_s: seconds that the last sending took.
+        lane: by which it asked last.
         open_calls: requests that are being answered. fetching_since: when the sending in progress began; None: there is none.
         seen_at: when it asked for something last, or had its answer.
         relayed_readers: of a relay: the readers that it has in turn; None: it is none.
@@ -44,6 +46,7 @@ class KnownReader:
     id: int
     name: str
     seen_at: float
+    lane: str = ""
     version: int | None = None
     got_at: float = 0.0
     reads: int = 0
@@ -59,26 +62,52 @@ class Readers:
 
     Args:
         now: returns monotonic seconds. readers_max: most readers that are known at a time.
+        reads_max: most calls that fetch at a time.
 
     Attributes:
         sent_bytes: bytes sent to all readers, those that are forgotten or unknown, too.
     """
 
-    def __init__(self, now: Callable[[], float], readers_max: int) -> None:
+    def __init__(self, now: Callable[[], float], readers_max: int, reads_max: int) -> None:
         self.sent_bytes = 0
         self._now = now
         self._max = readers_max
+        self._reads_max = reads_max
+        self._reads = threading.BoundedSemaphore(reads_max)
         self._known: dict[int, KnownReader] = {}
         self._lock = locks.new(locks.Level.LEAF)
 
     @contextmanager
-    def asked_by(self, request: data_pb2.ReadRequest) -> Iterator[KnownReader]:
+    def fetching(self, call: str) -> Iterator[None]:
+        """Within: a call that fetches is being made. Raises Overloaded if there are too many."""
+        if not self._reads.acquire(blocking=False):
+            raise Overloaded(f"{call}: {self._reads_max} callers are fetching already (the shard's --max-reads)")
+        try:
+            yield
+        finally:
+            self._reads.release()
+
+    def check(self, request: control_pb2.OpenReadsRequest) -> None:
+        """Take note of a reader that asks for a connection.
+
+        Raises:
+            InvalidRequest: it does not say who it is, or its id or its name is no such. Overloaded: there are too many readers.
+        """
+        if not request.HasField("reader"):
+            raise InvalidRequest("reader: absent, but a connection is for one reader")
+        reader = self._reader(request.reader)
+        with self._lock:
+            reader.open_calls -= 1
+
+    @contextmanager
+    def asked_by(self, request: data_pb2.ReadRequest, lane: str) -> Iterator[KnownReader]:
         """Within: a reader's request is being answered. A reader that does not say who it is, is not remembered.
 
         Raises:
             InvalidRequest: its id or its name is no such. Overloaded: there are too many readers.
         """
         reader = self._reader(request.reader) if request.HasField("reader") else KnownReader(0, "", 0.0)
+        reader.lane = lane
         try:
             yield reader
         finally:

@@ -119,7 +119,7 @@ class Shard:
         self.parameters = ParameterDesk(self._core)
         self.settlement = SettlementDesk(self._core)
         self.vectors = VectorDesk(self._core)
-        self.readers = Readers(now, config.limits.readers_max)
+        self.readers = Readers(now, config.limits.readers_max, config.limits.reads_max)
         self._curves = Curves(now, config.limits.name_bytes_max)
         self.is_draining = False
         self._started = now()
@@ -225,13 +225,13 @@ class Shard:
             timeline=self._core.timeline,
             push_ids_max=self._core.push_ids_max,
             layout=job.layout_message,
+            incarnation=self._core.incarnation,
         )
 
     def begin_read(self, request: data_pb2.ReadRequest, done: Done) -> Snapshot:
         """Begin to collect the pages of a reader's cut; see DataService.Read. The caller gives them back by `cuts.abandon`.
 
-        Args:
-            done: receives the snapshot when it is complete, or missed.
+        done: receives the snapshot when it is complete, or missed.
         """
         self._core.check_run(request.run_id)
         job = self._core.initialized()

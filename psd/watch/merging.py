@@ -100,7 +100,7 @@ def merged_workers(replies: Iterable[pb.StatusReply]) -> list[pb.WorkerStatus]:
             for name, value in worker.numbers.items():
                 other.numbers[name] = max(other.numbers[name], value)
             other.failed = other.failed or worker.failed
-            other.transport = ", ".join(dict.fromkeys(filter(None, (*other.transport.split(", "), worker.transport))))
+            other.transport = _transports(other.transport, worker.transport)
     return [merged[rank] for rank in sorted(merged)]
 
 
@@ -114,11 +114,17 @@ def merged_readers(replies: Iterable[pb.StatusReply]) -> list[pb.ReaderStatus]:
             merged[reader.id].CopyFrom(reader)
             continue
         other.is_waiting, other.is_fetching = other.is_waiting or reader.is_waiting, other.is_fetching or reader.is_fetching
+        other.transport = _transports(other.transport, reader.transport)
         for name, combined in _OF_READERS.items():
             if name in reader.numbers:
                 known = [other.numbers[name]] if name in other.numbers else []
                 other.numbers[name] = combined([*known, reader.numbers[name]])
     return list(merged.values())
+
+
+def _transports(merged: str, other: str) -> str:
+    """The different ones, in the order in which they came."""
+    return ", ".join(dict.fromkeys(filter(None, (*merged.split(", "), other))))
 
 
 def job_clock(workers: Sequence[pb.WorkerStatus]) -> int:

@@ -217,7 +217,8 @@ class Sampler:
         state = "stuck" if is_stuck else "fetching" if reader.is_fetching else "waiting" if reader.is_waiting else "idle"
         if state == "idle" and min(numbers.get("lag_s", 0.0), numbers.get("last_seen_s", 0.0)) > STUCK_S:
             state = "behind"
-        return ReaderSnapshot(f"{reader.id:014x}", printable(reader.name) or "-", state, numbers)
+        name, transport = printable(reader.name) or "-", printable(reader.transport)
+        return ReaderSnapshot(f"{reader.id:014x}", name, state, transport, numbers)
 
     def _end(self, clock: int, total: int) -> dict[str, float]:
         """The numbers that follow from where the job ends; none if that is not known. total: 0: not known."""

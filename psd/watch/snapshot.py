@@ -136,6 +136,7 @@ class ReaderSnapshot(Numbers):
         id: a 53-bit name, in hexadecimal. name: as it calls itself.
         state: "waiting" for a version that is not there yet; "fetching" one; "stuck", fetching for too long; "behind", if there
             is a newer version, and it has not asked for too long; else "idle".
+        transport: the lane by which it reads: "grpc", "tcp" or "shm"; those of all shards, if they differ.
     """
 
     catalogue = facts.by_name(facts.READER)
@@ -143,6 +144,7 @@ class ReaderSnapshot(Numbers):
     id: str
     name: str
     state: str
+    transport: str
     numbers: Mapping[str, float]
 
 

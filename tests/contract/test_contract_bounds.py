@@ -104,7 +104,9 @@ def test_a_large_declaration_passes():
 def test_the_measures_of_as_many_tensors_as_a_shard_takes_pass(tensors_max):
     """A layer-wise rule has two sums for each, from each of the shards."""
     shard = Shard(ServerConfig(0, 3, limits=Limits(tensors_max=tensors_max)))
-    handler = ControlService(shard, CallGuard(shard, Pace()), address=str, on_leave=str, open_bulk=None).handler()
+    handler = ControlService(
+        shard, CallGuard(shard, Pace()), address=str, on_leave=str, open_bulk=None, open_reads=None
+    ).handler()
     call = SimpleNamespace(method="/psd.v1.ControlService/Commit", invocation_metadata=())
     squares = [job_pb2.Measure(is_finite=True, squares=[b"\1"] * 2 * tensors_max)] * 3
     parse = handler.service(call).request_deserializer

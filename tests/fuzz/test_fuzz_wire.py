@@ -20,13 +20,14 @@ from psd.contract.bounds import check_parts
 from psd.contract.errors import InvalidRequest, PsdError
 from psd.contract.rows import TableRows
 from psd.contract.wire import PREFIX, READ_AHEAD_BYTES, Disconnected, Kind, Stream
-from psd.rim.bulk_connection import ServedConnection
+from psd.rim.bulk_connection import READER, ServedConnection
 from psd.rim.calls import CallGuard, Frame, frame_parser
 from psd.rim.data_plane import DataPlane
 from psd.rim.pace import Pace
 from psd.v1 import bulk_pb2, control_pb2, data_pb2, vectors_pb2
 from psd_client.lanes.bulk_connection import BulkClient
-from psd_client.lanes.flat import FlatBuffers
+from psd_client.lanes.bulk_reads import ReadingClient
+from psd_client.lanes.flat import FlatBuffers, Mismatch, share_memory
 from psd_client.lanes.frames import WantedRows
 from psd_client.lanes.transport import Call, Scope, Traffic
 
@@ -138,7 +139,7 @@ payloads = st.binary(max_size=16) | st.sampled_from(PAYLOADS)
 
 def sent_by_a_worker(target: Target) -> st.SearchStrategy[list[bytes]]:
     known = known_fields(target) | {
-        "method": st.sampled_from([1, 2, 3, 5, 6, 7]),
+        "method": st.sampled_from([1, 2, 3, 5, 6, 7, 60]),
         "timeout_s": 0.0,
         "present": b"",
         "rows_at": [64],
@@ -158,9 +159,10 @@ def sent_by_a_worker(target: Target) -> st.SearchStrategy[list[bytes]]:
     )
 
 
+@pytest.mark.parametrize("rank", [ME, READER])
 @fuzzed
 @given(data=st.data())
-def test_what_a_worker_sends(target: Callable[[], Target], data: st.DataObject) -> None:
+def test_what_a_worker_or_a_reader_sends(target: Callable[[], Target], rank: int, data: st.DataObject) -> None:
     """A connection of the bulk lane ends when its bytes do; nothing escapes it, and the shard's log has no defect."""
     shard = target()
     sent = data.draw(sent_by_a_worker(shard))
@@ -168,7 +170,7 @@ def test_what_a_worker_sends(target: Callable[[], Target], data: st.DataObject) 
 
     def admit(connection: ServedConnection, key: bytes) -> int:
         connection.is_welcome = None
-        return ME
+        return rank
 
     with fed(packed(Kind.HELLO, b"") + b"".join(sent)) as stream:
         plane = DataPlane(shard.shard, "tcp")
@@ -211,9 +213,40 @@ def test_what_a_shard_sends(sent: list[bytes], into_memory: bool) -> None:
     with fed(packed(Kind.WELCOME, b"") + b"".join(sent)) as stream:
         connection = BulkClient(stream, 0, "127.0.0.1:1", b"ticket", Call(5.0, Scope()), Traffic())
         if into_memory:
-            connection._attached = (parameters, [parameters])
+            connection._attached = [parameters]
 
         ends_in(PsdError, lambda: connection.transfer(call, None, awaited, parameters, Call(5.0, Scope())))
+        connection.close()
+
+
+answers_to_a_reader = st.lists(
+    any_of(
+        (Kind.ANSWER, messages(data_pb2.PullFrame, {"block": 0})),
+        (Kind.REPLY, messages(bulk_pb2.BulkReply, {"blocks": [0], "versions": [1], "contents": [1]})),
+        (Kind.ALIVE, st.just(data_pb2.PullFrame())),
+        (Kind.ERROR, messages(bulk_pb2.BulkError, {"reason": "CutMissed"})),
+    ),
+    max_size=4,
+)
+
+
+@fuzzed
+@given(answers_to_a_reader, st.booleans(), st.booleans())
+def test_what_a_shard_sends_to_a_reader(sent: list[bytes], into_memory: bool, has_base: bool) -> None:
+    """Parameters, or an error that the reader can handle."""
+    parameters, awaited = FlatBuffers(LAYOUT), {0: LAYOUT.blocks[0].nbytes}
+    if into_memory:
+        segment = share_memory(LAYOUT, is_reader=True)
+        assert segment is not None
+        parameters = FlatBuffers(LAYOUT, segment=segment)
+    parameters.base = FlatBuffers(LAYOUT) if has_base else None
+    with fed(packed(Kind.WELCOME, b"") + b"".join(sent)) as stream:
+        connection = ReadingClient(stream, 0, "127.0.0.1:1", b"ticket", Call(5.0, Scope()), Traffic())
+        if into_memory:
+            connection._attached = [parameters]
+
+        request = data_pb2.ReadRequest(blocks=[0], held=[1])
+        ends_in((PsdError, Mismatch), lambda: connection.read(request, awaited, parameters, Call(5.0, Scope())))
         connection.close()
 
 

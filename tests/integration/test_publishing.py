@@ -123,14 +123,15 @@ def test_two_readers_agree_on_the_digest(cluster: Callable[..., Any]) -> None:
     assert len({first.digest, head.digest, second.digest}) == 3
 
 
+@pytest.mark.parametrize("transport", ["tcp", "grpc"])
 @pytest.mark.parametrize(("dtype", "number"), [("bfloat16", torch.bfloat16), ("float16", torch.float16)])
-def test_a_reader_asks_for_half_the_bytes(cluster: Callable[..., Any], dtype: str, number: torch.dtype) -> None:
+def test_a_reader_asks_for_half_the_bytes(cluster: Callable[..., Any], dtype: str, number: torch.dtype, transport: str) -> None:
     """Numbers of float32 come rounded, as torch would; those of 16 bits travel in them always, and whole."""
     running = cluster(2)
     values = np.random.default_rng(5).standard_normal(400_000).astype(np.float32)
     with (
         psd_client.publish(running.servers) as store,
-        psd_client.connect(running.servers, role="reader", wait_timeout=60) as reader,
+        psd_client.connect(running.servers, role="reader", wait_timeout=60, transport=transport) as reader,
     ):
         store.put({"w": values, "double": np.ones(3) / 3})
         found = reader.pull(dtype=dtype)
@@ -145,13 +146,14 @@ def test_a_reader_asks_for_half_the_bytes(cluster: Callable[..., Any], dtype: st
     assert 0.5 < narrow_bytes / whole_bytes < 0.51
 
 
-def test_weights_of_16_bits_travel_in_them(cluster: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("transport", ["tcp", "grpc"])
+def test_weights_of_16_bits_travel_in_them(cluster: Callable[..., Any], transport: str) -> None:
     """And come back whole, NaN included."""
     running = cluster(1)
     values = torch.randn(300_000, generator=torch.Generator().manual_seed(3)).to(torch.bfloat16)
     with (
         psd_client.publish(running.servers, nan_policy="allow") as store,
-        psd_client.connect(running.servers, role="reader", wait_timeout=60) as reader,
+        psd_client.connect(running.servers, role="reader", wait_timeout=60, transport=transport) as reader,
     ):
         store.put({"w": values})
         np.testing.assert_array_equal(reader.pull()["w"], values.float().numpy())

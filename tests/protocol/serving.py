@@ -109,6 +109,7 @@ class Desks:
             address=lambda: "",
             on_leave=lambda: None,
             open_bulk=lambda *_: control_pb2.OpenBulkReply(),
+            open_reads=lambda *_: control_pb2.OpenBulkReply(),
         )
         control = self._control
         self._unary = {

@@ -348,6 +348,7 @@ def test_a_relay_refuses_what_changes_the_job(job: tuple[psd_client.ParameterSer
             lambda: stub.Barrier(control_pb2.BarrierRequest(), timeout=WAIT_S),
             lambda: stub.Drain(control_pb2.DrainRequest(), timeout=WAIT_S),
             lambda: stub.OpenBulk(control_pb2.OpenBulkRequest(), timeout=WAIT_S),
+            lambda: stub.OpenReads(control_pb2.OpenReadsRequest(), timeout=WAIT_S),
             lambda: data.Push(iter([data_pb2.PushFrame()]), timeout=WAIT_S),
             lambda: list(data.Pull(data_pb2.PullRequest(), timeout=WAIT_S)),
         ]
@@ -485,3 +486,14 @@ def test_a_relay_that_says_it_has_the_blocks_of_no_shards_is_not_believed(
             words = f"relayed_shards: .* {wrong};"
             with reading(server.address) as other, pytest.raises(psd_client.InternalError, match=words):
                 other.pull()
+
+
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+def test_a_relays_readers_are_served_by_grpc(cluster: Callable[..., Any], relay: StartRelay, transport: str) -> None:
+    """What a relay offers is what a reader takes, whatever it would rather have."""
+    servers = cluster(1).servers
+    with psd_client.publish(servers) as store:
+        store.put({"w": np.ones(3, np.float32)}, {"step": 1})
+        with psd_client.connect(relay(servers).address, role="reader", transport=transport, wait_timeout=60) as reader:
+            assert reader.pull().meta == {"step": 1}
+            assert reader.transports == ["grpc (a relay)"]

@@ -100,7 +100,7 @@ def test_a_relay_pulls_changes_while_a_slow_reader_keeps_its_memory(
         reader.pull()
         held = server.holding.held
         assert held is not None
-        held.users += 1  # as a reader that takes for ever
+        held.pin()  # as a reader that takes for ever
         for _ in range(3):
             before = received(server)
             version = published.put()
@@ -159,7 +159,7 @@ def test_memory_for_earlier_versions_is_bounded(publisher: tuple[Publisher, str]
         assert (nbytes < 0.06 * NBYTES) == bool(kept)
         assert server.holding.held is not None
         versions = server.holding.held.kept._kept.values()
-        assert {len(of_block) for of_block in versions} == ({kept} if kept else set())
+        assert {len(of_block) for of_block in versions} == {kept}
         weights, nbytes = fetched(late)
         assert nbytes >= NBYTES
         np.testing.assert_array_equal(weights["w"], published.values)

@@ -120,9 +120,11 @@ class Target:
         planes = {lane: DataPlane(self.shard, lane) for lane in LANES}
         guard = CallGuard(self.shard, Pace())
         data = DataService(self.shard, planes["grpc"], guard)
-        self.vectors = VectorPlane(self.shard, data.reading, VectorGate())
+        self.vectors = VectorPlane(self.shard, self.shard.readers.fetching, VectorGate())
         bulk = BulkServer(self.shard, planes, self.vectors, guard, self.shard._core.config)
-        control = ControlService(self.shard, guard, address=str, on_leave=int, open_bulk=bulk.open).handler()
+        control = ControlService(
+            self.shard, guard, address=str, on_leave=int, open_bulk=bulk.open, open_reads=bulk.open_reads
+        ).handler()
         self._handlers = (control, data.handler(), VectorService(guard, self.vectors).handler())
         self.layout = Layout(spec, 2)
         self.scalars = [*SCALARS, SCALARS[1]][: len(spec.groups)]

@@ -14,7 +14,7 @@ import grpc
 import pytest
 from google.protobuf import descriptor_pool, message_factory
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from raw_bulk import open_stream
+from raw_bulk import BLOCKS, BulkWorker, answer, open_stream
 from raw_client import failure, reason, spec
 
 from psd.contract.errors import PsdError, error_from
@@ -36,6 +36,7 @@ MAY = {
     "psd.v1.ControlService/Describe": ALL,
     "psd.v1.ControlService/Status": ALL,
     "psd.v1.ControlService/Curves": ALL,
+    "psd.v1.ControlService/OpenReads": ALL,
     "psd.v1.DataService/Read": ALL,
     "psd.v1.DataService/ReadRows": ALL,
     "psd.v1.VectorService/List": ALL,
@@ -350,3 +351,67 @@ def test_a_token_file_that_is_wrong_leaves_what_was_there_before(
     assert [
         str(token_file) in r.getMessage() and fresh not in r.getMessage() for r in caplog.records if "earlier contents" in r.msg
     ] == [True]
+
+
+class Bearer(grpc.UnaryUnaryClientInterceptor, grpc.StreamUnaryClientInterceptor):
+    """Shows a token with each call."""
+
+    def __init__(self, token: str) -> None:
+        self._metadata = bearer(token)
+
+    def _call(self, start: Any, details: Any, request: Any) -> Any:
+        given = SimpleNamespace(
+            method=details.method,
+            timeout=details.timeout,
+            metadata=self._metadata,
+            credentials=None,
+            wait_for_ready=None,
+            compression=None,
+        )
+        return start(given, request)
+
+    intercept_unary_unary = intercept_stream_unary = _call
+
+
+def read(digest: bytes, run_id: str) -> bytes:
+    """A call for all of the job's parameters."""
+    cut = data_pb2.Cut(id="a", step=0)
+    request = data_pb2.ReadRequest(run_id=run_id, layout_digest=digest, cut=cut)
+    return bulk_pb2.BulkCall(method=bulk_pb2.BULK_METHOD_READ, timeout_s=5, read=request).SerializeToString()
+
+
+@pytest.mark.parametrize("local", [False, True], ids=["tcp", "local"])
+def test_a_readers_connection_reads_and_does_nothing_else(
+    guarded: Any, dial: Callable[..., grpc.Channel], token_file: Path, local: bool
+) -> None:
+    """Its token opens no worker's connection, and its connection ends when the token is listed no more."""
+    channel = dial(guarded.address)
+    stub = control_pb2_grpc.ControlServiceStub(channel)
+    worker = BulkWorker(grpc.intercept_channel(channel, Bearer(TOKENS["worker"])))
+    given = {"timeout": 20, "metadata": bearer(TOKENS["reader"])}
+    with pytest.raises(grpc.RpcError, match="is for admin, publisher, worker; this token is a reader's"):
+        stub.OpenBulk(control_pb2.OpenBulkRequest(caller=worker.caller), **given)
+    with pytest.raises(grpc.RpcError, match="reader: absent, but a connection is for one reader"):
+        stub.OpenReads(control_pb2.OpenReadsRequest(), **given)
+    reply = stub.OpenReads(control_pb2.OpenReadsRequest(reader=data_pb2.ReaderNote(id=5)), **given)
+    stream = open_stream(reply, local=local)
+    stream.send(Kind.HELLO, bulk_pb2.BulkHello(ticket=reply.ticket).SerializeToString())
+    assert stream.receive()[0] is Kind.WELCOME
+
+    for method in (bulk_pb2.BULK_METHOD_PULL, bulk_pb2.BULK_METHOD_FETCH_VECTOR):
+        stream.send(Kind.CALL, worker.call(method))
+        with pytest.raises(PsdError, match=r"is not one of a reader's|this connection is"):
+            answer(stream, Kind.REPLY)
+    for _ in range(2):
+        stream.send(Kind.CALL, read(worker.digest, worker.caller.run_id))
+        blocks = [data_pb2.PullFrame.FromString(answer(stream, Kind.ANSWER)).block for _ in range(BLOCKS)]
+        assert blocks == [0, 1]
+        answer(stream, Kind.REPLY)
+    own = worker.connect(local=local)
+    own.send(Kind.CALL, read(worker.digest, worker.caller.run_id))
+    with pytest.raises(PsdError, match="60 is not one of a worker's"):
+        answer(own, Kind.REPLY)
+    token_file.write_text(f"admin {TOKENS['admin']}\n")
+    stream.send(Kind.CALL, read(worker.digest, worker.caller.run_id))
+    assert outcome(stream) is None
+    own.close()

@@ -36,7 +36,7 @@ def test_each_reader_is_shown_with_its_version_its_lag_and_its_bytes(cluster: Ca
     with (
         psd_client.connect(running.servers, 0, 1) as ps,
         psd_client.connect(running.servers, role="reader", wait_timeout=60) as reader,
-        psd_client.connect(running.servers, role="reader", wait_timeout=60) as other,
+        psd_client.connect(running.servers, role="reader", wait_timeout=60, transport="tcp") as other,
     ):
         ps.declare({"w": np.zeros(500_000, np.float32)}, psd_client.SGD(lr=1.0))
         assert status(running.servers, capsys)["readers"] == []
@@ -58,6 +58,7 @@ def test_each_reader_is_shown_with_its_version_its_lag_and_its_bytes(cluster: Ca
         assert (second["name"], second["version"], second["behind"], second["reads"]) == (other.name, None, None, 0)
         ps.push_pull(ONES)
         waiting.join(100)
+        assert [r["transport"] for r in status(running.servers, capsys)["readers"]] == ["shm", "tcp"]
         assert [(r["version"], r["behind"]) for r in status(running.servers, capsys)["readers"]] == [(1, 3), (4, 0)]
 
         assert main(["status", "--servers", running.servers]) == 0

@@ -61,7 +61,7 @@ class BulkClient:
         self._address = address
         self._traffic = traffic
         self._sender = Crew("psd-send")
-        self._attached: tuple[FlatBuffers, list[FlatBuffers]] | None = None
+        self._attached: list[FlatBuffers] | None = None  # the places for parameters; gradients are in the same segment
         self._receiving: FlatBuffers | None = None  # the buffers into which the shard writes, or wrote last
         self._uses_memory = True
         self._wanted: WantedRows | None = None  # the rows that the current call fetches
@@ -79,18 +79,22 @@ class BulkClient:
             self._end()
             raise
 
-    def attach(self, gradients: FlatBuffers, places: Sequence[FlatBuffers], call: Call) -> None:
-        """Share the buffers, which all lie in one segment, with the shard, unless they are shared already."""
-        if self._attached is not None and self._attached[0] is gradients:
+    def attach(self, gradients: FlatBuffers | None, places: Sequence[FlatBuffers], call: Call) -> None:
+        """Share the buffers, which all lie in one segment, with the shard, unless they are shared already.
+
+        gradients: None for a reader.
+        """
+        if self._attached is not None and self._attached[0] is places[0]:
             return
-        segment, local = gradients.segment, self._stream.local
+        segment, local = places[0].segment, self._stream.local
         assert segment is not None
+        assert gradients is None or gradients.segment is segment
         assert all(segment is place.segment for place in places)
         assert local is not None
         message = bulk_pb2.BulkAttach(
-            layout_digest=gradients.layout.digest,
+            layout_digest=places[0].layout.digest,
             size=segment.nbytes,
-            gradient_starts=gradients.starts,
+            gradient_starts=gradients.starts if gradients is not None else (),
             parameter_starts=[start for place in places for start in place.starts],
         )
         try:
@@ -111,7 +115,7 @@ class BulkClient:
         if nonce != segment.nonce:
             self._end()
             raise InternalError(f"shard {self._shard} at {self._address}: has mapped other memory than was sent")
-        self._attached = gradients, list(places)
+        self._attached = list(places)
 
     # -- calls ---------------------------------------------------------------------------------------------------------
 
@@ -139,7 +143,7 @@ class BulkClient:
             message.into_memory = self._has(parameters)
             if message.into_memory and self._attached is not None:
                 self._receiving = parameters
-                message.place = self._attached[1].index(parameters)
+                message.place = self._attached.index(parameters)
             message.announce = parameters.on_received is not None
         answers_bytes = sum(awaited.values()) if message.announce or not message.into_memory else 0
         message.timeout_s = call.timeout_s
@@ -404,15 +408,15 @@ class BulkClient:
             except Disconnected:
                 pass
             except BaseException as error:
-                self._give_up(*self._attached)
+                self._give_up(self._attached)
                 if not isinstance(error, TimeoutError):  # a second Ctrl-C
                     self._end()
                     raise
         self._end()
 
-    def _give_up(self, gradients: FlatBuffers, places: Sequence[FlatBuffers]) -> None:
+    def _give_up(self, places: Sequence[FlatBuffers]) -> None:
         """Make the shared memory private: later writes of the shard are not seen here, and it gets no new gradients."""
-        segment = gradients.segment
+        segment = places[0].segment
         if segment is None or segment.is_given_up:
             return
         try:

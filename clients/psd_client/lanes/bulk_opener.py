@@ -1,7 +1,7 @@
 """Opens a bulk connection by the best transport: shared memory with a shard on this machine, else TCP; if neither works, none.
 
 It opens one when one is first needed, and again after a failure: a restarted shard may be elsewhere. Must not know calls,
-sessions, clocks or retries.
+sessions, clocks or retries, nor whether a worker or a reader asks.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import socket
 import ssl
 import time
 from collections.abc import Callable, Sequence
+from typing import Generic, Protocol, TypeVar
 
 from psd.contract.config import ConfigError, parse_address
 from psd.contract.credentials import Credentials
@@ -18,7 +19,7 @@ from psd.contract.errors import InvalidRequest, ShardUnavailable
 from psd.contract.tls import what_is_wrong
 from psd.contract.tls_socket import TlsSocket
 from psd.contract.wire import Stream, is_of_this_user
-from psd.v1 import control_pb2, job_pb2
+from psd.v1 import control_pb2
 from psd_client.lanes.bulk_connection import HEAD_BYTES_MAX, BulkClient, NotGreeted
 from psd_client.lanes.transport import Call, Traffic
 
@@ -32,12 +33,24 @@ SILENCES_MAX = 2
 """Attempts on a port that does not answer, while the shard answers over gRPC, before this worker stops trying the port."""
 
 
-class BulkOpener:
+class Asking(Protocol):
+    """Whoever asks for a connection. incarnation: of the shard, which it last answered."""
+
+    @property
+    def incarnation(self) -> int: ...  # noqa: D102 - above
+
+
+AskingT = TypeVar("AskingT", bound=Asking)
+ClientT = TypeVar("ClientT", bound=BulkClient)
+
+
+class BulkOpener(Generic[AskingT, ClientT]):
     """The bulk connection of one shard, opened when needed.
 
     Args:
         wanted: "auto"; or "shm" or "tcp", which raise ConfigError if they do not work, ShardUnavailable if they did before.
-        ask: calls OpenBulk over gRPC: for a ticket, and the address at which the shard listens. traffic: as in BulkClient.
+        ask: asks over gRPC for a ticket, and the address at which the shard listens. traffic: as in BulkClient.
+        kind: the connection's class.
 
     Attributes:
         transport: how bulk data travels, and why not by a better transport; empty before the first connection.
@@ -49,8 +62,9 @@ class BulkOpener:
         address: str,
         wanted: str,
         credentials: Credentials,
-        ask: Callable[[control_pb2.OpenBulkRequest, Call], control_pb2.OpenBulkReply],
+        ask: Callable[[AskingT, Call], control_pb2.OpenBulkReply],
         traffic: Traffic,
+        kind: type[ClientT],
     ) -> None:
         self.transport = ""
         self._shard = shard
@@ -59,7 +73,8 @@ class BulkOpener:
         self._credentials = credentials
         self._ask = ask
         self._traffic = traffic
-        self._open: BulkClient | None = None
+        self._kind = kind
+        self._open: ClientT | None = None
         self._grpc_at: int | None = None  # the shard's incarnation for which only gRPC worked
         self._had_tcp = False
         self._missed_since: float | None = None  # when the TCP connections began to fail
@@ -70,7 +85,7 @@ class BulkOpener:
         """True if there is a connection."""
         return self._open is not None and self._open.is_open
 
-    def connection(self, caller: job_pb2.Caller, call: Call) -> BulkClient | None:
+    def connection(self, caller: AskingT, call: Call) -> ClientT | None:
         """The connection, which is opened if needed; None if only gRPC works."""
         if self._open is not None and self._open.is_open:
             return self._open
@@ -84,17 +99,17 @@ class BulkOpener:
         if self._open is not None:
             self._open.close()
 
-    def _choose(self, caller: job_pb2.Caller, call: Call) -> BulkClient | None:
+    def _choose(self, caller: AskingT, call: Call) -> ClientT | None:
         refusals: list[str] = []
         ways: tuple[tuple[str, Callable[[control_pb2.OpenBulkReply], socket.socket | TlsSocket]], ...]
         ways = ("shm", self._connect_local), ("tcp", self._connect_tcp)
         for name, connect in ways:
             if self._wanted not in ("auto", name):
                 continue
-            reply = self._ask(control_pb2.OpenBulkRequest(caller=caller), call)
+            reply = self._ask(caller, call)
             try:
                 stream = Stream(connect(reply), HEAD_BYTES_MAX)
-                bulk = BulkClient(stream, self._shard, self._address, reply.ticket, call, self._traffic)
+                bulk = self._kind(stream, self._shard, self._address, reply.ticket, call, self._traffic)
             except _NotHere as error:
                 refusals.append(f"{name}: {error}")
                 continue
@@ -110,7 +125,7 @@ class BulkOpener:
             self._note(name, refusals)
             return bulk
         if self._wanted != "auto":
-            self._ask(control_pb2.OpenBulkRequest(caller=caller), call)  # raises if the shard has only just died
+            self._ask(caller, call)  # raises if the shard has only just died
             if self.transport:  # it worked before, so the program's choice is no error
                 raise self._unavailable(f"cannot be reached any more by {refusals[0]}")
             raise ConfigError(f"transport: shard {self._shard} at {self._address} cannot be reached by {refusals[0]}")

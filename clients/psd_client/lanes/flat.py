@@ -50,8 +50,7 @@ class FlatBuffers:
         codecs: by block of the layout, the codec in which it is received; "": as it is, or as a difference.
         on_received: called, in any thread, with the index of each block that was received; may be None.
         held: what differences are added to; None: none are expected.
-        base: buffers of the same layout, which stay as they are, from whose blocks on a reader is told what has changed; None:
-            from these on.
+        base: buffers of the same layout that have what a reader is told changes to; None: these.
     """
 
     def __init__(self, layout: Layout, *, segment: Segment | None = None, of_gradients: bool = False) -> None:
@@ -122,13 +121,11 @@ class FlatBuffers:
         except codecs.InvalidEncoding as error:
             raise InvalidTensor(f"block {index}: payload in {codec}: {error}") from None
 
-    @property
-    def held_contents(self) -> dict[int, int]:
-        """The `contents` of what deltas are from."""
-        return self.contents if self.base is None else self.base.contents
-
     def fill_changes(self, index: int, delta: memoryview, check: int) -> None:
-        """Change block `index` by a delta to what `held_contents` says of it. check: deltas.check of the values that result.
+        """Change block `index` by a delta to what `contents` of the base says of it.
+
+        Args:
+            check: deltas.check of the values that result.
 
         Raises:
             Mismatch: the block was another, or the delta is wrong; its values are undefined now.
@@ -236,14 +233,15 @@ class FlatBuffers:
         return first if first >= 0 or found < 0 else found + middle
 
 
-def share_memory(layout: Layout, places: int = 1) -> Segment | None:
+def share_memory(layout: Layout, places: int = 1, *, is_reader: bool = False) -> Segment | None:
     """A segment for a job's gradients, and their encoded form if it has one, for `places` copies of its parameters, and for
-    rows; None if the system has none."""
+    rows; for a reader the parameters alone. None if the system has none."""
     trained = [space for space in layout.spaces if not layout.spec.groups[space.group].is_static]
     nbytes = sum(aligned(space.size * space.dtype.itemsize) for space in layout.spaces) * places
     forms = 2 if layout.spec.compression.push else 1
-    nbytes += sum(aligned(space.size * space.gradient_dtype.itemsize) for space in trained) * forms
-    nbytes += 2 * ROWS_BYTES if layout.spec.tables else 0
+    if not is_reader:
+        nbytes += sum(aligned(space.size * space.gradient_dtype.itemsize) for space in trained) * forms
+        nbytes += 2 * ROWS_BYTES if layout.spec.tables else 0
     try:
         return Segment(nbytes)
     except OSError as error:

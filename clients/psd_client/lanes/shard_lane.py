@@ -26,6 +26,7 @@ from psd.contract.vector_batches import payload_parts
 from psd.v1 import bulk_pb2, control_pb2, data_pb2, job_pb2, vectors_pb2
 from psd_client.lanes.bulk_connection import BulkClient
 from psd_client.lanes.bulk_opener import BulkOpener
+from psd_client.lanes.bulk_reads import ReadingCaller, ReadingClient
 from psd_client.lanes.daemon_threads import can_start_threads
 from psd_client.lanes.flat import FlatBuffers
 from psd_client.lanes.frames import (
@@ -64,11 +65,13 @@ class ShardLane(Lane):
     """The lane to one shard. Without `credentials`: no TLS, no token.
 
     Args:
-        address: HOST:PORT; for a reader also those of relays, A|B, which all speak gRPC alone.
+        address: HOST:PORT; for a reader also those of relays, A|B, which all speak gRPC alone. is_reader: True for a reader.
         transport: "grpc"; "auto", the best one that works; or "shm" or "tcp", which raise ConfigError if they do not work.
     """
 
-    def __init__(self, shard: int, address: str, transport: str, credentials: Credentials | None = None) -> None:
+    def __init__(
+        self, shard: int, address: str, transport: str, credentials: Credentials | None = None, *, is_reader: bool = False
+    ) -> None:
         super().__init__(shard, address)
         credentials = credentials if credentials is not None else Credentials()
         transport = transport if len(alternatives(address)) == 1 else "grpc"
@@ -77,24 +80,30 @@ class ShardLane(Lane):
         # For heartbeats where gradients travel by gRPC: over a slow link they would else wait behind what lies in that
         # connection's buffers, for longer than a lease.
         self._heartbeats = GrpcChannel(shard, address, credentials)
-        self._bulk: BulkOpener | None = None
-        if transport != "grpc":
-            self._bulk = BulkOpener(shard, address, transport, credentials, self.open_bulk, self.traffic)
+        self._bulk: BulkOpener[job_pb2.Caller, BulkClient] | None = None
+        self._reads: BulkOpener[ReadingCaller, ReadingClient] | None = None
+        self._incarnation = 0  # of the shard, as a reader has heard; 0: a relay's
+        if is_reader and transport != "grpc":
+            self._reads = BulkOpener(shard, address, transport, credentials, self._open_reads, self.traffic, ReadingClient)
+        elif transport != "grpc":
+            self._bulk = BulkOpener(shard, address, transport, credentials, self.open_bulk, self.traffic, BulkClient)
         self._name = f"shard {shard} at {address}"
-        self._shared: tuple[FlatBuffers, Sequence[FlatBuffers]] | None = None
+        self._shared: tuple[FlatBuffers | None, Sequence[FlatBuffers]] | None = None
 
     @property
     @override
     def is_interruptible(self) -> bool:
         """True while bulk calls need no gRPC."""
-        return self._bulk is not None and self._bulk.is_open
+        bulk = self._bulk or self._reads
+        return bulk is not None and bulk.is_open
 
     def close(self) -> None:
         """Close all connections; calls in progress end."""
         self._channel.close()
         self._heartbeats.close()
-        if self._bulk is not None:
-            self._bulk.close()
+        for bulk in (self._bulk, self._reads):
+            if bulk is not None:
+                bulk.close()
 
     # -- control calls -------------------------------------------------------------------------------------------------
 
@@ -102,9 +111,18 @@ class ShardLane(Lane):
     def ask(self, method: str, request: Message, reply: type[MessageT], call: Call, *, is_wait: bool = False) -> MessageT:
         return self._channel.unary(f"{_CONTROL}{method}", request, reply, call, is_wait=is_wait)
 
-    def open_bulk(self, request: control_pb2.OpenBulkRequest, call: Call) -> control_pb2.OpenBulkReply:
+    def open_bulk(self, caller: job_pb2.Caller, call: Call) -> control_pb2.OpenBulkReply:
         """Ask for a ticket to a bulk connection."""
-        return self.ask("OpenBulk", request, control_pb2.OpenBulkReply, call)
+        return self.ask("OpenBulk", control_pb2.OpenBulkRequest(caller=caller), control_pb2.OpenBulkReply, call)
+
+    def _open_reads(self, caller: ReadingCaller, call: Call) -> control_pb2.OpenBulkReply:
+        return self.ask("OpenReads", caller.request, control_pb2.OpenBulkReply, call)
+
+    @override
+    def describe(self, request: control_pb2.DescribeRequest, call: Call) -> control_pb2.DescribeReply:
+        reply = super().describe(request, call)
+        self._incarnation = reply.incarnation
+        return reply
 
     @override
     def begin_heartbeat(
@@ -125,7 +143,7 @@ class ShardLane(Lane):
         connection = self._opened(caller, call)
         return self._share if connection is not None and connection.is_local else None
 
-    def _share(self, gradients: FlatBuffers, places: Sequence[FlatBuffers]) -> None:
+    def _share(self, gradients: FlatBuffers | None, places: Sequence[FlatBuffers]) -> None:
         self._shared = gradients, places
 
     def _opened(self, caller: job_pb2.Caller, call: Call) -> BulkClient | None:
@@ -140,7 +158,7 @@ class ShardLane(Lane):
         connection = self._opened(caller, call)
         if self._shared is not None and connection is not None and connection.is_local:
             gradients, places = self._shared
-            if gradients.segment is not None and not gradients.segment.is_given_up:
+            if places[0].segment is not None and not places[0].segment.is_given_up:
                 connection.attach(gradients, places, call)
         return connection
 
@@ -246,8 +264,29 @@ class ShardLane(Lane):
         return self._asked("ReadRows", data_pb2.RowsRequest(read=request), wanted, call)
 
     @override
+    def prepare_reads(self, request: data_pb2.ReadRequest, call: Call) -> Share | None:
+        connection = self._opened_reads(request, call)
+        return self._share if connection is not None and connection.is_local else None
+
+    def _opened_reads(self, request: data_pb2.ReadRequest, call: Call) -> ReadingClient | None:
+        if self._reads is None or not self._incarnation:
+            self.transport = "grpc" if self._reads is None else "grpc (a relay)"
+            return None
+        asked = control_pb2.OpenReadsRequest(reader=request.reader)
+        connection = self._reads.connection(ReadingCaller(self._incarnation, asked), call)
+        self.transport = self._reads.transport
+        return connection
+
+    @override
     def read(self, request: data_pb2.ReadRequest, blocks: Sequence[Block], parameters: FlatBuffers, call: Call) -> set[int]:
         awaited = {block.index: block.nbytes for block in blocks}
+        connection = self._opened_reads(request, call)
+        if connection is not None:
+            if self._shared is not None and connection.is_local:
+                _, places = self._shared
+                if places[0].segment is not None and not places[0].segment.is_given_up:
+                    connection.attach(None, places, call)
+            return connection.read(request, awaited, parameters, call)
         answer = BlockAnswer(self._name, awaited, parameters, self.traffic)
         return answer.take(self._channel.stream_in(f"{_DATA}Read", request, call)).positions
 

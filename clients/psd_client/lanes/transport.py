@@ -35,8 +35,9 @@ CANCEL_S = 2.0
 T = TypeVar("T")
 MessageT = TypeVar("MessageT", bound=Message)
 
-Share = Callable[[FlatBuffers, Sequence[FlatBuffers]], None]
-"""A function that gives a shard access to the gradients, and to all places for parameters, in shared memory: for bulk calls."""
+Share = Callable[[FlatBuffers | None, Sequence[FlatBuffers]], None]
+"""A function that gives a shard access to the gradients, and to all places for parameters, in shared memory: for bulk calls. A
+reader has no gradients."""
 
 
 class Bracket(Generic[T]):
@@ -365,6 +366,11 @@ class Lane(ABC):
     def describe(self, request: control_pb2.DescribeRequest, call: Call) -> control_pb2.DescribeReply:
         """Fetch the job and its progress, for a reader."""
         return self.ask("Describe", request, control_pb2.DescribeReply, call)
+
+    def prepare_reads(self, request: data_pb2.ReadRequest, call: Call) -> Share | None:
+        """Do as `prepare`, for a reader, which `request` names."""
+        del request, call
+        return None
 
     @abstractmethod
     def read(self, request: data_pb2.ReadRequest, blocks: Sequence[Block], parameters: FlatBuffers, call: Call) -> set[int]:

@@ -153,7 +153,7 @@ def _run(args: argparse.Namespace) -> int:
             _terminated_in_order(),
             FollowedDirectory(args.to) as directory,
             follower.reader_of(args.servers, name or "", args.files) as reader,
-            EndListener(follower.reader_of(args.servers, name or "", args.files)) as listener,
+            EndListener(follower.reader_of(args.servers, name or "", args.files, "grpc")) as listener,
             Asker(args.servers, args.credentials) as asker,
             follower.JobFollower(
                 reader,

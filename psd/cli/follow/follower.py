@@ -47,7 +47,7 @@ _AGAIN = (WaitTimeout, NotDeclared, CutMissed, Draining, Overloaded)
 """Errors that say that there is no new version yet."""
 
 
-def reader_of(servers: Sequence[str], job: str, files: Mapping[str, str]) -> Reader:
+def reader_of(servers: Sequence[str], job: str, files: Mapping[str, str], transport: str = "auto") -> Reader:
     """A reader for a follower.
 
     Args:
@@ -57,6 +57,7 @@ def reader_of(servers: Sequence[str], job: str, files: Mapping[str, str]) -> Rea
         list(servers),
         role="reader",
         run_id=job,
+        transport=transport,
         wait_timeout=LOOK_S,
         retry_timeout=RECONNECT_S,
         report_after=NEVER_S,

@@ -36,12 +36,14 @@ class BlockServices:
     Attributes:
         round_kind: the class of the rounds that the blocks open, one after the other.
         tensor_at: names the tensor at an element of a block, for messages.
+        make_room: lets go of old pages that are kept; False if there were none.
     """
 
     arena: Arena
     rounds: RoundServices
     round_kind: type[Round]
     tensor_at: Callable[[layout.Block, int], str]
+    make_room: Callable[[], bool]
 
 
 class BlockState(Trained):
@@ -192,10 +194,13 @@ class BlockState(Trained):
         return page
 
     def _spare(self, *, is_alike: bool = False) -> Page:
-        try:
-            return self._arena.spare_alike(self._slot) if is_alike else self._arena.spare(self._slot)
-        except StoreFull as error:
-            raise OutOfSpace(f"block {self.plan.index}: no room for its next version: {error.strerror}") from error
+        spare = self._arena.spare_alike if is_alike else self._arena.spare
+        while True:
+            try:
+                return spare(self._slot)
+            except StoreFull as error:
+                if not self._services.make_room():
+                    raise OutOfSpace(f"block {self.plan.index}: no room for its next version: {error.strerror}") from error
 
     def _counted(self, rank: int) -> pages.Counted:
         page = self._page

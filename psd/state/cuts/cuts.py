@@ -403,8 +403,8 @@ class Cuts:
         """Drop all open cuts of a job that this shard gives up, and later those that are begun for it."""
         with self._lock:
             self._gone.add(job)
-            snapshots = list(self._open)
-            self._known = {}
+            snapshots, self._known = list(self._open), {}
+        job.kept.forget(for_ever=True)
         for snapshot in snapshots:
             self._miss(snapshot, why)
 

@@ -138,6 +138,7 @@ READER_COLUMNS: tuple[Column[ReaderSnapshot], ...] = (
     Column("READER", lambda reader: reader.name, 100, is_left=True),
     Column("STATE", lambda reader: reader.state, 95, is_left=True),
     *_live_columns(facts.READER),
+    Column("TRANSPORT", lambda reader: reader.transport or "-", 50, is_left=True),
 )
 
 

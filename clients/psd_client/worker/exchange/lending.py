@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -73,14 +74,22 @@ class ParameterPlaces:
                     np.copyto(new, old)
         return self.current
 
-    def lend(self) -> list[NDArray[Any] | None]:
-        """The current place's tensors for the program, to keep and to change; None for those that are not lent."""
+    def lend(self, wanted: Collection[int] | None = None) -> list[NDArray[Any] | None]:
+        """The current place's tensors for the program, to keep and to change; None for those that are not lent.
+
+        Args:
+            wanted: lend these alone; None: all.
+        """
         if not (self._can_grow or any(place is not self.current for place in self._free())):
             return [None] * len(self.current.views)
         lent: list[NDArray[Any] | None] = []
         owners = self._owners[self.current] = [ref for ref in self._owners.get(self.current, ()) if ref() is not None]
-        for tensor, view in zip(self._layout.spec.tensors, self.current.views, strict=True):
-            if not view.size or self._layout.spec.groups[tensor.group].is_static:
+        for index, (tensor, view) in enumerate(zip(self._layout.spec.tensors, self.current.views, strict=True)):
+            if (
+                not view.size
+                or (wanted is not None and index not in wanted)
+                or self._layout.spec.groups[tensor.group].is_static
+            ):
                 lent.append(None)
                 continue
             # Over a memoryview, so that this array, and not the whole place, is the base of all views of it.
