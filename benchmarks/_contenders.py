@@ -31,7 +31,8 @@ class Contender:
         servers: addresses of psd's shards.
         model: name of what is trained. moves: whether bytes travel between workers and servers.
         gradient_bytes: of each number that is pushed.
-        seconds: of the timed steps so far. server_cpu_s, all_steps: CPU time of the servers, over all steps.
+        seconds: of the timed steps so far. own_seconds: likewise, of each worker by itself.
+        server_cpu_s, worker_cpu_s: CPU time of the servers and of the workers, over all steps. all_steps: their number.
     """
 
     name: str
@@ -44,7 +45,9 @@ class Contender:
     gradient_bytes: int = 4
     servers: list[str] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
+    own_seconds: list[float] = field(default_factory=list)
     server_cpu_s: float = 0.0
+    worker_cpu_s: float = 0.0
     all_steps: int = 0
 
     def take_turn(self, warm_up: int, steps: int) -> None:
@@ -52,12 +55,15 @@ class Contender:
         before = sum(map(cpu_s, self.server_pids))
         for peer in self.peers:
             peer.ask(steps=warm_up + steps)
-        times = [peer.answer()["times"] for peer in self.peers]
+        answers = [peer.answer() for peer in self.peers]
+        times = [answer["times"] for answer in answers]
+        self.worker_cpu_s += sum(answer["cpu_s"] for answer in answers)
         self.server_cpu_s += sum(map(cpu_s, self.server_pids)) - before
         self.all_steps += warm_up + steps
         for step in range(warm_up, warm_up + steps):
             # From when the last worker begins until the last one has ended: workers in step begin when the step before ends.
             self.seconds.append(max(t[step][1] for t in times) - max(t[step][0] for t in times))
+            self.own_seconds += [t[step][1] - t[step][0] for t in times]
 
     def verify(self) -> None:
         """Raise ProcessFailed if the arithmetic is wrong."""
@@ -98,13 +104,14 @@ def psd(
     network: Network | None = None,
     tls: Tls | None = None,
     flags: Sequence[str] = (),
+    ranks: int = 0,
 ) -> Starter:
     """A contender: psd over one transport.
 
     Args:
         call: "flat", what the faces of frameworks use; "named", push_pull of NumPy arrays; or "push" alone.
         half: parameters are float16, and so gradients have 16 bits. compress, pull: codecs; empty: none.
-        flags: further ones of the shards.
+        flags: further ones of the shards. ranks: of the job, if others join it beside these workers.
         network: where shard i is host s<i> and worker i is host w<i>; else all share this one.
         tls: between workers and shards; else none.
     """
@@ -119,7 +126,7 @@ def psd(
         start_all(stack, servers)
         told = {
             "servers": ",".join(server.address for server in servers),
-            "world_size": workers,
+            "world_size": max(workers, ranks),
             "transport": transport,
             "consistency": consistency,
             "model": model,

@@ -1,4 +1,4 @@
-/* What memory allows: rows at known places, without an index, ids, versions or safety. Built by _gather.py, for the instruction
+/* What memory allows: rows at known places, without an index, ids, versions or safety. Built by _loops.py, for the instruction
  * sets that the kernels are built for. */
 #include <math.h>
 #include <stdint.h>

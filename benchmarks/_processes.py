@@ -78,6 +78,13 @@ def cpu_s(pid: int) -> float:
     return time.clock_gettime((~pid << 3) | _CPUCLOCK_SCHED)
 
 
+def pin(pid: int, core: int) -> None:
+    """Keep a process's threads, and those that they will start, on one core."""
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(ProcessLookupError):  # it has ended
+            os.sched_setaffinity(int(task.name), {core})
+
+
 def resident_bytes(pid: int) -> int:
     """Memory that a process has touched, including shared memory."""
     return _status_bytes(pid, "VmRSS")

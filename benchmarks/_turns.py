@@ -54,7 +54,7 @@ class Match:
             for contender, own in self._contenders[:: -1 if number % 2 else 1]:
                 self._try(contender, own, lambda c: c.take_turn(2 if c.all_steps == 0 else 1, steps))
         for contender, own in list(self._contenders):
-            self._try(contender, own, Contender.verify)
+            self._try(contender, own, lambda c: c.verify())
         return [contender for contender, _ in self._contenders]
 
     def close(self) -> None:

@@ -1,44 +1,46 @@
 """Measures learners that are far apart: the quality of what they learn together for the bytes that they send, and the steps
 that are made although learners die.
 
-    python benchmarks/far_apart.py [--parts quality,goodput,many] [--steps 1200] [--seeds 3] [--seconds 40] [--json FILE]
+    python benchmarks/far_apart.py [--parts quality,goodput,many,synchronizer] [--steps 1200] [--seeds 3] [--json FILE]
 
 Quality: a small transformer of the kind of examples/diloco.py, trained by data parallelism, DiLoCo and Streaming DiLoCo from
 equally many tokens. Loss is of the job's parameters on a text that nobody has learned from; bytes are those that a learner has
 sent; idle is the share of its time that a learner spends in optimizer.step() other than in its own optimizer, copying included.
-In the last way learner 1 is four times slower, and the last one is killed --death seconds after it has joined, and started
-again: steps are then of --step-ms or more, and the tokens that a killed learner had not sent are lost, and count.
+In the last three ways learner 1 is four times slower, and steps are of --step-ms or more. In the first of these the last one is
+killed --death seconds after it has joined, and started again: the tokens that it had not sent are lost, and count.
 
 Goodput: learners of which one is killed every --every seconds and is back --away seconds later. A step takes --step-ms,
-whatever the machine. The share is of the steps that learners could have made while they were there. docs/far-apart.md has the
-figures.
+whatever the machine. The share is of the steps that learners could have made while they were there. Also by gloo, without psd,
+where who is left meets anew. docs/far-apart.md has the figures.
 
 Many: --sites learners of a tiny model, of which --sample take part in a round, in a few processes; every step is counted.
+
+Synchronizer: the shard's processor time for an exchange of --megabytes of parameters.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import multiprocessing
-import os
-import random
 import statistics
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
+import _goodput
 import _many_learners
 import _report
+import _synchronizer
 import torch
-from _processes import START_S, Process, ProcessFailed, Shard, cleanly, environment
+from _goodput import BASE, BY_GLOO, GOODPUT, NESTEROV, options_of
+from _processes import START_S, ProcessFailed, Shard, cleanly
 
 import psd_client
 import psd_client.torch as psd
@@ -48,14 +50,15 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
 import characters
 
-PARTS = ("quality", "goodput", "many")
-NESTEROV = psd_client.SGD(lr=0.7, momentum=0.8, nesterov=True)
-"""0.8 rather than DiLoCo's 0.9: there are some tens of outer steps, not hundreds."""
-BASE = "data parallel"
+PARTS = ("quality", "goodput", "many", "synchronizer")
 DISTURBED = "decoupled, int4, one slow, one dying"
+ASYNC, CORRECTED = "asynchronous, one slow", "asynchronous, one slow, HeLoCo"
+UNEVEN = (DISTURBED, ASYNC, CORRECTED)
+"""Ways in which one learner is slow."""
+ONE_BY_ONE = psd_client.SGD(lr=0.175, momentum=0.8, nesterov=True)
+"""A quarter of the step: each of four learners' differences is applied by itself."""
 SLOW, SLOWNESS = 1, 4.0
 """The rank of the slow learner, and how many times as long as others' its steps take."""
-LEASE_S = 2.0
 FORKS = multiprocessing.get_context("forkserver")
 """Learners of quality come from a process that has loaded torch, once for all."""
 
@@ -64,7 +67,7 @@ QUALITY: Mapping[str, Mapping[str, Any]] = {
     "DiLoCo": {"local": psd.Local(50, NESTEROV)},
     "DiLoCo, int8": {"local": psd.Local(50, NESTEROV), "compress": "int8", "pull": "bf16"},
     "Streaming, 8 fragments": {"local": psd.Local(50, NESTEROV, fragments=8, delay=5)},
-    "Streaming, int4": {"local": psd.Local(50, NESTEROV, fragments=8, delay=5), "compress": "int4", "pull": "bf16"},
+    "int4 in 8 fragments": {"local": psd.Local(50, NESTEROV, fragments=8, delay=5), "compress": "int4", "pull": "bf16"},
     "decoupled, int4": {
         "local": psd.Local(50, NESTEROV, fragments=8, delay=5, merge="rda"),
         "quorum": 0.75,
@@ -79,26 +82,10 @@ QUALITY: Mapping[str, Mapping[str, Any]] = {
         "compress": "int4",
         "pull": "bf16",
     },
+    ASYNC: {"local": psd.Local(50, ONE_BY_ONE), "quorum": 0.25, "aggregation": "exact"},
+    CORRECTED: {"local": psd.Local(50, ONE_BY_ONE, merge="heloco"), "quorum": 0.25},
 }
 """Ways to train, and the options of psd.distribute for them."""
-
-GOODPUT: Mapping[str, Mapping[str, Any]] = {
-    BASE: {},
-    "DiLoCo": {"local": psd.Local(20, NESTEROV)},
-    "Streaming, 4 fragments": {"local": psd.Local(20, NESTEROV, fragments=4, delay=4)},
-    "DiLoCo, quorum of half": {"local": psd.Local(20, NESTEROV), "quorum": 0.5},
-    "decoupled, 4 fragments": {"local": psd.Local("auto:20", NESTEROV, fragments=4, delay=4), "quorum": 0.5, "grace": "auto"},
-    "async": {"local": psd.Local(20, psd_client.SGD(lr=0.25)), "consistency": "async"},
-}
-"""The same. A quorum is a share of the learners, in both."""
-
-
-def options_of(ways: Mapping[str, Mapping[str, Any]], way: str, learners: int) -> dict[str, Any]:
-    """Options of psd.distribute for a way to train."""
-    options = dict(ways[way])
-    if "quorum" in options:
-        options["quorum"] = max(1, int(options["quorum"] * learners))
-    return options
 
 
 class Meter:
@@ -136,20 +123,21 @@ def train(
 ) -> dict[str, float]:
     """Train one learner, in its own process; its loss at the end, and what it has sent.
 
-    steps: of a disturbed run, a file with a byte for each step that any learner has made; it begins when the file is there.
+    steps: of an uneven run, a file with a byte for each step that any learner has made; it begins when the file is there,
+        and the first learner ends when all others have, and a file "end" is beside it.
     joined: set when this one has joined.
     """
     torch.set_num_threads(1)
     text = characters.read(args.data, words=20)
     torch.manual_seed(seed)
     model = characters.Transformer(len(text.alphabet), context=16, dim=32)
-    inner = torch.optim.AdamW(model.parameters(), args.lr)
+    inner = torch.optim.AdamW(model.parameters(), args.lr, fused=True)
     options = options_of(QUALITY, way, args.learners)
     optimizer = psd.distribute(model, inner, servers=servers, rank=rank, world_size=args.learners, **options)
     if joined is not None:
         joined.set()
-    while steps is not None and not steps.exists():
-        time.sleep(0.01)
+    if steps is not None:
+        _wait_for(steps)
     before = optimizer.ps.stats()["sent_bytes"]
     meter = Meter(inner)
 
@@ -176,26 +164,34 @@ def train(
             meter.step(optimizer)
             with steps.open("ab") as file:
                 file.write(b".")
-    idle = meter.share
-    optimizer.ps.barrier("end")
-    optimizer.pull()
-    sent = optimizer.ps.stats()["sent_bytes"] - before
-    loss = characters.validation_loss(model, text, 512) if rank == 0 else 0.0
+    idle, loss = meter.share, 0.0
+    if rank == 0:  # the last one here: an exchange under way that lacks its quorum waits for those that are present
+        if steps is None:
+            optimizer.ps.barrier("end")
+        else:
+            _wait_for(steps.with_name("end"))
+        optimizer.pull()
+        loss = characters.validation_loss(model, text, 512)
     optimizer.close()
-    return {"loss": loss, "sent_bytes": sent, "idle": idle}
+    return {"loss": loss, "sent_bytes": optimizer.ps.stats()["sent_bytes"] - before, "idle": idle}
+
+
+def _wait_for(path: Path) -> None:
+    while not path.exists():
+        time.sleep(0.01)
 
 
 def _train_into(path: Path, *task: Any) -> None:
     path.write_text(json.dumps(train(*task)))
 
 
-def disturbed(seed: int, servers: str, args: argparse.Namespace, directory: Path) -> tuple[list[dict[str, float]], int]:
-    """Train learners of which one is slow, and one is killed again and again; what they have found, and how often it was."""
+def uneven(way: str, seed: int, servers: str, args: argparse.Namespace, directory: Path) -> tuple[list[dict[str, float]], int]:
+    """Train learners of which one is slow, and one may be killed again and again; what they have found, and the kills."""
     steps = directory / "steps"
 
     def begin(rank: int) -> tuple[Any, Event]:
         joined = FORKS.Event()
-        task = directory / f"learner-{rank}", DISTURBED, seed, servers, rank, args, steps, joined
+        task = directory / f"learner-{rank}", way, seed, servers, rank, args, steps, joined
         process = FORKS.Process(target=_train_into, args=task, daemon=True)
         process.start()
         return process, joined
@@ -204,7 +200,7 @@ def disturbed(seed: int, servers: str, args: argparse.Namespace, directory: Path
     for _, joined in learners:
         joined.wait(START_S)
     steps.touch()
-    while True:
+    while way == DISTURBED:
         dying, joined = learners[-1]
         joined.wait(START_S)
         dying.join(args.death)
@@ -213,17 +209,18 @@ def disturbed(seed: int, servers: str, args: argparse.Namespace, directory: Path
         dying.kill()
         learners[-1] = begin(args.learners - 1)
         kills += 1
-    for rank, (learner, _) in enumerate(learners):
+    for rank, (learner, _) in reversed([*enumerate(learners)]):
+        if rank == 0:
+            (directory / "end").touch()
         learner.join()
         if learner.exitcode:
             raise ProcessFailed(f"learner {rank} has ended with status {learner.exitcode}")
     return [json.loads((directory / f"learner-{rank}").read_text()) for rank in range(args.learners)], kills
 
 
-def _chosen(ways: Mapping[str, Any], args: argparse.Namespace) -> list[str]:
-    """The ways that are wanted; of quality always data parallelism, too, with which the others are compared."""
-    wanted = [way for way in ways if not args.ways or any(word in way for word in args.ways)]
-    return list(dict.fromkeys([BASE, *wanted])) if ways is QUALITY else wanted
+def _chosen(ways: Iterable[str], args: argparse.Namespace) -> list[str]:
+    """The ways that are wanted."""
+    return [way for way in ways if not args.ways or any(word in way for word in args.ways)]
 
 
 def measure(way: str, seed: int, pool: ProcessPoolExecutor, memory: Path, args: argparse.Namespace) -> dict[str, Any]:
@@ -232,10 +229,10 @@ def measure(way: str, seed: int, pool: ProcessPoolExecutor, memory: Path, args: 
     shard.start()
     shard.wait_ready()
     calm = list(range(args.learners))
-    if way == DISTURBED:
-        calm = [rank for rank in calm[:-1] if rank != SLOW]
+    if way in UNEVEN:
+        calm = [rank for rank in (calm[:-1] if way == DISTURBED else calm) if rank != SLOW]
         with tempfile.TemporaryDirectory(dir=memory) as directory:
-            found, kills = disturbed(seed, shard.address, args, Path(directory))
+            found, kills = uneven(way, seed, shard.address, args, Path(directory))
     else:
         jobs = [pool.submit(train, way, seed, shard.address, rank, args) for rank in range(args.learners)]
         found = [job.result() for job in jobs]
@@ -256,7 +253,7 @@ def quality(args: argparse.Namespace, memory: Path) -> list[dict[str, Any]]:
     runs = []
     with ProcessPoolExecutor(args.learners, FORKS) as pool:
         for seed in range(1, args.seeds + 1):
-            for way in _chosen(QUALITY, args):
+            for way in dict.fromkeys([BASE, *_chosen(QUALITY, args)]):  # with the first the others are compared
                 runs.append(measure(way, seed, pool, memory, args))
                 _report.progress(
                     "{way}, seed {seed}: loss {loss:.4f}, {sent_bytes:,.0f} bytes, idle {idle:.1%}".format(**runs[-1])
@@ -278,120 +275,6 @@ def quality_text(runs: list[dict[str, Any]]) -> str:
     return _report.table(("way", "loss", "more", "worst seed", "MB sent by each", "of the bytes", "idle at most"), rows)
 
 
-def learn(task: Mapping[str, Any]) -> None:
-    """Make steps until killed, as one learner of the goodput runs; each is a byte in a file."""
-    torch.set_num_threads(1)
-    text = characters.read(None, 20_000)
-    model = characters.Transformer(len(text.alphabet), context=16, dim=32, layers=1)
-    inner = torch.optim.AdamW(model.parameters(), 1e-3)
-    options = options_of(GOODPUT, task["way"], task["learners"])
-    print("ready", flush=True)
-    sys.stdin.readline()
-    optimizer = psd.distribute(model, inner, servers=task["servers"], rank=task["rank"], world_size=task["learners"], **options)
-    print("joined", flush=True)
-    pause, seed = threading.Event(), random.Random(os.getpid())
-    done = os.open(task["steps"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-    due = time.perf_counter()
-    while True:
-        due = max(due + task["step_s"], time.perf_counter())
-        batch = characters.pieces(text.train, 2, model.context, seed.randrange(1 << 30))
-        optimizer.zero_grad()
-        characters.loss_of(model, batch).backward()
-        pause.wait(due - time.perf_counter())
-        optimizer.step()
-        os.write(done, b".")
-
-
-class Learners:
-    """The learner processes of one run, and a spare for each that is killed, so that starting Python is not counted."""
-
-    def __init__(self, way: str, servers: str, directory: Path, args: argparse.Namespace, stack: contextlib.ExitStack) -> None:
-        self._stack = stack
-        self.steps = directory / "steps"
-        self._task = {
-            "way": way,
-            "servers": servers,
-            "learners": args.learners,
-            "step_s": args.step_ms / 1000,
-            "steps": str(self.steps),
-        }
-        self.present = {rank: self.spare(rank) for rank in range(args.learners)}
-
-    def spare(self, rank: int) -> Process:
-        """A process that waits to be the learner of this rank."""
-        task = json.dumps({**self._task, "rank": rank})
-        made = Process(f"learner {rank}", [sys.executable, __file__, "--learner", task], environment(1), 9)
-        self._stack.callback(made.end, 0)
-        return made
-
-    def begin(self, rank: int, process: Process) -> None:
-        """Let a process be the learner."""
-        process.write_line("")
-        self.present[rank] = process
-
-    @property
-    def done(self) -> int:
-        """Steps that all learners have made so far."""
-        return self.steps.stat().st_size if self.steps.exists() else 0
-
-
-def goodput(args: argparse.Namespace, memory: Path) -> list[dict[str, Any]]:
-    """A run for each way, with and without failures."""
-    runs = []
-    for way in _chosen(GOODPUT, args):
-        for fails in (False, True):
-            with cleanly() as stack, tempfile.TemporaryDirectory(dir=memory) as directory:
-                shard = Shard("--state-dir", f"{directory}/state", "--lease", str(LEASE_S), "--on-worker-failure", "continue")
-                shard.start()
-                stack.callback(shard.kill)
-                shard.wait_ready()
-                learners = Learners(way, shard.address, Path(directory), args, stack)
-                runs.append({"way": way, "fails": fails, **_watch(learners, args, fails=fails)})
-            _report.progress(f"{way}, {'with' if fails else 'without'} failures: {runs[-1]['share']:.1%} of the steps")
-    return runs
-
-
-def _watch(learners: Learners, args: argparse.Namespace, *, fails: bool) -> dict[str, float]:
-    """Let learners train, and kill and return them; the steps that they made, and those that they could have made."""
-    drawn, pause = random.Random(1), threading.Event()
-    spares = {rank: learners.spare(rank) for rank in learners.present} if fails else {}
-    for process in (*learners.present.values(), *spares.values()):
-        process.read_line(120)
-    for rank, process in learners.present.items():
-        learners.begin(rank, process)
-    for process in learners.present.values():
-        process.read_line(120)
-    begun, before = time.perf_counter(), learners.done
-    away: dict[int, float] = {}
-    absent_s, kills, next_kill = 0.0, 0, args.every
-    while (now := time.perf_counter() - begun) < args.seconds:
-        for rank, back in list(away.items()):
-            if now >= back and rank in spares:
-                learners.begin(rank, spares.pop(rank))
-                del away[rank]
-        if fails and now >= next_kill:
-            rank = drawn.choice([rank for rank in learners.present if rank not in away])
-            learners.present[rank].end(0)
-            away[rank], next_kill, kills = now + args.away, next_kill + args.every, kills + 1
-            absent_s += min(args.away, args.seconds - now)
-            if rank not in spares:
-                spares[rank] = learners.spare(rank)
-        pause.wait(0.02)
-    possible = (args.learners * args.seconds - absent_s) / (args.step_ms / 1000)
-    done = learners.done - before
-    return {"done": done, "possible": possible, "share": done / possible, "kills": kills}
-
-
-def goodput_text(runs: list[dict[str, Any]]) -> str:
-    """A table with a row per way."""
-    share = {(run["way"], run["fails"]): run["share"] for run in runs}
-    rows = [
-        (way, f"{share[way, False]:.0%}", f"{share[way, True]:.0%}", f"{share[way, True] / share[way, False]:.0%}")
-        for way in dict.fromkeys(run["way"] for run in runs)
-    ]
-    return _report.table(("way", "steps, nobody dies", "steps, with failures", "of those"), rows)
-
-
 def many(args: argparse.Namespace, memory: Path) -> dict[str, Any]:
     """One run of many small sites."""
     task = {"sites": args.sites, "sample": args.sample, "local_steps": 10, "elements": 1000}
@@ -408,8 +291,6 @@ def many(args: argparse.Namespace, memory: Path) -> dict[str, Any]:
 
 def main() -> None:
     """Print the figures."""
-    if sys.argv[1:2] == ["--learner"]:
-        learn(json.loads(sys.argv[2]))
     parser = _report.parser(__doc__)
     parser.add_argument("--parts", type=_report.some_of(PARTS), default=list(PARTS), help=f"of {','.join(PARTS)}")
     parser.add_argument("--ways", type=_report.words, default=[], help="those that have one of these in their names")
@@ -425,8 +306,11 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=40, help="of each run, for goodput (default %(default)s)")
     parser.add_argument("--every", type=float, default=5, help="seconds between two failures (default %(default)s)")
     parser.add_argument("--away", type=float, default=10, help="seconds until a learner is back (default %(default)s)")
+    parser.add_argument("--only-failures", action="store_true", help="for goodput, no run in which nobody dies")
+    parser.add_argument("--spares", type=int, default=4, help="processes that wait to be learners (default %(default)s)")
     parser.add_argument("--sites", type=int, default=100, help="learners, for many (default %(default)s)")
     parser.add_argument("--sample", type=float, default=0.1, help="share of them in a round (default %(default)s)")
+    parser.add_argument("--megabytes", type=float, default=256, help="for synchronizer (default %(default)s)")
     parser.add_argument("--step-ms", type=float, default=50, help="a learner's own time per step (default %(default)s)")
     args = parser.parse_args()
     figures: dict[str, Any] = {"machine": _report.machine(), "settings": {**vars(args), "json": None, "data": str(args.data)}}
@@ -436,11 +320,14 @@ def main() -> None:
             figures["quality"] = quality(args, Path(memory))
             print("\n" + quality_text(figures["quality"]))
         if "goodput" in args.parts:
-            figures["goodput"] = goodput(args, Path(memory))
-            print("\n" + goodput_text(figures["goodput"]))
+            figures["goodput"] = _goodput.measure(_chosen((*GOODPUT, *BY_GLOO), args), args, Path(memory))
+            print("\n" + _goodput.text(figures["goodput"]))
         if "many" in args.parts:
             figures["many"] = many(args, Path(memory))
             print("\n" + _many_learners.text(figures["many"]))
+        if "synchronizer" in args.parts:
+            figures["synchronizer"] = _synchronizer.measure(args.megabytes, args.learners, 4, Path(memory))
+            print("\n" + _synchronizer.text(figures["synchronizer"]))
     _report.write_json(args.json, figures, [])
 
 

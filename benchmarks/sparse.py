@@ -16,9 +16,9 @@ the others get each distinct id once, and their workers do not wait for each oth
 in the round trip of its push (`prefetch`); with --two-round-trips it does not. Ray and TensorFlow are used if this
 interpreter has them, or name one that does with --ray-python, --tensorflow-python. What each system has computed is verified.
 
-ms/step is the time from the last worker's begin to the last worker's end. Then, over the first transport of psd that is
-measured: many small tables in one step against one table of the same rows, and how evenly the bytes of a step with hot ids are
-spread over four shards.
+ms/step is the time from the last worker's begin to the last worker's end. CPU is a worker's, and that of all servers together,
+for a step. Then, over the first transport of psd that is measured: many small tables in one step against one table of the same
+rows, and how evenly the bytes of a step with hot ids are spread over four shards.
 Exit status: 1 if psd failed or was wrong; the criteria do not decide.
 """
 
@@ -31,7 +31,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import _gather
+import _loops
 import _report as report
 import _row_contenders as contenders
 from _contenders import Contender, interpreter_with
@@ -91,6 +91,7 @@ def facts(contender: Contender) -> dict[str, Any]:
         "step_s_median": report.median(contender.seconds),
         "step_s_fastest": min(contender.seconds),
         "step_s_p90": report.quantile(contender.seconds, 0.9),
+        "worker_cpu_s_per_step": contender.worker_cpu_s / contender.all_steps / contender.workers,
         "server_cpu_s_per_step": contender.server_cpu_s / contender.all_steps if contender.server_pids else None,
         "steps_s": contender.seconds,
     }
@@ -136,12 +137,13 @@ def print_table(results: list[dict[str, Any]], title: str) -> None:
         [
             r["system"],
             *(report.number(1e3 * r[f"step_s_{which}"]) for which in ("median", "fastest", "p90")),
+            report.number(1e3 * r["worker_cpu_s_per_step"]),
             report.number(None if r["server_cpu_s_per_step"] is None else 1e3 * r["server_cpu_s_per_step"]),
         ]
         for r in results
     ]
     print(f"\n{title}\n")
-    print(report.table(["system", "ms/step", "fastest", "p90", "server CPU ms"], rows))
+    print(report.table(["system", "ms/step", "fastest", "p90", "worker CPU ms", "server CPU ms"], rows))
 
 
 def criteria(by_workers: dict[int, list[dict[str, Any]]], tables: list[dict[str, Any]], skew: list[int]) -> list[Criterion]:
@@ -174,7 +176,7 @@ def main() -> int:
     by_workers: dict[int, list[dict[str, Any]]] = {}
     failed: list[str] = []
     with cleanly() as stack:
-        library = _gather.build(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="psd-benchmark-"))))
+        library = _loops.build("gather", Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="psd-benchmark-"))))
         for workers in args.workers:
             report.progress(f"W = {workers}: starting")
             match = Match(stack)

@@ -31,7 +31,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import _gather
+import _loops
 import _report
 import numpy as np
 from numpy.typing import NDArray
@@ -66,7 +66,7 @@ def measure_speed(args: Any, directory: Path) -> list[dict[str, Any]]:
         mapping = mmap.mmap(file.fileno(), rows * 8 * dim)
     plain = np.frombuffer(mapping, np.float32)
     plain[:] = 1
-    library, out = ctypes.CDLL(str(_gather.build(directory))), np.empty((args.ids, dim), np.float32)
+    library, out = ctypes.CDLL(str(_loops.build("gather", directory))), np.empty((args.ids, dim), np.float32)
     figures = []
     for name, exponent in (("zipf 1.05", 1.05), ("zipf 1.2", 1.2), ("uniform", 0.0)):
         _report.progress(name)

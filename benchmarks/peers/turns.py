@@ -1,8 +1,9 @@
 """The protocol between a benchmark and its processes: one JSON object per line on standard input and output, in turns.
 
 A process says {"ready": true, ...} when it can begin, or {"refused": why}. A worker then answers {"steps": n} with when each
-step began and ended (seconds of the clock that all processes of a machine share), and {"pushes": [per rank]} with what is wrong
-with the parameters after that many. At the end of its input every process ends, so that none outlives the benchmark.
+step began and ended (seconds of the clock that all processes of a machine share) and how much processor time its process used,
+and {"pushes": [per rank]} with what is wrong with the parameters after that many. At the end of its input every process ends,
+so that none outlives the benchmark.
 
 The standard library alone: peers import it under interpreters that know nothing of psd.
 """
@@ -15,7 +16,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 
@@ -80,17 +81,30 @@ class Turns:
             verify: what is wrong with the parameters after so many pushes of each rank; empty: nothing.
             prepare: before each step, and outside of its time.
         """
+
+        def run(steps: int) -> list[tuple[float, float]]:
+            times = []
+            for _ in range(steps):
+                if prepare is not None:
+                    prepare()
+                begun = time.monotonic()
+                step()
+                times.append((begun, time.monotonic()))
+            return times
+
+        self.work_in_runs(run, verify, **facts)
+
+    def work_in_runs(
+        self, run: Callable[[int], Iterable[Sequence[float]]], verify: Callable[[list[int]], str], **facts: Any
+    ) -> None:
+        """Do as `work` does, for a worker that makes many steps at a time: `run` says when each began and ended."""
         self.say(ready=True, **facts)
         for line in sys.stdin:
             request = json.loads(line)
             if "pushes" in request:
                 self.say(wrong=verify(request["pushes"]))
                 continue
-            times = []
-            for _ in range(request["steps"]):
-                if prepare is not None:
-                    prepare()
-                begun = time.monotonic()
-                step()
-                times.append((begun, time.monotonic()))
-            self.say(times=times)
+            before = time.process_time()
+            times = run(request["steps"])
+            cpu_s = time.process_time() - before
+            self.say(times=[tuple(pair) for pair in times], cpu_s=cpu_s)

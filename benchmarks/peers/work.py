@@ -53,8 +53,11 @@ MODELS: dict[str, list[tuple[int, ...]]] = {
     "convnet": [(32, 3, 3, 3), (32,), (64, 32, 3, 3), (64,), (128, 64, 3, 3), (128,), (256, 8192), (256,), (10, 256), (10,)],
     "mlp": [(1024, 784), (1024,), (1024, 1024), (1024,), (10, 1024), (10,)],
     "1kb": [(256,)],
+    "1kb in 256": [(1,)] * 256,
+    "8kb": [(2048,)],
 }
-"""Shapes by name, all float32: 102, 8.8 and 7.5 MB, and 1 KiB for latencies."""
+"""Shapes by name, all float32: 102, 8.8 and 7.5 MB; for latencies 1 KiB, in one tensor or many, and 8 KiB, of which each of up
+to four shards has a part."""
 
 
 def shapes_of(model: str) -> list[tuple[int, ...]]:

@@ -336,7 +336,7 @@ class Reader:
                 else:
                     _check_newer(progress, oldest)  # no shard knows when all workers will have got there
                     step, patience_s = progress, POSITIONS_PATIENCE_S
-                found = self._read(replies[0], layout, wanted, step, min(patience_s, deadline - clock()))
+                found = self._read(replies, layout, wanted, step, min(patience_s, deadline - clock()))
             except CutMissed as error:
                 if self._layout is not None and not self._layout.spec.consistency.has_rounds:
                     Scope().sleep(POLL_S)
@@ -383,8 +383,9 @@ class Reader:
         return self._layout
 
     def _read(
-        self, described: control_pb2.DescribeReply, layout: Layout, wanted: WantedTensors, step: int, patience_s: float
+        self, replies: list[control_pb2.DescribeReply], layout: Layout, wanted: WantedTensors, step: int, patience_s: float
     ) -> Weights:
+        described = replies[0]
         cut = data_pb2.Cut(id=secrets.token_hex(8), step=step)
         tensors, meta = wanted.tensors(layout), meta_of(layout)
         of_meta = blocks_with(layout, [] if meta is None else [meta])
@@ -408,6 +409,9 @@ class Reader:
                 timeline=timeline,
                 or_newer=bool(described.relay_of),
             )
+            if described.HasField("decision") and replies[lane.shard].progress <= described.decision.round:
+                request.decision.CopyFrom(described.decision)  # the publisher may be dead, and that shard not know of it
+                request.seal = described.seal
             held = [base.contents.get(block.index, 0) for block in asked]
             if len(asked) < len(own) or self._comes_again:
                 request.blocks.extend(block.index for block in asked)

@@ -20,6 +20,7 @@ from psd.cli.ctl.job_arguments import USAGE, add_where, check, check_seconds
 from psd.cli.ctl.report import as_text
 from psd.cli.ctl.shard_calls import CallFailed, call_shard
 from psd.cli.kubernetes import credentials
+from psd.cli.processes.garbage import end_without_search
 from psd.cli.processes.own_arguments import hide_secrets
 from psd.cli.words.arguments import EXIT_FAILURE, EXIT_OK, Commands, Parser, add_command, seconds
 from psd.cli.words.terminal import NO_ROOM, discard, prepare_streams, show
@@ -205,6 +206,7 @@ def _other_parsers() -> dict[str, Parser]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status."""
     prepare_streams()
+    end_without_search()
     hide_secrets()
     parser = Parser("psdctl", _USAGE, _DESCRIPTION, _EPILOG)
     commands = parser.add_subparsers(metavar="COMMAND", required=True, help=argparse.SUPPRESS, title=argparse.SUPPRESS)

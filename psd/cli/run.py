@@ -34,6 +34,7 @@ from psd.cli.job.plan import HostPlan, JobPlan, Meeting, MeetingTls
 from psd.cli.kubernetes import job as kubernetes
 from psd.cli.kubernetes.job import Deployment
 from psd.cli.processes import malloc
+from psd.cli.processes.garbage import end_without_search
 from psd.cli.processes.own_arguments import hide_secrets
 from psd.cli.processes.state_directories import kept_run_id, private_path, url_file
 from psd.cli.ray import job as ray_job
@@ -301,6 +302,7 @@ def plan_again(argv: Sequence[str], run_id: str | None, node: int) -> HostPlan:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a job; returns the exit status."""
     prepare_streams()
+    end_without_search()
     hide_secrets()
     try:
         return _run(sys.argv[1:] if argv is None else argv)

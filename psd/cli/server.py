@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from psd.cli import relay
 from psd.cli.processes import descriptor_limit, malloc
+from psd.cli.processes.garbage import end_without_search
 from psd.cli.processes.own_arguments import hide_secrets
 from psd.cli.processes.wakeup_pipe import FIRST_WORD, Wakeups
 from psd.cli.words import logs
@@ -172,6 +173,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if relay.is_asked(sys.argv[1:] if argv is None else argv):
         return relay.main(argv)
     prepare_streams()
+    end_without_search()
     hide_secrets()
     config, log_settings = parse(argv)
     with Wakeups([signal.SIGTERM, signal.SIGINT, signal.SIGHUP, LAST_CHECKPOINT_SIGNAL]) as wakeups:

@@ -109,7 +109,7 @@ class Block:
 
     def read_codec(self, asked: str) -> str:
         """The codec of its parameters in an answer to a reader that asks for this one, of READ_CODECS."""
-        return asked if asked and self.dtype == np.float32 else self.own_codec
+        return self.own_codec or (asked if self.dtype == np.float32 else "")
 
     @property
     def nbytes(self) -> int:

@@ -134,6 +134,10 @@ class Access:
             roles = ", ".join(sorted(role.value for role in allowed)) or "nobody"
             raise PermissionDenied(f"{_short(method)}: is for {roles}; this token is a {role.value}'s", role=role.value)
 
+    def seal(self, words: bytes) -> bytes:
+        """A proof that these words come from a shard of the job, as Tokens.seal makes it."""
+        return self._tokens.current().seal(words)
+
     def holder(self, metadata: Metadata) -> Callable[[str], bool]:
         """A function that returns, at any later time, whether the call's token may call a method, given by its full name."""
         digest = presented(metadata)

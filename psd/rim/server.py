@@ -141,6 +141,8 @@ class ShardServer:
         access = Access(config.token_file) if config.token_file else None
         directory = _directory(config, crash_point) if config.checkpoint_dir else None
         self.shard = Shard(config, directory=directory, crash_point=crash_point)
+        if access is not None:
+            self.shard.settlement.seal = access.seal
         if self.shard.world_size > config.limits.workers_max:  # of a recovered job: all workers may come back
             config = replace(config, limits=replace(config.limits, workers_max=self.shard.world_size))
         self._gate = VectorGate()

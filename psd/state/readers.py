@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
 
-from psd.contract.errors import InvalidRequest, Overloaded
+from psd.contract.errors import InvalidRequest, NotDeclared, Overloaded
 from psd.contract.integers import INTEGER_MAX
 from psd.contract.printable import is_printable, utf8_size
 from psd.contract.reads import check_read
@@ -171,8 +171,11 @@ class Readers:
             del self._known[reader_id]
 
 
-def check_blocks(request: data_pb2.ReadRequest, job: Job) -> None:
-    """Raise BlockOutOfRange if a reader asks for what is not this shard's, InvalidRequest if its request is none."""
+def check_asked(request: data_pb2.ReadRequest, job: Job) -> None:
+    """Raise BlockOutOfRange if a reader asks for what is not this shard's, NotDeclared if for a version that nobody has put,
+    InvalidRequest if its request is none."""
     for index in request.blocks:
         job.block(index)
     check_read(request)
+    if job.spec.is_publication and request.cut.step == 0:
+        raise NotDeclared("nothing has been published yet")

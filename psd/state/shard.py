@@ -20,7 +20,7 @@ from copy import copy
 from psd.checkpoint import CheckpointDirectory
 from psd.checkpoint.cut import FINAL_ID
 from psd.contract.config import ConfigError, ServerConfig
-from psd.contract.errors import CheckpointFailed, CutMissed, Draining, InvalidRequest, JobOver, NotDeclared, PsdError
+from psd.contract.errors import CheckpointFailed, CutMissed, Draining, InvalidRequest, JobOver, PsdError
 from psd.contract.orders import asker_of, end_text, reason_text, scale_text
 from psd.contract.roster import Absence
 from psd.state.core import ShardCore, check_begun_as
@@ -41,7 +41,7 @@ from psd.state.durability.state_directory import Storage
 from psd.state.job import Job
 from psd.state.life import Life
 from psd.state.orders import HEARD
-from psd.state.readers import Readers, check_blocks
+from psd.state.readers import Readers, check_asked
 from psd.state.tickets import Ticket, WaitKind
 from psd.state.workers.learners import HeardLearner
 from psd.state.workers.membership import Worker, WorkerState
@@ -226,6 +226,7 @@ class Shard:
             push_ids_max=self._core.push_ids_max,
             layout=job.layout_message,
             incarnation=self._core.incarnation,
+            **self.settlement.told(job),
         )
 
     def begin_read(self, request: data_pb2.ReadRequest, done: Done) -> Snapshot:
@@ -239,9 +240,8 @@ class Shard:
         check_cuts([request.cut])
         if request.HasField("timeline") and request.timeline != self._core.timeline:
             raise CutMissed(f"timeline: the job is on timeline {self._core.timeline} by now, not on {request.timeline}")
-        check_blocks(request, job)
-        if job.spec.is_publication and request.cut.step == 0:
-            raise NotDeclared("nothing has been published yet")
+        check_asked(request, job)
+        self.settlement.hear(request, job)
         snapshot = Snapshot(request.cut, job, done)
         self.cuts.begin(snapshot)
         return snapshot

@@ -42,13 +42,17 @@ PSD_KERNEL void psd_content_add(psd_content *c, const void *data, size_t nbytes)
 
 enum { ROW = 8 * PSD_PAGE_LANES };
 
-PSD_INLINE void add_rows(uint64_t *lanes, const char *bytes, size_t rows)
+/* Each row is changed first by a key of its place. Else the sums of words that are all alike would tell how many bits these have alone,
+ * since the sum of a word's rotations does. first: number of the first row in its piece. */
+PSD_INLINE void add_rows(uint64_t *lanes, const char *bytes, size_t first, size_t rows)
 {
-    for (size_t row = 0; row < rows; row++)
+    for (size_t row = 0; row < rows; row++) {
+        const uint64_t key = (first + row + 1) * PSD_KEY;
         for (size_t i = 0; i < PSD_PAGE_LANES; i++) {
-            const uint64_t sum = lanes[i] + word_at(bytes + row * ROW, i);
+            const uint64_t sum = lanes[i] + (word_at(bytes + row * ROW, i) ^ key);
             lanes[i] = sum << 29 | sum >> 35;
         }
+    }
 }
 
 PSD_KERNEL void psd_page_add(psd_page_sums *sums, const void *data, size_t nbytes)
@@ -58,15 +62,15 @@ PSD_KERNEL void psd_page_add(psd_page_sums *sums, const void *data, size_t nbyte
     memcpy(lanes, sums->lanes, sizeof lanes);
     sums->nbytes += nbytes;
     for (; nbytes >= PSD_PAGE_PIECE; nbytes -= PSD_PAGE_PIECE, at += PSD_PAGE_PIECE) {
-        add_rows(lanes, at, PSD_PAGE_PIECE / ROW);
+        add_rows(lanes, at, 0, PSD_PAGE_PIECE / ROW);
         for (size_t i = 0; i < PSD_PAGE_LANES; i++)
             sums->pieces[i] = (sums->pieces[i] + lanes[i]) * PSD_KEY;
     }
-    add_rows(lanes, at, nbytes / ROW);
+    add_rows(lanes, at, 0, nbytes / ROW);
     if (nbytes % ROW) {
         char last[ROW] = {0};
         memcpy(last, at + nbytes / ROW * ROW, nbytes % ROW);
-        add_rows(lanes, last, 1);
+        add_rows(lanes, last, nbytes / ROW, 1);
     }
     memcpy(sums->lanes, lanes, sizeof lanes);
 }

@@ -26,8 +26,8 @@ static inline uint64_t psd_content_check(const psd_content *c)
     return check ? check : 1;
 }
 
-/* Of many bytes, such as a page: 100 GB/s from the cache, twice as quick. Word i is added to lane i % 32, which is then rotated; every
- * 8 KiB the lanes are added to others, which are multiplied, since rotation alone comes round after 16 KiB. */
+/* Of many bytes, such as a page: 100 GB/s from the cache, twice as quick. Word i, changed by a key of its place, is added to lane i % 32, which is
+ * then rotated; every 8 KiB the lanes are added to others, which are multiplied, since rotation alone comes round after 16 KiB. */
 enum { PSD_PAGE_LANES = 32, PSD_PAGE_PIECE = 8192 };
 typedef struct {
     uint64_t lanes[PSD_PAGE_LANES], pieces[PSD_PAGE_LANES];

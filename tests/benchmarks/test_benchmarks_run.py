@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import shutil
 import subprocess
@@ -148,7 +149,7 @@ def test_slow_links_when_no_link_is_limited_then_both_forms_learn_the_same(figur
 def test_far_apart_when_it_runs_then_local_steps_send_a_fraction_of_the_bytes(figures_of):
     pytest.importorskip("torch")
     size = ("--parts", "quality", "--learners", "2", "--steps", "50", "--seeds", "1", "--batch-size", "1")
-    size += ("--ways", "DiLoCo,Streaming")
+    size += ("--ways", "DiLoCo,Streaming,in 8")
 
     runs = {run["way"]: run for run in figures_of("far_apart.py", *size)["quality"]}
 
@@ -156,7 +157,7 @@ def test_far_apart_when_it_runs_then_local_steps_send_a_fraction_of_the_bytes(fi
     assert runs["DiLoCo"]["sent_bytes"] == pytest.approx(each_step / 50)
     assert runs["Streaming, 8 fragments"]["sent_bytes"] == pytest.approx(each_step / 50)
     assert each_step / 200 <= runs["DiLoCo, int8"]["sent_bytes"] < each_step / 180
-    assert each_step / 400 <= runs["Streaming, int4"]["sent_bytes"] < each_step / 300
+    assert each_step / 400 <= runs["int4 in 8 fragments"]["sent_bytes"] < each_step / 300
     assert all(0 < run["loss"] < 4 for run in runs.values())
 
 
@@ -224,6 +225,29 @@ def test_far_apart_when_learners_die_then_the_steps_of_the_others_are_counted(fi
 
 
 @pytest.mark.process
+def test_far_apart_when_learners_by_gloo_die_then_those_who_are_left_meet_anew(figures_of):
+    """And make steps; who comes back meets them, too."""
+    pytest.importorskip("torch")
+    size = ("--learners", "2", "--seconds", "4", "--every", "1.5", "--away", "1", "--step-ms", "20", "--spares", "2")
+
+    runs = figures_of("far_apart.py", "--parts", "goodput", *size, "--only-failures", "--ways", "by gloo")["goodput"]
+
+    assert [run["way"] for run in runs] == ["data parallel by gloo", "DiLoCo by gloo"]
+    assert all(run["kills"] == 2 and 0 < run["done"] <= 1.1 * run["possible"] for run in runs)
+
+
+@pytest.mark.process
+def test_far_apart_when_the_synchronizer_is_measured_then_differences_travel_in_four_bits(figures_of):
+    pytest.importorskip("torch")
+    size = ("--learners", "2", "--megabytes", "1")
+
+    found = figures_of("far_apart.py", "--parts", "synchronizer", *size)["synchronizer"]
+
+    assert found["cpu_s"] > 0
+    assert 0.125e6 < found["sent_bytes"] < 0.14e6
+
+
+@pytest.mark.process
 def test_overhead_when_metrics_are_scraped_then_both_jobs_are_timed_in_turns(figures_of):
     """One transport, one round; each has a ratio; there were scrapes, and the dashboard has worked."""
     size = ("--transports", "shm", "--model", "mlp", "--rounds", "1", "--seconds", "0.1", "--watchers", "metrics,dashboard")
@@ -270,6 +294,87 @@ def test_table_store_when_it_is_small_then_every_part_is_measured(figures_of, tm
     assert len(figures["speed"]) == 9
     assert all(row["share"] > 0 for row in figures["speed"])
     assert (figures["growth"]["rows"], figures["recovery"]["rows"]) == (4000, 100_000)
+
+
+@pytest.mark.process
+def test_latency_when_calls_are_few_then_each_contender_is_measured_on_its_cores(figures_of):
+    """Both sides' processor time, too; of several shards each has a part, and the same size is measured at one."""
+    size = (
+        "--transports",
+        "shm",
+        "--consistency",
+        "sync",
+        "--cores",
+        "one",
+        "--shards",
+        "1,2",
+        "--calls",
+        "20",
+        "--rounds",
+        "2",
+    )
+
+    results = figures_of("latency.py", "--parts", "calls", *size)["results"]
+
+    assert [(r["system"], r["workers"], r["shards"], r["kb"], r["calls"]) for r in results] == [
+        ("psd shm sync", 1, 1, 1, 20),
+        ("psd shm sync", 1, 1, 8, 20),
+        ("psd shm sync", 1, 2, 8, 20),
+        ("raw tcp", 1, 0, 1, 20),
+    ]
+    assert all(r["worker_cpu_s_per_call"] > 0 and r["server_cpu_s_per_call"] > 0 for r in results)
+    assert all(0 < r["p1_s"] <= r["p50_s"] <= r["p99_s"] for r in results)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(("transport", "consistency"), [("tcp", "async"), ("shm", "sync")])
+def test_latency_when_workers_in_c_push_then_every_push_counts_once(figures_of, transport, consistency):
+    """It exits with 1 otherwise."""
+    size = ("--transports", transport, "--consistency", consistency, "--connections", "3", "--pushes", "20", "--rounds", "2")
+
+    load = figures_of("latency.py", "--parts", "load", *size)["load"]
+
+    assert [(r["system"], r["connections"]) for r in load] == [(f"psd {transport} {consistency}", 3), ("raw tcp", 3)]
+    assert all(r["pushes"] >= 60 and r["pushes_per_s"] > 0 and r["server_cpu_s_per_push"] > 0 for r in load)
+
+
+@pytest.mark.process
+def test_latency_when_the_shard_is_busy_then_steps_are_measured_meanwhile(figures_of):
+    size = ("--transports", "shm", "--calls", "50", "--rounds", "1", "--seconds", "0.1")
+
+    busy = figures_of("latency.py", "--parts", "busy", *size)["busy"]
+
+    assert [r["while"] for r in busy] == ["idle", "checkpoints", "joins"]
+    assert all(r["p50_s"] > 0 for r in busy)
+    assert busy[1]["events"] >= 1
+    assert busy[2]["events"] >= 50
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MAP_POPULATE"), reason="it maps memory as Linux does")
+def test_mapped_pages_when_blocks_are_few_then_every_part_is_timed(figures_of):
+    """It exits with 1 if a copy, or a mapping, has other numbers than the page."""
+    figures = figures_of("mapped_pages.py", "--blocks", "2", "--rounds", "2")
+
+    assert list(figures["seconds"])[:3] == ["update", "update, to segment", "to segment"]
+    assert list(figures["seconds"])[3:] == ["to program", "from page", "remap, filled", "remap, by access"]
+    assert all(seconds > 0 for seconds in figures["seconds"].values())
+    assert 0 < figures["share_in_one_block"] < 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--calls", "0"), "--calls: expected 10 (--rounds) to 9900, got 0"),
+        (("--workers", "1,9"), "--workers: expected 1 to 8, got 1,9"),
+        (("--shards", "5"), "--shards: expected 1 to 4, got 5"),
+        (("--cores", "three"), "there is no 'three'"),
+    ],
+)
+def test_latency_when_a_number_cannot_be_measured_then_it_says_which(flags, words):
+    done = run("latency.py", *flags)
+
+    assert done.returncode == 2
+    assert words in done.stderr
 
 
 @pytest.mark.process

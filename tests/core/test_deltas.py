@@ -157,6 +157,19 @@ def test_a_sound_delta_with_one_other_byte_is_applied_or_refused(seed):
         assert values.tobytes() == old.tobytes()
 
 
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("nbytes", [256, 1200, 2048, 8192, 16384, 65536, 100_000])
+def test_arrays_of_one_number_have_checksums_of_their_own(width: str, nbytes: int) -> None:
+    """What a layer begins with, or a mask, is often the same number throughout; a reader has the one or the other by it."""
+    length = nbytes // np.dtype(width).itemsize
+    numbers = [*range(256), *(1 << bit for bit in range(8, 8 * np.dtype(width).itemsize))]
+    numbers += [int(np.float32(2.0**n).view(np.uint32)) for n in range(-8, 8)] if width == "u4" else []
+
+    checks = {number: deltas.check(np.full(length, number, width)) for number in numbers}
+
+    assert len(set(checks.values())) == len(checks)
+
+
 ODD = np.zeros(3, "V3")
 
 

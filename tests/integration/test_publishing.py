@@ -146,6 +146,20 @@ def test_a_reader_asks_for_half_the_bytes(cluster: Callable[..., Any], dtype: st
     assert 0.5 < narrow_bytes / whole_bytes < 0.51
 
 
+def test_weights_of_16_bits_are_not_rounded_to_others_of_16_bits(cluster: Callable[..., Any]) -> None:
+    """1859 is a number of float16, and none of bfloat16; whatever a reader asks for, it gets what was put."""
+    running = cluster(2)
+    with (
+        psd_client.publish(running.servers) as store,
+        psd_client.connect(running.servers, role="reader", wait_timeout=60) as reader,
+    ):
+        store.put({"half": np.full(300, 1859, np.float16), "brain": torch.full((3,), 2.0**100, dtype=torch.bfloat16)})
+        for dtype in ("bfloat16", "float16", None):
+            found = reader.pull(dtype=dtype)
+            assert set(found["half"].tolist()) == {1859.0}
+            assert set(found["brain"].tolist()) == {2.0**100}
+
+
 @pytest.mark.parametrize("transport", ["tcp", "grpc"])
 def test_weights_of_16_bits_travel_in_them(cluster: Callable[..., Any], transport: str) -> None:
     """And come back whole, NaN included."""

@@ -52,7 +52,7 @@ SIZES = tuple(_ELEMENTS_OF_C)
 def initial(size: str, shards: int, codec: str = "") -> dict[str, NDArray[Any]]:
     """The parameters of a job: zeros, at least 2 * CELLS of them in each block, so that every block has every cell."""
     lengths = {"a": 700 * shards, "b": 700 * shards, "c": _ELEMENTS_OF_C[size] * shards}
-    lossy = {LOSSY: np.zeros(length_of(size, shards), np.float32)} if codec else {}
+    lossy = {LOSSY: np.zeros(length_of(size, shards, codec), np.float32)} if codec else {}
     return {name: np.zeros(length) for name, length in lengths.items()} | lossy
 
 

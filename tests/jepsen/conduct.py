@@ -26,7 +26,7 @@ UNEXPLAINED_S = 8.0
 
 NAMES_SOMEBODY = re.compile(r"shard \d+|worker \d+")
 _ALLOWED_ERROR = r"(.*checkpoint|round \d+ cannot|the parameters stay in)"
-_DEFECT = re.compile(rf"Traceback|Exception ignored|Fatal Python error|CRITICAL|ERROR(?! {_ALLOWED_ERROR})")
+DEFECT = re.compile(rf"Traceback|Exception ignored|Fatal Python error|CRITICAL|ERROR(?! {_ALLOWED_ERROR})")
 _PREFIX = re.compile(r"^psd: worker \d+: ")
 
 EXPIRED = "fallen silent"
@@ -212,7 +212,7 @@ def _shards(histories: Histories) -> Iterator[Failure]:
         if EXPIRED in log and _is_fault_of_shards_alone(histories) and outcome.factor < BUSY:
             yield Failure("expired for nothing", f"shard {shard}: {log[log.index(EXPIRED) - 100 :][:500]}")
     for shard, log in enumerate(histories.shard_logs):
-        found = _DEFECT.search(log)
+        found = DEFECT.search(log)
         if found is not None:
             yield Failure("traceback of a shard", f"shard {shard}: ...{log[max(0, found.start() - 300) :][:3000]}")
     for record in histories.of("exit"):

@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from learner_cells import CELLS, counts_of, fragment_names, length_of, place_and_size
+from learner_cells import LearnerCells, fragment_names
 from program import Failed, Program
 
 import psd_client
@@ -30,15 +30,17 @@ class Learner(Program):
         options, given = self._options, self._options.learning
         ps = self.call("connect", lambda: psd_client.connect(options.servers, options.rank, options.workers, **options.connect))
         self.ps = ps
-        length = length_of(options.size, options.shards)
+        self._cells = LearnerCells.of(options.codec, options.declared.get("pull") or "", given["merge"])
+        length = self._cells.length(options.size, options.shards)
         self._names = fragment_names(given["fragments"])
         self._model = torch.nn.ParameterDict({name: torch.nn.Parameter(torch.zeros(length)) for name in self._names})
         local = psd.Local(
             given["steps"],
-            psd_client.SGD(lr=1),
+            psd_client.SGD(lr=1, momentum=0.5 if given["merge"] == "heloco" else 0.0),
             fragments=given["fragments"],
             delay=given["delay"],
             alpha=0.0,
+            merge=given["merge"],
         )
         for parameter in self._model.parameters():
             parameter.grad = torch.zeros_like(parameter)
@@ -53,7 +55,7 @@ class Learner(Program):
 
     def _on_exchange(self, exchanged: Any) -> None:
         values = self._model[self._names[exchanged.fragment]].detach().numpy()
-        least, most = counts_of(values, self._made)
+        least, most = self._cells.counts(values, self._made)
         self._exchanged += 1
         self._history.write(
             "exchange",
@@ -74,10 +76,9 @@ class Learner(Program):
     def _step(self, does_push: bool) -> None:
         del does_push
         number = next(self._left)
-        cell, size = place_and_size(number)
-        gradients = [self._model[name].grad for name in self._names]
+        gradients = [self._model[name].grad.numpy() for name in self._names]
         for gradient in gradients:
-            gradient[cell::CELLS] = size
+            self._cells.write(gradient, number)
         self._made.append(number)
         try:
             self.call("step", self.optimizer.step, number=number, local=self.optimizer.local_step + 1)
@@ -88,7 +89,7 @@ class Learner(Program):
             if failed.reaction in ("end", "restart"):
                 raise
         for gradient in gradients:
-            gradient[cell::CELLS] = 0
+            self._cells.write(gradient, number, 0)
         self._pause(self._style.pace_s)
 
     def run(self) -> None:

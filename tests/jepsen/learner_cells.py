@@ -1,28 +1,33 @@
-"""Local steps that can be told apart in a job's parameters: each has a digit of its own, in every fragment and every block.
+"""Local steps that can be told apart in a job's parameters: each has a place of its own, in every fragment and every block.
 
-A step has a number. It moves a learner's parameters by `-RADIX ** digit` at every CELLS-th element of each fragment; so with
-SGD(lr=1) inside and outside, and reduce="sum", the parameters are, negated, integers whose digits say how often each step has
-counted. They stay below 2 ** 24: float32 has all of them. Knows nothing of learners and faults.
+A step has a number. It moves a learner's parameters by `-RADIX ** digit` at `width` elements of every `cells` times `width` of
+each fragment; so with SGD(lr=1) inside and outside, and reduce="sum", the parameters are, negated, integers whose digits say
+how often each step has counted. They stay below 2 ** 24: float32 has all of them.
+
+Where parameters come back with an error, there is one digit, and its count is rounded. Where differences are merged by their
+directions, or with momentum, a step that counts is only not 0. `sign` has an exact form of 256 equal numbers alone: these are a
+step's width. Knows nothing of learners and faults.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-CELLS = 2048
+from psd_core import codecs
+
 RADIX = 8
-DIGITS = 8
-NUMBERS = CELLS * DIGITS
-"""How many steps a job can tell apart."""
+LIVES = 28
+MERGES_BY_DIRECTION = ("rda", "heloco")
+NEAR = 0.25
+"""By how much a rounded count may be off."""
 
-STEPS_PER_LIFE = NUMBERS // 28
-
-_ROUNDS = {"small": 2, "medium": 60, "large": 200}
-"""How often a fragment has each cell, on each shard."""
+_ELEMENTS = {"small": 2 * 2048, "medium": 60 * 2048, "large": 200 * 2048}
+"""Of a fragment, on each shard, or a whole period."""
 
 
 def fragment_names(count: int) -> list[str]:
@@ -30,20 +35,67 @@ def fragment_names(count: int) -> list[str]:
     return [f"f{index}" for index in range(count)]
 
 
-def length_of(size: str, shards: int) -> int:
-    """Elements of a fragment."""
-    return _ROUNDS[size] * CELLS * shards
+@dataclass(frozen=True)
+class LearnerCells:
+    """Where steps are, and how their counts are read.
 
+    Attributes:
+        cells, digits, width: see above. is_near: counts are rounded. is_presence: a step counts, or does not.
+    """
 
-def place_and_size(number: int) -> tuple[int, float]:
-    """Where a step moves a fragment first, and by how much. Neighbouring steps have neighbouring places, and the same size."""
-    digit, cell = divmod(number, CELLS)
-    return cell, float(RADIX**digit)
+    cells: int
+    digits: int
+    width: int = 1
+    is_near: bool = False
+    is_presence: bool = False
 
+    @classmethod
+    def of(cls, codec: str, pull: str, merge: str) -> LearnerCells:
+        """As the job's terms have them."""
+        if merge in MERGES_BY_DIRECTION:
+            return cls(16384, 1, is_near=True, is_presence=True)
+        if pull:
+            return cls(16384, 1, is_near=True)
+        return cls(512, 8, codecs.BLOCK) if codec == "sign" else cls(2048, 8)
 
-def counts_of(values: NDArray[np.float32], numbers: Sequence[int]) -> tuple[NDArray[Any], NDArray[Any]]:
-    """By step, how often it has counted in a fragment where it did least, and where it did most."""
-    digits, cells = np.divmod(np.array(numbers, np.int64), CELLS)
-    rows = -values.reshape(-1, CELLS)[:, cells].astype(np.int64)
-    counts = rows // RADIX**digits % RADIX
-    return counts.min(axis=0), counts.max(axis=0)
+    @property
+    def numbers(self) -> int:
+        """How many steps a job can tell apart."""
+        return self.cells * self.digits
+
+    @property
+    def per_life(self) -> int:
+        """How many of them each life of a learner has."""
+        return self.numbers // LIVES
+
+    def length(self, size: str, shards: int) -> int:
+        """Elements of a fragment."""
+        period = self.cells * self.width
+        return max(1, _ELEMENTS[size] // period) * period * shards
+
+    def write(self, target: NDArray[np.float32], number: int, times: float = 1) -> None:
+        """Write a step into a fragment of zeros, and with times=0 zeros again. Neighbouring steps have neighbouring places, and
+        the same size."""
+        digit, cell = divmod(number, self.cells)
+        target.reshape(-1, self.cells, self.width)[:, cell] = times * float(RADIX**digit)
+
+    def counts(self, values: NDArray[np.float32], numbers: Sequence[int]) -> tuple[NDArray[Any], NDArray[Any]]:
+        """By step, how often it has counted in a fragment where it did least, and where it did most."""
+        digits, cells = np.divmod(np.array(numbers, np.int64), self.cells)
+        rows = -values.reshape(-1, self.cells, self.width)
+        least, most = np.zeros(len(digits), np.int64), np.zeros(len(digits), np.int64)
+        for begin in range(0, len(digits), 256):  # a part at a time: there may be many elements
+            part = slice(begin, begin + 256)
+            own = rows[:, cells[part]]
+            if self.is_presence:
+                counts = (own != 0).astype(np.int64)
+            else:
+                counts = np.rint(own).astype(np.int64) // RADIX ** digits[part][None, :, None] % RADIX
+            least[part], most[part] = counts.min(axis=(0, 2)), counts.max(axis=(0, 2))
+        return least, most
+
+    def is_whole(self, values: NDArray[np.float32]) -> bool:
+        """True if all elements are what steps can lead to."""
+        if self.is_presence:
+            return bool(np.all(np.isfinite(values) & (values <= 0)))
+        return bool(np.all((values <= NEAR * self.is_near) & (abs(values - np.rint(values)) <= NEAR * self.is_near)))

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from counting import Failure, returns_of
 from history import Histories, Life
-from learner_cells import NUMBERS, counts_of, fragment_names
+from learner_cells import fragment_names
 
 
 @dataclass
@@ -42,7 +42,7 @@ def check_learners(histories: Histories) -> Iterator[Failure]:
     learning, final = histories.plan.learning, histories.outcome.final
     if learning is None:
         return
-    names, values = fragment_names(learning.fragments), {}
+    names, values, cells = fragment_names(learning.fragments), {}, histories.plan.learner_cells
     if final is not None:
         with np.load(final) as arrays:
             values = dict(arrays)
@@ -54,9 +54,9 @@ def check_learners(histories: Histories) -> Iterator[Failure]:
         for name, account in zip(names, accounts, strict=True) if values else ():
             yield from _judge(histories, life, name, account, values[name])
     for name, of_fragment in values.items():
-        if not np.all((of_fragment <= 0) & (of_fragment == np.rint(of_fragment))):
+        if not cells.is_whole(of_fragment):
             yield Failure("no counts", f"{name}: the parameters are no negated whole numbers")
-        _, most = counts_of(of_fragment, range(NUMBERS))
+        _, most = cells.counts(of_fragment, range(cells.numbers))
         if unknown := sorted({*np.flatnonzero(most).tolist()} - made):
             yield Failure("unknown step", f"{name}: steps {unknown} count, and nobody has made them")
 
@@ -94,10 +94,10 @@ def _follow(life: Life, accounts: list[_Account], *, is_exact: bool) -> Iterator
 
 
 def _judge(histories: Histories, life: Life, name: str, account: _Account, values: np.ndarray) -> Iterator[Failure]:
-    numbers = sorted({*account.acknowledged, *account.never, *account.maybe})
+    numbers, cells = sorted({*account.acknowledged, *account.never, *account.maybe}), histories.plan.learner_cells
     if not numbers:
         return
-    least, most = (dict(zip(numbers, counts.tolist(), strict=True)) for counts in counts_of(values, numbers))
+    least, most = (dict(zip(numbers, counts.tolist(), strict=True)) for counts in cells.counts(values, numbers))
     for number in numbers:
         text = f"step {number} of {life.name}, in {name}: counts {least[number]} to {most[number]} times"
         if most[number] > 1:

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from cells import PER_LIFE, SIZES, names
-from learner_cells import STEPS_PER_LIFE
+from learner_cells import MERGES_BY_DIRECTION, LearnerCells
 from lossy_cells import FORMS
 
 LANES = ("shm", "tcp", "grpc")
@@ -42,6 +42,9 @@ DAMAGE = "shard-damage"
 """A shard ends in order, or is killed if `part` is below a half, and a byte of its files changes before it is started again."""
 
 WORKERS = ("worker-kill", "worker-stop", "worker-interrupt", "worker-twin", "worker-vanish")
+
+OF_READERS = ("reader-kill", "reader-stop", "relay-kill", "relay-stop")
+"""Of publications. Clients have one order: publishers, readers, relays; `rank` is the place in it, for links, too."""
 
 WAYS = ("control", "bulk", "both")
 
@@ -109,6 +112,19 @@ class Learning:
     fragments: int
     delay: int
     grace: float | str = 0.0
+    merge: str = "mean"
+
+
+@dataclass(frozen=True)
+class Publishing:
+    """Who reads what the workers publish: so many readers of the shards, and of the relays, if there are any; each of these has
+    two of them to choose from. pace_s: a publisher's, between two puts, on average. puts_between: faults strike one after the
+    other, whenever so many more puts have returned, and the trial has at most its seconds; 0: they strike by the clock."""
+
+    readers: int = 2
+    relays: int = 0
+    pace_s: float = 0.02
+    puts_between: int = 0
 
 
 @dataclass(frozen=True)
@@ -123,6 +139,7 @@ class Plan:
         has_tables: gradients have rows of tables, too. has_vectors: with each comes a batch on vectors.
         codec: in which one tensor more travels, or none; pull: likewise, how workers get it.
         learning: the workers are learners; None: they are not.
+        publishing: the workers publish the parts of a version, and others read them; None: they do not.
         new_limits: each life of a shard has other limits.
         is_launched: psd-run runs the job, one after the other for each fault and once more; the faults are those of RUN.
         ends_dead: in the end all workers die, or hang, in the midst of training, and then the shards are told to end.
@@ -147,6 +164,7 @@ class Plan:
     codec: str = ""
     pull: str = ""
     learning: Learning | None = None
+    publishing: Publishing | None = None
     new_limits: bool = False
     is_launched: bool = False
     ends_dead: bool = False
@@ -169,16 +187,22 @@ class Plan:
         options = dict(MODES[self.mode])
         if "quorum" in options:
             options["quorum"] = max(1, self.workers - 1)
-        if self.codec:
-            options |= {"compress": self.codec, "pull": self.pull or None}
+        if self.codec or self.pull:
+            options |= {"compress": self.codec or None, "pull": self.pull or None}
         if self.learning is not None and self.learning.grace:
             options["grace"] = self.learning.grace
-        return options | {"reduce": "sum"}
+        is_mean = self.learning is not None and self.learning.merge in MERGES_BY_DIRECTION
+        return options | {"reduce": "mean" if is_mean else "sum"}
 
     @property
     def per_life(self) -> int:
         """Numbers of gradients, or of a learner's steps, that each life of a worker has."""
-        return PER_LIFE if self.learning is None else STEPS_PER_LIFE
+        return PER_LIFE if self.learning is None else self.learner_cells.per_life
+
+    @property
+    def learner_cells(self) -> LearnerCells:
+        """Where learners' steps are in the parameters."""
+        return LearnerCells.of(self.codec, self.pull, "mean" if self.learning is None else self.learning.merge)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -199,6 +223,7 @@ class Plan:
         fields = json.loads(text)
         fields["styles"] = tuple(Style(**style) for style in fields["styles"])
         fields["learning"] = Learning(**fields["learning"]) if fields.get("learning") else None
+        fields["publishing"] = Publishing(**fields["publishing"]) if fields.get("publishing") else None
         fields["faults"] = tuple(Fault(**fault) for fault in fields["faults"])
         return cls(**fields)
 
@@ -209,7 +234,8 @@ class Plan:
             + ["tables"] * self.has_tables
             + ["vectors"] * self.has_vectors
             + ([f"learners {asdict(self.learning)}"] if self.learning is not None else [])
-            + [f"compressed ({self.codec}, {self.pull or 'whole'})"] * bool(self.codec)
+            + ([f"publications {asdict(self.publishing)}"] if self.publishing is not None else [])
+            + [f"compressed ({self.codec or 'whole'}, {self.pull or 'whole'})"] * bool(self.codec or self.pull)
             + ["new limits"] * self.new_limits
             + ["under psd-run"] * self.is_launched
             + ["dead workers at the end"] * self.ends_dead
@@ -248,19 +274,20 @@ def draw(seed: int, *, may_mount: bool = False, may_learn: bool = False) -> Plan
     plan = replace(plan, new_limits=plan.new_limits and not plan.small_disk)  # some take more room than such a disk has
     of_bytes = random.Random(f"compression {seed}")
     if of_bytes.random() < 0.35:
-        plan = replace(plan, codec=of_bytes.choice(tuple(FORMS)), pull=of_bytes.choice(("", "bf16")))
+        pulls = ("", "bf16", "int8", "int4") if plan.has_rounds else ("", "bf16")
+        plan = replace(plan, codec=of_bytes.choice(tuple(FORMS)), pull=of_bytes.choice(pulls))
     plan = replace(plan, styles=tuple(_style(source, barrier_every) for _ in range(workers)))
-    faults = [_fault(source, plan) for _ in range(source.choice((0, 1, 1, 2, 3, 4)))]
+    faults = [drawn_fault(source, plan) for _ in range(source.choice((0, 1, 1, 2, 3, 4)))]
     if not faults or source.random() < 0.5:
         recipe = source.choice(RECIPES)
         plan = replace(plan, size="large") if recipe is _lost_machine else plan
         faults += recipe(source, plan)
     if plan.small_disk:
-        faults.append(_fault(source, plan, "disk-full"))
+        faults.append(drawn_fault(source, plan, "disk-full"))
     last = random.Random(f"last {seed}")
     plan = replace(plan, ends_dead=plan.checkpoint_steps > 0 and not plan.small_disk and last.random() < 0.25)
     if last.random() < 0.15:
-        faults.append(_fault(last, plan, DAMAGE))
+        faults.append(drawn_fault(last, plan, DAMAGE))
     of_learners = random.Random(f"learners {seed}")
     if may_learn and of_learners.random() < 0.25:
         plan = _learning(of_learners, plan)
@@ -284,15 +311,19 @@ def _learning(source: random.Random, plan: Plan) -> Plan:
         grace=source.choice((0.0, "auto", 0.2)) if has_quorum else 0.0,
     )
     styles = tuple(replace(each, pace_s=source.choice((0.01, 0.02, 0.05, 0.2))) for each in plan.styles)
-    changed = {"has_tables": False, "has_vectors": False, "ends_dead": False, "pull": "", "wait_s": 20.0}
-    codec = source.choice(("", "", "bf16", "int4log"))
+    codec, pull = source.choice(("", "", "bf16", "int4log", "sign")), ""
+    if mode in EXACT:
+        learning = replace(learning, merge=source.choice(("mean", "rda", "heloco")) if codec != "sign" else "mean")
+    if mode in ROUNDS and learning.merge == "mean" and codec != "sign":
+        pull = source.choice(("", "int8", "int8"))
+    changed = {"has_tables": False, "has_vectors": False, "ends_dead": False, "pull": pull, "wait_s": 20.0}
     return replace(plan, mode=mode, learning=learning, styles=styles, codec=codec, **changed)
 
 
 def _launched(source: random.Random, plan: Plan) -> Plan:
     """The same job under psd-run."""
     faults = tuple(
-        _fault(
+        drawn_fault(
             source,
             plan,
             source.choice(RUN),
@@ -331,7 +362,8 @@ def _style(source: random.Random, barrier_every: int) -> Style:
     )
 
 
-def _fault(source: random.Random, plan: Plan, kind: str = "", **fields: Any) -> Fault:
+def drawn_fault(source: random.Random, plan: Plan, kind: str = "", **fields: Any) -> Fault:
+    """A fault of a kind, or of any."""
     if not kind:
         kind = source.choice(source.choice((SHARDS, WORKERS, LINKS)))
     if (kind == "shard-lose" and not plan.checkpoint_steps) or (kind == "disk-full" and not plan.small_disk):
@@ -358,59 +390,59 @@ def _fault(source: random.Random, plan: Plan, kind: str = "", **fields: Any) -> 
 
 
 def _interrupted_beside_a_silent_shard(source: random.Random, plan: Plan) -> list[Fault]:
-    silent = _fault(source, plan, source.choice(("shard-stop", "shard-vanish")), at=1 + 3 * source.random(), seconds=9.0)
-    return [silent, _fault(source, plan, "worker-interrupt", at=silent.at + 0.2 + 2 * source.random(), seconds=0.5)]
+    silent = drawn_fault(source, plan, source.choice(("shard-stop", "shard-vanish")), at=1 + 3 * source.random(), seconds=9.0)
+    return [silent, drawn_fault(source, plan, "worker-interrupt", at=silent.at + 0.2 + 2 * source.random(), seconds=0.5)]
 
 
 def _silent_where_connections_begin(source: random.Random, plan: Plan) -> list[Fault]:
-    reset = _fault(source, plan, "link-reset", way="both", at=1 + 3 * source.random())
-    return [reset, _fault(source, plan, "shard-stop", shard=reset.shard, at=reset.at + 0.3 * source.random(), seconds=7.5)]
+    reset = drawn_fault(source, plan, "link-reset", way="both", at=1 + 3 * source.random())
+    return [reset, drawn_fault(source, plan, "shard-stop", shard=reset.shard, at=reset.at + 0.3 * source.random(), seconds=7.5)]
 
 
 def _suspended_after_a_restart(source: random.Random, plan: Plan) -> list[Fault]:
-    killed = _fault(source, plan, "shard-kill", at=1 + 3 * source.random(), seconds=0.1)
+    killed = drawn_fault(source, plan, "shard-kill", at=1 + 3 * source.random(), seconds=0.1)
     at = killed.at + 0.7 + source.random()
-    return [killed, _fault(source, plan, "shard-stop", shard=killed.shard, at=at, seconds=plan.lease_s * 1.5)]
+    return [killed, drawn_fault(source, plan, "shard-stop", shard=killed.shard, at=at, seconds=plan.lease_s * 1.5)]
 
 
 def _stalled_while_a_shard_is_away(source: random.Random, plan: Plan) -> list[Fault]:
-    stalled = _fault(source, plan, "worker-stop", at=1 + 2 * source.random(), seconds=min(plan.lease_s * 1.3, 6.0))
+    stalled = drawn_fault(source, plan, "worker-stop", at=1 + 2 * source.random(), seconds=min(plan.lease_s * 1.3, 6.0))
     kind = source.choice(("shard-stop", "shard-kill"))
     at = stalled.at + stalled.seconds * source.random()
-    return [stalled, _fault(source, plan, kind, at=at, seconds=plan.lease_s * 1.5)]
+    return [stalled, drawn_fault(source, plan, kind, at=at, seconds=plan.lease_s * 1.5)]
 
 
 def _lost_machine(source: random.Random, plan: Plan) -> list[Fault]:
     """While shards send, which never ends."""
-    gone = _fault(source, plan, "worker-vanish", at=1.5 + 3 * source.random(), seconds=0.5)
+    gone = drawn_fault(source, plan, "worker-vanish", at=1.5 + 3 * source.random(), seconds=0.5)
     return [Fault("link-delay", round(gone.at - 1, 3), 1.5, rank=gone.rank, way="bulk", direction="down", part=0.5), gone]
 
 
 def _mute_bulk_port(source: random.Random, plan: Plan) -> list[Fault]:
     at = 1 + 3 * source.random()
-    reset = _fault(source, plan, "link-reset", way="bulk", at=at)
+    reset = drawn_fault(source, plan, "link-reset", way="bulk", at=at)
     return [reset, replace(reset, kind="link-mute", at=round(at - 0.001, 3), seconds=8.0)]
 
 
 def _dead_connection(source: random.Random, plan: Plan) -> list[Fault]:
-    return [_fault(source, plan, "link-half-open", way="bulk"), _fault(source, plan, "link-half-open")]
+    return [drawn_fault(source, plan, "link-half-open", way="bulk"), drawn_fault(source, plan, "link-half-open")]
 
 
 def _killed_at_the_end(source: random.Random, plan: Plan) -> list[Fault]:
     at = plan.seconds + 0.5 * source.random()
-    return [_fault(source, plan, "shard-kill", at=at, seconds=1.0)]
+    return [drawn_fault(source, plan, "shard-kill", at=at, seconds=1.0)]
 
 
 def _many_deaths(source: random.Random, plan: Plan) -> list[Fault]:
     kinds = source.choice((("worker-kill",), ("shard-kill",), ("worker-kill", "shard-kill")))
-    return [_fault(source, plan, source.choice(kinds), seconds=0.3 * source.random()) for _ in range(5)]
+    return [drawn_fault(source, plan, source.choice(kinds), seconds=0.3 * source.random()) for _ in range(5)]
 
 
 def _two_lives(source: random.Random, plan: Plan) -> list[Fault]:
-    twin = _fault(source, plan, "worker-twin", at=1 + 3 * source.random(), seconds=1.5)
+    twin = drawn_fault(source, plan, "worker-twin", at=1 + 3 * source.random(), seconds=1.5)
     return [
         twin,
-        _fault(source, plan, source.choice(("shard-kill", "shard-stop", "worker-kill")), at=twin.at + source.random()),
+        drawn_fault(source, plan, source.choice(("shard-kill", "shard-stop", "worker-kill")), at=twin.at + source.random()),
     ]
 
 

@@ -118,7 +118,7 @@ class ShardActor:
 
     def __init__(self, plan: Plan, index: int, directory: Path, timeline: Timeline) -> None:
         self.index = index
-        self._held = [_held_port(), _held_port()]
+        self._held = [held_port(), held_port()]
         self.control, self.bulk = (int(held.getsockname()[1]) for held in self._held)
         self._disk = directory / f"disk-{index}"
         self._disk.mkdir()
@@ -259,7 +259,7 @@ def last_record(path: Path) -> dict[str, Any]:
     return record
 
 
-def _held_port() -> socket.socket:
+def held_port() -> socket.socket:
     """A socket bound to a port that nobody has. As long as it is held nobody else takes the port, while the shard is down, say;
     the shard may, because this one does not listen."""
     source = random.Random(os.urandom(8))

@@ -32,10 +32,12 @@ import numpy as np
 from batches import COLUMNS, MATRIX, ROWS, batches_of
 from cells import CELLS, DIGITS, Gradients, initial, names, param_groups, seen
 from children import settle_in
+from lossy_cells import LOSSY
 from plan import Style
 from row_cells import PASSING, TABLES, RowCells, tables
 
 import psd_client
+from psd_core import codecs
 
 ENDS_SESSION = ("SessionFenced", "ShardRestarted", "StateLost", "ForeignRun", "SpecMismatch", "WrongShard", "InternalError")
 """Errors after which nothing can be called again."""
@@ -97,7 +99,7 @@ class History:
         os.write(self._file, line.encode())
 
 
-class _Logs(logging.Handler):
+class Logs(logging.Handler):
     def __init__(self, history: History) -> None:
         super().__init__()
         self._history = history
@@ -125,6 +127,8 @@ class Program:
         self._style = Style(**options.style)
         self._random = random.Random(options.seed)
         self._gradients = Gradients(options.size, options.shards, options.codec)
+        # Not where gradients are patterns; and as differences parameters come back with an error, which goes with the next one.
+        self._shows_lossy = options.codec != "sign" and options.declared.get("pull") not in codecs.DIFFERENCES
         self._rows = RowCells(CELLS, DIGITS, options.shards)
         self._left = iter(range(options.first, options.first + options.count))
         self._last: tuple[int, Sequence[str]] | None = None
@@ -159,7 +163,9 @@ class Program:
             raise Failed(self._reaction(error), error) from error
         more: dict[str, Any] = {}
         if isinstance(result, dict) and self._last is not None:
-            more["seen"] = seen(result, *self._last)  # None: it has rows alone, which were not asked for
+            number, tensors = self._last
+            shown = tensors if self._shows_lossy else [name for name in tensors if name != LOSSY]
+            more["seen"] = seen(result, number, shown)  # None: it has rows alone, which were not asked for
         if op == "pull" and self._new:
             more["new"], self._new = self._new, {}
         self._history.write("ok", op=op, **self._state(), **more)
@@ -344,7 +350,7 @@ def live(options: Options) -> None:
     """One life of a worker, in this process."""
     history = History(options.history)
     logger = logging.getLogger("psd_client")
-    logger.addHandler(_Logs(history))
+    logger.addHandler(Logs(history))
     logger.setLevel(logging.INFO)  # what the job begins from, too
     logger.propagate = False
     history.write("begin", pid=os.getpid(), seed=options.seed, row=row_of(options))

@@ -10,7 +10,7 @@ import numpy as np
 from cells import Counts
 from counting import Failure
 from history import Histories, Life
-from lossy_cells import LOSSY, PERIOD, Push, totals
+from lossy_cells import LOSSY, Push, totals
 from restores import restored
 
 
@@ -36,7 +36,7 @@ def _check(histories: Histories, where: str, counts: Counts) -> Iterator[Failure
         for block, (first, values) in counts.lossy.items():
             pushes = _pushes(histories, life, counts, block)
             numbers = [push[0] for push in pushes if push is not None]
-            places = (np.arange(len(values)) + first) % PERIOD
+            places = (np.arange(len(values)) + first) % cells.period
             own = np.isin(places, cells.of_life(numbers[0]))
             found = -values[own]
             possible = [total[own] for total in totals(cells, pushes, len(values), first)]

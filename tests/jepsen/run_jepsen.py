@@ -2,6 +2,7 @@
 
     make jepsen SECONDS=600 SEED=1          # trials for so long; each has the seed after that of the one before
     make jepsen SECONDS=0 SEED=17           # the trial of seed 17 alone
+    make jepsen JEPSEN_FLAGS="--kills 200"  # 1000 publications under so many kills, in SECONDS at most
     python tests/jepsen/run_jepsen.py --replay FAILURE/plan.json
     python tests/jepsen/run_jepsen.py --judge FAILURE   # the checks alone
 
@@ -20,6 +21,9 @@ damage.py      which bytes of a shard's files may be changed, so that it must fi
 trial.py       runs a plan, and leaves histories, logs, a timeline and the parameters of the end
 learner.py     the worker as a learner: its difference to what it has received is what counts
 launched.py    the same under psd-run, which is told to end, or killed; launched_worker.py is the script of its workers
+published_plan.py     plans of publications
+published_program.py  publishers and readers; published_values.py what a put sets, so that a torn version is seen
+published_trial.py    runs a plan of publications, with relays; published_counts.py judges it
 outcome.py     what is left of it
 restores.py    restores every checkpoint that it has left, on another number of shards
 history.py     reads all that
@@ -51,8 +55,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from outcome import Outcome
-from plan import Plan, draw
+from plan import Plan
 from processes import may_mount
+from published_plan import draw_any, publications_under_kills
 from verdict import Verdict, judge, shrink, try_plan
 
 from psd.contract.environment import memory_directory
@@ -111,6 +116,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--vectors", action="store_true", help="likewise with vectors")
     parser.add_argument("--compressed", action="store_true", help="likewise with compressed gradients")
     parser.add_argument("--learners", action="store_true", help="likewise of learners")
+    parser.add_argument("--publications", action="store_true", help="likewise of publications")
+    parser.add_argument(
+        "--kills", type=int, default=0, help="one trial alone: publications under so many kills, for --seconds at most"
+    )
     parser.add_argument("--checkpoints", action="store_true", help="likewise with checkpoints")
     parser.add_argument("--no-shrink", action="store_true", help="keep failing plans as they are")
     return parser.parse_args()
@@ -119,11 +128,15 @@ def _arguments() -> argparse.Namespace:
 def _plans(args: argparse.Namespace) -> Iterator[Plan]:
     if args.replay is not None:
         yield from itertools.repeat(Plan.from_json(args.replay.read_text()))
+    if args.kills:
+        yield publications_under_kills(args.seed, args.kills, args.seconds)
+        return
     for seed in itertools.count(args.seed):
-        plan = draw(seed, may_mount=may_mount(), may_learn=importlib.util.find_spec("torch") is not None)
+        plan = draw_any(seed, may_mount=may_mount(), may_learn=importlib.util.find_spec("torch") is not None)
         is_wanted = plan.mode in (args.modes or plan.mode).split(",") and plan.lane in (args.lanes or plan.lane).split(",")
         is_wanted = is_wanted and (plan.has_tables or not args.tables) and (plan.has_vectors or not args.vectors)
         is_wanted = is_wanted and (bool(plan.codec) or not args.compressed) and (plan.learning is not None or not args.learners)
+        is_wanted = is_wanted and (plan.publishing is not None or not args.publications)
         if is_wanted and (plan.checkpoint_steps or not args.checkpoints):
             yield plan
 

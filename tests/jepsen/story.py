@@ -13,7 +13,6 @@ from cells import NUMBERS, PER_LIFE, TENSORS, Counts, Gradients, initial
 from conduct import check_conduct
 from counting import compare
 from history import Histories
-from learner_cells import CELLS, length_of, place_and_size
 from learner_counts import check_learners
 from lossy_cells import LOSSY, LossyCells
 from numpy.typing import NDArray
@@ -90,10 +89,12 @@ class Story:
 
     def has_learned(self, *numbers: int, times: int = 1) -> None:
         """The parameters of the end."""
-        values = np.zeros(length_of("small", SHARDS), np.float32)
+        cells = self._plan.learner_cells
+        values, step = (np.zeros(cells.length("small", SHARDS), np.float32) for _ in range(2))
         for number in numbers:
-            cell, size = place_and_size(number)
-            values[cell::CELLS] -= times * size
+            cells.write(step, number, times)
+            values -= step
+            cells.write(step, number, 0)
         np.savez(self._directory / "final.npz", f0=values)
 
     def found_of_learners(self) -> set[str]:

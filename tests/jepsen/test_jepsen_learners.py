@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cells import NUMBERS, PER_LIFE, Counts, Gradients, initial, seen
-from learner_cells import counts_of
+from learner_cells import LearnerCells
 from lossy_cells import FORMS, LOSSY, LossyCells, totals
 from plan import Learning
 from processes import HERE, last_record
@@ -40,7 +40,8 @@ def test_cells_that_travel_compressed_count_each_gradient_once_and_show_the_resi
     assert counts.is_whole
     assert counts.numbers() == list(range(PUSHES))
     assert counts.of(7, (LOSSY,)) == dict.fromkeys(blocks, (1, 1))
-    assert seen(parameters, PUSHES - 1, (LOSSY,)) == (1, 1)
+    if codec != "sign":
+        assert seen(parameters, PUSHES - 1, (LOSSY,)) == (1, 1)
     assert set(counts.of(PUSHES, (LOSSY,)).values()) == {(0, 0)}
     for first, values in counts.lossy.values():
         sure = [(number, True, True) for number in range(PUSHES)]
@@ -75,12 +76,26 @@ def test_checks_when_a_residual_is_lost_then_they_find_it(tmp_path: Path, second
     assert story.found_of_residuals() == kinds
 
 
-def test_steps_are_told_apart() -> None:
-    values = np.zeros(2 * 2048, np.float32)
-    values[5] = values[5 + 2048] = -(1 + 2 * 8.0**7)
-    least, most = counts_of(values, [5, 5 + 7 * 2048, 6])
+@pytest.mark.parametrize(
+    ("codec", "pull", "merge"), [("", "", "mean"), ("sign", "", "mean"), ("", "int8", "mean"), ("", "", "rda")]
+)
+def test_steps_are_told_apart(codec: str, pull: str, merge: str) -> None:
+    cells = LearnerCells.of(codec, pull, merge)
+    values, step = (np.zeros(cells.length("small", 2), np.float32) for _ in range(2))
+    last = cells.numbers - 1
+    for number, times in ((5, 1), (last, 2), (7, 1)):
+        cells.write(step, number, times)
+        if number == 7:
+            step[: len(step) // 2] = 0
+        values -= step
+        cells.write(step, number, 0)
 
-    assert least.tolist() == most.tolist() == [1, 2, 0]
+    least, most = cells.counts(values, [5, last, 6, 7])
+
+    twice = 1 if cells.is_presence else 2
+    assert (least.tolist(), most.tolist()) == ([1, twice, 0, 0], [1, twice, 0, 1])
+    assert cells.is_whole(values)
+    assert not cells.is_whole(values + 1)
 
 
 @pytest.mark.parametrize(
@@ -169,7 +184,7 @@ def test_learner_when_a_call_fails_for_good_then_it_says_that_it_ends(tmp_path: 
         connect={"transport": "tcp", "retry_timeout": 0.1},
         declared={},
         style={},
-        learning={"steps": 2, "fragments": 1, "delay": 0, "grace": 0.0},
+        learning={"steps": 2, "fragments": 1, "delay": 0, "grace": 0.0, "merge": "mean"},
     )
 
     command = [sys.executable, str(HERE / "program.py"), str(os.getpid()), options.to_json()]

@@ -72,7 +72,7 @@ PLANS = {
             Fault("shard-kill", 2.4, 0.3, shard=0),
         ),
     ),
-    "learners with a quorum, one killed, one suspended, a shard killed": Plan(
+    "learners with a quorum, merged by direction, one killed, one suspended, a shard killed": Plan(
         seed=7,
         lane="grpc",
         mode="quorum-exact",
@@ -80,7 +80,7 @@ PLANS = {
         shards=2,
         seconds=5.0,
         lease_s=2.0,
-        learning=Learning(steps=4, fragments=2, delay=1, grace=0.1),
+        learning=Learning(steps=4, fragments=2, delay=1, grace=0.1, merge="rda"),
         styles=(Style(reactions=AGAIN, ending="close"), Style(reactions=AGAIN, pace_s=0.1, ending="close")),
         faults=(
             Fault("shard-kill", 1.0, 0.3, shard=1),

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import launched
+import published_trial
 from batch_counts import check_batches
 from conduct import check_conduct
 from counting import Failure, check_counts
@@ -18,6 +19,7 @@ from learner_counts import check_learners
 from outcome import Outcome
 from plan import Fault, Plan
 from prefixes import check_prefixes
+from published_counts import PublishedHistories, check_published, counts_of
 from residual_counts import check_residuals
 from restores import restore_all
 from trial import run
@@ -56,8 +58,11 @@ class Verdict:
 def try_plan(plan: Plan, directory: Path) -> Verdict:
     """Run a plan in a directory, which is kept, and judge it."""
     shutil.rmtree(directory, ignore_errors=True)
-    outcome = launched.run(plan, directory) if plan.is_launched else run(plan, directory)
-    if plan.learning is None:
+    if plan.publishing is not None:
+        outcome = published_trial.run(plan, directory)
+    else:
+        outcome = launched.run(plan, directory) if plan.is_launched else run(plan, directory)
+    if plan.learning is None and plan.publishing is None:
         restore_all(outcome)
     verdict = judge(outcome)
     (directory / "verdict.txt").write_text(verdict.report() + "\n")
@@ -66,6 +71,9 @@ def try_plan(plan: Plan, directory: Path) -> Verdict:
 
 def judge(outcome: Outcome) -> Verdict:
     """What a trial has come to."""
+    if outcome.plan.publishing is not None:
+        published = PublishedHistories(outcome)
+        return Verdict(outcome.plan, outcome.directory, check_published(published), counts_of(published), outcome.factor)
     histories = Histories(outcome)
     failures = check_counts(histories) + check_conduct(histories) + check_prefixes(histories)
     failures += check_batches(histories)

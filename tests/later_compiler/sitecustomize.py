@@ -1,10 +1,11 @@
-"""Has torch load its compiler with the first thing that it compiles, and not with the first optimizer.
+"""Has torch load faster: its compiler with the first thing that it compiles, and not with the first optimizer.
 
 Torch keeps its compiler out of optimizers, and loads it for that, in each program: 1.5 s of processor time, as long as torch
 itself takes. Where nothing has loaded it, nothing is compiled, and there is nothing to keep it out of. A fourth of torch's own
-time goes into what only compiling and exporting need: these modules are loaded when something asks for what is in them, or when
-the compiler is. Most programs that tests start have this folder on their path (`later_compiler` in conftest.py); the README's,
-and pytest itself, have torch as users do.
+time goes into what only compiling and exporting need: these modules are loaded when something asks for what is in them, or
+when the compiler is. A third goes into searches for garbage while torch is loaded and in the end, when all that it has made is
+in use: they are left out. Most programs that tests start have this folder on their path (`later_compiler` in conftest.py); the
+README's, and pytest itself, have torch as users do.
 
 Must not change what a program computes, or anything once the compiler is there. On the device "meta" some operations are
 unknown until then, and say so.
@@ -12,7 +13,9 @@ unknown until then, and say so.
 
 from __future__ import annotations
 
+import atexit
 import functools
+import gc
 import importlib
 import sys
 from collections.abc import Callable
@@ -20,6 +23,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
+TORCH = "torch"
 COMPILER = "torch._dynamo"
 
 FOR_COMPILING = ("torch.export", "torch._meta_registrations")
@@ -61,6 +65,16 @@ def _either(with_compiler: Any, without: Any) -> Any:
     return call
 
 
+def _load_without_search(module: ModuleType, execute: Callable[[ModuleType], None]) -> None:
+    gc.disable()
+    try:
+        execute(module)
+        gc.freeze()
+    finally:
+        gc.enable()
+    atexit.register(gc.freeze)
+
+
 class _Later(ModuleType):
     """A module that is loaded with the first use of what is in it."""
 
@@ -69,6 +83,13 @@ class _Later(ModuleType):
             raise AttributeError(name)
         _load(self)
         return getattr(self, name)
+
+
+def _put_off(module: ModuleType, execute: Callable[[ModuleType], None]) -> None:
+    _PUT_OFF[module.__name__] = execute
+    module.__class__ = _Later
+    if module.__name__ == "torch._meta_registrations":
+        importlib.import_module("torch._prims.rng_prims")  # which it would load; torch.Generator needs it
 
 
 def _load(module: ModuleType) -> None:
@@ -94,21 +115,20 @@ class _Finder:
     def find_spec(name: str, path: Any = None, _: Any = None) -> ModuleSpec | None:
         if name in _NEED_ALL:
             _load_all()
-        spec = PathFinder.find_spec(name, path) if name in _CHANGED or name in FOR_COMPILING else None
+        spec = PathFinder.find_spec(name, path) if name in (TORCH, *FOR_COMPILING, *_CHANGED) else None
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
-            def execute_and_change(module: ModuleType) -> None:
-                execute(module)
-                _CHANGED[name](module)
+            def load(module: ModuleType) -> None:
+                if name == TORCH:
+                    _load_without_search(module, execute)
+                elif name in FOR_COMPILING:
+                    _put_off(module, execute)
+                else:
+                    execute(module)
+                    _CHANGED[name](module)
 
-            def put_off(module: ModuleType) -> None:
-                _PUT_OFF[name] = execute
-                module.__class__ = _Later
-                if name == "torch._meta_registrations":
-                    importlib.import_module("torch._prims.rng_prims")  # which it would load; torch.Generator needs it
-
-            spec.loader.exec_module = put_off if name in FOR_COMPILING else execute_and_change  # type: ignore[method-assign]
+            spec.loader.exec_module = load  # type: ignore[method-assign]
         return spec
 
 

@@ -36,6 +36,8 @@ from world import World
 
 _OF_CUTS = frozenset({"lose", "kill", "die", "timeout"})
 
+_PUBLISHED: Mapping[str, Any] = {"is_published": True, "aggregation": "exact", "quorum": 1}
+
 _OF_LEARNERS: Mapping[str, Any] = {"aggregation": "exact", "successor": "look_push_pull", "job": {"grace": 1.0}}
 """Of a world of learners, which ask for the job's clock, and whose rounds wait on after their quorum."""
 
@@ -47,6 +49,9 @@ hear of it at any moment. So a cut may come between the parts of a push; what is
 
 _ONE_SHARD = {"shards": 1, "blocks": 1, "early_cuts": 2, "restores": 0}
 """Which of two cuts is the later one does not depend on how many shards take part."""
+
+_ONE_BLOCK = {"shards": 1, "blocks": 1}
+"""Of a world with residuals that is seen whole, in 14,530 states: each block has its own, which no other has a part in."""
 
 SETTINGS = (
     Setting("sync-fast"),
@@ -73,7 +78,7 @@ SETTINGS = (
     Setting("parts-exact", parts=2, blocks=3, aggregation="exact"),
     Setting("parts-mistaken", parts=2, blocks=3, successor="push_pull_own_turns", faults=frozenset({"die", "stall"})),
     Setting("fragments", **_FRAGMENTS),
-    Setting("residuals", has_residuals=True),
+    Setting("residuals", has_residuals=True, small=_ONE_BLOCK),
     Setting("residuals-exact", has_residuals=True, aggregation="exact"),
     Setting("residuals-async", has_residuals=True, consistency="async"),
     Setting("residuals-back", has_residuals=True, has_checkpoint=True, faults=frozenset({"blank", "lose"})),
@@ -87,10 +92,11 @@ SETTINGS = (
     Setting("cuts-tables-async", consistency="async", tables=1, cuts=1, restores=200, faults=_OF_CUTS, small=_ONE_STEP),
     Setting("two-cuts", consistency="async", cuts=2, restores=200, faults=frozenset({"die"}), small=_ONE_SHARD),
     Setting("readers", consistency="async", reads=1, faults=_OF_CUTS),
+    Setting("publications", programs=("put",), successor="put", reads=2, **_PUBLISHED),
     Setting("lost-disks", faults=frozenset({"blank", "die", "lose"})),
 )
 """Each with two steps of each worker. Slow heartbeats and lost disks are much to see, and have few other faults beside them.
-Those with cuts are too large to be seen whole with a fault: with one, what they have as `small` is."""
+Those with cuts, and residuals, are too large to be seen whole with a fault: with one, what they have as `small` is."""
 
 _LARGE = Setting("", shards=3, blocks=4, steps=4, programs=("push_pull",) * 3, budget=6, faults=frozenset(FAULTS) - {"blank"})
 _MIXED = ("push_then_pull", "push_pull", "push_only")

@@ -16,12 +16,13 @@ from wire import Numbers
 
 from psd.checkpoint import CheckpointDirectory
 from psd.contract.config import ServerConfig
+from psd.contract.errors import CutMissed, NotDeclared
 from psd.contract.layout import Layout
 from psd.rim.checkpointer import Checkpointer
 from psd.rim.vector_gate import VectorGate
 from psd.state.cuts.snapshots import Snapshot
 from psd.state.shard import Shard
-from psd.v1 import data_pb2
+from psd.v1 import data_pb2, job_pb2
 
 
 class CutPart(NamedTuple):
@@ -76,7 +77,8 @@ class CutParts:
         files: numbers for the contents of files. scratch: a directory for them, which is empty in between.
 
     Attributes:
-        found: by the cut's id. reads, announced: how many readers have come, and cuts were announced here.
+        found: by the cut's id. told: by reader, the version that shard 0 has told of, and by which decision. wrong: broken
+            invariants that were seen. reads, announced: how many readers have come, and cuts were announced here.
     """
 
     def __init__(self, setting: Setting, shard: int, files: Numbers, scratch: Path) -> None:
@@ -85,6 +87,8 @@ class CutParts:
         self._files = files
         self._scratch = scratch
         self.found: dict[str, CutPart] = {}
+        self.told: list[tuple[int, bytes]] = []
+        self.wrong: list[str] = []
         self.reads = self.announced = 0
         self._reading: list[Snapshot] = []
         self._to_store: SimpleQueue[Snapshot | None] | None = None
@@ -111,13 +115,42 @@ class CutParts:
         held = [s.positions.tickets for s in self._shard.cuts._awaiting_positions() if s.positions is not None]
         return any(not ticket.future.done() for tickets in held for ticket in tickets)
 
-    def read(self) -> None:
-        """A reader calls this shard."""
+    def read(self, told: tuple[int, bytes] | None = None) -> None:
+        """A reader calls this shard. told: of a publication, what it has heard at shard 0."""
         self.reads += 1
         layout = Layout(self._setting.spec, self._setting.shards)
         cut = data_pb2.Cut(id=f"r{self.reads}", created_at=1.0)
         request = data_pb2.ReadRequest(run_id="run", layout_digest=layout.digest, cut=cut)
-        self._reading.append(self._shard.begin_read(request, self._read))
+        if self._setting.is_published:
+            progress = self._shard.schedule.progress
+            if told is None:
+                desk = self._shard.settlement.told(self._shard.declared())
+                told = progress, desk["decision"].SerializeToString() if "decision" in desk else b""
+                self.told.append(told)
+            request.cut.step, request.timeline = told[0], 0
+            decision = job_pb2.Decision.FromString(told[1])
+            if told[1] and progress <= decision.round:
+                request.decision.CopyFrom(decision)
+        try:
+            self._reading.append(self._shard.begin_read(request, self._read))
+        except (CutMissed, NotDeclared):
+            return  # it asks again, which is another reader's life
+        if request.HasField("decision"):
+            self._check_heard(request.cut.step)
+
+    def _check_heard(self, step: int) -> None:
+        """What a reader has told, this shard knows: if it has the put, it is its version."""
+        for index, block in self._shard.declared().blocks.items():
+            if block.version < step and not block.missing_in(step - 1):
+                self.wrong.append(f"block {index} has the put of version {step}, of which a reader has told, and stays behind")
+
+    @property
+    def can_be_read(self) -> bool:
+        """True if a reader finds something here: of a publication, a version at shard 0, with which readers begin."""
+        if not self._setting.is_published or self._index:
+            return True
+        job = self._shard._core.job
+        return job is not None and self._shard._core.life.has_values and self._shard.schedule.progress > 0
 
     def collect(self) -> None:
         """Note what the parts hold that are complete now, and give back their pages."""
@@ -125,7 +158,7 @@ class CutParts:
             snapshot = self._read.get_nowait()
             assert snapshot is not None
             if not snapshot.why_missed:
-                self._note(snapshot, _of_pages(snapshot), -1)
+                self._note(snapshot, self._of_pages(snapshot), -1)
             self._reading.remove(snapshot)
             self._shard.cuts.abandon(snapshot)
         while self._to_store is not None and not self._to_store.empty():
@@ -137,7 +170,7 @@ class CutParts:
 
     def _store(self, snapshot: Snapshot) -> None:
         """Note a part; have it written, and keep what is in the files, if there is a world to go on from it."""
-        found, files = _of_pages(snapshot), -1
+        found, files = self._of_pages(snapshot), -1
         tables: list[Any] = [_Recorded(table) for table in snapshot.tables]
         snapshot.tables = tables
         if self._setting.restores:
@@ -169,6 +202,6 @@ class CutParts:
             files,
         )
 
-
-def _of_pages(snapshot: Snapshot) -> dict[int, set[int]]:
-    return {index: set(counts_in(float(-page.parameter[0]))) for index, page in snapshot.pages.items()}
+    def _of_pages(self, snapshot: Snapshot) -> dict[int, set[int]]:
+        sign = 1 if self._setting.is_published else -1
+        return {index: set(counts_in(sign * float(page.parameter[0]))) for index, page in snapshot.pages.items()}

@@ -113,6 +113,8 @@ class Invariants:
         blocks, but for those of which their program was told that they may not count, and what came with the last of them; and
         the later one by its name has what an earlier one has."""
         found = list(complete_cuts([node.view.cuts for node in state.shards]))
+        if self._setting.is_published:
+            return list(self._versions(found))
         wrong = [text for parts in found for text in self._cut(state, parts)]
         stored = [parts for parts in found if not parts[0].cut.startswith("r")]
         for earlier, later in pairwise(sorted(stored, key=_name_of)):
@@ -122,6 +124,18 @@ class Invariants:
                     f"cut {later[0].cut} is the later one by its name, and lacks {sorted(lacking)} of {earlier[0].cut}"
                 )
         return wrong
+
+    def _versions(self, found: Sequence[Sequence[CutPart]]) -> Iterator[str]:
+        """What readers have is one put, whole; and a put is one version."""
+        versions: dict[int, int] = {}
+        for parts in found:
+            puts = {gradients for part in parts for _, gradients in part.gradients}
+            told = f"reader {parts[0].cut} has version {parts[0].step} of puts {sorted(puts)}"
+            if len(puts) != 1 or len(next(iter(puts))) != 1:
+                yield f"{told}, not of one"
+            for gradient in self._counted(parts):
+                if versions.setdefault(gradient, parts[0].step) != parts[0].step:
+                    yield f"{told}, and another one version {versions[gradient]}"
 
     @staticmethod
     def _counted(parts: Sequence[CutPart]) -> set[int]:
@@ -170,6 +184,8 @@ class Invariants:
         wrong = []
         for version in range(max((len(updates) for updates in blocks.values()), default=0)):
             found = {block: updates[version] for block, updates in blocks.items() if len(updates) > version}
+            if self._setting.is_published:  # a block that has lost a version goes on without it
+                found = {block: update for block, update in found.items() if update}
             if len({(self._setting.part_of(block), update) for block, update in found.items()}) > max(1, self._setting.parts):
                 wrong.append(f"round {version} is made of different gradients: {found}")
         return wrong
@@ -219,6 +235,13 @@ class Invariants:
             for node in state.shards
             for block, updates in node.view.history
         }
+        if self._setting.is_published:
+            puts = [(p, g) for p, node in enumerate(state.workers) for g, book in node.view.books if book == "kept"]
+            return [
+                f"put {gradient} of process {process} has returned, and not every block has it: {counted}"
+                for process, gradient in puts
+                if any(gradient not in block for block in counted.values())
+            ]
         was_killed = any(node.view.lives > 1 for node in state.shards)
         wrong = []
         for process, mode in enumerate(state.modes):

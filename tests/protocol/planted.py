@@ -12,9 +12,12 @@ import pytest
 
 from psd.rim.data_plane import DataPlane
 from psd.state.aggregation.agreement import Agreement, Voice
-from psd.state.aggregation.rounds import FastRound, Outcome
+from psd.state.aggregation.block import BlockState
+from psd.state.aggregation.exact_rounds import ExactRound
+from psd.state.aggregation.rounds import Contribution, FastRound, Outcome
 from psd.state.cuts.positions import Positions
 from psd.state.desks.exchange import Exchange
+from psd.state.desks.settlement import SettlementDesk
 from psd.state.desks.transfers import Pull, Push
 from psd.state.durability.client_states import ClientStates
 from psd.state.job import Job
@@ -223,3 +226,27 @@ def half_sent_again(monkeypatch: pytest.MonkeyPatch, left_out: str) -> None:
 
     real = DataRequests.part
     monkeypatch.setattr(DataRequests, "part", part)
+
+
+def put_before_its_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shard takes a put for a version as soon as it has it, whatever the others have."""
+    take = ExactRound.take
+
+    def decided(round_: ExactRound, part: Contribution) -> Any:
+        round_._decided = 1 << part.rank
+        return take(round_, part)
+
+    monkeypatch.setattr(ExactRound, "take", decided)
+
+
+def unheard_decision(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What readers say of shard 0's decision is not followed."""
+    monkeypatch.setattr(SettlementDesk, "hear", lambda desk, request, job: None)
+
+
+def newest_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader is given the page that is current, whatever version it has asked for."""
+    at_version = BlockState.at_version
+    monkeypatch.setattr(
+        BlockState, "at_version", lambda block, version, whose, take: at_version(block, block.version, whose, take)
+    )

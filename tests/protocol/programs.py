@@ -15,7 +15,10 @@ from residuals import lanes_of
 from setting import GRADIENTS_MAX, Setting, gradient_of, row_of, value_of
 
 from psd.contract.errors import PartsDisagree, PsdError, RolledBack, ShardUnavailable, WaitTimeout
+from psd_client.lanes.flat import FlatBuffers
+from psd_client.worker.exchange.exchange import ParameterExchange
 from psd_client.worker.exchange.sent_push import JobPart, Spare, WorkerGradient
+from psd_client.worker.exchange.value_exchange import ValueExchange
 from psd_client.worker.flat_calls import FlatCalls
 from psd_client.worker.rows import Gradients
 
@@ -105,6 +108,7 @@ class Program:
             aggregation=self.setting.aggregation,
             tables=spec.tables,
             compress=self.setting.codec or None,
+            exchange_kind=ValueExchange if self.setting.is_published else ParameterExchange,
             **self.setting.job,
         )
         self.clock = self.ps.clock
@@ -173,6 +177,17 @@ class Program:
         )
         self.books[gradient] = "held" if self.books[gradient] == "open" else self.books[gradient]
         self.has_read()
+        self.steps_made += 1
+
+    def put(self, gradient: int) -> None:
+        """Publish; the gradient's number is what all tensors are set to."""
+
+        def write(buffers: FlatBuffers) -> None:
+            for view in buffers.views:
+                view[...] = value_of(gradient)
+
+        self._call(f"put({gradient})", gradient, lambda ps, _: ps.put_flat(write, None, b""))
+        self.books[gradient] = "kept"
         self.steps_made += 1
 
     def _write(self, gradient: int) -> None:
@@ -301,6 +316,13 @@ class Program:
         return self.ps.clock < self.setting.steps and len(self.books) < GRADIENTS_MAX and not self.is_over
 
 
+def put(program: Program) -> None:
+    """One version per step."""
+    while program.goes_on:
+        gradient = program.new_gradient()
+        _until_it_is_done(program, lambda: program.put(gradient))  # noqa: B023 - called at once
+
+
 def push_pull(program: Program) -> None:
     """One call per step."""
     while program.goes_on:
@@ -378,6 +400,7 @@ SCRIPTS: dict[str, Callable[[Program], None]] = {
     "push_pull": push_pull,
     "look_push_pull": look_push_pull,
     "push_pull_own_turns": push_pull,
+    "put": put,
     "push_then_pull": push_then_pull,
     "push_only": push_only,
     "push_only_barrier": push_only_barrier,

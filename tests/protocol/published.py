@@ -70,6 +70,9 @@ class History:
             self.updates[block], self.payloads[block], self._values[block] = [], [], [page.parameter.copy()]
             return
         updates = self.updates.setdefault(block, [])
+        if self._setting.is_published:
+            self._put(block, updates, page, version)
+            return
         if version != before.version + 1:
             self.wrong.append(f"block {block} went from version {before.version} to {version}")
         change = before.parameter - page.parameter
@@ -78,6 +81,16 @@ class History:
             self._add(f"block {block}", updates, version, lambda change: self._pushed(block, change), change)
         else:
             self._add(f"block {block}", updates, version, counts_in, float(change[0]))
+
+    def _put(self, block: int, updates: list[tuple[int, ...]], page: Any, version: int) -> None:
+        """A block is set to what was put; versions that it has left out were lost, and nobody may read them."""
+        if version <= len(updates):
+            self.wrong.append(f"block {block} went back from version {len(updates)} to {version}")
+        found = tuple(counts_in(float(page.parameter[0])))
+        if len(found) != 1:
+            self.wrong.append(f"block {block}, version {version} is of puts {found}")
+        updates += [()] * (version - 1 - len(updates))
+        updates.append(found)
 
     def _pushed(self, block: int, change: NDArray[Any]) -> dict[int, int]:
         """The pushes that have changed a block; raises AssertionError if their workers' residuals are not as they must be."""
@@ -144,6 +157,9 @@ class History:
     def on_read(self, block: int, version: int, values: Any, clock: int) -> None:
         """A worker at `clock` is sent a version of a block."""
         updates = self.updates.get(block, [])
+        if self._setting.is_published:
+            self._read_put(block, updates[:version], version, values)  # it is older than asked for where a version was lost
+            return
         found = -sum(value_of(gradient) for update in updates[:version] for gradient in update)
         if block == self._tables_block:
             if version > len(updates):
@@ -155,6 +171,11 @@ class History:
             self.wrong.append(f"block {block}: version {version} is read as {values[0]}, and is {found}")
         if self._setting.has_rounds and version < clock:
             self.wrong.append(f"block {block}: a worker at clock {clock} is sent version {version}")
+
+    def _read_put(self, block: int, updates: list[tuple[int, ...]], version: int, values: Any) -> None:
+        expected = value_of(updates[-1][0]) if updates and updates[-1] else 0.0
+        if float(values[0]) != expected:
+            self.wrong.append(f"block {block}: version {version} is read as {values[0]}, and is {expected}")
 
     def on_blank(self) -> None:
         """The disk is gone."""

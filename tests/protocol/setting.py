@@ -49,6 +49,8 @@ class Setting:
         early_cuts: how many of these it announces before the first step, and not at any moment.
         reads: how many readers come, who call the shards one after the other. restores: of the worlds that go on from the
             checkpoints that are stored, on other shards, so many states are looked at; see restored_worlds.py.
+        is_published: the job trains nothing; each round sets all tensors to what its one worker puts. Its readers ask shard 0
+            how far it is, and then all shards for that version.
         stored_by: this is such a world, and so many shards have stored its checkpoint.
         small: what is other in the world that is seen whole, with one fault; see `with_one_fault`.
     """
@@ -76,6 +78,7 @@ class Setting:
     early_cuts: int = 0
     reads: int = 0
     restores: int = 0
+    is_published: bool = False
     stored_by: int = 0
     lease_s: float = 10.0
     job: dict[str, Any] = field(default_factory=dict)
@@ -88,7 +91,7 @@ class Setting:
         return JobSpec(
             len(self.programs),
             tuple(TensorSpec(f"t{i}", shape, dtype, i) for i in range(self.blocks)),
-            tuple(GroupSpec("sgd", ()) for _ in range(self.groups)),
+            tuple(GroupSpec("published" if self.is_published else "sgd", ()) for _ in range(self.groups)),
             Consistency.parse(self.consistency),
             "sum",
             self.quorum,

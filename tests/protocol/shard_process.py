@@ -10,15 +10,16 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import green
 from canonical import Walker
-from cut_parts import CutPart, CutParts
+from cut_parts import CutParts
 from green import Fiber, Fibers
 from published import History, notes_of
 from serving import Broken, Context, Desks, GreenTicket, Handler, Paused
 from setting import Setting
+from shard_view import Key, ShardTold, ShardView
 from wire import UNREACHED, Numbers, Outcome
 
 from psd.checkpoint import CheckpointDirectory
@@ -37,8 +38,6 @@ from psd.state.tables.stores import close_stores
 from psd.state.workers.membership import WorkerState
 from psd_core.arena import WORDS
 from psd_core.table import TableStore
-
-Key = tuple[Any, ...]
 
 LOSS_S = 1e-4
 """Between two lives of a shard that loses everything, by the clock that sessions grow with: no session comes twice."""
@@ -130,47 +129,6 @@ def stand_ins() -> list[tuple[Any, str, Any]]:
         (state_restoration, "drawn_integer", drawn_incarnation),
         (state_shard, "Storage", WatchedStorage),
     ]
-
-
-class ShardTold(NamedTuple):
-    """What an event has led to.
-
-    Attributes:
-        replies: keys of calls that have ended, with their outcomes. crash_points: those at which there is something else on the
-            disk than before. locks: that the call has taken. wrong: broken invariants.
-    """
-
-    replies: tuple[tuple[Key, int], ...]
-    crash_points: tuple[int, ...]
-    locks: int
-    wrong: tuple[str, ...]
-
-
-class ShardView(NamedTuple):
-    """What the rest of the world needs to know of a shard.
-
-    Attributes:
-        is_up: its process runs. lives: how often it has been started. is_blank: it has once been without what it held.
-        has_lost_round: the next tick will see to that.
-        handlers: keys of waiting calls; True: it may go on. live: by rank, the live session, else 0.
-        history, ahead, carried: see History. cuts: parts of cuts that are complete. announced, reads: how many cuts, readers.
-        holds: it holds pushes for a cut. is_graced: the open round has its quorum, and waits on for others.
-    """
-
-    is_up: bool
-    lives: int
-    is_blank: bool
-    has_lost_round: bool
-    handlers: tuple[tuple[Key, bool], ...]
-    live: tuple[int, ...]
-    history: tuple[Any, ...]
-    ahead: tuple[Any, ...]
-    carried: tuple[Any, ...]
-    cuts: tuple[CutPart, ...] = ()
-    announced: int = 0
-    reads: int = 0
-    holds: bool = False
-    is_graced: bool = False
 
 
 class ShardProcess:
@@ -318,7 +276,8 @@ class ShardProcess:
             self._crash_points.setdefault(self._front(), self._burnt + 1)
         replies, self._replies = tuple(self._replies), []
         points = tuple(sorted(point for point in self._crash_points.values() if point))
-        return ShardTold(replies, points, self._locks, self.history.take_wrong())
+        wrong, self.cut_parts.wrong = tuple(self.cut_parts.wrong), []
+        return ShardTold(replies, points, self._locks, self.history.take_wrong() + wrong)
 
     def _apply(self, event: tuple[Any, ...]) -> None:
         shard = self._shard
@@ -347,8 +306,10 @@ class ShardProcess:
             case ("grace",):
                 shard.settlement._coordinator()._grace._began = 0.0  # long ago
                 shard.settlement.decide_due()
-            case ("announce" | "read" as what,):
-                getattr(self.cut_parts, what)()
+            case ("announce",):
+                self.cut_parts.announce()
+            case ("read", told):
+                self.cut_parts.read(told)
             case ("overdue",):
                 self._now += HOLD_S_MAX + 1
                 shard.cuts.on_tick(self._now, self._setting.lease_s)
@@ -440,6 +401,8 @@ class ShardProcess:
             cuts=tuple(sorted(self.cut_parts.found.values())),
             announced=self.cut_parts.announced,
             reads=self.cut_parts.reads,
+            told=tuple(self.cut_parts.told),
+            can_be_read=self._shard is not None and self.cut_parts.can_be_read,
             holds=self._shard is not None and self.cut_parts.holds,
             is_graced=self._shard is not None and self._shard.settlement.due_in() is not None,
         )

@@ -253,6 +253,45 @@ def test_a_push_that_comes_again_without_its_rows_or_its_tensors_is_found(
     assert told_in_order(story, "is killed", "worker 1 -> shard 0: push_pull", "is now made of [0]")
 
 
+# -- publications ----------------------------------------------------------------------------------------------------------
+
+PUBLISHED = Setting(
+    "publications",
+    aggregation="exact",
+    quorum=1,
+    programs=("put",),
+    successor="put",
+    reads=1,
+    is_published=True,
+    faults=frozenset({"kill", "die"}),
+)
+
+
+@pytest.mark.slow
+def test_publications_that_are_read_under_one_kill_have_no_findings() -> None:
+    """Of a shard between any two requests, or of the publisher at any moment: all states that there are."""
+    explorer, told = explore(PUBLISHED)
+
+    assert told == []
+    assert explorer.states > 1000
+
+
+@pytest.mark.parametrize(
+    ("plant", "wrong"),
+    [
+        (planted.put_before_its_commit, "is made of different gradients"),
+        (planted.unheard_decision, "of which a reader has told, and stays behind"),
+        (planted.newest_page, "not of one"),
+    ],
+)
+def test_what_makes_a_version_lie_is_found(monkeypatch: pytest.MonkeyPatch, plant: Any, wrong: str) -> None:
+    plant(monkeypatch)
+
+    story = find(PUBLISHED)
+
+    assert wrong in story[0]
+
+
 def small(name: str) -> Setting:
     """The world with cuts that is seen whole, before any fault."""
     (found,) = (setting for setting in SETTINGS if setting.name == name)

@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from automaton import Automaton, Node
 from setting import Setting
-from shard_process import ShardProcess, ShardTold
+from shard_process import ShardProcess
+from shard_view import ShardTold
 from wire import UNREACHED, Numbers, Request
 from worker_process import Slot, Told, WorkerProcess, WorkerView
 
@@ -211,7 +212,9 @@ class World:
             yield ("grace", shard), 0
         if shard == 0 and view.announced < self.setting.cuts:
             yield ("announce", shard), 0
-        if view.reads < self.setting.reads:
+        # Of a publication, readers begin at shard 0.
+        reads = len(state.shards[0].view.told) if self.setting.is_published and shard else self.setting.reads
+        if view.reads < reads and view.can_be_read:
             yield ("read", shard), 0
         for key, is_ready in view.handlers:
             if is_ready:
@@ -319,7 +322,10 @@ class _Step:
                 self.go(shard, key, is_lost=bool(variant))
             case ("expire", shard, rank):
                 self.shard_event(shard, ("expire", rank))
-            case ("suspend" | "tick" | "grace" | "restart" | "announce" | "read" | "overdue", shard):
+            case ("read", shard):
+                view, first = self.shards[shard].view, self.shards[0].view
+                self.shard_event(shard, ("read", first.told[view.reads] if self.world.setting.is_published and shard else None))
+            case ("suspend" | "tick" | "grace" | "restart" | "announce" | "overdue", shard):
                 self.shard_event(shard, (action[0],))
             case ("kill" | "outage" | "blank", shard):
                 self.shard_event(shard, ("kill",))

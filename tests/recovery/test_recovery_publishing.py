@@ -83,6 +83,25 @@ def test_a_put_that_all_shards_have_is_there_when_the_next_publisher_comes(
             assert store.put(state_of(3), {"number": 3}) == 3
 
 
+def test_a_put_that_is_committed_is_read_though_no_publisher_comes(
+    shard_processes: Callable[..., list[ShardProcess]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shard 0 alone knows that it counts. Readers tell the others, whose token lets them change nothing of their own."""
+    files = [tmp_path / role for role in ("publisher", "reader")]
+    for file in files:
+        file.write_text(f"token-of-a-{file.name}")
+    (tmp_path / "tokens").write_text("".join(f"{file.name} {file.read_text()}\n" for file in files))
+    for file in tmp_path.iterdir():
+        file.chmod(0o600)
+    monkeypatch.setenv("PSD_TOKEN_FILE", str(files[0]))
+    running = shard_processes(3, "--lease", "60", "--token-file", str(tmp_path / "tokens"))
+    servers = servers_of(running)
+    with psd_client.connect(servers, role="reader", token_file=str(files[1]), **PATIENT) as reader:
+        put_and_die(servers, "commit")
+        found = reader.pull(newer_than=1, timeout=60)
+        assert (found.version, number_in(found)) == (2, 2)
+
+
 def test_a_put_that_is_lost_by_two_deaths_is_read_by_nobody(shard_processes: Callable[..., list[ShardProcess]]) -> None:
     """Shard 0 has it; another shard was killed with it, before it was told, and nobody can send it again."""
     running = shard_processes(3, "--lease", "60")

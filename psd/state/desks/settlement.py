@@ -1,23 +1,43 @@
 """Answers the calls by which workers settle rounds of exact aggregation, commit and measure; see aggregation/settlement.py.
 
+Of a publication, readers carry shard 0's last decision to shards that are behind it, too, since its publisher may have died
+before it could. They may change nothing else: a seal proves that the decision is shard 0's.
+
 Must not know how rules compute, or what is in a block.
 """
 
 from __future__ import annotations
 
-from psd.contract.errors import InvalidRequest, WrongShard
+import hmac
+from collections.abc import Callable
+from typing import TypedDict
+
+from psd.contract.errors import CutMissed, InvalidRequest, WrongShard
 from psd.contract.verdicts import WITH_VERDICTS
 from psd.state.aggregation.settlement import Coordinator
 from psd.state.core import ShardCore
+from psd.state.job import Job
 from psd.state.tickets import Ticket, WaitKind
-from psd.v1 import control_pb2
+from psd.v1 import control_pb2, data_pb2, job_pb2
+
+
+class DecisionTold(TypedDict, total=False):
+    """Fields of DescribeReply."""
+
+    decision: job_pb2.Decision
+    seal: bytes
 
 
 class SettlementDesk:
-    """Answers ControlService.Commit and ControlService.Measure."""
+    """Answers ControlService.Commit and ControlService.Measure.
+
+    Attributes:
+        seal: makes of words what no reader can make of them, all shards alike; empty where everybody may do everything.
+    """
 
     def __init__(self, core: ShardCore) -> None:
         self._core = core
+        self.seal: Callable[[bytes], bytes] = lambda _: b""
 
     def commit(self, request: control_pb2.CommitRequest) -> Ticket | None:
         """Note that all shards have a push. Returns a ticket if its round is not decided yet. See ControlService.Commit."""
@@ -100,3 +120,38 @@ class SettlementDesk:
         if skipped:
             self._core.settle()
         return participant.measure(request.round, under, worker.rank, decisions)
+
+    # -- decisions that readers carry ----------------------------------------------------------------------------------
+
+    def told(self, job: Job) -> DecisionTold:
+        """The last decision on a publication, for readers, if this is shard 0."""
+        with self._core.lock:
+            if job.coordinator is None or not job.spec.is_publication:
+                return {}
+            latest = job.coordinator.latest()
+            return {"decision": latest[-1], "seal": self._sealed(job, latest[-1])} if latest else {}
+
+    def hear(self, request: data_pb2.ReadRequest, job: Job) -> None:
+        """Follow the decision that a reader brings, if it is shard 0's.
+
+        Raises:
+            InvalidRequest: no timeline is given, this is no publication, or the decision is none of it. CutMissed: the job is
+                on another timeline.
+        """
+        if not request.HasField("decision"):
+            return
+        if not (request.HasField("timeline") and job.spec.is_publication):
+            raise InvalidRequest("decision: is for publications, and with a timeline")
+        decisions = job.participant.check([request.decision])
+        with self._core.lock:
+            if self._core.job is not job or request.timeline != self._core.timeline:
+                raise CutMissed("decision: the job goes back to a checkpoint")
+            if not hmac.compare_digest(self._sealed(job, request.decision), request.seal):
+                return  # the shards' tokens differ while they are changed
+            self._core.count_staged(decisions)
+        job.participant.follow(decisions)
+
+    def _sealed(self, job: Job, decision: job_pb2.Decision) -> bytes:
+        core = self._core
+        numbers = b"%d %d %d " % (core.timeline, job.arena.word("initialized"), decision.round)
+        return self.seal(b"decision\n%s\n" % core.run_id.encode() + job.layout.digest + numbers + decision.members)

@@ -1,4 +1,4 @@
-"""Builds the loops in C that gather and update rows at known places (_gather.c), as the kernels are built."""
+"""Builds what benchmarks have in C, as the kernels are built: _gather.c, loops over rows, and _calls.c, small calls."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pathlib import Path
 import psd_core
 
 
-def build(directory: Path) -> Path:
-    """Compile them into a shared library in the directory; return its path."""
-    library = directory / "gather.so"
-    source = Path(__file__).with_name("_gather.c")
+def build(name: str, directory: Path) -> Path:
+    """Compile _<name>.c into a shared library in the directory; return its path."""
+    library = directory / f"{name}.so"
+    source = Path(__file__).with_name(f"_{name}.c")
     compiler = (sysconfig.get_config_var("CC") or "cc").split()[0]
     include = Path(psd_core.__file__).parent / "csrc"
     flags = ["-O3", f"-I{include}", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC"]

@@ -1,0 +1,202 @@
+"""Goodput of real learners: the steps that they make although one of them dies every few seconds, and comes back later.
+
+Each is a process, and a step takes the same time whatever the machine: a pause stands for an accelerator's computing. So that
+starting Python is not counted, a spare waits for each that is killed. The same for learners by gloo, without psd
+(_gloo_learner.py). Knows nothing of command lines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import _gloo_learner
+import _report
+import torch
+from _processes import START_S, Process, Shard, cleanly, environment
+
+import psd_client
+import psd_client.torch as psd
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+
+import characters
+
+BASE = "data parallel"
+NESTEROV = psd_client.SGD(lr=0.7, momentum=0.8, nesterov=True)
+"""0.8 rather than DiLoCo's 0.9: there are some tens of outer steps, not hundreds."""
+LEASE_S = 2.0
+
+GOODPUT: Mapping[str, Mapping[str, Any]] = {
+    BASE: {},
+    "DiLoCo": {"local": psd.Local(20, NESTEROV)},
+    "Streaming, 4 fragments": {"local": psd.Local(20, NESTEROV, fragments=4, delay=4)},
+    "DiLoCo, quorum of half": {"local": psd.Local(20, NESTEROV), "quorum": 0.5},
+    "decoupled, 4 fragments": {"local": psd.Local("auto:20", NESTEROV, fragments=4, delay=4), "quorum": 0.5, "grace": "auto"},
+    "async": {"local": psd.Local(20, psd_client.SGD(lr=0.25)), "consistency": "async"},
+}
+"""Ways to train, and the options of psd.distribute for them. A quorum is a share of the learners."""
+
+BY_GLOO: Mapping[str, int] = {"data parallel by gloo": 1, "DiLoCo by gloo": 20}
+"""Likewise without psd; local steps between two exchanges."""
+
+
+def options_of(ways: Mapping[str, Mapping[str, Any]], way: str, learners: int) -> dict[str, Any]:
+    """Options of psd.distribute for a way to train."""
+    options = dict(ways[way])
+    if "quorum" in options:
+        options["quorum"] = max(1, int(options["quorum"] * learners))
+    return options
+
+
+def learn(task: Mapping[str, Any]) -> None:
+    """Make steps until killed, as one learner; each is a byte in a file."""
+    torch.set_num_threads(1)
+    text = characters.read(None, 20_000)
+    model = characters.Transformer(len(text.alphabet), context=16, dim=32, layers=1)
+    inner = torch.optim.AdamW(model.parameters(), 1e-3)
+    options = options_of(GOODPUT, task["way"], task["learners"])
+    print("ready", flush=True)
+    rank = int(sys.stdin.readline())
+    optimizer = psd.distribute(model, inner, servers=task["servers"], rank=rank, world_size=task["learners"], **options)
+    print("joined", flush=True)
+    pause, seed = threading.Event(), random.Random(os.getpid())
+    done = os.open(task["steps"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    due = time.perf_counter()
+    while True:
+        due = max(due + task["step_s"], time.perf_counter())
+        batch = characters.pieces(text.train, 2, model.context, seed.randrange(1 << 30))
+        optimizer.zero_grad()
+        characters.loss_of(model, batch).backward()
+        pause.wait(due - time.perf_counter())
+        optimizer.step()
+        os.write(done, b".")
+
+
+class Learners:
+    """The learner processes of one run, and spares for those that are killed, so that starting Python is not counted.
+
+    Attributes:
+        steps: a file with a byte for each step. present: by rank, the processes that train, or did.
+    """
+
+    def __init__(self, way: str, servers: str, directory: Path, args: argparse.Namespace, stack: contextlib.ExitStack) -> None:
+        self._stack = stack
+        self.steps = directory / "steps"
+        self._task = {
+            "way": way,
+            "servers": servers,
+            "learners": args.learners,
+            "step_s": args.step_ms / 1000,
+            "steps": str(self.steps),
+            "local_steps": BY_GLOO.get(way, 0),
+        }
+        self._members = 0
+        self._spares = [self._spare() for _ in range(args.learners + args.spares)]
+        self.present: dict[int, Process] = {}
+
+    def _spare(self) -> Process:
+        """A process that waits to be a learner."""
+        made = Process("learner", [sys.executable, __file__, json.dumps(self._task)], environment(1), 9)
+        self._stack.callback(made.end, 0)
+        return made
+
+    def begin_all(self, count: int) -> None:
+        """Let so many learners begin, and wait until they have joined."""
+        for process in self._spares:
+            process.read_line(START_S)
+        self.tell(range(count))
+        for rank in range(count):
+            self.begin(rank)
+        for process in self.present.values():
+            process.read_line(START_S)
+
+    def begin(self, rank: int) -> None:
+        """Let a process that waits be the learner of this rank."""
+        self.present[rank] = process = self._spares.pop(0)
+        process.write_line(str(rank))
+
+    def kill(self, rank: int) -> None:
+        """Kill the learner of this rank, and start a spare."""
+        self.present[rank].end(0)
+        self._spares.append(self._spare())
+
+    def tell(self, ranks: Sequence[int]) -> None:
+        """Say who is there; learners of psd need not be told."""
+        self._members += 1
+        _gloo_learner.write_members(self.steps.with_name("members"), self._members, sorted(ranks))
+
+    @property
+    def done(self) -> int:
+        """Steps that all learners have made so far."""
+        return self.steps.stat().st_size if self.steps.exists() else 0
+
+
+def measure(ways: Sequence[str], args: argparse.Namespace, memory: Path) -> list[dict[str, Any]]:
+    """A run for each way, with and without failures."""
+    runs = []
+    for way in ways:
+        for fails in (True,) if args.only_failures else (False, True):
+            with cleanly() as stack, tempfile.TemporaryDirectory(dir=memory) as directory:
+                shard = Shard("--state-dir", f"{directory}/state", "--lease", str(LEASE_S), "--on-worker-failure", "continue")
+                shard.start()
+                stack.callback(shard.kill)
+                shard.wait_ready()
+                learners = Learners(way, shard.address, Path(directory), args, stack)
+                runs.append({"way": way, "fails": fails, **_watch(learners, args, fails=fails)})
+            _report.progress(f"{way}, {'with' if fails else 'without'} failures: {runs[-1]['share']:.1%} of the steps")
+    return runs
+
+
+def _watch(learners: Learners, args: argparse.Namespace, *, fails: bool) -> dict[str, float]:
+    """Let learners train, and kill and return them; the steps that they made, and those that they could have made."""
+    drawn, pause = random.Random(1), threading.Event()
+    learners.begin_all(args.learners)
+    begun, before = time.perf_counter(), learners.done
+    away: dict[int, float] = {}
+    absent_s, kills, next_kill = 0.0, 0, args.every
+
+    def present() -> list[int]:
+        return [rank for rank in range(args.learners) if rank not in away]
+
+    while (now := time.perf_counter() - begun) < args.seconds:
+        for rank, since in list(away.items()):
+            if now >= since + args.away:
+                absent_s += now - away.pop(rank)
+                learners.tell(present())
+                learners.begin(rank)
+        if fails and now >= next_kill:
+            rank = drawn.choice(present())
+            learners.kill(rank)
+            away[rank], next_kill, kills = now, next_kill + args.every, kills + 1
+            learners.tell(present())
+        pause.wait(0.02)
+    absent_s += sum(now - since for since in away.values())
+    possible = (args.learners * now - absent_s) / (args.step_ms / 1000)
+    done = learners.done - before
+    return {"done": done, "possible": possible, "share": done / possible, "kills": kills}
+
+
+def text(runs: Sequence[Mapping[str, Any]]) -> str:
+    """A table with a row per way."""
+    share = {(run["way"], run["fails"]): run["share"] for run in runs}
+    rows = [
+        (way, *(f"{share[way, fails]:.0%}" if (way, fails) in share else "-" for fails in (False, True)))
+        for way in dict.fromkeys(run["way"] for run in runs)
+    ]
+    return _report.table(("way", "steps, nobody dies", "steps, with failures"), rows)
+
+
+if __name__ == "__main__":
+    told = json.loads(sys.argv[1])
+    (_gloo_learner.learn if told["local_steps"] else learn)(told)
