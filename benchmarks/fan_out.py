@@ -2,15 +2,21 @@
 
     python benchmarks/fan_out.py [--readers 200] [--relays 4] [--megabytes 1] [--steps 10] [--interval 0.5] [--rounds 3]
 
-A worker makes a step every --interval seconds, or as often as it can; each step is a version. The readers, threads of four
-processes, follow: each pulls the newest version as soon as there is one. Relays and readers have the lowest priority, so that
-they take little from the worker and the shard, as if they had machines of their own. The worker's own bytes are left out. The
-shard keeps no versions, so that each travels whole, as where all of a model changes with each.
+A worker makes a step every --interval seconds, or as often as it can; each step is a version. In each job it first makes steps
+alone, and then with readers: what these cost is the difference within one job, on the same processes. The readers, threads of
+four processes, follow: each pulls the newest version as soon as there is one. The worker's own bytes are left out. Shard and
+relays keep no versions, so that each travels whole, as where all of a model changes with each.
+
+The measure of what training loses is the shard's processor time, since it does not depend on how many cores are idle: relays
+and readers are to have machines of their own, and here they share its cores, though at the lowest priority. They take them from
+the worker, too; so `longer` says more about a machine with few cores than about psd. The row without readers has the same steps
+twice, and shows how far chance alone goes.
 
 to readers  bytes that the shard sends to readers, or relays, for each step, by the size of the parameters
-shard's CPU seconds of the shard's processor time for each step; the ratio is to that without readers
+shard's CPU milliseconds of the shard's processor time for each step; x: by that of the same shard before the readers came
+taken       what of that readers cost, as a part of the interval: of one core's time, so much is lost to training
 step        the worker's push_pull, by shared memory
-lost        what the step takes longer than without readers, as a part of the interval
+longer      what it takes longer than before the readers came, as a part of the interval
 versions    versions that a reader has taken for each step, of all that there were
 last reader seconds from the beginning of the last step until the last reader has its version
 
@@ -44,7 +50,7 @@ def addresses(args: Namespace, kind: str, shard: Shard, stack: ExitStack) -> lis
         return []
     if kind == "shard":
         return [shard.address] * args.readers
-    limit = "--max-reads", str(2 * args.readers)
+    limit = "--max-reads", str(2 * args.readers), "--keep-versions", "0"
     relays = [Relay(shard.address, *limit, prefix=GIVING_WAY) for _ in range(args.relays)]
     start_all(stack, relays)
     found = [relay.address for relay in relays]
@@ -57,6 +63,15 @@ def measure(kind: str, args: Namespace) -> dict[str, Any]:
     size = args.megabytes * 1_000_000 // 4
     ones = {"w": np.ones(size, np.float32)}
     step_s: list[float] = []
+
+    def step() -> float:
+        """Make a step, and wait for the end of the interval; returns when it began."""
+        begun = time.monotonic()
+        ps.push_pull(ones)
+        step_s.append(time.monotonic() - begun)
+        threading.Event().wait(max(0.0, begun + args.interval - time.monotonic()))
+        return begun
+
     last_s: list[float] = []
     taken: list[int] = []
     with cleanly() as stack:
@@ -65,20 +80,24 @@ def measure(kind: str, args: Namespace) -> dict[str, Any]:
         ps = stack.enter_context(psd_client.connect(shard.address, 0, 1, wait_timeout=600))
         ps.declare({"w": np.zeros(size, np.float32)}, psd_client.SGD(lr=1.0))
         ps.push_pull(ones)
+        cpu = cpu_s(shard.pid)
+        report.progress(f"{kind}: nobody reads yet")
+        steps = args.rounds * args.steps
+        for _ in range(steps):
+            step()
+        alone_cpu_s, alone_step_s = (cpu_s(shard.pid) - cpu) / steps, report.median(step_s)
+        step_s.clear()
         servers = addresses(args, kind, shard, stack)
         parts = [servers[first::PROCESSES] for first in range(PROCESSES if servers else 0)]
         peers = [Peer("readers", {"servers": part}, prefix=GIVING_WAY) for part in parts]
         all_ready(stack, peers)
-        version, sent, cpu = 1, shard.status().numbers["sent_bytes"], cpu_s(shard.pid)
+        version, sent, cpu = 1 + steps, shard.status().numbers["sent_bytes"], cpu_s(shard.pid)
         for number in range(args.rounds):
             report.progress(f"{kind}: round {number + 1} of {args.rounds}")
             for peer in peers:
                 peer.ask(until=version + args.steps)
             for _ in range(args.steps):
-                begun = time.monotonic()
-                ps.push_pull(ones)
-                step_s.append(time.monotonic() - begun)
-                threading.Event().wait(max(0.0, begun + args.interval - time.monotonic()))
+                begun = step()
             version += args.steps
             for peer in peers:
                 answer = peer.answer()
@@ -86,7 +105,6 @@ def measure(kind: str, args: Namespace) -> dict[str, Any]:
                     raise ProcessFailed(f"{kind}: {answer['wrong']} versions are not what they are called")
                 last_s.append(max(answer["had_at"]) - begun)
                 taken += answer["taken"]
-        steps = args.rounds * args.steps
         sent_bytes = shard.status().numbers["sent_bytes"] - sent - steps * 4 * size
         return {
             "readers_at": kind,
@@ -94,7 +112,9 @@ def measure(kind: str, args: Namespace) -> dict[str, Any]:
             "steps": steps,
             "sent_per_step": sent_bytes / (4 * size) / steps,
             "shard_cpu_s": (cpu_s(shard.pid) - cpu) / steps,
+            "alone_cpu_s": alone_cpu_s,
             "step_s": report.median(step_s),
+            "alone_step_s": alone_step_s,
             "versions_share": sum(taken) / len(taken) / args.steps if taken else None,
             "last_s": max(last_s) if last_s else None,
         }
@@ -107,8 +127,8 @@ def main() -> int:
     parser.add_argument("--relays", type=int, default=4, help="of the shard (default: %(default)s)")
     parser.add_argument("--interval", type=float, default=0.5, help="seconds of a step at least (default: %(default)s)")
     args = parser.parse_args()
-    if args.readers < PROCESSES or args.relays < 1:
-        parser.error(f"--readers: expected at least {PROCESSES}; --relays: at least 1")
+    if args.readers < PROCESSES or args.relays < 1 or args.interval <= 0:
+        parser.error(f"--readers: expected at least {PROCESSES}; --relays: at least 1; --interval: above 0")
     about = report.machine()
     results, left_out = [], {}
     for kind in ("no readers", "shard", f"{args.relays} relays"):
@@ -118,21 +138,21 @@ def main() -> int:
             left_out[kind] = str(error)
     print(f"{args.readers} readers of {args.megabytes} MB")
     print(report.machine_line(about) + "\n")
-    alone = results[0] if results and results[0]["readers_at"] == "no readers" else {"shard_cpu_s": None, "step_s": None}
     rows = [
         [
             r["readers_at"],
             report.number(r["sent_per_step"], 1),
             report.number(1e3 * r["shard_cpu_s"], 1),
-            report.number(report.ratio(r["shard_cpu_s"], alone["shard_cpu_s"])),
+            report.number(report.ratio(r["shard_cpu_s"], r["alone_cpu_s"])),
+            f"{(r['shard_cpu_s'] - r['alone_cpu_s']) / args.interval:.1%}",
             report.number(1e3 * r["step_s"], 1),
-            "-" if alone["step_s"] is None else f"{(r['step_s'] - alone['step_s']) / args.interval:.1%}",
+            f"{(r['step_s'] - r['alone_step_s']) / args.interval:.1%}",
             report.number(r["versions_share"]),
             report.number(r["last_s"]),
         ]
         for r in results
     ]
-    heads = ["readers at", "x sent", "ms shard's CPU", "x", "ms step", "lost", "versions", "s last reader"]
+    heads = ["readers at", "x sent", "ms shard's CPU", "x", "taken", "ms step", "longer", "versions", "s last reader"]
     print(report.table(heads, rows, words=1))
     return report.conclude(args.json, {"machine": about, "results": results}, [], left_out, is_failed=bool(left_out))
 

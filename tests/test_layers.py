@@ -19,7 +19,7 @@ LAYERS = {
     "psd.state": ("psd.checkpoint", "psd.contract", "psd.v1", "psd_core"),
     "psd.rim": ("psd.state", "psd.checkpoint", "psd.contract", "psd.v1"),
     "psd.watch": ("psd.contract", "psd.v1"),
-    "psd.relay": ("psd.rim", "psd_client", "psd.contract", "psd.v1", "psd_core"),
+    "psd.relay": ("psd.rim", "psd.state", "psd_client", "psd.contract", "psd.v1", "psd_core"),
     "psd.cli": ("psd.watch", "psd.relay", "psd.rim", "psd.state", "psd.checkpoint", "psd.contract", "psd.v1", "psd_core"),
     "psd.cli.follow": ("psd.cli", "psd_client", "psd.checkpoint", "psd.contract"),
     "psd_client": ("psd.contract", "psd.v1", "psd_core"),
@@ -43,7 +43,7 @@ OUTSIDE = {
     "ray": ("psd.cli.ray.shards", "psd.cli.ray.job"),
     "grpc_health": ("psd.rim", "psd.relay"),
     "grpc_reflection": ("psd.rim",),
-    "prometheus_client": ("psd.rim.metrics",),
+    "prometheus_client": ("psd.rim.metrics", "psd.relay.metrics"),
     "http": (),
     "torch": (
         "psd_client.torch",
@@ -111,7 +111,7 @@ OUTSIDE = {
 
 ROOMS = tuple(f"psd.cli.{room}" for room in ("ctl", "follow", "hosts", "job", "kubernetes", "processes", "ray", "words"))
 
-CLIENTS = ("psd.cli.follow.follower", "psd.relay")
+CLIENTS = ("psd.cli.follow.follower", "psd.cli.follow.ending", "psd.relay")
 """Parts of psd's commands that are clients of a job; loaded where they are asked for."""
 
 ENVIRONMENT = ("psd.contract.environment", "psd.cli")

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from psd.contract.arguments import ByName, whole_number
-from psd.contract.config import ClientConfig
+from psd.contract.config import SHARDS_MAX, ClientConfig
 from psd.contract.errors import CutMissed, InternalError, InvalidRequest, LayoutMismatch, NotDeclared, WaitTimeout
 from psd.contract.integers import INTEGER_MAX
 from psd.contract.jobspec import JobSpec
@@ -165,6 +165,7 @@ class Reader:
         self.newest = 0
         self.heard_at: float | None = None
         self.name = f"{socket.gethostname()}:{os.getpid()}"
+        self.relayed_readers: int | None = None  # set by a relay
         self._id = secrets.randbits(53) or 1
         self.job = ""
         self.timeline = 0
@@ -291,15 +292,20 @@ class Reader:
         with explained(self._explain, self._config.report_after_s):
             return self._pull(wanted, oldest, timeout_s)
 
-    def pull_whole(self, newer_than: int | None, timeout_s: float, into: FlatBuffers | None) -> WholeCopy:
+    def pull_whole(
+        self, newer_than: int | None, timeout_s: float, into: FlatBuffers | None, base: FlatBuffers | None = None
+    ) -> WholeCopy:
         """Fetch all parameters, as `pull` does, for a relay; not for programs. From then on no other run is read.
 
         Args:
             into: buffers that nobody uses any more, for the values; may be of another layout, and are not used then.
+            base: an earlier version, from which on the servers may tell what has changed; stays as it is.
         """
-        self._places = place = GivenPlace(into)
+        self._places = place = GivenPlace(into, base)
+        self._comes_again = True
         self._last = None
         self._pull(Nothing(), 0 if newer_than is None else newer_than + 1, timeout_s)
+        place.buffers.base = None
         self._config = replace(self._config, run_id=self._described.run_id)
         return WholeCopy(self._described, self._version, place.buffers)
 
@@ -365,7 +371,10 @@ class Reader:
     def _layout_of(self, replies: list[control_pb2.DescribeReply]) -> Layout:
         digests = {reply.layout_digest for reply in replies}
         if self._layout is None or digests != {self._layout.digest}:
-            self._layout = Layout(JobSpec.from_message(replies[0].spec), len(replies))
+            is_relay, count = bool(replies[0].relay_of), len(replies)
+            if is_relay and not 1 <= (count := replies[0].relayed_shards) <= SHARDS_MAX:
+                raise InternalError(f"relayed_shards: a relay has said {count}; expected 1 to {SHARDS_MAX}")
+            self._layout = Layout(JobSpec.from_message(replies[0].spec), count, is_gathered=is_relay)
         if digests != {self._layout.digest}:
             raise LayoutMismatch("the shards and this reader cut the parameters differently: their versions of psd differ")
         if len({reply.timeline for reply in replies}) > 1:
@@ -383,7 +392,7 @@ class Reader:
         blocks = blocks_with(layout, tensors) | of_meta
         has_rounds = layout.spec.consistency.has_rounds
         timeline = self.timeline
-        note = data_pb2.ReaderNote(id=self._id, name=self.name)
+        note = data_pb2.ReaderNote(id=self._id, name=self.name, relayed_readers=self.relayed_readers)
         places = self._prepared(layout, data_pb2.ReadRequest(reader=note))
         buffers = places.renew(layout, [block.read_codec(wanted.codec) for block in layout.blocks])
         base = buffers.base or buffers
@@ -416,7 +425,7 @@ class Reader:
             return lane.read(request, asked, buffers, call)
 
         # Without rounds, workers choose their positions when every shard waits for them.
-        has_some = {index % layout.shard_count for index in blocks}
+        has_some = {layout.shard_of(index) for index in blocks}
         lanes = [lane for lane in self._shards.lanes if lane.shard in has_some or not has_rounds]
         found = self._shards.run(read_at, max(0.1, patience_s) + transfer_s(layout, lanes), lanes, is_bulk=True)
         if len(set().union(*found)) > 1:

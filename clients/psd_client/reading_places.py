@@ -66,14 +66,16 @@ class GivenPlace:
 
     Args:
         buffers: may be of another layout, and is not used then. None: there are none yet.
+        base: an earlier version that stays as it is, from which on changes are told; None: `buffers` has what there is.
 
     Attributes:
         layout: None.
     """
 
-    def __init__(self, buffers: FlatBuffers | None) -> None:
+    def __init__(self, buffers: FlatBuffers | None, base: FlatBuffers | None = None) -> None:
         self.layout = None
         self._buffers = buffers
+        self._base = base
 
     @property
     def buffers(self) -> FlatBuffers:
@@ -82,9 +84,10 @@ class GivenPlace:
         return self._buffers
 
     def renew(self, layout: Layout, codecs: list[str]) -> FlatBuffers:
-        """Return the place; it is its own base."""
+        """Return the place, with its base."""
         if self._buffers is None or self._buffers.layout is not layout:
             self._buffers = FlatBuffers(layout)
+        self._buffers.base = self._base if self._base is not None and self._base.layout is layout else None
         self._buffers.read_in(codecs)
         return self._buffers
 

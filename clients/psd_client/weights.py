@@ -21,8 +21,8 @@ class Weights(dict[str, NDArray[Any]]):
         meta: what `put` was given with it: a dict, bytes or None. None for a job that trains.
         digest: 32 hexadecimal digits that stand for what the shards hold of these tensors: equal for pulls of the same names
             of one version, whatever their `dtype`, and as good as certainly not equal for other numbers. It is of the blocks
-            that hold the tensors, their optimizer's slots included, and so it is another one on another number of shards. It
-            is no protection against forgery.
+            that hold the tensors, their optimizer's slots included, and so it is another one on another number of shards. A
+            relay has that of its shards. It is no protection against forgery.
     """
 
     def __init__(self, tensors: Mapping[str, NDArray[Any]], version: int, meta: Any, digest: str) -> None:

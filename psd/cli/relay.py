@@ -31,7 +31,7 @@ from psd.cli.words.arguments import (
     whole_number,
 )
 from psd.cli.words.terminal import discard, prepare_streams
-from psd.contract.config import SECURITY, ClientConfig, ConfigError, Limits, ServerConfig
+from psd.contract.config import LIMITS, SECURITY, WATCHING, ClientConfig, ConfigError, Limits, ServerConfig
 from psd.contract.environment import client_config
 from psd.contract.errors import PsdError
 from psd.contract.settings import settings_of
@@ -53,6 +53,8 @@ _DRAINED, _FAILED = range(FIRST_WORD, FIRST_WORD + 2)
 
 _PLACE = ("listen", "advertise", "health_port", "grace_s")
 _SECURITY = settings_of(ServerConfig, SECURITY)
+_WATCHING = settings_of(ServerConfig, WATCHING)
+_LIMITS = ("readers_max", "keep_versions")
 
 USAGE = "psd-server --relay-of SERVERS [options]"
 
@@ -123,9 +125,12 @@ def parser() -> Parser:
         help="readers that wait or fetch at a time, further ones are refused; one that is slow keeps its version in memory "
         "(default: %(default)s)",
     )
+    limits = settings_of(Limits, LIMITS)
+    add_options(place, {name: limits[name] for name in _LIMITS}, vars(Limits()))
     add_options(found.add_argument_group("security of its readers (files are read again when they change)"), _SECURITY, {})
     upstream = found.add_argument_group("security of what it follows")
     add_options(upstream, {f"upstream_{name}": option for name, option in CREDENTIAL_OPTIONS.items()}, {})
+    add_options(found.add_argument_group(WATCHING), settings_of(ServerConfig, WATCHING), SERVER_DEFAULTS)
     log = found.add_argument_group("log (standard error)")
     log.add_argument(
         "--log-level",
@@ -148,9 +153,9 @@ def parse(argv: Sequence[str] | None) -> tuple[ServerConfig, ClientConfig, logs.
     if args.shard is not None:
         given.error(f"--shard: a relay has the blocks of all shards; give either --shard or {FLAG}")
     try:
-        limits = Limits(reads_max=args.reads_max)
+        limits = Limits(reads_max=args.reads_max, **values(args, _LIMITS))
         limits = replace(limits, calls=limits.reads_max + 576, connections=2 * limits.reads_max + 64)
-        config = ServerConfig(0, 1, **values(args, ("run_id", *_PLACE, *_SECURITY)), limits=limits)
+        config = ServerConfig(0, 1, **values(args, ("run_id", *_PLACE, *_SECURITY, *_WATCHING)), limits=limits)
         upstream = client_config(
             servers=args.relay_of,
             rank=0,

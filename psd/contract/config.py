@@ -25,6 +25,9 @@ TRANSPORTS = ("auto", "shm", "tcp", "grpc")
 
 RUN_ID_BYTES_MAX = 128
 
+SHARDS_MAX = 10_000
+"""Most shards of a job."""
+
 CLIENT_STATE_BYTES_MAX = 1 << 20
 
 CUTS_MAX = 8
@@ -325,7 +328,7 @@ class ServerConfig:
     )
 
     def __post_init__(self) -> None:
-        check_count(ConfigError, "--shard", self.shard_count, 1, 10_000)
+        check_count(ConfigError, "--shard", self.shard_count, 1, SHARDS_MAX)
         check_count(ConfigError, "--shard", self.shard_index, 0, self.shard_count - 1)
         parse_address(self.listen, "--listen")
         if self.advertise:

@@ -450,7 +450,31 @@ READER = (
         "reader",
         weight=72,
     ),
+    Fact("relayed_readers", "now", "Readers that it serves in turn; only of a relay.", "reader", heading="serves", weight=62),
 )
 """Numbers of one reader. Counted for as long as it is remembered. Readers have no metrics each: they choose their names."""
 
-CATALOGUE: dict[str, Sequence[Fact]] = {"job": JOB, "shard": SHARD, "worker": WORKER, "table": TABLE, "reader": READER}
+RELAY = (
+    Fact("version", "now", "Version that it has.", "relay"),
+    Fact("behind", "now", "Newer versions that its servers have told of.", "relay", "psd_relay_behind"),
+    Fact("age_s", "now", "Time for which it has had its version.", "relay", "psd_relay_age_seconds"),
+    Fact(
+        "heard_s",
+        "now",
+        "Time since its servers last answered; below 0: never.",
+        "relay",
+        "psd_relay_heard_seconds",
+    ),
+    Fact("readers", "now", "Readers that wait for a version, or fetch one.", "relay", "psd_relay_readers"),
+    Fact("versions", "total", "Versions that it has fetched.", "relay", "psd_relay_versions_total"),
+)
+"""Numbers of a relay, beside those that it has as a shard has them. In metrics its shard is called "relay"."""
+
+CATALOGUE: dict[str, Sequence[Fact]] = {
+    "job": JOB,
+    "shard": SHARD,
+    "worker": WORKER,
+    "table": TABLE,
+    "reader": READER,
+    "relay": RELAY,
+}

@@ -153,11 +153,15 @@ class Layout:
         spec: the job spec. spaces: the flat spaces. blocks: all blocks of the job, by index.
         client_state_shard: the shard to which workers send the state that they save: the one with the first trained block.
         digest: 16 bytes that two layouts share exactly if they are equal.
+
+    Args:
+        is_gathered: True for a relay, which has the blocks of all shards and is asked as shard 0; they are cut as for these.
     """
 
-    def __init__(self, spec: JobSpec, shard_count: int) -> None:
+    def __init__(self, spec: JobSpec, shard_count: int, *, is_gathered: bool = False) -> None:
         self.spec = spec
         self.shard_count = shard_count
+        self.is_gathered = is_gathered
         self.spaces: list[Space] = []
         self.blocks: list[Block] = []
         members: dict[tuple[int, str], list[int]] = {}
@@ -243,6 +247,8 @@ class Layout:
     def shard_of(self, block: int) -> int:
         """The shard that owns a block, or the tables' block of that index."""
         beyond = block - len(self.blocks)
+        if self.is_gathered:
+            return 0
         return beyond if beyond >= 0 else block % self.shard_count
 
     def tables_block(self, shard: int) -> int | None:
@@ -251,6 +257,8 @@ class Layout:
 
     def blocks_of(self, shard: int) -> list[Block]:
         """The blocks that a shard owns, in ascending order; perhaps none, if there are fewer blocks than shards."""
+        if self.is_gathered:
+            return self.blocks
         return self.blocks[shard :: self.shard_count]
 
     @property

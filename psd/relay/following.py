@@ -46,7 +46,7 @@ class Following:
         ConfigError: a file of credentials cannot be used.
 
     Attributes:
-        versions, received_bytes: how many were fetched so far. problem: why there are no newer ones; empty: nothing is wrong.
+        versions: how many were fetched so far. problem: why there are no newer ones; empty: nothing is wrong.
     """
 
     def __init__(self, config: ClientConfig, holding: Holding) -> None:
@@ -54,7 +54,7 @@ class Following:
         if credentials.has_token and not (credentials.has_tls or all(map(is_loopback, addresses_of(config)))):
             logger.warning("without --upstream-tls-ca the token crosses the network unencrypted, where anybody can take it")
         self._lanes = [ShardLane(index, server, "grpc", credentials) for index, server in enumerate(config.servers)]
-        self.versions = self.received_bytes = 0
+        self.versions = 0
         self.problem = ""
         self._reader = Reader(config, self._lanes)
         self._servers = ",".join(config.servers)
@@ -74,10 +74,11 @@ class Following:
     @property
     def heard_s(self) -> float:
         """Seconds since the servers last answered; -1: never."""
-        return -1.0 if self._reader.heard_at is None else max(0.0, self._holding.now() - self._reader.heard_at)
+        return -1.0 if self._reader.heard_at is None else self._holding.age_s(self._reader.heard_at)
 
-    def start(self) -> None:
-        """Begin to follow."""
+    def start(self, name: str) -> None:
+        """Begin to follow. name: by which the servers' status calls this relay."""
+        self._reader.name = name
         logger.info("following %s", self._servers)
         self._thread.start()
 
@@ -103,9 +104,11 @@ class Following:
 
     def _follow(self) -> None:
         """Take one newer version, if it comes within FOLLOW_S."""
-        held = self._holding.held
+        held, before = self._holding.held, self._reader.received_bytes
+        self._reader.relayed_readers = self._holding.readers.number()
         try:
-            copy = self._reader.pull_whole(None if held is None else held.version, FOLLOW_S, self._spare)
+            newer_than, base = (None, None) if held is None else (held.version, held.buffers)
+            copy = self._reader.pull_whole(newer_than, FOLLOW_S, self._spare, base)
         except WaitTimeout:
             self._heard("" if held is None or self._reader.newest >= held.version else self._older(held.version))
         except NotDeclared as error:
@@ -116,20 +119,24 @@ class Following:
         else:
             self._take(copy)
             self._heard("")
+        finally:
+            self._count(self._reader.received_bytes - before)
 
     def _take(self, copy: WholeCopy) -> None:
         layout = copy.buffers.layout
-        if layout.shard_count > 1:
+        if not layout.is_gathered:
             if self._layout is None or self._layout.spec is not layout.spec:
-                self._layout = Layout(layout.spec, 1)
+                self._layout = Layout(layout.spec, layout.shard_count, is_gathered=True)
             layout = self._layout
         is_first = self._holding.held is None
         held = held_version(copy, layout, self._servers, self._holding.now())
         self.versions += 1
-        self.received_bytes += held.nbytes
         self._spare = self._holding.take(held)
         level = logging.INFO if is_first else logging.DEBUG
         logger.log(level, "has version %d", held.version, extra={"run_id": held.described.run_id, "bytes": held.nbytes})
+
+    def _count(self, received: int) -> None:
+        self._holding.counters.lanes["grpc"].count_bytes(received=received)
 
     def _older(self, version: int) -> str:
         return (
@@ -166,11 +173,11 @@ class Following:
     @property
     def totals(self) -> str:
         """Clauses that say what the relay has done, without their subject."""
-        held, holding = self._holding.held, self._holding
+        held, holding, counters = self._holding.held, self._holding, self._holding.counters
         if held is None:
             return f"has fetched no version from {self._servers}"
         return (
-            f"has fetched {self.versions} versions of {held.described.run_id} from {self._servers}, {self.received_bytes} "
-            f"bytes, and sent {holding.sent_bytes} bytes; at version {held.version}, {holding.now() - held.since:.0f} s old; "
-            f"{holding.readers} readers"
+            f"has fetched {self.versions} versions of {held.described.run_id} from {self._servers}, "
+            f"{counters.received_bytes} bytes, and sent {counters.sent_bytes} bytes; at version {held.version}, "
+            f"{holding.age_s(held.since):.0f} s old; {holding.calls} readers"
         )

@@ -1,7 +1,8 @@
 """The version that a relay has, and the calls that wait for a later one. Thread-safe.
 
 A version never changes. A later one takes its place as a whole, and readers that are being sent the earlier one keep it until
-they have it; then its memory is used for the next one. Versions only grow. Must not know gRPC, nor where versions come from.
+they have it, and as long as it is kept to tell readers what has changed; then its memory is used for a later one. Versions only
+grow. Must not know gRPC, nor where versions come from.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from psd.contract import frames
+from psd.contract.config import Limits
 from psd.contract.errors import (
     BlockOutOfRange,
     CutMissed,
@@ -29,10 +31,13 @@ from psd.contract.integers import INTEGER_MAX
 from psd.contract.layout import Block, Layout
 from psd.contract.layout_message import layout_message
 from psd.contract.reads import check_read
+from psd.state.counts import Counters
+from psd.state.kept_versions import KeptVersions
+from psd.state.readers import Readers
 from psd.v1 import control_pb2, data_pb2
 from psd_client.lanes.flat import FlatBuffers
 from psd_client.reader import WholeCopy
-from psd_core import codecs, deltas
+from psd_core import codecs
 
 
 @dataclass(eq=False)
@@ -41,15 +46,27 @@ class HeldVersion:
 
     Attributes:
         described: the answer to Describe. buffers: hold the values. blocks: of the layout for one shard, by index.
-        since: when the relay got it, by the clock of its `Holding`. users: readers that are being sent it.
+        kept: what readers have of it and of earlier versions of the layout. since: when the relay got it, by the clock of its
+            `Holding`. users: readers that are being sent it, and blocks that are kept.
     """
 
     described: control_pb2.DescribeReply
     buffers: FlatBuffers
     blocks: Mapping[int, Block]
     since: float
+    kept: KeptVersions = field(default_factory=lambda: KeptVersions(0))
     users: int = 0
-    _contents: dict[int, int] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def pin(self) -> None:
+        """Let the buffers stay as they are until `release`."""
+        with self._lock:
+            self.users += 1
+
+    def release(self) -> None:
+        """Undo one `pin`."""
+        with self._lock:
+            self.users -= 1
 
     @property
     def version(self) -> int:
@@ -61,27 +78,34 @@ class HeldVersion:
         """Bytes of the parameters."""
         return sum([block.nbytes for block in self.blocks.values()])
 
-    def frame(self, index: int, codec: str) -> bytes:
-        """The frame of a block, in the answer to Read. codec: as in ReadRequest."""
-        block = self.blocks[index]
-        # The spaces are the same, however many shards cut them into blocks.
-        values = self.buffers.spaces[block.space][block.offset : block.offset + block.length]
-        if index not in self._contents:
-            self._contents[index] = deltas.check(values)
-        message = data_pb2.PullFrame(block=index, version=self.version, content=self._contents[index])
-        form = block.read_codec(codec)
-        return frames.join(message.SerializeToString(), codecs.encoded_if_finite(form, values) if form else values)
+    def frame(self, index: int, codec: str, has: int | None = None) -> bytes:
+        """The frame of a block, in the answer to Read.
+
+        Args:
+            codec: as in ReadRequest. has: the entry of `held` there; None: there is none.
+        """
+        block, values, content = self.blocks[index], self.buffers.block(index), self.buffers.contents[index]
+        form, told = block.read_codec(codec), None
+        if has is not None:
+            told = self.kept.told(index, has, content, values, form)
+            self.pin()
+            self.kept.keep(index, content, values, self.release)
+        message = data_pb2.PullFrame(block=index, version=self.version, content=content)
+        if told is not None:
+            message.delta_check = told.check
+        payload = told.delta if told is not None else codecs.encoded_if_finite(form, values) if form else values
+        return frames.join(message.SerializeToString(), payload)
 
 
 def held_version(copy: WholeCopy, layout: Layout, relay_of: str, since: float) -> HeldVersion:
     """The version that a copy holds.
 
     Args:
-        layout: the job's for one shard. relay_of: the servers from which it is.
+        layout: as that of the copy, but gathered. relay_of: the servers from which it is.
     """
     described = control_pb2.DescribeReply()
     described.CopyFrom(copy.described)
-    described.layout_digest, described.progress, described.relay_of = layout.digest, copy.version, relay_of
+    described.progress, described.relay_of, described.relayed_shards = copy.version, relay_of, layout.shard_count
     described.layout.CopyFrom(layout_message(layout, 0))
     described.has_blocks = True  # `progress` is the job's
     described.incarnation = 0  # no bulk lane
@@ -92,26 +116,31 @@ class Holding:
     """Holder of a relay's version.
 
     Args:
-        name: the relay and what it follows, in words for messages. readers_max: calls of readers at a time.
+        name: the relay and what it follows, in words for messages. limits: on readers, their calls, and kept versions.
         now: returns monotonic seconds.
 
     Attributes:
-        is_draining: True once the relay takes no new work. readers: calls of readers in progress.
-        sent_bytes: of parameters, so far. refused: calls that have ended in an error. on_first: called with the first version.
+        is_draining: True once the relay takes no new work. calls: calls of readers in progress. readers: who has asked lately.
+        counters: as of a shard; what it sends and receives is in those of gRPC. on_first: called with the first version.
     """
 
-    def __init__(self, name: str, readers_max: int, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, name: str, limits: Limits, now: Callable[[], float] = time.monotonic) -> None:
         self.name = name
         self.now = now
         self.is_draining = False
-        self.readers = 0
-        self.sent_bytes = 0
-        self.refused = 0
+        self.calls = 0
+        self.readers = Readers(now, limits.readers_max, limits.reads_max)
+        self.counters = Counters()
         self.on_first: Callable[[], None] = lambda: None
-        self._readers_max = readers_max
+        self._limits = limits
         self._held: HeldVersion | None = None
+        self._earlier: list[HeldVersion] = []  # that are still used
         self._why_none = "it has not asked yet"
         self._changed = threading.Condition()
+
+    def age_s(self, moment: float) -> float:
+        """Seconds since a moment of the holding's clock."""
+        return max(0.0, self.now() - moment)
 
     @property
     def held(self) -> HeldVersion | None:
@@ -122,14 +151,21 @@ class Holding:
         """Let a version take the place of the one before, which must be older, and answer those who wait for it.
 
         Returns:
-            The buffers of the one before, if nobody uses them any more.
+            The buffers of an earlier one that nobody uses any more, if there are some.
         """
         with self._changed:
             before = self._held
             assert before is None or before.version < held.version, "a version on a relay never goes back"
+            is_alike = before is not None and before.described.layout_digest == held.described.layout_digest
+            held.kept = before.kept if before is not None and is_alike else KeptVersions(self._limits.keep_versions)
+            if before is not None and not is_alike:
+                before.kept.forget(for_ever=True)
             self._held = held
             self._changed.notify_all()
-            spare = before.buffers if before is not None and before.users == 0 else None
+            if before is not None:
+                self._earlier.append(before)
+            spare = next((each.buffers for each in reversed(self._earlier) if not each.users), None)
+            self._earlier = [each for each in self._earlier if each.users]
         if before is None:
             self.on_first()
         return spare
@@ -163,18 +199,18 @@ class Holding:
             InvalidRequest, ForeignRun, LayoutMismatch, BlockOutOfRange: a field is wrong.
         """
         with self._changed:
-            if self.readers >= self._readers_max:
-                raise Overloaded(f"Read: {self._readers_max} readers are served already ({self.name}; its --max-reads)")
-            self.readers += 1
+            if self.calls >= self._limits.reads_max:
+                raise Overloaded(f"Read: {self._limits.reads_max} readers are served already ({self.name}; its --max-reads)")
+            self.calls += 1
         found: HeldVersion | None = None
         try:
             found = self._found(request, timeout_s, on_hang_up)
             yield found
         finally:
             with self._changed:
-                self.readers -= 1
+                self.calls -= 1
                 if found is not None:
-                    found.users -= 1
+                    found.release()
 
     def _found(
         self, request: data_pb2.ReadRequest, timeout_s: float, on_hang_up: Callable[[Callable[[], None]], bool]
@@ -206,7 +242,7 @@ class Holding:
             if found.version > step and not request.or_newer:
                 raise CutMissed(f"cut.step: {self.name} has version {found.version}, beyond {step}; or_newer takes that")
             self._check(request, found)
-            found.users += 1
+            found.pin()
         return found
 
     @staticmethod
@@ -228,14 +264,8 @@ class Holding:
 
     def count_error(self, error: PsdError) -> None:
         """Note that a call has ended in an error."""
-        del error
         with self._changed:
-            self.refused += 1
-
-    def count_sent(self, nbytes: int) -> None:
-        """Note that so many bytes of parameters were sent."""
-        with self._changed:
-            self.sent_bytes += nbytes
+            self.counters.count_error(error)
 
     def drain(self) -> None:
         """Take no new work, and end waits with Draining, so that readers go elsewhere."""

@@ -18,6 +18,7 @@ from psd.relay.service import SERVICES, RelayService
 from psd.rim.access import Access
 from psd.rim.calls import CallGuard, Unknown
 from psd.rim.health import HealthService
+from psd.rim.metrics_server import PATH, MetricsServer
 from psd.rim.pace import Pace
 from psd.rim.probes import ProbeServer
 from psd.rim.reflection import Reflection
@@ -37,7 +38,8 @@ class RelayServer:
         ConfigError: a file with certificates or tokens cannot be read, or the relay would follow itself.
 
     Attributes:
-        holding: what it has. service: what it answers. address: HOST:PORT, once started.
+        holding: what it has. service: what it answers. address: HOST:PORT, once started. metrics_port: the port for metrics,
+            once started, if it serves them.
     """
 
     def __init__(self, config: ServerConfig, upstream: ClientConfig) -> None:
@@ -45,7 +47,8 @@ class RelayServer:
             raise ConfigError(f"--relay-of: {config.listen} is this relay's own address (--listen)")
         servers = ",".join(upstream.servers)
         self.address = config.listen
-        self.holding = Holding(f"a relay of {servers}", config.limits.reads_max)
+        self.metrics_port = 0
+        self.holding = Holding(f"a relay of {servers}", config.limits)
         self._config = config
         self._tls = ServerTls(config) if config.tls_cert else None
         access = Access(config.token_file) if config.token_file else None
@@ -64,6 +67,7 @@ class RelayServer:
         self._server.add_generic_rpc_handlers(Reflection((*SERVICES, health.SERVICE_NAME), pace).handlers())
         self._server.add_generic_rpc_handlers((Unknown(pace),))
         self.holding.on_first = self._on_first
+        self._metrics: MetricsServer | None = None
 
     def start(self) -> None:
         """Bind, serve, and follow.
@@ -75,11 +79,23 @@ class RelayServer:
         self.address = f"{host}:{bound}"
         if self._probes is not None:
             self._probes.start()
+        if self._config.metrics_port is not None:
+            self._metrics = self._metrics_server(host.strip("[]"), self._config.metrics_port)
+            self._metrics.start()
+            self.metrics_port = self._metrics.port
+            logger.info("serving metrics at http://%s:%d%s", host, self.metrics_port, PATH)
         self._server.start()
         for service in ("", *SERVICES):
             self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
         self._health.set(READY, health_pb2.HealthCheckResponse.NOT_SERVING)
-        self._following.start()
+        self._following.start(f"relay {self._config.advertise or self.address}")
+
+    def _metrics_server(self, host: str, port: int) -> MetricsServer:
+        from psd.relay.metrics import RelayFamilies  # only if metrics are asked for
+        from psd.rim.metrics import CONTENT_TYPE, Metrics
+
+        metrics = Metrics(RelayFamilies(self.holding, self._following, self.service.started))
+        return MetricsServer(host, port, metrics.render, CONTENT_TYPE)
 
     def _on_first(self) -> None:
         if not self.holding.is_draining:
@@ -107,4 +123,6 @@ class RelayServer:
         self._server.stop(grace_s).wait()
         if self._probes is not None:
             self._probes.stop()
+        if self._metrics is not None:
+            self._metrics.stop()
         self._pool.shutdown(wait=True)

@@ -6,8 +6,8 @@ Must not know how versions come.
 from __future__ import annotations
 
 import secrets
-import time
 from collections.abc import Callable, Iterator
+from itertools import zip_longest
 from typing import Any, NoReturn
 
 import grpc
@@ -18,9 +18,10 @@ from psd.contract import facts
 from psd.contract.errors import InvalidRequest, WrongShard
 from psd.relay.following import Following
 from psd.relay.holding import Holding, check_run
+from psd.relay.views import relay_numbers, shard_numbers
 from psd.rim.calls import CallGuard, abort, message_parser, wait_s
 from psd.rim.pace import Pace
-from psd.rim.views import resident_bytes
+from psd.rim.views import reader_status
 from psd.v1 import control_pb2, data_pb2, vectors_pb2
 
 _SERVICES = (
@@ -43,6 +44,9 @@ class RelayService:
 
     Args:
         servers: those that the relay follows, in words. address: returns the relay's own.
+
+    Attributes:
+        started: when it was made, by the clock of the holding.
     """
 
     def __init__(
@@ -55,7 +59,7 @@ class RelayService:
         self._servers = servers
         self._address = address
         self._incarnation = secrets.randbits(63)
-        self._started = holding.now()
+        self.started = holding.now()
 
     def handlers(self) -> tuple[grpc.GenericRpcHandler[Any, Any], ...]:
         """Handlers for all methods of a shard."""
@@ -96,11 +100,18 @@ class RelayService:
 
     def read(self, request: data_pb2.ReadRequest, context: grpc.ServicerContext) -> Iterator[bytes]:
         """The frames of a version."""
-        with self._holding.reading(request, wait_s(context), context.add_callback) as held:
-            for index in request.blocks or held.blocks:
-                frame = held.frame(index, request.codec)
+        readers, counts = self._holding.readers, self._holding.counters.lanes["grpc"]
+        with (
+            readers.asked_by(request, "grpc") as reader,
+            self._holding.reading(request, wait_s(context), context.add_callback) as held,
+        ):
+            readers.begin_sending(reader)
+            for index, has in zip_longest(request.blocks or held.blocks, request.held):
+                frame = held.frame(index, request.codec, has)
+                readers.sent(reader, len(frame))
+                counts.count_bytes(sent=len(frame), saved=max(0, held.blocks[index].nbytes - len(frame)))
                 yield frame
-                self._holding.count_sent(len(frame))
+            readers.has(reader, held.version)
 
     def status(self, request: control_pb2.StatusRequest, context: grpc.ServicerContext) -> control_pb2.StatusReply:
         """Say what the relay follows, and how well."""
@@ -115,33 +126,18 @@ class RelayService:
             relay=control_pb2.RelayStatus(
                 of=self._servers,
                 newest=following.newest,
-                heard_s=following.heard_s,
-                readers=holding.readers,
-                versions=following.versions,
                 problem=following.problem,
             ),
+            readers=[reader_status(reader, holding.age_s) for reader in holding.readers.all()],
         )
         if holding.is_draining:
             reply.state = control_pb2.SHARD_STATE_DRAINING
-        numbers = {
-            "uptime_s": holding.now() - self._started,
-            "cpu_s": time.process_time(),
-            "memory_bytes": resident_bytes(),
-            "received_bytes": following.received_bytes,
-            "sent_bytes": holding.sent_bytes,
-        }
         if held is not None:
-            described = held.described
-            reply.run_id, reply.timeline = described.run_id, described.timeline
-            reply.relay.version, reply.relay.age_s = held.version, holding.now() - held.since
-            numbers |= {
-                "blocks": len(held.blocks),
-                "parameter_bytes": held.nbytes,
-                "tensors": len(described.spec.tensors),
-                "version_min": held.version,
-                "version_max": held.version,
-            }
-        facts.write(reply, numbers)
+            reply.run_id = held.described.run_id
+        said = relay_numbers(holding, following)
+        del said["behind"]  # which follows from `newest`
+        facts.write(reply.relay, said)
+        facts.write(reply, shard_numbers(holding, self.started))
         return reply
 
     def _refusal(self, method: str) -> InvalidRequest:

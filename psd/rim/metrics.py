@@ -1,9 +1,9 @@
-"""The shard's counts as Prometheus metrics, read at each scrape, so that counting costs nothing more.
+"""A shard's counts as Prometheus metrics, read at each scrape, so that counting costs nothing more; and what a relay's share.
 
 The numbers and their names are those of the catalogue (psd/contract/facts.py); the other metrics are defined here. Names follow
 Prometheus' conventions: base units at their end, `_total` for totals. Labels are bounded: transports, calls, states, classes of
-errors, and at most WORKERS_MAX workers and TABLES_MAX tables. Must not know HTTP or sockets; the only module that imports
-prometheus_client.
+errors, and at most WORKERS_MAX workers and TABLES_MAX tables. Must not know HTTP or sockets; prometheus_client is
+imported only here, and for a relay's metrics.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from psd.contract.fact import Fact
 from psd.rim.bulk_server import LaneConnections
 from psd.rim.checkpointer import CheckpointProgress
 from psd.rim.views import shard_numbers, table_numbers, worker_numbers
-from psd.state.counts import SECONDS, Histogram
+from psd.state.counts import SECONDS, Counters, Histogram
 from psd.state.desks.status import ShardState, ShardStatus
 from psd.state.job import Job
 from psd.state.shard import Shard
@@ -46,20 +46,11 @@ Sample = tuple[tuple[str, ...], float]
 
 
 class Metrics:
-    """Renders the metrics of a shard.
+    """Renders metrics, those of the process included."""
 
-    Args:
-        progress: returns that of its checkpoints, None if it takes none. connections: returns the bulk connections by lane.
-    """
-
-    def __init__(
-        self,
-        shard: Shard,
-        progress: Callable[[], CheckpointProgress | None],
-        connections: Callable[[], Mapping[str, LaneConnections]],
-    ) -> None:
+    def __init__(self, families: Families) -> None:
         self._registry = CollectorRegistry()
-        self._registry.register(_ShardCollector(shard, progress, connections))
+        self._registry.register(families)
         ProcessCollector(registry=self._registry)
 
     def render(self) -> bytes:
@@ -67,43 +58,21 @@ class Metrics:
         return generate_latest(self._registry)
 
 
-class _ShardCollector(Collector):
-    def __init__(
-        self,
-        shard: Shard,
-        progress: Callable[[], CheckpointProgress | None],
-        connections: Callable[[], Mapping[str, LaneConnections]],
-    ) -> None:
-        self._shard = shard
-        self._progress = progress
-        self._connections = connections
-        self._index = str(shard.config.shard_index)
+class Families(Collector):
+    """The metrics of one process; a subclass has `collect`.
+
+    Args:
+        of: the label `shard` of all of them.
+    """
+
+    def __init__(self, of: str) -> None:
+        self._of = of
 
     def describe(self) -> list[Metric]:
         """Return nothing: the metrics depend on the job."""
         return []
 
-    def collect(self) -> Iterator[Metric]:
-        """All metrics, now: first the catalogue's numbers, then names, states, histograms and errors."""
-        now, progress = self._shard.status(), self._progress()
-        own, by_transport = _split(facts.SHARD)
-        yield from self._catalogue(own, [((), shard_numbers(self._shard, now, progress))])
-        lanes = now.counters.lanes.items()
-        counted = [((lane,), {fact.name: getattr(counts, fact.name) for fact in by_transport}) for lane, counts in lanes]
-        yield from self._catalogue(by_transport, counted)
-        yield from self._catalogue(facts.WORKER, self._by_worker(now))
-        if now.job is not None and now.job.tables is not None:
-            tables = by_table(now.job.tables.counts)
-            yield from self._catalogue(facts.TABLE, [((table.name,), table_numbers(table)) for table in tables])
-        yield from self._identity(now)
-        yield from self._calls(now)
-        if now.job is not None:
-            yield from self._job(now.job)
-        yield from self._bulk()
-
-    # -- what they are made of -------------------------------------------------------------------------------------------
-
-    def _catalogue(
+    def catalogue(
         self, rows: Sequence[Fact], counted: Sequence[tuple[tuple[str, ...], Mapping[str, float]]]
     ) -> Iterator[Metric]:
         """The metrics of these rows. counted: for each series, the values of its varying labels, and its numbers by name."""
@@ -119,19 +88,71 @@ class _ShardCollector(Collector):
                 if fact.name in numbers
             ]
             if samples:
-                make = self._counter if members[0].kind == "total" else self._gauge
+                make = self.counter if members[0].kind == "total" else self.gauge
                 yield make(name, _help(members), *samples, labels=tuple(members[0].labels))
 
-    def _gauge(self, name: str, help_: str, *samples: Sample, labels: tuple[str, ...] = ()) -> Metric:
+    def gauge(self, name: str, help_: str, *samples: Sample, labels: tuple[str, ...] = ()) -> Metric:
+        """A metric that may shrink."""
         return self._filled(GaugeMetricFamily(name, help_, labels=("shard", *labels)), samples)
 
-    def _counter(self, name: str, help_: str, *samples: Sample, labels: tuple[str, ...] = ()) -> Metric:
+    def counter(self, name: str, help_: str, *samples: Sample, labels: tuple[str, ...] = ()) -> Metric:
+        """A metric that only grows."""
         return self._filled(CounterMetricFamily(name, help_, labels=("shard", *labels)), samples)
 
     def _filled(self, family: GaugeMetricFamily | CounterMetricFamily, samples: Sequence[Sample]) -> Metric:
         for values, number in samples:
-            family.add_metric((self._index, *values), number)
+            family.add_metric((self._of, *values), number)
         return family
+
+    def build(self) -> Metric:
+        """The versions of the programs."""
+        build = GaugeMetricFamily("psd_build_info", "1; the version of psd and of Python.", labels=("version", "python"))
+        build.add_metric((psd.__version__, platform.python_version()), 1)
+        return build
+
+    def errors(self, counters: Counters) -> Metric:
+        """The errors with which calls have ended."""
+        errors = sorted(counters.errors.items())
+        return self.counter(
+            "psd_request_errors_total", "Requests that ended in an error, by kind.", *errors, labels=("reason", "code")
+        )
+
+
+class ShardFamilies(Families):
+    """The metrics of a shard.
+
+    Args:
+        progress: returns that of its checkpoints, None if it takes none. connections: returns the bulk connections by lane.
+    """
+
+    def __init__(
+        self,
+        shard: Shard,
+        progress: Callable[[], CheckpointProgress | None],
+        connections: Callable[[], Mapping[str, LaneConnections]],
+    ) -> None:
+        super().__init__(str(shard.config.shard_index))
+        self._shard = shard
+        self._progress = progress
+        self._connections = connections
+
+    def collect(self) -> Iterator[Metric]:
+        """All metrics, now: first the catalogue's numbers, then names, states, histograms and errors."""
+        now, progress = self._shard.status(), self._progress()
+        own, by_transport = split(facts.SHARD)
+        yield from self.catalogue(own, [((), shard_numbers(self._shard, now, progress))])
+        lanes = now.counters.lanes.items()
+        counted = [((lane,), {fact.name: getattr(counts, fact.name) for fact in by_transport}) for lane, counts in lanes]
+        yield from self.catalogue(by_transport, counted)
+        yield from self.catalogue(facts.WORKER, self._by_worker(now))
+        if now.job is not None and now.job.tables is not None:
+            tables = by_table(now.job.tables.counts)
+            yield from self.catalogue(facts.TABLE, [((table.name,), table_numbers(table)) for table in tables])
+        yield from self._identity(now)
+        yield from self._calls(now)
+        if now.job is not None:
+            yield from self._job(now.job)
+        yield from self._bulk()
 
     def _seconds(
         self, name: str, help_: str, *samples: tuple[tuple[str, ...], Histogram], labels: tuple[str, ...] = ()
@@ -139,29 +160,27 @@ class _ShardCollector(Collector):
         family = HistogramMetricFamily(name, help_, labels=("shard", *labels))
         for values, histogram in samples:
             buckets = _cumulative(SECONDS, histogram.counts)
-            family.add_metric((self._index, *values), buckets, histogram.total)
+            family.add_metric((self._of, *values), buckets, histogram.total)
         return family
 
     # -- groups of metrics -----------------------------------------------------------------------------------------------
 
     def _identity(self, now: ShardStatus) -> Iterator[Metric]:
-        build = GaugeMetricFamily("psd_build_info", "1; the version of psd and of Python.", labels=("version", "python"))
-        build.add_metric((psd.__version__, platform.python_version()), 1)
-        yield build
-        yield self._gauge(
+        yield self.build()
+        yield self.gauge(
             "psd_shard_info",
             "1; the number of shards, and the shard's incarnation, another one after each restart.",
             ((str(self._shard.config.shard_count), f"{now.incarnation:x}"), 1),
             labels=("shards", "incarnation"),
         )
-        yield self._gauge(
+        yield self.gauge(
             "psd_shard_state",
             "1 for the state that the shard is in, 0 for the others; it can be trained while it is serving.",
             *(((each.name.lower(),), float(each is now.state)) for each in ShardState),
             labels=("state",),
         )
         states = [worker.state for worker in now.workers]
-        yield self._gauge(
+        yield self.gauge(
             "psd_workers",
             "Workers of the job, by state.",
             *(((state.name.lower(),), states.count(state)) for state in WorkerState),
@@ -170,11 +189,8 @@ class _ShardCollector(Collector):
 
     def _calls(self, now: ShardStatus) -> Iterator[Metric]:
         counters = now.counters
-        errors = sorted(counters.errors.items())
         lanes = counters.lanes
-        yield self._counter(
-            "psd_request_errors_total", "Requests that ended in an error, by kind.", *errors, labels=("reason", "code")
-        )
+        yield self.errors(counters)
         yield self._seconds(
             "psd_call_seconds",
             "Seconds from the start of a call to its end, including waits for other workers; failed calls are not counted.",
@@ -185,7 +201,7 @@ class _ShardCollector(Collector):
             "psd_barrier_seconds", "From a worker's arrival at a barrier to its opening.", ((), counters.barriers)
         )
         kinds = [ticket.kind for ticket in now.waits]
-        yield self._gauge(
+        yield self.gauge(
             "psd_waits",
             "Calls that wait for other workers, by what they wait for.",
             *(((kind.name.lower(),), kinds.count(kind)) for kind in WaitKind),
@@ -220,18 +236,18 @@ class _ShardCollector(Collector):
             "Without rounds: updates of a block between a worker's reading it and its gradient; per block.",
             labels=("shard",),
         )
-        ages.add_metric((self._index,), _cumulative(_AGE_BOUNDS, _ages(job.ages)), job.age_total)
+        ages.add_metric((self._of,), _cumulative(_AGE_BOUNDS, _ages(job.ages)), job.age_total)
         yield ages
 
     def _bulk(self) -> Iterator[Metric]:
         lanes = self._connections()
-        yield self._gauge(
+        yield self.gauge(
             "psd_bulk_connections",
             "Open connections of the bulk lane, including those that have not shown a ticket yet.",
             *(((name,), lane.open) for name, lane in lanes.items()),
             labels=("transport",),
         )
-        yield self._counter(
+        yield self.counter(
             "psd_bulk_connections_refused_total",
             "Connections of the bulk lane that were closed before they had shown a ticket.",
             *(((name,), lane.refused) for name, lane in lanes.items()),
@@ -274,7 +290,7 @@ def _together(many: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return found
 
 
-def _split(rows: Sequence[Fact]) -> tuple[list[Fact], list[Fact]]:
+def split(rows: Sequence[Fact]) -> tuple[list[Fact], list[Fact]]:
     """Rows with one series, and rows with one for each transport."""
     by_transport = [fact for fact in rows if "transport" in fact.labels]
     return [fact for fact in rows if fact not in by_transport], by_transport

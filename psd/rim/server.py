@@ -238,12 +238,11 @@ class ShardServer:
             self._checkpointer.start()
 
     def _metrics_server(self, host: str, port: int) -> MetricsServer:
-        from psd.rim.metrics import CONTENT_TYPE, Metrics  # only if metrics are asked for
+        from psd.rim.metrics import CONTENT_TYPE, Metrics, ShardFamilies  # only if metrics are asked for
 
         checkpointer = self._checkpointer
-        metrics = Metrics(
-            self.shard, lambda: checkpointer.progress if checkpointer is not None else None, self._bulk.connections
-        )
+        progress = (lambda: checkpointer.progress) if checkpointer is not None else (lambda: None)
+        metrics = Metrics(ShardFamilies(self.shard, progress, self._bulk.connections))
         return MetricsServer(host, port, metrics.render, CONTENT_TYPE)
 
     def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus.ValueType) -> None:

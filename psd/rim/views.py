@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,7 +69,7 @@ class Rounds:
 
 @dataclass(frozen=True)
 class ReaderTotals:
-    """All readers of a shard."""
+    """All readers of a shard, or of a relay."""
 
     readers_seen: int
     reader_sent_bytes: int
@@ -86,18 +86,23 @@ class SeenReader:
     sent_bytes: int
     fetch_s: float
     last_seen_s: float
+    relayed_readers: int | None
+
+
+def reader_totals(known: Sequence[KnownReader], sent_bytes: int, age_s: Callable[[float], float]) -> ReaderTotals:
+    """All readers together. sent_bytes: to all of them. age_s: returns the seconds since a moment."""
+    begun = [reader.fetching_since for reader in known if reader.fetching_since is not None]
+    return ReaderTotals(len(known), sent_bytes, age_s(min(begun)) if begun else 0.0)
 
 
 def shard_numbers(shard: Shard, now: ShardStatus, progress: CheckpointProgress | None) -> dict[str, float]:
     """The shard's numbers, by their names in the catalogue; without those that do not exist yet."""
     job, last = now.job, None
     closed_at = None if job is None else job.round_closed_at
-    fetches = [reader.fetching_since for reader in now.known_readers if reader.fetching_since is not None]
-    fetch_s = shard.age_s(min(fetches)) if fetches else 0.0
     if progress is not None and progress.last:
         age_s = shard.age_s(progress.last_at)
         last = StoredPart(age_s, progress.last_wall, progress.last_bytes, progress.last_took_s)
-    return _numbers(
+    return numbers_of(
         facts.SHARD,
         {
             "status": now,
@@ -106,7 +111,7 @@ def shard_numbers(shard: Shard, now: ShardStatus, progress: CheckpointProgress |
             "job": job,
             "trained": job if job is not None and job.trained_count else None,
             "arena": job.arena if job is not None else None,
-            "readers": ReaderTotals(len(now.known_readers), now.reader_sent_bytes, fetch_s),
+            "readers": reader_totals(now.known_readers, now.reader_sent_bytes, shard.age_s),
             "rounds": None if closed_at is None else Rounds(shard.age_s(closed_at)),
             "vectors": shard.vectors.status(),
             "checkpoints": progress,
@@ -120,35 +125,36 @@ def worker_numbers(shard: Shard, worker: Worker) -> dict[str, float]:
     last_seen_s = max(0.0, shard.age_s(worker.last_seen)) if worker.last_seen >= 0 else -1.0
     moving = worker.transfer_left_bytes, worker.transfer_bytes_per_s, worker.transfer_time_left_s
     known = KnownWorker(worker.clock, last_seen_s, worker.awaited_s, worker.samples, *moving)
-    return _numbers(facts.WORKER, {"worker": known, "learner": shard.learner(worker.rank)})
+    return numbers_of(facts.WORKER, {"worker": known, "learner": shard.learner(worker.rank)})
 
 
-def reader_numbers(shard: Shard, reader: KnownReader) -> dict[str, float]:
-    """A reader's numbers, as this shard knows it."""
-    has_some = reader.version is not None
-    fetch_s = reader.fetch_s if reader.fetching_since is None else shard.age_s(reader.fetching_since)
-    age_s = shard.age_s(reader.got_at) if has_some else None
-    seen = SeenReader(reader.version, age_s, reader.reads, reader.sent_bytes, fetch_s, shard.age_s(reader.seen_at))
-    return _numbers(facts.READER, {"reader": seen})
-
-
-def reader_status(shard: Shard, reader: KnownReader) -> control_pb2.ReaderStatus:
-    """One reader as this shard knows it."""
+def reader_status(reader: KnownReader, age_s: Callable[[float], float]) -> control_pb2.ReaderStatus:
+    """One reader as this shard, or this relay, knows it. age_s: returns the seconds since a moment."""
+    seen = SeenReader(
+        version=reader.version,
+        age_s=age_s(reader.got_at) if reader.version is not None else None,
+        reads=reader.reads,
+        sent_bytes=reader.sent_bytes,
+        fetch_s=reader.fetch_s if reader.fetching_since is None else age_s(reader.fetching_since),
+        last_seen_s=age_s(reader.seen_at),
+        relayed_readers=reader.relayed_readers,
+    )
     is_fetching = reader.fetching_since is not None
     is_waiting = reader.open_calls > 0 and not is_fetching
     reply = control_pb2.ReaderStatus(
         id=reader.id, name=reader.name, is_waiting=is_waiting, is_fetching=is_fetching, transport=reader.lane
     )
-    facts.write(reply, reader_numbers(shard, reader))
+    facts.write(reply, numbers_of(facts.READER, {"reader": seen}))
     return reply
 
 
 def table_numbers(counts: TableCounts) -> dict[str, float]:
     """A table's numbers."""
-    return _numbers(facts.TABLE, {"table": counts})
+    return numbers_of(facts.TABLE, {"table": counts})
 
 
-def _numbers(rows: Sequence[Fact], holders: Mapping[str, object]) -> dict[str, float]:
+def numbers_of(rows: Sequence[Fact], holders: Mapping[str, object]) -> dict[str, float]:
+    """The numbers of these rows by name, from the holders that their sources name; without those that are not known."""
     found = {}
     for fact in rows:
         holder, _, attribute = fact.source.partition(".")
@@ -228,7 +234,7 @@ def shard_status(shard: Shard, address: str, progress: CheckpointProgress | None
         world_size=len(now.workers),
         workers=[worker_status(shard, worker) for worker in now.workers],
         calls=call_statuses(now.counters),
-        readers=[reader_status(shard, reader) for reader in now.known_readers],
+        readers=[reader_status(reader, shard.age_s) for reader in now.known_readers],
     )
     facts.write(reply, shard_numbers(shard, now, progress))
     if job is not None:

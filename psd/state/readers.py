@@ -25,6 +25,9 @@ FORGET_S = 600.0
 
 NAME_BYTES_MAX = 256
 
+NUMBER_MAX = (1 << 32) - 1
+"""Most readers that ReaderNote.relayed_readers can tell of."""
+
 
 @dataclass(slots=True)
 class KnownReader:
@@ -37,6 +40,7 @@ class KnownReader:
         lane: by which it asked last.
         open_calls: requests that are being answered. fetching_since: when the sending in progress began; None: there is none.
         seen_at: when it asked for something last, or had its answer.
+        relayed_readers: of a relay: the readers that it has in turn; None: it is none.
     """
 
     id: int
@@ -50,6 +54,7 @@ class KnownReader:
     fetch_s: float = 0.0
     open_calls: int = 0
     fetching_since: float | None = None
+    relayed_readers: int | None = None
 
 
 class Readers:
@@ -135,6 +140,11 @@ class Readers:
             self._forget(self._now())
             return [copy(reader) for reader in self._known.values()]
 
+    def number(self) -> int:
+        """Number of them, up to NUMBER_MAX; in place of a relay, its readers."""
+        known = self.all()
+        return min(NUMBER_MAX, sum(1 if reader.relayed_readers is None else reader.relayed_readers for reader in known))
+
     def _reader(self, note: data_pb2.ReaderNote) -> KnownReader:
         if not 0 < note.id <= INTEGER_MAX:
             raise InvalidRequest(f"reader.id: expected 1 to {INTEGER_MAX}, got {note.id}")
@@ -151,6 +161,7 @@ class Readers:
                     )
                 reader = self._known[note.id] = KnownReader(note.id, note.name, now)
             reader.name, reader.seen_at = note.name, now
+            reader.relayed_readers = note.relayed_readers if note.HasField("relayed_readers") else None
             reader.open_calls += 1
             return reader
 

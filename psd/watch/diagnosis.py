@@ -1,4 +1,7 @@
-"""The meaning of a snapshot, in words: whether the job trains, what limits it, who is slow. Pure functions on snapshots."""
+"""The meaning of a snapshot, in words: whether the job trains, what limits it, who is slow, which readers lag.
+
+Pure functions on snapshots.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from statistics import median
 
-from psd.watch.snapshot import JobSnapshot, WorkerSnapshot
-from psd.watch.words import ranks_text
+from psd.watch.snapshot import JobSnapshot, ReaderSnapshot, WorkerSnapshot
+from psd.watch.words import count_text, duration, ranks_text
 
 SLOW_SHARE = 0.1
 """A worker is slow if others wait for it for more than this part of the time,"""
@@ -18,6 +21,9 @@ SLOW_RATE = 0.7
 CALLS_SHARE = 0.5
 """and calls to the shards are the limit if workers spend more than this part of their time in them."""
 
+_LAGGING = ("stuck", "behind")
+"""States of readers that need attention, the worst first."""
+
 _LIVE = "live"
 _GONE = ("finished", "expired", "failed")
 
@@ -25,7 +31,8 @@ _GONE = ("finished", "expired", "failed")
 def diagnosed(now: JobSnapshot) -> JobSnapshot:
     """The snapshot, with its state, headline, limit and slow workers filled in."""
     state, headline = _state(now)
-    now = replace(now, state=state, headline=headline, slow=_slow(now.workers))
+    lagging = tuple(map(_lag, sorted(filter(is_lagging, now.readers), key=lag_order)))
+    now = replace(now, state=state, headline=headline, slow=_slow(now.workers), lagging=lagging)
     return replace(now, limit=_limit(now) if state in ("training", "waiting") else "")
 
 
@@ -42,7 +49,7 @@ def _state(now: JobSnapshot) -> tuple[str, str]:
         return "waiting", f"{_noun('Shard', silent)} {'does' if len(silent) == 1 else 'do'} not answer"
     relays = [shard.relay for shard in now.shards if shard.relay is not None]
     if relays and not now.consistency:
-        versions = [relay.version for relay in relays if relay.version is not None]
+        versions = [relay.version for relay in relays if "version" in relay.numbers]
         return "looking", f"A relay, at version {max(versions)}" if versions else "A relay that has no version yet"
     if not now.consistency:
         return "starting", "Nothing is declared yet"
@@ -57,6 +64,27 @@ def _state(now: JobSnapshot) -> tuple[str, str]:
     if not now.has_rates:
         return "looking", f"At step {now.clock}"
     return "stalled", f"No step for some time, at step {now.clock}"
+
+
+def is_lagging(reader: ReaderSnapshot) -> bool:
+    """True of a reader that needs attention."""
+    return reader.state in _LAGGING
+
+
+def lag_order(reader: ReaderSnapshot) -> tuple[int, int, str]:
+    """Place of a reader in the order in which those that lag most come first: what to sort by."""
+    rank = _LAGGING.index(reader.state) if is_lagging(reader) else len(_LAGGING)
+    return rank, -reader.behind, reader.name
+
+
+def _lag(reader: ReaderSnapshot) -> str:
+    behind = f"{count_text(reader.behind, 'version')} behind"
+    serves = f"; {count_text(reader.relayed_readers, 'reader')} read through it" if reader.relayed_readers else ""
+    if reader.state == "stuck":
+        return (
+            f"reader {reader.name} is stuck: a transfer to it has taken {duration(reader.fetch_s)}, and it is {behind}{serves}"
+        )
+    return f"reader {reader.name} is {behind}, and has not asked for {duration(reader.last_seen_s)}{serves}"
 
 
 def _slow(workers: Sequence[WorkerSnapshot]) -> tuple[int, ...]:

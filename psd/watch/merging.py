@@ -28,6 +28,7 @@ _OF_READERS: dict[str, Callable[[list[float]], float]] = {
     "sent_bytes": sum,
     "fetch_s": max,
     "last_seen_s": min,
+    "relayed_readers": max,
 }
 """Functions by which the numbers of a reader at several shards become one."""
 

@@ -63,7 +63,8 @@ ANSWER_S = 1.5
 """Seconds that a look waits for a shard, by default."""
 
 STUCK_S = 30.0
-"""Seconds that a transfer to a reader may take; after that the reader is stuck."""
+"""Seconds that a transfer to a reader may take; after that the reader is stuck. One that asks for nothing for as long, while
+there is a newer version, is behind."""
 
 ANSWERS_MAX = 64
 """Answers with points of curves that one look reads at most; the next look reads the rest."""
@@ -214,6 +215,8 @@ class Sampler:
             numbers["lag_s"] = numbers.get("age_s", 0.0) if numbers["behind"] else 0.0
         is_stuck = reader.is_fetching and numbers.get("fetch_s", 0.0) > STUCK_S
         state = "stuck" if is_stuck else "fetching" if reader.is_fetching else "waiting" if reader.is_waiting else "idle"
+        if state == "idle" and min(numbers.get("lag_s", 0.0), numbers.get("last_seen_s", 0.0)) > STUCK_S:
+            state = "behind"
         name, transport = printable(reader.name) or "-", printable(reader.transport)
         return ReaderSnapshot(f"{reader.id:014x}", name, state, transport, numbers)
 
@@ -337,13 +340,14 @@ def _version(shards: Sequence[ShardSnapshot]) -> dict[str, float]:
 def _relay(relay: pb.RelayStatus) -> RelaySnapshot:
     return RelaySnapshot(
         of=printable(relay.of),
-        version=relay.version if relay.HasField("version") else None,
-        behind=max(0, relay.newest - relay.version),
-        age_s=relay.age_s,
-        heard_s=relay.heard_s,
-        readers=relay.readers,
-        versions=relay.versions,
         problem=printable(relay.problem),
+        numbers={
+            **({"version": relay.version, "age_s": relay.age_s} if relay.HasField("version") else {}),
+            "behind": max(0, relay.newest - relay.version),
+            "heard_s": relay.heard_s,
+            "readers": relay.readers,
+            "versions": relay.versions,
+        },
     )
 
 

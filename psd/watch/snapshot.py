@@ -58,23 +58,18 @@ class TableTotals(Numbers):
 
 
 @dataclass(frozen=True)
-class RelaySnapshot:
+class RelaySnapshot(Numbers):
     """A relay, as it says of itself.
 
     Attributes:
-        of: the servers that it follows. version: that it has; None: none yet. behind: newer versions that these have told of.
-        age_s: time for which it has had its version. heard_s: time since these have last answered; negative: never.
-        readers: that wait or fetch. versions: fetched so far. problem: why it cannot follow; empty: it can.
+        of: the servers that it follows. problem: why it cannot follow; empty: it can.
     """
 
+    catalogue = facts.by_name(facts.RELAY)
+
     of: str
-    version: int | None
-    behind: int
-    age_s: float
-    heard_s: float
-    readers: int
-    versions: int
     problem: str
+    numbers: Mapping[str, float]
 
 
 @dataclass(frozen=True)
@@ -139,7 +134,8 @@ class ReaderSnapshot(Numbers):
 
     Attributes:
         id: a 53-bit name, in hexadecimal. name: as it calls itself.
-        state: "waiting" for a version that is not there yet; "fetching" one; "stuck", fetching for too long; else "idle".
+        state: "waiting" for a version that is not there yet; "fetching" one; "stuck", fetching for too long; "behind", if there
+            is a newer version, and it has not asked for too long; else "idle".
         transport: the lane by which it reads: "grpc", "tcp" or "shm"; those of all shards, if they differ.
     """
 
@@ -222,6 +218,7 @@ class JobSnapshot(Numbers):
             which the state cannot be told.
         headline: the state in a sentence. limit: what limits the job's speed, in a sentence; empty if the job does not train.
         slow: ranks of workers that hold others back.
+        lagging: readers that are stuck or behind, a sentence for each, the worst first.
         waits: all waits. waiting: long waits, a sentence for each group of workers that wait for the same.
         orders: an operator's orders that are, or will be, in effect, a sentence for each: those of learning_rates and ends_at.
         ends_at: step at which the job is to end; 0: none.
@@ -253,6 +250,7 @@ class JobSnapshot(Numbers):
     ends_at: int
     problems: tuple[str, ...]
     readers: tuple[ReaderSnapshot, ...] = ()
+    lagging: tuple[str, ...] = ()
 
 
 def as_json(value: Any, *, has_rates: bool = True) -> Any:

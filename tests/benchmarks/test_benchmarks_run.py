@@ -68,6 +68,7 @@ def test_fan_out_when_readers_are_at_relays_then_the_shard_sends_each_version_on
     assert [(r["readers_at"], r["readers"]) for r in results] == [("no readers", 0), ("shard", 8), ("2 relays", 8)]
     assert results[0]["sent_per_step"] == 0
     assert results[1]["sent_per_step"] > 2 * results[2]["sent_per_step"] > 0
+    assert all(result["alone_cpu_s"] > 0 for result in results)
 
 
 @pytest.mark.process

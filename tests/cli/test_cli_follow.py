@@ -20,6 +20,7 @@ from commands import Job, Process, shard_pid
 from waiting import wait_until
 
 import psd_client
+from psd.cli.follow.versions import FollowedDirectory, FollowedVersion
 from psd.cli.psdctl import main
 
 SIZE = 5000
@@ -31,6 +32,7 @@ def _in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("PSD_SERVERS", "PSD_TLS_CA", "PSD_TOKEN_FILE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("psd.cli.follow.follower.LOOK_S", 0.3)
+    monkeypatch.setattr("psd.cli.follow.follower.RECONNECT_S", 0.5)
     monkeypatch.setattr("psd.cli.follow.follower.RETRY_S", 0.1)
 
 
@@ -284,6 +286,45 @@ def test_shards_that_do_not_answer_for_too_long_end_it(
     assert following.status is None
     trained[1].close()
     assert following.end() == 0
+
+
+@pytest.mark.parametrize("consistency", ["sync", "async"])
+def test_a_job_that_ends_while_a_version_is_written_is_known_to_be_over(
+    cluster: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, consistency: str
+) -> None:
+    """Its shards end with it, and nobody answers the next question; the follower waited for its --timeout, ten minutes."""
+    running = cluster(2)
+    is_writing, may_write = threading.Event(), threading.Event()
+    write = FollowedDirectory.write
+
+    def slowly(self: FollowedDirectory, version: FollowedVersion, *arguments: Any) -> int:
+        if version.version == 1:
+            is_writing.set()
+            assert may_write.wait(100)
+        return write(self, version, *arguments)
+
+    monkeypatch.setattr(FollowedDirectory, "write", slowly)
+    with psd_client.connect(running.servers, 0, 1) as ps:
+        ps.declare(
+            {name: np.zeros_like(value) for name, value in ONES.items()}, psd_client.SGD(lr=1.0), consistency=consistency
+        )
+        following = Following("--to", str(tmp_path), "--servers", running.servers)
+        reached(tmp_path, 0)
+        ps.push_pull(ONES)
+        assert is_writing.wait(100)
+    for shard in running.shards:
+        assert shard.done.wait(100)
+    ends = [threading.Thread(target=shard.drain, args=(100,)) for shard in running.shards]
+    for end in ends:
+        end.start()
+    for end in ends:
+        end.join()
+    may_write.set()
+
+    assert following.end() == 0
+    check_all(tmp_path)
+    assert versions(tmp_path)[-1] == 1
+    assert "the job is over" in capsys.readouterr().err
 
 
 # -- processes -----------------------------------------------------------------------------------------------------------

@@ -97,6 +97,7 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, serving: Serving) ->
     """recipe(title) -> the command that runs a program of the page, in the directory where it lies."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("psd.cli.follow.follower.LOOK_S", 0.3)
+    monkeypatch.setattr("psd.cli.follow.follower.RECONNECT_S", 0.5)
     monkeypatch.delenv("PSD_SERVERS", raising=False)
     for name in ("VLLM_URL", "SGLANG_URL"):
         monkeypatch.setenv(name, f"http://127.0.0.1:{serving.server_port}")

@@ -129,7 +129,8 @@ def test_a_relay_says_what_it_does(
     process.signal(signal.SIGTERM)
     assert process.end() == 0
     assert "got SIGTERM: ending within 10 s" in process.output
-    assert f"has fetched 2 versions of mine from {servers}, 400000 bytes, and sent 400" in process.output
+    assert f"has fetched 2 versions of mine from {servers}, " in process.output
+    assert " bytes, and sent 400" in process.output
 
 
 @pytest.mark.process

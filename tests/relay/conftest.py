@@ -27,7 +27,7 @@ def relay() -> Iterator[StartRelay]:
     def start(servers: str, *, reads: int = 100, upstream: dict[str, str] | None = None, **config: Any) -> RelayServer:
         port, claim = claimed_port()
         claims.append(claim)
-        given = ServerConfig(0, 1, **{"listen": f"127.0.0.1:{port}", **config}, limits=Limits(reads_max=reads))
+        given = ServerConfig(0, 1, **{"listen": f"127.0.0.1:{port}", "limits": Limits(reads_max=reads), **config})
         as_reader = client_config(servers=servers, rank=0, world_size=1, transport="grpc", retry_timeout=1, **(upstream or {}))
         started.append(RelayServer(given, as_reader))
         started[-1].start()

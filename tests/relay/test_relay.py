@@ -15,7 +15,6 @@ from waiting import wait_until
 
 import psd_client
 from psd.contract.config import ConfigError
-from psd.contract.layout import Layout
 from psd.relay.server import RelayServer
 from psd.v1 import control_pb2, control_pb2_grpc, data_pb2, data_pb2_grpc
 from psd_client.lanes.shard_lane import ShardLane
@@ -93,7 +92,7 @@ def test_blocks_that_a_reader_does_not_name_do_not_travel(
     server = relay(servers)
     with reading(server.address) as reader:
         reader.pull(names=["encoder.b"])
-        assert 0 < server.holding.sent_bytes < 1000
+        assert 0 < server.holding.counters.sent_bytes < 1000
 
 
 @pytest.mark.parametrize("consistency", ["async", "ssp:2"])
@@ -147,7 +146,7 @@ def test_a_reader_waits_at_a_relay_for_a_newer_version(
             reader.pull(newer_than=0, timeout=0.3)
         asked.clear()
         waiting = Background(lambda: reader.pull(newer_than=0))
-        wait_until(lambda: server.holding.readers == 1, "a reader waits")
+        wait_until(lambda: server.holding.calls == 1, "a reader waits")
         step(ps)
         assert_is_of(1, waiting.result())
         assert asked == [(1, True)]
@@ -217,9 +216,9 @@ def test_a_reader_goes_to_the_next_relay_when_one_ends(job: tuple[psd_client.Par
     with reading(f"{first.address}|{second.address}") as reader:
         assert_is_of(0, reader.pull())
         waiting = Background(lambda: reader.pull(newer_than=0))
-        wait_until(lambda: first.holding.readers == 1, "a reader waits")
+        wait_until(lambda: first.holding.calls == 1, "a reader waits")
         first.drain(5)
-        wait_until(lambda: second.holding.readers == 1, "it waits at the other one")
+        wait_until(lambda: second.holding.calls == 1, "it waits at the other one")
         step(ps)
         assert_is_of(1, waiting.result())
 
@@ -416,7 +415,7 @@ def test_readers_beyond_the_limit_are_refused(job: tuple[psd_client.ParameterSer
     with reading(server.address) as first, reading(server.address, retry_timeout=0) as second:
         first.pull()
         waiting = Background(lambda: first.pull(newer_than=0))
-        wait_until(lambda: server.holding.readers == 1, "a reader waits")
+        wait_until(lambda: server.holding.calls == 1, "a reader waits")
         with pytest.raises(psd_client.ShardUnavailable, match=r"Read: 1 readers are served already .*; its --max-reads"):
             second.pull()
         with reading(f"{server.address}|{other.address}") as third:
@@ -454,7 +453,7 @@ def test_a_wrong_request_is_refused(
     }
     with grpc.insecure_channel(server.address) as channel, pytest.raises(grpc.RpcError, match=words):
         list(data_pb2_grpc.DataServiceStub(channel).Read(data_pb2.ReadRequest(**request), timeout=WAIT_S))
-    assert server.holding.readers == 0
+    assert server.holding.calls == 0
     assert held.users == 0
 
 
@@ -471,16 +470,22 @@ def test_a_shard_does_not_choose_the_version(cluster: Callable[..., Any]) -> Non
             list(data_pb2_grpc.DataServiceStub(channel).Read(request, timeout=WAIT_S))
 
 
-def test_spaces_are_the_same_however_many_shards_cut_them(job: tuple[psd_client.ParameterServer, str]) -> None:
-    """A relay lays out for one shard what it has fetched from several."""
+def test_a_relay_that_says_it_has_the_blocks_of_no_shards_is_not_believed(
+    job: tuple[psd_client.ParameterServer, str], relay: StartRelay
+) -> None:
     _, servers = job
-    with reading(servers) as reader:
-        copy = reader.pull_whole(None, WAIT_S, None)
-    spec = copy.buffers.layout.spec
-    sizes = [
-        [(space.group, space.dtype, space.size, space.starts.tolist()) for space in Layout(spec, n).spaces] for n in (1, 3)
-    ]
-    assert sizes[0] == sizes[1]
+    server = relay(servers)
+    with reading(server.address) as reader:
+        reader.pull()
+        held = server.holding.held
+        assert held is not None
+        assert held.described.relayed_shards == 3
+        assert [block.index for block in held.described.layout.blocks] == sorted(held.blocks)
+        for wrong in (0, 10_001):
+            held.described.relayed_shards = wrong
+            words = f"relayed_shards: .* {wrong};"
+            with reading(server.address) as other, pytest.raises(psd_client.InternalError, match=words):
+                other.pull()
 
 
 @pytest.mark.parametrize("transport", ["auto", "tcp"])

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from psd.contract.config import Limits
 from psd.contract.errors import Draining, InvalidRequest, NotDeclared, WaitTimeout
 from psd.contract.jobspec import GroupSpec, JobSpec, TensorSpec
 from psd.contract.layout import Layout
@@ -18,10 +19,13 @@ from psd_client.reader import WholeCopy
 
 def version(number: int) -> HeldVersion:
     """A version of a small job, in memory of its own."""
-    layout = Layout(JobSpec(world_size=1, groups=(GroupSpec("sgd"),), tensors=(TensorSpec("w", (3,)),)), 1)
+    spec = JobSpec(world_size=1, groups=(GroupSpec("sgd"),), tensors=(TensorSpec("w", (3,)),))
+    layout = Layout(spec, 1, is_gathered=True)
     buffers = FlatBuffers(layout)
     buffers.spaces[0].fill(number)
-    return held_version(WholeCopy(control_pb2.DescribeReply(run_id="mine"), number, buffers), layout, "shards", 0.0)
+    buffers.contents[0] = 100 + number
+    described = control_pb2.DescribeReply(run_id="mine", layout_digest=layout.digest)
+    return held_version(WholeCopy(described, number, buffers), layout, "shards", 0.0)
 
 
 def asked(step: int) -> data_pb2.ReadRequest:
@@ -36,7 +40,7 @@ def stays(_hang_up: Callable[[], None]) -> bool:
 def test_the_memory_of_a_version_is_free_once_nobody_reads_it() -> None:
     """So that a relay has the parameters once, and twice while a newer version comes in."""
     first, second, third, fourth = (version(number) for number in range(4))
-    holding = Holding("a relay", 2)
+    holding = Holding("a relay", Limits(reads_max=2))
 
     assert holding.take(first) is None
     assert holding.take(second) is first.buffers
@@ -45,11 +49,11 @@ def test_the_memory_of_a_version_is_free_once_nobody_reads_it() -> None:
         assert holding.take(third) is None
         assert read.frame(0, "").endswith(np.full(3, 1, np.float32).tobytes())
     assert holding.take(fourth) is third.buffers
-    assert (holding.readers, second.users) == (0, 0)
+    assert (holding.calls, second.users) == (0, 0)
 
 
 def test_a_version_never_takes_the_place_of_a_later_one() -> None:
-    holding = Holding("a relay", 1)
+    holding = Holding("a relay", Limits(reads_max=1))
     holding.take(version(3))
 
     for number in (2, 3):
@@ -59,7 +63,7 @@ def test_a_version_never_takes_the_place_of_a_later_one() -> None:
 
 def test_a_wait_ends_with_the_reader_the_deadline_or_the_relay() -> None:
     """And leaves nothing behind."""
-    holding = Holding("a relay", 1)
+    holding = Holding("a relay", Limits(reads_max=1))
     with pytest.raises(NotDeclared, match="a relay has no version yet: it has not asked yet"):
         holding.some()
     held = version(3)
@@ -78,4 +82,4 @@ def test_a_wait_ends_with_the_reader_the_deadline_or_the_relay() -> None:
     holding.drain()
     with pytest.raises(Draining, match="a relay is shutting down"), holding.reading(asked(4), 100, stays):
         pass
-    assert (holding.readers, held.users) == (0, 0)
+    assert (holding.calls, held.users) == (0, 0)

@@ -17,7 +17,7 @@ from raw_client import TIMEOUT_S, RawWorker, failure, reason, spec
 from psd.contract.config import Limits
 from psd.contract.errors import InvalidRequest, PsdError
 from psd.contract.wire import Kind, Stream
-from psd.rim.metrics import OTHER, TABLES_MAX, Metrics, by_table
+from psd.rim.metrics import OTHER, TABLES_MAX, Metrics, ShardFamilies, by_table
 from psd.state.tables.block import TableCounts
 from psd.v1 import bulk_pb2, control_pb2, data_pb2, job_pb2
 from psd_core.distinct import shard_of
@@ -376,7 +376,7 @@ def test_metrics_have_each_tables_numbers(cluster: Callable[..., Any], join: Joi
     worker.data.Push(iter(worker.push_frames(0, rows([1, 2]))), timeout=TIMEOUT_S)
     worker.pull_rows(2, 3, clock=1)
 
-    lines = Metrics(server.shard, lambda: None, dict).render().decode().splitlines()
+    lines = Metrics(ShardFamilies(server.shard, lambda: None, dict)).render().decode().splitlines()
 
     a = 'shard="0",table="a"'
     for line in (

@@ -32,6 +32,7 @@ IDS = torch.arange(20).reshape(2, 10)
 def _stays_offline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("psd.cli.follow.follower.LOOK_S", 0.5)
+    monkeypatch.setattr("psd.cli.follow.follower.RECONNECT_S", 0.5)
 
 
 def adapted(base: Path) -> peft.PeftModel:

@@ -13,8 +13,9 @@ import pytest
 from waiting import wait_until
 
 import psd_client
+from psd.cli.ctl.report import as_text
 from psd.cli.psdctl import main
-from psd.rim.metrics import Metrics
+from psd.rim.metrics import Metrics, ShardFamilies
 from psd.v1 import control_pb2 as pb
 from psd.watch.merging import Answer
 from psd.watch.sampler import STUCK_S, Sampler
@@ -65,7 +66,7 @@ def test_each_reader_is_shown_with_its_version_its_lag_and_its_bytes(cluster: Ca
         (heading,) = (line for line in lines if line.startswith("READER"))
         assert heading.split()[:5] == ["READER", "STATE", "VERSION", "BEHIND", "LAG"]
         assert next(line for line in lines if line.startswith("evaluation")).split()[:4] == ["evaluation", "idle", "1", "3"]
-        metrics = Metrics(running.shards[0].shard, lambda: None, dict).render().decode()
+        metrics = Metrics(ShardFamilies(running.shards[0].shard, lambda: None, dict)).render().decode()
         assert 'psd_readers_seen{shard="0"} 2.0' in metrics
         assert "psd_version_age_seconds{" in metrics
         assert "psd_reader_sent_bytes_total{" in metrics
@@ -130,7 +131,26 @@ def test_a_reader_whose_transfer_does_not_end_is_stuck_and_comes_first() -> None
     (reader,) = now.readers
     assert reader.state == "stuck"
 
+    assert now.lagging == ("reader r is stuck: a transfer to it has taken 31 s, and it is 1 version behind",)
     many = tuple(replace(reader, id=f"{n}", name=f"r{n}", state="idle", numbers={"behind": n}) for n in range(9))
     lines = reader_lines(replace(now, readers=(*many, reader)), 100, 3)
-    assert [line.split()[0] for line in lines] == ["READER", "r", "r8", "r7", "and"]
-    assert lines[-1] == "and 7 more readers"
+    assert [line.split()[0] for line in lines] == ["READER", "r", "r8", "r7", "and", "reader"]
+    assert lines[-2] == "and 7 more readers"
+    assert lines[-1] == now.lagging[0]
+
+
+def test_a_reader_that_no_longer_asks_is_behind_and_one_that_waits_is_not() -> None:
+    """Whoever waits for every tenth version, or has just asked, is not told of; a relay says whom it takes with it."""
+    idle = {"version": 2, "age_s": 400, "fetch_s": 1, "last_seen_s": STUCK_S + 10, "relayed_readers": 31}
+    behind = pb.StatusReply(shard_count=1, consistency="sync", numbers={"version_min": 9.0})
+    behind.readers.add(id=1, name="relay a:1", numbers=idle)
+    behind.readers.add(id=2, name="follower", is_waiting=True, numbers=idle)
+    behind.readers.add(id=3, name="evaluation", numbers={**idle, "last_seen_s": STUCK_S - 1})
+    behind.readers.add(id=4, name="up to date", numbers={**idle, "version": 9})
+
+    now = look(behind)
+
+    assert [reader.state for reader in now.readers] == ["behind", "waiting", "idle", "idle"]
+    assert now.lagging == ("reader relay a:1 is 7 versions behind, and has not asked for 40 s; 31 readers read through it",)
+    assert reader_lines(now, 200)[-1] == now.lagging[0]
+    assert now.lagging[0] in as_text(now).splitlines()

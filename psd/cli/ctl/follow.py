@@ -141,6 +141,7 @@ def _run(args: argparse.Namespace) -> int:
         _check_options(args)
         check(args)
         from psd.cli.follow import follower
+        from psd.cli.follow.ending import EndListener
         from psd.cli.follow.versions import FollowedDirectory
 
         form = _format(args)
@@ -152,9 +153,11 @@ def _run(args: argparse.Namespace) -> int:
             _terminated_in_order(),
             FollowedDirectory(args.to) as directory,
             follower.reader_of(args.servers, name or "", args.files) as reader,
+            EndListener(follower.reader_of(args.servers, name or "", args.files, "grpc")) as listener,
             Asker(args.servers, args.credentials) as asker,
             follower.JobFollower(
                 reader,
+                listener,
                 _ending(name, asker),
                 directory,
                 form,

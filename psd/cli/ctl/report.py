@@ -39,7 +39,7 @@ def as_text(now: JobSnapshot) -> str:
         "\n".join(wait.text for wait in now.waits),
         _table(status_columns("traffic"), shards),
         _table(TABLE_COLUMNS, now.tables),
-        _table(READER_COLUMNS, now.readers),
+        "\n".join(filter(None, [_table(READER_COLUMNS, now.readers), *now.lagging])),
         _table(status_columns("vectors"), with_vectors),
         _age_table(shards) if any(shard.ages for shard in shards) else "",
         "\n".join(filter(None, [_table(status_columns("checkpoints"), stored), *_errors(stored)])),
@@ -74,7 +74,7 @@ def _job_line(now: JobSnapshot) -> str:
 
 def _relay_line(address: str, relay: RelaySnapshot) -> str:
     version = "no version yet"
-    if relay.version is not None:
+    if "version" in relay.numbers:
         version = f"version {relay.version}, {relay.behind} behind, for {duration(relay.age_s)}"
     heard = "has not heard from them" if relay.heard_s < 0 else f"heard from them {duration(relay.heard_s)} ago"
     fetched, readers = count_text(relay.versions, "version"), count_text(relay.readers, "reader")

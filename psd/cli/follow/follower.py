@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
+from psd.cli.follow.ending import EndListener
 from psd.cli.follow.formats import Format, PulledVersion
 from psd.cli.follow.runner import CommandRunner
 from psd.cli.follow.versions import FollowedDirectory, FollowedVersion
@@ -30,8 +31,11 @@ from psd.contract.errors import (
 from psd_client import Reader, connect
 from psd_client.wanted_tensors import matching
 
-LOOK_S = 5.0
-"""Seconds that a pull waits for a new version at a time; then the follower looks whether the job is over."""
+LOOK_S = 1.5
+"""Seconds that a pull waits for a new version at a time; then the follower looks whether the job is over. See ASK_S."""
+
+RECONNECT_S = 5.0
+"""Seconds for which a call is tried again before the follower says that the shards do not answer."""
 
 RETRY_S = 5.0
 """Seconds between two attempts to write where there is no room."""
@@ -43,7 +47,7 @@ _AGAIN = (WaitTimeout, NotDeclared, CutMissed, Draining, Overloaded)
 """Errors that say that there is no new version yet."""
 
 
-def reader_of(servers: Sequence[str], job: str, files: Mapping[str, str]) -> Reader:
+def reader_of(servers: Sequence[str], job: str, files: Mapping[str, str], transport: str = "auto") -> Reader:
     """A reader for a follower.
 
     Args:
@@ -53,8 +57,9 @@ def reader_of(servers: Sequence[str], job: str, files: Mapping[str, str]) -> Rea
         list(servers),
         role="reader",
         run_id=job,
+        transport=transport,
         wait_timeout=LOOK_S,
-        retry_timeout=LOOK_S,
+        retry_timeout=RECONNECT_S,
         report_after=NEVER_S,
         tls_ca=files["tls_ca"],
         tls_cert=files["tls_cert"],
@@ -87,7 +92,8 @@ class JobFollower:
     """Follows one job into one directory. A context manager: at its end the command is ended, if it runs.
 
     Args:
-        reader: of the job. is_over: asks whether the job is over; called a few times a minute.
+        reader: of the job. listener: hears of its end while the follower does not ask.
+        is_over: asks whether the job is over; called a few times a minute.
         command: words of the command; empty: there is none.
         patterns: names of tensors, or patterns as in fnmatch; empty: all. every: write only the versions that are multiples of
             this, or the first after one; keep: versions that are kept.
@@ -97,6 +103,7 @@ class JobFollower:
     def __init__(
         self,
         reader: Reader,
+        listener: EndListener,
         is_over: Callable[[], bool],
         directory: FollowedDirectory,
         form: Format,
@@ -110,6 +117,7 @@ class JobFollower:
     ) -> None:
         self._reader = reader
         reader.name = f"follow {directory.path.name[:200]} at {reader.name}"
+        self._listener = listener
         self._is_over = is_over
         self._directory = directory
         self._form = form
@@ -142,8 +150,11 @@ class JobFollower:
             ConfigError: the directory, or a name, does not belong to this job. PsdError: the shards refuse.
         """
         while True:
-            if not self._deliver():
-                time.sleep(RETRY_S)
+            with self._listener.busy():
+                is_delivered = self._deliver()
+                if not is_delivered:
+                    time.sleep(RETRY_S)
+            if not is_delivered:
                 continue
             newest = self._directory.newest
             is_known = newest is not None and newest.timeline == self._reader.timeline
@@ -171,8 +182,9 @@ class JobFollower:
                 self._heard_at = time.monotonic()
                 if self._is_other_job():
                     break
-                if not self._write(pulled):
-                    time.sleep(RETRY_S)
+                with self._listener.busy():
+                    if not self._write(pulled):
+                        time.sleep(RETRY_S)
         self._end()
         return True
 
@@ -232,8 +244,8 @@ class JobFollower:
     def _has_ended(self) -> bool:
         if self._is_other_job():
             return True
-        if is_over := self._is_over():
-            self._report.over("the job is over")
+        if is_over := bool(self._listener.heard) or self._is_over():
+            self._report.over(self._listener.heard or "the job is over")
         return is_over
 
     def _write(self, pulled: PulledVersion) -> bool:

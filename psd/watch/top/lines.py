@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from statistics import fmean
 from textwrap import wrap
 
-from psd.watch.diagnosis import SLOW_SHARE
+from psd.watch.diagnosis import SLOW_SHARE, lag_order
 from psd.watch.history import History, Moment
 from psd.watch.snapshot import WAIT_S, CurvePoint, Event, JobSnapshot
 from psd.watch.top.columns import READER_COLUMNS, SHARD_COLUMNS, WORKER_COLUMNS, grid, rate, seconds, sorted_workers
@@ -120,10 +120,14 @@ def wait_lines(now: JobSnapshot, width: int) -> list[str]:
 
 
 def reader_lines(now: JobSnapshot, width: int, count: int = READERS_MAX) -> list[str]:
-    """A table of the readers, if there are some: those that are furthest behind first; then the number of the others."""
-    order = sorted(now.readers, key=lambda reader: (reader.state != "stuck", -reader.numbers.get("behind", 0), reader.name))
+    """A table of the readers, if there are some, those that lag most first; then the number of the others, and what is wrong
+    with those that need attention."""
+    order = sorted(now.readers, key=lag_order)
     more = [f"and {len(order) - count} more readers"] if len(order) > count else []
-    return [*grid(READER_COLUMNS, order[:count], width).lines(), *more] if order else []
+    lagging = [_cut(text, width) for text in now.lagging[:WAITS_MAX]]
+    if len(now.lagging) > WAITS_MAX:
+        lagging.append(f"and {len(now.lagging) - WAITS_MAX} more that lag")
+    return [*grid(READER_COLUMNS, order[:count], width).lines(), *more, *lagging] if order else []
 
 
 def event_line(event: Event) -> str:

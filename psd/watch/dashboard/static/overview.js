@@ -8,7 +8,7 @@ import { FACTS } from "./facts.js";
 import { Table, link, meter, tag } from "./table.js";
 import { charted, clockTime, drawn, duration, fact, heading, number, perSecond, rate, share, short, shown, whole } from "./words.js";
 
-export const stateKind = { serving: "good", live: "good", finished: "", empty: "", absent: "warn", draining: "warn", restoring: "warn", expired: "bad", failed: "bad", "no answer": "bad", stuck: "bad", fetching: "good", waiting: "good" };
+export const stateKind = { serving: "good", live: "good", finished: "", empty: "", absent: "warn", draining: "warn", restoring: "warn", expired: "bad", failed: "bad", "no answer": "bad", stuck: "bad", behind: "warn", fetching: "good", waiting: "good" };
 
 export class Overview {
   constructor(job) {
@@ -32,7 +32,8 @@ export class Overview {
     this.learners = new Table("Learners", LEARNER_COLUMNS, { key: (worker) => worker.rank, away: (worker) => worker.state !== "live" });
     this.learnerCard = h("section", { class: "card", hidden: true, "aria-label": "Learners" }, h("header", {}, h("h2", {}, "Learners")), this.learners.element);
     this.readers = new Table("Readers", READER_COLUMNS, { key: (reader) => reader.id, away: (reader) => reader.state === "idle" });
-    this.readerCard = h("section", { class: "card", hidden: true, "aria-label": "Readers" }, h("header", {}, h("h2", {}, "Readers")), this.readers.element);
+    this.lagging = h("ul", { class: "more", hidden: true, "aria-label": "Readers that lag" });
+    this.readerCard = h("section", { class: "card", hidden: true, "aria-label": "Readers" }, h("header", {}, h("h2", {}, "Readers")), this.lagging, this.readers.element);
     this.waits = new Waits();
     this.events = new Events();
     this.elements = [
@@ -77,6 +78,8 @@ export class Overview {
     this.tables.update(now.tables);
     this.readerCard.hidden = now.readers.length === 0;
     this.readers.update(now.readers);
+    this.lagging.hidden = now.lagging.length === 0;
+    keep(this.lagging, now.lagging, (text) => text, () => h("li"), (item, text) => setText(item, text[0].toUpperCase() + text.slice(1)));
     this.waits.update(now);
     this.events.update(this.job.events);
   }
