@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
+from psd_client.lanes.daemon_threads import Crew
 from psd_client.torch.tables import Tables
 from psd_client.worker.worker import Turn
 
@@ -28,6 +29,7 @@ class RowsInMemory:
         self.pulls: list[tuple[dict[int, list[int]], bool]] = []
         self.error: Exception | None = None
         self.turn: Turn | None = None
+        self.background = Crew("background")
 
     def take_turn(self, turn: Turn) -> None:
         """See FlatCalls."""

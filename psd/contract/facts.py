@@ -450,7 +450,7 @@ READER = (
         "reader",
         weight=72,
     ),
-    Fact("relayed_readers", "now", "Readers that it serves in turn; only of a relay.", "reader", heading="serves", weight=62),
+    Fact("relayed_readers", "now", "Readers that it serves in turn; only of a relay.", "reader", heading="relayed", weight=62),
 )
 """Numbers of one reader. Counted for as long as it is remembered. Readers have no metrics each: they choose their names."""
 

@@ -115,5 +115,5 @@ def test_readers_of_a_relay_are_shown_there_and_counted_at_the_shards(
 
         assert psdctl(["status", "--servers", servers]) == 0
         lines = capsys.readouterr().out.splitlines()
-        assert "SERVES" in next(line for line in lines if line.startswith("READER")).split()
+        assert "RELAYED" in next(line for line in lines if line.startswith("READER")).split()
         assert any(line.startswith(name) for line in lines)
