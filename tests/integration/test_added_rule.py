@@ -141,7 +141,9 @@ def copy(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("added_rule")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder)
-    setup, count = re.subn(r"(?m)^EXTENSIONS = .*", "EXTENSIONS = [kernels, block, table, vector]", (ROOT / "setup.py").read_text())
+    setup, count = re.subn(
+        r"(?m)^EXTENSIONS = .*", "EXTENSIONS = [kernels, block, table, vector]", (ROOT / "setup.py").read_text()
+    )
     assert count == 1
     (folder / "setup.py").write_text(setup)
     ignored = shutil.ignore_patterns("_kernels.*.so", "_block.*.so", "_table.*.so", "_vector.*.so", "_*.c", "__pycache__")
