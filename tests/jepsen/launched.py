@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from busyness import Busyness
+from course import END_S, START_S, TICK_S
 from outcome import Outcome
 from plan import LIVES, Fault, Plan
 from processes import CHECKPOINTS, HERE, Process, Timeline, last_record
 from program import Options
-from trial import END_S, START_S, TICK_S
 
 from psd.checkpoint import CheckpointDirectory
 
@@ -41,19 +41,9 @@ GONE_S = 20.0
 RESTARTS = 12
 
 
-def run(plan: Plan, directory: Path) -> Outcome:
-    """Returns when no process of the trial is left."""
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "plan.json").write_text(plan.to_json())
-    launched = _Launched(plan, directory)
-    try:
-        launched.run()
-    finally:
-        launched.close()
-    return launched.outcome
+class LaunchedTrial:
+    """One trial under psd-run."""
 
-
-class _Launched:
     def __init__(self, plan: Plan, directory: Path) -> None:
         self.outcome = Outcome(plan, directory)
         self._plan, self._directory = plan, directory
@@ -89,6 +79,7 @@ class _Launched:
     # -- the course of things ------------------------------------------------------------------------------------------
 
     def run(self) -> None:
+        """The trial."""
         for fault in (*self._plan.faults, None):
             process = self._start()
             first = dict(self._seen)

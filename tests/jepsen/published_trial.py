@@ -6,38 +6,18 @@ last version, which every reader must get before it ends. Judges nothing.
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import os
 import signal
-import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from busyness import Busyness
-from links import Network
-from outcome import Outcome
-from plan import LINKS, Fault, Plan
-from processes import HERE, HOST, Process, ShardActor, Timeline, held_port
+from course import END_S, JOIN_S, RESTART_S, Course
+from plan import Fault, Plan
+from processes import HERE, HOST, Process, held_port
 from published_program import PublishedOptions
 from published_values import PER_LIFE
-from trial import END_S, JOIN_S, RESTART_S, START_S, TICK_S
-
-from psd.checkpoint import CheckpointDirectory
-
-
-def run(plan: Plan, directory: Path) -> Outcome:
-    """Returns when no process of the trial is left."""
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "plan.json").write_text(plan.to_json())
-    trial = _PublishedTrial(plan, directory)
-    try:
-        trial.run()
-    finally:
-        trial.close()
-    return trial.outcome
+from typing_extensions import override
 
 
 class _Actor:
@@ -67,16 +47,14 @@ class _Actor:
             self.lives.append(self._begin(len(self.lives)))
 
 
-class _PublishedTrial:
+class PublishedTrial(Course):
+    """One trial of publications."""
+
     def __init__(self, plan: Plan, directory: Path) -> None:
         assert plan.publishing is not None
-        self.outcome = Outcome(plan, directory)
-        self._plan, self._directory, self._publishing = plan, directory, plan.publishing
-        self._timeline = Timeline(directory / "timeline.jsonl")
-        self._network, self._busyness = Network(), Busyness()
-        self._due: list[tuple[float, int, Callable[[], Any]]] = []
-        self._order, self._numbers = itertools.count(), itertools.count(1)
-        self._shards = [ShardActor(plan, i, directory, self._timeline) for i in range(plan.shards)]
+        self._publishing = plan.publishing
+        super().__init__(plan, directory, clients=plan.workers + self._publishing.readers + self._publishing.relays)
+        self._numbers = itertools.count(1)
         ranks, readers = range(plan.workers), range(self._publishing.readers)
         self._publishers = [_Actor(f"worker {rank}", lambda life, rank=rank: self._publish(rank, life)) for rank in ranks]
         places = range(self._publishing.relays)
@@ -84,19 +62,14 @@ class _PublishedTrial:
         self._relays = [_Actor(f"relay {place}", lambda life, place=place: self._relay(place)) for place in places]
         self._readers = [_Actor(f"reader {place}", lambda life, place=place: self._follow(place, life)) for place in readers]
         self._clients = [*self._publishers, *self._readers, *self._relays]
-        self._links = {
-            (client, shard.index): self._network.link((HOST, shard.control), shard.bulk)
-            for client in range(len(self._clients))
-            for shard in self._shards
-        }
-        self._cuts = self._struck = self._returned = 0
+        self._struck = self._returned = 0
         self._places: dict[Path, int] = {}
-        self._last: list[Process] = []
 
     # -- processes -----------------------------------------------------------------------------------------------------
 
-    def _servers(self, client: int) -> str:
-        return ",".join(self._links[client, shard.index].address for shard in self._shards)
+    @override
+    def _lives(self) -> list[Process]:
+        return [life for client in self._clients for life in client.lives]
 
     def _program(self, role: str, name: str, servers: str, rank: int, seed: int, *, patient: bool = False) -> Process:
         plan, directory = self._plan, self._directory
@@ -148,10 +121,7 @@ class _PublishedTrial:
 
     def run(self) -> None:
         """The trial."""
-        for shard in self._shards:
-            shard.start()
-        if not self._until(lambda: all(shard.is_ready for shard in self._shards), START_S):
-            self._give_up([shard.process for shard in self._shards if not shard.is_ready])
+        if not self._have_shards_begun():
             return
         for client in self._clients:
             client.start()
@@ -160,60 +130,30 @@ class _PublishedTrial:
         if self._publishing.puts_between:
             self._until(self._have_all_struck, self._plan.seconds, scaled=False)
         else:
-            for fault in self._plan.faults:
-                self._at(fault.at, lambda fault=fault: self._begin(fault))
-            self._until(lambda: False, self._plan.seconds, scaled=False)
+            self._strike_by_the_clock()
         self._timeline.note("stopping")
         (self._directory / "stop").touch()
         by_clock = () if self._publishing.puts_between else self._plan.faults
         last = max((fault.at + fault.seconds for fault in by_clock), default=0.0)
-        self._until(lambda: not self._due, max(0.0, last - self._plan.seconds) + 1, scaled=False)
-        if not self._until(lambda: not self._due and not any(each.is_running for each in self._publishers), END_S):
+        self._until(self._is_quiet, max(0.0, last - self._plan.seconds) + 1, scaled=False)
+        if not self._until(lambda: self._is_quiet() and not any(each.is_running for each in self._publishers), END_S):
             self._give_up([each.lives[-1] for each in self._publishers if each.is_running])
             return
-        servers = ",".join(shard.address for shard in self._shards)
         ranks = range(self._plan.workers)
-        self._last = [self._program("finish", f"finish {rank}", servers, rank, rank, patient=True) for rank in ranks]
+        self._last = [self._program("finish", f"finish {rank}", self._servers(), rank, rank, patient=True) for rank in ranks]
         if not self._until(lambda: all(each.status is not None for each in self._last), END_S):
             self._give_up([each for each in self._last if each.status is None])
             return
         if not self._until(lambda: not any(each.is_running for each in self._readers), END_S):
             self._give_up([each.lives[-1] for each in self._readers if each.is_running])
             return
-        ending = [shard.process for shard in self._shards] + [each.lives[-1] for each in self._relays]
-        for process in ending:
-            assert process is not None
-            process.signal(signal.SIGTERM)
-        if not self._until(lambda: all(process is None or process.status is not None for process in ending), 15):
-            self._give_up([process for process in ending if process and process.status is None])
+        self._terminate(*(each.lives[-1] for each in self._relays))
 
+    @override
     def close(self) -> None:
-        """Whatever has happened: nothing is left running."""
-        for process in [*(life for client in self._clients for life in client.lives), *self._last]:
-            if process.status is None:
-                process.kill()
-        self.outcome.cuts = self._cuts
-        for shard in self._shards:
-            shard.close()
+        super().close()
         for held in self._held:
             held.close()
-        self._network.close()
-        self.outcome.factor = self._busyness.close()
-        self._timeline.note("closed", factor=round(self.outcome.factor, 2))
-        self._timeline.close()
-        self.outcome.timeline = self._timeline.records
-        self.outcome.save()
-
-    def _give_up(self, stuck: Sequence[Process | None]) -> None:
-        """Some processes do not end: keep their stacks, and those of all others."""
-        self.outcome.stuck += [process.name for process in stuck if process is not None]
-        for process in [
-            *(shard.process for shard in self._shards),
-            *(life for client in self._clients for life in client.lives),
-        ]:
-            if process is not None:
-                process.signal(signal.SIGUSR1)
-        self._until(lambda: False, 1.0)
 
     def _has_read(self, reader: _Actor) -> bool:
         """It has had a version."""
@@ -241,79 +181,16 @@ class _PublishedTrial:
         self._begin(self._plan.faults[number])
         return False
 
-    def _at(self, seconds: float, action: Callable[[], Any]) -> None:
-        """Do something so many seconds from now."""
-        heapq.heappush(self._due, (time.monotonic() + seconds, next(self._order), action))
+    @override
+    def _look_after_clients(self) -> None:
+        for client in self._clients:
+            if client.lives and client.is_wanted and client.lives[-1].status not in (None, 0):
+                client.is_wanted = False
+                self._at(RESTART_S, lambda client=client: self._start_again(client))
 
-    def _until(self, fact: Callable[[], bool], seconds: float, *, scaled: bool = True) -> bool:
-        """Do what is due until a fact holds: True; or for so long (longer on a busy machine, if scaled): False."""
-        begun = time.monotonic()
-        pause = threading.Event()
-        while True:
-            now = time.monotonic()
-            while self._due and self._due[0][0] <= now:
-                heapq.heappop(self._due)[2]()
-            for client in self._clients:
-                if client.lives and client.is_wanted and client.lives[-1].status not in (None, 0):
-                    client.is_wanted = False
-                    self._at(RESTART_S, lambda client=client: self._start_again(client))
-            for shard in self._shards:
-                _ = shard.is_ready  # writes down when it is
-            if fact():
-                return True
-            if now - begun > seconds * (self._busyness.factor if scaled else 1.0):
-                return False
-            pause.wait(TICK_S)
-
-    # -- faults --------------------------------------------------------------------------------------------------------
-
-    def _begin(self, fault: Fault) -> None:
-        if fault.kind == "shard-lose" and not self._has_checkpoint():
-            fault = Fault("shard-kill", fault.at, fault.seconds, shard=fault.shard)  # nobody could go on
-        self._timeline.note("begin", fault=vars(fault), text=str(fault))
-        if fault.kind in LINKS:
-            struck = [link for at, link in self._links.items() if fault.rank in (-1, at[0]) and fault.shard in (-1, at[1])]
-            self._cuts += sum(link.begin(fault) for link in struck)
-            self._at(fault.seconds, lambda: self._end(fault, lambda: [link.end(fault) for link in struck]))
-        elif fault.kind.startswith("shard"):
-            self._strike_shard(fault, self._shards[fault.shard])
-        else:
-            self._strike_client(fault, self._clients[fault.rank])
-
-    def _end(self, fault: Fault, heal: Callable[[], Any]) -> None:
-        heal()
-        self._timeline.note("end", fault=vars(fault))
-
-    def _has_checkpoint(self) -> bool:
-        directory = self._directory / "checkpoints"
-        return directory.exists() and CheckpointDirectory(str(directory)).newest() is not None
-
-    def _strike_shard(self, fault: Fault, shard: ShardActor) -> None:
-        process = shard.process
-        assert process is not None
-        if fault.kind == "shard-stop":
-            process.signal(signal.SIGSTOP)
-            self._at(fault.seconds, lambda: self._end(fault, process.resume))
-        elif process.status is None:
-            if fault.kind == "shard-terminate" and not process.is_stopped:
-                process.signal(signal.SIGTERM)
-                self._start_when_ended(fault, shard, process, time.monotonic() + START_S)
-                return
-            process.kill()
-            if fault.kind == "shard-lose":
-                shard.lose_state()
-            self._at(fault.seconds, lambda: self._end(fault, shard.start))
-
-    def _start_when_ended(self, fault: Fault, shard: ShardActor, process: Process, deadline: float) -> None:
-        if process.status is not None:
-            self._at(fault.seconds, lambda: self._end(fault, shard.start))
-            return
-        if time.monotonic() > deadline:
-            self._give_up([process])
-            process.kill()
-        self._at(TICK_S, lambda: self._start_when_ended(fault, shard, process, deadline))
-
-    def _strike_client(self, fault: Fault, client: _Actor) -> None:
+    @override
+    def _strike_client(self, fault: Fault) -> None:
+        client = self._clients[fault.rank]
         if not client.is_running:
             return
         process = client.lives[-1]

@@ -18,6 +18,7 @@ program.py     the worker: calls the public API, goes on after errors in one of 
 links.py       a proxy per worker and shard, for control and bulk apart: refuse, reset, delay, truncate, half-open, black hole
 processes.py   shards and workers, killed and started again; children.py is what each does first
 damage.py      which bytes of a shard's files may be changed, so that it must find that
+course.py      what is due, shards, links, and the faults that strike these, for trial.py and published_trial.py
 trial.py       runs a plan, and leaves histories, logs, a timeline and the parameters of the end
 learner.py     the worker as a learner: its difference to what it has received is what counts
 launched.py    the same under psd-run, which is told to end, or killed; launched_worker.py is the script of its workers

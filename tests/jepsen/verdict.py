@@ -9,20 +9,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import launched
-import published_trial
 from batch_counts import check_batches
 from conduct import check_conduct
 from counting import Failure, check_counts
+from course import conduct
 from history import Histories
+from launched import LaunchedTrial
 from learner_counts import check_learners
 from outcome import Outcome
 from plan import Fault, Plan
 from prefixes import check_prefixes
 from published_counts import PublishedHistories, check_published, counts_of
+from published_trial import PublishedTrial
 from residual_counts import check_residuals
 from restores import restore_all
-from trial import run
+from trial import Trial
 
 SHOWN_PER_KIND = 3
 
@@ -58,10 +59,8 @@ class Verdict:
 def try_plan(plan: Plan, directory: Path) -> Verdict:
     """Run a plan in a directory, which is kept, and judge it."""
     shutil.rmtree(directory, ignore_errors=True)
-    if plan.publishing is not None:
-        outcome = published_trial.run(plan, directory)
-    else:
-        outcome = launched.run(plan, directory) if plan.is_launched else run(plan, directory)
+    kind = PublishedTrial if plan.publishing is not None else LaunchedTrial if plan.is_launched else Trial
+    outcome = conduct(kind, plan, directory)
     if plan.learning is None and plan.publishing is None:
         restore_all(outcome)
     verdict = judge(outcome)
