@@ -8,11 +8,7 @@ starting processes again: so this is a lower limit of what a death costs. Knows 
 from __future__ import annotations
 
 import json
-import os
-import random
-import sys
 import threading
-import time
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -20,10 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-
-import characters
+from _paced_learner import PacedLearner
 
 LOOK_S = 0.01
 MEET_S = 120.0
@@ -106,31 +99,22 @@ def exchange(group: Group, model: torch.nn.Module, base: list[torch.Tensor], out
 
 def learn(task: Mapping[str, Any]) -> None:
     """Make steps until killed; each is a byte in a file."""
-    torch.set_num_threads(1)
-    text = characters.read(None, 20_000)
-    model = characters.Transformer(len(text.alphabet), context=16, dim=32, layers=1)
-    inner = torch.optim.AdamW(model.parameters(), 1e-3)
+    learner = PacedLearner(task)
+    model, inner = learner.model, learner.inner
     outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.8, nesterov=True)
-    print("ready", flush=True)
-    group = Group(Path(task["steps"]).parent, int(sys.stdin.readline()))
+    group = Group(Path(task["steps"]).parent, learner.rank())
     group.meet(model)
-    print("joined", flush=True)
     base = [parameter.detach().clone() for parameter in model.parameters()]
-    pause, seed = threading.Event(), random.Random(os.getpid())
-    done = os.open(task["steps"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-    due, every, step = time.perf_counter(), task["local_steps"], 0
+    every, step = task["local_steps"], 0
+    learner.begin()
     while True:
-        due = max(due + task["step_s"], time.perf_counter())
-        batch = characters.pieces(text.train, 2, model.context, seed.randrange(1 << 30))
-        inner.zero_grad()
-        characters.loss_of(model, batch).backward()
-        pause.wait(due - time.perf_counter())
+        learner.compute(inner)
         if every == 1:
             group.meet(model)
             if not group.average([parameter.grad for parameter in model.parameters() if parameter.grad is not None]):
                 continue  # the step is made again
         inner.step()
-        os.write(done, b".")
+        learner.count()
         step += 1
         if every > 1 and step % every == 0:
             group.meet(model)

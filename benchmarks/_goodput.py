@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import random
 import sys
 import tempfile
@@ -22,15 +21,11 @@ from typing import Any
 
 import _gloo_learner
 import _report
-import torch
+from _paced_learner import PacedLearner
 from _processes import START_S, Process, Shard, cleanly, environment
 
 import psd_client
 import psd_client.torch as psd
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-
-import characters
 
 BASE = "data parallel"
 NESTEROV = psd_client.SGD(lr=0.7, momentum=0.8, nesterov=True)
@@ -61,26 +56,15 @@ def options_of(ways: Mapping[str, Mapping[str, Any]], way: str, learners: int) -
 
 def learn(task: Mapping[str, Any]) -> None:
     """Make steps until killed, as one learner; each is a byte in a file."""
-    torch.set_num_threads(1)
-    text = characters.read(None, 20_000)
-    model = characters.Transformer(len(text.alphabet), context=16, dim=32, layers=1)
-    inner = torch.optim.AdamW(model.parameters(), 1e-3)
+    learner = PacedLearner(task)
     options = options_of(GOODPUT, task["way"], task["learners"])
-    print("ready", flush=True)
-    rank = int(sys.stdin.readline())
-    optimizer = psd.distribute(model, inner, servers=task["servers"], rank=rank, world_size=task["learners"], **options)
-    print("joined", flush=True)
-    pause, seed = threading.Event(), random.Random(os.getpid())
-    done = os.open(task["steps"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-    due = time.perf_counter()
+    place = {"servers": task["servers"], "rank": learner.rank(), "world_size": task["learners"]}
+    optimizer = psd.distribute(learner.model, learner.inner, **place, **options)
+    learner.begin()
     while True:
-        due = max(due + task["step_s"], time.perf_counter())
-        batch = characters.pieces(text.train, 2, model.context, seed.randrange(1 << 30))
-        optimizer.zero_grad()
-        characters.loss_of(model, batch).backward()
-        pause.wait(due - time.perf_counter())
+        learner.compute(optimizer)
         optimizer.step()
-        os.write(done, b".")
+        learner.count()
 
 
 class Learners:

@@ -1,0 +1,67 @@
+"""A learner whose steps take the same time whatever the machine: a pause stands for an accelerator's computing.
+
+Knows nothing of how learners come together.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+
+import characters
+
+
+class HasGradients(Protocol):
+    """An optimizer."""
+
+    def zero_grad(self) -> None:
+        """Forget the gradients of the step before."""
+
+
+class PacedLearner:
+    """The model of one learner, in a process of its own, which the benchmark starts beforehand.
+
+    Args:
+        task: has `steps`, a file that gets a byte for each step, and `step_s`, seconds of a step.
+    """
+
+    def __init__(self, task: Mapping[str, Any]) -> None:
+        torch.set_num_threads(1)
+        self._text = characters.read(None, 20_000)
+        self.model = characters.Transformer(len(self._text.alphabet), context=16, dim=32, layers=1)
+        self.inner = torch.optim.AdamW(self.model.parameters(), 1e-3)
+        self._task = task
+        print("ready", flush=True)
+
+    def rank(self) -> int:
+        """Wait for the benchmark to say whose place to take."""
+        return int(sys.stdin.readline())
+
+    def begin(self) -> None:
+        """Say that it trains from now on."""
+        print("joined", flush=True)
+        self._pause, self._seed = threading.Event(), random.Random(os.getpid())
+        self._done = os.open(self._task["steps"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        self._due = time.perf_counter()
+
+    def compute(self, optimizer: HasGradients) -> None:
+        """Make the gradients of a step, in the time that it takes."""
+        self._due = max(self._due + self._task["step_s"], time.perf_counter())
+        batch = characters.pieces(self._text.train, 2, self.model.context, self._seed.randrange(1 << 30))
+        optimizer.zero_grad()
+        characters.loss_of(self.model, batch).backward()
+        self._pause.wait(self._due - time.perf_counter())
+
+    def count(self) -> None:
+        """Note that a step has been made."""
+        os.write(self._done, b".")
