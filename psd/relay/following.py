@@ -179,5 +179,5 @@ class Following:
         return (
             f"has fetched {self.versions} versions of {held.described.run_id} from {self._servers}, "
             f"{counters.received_bytes} bytes, and sent {counters.sent_bytes} bytes; at version {held.version}, "
-            f"{holding.age_s(held.since):.0f} s old; {holding.calls} readers"
+            f"{holding.age_s(held.since):.0f} s old; {holding.readers.calls} readers"
         )

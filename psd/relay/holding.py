@@ -23,7 +23,6 @@ from psd.contract.errors import (
     InvalidRequest,
     LayoutMismatch,
     NotDeclared,
-    Overloaded,
     PsdError,
     WaitTimeout,
 )
@@ -120,7 +119,7 @@ class Holding:
         now: returns monotonic seconds.
 
     Attributes:
-        is_draining: True once the relay takes no new work. calls: calls of readers in progress. readers: who has asked lately.
+        is_draining: True once the relay takes no new work. readers: who has asked lately, and calls in progress.
         counters: as of a shard; what it sends and receives is in those of gRPC. on_first: called with the first version.
     """
 
@@ -128,8 +127,8 @@ class Holding:
         self.name = name
         self.now = now
         self.is_draining = False
-        self.calls = 0
-        self.readers = Readers(now, limits.readers_max, limits.reads_max)
+        refusal = f"{limits.reads_max} readers are served already ({name}; its --max-reads)"
+        self.readers = Readers(now, limits.readers_max, limits.reads_max, refusal)
         self.counters = Counters()
         self.on_first: Callable[[], None] = lambda: None
         self._limits = limits
@@ -198,18 +197,12 @@ class Holding:
             WaitTimeout: there is none in time. CutMissed: the version asked for is not held any more. Draining: the relay ends.
             InvalidRequest, ForeignRun, LayoutMismatch, BlockOutOfRange: a field is wrong.
         """
-        with self._changed:
-            if self.calls >= self._limits.reads_max:
-                raise Overloaded(f"Read: {self._limits.reads_max} readers are served already ({self.name}; its --max-reads)")
-            self.calls += 1
-        found: HeldVersion | None = None
-        try:
+        with self.readers.fetching("Read"):
             found = self._found(request, timeout_s, on_hang_up)
-            yield found
-        finally:
-            with self._changed:
-                self.calls -= 1
-                if found is not None:
+            try:
+                yield found
+            finally:
+                with self._changed:
                     found.release()
 
     def _found(

@@ -34,7 +34,7 @@ def relay_numbers(holding: Holding, following: Following) -> dict[str, float]:
         behind=max(0, following.newest - (0 if held is None else held.version)),
         age_s=None if held is None else holding.age_s(held.since),
         heard_s=following.heard_s,
-        readers=holding.calls,
+        readers=holding.readers.calls,
         versions=following.versions,
     )
     return numbers_of(facts.RELAY, {"relay": known})

@@ -6,7 +6,6 @@ for FORGET_S is forgotten. Thread-safe. Must not know messages' services.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy
@@ -62,30 +61,34 @@ class Readers:
 
     Args:
         now: returns monotonic seconds. readers_max: most readers that are known at a time.
-        reads_max: most calls that fetch at a time.
+        reads_max: most calls that fetch at a time. refusal: said of one more, after its name; empty: in a shard's words.
 
     Attributes:
-        sent_bytes: bytes sent to all readers, those that are forgotten or unknown, too.
+        sent_bytes: bytes sent to all readers, those that are forgotten or unknown, too. calls: calls that fetch, now.
     """
 
-    def __init__(self, now: Callable[[], float], readers_max: int, reads_max: int) -> None:
+    def __init__(self, now: Callable[[], float], readers_max: int, reads_max: int, refusal: str = "") -> None:
         self.sent_bytes = 0
+        self.calls = 0
         self._now = now
         self._max = readers_max
         self._reads_max = reads_max
-        self._reads = threading.BoundedSemaphore(reads_max)
+        self._refusal = refusal or f"{reads_max} callers are fetching already (the shard's --max-reads)"
         self._known: dict[int, KnownReader] = {}
         self._lock = locks.new(locks.Level.LEAF)
 
     @contextmanager
     def fetching(self, call: str) -> Iterator[None]:
         """Within: a call that fetches is being made. Raises Overloaded if there are too many."""
-        if not self._reads.acquire(blocking=False):
-            raise Overloaded(f"{call}: {self._reads_max} callers are fetching already (the shard's --max-reads)")
+        with self._lock:
+            if self.calls >= self._reads_max:
+                raise Overloaded(f"{call}: {self._refusal}")
+            self.calls += 1
         try:
             yield
         finally:
-            self._reads.release()
+            with self._lock:
+                self.calls -= 1
 
     def check(self, request: control_pb2.OpenReadsRequest) -> None:
         """Take note of a reader that asks for a connection.

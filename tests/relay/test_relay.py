@@ -146,7 +146,7 @@ def test_a_reader_waits_at_a_relay_for_a_newer_version(
             reader.pull(newer_than=0, timeout=0.3)
         asked.clear()
         waiting = Background(lambda: reader.pull(newer_than=0))
-        wait_until(lambda: server.holding.calls == 1, "a reader waits")
+        wait_until(lambda: server.holding.readers.calls == 1, "a reader waits")
         step(ps)
         assert_is_of(1, waiting.result())
         assert asked == [(1, True)]
@@ -216,9 +216,9 @@ def test_a_reader_goes_to_the_next_relay_when_one_ends(job: tuple[psd_client.Par
     with reading(f"{first.address}|{second.address}") as reader:
         assert_is_of(0, reader.pull())
         waiting = Background(lambda: reader.pull(newer_than=0))
-        wait_until(lambda: first.holding.calls == 1, "a reader waits")
+        wait_until(lambda: first.holding.readers.calls == 1, "a reader waits")
         first.drain(5)
-        wait_until(lambda: second.holding.calls == 1, "it waits at the other one")
+        wait_until(lambda: second.holding.readers.calls == 1, "it waits at the other one")
         step(ps)
         assert_is_of(1, waiting.result())
 
@@ -415,7 +415,7 @@ def test_readers_beyond_the_limit_are_refused(job: tuple[psd_client.ParameterSer
     with reading(server.address) as first, reading(server.address, retry_timeout=0) as second:
         first.pull()
         waiting = Background(lambda: first.pull(newer_than=0))
-        wait_until(lambda: server.holding.calls == 1, "a reader waits")
+        wait_until(lambda: server.holding.readers.calls == 1, "a reader waits")
         with pytest.raises(psd_client.ShardUnavailable, match=r"Read: 1 readers are served already .*; its --max-reads"):
             second.pull()
         with reading(f"{server.address}|{other.address}") as third:
@@ -453,7 +453,7 @@ def test_a_wrong_request_is_refused(
     }
     with grpc.insecure_channel(server.address) as channel, pytest.raises(grpc.RpcError, match=words):
         list(data_pb2_grpc.DataServiceStub(channel).Read(data_pb2.ReadRequest(**request), timeout=WAIT_S))
-    assert server.holding.calls == 0
+    assert server.holding.readers.calls == 0
     assert held.users == 0
 
 

@@ -49,7 +49,7 @@ def test_the_memory_of_a_version_is_free_once_nobody_reads_it() -> None:
         assert holding.take(third) is None
         assert read.frame(0, "").endswith(np.full(3, 1, np.float32).tobytes())
     assert holding.take(fourth) is third.buffers
-    assert (holding.calls, second.users) == (0, 0)
+    assert (holding.readers.calls, second.users) == (0, 0)
 
 
 def test_a_version_never_takes_the_place_of_a_later_one() -> None:
@@ -82,4 +82,4 @@ def test_a_wait_ends_with_the_reader_the_deadline_or_the_relay() -> None:
     holding.drain()
     with pytest.raises(Draining, match="a relay is shutting down"), holding.reading(asked(4), 100, stays):
         pass
-    assert (holding.calls, held.users) == (0, 0)
+    assert (holding.readers.calls, held.users) == (0, 0)

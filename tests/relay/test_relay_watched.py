@@ -58,7 +58,7 @@ def test_the_metrics_of_a_relay_are_those_of_the_catalogue(cluster: Callable[...
                 reader.pull(newer_than=version - 1)
             with pytest.raises(psd_client.WaitTimeout):
                 reader.pull(newer_than=2, timeout=0.1)
-            wait_until(lambda: server.holding.calls == 0, "the readers' calls are over")
+            wait_until(lambda: server.holding.readers.calls == 0, "the readers' calls are over")
             refused = "psd_request_errors_total DEADLINE_EXCEEDED WaitTimeout"
             wait_until(lambda: refused in scrape(server), "the error is counted")
             found = scrape(server)
@@ -93,7 +93,7 @@ def test_readers_of_a_relay_are_shown_there_and_counted_at_the_shards(
             waiting = threading.Thread(target=reader.pull, kwargs={"newer_than": 1})
             third.pull(newer_than=0)
             waiting.start()
-            wait_until(lambda: lower.holding.calls == 1, "a reader waits")
+            wait_until(lambda: lower.holding.readers.calls == 1, "a reader waits")
 
             found = {each["name"]: each for each in status(lower.address, capsys)["readers"]}
             assert (found["engine-0"]["state"], found["engine-1"]["state"]) == ("waiting", "idle")
