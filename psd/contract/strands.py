@@ -10,6 +10,7 @@ from __future__ import annotations
 import select
 import socket
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 from psd.contract.tls_socket import TlsSocket
 
@@ -36,20 +37,24 @@ def beyond(views: list[memoryview], count: int) -> list[memoryview]:
     return []
 
 
+def part_sizes(nbytes: int, count: int) -> list[int]:
+    """Bytes of the parts of a payload of so many: alike, but for a byte."""
+    ends = [nbytes * number // count for number in range(count + 1)]
+    return [end - begin for begin, end in pairwise(ends)]
+
+
 def cut(views: Sequence[memoryview], nbytes: int, count: int) -> list[list[memoryview]]:
-    """The parts of a payload of so many bytes, as views of it: alike in size, but for a byte."""
+    """The parts of a payload of so many bytes, as views of it."""
     parts: list[list[memoryview]] = []
-    left, begin = [view for view in views if view.nbytes], 0
-    for number in range(1, count + 1):
-        end = nbytes * number // count
-        part, room = [], end - begin
+    left = [view for view in views if view.nbytes]
+    for room in part_sizes(nbytes, count):
+        part = []
         while room:
             piece = left[0][:room]
             part.append(piece)
             room -= piece.nbytes
             left = beyond(left, piece.nbytes)
         parts.append(part)
-        begin = end
     return parts
 
 

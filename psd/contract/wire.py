@@ -227,8 +227,7 @@ class Stream:
 
     def _skip_parts(self) -> None:
         scratch = memoryview(bytearray(strands.CUT_BYTES_MIN))
-        count = 1 + len(self._joined)
-        left = [self._cut_bytes * (number + 1) // count - self._cut_bytes * number // count for number in range(count)]
+        left = strands.part_sizes(self._cut_bytes, 1 + len(self._joined))
         self._cut_bytes = 0
         ready = min(self._end - self._start, left[0])
         self._start += ready

@@ -166,11 +166,16 @@ class ShardLane(Lane):
     def _connection(self, caller: job_pb2.Caller, call: Call) -> BulkClient | None:
         """The connection for bulk calls, with memory attached; None to use gRPC."""
         connection = self._opened(caller, call)
-        if self._shared is not None and connection is not None and connection.is_local:
+        if connection is not None:
+            self._attach(connection, call)
+        return connection
+
+    def _attach(self, connection: BulkClient, call: Call) -> None:
+        """Give the shard access to the memory that is shared with it, if there is some."""
+        if self._shared is not None and connection.is_local:
             gradients, places = self._shared
             if places[0].segment is not None and not places[0].segment.is_given_up:
                 connection.attach(gradients, places, call)
-        return connection
 
     @override
     def initialize(self, first: data_pb2.InitializeFrame, blocks: Sequence[Block], values: FlatBuffers, call: Call) -> bool:
@@ -292,10 +297,7 @@ class ShardLane(Lane):
         awaited = {block.index: block.nbytes for block in blocks}
         connection = self._opened_reads(request, call)
         if connection is not None:
-            if self._shared is not None and connection.is_local:
-                _, places = self._shared
-                if places[0].segment is not None and not places[0].segment.is_given_up:
-                    connection.attach(None, places, call)
+            self._attach(connection, call)
             return connection.read(request, awaited, parameters, call)
         answer = BlockAnswer(self._name, awaited, parameters, self.traffic)
         return answer.take(self._channel.stream_in(f"{_DATA}Read", request, call)).positions
