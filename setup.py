@@ -66,9 +66,12 @@ distinct = Extension(
 vector = Extension(
     "psd_core._vector", sources=["psd_core/_vector.pyx", *VECTORS, CONTENT], libraries=["m"], depends=HEADERS, **HOW
 )
+worker_steps = Extension(
+    "psd_core._worker_steps", sources=["psd_core/_worker_steps.pyx", "psd_core/csrc/worker_steps.c", *KERNELS], **WITH_RULES
+)
 codecs = Extension("psd_core._codecs", sources=["psd_core/_codecs.pyx", *CODECS], depends=HEADERS, **HOW)
 deltas = Extension("psd_core._deltas", sources=["psd_core/_deltas.pyx", "psd_core/csrc/delta.c"], depends=HEADERS, **HOW)
-EXTENSIONS = [kernels, block, arena, table, distinct, vector, codecs, deltas]
+EXTENSIONS = [kernels, block, worker_steps, arena, table, distinct, vector, codecs, deltas]
 directives = {
     "language_level": "3",
     "boundscheck": DEBUG,

@@ -60,6 +60,9 @@ class Kind(enum.IntEnum):
     REPLY = 9
     ERROR = 10
     ALIVE = 11
+    STEP = 12
+    DONE = 13
+    AGAIN = 14
 
 
 _KINDS = {kind.value: kind for kind in Kind}  # calling Kind takes ten times as long
@@ -212,6 +215,18 @@ class Stream:
             return
         while unfilled:
             unfilled = beyond(unfilled, self._receive_into(unfilled, socket.MSG_WAITALL))
+
+    @property
+    def is_plain(self) -> bool:
+        """True if other code may use the socket between messages: its bytes are the messages', and none was read ahead."""
+        return self._start == self._end and not self._joined and not isinstance(self.socket, TlsSocket)
+
+    def put_back(self, read: bytes) -> None:
+        """Let the next bytes be these, which other code has read from the socket."""
+        if self._start != self._end or len(read) > READ_AHEAD_BYTES:
+            raise Disconnected(f"{len(read)} bytes of an answer that was not expected")
+        self._ahead[: len(read)] = read
+        self._start, self._end = 0, len(read)
 
     def skip(self, count: int) -> None:
         """Skip the next bytes: of a payload, all of it."""

@@ -54,6 +54,7 @@ class BulkClient:
 
     Attributes:
         is_open: False after the first failure. is_local: True if the shard can share this process's memory.
+        offer: of steps (steps.py), in the reply to the last call; None: there was none.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class BulkClient:
     ) -> None:
         self.is_open = True
         self.is_local = stream.local is not None
+        self.offer: bulk_pb2.StepOffer | None = None
         self._stream = stream
         self._shard = shard
         self._address = address
@@ -365,6 +367,7 @@ class BulkClient:
             if not self.is_open:
                 raise Cancelled if self._is_closed else self._unavailable("the connection was closed")
             self._is_busy = True
+        self.offer = None
         try:
             self._patience.begin(call.timeout_s)
             call.scope.enter(self._cancel)

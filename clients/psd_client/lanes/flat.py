@@ -8,6 +8,7 @@ machine see, too. Must not know sockets, clocks or frameworks.
 from __future__ import annotations
 
 import logging
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -45,7 +46,8 @@ class FlatBuffers:
         views: one array per tensor of the spec, in its order: a view into its space, in the tensor's shape. A tensor without
             elements has an array of its own, of the master's dtype.
         segment: as given. starts: offset of each space in it, in bytes; 0 for a space that is not in it.
-        versions: PullFrame.version of what was received, by block of the layout, and then by tables' block; 0 before.
+        versions: PullFrame.version of what was received, by block of the layout, and then by tables' block; 0 before. Steps
+            (steps.py) write there themselves.
         steps: PullFrame.steps by block, if a slot was received. contents: PullFrame.content by block, for a reader.
         codecs: by block of the layout, the codec in which it is received; "": as it is, or as a difference.
         on_received: called, in any thread, with the index of each block that was received; may be None.
@@ -70,7 +72,8 @@ class FlatBuffers:
                 for tensor, begin in zip(space.tensors.tolist(), space.starts.tolist(), strict=True):
                     spec = tensors[tensor]
                     self.views[tensor] = memory[begin : begin + spec.size].reshape(spec.shape)
-        self.versions = [0] * (len(layout.blocks) + (layout.shard_count if layout.spec.tables else 0))
+        count = len(layout.blocks) + (layout.shard_count if layout.spec.tables else 0)
+        self.versions = array("Q", bytes(8 * count))
         self.steps: dict[int, Sequence[int]] = {}
         self.contents: dict[int, int] = {}
         self.codecs = ["" if block.has_differences else block.pull_codec for block in layout.blocks]
@@ -89,6 +92,11 @@ class FlatBuffers:
         if self.segment is not None:
             return self.segment.zeros(size, dtype)
         return psd_core.aligned_zeros(size, dtype), 0
+
+    @property
+    def looked_at(self) -> list[NDArray[Any]]:
+        """The spaces in which `first_nonfinite` looks."""
+        return [memory for _, memory in self._looked_at]
 
     def block(self, index: int) -> NDArray[Any]:
         """The slice of block `index` of the layout."""

@@ -24,7 +24,6 @@ from psd.contract.layout import Block
 from psd.contract.rows import TableRows
 from psd.contract.vector_batches import payload_parts
 from psd.v1 import bulk_pb2, control_pb2, data_pb2, job_pb2, vectors_pb2
-from psd_client.lanes.bulk_connection import BulkClient
 from psd_client.lanes.bulk_opener import BulkOpener
 from psd_client.lanes.bulk_reads import ReadingCaller, ReadingClient
 from psd_client.lanes.daemon_threads import can_start_threads
@@ -41,6 +40,7 @@ from psd_client.lanes.frames import (
 )
 from psd_client.lanes.grpc_channel import MESSAGE_BYTES_MAX, GrpcChannel
 from psd_client.lanes.overlap_feed import Aborted
+from psd_client.lanes.steps import SteppingClient
 from psd_client.lanes.transport import Call, GradientPart, Lane, MessageT, RowsAhead, Scope, Share
 
 AT_ONCE_BYTES_MAX = MESSAGE_BYTES_MAX - (1 << 20)
@@ -88,7 +88,7 @@ class ShardLane(Lane):
         # For heartbeats where gradients travel by gRPC: over a slow link they would else wait behind what lies in that
         # connection's buffers, for longer than a lease.
         self._heartbeats = GrpcChannel(shard, address, credentials)
-        self._bulk: BulkOpener[job_pb2.Caller, BulkClient] | None = None
+        self._bulk: BulkOpener[job_pb2.Caller, SteppingClient] | None = None
         self._reads: BulkOpener[ReadingCaller, ReadingClient] | None = None
         self._incarnation = 0  # of the shard, as a reader has heard; 0: a relay's
         if is_reader and transport != "grpc":
@@ -96,7 +96,9 @@ class ShardLane(Lane):
                 shard, address, transport, credentials, self._open_reads, self.traffic, ReadingClient, streams
             )
         elif transport != "grpc":
-            self._bulk = BulkOpener(shard, address, transport, credentials, self.open_bulk, self.traffic, BulkClient, streams)
+            self._bulk = BulkOpener(
+                shard, address, transport, credentials, self.open_bulk, self.traffic, SteppingClient, streams
+            )
         self._name = f"shard {shard} at {address}"
         self._shared: tuple[FlatBuffers | None, Sequence[FlatBuffers]] | None = None
 
@@ -156,21 +158,21 @@ class ShardLane(Lane):
     def _share(self, gradients: FlatBuffers | None, places: Sequence[FlatBuffers]) -> None:
         self._shared = gradients, places
 
-    def _opened(self, caller: job_pb2.Caller, call: Call) -> BulkClient | None:
+    def _opened(self, caller: job_pb2.Caller, call: Call) -> SteppingClient | None:
         if self._bulk is None:
             return None
         connection = self._bulk.connection(caller, call)
         self.transport = self._bulk.transport
         return connection
 
-    def _connection(self, caller: job_pb2.Caller, call: Call) -> BulkClient | None:
+    def _connection(self, caller: job_pb2.Caller, call: Call) -> SteppingClient | None:
         """The connection for bulk calls, with memory attached; None to use gRPC."""
         connection = self._opened(caller, call)
         if connection is not None:
             self._attach(connection, call)
         return connection
 
-    def _attach(self, connection: BulkClient, call: Call) -> None:
+    def _attach(self, connection: SteppingClient | ReadingClient, call: Call) -> None:
         """Give the shard access to the memory that is shared with it, if there is some."""
         if self._shared is not None and connection.is_local:
             gradients, places = self._shared
@@ -223,10 +225,14 @@ class ShardLane(Lane):
         connection = self._connection(part.header.caller, call)
         rows: WantedRows | None = None
         if connection is not None:
-            message = bulk_pb2.BulkCall(method=bulk_pb2.BULK_METHOD_PUSH_PULL)
+            message = bulk_pb2.BulkCall(method=bulk_pb2.BULK_METHOD_PUSH_PULL, wants_steps=part.wants_steps)
             if ahead is not None and part.feed is None:
                 rows = self._ahead(ahead, connection.places)
-            reply = connection.transfer(message, part, part.answered, parameters, call, rows).push
+            answered = connection.transfer(message, part, part.answered, parameters, call, rows)
+            reply = answered.push
+            if part.wants_steps:
+                is_offered = answered.HasField("step")
+                connection.offer, self.stepping = (answered.step, connection) if is_offered else (None, None)
         elif part.is_complete_within(frames.FRAME_BYTES_MAX) and (
             sum([block.nbytes for block in part.blocks]) <= BLOCKS_AT_ONCE_BYTES_MAX
         ):

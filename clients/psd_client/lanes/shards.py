@@ -172,14 +172,15 @@ class Shards:
     """The lanes of a job, in the order of its shards.
 
     Attributes:
+        health: as given.
         on_restart: called when a shard has come back as another incarnation. If it returns, the attempt is repeated.
     """
 
     def __init__(self, lanes: Sequence[Lane], policy: RetryPolicy, health: ShardHealth) -> None:
         self.lanes = lanes
+        self.health = health
         self.on_restart: OnRestart | None = None
         self._policy = policy
-        self._health = health
         self._crew = Crew("psd-shard")
 
     def run(
@@ -195,7 +196,7 @@ class Shards:
         is_bulk: True if `action` makes bulk calls only.
         """
         lanes = self.lanes if lanes is None else lanes
-        operation = Operation(action, timeout_s, self._policy, self._health, self.on_restart)
+        operation = Operation(action, timeout_s, self._policy, self.health, self.on_restart)
         for lane in lanes:
             is_bulk = is_bulk and lane.is_interruptible
         if not is_bulk or not lanes:
@@ -208,12 +209,12 @@ class Shards:
             if calls is not None:
                 for lane in others:
                     calls.begin(partial(operation.at, lane))
-            self._health.begin_asking(own.shard)
+            self.health.begin_asking(own.shard)
             try:
                 result = action(own, operation.call())
                 has_answered = True
             finally:
-                self._health.end_asking(own.shard, has_answered=has_answered)
+                self.health.end_asking(own.shard, has_answered=has_answered)
         except _REPEATED as error:
             at = partial(operation.at, failed=error)
         except BaseException as error:

@@ -22,9 +22,10 @@ from numpy.typing import NDArray
 
 from psd.contract.layout import Block
 from psd.contract.rows import TableRows
-from psd.v1 import control_pb2, data_pb2, job_pb2, vectors_pb2
+from psd.v1 import bulk_pb2, control_pb2, data_pb2, job_pb2, vectors_pb2
 from psd_client.lanes.flat import FlatBuffers
 from psd_client.lanes.overlap_feed import Feed, Outgoing
+from psd_core._worker_steps import WorkerSteps
 
 SMALL_BYTES = 64 << 10
 """Bytes that fit the buffers of a socket; for GradientPart.is_small."""
@@ -154,6 +155,7 @@ class GradientPart:
             feed has some, these are sent instead.
         encoding: the form in which blocks are sent; None: as they are.
         already: blocks that the shard has of this push, so that their numbers are not sent.
+        wants_steps: the worker can make the next pushes as steps, if the shard offers that.
     """
 
     blocks: Sequence[Block]
@@ -164,6 +166,7 @@ class GradientPart:
     tables: Sequence[TableRows] = ()
     encoding: Encoding | None = None
     already: frozenset[int] = frozenset()
+    wants_steps: bool = False
     header: data_pb2.PushHeader = field(kw_only=True)
 
     @property
@@ -251,15 +254,43 @@ class Traffic:
     under_way: UnderWay | None = None
 
 
+class Stepping(Protocol):
+    """A connection that carries armed steps (steps.py), one at a time, which hold it from `hold` to `let_go`, or its end."""
+
+    @property
+    def fileno(self) -> int:
+        """The socket's descriptor."""
+
+    def offered(self, gradients: FlatBuffers, parameters: FlatBuffers) -> bulk_pb2.StepOffer | None:
+        """The offer in the shard's last reply, if it holds for these buffers."""
+
+    def hold(self, offer: bulk_pb2.StepOffer) -> bool:
+        """Begin a step. False: it cannot be made on this connection now."""
+
+    def let_go(self) -> None:
+        """End a step to which the answer has come, or which was not sent."""
+
+    def finish(self, steps: WorkerSteps, place: int, call: Call) -> bool:
+        """End a step that is under way. True: it was taken; False: it is to be made as a call. Raises what a call raises."""
+
+    def cancel_step(self) -> None:
+        """End a step that is under way, without waiting for the shard; then `abandon_step` is to be called."""
+
+    def abandon_step(self) -> None:
+        """End a step that is under way, and the connection."""
+
+
 class Lane(ABC):
     """The connections of a worker to one shard. One thread at a time makes bulk calls; control calls may run beside them.
 
     Attributes:
         shard: the shard's index. address: HOST:PORT. traffic: payload bytes so far.
         transport: how bulk data travels, and why not by a better transport, for status.
+        stepping: the connection over which the shard has offered steps in its reply to the last push_pull; None: it has not.
     """
 
     transport: str
+    stepping: Stepping | None = None
 
     def __init__(self, shard: int, address: str) -> None:
         self.shard = shard

@@ -30,6 +30,11 @@ class ShardHealth:
         self._asked_since: dict[int, float] = {}
         self._lock = threading.Lock()
 
+    @property
+    def are_failing(self) -> bool:
+        """True if a shard could not be reached."""
+        return bool(self._failing_since)
+
     def answered(self, shard: int) -> None:
         """Note that the shard has answered."""
         with self._lock:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -112,15 +113,15 @@ class DataRequests:
         self._held = held
         self.rows_read: dict[int, int] = {}
 
-    def push(self, gradient: WorkerGradient, weight: float, rows: RowGradients, *, is_finite: bool) -> SentPush:
-        """The next push, with what riders write for all shards. is_finite: the worker has looked."""
+    def push(self, gradient: WorkerGradient, weight: float, rows: RowGradients) -> SentPush:
+        """The next push, with what riders write for all shards. The worker has looked for NaN and infinity, where it could."""
         session, spec, present = self._session, self._layout.spec, gradient.present
         header = data_pb2.PushHeader(
             clock=session.clock,
             weight=weight,
             layout_digest=self._layout.digest,
             scalars=session.orders.scaled(gradient.scalars, spec.groups, session.clock),
-            is_finite=is_finite,
+            is_finite=gradient.feed is None and spec.nan_policy != "allow",
         )
         if spec.clip_norm and not self._has_rounds and weight:
             squares = psd_core.total_squares((self._gradients.squares(present), rows.squares()))
@@ -186,6 +187,17 @@ class DataRequests:
                 sum(nbytes.values()) / (1 << 20),
             )
         return found
+
+    def commit(self, shard: int, sent: SentPush, *, without_waiting: bool) -> control_pb2.CommitRequest:
+        """Exact aggregation: the message that tells shard 0 that all shards have a push."""
+        return control_pb2.CommitRequest(
+            caller=self._session.caller(shard),
+            clock=sent.header.clock,
+            without_waiting=without_waiting,
+            skip=sent.skip,
+            put=sent.put,
+            spare_s=max(0.0, sent.spare.until - time.monotonic()) if sent.spare is not None else 0.0,
+        )
 
     def pull(self, shard: int, blocks: Sequence[Block] | None = None) -> data_pb2.PullRequest:
         """A pull of these blocks of a shard and of its tables' block; None: of all its blocks."""

@@ -25,6 +25,7 @@ from psd.v1 import control_pb2
 from psd_client.lanes.flat import FlatBuffers, share_memory
 from psd_client.lanes.shards import Shards, transfer_s
 from psd_client.lanes.transport import Call, Lane, Share
+from psd_client.worker.exchange.armed_steps import ArmedSteps
 from psd_client.worker.exchange.buffers import BufferKeeper
 from psd_client.worker.exchange.data_requests import DataRequests, check_skip, is_finite
 from psd_client.worker.exchange.gradient_encoder import GradientEncoder
@@ -52,8 +53,8 @@ class ParameterExchange:
         client_state: carries the state that the program saves. buffers: sends what it computes beside the parameters.
         is_skipped: True if the round of the last push changed nothing, because some worker's gradient was not finite; without
             rounds, this worker's. Known after the pull.
-        counts: as ParameterServer.stats shows them.
-        rows: rows of tables that are on their way. learner: a learner's note, if this is one. encoder: of gradients, or None.
+        counts: as ParameterServer.stats shows them. rows: rows of tables that are on their way. encoder: of gradients, or None.
+        learner: a learner's note, if this is one.
     """
 
     def __init__(
@@ -77,16 +78,14 @@ class ParameterExchange:
         self._trained_count = len(self._trained) + (layout.shard_count if layout.spec.tables else 0)
         self._lanes = [lane for lane in shards.lanes if self._blocks[lane.shard] or layout.spec.tables]
         self._has_static = any(not block.trained for block in layout.blocks)
-        self._has_rounds = layout.spec.consistency.has_rounds
-        self._is_exact = layout.spec.aggregation == "exact"
+        self._has_rounds, self._is_exact = layout.spec.consistency.has_rounds, layout.spec.aggregation == "exact"
         self._timeout_s = wait_timeout_s + transfer_s(layout, shards.lanes)
         self._unconfirmed: SentPush | None = None  # the last push, while its round may be open
         self._failed: SentPush | None = None  # the push of the last call, if that has failed
         self._seen = 0  # `parameters` have all rounds before this clock, and the program knows it
-        self._verdicts: VerdictSearch | None = None
-        if layout.spec.has_verdicts and self._lanes:  # else there is no gradient to measure
-            self._verdicts = VerdictSearch(session, shards, self._lanes, self._timeout_s, self._push_again)
-        self.is_skipped = False
+        has = layout.spec.has_verdicts and self._lanes  # without lanes there is no gradient to measure
+        self._verdicts = VerdictSearch(session, shards, self._lanes, self._timeout_s, self._push_again) if has else None
+        self.is_skipped, self.times_gone_back = False, 0
         self.client_state = ClientStateRider(layout.client_state_shard)
         segment = share_memory(layout, lent_places(layout) if is_lending else 1) if sharing else None
         self.gradients = FlatBuffers(layout, segment=segment, of_gradients=True)
@@ -94,7 +93,6 @@ class ParameterExchange:
         self.parameters, self.rows = self.places.current, RowTraffic(layout, segment, lambda: session.push_ids_max)
         self._counts = PushCounts()
         self.counts = self._counts.totals
-        self.times_gone_back = 0
         self.buffers = BufferKeeper(session, shards, layout, self.parameters, self._timeout_s, lambda: self.times_gone_back)
         self.learner = LearnerRider()
         self.encoder = GradientEncoder(rank, self.gradients) if any(block.codec for block in layout.blocks) else None
@@ -102,6 +100,7 @@ class ParameterExchange:
         own += [*([self.learner] if is_learner else ()), *([self.encoder] if self.encoder is not None else ())]
         self._riders = riders_of(rank, session, layout, self.gradients, self.counts, *own)
         self._requests = DataRequests(session, self.gradients, self._riders, self._verdicts, self.encoder, self.places.held)
+        self._steps = ArmedSteps(session, shards.health, self._lanes, self.gradients, self.places, self._riders, self.counts)
         self._load = ParameterLoad(rank, session, shards, self.parameters, wait_timeout_s, self._timeout_s)
         for share in sharing if segment is not None else ():
             share(self.encoder.sent if self.encoder is not None else self.gradients, self.places.shared)
@@ -213,19 +212,30 @@ class ParameterExchange:
 
         Of a gradient of one part of the job, that part's parameters alone, unless others may have changed meanwhile.
         """
+        steps = self._steps
         try:
+            if steps.are_armed and self._failed is None and self._unconfirmed is None and steps.push_pull(gradient):
+                self._seen, self.is_skipped = self._session.clock, False
+                return
             sent = self._begin(gradient)
         except RoundGone as gone:
             self._fetch(self._lanes)
             self._counts.on_gone(self._rank, gone.clock, self._trained_count)
             self.is_skipped = False
             return
+        except BaseException as error:
+            if steps.offered.are_under_way:
+                self._on_failed(self._requests.push(gradient, weight_of(gradient.weight), self.rows.gradients({})), error)
+            raise
         ahead = None if self._is_exact or sent.is_finished else self.rows.pull_ahead([lane.shard for lane in self._lanes])
 
         def push_pull_at(lane: Lane, call: Call) -> None:
             rows = ahead.at.get(lane.shard) if ahead is not None else None
-            part = self._requests.part(lane, call, sent, self._blocks[lane.shard], self.parameters.versions)
-            reply = lane.push_pull(part, self.parameters, call, rows)
+            reply = steps.finish(sent, lane.shard, call) if steps.offered.are_under_way else None
+            if reply is None:
+                part = self._requests.part(lane, call, sent, self._blocks[lane.shard], self.parameters.versions)
+                part.wants_steps = steps.are_wanted and sent.feed is None
+                reply = lane.push_pull(part, self.parameters, call, rows)
             self._counts.on_reply(sent, lane.shard, reply)
 
         if self.places.is_lending:
@@ -255,6 +265,8 @@ class ParameterExchange:
                     self.counts["rows_pulled"] += ahead.pull.rows
                     self._requests.rows_read |= versions
             self.rows.want_nothing()
+            if steps.are_wanted:
+                steps.renew()
         except BaseException as error:
             self._on_failed(sent, error)
             raise
@@ -269,8 +281,7 @@ class ParameterExchange:
         if skip:
             check_skip(spec)
         self._session.orders.check_end(self._session.clock, is_begun=feed is not None)
-        weight = weight_of(gradient.weight)
-        rows, clock = self.rows.gradients(gradient.rows or {}), self._session.clock
+        weight, rows, clock = weight_of(gradient.weight), self.rows.gradients(gradient.rows or {}), self._session.clock
         if feed is None:
             skip = not is_finite(self.gradients, gradient.present, rows, self._rank, clock, is_expected=skip) or skip
         if skip:
@@ -293,9 +304,7 @@ class ParameterExchange:
             for attempt in self._session.attempts():
                 with attempt:
                     self._session.await_decisions(self._timeout_s)
-        verdicts = self._verdicts
-        if verdicts is not None and verdicts.applied < verdicts.latest < self._session.clock:
-            # The members of that round may be gone before all shards have its verdict; nobody could push the next round then.
+        if self._verdicts is not None and self._verdicts.is_untold_before(self._session.clock):
             self._fetch(self._lanes, versions_only=True)
         self._session.orders.check_end(self._session.clock)  # again: a new session may have brought orders, and a later clock
         chosen_at = self._seen if gradient.spare is None else gradient.spare.chosen_at
@@ -303,7 +312,7 @@ class ParameterExchange:
             raise RoundGone(self._seen)  # the worker has joined anew, and the program had chosen the part by its clock before
         for prepare in self._riders.prepare:
             prepare()
-        sent = self._requests.push(gradient, weight, rows, is_finite=feed is None and spec.nan_policy != "allow")
+        sent = self._requests.push(gradient, weight, rows)
         self.is_skipped = gradient.skip and not self._has_rounds
         self.counts["rounds_skipped"] += self.is_skipped
         self._session.pushing = sent.header.clock
@@ -321,6 +330,7 @@ class ParameterExchange:
             sent.on_failure(failure or error, self._trained, self.gradients)
             self._failed = sent
             self._session.cuts.set_ready(sent.is_finished)
+        self._steps.offered.end()
         if failure is not None:
             raise failure from None
 
@@ -350,10 +360,9 @@ class ParameterExchange:
         if not failed.is_finished or failed is self._unconfirmed:
             self._session.begin_anew()
         self._unconfirmed = self._failed = self._session.pushing = None
-        if failed.is_finished:
-            return
-        self.counts["pushes_dropped"] += 1
-        failed.warn_given_up(self._rank, self._trained_count)
+        if not failed.is_finished:
+            self.counts["pushes_dropped"] += 1
+            failed.warn_given_up(self._rank, self._trained_count)
 
     def _complete(self, sent: SentPush, *, and_wait: bool = False) -> None:
         """Send the push until all shards have it. and_wait: with exact aggregation, also wait until its round is decided."""
@@ -411,22 +420,14 @@ class ParameterExchange:
 
         def commit_at(lane: Lane, call: Call) -> control_pb2.CommitReply:
             self._push_again(lane, call)
-            request = control_pb2.CommitRequest(
-                caller=self._session.caller(lane.shard),
-                clock=sent.header.clock,
-                without_waiting=without_waiting,
-                skip=sent.skip,
-                put=sent.put,
-                spare_s=max(0.0, sent.spare.until - time.monotonic()) if sent.spare is not None else 0.0,
-            )
-            return lane.commit(request, call)
+            return lane.commit(self._requests.commit(lane.shard, sent, without_waiting=without_waiting), call)
 
         (reply,) = self._shards.run(commit_at, self._timeout_s, self._shards.lanes[:1])
         self._session.decisions = list(reply.decisions)
         if self._verdicts is not None:
             self._verdicts.on_commit(sent.header.clock, reply)
-        is_skipped = self._counts.on_commit(sent, self._rank, reply, self._layout.spec.nan_policy)
-        self.is_skipped = self.is_skipped if is_skipped is None else is_skipped
+        if (is_skipped := self._counts.on_commit(sent, self._rank, reply, self._layout.spec.nan_policy)) is not None:
+            self.is_skipped = is_skipped
         if not without_waiting:
             self._session.clock = max(self._session.clock, reply.clock)
             sent.is_decided = True
@@ -434,8 +435,7 @@ class ParameterExchange:
                 sent.spare.decided_at = time.monotonic()
 
     def learn_clock(self) -> None:
-        """Exact aggregation: go on at the job's clock, if other workers have closed rounds without this one. `parameters` stay.
-        If a failed call has left a push behind, that is resolved first."""
+        """Exact aggregation: go on at the job's clock, if others have closed rounds without this worker. `parameters` stay."""
         self.resolve()
         self._session.catch_up()
         for attempt in self._session.attempts():

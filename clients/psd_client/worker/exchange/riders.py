@@ -12,6 +12,7 @@ import logging
 import threading
 from collections.abc import Iterable, Sequence
 from itertools import chain
+from typing import TypeVar
 
 import psd_core
 from psd.contract.jobspec import JobSpec
@@ -43,6 +44,9 @@ COUNTS = (
 """Names of the totals in PushCounts."""
 
 
+RiderT = TypeVar("RiderT", bound="Rider")
+
+
 class Rider:
     """Rides on each push of one worker. A method that a rider does not define does nothing."""
 
@@ -70,11 +74,16 @@ class Riders:
     """
 
     def __init__(self, *riders: Rider) -> None:
+        self._all = riders
         self.prepare = [rider.before_push for rider in riders if type(rider).before_push is not Rider.before_push]
         self.write = [rider.write for rider in riders if type(rider).write is not Rider.write]
         self.write_to = [rider.write_to for rider in riders if type(rider).write_to is not Rider.write_to]
         self.hear = [rider.hear for rider in riders if type(rider).hear is not Rider.hear]
         self.forget = [rider.forget for rider in riders if type(rider).forget is not Rider.forget]
+
+    def of(self, kind: type[RiderT]) -> list[RiderT]:
+        """Those of a class."""
+        return [rider for rider in self._all if isinstance(rider, kind)]
 
 
 class OrderRider(Rider):
@@ -172,7 +181,10 @@ class Attendance(Rider):
 
     def write(self, sent: SentPush) -> None:
         """Write the clock since which this process has pushed at every step. It is 0 only if that is since the job's start."""
-        session, clock = sent.session, sent.header.clock
+        sent.header.since = self.since(sent.session, sent.header.clock)
+
+    def since(self, session: int, clock: int) -> int:
+        """The clock since which this process has pushed at every step, as of the push of that name, which is to be sent now."""
         if self._last is None or clock not in (self._last[1], self._last[1] + 1):
             self._since = clock
         if self._last is not None and self._last[0] != session:
@@ -180,7 +192,7 @@ class Attendance(Rider):
             # of workers that were there all the time, it must give way, and not be refused: so this is never 0.
             self._since = max(1, self._since)
         self._last = session, clock
-        sent.header.since = self._since
+        return self._since
 
     def hear(self, sent: SentPush) -> None:
         """Log the shards' notices about this worker's scalars; each once, until the worker joins or falls behind again."""
@@ -221,6 +233,11 @@ class FirstGradient(Rider):
         self._gradients = gradients
         self._is_awaited = True
         self._digest = b""
+
+    @property
+    def is_over(self) -> bool:
+        """True if no later push carries a digest."""
+        return not (self._is_awaited or self._digest)
 
     def write(self, sent: SentPush) -> None:
         """Write the digest into the second push, unless the gradient was zero; write nothing into others."""
@@ -308,6 +325,10 @@ class PushCounts(Rider):
         A shard that was killed, and gets the push again, says that it has staged it, although the decision is known here.
         """
         known = reply
+        if reply.blocks_duplicate and shard in sent.refused:
+            known = data_pb2.PushReply()
+            known.CopyFrom(reply)
+            known.blocks_counted, known.blocks_duplicate = reply.blocks_counted + reply.blocks_duplicate, 0
         if reply.blocks_staged and sent.staged_are != "blocks_staged":
             known = data_pb2.PushReply()
             known.CopyFrom(reply)

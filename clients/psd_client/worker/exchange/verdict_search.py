@@ -58,6 +58,10 @@ class VerdictSearch:
         """The latest decided round that has members, as far as this worker knows; -1 if there is none."""
         return max((d.round for d in self._session.decisions if any(d.members)), default=-1)
 
+    def is_untold_before(self, clock: int) -> bool:
+        """True if a round's members may be gone before all shards have its verdict; nobody could push the next round then."""
+        return self.applied < self.latest < clock
+
     def find(self) -> None:
         """Learn the verdict on the latest round; measure the round if nobody has."""
         measures: Sequence[job_pb2.Measure] = ()

@@ -36,11 +36,16 @@ class Drained(SystemExit):
 
 
 class FollowedOrders:
-    """The orders that one worker follows."""
+    """The orders that one worker follows.
+
+    Attributes:
+        are_given: True if there are any.
+    """
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._heard = job_pb2.JobOrders()
+        self.are_given = False
         self._rates: list[job_pb2.LearningRateScale] = []
         self._ends_at = 0
         self._asked_by: int | None = None
@@ -52,6 +57,7 @@ class FollowedOrders:
         if orders == self._heard:
             return
         self._heard = orders
+        self.are_given = orders.ByteSize() > 0
         for rate in orders.learning_rates:
             if rate not in self._rates:
                 logger.info("psd: worker %d: %s, as an operator has ordered", self._rank, scale_text(rate))

@@ -229,6 +229,11 @@ class Session:
         """Attempts at an operation that can be repeated in a new session."""
         return Attempts(self, self._config.wait_timeout_s, is_beginning=False)
 
+    @property
+    def is_settled(self) -> bool:
+        """True if `catch_up` has nothing to do."""
+        return self._is_entered and self._followed is not None
+
     def catch_up(self) -> None:
         """Finish entering the job if an earlier operation has failed to; RolledBack if the worker has yet to go back."""
         if self._declaration is None:

@@ -1,0 +1,298 @@
+"""Armed steps: small push_pulls that all shards of a worker have offered to take as such (psd_core/csrc/step_frames.h). Each is
+one call of C, without the GIL, however many shards there are.
+
+A step that a shard has not taken at once, or has refused, is left to the caller, who goes on with it shard by shard: `finish`
+says what has become of it, under the conditions of an ordinary call, and where the push is to be made as one. Must not know
+whether a push may be made so, sessions, retries, or what scalars and clocks mean.
+"""
+
+from __future__ import annotations
+
+import os
+from array import array
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from psd.contract import frames
+from psd.contract.layout import Block
+from psd.contract.wire import Disconnected
+from psd.v1 import bulk_pb2, data_pb2
+from psd_client.lanes.bulk_connection import BulkClient
+from psd_client.lanes.flat import FlatBuffers
+from psd_client.lanes.transport import Call, Lane, Stepping, Traffic
+from psd_core._worker_steps import BROKEN, REFUSED, TAKEN, UNSENT, WorkerSteps
+
+
+class SteppingClient(BulkClient):
+    """A worker's connection, which carries steps, too: while one is under way it is held, and nothing else uses it."""
+
+    @property
+    def fileno(self) -> int:
+        """The socket's descriptor."""
+        return self._stream.socket.fileno()
+
+    def offered(self, gradients: FlatBuffers, parameters: FlatBuffers) -> bulk_pb2.StepOffer | None:
+        """The offer in the shard's last reply, if it holds for these buffers."""
+        offer = self.offer
+        if offer is None or not self._stream.is_plain:
+            return None
+        return offer if not offer.in_memory or (self._has(gradients) and self._has(parameters)) else None
+
+    def hold(self, offer: bulk_pb2.StepOffer) -> bool:
+        """Begin a step. False: it cannot be made on this connection now."""
+        with self._lock:
+            if not self.is_open or self.offer is not offer or not self._stream.is_plain:
+                return False
+            self._is_busy = True
+        self._wanted, self._uses_memory = None, True
+        return True
+
+    def let_go(self) -> None:
+        """End a step to which the answer has come, or which was not sent."""
+        with self._lock:
+            self._is_busy = False
+            is_over = not self.is_open
+        if is_over:
+            self._release()
+
+    def finish(self, steps: WorkerSteps, place: int, call: Call) -> bool:
+        """End a step that is under way. True: it was taken; False: it is to be made as a call. Raises what a call would."""
+        try:
+            with self._under_way(call):
+                return self._finish(steps, place)
+        except BaseException:
+            if self.is_open:  # it was cancelled before it could begin
+                self.abandon_step()
+            raise
+
+    def _finish(self, steps: WorkerSteps, place: int) -> bool:
+        while not steps.advance(place):
+            self._patience.check()
+        state = steps.state(place)
+        if state == BROKEN:
+            error = steps.error(place)
+            raise Disconnected(os.strerror(error) if error else "the peer has closed the connection")
+        if state == TAKEN:
+            return True
+        self._stream.put_back(steps.unread(place))
+        if state != REFUSED:
+            kind, head, _ = self._stream.receive()
+            self._raise(kind, head)
+        return False
+
+    def cancel_step(self) -> None:
+        """End a step that is under way, without waiting for the shard."""
+        self._cancel()
+
+    def abandon_step(self) -> None:
+        """End a step that is under way, and the connection."""
+        try:
+            self._abandon()
+        finally:
+            self._rest()
+
+
+class _Way(NamedTuple):
+    """One shard's part in the steps: its connection, which has made this offer, its lane's traffic, and bytes of a step."""
+
+    connection: Stepping
+    offer: bulk_pb2.StepOffer
+    traffic: Traffic
+    sent_bytes: int
+    received_bytes: int
+
+
+class _Mask(NamedTuple):
+    """Which tensors have a gradient; for each shard the masks of its blocks, as in STEP, and the bytes that count as sent."""
+
+    present: bytes
+    bits: list[bytes]
+    sent_bytes: list[int]
+
+
+class OfferedSteps:
+    """The steps of one worker.
+
+    Args:
+        lanes: of the shards that have trained blocks. blocks: these, for each lane.
+        gradients: what is sent. looks: look for NaN and infinity in it. parameters: where to receive.
+        sends_versions: False in a job with rounds.
+
+    Attributes:
+        are_under_way: True from the beginning of a step until `end`, unless nothing was sent.
+        refused: the shards that have not taken the step that is under way, as far as `finish` has looked.
+    """
+
+    def __init__(
+        self,
+        lanes: Sequence[Lane],
+        blocks: Sequence[Sequence[Block]],
+        gradients: FlatBuffers,
+        parameters: FlatBuffers,
+        *,
+        looks: bool,
+        sends_versions: bool,
+    ) -> None:
+        self._lanes = lanes
+        self._blocks = blocks
+        self._gradients = gradients
+        self._parameters = parameters
+        self._looked_at = gradients.looked_at if looks else []
+        self._sends_versions = sends_versions
+        self._steps: WorkerSteps | None = None
+        self._made_for: list[bulk_pb2.StepOffer] = []
+        self._ways: list[_Way] = []
+        self._places = {lane.shard: place for place, lane in enumerate(lanes)}
+        self._all = range(len(lanes))
+        self._is_in_memory = False
+        self._left: set[int] = set()  # places of steps that have not been looked at since they were under way
+        self._mask: _Mask | None = None  # of the step that is under way
+        self._last_mask: _Mask | None = None  # that was made
+        self.refused: set[int] = set()
+        self.are_under_way = False
+
+    def renew(self) -> bool:
+        """Take over what the shards' last replies have offered, and `end` the last step. True if all have offered steps."""
+        if self.are_under_way:
+            self.end()
+        self._ways = []
+        ways: list[_Way] = []
+        for lane, blocks in zip(self._lanes, self._blocks, strict=True):
+            connection = lane.stepping
+            if connection is None or (offer := connection.offered(self._gradients, self._parameters)) is None:
+                return False
+            nbytes = sum([block.pushed_nbytes for block in blocks]), sum([block.nbytes for block in blocks])
+            ways.append(_Way(connection, offer, lane.traffic, *nbytes))
+        made_for = [_without_epoch(way.offer) for way in ways]
+        if self._steps is None or made_for != self._made_for:
+            self._steps = self._laid_out([way.offer for way in ways])
+            self._made_for = made_for
+        if self._steps is None:
+            return False
+        for place, way in enumerate(ways):
+            self._steps.arm(place, way.connection.fileno, way.offer.epoch)
+        self._ways = ways
+        self._is_in_memory = any(way.offer.in_memory for way in ways)
+        return True
+
+    def _laid_out(self, offers: Sequence[bulk_pb2.StepOffer]) -> WorkerSteps | None:
+        """Steps as these offers say; None if that does not fit the layout."""
+        steps = WorkerSteps(
+            len(offers),
+            versions=self._parameters.versions,
+            sends_versions=self._sends_versions,
+            scalars=offers[0].scalars,
+            looked_at=self._looked_at,
+        )
+        for place, (offer, blocks) in enumerate(zip(offers, self._blocks, strict=True)):
+            indices = [block.index for block in blocks]
+            if list(offer.blocks) != indices or offer.scalars != offers[0].scalars:
+                return None
+            travels = [] if offer.in_memory else indices
+            gradients = [self._gradients.block(index) for index in travels]
+            parameters = [self._parameters.block(index) for index in travels]
+            try:
+                sizes = steps.lay_out(place, array("I", indices), offer.head_bytes, 0, gradients, parameters)
+            except ValueError:
+                return None
+            if sizes != (offer.gradient_bytes, offer.parameter_bytes):
+                return None
+        return steps
+
+    def run(
+        self,
+        session: int,
+        clock: int,
+        since: int,
+        weight: float,
+        scalars: Sequence[Sequence[float]],
+        present: NDArray[np.bool_] | None,
+    ) -> bool | None:
+        """Make a push_pull of what is in the buffers. True: all shards have taken it, and counted it in all blocks. None:
+        nothing was sent, because it must not be, or not so. False: `finish` it at each shard.
+
+        Raises what a signal's handler raises; then `abandon` it.
+        """
+        steps, ways, segment = self._steps, self._ways, self._gradients.segment
+        assert steps is not None
+        if self._is_in_memory and segment is not None and segment.is_given_up:
+            return None
+        self._mask = mask = None if present is None else self._masked(present)
+        for held, way in enumerate(ways):
+            if not way.connection.hold(way.offer):
+                for other in ways[:held]:
+                    other.connection.let_go()
+                return None
+        self._left.update(self._all)
+        self.are_under_way = True
+        took: bool | None = steps.run(session, clock, since, weight, scalars, None if mask is None else mask.bits)
+        for place, way in enumerate(ways):
+            if took is not False or steps.state(place) in (TAKEN, UNSENT):
+                way.connection.let_go()
+            if took:
+                way.traffic.sent_bytes += way.sent_bytes if mask is None else mask.sent_bytes[place]
+                way.traffic.received_bytes += way.received_bytes
+        if took is not False:
+            self._left.clear()
+            self.are_under_way = took is True
+        return took
+
+    def _masked(self, present: NDArray[np.bool_]) -> _Mask:
+        """The masks of a step."""
+        key = present.tobytes()
+        if self._last_mask is None or self._last_mask.present != key:
+            bits, sent_bytes = [], []
+            for blocks in self._blocks:
+                masks = [present[block.segment_tensors] for block in blocks]
+                joined = b"".join([frames.present_bits(mask) for mask in masks])
+                bits.append(joined + bytes(-len(joined) % 8))
+                sent_bytes.append(sum([block.pushed_nbytes for block, mask in zip(blocks, masks, strict=True) if mask.any()]))
+            self._last_mask = _Mask(key, bits, sent_bytes)
+        return self._last_mask
+
+    def finish(self, shard: int, call: Call) -> data_pb2.PushReply | None:
+        """The reply of a shard that has taken its step; None: make the push as a call. Once for each step and shard, then None.
+
+        Raises what a call raises.
+        """
+        place, steps = self._places[shard], self._steps
+        if steps is None or place not in self._left:
+            return None
+        self._left.discard(place)
+        way, state = self._ways[place], steps.state(place)
+        if state == UNSENT:
+            return None
+        if state != TAKEN and not way.connection.finish(steps, place, call):
+            self.refused.add(shard)
+            return None
+        way.traffic.sent_bytes += way.sent_bytes if self._mask is None else self._mask.sent_bytes[place]
+        way.traffic.received_bytes += way.received_bytes
+        clock, counted, duplicate = steps.done(place)
+        return data_pb2.PushReply(clock=clock, blocks_counted=counted, blocks_duplicate=duplicate)
+
+    def end(self) -> None:
+        """Note that nothing needs the last step any more. What is still under way of it is abandoned, with its connection."""
+        left, self._left, self.refused, self.are_under_way = self._left, set(), set(), False
+        if not left:
+            return
+        assert self._steps is not None
+        with ExitStack() as stack:  # whatever one of them raises
+            for place in left:
+                connection = self._ways[place].connection
+                if self._steps.state(place) in (TAKEN, UNSENT):
+                    connection.let_go()
+                else:
+                    connection.cancel_step()
+                    stack.callback(connection.abandon_step)
+
+
+def _without_epoch(offer: bulk_pb2.StepOffer) -> bulk_pb2.StepOffer:
+    """The offer, as it stays when it is made again."""
+    lasting = bulk_pb2.StepOffer()
+    lasting.CopyFrom(offer)
+    lasting.ClearField("epoch")
+    return lasting

@@ -1,0 +1,133 @@
+"""The short way of a worker's push_pulls: as armed steps (lanes/steps.py), as long as all shards offer that, and nothing rides
+on them but what a step carries.
+
+A step is an ordinary push, under the same name. So it leaves behind what that would: where it succeeds, the same counts, clock
+and versions; where not, a push that the long way goes on with. What is not certain to be such a push is left to the long way,
+checks and errors included. Must not know how steps travel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from psd.contract.rules import weight_of
+from psd.v1 import data_pb2
+from psd_client.lanes.flat import FlatBuffers
+from psd_client.lanes.steps import OfferedSteps
+from psd_client.lanes.transport import Call, Lane
+from psd_client.lanes.waiting import ShardHealth
+from psd_client.worker.exchange.learner_rider import LearnerRider
+from psd_client.worker.exchange.lending import ParameterPlaces
+from psd_client.worker.exchange.riders import Attendance, ClientStateRider, FirstGradient, Riders
+from psd_client.worker.exchange.sent_push import SentPush, WorkerGradient
+from psd_client.worker.session.membership import JobMembership
+from psd_client.worker.session.session import Session
+
+
+class ArmedSteps:
+    """The steps of one worker.
+
+    Args:
+        health: hears that shards answer. lanes: of the shards that have trained blocks. totals: as in PushCounts.
+
+    Attributes:
+        are_wanted: True if the shards are to be asked for offers.
+        are_armed: True if all have made one. offered: the steps.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        health: ShardHealth,
+        lanes: Sequence[Lane],
+        gradients: FlatBuffers,
+        places: ParameterPlaces,
+        riders: Riders,
+        totals: dict[str, int],
+    ) -> None:
+        layout = gradients.layout
+        spec, blocks = layout.spec, [[block for block in layout.blocks_of(lane.shard) if block.trained] for lane in lanes]
+        self.are_wanted = (
+            len(lanes) > 0
+            and spec.aggregation == "fast"
+            and not (spec.tables or spec.clip_norm or spec.directed_tensors or places.is_lending)
+            and not riders.of(LearnerRider)
+            and not any(block.codec or block.pull_codec for block in layout.blocks)
+        )
+        self.are_armed = False
+        self._session = session
+        self._gradients = gradients
+        self._totals = totals
+        self._shards = [lane.shard for lane in lanes]
+        self._health = health
+        (self._attendance,), (self._client_state,) = riders.of(Attendance), riders.of(ClientStateRider)
+        self._first_gradients = riders.of(FirstGradient)
+        self._block_count = sum([len(own) for own in blocks])
+        self._trained = [i for i, tensor in enumerate(spec.tensors) if tensor.size and not spec.groups[tensor.group].is_static]
+        self._membership: JobMembership | None = None
+        self.offered = OfferedSteps(
+            lanes,
+            blocks,
+            gradients,
+            places.current,
+            looks=spec.nan_policy != "allow",
+            sends_versions=not spec.consistency.has_rounds,
+        )
+
+    def renew(self) -> None:
+        """Take over what the shards have offered in their replies to a push_pull. Only if `are_wanted`."""
+        self.are_armed = self.offered.renew() and all(rider.is_over for rider in self._first_gradients)
+        if self.are_armed:
+            self._membership = self._session.memberships.held
+
+    def push_pull(self, gradient: WorkerGradient) -> bool:
+        """Make a push_pull as a step, if they are armed. True: it has succeeded. False: make it the long way, which goes on
+        with the step if it is under way: `finish` it at each shard, and `renew` or `end`.
+
+        Raises InvalidRequest, as the long way would; or what a signal's handler raises.
+        """
+        session, (scalars, weight, present, rows, skip, feed, read, part, spare, put) = self._session, gradient
+        if (
+            (rows or skip or put or feed is not None or read is not None or part is not None or spare is not None)
+            or (self._client_state.state or session.orders.are_given)
+            or not session.is_settled
+            or session.memberships.held is not self._membership
+        ):
+            return False
+        weight = weight_of(weight)
+        if present is not None and not self._zero(present):
+            return False
+        clock, number = session.clock, self._membership.session
+        session.pushing = clock  # from now on the position that is chosen in a cut lies behind this push
+        took = None
+        if not session.cuts.are_named:
+            since = self._attendance.since(number, clock)
+            took = self.offered.run(number, clock, since, weight, scalars, present)
+        if took:
+            session.clock = clock + 1
+            self._totals["pushes"] += 1
+            self._totals["blocks_counted"] += self._block_count
+            self.offered.end()
+            if self._health.are_failing:
+                for shard in self._shards:
+                    self._health.answered(shard)
+        if took is not False:
+            session.pushing = None
+        return took is True
+
+    def _zero(self, present: NDArray[np.bool_]) -> bool:
+        """Zero the gradients of tensors that are not present, as `is_finite` does. False if it does not reach all of them."""
+        absent = self._gradients.absent(present)
+        for index in absent:
+            self._gradients.views[index][...] = 0
+        return len(absent) == np.count_nonzero(~present[self._trained])
+
+    def finish(self, sent: SentPush, shard: int, call: Call) -> data_pb2.PushReply | None:
+        """The reply of a shard to the step that is under way; None: make the push as a call. Raises what a call raises."""
+        reply = self.offered.finish(shard, call)
+        if shard in self.offered.refused:
+            sent.refused.add(shard)
+        return reply
