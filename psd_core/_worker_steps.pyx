@@ -73,8 +73,6 @@ cdef enum:
     HEAD = sizeof(psd_step_head)
     DONE = sizeof(psd_done_head)
 
-cdef unsigned char[8] padding  # sent, and received, between a block's end and the next multiple of 8 bytes
-
 ctypedef struct Looked:
     psd_dtype dtype
     const void *values
@@ -197,10 +195,13 @@ cdef class WorkerSteps:
     cdef int list_pieces(self, iovec *pieces, unsigned char[::1] front, list arrays, size_t *nbytes) except -1:
         """Fill in what travels: a front, and the arrays, each up to a multiple of 8 bytes; returns how many pieces."""
         cdef unsigned char[::1] memory
+        # Each gap has its own: if what comes is no answer after all, every byte of it must be there.
+        cdef unsigned char[::1] gaps = bytearray(8 * (len(arrays) + 1))
         cdef size_t left
         cdef int n = 1
         pieces[0].iov_base, pieces[0].iov_len = &front[0], front.shape[0]
         nbytes[0] = front.shape[0]
+        self.kept.append(gaps)
         for array in arrays:
             memory = memoryview(array).cast("B")
             if not memory.shape[0]:
@@ -214,7 +215,7 @@ cdef class WorkerSteps:
                 n += 1
             left = -nbytes[0] % 8
             if left:
-                pieces[n].iov_base, pieces[n].iov_len = padding, left
+                pieces[n].iov_base, pieces[n].iov_len = &gaps[8 * (n // 2)], left
                 n += 1
                 nbytes[0] += left
         return n
