@@ -70,7 +70,9 @@ def _raise(error: PsdError) -> None:
 
 
 class FaultyLane(ShardLane):
-    """A lane whose calls meet the faults."""
+    """A lane whose calls meet the faults. It makes no armed steps, which are no calls."""
+
+    stepping = property(lambda _: None, lambda *_: None)  # type: ignore[assignment]
 
     def __init__(self, shard: int, address: str, faults: Faults, transport: str = "grpc") -> None:
         super().__init__(shard, address, transport)

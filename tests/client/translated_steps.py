@@ -24,6 +24,7 @@ class TranslatedStream(Stream):
     rng = random.Random(1)
     steps = 0
     offers = True
+    dies_on_done: Any = None
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -157,6 +158,10 @@ class TranslatedStream(Stream):
             if self._call.into_memory
             else b"".join([self._values[index].ljust(padded(len(self._values[index])), b"\1") for index in self._blocks])
         )
+        if type(self).dies_on_done is self:
+            type(self).dies_on_done = None
+            self.shut_down(2)
+            return
         if random.random() < 0.3:
             super().send(Kind.ALIVE)
         super().send(Kind.DONE, done, values)
