@@ -17,7 +17,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from psd.contract import strands
@@ -60,6 +60,9 @@ class Kind(enum.IntEnum):
     REPLY = 9
     ERROR = 10
     ALIVE = 11
+    STEP = 12
+    DONE = 13
+    AGAIN = 14
 
 
 _KINDS = {kind.value: kind for kind in Kind}  # calling Kind takes ten times as long
@@ -332,6 +335,29 @@ class Stream:
             if further is not None:
                 sent, received = sent + further[0], received + further[1]
         return sent, received
+
+    @contextlib.contextmanager
+    def elsewhere(self) -> Iterator[bytes]:
+        """Leave the socket to somebody else for a while, with the bytes that were received already. Nothing is sent meanwhile;
+        what is left of them then is given back by `give_back`."""
+        with self._sending:
+            ahead = bytes(self._ahead[self._start : self._end])
+            self._start = self._end = 0
+            yield ahead
+
+    def give_back(self, received: bytes) -> None:
+        """Have these bytes received next; at most READ_AHEAD_BYTES."""
+        self._ahead[: len(received)] = received
+        self._start, self._end = 0, len(received)
+
+    def fileno(self) -> int:
+        """The descriptor, of the first socket."""
+        return self.socket.fileno()
+
+    @property
+    def is_single(self) -> bool:
+        """True if this is one socket, without TLS."""
+        return not (self._joined or isinstance(self.socket, TlsSocket))
 
     def shut_down(self, how: int) -> None:
         """End one or both directions; wakes threads that wait in them."""
