@@ -54,9 +54,11 @@ CODECS = sorted(path.relative_to(ROOT).as_posix() for path in CSRC.glob("codec*.
 VECTORS = sorted(path.relative_to(ROOT).as_posix() for path in CSRC.glob("vector*.c"))
 
 kernels = Extension("psd_core._kernels", sources=["psd_core/_kernels.pyx", *KERNELS], **WITH_RULES)
-BLOCK_HOW = {**WITH_RULES, "depends": [*HEADERS, "psd_core/_block_c.pxd"]}
-BLOCKS = [f"psd_core/csrc/{name}.c" for name in ("block", "block_pages")]
+BLOCK_HOW = {**WITH_RULES, "depends": [*HEADERS, *(f"psd_core/{name}.pxd" for name in ("_block_c", "_block", "_steps_c"))]}
+BLOCKS = [f"psd_core/csrc/{name}.c" for name in ("block", "block_pages", "ranks")]
+STEPS = [f"psd_core/csrc/{name}.c" for name in ("steps", "step_loop", "ranks")]
 block = Extension("psd_core._block", sources=["psd_core/_block.pyx", *BLOCKS, *KERNELS, CONTENT], **BLOCK_HOW)
+steps = Extension("psd_core._steps", sources=["psd_core/_steps.pyx", *STEPS], **BLOCK_HOW)
 arena = Extension("psd_core._arena", sources=["psd_core/_arena.pyx", CONTENT], depends=HEADERS, **HOW)
 TABLE_HOW = {**WITH_RULES, "depends": [*HEADERS, "psd_core/_table_c.pxd"]}
 table = Extension("psd_core._table", sources=["psd_core/_table.pyx", *TABLES, *ROWS, CONTENT], **TABLE_HOW)
@@ -71,7 +73,7 @@ worker_steps = Extension(
 )
 codecs = Extension("psd_core._codecs", sources=["psd_core/_codecs.pyx", *CODECS], depends=HEADERS, **HOW)
 deltas = Extension("psd_core._deltas", sources=["psd_core/_deltas.pyx", "psd_core/csrc/delta.c"], depends=HEADERS, **HOW)
-EXTENSIONS = [kernels, block, worker_steps, arena, table, distinct, vector, codecs, deltas]
+EXTENSIONS = [kernels, block, steps, worker_steps, arena, table, distinct, vector, codecs, deltas]
 directives = {
     "language_level": "3",
     "boundscheck": DEBUG,

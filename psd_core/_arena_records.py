@@ -42,6 +42,7 @@ class Records:
     """Words, members and decisions of a mapped front."""
 
     def __init__(self, front: form.Front, mapping: mmap.mmap, crash_point: Callable[[str], None]) -> None:
+        self._mapping, self._members_at = mapping, front.members_at
         self._workers = front.workers
         self._decision_words = front.decision_words
         self._words = Words(mapping, front.words_at, form.WORD_SLOTS)
@@ -115,6 +116,12 @@ class Records:
             self._crash_point("arena.member")
             self._members.store(base, selector)
             self._crash_point("arena.member")
+
+    def member_word(self, rank: int) -> tuple[mmap.mmap, int]:
+        """Where clock and state of a rank's session lie: the mapping, and the first byte. Another session has another place."""
+        with self._lock:
+            self._check_open()
+            return self._mapping, self._members_at + 8 * (self._selected(rank) + 1)
 
     def record_decision(self, round_: int, mask: int) -> None:
         """Remember the workers of a round, a bit for each rank."""

@@ -29,6 +29,37 @@ cdef int _on_store(void *context, const char *name) noexcept with gil:
     return 0
 
 
+cdef class BlockLock:
+    """The lock of a block, with the interface of threading.Lock, but for time-outs. It is released by the thread that has taken it."""
+
+    cdef BlockCore core
+
+    def __cinit__(self, BlockCore core):
+        self.core = core
+
+    def acquire(self, bint blocking=True, double timeout=-1):
+        """Take it; False if it is not to be had at once, and `blocking` is false."""
+        cdef pthread_mutex_t *lock = &self.core.block.lock
+        assert timeout == -1, "a block's lock knows no time-outs"
+        if pthread_mutex_trylock(lock) == 0:
+            return True
+        if not blocking:
+            return False
+        with nogil:  # whoever holds it may need the GIL
+            pthread_mutex_lock(lock)
+        return True
+
+    def release(self):
+        """Give it back."""
+        pthread_mutex_unlock(&self.core.block.lock)
+
+    def __enter__(self):
+        return self.acquire()
+
+    def __exit__(self, *_):
+        pthread_mutex_unlock(&self.core.block.lock)
+
+
 cdef class BlockCore:
     """One block. What changes the round, the version or a spare is called by one thread at a time; pages are pinned and given back by any.
 
@@ -37,15 +68,6 @@ cdef class BlockCore:
     zeros: scalars that must be 0. rate: the scalar that is divided by 1 + age; -1: none. on_store: called with a name before each
     store that matters after a kill; what it raises ends the call, and the process is taken for dead.
     """
-
-    cdef psd_block block
-    cdef Py_buffer front
-    cdef const uint32_t[::1] ends
-    cdef uint64_t[16] waited_in_few
-    cdef bint has_front
-    cdef tuple zeros
-    cdef object on_store, error
-    cdef list mappings  # of the entries: what keeps their memory
 
     def __cinit__(
         self, object front, Py_ssize_t entry_at, *, str dtype, size_t length, object ends, size_t workers, size_t head_words,
@@ -117,10 +139,17 @@ cdef class BlockCore:
     @version.setter
     def version(self, uint64_t version):
         self.block.version = version
+        self.ring()
 
     def open(self, uint64_t version):
         """Begin with a version, and with an open round that nobody has a gradient in."""
         psd_block_open(&self.block, version)
+        self.ring()
+
+    cdef void ring(self) noexcept:
+        """Wake the steps that sleep until a round closes."""
+        if self.block.ranks != NULL:
+            psd_ring(self.block.ranks)
 
     def contribute(
         self, int64_t rank, uint64_t session, uint64_t clock, double weight, object values, object present, object scalars,
@@ -137,6 +166,7 @@ cdef class BlockCore:
         cdef Py_buffer view, mask
         cdef bint has_values = False, has_mask = False
         cdef int i, status
+        cdef uint64_t before = b.version
         cdef uint64_t *among = self.mask(waited)
         if not 0 <= rank < <int64_t>b.workers or b.current < 0:
             raise IndexError(f"rank: {rank} of {b.workers}, of a block with page {b.current}")
@@ -173,6 +203,8 @@ cdef class BlockCore:
                 PyBuffer_Release(&view)
             if has_mask:
                 PyBuffer_Release(&mask)
+            if b.has_rounds and b.version != before:
+                self.ring()
         return self.check(status)
 
     cdef psd_dtype dtype_of(self, Py_buffer *view) except *:
@@ -196,6 +228,7 @@ cdef class BlockCore:
         assert self.block.current >= 0
         with nogil:
             status = psd_block_close_round(&self.block)
+        self.ring()
         return self.check(status)
 
     def session_of(self, int64_t rank):
@@ -222,6 +255,45 @@ cdef class BlockCore:
             b.touched[: b.segments],
             (<char *>b.sum)[: b.n * b.item] if b.has_sum else None,
         )
+
+    def on_gradient(self, int64_t rank, double now, object waited):
+        """Note a gradient that the open round has counted, or is about to."""
+        assert 0 <= rank < <int64_t>self.block.workers
+        psd_block_on_gradient(&self.block, rank, now, self.mask(waited))
+
+    def on_close(self, double now, object waited):
+        """Note that the round has closed. waited: mask of the workers that are waited for now."""
+        psd_block_on_close(&self.block, now, self.mask(waited))
+
+    @property
+    def times(self):
+        """Whether the open round has a gradient; when the last one closed, or None; counts of how long each was open; their sum."""
+        cdef psd_round_times *t = &self.block.times
+        cdef int i
+        counts = [t.closed[i] for i in range(PSD_SECONDS)]
+        return t.is_open != 0, t.closed_at if t.has_closed else None, counts, t.closed_s
+
+    @property
+    def has_tickets(self):
+        """True if callers wait for a version by tickets: then whoever closes a round in a step says so."""
+        return self.block.has_tickets != 0
+
+    @has_tickets.setter
+    def has_tickets(self, bint has):
+        self.block.has_tickets = has
+
+    @property
+    def is_stuck(self):
+        """True if no step may count anything."""
+        return self.block.is_stuck != 0
+
+    @is_stuck.setter
+    def is_stuck(self, bint stuck):
+        self.block.is_stuck = stuck
+
+    def lock(self):
+        """The block's lock, which steps take, too."""
+        return BlockLock(self)
 
     @property
     def ages(self):

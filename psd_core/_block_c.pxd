@@ -3,6 +3,43 @@
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 
 
+cdef extern from "pthread.h" nogil:
+    ctypedef struct pthread_mutex_t:
+        pass
+    int pthread_mutex_lock(pthread_mutex_t *)
+    int pthread_mutex_trylock(pthread_mutex_t *)
+    int pthread_mutex_unlock(pthread_mutex_t *)
+
+
+cdef extern from "round_times.h" nogil:
+    enum:
+        PSD_SECONDS
+    ctypedef struct psd_round_times:
+        int is_open, has_closed
+        double opened_at, closed_at, closed_s
+        uint64_t closed[PSD_SECONDS]
+
+
+cdef extern from "ranks.h" nogil:
+    ctypedef struct psd_step_counts:
+        uint64_t accepted, duplicate, pulls, received, sent
+        uint64_t took[PSD_SECONDS]
+        double took_s
+    ctypedef struct psd_rank:
+        uint64_t epoch
+        uint32_t inside
+        uint64_t session, clock, floor
+        double last_seen, samples, awaited_s
+        uint64_t *record
+        uint64_t half_session, half_clock, half_blocks
+        psd_step_counts counts
+        double told_s
+    ctypedef struct psd_ranks:
+        size_t count
+        psd_rank *rank
+    void psd_ring(psd_ranks *)
+
+
 cdef extern from "block.h" nogil:
     enum:
         PSD_FLAGS_MAX
@@ -54,6 +91,11 @@ cdef extern from "block.h" nogil:
         int64_t quorum
         int (*on_store)(void *, const char *) noexcept
         void *context
+        psd_ranks *ranks
+        int measures_ranks
+        pthread_mutex_t lock
+        int has_tickets, is_stuck
+        psd_round_times times
         uint64_t version
         int has_voice, has_sum
         uint64_t since
@@ -75,6 +117,8 @@ cdef extern from "block.h" nogil:
     psd_outcome psd_block_contribute(psd_block *, const psd_part_of_push *, const uint64_t *waited) noexcept
     int psd_block_is_complete(const psd_block *, const uint64_t *waited, int is_void) noexcept
     psd_outcome psd_block_close_round(psd_block *) noexcept
+    void psd_block_on_gradient(psd_block *, int64_t rank, double now, const uint64_t *waited) noexcept
+    void psd_block_on_close(psd_block *, double now, const uint64_t *waited) noexcept
     int psd_block_has(const psd_block *, int64_t rank) noexcept
     int64_t psd_block_lend(psd_block *, uint64_t *head, char *body, uint64_t number, uint64_t body_number) noexcept
     int64_t psd_block_surplus(psd_block *, int64_t kept) noexcept

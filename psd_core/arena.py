@@ -31,6 +31,7 @@ list is what the table leaves over.
 
 from __future__ import annotations
 
+import mmap
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -390,6 +391,12 @@ class Arena:
             session: less than 2**64. clock: less than 2**56. state: less than 256.
         """
         self._records.set_member(rank, session, clock, state)
+
+    def member_word(self, rank: int) -> tuple[mmap.mmap, int]:
+        """Where the word with clock and state of a rank's present session lies, for whoever stores a later clock: the mapping,
+        and the word's first byte. Not to be used when the arena has been closed, nor when the rank has another session.
+        """
+        return self._records.member_word(rank)
 
     def record_decision(self, round: int, mask: int) -> None:  # noqa: A002
         """Remember the workers (bit per rank) of a round; the last 8 rounds are kept. Repeating it changes nothing."""

@@ -150,6 +150,12 @@ class Optimizer:
             raise ValueError(f"{name}: {problem}")
 
     @classmethod
+    def ranges_together(cls, flags: Collection[str]) -> Mapping[str, Range] | None:
+        """Narrower ranges of some numbers, within which `conflicts` finds none; None: there are no such ranges."""
+        del flags
+        return {}
+
+    @classmethod
     def conflicts(cls, flags: Collection[str], numbers: Mapping[str, float]) -> list[tuple[str, str]]:
         """Flags that the numbers do not allow, and why."""
         del flags, numbers

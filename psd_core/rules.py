@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from psd_core.optimizer import Betas, Number, Optimizer, Positive, Real, Share, Slot, facts_of
+from psd_core.optimizer import FLOAT32_TINY, Betas, Number, Optimizer, Positive, Range, Real, Share, Slot, facts_of
 
 __all__ = [
     "SGD",
@@ -58,6 +58,11 @@ class SGD(Optimizer):
     weight_decay: Number = 0.0
     nesterov: bool = False
     maximize: bool = False
+
+    @classmethod
+    def ranges_together(cls, flags: Collection[str]) -> Mapping[str, Range] | None:
+        """Those of `conflicts`."""
+        return {"momentum": Range(FLOAT32_TINY), "dampening": Range(0, 0)} if "nesterov" in flags else {}
 
     @classmethod
     def conflicts(cls, flags: Collection[str], numbers: Mapping[str, float]) -> list[tuple[str, str]]:
@@ -329,6 +334,12 @@ class DelayedNesterov(Optimizer):
     every: Positive = 4
     activation: Share = 0.0
     maximize: bool = False
+
+    @classmethod
+    def ranges_together(cls, flags: Collection[str]) -> Mapping[str, Range] | None:
+        """None: which activations there may be depends on `every`."""
+        del flags
+        return None
 
     @classmethod
     def conflicts(cls, flags: Collection[str], numbers: Mapping[str, float]) -> list[tuple[str, str]]:

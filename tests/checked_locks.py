@@ -27,10 +27,10 @@ broken: list[str] = []
 class CheckedLock:
     """A lock that may be taken only by a thread that holds none of its level or below. `unchecked`: the lock itself."""
 
-    def __init__(self, level: Level, index: int = 0) -> None:
+    def __init__(self, level: Level, index: int = 0, own: threading.Lock | None = None) -> None:
         self.level = level
         self.index = index
-        self.unchecked = _plain(level, index)
+        self.unchecked = _plain(level, index, own)
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         mine = held()

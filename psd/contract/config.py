@@ -285,6 +285,12 @@ class ServerConfig:
         "others, and the clock begins at 0",
     )
 
+    never_armed: bool = _job(
+        False,
+        None,
+        "take no push in C alone, but all of them the long way: for tests, and to measure what is gained",
+    )
+
     grace_s: float = _end(10.0, "SECONDS", "time for running requests to finish after SIGTERM", high=3_600)
     exit_when_done: bool = _end(
         False,

@@ -53,6 +53,16 @@ class RuleInfo(RuleFacts):
         """Problem with the value of a scalar or a constant by itself; None if there is none."""
         return self.ranges.get(name, _ANY).problem(value)
 
+    def ranges_together(self, flags: Collection[str]) -> list[Range] | None:
+        """Ranges of the scalars, in order, within which `check_scalars` takes them all; None: there are no such ranges."""
+        if self.is_custom:
+            return None
+        narrower = self.row.ranges_together(flags) if self.scalars else {}
+        if narrower is None:
+            return None
+        own = dict(self.ranges) | {name: Range(0, 0) for name in self.scalars if name in self.flags and name not in flags}
+        return [(own | dict(narrower)).get(name, _ANY) for name in self.scalars]
+
     def check_flags(self, flags: Sequence[str]) -> None:
         """Raise InvalidRequest unless `flags` are known, sorted, unique and make sense together."""
         if list(flags) != sorted(set(flags)):

@@ -17,7 +17,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from psd.contract import strands
@@ -217,16 +217,9 @@ class Stream:
             unfilled = beyond(unfilled, self._receive_into(unfilled, socket.MSG_WAITALL))
 
     @property
-    def is_plain(self) -> bool:
-        """True if other code may use the socket between messages: its bytes are the messages', and none was read ahead."""
-        return self._start == self._end and not self._joined and not isinstance(self.socket, TlsSocket)
-
-    def put_back(self, read: bytes) -> None:
-        """Let the next bytes be these, which other code has read from the socket."""
-        if self._start != self._end or len(read) > READ_AHEAD_BYTES:
-            raise Disconnected(f"{len(read)} bytes of an answer that was not expected")
-        self._ahead[: len(read)] = read
-        self._start, self._end = 0, len(read)
+    def has_read_ahead(self) -> bool:
+        """True if there are bytes that were received, and not read."""
+        return self._start != self._end
 
     def skip(self, count: int) -> None:
         """Skip the next bytes: of a payload, all of it."""
@@ -347,6 +340,29 @@ class Stream:
             if further is not None:
                 sent, received = sent + further[0], received + further[1]
         return sent, received
+
+    @contextlib.contextmanager
+    def elsewhere(self) -> Iterator[bytes]:
+        """Leave the socket to somebody else for a while, with the bytes that were received already. Nothing is sent meanwhile;
+        what is left of them then is given back by `give_back`."""
+        with self._sending:
+            ahead = bytes(self._ahead[self._start : self._end])
+            self._start = self._end = 0
+            yield ahead
+
+    def give_back(self, received: bytes) -> None:
+        """Have these bytes received next; at most READ_AHEAD_BYTES."""
+        self._ahead[: len(received)] = received
+        self._start, self._end = 0, len(received)
+
+    def fileno(self) -> int:
+        """The descriptor, of the first socket."""
+        return self.socket.fileno()
+
+    @property
+    def is_single(self) -> bool:
+        """True if this is one socket, without TLS."""
+        return not (self._joined or isinstance(self.socket, TlsSocket))
 
     def shut_down(self, how: int) -> None:
         """End one or both directions; wakes threads that wait in them."""

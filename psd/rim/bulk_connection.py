@@ -13,23 +13,24 @@ import math
 import socket
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Generator
+from typing import NamedTuple, TypeVar
 
 import numpy as np
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import Message
 
-from psd.contract.bounds import UNCOUNTED_BYTES, check_parts
 from psd.contract.errors import InvalidRequest, LayoutMismatch, PermissionDenied, PsdError
 from psd.contract.layout import BLOCK_BYTES_MAX
 from psd.contract.wire import Disconnected, Kind, Stream
 from psd.rim.access import OPEN_BULK, READ, RUN_VECTORS
 from psd.rim.bulk_memory import WorkerMemory
 from psd.rim.bundles import Bundle
-from psd.rim.calls import CallGuard, Frame, Waiter, forget_frames
+from psd.rim.call_frames import CallFrames, parsed
+from psd.rim.calls import CallGuard, Waiter, forget_frames
 from psd.rim.data_plane import DataPlane, PulledBlock, PulledRows, ReadBlock, RowsAsked
 from psd.rim.outbox import Outbox
 from psd.rim.sent_frames import SentFrames
+from psd.rim.steps import OfferedSteps
 from psd.rim.vector_plane import VectorPlane
 from psd.state.shard import Shard
 from psd.v1 import bulk_pb2, data_pb2, job_pb2
@@ -97,6 +98,8 @@ class ServedConnection:
         self._guard = guard
         self._has_core_to_spare = has_core_to_spare
         self._memory: WorkerMemory | None = None
+        self._steps = OfferedSteps(stream, shard, "tcp" if stream.is_tcp else "shm")
+        self._pushed: data_pb2.PushHeader | None = None  # of the call of push_pull under way
         self._scratch = memoryview(b"")
         self._lock = threading.Lock()
         self._callbacks: list[Callable[[], None]] = []
@@ -116,13 +119,14 @@ class ServedConnection:
             self._stream.head_bytes_max = self._shard.config.limits.message_bytes_max
             self._scratch = memoryview(np.empty(BLOCK_BYTES_MAX // 8)).cast("B")  # type: ignore[arg-type]  # aligned
             while self._begin_message():
+                self._steps.take()
                 kind, head, payload_bytes = self._stream.receive()
                 if self.is_welcome is not None and not self.is_welcome(READ if self.rank == READER else OPEN_BULK):
                     break  # the worker, or reader, asks for another ticket, and so shows its current token
                 with self._lock:
                     self._is_busy = True
                 if kind is Kind.CALL:
-                    call = _parsed(bulk_pb2.BulkCall, head)
+                    call = parsed(bulk_pb2.BulkCall, head)
                     if payload_bytes and call.method != bulk_pb2.BULK_METHOD_RUN_VECTORS:
                         raise InvalidRequest(f"payload: has {payload_bytes} bytes, but only a batch on vectors has any")
                     if call.method in _OF_VECTORS:
@@ -130,7 +134,9 @@ class ServedConnection:
                     else:
                         self._call(call)
                 elif kind is Kind.ATTACH and not payload_bytes:
-                    self._attach(_parsed(bulk_pb2.BulkAttach, head))
+                    self._attach(parsed(bulk_pb2.BulkAttach, head))
+                elif kind is Kind.STEP:
+                    self._steps.refuse(payload_bytes)
                 else:
                     raise InvalidRequest(f"kind: {kind.name} is not expected here")
         except (Disconnected, TimeoutError) as error:
@@ -149,7 +155,7 @@ class ServedConnection:
         kind, head, payload_bytes = self._stream.receive()
         if kind is not Kind.HELLO or payload_bytes:
             raise InvalidRequest(f"kind: a connection begins with HELLO, not {kind.name}")
-        hello = _parsed(bulk_pb2.BulkHello, head)
+        hello = parsed(bulk_pb2.BulkHello, head)
         bundle = admit(self, hello)
         self.rank = bundle.rank
         self._stream.send(Kind.WELCOME)
@@ -180,6 +186,7 @@ class ServedConnection:
             callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
             callback()
+        self._steps.cancel()
         # Both ways, to wake a thread that is sending, too. But a local worker's memory may be attached, and for the worker the
         # end of the connection means that nothing uses that memory any more.
         is_forced = self._stream.is_tcp or (is_again and self.is_overdue)
@@ -188,6 +195,12 @@ class ServedConnection:
     def cut(self) -> None:
         """End a connection by force if `hang_up` has not: wake a thread that is sending."""
         self._stream.shut_down(socket.SHUT_RDWR)
+
+    def check_token(self) -> None:
+        """Take no more steps if the worker's token is not good any more: its next call is refused."""
+        rank = self._steps.rank
+        if rank >= 0 and self.is_welcome is not None and not self.is_welcome(OPEN_BULK):
+            self._shard.steps.revoke(rank)
 
     def say_alive(self) -> None:
         """Tell a worker whose call is in progress that this process lives; a worker on this machine needs no telling."""
@@ -254,7 +267,7 @@ class ServedConnection:
     def _call(self, call: bulk_pb2.BulkCall) -> None:
         """Answer one call: send blocks as they become ready, then the reply or the error."""
         frames = _FRAMES.get(call.method)
-        sent = None if frames is None else _Sent(self._stream, self._scratch, frames)
+        sent = None if frames is None else CallFrames(self._stream, self._scratch, frames)
         has_payload = not call.pull.versions_only
         reply = bulk_pb2.BulkReply()
         try:
@@ -294,8 +307,13 @@ class ServedConnection:
             if sent is not None:
                 sent.skip_rest()
         else:
+            if call.wants_steps and self._pushed is not None:
+                offer = self._steps.offer(self._pushed, self._memory if call.into_memory else None)
+                if offer is not None:
+                    reply.step.CopyFrom(offer)
             self._stream.send(Kind.REPLY, reply.SerializeToString())
         finally:
+            self._pushed = None
             if self._callbacks:
                 with self._lock:
                     self._callbacks.clear()
@@ -328,7 +346,7 @@ class ServedConnection:
             raise PermissionDenied("Run: is for workers; this token may push, but not run batches on vectors")
 
     def _answers(
-        self, call: bulk_pb2.BulkCall, sent: _Sent | None
+        self, call: bulk_pb2.BulkCall, sent: CallFrames | None
     ) -> Generator[PulledBlock | PulledRows | data_pb2.PushReply | data_pb2.InitializeReply]:
         """Begin the call on the data plane."""
         deadline = _Deadline(self, call.timeout_s)
@@ -360,6 +378,7 @@ class ServedConnection:
         if call.HasField("ahead"):
             places = self._attached().rows(call.ahead.rows, call.ahead.rows_at) if call.ahead.rows_at else ()
             ahead = call.ahead.rows, memoryview(call.ahead.payload), places
+        self._pushed = header
         return self._plane.push_pull(header, frames.blocks(), waiter, ahead)
 
     def _way_out(self) -> Callable[[_Outgoing], None]:
@@ -424,52 +443,6 @@ class _Outgoing(NamedTuple):
     is_announced: bool
 
 
-class _Sent:
-    """The frames that follow a CALL.
-
-    Args:
-        scratch: memory for a payload; overwritten by the next one's. kind: of the frames.
-
-    Attributes:
-        is_last: True once the last frame has been read.
-    """
-
-    def __init__(self, stream: Stream, scratch: memoryview, kind: type[Message]) -> None:
-        self._stream = stream
-        self._scratch = scratch
-        self._kind = kind
-        self._unread = 0  # payload bytes of the latest frame that were not read yet
-        self.is_last = False
-
-    def frames(self) -> Iterator[Frame]:
-        """Receive the frames."""
-        while not self.is_last:
-            head, nbytes = self._next(), self._unread
-            if nbytes > len(self._scratch):
-                raise InvalidRequest(f"payload: has {nbytes} bytes, the limit is {len(self._scratch)}")
-            payload = self._scratch[:nbytes]
-            if nbytes:
-                self._stream.read_into(payload)
-                self._unread = 0
-            yield Frame(head, payload, is_own=self.is_last)
-
-    def skip_rest(self) -> None:
-        """Read the rest of a refused call, which the worker is still sending."""
-        self._stream.skip(self._unread)
-        while not self.is_last:
-            self._next()
-            self._stream.skip(self._unread)
-
-    def _next(self) -> Any:
-        kind, head, self._unread = self._stream.receive()
-        if kind is not Kind.FRAME:
-            raise InvalidRequest(f"kind: expected a FRAME of a call, got {kind.name}")
-        self.is_last = True  # a message that cannot be parsed is the last one, too
-        message: Any = _parsed(self._kind, head)
-        self.is_last = message.last
-        return message
-
-
 class _Deadline:
     """A call's deadline, with the interface that Waiter expects of a gRPC context."""
 
@@ -480,12 +453,3 @@ class _Deadline:
     def time_remaining(self) -> float:
         """Seconds left."""
         return self.at - time.monotonic()
-
-
-def _parsed(kind: type[MessageT], head: bytes) -> MessageT:
-    if len(head) > UNCOUNTED_BYTES:
-        check_parts(head, kind.DESCRIPTOR)
-    try:
-        return kind.FromString(head)
-    except DecodeError as error:
-        raise InvalidRequest(f"{kind.__name__}: not a valid message: {error}") from None

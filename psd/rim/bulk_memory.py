@@ -126,6 +126,11 @@ class WorkerMemory:
             view = self._parameter_views[block, place] = self._block(self._parameters[place], block)
         return view
 
+    @property
+    def place_count(self) -> int:
+        """Number of places for parameters."""
+        return len(self._parameters)
+
     def rows(self, parts: Sequence[data_pb2.RowsPart], starts: Sequence[int]) -> list[memoryview]:
         """The memory for the values of each part; `starts` are their offsets in the file, in bytes."""
         if len(starts) != len(parts):

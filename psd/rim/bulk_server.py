@@ -329,6 +329,13 @@ class BulkServer:
             is_open = {"tcp": tcp, "shm": len(self._connections) - tcp}
             return {lane: LaneConnections(is_open[lane], refused) for lane, refused in self._refused.items()}
 
+    def check_tokens(self) -> None:
+        """Look at the tokens of the workers whose steps are taken without asking for them: each tick."""
+        with self._lock:
+            connections = list(self._by_rank.values())
+        for connection in connections:
+            connection.check_token()
+
     def stop(self, grace_s: float | None) -> None:
         """Refuse connections, and end the open ones, at once or after `grace_s` for calls in progress. Idempotent."""
         if self._is_stopping:

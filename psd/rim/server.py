@@ -264,6 +264,7 @@ class ShardServer:
 
     def _tick_once(self) -> None:
         self.shard.tick()
+        self._bulk.check_tokens()
         news = self._roster.news(self.shard.absent, self.shard.world_size)
         # A launcher's log needs only one shard's message. But each shard finds for itself that a lease has run out.
         if news and (self._config.shard_index == 0 or self._roster.is_of_silence):

@@ -53,13 +53,6 @@ UNNAMED_RUN = re.compile(r"run-[0-9a-f]{16}")
 somebody reads the job's values: if shard 0 dies before that, it makes another, larger name, and the other shards take it."""
 
 
-def check_begun_as(session: int, caller: job_pb2.Caller) -> int:
-    """The session with which a call began: the caller's own, or an earlier one; InvalidRequest if it is a later one."""
-    if session > caller.session:
-        raise InvalidRequest(f"session: {session} is later than the caller's, {caller.session}")
-    return session or caller.session
-
-
 @locks.guarded_by(Level.JOB, only=("make_job", "shrink_job"))
 @locks.guarded_by(
     Level.SHARD,
@@ -86,6 +79,7 @@ class ShardCore:
         lost_round: EXACT: the reason why the shard is DAMAGED (see Restoration), or cannot go on.
         now: returns monotonic seconds. wall: returns seconds since 1970.
         rules: users' own rules that jobs may name, by import path. functions: those that batches on vectors may name.
+        is_announcing: a cut is being announced: nobody may be armed.
         has_checkpoints: True if there is a place for checkpoints. on_settled: called without locks by `settle`.
     """
 
@@ -127,19 +121,18 @@ class ShardCore:
         self.lost_round: StateLost | None = None
         self.on_settled: Callable[[], None] = lambda: None
         self._gates_min_clock: int | None = None
+        self.is_announcing = False
 
     @property
     def members(self) -> Membership:
         """The membership; NotDeclared before the first worker has joined."""
-        members = self.membership  # once: asked without the lock, too
-        if members is None:
+        if (members := self.membership) is None:  # once: asked without the lock, too
             raise NotDeclared("no worker has joined this shard yet")
         return members
 
     def declared(self) -> Job:
         """The job; NotDeclared if there is none."""
-        job = self.job  # once: asked without the lock, too
-        if job is None:
+        if (job := self.job) is None:  # once: asked without the lock, too
             raise NotDeclared("no job has been declared on this shard yet")
         return job
 
@@ -196,10 +189,17 @@ class ShardCore:
 
     def become(self, following: Life) -> None:
         """Enter another state of the life cycle, and note in the arena what the shard's next process must know of it."""
+        self.revoke()
         self.life.to(following)
         if self.job is not None:
             self.job.arena.set_word("tentative", following is Life.TENTATIVE)
             self.job.arena.set_word("undeclared", following in (Life.TENTATIVE, Life.RESTORED))
+
+    def revoke(self) -> None:
+        """Have no step go on, nor begin until workers are armed anew. Not under a lock below the shard's."""
+        with self.lock:
+            if self.membership is not None:
+                self.membership.ranks.revoke()
 
     def on_used(self) -> None:
         """Note that a worker has used the initial values: they are final now."""

@@ -76,6 +76,15 @@ class LaneCounts:
             self.sent_bytes += sent
             self.saved_bytes += saved
 
+    def count_steps(self, received: int, sent: int, took: Sequence[int], took_s: float) -> None:
+        """Add calls of push_pull that were made as steps: bytes of payload, and how long they took, by bucket, and together."""
+        with self._lock:
+            self.received_bytes += received
+            self.sent_bytes += sent
+            histogram = self.calls["push_pull"]
+            histogram.counts = [mine + more for mine, more in zip(histogram.counts, took, strict=True)]
+            histogram.total += took_s
+
     def count_call(self, call: str, seconds: float) -> None:
         """Note that a call has succeeded."""
         with self._lock:

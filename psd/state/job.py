@@ -45,6 +45,7 @@ from psd.state.workers.learners import Learners
 from psd.state.workers.membership import Membership
 from psd.v1 import job_pb2
 from psd_core.arena import Arena, BlockShape, Page
+from psd_core.steps import Steps
 from psd_core.table import TableSnapshot, TableStore
 
 logger = logging.getLogger(__name__)
@@ -74,6 +75,7 @@ class Job:
         is_cut_by_positions: cuts are positions of the workers; see psd/state/cuts/positions.py.
         agreement: SYNC: scalars and parts of the open rounds.
         kept: versions that readers have.
+        steps: its part here, for steps; None until a worker is armed. See psd/state/desks/steps.py.
         coordinator: EXACT, on shard 0 only. participant: EXACT, on all shards. See settlement.py.
     """
 
@@ -138,7 +140,9 @@ class Job:
             group, times = spec.groups[plan.group], RoundTimes(now, on_awaited if plan is first else None)
             if plan.index in small:
                 terms = terms_of(plan, spec, self.policy)
-                self.blocks[plan.index] = SmallBlock(plan, slot, bound[plan.group], services, times, terms)
+                self.blocks[plan.index] = SmallBlock(
+                    plan, slot, bound[plan.group], services, terms, now, measures_ranks=plan is first
+                )
                 continue
             offered = Offered() if "mean" in group.flags and group.is_of_buffers else None
             self.blocks[plan.index] = BlockState(
@@ -171,6 +175,7 @@ class Job:
             self.coordinator = Coordinator(spec, self.policy, membership, sampling, self.arena, storage, measuring, now)
         self.learners = Learners()
         self.agreement = Agreement(self._infos, lambda: self.version_min)
+        self.steps: Steps | None = None
         self._fit_scalars: Scalars | None = None  # the last ones that were found valid: the next ones mostly equal them
         self._shard_index = shard_index
 
@@ -218,6 +223,10 @@ class Job:
             group = self.block(index).plan.group
             raise InvalidRequest(f"block: {index} belongs to static group {group}, to which nothing is pushed")
         return found
+
+    def place_of(self, index: int) -> int:
+        """The place of a trained block among all that are trained here."""
+        return next(place for place, block in enumerate(self._trained) if block.index == index)
 
     @cached_property
     def layout_message(self) -> job_pb2.ShardLayout:

@@ -27,9 +27,14 @@ class Level(enum.IntEnum):
     LEAF = 6
 
 
-def new(level: Level, index: int = 0) -> threading.Lock:
-    """A new lock. A thread that holds a shard's lock may take it again. `index`: the block's index, for a block's lock."""
+def new(level: Level, index: int = 0, own: threading.Lock | None = None) -> threading.Lock:
+    """A new lock. A thread that holds a shard's lock may take it again. `index`: the block's index, for a block's lock.
+
+    own: the lock itself, of a block that others lock without Python.
+    """
     del index
+    if own is not None:
+        return own
     return threading.RLock() if level is Level.SHARD else threading.Lock()  # type: ignore[return-value]
 
 

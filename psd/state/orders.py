@@ -10,13 +10,16 @@ again, and ends at the same step. Must not know workers.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 
 from psd.contract.errors import InvalidRequest
-from psd.contract.orders import NEXT_PUSH
+from psd.contract.orders import NEXT_PUSH, asker_of, end_text, reason_text
 from psd.state import locks
 from psd.v1 import job_pb2
+
+logger = logging.getLogger(__name__)
 
 HEARD = 2
 """Rounds from the open one to the first that no worker pushes for before it hears of an order given now: the reply to its push
@@ -122,3 +125,10 @@ class JobOrdersDesk:
     def _take(self, orders: job_pb2.JobOrders) -> None:
         self._orders = orders
         self.current = orders if orders.ByteSize() else None
+
+
+def told_end(orders: job_pb2.JobOrders | None, level: int) -> job_pb2.JobOrders:
+    """Log when the job is to end; return the orders."""
+    assert orders is not None
+    logger.log(level, "%s, %s", end_text(orders.ends_at), reason_text(asker_of(orders)))
+    return orders

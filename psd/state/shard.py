@@ -21,9 +21,9 @@ from psd.checkpoint import CheckpointDirectory
 from psd.checkpoint.cut import FINAL_ID
 from psd.contract.config import ConfigError, ServerConfig
 from psd.contract.errors import CheckpointFailed, CutMissed, Draining, InvalidRequest, JobOver, PsdError
-from psd.contract.orders import asker_of, end_text, reason_text, scale_text
+from psd.contract.orders import scale_text
 from psd.contract.roster import Absence
-from psd.state.core import ShardCore, check_begun_as
+from psd.state.core import ShardCore
 from psd.state.counts import LaneCounts
 from psd.state.curves import Curves, PointBatch
 from psd.state.cuts.cuts import Cuts
@@ -36,11 +36,13 @@ from psd.state.desks.parameters import ParameterDesk
 from psd.state.desks.restoration import Restoration
 from psd.state.desks.settlement import SettlementDesk
 from psd.state.desks.status import STATES, ShardState, ShardStatus
+from psd.state.desks.steps import StepDesk
+from psd.state.desks.transfers import check_begun_as
 from psd.state.desks.vectors import VectorDesk
 from psd.state.durability.state_directory import Storage
 from psd.state.job import Job
 from psd.state.life import Life
-from psd.state.orders import HEARD
+from psd.state.orders import HEARD, told_end
 from psd.state.readers import Readers, check_asked
 from psd.state.tickets import Ticket, WaitKind
 from psd.state.workers.learners import HeardLearner
@@ -84,7 +86,7 @@ class Shard:
         is_recovered: True if the shard goes on with the state of an earlier process.
         restored_from: name of the checkpoint that it has begun with, or None. With one, the shard is tentative.
         config, now: as given.
-        admission, exchange, buffers, parameters, vectors, restoration, cuts, schedule: the desks, each for its calls.
+        admission, exchange, steps, buffers, parameters, vectors, restoration, cuts, schedule: the desks, each for its calls.
     """
 
     def __init__(
@@ -118,12 +120,12 @@ class Shard:
         self.buffers = BufferDesk(self._core, self.cuts)
         self.parameters = ParameterDesk(self._core)
         self.settlement = SettlementDesk(self._core)
+        self.steps = StepDesk(self._core, self.cuts, lambda: self.is_draining or self.has_readers)
         self.vectors = VectorDesk(self._core)
         self.readers = Readers(now, config.limits.readers_max, config.limits.reads_max)
         self._curves = Curves(now, config.limits.name_bytes_max)
         self.is_draining = False
-        self._started = now()
-        self._described_at = -math.inf
+        self._started, self._described_at = now(), -math.inf
 
     @property
     def name(self) -> str:
@@ -200,6 +202,7 @@ class Shard:
     def drain(self) -> None:
         """Fail all waits, those that begin later included, with Draining, or JobOver if all workers have left."""
         self.is_draining = True
+        self._core.revoke()
         self._core.waiting.refuse(self._draining())
         self.cuts.end_reads()
 
@@ -213,6 +216,7 @@ class Shard:
     def describe(self, request: control_pb2.DescribeRequest) -> control_pb2.DescribeReply:
         """The job and its progress; see ControlService.Describe."""
         self._described_at = self.now()
+        self._core.revoke()
         self._core.check_address(request.shard_index, request.shard_count)
         self._core.check_run(request.run_id)
         job = self._core.initialized()
@@ -274,6 +278,7 @@ class Shard:
     def close(self, *, keep: bool) -> None:
         """Close the arena, after the last request. keep: leave its files for a later process."""
         with self._core.job_lock:
+            self._core.revoke()
             with self._core.lock:
                 if self._core.job is not None:
                     self.cuts.forget(self._core.job, "the shard ends")
@@ -319,7 +324,7 @@ class Shard:
         with self._core.lock:
             self._core.orders.end(self._next_clock())
             orders = self._core.orders.current
-        return _told_end(orders, logging.WARNING).ends_at
+        return told_end(orders, logging.WARNING).ends_at
 
     def stop(self, caller: job_pb2.Caller) -> job_pb2.JobOrders:
         """Have all workers end before the pushes of one clock, because a worker wants it; see ControlService.Stop."""
@@ -330,7 +335,7 @@ class Shard:
                 open_round = max(other.clock for other in self._core.members.workers if other.is_waited_for)
             is_news = self._core.orders.end(open_round + HEARD, asked_by=worker.rank)
             orders = self._core.orders.current
-        return _told_end(orders, logging.INFO if is_news else logging.DEBUG)
+        return told_end(orders, logging.INFO if is_news else logging.DEBUG)
 
     def _next_clock(self) -> int:
         """The first clock at which no worker pushes before it hears of an operator's order given now; 0 without rounds."""
@@ -346,6 +351,7 @@ class Shard:
         """
         self._core.check_is_first("orders are given to")
         job = self._core.initialized()
+        self._core.revoke()  # before the version is read, until workers hear of the order by their replies
         if not job.trained_count:
             raise InvalidRequest(
                 "shard 0 has no trained blocks, and workers hear of orders by its replies to pushes; use fewer shards"
@@ -429,6 +435,7 @@ class Shard:
         """The status that psdctl and the metrics show."""
         core = self._core
         with core.lock:
+            self.steps.collect()
             members, job = core.membership, core.job
             return ShardStatus(
                 state=self.state,
@@ -491,10 +498,3 @@ class Shard:
     def age_s(self, since: float) -> float:
         """Seconds that have passed since `since`, a time of `now`."""
         return self.now() - since
-
-
-def _told_end(orders: job_pb2.JobOrders | None, level: int) -> job_pb2.JobOrders:
-    """Log when the job is to end; return the orders."""
-    assert orders is not None
-    logger.log(level, "%s, %s", end_text(orders.ends_at), reason_text(asker_of(orders)))
-    return orders

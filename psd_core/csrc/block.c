@@ -32,18 +32,23 @@ static int closes(const psd_block *b, const uint64_t *waited, int64_t more)
     return count >= (b->quorum < all ? b->quorum : all);
 }
 
+static const psd_block_calls CALLS = {psd_block_contribute, psd_block_on_gradient, psd_block_on_close, psd_block_pin, psd_block_unpin};
+
 int psd_block_init(psd_block *b)
 {
     b->mask_words = (b->workers + 63) / 64;
     b->current = -1;
-    b->contributors = calloc(b->mask_words + b->workers, sizeof(uint64_t));
+    b->calls = &CALLS;
+    b->contributors = calloc(2 * b->mask_words + b->workers, sizeof(uint64_t));
     b->touched = calloc(2, b->segments ? b->segments : 1);
     if (!b->contributors || !b->touched)
         return -1;
     b->sessions = b->contributors + b->mask_words;
+    b->times.awaited = b->sessions + b->workers;
     b->grown = b->touched + b->segments;
     b->has_ring = pthread_mutex_init(&b->ring, NULL) == 0;
-    return b->has_ring ? 0 : -1;
+    b->has_lock = pthread_mutex_init(&b->lock, NULL) == 0;
+    return b->has_ring && b->has_lock ? 0 : -1;
 }
 
 void psd_block_free(psd_block *b)
@@ -52,8 +57,11 @@ void psd_block_free(psd_block *b)
     free(b->touched);
     free(b->sum);
     free(b->page);
+    psd_block_free_retired(b);
     if (b->has_ring)
         pthread_mutex_destroy(&b->ring);
+    if (b->has_lock)
+        pthread_mutex_destroy(&b->lock);
 }
 
 void psd_block_open(psd_block *b, uint64_t version)
@@ -269,6 +277,33 @@ psd_outcome psd_block_contribute(psd_block *b, const psd_part_of_push *p, const 
         return PSD_NO_MEMORY;
     note(b, p, grown(b, p, values));
     return PSD_COUNTED;
+}
+
+void psd_block_on_gradient(psd_block *b, int64_t rank, double now, const uint64_t *waited)
+{
+    psd_round_times *t = &b->times;
+    if (!t->is_open) {
+        t->is_open = 1, t->opened_at = now;
+        memcpy(t->awaited, waited, b->mask_words * sizeof(uint64_t));
+    } else if (b->measures_ranks) {
+        b->ranks->rank[rank].awaited_s += now - t->opened_at;
+    }
+    t->awaited[rank / 64] &= ~((uint64_t)1 << (rank % 64));
+}
+
+void psd_block_on_close(psd_block *b, double now, const uint64_t *waited)
+{
+    psd_round_times *t = &b->times;
+    if (!t->is_open)
+        return;
+    const double took = now - t->opened_at;
+    t->is_open = 0, t->has_closed = 1, t->closed_at = now;
+    t->closed[psd_seconds_bucket(took)]++, t->closed_s += took;
+    if (!b->measures_ranks)
+        return;
+    for (size_t i = 0; i < b->mask_words; i++) /* waited for, but gone since */
+        for (uint64_t gone = t->awaited[i] & ~waited[i]; gone; gone &= gone - 1)
+            b->ranks->rank[64 * i + (size_t)__builtin_ctzll(gone)].awaited_s += took;
 }
 
 int psd_block_is_complete(const psd_block *b, const uint64_t *waited, int is_void)

@@ -2,8 +2,8 @@
  *
  * What is counted, summed, applied and published is decided here, and nowhere else; who takes part, what is an error and who waits
  * is the caller's. The pages lie in an arena's mapping (arena.py has the format): the caller lends places, and takes back what is
- * too many. Functions that change the round, the version or a spare are called by one thread at a time, which has the block's
- * lock; `ring`, held for a few instructions, guards pins, lists and which page is current, and is never held while anything waits.
+ * too many. Functions that change the round, the version or a spare are called by one thread at a time, which has `lock`: Python's
+ * (_block.pyx), or that of an armed step (steps.h); `ring`, held for a few instructions, guards pins, lists and which page is current, and is never held while anything waits.
  *
  * A call that cannot be made as it is says why, and has changed nothing. Needs _GNU_SOURCE, which Python.h defines.
  */
@@ -14,8 +14,12 @@
 #include <stdint.h>
 
 #include "kernels.h"
+#include "ranks.h"
+#include "round_times.h"
 
 enum { PSD_AGES = 66 }; /* gradients by age: of 0, 1, 2, 3 to 4, 5 to 8, and so on */
+
+struct psd_block_calls;
 
 typedef enum {
     PSD_COUNTED, PSD_DUPLICATE, PSD_LATE, PSD_EARLY, /* psd.state.aggregation.rounds.Outcome has these numbers, too */
@@ -71,7 +75,15 @@ typedef struct {
     int (*on_store)(void *context, const char *what); /* before each store that matters after a kill; not 0: go no further */
     void *context;
 
+    const struct psd_block_calls *calls; /* of the library that has made the block, for another one */
+    psd_ranks *ranks;   /* who sleeps until a round closes, and whom others wait for; NULL: nobody */
+    int measures_ranks; /* this block says by how much each rank's gradients come late */
+    pthread_mutex_t lock;
+
     /* Under the block's lock. */
+    int has_tickets; /* callers wait for a version by tickets: whoever closes a round tells the caller of this interface */
+    int is_stuck;    /* nothing may be counted but by the caller of this interface */
+    psd_round_times times;
     uint64_t version;
     int has_voice, has_sum;
     uint64_t since; /* of the worker whose scalars hold, and its rank */
@@ -86,12 +98,23 @@ typedef struct {
     pthread_mutex_t ring;
     psd_page *page;
     int64_t pages, current; /* -1: nothing was published */
-    int has_ring, is_closed;
+    int has_ring, has_lock, is_closed;
+    struct psd_retired *retired; /* earlier arrays of pages, which somebody may be looking at */
 } psd_block;
+
+/* What another library calls. */
+typedef struct psd_block_calls {
+    psd_outcome (*contribute)(psd_block *, const psd_part_of_push *, const uint64_t *waited);
+    void (*on_gradient)(psd_block *, int64_t rank, double now, const uint64_t *waited);
+    void (*on_close)(psd_block *, double now, const uint64_t *waited);
+    int64_t (*pin)(psd_block *, psd_outcome *why);
+    int (*unpin)(psd_block *, int64_t page, uint64_t use);
+} psd_block_calls;
 
 /* The caller has set what never changes, and zeros elsewhere. 0, or -1: no memory. */
 int psd_block_init(psd_block *);
 void psd_block_free(psd_block *);
+void psd_block_free_retired(psd_block *);
 
 /* Begin with a version, and with an open round that nobody has a gradient in. */
 void psd_block_open(psd_block *, uint64_t version);
@@ -101,6 +124,10 @@ psd_outcome psd_block_contribute(psd_block *, const psd_part_of_push *, const ui
 int psd_block_is_complete(const psd_block *, const uint64_t *waited, int is_void);
 psd_outcome psd_block_close_round(psd_block *); /* apply a complete round */
 int psd_block_has(const psd_block *, int64_t rank);
+
+/* Times of rounds: a gradient that the open round is about to count; the round has closed, and those now waited for. */
+void psd_block_on_gradient(psd_block *, int64_t rank, double now, const uint64_t *waited);
+void psd_block_on_close(psd_block *, double now, const uint64_t *waited);
 
 /* Pages: numbers of entries, or -1. `lend` gives a place to the ring, -1: no memory; `surplus` takes one back of which there are more
  * than `kept`, or which cannot be used again. */

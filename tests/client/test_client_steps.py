@@ -16,7 +16,7 @@ from translated_steps import TranslatedStream
 import psd.rim.bulk_server
 from psd.contract.errors import NonFiniteGradient, ShardUnavailable, WaitTimeout
 from psd_client import SGD, ParameterServer, connect
-from psd_client.lanes.steps import OfferedSteps
+from psd_client.lanes.steps import SteppingLanes
 
 Start = Callable[..., Any]
 
@@ -40,14 +40,14 @@ def peer(monkeypatch: pytest.MonkeyPatch) -> type[TranslatedStream]:
 @pytest.fixture(autouse=True)
 def took(monkeypatch: pytest.MonkeyPatch) -> list[bool | None]:
     """What has become of each step so far, of all workers: taken, None: not sent, False: finished the long way."""
-    run, found = OfferedSteps.run, []
+    run, found = SteppingLanes.run, []
 
-    def watched(steps: OfferedSteps, *args: Any) -> bool | None:
+    def watched(steps: SteppingLanes, *args: Any) -> bool | None:
         found.append(False)
         found[-1] = took = run(steps, *args)
         return took
 
-    monkeypatch.setattr(OfferedSteps, "run", watched)
+    monkeypatch.setattr(SteppingLanes, "run", watched)
     return found
 
 

@@ -29,6 +29,7 @@ from psd.state.tickets import Ticket
 from psd_client.lanes.flat import FlatBuffers
 from psd_client.lanes.transport import Lane
 from psd_core.arena import Arena, Page
+from psd_core.steps import RankPlace, Ranks
 from psd_core.table import RowSums, TableStore
 
 LEFT_OUT_TYPES = frozenset(
@@ -267,6 +268,10 @@ class Walker:
             self._words.append("-")  # walked by whoever knows its blocks: `arena`
         elif isinstance(value, Page):
             self.page(value)
+        elif isinstance(value, RankPlace):
+            self._words.append(f"{value.clock}")
+        elif isinstance(value, Ranks):
+            self._words.append("-")  # the workers walk their places
         elif isinstance(value, TableStore):
             self.table(value)
         elif isinstance(value, SmallBlock):

@@ -124,7 +124,7 @@ def stand_ins() -> list[tuple[Any, str, Any]]:
 
     return [
         (state_core, "Ticket", GreenTicket),
-        (locks, "new", lambda level, index=0: PausingLock(new_lock(level, index))),
+        (locks, "new", lambda level, index=0, _own=None: PausingLock(new_lock(level, index))),
         (state_core, "drawn_integer", drawn_incarnation),
         (state_restoration, "drawn_integer", drawn_incarnation),
         (state_shard, "Storage", WatchedStorage),

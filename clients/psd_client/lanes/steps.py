@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from psd.contract import frames
 from psd.contract.layout import Block
-from psd.contract.wire import Disconnected
+from psd.contract.wire import READ_AHEAD_BYTES, Disconnected
 from psd.v1 import bulk_pb2, data_pb2
 from psd_client.lanes.bulk_connection import BulkClient
 from psd_client.lanes.flat import FlatBuffers
@@ -33,19 +33,19 @@ class SteppingClient(BulkClient):
     @property
     def fileno(self) -> int:
         """The socket's descriptor."""
-        return self._stream.socket.fileno()
+        return self._stream.fileno()
 
     def offered(self, gradients: FlatBuffers, parameters: FlatBuffers) -> bulk_pb2.StepOffer | None:
         """The offer in the shard's last reply, if it holds for these buffers."""
         offer = self.offer
-        if offer is None or not self._stream.is_plain:
+        if offer is None or not self._stream.is_single:
             return None
         return offer if not offer.in_memory or (self._has(gradients) and self._has(parameters)) else None
 
     def hold(self, offer: bulk_pb2.StepOffer) -> bool:
         """Begin a step. False: it cannot be made on this connection now."""
         with self._lock:
-            if not self.is_open or self.offer is not offer or not self._stream.is_plain:
+            if not self.is_open or self.offer is not offer or self._stream.has_read_ahead:
                 return False
             self._is_busy = True
         self._wanted, self._uses_memory = None, True
@@ -78,7 +78,10 @@ class SteppingClient(BulkClient):
             raise Disconnected(os.strerror(error) if error else "the peer has closed the connection")
         if state == TAKEN:
             return True
-        self._stream.put_back(steps.unread(place))
+        unread = steps.unread(place)
+        if len(unread) > READ_AHEAD_BYTES:
+            raise Disconnected("the answer to a step is none")
+        self._stream.give_back(unread)
         if state != REFUSED:
             kind, head, _ = self._stream.receive()
             self._raise(kind, head)
@@ -114,7 +117,7 @@ class _Mask(NamedTuple):
     sent_bytes: list[int]
 
 
-class OfferedSteps:
+class SteppingLanes:
     """The steps of one worker.
 
     Args:

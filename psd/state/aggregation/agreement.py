@@ -9,6 +9,7 @@ Used under the shard's lock; must not know blocks.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -16,7 +17,9 @@ from typing import Any, NamedTuple
 from psd.contract.errors import PartsDisagree, ScalarsDisagree
 from psd.contract.rules import RuleInfo
 from psd.state import locks
+from psd.state.aggregation.consistency import ranks_in
 from psd.v1 import data_pb2
+from psd_core.steps import Steps
 
 Scalars = tuple[tuple[float, ...], ...]
 """One tuple per group, in the order of the rule's list."""
@@ -60,6 +63,23 @@ class Agreement:
         self._infos = infos
         self._open_round = open_round
         self._rounds: dict[int, _Round] = {}
+        self._steps: Steps | None = None
+
+    def listen_to(self, steps: Steps) -> None:
+        """Hear also what workers say by steps, which have been there from the start, and all say the same of a round."""
+        self._steps = steps
+
+    def _hear_steps(self) -> None:
+        for round_, flat, spoke, counted in self._steps.voices() if self._steps is not None else ():
+            if round_ < self._open_round() - 1:
+                continue
+            scalars = _by_group(flat, self._infos)
+            said = self._rounds.setdefault(round_, _Round())
+            for rank in ranks_in(spoke):
+                if rank not in said.voices:
+                    said.voices[rank] = Voice(0, rank, scalars)
+            said.counted.update(ranks_in(counted))
+            said.held = min(said.voices.values())
 
     def check(self, round_: int, voice: Voice) -> None:
         """Raise unless this worker and the one whose voice holds may have their gradients in one round.
@@ -69,6 +89,7 @@ class Agreement:
             ScalarsDisagree: they state different scalars, and both have been there from the start. Both errors name the two
                 workers and what they say.
         """
+        self._hear_steps()
         said = self._rounds.get(round_)
         held = said.held if said is not None else None
         if said is None or held is None or held[2:] == voice[2:]:
@@ -100,6 +121,9 @@ class Agreement:
 
     def hear(self, round_: int, voice: Voice) -> None:
         """Note what a worker says whose push has brought a valid block; raises what `check` does."""
+        if self._steps is not None:  # first, so that no step says something else from now on
+            self._steps.hear(round_, [each for group in voice.scalars for each in group], not voice.part)
+            self._hear_steps()
         said = self._rounds.get(round_)
         held = said.held if said is not None else None
         if said is not None and held is not None and held[2:] == voice[2:]:
@@ -125,6 +149,9 @@ class Agreement:
 
     def on_gone(self, rank: int) -> None:
         """Forget the scalars of a worker that has gone, except in rounds that have counted its gradient."""
+        self._hear_steps()
+        if self._steps is not None:
+            self._steps.forget_voice(rank)
         for round_, said in list(self._rounds.items()):
             if rank in said.voices and rank not in said.counted:
                 del said.voices[rank]
@@ -134,6 +161,7 @@ class Agreement:
 
     def overruled(self, round_: int, rank: int) -> data_pb2.Overruled | None:
         """The notice, for the reply to a worker's push, that its scalars gave way in that round or the one before; or None."""
+        self._hear_steps()
         for said_of in (round_, round_ - 1):
             said = self._rounds.get(said_of)
             own = said.voices.get(rank) if said is not None else None
@@ -153,7 +181,14 @@ class Agreement:
 
     def known(self) -> dict[int, object]:
         """All that is known, by round; tests compare it."""
+        self._hear_steps()
         return {r: (dict(said.voices), set(said.counted), said.held) for r, said in self._rounds.items()}
+
+
+def _by_group(flat: Sequence[float], infos: Sequence[RuleInfo]) -> Scalars:
+    """The scalars of all groups, one tuple for each."""
+    rest = iter(flat)
+    return tuple(tuple(itertools.islice(rest, len(info.scalars))) for info in infos)
 
 
 def _difference(first: Sequence[Sequence[float]], second: Sequence[Sequence[float]]) -> tuple[int, int]:

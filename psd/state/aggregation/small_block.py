@@ -8,21 +8,25 @@ rounds.py. Must not know which sessions are valid, leases or messages.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable
+from typing import cast
 
 from typing_extensions import override
 
 from psd.contract.jobspec import JobSpec
 from psd.contract.layout import Block
+from psd.state import locks
 from psd.state.aggregation.block import BlockServices, BlockState
 from psd.state.aggregation.consistency import Policy, Sync
 from psd.state.aggregation.rounds import Contribution, FastRound, Outcome, Round, Taken, Update
 from psd.state.aggregation.rules import BoundRule
 from psd.state.aggregation.staleness import Ages
 from psd.state.aggregation.trained import RoundServices, not_counted
-from psd.state.counts import RoundTimes
+from psd.state.counts import Histogram, RoundTimes
+from psd.state.tickets import Ticket
 from psd.state.workers.membership import Membership
-from psd_core import RULES, arena
+from psd_core import RULES, arena, steps
 from psd_core.arena import BlockCore, Page, Terms
 
 BYTES_MAX = (64 << 10) - 1
@@ -121,18 +125,94 @@ class CountedAges(Ages):
         return self._core.age_total
 
 
+class CoreTimes(RoundTimes):
+    """The times of a core's rounds, which it measures itself."""
+
+    def __init__(self, core: BlockCore, now: Callable[[], float]) -> None:
+        self._core = core
+        self._now = now
+
+    @property
+    def closed(self) -> Histogram:  # type: ignore[override]
+        """Seconds from a round's first gradient to its update."""
+        found = Histogram()
+        _, _, found.counts, found.total = self._core.times
+        return found
+
+    @property
+    def closed_at(self) -> float | None:  # type: ignore[override]
+        """The time when the last one closed; None: none has."""
+        return self._core.times[1]
+
+    @property
+    @override
+    def is_open(self) -> bool:
+        return self._core.times[0]
+
+    @override
+    def on_gradient(self, rank: int, waited: Callable[[], int]) -> None:
+        self._core.on_gradient(rank, self._now(), waited())
+
+    @override
+    def on_close(self, waited: int) -> None:
+        self._core.on_close(self._now(), waited)
+
+
 class SmallBlock(BlockState):
-    """A small block. Arguments, attributes: as of BlockState."""
+    """A small block, which steps lock and change, too (psd_core/steps.py). Attributes: as of BlockState.
+
+    Args:
+        now: returns monotonic seconds. measures_ranks: others wait for each rank as long as this block says.
+    """
 
     def __init__(
-        self, plan: Block, slot: int, bound: BoundRule, services: BlockServices, times: RoundTimes, terms: Terms
+        self,
+        plan: Block,
+        slot: int,
+        bound: BoundRule,
+        services: BlockServices,
+        terms: Terms,
+        now: Callable[[], float],
+        *,
+        measures_ranks: bool,
     ) -> None:
         rounds: RoundServices = services.rounds
         self._lent = services.arena.lend(slot, terms)
         self._core = self._lent.core
         self._round = SmallRound(self._core, rounds.members)
-        super().__init__(plan, slot, bound, services, times)
+        steps.measure(self._core, rounds.members.ranks, measures_ranks)
+        super().__init__(plan, slot, bound, services, CoreTimes(self._core, now))
         self.ages = CountedAges(plan.index, self._core)
+
+    @override
+    def _new_lock(self, index: int) -> threading.Lock:
+        return locks.new(locks.Level.BLOCK, index, cast(threading.Lock, self._core.lock()))
+
+    @property
+    def lacks_space(self) -> bool:
+        """See Trained. Meanwhile no step counts."""
+        return self._core.is_stuck
+
+    @lacks_space.setter
+    def lacks_space(self, lacks: bool) -> None:
+        self._core.is_stuck = lacks
+
+    def of_steps(self, first_scalar: int) -> tuple[BlockCore, str, int]:
+        """What steps have to know of it; see psd_core.steps.Steps."""
+        letter = {"float32": "f", "float64": "d", "float16": "e"}.get(self.plan.gradient_dtype.name, "H")
+        return self._core, letter, first_scalar
+
+    @override
+    def _add_wait(self, version: int, ticket: Ticket) -> None:
+        self._core.has_tickets = True  # until `end_waits`
+        super()._add_wait(version, ticket)
+
+    def end_waits(self) -> None:
+        """End the waits for the version that a step has made."""
+        with self.lock:
+            version = self._core.version
+            self._waits.up_to(version)
+            self._core.has_tickets = self._waits.has_tickets
 
     @property
     def version(self) -> int:

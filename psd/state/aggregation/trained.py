@@ -15,6 +15,7 @@ pages or rows.
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -91,7 +92,7 @@ class Trained(ABC):
         self.index = index
         self.times = times
         self.ages = Ages(index)
-        self.lock = locks.new(locks.Level.BLOCK, index)
+        self.lock = self._new_lock(index)
         self._members = services.members
         self._policy = services.policy
         self._on_lost = services.on_lost
@@ -102,6 +103,9 @@ class Trained(ABC):
         self._failure: RuleFailed | None = None  # why the open round could not be closed
         self.lacks_space = False
         self._open(version)
+
+    def _new_lock(self, index: int) -> threading.Lock:
+        return locks.new(locks.Level.BLOCK, index)
 
     def _open(self, version: int) -> None:
         self.version = version
@@ -368,10 +372,13 @@ class Trained(ABC):
             if self.version + self._is_due >= version:
                 ticket.resolve()
             else:
-                self._waits.add(version, ticket)
+                self._add_wait(version, ticket)
                 self._fail_if_lost()
                 if self._failure is not None:
                     ticket.fail(self._failure)
+
+    def _add_wait(self, version: int, ticket: Ticket) -> None:
+        self._waits.add(version, ticket)
 
     def missing_in(self, round_: int) -> int:
         """Mask of the workers whose gradients the open round lacks, for messages; 0 if `round_` has closed. Takes no lock."""

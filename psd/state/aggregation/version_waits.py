@@ -55,6 +55,17 @@ class VersionWaits:
         for ticket in self._tickets.pop(version, ()):
             ticket.resolve()
 
+    def up_to(self, version: int) -> None:
+        """End the waits for a version that somebody else has had the block reach, and for those before."""
+        for reached in sorted({*self._tickets, *self._takes}):
+            if reached <= version:
+                self.reached(reached)
+
+    @property
+    def has_tickets(self) -> bool:
+        """True if callers may wait."""
+        return bool(self._tickets)
+
     def fail(self, error: PsdError) -> None:
         """End all callers' waits with this error."""
         for tickets in self._tickets.values():

@@ -163,6 +163,7 @@ class Cuts:
             reads = sum(other.cut.is_read and other.awaits_positions for other in self._open)
             self._open[snapshot] = None
             self._see_whether_positions_are_awaited()
+        self._core.revoke()
         try:
             if is_gone:
                 self._miss(snapshot, GOES_BACK)
@@ -248,8 +249,7 @@ class Cuts:
         positions, job = snapshot.positions, snapshot.job
         assert positions is not None
         with self._core.lock:
-            workers = self._core.members.workers
-            is_first = self._core.config.shard_index == 0
+            workers, is_first = self._core.members.workers, self._core.config.shard_index == 0
             if is_first and not positions.is_ready and positions.have_all_heard(workers) and self._is_next(snapshot):
                 positions.is_ready = True
                 if not snapshot.cut.is_read:

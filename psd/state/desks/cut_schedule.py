@@ -201,7 +201,14 @@ class CutSchedule:
             self._announce_at(new_id(), step)
 
     def _announce(self, cut_id: str, step: int) -> None:
-        self._announce_at(cut_id, step + AHEAD if self._has_rounds else step)
+        if self._has_rounds:  # no step goes on from here, until workers have heard of the cut by their replies
+            self._core.is_announcing = True
+            self._core.revoke()
+            step = self.progress
+        try:
+            self._announce_at(cut_id, step + AHEAD if self._has_rounds else step)
+        finally:
+            self._core.is_announcing = False
 
     def _moves(self) -> int:
         """A number that grows with every change that a checkpoint would have, even if the slowest worker makes no step."""

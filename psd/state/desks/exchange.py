@@ -22,10 +22,10 @@ from psd.contract.rules import weight_of
 from psd.state.aggregation.block import BlockState
 from psd.state.aggregation.rounds import Contribution, Outcome
 from psd.state.aggregation.trained import Trained
-from psd.state.core import ShardCore, check_begun_as
+from psd.state.core import ShardCore
 from psd.state.cuts.cuts import Cuts
 from psd.state.desks.cut_schedule import CutSchedule
-from psd.state.desks.transfers import Found, Pull, Push, PushRiders, check_session, riders_of
+from psd.state.desks.transfers import Found, Pull, Push, PushRiders, check_begun_as, check_session, riders_of
 from psd.state.job import Job
 from psd.state.tables.block import TablesBlock
 from psd.state.tickets import Ticket, WaitKind
@@ -58,6 +58,8 @@ class Exchange:
             if header.since > header.clock + 1:
                 raise InvalidRequest(f"since: {header.since} is beyond clock {header.clock}")
             has_rounds = job.policy.has_rounds
+            ranks = self._core.members.ranks
+            ranks.revoke_one(worker.rank)
             push = Push(
                 job,
                 self._riders if self._riders is not None and self._riders.job() is job else self._ride(job),
@@ -74,6 +76,7 @@ class Exchange:
                 versions={} if has_rounds else job.versions_read(header.versions),
                 held=job.held(header.held) if header.held else {},
             )
+            push.half = ranks.half(worker.rank, push.begun_as, push.clock)
             if header.HasField("learner"):
                 check_note(header.learner)
             for check in push.riders.check:
@@ -115,6 +118,8 @@ class Exchange:
         if needed == 0:
             return None
         with self._core.lock:
+            if call.job.steps is not None:
+                call.job.steps.has_gates = True  # steps that come after this open them
             min_clock = self._core.members.min_clock()
             if min_clock is None or needed <= min_clock:
                 return None
@@ -214,6 +219,8 @@ class Exchange:
             push.staged.clear()
         if index not in push.covered:
             push.covered.add(index)
+            if outcome is Outcome.DUPLICATE and push.half >> job.place_of(index) & 1:
+                outcome = Outcome.COUNTED  # by a step that this push is made in place of
             push.outcomes[outcome] += 1
             if outcome is Outcome.LATE:
                 push.late.append(index)
@@ -290,6 +297,8 @@ class Exchange:
                 self._core.counters.pushes_duplicate += 1
             if staged or counted or late or job.trained_count == 0:
                 push.worker.samples += push.weight
+            if push.half:
+                members.ranks.forget_half(push.worker.rank)
             self._core.open_gates(push.worker)
             for answer in push.riders.answer:
                 answer(push, reply)
@@ -321,6 +330,7 @@ class Exchange:
                     "verdict.is_final: updates are still to be measured; a round is applied by a final verdict"
                 )
             self._core.check_clock(worker, request.clock)
+            self._core.members.ranks.revoke_one(worker.rank)
             skipped = self._core.members.on_clock(worker, request.clock)
             self._core.on_used()
             self._core.counters.pulls += 1

@@ -82,6 +82,7 @@ class ParameterDesk:
             if request.resets_slots and job.tables is not None:
                 job.tables.check_reset()
             core.on_used()
+            core.revoke()
         mark, clock = SetMark(request.caller.session, request.seq), request.clock
         changes: dict[int, Change] = {}
         if request.resets_slots:

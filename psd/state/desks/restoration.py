@@ -325,6 +325,7 @@ class Restoration:
             error = RolledBack(f"the job goes back to checkpoint {manifest.name}", timeline=timeline, checkpoint=manifest.name)
             for ticket in core.waiting.open():
                 ticket.fail(error)
+            core.revoke()
             if core.membership not in (None, members):
                 self._begin_incarnation()
             members.on_restore(step)

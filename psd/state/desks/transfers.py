@@ -26,7 +26,7 @@ from psd.state.job import Job
 from psd.state.tables.rounds import StagedRows
 from psd.state.tickets import Ticket
 from psd.state.workers.membership import Worker, WorkerState
-from psd.v1 import data_pb2
+from psd.v1 import data_pb2, job_pb2
 from psd_core.arena import Page
 
 FIRST_GRADIENT_BYTES = 16
@@ -52,6 +52,7 @@ class Push:
         staged: rows of the tables' block whose last frame has not come.
         arrived: blocks that have come, also those that were covered before. outcomes: how many blocks had each Outcome.
         late: which were late.
+        half: bits of the blocks that have counted it in a step that was answered AGAIN, by Job.place_of.
     """
 
     job: Job
@@ -76,6 +77,7 @@ class Push:
     arrived: int = 0
     outcomes: list[int] = field(default_factory=([0] * len(Outcome)).copy)
     late: list[int] = field(default_factory=list)
+    half: int = 0
 
 
 @dataclass(slots=True)
@@ -154,6 +156,13 @@ class PushRiders:
         self.count = [rider.count for rider in riders if type(rider).count is not PushRider.count]
         self.answer = [rider.answer for rider in riders if type(rider).answer is not PushRider.answer]
         self.end = [rider.end for rider in riders if type(rider).end is not PushRider.end]
+
+
+def check_begun_as(session: int, caller: job_pb2.Caller) -> int:
+    """The session with which a call began: the caller's own, or an earlier one; InvalidRequest if it is a later one."""
+    if session > caller.session:
+        raise InvalidRequest(f"session: {session} is later than the caller's, {caller.session}")
+    return session or caller.session
 
 
 def check_session(core: ShardCore, call: Push | Pull) -> None:

@@ -19,7 +19,8 @@ from psd.contract.errors import CheckpointFailed, InvalidRequest, OutOfSpace, Ru
 from psd.contract.vector_batches import IncomingBatch
 from psd.contract.vectors import FETCH_BYTES_MAX, VECTORS_OF_BATCH_MAX, check_same, spec_of
 from psd.state import locks
-from psd.state.core import ShardCore, check_begun_as
+from psd.state.core import ShardCore
+from psd.state.desks.transfers import check_begun_as
 from psd.state.locks import Level
 from psd.state.workers.membership import WorkerState
 from psd.v1 import job_pb2, vectors_pb2

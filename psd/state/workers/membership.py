@@ -8,7 +8,8 @@ at the start. Sets of ranks are integers used as bit masks, so that "have all co
 `clock` is the number of steps that a worker has finished as far as this shard knows; `floor` is the first round in which it
 takes part: earlier rounds do not wait for it. The floor moves only when a worker joins or skips rounds, not in normal running.
 
-Changed only under the shard's lock, except a worker's `last_seen` and `awaited_s` (see docs/design/life-of-a-push.md: Locks);
+Changed only under the shard's lock, except a worker's `last_seen` and `awaited_s` (see docs/design/life-of-a-push.md: Locks),
+and by the steps of an armed rank (psd_core/steps.py), which are revoked before anything changes that they rely on.
 `waited_in`, `live_in`, `taking_part`, `is_void` and sessions may be read without it. Must not know blocks, tickets or messages.
 """
 
@@ -16,11 +17,12 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 
 from psd.contract.errors import InvalidRequest, PsdError, SessionFenced, WorkerFailed
 from psd.contract.roster import Absence
 from psd.state import locks
+from psd_core.steps import RankPlace, Ranks
 
 CLOCK_SKIP_MAX = 1024
 """Steps by which a request's clock may be ahead of the clock that the shard knows. Shards drift apart by one or two rounds; a
@@ -49,6 +51,7 @@ class Worker:
     """One rank, and the worker that has it now.
 
     Attributes:
+        place: has the clock, last_seen, awaited_s and samples, where steps see them, too.
         last_seen: when the shard last heard of it, in the membership's time; negative: never.
         has_pushed: True if the current session has pushed.
         connection: as in JoinRequest; 0 if not known. connected_since: the first session of that connection.
@@ -65,9 +68,7 @@ class Worker:
     rank: int
     state: WorkerState = WorkerState.ABSENT
     session: int = 0
-    clock: int = 0
     floor: int = 0
-    last_seen: float = -1.0
     host: str = ""
     pid: int = 0
     connection: int = 0
@@ -77,10 +78,51 @@ class Worker:
     is_leaving: bool = False
     kicked: int = 0
     transport: str = ""
-    awaited_s: float = 0.0
-    samples: float = 0.0
     transfer_left_bytes: int = 0
     transfer_bytes_per_s: float = 0.0
+    place: RankPlace = field(default_factory=lambda: Ranks(1).place(0), repr=False, compare=False)
+
+    @property
+    def clock(self) -> int:
+        """See above."""
+        return self.place.clock
+
+    @clock.setter
+    def clock(self, clock: int) -> None:
+        self.place.clock = clock
+
+    @property
+    def last_seen(self) -> float:
+        """See above."""
+        return self.place.last_seen
+
+    @last_seen.setter
+    def last_seen(self, at: float) -> None:
+        self.place.last_seen = at
+
+    @property
+    def awaited_s(self) -> float:
+        """See above."""
+        return self.place.awaited_s
+
+    @awaited_s.setter
+    def awaited_s(self, seconds: float) -> None:
+        self.place.awaited_s = seconds
+
+    @property
+    def samples(self) -> float:
+        """See above."""
+        return self.place.samples
+
+    @samples.setter
+    def samples(self, samples: float) -> None:
+        self.place.samples = samples
+
+    def __copy__(self) -> Worker:
+        """A copy of the present state, which no step changes."""
+        found = Worker(**{name: getattr(self, name) for name in _PLAIN})
+        found.clock, found.last_seen, found.awaited_s, found.samples = self.clock, self.last_seen, self.awaited_s, self.samples
+        return found
 
     @property
     def transfer_time_left_s(self) -> float:
@@ -125,7 +167,20 @@ class Worker:
         return SessionFenced(what, cause="superseded", rank=self.rank)
 
 
-_UNGUARDED = ("waited_in", "live_in", "taking_part", "is_void", "session_of", "worker", "check_session", "ended", "restore")
+_PLAIN = tuple(each.name for each in fields(Worker) if each.name != "place")
+
+_UNGUARDED = (
+    "waited_in",
+    "live_in",
+    "taking_part",
+    "is_void",
+    "is_settled",
+    "session_of",
+    "worker",
+    "check_session",
+    "ended",
+    "restore",
+)
 
 
 @locks.guarded_by(locks.Level.SHARD, but=_UNGUARDED)
@@ -141,6 +196,8 @@ class Membership:
         at_barriers: mask of the workers that barriers wait for.
         absent: for each rank that nobody waits for any more, the reason.
         whole_since: the time when all workers had joined for the first time, and the foremost clock then; None before.
+        ranks: what steps know of the workers. Whatever changes who is waited for, sessions or floors, revokes them.
+        is_armed: some rank has been armed: clocks change by themselves.
     """
 
     def __init__(
@@ -151,7 +208,10 @@ class Membership:
         on_failure: str = "wait",
         starting: dict[int, float] | None = None,
     ) -> None:
-        self.workers = [Worker(rank, clock=clock, floor=clock) for rank in range(world_size)]
+        self.ranks, self.is_armed = Ranks(world_size), False
+        self.workers = [Worker(rank, floor=clock, place=self.ranks.place(rank)) for rank in range(world_size)]
+        for worker in self.workers:
+            worker.clock = clock
         self.lease_s = lease_s
         self._on_failure = on_failure
         self._starting = {} if starting is None else starting
@@ -174,6 +234,7 @@ class Membership:
             self._save(worker)
 
     def _refresh(self) -> None:
+        self.ranks.revoke()
         waited = [w for w in self.workers if w.is_waited_for]
         mask = sum(1 << w.rank for w in waited)
         self.at_barriers = sum(1 << w.rank for w in waited if not w.is_leaving)
@@ -192,6 +253,10 @@ class Membership:
             return mask
         return sum(1 << w.rank for w in self.workers if w.is_waited_for and w.floor <= round_)
 
+    def is_settled(self, round_: int) -> bool:
+        """True if `round_`, and all later ones, wait for the same workers, unless something happens to one."""
+        return round_ >= self._waited[1]
+
     def live_in(self, round_: int) -> int:
         """Mask of the workers that are there, and do not begin after round `round_`."""
         return self._live & self.waited_in(round_)
@@ -207,7 +272,7 @@ class Membership:
 
     def min_clock(self) -> int | None:
         """Clock of the slowest worker that is waited for; None if there is none."""
-        if not self._is_min_clock_known:
+        if not self._is_min_clock_known or self.is_armed:
             self._min_clock = min((w.clock for w in self.workers if w.is_waited_for), default=None)
             self._is_min_clock_known = True
         return self._min_clock

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from psd.contract.rules import weight_of
 from psd.v1 import data_pb2
 from psd_client.lanes.flat import FlatBuffers
-from psd_client.lanes.steps import OfferedSteps
+from psd_client.lanes.steps import SteppingLanes
 from psd_client.lanes.transport import Call, Lane
 from psd_client.lanes.waiting import ShardHealth
 from psd_client.worker.exchange.learner_rider import LearnerRider
@@ -68,7 +68,7 @@ class ArmedSteps:
         self._block_count = sum([len(own) for own in blocks])
         self._trained = [i for i, tensor in enumerate(spec.tensors) if tensor.size and not spec.groups[tensor.group].is_static]
         self._membership: JobMembership | None = None
-        self.offered = OfferedSteps(
+        self.offered = SteppingLanes(
             lanes,
             blocks,
             gradients,

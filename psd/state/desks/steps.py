@@ -1,0 +1,156 @@
+"""Arms workers: lets the shard take their next push_pulls as steps in C (psd_core/steps.py), while all is as a step expects.
+
+A step is never another semantics: what it does not expect it answers AGAIN, and the push is made the long way. What C does not
+look at itself is asked here, and whoever changes it revokes (docs/design/life-of-a-push.md). Must not know sockets or memory.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from psd.state.aggregation.consistency import StaleSynchronous
+from psd.state.aggregation.small_block import SmallBlock
+from psd.state.core import ShardCore
+from psd.state.cuts.cuts import Cuts
+from psd.state.job import Job
+from psd.state.life import Life
+from psd.state.workers.membership import WorkerState
+from psd.v1 import data_pb2
+from psd_core.steps import BLOCKS_MAX, Ranks, Steps
+
+STALENESS_KNOWN = ("", "lr")
+
+
+@dataclass(frozen=True)
+class Armed:
+    """A worker that is armed.
+
+    Attributes:
+        epoch: in its steps. job: of which they are. steps: its part on this shard.
+    """
+
+    epoch: int
+    job: Job
+    steps: Steps
+
+
+class StepDesk:
+    """Arms, and looks after what steps leave to Python.
+
+    Args:
+        is_busy: returns True while the shard drains, or readers are there.
+    """
+
+    def __init__(self, core: ShardCore, cuts: Cuts, is_busy: Callable[[], bool]) -> None:
+        self._core = core
+        self._cuts = cuts
+        self._is_busy = is_busy
+        self._can_arm = not (core.config.never_armed or core.config.checkpoint_steps) and core.now is time.monotonic
+        self._lanes: dict[int, str] = {}  # by rank, of its steps
+        self._ranks: Ranks | None = None  # of these steps
+
+    def arm(self, header: data_pb2.PushHeader, lane: str) -> Armed | None:
+        """Arm the worker of a push that was answered; None if its next push may be none for a step, for all the shard knows."""
+        core, caller = self._core, header.caller
+        if not self._can_arm or not _is_plain(header):
+            return None
+        with core.lock:
+            job, members = core.job, core.membership
+            if job is None or members is None or self._is_busy() or core.life.now is not Life.SERVING:
+                return None
+            if core.orders.current is not None or core.is_announcing or self._cuts.open:
+                return None
+            worker = members.worker(caller.rank)
+            is_live = worker.state is WorkerState.LIVE and worker.session == caller.session and worker.has_pushed
+            if not is_live or worker.is_leaving:
+                return None
+            if job.policy.has_rounds and (header.since or not members.is_settled(job.version_min)):
+                return None
+            if job.steps is None:
+                job.steps = steps_of(job, members.ranks)
+            if job.steps is None:
+                return None
+            self._collect(members.ranks)
+            members.ranks.revoke_one(worker.rank)
+            self._ranks, self._lanes[worker.rank] = members.ranks, lane
+            _, at = job.arena.member_word(worker.rank)
+            members.is_armed = True
+            waited = members.waited_in(job.version_min)
+            return Armed(job.steps.arm(worker.rank, worker.session, worker.floor, at, waited), job, job.steps)
+
+    def revoke(self, rank: int) -> None:
+        """Take no more steps of a rank until it is armed anew."""
+        with self._core.lock:
+            members = self._core.membership
+            if members is not None and rank < len(members.workers):
+                members.ranks.revoke_one(rank)
+
+    def end_waits(self, job: Job, rank: int) -> None:
+        """End the waits for what a step of this rank has done: the callers' that wait by tickets."""
+        if job.policy.has_rounds:
+            for block in job.blocks.values():
+                if isinstance(block, SmallBlock):
+                    block.end_waits()
+        elif job.policy.has_bound:
+            core = self._core
+            with core.lock:
+                if core.job is job and core.membership is not None:
+                    core.open_gates(core.membership.worker(rank))
+                    if not core.gates and job.steps is not None:
+                        job.steps.has_gates = False
+
+    def collect(self) -> None:
+        """Add what steps have counted to the shard's counters."""
+        with self._core.lock:
+            self._collect(self._ranks)
+
+    def _collect(self, following: Ranks | None) -> None:
+        counters, ranks = self._core.counters, self._ranks
+        for rank, lane in self._lanes.items() if ranks is not None else ():
+            assert ranks is not None
+            if (found := ranks.take_counts(rank)) is not None:
+                accepted, duplicate, pulls, received, sent, took, took_s = found
+                counters.pushes_accepted += accepted
+                counters.pushes_duplicate += duplicate
+                counters.pulls += pulls
+                counters.lanes[lane].count_steps(received, sent, took, took_s)
+        if following is not ranks:
+            self._lanes.clear()
+
+
+def _is_plain(header: data_pb2.PushHeader) -> bool:
+    """False if the worker sends with its pushes what no step has."""
+    has_more = header.HasField("learner") or header.HasField("scale") or header.part or header.norms or header.held
+    return not has_more and header.session in (0, header.caller.session)
+
+
+def steps_of(job: Job, ranks: Ranks) -> Steps | None:
+    """A job's part on this shard for steps; None if it has a block, a rule or a way of aggregation that they do not know."""
+    spec, blocks = job.spec, [block for block in job.blocks.values() if block.is_trained]
+    if job.is_exact or spec.clip_norm or job.wants_buffers or job.tables is not None or not 0 < len(blocks) <= BLOCKS_MAX:
+        return None
+    if any(group.staleness not in STALENESS_KNOWN for group in spec.groups):
+        return None
+    low: list[float] = []
+    high: list[float] = []
+    first: list[int] = []
+    for group in spec.groups:
+        ranges = group.info.ranges_together(group.flags)
+        if ranges is None:
+            return None
+        first.append(len(low))
+        low += [each.low for each in ranges]
+        high += [each.high for each in ranges]
+    found = []
+    for block in blocks:
+        if not isinstance(block, SmallBlock) or block.pull_codec or not block.plan.length:
+            return None
+        found.append(block.of_steps(first[block.plan.group]))
+    bound = job.policy.staleness_bound if isinstance(job.policy, StaleSynchronous) else None
+    mapping, _ = job.arena.member_word(0)
+    made = Steps(ranks, found, low, high, job.policy.has_rounds, bound, mapping)
+    if job.policy.has_rounds:
+        job.agreement.listen_to(made)
+    return made

@@ -1,0 +1,379 @@
+"""Armed steps, csrc/steps.h, for Python: what is known of ranks, a job's part on a shard, and a connection's loop.
+
+This module owns every check that keeps an access within its buffer. It knows no files and no protobuf; who is armed, and when that
+is revoked, is the caller's.
+"""
+
+from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
+from libc.stdlib cimport calloc, free
+from libc.string cimport memcpy
+
+from psd_core._block cimport BlockCore
+from psd_core._block_c cimport PSD_BF16, PSD_F16, PSD_F32, PSD_F64, PSD_SECONDS, psd_rank, psd_ranks, psd_ring
+from psd_core._steps_c cimport *
+
+import os
+
+BLOCKS_MAX = PSD_STEP_BLOCKS_MAX
+SERVED_CLOSED, SERVED_OTHER, SERVED_WRONG = PSD_SERVED_CLOSED, PSD_SERVED_OTHER, PSD_SERVED_WRONG
+SERVED_AGAIN, SERVED_TICKETS, SERVED_ERROR = PSD_SERVED_AGAIN, PSD_SERVED_TICKETS, PSD_SERVED_ERROR
+STEP, DONE, AGAIN = PSD_STEP, PSD_DONE, PSD_AGAIN
+AGAIN_REVOKED, AGAIN_CASE, AGAIN_LONG_WAIT = PSD_AGAIN_REVOKED, PSD_AGAIN_CASE, PSD_AGAIN_LONG_WAIT
+
+cdef extern from *:
+    """
+    #define psd_or(word, bits) __atomic_fetch_or(word, bits, __ATOMIC_SEQ_CST)
+    #define psd_see(word) __atomic_load_n(word, __ATOMIC_SEQ_CST)
+    #define psd_set(word, value) __atomic_store_n(word, value, __ATOMIC_SEQ_CST)
+    #define psd_take(word) __atomic_exchange_n(word, 0, __ATOMIC_SEQ_CST)
+    """
+    uint64_t psd_or(uint64_t *word, uint64_t bits) nogil
+    uint64_t psd_see(uint64_t *word) nogil
+    uint32_t psd_see_inside "psd_see"(uint32_t *word) nogil
+    void psd_set(uint64_t *word, uint64_t value) nogil
+    void psd_set_gates "psd_set"(uint32_t *word, uint32_t value) nogil
+    uint64_t psd_take(uint64_t *word) nogil
+
+
+cdef class Ranks:
+    """What is known of the ranks of a job, on one shard."""
+
+    cdef psd_ranks ranks
+
+    def __cinit__(self, size_t count):
+        cdef size_t i
+        self.ranks.count = count
+        self.ranks.rank = <psd_rank *>calloc(count if count else 1, sizeof(psd_rank))
+        if self.ranks.rank == NULL:
+            raise MemoryError(f"no memory for {count} ranks")
+        for i in range(count):
+            # The epochs of a rank in another life, or of another job, are others.
+            self.ranks.rank[i].epoch = int.from_bytes(os.urandom(6), "little") << 8 | 1
+            self.ranks.rank[i].last_seen = -1.0
+
+    def __dealloc__(self):
+        free(self.ranks.rank)
+
+    cdef psd_rank *at(self, Py_ssize_t rank) except NULL:
+        if not 0 <= rank < <Py_ssize_t>self.ranks.count:
+            raise IndexError(f"rank {rank} of {self.ranks.count}")
+        return &self.ranks.rank[rank]
+
+    def place(self, Py_ssize_t rank):
+        """The place of one rank."""
+        self.at(rank)
+        return RankPlace(self, rank)
+
+    def is_armed(self, Py_ssize_t rank):
+        """True if the steps of a rank are taken."""
+        return psd_see(&self.at(rank).epoch) % 2 == 0
+
+    def revoke(self):
+        """Take no more steps until ranks are armed anew; none is under way when this returns. Not under a lock below the shard's."""
+        cdef size_t i
+        cdef bint was_armed = False
+        for i in range(self.ranks.count):
+            was_armed |= psd_or(&self.ranks.rank[i].epoch, 1) % 2 == 0
+        if was_armed:
+            psd_ring(&self.ranks)
+        with nogil:
+            for i in range(self.ranks.count):
+                while psd_see_inside(&self.ranks.rank[i].inside):
+                    sched_yield()
+
+    def revoke_one(self, Py_ssize_t rank):
+        """Do likewise with one rank."""
+        cdef psd_rank *r = self.at(rank)
+        if psd_or(&r.epoch, 1) % 2 == 0:
+            psd_ring(&self.ranks)
+        with nogil:
+            while psd_see_inside(&r.inside):
+                sched_yield()
+
+    def take_counts(self, Py_ssize_t rank):
+        """Counts of a rank's steps since this was last called, or None if there are none: pushes accepted, and had already;
+        pulls; bytes received, and sent; how long they took, by bucket, and the sum."""
+        cdef psd_rank *r = self.at(rank)
+        cdef uint64_t pulls = psd_take(&r.counts.pulls)
+        cdef double took_s, total_s
+        cdef int i
+        if not pulls:
+            return None
+        total_s = r.counts.took_s  # which the rank's steps go on adding to
+        took_s, r.told_s = total_s - r.told_s, total_s
+        return (
+            psd_take(&r.counts.accepted), psd_take(&r.counts.duplicate), pulls, psd_take(&r.counts.received),
+            psd_take(&r.counts.sent), [psd_take(&r.counts.took[i]) for i in range(PSD_SECONDS)], took_s,
+        )
+
+    def half(self, Py_ssize_t rank, uint64_t session, uint64_t clock):
+        """Bits of the blocks, by their place among the trained ones, that have counted the push of this name in a step that was
+        answered AGAIN."""
+        cdef psd_rank *r = self.at(rank)
+        return r.half_blocks if r.half_session == session and r.half_clock == clock else 0
+
+    def forget_half(self, Py_ssize_t rank):
+        """Forget them: the push has been made."""
+        self.at(rank).half_blocks = 0
+
+
+cdef class RankPlace:
+    """What is known of one rank.
+
+    Attributes:
+        clock, last_seen, samples, awaited_s: as of psd.state.workers.membership.Worker.
+    """
+
+    cdef Ranks ranks
+    cdef psd_rank *rank
+
+    def __cinit__(self, Ranks ranks, Py_ssize_t rank):
+        self.ranks, self.rank = ranks, ranks.at(rank)
+
+    @property
+    def clock(self):
+        return psd_see(&self.rank.clock)
+
+    @clock.setter
+    def clock(self, uint64_t clock):
+        psd_set(&self.rank.clock, clock)
+
+    @property
+    def last_seen(self):
+        return self.rank.last_seen
+
+    @last_seen.setter
+    def last_seen(self, double at):
+        self.rank.last_seen = at
+
+    @property
+    def samples(self):
+        return self.rank.samples
+
+    @samples.setter
+    def samples(self, double samples):
+        self.rank.samples = samples
+
+    @property
+    def awaited_s(self):
+        return self.rank.awaited_s
+
+    @awaited_s.setter
+    def awaited_s(self, double seconds):
+        self.rank.awaited_s = seconds
+
+
+def measure(BlockCore core, Ranks ranks, bint measures_ranks):
+    """Let a block wake the steps that sleep until a round closes; measures_ranks: it says how long others wait for each rank."""
+    assert core.block.workers <= ranks.ranks.count
+    core.ranks = ranks
+    core.block.measures_ranks = measures_ranks
+    core.block.ranks = &ranks.ranks
+
+
+cdef class Steps:
+    """A job's part on this shard, for steps.
+
+    Args:
+        blocks: for each trained block its core, "f", "d", "e" or "H" (of bfloat16) for the type of its gradients, and the place of
+            its group's first scalar among all. low, high: bounds of each scalar.
+        bound: steps that a worker may be ahead of the slowest one; None: any number.
+        record: a buffer, and for each rank the place in it, in bytes, of the word with its clock and state; see `arm`.
+
+    Attributes:
+        head_bytes, gradient_bytes, parameter_bytes: as in StepOffer, as if nothing were in memory.
+    """
+
+    cdef psd_steps steps
+    cdef Ranks ranks
+    cdef list cores
+    cdef unsigned char[::1] record
+
+    def __cinit__(self, Ranks ranks, list blocks, list low, list high, bint has_rounds, object bound, object record):
+        cdef psd_steps *s = &self.steps
+        cdef BlockCore core
+        cdef size_t i
+        assert 0 < len(blocks) <= PSD_STEP_BLOCKS_MAX and len(low) == len(high)
+        self.ranks, self.record = ranks, record
+        self.cores = [each[0] for each in blocks]
+        s.ranks, s.blocks, s.scalars, s.has_rounds = &ranks.ranks, len(blocks), len(low), has_rounds
+        s.has_bound, s.bound = bound is not None, bound or 0
+        for i in range(s.blocks):
+            core, letter, first = blocks[i]
+            assert core.block.workers <= ranks.ranks.count and core.ranks is ranks
+            assert 0 <= first and first + core.block.scalars <= len(low)
+            s.place[i].block, s.place[i].first_scalar = &core.block, first
+            s.place[i].gradient_dtype = {"f": PSD_F32, "d": PSD_F64, "e": PSD_F16, "H": PSD_BF16}[letter]
+            assert letter == ("f" if core.block.dtype == PSD_F32 else "d") or core.block.dtype == PSD_F32 and letter in "eH"
+            s.place[i].gradient_bytes = core.block.n * {"f": 4, "d": 8, "e": 2, "H": 2}[letter]
+            s.place[i].parameter_bytes = core.block.n * core.block.item
+        if psd_steps_init(s) != 0:
+            raise MemoryError("no memory for steps")
+        for i in range(s.scalars):
+            s.low[i], s.high[i] = low[i], high[i]
+
+    def __dealloc__(self):
+        psd_steps_free(&self.steps)
+
+    @property
+    def head_bytes(self):
+        return self.steps.head_bytes
+
+    @property
+    def gradient_bytes(self):
+        return self.steps.gradient_bytes
+
+    @property
+    def parameter_bytes(self):
+        return self.steps.parameter_bytes
+
+    def arm(self, Py_ssize_t rank, uint64_t session, uint64_t floor, Py_ssize_t record_at, object waited):
+        """Take the steps of a rank, which must not be armed; returns its epoch. Under the shard's lock.
+
+        record_at: of the rank's word in `record`, which is stored with the clock while the session goes on, and the rank is live.
+        waited: mask of the ranks that are waited for, in this and every later round, until all are revoked.
+        """
+        cdef psd_rank *r = self.ranks.at(rank)
+        cdef size_t i
+        cdef uint64_t word
+        assert psd_see(&r.epoch) % 2 == 1 and not psd_see_inside(&r.inside)
+        assert 0 <= record_at <= self.record.shape[0] - 8 and record_at % 8 == 0
+        r.session, r.floor, r.record = session, floor, <uint64_t *>(&self.record[0] + record_at)
+        assert <uintptr_t>r.record % 8 == 0
+        for i in range(self.steps.mask_words):
+            word = waited >> (64 * i) & 0xFFFFFFFFFFFFFFFF
+            if self.steps.waited[i] != word:  # else others, who are armed, may be reading it
+                self.steps.waited[i] = word
+        psd_set(&r.epoch, psd_see(&r.epoch) + 1)
+        return psd_see(&r.epoch)
+
+    @property
+    def has_gates(self):
+        """True if callers wait until the slowest worker makes a step. To be set before they look at the clocks."""
+        return psd_see_inside(&self.steps.has_gates) != 0
+
+    @has_gates.setter
+    def has_gates(self, bint has):
+        psd_set_gates(&self.steps.has_gates, has)
+
+    def hear(self, uint64_t number, list scalars, bint is_alike):
+        """Note the scalars of a round, of all groups, that a worker has stated otherwise than by a step: steps that state others
+        are not taken. is_alike: False if they are to be taken for others, whatever they are."""
+        cdef size_t i
+        cdef double *numbers = <double *>calloc(len(scalars) + 1, sizeof(double))
+        if numbers == NULL:
+            raise MemoryError("no memory for scalars")
+        try:
+            assert len(scalars) == <Py_ssize_t>self.steps.scalars
+            for i in range(self.steps.scalars):
+                numbers[i] = scalars[i]
+            return psd_steps_hear(&self.steps, number, -1, numbers, is_alike) != 0
+        finally:
+            free(numbers)
+
+    def forget_voice(self, Py_ssize_t rank):
+        """Forget what a rank has said by steps of rounds that have not counted it."""
+        cdef int i
+        self.ranks.at(rank)
+        for i in range(2):
+            if not self.steps.voice[i].counted[rank // 64] >> (rank % 64) & 1:
+                self.steps.voice[i].spoke[rank // 64] &= ~(<uint64_t>1 << (rank % 64))
+
+    def voices(self):
+        """The rounds in which ranks have spoken by steps: round, scalars, mask of the ranks, and of those that counted."""
+        cdef int i
+        cdef size_t k
+        found = []
+        for i in range(2):
+            v = &self.steps.voice[i]
+            spoke = sum([<object>v.spoke[k] << (64 * k) for k in range(self.steps.mask_words)])
+            counted = sum([<object>v.counted[k] << (64 * k) for k in range(self.steps.mask_words)])
+            if v.is_there and spoke:
+                found.append((v.round, [v.scalars[k] for k in range(self.steps.scalars)], spoke, counted))
+        return found
+
+
+cdef class StepConnection:
+    """The loop of one connection.
+
+    Args:
+        fd: its socket, blocking.
+        gradients: for each block the memory in which it lies; None: it travels. parameters: likewise, for each place.
+
+    Attributes:
+        done: steps that were answered by DONE. reason: of the last AGAIN.
+    """
+
+    cdef psd_step_connection connection
+    cdef Steps steps
+    cdef list kept
+
+    def __cinit__(self, Steps steps, Py_ssize_t rank, int fd, list gradients=None, list parameters=None):
+        cdef psd_step_connection *c = &self.connection
+        cdef const unsigned char[::1] source
+        cdef unsigned char[::1] target
+        cdef psd_step_place *place
+        cdef size_t i, k
+        steps.ranks.at(rank)
+        self.steps, self.kept = steps, []
+        c.step.steps, c.step.rank, c.fd, c.places = &steps.steps, rank, fd, 1
+        if gradients is not None:
+            assert len(gradients) == <Py_ssize_t>steps.steps.blocks and 0 < len(parameters) <= PSD_PLACES_MAX
+            c.in_memory, c.places = True, len(parameters)
+            for i in range(steps.steps.blocks):
+                place = &steps.steps.place[i]
+                source = gradients[i]
+                assert <size_t>source.shape[0] == place.gradient_bytes and <uintptr_t>&source[0] % (place.gradient_bytes // place.block.n) == 0
+                c.gradient[i] = &source[0]
+                for k in range(c.places):
+                    target = parameters[k][i]
+                    assert <size_t>target.shape[0] == place.parameter_bytes
+                    c.parameter[k][i] = &target[0]
+                    self.kept.append(target)
+                self.kept.append(source)
+        if psd_step_connection_init(c) != 0:
+            raise MemoryError("no memory for a connection's steps")
+
+    def __dealloc__(self):
+        psd_step_connection_free(&self.connection)
+
+    @property
+    def done(self):
+        return self.connection.done
+
+    @property
+    def reason(self):
+        return self.connection.reason
+
+    @property
+    def error(self):
+        """errno of the socket, after SERVED_ERROR."""
+        return self.connection.error
+
+    @property
+    def is_waiting(self):
+        """True while a step is to be gone on with."""
+        return self.connection.is_waiting != 0
+
+    def serve(self, const unsigned char[::1] ahead):
+        """Take steps until something else happens. ahead: bytes that were received already.
+
+        Returns: SERVED_..., and the bytes received that were not used.
+        """
+        cdef psd_step_connection *c = &self.connection
+        cdef psd_served status
+        if c.have + <size_t>ahead.shape[0] > c.capacity:
+            raise ValueError(f"ahead: {ahead.shape[0]} bytes are more than {c.capacity - c.have}")
+        if ahead.shape[0]:
+            memcpy(c.buffer + c.have, &ahead[0], ahead.shape[0])
+            c.have += ahead.shape[0]
+        with nogil:
+            status = psd_steps_serve(c)
+        if status == PSD_SERVED_TICKETS:
+            return status, b""
+        left, c.have = c.buffer[: c.have], 0
+        return status, left
+
+    def cancel(self):
+        """End the waits of the step under way, and write no more to memory. From any thread."""
+        psd_step_cancel(&self.connection)

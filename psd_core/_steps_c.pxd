@@ -1,0 +1,79 @@
+"""What `_steps.pyx` uses of armed steps, csrc/steps.h and step_loop.h."""
+
+from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
+
+from psd_core._block_c cimport psd_block, psd_dtype, psd_ranks
+
+
+cdef extern from "step_frames.h" nogil:
+    enum:
+        PSD_STEP
+        PSD_DONE
+        PSD_AGAIN
+        PSD_AGAIN_REVOKED
+        PSD_AGAIN_CASE
+        PSD_AGAIN_LONG_WAIT
+
+
+cdef extern from "steps.h" nogil:
+    enum:
+        PSD_STEP_BLOCKS_MAX
+    ctypedef struct psd_step_place:
+        psd_block *block
+        psd_dtype gradient_dtype
+        size_t gradient_bytes, parameter_bytes, first_scalar
+    ctypedef struct psd_step_voice:
+        uint64_t round
+        int is_there, is_mixed
+        double *scalars
+        uint64_t *spoke
+        uint64_t *counted
+    ctypedef struct psd_steps:
+        size_t blocks, scalars, mask_words
+        psd_step_place place[PSD_STEP_BLOCKS_MAX]
+        double *low
+        double *high
+        int has_rounds, has_bound
+        uint64_t bound
+        psd_ranks *ranks
+        uint64_t *waited
+        uint32_t has_gates
+        size_t head_bytes, gradient_bytes, parameter_bytes
+        psd_step_voice voice[2]
+    ctypedef struct psd_step:
+        psd_steps *steps
+        int64_t rank
+    int psd_steps_init(psd_steps *)
+    void psd_steps_free(psd_steps *)
+    int psd_steps_hear(psd_steps *, uint64_t round, int64_t rank, const double *scalars, int is_alike)
+
+
+cdef extern from "step_loop.h" nogil:
+    enum:
+        PSD_PLACES_MAX
+        PSD_READ_AHEAD
+    ctypedef enum psd_served:
+        PSD_SERVED_CLOSED
+        PSD_SERVED_OTHER
+        PSD_SERVED_WRONG
+        PSD_SERVED_AGAIN
+        PSD_SERVED_TICKETS
+        PSD_SERVED_ERROR
+    ctypedef struct psd_step_connection:
+        psd_step step
+        int fd, error, in_memory, is_waiting, reason
+        size_t places
+        const void *gradient[PSD_STEP_BLOCKS_MAX]
+        void *parameter[PSD_PLACES_MAX][PSD_STEP_BLOCKS_MAX]
+        uint64_t done
+        char *buffer
+        char *answer
+        size_t capacity, have, message_bytes
+    int psd_step_connection_init(psd_step_connection *)
+    void psd_step_connection_free(psd_step_connection *)
+    psd_served psd_steps_serve(psd_step_connection *)
+    void psd_step_cancel(psd_step_connection *)
+
+
+cdef extern from "sched.h" nogil:
+    int sched_yield()

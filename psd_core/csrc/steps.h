@@ -1,0 +1,82 @@
+/* Armed steps: small push_pulls that are taken without Python. step_frames.h has their messages, and what AGAIN means.
+ *
+ * Here is what a step does to blocks (block.h) and to what is known of ranks (ranks.h); step_loop.c has the socket. A step is
+ * begin, count for each block, end, then `reached` until it is true, pin: pure functions of a whole message, which say that it goes
+ * on, or AGAIN. Who takes part, what is an error, when a cut is: Python's. It arms a rank while all is as a step expects, and
+ * revokes before anything changes; a step relies on nothing else, and translates nothing. Needs _GNU_SOURCE, which Python.h defines.
+ */
+#ifndef PSD_STEPS_H
+#define PSD_STEPS_H
+
+#include "block.h"
+#include "step_frames.h"
+
+enum { PSD_STEP_BLOCKS_MAX = 64 };
+
+typedef struct { /* one block of a job, as it lies in messages */
+    psd_block *block;
+    psd_dtype gradient_dtype;
+    size_t gradient_bytes, parameter_bytes; /* without what fills them up to a multiple of 8 */
+    size_t first_scalar;
+} psd_step_place;
+
+typedef struct { /* what the workers of an open round, or of the one before, have said of its scalars */
+    uint64_t round;
+    int is_there, is_mixed; /* mixed: they differ, and a step decides nothing */
+    double *scalars;
+    uint64_t *spoke, *counted; /* masks of ranks that did so by steps */
+} psd_step_voice;
+
+typedef struct { /* a job's part on this shard */
+    size_t blocks, scalars, mask_words;
+    psd_step_place place[PSD_STEP_BLOCKS_MAX];
+    double *low, *high; /* of each scalar */
+    int has_rounds, has_bound;
+    uint64_t bound; /* steps that a worker may be ahead of the slowest one */
+    psd_ranks *ranks;
+    uint64_t *waited;   /* mask; set while nobody is armed */
+    uint32_t has_gates; /* callers wait until the slowest worker makes a step */
+    size_t head_bytes, present_at, gradient_bytes, parameter_bytes; /* as in StepOffer; present_at: in the head */
+    pthread_mutex_t speaking;
+    int can_speak;
+    psd_step_voice voice[2];
+} psd_steps;
+
+typedef struct { /* one step under way */
+    psd_steps *steps;
+    int64_t rank;
+    const psd_step_head *head;
+    const uint64_t *versions;
+    const double *scalars;
+    const uint8_t *present;
+    uint32_t counted, duplicate;
+    uint64_t counted_blocks, received;
+    int closes; /* it has closed a round, or opened a gate */
+    int hands_back; /* somebody waits for that by a ticket */
+    int64_t page[PSD_STEP_BLOCKS_MAX];
+    uint64_t use[PSD_STEP_BLOCKS_MAX];
+    uint8_t *mask; /* room for the longest block's segments */
+} psd_step;
+
+/* The caller has set blocks, places, ranks, bounds, `scalars` and flags. 0, or -1: no memory. */
+int psd_steps_init(psd_steps *);
+void psd_steps_free(psd_steps *);
+/* A worker states these scalars for a round by a step, or (rank -1) otherwise. 0: others differ. */
+int psd_steps_hear(psd_steps *, uint64_t round, int64_t rank, const double *scalars, int is_alike);
+
+/* 0, or the reason for AGAIN; then the step has ended, and has left. `begin` enters. */
+int psd_step_begin(psd_step *);
+int psd_step_count(psd_step *, size_t i, const void *gradient);
+void psd_step_end(psd_step *);         /* all blocks have come; leaves */
+int psd_step_reached(const psd_step *); /* whether the rounds have closed */
+int psd_step_pin(psd_step *, double began); /* enters, pins the pages to answer with, counts the step, leaves */
+void psd_step_unpin(psd_step *);
+/* Ends a step by AGAIN, when it has not pinned. */
+int psd_step_again(psd_step *, int reason, int is_inside);
+
+static inline size_t psd_eights(size_t nbytes)
+{
+    return (nbytes + 7) / 8 * 8;
+}
+
+#endif
