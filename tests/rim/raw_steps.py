@@ -189,9 +189,7 @@ class StepWorker(RawWorker):
         offer = self.offer
         assert offer is not None
         flags = head.get("flags", HAS_VERSIONS * bool(versions) | HAS_PRESENT * bool(present))
-        front = HEAD.pack(
-            head.get("epoch", offer.epoch), head.get("session", self.session), clock, since, weight, flags, place
-        )
+        front = HEAD.pack(head.get("epoch", offer.epoch), head.get("session", self.session), clock, since, weight, flags, place)
         front += struct.pack(f"<{self.blocks}Q", *(versions or [0] * self.blocks))
         front += struct.pack(f"<{offer.scalars}d", *(list(scalars) * self.blocks))
         front = (front + bytes(present)).ljust(offer.head_bytes, b"\0")

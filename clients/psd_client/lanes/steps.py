@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import os
 from array import array
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
 import numpy as np
@@ -65,7 +65,7 @@ class SteppingClient(BulkClient):
             with self._under_way(call):
                 return self._finish(steps, place)
         except BaseException:
-            if self.is_open:  # it was cancelled before it could begin
+            if self.is_open or self._is_busy:  # the call was cancelled before it could begin
                 self.abandon_step()
             raise
 
@@ -127,7 +127,6 @@ class SteppingLanes:
 
     Attributes:
         are_under_way: True from the beginning of a step until `end`, unless nothing was sent.
-        refused: the shards that have not taken the step that is under way, as far as `finish` has looked.
     """
 
     def __init__(
@@ -155,7 +154,6 @@ class SteppingLanes:
         self._left: set[int] = set()  # places of steps that have not been looked at since they were under way
         self._mask: _Mask | None = None  # of the step that is under way
         self._last_mask: _Mask | None = None  # that was made
-        self.refused: set[int] = set()
         self.are_under_way = False
 
     def renew(self) -> bool:
@@ -267,10 +265,7 @@ class SteppingLanes:
             return None
         self._left.discard(place)
         way, state = self._ways[place], steps.state(place)
-        if state == UNSENT:
-            return None
-        if state != TAKEN and not way.connection.finish(steps, place, call):
-            self.refused.add(shard)
+        if state == UNSENT or (state != TAKEN and not way.connection.finish(steps, place, call)):
             return None
         way.traffic.sent_bytes += way.sent_bytes if self._mask is None else self._mask.sent_bytes[place]
         way.traffic.received_bytes += way.received_bytes
@@ -279,7 +274,7 @@ class SteppingLanes:
 
     def end(self) -> None:
         """Note that nothing needs the last step any more. What is still under way of it is abandoned, with its connection."""
-        left, self._left, self.refused, self.are_under_way = self._left, set(), set(), False
+        left, self._left, self.are_under_way = self._left, set(), False
         if not left:
             return
         assert self._steps is not None
@@ -291,6 +286,14 @@ class SteppingLanes:
                 else:
                     connection.cancel_step()
                     stack.callback(connection.abandon_step)
+
+    @contextmanager
+    def ending(self) -> Iterator[None]:
+        """A context after which `end` is called, whatever happens."""
+        try:
+            yield
+        finally:
+            self.end()
 
 
 def _without_epoch(offer: bulk_pb2.StepOffer) -> bulk_pb2.StepOffer:

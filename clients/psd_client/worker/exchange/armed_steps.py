@@ -14,15 +14,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from psd.contract.rules import weight_of
-from psd.v1 import data_pb2
 from psd_client.lanes.flat import FlatBuffers
 from psd_client.lanes.steps import SteppingLanes
-from psd_client.lanes.transport import Call, Lane
+from psd_client.lanes.transport import Lane
 from psd_client.lanes.waiting import ShardHealth
 from psd_client.worker.exchange.learner_rider import LearnerRider
 from psd_client.worker.exchange.lending import ParameterPlaces
 from psd_client.worker.exchange.riders import Attendance, ClientStateRider, FirstGradient, Riders
-from psd_client.worker.exchange.sent_push import SentPush, WorkerGradient
+from psd_client.worker.exchange.sent_push import WorkerGradient
 from psd_client.worker.session.membership import JobMembership
 from psd_client.worker.session.session import Session
 
@@ -85,7 +84,7 @@ class ArmedSteps:
 
     def push_pull(self, gradient: WorkerGradient) -> bool:
         """Make a push_pull as a step, if they are armed. True: it has succeeded. False: make it the long way, which goes on
-        with the step if it is under way: `finish` it at each shard, and `renew` or `end`.
+        with the step if it is under way: `finish` it at each shard, then `renew`, or `end` it.
 
         Raises InvalidRequest, as the long way would; or what a signal's handler raises.
         """
@@ -124,10 +123,3 @@ class ArmedSteps:
         for index in absent:
             self._gradients.views[index][...] = 0
         return len(absent) == np.count_nonzero(~present[self._trained])
-
-    def finish(self, sent: SentPush, shard: int, call: Call) -> data_pb2.PushReply | None:
-        """The reply of a shard to the step that is under way; None: make the push as a call. Raises what a call raises."""
-        reply = self.offered.finish(shard, call)
-        if shard in self.offered.refused:
-            sent.refused.add(shard)
-        return reply

@@ -225,13 +225,14 @@ class ParameterExchange:
             return
         except BaseException as error:
             if steps.offered.are_under_way:
-                self._on_failed(self._requests.push(gradient, weight_of(gradient.weight), self.rows.gradients({})), error)
+                with steps.offered.ending():
+                    self._on_failed(self._requests.push(gradient, weight_of(gradient.weight), self.rows.gradients({})), error)
             raise
         ahead = None if self._is_exact or sent.is_finished else self.rows.pull_ahead([lane.shard for lane in self._lanes])
 
         def push_pull_at(lane: Lane, call: Call) -> None:
             rows = ahead.at.get(lane.shard) if ahead is not None else None
-            reply = steps.finish(sent, lane.shard, call) if steps.offered.are_under_way else None
+            reply = steps.offered.finish(lane.shard, call) if steps.offered.are_under_way else None
             if reply is None:
                 part = self._requests.part(lane, call, sent, self._blocks[lane.shard], self.parameters.versions)
                 part.wants_steps = steps.are_wanted and sent.feed is None
@@ -335,7 +336,6 @@ class ParameterExchange:
             raise failure from None
 
     def _on_done(self) -> None:
-        """Note that the program's call has sent its push."""
         self._failed = None
         if self._unconfirmed is None:
             self._session.pushing = None

@@ -325,10 +325,6 @@ class PushCounts(Rider):
         A shard that was killed, and gets the push again, says that it has staged it, although the decision is known here.
         """
         known = reply
-        if reply.blocks_duplicate and shard in sent.refused:
-            known = data_pb2.PushReply()
-            known.CopyFrom(reply)
-            known.blocks_counted, known.blocks_duplicate = reply.blocks_counted + reply.blocks_duplicate, 0
         if reply.blocks_staged and sent.staged_are != "blocks_staged":
             known = data_pb2.PushReply()
             known.CopyFrom(reply)

@@ -109,7 +109,6 @@ class SentPush:
         is_finished: all shards have it; with exact aggregation shard 0 knows that; and the worker's clock has moved on.
         is_decided: exact aggregation: this worker knows the members of the round.
         staged_are: the field of PushReply by which staged blocks are counted; empty: by none, because the round was skipped.
-        refused: shards that have not taken it as a step, though they may have counted it: what they then have already is that.
         error: the error with which the program's call has failed.
     """
 
@@ -129,7 +128,6 @@ class SentPush:
     is_finished: bool = False
     is_decided: bool = False
     staged_are: str = "blocks_staged"
-    refused: set[int] = field(default_factory=set)
     error: BaseException | None = None
     _left: dict[int, bytes] | None = None  # after a failure: digests of the blocks that were sent
 
