@@ -249,7 +249,8 @@ void psd_step_end(psd_step *t)
     if (clock > r->clock) {
         __atomic_store_n(&r->clock, clock, __ATOMIC_SEQ_CST);
         const uint64_t above = clock - r->floor, below = above < BELOW_MAX ? above : BELOW_MAX;
-        if (r->record)
+        const psd_block *b = t->steps->place[0].block;
+        if (r->record && !(b->on_store && b->on_store(b->context, "arena.member")))
             psd_store_release(r->record, (LIVE | below << BELOW_SHIFT) << STATE_SHIFT | clock);
     }
     /* Python sets this before it looks at the clocks. */

@@ -16,6 +16,8 @@ from raw_bulk import answer, open_stream, send
 from raw_client import SGD, RawWorker, spec
 
 from psd.contract.errors import error_from
+from psd.contract.jobspec import JobSpec
+from psd.contract.layout import Layout
 from psd.contract.wire import Kind, Stream
 from psd.v1 import bulk_pb2, control_pb2, data_pb2, job_pb2
 
@@ -37,6 +39,10 @@ class Done(NamedTuple):
     parameters: list[list[float]]
 
 
+Values = float | NDArray[Any]
+"""A block's gradient, or the number that each of its elements is."""
+
+
 class Again(NamedTuple):
     """The answer to a step that was not taken."""
 
@@ -48,10 +54,11 @@ def eights(nbytes: int) -> int:
 
 
 class StepWorker(RawWorker):
-    """A worker of a job of small blocks, of one group and one tensor each.
+    """A worker of a job of small blocks.
 
     Args:
         lane: "tcp"; "local", a local socket; or "memory", one with memory attached.
+        job: which; else one of `blocks` groups, of one tensor each.
     """
 
     def __init__(
@@ -68,11 +75,22 @@ class StepWorker(RawWorker):
     ) -> None:
         super().__init__(channel, rank, world_size)
         self.job = job or spec(world_size, blocks=blocks, size=size, **how)
+        self.plans = Layout(JobSpec.from_message(self.job), 1).blocks
+        self.scalars = [SGD for _ in self.job.groups]
         self.declare(self.job)
-        self.blocks, self.size, self.lane = len(self.job.tensors), self.job.tensors[0].shape[0], lane
+        self.blocks, self.lane = len(self.plans), lane
         self.offer: bulk_pb2.StepOffer | None = None
         self.memory = -1
         self.stream = self.connect()
+
+    def declare(self, job: job_pb2.JobSpec, value: float = 0.0, blocks: Sequence[int] | None = None) -> None:
+        reply = self.control.Declare(control_pb2.DeclareRequest(caller=self.caller, spec=job), timeout=100)
+        self.digest, self.groups = reply.layout_digest, len(job.groups)
+        if reply.initializer:
+            frames = [data_pb2.InitializeFrame(block=plan.index, payload=bytes(plan.nbytes)) for plan in self.plans]
+            frames[0].caller.CopyFrom(self.caller)
+            frames[0].layout_digest, frames[0].choice = self.digest, reply.choice
+            assert self.data.Initialize(iter(frames), timeout=100).accepted
 
     def connect(self) -> Stream:
         reply = self.control.OpenBulk(control_pb2.OpenBulkRequest(caller=self.caller), timeout=100)
@@ -84,7 +102,7 @@ class StepWorker(RawWorker):
         return stream
 
     def _attach(self, stream: Stream) -> None:
-        self.apart = (self.size * 4 + 63) // 64 * 64
+        self.apart = (max(plan.nbytes for plan in self.plans) + 63) // 64 * 64
         starts = [64 + self.apart * i for i in range(self.blocks * (1 + PLACES))]
         nbytes = starts[-1] + self.apart
         self.starts = starts
@@ -107,37 +125,61 @@ class StepWorker(RawWorker):
         if self.memory >= 0:
             os.close(self.memory)
 
-    def _gradients(self, values: Sequence[float]) -> list[NDArray[np.float32]]:
-        return [np.full(self.size, value, np.float32) for value in values]
+    def _gradients(self, values: Sequence[Values]) -> list[NDArray[Any]]:
+        return [np.full(plan.length, value).astype(plan.gradient_dtype) for plan, value in zip(self.plans, values, strict=True)]
 
-    def _remember(self, gradients: Sequence[NDArray[np.float32]]) -> None:
+    def _remember(self, gradients: Sequence[NDArray[Any]]) -> None:
         for at, gradient in zip(self.starts, gradients, strict=False):
             os.pwrite(self.memory, gradient.tobytes(), at)
 
     def _parameters(self, place: int) -> list[list[float]]:
         starts = self.starts[self.blocks * (1 + place) :][: self.blocks]
-        return [np.frombuffer(os.pread(self.memory, 4 * self.size, at), np.float32).tolist() for at in starts]
+        return [
+            np.frombuffer(os.pread(self.memory, plan.nbytes, at), plan.dtype).tolist()
+            for plan, at in zip(self.plans, starts, strict=True)
+        ]
 
     # -- the long way --------------------------------------------------------------------------------------------------
 
-    def begin_call(self, values: Sequence[float], clock: int, *, wants: bool = True, place: int = 0, **named: Any) -> None:
-        """Send a push_pull."""
+    def begin_call(
+        self,
+        values: Sequence[Values],
+        clock: int,
+        *,
+        wants: bool = True,
+        place: int = 0,
+        weight: float = 1.0,
+        scalars: Sequence[float] = (),
+        present: Sequence[bytes] = (),
+        **more: Any,
+    ) -> None:
+        """Send a push_pull. more: further fields of the header."""
         in_memory = self.lane == "memory"
-        frames = self.frames(clock, self._gradients(values), **{k: v for k, v in named.items() if k in ("weight", "scalars")})
-        header = frames[0].push
-        for name in set(named) - {"weight", "scalars"}:
-            value = named[name]
-            if isinstance(value, (list, tuple)):
-                getattr(header, name).extend(value)
-            else:
-                setattr(header, name, value)
+        header = data_pb2.PushHeader(
+            caller=self.caller,
+            clock=clock,
+            weight=weight,
+            layout_digest=self.digest,
+            scalars=[data_pb2.GroupScalars(values=scalars or own) for own in self.scalars],
+            **more,
+        )
         call = bulk_pb2.BulkCall(
             method=bulk_pb2.BULK_METHOD_PUSH_PULL, timeout_s=30, wants_steps=wants, into_memory=in_memory, place=place
         )
         self.stream.send(Kind.CALL, call.SerializeToString())
+        gradients, bits = self._gradients(values), list(present) or [b""] * self.blocks
         if in_memory:
-            self._remember(self._gradients(values))
-            frames = [data_pb2.PushFrame(push=header, in_memory=range(self.blocks), last=True)]
+            self._remember(gradients)
+            frames = [data_pb2.PushFrame(in_memory=range(self.blocks), in_memory_present=present, last=True)]
+        else:
+            frames = [
+                data_pb2.PushFrame(
+                    block=i, present=bits[i], payload=gradients[i].tobytes() if any(bits[i]) or not bits[i] else b""
+                )
+                for i in range(self.blocks)
+            ]
+        frames[0].push.CopyFrom(header)
+        frames[-1].last = True
         send(self.stream, frames)
         self.place = place
 
@@ -147,7 +189,8 @@ class StepWorker(RawWorker):
         while True:
             kind, head, nbytes = self.stream.receive()
             if kind is Kind.ANSWER:
-                frame, numbers = data_pb2.PullFrame.FromString(head), np.empty(self.size, np.float32)
+                frame = data_pb2.PullFrame.FromString(head)
+                numbers = np.empty(self.plans[frame.block].length, self.plans[frame.block].dtype)
                 self.stream.read_into(numbers.data.cast("B"))
                 versions[frame.block], parameters[frame.block] = frame.version, numbers.tolist()
                 continue
@@ -166,7 +209,7 @@ class StepWorker(RawWorker):
             push = reply.push
             return Done(push.clock, push.blocks_counted, push.blocks_duplicate, versions, parameters)
 
-    def push_pull(self, values: Sequence[float], clock: int, **named: Any) -> Done:
+    def push_pull(self, values: Sequence[Values], clock: int, **named: Any) -> Done:
         self.begin_call(values, clock, **named)
         return self.end_call()
 
@@ -174,13 +217,13 @@ class StepWorker(RawWorker):
 
     def begin_step(
         self,
-        values: Sequence[float],
+        values: Sequence[Values],
         clock: int,
         *,
-        scalars: Sequence[float] = SGD,
+        scalars: Sequence[float] = (),
         weight: float = 1.0,
         versions: Sequence[int] = (),
-        present: Sequence[int] = (),
+        present: Sequence[bytes] = (),
         place: int = 0,
         since: int = 0,
         **head: int,
@@ -191,8 +234,8 @@ class StepWorker(RawWorker):
         flags = head.get("flags", HAS_VERSIONS * bool(versions) | HAS_PRESENT * bool(present))
         front = HEAD.pack(head.get("epoch", offer.epoch), head.get("session", self.session), clock, since, weight, flags, place)
         front += struct.pack(f"<{self.blocks}Q", *(versions or [0] * self.blocks))
-        front += struct.pack(f"<{offer.scalars}d", *(list(scalars) * self.blocks))
-        front = (front + bytes(present)).ljust(offer.head_bytes, b"\0")
+        front += struct.pack(f"<{offer.scalars}d", *[each for own in self.scalars for each in scalars or own])
+        front = (front + b"".join(present)).ljust(offer.head_bytes, b"\0")
         payload = b""
         gradients = self._gradients(values)
         if self.lane == "memory":
@@ -223,19 +266,21 @@ class StepWorker(RawWorker):
         assert (len(head), nbytes) == (DONE.size + 8 * self.blocks, self.offer.parameter_bytes)
         if self.lane == "memory":
             return Done(clock, counted, duplicate, versions, self._parameters(self.place))
-        apart = eights(4 * self.size)
-        parameters = [np.frombuffer(payload, np.float32, self.size, apart * i).tolist() for i in range(self.blocks)]
+        parameters, at = [], 0
+        for plan in self.plans:
+            parameters.append(np.frombuffer(payload, plan.dtype, plan.length, at).tolist())
+            at += eights(plan.nbytes)
         return Done(clock, counted, duplicate, versions, parameters)
 
-    def step(self, values: Sequence[float], clock: int, **named: Any) -> Done | Again:
+    def step(self, values: Sequence[Values], clock: int, **named: Any) -> Done | Again:
         self.begin_step(values, clock, **named)
         return self.end_step()
 
-    def train(self, values: Sequence[float], clock: int, **named: Any) -> Done:
+    def train(self, values: Sequence[Values], clock: int, **named: Any) -> Done:
         """A step if that is offered and taken, else the long way, under the same name."""
         if self.offer is not None and isinstance(found := self.step(values, clock, **named), Done):
             return found
-        return self.push_pull(values, clock, **{k: v for k, v in named.items() if k in ("weight", "scalars")})
+        return self.push_pull(values, clock, **named)
 
 
 def _error(head: bytes) -> Exception:
