@@ -1,5 +1,5 @@
-/* Small calls without an interpreter: a ping-pong of some bytes, both ends, and messages of the bulk lane (bulk.proto) that were
- * recorded and are sent again. Built by _loops.py. Functions return 0, or an errno; the end of a stream is ECONNRESET. */
+/* Small calls without an interpreter: a ping-pong of some bytes, both ends; messages of the bulk lane (bulk.proto) that were
+ * recorded and are sent again; armed steps. Built by _loops.py. Functions return 0, or an errno; the end of a stream is ECONNRESET. */
 #include <errno.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -7,7 +7,9 @@
 #include <sys/socket.h>
 #include <time.h>
 
-enum { REPLY = 9, ERROR = 10, PREFIX_BYTES = 16, BUFFER_BYTES = 1 << 16 };
+#include "step_frames.h"
+
+enum { REPLY = 9, ERROR = 10, ALIVE = 11, PREFIX_BYTES = 16, BUFFER_BYTES = 1 << 16 };
 
 static double now(void)
 {
@@ -130,4 +132,34 @@ int replay_calls(int fd, const char *messages, const int64_t *starts, long n, ch
     }
     free(buffer);
     return failed;
+}
+
+/* Makes n steps, which begin with `message`: each has the next clock, and the versions of the DONE before it. Returns how many were
+ * taken; if fewer, the shard has answered the next one by AGAIN (`failed` 0), or something is wrong. answer: of answer_bytes, a DONE's. */
+long make_steps(int fd, char *message, long bytes, char *answer, long answer_bytes, long versions, long n, int *failed)
+{
+    psd_step_head head;
+    psd_step_prefix prefix;
+    *failed = 0;
+    for (long i = 0; i < n; i++) {
+        if ((*failed = send_all(fd, message, bytes)))
+            return i;
+        do {
+            if ((*failed = receive_all(fd, answer, sizeof prefix)))
+                return i;
+            memcpy(&prefix, answer, sizeof prefix);
+        } while (prefix.kind == ALIVE);
+        const long rest = (long)prefix.head_bytes + (long)prefix.payload_bytes;
+        if ((prefix.kind != PSD_DONE && prefix.kind != PSD_AGAIN) || rest > answer_bytes - (long)sizeof prefix)
+            *failed = EPROTO;
+        else
+            *failed = receive_all(fd, answer + sizeof prefix, rest);
+        if (*failed || prefix.kind == PSD_AGAIN)
+            return i;
+        memcpy(&head, message + sizeof prefix, sizeof head);
+        head.clock++;
+        memcpy(message + sizeof prefix, &head, sizeof head);
+        memcpy(message + sizeof prefix + sizeof head, answer + sizeof prefix + sizeof(psd_done_head), (size_t)(8 * versions));
+    }
+    return n;
 }

@@ -1,14 +1,16 @@
 """Workers of psd whose pushes are made in C: a load that no interpreter limits, for one shard.
 
-Each worker joins, and makes a few push_pulls by psd_client, over the bulk lane; the messages of the last one are kept. Then,
-when told {"pushes": n}, they are sent n times on all connections at once, each time with the next clock, by a loop in _calls.c.
-{"verify": true} says what is wrong with the parameters: each push must have counted, once.
+Each worker joins, and makes a few push_pulls by psd_client, over the bulk lane; the messages of the last one that was no step
+are kept. Then, when told {"pushes": n}, they are sent n times on all connections at once, each time with the next clock, by a
+loop in _calls.c; or as steps, where the shard offers these. {"verify": true} says what is wrong with the parameters: each push
+must have counted, once.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import struct
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -24,6 +26,8 @@ from psd.v1 import bulk_pb2, data_pb2
 ORDINARY_STEPS = 4
 """Push_pulls before: the first ones carry more than those that follow."""
 SAID_BYTES = 400
+STEP_HEAD = struct.Struct("<QQQQdII")
+DONE_BYTES = PREFIX.size + 16
 
 
 class Message(NamedTuple):
@@ -57,20 +61,26 @@ class Recorder:
 
 
 class Connection:
-    """One worker's connection, and its next push."""
+    """One worker's connection, and its next push.
 
-    def __init__(self, stream: Stream, messages: list[Message]) -> None:
-        self._fd = stream.socket.fileno()
+    Args:
+        messages: of a push. offer: of steps, in the reply to the last push; None: there was none.
+    """
+
+    def __init__(self, stream: Stream, messages: list[Message], clock: int, offer: bulk_pb2.StepOffer | None) -> None:
+        self._stream = stream
+        self._fd = stream.fileno()
         self._messages = messages
         self._frame = data_pb2.PushFrame.FromString(messages[1].head)
+        self._offer = offer
         self.rank = self._frame.push.caller.rank
-        self.clock = self._frame.push.clock + 1
+        self.clock = clock
 
     def made(self, pushes: int) -> tuple[bytes, Any]:
-        """The messages of so many pushes, and where each begins."""
+        """The messages of so many pushes, and where each begins; of none, if they are to be steps."""
         call, _, *others = self._messages
         parts, starts = [], [0]
-        for _ in range(pushes):
+        for _ in range(0 if self._offer is not None else pushes):
             self._frame.push.clock = self.clock
             self.clock += 1
             frame = self._messages[1]._replace(head=self._frame.SerializeToString())
@@ -79,14 +89,57 @@ class Connection:
             starts.append(starts[-1] + sum(map(len, parts[-len(self._messages) :])))
         return b"".join(parts), np.array(starts, np.int64)
 
-    def replay(self, library: ctypes.CDLL, made: tuple[bytes, Any]) -> None:
+    def replay(self, library: ctypes.CDLL, made: tuple[bytes, Any], pushes: int) -> None:
         """Send them, each after the answer to the one before."""
         messages, starts = made
+        until = self.clock + pushes
+        while self._offer is not None and self.clock < until:
+            self._make_steps(library, until - self.clock)
+            if self.clock < until:
+                self._push()
         said = ctypes.create_string_buffer(SAID_BYTES)
         count, where = ctypes.c_long(len(starts) - 1), ctypes.c_void_p(starts.ctypes.data)
         failed = library.replay_calls(self._fd, messages, where, count, said, ctypes.c_long(SAID_BYTES))
         if failed:
             raise OSError(failed, f"rank {self.rank}: {os.strerror(failed)} {said.raw.rstrip(bytes(1))!r}")
+
+    def _make_steps(self, library: ctypes.CDLL, pushes: int) -> None:
+        """Make so many steps, or fewer, if the shard does not take one."""
+        offer, push = self._offer, self._frame.push
+        assert offer is not None
+        versions = list(push.versions) or [0] * len(offer.blocks)
+        numbers = [value for group in push.scalars for value in group.values]
+        flags = 1 if push.versions else 0
+        head = STEP_HEAD.pack(offer.epoch, push.caller.session, self.clock, push.since, push.weight, flags, 0)
+        head += struct.pack(f"<{len(versions)}Q{len(numbers)}d", *versions, *numbers)
+        front = PREFIX.pack(Kind.STEP, offer.head_bytes, offer.gradient_bytes) + head.ljust(offer.head_bytes, b"\0")
+        payload = b"" if offer.in_memory else b"".join(message.payload for message in self._messages[1:])
+        message = ctypes.create_string_buffer(front + payload.ljust(offer.gradient_bytes, b"\0"))
+        answer = ctypes.create_string_buffer(DONE_BYTES + 8 * len(versions) + offer.parameter_bytes)
+        failed = ctypes.c_int()
+        sizes = ctypes.c_long(len(message) - 1), answer, ctypes.c_long(len(answer) - 1), ctypes.c_long(len(versions))
+        self.clock += library.make_steps(self._fd, message, *sizes, ctypes.c_long(pushes), ctypes.byref(failed))
+        if failed.value:
+            raise OSError(failed.value, f"rank {self.rank}: {os.strerror(failed.value)}")
+
+    def _push(self) -> None:
+        """Push the long way, until steps are offered again."""
+        call, _, *others = self._messages
+        self._frame.push.clock = self.clock
+        for kind, head, payload in (call, self._messages[1]._replace(head=self._frame.SerializeToString()), *others):
+            self._stream.send(kind, head, payload)
+        while True:
+            kind, head, payload_bytes = self._stream.receive()
+            self._stream.skip(payload_bytes)
+            if kind is Kind.REPLY:
+                break
+            assert kind in (Kind.ANSWER, Kind.ALIVE), kind
+        self.clock += 1
+        reply = bulk_pb2.BulkReply.FromString(head)
+        if reply.HasField("step"):
+            self._offer = reply.step
+        else:
+            self._push()
 
 
 def main() -> None:
@@ -111,10 +164,14 @@ def main() -> None:
         with Recorder() as recorder:
             list(pool.map(push, servers))
         connections = []
+        offers = {ps.rank: ps._worker._shards.lanes[0].stepping for ps in servers}
         for stream, messages in recorder.sent.items():
             last = max(index for index, message in enumerate(messages) if message.kind is Kind.CALL)
             assert bulk_pb2.BulkCall.FromString(messages[last].head).method == bulk_pb2.BULK_METHOD_PUSH_PULL
-            connections.append(Connection(stream, messages[last:]))
+            rank = data_pb2.PushFrame.FromString(messages[last + 1].head).push.caller.rank
+            offering = offers[rank]
+            offer = None if offering is None else offering.offer
+            connections.append(Connection(stream, messages[last:], servers[rank].clock, offer))
         connections.sort(key=lambda connection: connection.rank)
         assert [connection.rank for connection in connections] == list(range(workers))
 
@@ -124,7 +181,7 @@ def main() -> None:
                 return {"wrong": work.difference(found, [connection.clock for connection in connections])}
             made = [connection.made(request["pushes"]) for connection in connections]
             begun = time.monotonic()
-            list(pool.map(lambda connection, its: connection.replay(library, its), connections, made))
+            list(pool.map(lambda connection, its: connection.replay(library, its, request["pushes"]), connections, made))
             return {"seconds": time.monotonic() - begun}
 
         turns.answer(answered)

@@ -19,8 +19,12 @@ from psd_client.lanes.steps import SteppingLanes
 
 Start = Callable[..., Any]
 
-VALUES = {"w": np.zeros((5, 7), np.float32), "b": np.zeros(3, np.float64), "h": np.zeros(11, np.float32)}
-GROUPS = [{"params": [name]} for name in VALUES]
+VALUES = {
+    **{name: np.zeros(size, np.float32) for name, size in (("w", (5, 7)), ("h", 11), ("v", 2))},
+    "b": np.zeros(3, np.float64),
+}
+GROUPS = [{"params": ["w", "h"]}, {"params": ["b"]}, {"params": ["v"]}]
+BLOCKS = len(GROUPS)
 TRANSPORTS = ["shm", "tcp"]
 STEPS = 40
 
@@ -80,10 +84,10 @@ def make_armed(ps: ParameterServer, *others: ParameterServer) -> None:
 
 
 def some(rank: int, step: int) -> dict[str, Any]:
-    """A gradient of whole numbers; now and then of two tensors alone."""
+    """A gradient of whole numbers; now and then a tensor has none: part of a block, or all of it."""
     random = np.random.default_rng([rank, step])
     made = {name: random.integers(-8, 8, value.shape).astype(value.dtype) for name, value in VALUES.items()}
-    missing = random.integers(0, 20)
+    missing = random.integers(0, 12)
     return {name: value for number, (name, value) in enumerate(made.items()) if number != missing}
 
 
@@ -132,7 +136,7 @@ def test_sums_are_exact_whatever_becomes_of_steps(
                 expected[name] -= value
     for params, stats in results:
         assert {name: value.tolist() for name, value in params.items()} == {n: v.tolist() for n, v in expected.items()}
-        assert (stats["pushes"], stats["blocks_counted"], stats["blocks_duplicate"]) == (STEPS, STEPS * len(VALUES), 0)
+        assert (stats["pushes"], stats["blocks_counted"], stats["blocks_duplicate"]) == (STEPS, STEPS * BLOCKS, 0)
     assert True in watch.took
     assert False in watch.took or not revokes
 

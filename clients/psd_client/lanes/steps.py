@@ -17,7 +17,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from psd.contract import frames
 from psd.contract.layout import Block
 from psd.contract.wire import READ_AHEAD_BYTES, Disconnected
 from psd.v1 import bulk_pb2, data_pb2
@@ -249,7 +248,7 @@ class SteppingLanes:
             bits, sent_bytes = [], []
             for blocks in self._blocks:
                 masks = [present[block.segment_tensors] for block in blocks]
-                joined = b"".join([frames.present_bits(mask) for mask in masks])
+                joined = b"".join([np.packbits(mask, bitorder="little").tobytes() for mask in masks])
                 bits.append(joined + bytes(-len(joined) % 8))
                 sent_bytes.append(sum([block.pushed_nbytes for block, mask in zip(blocks, masks, strict=True) if mask.any()]))
             self._last_mask = _Mask(key, bits, sent_bytes)
