@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
@@ -105,17 +105,21 @@ def raw_load(connections: int, library: str) -> Starter:
     return start
 
 
-def load(transport: str, consistency: str, connections: int, library: str) -> Starter:
-    """A contender: one shard, and workers in C that send the messages of psd's workers again and again."""
+def load(name: str, transport: str, consistency: str, connections: int, library: str, flags: Sequence[str] = ()) -> Starter:
+    """A contender: one shard, and workers in C that send the messages of psd's workers again and again, or armed steps.
+
+    Args:
+        flags: further ones of the shard.
+    """
 
     def start(stack: ExitStack) -> Contender:
-        shard = Shard("--lease", "120", "--insecure")
+        shard = Shard("--lease", "120", "--insecure", *flags)
         start_all(stack, [shard])
         told = {"servers": shard.address, "transport": transport, "consistency": consistency, "connections": connections}
         peer = Peer("replayed_calls", {**told, "model": "1kb", "library": library})
         stack.callback(shard.kill)  # its workers do not leave
         all_ready(stack, [peer])
-        return Load(f"psd {transport} {consistency}", connections, 1, "1kb", [peer], [shard.pid])
+        return Load(name, connections, 1, "1kb", [peer], [shard.pid])
 
     return start
 

@@ -1,6 +1,7 @@
 """Measures small calls: push_pull, as NumPy programs call it, of 1 KB of gradients there and 1 KB of parameters back.
 
     python benchmarks/latency.py [--parts calls,load,busy] [--transports grpc,tcp,shm] [--consistency async,sync] [--json FILE]
+        [--never-armed]
     python benchmarks/latency.py --parts calls --cores one --workers 1,2,4 --shards 1 --calls 2500
 
 calls   how long a call takes, and how much processor time on either side, for each number of workers and of shards; with
@@ -16,10 +17,14 @@ calls   how long a call takes, and how much processor time on either side, for e
             tensorflow     variables on a tf.distribute.Server         that does, see step.py --help)
 
         of which all but raw tcp have one worker, and free cores.
-load    pushes a second of one shard with --connections workers. They are loops in C that send psd's recorded messages again,
-        each with its clock, so that the shard alone limits them; and the same number of ping-pongs. On all cores.
+load    pushes a second of one shard with --connections workers. They are loops in C that make armed steps, or send psd's
+        recorded messages again, each with its clock, so that the shard alone limits them; and the same number of ping-pongs.
+        On all cores.
 busy    calls of an async job, of 256 tensors, while its shard takes checkpoints, and while 50 workers join and leave, for
         --seconds at least; to calls of the same job in between.
+
+With --never-armed each psd on the bulk lane also runs with shards that take no steps in C: what these gain, in processor time
+and pushes a second, is the ratio.
 
 All of a part take turns in one run, so that a noisy machine hurts all alike. The ratios are the figures to compare; times are
 this machine's. CPU is a call's share of all that worker or servers used, heartbeats included. What each system has computed is
@@ -60,6 +65,12 @@ LIMITS = {("two", "tcp"): 2.0, ("two", "shm"): 1.5, ("one", "tcp"): 2.5, ("one",
 """Largest ratio to raw tcp, with one worker and one shard."""
 LIMIT_SHARDS = 1.6
 LIMITS_BUSY = {"p50_s": 1.3, "p99_s": 3.0}
+NEVER_ARMED = " never armed"
+"""Behind the name of a contender whose shards take no steps in C."""
+LIMITS_ARMED = {"server_cpu_s_per_call": 1 / 6, "worker_cpu_s_per_call": 1 / 3}
+"""Largest ratios to such a contender, with one worker and one shard;"""
+LIMITS_LOAD = {"async": 1 / 5, "sync": 1 / 3}
+"""and of its pushes a second to the others', with 8 connections."""
 
 
 def arguments() -> Namespace:
@@ -73,6 +84,7 @@ def arguments() -> Namespace:
     parser.add_argument("--calls", type=int, default=2500, help="timed ones of each system (default: %(default)s)")
     parser.add_argument("--connections", type=int, default=8, help="that push at once, for load (default: %(default)s)")
     parser.add_argument("--pushes", type=int, default=4000, help="of each of them, in all turns (default: %(default)s)")
+    parser.add_argument("--never-armed", action="store_true", help="also run psd with shards that take no steps in C")
     args = parser.parse_args()
     check(parser, args)
     return args
@@ -106,6 +118,13 @@ def add_references(match: Match, args: Namespace) -> None:
         match.add("tensorflow", contenders.tensorflow(tensorflow, 1, MODEL))
 
 
+def ways(args: Namespace, transport: str, consistency: str) -> list[tuple[str, list[str]]]:
+    """Names and shards' flags of the contenders of psd by this transport."""
+    name = f"psd {transport} {consistency}"
+    never = [(name + NEVER_ARMED, ["--never-armed"])] if args.never_armed and transport != "grpc" else []
+    return [(name, []), *never]
+
+
 def measure_calls(match: Match, args: Namespace, cores: str, transports: Sequence[str], library: str) -> list[dict[str, Any]]:
     """Measure the part `calls` on these cores."""
     several = [number for number in args.shards if number > 1]
@@ -113,10 +132,10 @@ def measure_calls(match: Match, args: Namespace, cores: str, transports: Sequenc
     for transport, consistency, workers, (model, shards) in itertools.product(
         transports, args.consistency, args.workers, sizes
     ):
-        name = f"psd {transport} {consistency}"
-        starter = contenders.psd(transport, workers, shards, model, consistency=consistency, call="named")
-        label = f"{name}, {model}, W = {workers}, S = {shards}"
-        match.add(label, small_calls.on_cores(cores, small_calls.named(name, starter)))
+        for name, flags in ways(args, transport, consistency):
+            starter = contenders.psd(transport, workers, shards, model, consistency=consistency, call="named", flags=flags)
+            label = f"{name}, {model}, W = {workers}, S = {shards}"
+            match.add(label, small_calls.on_cores(cores, small_calls.named(name, starter)))
     for workers in args.workers:
         match.add("raw tcp", small_calls.on_cores(cores, small_calls.raw_tcp(workers, library)))
     if cores == "free" and 1 in args.workers:
@@ -142,8 +161,8 @@ def measure_calls(match: Match, args: Namespace, cores: str, transports: Sequenc
 def measure_load(match: Match, args: Namespace, transports: Sequence[str], library: str) -> list[dict[str, Any]]:
     """Measure the part `load`."""
     for transport, consistency in itertools.product(transports, args.consistency):
-        name = f"psd {transport} {consistency}"
-        match.add(name, small_calls.load(transport, consistency, args.connections, library))
+        for name, flags in ways(args, transport, consistency):
+            match.add(name, small_calls.load(name, transport, consistency, args.connections, library, flags))
     match.add("raw tcp", small_calls.raw_load(args.connections, library))
     return [
         {
@@ -214,6 +233,23 @@ def print_busy(results: list[dict[str, Any]]) -> None:
     print(f"\npush_pull of 1 KB in 256 tensors\n\n{report.table(heads, rows, words=2)}")
 
 
+def criteria_of_steps(calls: list[dict[str, Any]], loads: list[dict[str, Any]]) -> list[Criterion]:
+    """The project's criteria on what is gained by steps, in C, over the same without."""
+    found = []
+    ones = {(r["cores"], r["system"]): r for r in calls if (r["workers"], r["shards"], r["kb"]) == (1, 1, 1)}
+    for (cores, name), r in ones.items():
+        if (other := ones.get((cores, name + NEVER_ARMED))) is not None:
+            for what, limit in LIMITS_ARMED.items():
+                side = "shard's CPU" if what.startswith("server") else "worker's CPU"
+                found.append(Criterion(4, f"{name}: {side} / never armed, cores: {cores}", ratio(r[what], other[what]), limit))
+    pushes = {r["system"]: r["pushes_per_s"] for r in loads}
+    for name, own in pushes.items():
+        if name + NEVER_ARMED in pushes:
+            limit = LIMITS_LOAD[name.split()[2]]
+            found.append(Criterion(4, f"{name}: pushes/s, never armed / armed", ratio(pushes[name + NEVER_ARMED], own), limit))
+    return found
+
+
 def criteria(calls: list[dict[str, Any]], busy: list[dict[str, Any]]) -> list[Criterion]:
     """The project's criteria on small calls, of what was measured."""
     of = {(r["cores"], r["system"], r["workers"], r["shards"], r["kb"]): r["p50_s"] for r in calls}
@@ -227,7 +263,7 @@ def criteria(calls: list[dict[str, Any]], busy: list[dict[str, Any]]) -> list[Cr
         pairs = [
             (ratio(own, of.get((cores, name, 1, 1, kb))) or 0, name)
             for (on, name, workers, shards, kb), own in of.items()
-            if (on, workers, shards) == (cores, 1, SHARDS_MAX)
+            if (on, workers, shards) == (cores, 1, SHARDS_MAX) and not name.endswith(NEVER_ARMED)
         ]
         if pairs:
             worst, name = max(pairs)
@@ -285,7 +321,8 @@ def main() -> int:
         print(f"\nToo few calls to judge by: {args.calls}, should be at least {CALLS_MIN}")
     figures = {"machine": about, "results": calls, "load": loads, "busy": busy}
     is_failed = any(name.startswith("psd") for name in failed)
-    return report.conclude(args.json, figures, criteria(calls, busy), left_out, is_failed=is_failed)
+    found = criteria(calls, busy) + criteria_of_steps(calls, loads)
+    return report.conclude(args.json, figures, found, left_out, is_failed=is_failed)
 
 
 if __name__ == "__main__":

@@ -39,11 +39,12 @@ class Message(NamedTuple):
 
 
 class Recorder:
-    """Keeps what is sent on the process's streams while in a `with`."""
+    """Keeps what is sent on the process's streams, and the head of the last REPLY, while in a `with`."""
 
     def __init__(self) -> None:
         self.sent: dict[Stream, list[Message]] = {}
-        self._send = Stream.send
+        self.replies: dict[Stream, bytes] = {}
+        self._send, self._receive = Stream.send, Stream.receive
 
     def __enter__(self) -> Recorder:
         sent, send = self.sent, self._send
@@ -53,26 +54,32 @@ class Recorder:
             sent.setdefault(stream, []).append(Message(kind, head, whole))
             send(stream, kind, head, *payload, more=more)
 
-        Stream.send = recorded  # type: ignore[method-assign]
+        def received(stream: Stream) -> tuple[Kind, bytes, int]:
+            kind, head, payload_bytes = self._receive(stream)
+            if kind is Kind.REPLY:
+                self.replies[stream] = head
+            return kind, head, payload_bytes
+
+        Stream.send, Stream.receive = recorded, received  # type: ignore[method-assign]
         return self
 
     def __exit__(self, *_: object) -> None:
-        Stream.send = self._send  # type: ignore[method-assign]
+        Stream.send, Stream.receive = self._send, self._receive  # type: ignore[method-assign]
 
 
 class Connection:
     """One worker's connection, and its next push.
 
     Args:
-        messages: of a push. offer: of steps, in the reply to the last push; None: there was none.
+        messages: of its last push that was no step. reply: the answer to that. clock: of the next push.
     """
 
-    def __init__(self, stream: Stream, messages: list[Message], clock: int, offer: bulk_pb2.StepOffer | None) -> None:
+    def __init__(self, stream: Stream, messages: list[Message], reply: bytes, clock: int) -> None:
         self._stream = stream
         self._fd = stream.fileno()
         self._messages = messages
         self._frame = data_pb2.PushFrame.FromString(messages[1].head)
-        self._offer = offer
+        self._offer = _offer_in(reply)
         self.rank = self._frame.push.caller.rank
         self.clock = clock
 
@@ -135,11 +142,16 @@ class Connection:
                 break
             assert kind in (Kind.ANSWER, Kind.ALIVE), kind
         self.clock += 1
-        reply = bulk_pb2.BulkReply.FromString(head)
-        if reply.HasField("step"):
-            self._offer = reply.step
+        if (offer := _offer_in(head)) is not None:
+            self._offer = offer
         else:
             self._push()
+
+
+def _offer_in(reply: bytes) -> bulk_pb2.StepOffer | None:
+    """The offer of steps in a reply; None if there is none."""
+    read = bulk_pb2.BulkReply.FromString(reply)
+    return read.step if read.HasField("step") else None
 
 
 def main() -> None:
@@ -164,14 +176,11 @@ def main() -> None:
         with Recorder() as recorder:
             list(pool.map(push, servers))
         connections = []
-        offers = {ps.rank: ps._worker._shards.lanes[0].stepping for ps in servers}
         for stream, messages in recorder.sent.items():
             last = max(index for index, message in enumerate(messages) if message.kind is Kind.CALL)
             assert bulk_pb2.BulkCall.FromString(messages[last].head).method == bulk_pb2.BULK_METHOD_PUSH_PULL
             rank = data_pb2.PushFrame.FromString(messages[last + 1].head).push.caller.rank
-            offering = offers[rank]
-            offer = None if offering is None else offering.offer
-            connections.append(Connection(stream, messages[last:], servers[rank].clock, offer))
+            connections.append(Connection(stream, messages[last:], recorder.replies[stream], servers[rank].clock))
         connections.sort(key=lambda connection: connection.rank)
         assert [connection.rank for connection in connections] == list(range(workers))
 
