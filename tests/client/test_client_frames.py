@@ -19,6 +19,7 @@ import psd
 import psd_client
 import psd_core
 from psd.rim.bulk_connection import ServedConnection
+from psd.rim.steps import OfferedSteps as ShardSteps
 from psd_client import SGD, Table, connect
 from psd_client.lanes import grpc_channel
 from psd_client.lanes.daemon_threads import Crew, Task
@@ -27,14 +28,17 @@ FRAMES_MAX = 7
 """In one thread."""
 
 CALLS_MAX = {
-    (0, "shm"): (135, 145),
-    (0, "tcp"): (145, 145),
-    (1, "shm"): (240, 217),
-    (1, "tcp"): (240, 215),
-    (26, "shm"): (640, 700),
+    (0, "shm"): (137, 161),
+    (0, "tcp"): (147, 159),
+    (1, "shm"): (240, 231),
+    (1, "tcp"): (240, 230),
+    (26, "shm"): (640, 710),
 }
-"""Calls of Python functions in one small step, by number of tables and transport: on the worker, and on its shard. They are
-most of its time."""
+"""Calls of Python functions in one small step that is not armed, by number of tables and transport: on the worker, and on its
+shard. They are most of its time."""
+
+CALLS_MAX_ARMED = 42
+"""On the worker, in an armed step; on its shard there are none."""
 
 FILES_MAX = 60
 """Files with a function that a small push_pull calls, on the worker and on its shard, in a job that also has a table."""
@@ -115,7 +119,7 @@ def depth(monkeypatch: pytest.MonkeyPatch) -> Depth:
 def test_push_pull_has_few_frames_to_the_socket(cluster: Callable[..., Any], depth: Depth, transport: str, shards: int) -> None:
     """Seven at most in each thread; an error's traceback can be read, and little is done per call."""
     values = {f"w{shard}": np.zeros(16, np.float32) for shard in range(shards)}
-    with connect(cluster(shards).servers, 0, 1, transport=transport) as ps:
+    with connect(cluster(shards, never_armed=True).servers, 0, 1, transport=transport) as ps:
         ps.declare(values, SGD(lr=1.0), groups=[{"params": [name]} for name in values])  # a block for each shard
         ps.push_pull(values)  # shares memory, if any
         depth.threads.clear()
@@ -154,7 +158,7 @@ def test_a_small_step_makes_few_calls(
 
     values = {} if tables else {"w": np.zeros(256, np.float32)}
     ids, grads = np.arange(100), np.ones((100, 4), np.float32)
-    with connect(cluster(1).servers, 0, 1, transport=transport) as ps:
+    with connect(cluster(1, never_armed=True).servers, 0, 1, transport=transport) as ps:
         ps.declare(values, SGD(lr=1.0), tables=[Table(f"t{number}", 4, SGD(lr=1.0)) for number in range(tables)])
 
         def step() -> None:
@@ -173,6 +177,31 @@ def test_a_small_step_makes_few_calls(
     worker_max, shard_max = CALLS_MAX[tables, transport]
     assert on_worker.count <= worker_max
     assert on_shard.count // 2 <= shard_max
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_an_armed_step_makes_fewer_calls(cluster: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, transport: str) -> None:
+    """And none on the shard, whose thread stays in C."""
+    on_worker, taking, take = Calls(), [], ShardSteps.take
+
+    def taken(steps: ShardSteps) -> None:
+        taking.append("in C")
+        take(steps)
+        taking.append("back")
+
+    monkeypatch.setattr(ShardSteps, "take", taken)
+    values = {"w": np.zeros(256, np.float32)}
+    with connect(cluster(1).servers, 0, 1, transport=transport) as ps:
+        ps.declare(values, SGD(lr=1.0))
+        for _ in range(4):
+            ps.push_pull(values)
+        before = list(taking)
+        with on_worker:
+            ps.push_pull(values)
+
+        assert on_worker.count <= CALLS_MAX_ARMED
+        assert taking == before
+        assert taking[-1] == "in C"
 
 
 class Files:

@@ -37,14 +37,14 @@ class SteppingClient(BulkClient):
     def offered(self, gradients: FlatBuffers, parameters: FlatBuffers) -> bulk_pb2.StepOffer | None:
         """The offer in the shard's last reply, if it holds for these buffers."""
         offer = self.offer
-        if offer is None or not self._stream.is_single:
+        if offer is None or not self._stream.is_single or self._stream.has_read_ahead:
             return None
         return offer if not offer.in_memory or (self._has(gradients) and self._has(parameters)) else None
 
     def hold(self, offer: bulk_pb2.StepOffer) -> bool:
         """Begin a step. False: it cannot be made on this connection now."""
         with self._lock:
-            if not self.is_open or self.offer is not offer or self._stream.has_read_ahead:
+            if not self.is_open or self.offer is not offer:
                 return False
             self._is_busy = True
         self._wanted, self._uses_memory = None, True

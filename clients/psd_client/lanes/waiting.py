@@ -21,24 +21,23 @@ logger = logging.getLogger("psd_client")
 
 
 class ShardHealth:
-    """The times at which shards stopped answering. All threads of a client use it."""
+    """The times at which shards stopped answering. All threads of a client use it.
+
+    Attributes:
+        failing_since: by shard, if it could not be reached, since when; only to be looked at.
+    """
 
     def __init__(self, addresses: Sequence[str], clock: Callable[[], float] = time.monotonic) -> None:
         self._addresses = addresses
         self._clock = clock
-        self._failing_since: dict[int, float] = {}
+        self.failing_since: dict[int, float] = {}
         self._asked_since: dict[int, float] = {}
         self._lock = threading.Lock()
-
-    @property
-    def are_failing(self) -> bool:
-        """True if a shard could not be reached."""
-        return bool(self._failing_since)
 
     def answered(self, shard: int) -> None:
         """Note that the shard has answered."""
         with self._lock:
-            self._failing_since.pop(shard, None)
+            self.failing_since.pop(shard, None)
 
     def begin_asking(self, shard: int) -> None:
         """Note that the shard has a call of the worker's operation until `end_asking`."""
@@ -50,12 +49,12 @@ class ShardHealth:
         with self._lock:
             self._asked_since.pop(shard, None)
             if has_answered:
-                self._failing_since.pop(shard, None)
+                self.failing_since.pop(shard, None)
 
     def failed(self, shard: int, since: float | None = None) -> None:
         """Note that the shard could not be reached, from the time `since` on; None: from now on."""
         with self._lock:
-            self._failing_since.setdefault(shard, self._clock() if since is None else since)
+            self.failing_since.setdefault(shard, self._clock() if since is None else since)
 
     def silent(self, *, is_joining: bool = False) -> list[str]:
         """A clause for each shard that does not answer, such as "shard 1 at 10.0.0.7:7000 has not answered for 7 s".
@@ -64,7 +63,7 @@ class ShardHealth:
         so each shard that has a call is silent.
         """
         with self._lock:
-            return self._clauses({**(self._asked_since if is_joining else {}), **self._failing_since}, "has not answered for")
+            return self._clauses({**(self._asked_since if is_joining else {}), **self.failing_since}, "has not answered for")
 
     def asked_s(self, shard: int) -> float:
         """Seconds for which the shard has had a call; 0: it has none."""

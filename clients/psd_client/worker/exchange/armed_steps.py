@@ -109,8 +109,8 @@ class ArmedSteps:
             session.clock = clock + 1
             self._totals["pushes"] += 1
             self._totals["blocks_counted"] += self._block_count
-            self.offered.end()
-            if self._health.are_failing:
+            self.offered.are_under_way = False
+            if self._health.failing_since:
                 for shard in self._shards:
                     self._health.answered(shard)
         if took is not False:
