@@ -17,8 +17,7 @@ import os
 BLOCKS_MAX = PSD_STEP_BLOCKS_MAX
 SERVED_CLOSED, SERVED_OTHER, SERVED_WRONG = PSD_SERVED_CLOSED, PSD_SERVED_OTHER, PSD_SERVED_WRONG
 SERVED_AGAIN, SERVED_TICKETS, SERVED_ERROR = PSD_SERVED_AGAIN, PSD_SERVED_TICKETS, PSD_SERVED_ERROR
-STEP, DONE, AGAIN = PSD_STEP, PSD_DONE, PSD_AGAIN
-AGAIN_REVOKED, AGAIN_CASE, AGAIN_LONG_WAIT = PSD_AGAIN_REVOKED, PSD_AGAIN_CASE, PSD_AGAIN_LONG_WAIT
+AGAIN_REVOKED = PSD_AGAIN_REVOKED
 
 cdef extern from *:
     """
@@ -63,10 +62,6 @@ cdef class Ranks:
         """The place of one rank."""
         self.at(rank)
         return RankPlace(self, rank)
-
-    def is_armed(self, Py_ssize_t rank):
-        """True if the steps of a rank are taken."""
-        return psd_see(&self.at(rank).epoch) % 2 == 0
 
     def revoke(self):
         """Take no more steps until ranks are armed anew; none is under way when this returns. Not under a lock below the shard's."""
@@ -349,11 +344,6 @@ cdef class StepConnection:
     def error(self):
         """errno of the socket, after SERVED_ERROR."""
         return self.connection.error
-
-    @property
-    def is_waiting(self):
-        """True while a step is to be gone on with."""
-        return self.connection.is_waiting != 0
 
     def serve(self, const unsigned char[::1] ahead):
         """Take steps until something else happens. ahead: bytes that were received already.

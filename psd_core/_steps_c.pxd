@@ -7,12 +7,7 @@ from psd_core._block_c cimport psd_block, psd_dtype, psd_ranks
 
 cdef extern from "step_frames.h" nogil:
     enum:
-        PSD_STEP
-        PSD_DONE
-        PSD_AGAIN
         PSD_AGAIN_REVOKED
-        PSD_AGAIN_CASE
-        PSD_AGAIN_LONG_WAIT
 
 
 cdef extern from "steps.h" nogil:

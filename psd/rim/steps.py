@@ -107,7 +107,8 @@ class OfferedSteps:
                     self._patience = 0
                 if status != steps.SERVED_TICKETS:
                     break
-            self._stream.give_back(left)
+            if status in (steps.SERVED_AGAIN, steps.SERVED_OTHER):
+                self._stream.give_back(left)
         self._loop = self._armed = None
         if status == steps.SERVED_AGAIN and loop.reason != steps.AGAIN_REVOKED:
             self._patience = self._waits = min(PATIENCE_MAX, 2 * self._patience + 1)

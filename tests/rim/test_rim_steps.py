@@ -354,9 +354,8 @@ def test_a_token_that_is_not_good_any_more_ends_the_steps(start: Callable[..., S
     start.server._bulk.check_tokens()  # type: ignore[attr-defined]
 
     assert worker.step((1, 1), 1) == Again(REVOKED)
-    worker.begin_call((1, 1), 1)
     with pytest.raises(Disconnected):
-        worker.end_call()
+        worker.push_pull((1, 1), 1)
 
 
 # -- several workers ----------------------------------------------------------------------------------------------------------

@@ -1,0 +1,151 @@
+"""A shard killed at any instant while steps come leaves whole pages, and its windows say exactly which pushes they have."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import grpc
+import pytest
+from free_ports import free_port
+from raw_steps import Done, StepWorker
+
+from psd.contract.errors import PsdError
+from psd.contract.wire import Disconnected
+from psd_core.arena import Arena
+
+pytestmark = [pytest.mark.process, pytest.mark.slow]
+
+WORLD = 2
+KILLS = 2
+POINTS = ["arena.member", "arena.publish.before_header", "arena.publish.before_flip", "arena.publish.after_flip"]
+
+
+class Killed:
+    """A shard of a process of its own.
+
+    Args:
+        crash_point: at which it kills itself; empty: at none.
+    """
+
+    def __init__(self, directory: Path, crash_point: str = "") -> None:
+        address = f"127.0.0.1:{free_port()}"
+        command = [sys.executable, "-m", "psd.cli.server", "--shard", "0/1", "--listen", address]
+        self.process = subprocess.Popen(
+            [*command, "--state-dir", str(directory), "--log-level", "error"],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"PSD_CRASH_POINT": crash_point},
+        )
+        assert self.process.stdout is not None
+        assert "ready at" in self.process.stdout.readline()
+        self.address = address
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait(60)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+class Pusher:
+    """A worker that pushes as fast as it can until its shard has gone.
+
+    Attributes:
+        acknowledged: pushes that were answered. steps: of these, as steps.
+    """
+
+    def __init__(self, address: str, rank: int, mode: str, lane: str) -> None:
+        self._channel = grpc.insecure_channel(address)
+        self.worker = StepWorker(self._channel, rank, WORLD, mode=mode, lane=lane)
+        self.acknowledged = self.steps = 0
+
+    def push(self, is_fast: threading.Event) -> None:
+        try:
+            while True:
+                before = self.worker.offer
+                assert isinstance(self.worker.train((1, 2), self.acknowledged), Done)
+                self.steps += before is not None and before is self.worker.offer
+                self.acknowledged += 1
+                if self.steps > 20:
+                    is_fast.set()
+        except (Disconnected, OSError, PsdError):
+            return
+        finally:
+            is_fast.set()
+
+    def close(self) -> None:
+        self.worker.close()
+        self._channel.close()
+
+
+def die(directory: Path, mode: str, lane: str, crash_point: str, after_s: float) -> list[Pusher]:
+    """Push until a shard dies, by itself or after some time; the workers."""
+    shard = Killed(directory, crash_point)
+    pushers = [Pusher(shard.address, rank, mode, lane) for rank in range(WORLD)]
+    try:
+        with ThreadPoolExecutor(WORLD) as pool:
+            fast = [threading.Event() for _ in pushers]
+            pushing = [pool.submit(pusher.push, event) for pusher, event in zip(pushers, fast, strict=True)]
+            if crash_point:
+                assert shard.process.wait(100) == -signal.SIGKILL
+            else:
+                for event in fast:
+                    assert event.wait(100)
+                threading.Event().wait(after_s)
+                shard.process.kill()
+            for each in pushing:
+                each.result()
+        assert all(pusher.steps for pusher in pushers)
+    finally:
+        shard.end()
+        for pusher in pushers:
+            pusher.close()
+    return pushers
+
+
+def check(directory: Path, mode: str, pushers: list[Pusher]) -> None:
+    """Compare what is left with what the workers know."""
+    arena = Arena.open(directory)
+    assert arena is not None
+    try:
+        members = [arena.member(rank) for rank in range(WORLD)]
+        for block in range(2):
+            page = arena.current(block)
+            assert page is not None
+            counted = [int(clock) for clock in page.clocks]
+            for pusher, clock, member in zip(pushers, counted, members, strict=True):
+                assert pusher.acknowledged <= clock <= pusher.acknowledged + 1, "nothing that was acknowledged is lost"
+                assert member[0] == pusher.worker.session
+                assert pusher.acknowledged <= member[1] <= pusher.acknowledged + 1
+            assert [int(each) for each in page.sessions] == [pusher.worker.session for pusher in pushers]
+            updates = sum(counted) if mode == "async" else counted[0]
+            assert page.version == updates
+            assert page.parameter.tolist() == [-float(updates) * (block + 1)] * 3, "and each counts once"
+            assert mode == "async" or counted[0] == counted[1]
+    finally:
+        arena.close(remove=False)
+
+
+@pytest.mark.parametrize("lane", ["tcp", "memory"])
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_a_shard_killed_at_random_has_each_push_once(tmp_path: Path, mode: str, lane: str) -> None:
+    for life in range(KILLS):
+        directory = tmp_path / str(life)
+        pushers = die(directory, mode, lane, "", random.uniform(0, 0.2))
+
+        check(directory, mode, pushers)
+
+
+@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_a_shard_killed_between_two_stores_has_each_push_once(tmp_path: Path, mode: str, point: str) -> None:
+    pushers = die(tmp_path / "state", mode, "tcp", f"{point}:300", 0)
+
+    check(tmp_path / "state", mode, pushers)
