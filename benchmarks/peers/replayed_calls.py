@@ -124,7 +124,7 @@ class Connection:
         message = ctypes.create_string_buffer(front + payload.ljust(offer.gradient_bytes, b"\0"))
         answer = ctypes.create_string_buffer(DONE_BYTES + 8 * len(versions) + offer.parameter_bytes)
         failed = ctypes.c_int()
-        sizes = ctypes.c_long(len(message) - 1), answer, ctypes.c_long(len(answer) - 1), ctypes.c_long(len(versions))
+        sizes = ctypes.c_long(len(message) - 1), answer, ctypes.c_long(len(answer)), ctypes.c_long(len(versions))
         self.clock += library.make_steps(self._fd, message, *sizes, ctypes.c_long(pushes), ctypes.byref(failed))
         if failed.value:
             raise OSError(failed.value, f"rank {self.rank}: {os.strerror(failed.value)}")
