@@ -215,7 +215,7 @@ def test_push_pull_with_rows(connected: Connected, sizes: tuple[int, ...], has_f
     assert [(r.table, r.ids.tolist(), r.values.tolist()) for r in got[2]] == [
         (r.table, r.ids.tolist(), r.values.tolist()) for r in rows
     ]
-    assert parameters.versions == [5, 6]
+    assert list(parameters.versions) == [5, 6]
 
 
 def test_push_of_rows_in_several_frames(connected: Connected) -> None:

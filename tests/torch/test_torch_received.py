@@ -60,7 +60,7 @@ def test_copy_as_received_when_a_block_is_there_then_its_elements_are_in_the_mod
     parameters.copy_as_received(asked(blocks()), is_all=True)
 
     assert_whole(model)
-    assert parameters.versions == buffers.versions
+    assert parameters.versions == list(buffers.versions)
 
 
 def test_copy_as_received_when_a_block_is_received_anew_then_the_model_has_the_new_one(received: Any) -> None:
@@ -85,7 +85,7 @@ def test_copy_as_received_when_not_all_are_waited_for_then_each_is_at_most_one_s
     waits: list[bool] = []
 
     def step(version: int, here: list[int], coming: list[int]) -> None:
-        buffers.versions[:] = [version] * count
+        buffers.versions[:] = array("Q", [version] * count)
         blocks = iter(here)
         later = iter(coming)
 
