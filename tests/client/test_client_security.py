@@ -377,7 +377,7 @@ def test_train_when_the_certificate_is_wrong_for_a_while_then_goes_on_with_the_r
         lane._channel._channel = None
 
         step = Thread(lambda: train(ps, 1))
-        until(lambda: bool(ps._worker._shards._health.silent()))
+        until(lambda: bool(ps._worker._shards.health.silent()))
         place.certificate("shard", HOST)
 
         assert set(step.result().tolist()) == {-2.0}
