@@ -67,10 +67,9 @@ class OfferedSteps:
             parameters = [[memory.parameter(index, place).data.cast("B") for index in blocks] for place in places]
         self._rank, self._armed = header.caller.rank, armed
         made = armed.steps
-        loop = steps.StepConnection(made, self._rank, self._stream.fileno(), gradients, parameters)
-        if self._is_cancelled:
-            loop.cancel()
-        self._loop = loop
+        self._loop = steps.StepConnection(made, self._rank, self._stream.fileno(), gradients, parameters)
+        if self._is_cancelled:  # since before this was seen
+            self._loop.cancel()
         return bulk_pb2.StepOffer(
             epoch=armed.epoch,
             blocks=blocks,

@@ -270,21 +270,36 @@ int psd_step_reached(const psd_step *t)
     return 1;
 }
 
+static void note_push(psd_step *t)
+{
+    psd_rank *r = rank_of(t);
+    psd_step_counts *c = &r->counts;
+    psd_add_count(t->counted ? &c->accepted : &c->duplicate, 1);
+    psd_add_count(&c->pulls, 1);
+    psd_add_count(&c->received, t->received);
+    if (t->counted)
+        r->samples += t->head->weight;
+}
+
 static void note(psd_step *t, double began)
 {
     psd_rank *r = rank_of(t);
     psd_step_counts *c = &r->counts;
     const double now = psd_now();
-    psd_add_count(t->counted ? &c->accepted : &c->duplicate, 1);
-    psd_add_count(&c->pulls, 1);
-    psd_add_count(&c->received, t->received);
+    note_push(t);
     for (size_t i = 0; i < t->steps->blocks; i++)
         psd_add_count(&c->sent, t->steps->place[i].parameter_bytes);
     psd_add_count(&c->took[psd_seconds_bucket(now - began)], 1);
     c->took_s += now - began;
-    if (t->counted)
-        r->samples += t->head->weight;
     r->last_seen = now;
+}
+
+void psd_step_abandon(psd_step *t)
+{
+    if (enter(t)) {
+        note_push(t);
+        leave(t);
+    }
 }
 
 int psd_step_pin(psd_step *t, double began)
