@@ -51,6 +51,7 @@ typedef struct { /* one step under way */
     const uint8_t *present;
     uint32_t counted, duplicate;
     uint64_t counted_blocks, received;
+    int has_ended;
     int closes; /* it has closed a round, or opened a gate */
     int hands_back; /* somebody waits for that by a ticket */
     int64_t page[PSD_STEP_BLOCKS_MAX];

@@ -552,6 +552,43 @@ def test_sums_are_exact_while_steps_are_revoked_again_and_again(start: Callable[
     assert status.counters.pushes_duplicate == 0
 
 
+@pytest.mark.parametrize("waits_s", [0.0, 0.2])
+def test_a_step_whose_worker_hangs_up_counts_as_a_push(
+    cluster: Callable[..., Any], dial: Callable[..., grpc.Channel], waits_s: float
+) -> None:
+    """Whether the worker was told to make it again, or not: its next connection makes another push."""
+    seen = []
+    for never_armed in (False, True):
+        server = cluster(1, never_armed=never_armed).shards[0]
+        first, second = (StepWorker(dial(server.address), rank, 2) for rank in range(2))
+        for worker in (first, second):
+            worker.begin_call((0, 0), 0)
+        for worker in (first, second):
+            worker.end_call()
+        if never_armed:
+            first.begin_call((1, 1), 1)
+        else:
+            first.begin_step((1, 1), 1)
+        while server.shard.status().workers[0].clock < 2:
+            time.sleep(0.001)
+        time.sleep(waits_s)
+
+        first.stream.close()
+        first.stream, first.offer = first.connect(), None
+        first.begin_call((1, 1), 1)
+        found = second.train((3, 3), 1)
+        assert first.end_call().parameters == found.parameters
+        counters = server.shard.status().counters
+        lane = counters.lanes["tcp"]
+        seen.append((counters.pushes_accepted, counters.pushes_duplicate, lane.received_bytes))
+        seen[-1] += tuple(worker.samples for worker in server.shard.status().workers)
+        first.close()
+        second.close()
+
+    assert seen[0] == seen[1]
+    assert seen[0][:2] == (4, 1)
+
+
 @pytest.mark.parametrize("mode", ["async", "sync"])
 def test_counts_are_those_of_the_long_way(cluster: Callable[..., Any], dial: Callable[..., grpc.Channel], mode: str) -> None:
     """Status and metrics cannot tell steps from pushes."""
