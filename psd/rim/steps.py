@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import struct
+from weakref import ref
 
 from psd.contract.errors import InvalidRequest
 from psd.contract.wire import Disconnected, Kind, Stream
@@ -39,7 +40,7 @@ class OfferedSteps:
         self._lane = lane
         self._rank = -1
         self._armed: Armed | None = None
-        self._job: Job | None = None  # of which the worker was armed last
+        self._job: ref[Job] | None = None  # of which the worker was armed last
         self._loop: steps.StepConnection | None = None
         self._is_cancelled = False
         self._patience = self._waits = 0
@@ -67,7 +68,7 @@ class OfferedSteps:
             gradients = [memory.gradient(index) for index in blocks]
             places = range(memory.place_count)
             parameters = [[memory.parameter(index, place).data.cast("B") for index in blocks] for place in places]
-        self._rank, self._armed, self._job = header.caller.rank, armed, armed.job
+        self._rank, self._armed, self._job = header.caller.rank, armed, ref(armed.job)
         made = armed.steps
         self._loop = steps.StepConnection(made, self._rank, self._stream.fileno(), gradients, parameters)
         if self._is_cancelled:  # since before this was seen
@@ -90,8 +91,8 @@ class OfferedSteps:
 
     def end(self) -> None:
         """Note that the connection has ended."""
-        if self._job is not None:
-            self._shard.steps.end(self._job, self._rank)
+        if self._job is not None and (job := self._job()) is not None:
+            self._shard.steps.end(job, self._rank)
         self._loop = self._armed = None
 
     def take(self) -> None:
