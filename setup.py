@@ -63,12 +63,11 @@ LIBRARY = {
 }
 
 kernels = Extension("psd_core._kernels", sources=["psd_core/_kernels.pyx"], **WITH_SHARED)
-BLOCK_PXD = [f"psd_core/{name}.pxd" for name in ("_block_c", "_block", "_steps_c")]
-BLOCK_HOW = {**WITH_SHARED, "depends": [*HEADERS, *BLOCK_PXD]}
+BLOCK_DEPENDS = [*HEADERS, *(f"psd_core/{name}.pxd" for name in ("_block_c", "_block", "_steps_c"))]
 BLOCKS = [f"psd_core/csrc/{name}.c" for name in ("block", "block_pages", "ranks")]
+block = Extension("psd_core._block", sources=["psd_core/_block.pyx", *BLOCKS], **{**WITH_SHARED, "depends": BLOCK_DEPENDS})
 STEPS = [f"psd_core/csrc/{name}.c" for name in ("steps", "step_loop", "ranks")]
-block = Extension("psd_core._block", sources=["psd_core/_block.pyx", *BLOCKS], **BLOCK_HOW)
-steps = Extension("psd_core._steps", sources=["psd_core/_steps.pyx", *STEPS], **BLOCK_HOW)
+steps = Extension("psd_core._steps", sources=["psd_core/_steps.pyx", *STEPS], **{**WITH_RULES, "depends": BLOCK_DEPENDS})
 worker_steps = Extension(
     "psd_core._worker_steps", sources=["psd_core/_worker_steps.pyx", "psd_core/csrc/worker_steps.c"], **WITH_SHARED
 )

@@ -32,6 +32,9 @@ cdef extern from "ranks.h" nogil:
         double last_seen, samples, awaited_s
         uint64_t *record
         uint64_t half_session, half_clock, half_blocks
+        int half_has_ended
+        uint64_t half_received
+        double half_weight
         psd_step_counts counts
         double told_s
     ctypedef struct psd_ranks:

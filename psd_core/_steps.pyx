@@ -111,6 +111,16 @@ cdef class Ranks:
         """Forget them: the push has been made."""
         self.at(rank).half_blocks = 0
 
+    def give_up_half(self, Py_ssize_t rank):
+        """Forget them, and count the step as far as it came: its connection has ended, and no push is made in its place."""
+        cdef psd_rank *r = self.at(rank)
+        if r.half_blocks and r.half_has_ended:
+            r.counts.accepted += 1
+            r.counts.received += r.half_received
+            r.samples += r.half_weight
+            r.counts.pulls += 1
+        r.half_blocks = 0
+
 
 cdef class RankPlace:
     """What is known of one rank.

@@ -221,6 +221,7 @@ class ServedConnection:
             self._second_thread.close()
             self._second_thread = None  # it refers to this connection, and so to its scratch memory
         self._memory = None
+        self._steps.end()
         self.ended.set()
         if self._has_stream:
             self._stream.close()

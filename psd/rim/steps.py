@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import os
 import struct
+from weakref import ref
 
 from psd.contract.errors import InvalidRequest
 from psd.contract.wire import Disconnected, Kind, Stream
 from psd.rim.bulk_memory import WorkerMemory
 from psd.state.desks.steps import Armed
+from psd.state.job import Job
 from psd.state.shard import Shard
 from psd.v1 import bulk_pb2, data_pb2
 from psd_core import steps
@@ -38,6 +40,7 @@ class OfferedSteps:
         self._lane = lane
         self._rank = -1
         self._armed: Armed | None = None
+        self._job: ref[Job] | None = None  # of which the worker was armed last
         self._loop: steps.StepConnection | None = None
         self._is_cancelled = False
         self._patience = self._waits = 0
@@ -65,12 +68,11 @@ class OfferedSteps:
             gradients = [memory.gradient(index) for index in blocks]
             places = range(memory.place_count)
             parameters = [[memory.parameter(index, place).data.cast("B") for index in blocks] for place in places]
-        self._rank, self._armed = header.caller.rank, armed
+        self._rank, self._armed, self._job = header.caller.rank, armed, ref(armed.job)
         made = armed.steps
-        loop = steps.StepConnection(made, self._rank, self._stream.fileno(), gradients, parameters)
-        if self._is_cancelled:
-            loop.cancel()
-        self._loop = loop
+        self._loop = steps.StepConnection(made, self._rank, self._stream.fileno(), gradients, parameters)
+        if self._is_cancelled:  # since before this was seen
+            self._loop.cancel()
         return bulk_pb2.StepOffer(
             epoch=armed.epoch,
             blocks=blocks,
@@ -86,6 +88,12 @@ class OfferedSteps:
         self._is_cancelled = True
         if (loop := self._loop) is not None:
             loop.cancel()
+
+    def end(self) -> None:
+        """Note that the connection has ended."""
+        if self._job is not None and (job := self._job()) is not None:
+            self._shard.steps.end(job, self._rank)
+        self._loop = self._armed = None
 
     def take(self) -> None:
         """Take steps, if they were offered, until another message comes, or AGAIN was answered.

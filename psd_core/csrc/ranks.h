@@ -31,6 +31,9 @@ typedef struct {
     uint64_t *record; /* of the arena: clock, and above it 8 bits of state; NULL: none */
     /* A step that was counted and then answered AGAIN: its name, and bits of the blocks that counted it. */
     uint64_t half_session, half_clock, half_blocks;
+    int half_has_ended; /* it had come to its end, and had only to wait; then what it would have counted */
+    uint64_t half_received;
+    double half_weight;
     psd_step_counts counts;
     double told_s; /* of counts.took_s, which only grows */
     char apart[PSD_LINE];

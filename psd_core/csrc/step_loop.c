@@ -148,8 +148,10 @@ static psd_served answer(psd_step_connection *c)
 {
     int reason = await(c);
     c->is_waiting = 0;
-    if (reason < 0)
+    if (reason < 0) {
+        psd_step_abandon(&c->step);
         return PSD_SERVED_CLOSED;
+    }
     if (!reason)
         reason = psd_step_pin(&c->step, c->began);
     if (reason)

@@ -109,6 +109,7 @@ int psd_step_again(psd_step *t, int reason, int is_inside)
         if (r->half_session != t->head->session || r->half_clock != t->head->clock)
             r->half_blocks = 0;
         r->half_session = t->head->session, r->half_clock = t->head->clock, r->half_blocks |= t->counted_blocks;
+        r->half_has_ended = t->has_ended, r->half_received = t->received, r->half_weight = t->head->weight;
     }
     if (is_inside)
         leave(t);
@@ -146,7 +147,7 @@ int psd_step_begin(psd_step *t)
     psd_steps *s = t->steps;
     t->versions = (const uint64_t *)(h + 1), t->scalars = (const double *)(t->versions + s->blocks);
     t->present = (const uint8_t *)h + s->present_at;
-    t->counted = t->duplicate = 0, t->counted_blocks = t->received = 0, t->closes = t->hands_back = 0;
+    t->counted = t->duplicate = 0, t->counted_blocks = t->received = 0, t->closes = t->hands_back = t->has_ended = 0;
     if (!enter(t))
         return PSD_AGAIN_REVOKED;
     const psd_rank *r = rank_of(t);
@@ -245,6 +246,7 @@ void psd_step_end(psd_step *t)
 {
     psd_rank *r = rank_of(t);
     const uint64_t clock = t->head->clock + 1;
+    t->has_ended = 1;
     r->last_seen = psd_now();
     if (clock > r->clock) {
         __atomic_store_n(&r->clock, clock, __ATOMIC_SEQ_CST);
@@ -270,21 +272,36 @@ int psd_step_reached(const psd_step *t)
     return 1;
 }
 
+static void note_push(psd_step *t)
+{
+    psd_rank *r = rank_of(t);
+    psd_step_counts *c = &r->counts;
+    psd_add_count(t->counted ? &c->accepted : &c->duplicate, 1);
+    psd_add_count(&c->pulls, 1);
+    psd_add_count(&c->received, t->received);
+    if (t->counted)
+        r->samples += t->head->weight;
+}
+
 static void note(psd_step *t, double began)
 {
     psd_rank *r = rank_of(t);
     psd_step_counts *c = &r->counts;
     const double now = psd_now();
-    psd_add_count(t->counted ? &c->accepted : &c->duplicate, 1);
-    psd_add_count(&c->pulls, 1);
-    psd_add_count(&c->received, t->received);
+    note_push(t);
     for (size_t i = 0; i < t->steps->blocks; i++)
         psd_add_count(&c->sent, t->steps->place[i].parameter_bytes);
     psd_add_count(&c->took[psd_seconds_bucket(now - began)], 1);
     c->took_s += now - began;
-    if (t->counted)
-        r->samples += t->head->weight;
     r->last_seen = now;
+}
+
+void psd_step_abandon(psd_step *t)
+{
+    if (enter(t)) {
+        note_push(t);
+        leave(t);
+    }
 }
 
 int psd_step_pin(psd_step *t, double began)

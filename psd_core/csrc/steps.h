@@ -51,6 +51,7 @@ typedef struct { /* one step under way */
     const uint8_t *present;
     uint32_t counted, duplicate;
     uint64_t counted_blocks, received;
+    int has_ended;
     int closes; /* it has closed a round, or opened a gate */
     int hands_back; /* somebody waits for that by a ticket */
     int64_t page[PSD_STEP_BLOCKS_MAX];
@@ -71,6 +72,7 @@ void psd_step_end(psd_step *);         /* all blocks have come; leaves */
 int psd_step_reached(const psd_step *); /* whether the rounds have closed */
 int psd_step_pin(psd_step *, double began); /* enters, pins the pages to answer with, counts the step, leaves */
 void psd_step_unpin(psd_step *);
+void psd_step_abandon(psd_step *); /* nobody waits for the answer any more: the push has been made all the same */
 /* Ends a step by AGAIN, when it has not pinned. */
 int psd_step_again(psd_step *, int reason, int is_inside);
 

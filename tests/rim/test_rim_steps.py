@@ -6,16 +6,18 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 from raw_steps import CASE, LONG_WAIT, REVOKED, Again, Done, StepWorker
 
-from psd.contract.errors import Draining, PsdError, SessionFenced
+from psd.contract.errors import Draining, PsdError, SessionFenced, ShardRestarted
 from psd.contract.wire import PREFIX, Disconnected, Kind
 from psd.state.workers.membership import WorkerState
-from psd.v1 import bulk_pb2
+from psd.v1 import bulk_pb2, control_pb2, data_pb2
 
 LANES = ["tcp", "local", "memory"]
 
@@ -298,6 +300,58 @@ def test_an_order_reaches_a_worker_that_is_armed(start: Callable[..., StepWorker
     assert worker.offer is None, "each reply has the orders"
 
 
+def test_parameters_that_are_set_reach_a_worker_that_is_armed(start: Callable[..., StepWorker]) -> None:
+    worker = armed(start, mode="async")
+    entry = data_pb2.ParameterBlock(block=0, payload=np.full(3, 7, np.float32).tobytes())
+
+    worker.data.SetParameters(
+        data_pb2.ParametersRequest(caller=worker.caller, layout_digest=worker.digest, clock=1, seq=1, parameters=[entry])
+    )
+
+    assert worker.step((1, 1), 1) == Again(REVOKED)
+    assert worker.push_pull((1, 1), 1).parameters == [[6.0] * 3, [-2.0] * 3]
+    assert worker.step((1, 1), 2).parameters == [[5.0] * 3, [-3.0] * 3]
+
+
+def test_a_reader_reaches_a_worker_that_is_armed(start: Callable[..., StepWorker]) -> None:
+    """While it asks for versions that are a few rounds ahead, none passes faster than it can ask."""
+    worker = armed(start, mode="sync")
+
+    worker.control.Describe(control_pb2.DescribeRequest(shard_count=1))
+
+    assert worker.step((1, 1), 1) == Again(REVOKED)
+    worker.push_pull((1, 1), 1)
+    assert worker.offer is None
+
+
+def test_a_going_back_reaches_a_worker_that_is_armed(start: Callable[..., StepWorker], tmp_path: Path) -> None:
+    worker = armed(start, mode="sync", config={"checkpoint_dir": str(tmp_path)})
+    clock = 1
+    with ThreadPoolExecutor(1) as pool:
+        storing = pool.submit(worker.control.Checkpoint, control_pb2.CheckpointRequest(), timeout=100)
+        while not storing.done():
+            assert worker.train((1, 1), clock).counted == 2
+            clock += 1
+    while worker.offer is None:
+        worker.push_pull((1, 1), clock)
+        clock += 1
+    assert isinstance(worker.step((1, 1), clock), Done)
+
+    worker.control.Rollback(
+        control_pb2.RollbackRequest(
+            run_id=worker.caller.run_id,
+            checkpoint=storing.result().name,
+            timeline=1,
+            incarnation=worker.caller.incarnation,
+        ),
+        timeout=100,
+    )
+
+    assert worker.step((1, 1), clock + 1) == Again(REVOKED)
+    with pytest.raises(ShardRestarted):
+        worker.push_pull((1, 1), clock + 1)
+
+
 def test_another_worker_reaches_those_that_are_armed(start: Callable[..., StepWorker]) -> None:
     """Who joins is waited for from the next round on."""
     worker, other = two(start)
@@ -496,6 +550,43 @@ def test_sums_are_exact_while_steps_are_revoked_again_and_again(start: Callable[
     assert [worker.clock for worker in status.workers] == ([steps] * 2 if mode == "sync" else [steps + 1, steps])
     assert status.counters.pushes_accepted == 2 * steps + (mode != "sync")
     assert status.counters.pushes_duplicate == 0
+
+
+@pytest.mark.parametrize("waits_s", [0.0, 0.2])
+def test_a_step_whose_worker_hangs_up_counts_as_a_push(
+    cluster: Callable[..., Any], dial: Callable[..., grpc.Channel], waits_s: float
+) -> None:
+    """Whether the worker was told to make it again, or not: its next connection makes another push."""
+    seen = []
+    for never_armed in (False, True):
+        server = cluster(1, never_armed=never_armed).shards[0]
+        first, second = (StepWorker(dial(server.address), rank, 2) for rank in range(2))
+        for worker in (first, second):
+            worker.begin_call((0, 0), 0)
+        for worker in (first, second):
+            worker.end_call()
+        if never_armed:
+            first.begin_call((1, 1), 1)
+        else:
+            first.begin_step((1, 1), 1)
+        while server.shard.status().workers[0].clock < 2:
+            time.sleep(0.001)
+        time.sleep(waits_s)
+
+        first.stream.close()
+        first.stream, first.offer = first.connect(), None
+        first.begin_call((1, 1), 1)
+        found = second.train((3, 3), 1)
+        assert first.end_call().parameters == found.parameters
+        counters = server.shard.status().counters
+        lane = counters.lanes["tcp"]
+        seen.append((counters.pushes_accepted, counters.pushes_duplicate, lane.received_bytes))
+        seen[-1] += tuple(worker.samples for worker in server.shard.status().workers)
+        first.close()
+        second.close()
+
+    assert seen[0] == seen[1]
+    assert seen[0][:2] == (4, 1)
 
 
 @pytest.mark.parametrize("mode", ["async", "sync"])

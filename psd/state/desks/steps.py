@@ -87,6 +87,14 @@ class StepDesk:
             if members is not None and rank < len(members.workers):
                 members.ranks.revoke_one(rank)
 
+    def end(self, job: Job, rank: int) -> None:
+        """Note that the connection of a rank that was armed has ended."""
+        with self._core.lock:
+            members = self._core.membership
+            if members is not None and self._core.job is job:
+                members.ranks.revoke_one(rank)
+                members.ranks.give_up_half(rank)
+
     def end_waits(self, job: Job, rank: int) -> None:
         """End the waits for what a step of this rank has done: the callers' that wait by tickets."""
         if job.policy.has_rounds:
