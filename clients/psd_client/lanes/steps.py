@@ -148,7 +148,6 @@ class SteppingLanes:
         self._made_for: list[bulk_pb2.StepOffer] = []
         self._ways: list[_Way] = []
         self._places = {lane.shard: place for place, lane in enumerate(lanes)}
-        self._all = range(len(lanes))
         self._is_in_memory = False
         self._left: set[int] = set()  # places of steps that have not been looked at since they were under way
         self._mask: _Mask | None = None  # of the step that is under way
@@ -227,7 +226,7 @@ class SteppingLanes:
                 for other in ways[:held]:
                     other.connection.let_go()
                 return None
-        self._left.update(self._all)
+        self._left.update(range(len(ways)))
         self.are_under_way = True
         took: bool | None = steps.run(session, clock, since, weight, scalars, None if mask is None else mask.bits)
         for place, way in enumerate(ways):
