@@ -5,6 +5,7 @@ rounds mean to the caller; psd_core/_arena_lent.py lends the places.
 """
 
 from cpython.buffer cimport PyBUF_C_CONTIGUOUS, PyBUF_FORMAT, PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
+from cpython.pycapsule cimport PyCapsule_GetPointer
 from libc.stdint cimport int64_t, intptr_t, uint8_t, uint32_t, uint64_t, uintptr_t
 from libc.string cimport memset
 
@@ -255,6 +256,13 @@ cdef class BlockCore:
             b.touched[: b.segments],
             (<char *>b.sum)[: b.n * b.item] if b.has_sum else None,
         )
+
+    def attend(self, object ranks, bint measures_ranks):
+        """Wake the steps of these ranks (psd_core.steps.Ranks) when a round closes; measures_ranks: note how long others wait for each."""
+        cdef psd_ranks *found = <psd_ranks *>PyCapsule_GetPointer(ranks.capsule, "psd_ranks")
+        assert self.block.workers <= found.count
+        self.ranks = ranks
+        self.block.measures_ranks, self.block.ranks = measures_ranks, found
 
     def on_gradient(self, int64_t rank, double now, object waited):
         """Note a gradient that the open round has counted, or is about to."""

@@ -4,6 +4,7 @@ This module owns every check that keeps an access within its buffer. It knows no
 is revoked, is the caller's.
 """
 
+from cpython.pycapsule cimport PyCapsule_New
 from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy
@@ -57,6 +58,11 @@ cdef class Ranks:
         if not 0 <= rank < <Py_ssize_t>self.ranks.count:
             raise IndexError(f"rank {rank} of {self.ranks.count}")
         return &self.ranks.rank[rank]
+
+    @property
+    def capsule(self):
+        """Where they are, for a block; see BlockCore.attend. Good as long as this object."""
+        return PyCapsule_New(&self.ranks, "psd_ranks", NULL)
 
     def place(self, Py_ssize_t rank):
         """The place of one rank."""
@@ -166,14 +172,6 @@ cdef class RankPlace:
     @awaited_s.setter
     def awaited_s(self, double seconds):
         self.rank.awaited_s = seconds
-
-
-def measure(BlockCore core, Ranks ranks, bint measures_ranks):
-    """Let a block wake the steps that sleep until a round closes; measures_ranks: it says how long others wait for each rank."""
-    assert core.block.workers <= ranks.ranks.count
-    core.ranks = ranks
-    core.block.measures_ranks = measures_ranks
-    core.block.ranks = &ranks.ranks
 
 
 cdef class Steps:

@@ -7,7 +7,7 @@ connection. It knows no files, sockets' ends or protobuf; who is armed, and when
 from __future__ import annotations
 
 from psd_core import _steps
-from psd_core._steps import BLOCKS_MAX, RankPlace, Ranks, StepConnection, Steps, measure
+from psd_core._steps import BLOCKS_MAX, RankPlace, Ranks, StepConnection, Steps
 
 SERVED_CLOSED = _steps.SERVED_CLOSED
 """StepConnection.serve has returned because the peer has gone, or is hung up on."""
@@ -37,5 +37,4 @@ __all__ = [
     "Ranks",
     "StepConnection",
     "Steps",
-    "measure",
 ]

@@ -3,7 +3,8 @@
  * What is counted, summed, applied and published is decided here, and nowhere else; who takes part, what is an error and who waits
  * is the caller's. The pages lie in an arena's mapping (arena.py has the format): the caller lends places, and takes back what is
  * too many. Functions that change the round, the version or a spare are called by one thread at a time, which has `lock`: Python's
- * (_block.pyx), or that of an armed step (steps.h); `ring`, held for a few instructions, guards pins, lists and which page is current, and is never held while anything waits.
+ * (_block.pyx), or that of an armed step (steps.h). `ring`, held for a few instructions, guards pins, lists and which page is
+ * current, and is never held while anything waits.
  *
  * A call that cannot be made as it is says why, and has changed nothing. Needs _GNU_SOURCE, which Python.h defines.
  */

@@ -166,8 +166,8 @@ int psd_block_discard(psd_block *b, int64_t page, uint64_t use)
 
 int64_t psd_block_pin(psd_block *b, psd_outcome *why)
 {
-    *why = b->current < 0 ? PSD_NEEDS_PAGE : PSD_STORE_CLOSED;
     pthread_mutex_lock(&b->ring);
+    *why = b->current < 0 ? PSD_NEEDS_PAGE : PSD_STORE_CLOSED;
     const int64_t found = b->is_closed ? -1 : b->current;
     if (found >= 0)
         b->page[found].pins++;

@@ -8,8 +8,9 @@
  * steps, BulkReply.step says so (message StepOffer): the epoch, which stands for run, incarnation, session, job and way of this
  * connection; the indices of this shard's trained blocks, in the order in which they lie in STEP and DONE; the sizes of all that is
  * of variable length. The offer holds until the worker sends anything but a STEP on this connection, or gets anything but a DONE, or
- * the connection ends; then it waits for the next one. The shard decides how often it offers. It never does for connections by TLS, or of several sockets (BulkHello.streams).
- * Nothing is armed on a shard with --never-armed (ServerConfig.never_armed): for tests, and to measure against.
+ * the connection ends; then it waits for the next one. The shard decides how often it offers, and after steps that were none for it
+ * it lets some pushes pass. It never offers to connections by TLS, or of several sockets (BulkHello.streams), nor at all with
+ * --never-armed (ServerConfig.never_armed), which is for tests, and to measure against.
  *
  * A worker sends a STEP only if the push is like this: the session of its Caller; no decisions, cuts that this shard has not had in a
  * header of this worker's, client_state, first_gradient, scale, part, norms, learner or held; PushHeader.scalars of all groups in

@@ -275,7 +275,7 @@ class Walker:
         elif isinstance(value, TableStore):
             self.table(value)
         elif isinstance(value, SmallBlock):
-            self._words.append(repr((value.version, value._core.round)))
+            self._words.append(repr((value.version, value._core.round, value.lacks_space)))
             self._attributes(value)
         elif isinstance(value, Cuts):
             self.walk([sorted(value._known), value.awaits_positions])

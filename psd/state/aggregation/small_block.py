@@ -26,7 +26,7 @@ from psd.state.aggregation.trained import RoundServices, not_counted
 from psd.state.counts import Histogram, RoundTimes
 from psd.state.tickets import Ticket
 from psd.state.workers.membership import Membership
-from psd_core import RULES, arena, steps
+from psd_core import RULES, arena
 from psd_core.arena import BlockCore, Page, Terms
 
 BYTES_MAX = (64 << 10) - 1
@@ -180,7 +180,7 @@ class SmallBlock(BlockState):
         self._lent = services.arena.lend(slot, terms)
         self._core = self._lent.core
         self._round = SmallRound(self._core, rounds.members)
-        steps.measure(self._core, rounds.members.ranks, measures_ranks)
+        self._core.attend(rounds.members.ranks, measures_ranks)
         super().__init__(plan, slot, bound, services, CoreTimes(self._core, now))
         self.ages = CountedAges(plan.index, self._core)
 
