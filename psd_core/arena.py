@@ -32,7 +32,8 @@ list is what the table leaves over.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,8 @@ from psd_core._arena_format import CRASH_POINTS, BlockShape
 from psd_core._arena_lent import WORKERS_MAX, LentBlock, LentPage, Terms
 from psd_core._arena_page import Page
 from psd_core._arena_pages import SPARE_PAGES_KEPT
+from psd_core._arena_planes import PLANES, PlaneFile, Region
+from psd_core._arena_planes import paths as plane_paths
 from psd_core._arena_records import WORDS, Records
 from psd_core._block import AHEAD, GIVEN_BACK, NEEDS_PAGE, NOT_SENT, STORE_CLOSED, BlockCore
 from psd_core._store_file import ARENA_NAME, LOCK_NAME
@@ -57,6 +60,7 @@ __all__ = [
     "CRASH_POINTS",
     "LOCK_NAME",
     "NO_SPACE",
+    "PLANES",
     "WORDS",
     "Arena",
     "ArenaBusy",
@@ -75,6 +79,8 @@ __all__ = [
     "NOT_SENT",
     "STORE_CLOSED",
     "Page",
+    "PlaneFile",
+    "Region",
     "Terms",
     "WORKERS_MAX",
 ]
@@ -109,7 +115,8 @@ class Arena:
         self._front = front
         mapping = file.map_shared(0, front.size)
         self._crash_point = crash_point
-        self._blocks = Blocks(file, front, mapping, crash_point)
+        self._planning = threading.Lock()
+        self._blocks = Blocks(file, front, mapping, directory.path, crash_point)
         self._records = Records(front, mapping, crash_point)
         self._accumulators = Accumulators(front.shapes)
 
@@ -168,6 +175,7 @@ class Arena:
                 crash_point("arena.create.before_rename")
                 (path / files.UNFINISHED_NAME).rename(path / ARENA_NAME)
                 crash_point("arena.create.after_rename")
+                arena._blocks.planes.remove_others()
             except BaseException:
                 if file is not None:
                     file.close()
@@ -225,7 +233,8 @@ class Arena:
             blocks = arena._blocks
             arena._records.verify()
             recovery.add_extents(file, arena._front, blocks.extents, blocks.pool)
-            blocks.adopt(recovery.read_table(file, arena._front, blocks.table, blocks.pool, read))
+            blocks.adopt(recovery.read_table(file, arena._front, blocks.table, blocks.pool, blocks.planes, read))
+            blocks.planes.remove_others()
         except BaseException as error:
             if file is not None:
                 file.close()
@@ -241,7 +250,7 @@ class Arena:
         held = files.take_lock(Path(directory), is_made=False)
         try:
             first()
-            held.remove(ARENA_NAME)
+            held.remove(ARENA_NAME, *(path.name for _, path in plane_paths(Path(directory))))
         finally:
             held.close()
 
@@ -291,13 +300,14 @@ class Arena:
                 self.abandon()
         finally:
             self._blocks.pool.close(when_unheld=self._directory.close)
+            self._blocks.planes.close()
             self._file.close()
 
     def abandon(self) -> None:
         """Delete the arena's files as `close` does, and nothing else: at the end of the process, and in finalizers, which may
         strike amid any call. Takes no lock."""
         try:
-            self._directory.remove(ARENA_NAME)
+            self._directory.remove(ARENA_NAME, *self._blocks.planes.names)
         finally:
             self._directory.close()
 
@@ -316,6 +326,28 @@ class Arena:
             ValueError: an unknown rule or flag.
         """
         return self._blocks.lend(block, terms, None if self._crash_point is no_crash else self._crash_point)
+
+    def begin_planes(self, blocks: Collection[int]) -> PlaneFile:
+        """Let the parameters of these blocks' next versions lie in planes, which other processes can map, as far as there is room,
+        until `end_planes` has been called as often as this. No block that is lent to a C core.
+
+        Raises:
+            StoreFull, StoreClosed, OSError: there is no file for them, and none can be made.
+        """
+        with self._planning:
+            if self._file.is_closed:
+                raise StoreClosed("the arena has been closed")
+            return self._blocks.planes.begin(blocks)
+
+    def end_planes(self) -> None:
+        """Note that one of those who called `begin_planes` is done with them."""
+        with self._planning:
+            self._blocks.planes.end()
+
+    @property
+    def plane_paths(self) -> list[Path]:
+        """The files of planes beside the arena, which have pages' parameters alone."""
+        return [path for _, path in plane_paths(self._directory.path)]
 
     def current(self, block: int) -> Page | None:
         """The published page, not pinned: for the thread that updates the block. None: never published."""
@@ -408,8 +440,8 @@ class Arena:
 
     @property
     def used_bytes(self) -> int:
-        """Memory or disk space that the file takes: front, current and pinned pages, spares."""
-        return self._blocks.pool.backed_bytes
+        """Memory or disk space that the files take: front, current and pinned pages, spares, planes."""
+        return self._blocks.pool.backed_bytes + self._blocks.planes.backed_bytes
 
     @property
     def spare_bytes(self) -> int:

@@ -142,6 +142,7 @@ class ParameterServer:
             param_groups.specs,
             initial=fill(params),
             is_lending=copy and param_groups.parts is None,  # a step of a part receives no other one's parameters
+            reads_planes=not copy and param_groups.parts is None,
             tables=[table.spec(param_groups.group_of_table[table.name]) for table in tables],
             **job,
         )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import socket
 import threading
 import time
@@ -27,6 +28,7 @@ from psd.rim.access import OPEN_BULK, READ, RUN_VECTORS
 from psd.rim.bulk_memory import WorkerMemory
 from psd.rim.bundles import Bundle
 from psd.rim.calls import CallGuard, Frame, Waiter, forget_frames
+from psd.rim.lent_planes import LentPlanes, can_lend, lent_planes
 from psd.rim.data_plane import DataPlane, PulledBlock, PulledRows, ReadBlock, RowsAsked
 from psd.rim.outbox import Outbox
 from psd.rim.sent_frames import SentFrames
@@ -97,6 +99,7 @@ class ServedConnection:
         self._guard = guard
         self._has_core_to_spare = has_core_to_spare
         self._memory: WorkerMemory | None = None
+        self._planes: LentPlanes | None = None  # that the worker has mapped
         self._scratch = memoryview(b"")
         self._lock = threading.Lock()
         self._callbacks: list[Callable[[], None]] = []
@@ -131,6 +134,8 @@ class ServedConnection:
                         self._call(call)
                 elif kind is Kind.ATTACH and not payload_bytes:
                     self._attach(_parsed(bulk_pb2.BulkAttach, head))
+                elif kind is Kind.SEND and self._planes is not None:
+                    self._send_planes(self._planes)
                 else:
                     raise InvalidRequest(f"kind: {kind.name} is not expected here")
         except (Disconnected, TimeoutError) as error:
@@ -208,6 +213,7 @@ class ServedConnection:
             self._second_thread.close()
             self._second_thread = None  # it refers to this connection, and so to its scratch memory
         self._memory = None
+        self._close_planes()
         self.ended.set()
         if self._has_stream:
             self._stream.close()
@@ -234,12 +240,47 @@ class ServedConnection:
             if attach.layout_digest != job.layout.digest:
                 raise LayoutMismatch("layout_digest: is not this job's")
             self._memory = WorkerMemory(descriptors[0], attach, job.layout, has_gradients=self.rank != READER)
-            self._stream.send(Kind.READY, bulk_pb2.BulkReady(nonce=self._memory.nonce).SerializeToString())
+            self._close_planes()
+            self._planes = lent_planes(job) if attach.wants_planes and self.rank != READER else None
+            ready = bulk_pb2.BulkReady(nonce=self._memory.nonce)
+            if self._planes is not None:
+                self._planes.describe(ready)
+            self._stream.send(Kind.READY, ready.SerializeToString())
         except PsdError as error:
             self._send_error(self._guard.as_error(error))
         finally:
             for descriptor in descriptors:
                 socket.close(descriptor)
+
+    def _send_planes(self, planes: LentPlanes) -> None:
+        """Send a descriptor with which the worker can map the planes, to read them."""
+        local = self._stream.local
+        assert local is not None
+        try:
+            descriptor = planes.open_read_only()
+            try:
+                socket.send_fds(local, [b"\0"], [descriptor])
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            raise Disconnected(str(error)) from None
+
+    def _planes_for(self, call: bulk_pb2.BulkCall, reply: bulk_pb2.BulkReply) -> LentPlanes | None:
+        """The planes by which a call is answered, if it asks for that. What the last such call has lent is not read any more."""
+        if not (call.by_plane and call.into_memory):
+            return None
+        if self._planes is not None and not self._planes.is_of(self._shard.job):
+            self._close_planes()
+        if self._planes is None:
+            reply.attach_again = can_lend(self._shard.job)
+        else:
+            self._planes.release()
+        return self._planes
+
+    def _close_planes(self) -> None:
+        if self._planes is not None:
+            self._planes.close()
+            self._planes = None
 
     def _received_descriptors(self) -> list[int]:
         local = self._stream.local
@@ -257,6 +298,7 @@ class ServedConnection:
         sent = None if frames is None else _Sent(self._stream, self._scratch, frames)
         has_payload = not call.pull.versions_only
         reply = bulk_pb2.BulkReply()
+        planes = self._planes_for(call, reply)
         try:
             self._shard.check_draining()
             answers = self._answers(call, sent)
@@ -274,13 +316,16 @@ class ServedConnection:
                         numbers = () if item.is_there else [rows.values for rows in item.rows]
                         self._stream.send(Kind.ANSWER, item.head(), *numbers, more=is_last)
                     elif has_payload:
+                        in_plane = planes.number(item) if planes is not None else 0
                         if call.into_memory:
                             reply.blocks.append(item.block)
                             reply.versions.append(item.version)
+                            if planes is not None:
+                                reply.in_planes.append(in_plane)
                             if isinstance(item, ReadBlock):
                                 reply.contents.append(item.content)
                                 reply.positions = item.positions
-                        put(_Outgoing(item, call.place if call.into_memory else None, call.announce))
+                        put(_Outgoing(item, call.place if call.into_memory else None, call.announce, in_plane))
                     else:
                         item.release()
             finally:
@@ -383,7 +428,7 @@ class ServedConnection:
         self._send_error(self._guard.as_error(error))
 
     def _deliver(self, out: _Outgoing) -> None:
-        answer = out.answer
+        answer, is_lent = out.answer, False
         try:
             if out.place is None:
                 payload = answer.payload()
@@ -393,6 +438,12 @@ class ServedConnection:
             if self._has_hung_up:  # a worker that has not waited may use its memory for something else
                 raise Disconnected("the worker has hung up")
             self._plane.counts.count_bytes(sent=answer.nbytes)
+            if out.in_plane and self._planes is not None:
+                self._planes.hold(answer)  # where it is, unchanged
+                is_lent = True
+                if out.is_announced:
+                    self._stream.send(Kind.ANSWER, answer.head(out.in_plane))
+                return
             if answer.codec or isinstance(answer, ReadBlock):
                 answer.write_to(self._attached().parameter(answer.block, out.place))
             elif answer.nbytes:
@@ -400,7 +451,8 @@ class ServedConnection:
             if out.is_announced:
                 self._stream.send(Kind.ANSWER, answer.head())
         finally:
-            answer.release()
+            if not is_lent:
+                answer.release()
 
     def _attached(self) -> WorkerMemory:
         if self._memory is None:
@@ -422,6 +474,7 @@ class _Outgoing(NamedTuple):
     answer: PulledBlock
     place: int | None  # in attached memory; None: it is sent in a message
     is_announced: bool
+    in_plane: int = 0  # 1 + the plane in which the worker reads it; 0: it gets a copy
 
 
 class _Sent:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,9 @@ from psd_client.lanes.held import HeldParameters
 from psd_client.lanes.rows_memory import ROWS_BYTES
 from psd_client.lanes.segment import Segment, aligned
 from psd_core import codecs, deltas
+
+if TYPE_CHECKING:
+    from psd_client.lanes.mapped_planes import InPlane
 
 SCANNED_BYTES_FOR_TWO = 8 << 20
 logger = logging.getLogger("psd_client")
@@ -38,6 +41,7 @@ class FlatBuffers:
     Args:
         segment: shared memory to use; None: ordinary memory.
         of_gradients: True: for gradients, in their dtypes, which may have 16 bits. Static tensors then get empty views.
+        given: memory to use for each space; None: it is made here.
 
     Attributes:
         layout: the job's layout.
@@ -51,19 +55,28 @@ class FlatBuffers:
         on_received: called, in any thread, with the index of each block that was received; may be None.
         held: what differences are added to; None: none are expected.
         base: buffers of the same layout that have what a reader is told changes to; None: these.
+        maps_planes: blocks may be received in planes of a shard (mapped_planes.py) in place of these buffers.
+        lent: by block, the plane in which it was received last; not there: in these buffers.
     """
 
-    def __init__(self, layout: Layout, *, segment: Segment | None = None, of_gradients: bool = False) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        *,
+        segment: Segment | None = None,
+        of_gradients: bool = False,
+        given: Sequence[NDArray[Any]] | None = None,
+    ) -> None:
         self.layout = layout
         self.segment = segment
         self.starts: list[int] = []
         self.spaces: list[NDArray[Any]] = []
         tensors = layout.spec.tensors
         self.views: list[NDArray[Any]] = [np.zeros(t.shape if t.size == 0 else (0,), dtype=t.master_dtype) for t in tensors]
-        for space in layout.spaces:
+        for number, space in enumerate(layout.spaces):
             is_there = not of_gradients or not layout.spec.groups[space.group].is_static
             dtype = space.gradient_dtype if of_gradients else space.dtype
-            memory, start = self._memory(space.size if is_there else 0, dtype)
+            memory, start = (given[number], 0) if given is not None else self._memory(space.size if is_there else 0, dtype)
             self.spaces.append(memory)
             self.starts.append(start if is_there else 0)
             if is_there:
@@ -77,6 +90,8 @@ class FlatBuffers:
         self.on_received: Callable[[int], None] | None = None
         self.held: HeldParameters | None = None
         self.base: FlatBuffers | None = None
+        self.maps_planes = False
+        self.lent: dict[int, InPlane] = {}
         of_buffers = [group.is_of_buffers for group in layout.spec.groups]
         spaces = zip(layout.spaces, self.spaces, strict=True)
         self._looked_at = [

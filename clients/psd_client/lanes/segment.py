@@ -72,6 +72,15 @@ class Segment:
         array: NDArray[Any] = np.ndarray((size,), dtype, self._mapping, start)
         return array
 
+    def discard(self, array: NDArray[Any]) -> None:
+        """Give the memory of an array back, which begins at a multiple of ALIGN_BYTES and has the room up to the next one to
+        itself. It is zero then. Does nothing where the system cannot, or if the memory was given up."""
+        start = int(array.__array_interface__["data"][0]) - self._address
+        assert start % ALIGN_BYTES == 0
+        if array.nbytes and not self.is_given_up:
+            with contextlib.suppress(OSError, ValueError):
+                self._mapping.madvise(_MADV_REMOVE, start, aligned(array.nbytes))
+
     def where(self, arrays: list[NDArray[Any]]) -> list[int]:
         """Offsets of C-contiguous arrays in the file, in bytes; empty if one is not in it, or the memory was given up."""
         starts = offsets(arrays, self._address, self.nbytes) if not self.is_given_up else None
@@ -108,6 +117,7 @@ def _after_fork_in_child() -> None:
 
 os.register_at_fork(after_in_child=_after_fork_in_child)
 
+_MADV_REMOVE = 9  # Linux
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _MAP_NORESERVE = 0x4000  # most of it is never written, and may be more than the system would promise
 _MREMAP_HERE = 3  # MREMAP_MAYMOVE | MREMAP_FIXED: Linux, as memory files are

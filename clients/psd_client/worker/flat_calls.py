@@ -66,6 +66,7 @@ class FlatCalls(WorkerConnection):
         *,
         initial: Callable[[FlatBuffers], None],
         is_lending: bool = False,
+        reads_planes: bool = False,
         tables: Sequence[SparseTableSpec] = (),
         is_learner: bool = False,
         sample: float | None = None,
@@ -77,6 +78,7 @@ class FlatCalls(WorkerConnection):
         Args:
             initial: writes this worker's initial values into the buffers.
             is_lending: as in ParameterPlaces.
+            reads_planes: likewise; `parameters` are then other buffers after each pull, some of which cannot be written to.
             is_learner: pushes are differences, of many steps: with a quorum, too, they count as a whole or not at all; and each
                 has the note `learner`.
             sample: share of the learners that takes part in a round; None: all.
@@ -96,6 +98,7 @@ class FlatCalls(WorkerConnection):
                 layout,
                 sharing,
                 is_lending=is_lending,
+                reads_planes=reads_planes,
                 is_learner=is_learner,
             )
             initial(exchange.parameters)
@@ -338,11 +341,12 @@ class FlatCalls(WorkerConnection):
         """
         try:
             with self.operation("push_pull", turn=feed):
-                self.parameters.on_received = on_received
+                receiving = self.declared.places.current
+                receiving.on_received = on_received
                 try:
                     self.declared.push_pull(WorkerGradient(scalars, weight, feed=feed, versions_read=versions_read))
                 finally:
-                    self.parameters.on_received = None
+                    receiving.on_received = None
         except Exception as error:
             self._untold = None if isinstance(error, Aborted) else error
             raise

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from psd.contract.layout import Layout
 from psd_client.lanes.flat import FlatBuffers
 from psd_client.lanes.held import HeldParameters
+from psd_client.lanes.mapped_planes import take_over
 from psd_client.lanes.segment import Segment
 
 LENT_BYTES_MIN = 1 << 20
@@ -37,13 +38,16 @@ class ParameterPlaces:
     Args:
         segment: shared memory for all of them; None: ordinary memory.
         is_lending: True if places can be lent to the program. Otherwise there is one place, which is used again and again.
+        reads_planes: without is_lending: True if the program reads the parameters where a shard of this machine has them, if it
+            can, until its next pull, and does not write to them.
 
     Attributes:
         shared: the places in the segment, which the shards must know. is_lending: False if there is one place only.
+        reads_planes: as given, if there is a segment. has_choice: True if either holds.
         held: what differences are added to, whatever the place; None: the job has none.
     """
 
-    def __init__(self, layout: Layout, segment: Segment | None, *, is_lending: bool) -> None:
+    def __init__(self, layout: Layout, segment: Segment | None, *, is_lending: bool, reads_planes: bool = False) -> None:
         self._layout = layout
         self.held = HeldParameters(layout) if layout.spec.compression.has_differences else None
         self._count_max = lent_places(layout) if is_lending else 1
@@ -52,6 +56,10 @@ class ParameterPlaces:
         self._owners: dict[FlatBuffers, list[weakref.ref[NDArray[Any]]]] = {}
         self.shared = list(self._places) if segment is not None else []
         self.current = self._places[0]
+        self.reads_planes = reads_planes and not is_lending and segment is not None and layout.shard_count == 1
+        self.has_choice = self.is_lending or self.reads_planes
+        self.current.maps_planes = self.reads_planes
+        self._is_filled = True  # the only place, if planes are read
         if segment is not None:
             _sharing.add(self)
 
@@ -73,6 +81,33 @@ class ParameterPlaces:
                 if self._layout.spec.groups[space.group].is_static:
                     np.copyto(new, old)
         return self.current
+
+    def settle(self) -> FlatBuffers:
+        """After a pull that could be answered by planes: where the parameters are. If they do not lie all in one plane, they are
+        copied from there."""
+        own = self.current
+        if not own.lent:
+            self._is_filled = True
+            return own
+        planes, plane = next(iter(own.lent.values()))
+        if own.lent.keys() == planes.blocks and all(where == (planes, plane) for where in own.lent.values()):
+            place = planes.place(plane, own)
+            if place is not None:
+                if self._is_filled:
+                    self._discard(place)
+                return place
+        take_over(own.lent, own)
+        own.lent.clear()
+        self._is_filled = True
+        return own
+
+    def _discard(self, place: FlatBuffers) -> None:
+        """Give the memory back that a plane is read in place of."""
+        assert self.current.segment is not None
+        for own, found in zip(self.current.spaces, place.spaces, strict=True):
+            if own is not found:
+                self.current.segment.discard(own)
+        self._is_filled = False
 
     def lend(self, wanted: Collection[int] | None = None) -> list[NDArray[Any] | None]:
         """The current place's tensors for the program, to keep and to change; None for those that are not lent.
