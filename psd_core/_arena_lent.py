@@ -69,8 +69,10 @@ class LentPage(Page):
         self.entry = entry
         self.block = lent.block
         self.place = place
+        assert body.parameter is not None
         self.parameter, self.slots, self.extra = body.parameter, body.slots, body.extra
         self.steps, self.sessions, self.clocks = views.steps, views.sessions, views.clocks
+        self.base = self.region = None  # the core's pages lie in no plane
 
     @property
     def pins(self) -> int:  # type: ignore[override]

@@ -89,7 +89,9 @@ class Place:
         if views is None:
             if len(self._views) >= _VIEWS_MAX:
                 self._views.clear()
-            views = self._views[shape, layout.is_apart] = Views(self.mapping, self.start, self.kind.size, shape, layout, workers)
+            views = self._views[shape, layout.is_apart] = Views(
+                self.mapping, self.start, self.kind.size, shape, layout, workers
+            )
         return views
 
 

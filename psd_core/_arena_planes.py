@@ -1,11 +1,11 @@
-"""Planes: room for parameters of pages in a file beside the arena, which other processes of this user may map to read them there.
+"""Planes: room for parameters of pages in a file beside the arena, which other processes of this user may map, to read them.
 
 A plane has room for one version of each block's parameter, block after block. So versions that lie in the same plane are one
 piece of memory to a process that has mapped it, and the file shows nothing else: no slots, members or windows.
 
-A process writes only to a file that it has made itself: what an earlier one has shown may still be read somewhere. Versions that
-were found in an earlier file stay there until they are replaced; with the last of them the file goes. Must not know what a page
-is, or who reads.
+A process writes only to a file that it has made itself: what an earlier one has shown may still be read somewhere. Versions
+that were found in an earlier file stay there until they are replaced; with the last of them the file goes. Must not know what a
+page is, or who reads.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ from psd_core._store_format import CACHE_LINE_BYTES, ArenaCorrupt, StoreClosed, 
 
 PLANES = 4
 """Planes of a file. An update needs two; the others are for when somebody still holds what lies in these."""
+
+MODE = 0o400
+"""Permissions of the file, once it is open: a descriptor to read from cannot be made one to write to."""
 
 PREFIX = "planes-"
 NUMBERS_MAX = (1 << form.FILE_BITS) - 1
@@ -55,24 +58,29 @@ class PlaneFile:
         self._shapes = shapes
         self.starts: list[int] = []
         end = 0
-        for shape in shapes:
+        for block in range(len(shapes)):
             self.starts.append(end)
-            end = align(end + self.nbytes(len(self.starts) - 1), CACHE_LINE_BYTES)
+            end = align(end + self.nbytes(block), CACHE_LINE_BYTES)
         self.plane_bytes = align(end, form.EXTENT_ALIGN_BYTES)
         self.path = directory / f"{PREFIX}{number}"
-        self.file = files.File(self.path, os.O_RDWR | (os.O_CREAT | os.O_EXCL if is_new else 0))
+        self.file = files.File(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL if is_new else os.O_RDONLY)
         try:
             if is_new:
                 self.file.extend(PLANES * self.plane_bytes)
-            elif self.file.size != PLANES * self.plane_bytes:
-                raise ArenaCorrupt(f"{self.path}: has {self.file.size} bytes, expected {PLANES * self.plane_bytes}")
-            self._mapping = self.file.map_shared(0, PLANES * self.plane_bytes)
+                self.path.chmod(MODE)
+            self._check_size()
+            self._mapping = self.file.map_shared(0, PLANES * self.plane_bytes, is_read_only=not is_new)
         except BaseException:
             self.file.close()
             if is_new:
                 self.path.unlink(missing_ok=True)
             raise
         self._arrays: dict[tuple[int, int], NDArray[Any]] = {}
+
+    def _check_size(self) -> None:
+        size, expected = self.file.size, PLANES * self.plane_bytes
+        if size != expected:
+            raise ArenaCorrupt(f"{self.path}: has {size} bytes, expected {expected}")
 
     def nbytes(self, block: int) -> int:
         """Bytes of a block's parameter."""
@@ -132,7 +140,7 @@ class Planes:
         self._blocks: frozenset[int] = frozenset()  # whose next versions lie here
         self._users = 0
         self._taken: set[tuple[int, int]] = set()  # plane and block, of the own file
-        self._backed: dict[tuple[int, int], int] = {}  # likewise, those with memory: the block's count of updates at the last use
+        self._backed: dict[tuple[int, int], int] = {}  # those with memory: the block's updates at the last use
         self._updates: dict[int, int] = {}
         self._is_closed = False
 
@@ -279,6 +287,11 @@ class Planes:
         for file in (self._own, *self._found.values()):
             if file is not None:
                 file.file.close()
+
+
+def plane_paths(directory: Path) -> list[Path]:
+    """The files of planes in a directory."""
+    return sorted(path for _, path in paths(directory))
 
 
 def paths(directory: Path) -> list[tuple[int, Path]]:

@@ -58,9 +58,7 @@ def add_extents(file: files.File, front: form.Front, records: Words, pool: Pool)
         pool.add_extent(pool.kinds[kind], count, publish=False)
 
 
-def read_table(
-    file: files.File, front: form.Front, table: Words, pool: Pool, planes: Planes, read: Read
-) -> list[Found | None]:
+def read_table(file: files.File, front: form.Front, table: Words, pool: Pool, planes: Planes, read: Read) -> list[Found | None]:
     """Check each entry and its page; return what was found by block, None if never published.
 
     Raises:

@@ -141,10 +141,11 @@ class File(_Descriptor):
         with self._lock:
             return not self.is_closed and _arena.punch_hole(self._fd, start, nbytes) == 0
 
-    def map_shared(self, start: int, nbytes: int) -> mmap.mmap:
+    def map_shared(self, start: int, nbytes: int, *, is_read_only: bool = False) -> mmap.mmap:
         """Map a range, which must lie within the file. The map outlives the file. Raises StoreFull."""
+        rights = mmap.PROT_READ if is_read_only else mmap.PROT_READ | mmap.PROT_WRITE
         with self._used(f"no memory to map {nbytes} bytes") as fd:
-            return mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE, offset=start)
+            return mmap.mmap(fd, nbytes, mmap.MAP_SHARED, rights, offset=start)
 
     def map_large(self, nbytes: int) -> _arena.LargeMap:
         """Map the file's first bytes so that large pages can hold them. The map outlives the file. Raises StoreFull."""

@@ -48,8 +48,7 @@ from psd_core._arena_format import CRASH_POINTS, BlockShape
 from psd_core._arena_lent import WORKERS_MAX, LentBlock, LentPage, Terms
 from psd_core._arena_page import Page
 from psd_core._arena_pages import SPARE_PAGES_KEPT
-from psd_core._arena_planes import PLANES, PlaneFile, Region
-from psd_core._arena_planes import paths as plane_paths
+from psd_core._arena_planes import PLANES, PlaneFile, Region, plane_paths
 from psd_core._arena_records import WORDS, Records
 from psd_core._block import AHEAD, GIVEN_BACK, NEEDS_PAGE, NOT_SENT, STORE_CLOSED, BlockCore
 from psd_core._store_file import ARENA_NAME, LOCK_NAME
@@ -83,6 +82,7 @@ __all__ = [
     "Region",
     "Terms",
     "WORKERS_MAX",
+    "plane_paths",
 ]
 
 
@@ -250,7 +250,7 @@ class Arena:
         held = files.take_lock(Path(directory), is_made=False)
         try:
             first()
-            held.remove(ARENA_NAME, *(path.name for _, path in plane_paths(Path(directory))))
+            held.remove(ARENA_NAME, *(path.name for path in plane_paths(Path(directory))))
         finally:
             held.close()
 
@@ -328,8 +328,8 @@ class Arena:
         return self._blocks.lend(block, terms, None if self._crash_point is no_crash else self._crash_point)
 
     def begin_planes(self, blocks: Collection[int]) -> PlaneFile:
-        """Let the parameters of these blocks' next versions lie in planes, which other processes can map, as far as there is room,
-        until `end_planes` has been called as often as this. No block that is lent to a C core.
+        """Let the parameters of these blocks' next versions lie in planes, which other processes can map, as far as there is
+        room, until `end_planes` has been called as often as this. Blocks that are lent to a C core stay as they are.
 
         Raises:
             StoreFull, StoreClosed, OSError: there is no file for them, and none can be made.
@@ -343,11 +343,6 @@ class Arena:
         """Note that one of those who called `begin_planes` is done with them."""
         with self._planning:
             self._blocks.planes.end()
-
-    @property
-    def plane_paths(self) -> list[Path]:
-        """The files of planes beside the arena, which have pages' parameters alone."""
-        return [path for _, path in plane_paths(self._directory.path)]
 
     def current(self, block: int) -> Page | None:
         """The published page, not pinned: for the thread that updates the block. None: never published."""

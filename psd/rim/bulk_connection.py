@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import socket
 import threading
 import time
@@ -21,14 +20,13 @@ import numpy as np
 from google.protobuf.message import DecodeError, Message
 
 from psd.contract.bounds import UNCOUNTED_BYTES, check_parts
-from psd.contract.errors import InvalidRequest, LayoutMismatch, PermissionDenied, PsdError
+from psd.contract.errors import InvalidRequest, PermissionDenied, PsdError
 from psd.contract.layout import BLOCK_BYTES_MAX
 from psd.contract.wire import Disconnected, Kind, Stream
 from psd.rim.access import OPEN_BULK, READ, RUN_VECTORS
-from psd.rim.bulk_memory import WorkerMemory
+from psd.rim.attachment import Attachment
 from psd.rim.bundles import Bundle
 from psd.rim.calls import CallGuard, Frame, Waiter, forget_frames
-from psd.rim.lent_planes import LentPlanes, can_lend, lent_planes
 from psd.rim.data_plane import DataPlane, PulledBlock, PulledRows, ReadBlock, RowsAsked
 from psd.rim.outbox import Outbox
 from psd.rim.sent_frames import SentFrames
@@ -98,8 +96,7 @@ class ServedConnection:
         self._vectors = vectors
         self._guard = guard
         self._has_core_to_spare = has_core_to_spare
-        self._memory: WorkerMemory | None = None
-        self._planes: LentPlanes | None = None  # that the worker has mapped
+        self._shared = Attachment(stream, shard)
         self._scratch = memoryview(b"")
         self._lock = threading.Lock()
         self._callbacks: list[Callable[[], None]] = []
@@ -134,8 +131,8 @@ class ServedConnection:
                         self._call(call)
                 elif kind is Kind.ATTACH and not payload_bytes:
                     self._attach(_parsed(bulk_pb2.BulkAttach, head))
-                elif kind is Kind.SEND and self._planes is not None:
-                    self._send_planes(self._planes)
+                elif kind is Kind.SEND and not payload_bytes:
+                    self._shared.send_planes()
                 else:
                     raise InvalidRequest(f"kind: {kind.name} is not expected here")
         except (Disconnected, TimeoutError) as error:
@@ -212,8 +209,7 @@ class ServedConnection:
         if self._second_thread is not None:
             self._second_thread.close()
             self._second_thread = None  # it refers to this connection, and so to its scratch memory
-        self._memory = None
-        self._close_planes()
+        self._shared.close()
         self.ended.set()
         if self._has_stream:
             self._stream.close()
@@ -231,66 +227,10 @@ class ServedConnection:
     # -- calls ---------------------------------------------------------------------------------------------------------
 
     def _attach(self, attach: bulk_pb2.BulkAttach) -> None:
-        self._stream.send(Kind.SEND)
-        descriptors = self._received_descriptors()
         try:
-            if len(descriptors) != 1:
-                raise InvalidRequest("descriptor: the byte after SEND came without one")
-            job = self._shard.declared()
-            if attach.layout_digest != job.layout.digest:
-                raise LayoutMismatch("layout_digest: is not this job's")
-            self._memory = WorkerMemory(descriptors[0], attach, job.layout, has_gradients=self.rank != READER)
-            self._close_planes()
-            self._planes = lent_planes(job) if attach.wants_planes and self.rank != READER else None
-            ready = bulk_pb2.BulkReady(nonce=self._memory.nonce)
-            if self._planes is not None:
-                self._planes.describe(ready)
-            self._stream.send(Kind.READY, ready.SerializeToString())
+            self._shared.attach(attach, is_reader=self.rank == READER)
         except PsdError as error:
             self._send_error(self._guard.as_error(error))
-        finally:
-            for descriptor in descriptors:
-                socket.close(descriptor)
-
-    def _send_planes(self, planes: LentPlanes) -> None:
-        """Send a descriptor with which the worker can map the planes, to read them."""
-        local = self._stream.local
-        assert local is not None
-        try:
-            descriptor = planes.open_read_only()
-            try:
-                socket.send_fds(local, [b"\0"], [descriptor])
-            finally:
-                os.close(descriptor)
-        except OSError as error:
-            raise Disconnected(str(error)) from None
-
-    def _planes_for(self, call: bulk_pb2.BulkCall, reply: bulk_pb2.BulkReply) -> LentPlanes | None:
-        """The planes by which a call is answered, if it asks for that. What the last such call has lent is not read any more."""
-        if not (call.by_plane and call.into_memory):
-            return None
-        if self._planes is not None and not self._planes.is_of(self._shard.job):
-            self._close_planes()
-        if self._planes is None:
-            reply.attach_again = can_lend(self._shard.job)
-        else:
-            self._planes.release()
-        return self._planes
-
-    def _close_planes(self) -> None:
-        if self._planes is not None:
-            self._planes.close()
-            self._planes = None
-
-    def _received_descriptors(self) -> list[int]:
-        local = self._stream.local
-        if local is None:
-            return []
-        try:
-            _, descriptors, _, _ = socket.recv_fds(local, 1, 1)
-        except OSError as error:
-            raise Disconnected(str(error)) from None
-        return descriptors
 
     def _call(self, call: bulk_pb2.BulkCall) -> None:
         """Answer one call: send blocks as they become ready, then the reply or the error."""
@@ -298,7 +238,7 @@ class ServedConnection:
         sent = None if frames is None else _Sent(self._stream, self._scratch, frames)
         has_payload = not call.pull.versions_only
         reply = bulk_pb2.BulkReply()
-        planes = self._planes_for(call, reply)
+        planes = self._shared.planes_for(reply) if call.by_plane and call.into_memory else None
         try:
             self._shard.check_draining()
             answers = self._answers(call, sent)
@@ -316,7 +256,7 @@ class ServedConnection:
                         numbers = () if item.is_there else [rows.values for rows in item.rows]
                         self._stream.send(Kind.ANSWER, item.head(), *numbers, more=is_last)
                     elif has_payload:
-                        in_plane = planes.number(item) if planes is not None else 0
+                        in_plane = planes.number(item.region) if planes is not None else 0
                         if call.into_memory:
                             reply.blocks.append(item.block)
                             reply.versions.append(item.version)
@@ -388,7 +328,7 @@ class ServedConnection:
             if call.method != bulk_pb2.BULK_METHOD_PULL:
                 raise InvalidRequest(f"method: {call.method} is not one of the bulk lane's")
             return self._plane.pull(call.pull, waiter)
-        frames = SentFrames(sent.frames(), self._attached, self.rank)
+        frames = SentFrames(sent.frames(), self._shared.memory, self.rank)
         if call.method == bulk_pb2.BULK_METHOD_PULL_ROWS:
             head = frames.head("pull")
             self._check_caller(head.pull.caller)
@@ -403,7 +343,7 @@ class ServedConnection:
             return self._plane.push(header, frames.blocks(), waiter)
         ahead: RowsAsked | None = None
         if call.HasField("ahead"):
-            places = self._attached().rows(call.ahead.rows, call.ahead.rows_at) if call.ahead.rows_at else ()
+            places = self._shared.memory().rows(call.ahead.rows, call.ahead.rows_at) if call.ahead.rows_at else ()
             ahead = call.ahead.rows, memoryview(call.ahead.payload), places
         return self._plane.push_pull(header, frames.blocks(), waiter, ahead)
 
@@ -438,29 +378,21 @@ class ServedConnection:
             if self._has_hung_up:  # a worker that has not waited may use its memory for something else
                 raise Disconnected("the worker has hung up")
             self._plane.counts.count_bytes(sent=answer.nbytes)
-            if out.in_plane and self._planes is not None:
-                self._planes.hold(answer)  # where it is, unchanged
+            if out.in_plane and self._shared.planes is not None:
+                self._shared.planes.hold(answer.release)  # where it is, unchanged
                 is_lent = True
                 if out.is_announced:
                     self._stream.send(Kind.ANSWER, answer.head(out.in_plane))
                 return
             if answer.codec or isinstance(answer, ReadBlock):
-                answer.write_to(self._attached().parameter(answer.block, out.place))
+                answer.write_to(self._shared.memory().parameter(answer.block, out.place))
             elif answer.nbytes:
-                np.copyto(self._attached().parameter(answer.block, out.place), answer.values)
+                np.copyto(self._shared.memory().parameter(answer.block, out.place), answer.values)
             if out.is_announced:
                 self._stream.send(Kind.ANSWER, answer.head())
         finally:
             if not is_lent:
                 answer.release()
-
-    def _attached(self) -> WorkerMemory:
-        if self._memory is None:
-            raise InvalidRequest("in_memory: nothing is attached to this connection")
-        job = self._shard.job  # None while a checkpoint is loaded; then the block is refused anyway
-        if job is not None and self._memory.layout_digest != job.layout.digest:
-            raise LayoutMismatch("in_memory: the memory was attached for another job")
-        return self._memory
 
     def _send_error(self, error: PsdError) -> None:
         message = bulk_pb2.BulkError(reason=error.reason, message=str(error), detail=json.dumps(error.detail))

@@ -32,7 +32,6 @@ from psd.state.readers import KnownReader, Readers
 from psd.state.shard import Shard
 from psd.state.tables.block import TablesBlock
 from psd.v1 import data_pb2
-from psd_core.arena import Region
 
 LENT_BYTES_MIN = 64 << 10
 """Bytes from which a round may read a gradient in the caller's memory; a smaller one is counted at once, which is cheaper."""
@@ -139,14 +138,13 @@ class PulledBlock:
         return self.values.nbytes
 
     @property
-    def region(self) -> Region | None:
+    def region(self) -> Any:
         """The place of the values in a plane, where another process can read them; None: in none, or not in the form in which
         they travel."""
         page = self._page
         if page is None or self.codec or self.values is not page.parameter:
             return None
-        found: Region | None = page.region if page.base is None else page.base.region
-        return found
+        return page.region if page.base is None else page.base.region
 
     def payload(self) -> NDArray[Any]:
         """The numbers that travel, in their form."""

@@ -8,7 +8,6 @@ silence_deadline.py limits the wait for a silent shard. Must not know retries, s
 from __future__ import annotations
 
 import logging
-import os
 import socket
 import threading
 from collections import deque
@@ -22,6 +21,7 @@ from psd.contract.layout import Block, Layout
 from psd.contract.rows import TableRows
 from psd.contract.wire import Disconnected, Kind, Stream
 from psd.v1 import bulk_pb2, data_pb2
+from psd_client.lanes.attaching import attach, mapped
 from psd_client.lanes.daemon_threads import Crew, Task
 from psd_client.lanes.flat import FlatBuffers
 from psd_client.lanes.frames import OutFrame, WantedRows, initial_frames, push_frames
@@ -78,6 +78,7 @@ class BulkClient:
         self._attached: list[FlatBuffers] | None = None  # the places for parameters; gradients are in the same segment
         self._planes: MappedPlanes | None = None  # of the shard
         self._has_other_planes = False  # the shard has, than were mapped
+        self._can_map = True  # False if they could not be
         self._receiving: FlatBuffers | None = None  # the buffers into which the shard writes, or wrote last
         self._uses_memory = True
         self._wanted: WantedRows | None = None  # the rows that the current call fetches
@@ -106,54 +107,24 @@ class BulkClient:
         """
         if self._attached is not None and self._attached[0] is places[0] and not self._has_other_planes:
             return
-        segment, local = places[0].segment, self._stream.local
-        assert segment is not None
-        assert gradients is None or gradients.segment is segment
-        assert all(segment is place.segment for place in places)
-        assert local is not None
-        message = bulk_pb2.BulkAttach(
-            layout_digest=places[0].layout.digest,
-            size=segment.nbytes,
-            gradient_starts=gradients.starts if gradients is not None else (),
-            parameter_starts=[start for place in places for start in place.starts],
-            wants_planes=places[0].maps_planes,
-        )
         try:
             with self._under_way(Call(HELLO_S, call.scope)):
-                self._stream.send(Kind.ATTACH, message.SerializeToString())
-                self._expect(Kind.SEND)
-                try:
-                    socket.send_fds(local, [b"\0"], [segment.fd])
-                except OSError as error:
-                    raise Disconnected(str(error)) from None
-                ready = self._parsed(bulk_pb2.BulkReady, self._expect(Kind.READY))
-                self._planes = self._mapped(local, ready, places[0].layout) if ready.planes else None
+                ready = attach(self._stream, self._expect, gradients, places)
+                self._planes = self._mapped(ready, places[0].layout) if ready.planes else None
         except WaitTimeout:
-            raise ShardUnavailable(
-                f"shard {self._shard} at {self._address}: has not mapped this worker's memory within {HELLO_S:g} s",
-                shard=self._shard,
-                address=self._address,
-            ) from None
-        if ready.nonce != segment.nonce:
+            raise self._unavailable(f"has not mapped this worker's memory within {HELLO_S:g} s") from None
+        if places[0].segment is None or ready.nonce != places[0].segment.nonce:
             self._end()
             raise InternalError(f"shard {self._shard} at {self._address}: has mapped other memory than was sent")
         self._attached, self._has_other_planes = list(places), False
 
-    def _mapped(self, local: socket.socket, ready: bulk_pb2.BulkReady, layout: Layout) -> MappedPlanes | None:
-        """Map the shard's planes; None if there is no memory for that: then blocks are copied."""
-        self._stream.send(Kind.SEND)
+    def _mapped(self, ready: bulk_pb2.BulkReady, layout: Layout) -> MappedPlanes | None:
         try:
-            _, descriptors, _, _ = socket.recv_fds(local, 1, 1)
-        except OSError as error:
-            raise Disconnected(str(error)) from None
-        try:
-            return MappedPlanes(descriptors[0], ready, layout) if descriptors else None
-        except OSError as error:
+            return mapped(self._stream, ready, layout)
+        except OSError as error:  # no memory for that: blocks are copied
             logger.warning("psd: shard %d at %s: its parameters are copied: %s", self._shard, self._address, error)
+            self._can_map = False
             return None
-        finally:
-            for descriptor in descriptors:
-                os.close(descriptor)
 
     # -- calls ---------------------------------------------------------------------------------------------------------
 
@@ -182,7 +153,7 @@ class BulkClient:
             if message.into_memory and self._attached is not None:
                 self._receiving = parameters
                 message.place = self._attached.index(parameters)
-                message.by_plane = parameters.maps_planes and bool(awaited)
+                message.by_plane = parameters.maps_planes and self._can_map and bool(awaited)
             message.announce = parameters.on_received is not None
         answers_bytes = sum(awaited.values()) if message.announce or not message.into_memory else 0
         message.timeout_s = call.timeout_s

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,15 +24,29 @@ from psd_client.lanes.rows_memory import ROWS_BYTES
 from psd_client.lanes.segment import Segment, aligned
 from psd_core import codecs, deltas
 
-if TYPE_CHECKING:
-    from psd_client.lanes.mapped_planes import InPlane
-
 SCANNED_BYTES_FOR_TWO = 8 << 20
 logger = logging.getLogger("psd_client")
 
 
 class Mismatch(Exception):
     """Raised if what has changed for a reader does not fit what it has; a full read helps."""
+
+
+class ShardPlanes(Protocol):
+    """A shard's planes (mapped_planes.py). blocks: indices of the blocks that may lie there."""
+
+    blocks: frozenset[int]
+
+    def place(self, plane: int, own: FlatBuffers) -> FlatBuffers:
+        """Return the parameters in one plane, as buffers, read-only; what lies in no plane is that of `own`."""
+        ...
+
+
+class InPlane(NamedTuple):
+    """Place where a block was received. plane: index."""
+
+    planes: ShardPlanes
+    plane: int
 
 
 class FlatBuffers:
@@ -108,6 +122,17 @@ class FlatBuffers:
     def block(self, index: int) -> NDArray[Any]:
         """The slice of block `index` of the layout."""
         return self._blocks[index]
+
+    def place_of(self, index: int) -> FlatBuffers:
+        """The buffers in which block `index` was received last: these, or those of a plane."""
+        lent = self.lent.get(index)
+        return self if lent is None else lent.planes.place(lent.plane, self)
+
+    def take_over(self) -> None:
+        """Copy what was received in planes into these buffers."""
+        for index in self.lent:
+            np.copyto(self._blocks[index], self.place_of(index).block(index))
+        self.lent.clear()
 
     def read_in(self, codecs: list[str]) -> None:
         """Receive blocks in these codecs from now on; what was received in others is known no more."""

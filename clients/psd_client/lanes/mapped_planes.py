@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,17 +16,10 @@ from numpy.typing import NDArray
 from psd.contract.errors import InternalError
 from psd.contract.layout import Layout
 from psd.v1 import bulk_pb2
-from psd_client.lanes.flat import FlatBuffers
+from psd_client.lanes.flat import FlatBuffers, InPlane
 
 PLANES_MAX = 64
-"""Most planes that are believed."""
-
-
-class InPlane(NamedTuple):
-    """Where a block was received. plane: index."""
-
-    planes: MappedPlanes
-    plane: int
+"""Number of planes up to which a shard is believed."""
 
 
 class MappedPlanes:
@@ -57,6 +49,7 @@ class MappedPlanes:
             or os.fstat(descriptor).st_size < nbytes
         ):
             raise InternalError("the shard's planes are not as its message says")
+        self._spaces = {space: start for space in range(len(layout.spaces)) if (start := self._start_of(space)) is not None}
         self._mapping = mmap.mmap(descriptor, nbytes, mmap.MAP_SHARED, mmap.PROT_READ)
         self._count = ready.planes
         self._places: dict[int, FlatBuffers] = {}
@@ -67,41 +60,29 @@ class MappedPlanes:
             raise InternalError(f"in_plane: is {in_plane}, and the shard has {self._count} planes")
         return InPlane(self, in_plane - 1)
 
-    def block(self, plane: int, index: int) -> NDArray[Any]:
-        """A block's parameters, read-only."""
-        block = self._layout.blocks[index]
-        found: NDArray[Any] = np.ndarray((block.length,), block.dtype, self._mapping, self._start(plane, index))
-        return found
+    def _start_of(self, space: int) -> int | None:
+        """Offset of a flat space in a plane; None if it is never there."""
+        blocks = [block for block in self._layout.blocks if block.space == space]
+        if not any(block.index in self._starts for block in blocks):
+            return None
+        first = self._starts.get(blocks[0].index, 0)
+        if any(self._starts.get(block.index) != first + block.offset * block.dtype.itemsize for block in blocks):
+            raise InternalError(f"plane_starts: space {space} is not in one piece")
+        return first
 
-    def _start(self, plane: int, index: int) -> int:
-        return plane * self._plane_bytes + self._starts[index]
-
-    def place(self, plane: int, own: FlatBuffers) -> FlatBuffers | None:
-        """The parameters in one plane, as buffers; what lies in no plane is that of `own`. None if a flat space is not there in
-        one piece."""
+    def place(self, plane: int, own: FlatBuffers) -> FlatBuffers:
+        """The parameters in one plane, as buffers, read-only; what lies in no plane is that of `own`, always the same ones."""
         found = self._places.get(plane)
         if found is None:
-            spaces = [self._space(plane, number, memory) for number, memory in enumerate(own.spaces)]
-            if any(space is None for space in spaces):
-                return None
-            found = self._places[plane] = FlatBuffers(self._layout, given=[space for space in spaces if space is not None])
+            found = self._places[plane] = FlatBuffers(
+                self._layout, given=[self._space(plane, number, memory) for number, memory in enumerate(own.spaces)]
+            )
             found.versions, found.steps = own.versions, own.steps
         return found
 
-    def _space(self, plane: int, number: int, own: NDArray[Any]) -> NDArray[Any] | None:
-        blocks = [block for block in self._layout.blocks if block.space == number]
-        if not any(block.index in self._starts for block in blocks):
+    def _space(self, plane: int, number: int, own: NDArray[Any]) -> NDArray[Any]:
+        if number not in self._spaces:
             return own
-        first = self._start(plane, blocks[0].index) if blocks[0].index in self._starts else -1
-        for block in blocks:
-            where = self._start(plane, block.index) if block.index in self._starts else -1
-            if where < 0 or where != first + block.offset * block.dtype.itemsize:
-                return None
-        found: NDArray[Any] = np.ndarray(own.shape, own.dtype, self._mapping, first)
+        start = plane * self._plane_bytes + self._spaces[number]
+        found: NDArray[Any] = np.ndarray(own.shape, own.dtype, self._mapping, start)
         return found
-
-
-def take_over(lent: Mapping[int, InPlane], own: FlatBuffers) -> None:
-    """Copy blocks from planes into buffers."""
-    for index, (planes, plane) in lent.items():
-        np.copyto(own.block(index), planes.block(plane, index))

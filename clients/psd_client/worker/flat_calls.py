@@ -78,7 +78,8 @@ class FlatCalls(WorkerConnection):
         Args:
             initial: writes this worker's initial values into the buffers.
             is_lending: as in ParameterPlaces.
-            reads_planes: likewise; `parameters` are then other buffers after each pull, some of which cannot be written to.
+            reads_planes: as ParameterPlaces.read_planes says: `parameters` may then be other buffers after each pull, which
+                cannot be written to.
             is_learner: pushes are differences, of many steps: with a quorum, too, they count as a whole or not at all; and each
                 has the note `learner`.
             sample: share of the learners that takes part in a round; None: all.
@@ -98,9 +99,10 @@ class FlatCalls(WorkerConnection):
                 layout,
                 sharing,
                 is_lending=is_lending,
-                reads_planes=reads_planes,
                 is_learner=is_learner,
             )
+            if reads_planes:
+                exchange.places.read_planes()
             initial(exchange.parameters)
             tensor = exchange.parameters.first_nonfinite()
             if tensor is not None:
@@ -341,7 +343,7 @@ class FlatCalls(WorkerConnection):
         """
         try:
             with self.operation("push_pull", turn=feed):
-                receiving = self.declared.places.current
+                receiving = self.receiving
                 receiving.on_received = on_received
                 try:
                     self.declared.push_pull(WorkerGradient(scalars, weight, feed=feed, versions_read=versions_read))

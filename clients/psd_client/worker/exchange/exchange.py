@@ -43,7 +43,7 @@ class ParameterExchange:
 
     Args:
         sharing: shares memory with a shard; one for each shard that can see this process's memory.
-        is_lending, reads_planes: as in ParameterPlaces.
+        is_lending: as in ParameterPlaces.
         is_learner: pushes have a learner's note.
 
     Attributes:
@@ -66,7 +66,6 @@ class ParameterExchange:
         sharing: Sequence[Share] = (),
         *,
         is_lending: bool = False,
-        reads_planes: bool = False,
         is_learner: bool = False,
     ) -> None:
         self._rank = rank
@@ -91,7 +90,7 @@ class ParameterExchange:
         self.client_state = ClientStateRider(layout.client_state_shard)
         segment = share_memory(layout, lent_places(layout) if is_lending else 1) if sharing else None
         self.gradients = FlatBuffers(layout, segment=segment, of_gradients=True)
-        self.places = ParameterPlaces(layout, segment, is_lending=is_lending, reads_planes=reads_planes)
+        self.places = ParameterPlaces(layout, segment, is_lending=is_lending)
         self.parameters, self.rows = self.places.current, RowTraffic(layout, segment, lambda: session.push_ids_max)
         self._counts = PushCounts()
         self.counts = self._counts.totals
@@ -229,8 +228,7 @@ class ParameterExchange:
             reply = lane.push_pull(part, self.parameters, call, rows)
             self._counts.on_reply(sent, lane.shard, reply)
 
-        if self.places.has_choice:
-            self.parameters = self.places.renew()
+        self.parameters = self.places.renew() if self.places.has_choice else self.parameters
         try:
             if self._is_exact or sent.is_finished:
                 self._complete(sent, and_wait=True)
@@ -256,8 +254,7 @@ class ParameterExchange:
                     self.counts["rows_pulled"] += ahead.pull.rows
                     self._requests.rows_read |= versions
             self.rows.want_nothing()
-            if self.places.reads_planes:
-                self.parameters = self.places.settle()
+            self.parameters = self.places.settle() if self.places.reads_planes else self.parameters
         except BaseException as error:
             self._on_failed(sent, error)
             raise
@@ -468,16 +465,14 @@ class ParameterExchange:
                     self._on_closed()
         if not versions_only:
             self._seen = self._session.clock
-            if self.places.reads_planes:
-                self.parameters = self.places.settle()
+            self.parameters = self.places.settle() if self.places.reads_planes else self.parameters
 
     def _pull(
         self, lanes: Sequence[Lane], *, is_all: bool = False, versions_only: bool = False, part: JobPart | None = None
     ) -> None:
         """Fetch the blocks at the worker's clock, or only wait for their versions."""
         self._learn()
-        if not versions_only and self.places.has_choice:
-            self.parameters = self.places.renew()
+        self.parameters = self.places.renew() if self.places.has_choice and not versions_only else self.parameters
 
         def pull_at(lane: Lane, call: Call) -> None:
             self._push_again(lane, call)

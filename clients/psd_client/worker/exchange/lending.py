@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from psd.contract.layout import Layout
 from psd_client.lanes.flat import FlatBuffers
 from psd_client.lanes.held import HeldParameters
-from psd_client.lanes.mapped_planes import take_over
 from psd_client.lanes.segment import Segment
 
 LENT_BYTES_MIN = 1 << 20
@@ -38,16 +37,14 @@ class ParameterPlaces:
     Args:
         segment: shared memory for all of them; None: ordinary memory.
         is_lending: True if places can be lent to the program. Otherwise there is one place, which is used again and again.
-        reads_planes: without is_lending: True if the program reads the parameters where a shard of this machine has them, if it
-            can, until its next pull, and does not write to them.
 
     Attributes:
         shared: the places in the segment, which the shards must know. is_lending: False if there is one place only.
-        reads_planes: as given, if there is a segment. has_choice: True if either holds.
+        reads_planes: True if parameters may be read where a shard of this machine has them. has_choice: True if either holds.
         held: what differences are added to, whatever the place; None: the job has none.
     """
 
-    def __init__(self, layout: Layout, segment: Segment | None, *, is_lending: bool, reads_planes: bool = False) -> None:
+    def __init__(self, layout: Layout, segment: Segment | None, *, is_lending: bool) -> None:
         self._layout = layout
         self.held = HeldParameters(layout) if layout.spec.compression.has_differences else None
         self._count_max = lent_places(layout) if is_lending else 1
@@ -56,9 +53,8 @@ class ParameterPlaces:
         self._owners: dict[FlatBuffers, list[weakref.ref[NDArray[Any]]]] = {}
         self.shared = list(self._places) if segment is not None else []
         self.current = self._places[0]
-        self.reads_planes = reads_planes and not is_lending and segment is not None and layout.shard_count == 1
-        self.has_choice = self.is_lending or self.reads_planes
-        self.current.maps_planes = self.reads_planes
+        self.reads_planes = False
+        self.has_choice = self.is_lending
         self._is_filled = True  # the only place, if planes are read
         if segment is not None:
             _sharing.add(self)
@@ -82,9 +78,18 @@ class ParameterPlaces:
                     np.copyto(new, old)
         return self.current
 
+    def read_planes(self) -> None:
+        """Let the program read the parameters where a shard of this machine has them, if it can, until its next pull.
+
+        It must not write to them. Call this before anything is received, without `is_lending`.
+        """
+        assert not self.is_lending
+        self.reads_planes = bool(self.shared) and self._layout.shard_count == 1
+        self.current.maps_planes, self.has_choice = self.reads_planes, self.reads_planes
+
     def settle(self) -> FlatBuffers:
-        """After a pull that could be answered by planes: where the parameters are. If they do not lie all in one plane, they are
-        copied from there."""
+        """Return where the parameters are, after a pull that may have been answered by planes. If not all lie in one plane,
+        they are copied."""
         own = self.current
         if not own.lent:
             self._is_filled = True
@@ -92,12 +97,10 @@ class ParameterPlaces:
         planes, plane = next(iter(own.lent.values()))
         if own.lent.keys() == planes.blocks and all(where == (planes, plane) for where in own.lent.values()):
             place = planes.place(plane, own)
-            if place is not None:
-                if self._is_filled:
-                    self._discard(place)
-                return place
-        take_over(own.lent, own)
-        own.lent.clear()
+            if self._is_filled:
+                self._discard(place)
+            return place
+        own.take_over()
         self._is_filled = True
         return own
 

@@ -1,22 +1,21 @@
 """The planes of an arena that one worker of this machine has mapped, and the blocks that it reads there.
 
-A block that is lent so is not copied. Its page stays pinned until the worker's next call, or the end of its connection, however
-that ends: so a worker that is killed, or that has lost its lease, keeps nothing. Blocks are lent where all workers have the same
-version, in a job with rounds, or where there is one worker; else each worker might keep versions of its own. Must not know
-sockets or messages' kinds.
+A block that is lent is not copied. Its page stays pinned until the worker's next pull, or the end of its connection, however
+that ends: so a worker that is killed, or has lost its lease, keeps nothing. Blocks are lent in a job with rounds, where all
+workers have the same version, and to an only worker; else each worker might keep versions of its own. Must not know sockets or
+kinds of messages.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
+from collections.abc import Callable
 
-from psd.rim.data_plane import PulledBlock
+from psd.state import locks
 from psd.state.aggregation.block import BlockState
 from psd.state.aggregation.small_block import SmallBlock
 from psd.state.job import Job
-from psd.v1 import bulk_pb2
-from psd_core.arena import PLANES, ArenaError
+from psd_core.arena import PLANES, ArenaError, Region
 
 logger = logging.getLogger(__name__)
 
@@ -26,22 +25,20 @@ class LentPlanes:
 
     Raises:
         ArenaError, OSError: there is no file for them, and none can be made.
+
+    Attributes:
+        count: number of planes. plane_bytes: length of each, one behind the other. starts: by the shard's blocks, the offset of
+            their parameters in a plane; None: they are never there.
     """
 
     def __init__(self, job: Job) -> None:
+        slots = lent_slots(job)
         self._arena = job.arena
-        self._indexes = list(job.blocks)
-        self._slots = lent_slots(job)
-        self._file = job.arena.begin_planes(self._slots)
-        self._lock = threading.Lock()
-        self._held: list[PulledBlock] = []
-
-    def describe(self, ready: bulk_pb2.BulkReady) -> None:
-        """Write into a message where parameters lie."""
-        ready.planes, ready.plane_bytes = PLANES, self._file.plane_bytes
-        ready.plane_starts.extend(
-            [start + 1 if slot in self._slots else 0 for slot, start in enumerate(self._file.starts[: len(self._indexes)])]
-        )
+        self._file = job.arena.begin_planes(slots)
+        self._lock = locks.new(locks.Level.LEAF)
+        self._held: list[Callable[[], None]] = []
+        self.count, self.plane_bytes = PLANES, self._file.plane_bytes
+        self.starts = [start if slot in slots else None for slot, start in enumerate(self._file.starts)]
 
     def open_read_only(self) -> int:
         """A descriptor of the file, which the caller closes. Raises OSError."""
@@ -51,22 +48,21 @@ class LentPlanes:
         """True if these are the planes of a job's arena as it is now."""
         return job is not None and job.arena is self._arena
 
-    def number(self, answer: PulledBlock) -> int:
-        """1 + the plane in which the numbers of an answer lie; 0: in none of these."""
-        region = answer.region
+    def number(self, region: Region | None) -> int:
+        """1 + the plane of what lies in a region; 0: it lies in none of these."""
         return region.plane + 1 if region is not None and region.file is self._file else 0
 
-    def hold(self, answer: PulledBlock) -> None:
-        """Keep the page of an answer as it is until `release`."""
+    def hold(self, unpin: Callable[[], None]) -> None:
+        """Keep a pinned page as it is until `release`, which calls `unpin`."""
         with self._lock:
-            self._held.append(answer)
+            self._held.append(unpin)
 
     def release(self) -> None:
         """Let all pages go: the worker reads them no more."""
         with self._lock:
             held, self._held = self._held, []
-        for answer in held:
-            answer.release()
+        for unpin in held:
+            unpin()
 
     def close(self) -> None:
         """Let all pages go, and the planes."""
