@@ -7,7 +7,7 @@ made, opened or removed.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ from psd_core._arena import Content, Words
 from psd_core._arena_lent import LentBlock, LentPage, Terms
 from psd_core._arena_page import Page, PageState
 from psd_core._arena_pages import Place, Pool, Views
-from psd_core._arena_planes import Planes, Region
+from psd_core._arena_planes import PlaneFile, Planes, Region
 from psd_core._store_format import ArenaError, StoreClosed
 
 
@@ -102,6 +102,13 @@ class Blocks:
     def stop(self) -> None:
         """Give no page out any more, and publish none."""
         self.pool.stop(lambda: sum(lent.core.stop() for lent in self._all_lent()))
+
+    def begin_planes(self, blocks: Collection[int]) -> PlaneFile:
+        """Let the next versions of these blocks lie in planes; spare pages of their size go back to the system."""
+        file = self.planes.begin(blocks)
+        sizes = {kind.size: kind for block in blocks if (kind := self._kinds[block]) is not self._apart_kinds[block]}
+        self.pool.punch(self.pool.withdraw_idle(list(sizes.values())))
+        return file
 
     def current(self, block: int) -> Page | None:
         """The published page, not pinned; None: never published."""

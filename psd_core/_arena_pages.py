@@ -13,7 +13,7 @@ from __future__ import annotations
 import mmap
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -273,6 +273,15 @@ class Pool:
             return []
         self._crash_point("arena.free")
         return [place]
+
+    def withdraw_idle(self, kinds: Collection[PageKind]) -> list[Place]:
+        """Take all backed places of these kinds, which are not needed soon, off their lists, to be punched."""
+        with self.lock:
+            found = [place for kind in kinds for place in kind.backed if not self._is_closed and self._can_punch]
+            for kind in kinds if found else ():
+                kind.backed.clear()
+                kind.idle_min = 0
+        return found
 
     def trim(self) -> None:
         """Give all surplus back now."""

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from psd_core import _arena_format as form
 from psd_core import _store_file as files
+from psd_core._arena import LARGE_PAGE_BYTES
 from psd_core._store_format import CACHE_LINE_BYTES, ArenaCorrupt, StoreClosed, StoreFull, align
 
 PLANES = 4
@@ -61,7 +62,7 @@ class PlaneFile:
         for block in range(len(shapes)):
             self.starts.append(end)
             end = align(end + self.nbytes(block), CACHE_LINE_BYTES)
-        self.plane_bytes = align(end, form.EXTENT_ALIGN_BYTES)
+        self.plane_bytes = align(end, LARGE_PAGE_BYTES)
         self.path = directory / f"{PREFIX}{number}"
         self.file = files.File(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL if is_new else os.O_RDONLY)
         try:
@@ -69,7 +70,7 @@ class PlaneFile:
                 self.file.extend(PLANES * self.plane_bytes)
                 self.path.chmod(MODE)
             self._check_size()
-            self._mapping = self.file.map_shared(0, PLANES * self.plane_bytes, is_read_only=not is_new)
+            self._mapping = self.file.map_large(PLANES * self.plane_bytes, is_read_only=not is_new)
         except BaseException:
             self.file.close()
             if is_new:
@@ -96,7 +97,7 @@ class PlaneFile:
         found = self._arrays.get((plane, block))
         if found is None:
             shape, (start, _) = self._shapes[block], self.place(plane, block)
-            found = self._arrays[plane, block] = np.ndarray((shape.length,), shape.dtype, self._mapping, start)
+            found = self._arrays[plane, block] = np.ndarray((shape.length,), shape.dtype, memoryview(self._mapping), start)
         return found
 
     def reserve(self, plane: int, block: int) -> None:
@@ -104,6 +105,7 @@ class PlaneFile:
         start, nbytes = self.place(plane, block)
         self.file.reserve(start, nbytes)
         files.populate(self._mapping, start, nbytes)
+        self._mapping.make_large(start, nbytes)
 
     def release(self, plane: int, block: int) -> None:
         """Give that memory back, if the system can."""

@@ -337,7 +337,7 @@ class Arena:
         with self._planning:
             if self._file.is_closed:
                 raise StoreClosed("the arena has been closed")
-            return self._blocks.planes.begin(blocks)
+            return self._blocks.begin_planes(blocks)
 
     def end_planes(self) -> None:
         """Note that one of those who called `begin_planes` is done with them."""

@@ -20,7 +20,7 @@ from psd.v1 import bulk_pb2
 
 
 class Attachment:
-    """What is shared, from ATTACH on.
+    """Memory that is shared, from ATTACH on.
 
     Args:
         stream: the connection's.

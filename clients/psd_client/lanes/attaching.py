@@ -1,4 +1,4 @@
-"""How a worker and a shard of its machine come to share memory: the worker's segment, and the shard's planes.
+"""Sharing memory between a worker and a shard of its machine: the worker's segment, and the shard's planes.
 
 Descriptors travel over the local socket, each after the other side has said that it waits for one, so that none is read
 together with a message and lost. Must not know calls, or what a failure means.
@@ -46,7 +46,10 @@ def attach(
         socket.send_fds(local, [b"\0"], [segment.fd])
     except OSError as error:
         raise Disconnected(str(error)) from None
-    return bulk_pb2.BulkReady.FromString(expect(Kind.READY))
+    ready = bulk_pb2.BulkReady.FromString(expect(Kind.READY))
+    if ready.planes and gradients is not None:
+        gradients.make_large()  # the other half of what the shard's kernels stream through
+    return ready
 
 
 def mapped(stream: Stream, ready: bulk_pb2.BulkReady, layout: Layout) -> MappedPlanes | None:

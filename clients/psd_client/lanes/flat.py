@@ -123,6 +123,12 @@ class FlatBuffers:
         """The slice of block `index` of the layout."""
         return self._blocks[index]
 
+    def make_large(self) -> None:
+        """Have large pages hold these buffers, which take all their memory now, as far as the system can."""
+        if self.segment is not None:
+            for space in self.spaces:
+                self.segment.make_large(space)
+
     def place_of(self, index: int) -> FlatBuffers:
         """The buffers in which block `index` was received last: these, or those of a plane."""
         lent = self.lent.get(index)

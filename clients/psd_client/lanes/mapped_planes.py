@@ -6,7 +6,6 @@ know sockets, calls, or who keeps which arrays.
 
 from __future__ import annotations
 
-import mmap
 import os
 from typing import Any
 
@@ -17,6 +16,7 @@ from psd.contract.errors import InternalError
 from psd.contract.layout import Layout
 from psd.v1 import bulk_pb2
 from psd_client.lanes.flat import FlatBuffers, InPlane
+from psd_core.large_pages import LargeMap
 
 PLANES_MAX = 64
 """Number of planes up to which a shard is believed."""
@@ -50,12 +50,12 @@ class MappedPlanes:
         ):
             raise InternalError("the shard's planes are not as its message says")
         self._spaces = {space: start for space in range(len(layout.spaces)) if (start := self._start_of(space)) is not None}
-        self._mapping = mmap.mmap(descriptor, nbytes, mmap.MAP_SHARED, mmap.PROT_READ)
+        self._mapping = LargeMap(descriptor, nbytes, is_read_only=True)
         self._count = ready.planes
         self._places: dict[int, FlatBuffers] = {}
 
     def at(self, in_plane: int) -> InPlane:
-        """Where a block lies, by what the shard says of it. in_plane: as in PullFrame, not 0. Raises InternalError."""
+        """Return where a block lies, by what the shard says of it. in_plane: as in PullFrame, not 0. Raises InternalError."""
         if not 0 < in_plane <= self._count:
             raise InternalError(f"in_plane: is {in_plane}, and the shard has {self._count} planes")
         return InPlane(self, in_plane - 1)
@@ -84,5 +84,5 @@ class MappedPlanes:
         if number not in self._spaces:
             return own
         start = plane * self._plane_bytes + self._spaces[number]
-        found: NDArray[Any] = np.ndarray(own.shape, own.dtype, self._mapping, start)
+        found: NDArray[Any] = np.ndarray(own.shape, own.dtype, memoryview(self._mapping), start)
         return found
