@@ -193,7 +193,8 @@ class Parameters:
         self._left = self._pieces.keys() - copied.keys()
         # Parameters in `apart` are copied once all of their blocks are there; until then none of these blocks counts as copied.
         lacking = {tensor for tensor in apart if self._blocks_of.get(tensor, set()) & self._left}
-        self._copy(apart - lacking)
+        whole = list(apart - lacking)
+        copy_all([self._trained[index] for index in whole], [self._whole(index) for index in whole])
         self._left.update(*(self._blocks_of[tensor] for tensor in lacking))
         for block in copied.keys() - self._left:
             self.versions[block] = copied[block]
@@ -201,6 +202,19 @@ class Parameters:
     def _copy(self, tensors: Iterable[int]) -> None:
         copied, views = list(tensors), self._received.views
         copy_all([self._trained[index] for index in copied], [views[index] for index in copied])
+
+    def _whole(self, tensor: int) -> torch.Tensor:
+        """A tensor as it was received, perhaps while others still are, and in whichever buffers its blocks are."""
+        found = {block: self._received.views_of_block(block)[tensor] for block in self._blocks_of.get(tensor, ())}
+        views = list(found.values()) or [self._received.views[tensor]]
+        if all(view is views[0] for view in views):
+            return views[0]
+        whole = torch.empty_like(views[0])
+        for block, view in found.items():
+            for piece, elements in self._pieces[block]:
+                if piece == tensor:
+                    whole.view(-1)[elements] = view.view(-1)[elements]
+        return whole
 
     def _copy_block(self, block: int, apart: set[int]) -> None:
         """Copy a block, except the pieces of the tensors `apart`."""
