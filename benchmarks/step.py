@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import sys
 from argparse import Namespace
+from pathlib import Path
 from typing import Any
 
 import _contenders as contenders
@@ -84,7 +85,6 @@ def references(args: Namespace, workers: int) -> dict[str, Starter]:
     """References that can run here, by name."""
     model = args.model
     starters = {
-        "by hand": contenders.by_hand(workers, model),
         "memcpy": contenders.memory("memcpy", "memcpy", model),
         "sgd kernel": contenders.memory("sgd kernel", "sgd", model),
         "raw tcp duplex": contenders.reference("raw tcp duplex", "raw_tcp", "duplex", workers, model),
@@ -92,6 +92,8 @@ def references(args: Namespace, workers: int) -> dict[str, Starter]:
         "grpc stream": contenders.reference("grpc stream", "bare_grpc", "stream", workers, model),
         "grpc unary": contenders.reference("grpc unary", "bare_grpc", "unary", workers, model),
     }
+    if Path("/dev/shm").is_dir():
+        starters["by hand"] = contenders.by_hand(workers, model)
     if contenders.interpreter_with("torch", None) is not None:
         starters["torch rpc"] = contenders.torch_rpc(workers, model)
         if workers > 1:

@@ -19,9 +19,12 @@ The file `arena` beside `lock`, all numbers little-endian, format 3:
     pages        by extent, in the order of the records; each extent begins at a multiple of 64 KiB
 
     a page       whole multiples of 4 KiB; its number is its offset / 4096. Head: u64 checksum of the head's other words, magic
-                 "PSDPAGE1", block, page number, version, words in the head, checksum of the body (csrc/content.h), number of
-                 the page whose body it is, if not this one's, else 0; sessions u64[W], clocks u64[W], steps u64[k]; then the
-                 body: parameter, slots and extra arrays, each from a multiple of 64
+                 "PSDPAGE1", block, page number, version, words in the head, checksum of the body (csrc/content.h), u16 file
+                 << 48 | u8 plane + 1 << 40 | number of the page whose body it is, if not this one's, else 0; sessions u64[W],
+                 clocks u64[W], steps u64[k]; then the body: parameter, slots and extra arrays, each from a multiple of 64
+
+If a plane is named (_arena_planes.py), the parameter lies there, in the file `planes-FILE` beside this one, and not in the
+body; the checksum then begins with it.
 
 A version with the values of the one before has a page without a body, as large as a head, that names the page that has it. A
 page that is named by no table entry, and by no page that one names, is free. So publishing is: write the head, with the body's

@@ -96,6 +96,7 @@ def in_memory(fd: int) -> set[float]:
 
 
 def test_a_lent_version_stays_until_the_next_call_that_asks_for_planes(join: Callable[..., LargeWorker], memory: int) -> None:
+    """Pushes of its own, too, leave it alone."""
     worker = join("async")
     stream = worker.connect(local=True)
     ready = worker.ready(stream, memory)
@@ -120,6 +121,7 @@ def test_a_lent_version_stays_until_the_next_call_that_asks_for_planes(join: Cal
 
 
 def test_announced_blocks_say_their_plane(join: Callable[..., LargeWorker], memory: int) -> None:
+    """So that a worker can copy one while others are still being made."""
     worker = join()
     stream = worker.connect(local=True)
     worker.ready(stream, memory)
@@ -131,6 +133,7 @@ def test_announced_blocks_say_their_plane(join: Callable[..., LargeWorker], memo
 
 
 def test_the_descriptor_shows_parameters_alone_and_writes_nothing(join: Callable[..., LargeWorker], memory: int) -> None:
+    """Not by a map, a write or a truncation."""
     worker = join()
     stream = worker.connect(local=True)
     worker.ready(stream, memory)
@@ -177,6 +180,7 @@ def test_a_call_by_plane_where_none_were_offered_is_answered_by_a_copy(join: Cal
 
 
 def test_without_attached_memory_blocks_travel_whatever_a_call_asks(join: Callable[..., LargeWorker]) -> None:
+    """Over TCP, and over a local socket."""
     worker = join()
     for local in (False, True):
         stream = worker.connect(local=local)
