@@ -146,6 +146,7 @@ class LentBlock:
     def adopt(self, page: Page) -> None:
         """Take over the published page, which nobody has pinned."""
         assert page.pins == 1, f"block {self.block}: somebody reads the page that is to be lent"
+        assert page.region is None, f"block {self.block}: its parameter lies in a plane"
         entry = self._lend(page.place, page.place if page.base is None else page.base.place)
         self.core.adopt(entry, page.version, page.content)
 

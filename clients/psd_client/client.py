@@ -120,8 +120,8 @@ class ParameterServer:
                 several optimizers, groups name theirs: {"part": "generator", "params": [names]}.
             copy: False: in place of new arrays this, `pull` and `push_pull` return views of the memory where parameters are
                 received, or where a shard of this machine has them. They cannot be written to, and hold until the next of
-                these calls: use what each one returns. (Of float16 parameters there are copies all the same: their masters
-                are float32.)
+                these calls, or one that fails: use what each one returns. (Of float16 parameters there are copies all the
+                same: their masters are float32.)
             tables: sparse ones, each with an optimizer of its own; `ps.tables` then has them by name. See docs/tables.md.
             **job
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from psd.state import locks
 from psd.state.aggregation.block import BlockState
-from psd.state.aggregation.small_block import SmallBlock
+from psd.state.aggregation.small_block import BYTES_MAX
 from psd.state.job import Job
 from psd_core.arena import PLANES, ArenaError, Region
 
@@ -96,4 +96,4 @@ def lent_slots(job: Job) -> set[int]:
 
 
 def _can_be_lent(block: BlockState) -> bool:
-    return block.plan.trained and not block.plan.pull_codec and not isinstance(block, SmallBlock)
+    return block.plan.trained and block.plan.nbytes > BYTES_MAX and not block.plan.pull_codec

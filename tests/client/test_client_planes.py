@@ -316,13 +316,20 @@ def test_parameters_of_other_dtypes_are_read_in_planes_too(cluster: Start, dtype
 
 
 def test_memory_when_a_worker_reads_planes_then_it_has_no_parameters_of_its_own(cluster: Start) -> None:
-    """Not even those that it has declared."""
+    """Not even those that it has declared, or set."""
     with workers(cluster(1).servers, 1) as (ps,):
-        ps.push_pull(gradient(-1))
         segment = worker_of(ps).gradients.segment
         assert segment is not None
-        assert os.fstat(segment.fd).st_blocks * 512 < 4 * SIZE * 1.5  # the gradients
+
+        def has_only_gradients() -> bool:
+            return os.fstat(segment.fd).st_blocks * 512 < 4 * SIZE * 1.5
+
+        ps.push_pull(gradient(-1))
+        assert has_only_gradients()
         assert both(ps.push_pull(gradient(-1)), 2)
+        ps.load_parameters(gradient(5))
+        assert has_only_gradients()
+        assert both(ps.push_pull(gradient(-1)), 6)
 
 
 def test_a_reader_when_pages_lie_in_planes_then_it_gets_them(cluster: Start) -> None:

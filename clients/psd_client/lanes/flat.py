@@ -71,6 +71,7 @@ class FlatBuffers:
         base: buffers of the same layout that have what a reader is told changes to; None: these.
         maps_planes: blocks may be received in planes of a shard (mapped_planes.py) in place of these buffers.
         lent: by block, the plane in which it was received last; not there: in these buffers.
+        is_filled: False if nothing was written to what may lie in planes since `discard`.
     """
 
     def __init__(
@@ -106,6 +107,7 @@ class FlatBuffers:
         self.base: FlatBuffers | None = None
         self.maps_planes = False
         self.lent: dict[int, InPlane] = {}
+        self.is_filled = True
         of_buffers = [group.is_of_buffers for group in layout.spec.groups]
         spaces = zip(layout.spaces, self.spaces, strict=True)
         self._looked_at = [
@@ -139,6 +141,14 @@ class FlatBuffers:
         for index in self.lent:
             np.copyto(self._blocks[index], self.place_of(index).block(index))
         self.lent.clear()
+        self.is_filled = True
+
+    def discard(self, place: FlatBuffers) -> None:
+        """Give the memory of the spaces back that `place`, a plane of these, has in their stead."""
+        for own, found in zip(self.spaces, place.spaces, strict=True):
+            if own is not found and self.segment is not None:
+                self.segment.discard(own)
+        self.is_filled = False
 
     def read_in(self, codecs: list[str]) -> None:
         """Receive blocks in these codecs from now on; what was received in others is known no more."""

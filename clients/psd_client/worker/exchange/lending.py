@@ -55,7 +55,6 @@ class ParameterPlaces:
         self.current = self._places[0]
         self.reads_planes = False
         self.has_choice = self.is_lending
-        self._is_filled = True  # the only place, if planes are read
         if segment is not None:
             _sharing.add(self)
 
@@ -92,25 +91,16 @@ class ParameterPlaces:
         they are copied."""
         own = self.current
         if not own.lent:
-            self._is_filled = True
+            own.is_filled = True
             return own
         planes, plane = next(iter(own.lent.values()))
         if own.lent.keys() == planes.blocks and all(where == (planes, plane) for where in own.lent.values()):
             place = planes.place(plane, own)
-            if self._is_filled:
-                self._discard(place)
+            if own.is_filled:
+                own.discard(place)
             return place
         own.take_over()
-        self._is_filled = True
         return own
-
-    def _discard(self, place: FlatBuffers) -> None:
-        """Give the memory back that a plane is read in place of."""
-        assert self.current.segment is not None
-        for own, found in zip(self.current.spaces, place.spaces, strict=True):
-            if own is not found:
-                self.current.segment.discard(own)
-        self._is_filled = False
 
     def lend(self, wanted: Collection[int] | None = None) -> list[NDArray[Any] | None]:
         """The current place's tensors for the program, to keep and to change; None for those that are not lent.
