@@ -276,3 +276,28 @@ def test_a_closed_arena_keeps_what_is_held_and_takes_it_back(planes):
     assert np.array_equal(seen(mapping, file, page), page.parameter)
     arena.unpin(page)
     arena.end_planes()
+
+
+def test_memory_of_one_block_goes_back_beside_others_in_the_same_large_pages(memory_path):
+    """Whose numbers stay, whether they are current or pinned."""
+    shapes = [BlockShape("float32", 700_000, 0, 1)] * 4
+    arena = create_published(memory_path, shapes)
+    file = arena.begin_planes(range(4))
+    mapping = reader_of(file)
+    for version in (2, 3):
+        for block in range(4):
+            update(arena, block, version)
+    pinned = arena.pin(1)
+    before = file.path.stat().st_blocks * 512
+    arena.end_planes()
+    for block in (0, 1, 3):
+        update(arena, block, 4)
+
+    assert is_whole(pinned, 1, 3)
+    assert is_whole(arena.current(2), 2, 3)
+    for page in (pinned, arena.current(2)):
+        assert np.array_equal(seen(mapping, file, page), page.parameter)
+    assert file.path.stat().st_blocks * 512 < before - 5 * 4 * 700_000
+    arena.unpin(pinned)
+    check_places(arena)
+    arena.close(remove=True)
