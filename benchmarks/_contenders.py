@@ -185,6 +185,23 @@ def memory(name: str, pattern: str, model: str) -> Starter:
     return start
 
 
+def by_hand(workers: int, model: str) -> Starter:
+    """A contender: a server and its workers in memory that they share, and nothing else."""
+
+    def start(stack: ExitStack) -> Contender:
+        place = Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm", prefix="psd-benchmark-")))
+        with (place / "memory").open("wb") as file:
+            file.truncate(4 * work.size_of(model) * (2 + workers))
+        told = {"memory": str(place / "memory"), "address": str(place / "socket"), "world_size": workers, "model": model}
+        server = Peer("shared_step", told, threads=1)
+        all_ready(stack, [server])
+        peers = [Peer("shared_step", {**told, "rank": rank}, threads=1) for rank in range(workers)]
+        all_ready(stack, peers)
+        return Contender("by hand", workers, 0, model, peers, [server.pid])
+
+    return start
+
+
 def gloo(workers: int, model: str) -> Starter:
     """A contender: all-reduce, and SGD on each worker."""
 

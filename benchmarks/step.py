@@ -4,6 +4,7 @@
 
 psd over each transport runs against other systems that do the same step, and against what memory and wires alone allow:
 
+    by hand            the step in memory that a server and its workers share, with psd's kernel, and a byte each way
     memcpy             of the parameters, on one core
     sgd kernel         psd's own, from one copy of the parameters to another, on one core
     raw tcp duplex     the same bytes over loopback, block by block, in both directions at once, no arithmetic
@@ -21,7 +22,8 @@ and TensorFlow are used if this interpreter has them, or name one that does: pyt
 python benchmarks/step.py --ray-python ray/bin/python. What each system has computed is verified, to the bit.
 
 ms/step is the time from the last worker's begin to the last worker's end. GB/s counts numbers pushed and pulled by all workers.
-CPU s/GB is what the server processes used for that. The ratios are the figures to compare; milliseconds are this machine's.
+CPU s/GB is what the server processes used for that, CPU ms/step what all processes of a system used for a step. The ratios are
+the figures to compare; milliseconds are this machine's.
 Exit status: 1 if psd failed or was wrong; the criteria do not decide.
 """
 
@@ -29,6 +31,7 @@ from __future__ import annotations
 
 import sys
 from argparse import Namespace
+from pathlib import Path
 from typing import Any
 
 import _contenders as contenders
@@ -41,6 +44,7 @@ from peers import work
 
 STEPS_MIN = 15
 REFERENCES = {
+    "by hand": "hand",
     "memcpy": "memcpy",
     "sgd kernel": "sgd",
     "raw tcp duplex": "tcp2",
@@ -88,6 +92,8 @@ def references(args: Namespace, workers: int) -> dict[str, Starter]:
         "grpc stream": contenders.reference("grpc stream", "bare_grpc", "stream", workers, model),
         "grpc unary": contenders.reference("grpc unary", "bare_grpc", "unary", workers, model),
     }
+    if Path("/dev/shm").is_dir():
+        starters["by hand"] = contenders.by_hand(workers, model)
     if contenders.interpreter_with("torch", None) is not None:
         starters["torch rpc"] = contenders.torch_rpc(workers, model)
         if workers > 1:
@@ -132,6 +138,7 @@ def facts(contender: Contender) -> dict[str, Any]:
         "step_s_p90": report.quantile(contender.seconds, 0.9),
         "goodput_gb_per_s": moved / median_s / 1e9 if moved else None,
         "server_cpu_s_per_gb": contender.server_cpu_s / gigabytes if gigabytes else None,
+        "cpu_s_per_step": (contender.server_cpu_s + contender.worker_cpu_s) / contender.all_steps,
         "steps_s": contender.seconds,
     }
 
@@ -146,11 +153,12 @@ def print_tables(workers: int, results: list[dict[str, Any]]) -> None:
             *(report.number(1e3 * r[f"step_s_{which}"], 1) for which in ("median", "fastest", "p90")),
             report.number(r["goodput_gb_per_s"]),
             report.number(r["server_cpu_s_per_gb"], 3),
+            report.number(1e3 * r["cpu_s_per_step"], 1),
         ]
         for r in results
     ]
     print(f"\nW = {workers}\n")
-    print(report.table(["system", "W", "S", "ms/step", "fastest", "p90", "GB/s", "server CPU s/GB"], rows))
+    print(report.table(["system", "W", "S", "ms/step", "fastest", "p90", "GB/s", "server CPU s/GB", "CPU ms/step"], rows))
     others = {r["system"]: r["step_s_median"] for r in results if r["shards"] == 0}
     rows = [
         [f"{r['system']}, S = {r['shards']}", *(report.number(r["step_s_median"] / seconds) for seconds in others.values())]
@@ -165,11 +173,11 @@ def print_tables(workers: int, results: list[dict[str, Any]]) -> None:
 def criteria(by_workers: dict[int, list[dict[str, Any]]]) -> list[Criterion]:
     """The project's criteria on steps, with one shard."""
 
-    def time_of(system: str, workers: int, of: int | None = None) -> float | None:
+    def time_of(system: str, workers: int, of: int | None = None, what: str = "step_s_median") -> float | None:
         """The time of a contender in the run with that many workers; of a system with another number, if that is given."""
         for r in by_workers.get(workers, []):
             if r["system"] == system and r["shards"] <= 1 and r["workers"] == (of or workers):
-                return float(r["step_s_median"])
+                return float(r[what])
         return None
 
     sgd, memcpy = time_of("sgd kernel", 1), time_of("memcpy", 1)
@@ -180,6 +188,11 @@ def criteria(by_workers: dict[int, list[dict[str, Any]]]) -> list[Criterion]:
         Criterion(1, "shm, W = 2: step / ray", ratio(time_of("psd shm", 2), time_of("ray", 2)), 0.7),
         Criterion(1, "shm, W = 2: step / raw tcp in turns", ratio(time_of("psd shm", 2), time_of("raw tcp in turns", 2)), 0.45),
     ]
+    for workers, limit in ((1, 1.25), (2, 1.2)):
+        times = ratio(time_of("psd shm", workers), time_of("by hand", workers))
+        found.append(Criterion(1, f"shm, W = {workers}: step / by hand", times, limit))
+        used = [time_of(system, workers, what="cpu_s_per_step") for system in ("psd shm", "by hand")]
+        found.append(Criterion(1, f"shm, W = {workers}: CPU of a step / by hand", ratio(*used), 1.5))
     for system, reference, index, limit in (
         ("tcp", "raw tcp duplex", 2, 1.2),
         ("tcp", "torch rpc", 2, 0.75),

@@ -16,7 +16,8 @@ cdef extern from "arena.h" nogil:
     enum:
         PSD_LARGE_PAGE
     int psd_populate(void *, size_t) noexcept
-    void *psd_map_large(int, size_t) noexcept
+    void *psd_map_large(int, size_t, int) noexcept
+    int psd_make_large(void *) noexcept
     int munmap(void *, size_t) noexcept
     int psd_punch_hole(int, int64_t, int64_t) noexcept
 
@@ -34,24 +35,37 @@ cdef enum:
 
 
 cdef class LargeMap:
-    """A file mapped shared and for writing, in a way that large pages can hold it: a buffer. Unmapped when nobody refers to it any more."""
+    """A file mapped shared, and for writing unless said otherwise, in a way that large pages can hold it: a buffer. Unmapped when nobody
+    refers to it any more."""
 
     cdef void *start
     cdef Py_ssize_t nbytes
+    cdef bint is_read_only
 
-    def __cinit__(self, int fd, Py_ssize_t nbytes):
+    def __cinit__(self, int fd, Py_ssize_t nbytes, *, bint is_read_only=False):
         assert nbytes > 0
-        self.start = psd_map_large(fd, nbytes)
+        self.start = psd_map_large(fd, nbytes, is_read_only)
         if self.start == NULL:
             PyErr_SetFromErrno(OSError)
         self.nbytes = nbytes
+        self.is_read_only = is_read_only
 
     def __dealloc__(self):
         if self.start != NULL:
             munmap(self.start, self.nbytes)
 
     def __getbuffer__(self, Py_buffer *view, int flags):
-        PyBuffer_FillInfo(view, self, self.start, self.nbytes, 0, flags)
+        PyBuffer_FillInfo(view, self, self.start, self.nbytes, self.is_read_only, flags)
+
+    def make_large(self, Py_ssize_t start, Py_ssize_t nbytes):
+        """Have large pages hold a range, and what is beside it in the first of them, without the GIL, as far as the system can. The range must
+        have memory. Its last part stays as it is if it fills no large page."""
+        if start < 0 or nbytes < 0 or start > self.nbytes or nbytes > self.nbytes - start:
+            raise IndexError(f"bytes {start} to {start + nbytes} of {self.nbytes}")
+        cdef Py_ssize_t at = start - start % PSD_LARGE_PAGE
+        with nogil:
+            while at + PSD_LARGE_PAGE <= start + nbytes and psd_make_large(<char *>self.start + at) == 0:
+                at += PSD_LARGE_PAGE
 
 
 cdef class Words:
@@ -59,6 +73,8 @@ cdef class Words:
 
     cdef Py_buffer view
     cdef uint64_t *words
+    cdef object buffer
+    cdef Py_ssize_t start
     cdef readonly Py_ssize_t count
 
     def __cinit__(self, object buffer, Py_ssize_t start, Py_ssize_t count):
@@ -69,6 +85,8 @@ cdef class Words:
         if <uintptr_t>self.words % 8 != 0:
             raise ValueError(f"start: expected an address that is a multiple of 8, got byte {start}")
         self.count = count
+        self.buffer = buffer
+        self.start = start
 
     def __dealloc__(self):
         PyBuffer_Release(&self.view)
@@ -99,6 +117,10 @@ cdef class Words:
         """Return the 64-bit checksum of `count` words."""
         self.check(first, count)
         return psd_checksum(&self.words[first], count)
+
+    def bytes(self):
+        """Return a view of all words' memory, as bytes."""
+        return memoryview(self.buffer).cast("B")[self.start : self.start + 8 * self.count]
 
     def content(self):
         """Return the checksum of all words as a `Content` has it, without the GIL if they are many."""

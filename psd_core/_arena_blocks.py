@@ -7,17 +7,19 @@ made, opened or removed.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from psd_core import _arena_format as form
 from psd_core import _store_file as files
-from psd_core._arena import Words
+from psd_core._arena import Content, Words
 from psd_core._arena_lent import LentBlock, LentPage, Terms
 from psd_core._arena_page import Page, PageState
-from psd_core._arena_pages import Place, Pool
+from psd_core._arena_pages import Place, Pool, Views
+from psd_core._arena_planes import PlaneFile, Planes, Region
 from psd_core._store_format import ArenaError, StoreClosed
 
 
@@ -26,22 +28,39 @@ class Found(NamedTuple):
 
     Attributes:
         base: place of the page whose body it has; None: its own. content: the checksum of the body.
+        region: where the parameter lies in a plane; None: in the body.
     """
 
     place: Place
     version: int
     base: Place | None
     content: int
+    region: Region | None = None
+
+
+class Unused(NamedTuple):
+    """Memory that goes back to the system: places and regions."""
+
+    places: Sequence[Place] = ()
+    regions: Sequence[Region] = ()
 
 
 class Blocks:
-    """The pages of all blocks of an arena. Blocks are known by index."""
+    """The pages of all blocks of an arena. Blocks are known by index.
 
-    def __init__(self, file: files.File, front: form.Front, mapping: mmap.mmap, crash_point: Callable[[str], None]) -> None:
+    Args:
+        directory: of the planes' files.
+    """
+
+    def __init__(
+        self, file: files.File, front: form.Front, mapping: mmap.mmap, directory: Path, crash_point: Callable[[str], None]
+    ) -> None:
         self.table = Words(mapping, front.table_at, len(front.shapes))
         self.extents = Words(mapping, front.extents_at, front.extents_max)
         self.pool = Pool(file, front.size, front.page_sizes, self.extents, crash_point)
+        self.planes = Planes(directory, front.shapes, self.pool.lock)
         kind_of = {kind.size: kind for kind in self.pool.kinds}
+        self._apart_kinds = [kind_of[layout.size] for layout in front.apart_layouts]
         self._kinds = [kind_of[layout.size] for layout in front.layouts]
         self._head_kinds = [kind_of[layout.head_size] for layout in front.layouts]
         self._front = front
@@ -56,12 +75,12 @@ class Blocks:
         for block, entry in enumerate(found):
             if entry is None:
                 continue
-            base = None
+            base, region = None, entry.region
             if entry.base is not None:
-                base = self._page(block, entry.base)
+                base, region = self._page(block, entry.base, region=region), None
                 base.pins, base.state, base.content = 1, PageState.PUBLISHED, entry.content
                 used.add(entry.base.number)
-            page = self._page(block, entry.place, base)
+            page = self._page(block, entry.place, base, region)
             page.version, page.pins, page.state, page.content = entry.version, 1, PageState.PUBLISHED, entry.content
             self._current[block] = page
             used.add(entry.place.number)
@@ -83,6 +102,13 @@ class Blocks:
     def stop(self) -> None:
         """Give no page out any more, and publish none."""
         self.pool.stop(lambda: sum(lent.core.stop() for lent in self._all_lent()))
+
+    def begin_planes(self, blocks: Collection[int]) -> PlaneFile:
+        """Let the next versions of these blocks lie in planes; spare pages of their size go back to the system."""
+        file = self.planes.begin(blocks)
+        sizes = {kind.size: kind for block in blocks if (kind := self._kinds[block]) is not self._apart_kinds[block]}
+        self.pool.punch(self.pool.withdraw_idle(list(sizes.values())))
+        return file
 
     def current(self, block: int) -> Page | None:
         """The published page, not pinned; None: never published."""
@@ -110,26 +136,38 @@ class Blocks:
         with self.pool.lock:
             surplus = self._unpin(page)
             self.pool.take_back()
-        if surplus:
-            self.pool.punch(surplus)
+        self._give_back(surplus)
 
     def spare(self, block: int) -> Page:
         """A page to write the block's next version into; its contents are undefined."""
         lent = self._lent[block]
-        return self._page(block, self.pool.take(self._kinds[block])) if lent is None else lent.spare()
+        if lent is not None:
+            return lent.spare()
+        before = self._current[block]
+        region = self.planes.take(block, 0 if before is None else before.version + 1)
+        if region is None:
+            return self._page(block, self.pool.take(self._kinds[block]))
+        try:
+            place = self.pool.take(self._apart_kinds[block])
+        except BaseException:
+            with self.pool.lock:
+                unused = self.planes.give(region)
+            self.planes.release(unused)
+            raise
+        return self._page(block, place, region=region)
 
     def spare_alike(self, block: int) -> Page:
         """A page for a next version with the body of the current one. If a head takes as much room as all, a copy."""
         before = self.current(block)
         assert before is not None, f"block {block} was never published"
         kind = self._head_kinds[block]
-        if kind is self._kinds[block] or self._lent[block] is not None:
+        base = before if before.base is None else before.base
+        if (kind is self._kinds[block] and base.region is None) or self._lent[block] is not None:
             page = self.spare(block)
             for old, new in zip(before.arrays, page.arrays, strict=True):
                 np.copyto(new, old)
             return page
         place = self.pool.take(kind)
-        base = before if before.base is None else before.base
         with self.pool.lock:
             base.pins += 1
         return self._page(block, place, base)
@@ -144,9 +182,12 @@ class Blocks:
         head, number, base = page.head, page.place.number, page.base
         for tail in page.tails if base is None else ():
             tail.fill(0)  # equal values have equal checksums, whatever has lain in this place before
-        page.content = page.body.content() if base is None else base.content
+        page.content = _content(page) if base is None else base.content
         self._crash_point("arena.publish.before_header")
         of_body = 0 if base is None else base.place.number
+        region = page.region if base is None else base.region
+        if region is not None:
+            of_body = form.pack_body(of_body, region.plane, region.file.number)
         head.write(1, form.PAGE_MAGIC, block, number, version, head.count, page.content, of_body)
         check = head.checksum(1, head.count - 1)
         head.write(0, check)
@@ -162,9 +203,8 @@ class Blocks:
             before = self._current[block]
             self._current[block] = page
             # Until here, a reader could still pin the old page: it was whole, and free it is only from here on.
-            surplus = [] if before is None else self._unpin(before)
-        if surplus:
-            self.pool.punch(surplus)
+            surplus = Unused() if before is None else self._unpin(before)
+        self._give_back(surplus)
 
     def discard(self, page: Page) -> None:
         """Give back a spare that will not be published."""
@@ -175,39 +215,54 @@ class Blocks:
             assert page.state is PageState.SPARE, f"block {page.block}: the page to discard is {page.state.value}"
             surplus = self._free(page)
             self.pool.take_back()
-        if surplus:
-            self.pool.punch(surplus)
+        self._give_back(surplus)
 
     @property
     def current_bytes(self) -> int:
         """Bytes of the published pages."""
         current = [page for page in self._current if page is not None]
         pages = [*current, *(page.base for page in current if page.base is not None)]
-        return sum(page.place.kind.size for page in pages) + sum(lent.current_bytes for lent in self._all_lent())
+        apart = sum(page.parameter.nbytes for page in pages if page.region is not None)
+        return sum(page.place.kind.size for page in pages) + apart + sum(lent.current_bytes for lent in self._all_lent())
 
     @property
     def spare_bytes(self) -> int:
         """Bytes of the places that no version lives in and nobody has in hand."""
-        return self.pool.spare_bytes() + sum(lent.spare_bytes for lent in self._all_lent())
+        return self.pool.spare_bytes() + self.planes.idle_bytes + sum(lent.spare_bytes for lent in self._all_lent())
 
-    def _unpin(self, page: Page) -> list[Place]:
+    def _unpin(self, page: Page) -> Unused:
         assert page.state is PageState.PUBLISHED, f"block {page.block}: the page to unpin is {page.state.value}"
         page.pins -= 1
-        return [] if page.pins > 0 else self._free(page)
+        return Unused() if page.pins > 0 else self._free(page)
 
-    def _free(self, page: Page) -> list[Place]:
+    def _free(self, page: Page) -> Unused:
         page.state = PageState.FREE
-        surplus = self.pool.give(page.place)
-        return surplus if page.base is None else surplus + self._unpin(page.base)
+        if page.base is not None:
+            of_base = self._unpin(page.base)
+            return Unused((*self.pool.give(page.place), *of_base.places), of_base.regions)
+        if page.region is not None:
+            return Unused(self.pool.give(page.place), self.planes.give(page.region))
+        # Of a block whose versions lie in planes now, no whole page is needed soon.
+        is_over = self.planes.has(page.block)
+        return Unused(self.pool.withdraw(page.place) if is_over else self.pool.give(page.place))
 
-    def _page(self, block: int, place: Place, base: Page | None = None) -> Page:
+    def _give_back(self, unused: Unused) -> None:
+        if unused.places:
+            self.pool.punch(unused.places)
+        if unused.regions:
+            self.planes.release(unused.regions)
+
+    def _page(self, block: int, place: Place, base: Page | None = None, region: Region | None = None) -> Page:
         front = self._front
-        views = place.views(front.shapes[block], front.layouts[block], front.workers)
-        with_body = views if base is None else base
+        layouts = front.layouts if region is None else front.apart_layouts
+        views = place.views(front.shapes[block], layouts[block], front.workers)
+        with_body: Page | Views = views if base is None else base
+        parameter = with_body.parameter if region is None else region.file.array(region.plane, block)
+        assert parameter is not None
         # A new object each time: whoever still holds one of an earlier use of this place cannot free the place by mistake.
         return Page(
             block,
-            with_body.parameter,
+            parameter,
             with_body.slots,
             with_body.extra,
             views.steps,
@@ -221,4 +276,15 @@ class Blocks:
             body=with_body.body,
             tails=with_body.tails,
             base=base,
+            region=region,
         )
+
+
+def _content(page: Page) -> int:
+    """The checksum of a page's body; of a parameter that is apart, first."""
+    if page.region is None:
+        return int(page.body.content())
+    content = Content()
+    content.add(page.parameter.view(np.uint8))
+    content.add(page.body.bytes())
+    return int(content.check())

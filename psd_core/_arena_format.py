@@ -34,6 +34,8 @@ _COUNTS = struct.Struct("<III4x")  # see Front.fixed
 SHAPE = struct.Struct("<16sQHHI")
 
 TABLE_CHECK_BITS = 24
+NUMBER_BITS, PLANE_BITS, FILE_BITS = 40, 8, 16
+"""Bits of a head's last word: of the page whose body it is, of the parameter's plane, plus 1, and of the plane's file."""
 _EXTENT_CHECK_BITS = 16
 _EXTENT_COUNT_BITS = 32
 KINDS_MAX = (1 << 16) - 1
@@ -84,7 +86,8 @@ def check_shape(index: int, shape: BlockShape) -> None:
 
 class PageLayout(NamedTuple):
     """Byte offsets within a page. `head_words` are those that the head's checksum covers, itself among them; `body_words`, from
-    the parameter on, those that the body's does. `size` is that of a page, `head_size` that of a page without a body."""
+    `parameter_at` on, those that the body's does. `size` is that of a page, `head_size` that of a page without a body. If the
+    parameter `is_apart`, in a plane, the body begins with the first slot."""
 
     sessions_at: int
     clocks_at: int
@@ -96,23 +99,26 @@ class PageLayout(NamedTuple):
     extra_at: tuple[int, ...]
     size: int
     head_size: int
+    is_apart: bool = False
 
 
-def page_layout(shape: BlockShape, workers: int) -> PageLayout:
-    """The positions of the parts of a block's page."""
+def page_layout(shape: BlockShape, workers: int, *, is_apart: bool = False) -> PageLayout:
+    """The positions of the parts of a block's page. is_apart: its parameter lies in a plane, and the body has the others."""
     sessions_at = 8 * HEADER_WORDS
     clocks_at = sessions_at + 8 * workers
     steps_at = clocks_at + 8 * workers
     head_words = HEADER_WORDS + 2 * workers + shape.segment_count
     parameter_at = align(8 * head_words, CACHE_LINE_BYTES)
     stride = align(shape.length * np.dtype(shape.dtype).itemsize, CACHE_LINE_BYTES)
-    count = 1 + shape.slot_count + shape.extra_count
-    behind = tuple(parameter_at + stride * i for i in range(1, count))
+    own = 0 if is_apart else 1
+    count = own + shape.slot_count + shape.extra_count
+    behind = tuple(parameter_at + stride * i for i in range(own, count))
     slots_at, extra_at = behind[: shape.slot_count], behind[shape.slot_count :]
     size = align(parameter_at + stride * count, UNIT_BYTES)
     head_size = align(8 * head_words, UNIT_BYTES)
+    body_words = stride * count // 8
     return PageLayout(
-        sessions_at, clocks_at, steps_at, head_words, parameter_at, stride * count // 8, slots_at, extra_at, size, head_size
+        sessions_at, clocks_at, steps_at, head_words, parameter_at, body_words, slots_at, extra_at, size, head_size, is_apart
     )
 
 
@@ -130,9 +136,20 @@ class Front:
         return tuple(page_layout(shape, self.workers) for shape in self.shapes)
 
     @cached_property
+    def apart_layouts(self) -> tuple[PageLayout, ...]:
+        """Layouts of pages whose parameter lies in a plane, by block."""
+        return tuple(page_layout(shape, self.workers, is_apart=True) for shape in self.shapes)
+
+    @cached_property
+    def _whole_sizes(self) -> list[int]:
+        return sorted({size for layout in self.layouts for size in (layout.size, layout.head_size)})
+
+    @cached_property
     def page_sizes(self) -> tuple[int, ...]:
-        """The kinds of pages: their sizes, ascending, those without a body among them. A kind is known by its place here."""
-        return tuple(sorted({size for layout in self.layouts for size in (layout.size, layout.head_size)}))
+        """The kinds of pages: their sizes, ascending, those without a body among them; then those without a parameter alone. A
+        kind is known by its place here."""
+        further = {layout.size for layout in self.apart_layouts}.difference(self._whole_sizes)
+        return (*self._whole_sizes, *sorted(further))
 
     @cached_property
     def fixed(self) -> bytes:
@@ -176,7 +193,7 @@ class Front:
     @property
     def extents_max(self) -> int:
         """Number of records that fit. A kind grows by an eighth each time, so 64 make it a thousand times as large."""
-        return 64 * (len(self.page_sizes) + 1)
+        return 64 * (len(self._whole_sizes) + 1)
 
     @property
     def size(self) -> int:
@@ -222,6 +239,17 @@ def unpack_extent(index: int, record: int) -> tuple[int, int]:
 def pack_entry(page_number: int, page_checksum: int) -> int:
     """The table entry of a page: its number, and low bits of its checksum, so that both vouch for each other."""
     return page_number << TABLE_CHECK_BITS | page_checksum & ((1 << TABLE_CHECK_BITS) - 1)
+
+
+def pack_body(page_number: int, plane: int, file: int) -> int:
+    """A head's last word. page_number: 0: the body is the page's own. plane: -1: the parameter is in the body."""
+    return page_number | (plane + 1) << NUMBER_BITS | file << (NUMBER_BITS + PLANE_BITS)
+
+
+def unpack_body(word: int) -> tuple[int, int, int]:
+    """Page number, plane and file."""
+    plane = word >> NUMBER_BITS & ((1 << PLANE_BITS) - 1)
+    return word & ((1 << NUMBER_BITS) - 1), plane - 1, word >> (NUMBER_BITS + PLANE_BITS)
 
 
 def check_shapes(shapes: Sequence[BlockShape], workers: int) -> None:

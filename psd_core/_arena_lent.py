@@ -69,8 +69,10 @@ class LentPage(Page):
         self.entry = entry
         self.block = lent.block
         self.place = place
+        assert body.parameter is not None
         self.parameter, self.slots, self.extra = body.parameter, body.slots, body.extra
         self.steps, self.sessions, self.clocks = views.steps, views.sessions, views.clocks
+        self.base = self.region = None  # the core's pages lie in no plane
 
     @property
     def pins(self) -> int:  # type: ignore[override]
@@ -144,6 +146,7 @@ class LentBlock:
     def adopt(self, page: Page) -> None:
         """Take over the published page, which nobody has pinned."""
         assert page.pins == 1, f"block {self.block}: somebody reads the page that is to be lent"
+        assert page.region is None, f"block {self.block}: its parameter lies in a plane"
         entry = self._lend(page.place, page.place if page.base is None else page.base.place)
         self.core.adopt(entry, page.version, page.content)
 

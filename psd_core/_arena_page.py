@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from psd_core._arena import Words
 from psd_core._arena_pages import Place
+from psd_core._arena_planes import Region
 
 
 class PageState(enum.Enum):
@@ -35,6 +36,7 @@ class Page:
         pins: readers, plus one while the page is current, and one for each page that has its body. Guarded by the arena.
         base: the page whose body this one has; None: its own.
         content: the checksum of the body, once published.
+        region: where the parameter lies in a plane, which other processes can read; None: in none.
         state, place, head, body, tails: the arena's.
     """
 
@@ -54,6 +56,7 @@ class Page:
     tails: Sequence[NDArray[np.uint8]]
     base: Page | None = None
     content: int = 0
+    region: Region | None = None
 
     @property
     def arrays(self) -> tuple[NDArray[Any], ...]:

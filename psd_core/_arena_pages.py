@@ -13,7 +13,7 @@ from __future__ import annotations
 import mmap
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -36,10 +36,12 @@ class Views:
     """The arrays of one block shape over one place; all but those of the head only if it has room for them.
 
     Attributes:
+        parameter: None if it is apart, in a plane.
         tails: the bytes between the end of the parameter, or of another array of the body, and the next cache line.
     """
 
     __slots__ = ("body", "clocks", "extra", "head", "parameter", "sessions", "slots", "steps", "tails")
+    parameter: NDArray[Any] | None
 
     def __init__(
         self, mapping: mmap.mmap, start: int, size: int, shape: form.BlockShape, layout: form.PageLayout, workers: int
@@ -55,11 +57,12 @@ class Views:
         if size < layout.size:
             return
         self.body = Words(mapping, start + layout.parameter_at, layout.body_words)
-        self.parameter = array(shape.length, shape.dtype, layout.parameter_at)
+        own_at = () if layout.is_apart else (layout.parameter_at,)
+        self.parameter = array(shape.length, shape.dtype, layout.parameter_at) if own_at else None
         self.slots = tuple(array(shape.length, shape.dtype, at) for at in layout.slots_at)
         self.extra = tuple(array(shape.length, shape.dtype, at) for at in layout.extra_at)
-        nbytes = self.parameter.nbytes
-        tail, arrays_at = -nbytes % CACHE_LINE_BYTES, (layout.parameter_at, *layout.slots_at, *layout.extra_at)
+        nbytes = shape.length * np.dtype(shape.dtype).itemsize
+        tail, arrays_at = -nbytes % CACHE_LINE_BYTES, (*own_at, *layout.slots_at, *layout.extra_at)
         self.tails = [array(tail, "u1", at + nbytes) for at in arrays_at if tail]
 
 
@@ -73,7 +76,7 @@ class Place:
         self.offset = offset
         self.mapping = mapping
         self.start = start
-        self._views: dict[form.BlockShape, Views] = {}
+        self._views: dict[tuple[form.BlockShape, bool], Views] = {}
 
     @property
     def number(self) -> int:
@@ -82,11 +85,13 @@ class Place:
 
     def views(self, shape: form.BlockShape, layout: form.PageLayout, workers: int) -> Views:
         """The arrays for a shape. They are kept: making them costs more than everything else about lending a page."""
-        views = self._views.get(shape)
+        views = self._views.get((shape, layout.is_apart))
         if views is None:
             if len(self._views) >= _VIEWS_MAX:
                 self._views.clear()
-            views = self._views[shape] = Views(self.mapping, self.start, self.kind.size, shape, layout, workers)
+            views = self._views[shape, layout.is_apart] = Views(
+                self.mapping, self.start, self.kind.size, shape, layout, workers
+            )
         return views
 
 
@@ -261,6 +266,22 @@ class Pool:
         count = min(kind.surplus, _TRIM_BATCH)
         kind.surplus -= count
         return self._cut(kind, count)
+
+    def withdraw(self, place: Place) -> list[Place]:
+        """Take back a place that is not needed soon: its memory goes. Call as `give`."""
+        if self._is_closed:
+            return []
+        self._crash_point("arena.free")
+        return [place]
+
+    def withdraw_idle(self, kinds: Collection[PageKind]) -> list[Place]:
+        """Take all backed places of these kinds, which are not needed soon, off their lists, to be punched."""
+        with self.lock:
+            found = [place for kind in kinds for place in kind.backed if not self._is_closed and self._can_punch]
+            for kind in kinds if found else ():
+                kind.backed.clear()
+                kind.idle_min = 0
+        return found
 
     def trim(self) -> None:
         """Give all surplus back now."""

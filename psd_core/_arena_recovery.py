@@ -15,6 +15,7 @@ from psd_core import _store_file as files
 from psd_core._arena import Words
 from psd_core._arena_blocks import Found
 from psd_core._arena_pages import Place, Pool
+from psd_core._arena_planes import Planes, Region
 from psd_core._store_format import ArenaCorrupt, align
 
 Read = Callable[[files.File, int, int], bytes]
@@ -57,7 +58,7 @@ def add_extents(file: files.File, front: form.Front, records: Words, pool: Pool)
         pool.add_extent(pool.kinds[kind], count, publish=False)
 
 
-def read_table(file: files.File, front: form.Front, table: Words, pool: Pool, read: Read) -> list[Found | None]:
+def read_table(file: files.File, front: form.Front, table: Words, pool: Pool, planes: Planes, read: Read) -> list[Found | None]:
     """Check each entry and its page; return what was found by block, None if never published.
 
     Raises:
@@ -83,14 +84,21 @@ def read_table(file: files.File, front: form.Front, table: Words, pool: Pool, re
             current.append(None)
             continue
         where = f"block table entry {block} ({entry:#x})"
-        place = place_of(block, entry >> form.TABLE_CHECK_BITS, {layout.size, layout.head_size}, where)
+        apart = front.apart_layouts[block]
+        place = place_of(block, entry >> form.TABLE_CHECK_BITS, {layout.size, layout.head_size, apart.size}, where)
         version, check, of_body = _check_head(read(file, 8 * layout.head_words, place.offset), block, entry, place)
         where = f"page of block {block} at byte {place.offset}, version {version}"
-        base = place_of(block, of_body, {layout.size}, where) if of_body else None
-        if base is None and place.kind.size != layout.size:
+        number, plane, file_number = form.unpack_body(of_body)
+        body = layout if plane < 0 else apart
+        base = place_of(block, number, {body.size}, where) if number else None
+        if base is None and place.kind.size != body.size:
             raise ArenaCorrupt(f"{where}: names no page that has its parameters and slots")
-        _check_body(file, layout, place if base is None else base, read, check, where)
-        current.append(Found(place, version, base, check))
+        try:
+            region = planes.adopt(file_number, plane, block) if plane >= 0 else None
+        except ArenaCorrupt as error:
+            raise ArenaCorrupt(f"{where}: its parameters: {error}") from None
+        _check_body(file, body, place if base is None else base, region, read, check, where)
+        current.append(Found(place, version, base, check, region))
     return current
 
 
@@ -112,10 +120,19 @@ def _check_head(head: bytes, block: int, entry: int, place: Place) -> tuple[int,
     return int(version), int(body_check), int(of_body)
 
 
-def _check_body(file: files.File, layout: form.PageLayout, place: Place, read: Read, check: int, where: str) -> None:
+def _check_body(
+    file: files.File, layout: form.PageLayout, place: Place, region: Region | None, read: Read, check: int, where: str
+) -> None:
     content = _arena.Content()
-    end = layout.parameter_at + 8 * layout.body_words
-    for at in range(layout.parameter_at, end, _PIECE_BYTES):
-        content.add(read(file, min(_PIECE_BYTES, end - at), place.offset + at))
+
+    def add(source: files.File, start: int, end: int) -> None:
+        for at in range(start, end, _PIECE_BYTES):
+            content.add(read(source, min(_PIECE_BYTES, end - at), at))
+
+    if region is not None:
+        start, nbytes = region.file.place(region.plane, region.block)
+        add(region.file.file, start, start + nbytes)
+    start = place.offset + layout.parameter_at
+    add(file, start, start + 8 * layout.body_words)
     if content.check() != check:
         raise ArenaCorrupt(f"{where}: parameters and slots do not have the checksum {check:#x}")

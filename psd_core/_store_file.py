@@ -146,10 +146,10 @@ class File(_Descriptor):
         with self._used(f"no memory to map {nbytes} bytes") as fd:
             return mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE, offset=start)
 
-    def map_large(self, nbytes: int) -> _arena.LargeMap:
+    def map_large(self, nbytes: int, *, is_read_only: bool = False) -> _arena.LargeMap:
         """Map the file's first bytes so that large pages can hold them. The map outlives the file. Raises StoreFull."""
         with self._used(f"no memory to map {nbytes} bytes") as fd:
-            return _arena.LargeMap(fd, nbytes)
+            return _arena.LargeMap(fd, nbytes, is_read_only=is_read_only)
 
 
 class Directory(_Descriptor):
@@ -230,6 +230,6 @@ def make_directory(directory: Path) -> bool:
     return True
 
 
-def populate(mapping: mmap.mmap, start: int, nbytes: int) -> None:
+def populate(mapping: mmap.mmap | _arena.LargeMap, start: int, nbytes: int) -> None:
     """Fault in the pages of a reserved range, if the kernel can, so that later writes need no page faults."""
     _arena.populate(mapping, start, nbytes)

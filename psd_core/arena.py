@@ -19,9 +19,12 @@ The file `arena` beside `lock`, all numbers little-endian, format 3:
     pages        by extent, in the order of the records; each extent begins at a multiple of 64 KiB
 
     a page       whole multiples of 4 KiB; its number is its offset / 4096. Head: u64 checksum of the head's other words, magic
-                 "PSDPAGE1", block, page number, version, words in the head, checksum of the body (csrc/content.h), number of
-                 the page whose body it is, if not this one's, else 0; sessions u64[W], clocks u64[W], steps u64[k]; then the
-                 body: parameter, slots and extra arrays, each from a multiple of 64
+                 "PSDPAGE1", block, page number, version, words in the head, checksum of the body (csrc/content.h), u16 file
+                 << 48 | u8 plane + 1 << 40 | number of the page whose body it is, if not this one's, else 0; sessions u64[W],
+                 clocks u64[W], steps u64[k]; then the body: parameter, slots and extra arrays, each from a multiple of 64
+
+If a plane is named (_arena_planes.py), the parameter lies there, in the file `planes-FILE` beside this one, and not in the
+body; the checksum then begins with it.
 
 A version with the values of the one before has a page without a body, as large as a head, that names the page that has it. A
 page that is named by no table entry, and by no page that one names, is free. So publishing is: write the head, with the body's
@@ -33,7 +36,8 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +52,7 @@ from psd_core._arena_format import CRASH_POINTS, BlockShape
 from psd_core._arena_lent import WORKERS_MAX, LentBlock, LentPage, Terms
 from psd_core._arena_page import Page
 from psd_core._arena_pages import SPARE_PAGES_KEPT
+from psd_core._arena_planes import PLANES, PlaneFile, Region, plane_paths
 from psd_core._arena_records import WORDS, Records
 from psd_core._block import AHEAD, GIVEN_BACK, NEEDS_PAGE, NOT_SENT, STORE_CLOSED, BlockCore
 from psd_core._store_file import ARENA_NAME, LOCK_NAME
@@ -58,6 +63,7 @@ __all__ = [
     "CRASH_POINTS",
     "LOCK_NAME",
     "NO_SPACE",
+    "PLANES",
     "WORDS",
     "Arena",
     "ArenaBusy",
@@ -76,8 +82,11 @@ __all__ = [
     "NOT_SENT",
     "STORE_CLOSED",
     "Page",
+    "PlaneFile",
+    "Region",
     "Terms",
     "WORKERS_MAX",
+    "plane_paths",
 ]
 
 
@@ -110,7 +119,8 @@ class Arena:
         self._front = front
         mapping = file.map_shared(0, front.size)
         self._crash_point = crash_point
-        self._blocks = Blocks(file, front, mapping, crash_point)
+        self._planning = threading.Lock()
+        self._blocks = Blocks(file, front, mapping, directory.path, crash_point)
         self._records = Records(front, mapping, crash_point)
         self._accumulators = Accumulators(front.shapes)
 
@@ -169,6 +179,7 @@ class Arena:
                 crash_point("arena.create.before_rename")
                 (path / files.UNFINISHED_NAME).rename(path / ARENA_NAME)
                 crash_point("arena.create.after_rename")
+                arena._blocks.planes.remove_others()
             except BaseException:
                 if file is not None:
                     file.close()
@@ -226,7 +237,8 @@ class Arena:
             blocks = arena._blocks
             arena._records.verify()
             recovery.add_extents(file, arena._front, blocks.extents, blocks.pool)
-            blocks.adopt(recovery.read_table(file, arena._front, blocks.table, blocks.pool, read))
+            blocks.adopt(recovery.read_table(file, arena._front, blocks.table, blocks.pool, blocks.planes, read))
+            blocks.planes.remove_others()
         except BaseException as error:
             if file is not None:
                 file.close()
@@ -242,7 +254,7 @@ class Arena:
         held = files.take_lock(Path(directory), is_made=False)
         try:
             first()
-            held.remove(ARENA_NAME)
+            held.remove(ARENA_NAME, *(path.name for path in plane_paths(Path(directory))))
         finally:
             held.close()
 
@@ -292,13 +304,14 @@ class Arena:
                 self.abandon()
         finally:
             self._blocks.pool.close(when_unheld=self._directory.close)
+            self._blocks.planes.close()
             self._file.close()
 
     def abandon(self) -> None:
         """Delete the arena's files as `close` does, and nothing else: at the end of the process, and in finalizers, which may
         strike amid any call. Takes no lock."""
         try:
-            self._directory.remove(ARENA_NAME)
+            self._directory.remove(ARENA_NAME, *self._blocks.planes.names)
         finally:
             self._directory.close()
 
@@ -317,6 +330,23 @@ class Arena:
             ValueError: an unknown rule or flag.
         """
         return self._blocks.lend(block, terms, None if self._crash_point is no_crash else self._crash_point)
+
+    def begin_planes(self, blocks: Collection[int]) -> PlaneFile:
+        """Let the parameters of these blocks' next versions lie in planes, which other processes can map, as far as there is
+        room, until `end_planes` has been called as often as this. Blocks that are lent to a C core stay as they are.
+
+        Raises:
+            StoreFull, StoreClosed, OSError: there is no file for them, and none can be made.
+        """
+        with self._planning:
+            if self._file.is_closed:
+                raise StoreClosed("the arena has been closed")
+            return self._blocks.begin_planes(blocks)
+
+    def end_planes(self) -> None:
+        """Note that one of those who called `begin_planes` is done with them."""
+        with self._planning:
+            self._blocks.planes.end()
 
     def current(self, block: int) -> Page | None:
         """The published page, not pinned: for the thread that updates the block. None: never published."""
@@ -415,8 +445,8 @@ class Arena:
 
     @property
     def used_bytes(self) -> int:
-        """Memory or disk space that the file takes: front, current and pinned pages, spares."""
-        return self._blocks.pool.backed_bytes
+        """Memory or disk space that the files take: front, current and pinned pages, spares, planes."""
+        return self._blocks.pool.backed_bytes + self._blocks.planes.backed_bytes
 
     @property
     def spare_bytes(self) -> int:

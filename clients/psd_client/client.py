@@ -119,8 +119,9 @@ class ParameterServer:
             groups: like torch's param_groups: {"params": [names], "lr": ..., ...}; what is not given is the optimizer's. Of
                 several optimizers, groups name theirs: {"part": "generator", "params": [names]}.
             copy: False: in place of new arrays this, `pull` and `push_pull` return views of the memory where parameters are
-                received, which cannot be written to and which the next of these calls changes: there is one such memory. (Of
-                float16 parameters there are copies all the same: their masters are float32.)
+                received, or where a shard of this machine has them. They cannot be written to, and hold until the next of
+                these calls, or one that fails: use what each one returns. (Of float16 parameters there are copies all the
+                same: their masters are float32.)
             tables: sparse ones, each with an optimizer of its own; `ps.tables` then has them by name. See docs/tables.md.
             **job
 
@@ -142,6 +143,7 @@ class ParameterServer:
             param_groups.specs,
             initial=fill(params),
             is_lending=copy and param_groups.parts is None,  # a step of a part receives no other one's parameters
+            reads_planes=not copy and param_groups.parts is None,
             tables=[table.spec(param_groups.group_of_table[table.name]) for table in tables],
             **job,
         )
@@ -186,7 +188,7 @@ class ParameterServer:
     def pull(self) -> dict[str, NDArray[Any]]:
         """Fetch the parameters; in a synchronous job, wait first for the round of this worker's last push.
 
-        Returns new arrays; with `copy=False` in `declare`, always the same ones.
+        Returns new arrays; with `copy=False` in `declare`, arrays that hold until the next call that returns some.
 
         Raises:
             WaitTimeout: some workers, which the message names, have not pushed within the wait timeout.

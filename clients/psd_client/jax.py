@@ -108,7 +108,7 @@ def distribute(
     tensors = tensor_specs(arrays, dict.fromkeys(arrays, 0))
     with connection_of(ps, connect_args or {}) as connection:
         worker = worker_of(connection)
-        worker.declare_tensors(tensors, [spec], initial=fill(arrays), **job)
+        worker.declare_tensors(tensors, [spec], initial=fill(arrays), reads_planes=True, **job)
 
     def scalars() -> list[float]:
         options = optimizer.option_values()

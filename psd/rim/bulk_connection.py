@@ -19,11 +19,11 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 from google.protobuf.message import Message
 
-from psd.contract.errors import InvalidRequest, LayoutMismatch, PermissionDenied, PsdError
+from psd.contract.errors import InvalidRequest, PermissionDenied, PsdError
 from psd.contract.layout import BLOCK_BYTES_MAX
 from psd.contract.wire import Disconnected, Kind, Stream
 from psd.rim.access import OPEN_BULK, READ, RUN_VECTORS
-from psd.rim.bulk_memory import WorkerMemory
+from psd.rim.attachment import Attachment
 from psd.rim.bundles import Bundle
 from psd.rim.call_frames import CallFrames, parsed
 from psd.rim.calls import CallGuard, Waiter, forget_frames
@@ -97,9 +97,9 @@ class ServedConnection:
         self._vectors = vectors
         self._guard = guard
         self._has_core_to_spare = has_core_to_spare
-        self._memory: WorkerMemory | None = None
         self._steps = OfferedSteps(stream, shard, "tcp" if stream.is_tcp else "shm")
         self._pushed: data_pb2.PushHeader | None = None  # of the call of push_pull under way
+        self._shared = Attachment(stream, shard)
         self._scratch = memoryview(b"")
         self._lock = threading.Lock()
         self._callbacks: list[Callable[[], None]] = []
@@ -135,6 +135,8 @@ class ServedConnection:
                         self._call(call)
                 elif kind is Kind.ATTACH and not payload_bytes:
                     self._attach(parsed(bulk_pb2.BulkAttach, head))
+                elif kind is Kind.SEND and not payload_bytes:
+                    self._shared.send_planes()
                 elif kind is Kind.STEP:
                     self._steps.refuse(payload_bytes)
                 else:
@@ -220,8 +222,8 @@ class ServedConnection:
         if self._second_thread is not None:
             self._second_thread.close()
             self._second_thread = None  # it refers to this connection, and so to its scratch memory
-        self._memory = None
         self._steps.end()
+        self._shared.close()
         self.ended.set()
         if self._has_stream:
             self._stream.close()
@@ -239,31 +241,10 @@ class ServedConnection:
     # -- calls ---------------------------------------------------------------------------------------------------------
 
     def _attach(self, attach: bulk_pb2.BulkAttach) -> None:
-        self._stream.send(Kind.SEND)
-        descriptors = self._received_descriptors()
         try:
-            if len(descriptors) != 1:
-                raise InvalidRequest("descriptor: the byte after SEND came without one")
-            job = self._shard.declared()
-            if attach.layout_digest != job.layout.digest:
-                raise LayoutMismatch("layout_digest: is not this job's")
-            self._memory = WorkerMemory(descriptors[0], attach, job.layout, has_gradients=self.rank != READER)
-            self._stream.send(Kind.READY, bulk_pb2.BulkReady(nonce=self._memory.nonce).SerializeToString())
+            self._shared.attach(attach, is_reader=self.rank == READER)
         except PsdError as error:
             self._send_error(self._guard.as_error(error))
-        finally:
-            for descriptor in descriptors:
-                socket.close(descriptor)
-
-    def _received_descriptors(self) -> list[int]:
-        local = self._stream.local
-        if local is None:
-            return []
-        try:
-            _, descriptors, _, _ = socket.recv_fds(local, 1, 1)
-        except OSError as error:
-            raise Disconnected(str(error)) from None
-        return descriptors
 
     def _call(self, call: bulk_pb2.BulkCall) -> None:
         """Answer one call: send blocks as they become ready, then the reply or the error."""
@@ -271,6 +252,7 @@ class ServedConnection:
         sent = None if frames is None else CallFrames(self._stream, self._scratch, frames)
         has_payload = not call.pull.versions_only
         reply = bulk_pb2.BulkReply()
+        planes = self._shared.planes_for(reply) if call.by_plane and call.into_memory else None
         try:
             self._shard.check_draining()
             answers = self._answers(call, sent)
@@ -288,13 +270,16 @@ class ServedConnection:
                         numbers = () if item.is_there else [rows.values for rows in item.rows]
                         self._stream.send(Kind.ANSWER, item.head(), *numbers, more=is_last)
                     elif has_payload:
+                        in_plane = planes.number(item.region) if planes is not None else 0
                         if call.into_memory:
                             reply.blocks.append(item.block)
                             reply.versions.append(item.version)
+                            if planes is not None:
+                                reply.in_planes.append(in_plane)
                             if isinstance(item, ReadBlock):
                                 reply.contents.append(item.content)
                                 reply.positions = item.positions
-                        put(_Outgoing(item, call.place if call.into_memory else None, call.announce))
+                        put(_Outgoing(item, call.place if call.into_memory else None, call.announce, in_plane))
                     else:
                         item.release()
             finally:
@@ -309,7 +294,7 @@ class ServedConnection:
                 sent.skip_rest()
         else:
             if call.wants_steps and self._pushed is not None:
-                offer = self._steps.offer(self._pushed, self._memory if call.into_memory else None)
+                offer = self._steps.offer(self._pushed, self._shared.attached if call.into_memory else None)
                 if offer is not None:
                     reply.step.CopyFrom(offer)
             self._stream.send(Kind.REPLY, reply.SerializeToString())
@@ -362,7 +347,7 @@ class ServedConnection:
             if call.method != bulk_pb2.BULK_METHOD_PULL:
                 raise InvalidRequest(f"method: {call.method} is not one of the bulk lane's")
             return self._plane.pull(call.pull, waiter)
-        frames = SentFrames(sent.frames(), self._attached, self.rank)
+        frames = SentFrames(sent.frames(), self._shared.memory, self.rank)
         if call.method == bulk_pb2.BULK_METHOD_PULL_ROWS:
             head = frames.head("pull")
             self._check_caller(head.pull.caller)
@@ -377,7 +362,7 @@ class ServedConnection:
             return self._plane.push(header, frames.blocks(), waiter)
         ahead: RowsAsked | None = None
         if call.HasField("ahead"):
-            places = self._attached().rows(call.ahead.rows, call.ahead.rows_at) if call.ahead.rows_at else ()
+            places = self._shared.memory().rows(call.ahead.rows, call.ahead.rows_at) if call.ahead.rows_at else ()
             ahead = call.ahead.rows, memoryview(call.ahead.payload), places
         self._pushed = header
         return self._plane.push_pull(header, frames.blocks(), waiter, ahead)
@@ -403,7 +388,7 @@ class ServedConnection:
         self._send_error(self._guard.as_error(error))
 
     def _deliver(self, out: _Outgoing) -> None:
-        answer = out.answer
+        answer, is_lent = out.answer, False
         try:
             if out.place is None:
                 payload = answer.payload()
@@ -413,22 +398,21 @@ class ServedConnection:
             if self._has_hung_up:  # a worker that has not waited may use its memory for something else
                 raise Disconnected("the worker has hung up")
             self._plane.counts.count_bytes(sent=answer.nbytes)
+            if out.in_plane and self._shared.planes is not None:
+                self._shared.planes.hold(answer.release)  # where it is, unchanged
+                is_lent = True
+                if out.is_announced:
+                    self._stream.send(Kind.ANSWER, answer.head(out.in_plane))
+                return
             if answer.codec or isinstance(answer, ReadBlock):
-                answer.write_to(self._attached().parameter(answer.block, out.place))
+                answer.write_to(self._shared.memory().parameter(answer.block, out.place))
             elif answer.nbytes:
-                np.copyto(self._attached().parameter(answer.block, out.place), answer.values)
+                np.copyto(self._shared.memory().parameter(answer.block, out.place), answer.values)
             if out.is_announced:
                 self._stream.send(Kind.ANSWER, answer.head())
         finally:
-            answer.release()
-
-    def _attached(self) -> WorkerMemory:
-        if self._memory is None:
-            raise InvalidRequest("in_memory: nothing is attached to this connection")
-        job = self._shard.job  # None while a checkpoint is loaded; then the block is refused anyway
-        if job is not None and self._memory.layout_digest != job.layout.digest:
-            raise LayoutMismatch("in_memory: the memory was attached for another job")
-        return self._memory
+            if not is_lent:
+                answer.release()
 
     def _send_error(self, error: PsdError) -> None:
         message = bulk_pb2.BulkError(reason=error.reason, message=str(error), detail=json.dumps(error.detail))
@@ -442,6 +426,7 @@ class _Outgoing(NamedTuple):
     answer: PulledBlock
     place: int | None  # in attached memory; None: it is sent in a message
     is_announced: bool
+    in_plane: int = 0  # 1 + the plane in which the worker reads it; 0: it gets a copy
 
 
 class _Deadline:

@@ -8,7 +8,6 @@ Must not know sockets or calls.
 from __future__ import annotations
 
 import fcntl
-import mmap
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -19,6 +18,7 @@ from numpy.typing import NDArray
 from psd.contract.errors import InvalidRequest
 from psd.contract.layout import Layout
 from psd.contract.rows import DTYPES, row_bytes_of
+from psd.state.large_maps import map_shared
 from psd.v1 import bulk_pb2, data_pb2
 
 NONCE_BYTES = 16
@@ -54,15 +54,14 @@ class WorkerMemory:
             for starts in _places(attach.parameter_starts, len(dtypes))
         ]
         try:
-            self._mapping = mmap.mmap(fd, attach.size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
-        except (OSError, ValueError, OverflowError) as error:
+            self._bytes = memoryview(map_shared(fd, attach.size))
+        except (OSError, OverflowError) as error:
             raise InvalidRequest(f"size: {attach.size} bytes cannot be mapped: {error}") from error
-        self.nonce = self._mapping[:NONCE_BYTES]
+        self.nonce = bytes(self._bytes[:NONCE_BYTES])
         self.layout_digest = layout.digest
         self.world_size = layout.spec.world_size
         self.block_count = len(layout.blocks)
         self._layout = layout
-        self._bytes = memoryview(self._mapping)
         self._dims = [table.dim for table in layout.spec.tables]
         self._gradients = self._spaces(gradients, gradient_dtypes)
         self._parameters = [self._spaces(place, dtypes) for place in places]
@@ -101,7 +100,7 @@ class WorkerMemory:
 
     def _spaces(self, starts: Sequence[int | None], dtypes: Sequence[np.dtype[Any]]) -> list[NDArray[Any] | None]:
         return [
-            None if start is None else np.ndarray((space.size,), dtype, self._mapping, start)
+            None if start is None else np.ndarray((space.size,), dtype, self._bytes, start)
             for start, dtype, space in zip(starts, dtypes, self._layout.spaces, strict=True)
         ]
 

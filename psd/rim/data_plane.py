@@ -125,9 +125,9 @@ class PulledBlock:
                 if held is not None:
                     self.difference, self._held = state.shown.difference_for(held, self.version), held
 
-    def head(self) -> bytes:
-        """The message of the answer, without its numbers."""
-        message = data_pb2.PullFrame(block=self.block, version=self.version, steps=self.steps)
+    def head(self, in_plane: int = 0) -> bytes:
+        """The message of the answer, without its numbers. in_plane: as in PullFrame."""
+        message = data_pb2.PullFrame(block=self.block, version=self.version, steps=self.steps, in_plane=in_plane)
         if self.difference is not None:
             message.base = self._held + 1
         return message.SerializeToString()
@@ -136,6 +136,15 @@ class PulledBlock:
     def nbytes(self) -> int:
         """Bytes of `values`."""
         return self.values.nbytes
+
+    @property
+    def region(self) -> Any:
+        """The place of the values in a plane, where another process can read them; None: in none, or not in the form in which
+        they travel."""
+        page = self._page
+        if page is None or self.codec or self.values is not page.parameter:
+            return None
+        return page.region if page.base is None else page.base.region
 
     def payload(self) -> NDArray[Any]:
         """The numbers that travel, in their form."""
@@ -177,7 +186,8 @@ class ReadBlock(PulledBlock):
         self._readers, self._reader = readers, reader
 
     @override
-    def head(self) -> bytes:
+    def head(self, in_plane: int = 0) -> bytes:
+        assert not in_plane, "readers map no planes"
         return data_pb2.PullFrame(
             block=self.block,
             version=self.version,

@@ -62,6 +62,9 @@ class OfferedSteps:
             return None
         if not self._stream.is_single or (armed := self._shard.steps.arm(header, self._lane)) is None:
             return None
+        if memory is not None and memory.layout_digest != armed.job.layout.digest:  # attached for the job before
+            self._shard.steps.revoke(header.caller.rank)
+            return None
         blocks = [index for index, block in armed.job.blocks.items() if block.is_trained]
         gradients = parameters = None
         if memory is not None:

@@ -56,8 +56,8 @@ static inline int psd_populate(void *address, size_t nbytes)
 
 enum { PSD_LARGE_PAGE = 2 << 20 };
 
-/* Map a file for writing, at an address that is a multiple of PSD_LARGE_PAGE. Returns NULL and sets errno if it cannot. */
-static inline void *psd_map_large(int fd, size_t nbytes)
+/* Map a file, at an address that is a multiple of PSD_LARGE_PAGE. Returns NULL and sets errno if it cannot. */
+static inline void *psd_map_large(int fd, size_t nbytes, int is_read_only)
 {
     const size_t room = nbytes + PSD_LARGE_PAGE;
     char *const all = mmap(NULL, room, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -65,7 +65,7 @@ static inline void *psd_map_large(int fd, size_t nbytes)
         return NULL;
     const size_t unit = (size_t)sysconf(_SC_PAGESIZE), before = -(uintptr_t)all % PSD_LARGE_PAGE;
     const size_t end = (before + nbytes + unit - 1) / unit * unit;
-    void *const found = mmap(all + before, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd, 0);
+    void *const found = mmap(all + before, nbytes, is_read_only ? PROT_READ : PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd, 0);
     const int status = errno;
     if (found == MAP_FAILED) {
         munmap(all, room);

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import mmap
 import os
 import shutil
 import subprocess
@@ -50,11 +49,12 @@ def test_step_when_a_transport_is_unknown_then_it_is_left_out_and_the_others_are
     assert measured == [
         ("psd grpc", 2, 2),
         ("psd grpc", 1, 2),
+        ("by hand", 2, 2),
         ("memcpy", 1, 2),
         ("raw tcp duplex", 2, 2),
         ("grpc stream", 2, 2),
     ]
-    psd, copying = figures["results"][0], figures["results"][2]
+    psd, copying = figures["results"][0], figures["results"][3]
     assert psd["server_cpu_s_per_gb"] > 0
     assert copying["server_cpu_s_per_gb"] is None
 
@@ -348,17 +348,6 @@ def test_latency_when_the_shard_is_busy_then_steps_are_measured_meanwhile(figure
     assert all(r["p50_s"] > 0 for r in busy)
     assert busy[1]["events"] >= 1
     assert busy[2]["events"] >= 50
-
-
-@pytest.mark.skipif(not hasattr(mmap, "MAP_POPULATE"), reason="it maps memory as Linux does")
-def test_mapped_pages_when_blocks_are_few_then_every_part_is_timed(figures_of):
-    """It exits with 1 if a copy, or a mapping, has other numbers than the page."""
-    figures = figures_of("mapped_pages.py", "--blocks", "2", "--rounds", "2")
-
-    assert list(figures["seconds"])[:3] == ["update", "update, to segment", "to segment"]
-    assert list(figures["seconds"])[3:] == ["to program", "from page", "remap, filled", "remap, by access"]
-    assert all(seconds > 0 for seconds in figures["seconds"].values())
-    assert 0 < figures["share_in_one_block"] < 1
 
 
 @pytest.mark.parametrize(

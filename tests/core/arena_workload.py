@@ -27,6 +27,7 @@ SHAPES = [
     BlockShape("float32", 9000, 0, 5),
 ]
 SNAPSHOT_ROUNDS = 6
+IN_PLANES = {0, 1, 2, 4}
 ENDLESS = 1 << 30
 
 
@@ -155,15 +156,24 @@ class CrashAt:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def open_or_create(directory: Path, crash_point) -> Arena:
-    """Open the arena, or create it, as a shard does when it starts."""
+def open_or_create(directory: Path, crash_point, *, has_planes: bool = False) -> Arena:
+    """Open the arena, or create it, as a shard does when it starts. has_planes: some blocks' versions lie in planes."""
     arena = Arena.open(directory, crash_point=crash_point)
-    return arena or Arena.create(directory, meta=b"workload", shapes=SHAPES, workers=WORKERS, crash_point=crash_point)
+    arena = arena or Arena.create(directory, meta=b"workload", shapes=SHAPES, workers=WORKERS, crash_point=crash_point)
+    if has_planes:
+        arena.begin_planes(IN_PLANES)
+    return arena
 
 
 def main_until_crash(directory: Path, name: str, occurrence: int, rounds: int) -> None:
     """A process that ends itself."""
     run(open_or_create(directory / "state", CrashAt(name, occurrence)), Journal(directory / "journal"), rounds)
+
+
+def main_in_planes_until_killed(directory: Path, connection) -> None:
+    """A process that does as the next one, whose pages lie in planes."""
+    arena = open_or_create(directory / "state", CrashAt(), has_planes=True)
+    run(arena, Journal(directory / "journal"), ENDLESS, connection.send)
 
 
 def main_until_killed(directory: Path, connection) -> None:
@@ -198,11 +208,12 @@ def check_places(arena: Arena) -> None:
     pool = arena._blocks.pool
     current = [arena.current(block) for block in range(len(arena.shapes))]
     pages = [page for page in current if page is not None]
+    planes = arena._blocks.planes
     used = Counter(page.place.kind.size for page in [*pages, *(page.base for page in pages if page.base is not None)])
     for kind in pool.kinds:
         free = [*kind.backed, *kind.holes]
         assert len(set(free)) == len(free) == kind.places - used[kind.size]
     assert sum(kind.places for kind in pool.kinds) == len(pool.places)
     backed = sum(kind.size * (len(kind.backed) + used[kind.size]) for kind in pool.kinds)
-    assert arena.used_bytes == backed + arena._front.size
-    assert arena.spare_bytes == sum(kind.size * len(kind.backed) for kind in pool.kinds)
+    assert arena.used_bytes == backed + arena._front.size + planes.backed_bytes
+    assert arena.spare_bytes == sum(kind.size * len(kind.backed) for kind in pool.kinds) + planes.idle_bytes

@@ -8,7 +8,18 @@ import sys
 from collections import Counter
 
 import pytest
-from arena_workload import SHAPES, CrashAt, Journal, check, main_until_crash, main_until_killed, open_or_create, run, versions
+from arena_workload import (
+    SHAPES,
+    CrashAt,
+    Journal,
+    check,
+    main_in_planes_until_killed,
+    main_until_crash,
+    main_until_killed,
+    open_or_create,
+    run,
+    versions,
+)
 from random_deaths import last_word_of_a_killed_process
 
 from psd_core.arena import CRASH_POINTS, Arena
@@ -67,7 +78,8 @@ def test_death_at_a_point_leaves_old_or_new_and_the_next_process_goes_on(name, s
     assert not (memory_path / "state").exists()
 
 
-def test_a_copy_taken_at_every_step_opens(memory_path):
+@pytest.mark.parametrize("has_planes", [False, True])
+def test_a_copy_taken_at_every_step_opens(has_planes, memory_path):
     """What the file holds at a step is what death there would leave: so every occurrence of every point, without processes."""
     journal = Journal(memory_path / "journal")
     copies = memory_path / "copy"
@@ -78,24 +90,26 @@ def test_a_copy_taken_at_every_step_opens(memory_path):
         seen[name] += 1
         if not (memory_path / "state" / "arena").exists():
             return
-        shutil.copyfile(memory_path / "state" / "arena", copies / "arena")
+        for path in (memory_path / "state").glob("[ap]*"):  # the arena, and its planes
+            shutil.copyfile(path, copies / path.name)
         arena = Arena.open(copies)
         check(arena, journal)
         arena.close(remove=True)
 
-    arena = open_or_create(memory_path / "state", open_a_copy)
+    arena = open_or_create(memory_path / "state", open_a_copy, has_planes=has_planes)
     run(arena, journal, ROUNDS)
 
     assert set(seen) == set(CRASH_POINTS)
     arena.close(remove=True)
 
 
-def test_death_at_random_instants_thirty_times_over(processes, memory_path):
+@pytest.mark.parametrize("main", [main_until_killed, main_in_planes_until_killed])
+def test_death_at_random_instants_thirty_times_over(main, processes, memory_path):
     """One arena; each process goes on with what the one before it left."""
     random_ = random.Random(20240229)
     journal = Journal(memory_path / "journal")
     for _ in range(30):
-        last_word_of_a_killed_process(processes, main_until_killed, memory_path, random_, 12)
+        last_word_of_a_killed_process(processes, main, memory_path, random_, 12)
 
         arena = Arena.open(memory_path / "state")
         assert arena is not None

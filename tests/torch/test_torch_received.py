@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,7 +33,8 @@ def received() -> tuple[Unlike, FlatBuffers, Parameters]:
     buffers = FlatBuffers(Layout(JobSpec(1, tuple(declaration.tensors), tuple(declaration.groups)), 1))
     for number, view in enumerate(buffers.views):
         view[...] = number + 1
-    return model, buffers, Parameters(declaration, buffers)
+    worker: Any = SimpleNamespace(parameters=buffers, receiving=buffers)
+    return model, buffers, Parameters(declaration, worker)
 
 
 def asked(blocks: Iterator[int]) -> Callable[[bool], int | None]:

@@ -46,7 +46,12 @@ class Link(ABC):
         self.optimizers: list[Any] = []
         self._lock = threading.Lock()
         self.worker.declare_tensors(
-            declaration.tensors, declaration.groups, initial=self._initialize, tables=declaration.tables, **job
+            declaration.tensors,
+            declaration.groups,
+            initial=self._initialize,
+            reads_planes=len(declaration.parts) == 1,
+            tables=declaration.tables,
+            **job,
         )
         index_of = {table.name: index for index, table in enumerate(declaration.tables)}
         self._joined: list[tuple[Any, LayerRows]] = []

@@ -17,7 +17,7 @@ from psd_client.keras.link import Link
 from psd_client.lanes.flat import FlatBuffers
 from psd_client.torch.declaration import TorchDeclaration
 from psd_client.torch.gradients import Gradients
-from psd_client.torch.parameters import as_tensors
+from psd_client.torch.parameters import Received, as_tensors
 
 
 class TorchLink(Link):
@@ -27,7 +27,7 @@ class TorchLink(Link):
         super().__init__(*args, **kwargs)
         declared = self.declaration
         self._parameters = [variable.value for variable in declared.variables]
-        self._views = as_tensors(self.worker.parameters)
+        self._received = Received(self.worker)
         trained = list(range(declared.trained))
         in_torch = TorchDeclaration(self._parameters, [], declared.tensors, declared.groups, trained, [])
         self._gradients = Gradients(in_torch, self.worker.gradients, None)
@@ -39,7 +39,7 @@ class TorchLink(Link):
     @torch.no_grad()
     @override
     def load(self) -> None:
-        torch._foreach_copy_(self._parameters, self._views)
+        torch._foreach_copy_(self._parameters, self._received.views)
 
     @torch.no_grad()
     @override
@@ -54,7 +54,7 @@ class TorchLink(Link):
 
         clock, self.is_skipped = self.push_pull(part, [float(rate) for rate in rates], missing, write)
         trained = self.declaration.trained
-        torch._foreach_copy_(self._parameters[:trained], self._views[:trained])
+        torch._foreach_copy_(self._parameters[:trained], self._received.views[:trained])
         return clock
 
     @override

@@ -17,15 +17,17 @@ from functools import partial
 from google.protobuf.message import DecodeError
 
 from psd.contract.errors import InternalError, PsdError, ShardUnavailable, WaitTimeout, error_from
-from psd.contract.layout import Block
+from psd.contract.layout import Block, Layout
 from psd.contract.rows import TableRows
 from psd.contract.wire import Disconnected, Kind, Stream
 from psd.v1 import bulk_pb2, data_pb2
+from psd_client.lanes.attaching import attach, mapped
 from psd_client.lanes.daemon_threads import Crew, Task
 from psd_client.lanes.flat import FlatBuffers
 from psd_client.lanes.frames import OutFrame, WantedRows, initial_frames, push_frames
 from psd_client.lanes.further_streams import join_further
 from psd_client.lanes.grpc_errors import detail_of
+from psd_client.lanes.mapped_planes import MappedPlanes
 from psd_client.lanes.overlap_feed import Aborted
 from psd_client.lanes.silence_deadline import Patience
 from psd_client.lanes.transport import CANCEL_S, SMALL_BYTES, Bracket, Call, Cancelled, GradientPart, MessageT, Traffic
@@ -76,6 +78,8 @@ class BulkClient:
         self._traffic = traffic
         self._sender = Crew("psd-send")
         self._attached: list[FlatBuffers] | None = None  # the places for parameters; gradients are in the same segment
+        self._planes: MappedPlanes | None = None  # of the shard
+        self._has_other_planes, self._can_map = False, True  # the shard has others than were mapped; they can be mapped
         self._receiving: FlatBuffers | None = None  # the buffers into which the shard writes, or wrote last
         self._uses_memory = True
         self._wanted: WantedRows | None = None  # the rows that the current call fetches
@@ -102,38 +106,26 @@ class BulkClient:
 
         gradients: None for a reader.
         """
-        if self._attached is not None and self._attached[0] is places[0]:
+        if self._attached is not None and self._attached[0] is places[0] and not self._has_other_planes:
             return
-        segment, local = places[0].segment, self._stream.local
-        assert segment is not None
-        assert gradients is None or gradients.segment is segment
-        assert all(segment is place.segment for place in places)
-        assert local is not None
-        message = bulk_pb2.BulkAttach(
-            layout_digest=places[0].layout.digest,
-            size=segment.nbytes,
-            gradient_starts=gradients.starts if gradients is not None else (),
-            parameter_starts=[start for place in places for start in place.starts],
-        )
         try:
             with self._under_way(Call(HELLO_S, call.scope)):
-                self._stream.send(Kind.ATTACH, message.SerializeToString())
-                self._expect(Kind.SEND)
-                try:
-                    socket.send_fds(local, [b"\0"], [segment.fd])
-                except OSError as error:
-                    raise Disconnected(str(error)) from None
-                nonce = self._parsed(bulk_pb2.BulkReady, self._expect(Kind.READY)).nonce
+                ready = attach(self._stream, self._expect, gradients, places)
+                self._planes = self._mapped(ready, places[0].layout) if ready.planes else None
         except WaitTimeout:
-            raise ShardUnavailable(
-                f"shard {self._shard} at {self._address}: has not mapped this worker's memory within {HELLO_S:g} s",
-                shard=self._shard,
-                address=self._address,
-            ) from None
-        if nonce != segment.nonce:
+            raise self._unavailable(f"has not mapped this worker's memory within {HELLO_S:g} s") from None
+        if places[0].segment is None or ready.nonce != places[0].segment.nonce:
             self._end()
             raise InternalError(f"shard {self._shard} at {self._address}: has mapped other memory than was sent")
-        self._attached = list(places)
+        self._attached, self._has_other_planes = list(places), False
+
+    def _mapped(self, ready: bulk_pb2.BulkReady, layout: Layout) -> MappedPlanes | None:
+        try:
+            return mapped(self._stream, ready, layout)
+        except OSError as error:  # no memory for that: blocks are copied
+            logger.warning("psd: shard %d at %s: its parameters are copied: %s", self._shard, self._address, error)
+            self._can_map = False
+            return None
 
     # -- calls ---------------------------------------------------------------------------------------------------------
 
@@ -162,6 +154,7 @@ class BulkClient:
             if message.into_memory and self._attached is not None:
                 self._receiving = parameters
                 message.place = self._attached.index(parameters)
+                message.by_plane = parameters.maps_planes and self._can_map and bool(awaited)
             message.announce = parameters.on_received is not None
         answers_bytes = sum(awaited.values()) if message.announce or not message.into_memory else 0
         message.timeout_s = call.timeout_s
@@ -333,6 +326,7 @@ class BulkClient:
                 if is_sent:
                     parameters.receive(frame.block, payload_bytes, self._stream.read_into, frame.base, frame.version)
                     self._traffic.received_bytes += payload_bytes
+                self._note_lent(parameters, frame.block, frame.in_plane)
                 parameters.received(frame.block, frame.version)
             elif kind is Kind.REPLY:
                 if missing and not into_memory:
@@ -344,10 +338,19 @@ class BulkClient:
                         raise InternalError(f"shard {self._shard} at {self._address}: wrote blocks that were not asked for")
                     for index, version in zip(reply.blocks, reply.versions, strict=True):
                         parameters.versions[index] = version
+                    for index, in_plane in zip(reply.blocks, reply.in_planes, strict=False):
+                        self._note_lent(parameters, index, in_plane)
+                    self._has_other_planes = reply.attach_again
                     self._traffic.received_bytes += sum(awaited.values())
                 return reply
             elif kind is not Kind.ALIVE:
                 self._raise(kind, head)
+
+    def _note_lent(self, parameters: FlatBuffers, block: int, in_plane: int) -> None:
+        if in_plane and (self._planes is None or block not in self._planes.blocks):
+            raise InternalError(f"shard {self._shard} at {self._address}: block {block}: lies in no plane that was mapped")
+        if in_plane and self._planes is not None:
+            parameters.lent[block] = self._planes.at(in_plane)
 
     # -- failures ------------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ import logging
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,12 +33,30 @@ class Mismatch(Exception):
     """Raised if what has changed for a reader does not fit what it has; a full read helps."""
 
 
+class ShardPlanes(Protocol):
+    """A shard's planes (mapped_planes.py). blocks: indices of the blocks that may lie there."""
+
+    blocks: frozenset[int]
+
+    def place(self, plane: int, own: FlatBuffers) -> FlatBuffers:
+        """Return the parameters in one plane, as buffers, read-only; what lies in no plane is that of `own`."""
+        ...
+
+
+class InPlane(NamedTuple):
+    """Place where a block was received. plane: index."""
+
+    planes: ShardPlanes
+    plane: int
+
+
 class FlatBuffers:
     """Memory for every tensor of a job, zero at first. Unused pages cost nothing.
 
     Args:
         segment: shared memory to use; None: ordinary memory.
         of_gradients: True: for gradients, in their dtypes, which may have 16 bits. Static tensors then get empty views.
+        given: memory to use for each space; None: it is made here.
 
     Attributes:
         layout: the job's layout.
@@ -53,19 +71,29 @@ class FlatBuffers:
         on_received: called, in any thread, with the index of each block that was received; may be None.
         held: what differences are added to; None: none are expected.
         base: buffers of the same layout that have what a reader is told changes to; None: these.
+        maps_planes: blocks may be received in planes of a shard (mapped_planes.py) in place of these buffers.
+        lent: by block, the plane in which it was received last; not there: in these buffers.
+        is_filled: False if nothing was written to what may lie in planes since `discard`.
     """
 
-    def __init__(self, layout: Layout, *, segment: Segment | None = None, of_gradients: bool = False) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        *,
+        segment: Segment | None = None,
+        of_gradients: bool = False,
+        given: Sequence[NDArray[Any]] | None = None,
+    ) -> None:
         self.layout = layout
         self.segment = segment
         self.starts: list[int] = []
         self.spaces: list[NDArray[Any]] = []
         tensors = layout.spec.tensors
         self.views: list[NDArray[Any]] = [np.zeros(t.shape if t.size == 0 else (0,), dtype=t.master_dtype) for t in tensors]
-        for space in layout.spaces:
+        for number, space in enumerate(layout.spaces):
             is_there = not of_gradients or not layout.spec.groups[space.group].is_static
             dtype = space.gradient_dtype if of_gradients else space.dtype
-            memory, start = self._memory(space.size if is_there else 0, dtype)
+            memory, start = (given[number], 0) if given is not None else self._memory(space.size if is_there else 0, dtype)
             self.spaces.append(memory)
             self.starts.append(start if is_there else 0)
             if is_there:
@@ -80,6 +108,9 @@ class FlatBuffers:
         self.on_received: Callable[[int], None] | None = None
         self.held: HeldParameters | None = None
         self.base: FlatBuffers | None = None
+        self.maps_planes = False
+        self.lent: dict[int, InPlane] = {}
+        self.is_filled = True
         of_buffers = [group.is_of_buffers for group in layout.spec.groups]
         spaces = zip(layout.spaces, self.spaces, strict=True)
         self._looked_at = [
@@ -101,6 +132,31 @@ class FlatBuffers:
     def block(self, index: int) -> NDArray[Any]:
         """The slice of block `index` of the layout."""
         return self._blocks[index]
+
+    def make_large(self) -> None:
+        """Have large pages hold these buffers, which take all their memory now, as far as the system can."""
+        if self.segment is not None:
+            for space in self.spaces:
+                self.segment.make_large(space)
+
+    def place_of(self, index: int) -> FlatBuffers:
+        """The buffers in which block `index` was received last: these, or those of a plane."""
+        lent = self.lent.get(index)
+        return self if lent is None else lent.planes.place(lent.plane, self)
+
+    def take_over(self) -> None:
+        """Copy what was received in planes into these buffers."""
+        for index in self.lent:
+            np.copyto(self._blocks[index], self.place_of(index).block(index))
+        self.lent.clear()
+        self.is_filled = True
+
+    def discard(self, place: FlatBuffers) -> None:
+        """Give the memory of the spaces back that `place`, a plane of these, has in their stead."""
+        for own, found in zip(self.spaces, place.spaces, strict=True):
+            if own is not found and self.segment is not None:
+                self.segment.discard(own)
+        self.is_filled = False
 
     def read_in(self, codecs: list[str]) -> None:
         """Receive blocks in these codecs from now on; what was received in others is known no more."""

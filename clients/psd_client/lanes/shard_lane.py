@@ -223,6 +223,8 @@ class ShardLane(Lane):
         self, part: GradientPart, parameters: FlatBuffers, call: Call, ahead: RowsAhead | None = None
     ) -> data_pb2.PushReply:
         connection = self._connection(part.header.caller, call)
+        if parameters.maps_planes:
+            parameters.lent.clear()
         rows: WantedRows | None = None
         if connection is not None:
             message = bulk_pb2.BulkCall(method=bulk_pb2.BULK_METHOD_PUSH_PULL, wants_steps=part.wants_steps)
@@ -258,6 +260,8 @@ class ShardLane(Lane):
     def pull(self, request: data_pb2.PullRequest, blocks: Sequence[Block], parameters: FlatBuffers, call: Call) -> None:
         connection = self._connection(request.caller, call) if not request.slot else None  # another lane carries no steps
         awaited = {block.index: block.nbytes for block in blocks}
+        if parameters.maps_planes and not request.versions_only:
+            parameters.lent.clear()
         tables_block = parameters.layout.tables_block(self.shard)
         if tables_block is not None and (tables_block in request.blocks or not request.blocks):
             awaited[tables_block] = 0

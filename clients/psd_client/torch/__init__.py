@@ -189,6 +189,7 @@ def distribute(
             tensors,
             groups,
             initial=initial,
+            reads_planes=local is None and len(declaration.parts) == 1,
             tables=tables,
             is_learner=is_learner,
             sample=local.sample if local is not None else None,

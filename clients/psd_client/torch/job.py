@@ -44,7 +44,7 @@ class TorchJob:
         self.ps, self.worker, self.declaration = ps, worker, declaration
         self.slots = LoadedSlots(declaration, lambda: ps.clock, lambda: worker.times_gone_back)
         self.groups = [SharedGroups(part, declaration, self.slots) for part in declaration.parts]
-        self.parameters = Parameters(declaration, worker.parameters)
+        self.parameters = Parameters(declaration, worker)
         self.buffers = kept_buffers(declaration, worker)
         self.tables = Tables(worker, declaration.tables.members, has_feeds=leaving is not None)
         self.gradients = Gradients(declaration, worker.gradients, leaving)

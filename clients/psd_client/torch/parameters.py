@@ -11,6 +11,7 @@ Must not know shards, sessions or gradients.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -21,6 +22,10 @@ from numpy.typing import NDArray
 from psd.contract.errors import InvalidRequest
 from psd_client.lanes.flat import FlatBuffers
 from psd_client.torch.declaration import TorchDeclaration
+from psd_client.worker.flat_calls import FlatCalls
+
+_KEPT_MAX = 16
+"""Most buffers whose views are kept."""
 
 
 def as_tensors(buffers: FlatBuffers) -> list[torch.Tensor]:
@@ -29,8 +34,15 @@ def as_tensors(buffers: FlatBuffers) -> list[torch.Tensor]:
 
 
 def as_tensor(view: NDArray[Any]) -> torch.Tensor:
-    """Torch's view of an array's memory; uint16, which holds the bits of bfloat16, becomes torch.bfloat16."""
-    return torch.from_numpy(view).view(torch.bfloat16) if view.dtype == np.uint16 else torch.from_numpy(view)
+    """Torch's view of an array's memory; uint16, which holds the bits of bfloat16, becomes torch.bfloat16. The view of an
+    array that cannot be written to is only to be read."""
+    if view.flags.writeable:
+        tensor = torch.from_numpy(view)
+    else:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch knows no tensors that can only be read
+            tensor = torch.from_numpy(view)
+    return tensor.view(torch.bfloat16) if view.dtype == np.uint16 else tensor
 
 
 @torch.no_grad()
@@ -45,20 +57,54 @@ def is_alike(parameter: torch.Tensor, view: torch.Tensor) -> bool:
     return parameter.device == view.device and parameter.dtype == view.dtype and parameter.is_contiguous()
 
 
+class Received:
+    """Torch's views of the buffers in which a worker has received its parameters: of several, if it reads a shard's planes.
+
+    Args:
+        worker: declared.
+    """
+
+    def __init__(self, worker: FlatCalls) -> None:
+        self._worker = worker
+        self._views: dict[FlatBuffers, list[torch.Tensor]] = {}
+
+    @property
+    def buffers(self) -> FlatBuffers:
+        """The buffers of the last pull."""
+        return self._worker.parameters
+
+    @property
+    def views(self) -> list[torch.Tensor]:
+        """The views of these, one per tensor of the spec."""
+        return self._views_of(self._worker.parameters)
+
+    def views_of_block(self, block: int) -> list[torch.Tensor]:
+        """Views of all tensors where a block was received, perhaps while others still are."""
+        return self._views_of(self._worker.receiving.place_of(block))
+
+    def _views_of(self, buffers: FlatBuffers) -> list[torch.Tensor]:
+        found = self._views.get(buffers)
+        if found is None:
+            if len(self._views) >= _KEPT_MAX:  # a shard has been started again and again
+                self._views.clear()
+            found = self._views[buffers] = as_tensors(buffers)
+        return found
+
+
 class Parameters:
     """The trained parameters of one model.
 
     Args:
-        buffers: buffers into which the parameters are received.
+        worker: receives the parameters.
 
     Attributes:
         versions: version of the values that the model has, by block.
     """
 
-    def __init__(self, declaration: TorchDeclaration, buffers: FlatBuffers) -> None:
-        self._buffers = buffers
-        views = as_tensors(buffers)
-        self._pairs = {index: (declaration.parameters[index], views[index]) for index in declaration.trained}
+    def __init__(self, declaration: TorchDeclaration, worker: FlatCalls) -> None:
+        self._received = Received(worker)
+        buffers = self._received.buffers
+        self._trained = {index: declaration.parameters[index] for index in declaration.trained}
         self._pieces = {block.index: list(buffers.pieces(block.index)) for block in buffers.layout.blocks if block.trained}
         self._blocks_of: dict[int, set[int]] = {}
         for block, pieces in self._pieces.items():
@@ -78,12 +124,13 @@ class Parameters:
         torch does not count, such as `.data.clamp_()`; and changes of a parameter that was received only in part, whose value
         is not known here.
         """
-        for index in self._pairs if tensors is None else tensors:
-            parameter, view = self._pairs[index]
+        for index in self._trained if tensors is None else tensors:
+            parameter = self._trained[index]
             if _mark(parameter) == self._marks[index]:
                 continue
-            is_known = all(self.versions[block] == self._buffers.versions[block] for block in self._blocks_of.get(index, ()))
-            if is_known and not torch.equal(parameter.detach(), view.to(parameter.device, parameter.dtype)):
+            received = self._received.buffers.versions
+            is_known = all(self.versions[block] == received[block] for block in self._blocks_of.get(index, ()))
+            if is_known and not self._is_as_received(index):
                 raise InvalidRequest(
                     f"parameter {self._names[index]!r} was changed by the program (load_state_dict, fill_, .data or the like), "
                     "and a step would undo that: the values are the shards'. To set parameters call "
@@ -91,26 +138,30 @@ class Parameters:
                 )
             self._marks[index] = _mark(parameter)
 
+    def _is_as_received(self, index: int) -> bool:
+        parameter = self._trained[index].detach()
+        return torch.equal(parameter, self._received.views[index].to(parameter.device, parameter.dtype))
+
     def note(self) -> None:
         """Note the state of the parameters, to notice if the program changes one from now on."""
-        self._marks = {index: _mark(parameter) for index, (parameter, _) in self._pairs.items()}
+        self._marks = {index: _mark(parameter) for index, parameter in self._trained.items()}
 
     @torch.no_grad()
     def copy(self) -> None:
         """Copy all parameters, after they have been received."""
-        self._copy(self._pairs)
+        self._copy(self._trained)
         self._left = set()
-        self.versions = list(self._buffers.versions)
+        self.versions = list(self._received.buffers.versions)
         self.note()
 
     @torch.no_grad()
     def copy_received(self) -> None:
         """Copy the parameters of blocks that have been received since they were copied the last time."""
-        received = {block for block in self._pieces if self.versions[block] != self._buffers.versions[block]}
-        tensors = [index for index in self._pairs if not received.isdisjoint(self._blocks_of.get(index, ()))]
+        received = {block for block in self._pieces if self.versions[block] != self._received.buffers.versions[block]}
+        tensors = [index for index in self._trained if not received.isdisjoint(self._blocks_of.get(index, ()))]
         self._copy(tensors)
-        self.versions = list(self._buffers.versions)
-        self._marks |= {index: _mark(self._pairs[index][0]) for index in tensors}
+        self.versions = list(self._received.buffers.versions)
+        self._marks |= {index: _mark(self._trained[index]) for index in tensors}
 
     @torch.no_grad()
     def copy_as_received(self, next_block: Callable[[bool], int | None], *, is_all: bool) -> None:
@@ -128,33 +179,49 @@ class Parameters:
             self.note()
 
     def _copy_as_received(self, next_block: Callable[[bool], int | None], *, is_all: bool) -> None:
-        apart = {tensor for tensor, pair in self._pairs.items() if not is_alike(*pair)}
+        views = self._received.views
+        apart = {tensor for tensor, parameter in self._trained.items() if not is_alike(parameter, views[tensor])}
         copied: dict[int, int] = {}
         while (block := next_block(is_all or not self._left <= copied.keys())) is not None:
-            copied[block] = self._buffers.versions[block]
+            copied[block] = self._received.buffers.versions[block]
             self._copy_block(block, apart)
         if is_all:
             for block in self._pieces:
-                if copied.get(block) != self._buffers.versions[block]:
-                    copied[block] = self._buffers.versions[block]
+                if copied.get(block) != self._received.buffers.versions[block]:
+                    copied[block] = self._received.buffers.versions[block]
                     self._copy_block(block, apart)
         self._left = self._pieces.keys() - copied.keys()
         # Parameters in `apart` are copied once all of their blocks are there; until then none of these blocks counts as copied.
         lacking = {tensor for tensor in apart if self._blocks_of.get(tensor, set()) & self._left}
-        self._copy(apart - lacking)
+        whole = list(apart - lacking)
+        copy_all([self._trained[index] for index in whole], [self._whole(index) for index in whole])
         self._left.update(*(self._blocks_of[tensor] for tensor in lacking))
         for block in copied.keys() - self._left:
             self.versions[block] = copied[block]
 
     def _copy(self, tensors: Iterable[int]) -> None:
-        pairs = [self._pairs[index] for index in tensors]
-        copy_all([parameter for parameter, _ in pairs], [view for _, view in pairs])
+        copied, views = list(tensors), self._received.views
+        copy_all([self._trained[index] for index in copied], [views[index] for index in copied])
+
+    def _whole(self, tensor: int) -> torch.Tensor:
+        """A tensor as it was received, perhaps while others still are, and in whichever buffers its blocks are."""
+        found = {block: self._received.views_of_block(block)[tensor] for block in self._blocks_of.get(tensor, ())}
+        views = list(found.values()) or [self._received.views[tensor]]
+        if all(view is views[0] for view in views):
+            return views[0]
+        whole = torch.empty_like(views[0])
+        for block, view in found.items():
+            for piece, elements in self._pieces[block]:
+                if piece == tensor:
+                    whole.view(-1)[elements] = view.view(-1)[elements]
+        return whole
 
     def _copy_block(self, block: int, apart: set[int]) -> None:
         """Copy a block, except the pieces of the tensors `apart`."""
-        pieces = [(*self._pairs[tensor], elements) for tensor, elements in self._pieces[block] if tensor not in apart]
-        targets = [parameter.view(-1)[elements] for parameter, _, elements in pieces]
-        copy_all(targets, [view.view(-1)[elements] for _, view, elements in pieces])
+        pieces = [(tensor, elements) for tensor, elements in self._pieces[block] if tensor not in apart]
+        views = self._received.views_of_block(block)
+        targets = [self._trained[tensor].view(-1)[elements] for tensor, elements in pieces]
+        copy_all(targets, [views[tensor].view(-1)[elements] for tensor, elements in pieces])
 
 
 def _mark(parameter: torch.Tensor) -> tuple[int, int]:

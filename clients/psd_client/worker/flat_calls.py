@@ -66,6 +66,7 @@ class FlatCalls(WorkerConnection):
         *,
         initial: Callable[[FlatBuffers], None],
         is_lending: bool = False,
+        reads_planes: bool = False,
         tables: Sequence[SparseTableSpec] = (),
         is_learner: bool = False,
         sample: float | None = None,
@@ -77,6 +78,8 @@ class FlatCalls(WorkerConnection):
         Args:
             initial: writes this worker's initial values into the buffers.
             is_lending: as in ParameterPlaces.
+            reads_planes: as ParameterPlaces.read_planes says: `parameters` may then be other buffers after each pull, which
+                cannot be written to.
             is_learner: pushes are differences, of many steps: with a quorum, too, they count as a whole or not at all; and each
                 has the note `learner`.
             sample: share of the learners that takes part in a round; None: all.
@@ -98,6 +101,8 @@ class FlatCalls(WorkerConnection):
                 is_lending=is_lending,
                 is_learner=is_learner,
             )
+            if reads_planes:
+                exchange.places.read_planes()
             initial(exchange.parameters)
             tensor = exchange.parameters.first_nonfinite()
             if tensor is not None:
@@ -338,11 +343,12 @@ class FlatCalls(WorkerConnection):
         """
         try:
             with self.operation("push_pull", turn=feed):
-                self.parameters.on_received = on_received
+                receiving = self.receiving
+                receiving.on_received = on_received
                 try:
                     self.declared.push_pull(WorkerGradient(scalars, weight, feed=feed, versions_read=versions_read))
                 finally:
-                    self.parameters.on_received = None
+                    receiving.on_received = None
         except Exception as error:
             self._untold = None if isinstance(error, Aborted) else error
             raise

@@ -274,6 +274,11 @@ class WorkerConnection:
         return self.declared.parameters
 
     @property
+    def receiving(self) -> FlatBuffers:
+        """The buffers into which a pull is under way, or will be."""
+        return self.declared.places.current
+
+    @property
     def declared(self) -> ParameterExchange:
         """The data plane of the declared job.
 

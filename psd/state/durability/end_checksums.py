@@ -28,13 +28,17 @@ Stretch = tuple[int, int]
 """Position of the first byte, and length."""
 
 
-def seal(directory: Path, arena: Path, front_bytes: int, others: Iterable[Path]) -> list[SealedFile]:
+def seal(directory: Path, arena: Path, front_bytes: int, planes: Iterable[Path], others: Iterable[Path]) -> list[SealedFile]:
     """Write an arena and other files to the disk, and return their seals: of the arena, of what lies before its pages.
+
+    Args:
+        planes: files of the arena that have pages' parameters, and nothing else.
 
     Raises:
         OSError: a file cannot be read, or does not reach the disk.
     """
-    found = [_seal(directory, arena, [(0, front_bytes)]), *(_seal(directory, path) for path in others)]
+    found = [_seal(directory, arena, [(0, front_bytes)]), *(_seal(directory, path, [(0, 0)]) for path in planes)]
+    found += [_seal(directory, path) for path in others]
     for place in {directory.absolute().parent, *((directory / file.name).parent for file in found)}:
         sync_directory(place)
     return found

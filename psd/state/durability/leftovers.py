@@ -14,7 +14,7 @@ from pathlib import Path
 
 from psd.state.durability import notes
 from psd.state.tables.stores import remove_stores, store_paths
-from psd_core.arena import ARENA_NAME, LOCK_NAME, Arena, ArenaBusy, ArenaCorrupt
+from psd_core.arena import ARENA_NAME, LOCK_NAME, Arena, ArenaBusy, ArenaCorrupt, plane_paths
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +34,7 @@ def names(directory: Path) -> list[Path]:
     fixed = (ARENA_NAME, LOCK_NAME, BARRIERS_NAME, ORDERS_NAME, VERDICT_NAME, BOOT_NAME, VECTORS_NAME)
     found = [directory / name for name in fixed]
     found += [*store_paths(directory), *directory.glob(f"{CLIENT_STATE_PREFIX}*"), *directory.glob("*.new")]
+    found += plane_paths(directory)
     inside = directory / VECTORS_NAME
     return [*found, *(inside.glob("*") if inside.is_dir() and not inside.is_symlink() else ())]
 

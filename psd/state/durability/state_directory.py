@@ -47,6 +47,7 @@ from psd_core.arena import (
     BlockShape,
     StoreFull,
     no_crash,
+    plane_paths,
 )
 from psd_core.table import TableSpec, TableStore
 from psd_core.vector import LOG_NAME, VectorStore
@@ -488,7 +489,7 @@ class Storage:
         arena.stop()
         others = [*store_paths(self.directory), *(self.directory / leftovers.VECTORS_NAME).glob("*"), *self._note_paths()]
         try:
-            found = end_checksums.seal(self.directory, arena.path, arena.front_bytes, others)
+            found = end_checksums.seal(self.directory, arena.path, arena.front_bytes, plane_paths(self.directory), others)
             self._note_boot(StoredBoot(is_closed=True, files=found))
         except (PsdError, OSError) as error:
             logger.error(  # noqa: TRY400 - the reason says it all

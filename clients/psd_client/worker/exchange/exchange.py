@@ -239,8 +239,7 @@ class ParameterExchange:
                 reply = lane.push_pull(part, self.parameters, call, rows)
             self._counts.on_reply(sent, lane.shard, reply)
 
-        if self.places.is_lending:
-            self.parameters = self.places.renew()
+        self.parameters = self.places.renew() if self.places.has_choice else self.parameters
         try:
             if self._is_exact or sent.is_finished:
                 self._complete(sent, and_wait=True)
@@ -266,6 +265,7 @@ class ParameterExchange:
                     self.counts["rows_pulled"] += ahead.pull.rows
                     self._requests.rows_read |= versions
             self.rows.want_nothing()
+            self.parameters = self.places.settle() if self.places.reads_planes else self.parameters
             if steps.are_wanted:
                 steps.renew()
         except BaseException as error:
@@ -465,14 +465,14 @@ class ParameterExchange:
                     self._on_closed()
         if not versions_only:
             self._seen = self._session.clock
+            self.parameters = self.places.settle() if self.places.reads_planes else self.parameters
 
     def _pull(
         self, lanes: Sequence[Lane], *, is_all: bool = False, versions_only: bool = False, part: JobPart | None = None
     ) -> None:
         """Fetch the blocks at the worker's clock, or only wait for their versions."""
         self._learn()
-        if not versions_only and self.places.is_lending:
-            self.parameters = self.places.renew()
+        self.parameters = self.places.renew() if self.places.has_choice and not versions_only else self.parameters
 
         def pull_at(lane: Lane, call: Call) -> None:
             self._push_again(lane, call)

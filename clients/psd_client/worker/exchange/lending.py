@@ -40,6 +40,7 @@ class ParameterPlaces:
 
     Attributes:
         shared: the places in the segment, which the shards must know. is_lending: False if there is one place only.
+        reads_planes: True if parameters may be read where a shard of this machine has them. has_choice: True if either holds.
         held: what differences are added to, whatever the place; None: the job has none.
     """
 
@@ -52,6 +53,8 @@ class ParameterPlaces:
         self._owners: dict[FlatBuffers, list[weakref.ref[NDArray[Any]]]] = {}
         self.shared = list(self._places) if segment is not None else []
         self.current = self._places[0]
+        self.reads_planes = False
+        self.has_choice = self.is_lending
         if segment is not None:
             _sharing.add(self)
 
@@ -73,6 +76,31 @@ class ParameterPlaces:
                 if self._layout.spec.groups[space.group].is_static:
                     np.copyto(new, old)
         return self.current
+
+    def read_planes(self) -> None:
+        """Let the program read the parameters where a shard of this machine has them, if it can, until its next pull.
+
+        It must not write to them. Call this before anything is received, without `is_lending`.
+        """
+        assert not self.is_lending
+        self.reads_planes = bool(self.shared) and self._layout.shard_count == 1
+        self.current.maps_planes, self.has_choice = self.reads_planes, self.reads_planes
+
+    def settle(self) -> FlatBuffers:
+        """Return where the parameters are, after a pull that may have been answered by planes. If not all lie in one plane,
+        they are copied."""
+        own = self.current
+        if not own.lent:
+            own.is_filled = True
+            return own
+        planes, plane = next(iter(own.lent.values()))
+        if own.lent.keys() == planes.blocks and all(where == (planes, plane) for where in own.lent.values()):
+            place = planes.place(plane, own)
+            if own.is_filled:
+                own.discard(place)
+            return place
+        own.take_over()
+        return own
 
     def lend(self, wanted: Collection[int] | None = None) -> list[NDArray[Any] | None]:
         """The current place's tensors for the program, to keep and to change; None for those that are not lent.

@@ -68,6 +68,7 @@ class ParameterLoad:
             InvalidRequest: another worker was given other values; nothing was set.
             BarrierTimeout: not all workers have called this within the wait timeout.
         """
+        self._parameters.is_filled = True
         write(self._parameters)
         tensor = self._parameters.first_nonfinite()
         if tensor is not None:
