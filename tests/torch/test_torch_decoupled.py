@@ -148,7 +148,7 @@ def test_no_learner_waits_for_a_quorum_that_does_not_come(cluster: Any, stack: A
 
 def until_departed(walker: Walker) -> None:
     """Step until the first exchange has begun; the learner asks for the clock before, in the background."""
-    while walker.optimizer._flight is None:
+    while not walker.optimizer._flights:
         if walker.optimizer._look is not None:
             walker.optimizer._look.ended.wait()
         walker.walk()
@@ -170,7 +170,7 @@ def test_a_round_waits_for_others_while_its_learners_have_time(
     until_departed(first)
     steps = first.optimizer.local_step
     if step_s == 0:
-        first.optimizer._flight.ended.wait()
+        first.optimizer._flights[0].ended.wait()
     first.walk(1)
     assert first.optimizer.local_step == steps + 1, "it goes on"
 

@@ -24,6 +24,11 @@ class LearnerRider(Rider):
         self.fastest_step_s = 0.0
         self._last: SentPush | None = None
 
+    @staticmethod
+    def make_note(**fields: float) -> data_pb2.LearnerNote:
+        """A note, of these fields of LearnerNote."""
+        return data_pb2.LearnerNote(**fields)
+
     def write(self, sent: SentPush) -> None:
         """Write the note."""
         self._last = sent
