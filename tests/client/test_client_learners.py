@@ -221,6 +221,27 @@ def test_a_learner_that_is_killed_with_two_exchanges_under_way_has_counted_what_
     assert absent.place == [0.0, 0.0]
 
 
+def test_what_a_program_saves_goes_with_the_exchange_that_departs_next(cluster: Any) -> None:
+    """Though it saves more while that waits for another one: the learner would go on where the exchange departed."""
+    servers = cluster(1).servers
+    ps, faults = connect_faulty(servers)
+    with ps:
+        walker, go = Walker(ps, TWO), threading.Event()
+        faults.run_before("push_pull", shard=0, action=lambda: go.wait(60))
+        for step in range(1, 6):
+            if step == 5:
+                assert [flight.ended.is_set() for flight in walker.optimizer._flights] == [False, False]
+                go.set()
+            ps.save_client_state(b"step %d" % step)
+            walker.walk()
+        walker.optimizer._settle()
+
+    with psd_client.connect(servers, 0, 1) as ps:
+        walker = Walker(ps, TWO)
+        assert walker.optimizer.local_step == 4
+        assert ps.client_state == b"step 4"
+
+
 def _await(call: Any) -> None:
     """Wait for the end of a call in the background, if there is one."""
     assert call is None or call.ended.wait(60)
