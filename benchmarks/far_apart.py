@@ -98,13 +98,14 @@ def train(
     servers: str,
     rank: int,
     args: argparse.Namespace,
+    end: Path,
     steps: Path | None = None,
     joined: Event | None = None,
 ) -> dict[str, float]:
-    """Train one learner, in its own process; its loss at the end, and what it has sent.
+    """Train one learner, in its own process; its loss at the end, what it has sent, and where its time went.
 
-    steps: of an uneven run, a file with a byte for each step that any learner has made; it begins when the file is there,
-        and the first learner ends when all others have, and a file "end" is beside it.
+    end: a file that is there when all others have ended, for the first one.
+    steps: of an uneven run, a file with a byte for each step that any learner has made; it begins when the file is there.
     joined: set when this one has joined.
     """
     torch.set_num_threads(1)
@@ -145,11 +146,12 @@ def train(
             with steps.open("ab") as file:
                 file.write(b".")
     spent, loss = meter.shares, 0.0
-    if rank == 0:  # the last one here: an exchange under way that lacks its quorum waits for those that are present
-        if steps is None:
-            optimizer.ps.barrier("end")
-        else:
-            _wait_for(steps.with_name("end"))
+    if rank == 0:
+        while "quorum" in options and not end.exists():
+            optimizer.zero_grad()  # it learns no more, but is in the rounds: others' exchanges may need it for their quorum
+            optimizer.step(tokens=0)
+            time.sleep(args.step_ms / 1000)
+        _wait_for(end)
         optimizer.pull()
         loss = characters.validation_loss(model, text, 512)
     optimizer.close()
@@ -171,7 +173,7 @@ def uneven(way: str, seed: int, servers: str, args: argparse.Namespace, director
 
     def begin(rank: int) -> tuple[Any, Event]:
         joined = FORKS.Event()
-        task = directory / f"learner-{rank}", way, seed, servers, rank, args, steps, joined
+        task = directory / f"learner-{rank}", way, seed, servers, rank, args, directory / "end", steps, joined
         process = FORKS.Process(target=_train_into, args=task, daemon=True)
         process.start()
         return process, joined
@@ -209,13 +211,16 @@ def measure(way: str, seed: int, pool: ProcessPoolExecutor, memory: Path, args: 
     shard.start()
     shard.wait_ready()
     calm = list(range(args.learners))
-    if way in UNEVEN:
-        calm = [rank for rank in (calm[:-1] if way == DISTURBED else calm) if rank != SLOW]
-        with tempfile.TemporaryDirectory(dir=memory) as directory:
+    with tempfile.TemporaryDirectory(dir=memory) as directory:
+        if way in UNEVEN:
+            calm = [rank for rank in (calm[:-1] if way == DISTURBED else calm) if rank != SLOW]
             found, kills = uneven(way, seed, shard.address, args, Path(directory))
-    else:
-        jobs = [pool.submit(train, way, seed, shard.address, rank, args) for rank in range(args.learners)]
-        found = [job.result() for job in jobs]
+        else:
+            end = Path(directory) / "end"
+            first, *others = [pool.submit(train, way, seed, shard.address, rank, args, end) for rank in range(args.learners)]
+            found = [job.result() for job in others]
+            end.touch()
+            found.insert(0, first.result())
     shard.end()
     return {
         "way": way,
