@@ -79,7 +79,7 @@ class Smoothed:
 
 @dataclass(frozen=True)
 class Brought:
-    """What an exchange has brought. It is the learner's own: the next exchange writes to the connection's buffers.
+    """The parameters that an exchange has brought. They are the learner's own: the next one writes to the connection's buffers.
 
     Attributes:
         groups: those that have changed. values: by index of the tensor, of these groups and of the exchange's own.
@@ -92,7 +92,7 @@ class Brought:
 
 
 class Held(Exception):
-    """An exchange is not made, because the one before it has failed, and is to be made again first."""
+    """The reason why an exchange is not made: the one before it has failed, and is to be made again first."""
 
 
 @dataclass
