@@ -1,4 +1,4 @@
-"""Where the time of a learner goes that it spends in optimizer.step() other than in its own optimizer.
+"""The time that a learner spends in optimizer.step() other than in its own optimizer, and where it goes.
 
 By the kernel's own account of its thread, so that the figures hold on a busy machine, too: it has computed (it copies, and
 begins exchanges), was ready to run while others had the processors, or has waited: that is idle. Knows nothing of learners.

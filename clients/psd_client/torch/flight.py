@@ -78,7 +78,7 @@ class Smoothed:
 
 
 @dataclass(frozen=True)
-class Brought:
+class FreshValues:
     """The parameters that an exchange has brought. They are the learner's own: the next one writes to the connection's buffers.
 
     Attributes:
@@ -91,34 +91,34 @@ class Brought:
     versions: tuple[int, ...]
 
 
-class Held(Exception):
+class HeldBack(Exception):
     """The reason why an exchange is not made: the one before it has failed, and is to be made again first."""
 
 
 @dataclass
-class Plan:
-    """One exchange of a fragment, however often it is tried.
+class Departure:
+    """An exchange of a fragment that has departed, however often it is tried.
 
     Attributes:
         exchange: makes it, with the same difference each time. bring: takes what it has brought, given whether it came late.
         counts: behind the difference. spare: until when nobody waits for it. clock: of its round, as far as is known.
-        departed, due: local steps after which it began, and after which what comes back is to be mixed in.
+        at, due: local steps after which it began, and after which what comes back is to be mixed in.
         late_before: blocks that had come late when it was first made; None: it was not. is_made: it has not failed.
         is_late: the shards have closed the round without the difference. brought: what it has brought; None: not yet.
     """
 
     exchange: Callable[[Turn], None]
-    bring: Callable[[bool], Brought]
+    bring: Callable[[bool], FreshValues]
     fragment: int
     counts: Counts
     spare: Spare
     clock: int
-    departed: int
+    at: int
     due: int
     late_before: int | None = None
     is_made: bool = False
     is_late: bool = False
-    brought: Brought | None = None
+    brought: FreshValues | None = None
 
 
 class Flight(BackgroundCall):
@@ -128,26 +128,26 @@ class Flight(BackgroundCall):
         ahead: the exchange that has departed before and has not landed; this one is held if that fails.
 
     Attributes:
-        plan: the exchange. is_repeated: it was made before, and has failed. is_told: its error has been raised.
+        departure: the exchange. is_repeated: it was made before, and has failed. is_told: its error has been raised.
     """
 
     is_told = False
 
-    def __init__(self, worker: FlatCalls, plan: Plan, ahead: Flight | None, *, is_repeated: bool = False) -> None:
-        self.plan, self.is_repeated = plan, is_repeated
+    def __init__(self, worker: FlatCalls, departure: Departure, ahead: Flight | None, *, is_repeated: bool = False) -> None:
+        self.departure, self.is_repeated = departure, is_repeated
         self._worker, self._ahead = worker, ahead
         super().__init__(worker, self._make)
 
     def _make(self, turn: Turn) -> None:
-        plan, ahead, self._ahead = self.plan, self._ahead, None
+        departure, ahead, self._ahead = self.departure, self._ahead, None
         if ahead is not None and ahead.error is not None:
-            raise Held
-        if plan.late_before is None:
-            plan.late_before = self._late
-        if not plan.is_made:
-            plan.exchange(turn)
-            plan.is_made, plan.is_late = True, self._late > plan.late_before
-        plan.brought = plan.bring(plan.is_late)
+            raise HeldBack
+        if departure.late_before is None:
+            departure.late_before = self._late
+        if not departure.is_made:
+            departure.exchange(turn)
+            departure.is_made, departure.is_late = True, self._late > departure.late_before
+        departure.brought = departure.bring(departure.is_late)
 
     @property
     def _late(self) -> int:
@@ -156,7 +156,7 @@ class Flight(BackgroundCall):
     def again(self, ahead: Flight | None) -> Flight:
         """Make it again, after another one."""
         self.ended.wait()
-        return Flight(self._worker, self.plan, ahead, is_repeated=self.is_repeated or not isinstance(self.error, Held))
+        return Flight(self._worker, self.departure, ahead, is_repeated=self.is_repeated or not isinstance(self.error, HeldBack))
 
     @property
     def is_failed(self) -> bool:

@@ -24,7 +24,7 @@ from psd_client.client import ParameterServer, worker_of
 from psd_client.optimizers import scalar_values
 from psd_client.torch.buffers import kept_buffers
 from psd_client.torch.declaration import TorchDeclaration
-from psd_client.torch.flight import Brought, Counts, Exchanged, Flight, Plan, Smoothed
+from psd_client.torch.flight import Counts, Departure, Exchanged, Flight, FreshValues, Smoothed
 from psd_client.torch.job_optimizer import JobOptimizer
 from psd_client.torch.local import Local
 from psd_client.torch.parameters import as_tensors
@@ -152,7 +152,7 @@ class LocalOptimizer(JobOptimizer):
     def _next(self) -> int:
         """Local step after which there is something to exchange, or to land."""
         steps = [self._departs_at - self._looks_ahead] if self._has_room else []
-        steps += [self.local_step + 1 if flight.is_told else flight.plan.due for flight in self._flights[:1]]
+        steps += [self.local_step + 1 if flight.is_told else flight.departure.due for flight in self._flights[:1]]
         return min(steps)
 
     @property
@@ -177,7 +177,7 @@ class LocalOptimizer(JobOptimizer):
 
     def _is_landing(self, flight: Flight) -> bool:
         """True if it is time to take what an exchange has brought, or to wait for it; or to raise its error."""
-        is_due = flight.is_failed or self.local_step >= flight.plan.due
+        is_due = flight.is_failed or self.local_step >= flight.departure.due
         return is_due and (self._waits or flight.ended.is_set())
 
     @property
@@ -194,7 +194,7 @@ class LocalOptimizer(JobOptimizer):
         """
         last = self._flights[-1] if self._flights else None
         if not self._is_decoupled:
-            return self.ps.clock if last is None or last.ended.is_set() else last.plan.clock + 1
+            return self.ps.clock if last is None or last.ended.is_set() else last.departure.clock + 1
         if last is not None and (last.is_failed or not last.ended.is_set()):
             return None
         if self._look is None:
@@ -210,7 +210,7 @@ class LocalOptimizer(JobOptimizer):
             self._departed = self.local_step
             return None
         clock, steps = self.ps.clock, [counts.steps for counts in self._counts]
-        if last is not None and clock % self._local.count == last.plan.fragment:
+        if last is not None and clock % self._local.count == last.departure.fragment:
             return None
         is_new = 2 * steps[clock % self._local.count] < max(steps)
         return None if is_new and self.local_step < self._departs_at + self._local.interval else clock
@@ -277,16 +277,16 @@ class LocalOptimizer(JobOptimizer):
             worker.push_pull_flat(scalars, counts.weight, present, job_part=part.job_part, turn=turn, spare=spare)
             spare.ended_at = time.monotonic()
 
-        def bring(is_late: bool) -> Brought:
+        def bring(is_late: bool) -> FreshValues:
             if is_late:
                 worker.take_back(clock)
             return self._brought(part.groups)
 
-        plan = Plan(exchange, bring, fragment, counts, spare, clock, departed, departed + delay)
-        self._flights.append(Flight(worker, plan, self._flights[-1] if self._flights else None))
+        departure = Departure(exchange, bring, fragment, counts, spare, clock, departed, departed + delay)
+        self._flights.append(Flight(worker, departure, self._flights[-1] if self._flights else None))
 
     @torch.no_grad()
-    def _brought(self, own: Collection[int]) -> Brought:
+    def _brought(self, own: Collection[int]) -> FreshValues:
         """Copies of the groups that an exchange has changed, and of its own. Called in the exchange's turn."""
         declaration, flat = self._declaration, self._worker.parameters
         changed = {block.group for block in flat.layout.blocks if flat.versions[block.index] != self._versions[block.index]}
@@ -294,7 +294,7 @@ class LocalOptimizer(JobOptimizer):
         views, wanted = as_tensors(flat), changed.union(own)
         values = {index: views[index].clone() for index in declaration.trained if declaration.tensors[index].group in wanted}
         versions = tuple(self._version_of(fragment) for fragment in range(len(declaration.parts)))
-        return Brought(frozenset(changed), values, versions)
+        return FreshValues(frozenset(changed), values, versions)
 
     def _settle(self) -> None:
         """End the exchange under way, if there is one."""
@@ -314,26 +314,26 @@ class LocalOptimizer(JobOptimizer):
         flight = self._flights[0]
         self._wait_for(flight)
         self._flights.pop(0)
-        spare = flight.plan.spare
+        spare = flight.departure.spare
         if spare.decided_at and spare.ended_at:
             self._fetch_s.add(spare.ended_at - spare.decided_at)
-        self._take(flight.plan, is_repeated=flight.is_repeated)
+        self._take(flight.departure, is_repeated=flight.is_repeated)
 
     @torch.no_grad()
-    def _take(self, plan: Plan, *, is_repeated: bool) -> None:
+    def _take(self, departure: Departure, *, is_repeated: bool) -> None:
         """Mix a fragment's received values in; carry what was learned of others over to new bases of theirs.
 
         If the difference came late, all that was learned of the fragment is carried over, too, but in blocks that have counted
         it; if it was sent again, or has taken longer than the delay, what was learned since it was taken."""
-        declaration, brought = self._declaration, plan.brought
+        declaration, brought = self._declaration, departure.brought
         assert brought is not None
         differences = as_tensors(self._worker.gradients)  # of blocks that have not counted theirs, 0
-        own = declaration.parts[plan.fragment].groups
-        is_mixed = not plan.is_late and not is_repeated and self.local_step <= plan.due
-        if plan.is_late:
-            self._counts[plan.fragment].add(plan.counts.steps, plan.counts.tokens)
+        own = declaration.parts[departure.fragment].groups
+        is_mixed = not departure.is_late and not is_repeated and self.local_step <= departure.due
+        if departure.is_late:
+            self._counts[departure.fragment].add(departure.counts.steps, departure.counts.tokens)
         for fragment, part in enumerate(declaration.parts):
-            if fragment == plan.fragment or brought.groups.intersection(part.groups):
+            if fragment == departure.fragment or brought.groups.intersection(part.groups):
                 self._received[fragment] = brought.versions[fragment]
         for index, value in brought.values.items():
             is_own = declaration.tensors[index].group in own
@@ -346,12 +346,12 @@ class LocalOptimizer(JobOptimizer):
         if self.on_exchange is not None:
             self.on_exchange(
                 Exchanged(
-                    plan.clock,
-                    plan.fragment,
-                    not plan.is_late,
-                    plan.departed,
+                    departure.clock,
+                    departure.fragment,
+                    not departure.is_late,
+                    departure.at,
                     self.local_step,
-                    plan.counts.weight,
+                    departure.counts.weight,
                     is_mixed,
                     tuple(self._received),
                 )
