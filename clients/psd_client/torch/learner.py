@@ -297,7 +297,7 @@ class LocalOptimizer(JobOptimizer):
         return FreshValues(frozenset(changed), values, versions)
 
     def _settle(self) -> None:
-        """End the exchange under way, if there is one."""
+        """End the exchanges under way."""
         if self._look is not None:
             look, self._look = self._look, None
             self._wait_for(look)
