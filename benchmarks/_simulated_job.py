@@ -411,7 +411,7 @@ class Learner:
         """With a quorum: take what has come back; begin the next exchange, at the job's clock, if it is time."""
         if self._is_flying and self._has_landed and self.local_step >= self._due:
             self._is_flying = self._has_landed = False
-        if not self._is_flying and self.local_step > self._departed + self._interval:  # one step later: it asks for the clock
+        if not self._is_flying and self.local_step >= self._departed + self._interval:  # it has asked for the clock meanwhile
             clock = self._job_clock()
             steps = [count for count, _ in self._counts]
             is_new = 2 * steps[clock % len(steps)] < max(steps)

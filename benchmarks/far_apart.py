@@ -5,7 +5,8 @@ that are made although learners die.
 
 Quality: a small transformer of the kind of examples/diloco.py, trained by data parallelism, DiLoCo and Streaming DiLoCo from
 equally many tokens. Loss is of the job's parameters on a text that nobody has learned from; bytes are those that a learner has
-sent; idle is the share of its time that a learner spends in optimizer.step() other than in its own optimizer, copying included.
+sent; idle is the share of its time that a learner waits in optimizer.step(), other than in its own optimizer, and copying that
+for which it computes there; that others had the processors meanwhile is in neither. Progress has them by learner.
 In the last three ways learner 1 is four times slower, and steps are of --step-ms or more. In the first of these the last one is
 killed --death seconds after it has joined, and started again: the tokens that it had not sent are lost, and count.
 
@@ -30,6 +31,7 @@ import threading
 import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, fields
 from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
@@ -40,6 +42,7 @@ import _report
 import _synchronizer
 import torch
 from _goodput import BASE, BY_GLOO, GOODPUT, NESTEROV, options_of
+from _idle import Meter, Spent
 from _processes import START_S, ProcessFailed, Shard, cleanly
 
 import psd_client
@@ -57,6 +60,7 @@ UNEVEN = (DISTURBED, ASYNC, CORRECTED)
 """Ways in which one learner is slow."""
 ONE_BY_ONE = psd_client.SGD(lr=0.125, momentum=0.5, nesterov=True)
 """Each of four learners' differences moves the parameters by itself: a quarter of its length, with what the momentum adds."""
+SPENT = tuple(field.name for field in fields(Spent))
 SLOW, SLOWNESS = 1, 4.0
 """The rank of the slow learner, and how many times as long as others' its steps take."""
 FORKS = multiprocessing.get_context("forkserver")
@@ -88,43 +92,20 @@ QUALITY: Mapping[str, Mapping[str, Any]] = {
 """Ways to train, and the options of psd.distribute for them."""
 
 
-class Meter:
-    """Measures how long a learner is in optimizer.step() other than in its own optimizer: it exchanges, or waits."""
-
-    def __init__(self, inner: torch.optim.Optimizer) -> None:
-        self._began = time.perf_counter()
-        self._idle_s = 0.0
-        inner.register_step_pre_hook(lambda *_: self._count(-1.0))
-        inner.register_step_post_hook(lambda *_: self._count(1.0))
-
-    def _count(self, sign: float) -> None:
-        self._idle_s -= sign * time.perf_counter()
-
-    def step(self, optimizer: Any) -> None:
-        """Make a step, and measure it."""
-        self._count(1.0)
-        optimizer.step()
-        self._count(-1.0)
-
-    @property
-    def share(self) -> float:
-        """The share of the time so far."""
-        return self._idle_s / (time.perf_counter() - self._began)
-
-
 def train(
     way: str,
     seed: int,
     servers: str,
     rank: int,
     args: argparse.Namespace,
+    end: Path,
     steps: Path | None = None,
     joined: Event | None = None,
 ) -> dict[str, float]:
-    """Train one learner, in its own process; its loss at the end, and what it has sent.
+    """Train one learner, in its own process; its loss at the end, what it has sent, and where its time went.
 
-    steps: of an uneven run, a file with a byte for each step that any learner has made; it begins when the file is there,
-        and the first learner ends when all others have, and a file "end" is beside it.
+    end: a file that is there when all others have ended, for the first one.
+    steps: of an uneven run, a file with a byte for each step that any learner has made; it begins when the file is there.
     joined: set when this one has joined.
     """
     torch.set_num_threads(1)
@@ -164,16 +145,17 @@ def train(
             meter.step(optimizer)
             with steps.open("ab") as file:
                 file.write(b".")
-    idle, loss = meter.share, 0.0
-    if rank == 0:  # the last one here: an exchange under way that lacks its quorum waits for those that are present
-        if steps is None:
-            optimizer.ps.barrier("end")
-        else:
-            _wait_for(steps.with_name("end"))
+    spent, loss = meter.shares, 0.0
+    if rank == 0:
+        while "quorum" in options and not end.exists():
+            optimizer.zero_grad()  # it learns no more, but is in the rounds: others' exchanges may need it for their quorum
+            optimizer.step(tokens=0)
+            time.sleep(args.step_ms / 1000)
+        _wait_for(end)
         optimizer.pull()
         loss = characters.validation_loss(model, text, 512)
     optimizer.close()
-    return {"loss": loss, "sent_bytes": optimizer.ps.stats()["sent_bytes"] - before, "idle": idle}
+    return {"loss": loss, "sent_bytes": optimizer.ps.stats()["sent_bytes"] - before, **asdict(spent)}
 
 
 def _wait_for(path: Path) -> None:
@@ -191,7 +173,7 @@ def uneven(way: str, seed: int, servers: str, args: argparse.Namespace, director
 
     def begin(rank: int) -> tuple[Any, Event]:
         joined = FORKS.Event()
-        task = directory / f"learner-{rank}", way, seed, servers, rank, args, steps, joined
+        task = directory / f"learner-{rank}", way, seed, servers, rank, args, directory / "end", steps, joined
         process = FORKS.Process(target=_train_into, args=task, daemon=True)
         process.start()
         return process, joined
@@ -229,21 +211,24 @@ def measure(way: str, seed: int, pool: ProcessPoolExecutor, memory: Path, args: 
     shard.start()
     shard.wait_ready()
     calm = list(range(args.learners))
-    if way in UNEVEN:
-        calm = [rank for rank in (calm[:-1] if way == DISTURBED else calm) if rank != SLOW]
-        with tempfile.TemporaryDirectory(dir=memory) as directory:
+    with tempfile.TemporaryDirectory(dir=memory) as directory:
+        if way in UNEVEN:
+            calm = [rank for rank in (calm[:-1] if way == DISTURBED else calm) if rank != SLOW]
             found, kills = uneven(way, seed, shard.address, args, Path(directory))
-    else:
-        jobs = [pool.submit(train, way, seed, shard.address, rank, args) for rank in range(args.learners)]
-        found = [job.result() for job in jobs]
+        else:
+            end = Path(directory) / "end"
+            first, *others = [pool.submit(train, way, seed, shard.address, rank, args, end) for rank in range(args.learners)]
+            found = [job.result() for job in others]
+            end.touch()
+            found.insert(0, first.result())
     shard.end()
     return {
         "way": way,
         "seed": seed,
         "loss": found[0]["loss"],
         "sent_bytes": statistics.mean(one["sent_bytes"] for one in found),
-        "idle": max(found[rank]["idle"] for rank in calm),
-        "idle_by_rank": [one["idle"] for one in found],
+        **{name: max(found[rank][name] for rank in calm) for name in SPENT},
+        "by_rank": {name: [one[name] for one in found] for name in SPENT},
         "kills": kills,
     }
 
@@ -256,8 +241,10 @@ def quality(args: argparse.Namespace, memory: Path) -> list[dict[str, Any]]:
             for way in dict.fromkeys([BASE, *_chosen(QUALITY, args)]):  # with the first the others are compared
                 runs.append(measure(way, seed, pool, memory, args))
                 _report.progress(
-                    "{way}, seed {seed}: loss {loss:.4f}, {sent_bytes:,.0f} bytes, idle {idle:.1%}".format(**runs[-1])
+                    "{way}, seed {seed}: loss {loss:.4f}, {sent_bytes:,.0f} bytes, {kills} kills".format(**runs[-1])
                 )
+                for name, shares in runs[-1]["by_rank"].items():
+                    _report.progress(f"    {name} by learner: " + ", ".join(f"{share:.2%}" for share in shares))
     return runs
 
 
@@ -271,8 +258,9 @@ def quality_text(runs: list[dict[str, Any]]) -> str:
         fewer = statistics.mean(of_base[run["seed"]]["sent_bytes"] / run["sent_bytes"] for run in own)
         loss, sent = (statistics.mean(run[name] for run in own) for name in ("loss", "sent_bytes"))
         cells = f"{loss:.4f}", f"{statistics.mean(more):+.1%}", f"{max(more):+.1%}", f"{sent / 1e6:.2f}", f"1/{fewer:.0f}"
-        rows.append((way, *cells, f"{max(run['idle'] for run in own):.1%}"))
-    return _report.table(("way", "loss", "more", "worst seed", "MB sent by each", "of the bytes", "idle at most"), rows)
+        rows.append((way, *cells, *(f"{max(run[name] for run in own):.1%}" for name in ("idle", "computing"))))
+    names = "way", "loss", "more", "worst seed", "MB sent by each", "of the bytes", "idle at most", "copying at most"
+    return _report.table(names, rows)
 
 
 def many(args: argparse.Namespace, memory: Path) -> dict[str, Any]:

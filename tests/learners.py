@@ -13,6 +13,7 @@ from torch.nn import functional as F  # noqa: N812
 import psd_client
 import psd_client.torch as psd
 from psd_client import ParameterServer
+from psd_client.torch.flight import Exchanged
 
 OUTER = psd_client.SGD(lr=0.7, momentum=0.9, nesterov=True)
 
@@ -106,18 +107,36 @@ def constant(value: float = 0.0) -> nn.Module:
 
 
 class Walker:
-    """A learner whose every local step moves all parameters by -1."""
+    """A learner whose every local step moves all parameters by -stride.
 
-    def __init__(self, ps: ParameterServer, local: psd.Local, **options: Any) -> None:
-        self.model = constant()
+    Attributes:
+        records: its exchanges that have ended.
+    """
+
+    def __init__(self, ps: ParameterServer, local: psd.Local, *, stride: int = 1, **options: Any) -> None:
+        self.model, self.stride = constant(), stride
         self.optimizer = psd.distribute(self.model, optim.SGD(self.model.parameters(), lr=1.0), local=local, ps=ps, **options)
+        self.records: list[Exchanged] = []
+        self.optimizer.on_exchange = self.records.append
+        self._begun_at = self.optimizer.local_step
 
     def walk(self, steps: int = 1) -> list[float]:
         for _ in range(steps):
             for parameter in self.model.parameters():
-                parameter.grad = torch.ones_like(parameter)
+                parameter.grad = torch.full_like(parameter, self.stride)
             self.optimizer.step()
         return self.place
+
+    def counted(self, fragment: int) -> int:
+        """How far it has moved the job, by its records. For alpha=0, which drops what was learned while an exchange was under
+        way, if what has come back is mixed in."""
+        total, left, since = 0, 0, self._begun_at
+        for record in self.records:
+            if record.fragment == fragment:
+                difference = left + record.departed - since
+                total, left = (total + difference, 0) if record.is_counted else (total, difference)
+                since = record.landed if record.is_mixed else record.departed
+        return self.stride * total
 
     @property
     def place(self) -> list[float]:

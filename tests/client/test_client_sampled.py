@@ -75,13 +75,13 @@ def test_with_a_delay_nobody_stands_still_for_those_who_are_chosen(cluster: Any)
         first, second = in_threads(lambda: Walker(there, local, **OPTIONS), lambda: Walker(absent, local, **OPTIONS))
         exchanges: list[Any] = []
         first.optimizer.on_exchange = exchanges.append
-        while first.optimizer._flight is None:
+        while not first.optimizer._flights:
             first.walk()
         assert first.walk(20)[0] == -float(first.optimizer.local_step)
-        assert not first.optimizer._flight.ended.is_set()
+        assert not first.optimizer._flights[0].ended.is_set()
 
         second.optimizer.close()
 
-        assert first.optimizer._flight.ended.wait(60)
+        assert first.optimizer._flights[0].ended.wait(60)
         first.walk()
         assert [each.is_counted for each in exchanges] == [True]

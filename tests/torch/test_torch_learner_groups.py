@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -39,8 +40,8 @@ def tensors(found: Any) -> list[Any]:
 
 @pytest.mark.parametrize(
     ("kind", "local"),
-    [("plain", psd.Local(steps=4, outer=OUTER)), ("ddp", LOCAL), ("fsdp", LOCAL)],
-    ids=["plain", "ddp", "fsdp"],
+    [("plain", psd.Local(steps=4, outer=OUTER)), ("ddp", LOCAL), ("fsdp", LOCAL), ("fsdp", replace(LOCAL, delay=4))],
+    ids=["plain", "ddp", "fsdp", "two under way"],
 )
 def test_groups_have_the_numbers_of_a_simulation_in_one_process(
     cluster: Any, ranks: Ranks, kind: str, local: psd.Local

@@ -1,13 +1,16 @@
 """One exchange of a learner, and what it counts and measures of its own steps.
 
-Must not know parameters, or when an exchange is made.
+Exchanges are made one after the other, each by a thread in its turn, and a learner may have departed with the next one before
+the first has landed: so an exchange takes what it has brought out of the connection's buffers before its turn ends. Must not
+know how parameters are changed, or when an exchange is made.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import torch
 from typing_extensions import override
 
 from psd_client.worker.background_call import BackgroundCall
@@ -74,61 +77,91 @@ class Smoothed:
         self.seconds += (_NEWEST_SHARE if self.seconds else 1.0) * (seconds - self.seconds)
 
 
-class Flight(BackgroundCall):
-    """One exchange of a fragment.
-
-    Args:
-        call: makes the exchange; again, with the same difference, if it has failed.
+@dataclass(frozen=True)
+class FreshValues:
+    """The parameters that an exchange has brought. They are the learner's own: the next one writes to the connection's buffers.
 
     Attributes:
-        counts: behind the difference. spare: until when nobody waits for it.
-        departed, due: local steps after which it began, and after which what comes back is to be mixed in.
-        is_repeated: it was made again. is_told: its error has been raised.
+        groups: those that have changed. values: by index of the tensor, of these groups and of the exchange's own.
+        versions: by fragment, as in Exchanged.
     """
 
-    is_repeated = is_told = False
+    groups: frozenset[int]
+    values: Mapping[int, torch.Tensor]
+    versions: tuple[int, ...]
 
-    def __init__(
-        self,
-        worker: FlatCalls,
-        call: Callable[[Turn], None],
-        *,
-        fragment: int,
-        counts: Counts,
-        spare: Spare,
-        departed: int,
-        due: int,
-        late_before: int | None = None,
-    ) -> None:
-        self.fragment, self.counts, self.spare, self.departed, self.due = fragment, counts, spare, departed, due
-        self._worker = worker
-        self._late_before = worker.stats()["blocks_late"] if late_before is None else late_before
-        super().__init__(worker, call)
 
-    def again(self) -> Flight:
-        """Make the call again."""
-        flight = Flight(
-            self._worker,
-            self._call,
-            fragment=self.fragment,
-            counts=self.counts,
-            spare=self.spare,
-            departed=self.departed,
-            due=self.due,
-            late_before=self._late_before,
-        )
-        flight.is_repeated = True
-        return flight
+class HeldBack(Exception):
+    """The reason why an exchange is not made: the one before it has failed, and is to be made again first."""
+
+
+@dataclass
+class Departure:
+    """An exchange of a fragment that has departed, however often it is tried.
+
+    Attributes:
+        exchange: makes it, with the same difference each time. bring: takes what it has brought, given whether it came late.
+        counts: behind the difference. spare: until when nobody waits for it. clock: of its round, as far as is known.
+        at, due: local steps after which it began, and after which what comes back is to be mixed in.
+        late_before: blocks that had come late when it was first made; None: it was not. is_made: it has not failed.
+        is_late: the shards have closed the round without the difference. brought: what it has brought; None: not yet.
+    """
+
+    exchange: Callable[[Turn], None]
+    bring: Callable[[bool], FreshValues]
+    fragment: int
+    counts: Counts
+    spare: Spare
+    clock: int
+    at: int
+    due: int
+    late_before: int | None = None
+    is_made: bool = False
+    is_late: bool = False
+    brought: FreshValues | None = None
+
+
+class Flight(BackgroundCall):
+    """An exchange under way.
+
+    Args:
+        ahead: the exchange that has departed before and has not landed; this one is held if that fails.
+
+    Attributes:
+        departure: the exchange. is_repeated: it was made before, and has failed. is_told: its error has been raised.
+    """
+
+    is_told = False
+
+    def __init__(self, worker: FlatCalls, departure: Departure, ahead: Flight | None, *, is_repeated: bool = False) -> None:
+        self.departure, self.is_repeated = departure, is_repeated
+        self._worker, self._ahead = worker, ahead
+        super().__init__(worker, self._make)
+
+    def _make(self, turn: Turn) -> None:
+        departure, ahead, self._ahead = self.departure, self._ahead, None
+        if ahead is not None and ahead.error is not None:
+            raise HeldBack
+        if departure.late_before is None:
+            departure.late_before = self._late
+        if not departure.is_made:
+            departure.exchange(turn)
+            departure.is_made, departure.is_late = True, self._late > departure.late_before
+        departure.brought = departure.bring(departure.is_late)
+
+    @property
+    def _late(self) -> int:
+        return self._worker.stats()["blocks_late"]
+
+    def again(self, ahead: Flight | None) -> Flight:
+        """Make it again, after another one."""
+        self.ended.wait()
+        return Flight(self._worker, self.departure, ahead, is_repeated=self.is_repeated or not isinstance(self.error, HeldBack))
 
     @property
     def is_failed(self) -> bool:
         """True once the call has ended with an error."""
         return self.ended.is_set() and self.error is not None
-
-    @property
-    def is_late(self) -> bool:
-        """True if the shards have closed the round without the difference."""
-        return self._worker.stats()["blocks_late"] > self._late_before
 
     @override
     def wait(self) -> None:

@@ -1,16 +1,17 @@
 """A learner: steps of the program's own torch optimizer, and exchanges with the shards, fragment by fragment, now and then.
 
 What travels is the base less the parameters; the base is what the learner has received last. While an exchange is under way the
-learner may go on: the call then runs in a thread of its own. A difference that the shards have dropped, because it came late,
-stays in the learner's parameters, and so in its next difference. So does what it has learned since, if the base of a fragment
-that it was not exchanging has changed. With a quorum of some learners (decoupled) it waits for nobody: an exchange begins at
-the job's clock, which it asks for, and ends when it does. Must not know how fragments are chosen, or how anything travels.
+learner may go on: the call then runs in a thread of its own. Two exchanges, of different fragments, may have departed before
+the first has landed; they travel one after the other. A difference that the shards have dropped, because it came late, stays in
+the learner's parameters, and so in its next difference. So does what it has learned since, if the base of a fragment that it
+was not exchanging has changed. With a quorum of some learners (decoupled) it waits for nobody: an exchange begins at the job's
+clock, which it asks for, and ends when it does. Must not know how fragments are chosen, or how anything travels.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, overload
 
 import numpy as np
@@ -23,7 +24,7 @@ from psd_client.client import ParameterServer, worker_of
 from psd_client.optimizers import scalar_values
 from psd_client.torch.buffers import kept_buffers
 from psd_client.torch.declaration import TorchDeclaration
-from psd_client.torch.flight import Counts, Exchanged, Flight, Smoothed
+from psd_client.torch.flight import Counts, Departure, Exchanged, Flight, FreshValues, Smoothed
 from psd_client.torch.job_optimizer import JobOptimizer
 from psd_client.torch.local import Local
 from psd_client.torch.parameters import as_tensors
@@ -66,7 +67,7 @@ class LocalOptimizer(JobOptimizer):
         self.on_exchange: Callable[[Exchanged], None] | None = None
         self._schedule: DistributedScheduler | None = None
         self._is_stepping = False
-        self._flight: Flight | None = None
+        self._flights: list[Flight] = []  # in the order in which they have departed
         self._look: BackgroundCall | None = None  # asks for the job's clock
         spec = self._worker.parameters.layout.spec
         self._is_sampled = spec.sample > 0
@@ -140,27 +141,44 @@ class LocalOptimizer(JobOptimizer):
     def _follow(self) -> None:
         """Begin anew if the job has gone back to a checkpoint, which another call has told the program."""
         if self._times_gone_back != self._worker.times_gone_back:
-            self._flight = self._look = None
-            self._begin()
+            self._drop()
+
+    def _drop(self) -> None:
+        """Give up what is under way, and begin anew."""
+        self._flights, self._look = [], None
+        self._begin()
 
     @property
     def _next(self) -> int:
         """Local step after which there is something to exchange, or to land."""
-        if self._flight is None:
-            return self._departs_at
-        return self.local_step + 1 if self._flight.is_told else self._flight.due
+        steps = [self._departs_at - self._looks_ahead] if self._has_room else []
+        steps += [self.local_step + 1 if flight.is_told else flight.departure.due for flight in self._flights[:1]]
+        return min(steps)
+
+    @property
+    def _has_room(self) -> bool:
+        """True if another exchange may depart, although one may not have landed."""
+        return len(self._flights) < self._local.under_way
+
+    @property
+    def _looks_ahead(self) -> bool:
+        """True if the learner asks for the job's clock a step before it departs."""
+        return self._is_decoupled and not self._waits
 
     def _exchange(self) -> None:
-        flight = self._flight
-        is_due = flight is not None and (flight.is_failed or self.local_step >= flight.due)
-        if is_due and flight is not None and (self._waits or flight.ended.is_set()):
+        while self._flights and self._is_landing(self._flights[0]):
             self._land()
-        if self._flight is None and self.local_step >= self._departs_at:
+        if self._has_room and self.local_step >= self._departs_at - self._looks_ahead:
             clock = self._next_clock()
             if clock is not None:
                 self._depart(clock)
                 if self._local.delay == 0:
                     self._land()
+
+    def _is_landing(self, flight: Flight) -> bool:
+        """True if it is time to take what an exchange has brought, or to wait for it; or to raise its error."""
+        is_due = flight.is_failed or self.local_step >= flight.departure.due
+        return is_due and (self._waits or flight.ended.is_set())
 
     @property
     def _waits(self) -> bool:
@@ -170,15 +188,18 @@ class LocalOptimizer(JobOptimizer):
     def _next_clock(self) -> int | None:
         """The job's clock, by which it is some fragment's turn to be exchanged now; None: not yet.
 
-        A decoupled learner asks for the clock, while it makes its next step: others have not waited for it. If it is so much
+        A decoupled learner asks for the clock, while it makes the step before: others have not waited for it. If it is so much
         slower that it would exchange a fragment again that it has just exchanged, it leaves that round to the others. So does
         one that was not chosen for it, and asks again when its next exchange is due.
         """
+        last = self._flights[-1] if self._flights else None
         if not self._is_decoupled:
-            return self.ps.clock
+            return self.ps.clock if last is None or last.ended.is_set() else last.departure.clock + 1
+        if last is not None and (last.is_failed or not last.ended.is_set()):
+            return None
         if self._look is None:
             self._look = BackgroundCall(self._worker, self._worker.learn_clock)
-        if not (self._waits or self._look.ended.is_set()):
+        if self.local_step < self._departs_at or not (self._waits or self._look.ended.is_set()):
             return None
         look, self._look = self._look, None
         self._wait_for(look)
@@ -189,6 +210,8 @@ class LocalOptimizer(JobOptimizer):
             self._departed = self.local_step
             return None
         clock, steps = self.ps.clock, [counts.steps for counts in self._counts]
+        if last is not None and clock % self._local.count == last.departure.fragment:
+            return None
         is_new = 2 * steps[clock % self._local.count] < max(steps)
         return None if is_new and self.local_step < self._departs_at + self._local.interval else clock
 
@@ -196,8 +219,7 @@ class LocalOptimizer(JobOptimizer):
         try:
             self._wait(call)
         except RolledBack:
-            self._flight = self._look = None
-            self._begin()
+            self._drop()
             raise
 
     def _wait(self, call: BackgroundCall) -> None:
@@ -235,83 +257,101 @@ class LocalOptimizer(JobOptimizer):
         scalars = [
             scalar_values(spec, {} if spec.is_static else next(options), index) for index, spec in enumerate(declaration.groups)
         ]
-        note = worker.learner.note
-        note.steps, note.tokens, note.step_s = self.local_step, self._tokens, self._step_s.seconds
-        note.base, note.of_steps, note.of_tokens = self._received[fragment], counts.steps, counts.tokens
+        note = worker.learner.make_note(
+            steps=self.local_step,
+            tokens=self._tokens,
+            step_s=self._step_s.seconds,
+            base=self._received[fragment],
+            of_steps=counts.steps,
+            of_tokens=counts.tokens,
+        )
         pace, departed = self._pace, self.local_step
         delay = max(1, round(pace * local.delay)) if local.delay else 0
         self._exchanges += 1
         self._departed = departed
         spare_s = max(0.0, delay * self._step_s.seconds - self._fetch_s.seconds)
-        spare = Spare(time.monotonic() + spare_s, clock)
+        spare = Spare(time.monotonic() + spare_s, clock, worker.unsent_state)
 
-        def call(turn: Turn) -> None:
+        def exchange(turn: Turn) -> None:
+            worker.learner.note = note
             worker.push_pull_flat(scalars, counts.weight, present, job_part=part.job_part, turn=turn, spare=spare)
             spare.ended_at = time.monotonic()
 
-        self._flight = Flight(
-            worker, call, fragment=fragment, counts=counts, spare=spare, departed=departed, due=departed + delay
-        )
+        def bring(is_late: bool) -> FreshValues:
+            if is_late:
+                worker.take_back(clock)
+            return self._brought(part.groups)
+
+        departure = Departure(exchange, bring, fragment, counts, spare, clock, departed, departed + delay)
+        self._flights.append(Flight(worker, departure, self._flights[-1] if self._flights else None))
+
+    @torch.no_grad()
+    def _brought(self, own: Collection[int]) -> FreshValues:
+        """Copies of the groups that an exchange has changed, and of its own. Called in the exchange's turn."""
+        declaration, flat = self._declaration, self._worker.parameters
+        changed = {block.group for block in flat.layout.blocks if flat.versions[block.index] != self._versions[block.index]}
+        self._versions = list(flat.versions)
+        views, wanted = as_tensors(flat), changed.union(own)
+        values = {index: views[index].clone() for index in declaration.trained if declaration.tensors[index].group in wanted}
+        versions = tuple(self._version_of(fragment) for fragment in range(len(declaration.parts)))
+        return FreshValues(frozenset(changed), values, versions)
 
     def _settle(self) -> None:
-        """End the exchange under way, if there is one."""
+        """End the exchanges under way."""
         if self._look is not None:
             look, self._look = self._look, None
             self._wait_for(look)
-        if self._flight is not None:
+        while self._flights:
             self._land()
 
     def _land(self) -> None:
-        """Wait for the exchange under way, and take what it has brought."""
-        flight = self._flight
-        assert flight is not None
-        if flight.is_told:
-            flight = self._flight = flight.again()
+        """Wait for the first exchange under way, and take what it has brought."""
+        if self._flights[0].is_told:
+            again: list[Flight] = []
+            for flight in self._flights:
+                again.append(flight.again(again[-1] if again else None))
+            self._flights = again
+        flight = self._flights[0]
         self._wait_for(flight)
-        self._flight = None
-        if flight.spare.decided_at and flight.spare.ended_at:
-            self._fetch_s.add(flight.spare.ended_at - flight.spare.decided_at)
-        self._take(flight)
+        self._flights.pop(0)
+        spare = flight.departure.spare
+        if spare.decided_at and spare.ended_at:
+            self._fetch_s.add(spare.ended_at - spare.decided_at)
+        self._take(flight.departure, is_repeated=flight.is_repeated)
 
     @torch.no_grad()
-    def _take(self, flight: Flight) -> None:
+    def _take(self, departure: Departure, *, is_repeated: bool) -> None:
         """Mix a fragment's received values in; carry what was learned of others over to new bases of theirs.
 
         If the difference came late, all that was learned of the fragment is carried over, too, but in blocks that have counted
         it; if it was sent again, or has taken longer than the delay, what was learned since it was taken."""
-        declaration, flat = self._declaration, self._worker.parameters
-        views, differences = as_tensors(flat), as_tensors(self._worker.gradients)
-        received = {block.group for block in flat.layout.blocks if flat.versions[block.index] != self._versions[block.index]}
-        self._versions = list(flat.versions)
-        own = declaration.parts[flight.fragment].groups
-        is_late = flight.is_late
-        is_mixed = not is_late and not flight.is_repeated and self.local_step <= flight.due
-        share = self._local.share
-        if is_late:
-            self._counts[flight.fragment].add(flight.counts.steps, flight.counts.tokens)
-            self._worker.take_back(flight.spare.chosen_at)  # in `differences` is what has counted, if that is some
+        declaration, brought = self._declaration, departure.brought
+        assert brought is not None
+        differences = as_tensors(self._worker.gradients)  # of blocks that have not counted theirs, 0
+        own = declaration.parts[departure.fragment].groups
+        is_mixed = not departure.is_late and not is_repeated and self.local_step <= departure.due
+        if departure.is_late:
+            self._counts[departure.fragment].add(departure.counts.steps, departure.counts.tokens)
         for fragment, part in enumerate(declaration.parts):
-            if received.intersection(part.groups) or fragment == flight.fragment:
-                self._received[fragment] = self._version_of(fragment)
-        for index in declaration.trained:
-            group = declaration.tensors[index].group
-            base, value = self._base[index], views[index]
-            if group in own and is_mixed:
-                self._parameters.mix(index, value, share)
-            elif group in received or group in own:
-                self._parameters.move(index, value - base + differences[index] if group in own else value - base)
+            if fragment == departure.fragment or brought.groups.intersection(part.groups):
+                self._received[fragment] = brought.versions[fragment]
+        for index, value in brought.values.items():
+            is_own = declaration.tensors[index].group in own
+            if is_own and is_mixed:
+                self._parameters.mix(index, value, self._local.share)
             else:
-                continue
-            base.copy_(value)
+                moved = value - self._base[index]
+                self._parameters.move(index, moved + differences[index] if is_own else moved)
+            self._base[index] = value
         if self.on_exchange is not None:
             self.on_exchange(
                 Exchanged(
-                    flight.spare.chosen_at,
-                    flight.fragment,
-                    not is_late,
-                    flight.departed,
+                    departure.clock,
+                    departure.fragment,
+                    not departure.is_late,
+                    departure.at,
                     self.local_step,
-                    flight.counts.weight,
+                    departure.counts.weight,
                     is_mixed,
                     tuple(self._received),
                 )

@@ -215,7 +215,7 @@ class LeadOptimizer(LocalOptimizer):
     def close(self) -> None:
         """Finish. No talk: the other ranks may be gone."""
         try:
-            for call in (self._look, self._flight):
+            for call in (self._look, *self._flights):
                 if call is not None:
                     call.wait()
         finally:

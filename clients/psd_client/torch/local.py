@@ -38,8 +38,9 @@ class Local:
             only one of them travels; at most `steps`. Or lists of modules, one for each fragment.
         pattern: how a number of fragments is filled: "balanced", by size, embeddings in one of their own; "strided", the
             modules in turn. Tensors are not cut.
-        delay: local steps that the learner makes while an exchange is under way, at most what lies between two exchanges. 0: it
-            waits. With a quorum of some learners it waits for nobody: what is later comes in later.
+        delay: local steps that the learner makes while an exchange is under way. 0: it waits. Two may be under way, of
+            different fragments: so it is at most what lies between an exchange and the next but one; with one fragment, at
+            most `steps`. With a quorum of some learners it waits for nobody: what is later comes in later.
         alpha: share of the learner's own parameters when what came back is mixed in, 0 to 1: own * alpha + received *
             (1 - alpha). None: 0 without a delay, else 0.5.
         merge: how the differences of several learners become one, tensor by tensor: "mean", weighted; "rda", by norm and
@@ -78,11 +79,11 @@ class Local:
             whole_number(InvalidRequest, "local.fragments", self.fragments)
         if not 1 <= self.count <= self.interval:
             raise InvalidRequest(f"local.fragments: must be 1 to steps ({self.interval}), got {self.count}")
-        apart = min(following - own for own, following in zip((0, *self.offsets), self.offsets, strict=False))
+        apart = min(self.step_of(number + self.under_way) - self.step_of(number) for number in range(self.count))
         if not 0 <= whole_number(InvalidRequest, "local.delay", self.delay) <= apart:
             raise InvalidRequest(
-                f"local.delay: must be 0 to {apart}, the least number of steps between two exchanges (steps / fragments), got "
-                f"{self.delay}"
+                f"local.delay: must be 0 to {apart}, the least number of steps between an exchange and the "
+                f"{'next but one' if self.under_way > 1 else 'next'}, got {self.delay}"
             )
         if self.alpha is not None and not 0 <= real_number(InvalidRequest, "local.alpha", self.alpha) <= 1:
             raise InvalidRequest(f"local.alpha: must be from 0 to 1, got {self.alpha}")
@@ -106,6 +107,11 @@ class Local:
     def count(self) -> int:
         """Number of fragments."""
         return len(self.fragments) if isinstance(self.fragments, Sequence) else self.fragments
+
+    @property
+    def under_way(self) -> int:
+        """Number of exchanges that may have departed and not landed, of different fragments."""
+        return min(2, self.count)
 
     @property
     def share(self) -> float:

@@ -173,6 +173,11 @@ class WorkerConnection:
         self.declared.client_state.state = bytes(state)
 
     @property
+    def unsent_state(self) -> bytes:
+        """The state that the next push is to store; empty: nothing new."""
+        return self.declared.client_state.state
+
+    @property
     def client_state(self) -> bytes:
         """The state that a worker of this rank saved with its last push that counts."""
         return self._session.stored_state

@@ -6,6 +6,8 @@ Must not know what a learner does.
 
 from __future__ import annotations
 
+from typing import Any
+
 from psd.contract.layout import Layout
 from psd.v1 import data_pb2
 from psd_client.worker.exchange.riders import Rider
@@ -23,6 +25,11 @@ class LearnerRider(Rider):
         self.note = data_pb2.LearnerNote()
         self.fastest_step_s = 0.0
         self._last: SentPush | None = None
+
+    @staticmethod
+    def make_note(**fields: Any) -> data_pb2.LearnerNote:
+        """A note, of these fields of LearnerNote."""
+        return data_pb2.LearnerNote(**fields)
 
     def write(self, sent: SentPush) -> None:
         """Write the note."""

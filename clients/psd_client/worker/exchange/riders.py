@@ -144,9 +144,10 @@ class ClientStateRider(Rider):
         self._sent = b""
         self.state = b""
 
-    def write(self, _sent: SentPush) -> None:
+    def write(self, sent: SentPush) -> None:
         """Attach the state to this push, also for when it is sent again."""
-        self._sent = self.state
+        chosen = None if sent.spare is None else sent.spare.client_state
+        self._sent = self.state if chosen is None else chosen
 
     def write_to(self, shard: int, header: data_pb2.PushHeader) -> None:
         """Write the state into the header for the shard that keeps it."""

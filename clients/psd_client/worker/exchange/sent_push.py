@@ -59,11 +59,13 @@ class Spare:
     Attributes:
         until: monotonic seconds; before, the round may wait for others, if the job has a grace. chosen_at: the clock by which
             the worker has chosen the part that it pushes.
+        client_state: the program's state as of then, to go with the push; None: as of when the push is made.
         decided_at, ended_at: when the round was decided, and when the exchange had ended, in monotonic seconds; 0: not yet.
     """
 
     until: float
     chosen_at: int
+    client_state: bytes | None = None
     decided_at: float = 0.0
     ended_at: float = 0.0
 
