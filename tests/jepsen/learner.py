@@ -2,7 +2,7 @@
 
     {"t": 12.3, "e": "invoke", "op": "step", "number": 7, "local": 4, "clock": 4}
     {"t": 12.4, "e": "exchange", "clock": 4, "fragment": 0, "is_counted": true, "departed": 4, "landed": 5, "is_mixed": true,
-     "absent": [6], "twice": []}
+     "weight": 4.0, "absent": [6], "twice": []}
 
 local: the local step that it makes; after an error it makes the next one. absent, twice: of its own steps, those that its own
 parameters of the fragment have not, or not once, after the exchange. Uses the public face of psd alone.
@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 from learner_cells import LearnerCells, fragment_names
+from merge_replay import MOMENTUM, WEIGHT_UNIT
+from planted_in_learners import PLANTS
 from program import Failed, Program
 
 import psd_client
@@ -28,6 +30,8 @@ class Learner(Program):
     def connect(self) -> psd_client.ParameterServer:
         """Join the job."""
         options, given = self._options, self._options.learning
+        if options.plant:
+            PLANTS[options.plant]()
         ps = self.call("connect", lambda: psd_client.connect(options.servers, options.rank, options.workers, **options.connect))
         self.ps = ps
         self._cells = LearnerCells.of(options.codec, options.declared.get("pull") or "", given["merge"])
@@ -36,7 +40,7 @@ class Learner(Program):
         self._model = torch.nn.ParameterDict({name: torch.nn.Parameter(torch.zeros(length)) for name in self._names})
         local = psd.Local(
             given["steps"],
-            psd_client.SGD(lr=1, momentum=0.5 if given["merge"] == "heloco" else 0.0),
+            psd_client.SGD(lr=1, momentum=MOMENTUM if given["merge"] == "heloco" else 0.0),
             fragments=given["fragments"],
             delay=given["delay"],
             alpha=0.0,
@@ -65,6 +69,7 @@ class Learner(Program):
             departed=exchanged.departed,
             landed=exchanged.landed,
             is_mixed=exchanged.is_mixed,
+            weight=exchanged.weight / WEIGHT_UNIT,
             absent=[number for number, count in zip(self._made, least, strict=True) if count == 0],
             twice=[number for number, count in zip(self._made, most, strict=True) if count > 1],
         )

@@ -143,6 +143,7 @@ class Plan:
         new_limits: each life of a shard has other limits.
         is_launched: psd-run runs the job, one after the other for each fault and once more; the faults are those of RUN.
         ends_dead: in the end all workers die, or hang, in the midst of training, and then the shards are told to end.
+        plant: a defect that learners have, which the trial must find; see planted_in_learners.py.
     """
 
     seed: int
@@ -168,6 +169,7 @@ class Plan:
     new_limits: bool = False
     is_launched: bool = False
     ends_dead: bool = False
+    plant: str = ""
     styles: tuple[Style, ...] = ()
     faults: tuple[Fault, ...] = ()
 
@@ -239,6 +241,7 @@ class Plan:
             + ["new limits"] * self.new_limits
             + ["under psd-run"] * self.is_launched
             + ["dead workers at the end"] * self.ends_dead
+            + [f"planted: {self.plant}"] * bool(self.plant)
             + ["early"] * self.early
         )
         job = f"{self.lane}, {self.mode}, {self.workers} workers x {self.shards} shards, {self.size}"

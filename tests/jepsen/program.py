@@ -54,7 +54,7 @@ class Options:
 
     Attributes:
         history: file to write. stop: file whose existence asks it to end. first, count: the numbers of its gradients.
-        learning: how it learns, if it is a learner, else None; see plan.py.
+        learning: how it learns, if it is a learner, else None; see plan.py. plant: a defect that it then has.
         role: "train"; "finish": push one gradient, so that what is open closes; "read": keep the parameters in `final`.
     """
 
@@ -75,6 +75,7 @@ class Options:
     has_vectors: bool = False
     codec: str = ""
     learning: dict[str, Any] | None = None
+    plant: str = ""
     role: str = "train"
     final: str = ""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from counting import compare
 from history import Histories
 from learner_counts import check_learners
 from lossy_cells import LOSSY, LossyCells
+from merge_replay import Part, replayed
 from numpy.typing import NDArray
 from outcome import Outcome
 from plan import Fault, Plan, Style
@@ -79,18 +81,22 @@ class Story:
             sent, self._residual[part] = cells.sent(number, self._residual[part], first)
             self.parameters[LOSSY][part] -= times * sent
 
-    def learn(self, number: int, local: int, result: str = "ok", **exchanged: Any) -> None:
+    def learn(self, number: int, local: int, result: str = "ok", *, clock_before: int = 0, **exchanged: Any) -> None:
         """A local step, and an exchange of fragment 0 that ends in it."""
-        self._write(e="invoke", op="step", clock=0, number=number, local=local)
+        self._write(e="invoke", op="step", clock=clock_before, number=number, local=local)
         if exchanged:
-            told = {"e": "exchange", "clock": 0, "fragment": 0, "landed": local, "is_mixed": False, "absent": [], "twice": []}
+            told = {"e": "exchange", "clock": 0, "fragment": 0, "landed": local, "is_mixed": False, "weight": 1.0}
+            told |= {"absent": [], "twice": []}
             self._write(**told | exchanged)
         self._write(**{"e": "ok"} if result == "ok" else {"e": "error", "class": result, "detail": {"timeline": 1, "step": 0}})
 
-    def has_learned(self, *numbers: int, times: int = 1) -> None:
-        """The parameters of the end."""
-        cells = self._plan.learner_cells
+    def has_learned(self, *numbers: int, times: int = 1, rounds: Sequence[Sequence[int]] = ()) -> None:
+        """The parameters of the end; rounds: or what these merges of one learner's steps, by clock, lead to."""
+        cells, learning = self._plan.learner_cells, self._plan.learning
         values, step = (np.zeros(cells.length("small", SHARDS), np.float32) for _ in range(2))
+        if rounds and learning is not None:
+            merges = {clock: [Part(tuple(of_round), len(of_round))] for clock, of_round in enumerate(rounds) if of_round}
+            values.reshape(-1, cells.cells)[:] = -replayed(cells, learning.merge, merges)
         for number in numbers:
             cells.write(step, number, times)
             values -= step

@@ -137,6 +137,7 @@ class Trial(Course):
             has_vectors=plan.has_vectors,
             codec=plan.codec,
             learning=None if plan.learning is None else vars(plan.learning),
+            plant=plan.plant,
         )
 
     def _start(self, worker: WorkerActor) -> None:
