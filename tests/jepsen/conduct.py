@@ -35,6 +35,9 @@ EXPIRED = "fallen silent"
 BUSY = 4.0
 """On a machine that is so much slower than an idle one, heartbeats may come too late for a short lease."""
 
+PARTED = ("RuntimeError", "DistBackendError", "DistNetworkError")
+"""What collective calls of torch.distributed raise when a rank has gone."""
+
 PASSING = ("WaitTimeout", "BarrierTimeout", "ShardUnavailable", "Draining", "Overloaded")
 """What any call may raise while something is wrong."""
 
@@ -65,10 +68,19 @@ def _errors(histories: Histories, life: Life, windows: Sequence[tuple[float, flo
     for call in life.calls:
         if call.result in ("", "ok") or (call.result == "KeyboardInterrupt" and life.is_interrupted):
             continue
+        if _is_parted(histories, life, call):
+            continue
         if not call.is_psd:
             yield Failure(f"builtin {call.result}", f"{life.name}, {call.op}: {call.text}\n{call.trace}")
         elif not _may_raise(histories, life, call, windows):
             yield Failure(f"unexpected {call.result}", f"{life.name}, {call.op} at {call.begun:.2f}: {call.text}")
+
+
+def _is_parted(histories: Histories, life: Life, call: Call) -> bool:
+    """Another rank of the same learner has gone, so that collective calls fail; or was interrupted, and has said so."""
+    mates = [other for other in histories.lives if other.lead == life.lead and other is not life]
+    has_failed = any(_fails(other) and other.ended <= call.ended + AFTERWARDS_S for other in mates)
+    return has_failed and (call.result in PARTED or any(other.is_interrupted for other in mates))
 
 
 def _may_raise(histories: Histories, life: Life, call: Call, windows: Sequence[tuple[float, float]]) -> bool:
@@ -265,6 +277,8 @@ def _overlap(begun: float, ended: float, windows: Sequence[tuple[float, float]])
 
 def _times(histories: Histories, life: Life, windows: Sequence[tuple[float, float]]) -> Iterator[Failure]:
     slack_s, plan = histories.outcome.slack_s, histories.plan
+    if not life.is_lead:
+        return  # it waits for rank 0, and does not know for whom that waits
     stops = [r for r in histories.of("signal") if r["name"] == life.name and r["signal"] == "SIGSTOP"]
     was_stopped = bool(stops)
     for call in life.calls:

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -232,12 +233,14 @@ class WorkerActor:
 
     Attributes:
         lives: their processes and options, in their order. is_wanted: it gets a successor when it ends.
+        mates: by life, the processes of a learner's other ranks.
     """
 
     def __init__(self, rank: int, timeline: Timeline) -> None:
         self.rank = rank
         self._timeline = timeline
         self.lives: list[tuple[Process, Options]] = []
+        self.mates: list[list[Process]] = []
         self.is_wanted = True
 
     @property
@@ -246,19 +249,39 @@ class WorkerActor:
         return self.lives[-1][0] if self.lives else None
 
     @property
+    def processes(self) -> list[Process]:
+        """All of the latest life."""
+        return [self.lives[-1][0], *self.mates[-1]] if self.lives else []
+
+    @property
     def wants_successor(self) -> bool:
         """After its end: it has not ended in order, nor for good."""
-        process, options = self.lives[-1]
+        _, options = self.lives[-1]
         last = last_word(options)
-        return process.status != 0 and not (last.get("e") == "end" and last["how"] == "end")
+        return any(each.status != 0 for each in self.processes) and not (last.get("e") == "end" and last["how"] == "end")
+
+    def kill(self) -> None:
+        """What is left of the latest life, as a launcher does when one of its processes has failed."""
+        for process in self.processes:
+            if process.status is None:
+                process.kill()
 
     def start(self, options: Options, name: str = "") -> None:
         """Begin a life."""
         name = name or f"worker {self.rank} life {len(self.lives)}"
+        has_ranks = options.learning is not None and options.role == "train"
+        ranks = options.learning["ranks"] if has_ranks and options.learning is not None else 1
+        process, *mates = (self._begin(options, name, rank) for rank in range(ranks))
+        self.lives.append((process, options))
+        self.mates.append(mates)
+
+    def _begin(self, options: Options, name: str, rank: int) -> Process:
+        if rank:
+            name, stem = f"{name} rank {rank}", Path(options.history).with_suffix("")
+            options = replace(options, group_rank=rank, history=f"{stem}-rank-{rank}.jsonl")
         command = [str(HERE / "program.py"), str(os.getpid()), options.to_json()]
         stem = Path(options.history).with_suffix("")
-        process = Process(name, command, stem.with_suffix(".out"), stem.with_suffix(".log"), self._timeline)
-        self.lives.append((process, options))
+        return Process(name, command, stem.with_suffix(".out"), stem.with_suffix(".log"), self._timeline)
 
 
 def last_word(options: Options) -> dict[str, Any]:

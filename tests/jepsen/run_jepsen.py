@@ -146,7 +146,7 @@ def _plans(args: argparse.Namespace) -> Iterator[Plan]:
         is_wanted = is_wanted and (plan.learning is not None or not (args.learners or args.plant))
         is_wanted = is_wanted and (plan.publishing is not None or not args.publications)
         if is_wanted and (plan.checkpoint_steps or not args.checkpoints):
-            yield replace(plan, plant=args.plant)
+            yield replace(plan, plant=args.plant, learning=replace(plan.learning, ranks=1)) if args.plant else plan
 
 
 def _on_failure(verdict: Verdict, args: argparse.Namespace, *, is_new: bool) -> None:

@@ -90,6 +90,23 @@ class Story:
             self._write(**told | exchanged)
         self._write(**{"e": "ok"} if result == "ok" else {"e": "error", "class": result, "detail": {"timeline": 1, "step": 0}})
 
+    def group(self, own: Sequence[int], of_mate: Sequence[int], mate_status: int = 0) -> None:
+        """The learner has another rank: what the parameters of both were after each step, and how that one has ended."""
+        name = "worker 0 life 0 rank 1"
+        self.timeline.insert(0, {"t": self.t, "what": "start", "name": name})
+        self.note("exit", name=name, pid=2, status=mate_status)
+        steps = [(number, self._step(number, digest)) for number, digest in enumerate(of_mate)]
+        lines = [
+            *(line for _, both in steps for line in both),
+            {"t": self.t, "e": "end", "how": "parted" if mate_status else "close"},
+        ]
+        (self._directory / f"{name.replace(' ', '-')}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        self._lines += [line for number, digest in enumerate(own) for line in self._step(number, digest)]
+
+    def _step(self, number: int, digest: int) -> list[dict[str, Any]]:
+        invoked = {"t": self.t, "e": "invoke", "op": "step", "clock": 0, "number": number, "local": number + 1}
+        return [invoked, {"t": self.t, "e": "ok", "op": "step", "digest": digest}]
+
     def has_learned(self, *numbers: int, times: int = 1, rounds: Sequence[Sequence[int]] = ()) -> None:
         """The parameters of the end; rounds: or what these merges of one learner's steps, by clock, lead to."""
         cells, learning = self._plan.learner_cells, self._plan.learning
@@ -106,6 +123,10 @@ class Story:
     def found_of_learners(self) -> set[str]:
         """The kinds of failures of what learners have learned."""
         return {failure.kind for failure in check_learners(self._histories(self._directory / "final.npz"))}
+
+    def found_of_conduct(self) -> set[str]:
+        """Likewise of how its processes behave."""
+        return {failure.kind for failure in check_conduct(self._histories(self._directory))}
 
     def found_of_residuals(self) -> set[str]:
         """Likewise of what workers have kept."""

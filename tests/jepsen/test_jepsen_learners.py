@@ -210,6 +210,31 @@ def test_checks_when_a_learner_does_not_have_its_own_steps_then_they_find_it(
     assert story.found_of_learners() == kinds
 
 
+@pytest.mark.parametrize(("of_mate", "kinds"), [((7, 8), set()), ((7,), set()), ((7, 9), {"ranks differ"})])
+def test_checks_when_the_ranks_of_a_learner_differ_then_they_find_it(
+    tmp_path: Path, of_mate: tuple[int, ...], kinds: set[str]
+) -> None:
+    """After the same step; one of them may have ended earlier. Nothing counts once for each rank."""
+    story = Story(tmp_path, "exact", learning=Learning(2, 1, 0, ranks=2))
+    story.group((7, 8), of_mate)
+    story.end()
+    story.has_learned(0, 1)
+
+    assert story.found_of_learners() == kinds
+
+
+@pytest.mark.parametrize(("mate_status", "kinds"), [(-9, set()), (0, {"builtin RuntimeError"})])
+def test_checks_when_another_rank_has_gone_then_collective_calls_may_fail(
+    tmp_path: Path, mate_status: int, kinds: set[str]
+) -> None:
+    story = Story(tmp_path, "exact", learning=Learning(2, 1, 0, ranks=2))
+    story.group((7,), (7,), mate_status)
+    story.call("step", "RuntimeError", is_psd=False, text="Connection closed by peer", number=1)
+    story.end("parted", 1)
+
+    assert story.found_of_conduct() & {"builtin RuntimeError"} == kinds
+
+
 def test_checks_when_the_job_has_gone_back_then_what_was_acknowledged_since_need_not_count(tmp_path: Path) -> None:
     story = Story(tmp_path, checkpoint_steps=5, **LEARNING)
     story.learn(0, 1, departed=1, is_counted=True, clock=3)
@@ -240,7 +265,7 @@ def test_learner_when_a_call_fails_for_good_then_it_says_that_it_ends(tmp_path: 
         connect={"transport": "tcp", "retry_timeout": 0.1},
         declared={},
         style={},
-        learning={"steps": 2, "fragments": 1, "delay": 0, "grace": 0.0, "merge": "mean"},
+        learning=vars(Learning(2, 1, 0)),
     )
 
     command = [sys.executable, str(HERE / "program.py"), str(os.getpid()), options.to_json()]
