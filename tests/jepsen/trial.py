@@ -161,7 +161,8 @@ class Trial(Course):
         self._running()  # writes down who has ended
         for worker in self._workers:
             processes = worker.processes
-            if any(process.status for process in processes) and worker not in self._parted:
+            have_some_ended = len({process.status is None for process in processes}) == 2
+            if have_some_ended and any(process.status for process in processes) and worker not in self._parted:
                 self._parted.add(worker)
                 self._at(PARTED_S * self._busyness.factor, partial(self._part, worker, len(worker.lives)))
             if not processes or any(p.status is None for p in processes) or not worker.is_wanted or self._is_ending:
