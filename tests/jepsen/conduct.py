@@ -250,10 +250,16 @@ def _fault_windows(histories: Histories) -> Iterator[tuple[float, float]]:
             after += fault["seconds"]  # TCP sends again after as long a time as it has waited already
         if fault["kind"].startswith("worker"):
             end = max(end, begun + plan.lease_s)
-        if fault["kind"] in ("shard-kill", "shard-lose", "shard-terminate", DAMAGE):
-            ready = [r["t"] for r in histories.of("ready") if r["name"] == f"shard {fault['shard']}" and r["t"] > begun]
-            end = max([end, *ready[:1]])
-        yield begun, end + after
+        yield begun, max(end, _ready_again(histories, record)) + after
+
+
+def _ready_again(histories: Histories, record: dict[str, Any]) -> float:
+    """When the shard that a fault has ended served again; 0 if it has ended none."""
+    fault = record["fault"]
+    if fault["kind"] not in ("shard-kill", "shard-lose", "shard-terminate", DAMAGE):
+        return 0.0
+    ready = [r["t"] for r in histories.of("ready") if r["name"] == f"shard {fault['shard']}" and r["t"] > record["t"]]
+    return float(ready[0]) if ready else 0.0
 
 
 def _fails(life: Life) -> bool:
@@ -313,7 +319,7 @@ def _outages(histories: Histories) -> list[tuple[float, float]]:
         fault = record["fault"]
         if fault["kind"].startswith("shard") or fault["kind"] in LINKS:
             end = next((r["t"] for r in ends if r["fault"] == fault and r["t"] >= record["t"]), histories.now)
-            found.append((record["t"], end + AFTERWARDS_S))
+            found.append((record["t"], max(end, _ready_again(histories, record)) + AFTERWARDS_S))
     return found
 
 

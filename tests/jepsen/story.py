@@ -30,13 +30,13 @@ SHARDS = 2
 class Story:
     """A history of one worker that is made up, call by call, and the parameters that the job has ended with."""
 
-    def __init__(self, directory: Path, mode: str = "fast", **options: Any) -> None:
-        self._directory = directory
+    def __init__(self, directory: Path, mode: str = "fast", life: int = 0, **options: Any) -> None:
+        self._directory, self._name = directory, f"worker 0 life {life}"
         self._plan = Plan(1, "grpc", mode, 1, SHARDS, styles=(Style(),), **options)
         self._lines: list[dict[str, Any]] = []
         self._stats = dict.fromkeys(("pushes", "blocks_counted", "blocks_duplicate", "blocks_late", "pushes_dropped"), 0)
         self.t = 10.0
-        names = (*(f"shard {index}" for index in range(SHARDS)), "worker 0 life 0")
+        names = (*(f"shard {index}" for index in range(SHARDS)), self._name)
         self.timeline: list[dict[str, Any]] = [{"t": self.t, "what": "start", "name": name} for name in names]
         self.parameters = initial("small", SHARDS, self._plan.codec)
         self._residual = np.zeros_like(self.parameters.get(LOSSY, np.zeros(0, np.float32)))
@@ -92,7 +92,7 @@ class Story:
 
     def group(self, own: Sequence[int], of_mate: Sequence[int], mate_status: int = 0) -> None:
         """The learner has another rank: what the parameters of both were after each step, and how that one has ended."""
-        name = "worker 0 life 0 rank 1"
+        name = f"{self._name} rank 1"
         self.timeline.insert(0, {"t": self.t, "what": "start", "name": name})
         self.note("exit", name=name, pid=2, status=mate_status)
         steps = [(number, self._step(number, digest)) for number, digest in enumerate(of_mate)]
@@ -165,7 +165,7 @@ class Story:
     def end(self, how: str = "with", status: int = 0) -> None:
         if how:
             self._write(e="end", how=how)
-        self.note("exit", name="worker 0 life 0", pid=1, status=status)
+        self.note("exit", name=self._name, pid=1, status=status)
 
     def found(self) -> set[str]:
         """The kinds of failures that the checks find."""
@@ -178,7 +178,7 @@ class Story:
         self.t += 1
         self.note("closed")
         lines = "".join(json.dumps(line) + "\n" for line in self._lines)
-        (self._directory / "worker-0-life-0.jsonl").write_text(lines)
+        (self._directory / f"{self._name.replace(' ', '-')}.jsonl").write_text(lines)
         for shard in range(SHARDS):
             (self._directory / f"shard-{shard}.log").write_text(self.shard_logs[shard])
         return Histories(Outcome(self._plan, self._directory, self.timeline, final=final))
