@@ -51,8 +51,8 @@ _ONE_SHARD = {"shards": 1, "blocks": 1, "early_cuts": 2, "restores": 0}
 """Which of two cuts is the later one does not depend on how many shards take part."""
 
 _ONE_ROUND = {"steps": 1, "faults": frozenset({"die", "kill", "cut"})}
-"""Of the world of fragments that is seen whole, in 19,275 states: a round has its quorum, waits on, and may close without the
-other learner, which then comes late; in this round a learner or a shard dies, or a push breaks off."""
+"""Of worlds of fragments that are seen whole, in 19,275 states each: a round has its quorum, waits on, and may close without
+the other learner, which then comes late; in this round a learner or a shard dies, or a push breaks off."""
 
 _ONE_BLOCK = {"shards": 1, "blocks": 1}
 """Of a world with residuals that is seen whole, in 14,530 states: each block has its own, which no other has a part in."""
@@ -86,7 +86,7 @@ SETTINGS = (
     Setting("residuals-exact", has_residuals=True, aggregation="exact"),
     Setting("residuals-async", has_residuals=True, consistency="async"),
     Setting("residuals-back", has_residuals=True, has_checkpoint=True, faults=frozenset({"blank", "lose"})),
-    Setting("residuals-fragments", has_residuals=True, **_FRAGMENTS),
+    Setting("residuals-fragments", has_residuals=True, small=_ONE_ROUND, **_FRAGMENTS),
     Setting("tables", tables=2),
     Setting("tables-exact", tables=2, aggregation="exact"),
     Setting("tables-async", tables=2, consistency="async"),
