@@ -35,6 +35,9 @@ EXPIRED = "fallen silent"
 BUSY = 4.0
 """On a machine that is so much slower than an idle one, heartbeats may come too late for a short lease."""
 
+PARTED = ("RuntimeError", "DistBackendError", "DistNetworkError")
+"""What collective calls of torch.distributed raise when a rank has gone."""
+
 PASSING = ("WaitTimeout", "BarrierTimeout", "ShardUnavailable", "Draining", "Overloaded")
 """What any call may raise while something is wrong."""
 
@@ -65,10 +68,20 @@ def _errors(histories: Histories, life: Life, windows: Sequence[tuple[float, flo
     for call in life.calls:
         if call.result in ("", "ok") or (call.result == "KeyboardInterrupt" and life.is_interrupted):
             continue
+        if _is_parted(histories, life, call):
+            continue
         if not call.is_psd:
             yield Failure(f"builtin {call.result}", f"{life.name}, {call.op}: {call.text}\n{call.trace}")
         elif not _may_raise(histories, life, call, windows):
             yield Failure(f"unexpected {call.result}", f"{life.name}, {call.op} at {call.begun:.2f}: {call.text}")
+
+
+def _is_parted(histories: Histories, life: Life, call: Call) -> bool:
+    """Another rank of the same learner has gone, so that collective calls fail; or was interrupted, and has said so."""
+    mates = [other for other in histories.lives if other.lead == life.lead and other is not life]
+    latest = call.ended + AFTERWARDS_S + histories.outcome.slack_s
+    has_failed = any(_fails(other) and (other.how_at or other.ended) <= latest for other in mates)
+    return has_failed and (call.result in PARTED or any(other.is_interrupted for other in mates))
 
 
 def _may_raise(histories: Histories, life: Life, call: Call, windows: Sequence[tuple[float, float]]) -> bool:
@@ -237,10 +250,16 @@ def _fault_windows(histories: Histories) -> Iterator[tuple[float, float]]:
             after += fault["seconds"]  # TCP sends again after as long a time as it has waited already
         if fault["kind"].startswith("worker"):
             end = max(end, begun + plan.lease_s)
-        if fault["kind"] in ("shard-kill", "shard-lose", "shard-terminate", DAMAGE):
-            ready = [r["t"] for r in histories.of("ready") if r["name"] == f"shard {fault['shard']}" and r["t"] > begun]
-            end = max([end, *ready[:1]])
-        yield begun, end + after
+        yield begun, max(end, _ready_again(histories, record)) + after
+
+
+def _ready_again(histories: Histories, record: dict[str, Any]) -> float:
+    """When the shard that a fault has ended served again; 0 if it has ended none."""
+    fault = record["fault"]
+    if fault["kind"] not in ("shard-kill", "shard-lose", "shard-terminate", DAMAGE):
+        return 0.0
+    ready = [r["t"] for r in histories.of("ready") if r["name"] == f"shard {fault['shard']}" and r["t"] > record["t"]]
+    return float(ready[0]) if ready else 0.0
 
 
 def _fails(life: Life) -> bool:
@@ -265,6 +284,8 @@ def _overlap(begun: float, ended: float, windows: Sequence[tuple[float, float]])
 
 def _times(histories: Histories, life: Life, windows: Sequence[tuple[float, float]]) -> Iterator[Failure]:
     slack_s, plan = histories.outcome.slack_s, histories.plan
+    if not life.is_lead:
+        return  # it waits for rank 0, and does not know for whom that waits
     stops = [r for r in histories.of("signal") if r["name"] == life.name and r["signal"] == "SIGSTOP"]
     was_stopped = bool(stops)
     for call in life.calls:
@@ -298,7 +319,7 @@ def _outages(histories: Histories) -> list[tuple[float, float]]:
         fault = record["fault"]
         if fault["kind"].startswith("shard") or fault["kind"] in LINKS:
             end = next((r["t"] for r in ends if r["fault"] == fault and r["t"] >= record["t"]), histories.now)
-            found.append((record["t"], end + AFTERWARDS_S))
+            found.append((record["t"], max(end, _ready_again(histories, record)) + AFTERWARDS_S))
     return found
 
 

@@ -22,7 +22,7 @@ class Call:
     Attributes:
         begun, ended: seconds; ended: of the process, if it ended in the middle.
         number, tensors: of the gradient, if it pushes one. change: of stats(), over the call.
-        seen, new: see program.py. detail, text, trace, is_psd: of the error.
+        seen, new, digest: see program.py and learner.py. detail, text, trace, is_psd: of the error.
     """
 
     op: str
@@ -40,6 +40,7 @@ class Call:
     text: str = ""
     trace: str = ""
     is_psd: bool = True
+    digest: int | None = None
 
     @property
     def is_ok(self) -> bool:
@@ -81,6 +82,17 @@ class Life:
     def says(self, words: str, since: float = 0.0) -> bool:
         """A record of its log has these words."""
         return any(words in text for t, _, text in self.logs if t >= since)
+
+    @property
+    def lead(self) -> str:
+        """The life's own name; or, of another rank of a learner that is a group, that of rank 0, which alone has a
+        connection."""
+        return self.name.partition(" rank ")[0]
+
+    @property
+    def is_lead(self) -> bool:
+        """It is a worker of the job."""
+        return self.name == self.lead
 
     @property
     def has_ended_in_order(self) -> bool:
@@ -194,6 +206,10 @@ class Histories:
         starts = [record for record in self.of("start") if record["name"].startswith("shard")]
         return [again["t"] for i, again in enumerate(starts) if again["name"] in {first["name"] for first in starts[:i]}]
 
+    def is_group(self, life: Life) -> bool:
+        """A life is of a learner of several processes."""
+        return any(other.lead == life.lead and other is not life for other in self.lives)
+
     @cached_property
     def now(self) -> float:
         """The trial's end."""
@@ -204,6 +220,8 @@ class Histories:
         words = name.split()
         life = Life(name, int(words[1]), start["t"], ended=self.now)
         for record in self.timeline:
+            if record["what"] == "superseded" and record["name"] == life.lead:
+                life.superseded = record["t"]
             if record.get("name") != name:
                 continue
             if record["what"] == "exit":
@@ -211,8 +229,6 @@ class Histories:
             elif record["what"] == "signal" and record["signal"] in ("SIGKILL", "SIGINT"):
                 life.signalled, life.signalled_at = record["signal"], record["t"]
                 life.is_interrupted |= record["signal"] == "SIGINT"
-            elif record["what"] == "superseded":
-                life.superseded = record["t"]
         stem = name.replace(" ", "-")
         path = self.outcome.directory / f"{stem}.jsonl"
         log = self.outcome.directory / f"{stem}.log"
@@ -242,7 +258,7 @@ def _take(life: Life, record: dict[str, Any]) -> None:
             call.result = record.get("class", "ok")
             if call.result == "RolledBack":
                 life.learned.append(record | {"e": "back"})
-            call.clock_after = record.get("clock")
+            call.clock_after, call.digest = record.get("clock"), record.get("digest")
             call.seen = tuple(record["seen"]) if record.get("seen") else None
             call.new = record.get("new", {})
             call.detail, call.text = record.get("detail", {}), record.get("text", "")

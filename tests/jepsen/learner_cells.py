@@ -5,8 +5,9 @@ each fragment; so with SGD(lr=1) inside and outside, and reduce="sum", the param
 how often each step has counted. They stay below 2 ** 24: float32 has all of them.
 
 Where parameters come back with an error, there is one digit, and its count is rounded. Where differences are merged by their
-directions, or with momentum, a step that counts is only not 0. `sign` has an exact form of 256 equal numbers alone: these are a
-step's width. Knows nothing of learners and faults.
+directions, or with momentum, a step that counts is only not 0; merge_replay.py knows what it must come to. There all steps have
+a little in common, at one place more, the anchor: so their differences are never opposed, and never orthogonal. `sign` has an
+exact form of 256 equal numbers alone: these are a step's width. Knows nothing of learners and faults.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from psd_core import codecs
 RADIX = 8
 LIVES = 28
 MERGES_BY_DIRECTION = ("rda", "heloco")
+ANCHOR = 1 / 16
 NEAR = 0.25
 """By how much a rounded count may be off."""
 
@@ -40,7 +42,8 @@ class LearnerCells:
     """Where steps are, and how their counts are read.
 
     Attributes:
-        cells, digits, width: see above. is_near: counts are rounded. is_presence: a step counts, or does not.
+        cells, digits, width: see above. is_near: counts are rounded. is_presence: a step counts, or does not; the last cell is
+            the anchor.
     """
 
     cells: int
@@ -61,7 +64,7 @@ class LearnerCells:
     @property
     def numbers(self) -> int:
         """How many steps a job can tell apart."""
-        return self.cells * self.digits
+        return self.cells * self.digits - self.is_presence
 
     @property
     def per_life(self) -> int:
@@ -77,7 +80,10 @@ class LearnerCells:
         """Write a step into a fragment of zeros, and with times=0 zeros again. Neighbouring steps have neighbouring places, and
         the same size."""
         digit, cell = divmod(number, self.cells)
-        target.reshape(-1, self.cells, self.width)[:, cell] = times * float(RADIX**digit)
+        rows = target.reshape(-1, self.cells, self.width)
+        rows[:, cell] = times * float(RADIX**digit)
+        if self.is_presence:
+            rows[:, self.numbers] = times * ANCHOR
 
     def counts(self, values: NDArray[np.float32], numbers: Sequence[int]) -> tuple[NDArray[Any], NDArray[Any]]:
         """By step, how often it has counted in a fragment where it did least, and where it did most."""

@@ -58,7 +58,8 @@ class Fault:
 
     Attributes:
         kind: link-*: of the connections between `rank` and `shard` (-1: all), `way` of WAYS; the others strike a process.
-            direction, side: see links.py. part: of a piece of data that still passes; also the seconds by which it is delayed.
+            direction, side: see links.py. part: of a piece of data that still passes; also the seconds by which it is delayed;
+            of learners that are groups, it says which processes are killed or stopped.
     """
 
     kind: str
@@ -106,13 +107,15 @@ class Style:
 
 @dataclass(frozen=True)
 class Learning:
-    """How learners learn: as psd.Local and declare() have it. grace: seconds, or "auto"; 0: none."""
+    """How learners learn: as psd.Local and declare() have it. grace: seconds, or "auto"; 0: none. ranks: of each learner, which
+    is a group of so many processes, until the last ones, that are alone."""
 
     steps: int
     fragments: int
     delay: int
     grace: float | str = 0.0
     merge: str = "mean"
+    ranks: int = 1
 
 
 @dataclass(frozen=True)
@@ -143,6 +146,7 @@ class Plan:
         new_limits: each life of a shard has other limits.
         is_launched: psd-run runs the job, one after the other for each fault and once more; the faults are those of RUN.
         ends_dead: in the end all workers die, or hang, in the midst of training, and then the shards are told to end.
+        plant: a defect that learners have, which the trial must find; see planted_in_learners.py.
     """
 
     seed: int
@@ -168,6 +172,7 @@ class Plan:
     new_limits: bool = False
     is_launched: bool = False
     ends_dead: bool = False
+    plant: str = ""
     styles: tuple[Style, ...] = ()
     faults: tuple[Fault, ...] = ()
 
@@ -239,6 +244,7 @@ class Plan:
             + ["new limits"] * self.new_limits
             + ["under psd-run"] * self.is_launched
             + ["dead workers at the end"] * self.ends_dead
+            + [f"planted: {self.plant}"] * bool(self.plant)
             + ["early"] * self.early
         )
         job = f"{self.lane}, {self.mode}, {self.workers} workers x {self.shards} shards, {self.size}"
@@ -316,6 +322,7 @@ def _learning(source: random.Random, plan: Plan) -> Plan:
         learning = replace(learning, merge=source.choice(("mean", "rda", "heloco")) if codec != "sign" else "mean")
     if mode in ROUNDS and learning.merge == "mean" and codec != "sign":
         pull = source.choice(("", "int8", "int8"))
+    learning = replace(learning, ranks=random.Random(f"ranks {plan.seed}").choice((1, 1, 2)))
     changed = {"has_tables": False, "has_vectors": False, "ends_dead": False, "pull": pull, "wait_s": 20.0}
     return replace(plan, mode=mode, learning=learning, styles=styles, codec=codec, **changed)
 

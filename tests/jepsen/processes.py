@@ -16,6 +16,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +139,7 @@ class ShardActor:
             self._command += ["--checkpoint-steps", str(plan.checkpoint_steps), "--checkpoint-keep", str(CHECKPOINTS)]
         self._has_new_limits, self._limits = plan.new_limits, random.Random(f"{plan.seed} {index}")
         self.process: Process | None = None
+        self._damaged: FileIO | None = None
 
     @property
     def address(self) -> str:
@@ -171,24 +174,35 @@ class ShardActor:
         drawn = damage.draw(self._state, source)
         if drawn is None:
             return False
-        self._damaged = drawn
-        self._timeline.note("damage", name=f"shard {self.index}", file=str(self._damaged[0]), at=self._damaged[1])
-        self._flip()
+        path, self._damaged_at = drawn
+        self._timeline.note("damage", name=f"shard {self.index}", file=str(path), at=self._damaged_at)
+        self._close_damaged()
+        self._damaged = path.open("r+b", buffering=0)
+        self._byte = self._flip()
         return True
 
     def repair(self) -> None:
-        """Undo `damage`, unless the shard has found it, and removed the file, before it was killed."""
-        if self._damaged[0].exists():
+        """Undo `damage`; unless the shard has found it, and has removed the file, or another one has come in its place, before
+        the shard was killed."""
+        assert self._damaged is not None
+        path, there = Path(str(self._damaged.name)), os.fstat(self._damaged.fileno())
+        is_same = path.exists() and os.path.samestat(path.stat(), there)  # held open, so that no other file gets its number
+        if is_same and os.pread(self._damaged.fileno(), 1, self._damaged_at) == bytes([self._byte]):
             self._timeline.note("repair", name=f"shard {self.index}")
             self._flip()
 
-    def _flip(self) -> None:
-        path, at = self._damaged
-        with path.open("r+b", buffering=0) as file:
-            file.seek(at)
-            (byte,) = file.read(1)
-            file.seek(at)
-            file.write(bytes([byte ^ 1]))
+    def _flip(self) -> int:
+        """Change the byte. Returns what it is now."""
+        assert self._damaged is not None
+        descriptor = self._damaged.fileno()
+        (byte,) = os.pread(descriptor, 1, self._damaged_at)
+        os.pwrite(descriptor, bytes([byte ^ 1]), self._damaged_at)
+        return byte ^ 1
+
+    def _close_damaged(self) -> None:
+        if self._damaged is not None:
+            self._damaged.close()
+            self._damaged = None
 
     def fill_disk(self) -> None:
         """Leave no byte free."""
@@ -206,6 +220,7 @@ class ShardActor:
         """Kill it, and leave nothing in memory."""
         if self.process is not None and self.process.status is None:
             self.process.kill()
+        self._close_damaged()
         if self.is_small:
             subprocess.run(["umount", "-l", str(self._disk)], check=False)
         shutil.rmtree(self._disk, ignore_errors=True)
@@ -218,12 +233,14 @@ class WorkerActor:
 
     Attributes:
         lives: their processes and options, in their order. is_wanted: it gets a successor when it ends.
+        mates: by life, the processes of a learner's other ranks.
     """
 
     def __init__(self, rank: int, timeline: Timeline) -> None:
         self.rank = rank
         self._timeline = timeline
         self.lives: list[tuple[Process, Options]] = []
+        self.mates: list[list[Process]] = []
         self.is_wanted = True
 
     @property
@@ -232,19 +249,39 @@ class WorkerActor:
         return self.lives[-1][0] if self.lives else None
 
     @property
+    def processes(self) -> list[Process]:
+        """All of the latest life."""
+        return [self.lives[-1][0], *self.mates[-1]] if self.lives else []
+
+    @property
     def wants_successor(self) -> bool:
         """After its end: it has not ended in order, nor for good."""
-        process, options = self.lives[-1]
+        _, options = self.lives[-1]
         last = last_word(options)
-        return process.status != 0 and not (last.get("e") == "end" and last["how"] == "end")
+        return any(each.status != 0 for each in self.processes) and not (last.get("e") == "end" and last["how"] == "end")
+
+    def kill(self) -> None:
+        """What is left of the latest life, as a launcher does when one of its processes has failed."""
+        for process in self.processes:
+            if process.status is None:
+                process.kill()
 
     def start(self, options: Options, name: str = "") -> None:
         """Begin a life."""
         name = name or f"worker {self.rank} life {len(self.lives)}"
+        has_ranks = options.learning is not None and options.role == "train"
+        ranks = options.learning["ranks"] if has_ranks and options.learning is not None else 1
+        process, *mates = (self._begin(options, name, rank) for rank in range(ranks))
+        self.lives.append((process, options))
+        self.mates.append(mates)
+
+    def _begin(self, options: Options, name: str, rank: int) -> Process:
+        if rank:
+            name, stem = f"{name} rank {rank}", Path(options.history).with_suffix("")
+            options = replace(options, group_rank=rank, history=f"{stem}-rank-{rank}.jsonl")
         command = [str(HERE / "program.py"), str(os.getpid()), options.to_json()]
         stem = Path(options.history).with_suffix("")
-        process = Process(name, command, stem.with_suffix(".out"), stem.with_suffix(".log"), self._timeline)
-        self.lives.append((process, options))
+        return Process(name, command, stem.with_suffix(".out"), stem.with_suffix(".log"), self._timeline)
 
 
 def last_word(options: Options) -> dict[str, Any]:

@@ -54,7 +54,8 @@ class Options:
 
     Attributes:
         history: file to write. stop: file whose existence asks it to end. first, count: the numbers of its gradients.
-        learning: how it learns, if it is a learner, else None; see plan.py.
+        learning: how it learns, if it is a learner, else None; see plan.py. plant: a defect that it then has.
+        group_rank: of a learner of several processes, which rank this one is; all have the same options else.
         role: "train"; "finish": push one gradient, so that what is open closes; "read": keep the parameters in `final`.
     """
 
@@ -75,6 +76,8 @@ class Options:
     has_vectors: bool = False
     codec: str = ""
     learning: dict[str, Any] | None = None
+    plant: str = ""
+    group_rank: int = 0
     role: str = "train"
     final: str = ""
 

@@ -5,6 +5,7 @@
     make jepsen JEPSEN_FLAGS="--kills 200"  # 1000 publications under so many kills, in SECONDS at most
     python tests/jepsen/run_jepsen.py --replay FAILURE/plan.json
     python tests/jepsen/run_jepsen.py --judge FAILURE   # the checks alone
+    python tests/jepsen/run_jepsen.py --plant twice     # trials of learners that have a defect: what can show it must fail
 
 A trial is a job of 1 to 3 workers and 1 to 3 shards, all of them processes, and a schedule of faults. The parts, in order:
 
@@ -21,6 +22,7 @@ damage.py      which bytes of a shard's files may be changed, so that it must fi
 course.py      what is due, shards, links, and the faults that strike these, for trial.py and published_trial.py
 trial.py       runs a plan, and leaves histories, logs, a timeline and the parameters of the end
 learner.py     the worker as a learner: its difference to what it has received is what counts
+planted_in_learners.py  defects of learners, by which to prove that they would be found
 launched.py    the same under psd-run, which is told to end, or killed; launched_worker.py is the script of its workers
 published_plan.py     plans of publications
 published_program.py  publishers and readers; published_values.py what a put sets, so that a torn version is seen
@@ -32,6 +34,7 @@ counting.py    the model: what each gradient's program was told, and how often i
 prefixes.py    each checkpoint is a cut: what counts in it is a prefix of each worker's gradients, and so is its client state
 residual_counts.py  what compressed gradients have brought follows from which of them count
 learner_counts.py  each local step counts once, or its learner knows
+merge_replay.py  learners merged by rda or heloco: what their steps must have come to, by a replay of all merges
 batch_counts.py  each batch has run once, in the end and in each checkpoint
 conduct.py     which errors are allowed, how long things take, what is said, how processes end
 busyness.py    by how much bounds of time are stretched, because others use the machine
@@ -53,10 +56,12 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from outcome import Outcome
 from plan import Plan
+from planted_in_learners import PLANTS
 from processes import may_mount
 from published_plan import draw_any, publications_under_kills
 from verdict import Verdict, judge, shrink, try_plan
@@ -117,6 +122,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--vectors", action="store_true", help="likewise with vectors")
     parser.add_argument("--compressed", action="store_true", help="likewise with compressed gradients")
     parser.add_argument("--learners", action="store_true", help="likewise of learners")
+    parser.add_argument("--plant", choices=sorted(PLANTS), default="", help="likewise of learners that have this defect")
     parser.add_argument("--publications", action="store_true", help="likewise of publications")
     parser.add_argument(
         "--kills", type=int, default=0, help="one trial alone: publications under so many kills, for --seconds at most"
@@ -136,10 +142,11 @@ def _plans(args: argparse.Namespace) -> Iterator[Plan]:
         plan = draw_any(seed, may_mount=may_mount(), may_learn=importlib.util.find_spec("torch") is not None)
         is_wanted = plan.mode in (args.modes or plan.mode).split(",") and plan.lane in (args.lanes or plan.lane).split(",")
         is_wanted = is_wanted and (plan.has_tables or not args.tables) and (plan.has_vectors or not args.vectors)
-        is_wanted = is_wanted and (bool(plan.codec) or not args.compressed) and (plan.learning is not None or not args.learners)
+        is_wanted = is_wanted and (bool(plan.codec) or not args.compressed)
+        is_wanted = is_wanted and (plan.learning is not None or not (args.learners or args.plant))
         is_wanted = is_wanted and (plan.publishing is not None or not args.publications)
         if is_wanted and (plan.checkpoint_steps or not args.checkpoints):
-            yield plan
+            yield replace(plan, plant=args.plant, learning=replace(plan.learning, ranks=1)) if args.plant else plan
 
 
 def _on_failure(verdict: Verdict, args: argparse.Namespace, *, is_new: bool) -> None:

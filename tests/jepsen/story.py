@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from counting import compare
 from history import Histories
 from learner_counts import check_learners
 from lossy_cells import LOSSY, LossyCells
+from merge_replay import Part, replayed
 from numpy.typing import NDArray
 from outcome import Outcome
 from plan import Fault, Plan, Style
@@ -28,13 +30,13 @@ SHARDS = 2
 class Story:
     """A history of one worker that is made up, call by call, and the parameters that the job has ended with."""
 
-    def __init__(self, directory: Path, mode: str = "fast", **options: Any) -> None:
-        self._directory = directory
+    def __init__(self, directory: Path, mode: str = "fast", life: int = 0, **options: Any) -> None:
+        self._directory, self._name = directory, f"worker 0 life {life}"
         self._plan = Plan(1, "grpc", mode, 1, SHARDS, styles=(Style(),), **options)
         self._lines: list[dict[str, Any]] = []
         self._stats = dict.fromkeys(("pushes", "blocks_counted", "blocks_duplicate", "blocks_late", "pushes_dropped"), 0)
         self.t = 10.0
-        names = (*(f"shard {index}" for index in range(SHARDS)), "worker 0 life 0")
+        names = (*(f"shard {index}" for index in range(SHARDS)), self._name)
         self.timeline: list[dict[str, Any]] = [{"t": self.t, "what": "start", "name": name} for name in names]
         self.parameters = initial("small", SHARDS, self._plan.codec)
         self._residual = np.zeros_like(self.parameters.get(LOSSY, np.zeros(0, np.float32)))
@@ -79,18 +81,39 @@ class Story:
             sent, self._residual[part] = cells.sent(number, self._residual[part], first)
             self.parameters[LOSSY][part] -= times * sent
 
-    def learn(self, number: int, local: int, result: str = "ok", **exchanged: Any) -> None:
+    def learn(self, number: int, local: int, result: str = "ok", *, clock_before: int = 0, **exchanged: Any) -> None:
         """A local step, and an exchange of fragment 0 that ends in it."""
-        self._write(e="invoke", op="step", clock=0, number=number, local=local)
+        self._write(e="invoke", op="step", clock=clock_before, number=number, local=local)
         if exchanged:
-            told = {"e": "exchange", "clock": 0, "fragment": 0, "landed": local, "is_mixed": False, "absent": [], "twice": []}
+            told = {"e": "exchange", "clock": 0, "fragment": 0, "landed": local, "is_mixed": False, "weight": 1.0}
+            told |= {"absent": [], "twice": []}
             self._write(**told | exchanged)
         self._write(**{"e": "ok"} if result == "ok" else {"e": "error", "class": result, "detail": {"timeline": 1, "step": 0}})
 
-    def has_learned(self, *numbers: int, times: int = 1) -> None:
-        """The parameters of the end."""
-        cells = self._plan.learner_cells
+    def group(self, own: Sequence[int], of_mate: Sequence[int], mate_status: int = 0) -> None:
+        """The learner has another rank: what the parameters of both were after each step, and how that one has ended."""
+        name = f"{self._name} rank 1"
+        self.timeline.insert(0, {"t": self.t, "what": "start", "name": name})
+        self.note("exit", name=name, pid=2, status=mate_status)
+        steps = [(number, self._step(number, digest)) for number, digest in enumerate(of_mate)]
+        lines = [
+            *(line for _, both in steps for line in both),
+            {"t": self.t, "e": "end", "how": "parted" if mate_status else "close"},
+        ]
+        (self._directory / f"{name.replace(' ', '-')}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        self._lines += [line for number, digest in enumerate(own) for line in self._step(number, digest)]
+
+    def _step(self, number: int, digest: int) -> list[dict[str, Any]]:
+        invoked = {"t": self.t, "e": "invoke", "op": "step", "clock": 0, "number": number, "local": number + 1}
+        return [invoked, {"t": self.t, "e": "ok", "op": "step", "digest": digest}]
+
+    def has_learned(self, *numbers: int, times: int = 1, rounds: Sequence[Sequence[int]] = ()) -> None:
+        """The parameters of the end; rounds: or what these merges of one learner's steps, by clock, lead to."""
+        cells, learning = self._plan.learner_cells, self._plan.learning
         values, step = (np.zeros(cells.length("small", SHARDS), np.float32) for _ in range(2))
+        if rounds and learning is not None:
+            merges = {clock: [Part(tuple(of_round), len(of_round))] for clock, of_round in enumerate(rounds) if of_round}
+            values.reshape(-1, cells.cells)[:] = -replayed(cells, learning.merge, merges)
         for number in numbers:
             cells.write(step, number, times)
             values -= step
@@ -100,6 +123,10 @@ class Story:
     def found_of_learners(self) -> set[str]:
         """The kinds of failures of what learners have learned."""
         return {failure.kind for failure in check_learners(self._histories(self._directory / "final.npz"))}
+
+    def found_of_conduct(self) -> set[str]:
+        """Likewise of how its processes behave."""
+        return {failure.kind for failure in check_conduct(self._histories(self._directory))}
 
     def found_of_residuals(self) -> set[str]:
         """Likewise of what workers have kept."""
@@ -138,7 +165,7 @@ class Story:
     def end(self, how: str = "with", status: int = 0) -> None:
         if how:
             self._write(e="end", how=how)
-        self.note("exit", name="worker 0 life 0", pid=1, status=status)
+        self.note("exit", name=self._name, pid=1, status=status)
 
     def found(self) -> set[str]:
         """The kinds of failures that the checks find."""
@@ -151,7 +178,7 @@ class Story:
         self.t += 1
         self.note("closed")
         lines = "".join(json.dumps(line) + "\n" for line in self._lines)
-        (self._directory / "worker-0-life-0.jsonl").write_text(lines)
+        (self._directory / f"{self._name.replace(' ', '-')}.jsonl").write_text(lines)
         for shard in range(SHARDS):
             (self._directory / f"shard-{shard}.log").write_text(self.shard_logs[shard])
         return Histories(Outcome(self._plan, self._directory, self.timeline, final=final))

@@ -278,6 +278,22 @@ def test_checks_when_a_shard_was_told_to_end_then_its_status_says_how(
     assert ("exit status of a shard" not in story.found()) == is_right
 
 
+@pytest.mark.parametrize(("ready_after", "is_right"), [(15.0, True), (1.0, False)])
+def test_checks_when_a_shard_is_slow_to_start_then_who_joins_may_be_late(
+    tmp_path: Path, ready_after: float, is_right: bool
+) -> None:
+    """A killed shard is away until it serves again, and not only until it has been started."""
+    story = Story(tmp_path, life=1)
+    story.fault("shard-kill")
+    begun = story.t
+    story.call("connect", took=15.0, text="")
+    story.timeline.append({"t": begun + ready_after, "what": "ready", "name": "shard 0"})
+    story.call("declare", took=1.0)
+    story.end()
+
+    assert ("slow successor" not in story.found()) == is_right
+
+
 @pytest.mark.parametrize(
     ("log", "kinds"),
     [("ERROR --state-dir: state/arena: the bytes have changed; going back to a checkpoint", set()), ("", {"damage not found"})],

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 from cells import NUMBERS, PER_LIFE, Counts, Gradients, initial, seen
-from learner_cells import LearnerCells
+from learner_cells import MERGES_BY_DIRECTION, LearnerCells
 from lossy_cells import FORMS, LOSSY, LossyCells, totals
+from merge_replay import MOMENTUM, Part, replayed
 from plan import Learning
 from processes import HERE, last_record
 from program import Options
@@ -124,6 +125,61 @@ def test_checks_when_a_difference_comes_late_then_its_steps_count_with_the_next(
     assert story.found_of_learners() == kinds
 
 
+@pytest.mark.parametrize("merge", MERGES_BY_DIRECTION)
+def test_a_replay_comes_to_what_learners_are_merged_to(merge: str) -> None:
+    """By another implementation; the second round has momentum, and a learner that has learned more."""
+    learners = pytest.importorskip("learners")
+    torch = learners.torch
+    cells = LearnerCells.of("", "", merge)
+    rounds = [[Part((0, 1), 2), Part((600, 601, 602), 5)], [Part((2,), 1), Part((603,), 1)], [Part((3, 604), 2)]]
+    total, momentum = (torch.zeros(cells.cells, dtype=torch.float64) for _ in range(2))
+    for of_round in rounds:
+        differences = []
+        for part in of_round:
+            difference = np.zeros((2, cells.cells), np.float32)
+            for number in part.numbers:
+                cells.write(difference[0], number)
+                difference[1] += difference[0]
+                cells.write(difference[0], number, 0)
+            differences.append(torch.from_numpy(difference[1]))
+        gradient = learners.merged(merge, differences, [part.weight for part in of_round], momentum * (1 - MOMENTUM)).double()
+        momentum = momentum * MOMENTUM * (merge == "heloco") + gradient
+        total += momentum
+
+    found = replayed(cells, merge, dict(enumerate(rounds)))
+
+    np.testing.assert_allclose(found, total.numpy(), atol=1e-6)
+    assert len(set(found[[0, 2, 3, 600]].round(3))) == 4, "each difference is scaled in its own way"
+
+
+@pytest.mark.parametrize("merge", MERGES_BY_DIRECTION)
+@pytest.mark.parametrize(
+    ("rounds", "kinds"),
+    [
+        (((0, 1), (2,), (3, 4)), set()),
+        (((0, 1), (2, 0, 1), (3, 4)), {"not what the merges lead to"}),  # the first one again, with the second
+        (((0, 1), (2,), (3, 4), (3, 4)), {"not what the merges lead to"}),  # the last one again
+        (((0, 1), (), (3, 4)), {"acknowledged and lost", "not what the merges lead to"}),
+        (((0, 1), (2,), (3, 4), (5,)), set()),  # nobody has heard of it
+        (((0, 1), (2,), (3, 4), (5,), (5,)), {"not what the merges lead to"}),
+    ],
+)
+def test_checks_when_differences_are_merged_by_direction_then_they_find_what_counts_twice(
+    tmp_path: Path, merge: str, rounds: Any, kinds: set[str]
+) -> None:
+    story = Story(tmp_path, "exact", learning=Learning(2, 1, 0, merge=merge))
+    story.learn(0, 1)
+    story.learn(1, 2, departed=2, is_counted=True, clock=0, weight=2.0)
+    story.learn(2, 3, departed=3, is_counted=True, clock=1)
+    story.learn(3, 4)
+    story.learn(4, 5, departed=5, is_counted=True, clock=2, weight=2.0)
+    story.learn(5, 6, clock_before=3)
+    story.end("", -9)
+    story.has_learned(rounds=rounds)
+
+    assert story.found_of_learners() == kinds
+
+
 @pytest.mark.parametrize("has", [(), (0, 1)])
 def test_checks_when_a_learner_is_killed_then_its_difference_counts_once_or_not(tmp_path: Path, has: tuple[int, ...]) -> None:
     story = Story(tmp_path, **LEARNING)
@@ -152,6 +208,31 @@ def test_checks_when_a_learner_does_not_have_its_own_steps_then_they_find_it(
     story.has_learned(0, 1)
 
     assert story.found_of_learners() == kinds
+
+
+@pytest.mark.parametrize(("of_mate", "kinds"), [((7, 8), set()), ((7,), set()), ((7, 9), {"ranks differ"})])
+def test_checks_when_the_ranks_of_a_learner_differ_then_they_find_it(
+    tmp_path: Path, of_mate: tuple[int, ...], kinds: set[str]
+) -> None:
+    """After the same step; one of them may have ended earlier. Nothing counts once for each rank."""
+    story = Story(tmp_path, "exact", learning=Learning(2, 1, 0, ranks=2))
+    story.group((7, 8), of_mate)
+    story.end()
+    story.has_learned(0, 1)
+
+    assert story.found_of_learners() == kinds
+
+
+@pytest.mark.parametrize(("mate_status", "kinds"), [(-9, set()), (0, {"builtin RuntimeError"})])
+def test_checks_when_another_rank_has_gone_then_collective_calls_may_fail(
+    tmp_path: Path, mate_status: int, kinds: set[str]
+) -> None:
+    story = Story(tmp_path, "exact", learning=Learning(2, 1, 0, ranks=2))
+    story.group((7,), (7,), mate_status)
+    story.call("step", "RuntimeError", is_psd=False, text="Connection closed by peer", number=1)
+    story.end("parted", 1)
+
+    assert story.found_of_conduct() & {"builtin RuntimeError"} == kinds
 
 
 def test_checks_when_the_job_has_gone_back_then_what_was_acknowledged_since_need_not_count(tmp_path: Path) -> None:
@@ -184,7 +265,7 @@ def test_learner_when_a_call_fails_for_good_then_it_says_that_it_ends(tmp_path: 
         connect={"transport": "tcp", "retry_timeout": 0.1},
         declared={},
         style={},
-        learning={"steps": 2, "fragments": 1, "delay": 0, "grace": 0.0, "merge": "mean"},
+        learning=vars(Learning(2, 1, 0)),
     )
 
     command = [sys.executable, str(HERE / "program.py"), str(os.getpid()), options.to_json()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -134,6 +135,31 @@ def test_shard_when_two_faults_have_ended_it_then_it_begins_one_life(tmp_path: P
 
     assert len(lives) == 2
     lives[1].status = 0
+    shard.close()
+    timeline.close()
+
+
+@pytest.mark.parametrize("becomes", ["", "longer", "the same"])
+def test_shard_when_it_has_replaced_a_damaged_file_then_the_new_one_stays_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, becomes: str
+) -> None:
+    """It goes back to a checkpoint, and is killed meanwhile: the file that it makes anew may be shorter than where the damage
+    was, which ended the harness once; and if it is not, a byte of it was changed for a repair, and nobody knew."""
+    timeline = Timeline(tmp_path / "timeline.jsonl")
+    shard = ShardActor(Plan(1, "grpc", "fast", 1, 1), 0, tmp_path, timeline)
+    path = tmp_path / "arena"
+    path.write_bytes(b"0123456789")
+    monkeypatch.setattr(processes.damage, "draw", lambda *_: (path, 7))
+    assert shard.damage(random.Random(1))
+    assert path.read_bytes() == b"0123456689"
+
+    if becomes != "the same":
+        path.unlink()
+        path.write_bytes(becomes.encode() * 3)
+    shard.repair()
+
+    assert path.read_bytes() == (b"0123456789" if becomes == "the same" else becomes.encode() * 3)
+    assert [record["what"] for record in timeline.records] == ["damage"] + ["repair"] * (becomes == "the same")
     shard.close()
     timeline.close()
 

@@ -10,6 +10,8 @@ import itertools
 import random
 import signal
 import time
+from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,9 @@ from typing_extensions import override
 LATE_S = 7.0
 LEARNERS_S = 40.0
 """As JOIN_S, for those that import torch first."""
+
+PARTED_S = 5.0
+"""After which the launcher of a learner that is a group ends the processes that have survived one of them."""
 
 FINISH_S = 40.0
 INTERRUPTED_S = 20.0
@@ -37,6 +42,7 @@ class Trial(Course):
         self._numbers = itertools.count(0, plan.per_life)
         self._is_ending = False
         self._late: set[Process] = set()
+        self._parted: set[WorkerActor] = set()
 
     # -- the course of things ------------------------------------------------------------------------------------------
 
@@ -107,7 +113,8 @@ class Trial(Course):
 
     @override
     def _lives(self) -> list[Process]:
-        return [process for worker in self._workers for process, _ in worker.lives]
+        leads = [process for worker in self._workers for process, _ in worker.lives]
+        return leads + [process for worker in self._workers for mates in worker.mates for process in mates]
 
     def _running(self) -> list[Process]:
         return [process for process in self._lives() if process.status is None]
@@ -137,6 +144,7 @@ class Trial(Course):
             has_vectors=plan.has_vectors,
             codec=plan.codec,
             learning=None if plan.learning is None else vars(plan.learning),
+            plant=plan.plant,
         )
 
     def _start(self, worker: WorkerActor) -> None:
@@ -145,18 +153,28 @@ class Trial(Course):
             worker.is_wanted = False
             return
         worker.is_wanted = True
+        self._parted.discard(worker)
         worker.start(self._options(worker.rank, len(worker.lives), self._servers(worker.rank)))
 
     @override
     def _look_after_clients(self) -> None:
         self._running()  # writes down who has ended
         for worker in self._workers:
-            process = worker.process
-            if process is None or process.status is None or not worker.is_wanted or self._is_ending:
+            processes = worker.processes
+            have_some_ended = len({process.status is None for process in processes}) == 2
+            if have_some_ended and any(process.status for process in processes) and worker not in self._parted:
+                self._parted.add(worker)
+                self._at(PARTED_S * self._busyness.factor, partial(self._part, worker, len(worker.lives)))
+            if not processes or any(p.status is None for p in processes) or not worker.is_wanted or self._is_ending:
                 continue
             worker.is_wanted = False
             if worker.wants_successor:
                 self._at(RESTART_S, lambda worker=worker: self._start(worker))
+
+    def _part(self, worker: WorkerActor, life: int) -> None:
+        """One process of a group has failed: end the others, if they have not noticed."""
+        if len(worker.lives) == life:
+            worker.kill()
 
     @override
     def _look_around(self) -> None:
@@ -175,35 +193,60 @@ class Trial(Course):
     @override
     def _strike_client(self, fault: Fault) -> None:
         worker = self._workers[fault.rank]
-        process = worker.process
-        if process is None or process.status is not None:
+        processes = worker.processes
+        if not processes or processes[0].status is not None:
             return
+        struck = processes
+        if len(processes) > 1 and fault.kind in ("worker-kill", "worker-stop"):
+            struck = (processes[:1], processes[1:], processes)[int(3 * fault.part) % 3]
         match fault.kind:
             case "worker-stop":
-                process.signal(signal.SIGSTOP)
-                self._at(fault.seconds, lambda: self._end(fault, process.resume))
+                _signal(struck, signal.SIGSTOP)
+                self._at(fault.seconds, lambda: self._end(fault, lambda: _resume(struck)))
                 return
             case "worker-twin":
                 if not _has_begun(worker):
                     return  # it would join after its twin, and be the later one
-                process.signal(signal.SIGSTOP)
-                self._at(fault.seconds, lambda: self._end(fault, process.resume))
-                self._timeline.note("superseded", name=process.name)
+                _signal(struck, signal.SIGSTOP)
+                self._at(fault.seconds, lambda: self._end(fault, lambda: _resume(struck)))
+                self._timeline.note("superseded", name=processes[0].name)
                 self._start(worker)
                 return
             case "worker-interrupt":
-                if process.is_stopped:
+                if any(process.is_stopped for process in struck):
                     return
-                process.signal(signal.SIGINT)
-                self._watched[process] = time.monotonic() + INTERRUPTED_S * self._busyness.factor
+                _signal(struck, signal.SIGINT)
+                deadline = time.monotonic() + INTERRUPTED_S * self._busyness.factor
+                self._watched |= dict.fromkeys(struck, deadline)
             case "worker-vanish":
                 for link in self._links_of(Fault("link-half-open", 0, 0, rank=worker.rank)):
                     self._cuts += link.begin(Fault("link-half-open", fault.at, fault.seconds, side="shard"))
-                process.kill()
+                _kill(struck)
             case _:
-                process.kill()
+                _kill(struck)
         worker.is_wanted = False
-        self._at(fault.seconds, lambda: self._end(fault, lambda: self._start(worker)))
+        self._at(fault.seconds, lambda: self._end(fault, lambda: self._start_again(worker, fault)))
+
+    def _start_again(self, worker: WorkerActor, fault: Fault) -> None:
+        if fault.kind == "worker-kill":
+            worker.kill()  # what has been left of a group
+        self._start(worker)
+
+
+def _signal(processes: Iterable[Process], number: signal.Signals) -> None:
+    for process in processes:
+        process.signal(number)
+
+
+def _resume(processes: Iterable[Process]) -> None:
+    for process in processes:
+        process.resume()
+
+
+def _kill(processes: Iterable[Process]) -> None:
+    for process in processes:
+        if process.status is None:
+            process.kill()
 
 
 def _has_declared(life: tuple[Process, Options]) -> bool:

@@ -182,6 +182,36 @@ def any_part(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Agreement, "check", whole(check))
 
 
+# -- defects that quorum and grace could have --------------------------------------------------------------------------------
+
+
+def late_as_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A push that comes when its round is decided is answered as if it had come before, and counted."""
+    end_push = Exchange.end_push
+
+    def kindly(exchange: Exchange, push: Push) -> data_pb2.PushReply:
+        reply = end_push(exchange, push)
+        reply.blocks_duplicate += reply.blocks_late
+        reply.blocks_late = 0
+        reply.ClearField("late")
+        return reply
+
+    monkeypatch.setattr(Exchange, "end_push", kindly)
+
+
+def late_in_the_next_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A push that comes late counts in the round that is open then, too, and its worker sends it again with the next one."""
+    contribute = BlockState.contribute
+
+    def twice(block: BlockState, part: Contribution) -> Outcome:
+        outcome = contribute(block, part)
+        if outcome is Outcome.LATE and part.clock < block.version:
+            contribute(block, part._replace(clock=block.version))
+        return outcome
+
+    monkeypatch.setattr(BlockState, "contribute", twice)
+
+
 # -- defects that residuals could have --------------------------------------------------------------------------------------
 
 

@@ -194,6 +194,38 @@ def test_a_round_that_takes_gradients_of_several_parts_is_found(monkeypatch: pyt
     assert told_in_order(story, "worker 0 dies", "worker 0': push_pull(12) at clock 1")
 
 
+# -- quorum and grace -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_fragments_with_quorum_and_grace_under_a_death_have_no_findings() -> None:
+    """Of a learner at any moment; one of two may come late, when the grace is over: all states that there are."""
+    explorer, told = explore(named("fragments").with_one_fault().but(faults=frozenset({"die"})))
+
+    assert told == []
+    assert explorer.states > 5000
+
+
+@pytest.mark.slow
+def test_a_late_push_that_is_answered_as_if_it_counted_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    planted.late_as_counted(monkeypatch)
+
+    story = find(named("fragments").with_one_fault().but(faults=frozenset(), budget=0))
+
+    assert "lack acknowledged gradients" in story[0]
+    assert told_in_order(story, "waits no longer for more than the quorum", "push gradient 6", "push_pull(6) returns")
+
+
+@pytest.mark.slow
+def test_a_late_push_that_counts_in_the_next_round_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    planted.late_in_the_next_round(monkeypatch)
+
+    story = find(named("fragments").but(shards=1, blocks=2, faults=frozenset(), budget=0))
+
+    assert "is of several parts" in story[0]
+    assert told_in_order(story, "came too late", "push_pull(7) at clock 1")
+
+
 # -- defects that residuals could have -------------------------------------------------------------------------------------
 
 
@@ -292,10 +324,15 @@ def test_what_makes_a_version_lie_is_found(monkeypatch: pytest.MonkeyPatch, plan
     assert wrong in story[0]
 
 
+def named(name: str) -> Setting:
+    """One of those that are searched at length."""
+    (found,) = (each for each in SETTINGS if each.name == name)
+    return found
+
+
 def small(name: str) -> Setting:
     """The world with cuts that is seen whole, before any fault."""
-    (found,) = (setting for setting in SETTINGS if setting.name == name)
-    return found.with_one_fault().but(faults=frozenset(), budget=0)
+    return named(name).with_one_fault().but(faults=frozenset(), budget=0)
 
 
 def find(setting: Setting) -> list[str]:
