@@ -27,7 +27,7 @@ class Process:
     def __init__(self, module: str, *args: str, environ: dict[str, str] | None = None) -> None:
         self._process = Program(
             ["-m", module, *args],
-            environ={**os.environ, **(environ or {})},
+            env={**os.environ, **(environ or {})},
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )

@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import gc
+import io
 import json
 import os
 import runpy
@@ -25,7 +26,7 @@ import threading
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 LOADED = ("psd.cli.server", "psd.rim.server", "psd_client", "psd.cli.run", "psd.cli.psdctl")
 REQUEST_BYTES_MAX = 1 << 17
@@ -35,7 +36,9 @@ class Program:
     """`python -m module`, or `python script`, with arguments; has what tests use of a Popen. Standard input is empty.
 
     Args:
-        stderr: None, subprocess.STDOUT or subprocess.PIPE.
+        stdout: a file, or a pipe that this class reads.
+        stderr: a file, subprocess.PIPE, subprocess.STDOUT, or None for this process's.
+        env: the environment, if not this process's.
         start_new_session: it has one of its own, not that of all programs.
     """
 
@@ -43,21 +46,19 @@ class Program:
         self,
         command: Sequence[str],
         *,
-        stderr: int | None = None,
-        environ: dict[str, str] | None = None,
+        stdout: IO[Any] | int = subprocess.PIPE,
+        stderr: IO[Any] | int | None = None,
+        env: dict[str, str] | None = None,
         start_new_session: bool = False,
     ) -> None:
-        request = {"command": list(command), "environ": dict(environ or os.environ), "cwd": str(Path.cwd())}
+        request = {"command": list(command), "environ": dict(env or os.environ), "cwd": str(Path.cwd())}
         self._told, telling = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        reading, writing = os.pipe()
-        errors_reading, errors_writing = os.pipe() if stderr == subprocess.PIPE else (None, os.dup(writing if stderr else 2))
+        self.stdout, output = _stream(stdout)
+        self.stderr, errors = _stream(output if stderr == subprocess.STDOUT else 2 if stderr is None else stderr)
         with telling:
-            descriptors = [writing, errors_writing, telling.fileno()]
-            _Loaded.of_this_process().fork({**request, "new_session": start_new_session}, descriptors)
-        os.close(writing)
-        os.close(errors_writing)
-        self.stdout = os.fdopen(reading, encoding="utf-8", errors="backslashreplace")
-        self.stderr = None if errors_reading is None else os.fdopen(errors_reading, encoding="utf-8")
+            _Loaded.of_this_process().fork({**request, "new_session": start_new_session}, [output, errors, telling.fileno()])
+        os.close(output)
+        os.close(errors)
         pid, (self._pidfd,), *_ = socket.recv_fds(self._told, 64, 1)
         self.pid = int(pid)
         self.returncode: int | None = None
@@ -73,9 +74,8 @@ class Program:
         """Wait for its end, and close the streams."""
         self.wait()
         os.close(self._pidfd)
-        self.stdout.close()
-        if self.stderr is not None:
-            self.stderr.close()
+        for stream in (self.stdout, self.stderr):
+            stream.close()
 
     def poll(self) -> int | None:
         """The exit status, if it has ended; minus the number of the signal that ended it."""
@@ -115,6 +115,19 @@ class Program:
         self.send_signal(signal.SIGKILL)
 
 
+def _stream(given: IO[Any] | int) -> tuple[IO[str], int]:
+    """What is read of a stream, and the descriptor that a program has for it."""
+    if given != subprocess.PIPE:
+        return io.StringIO(), os.dup(given if isinstance(given, int) else given.fileno())
+    reading, writing = os.pipe()
+    return os.fdopen(reading, encoding="utf-8", errors="backslashreplace"), writing
+
+
+def parent_of_programs() -> int:
+    """Process id of the one that forks for this process."""
+    return _Loaded.of_this_process().pid
+
+
 def _stands_still(task: Path) -> bool:
     return (task / "stat").read_bytes().rpartition(b") ")[2][:1] == b"T"
 
@@ -135,6 +148,7 @@ class _Loaded:
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
             )
+        self.pid = self._process.pid
         atexit.register(self._end)
 
     @classmethod

@@ -49,7 +49,7 @@ class ShardProcess:
             "error",
             *self._flags,
         ]
-        self._process = Program(command, environ=os.environ | {"PSD_CRASH_POINT": crash_point})
+        self._process = Program(command, env=os.environ | {"PSD_CRASH_POINT": crash_point})
 
     def end_start(self) -> None:
         """Returns when it serves."""
