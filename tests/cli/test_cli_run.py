@@ -152,6 +152,7 @@ TIMEOUT_S = 100.0
 
 
 @pytest.mark.process
+@pytest.mark.usefixtures("later_compiler")  # tensorboardX loads torch
 def test_job_when_all_workers_train_to_the_end_then_the_status_is_0_and_the_shards_end_by_themselves(job, tmp_path):
     checkpoints = ("--checkpoint-dir", str(tmp_path / "checkpoints"), "--checkpoint-steps", "1")
     logs = tmp_path / "logs"
@@ -319,7 +320,7 @@ def test_job_when_psd_run_is_signalled_twice_then_everything_is_killed_at_once(j
 @pytest.mark.parametrize("consistency", ["sync", "async"])
 def test_job_when_psd_run_is_signalled_in_training_then_it_ends_with_a_checkpoint(job, tmp_path, consistency):
     place = tmp_path / "checkpoints"
-    run = job(ENDLESS, "--shards", "2", "--workers", "2", "--consistency", consistency, "--checkpoint-dir", str(place))
+    run = job(ENDLESS, *f"--shards 2 --workers 2 --grace 100 --consistency {consistency} --checkpoint-dir {place}".split())
     run.line("training")
 
     run.signal(SIGINT)

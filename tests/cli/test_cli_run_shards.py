@@ -226,7 +226,7 @@ def test_job_when_a_shard_is_killed_while_it_ends_then_the_last_checkpoint_has_w
 
 @pytest.mark.process
 def test_job_when_it_fails_with_a_state_directory_then_the_next_one_goes_on_with_its_parameters(job, tmp_path):
-    options = ("--shards", "2", "--workers", "2", "--reduce", "sum", "--state-dir", str(tmp_path / "state"))
+    options = ("--shards", "2", "--state-dir", str(tmp_path / "state"))
 
     failed = job(TRAINING, *options, args=("0", "3", "5"))
     assert failed.end() == 5
@@ -235,7 +235,7 @@ def test_job_when_it_fails_with_a_state_directory_then_the_next_one_goes_on_with
 
     assert second.end() == 0
     assert second.run_id == failed.run_id
-    assert "trained from -6.0 to {-12.0}" in second.output
+    assert "trained from -3.0 to {-6.0}" in second.output
     assert left_in(tmp_path / "state") == []
 
 

@@ -20,7 +20,7 @@ SHAPES = {
     "scale": ((), "float32"),
     "half": ((60, 9), "float16"),
 }
-STEPS, STOP = 20, 9
+STEPS, STOP = 12, 5
 CUSTOM = "sample_rules:Drifting"
 EXACT = {"consistency": "sync", "aggregation": "exact"}
 
