@@ -15,6 +15,7 @@ from pathlib import Path
 from types import ModuleType
 
 from setuptools import Extension, setup
+from setuptools.command.build_clib import build_clib
 from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
 
@@ -46,26 +47,32 @@ WITH_RULES = {
     "define_macros": [("PSD_RULES_CHECKSUM", f"{headers.checksum()}u")],
     "libraries": ["m"],
 }
-KERNELS = [f"psd_core/csrc/{name}.c" for name in ("half", "kernels", "kernels_f32", "kernels_f64")]
-ROWS = ["psd_core/csrc/half.c", "psd_core/csrc/kernels_f32.c"]
-CONTENT = "psd_core/csrc/content.c"
 TABLES = sorted(path.relative_to(ROOT).as_posix() for path in CSRC.glob("table*.c"))
 CODECS = sorted(path.relative_to(ROOT).as_posix() for path in CSRC.glob("codec*.c"))
 VECTORS = sorted(path.relative_to(ROOT).as_posix() for path in CSRC.glob("vector*.c"))
 
-kernels = Extension("psd_core._kernels", sources=["psd_core/_kernels.pyx", *KERNELS], **WITH_RULES)
-BLOCK_HOW = {**WITH_RULES, "depends": [*HEADERS, "psd_core/_block_c.pxd"]}
+# Compiled once, and linked into each extension that calls them.
+SHARED = [f"psd_core/csrc/{name}.c" for name in ("half", "kernels", "kernels_f32", "kernels_f64", "content")]
+WITH_SHARED = {**WITH_RULES, "libraries": ["psd_kernels", "m"]}
+LIBRARY = {
+    "sources": SHARED,
+    "obj_deps": {"": HEADERS},
+    "include_dirs": HOW["include_dirs"],
+    "macros": WITH_RULES["define_macros"],
+    "cflags": COMPILE_ARGS,
+}
+
+kernels = Extension("psd_core._kernels", sources=["psd_core/_kernels.pyx"], **WITH_SHARED)
+BLOCK_HOW = {**WITH_SHARED, "depends": [*HEADERS, "psd_core/_block_c.pxd"]}
 BLOCKS = [f"psd_core/csrc/{name}.c" for name in ("block", "block_pages")]
-block = Extension("psd_core._block", sources=["psd_core/_block.pyx", *BLOCKS, *KERNELS, CONTENT], **BLOCK_HOW)
-arena = Extension("psd_core._arena", sources=["psd_core/_arena.pyx", CONTENT], depends=HEADERS, **HOW)
-TABLE_HOW = {**WITH_RULES, "depends": [*HEADERS, "psd_core/_table_c.pxd"]}
-table = Extension("psd_core._table", sources=["psd_core/_table.pyx", *TABLES, *ROWS, CONTENT], **TABLE_HOW)
+block = Extension("psd_core._block", sources=["psd_core/_block.pyx", *BLOCKS], **BLOCK_HOW)
+arena = Extension("psd_core._arena", sources=["psd_core/_arena.pyx"], **WITH_SHARED)
+TABLE_HOW = {**WITH_SHARED, "depends": [*HEADERS, "psd_core/_table_c.pxd"]}
+table = Extension("psd_core._table", sources=["psd_core/_table.pyx", *TABLES], **TABLE_HOW)
 distinct = Extension(
     "psd_core._distinct", sources=["psd_core/_distinct.pyx", "psd_core/csrc/distinct.c"], depends=HEADERS, **HOW
 )
-vector = Extension(
-    "psd_core._vector", sources=["psd_core/_vector.pyx", *VECTORS, CONTENT], libraries=["m"], depends=HEADERS, **HOW
-)
+vector = Extension("psd_core._vector", sources=["psd_core/_vector.pyx", *VECTORS], **WITH_SHARED)
 codecs = Extension("psd_core._codecs", sources=["psd_core/_codecs.pyx", *CODECS], depends=HEADERS, **HOW)
 deltas = Extension("psd_core._deltas", sources=["psd_core/_deltas.pyx", "psd_core/csrc/delta.c"], depends=HEADERS, **HOW)
 EXTENSIONS = [kernels, block, arena, table, distinct, vector, codecs, deltas]
@@ -80,12 +87,20 @@ for extension in EXTENSIONS:
     extension.cython_directives = directives
 
 
-class BuildExtWithHeaders(build_ext):
-    """build_ext that first writes the headers that the kernels include."""
+class BuildClibWithHeaders(build_clib):
+    """build_clib that first writes the headers that the kernels include."""
 
     def run(self) -> None:
         for name, text in headers.c_headers().items():
             (CSRC / name).write_text(text)
+        super().run()
+
+
+class BuildExtWithKernels(build_ext):
+    """build_ext that first compiles the kernels, if nobody has; `build_ext --inplace` alone does not."""
+
+    def run(self) -> None:
+        self.run_command("build_clib")
         super().run()
 
 
@@ -120,8 +135,11 @@ def generate_protobuf() -> None:
         raise SystemExit(f"protoc failed with status {status}")
 
 
+# Never reuse objects that were built with other flags.
+BUILD_EXT = {"force": True, "parallel": os.cpu_count() or 1}
 setup(
+    libraries=[("psd_kernels", LIBRARY)],
     ext_modules=EXTENSIONS,
-    cmdclass={"build_ext": BuildExtWithHeaders, "build_py": BuildPyWithProtobuf},
-    options={"build_ext": {"force": True}},  # never reuse objects that were built with other flags
+    cmdclass={"build_clib": BuildClibWithHeaders, "build_ext": BuildExtWithKernels, "build_py": BuildPyWithProtobuf},
+    options={"build_clib": {"force": True}, "build_ext": BUILD_EXT},
 )

@@ -115,6 +115,7 @@ class Worker {
   async enter() {
     for (;;) {
       try {
+        Object.assign(this, { clock: 0, cuts: {} }); // what heartbeats say until all shards have told the clock
         const joined = [];
         for (const shard of this.shards) joined.push(await this.join(shard));
         const [first] = joined;
@@ -122,7 +123,7 @@ class Worker {
           await this.bringTogether(joined);
           continue;
         }
-        Object.assign(this, { timeline: first.timeline, orders: first.orders, cuts: {}, barriers: 0 });
+        Object.assign(this, { timeline: first.timeline, orders: first.orders, barriers: 0 });
         this.clock = this.since = Math.max(...joined.map((reply) => reply.clock));
         await this.declare();
         return await this.pull();
@@ -187,7 +188,7 @@ class Worker {
 
   // Sends a gradient, and fetches the parameters after its round; `scalars` has a list of numbers for each group.
   async pushPull(gradients, scalars) {
-    const clocks = await Promise.all(this.shards.map(async (shard) => {
+    const ends = await Promise.allSettled(this.shards.map(async (shard) => {
       const blocks = this.blocks[shard].filter((block) => block.is_trained);
       if (!blocks.length) return this.clock + 1;
       const frames = await this.ask(shard, 'PushPull', (caller) => this.pushFrames(caller, blocks, gradients, scalars));
@@ -197,6 +198,9 @@ class Worker {
       if (shard === 0) this.orders = push.orders;
       return push.clock;
     }));
+    const failed = ends.find((end) => end.reason); // no call is under way any more: it would go on in the next session
+    if (failed) throw failed.reason;
+    const clocks = ends.map((end) => end.value);
     this.clock = Math.max(...clocks);
     if (Math.min(...clocks) < this.clock) await this.pull(); // it came late at one shard, and in time at another
   }
@@ -235,10 +239,11 @@ class Worker {
   async beat(shard) {
     for (;;) {
       await pause(this.lease_s / 5);
-      if (!this.callers[shard].session) continue;
+      const { session } = this.callers[shard];
+      if (!session) continue;
       try {
         const reply = await this.ask(shard, 'Heartbeat', (caller) => ({ caller, clock: this.clock, cuts: this.carried() }));
-        this.cuts[shard] = reply.cuts;
+        if (session === this.session) this.cuts[shard] = reply.cuts; // else the job has gone back, before that checkpoint
       } catch (error) {
         // The program's next call hears it, too.
       }

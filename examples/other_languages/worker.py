@@ -98,11 +98,12 @@ class Worker:
         """Join, declare the job, and fetch its values: at first, and when it has gone back to a checkpoint."""
         while True:
             try:
+                self.clock, self.cuts = 0, {}  # what heartbeats say until all shards have told the clock
                 joined = [self.join(shard) for shard in self.shards]
                 if len({(reply.timeline, reply.checkpoint) for reply in joined}) > 1 or any(r.is_tentative for r in joined):
                     self.bring_together(joined)
                     continue
-                self.timeline, self.orders, self.cuts, self.barriers = joined[0].timeline, joined[0].orders, {}, 0
+                self.timeline, self.orders, self.barriers = joined[0].timeline, joined[0].orders, 0
                 self.clock = self.since = max(reply.clock for reply in joined)
                 self.declare()
                 return self.pull()
@@ -200,9 +201,14 @@ class Worker:
         while True:
             time.sleep(self.lease_s / 5)
             with contextlib.suppress(Refused):  # the program's next call hears it, too
-                if self.callers[shard].session:
-                    fields = {"clock": self.clock, "cuts": self.carried()}
-                    self.cuts[shard] = self.ask(shard, "Heartbeat", control_pb2.HeartbeatRequest, **fields).cuts
+                if session := self.callers[shard].session:
+                    cuts = self.ask(shard, "Heartbeat", self.beat_request).cuts
+                    if session == self.session:  # else the job has gone back meanwhile, before that checkpoint
+                        self.cuts[shard] = cuts
+
+    def beat_request(self, caller):
+        """A heartbeat with the clock of the present session, also if the one before was not answered."""
+        return control_pb2.HeartbeatRequest(caller=caller, clock=self.clock, cuts=self.carried())
 
 
 def payload(block, values):

@@ -21,7 +21,9 @@ HERE = ROOT / "examples" / "other_languages"
 STEPS = 80
 
 WITHOUT_PSD = """
-import runpy, sys
+import runpy, sys, time
+pause = time.sleep
+time.sleep = lambda seconds: pause(min(seconds, 0.02))
 _, stubs, program, *arguments = sys.argv
 sys.path.insert(0, stubs)
 sys.argv = [program, *arguments]
@@ -30,7 +32,16 @@ of_psd = sorted(name for name in sys.modules if name.split(".")[0] in ("psd", "p
 assert [name for name in of_psd if not name.startswith("psd.v1.")] == ["psd", "psd.v1"], of_psd
 assert sys.modules["psd"].__file__.startswith(stubs), sys.modules["psd"]
 """
-"""A program that runs another one, which finds the stubs, and none of psd's code."""
+"""A program that runs another one, which finds the stubs, and none of psd's code.
+
+Its heartbeats come often, so that one is under way whenever something else happens.
+"""
+
+OFTEN = """
+const later = setTimeout;
+globalThis.setTimeout = (call, ms, ...rest) => later(call, [2000, 12000].includes(ms) ? 20 : ms, ...rest);
+"""
+"""A module that makes worker.js' heartbeats come as often: their pauses are a fifth of the lease, 10 s at first, then 60 s."""
 
 
 @pytest.fixture(scope="module")
@@ -49,16 +60,18 @@ def why_no_javascript() -> str:
 
 
 @pytest.fixture
-def job(stubs: Path) -> Iterator[Callable[..., list[subprocess.Popen[str]]]]:
+def job(stubs: Path, tmp_path: Path) -> Iterator[Callable[..., list[subprocess.Popen[str]]]]:
     """job(shards, languages) -> a worker in each language, which makes STEPS steps."""
     started: list[subprocess.Popen[str]] = []
 
     def start(shards: list[ShardProcess], languages: tuple[str, ...]) -> list[subprocess.Popen[str]]:
         if "javascript" in languages and (why := why_no_javascript()):
             pytest.skip(why)
+        often = tmp_path / "often.js"
+        often.write_text(OFTEN)
         commands = {
             "python": [sys.executable, "-I", "-c", WITHOUT_PSD, str(stubs), str(HERE / "worker.py"), str(STEPS)],
-            "javascript": ["node", str(HERE / "worker.js"), str(STEPS)],
+            "javascript": ["node", "--require", str(often), str(HERE / "worker.js"), str(STEPS)],
         }
         for rank, language in enumerate(languages):
             environ = os.environ | {
