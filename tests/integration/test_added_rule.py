@@ -144,7 +144,8 @@ def copy(tmp_path_factory) -> Path:
     setup = (ROOT / "setup.py").read_text()
     setup, count = re.subn("(?m)^EXTENSIONS = .*", "EXTENSIONS = [kernels, block, table, vector]", setup)
     assert count == 1
-    setup, count = re.subn('"force": True', '"force": False', setup)  # what Cython has made is there, newer than its sources
+    # What Cython has made is there, newer than its sources.
+    setup, count = re.subn('(?m)^BUILD_EXT = {"force": True', 'BUILD_EXT = {"force": False', setup)
     assert count == 1
     (folder / "setup.py").write_text(setup)
     ignored = shutil.ignore_patterns("_kernels.*.so", "_block.*.so", "_table.*.so", "_vector.*.so", "__pycache__")
