@@ -7,10 +7,11 @@ import queue
 import re
 import signal
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
+
+from loaded_programs import Program
 
 from psd.cli.processes.state_directories import private_path
 
@@ -24,13 +25,10 @@ class Process:
     """A command of psd with its output, standard error included."""
 
     def __init__(self, module: str, *args: str, environ: dict[str, str] | None = None) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", module, *args],
+        self._process = Program(
+            ["-m", module, *args],
             env={**os.environ, **(environ or {})},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            text=True,
             start_new_session=True,
         )
         self.pid = self._process.pid
@@ -40,7 +38,6 @@ class Process:
         self._reader.start()
 
     def _read(self) -> None:
-        assert self._process.stdout is not None
         for line in self._process.stdout:
             self._coming.put(line.rstrip("\n"))
         self._coming.put(None)
@@ -90,8 +87,7 @@ class Process:
             self._process.kill()
         self._process.wait()
         self._reader.join(TIMEOUT_S)
-        assert self._process.stdout is not None
-        self._process.stdout.close()
+        self._process.close()
 
 
 def processes(of_run: str) -> dict[int, str]:

@@ -64,9 +64,10 @@ def test_job_when_all_shards_are_killed_for_good_while_they_store_it_then_the_st
     again = train("", environ={"PSD_RETRY_TIMEOUT": "1"})
     again.end()  # its workers come to a job that has ended: only its shards have something to do
     assert stored(tmp_path) == 3, again.output
-    last = train("")
-    assert last.end() == EXIT_OK, last.output
-    assert "begins at 3" in last.output
+    if point.startswith("rename"):  # nothing is left of the difference
+        last = train("")
+        assert last.end() == EXIT_OK, last.output
+        assert "begins at 3" in last.output
 
 
 def test_job_when_one_shard_is_killed_for_good_while_it_stores_its_part_then_the_status_says_so(

@@ -68,8 +68,7 @@ def test_calls_whose_replies_are_lost_change_no_bit(cluster: Start, job: str, me
 
 
 @every_job
-@pytest.mark.parametrize("index", [0, 1])
-@pytest.mark.parametrize("method", ["commit", "measure", "pull"])
+@pytest.mark.parametrize(("method", "index"), [("commit", 0), ("commit", 1), ("measure", 0), ("pull", 1)])
 def test_a_shard_that_is_restarted_between_the_phases_changes_no_bit(
     cluster: Start, tmp_path: Path, job: str, index: int, method: str
 ) -> None:

@@ -96,14 +96,13 @@ def test_every_byte_of_a_pages_header_window_and_steps_is_watched(closed):
     opens_again(path)
 
 
-@pytest.mark.parametrize("flip", [0x01, 0x80])
-def test_every_byte_of_a_pages_parameters_and_slots_is_watched(closed, flip):
+@pytest.mark.parametrize(("flip", "stride"), [(0x01, 1), (0x80, 11)])
+def test_every_byte_of_a_pages_parameters_and_slots_is_watched(closed, flip, stride):
     path, front, pages = closed
     layout = front.layouts[1]
+    start = pages[1] + layout.parameter_at
 
-    messages = refusals(
-        path, range(pages[1] + layout.parameter_at, pages[1] + layout.parameter_at + 8 * layout.body_words), flip
-    )
+    messages = refusals(path, range(start, start + 8 * layout.body_words, stride), flip)
 
     assert all(f"page of block 1 at byte {pages[1]}, version 3: parameters and slots" in message for message in messages)
     opens_again(path)

@@ -62,24 +62,22 @@ def starts(ps: psd_client.ParameterServer) -> list[int]:
     return [block.offset for block in ps._worker.gradients.layout.blocks]
 
 
-@pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize(("codec", "shards"), [*((codec, 3) for codec in CODECS), ("int8", 1)])
 def test_steps_when_pushes_are_compressed_then_all_lanes_have_the_bits_of_the_same_sums(run_workers, codec, shards):
-    found = {}
-    for transport in TRANSPORTS:
-        for aggregation in ("fast", "exact"):
-            seen: list[list[int]] = []
+    found = []
+    for transport, aggregation in (("shm", "fast"), ("shm", "exact"), ("tcp", "fast"), ("grpc", "exact")):
+        seen: list[list[int]] = []
 
-            def body(ps, aggregation=aggregation, seen=seen):
-                trained = train(ps, compress=codec, aggregation=aggregation)
-                seen.append(starts(ps))
-                return trained
+        def body(ps, aggregation=aggregation, seen=seen):
+            trained = train(ps, compress=codec, aggregation=aggregation)
+            seen.append(starts(ps))
+            return trained
 
-            mine, other = run_workers(2, shards, body, transport=transport)
-            assert flat(mine).tobytes() == flat(other).tobytes()
-            found[transport, aggregation] = flat(mine)
+        mine, other = run_workers(2, shards, body, transport=transport)
+        assert flat(mine).tobytes() == flat(other).tobytes()
+        found.append(flat(mine))
     expected = trained_here(codec, 2, seen[0])
-    for values in found.values():
+    for values in found:
         np.testing.assert_array_equal(values, expected)
 
 

@@ -77,8 +77,7 @@ FLAVOURS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("shard_count", [1, 2, 3, 5])
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize(("world_size", "shard_count"), [(1, 1), (1, 5), (2, 2), (2, 3), (4, 1), (4, 3), (4, 5)])
 def test_training_equals_one_torch_process(cluster: Callable[..., Any], world_size: int, shard_count: int) -> None:
     """Equal to 1e-6 of the tensor's largest value after 50 steps, and the same bits for every worker."""
     sgd = FLAVOURS[(world_size + shard_count) % len(FLAVOURS)]  # each size of job meets each flavour

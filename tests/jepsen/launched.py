@@ -126,7 +126,7 @@ class LaunchedTrial:
 
     def _start(self) -> Process:
         plan, name = self._plan, f"psd-run {sum(record['what'] == 'launch' for record in self._timeline.records)}"
-        command = [str(HERE / "children.py"), str(os.getpid()), "psd.cli.run"]
+        command = [str(HERE / "children.py"), "psd.cli.run"]
         command += ["--shards", str(plan.shards), "--workers", str(plan.workers), "--lease", str(plan.lease_s)]
         command += ["--grace", str(GRACE_S), "--state-dir", str(self._state), "--log-dir", str(self._directory)]
         command += ["--checkpoint-dir", str(self._directory / "checkpoints"), "--checkpoint-keep", str(CHECKPOINTS)]

@@ -21,7 +21,10 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 import damage
+from loaded_programs import Program, parent_of_programs
 from plan import Plan
 from program import Options
 
@@ -61,18 +64,23 @@ class Timeline:
 
 
 class Process:
-    """One process of the trial, in one life."""
+    """One process of the trial, in one life.
 
-    def __init__(self, name: str, command: Sequence[str], out: Path, log: Path, timeline: Timeline) -> None:
+    Args:
+        command: a program, and its arguments but for the first, which is the process id of its parent.
+        is_new: in an interpreter of its own, not in one that has psd loaded.
+    """
+
+    def __init__(
+        self, name: str, command: Sequence[str], out: Path, log: Path, timeline: Timeline, *, is_new: bool = False
+    ) -> None:
         self.name = name
         self._timeline = timeline
         self.is_stopped = False
         self.was_signalled = 0
         environ = {k: v for k, v in os.environ.items() if not k.startswith("PSD_")} | {"OPENBLAS_NUM_THREADS": "1"}
         with out.open("ab") as out_file, log.open("ab") as log_file:
-            self._popen = subprocess.Popen(
-                [sys.executable, *command], stdin=subprocess.DEVNULL, stdout=out_file, stderr=log_file, env=environ
-            )
+            self._popen = _begun(command, is_new, stdout=out_file, stderr=log_file, env=environ)
         self.pid = self._popen.pid
         timeline.note("start", name=name, pid=self.pid)
 
@@ -115,6 +123,13 @@ class Process:
         assert self.wait(60) is not None
 
 
+def _begun(command: Sequence[str], is_new: bool, **how: Any) -> subprocess.Popen[bytes] | Program:
+    program, *arguments = command
+    if is_new:
+        return subprocess.Popen([sys.executable, program, str(os.getpid()), *arguments], stdin=subprocess.DEVNULL, **how)
+    return Program([program, str(parent_of_programs()), *arguments], **how)
+
+
 class ShardActor:
     """One shard, with its state directory and ports, over all of its lives."""
 
@@ -129,7 +144,7 @@ class ShardActor:
         self._out = directory / f"shard-{index}.out"
         self.log = directory / f"shard-{index}.log"
         self._timeline = timeline
-        self._command = [str(HERE / "children.py"), str(os.getpid()), "psd.cli.server", "--shard", f"{index}/{plan.shards}"]
+        self._command = [str(HERE / "children.py"), "psd.cli.server", "--shard", f"{index}/{plan.shards}"]
         self._command += ["--listen", f"{HOST}:{self.control}", "--bulk-port", str(self.bulk), "--state-dir", str(self._state)]
         self._command += ["--lease", str(plan.lease_s), "--grace", "4"]
         if plan.named:
@@ -279,9 +294,10 @@ class WorkerActor:
         if rank:
             name, stem = f"{name} rank {rank}", Path(options.history).with_suffix("")
             options = replace(options, group_rank=rank, history=f"{stem}-rank-{rank}.jsonl")
-        command = [str(HERE / "program.py"), str(os.getpid()), options.to_json()]
+        command = [str(HERE / "program.py"), options.to_json()]
         stem = Path(options.history).with_suffix("")
-        return Process(name, command, stem.with_suffix(".out"), stem.with_suffix(".log"), self._timeline)
+        is_new = options.learning is not None  # torch, which learners load, is for an interpreter of theirs
+        return Process(name, command, stem.with_suffix(".out"), stem.with_suffix(".log"), self._timeline, is_new=is_new)
 
 
 def last_word(options: Options) -> dict[str, Any]:

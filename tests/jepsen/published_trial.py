@@ -7,7 +7,6 @@ last version, which every reader must get before it ends. Judges nothing.
 from __future__ import annotations
 
 import itertools
-import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -92,7 +91,7 @@ class PublishedTrial(Course):
             connect=connect,
             pace_s=self._publishing.pace_s,
         )
-        command = [str(HERE / "published_program.py"), str(os.getpid()), options.to_json()]
+        command = [str(HERE / "published_program.py"), options.to_json()]
         return Process(name, command, stem.with_suffix(".out"), stem.with_suffix(".log"), self._timeline)
 
     def _publish(self, rank: int, life: int) -> Process:
@@ -112,7 +111,7 @@ class PublishedTrial(Course):
     def _relay(self, place: int) -> Process:
         client = self._plan.workers + self._publishing.readers + place
         port = self._held[place].getsockname()[1]
-        command = [str(HERE / "children.py"), str(os.getpid()), "psd.cli.server", "--relay-of", self._servers(client)]
+        command = [str(HERE / "children.py"), "psd.cli.server", "--relay-of", self._servers(client)]
         command += ["--listen", f"{HOST}:{port}", "--grace", "1"]
         stem = self._directory / f"relay-{place}"
         return Process(f"relay {place}", command, stem.with_suffix(".out"), stem.with_suffix(".log"), self._timeline)

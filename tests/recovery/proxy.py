@@ -93,6 +93,11 @@ class Proxy:
                 if port in (None, to):
                     _mute(each)
 
+    def own_ports(self) -> set[int]:
+        """From which it is connected to the shard."""
+        with self._changed:
+            return {each.getsockname()[1] for each, to in self._sockets.items() if each.getpeername()[1] == to}
+
     def wait_until_all_fired(self, timeout_s: float) -> None:
         with self._changed:
             assert self._changed.wait_for(lambda: not self._armed, timeout_s), f"did not strike: {list(self._armed)}"

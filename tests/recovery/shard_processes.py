@@ -1,4 +1,4 @@
-"""Real psd-server processes that tests kill and start again at the same address."""
+"""Real psd-server processes that tests kill and start again at the same address; forked from one that has psd loaded."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import grpc
 from free_ports import free_port
+from loaded_programs import Program
 
 from psd.v1 import control_pb2, control_pb2_grpc
 
@@ -30,7 +29,7 @@ class ShardProcess:
         self.address = f"{HOST}:{free_port()}"
         self.bulk_port = free_port()
         self._flags = flags
-        self._process: subprocess.Popen[str] | None = None
+        self._process: Program | None = None
 
     def start(self, crash_point: str = "") -> None:
         """Returns when it serves. `crash_point`: PSD_CRASH_POINT of this life only."""
@@ -39,7 +38,7 @@ class ShardProcess:
 
     def begin_start(self, crash_point: str = "") -> None:
         """Start it; to be followed by `end_start`, so that several start at once."""
-        command = [sys.executable, "-m", "psd.cli.server", "--shard", f"{self.index}/{self.count}", "--listen", self.address]
+        command = ["-m", "psd.cli.server", "--shard", f"{self.index}/{self.count}", "--listen", self.address]
         command += [
             "--bulk-port",
             str(self.bulk_port),
@@ -50,13 +49,11 @@ class ShardProcess:
             "error",
             *self._flags,
         ]
-        environ = os.environ | {"PSD_CRASH_POINT": crash_point}
-        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ)
+        self._process = Program(command, env=os.environ | {"PSD_CRASH_POINT": crash_point})
 
     def end_start(self) -> None:
         """Returns when it serves."""
         assert self._process is not None
-        assert self._process.stdout is not None
         line = self._process.stdout.readline()
         found = READY.search(line)
         assert found is not None, f"shard {self.index} did not start: {line!r}, status {self._process.wait(100)}"
@@ -81,15 +78,12 @@ class ShardProcess:
         """Send a signal. After SIGSTOP, returns when it stands still: until then, its other threads may answer calls."""
         assert self._process is not None
         self._process.send_signal(number)
-        if number == signal.SIGSTOP:
-            os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WNOWAIT)
 
     def wait(self, timeout_s: float = 60) -> int:
         """The exit status, once it has ended by itself."""
         assert self._process is not None
         status = self._process.wait(timeout_s)
-        assert self._process.stdout is not None
-        self._process.stdout.close()
+        self._process.close()
         self._process = None
         return status
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import random
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from chaos import run_disturbed
+from loaded_programs import Program
 from numpy.typing import NDArray
 from proxy import DIRECTIONS
 from shard_processes import ShardProcess, servers_of
@@ -98,7 +97,7 @@ def test_when_a_worker_is_killed_then_it_loses_at_most_the_push_that_was_not_ack
     program = str(Path(__file__).with_name("dying_worker.py"))
     arguments = [servers_of(shards), "2", "3", str(SIZE), "shm"]
 
-    with subprocess.Popen([sys.executable, program, *arguments], stdout=subprocess.PIPE, text=True) as dying:
+    with Program([program, *arguments]) as dying:
         acknowledged: list[int] = []
         killing = threading.Thread(target=_kill_after, args=(dying, source, acknowledged))
         killing.start()
@@ -111,9 +110,8 @@ def test_when_a_worker_is_killed_then_it_loses_at_most_the_push_that_was_not_ack
     assert set(np.unique(pushed)) <= {acknowledged[-1], acknowledged[-1] + 1}
 
 
-def _kill_after(process: subprocess.Popen[str], source: random.Random, acknowledged: list[int]) -> None:
+def _kill_after(process: Program, source: random.Random, acknowledged: list[int]) -> None:
     """At a random instant after a random number of acknowledged pushes, which are noted."""
-    assert process.stdout is not None
     acknowledged += [int(process.stdout.readline()) for _ in range(source.randrange(2, 10))]
     threading.Event().wait(source.random() * 0.03)  # the instant itself is random
     process.kill()

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.process
 @pytest.mark.parametrize(
     ("transport", "kills", "faults", "seed"),
     [
-        pytest.param("tcp", 5, 2, 20, id="short"),
+        pytest.param("tcp", 3, 2, 20, id="short"),
         pytest.param("grpc", 50, 10, 21, id="long", marks=[pytest.mark.chaos, pytest.mark.timeout(1200)]),
     ],
 )

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from comparing_worker import versions
+from loaded_programs import Program
 from shard_processes import ShardProcess, servers_of
 
 pytestmark = pytest.mark.process
@@ -28,7 +27,7 @@ def test_workers_when_others_and_shards_are_killed_between_then_all_who_have_a_v
     """One worker lives on; the other begins anew four times, and gets all numbers then; each time a shard does, too."""
     source, over = random.Random(5), threading.Event()
     shards = shard_processes(2, "--lease", "60")
-    program = [sys.executable, str(Path(__file__).with_name("comparing_worker.py"))]
+    program = str(Path(__file__).with_name("comparing_worker.py"))
     arguments = [servers_of(shards), "1", transport, codec]
 
     def live() -> dict[str, str]:
@@ -43,8 +42,7 @@ def test_workers_when_others_and_shards_are_killed_between_then_all_who_have_a_v
     with ThreadPoolExecutor(1) as pool:
         mine = pool.submit(live)
         for life in range(LIVES):
-            with subprocess.Popen([*program, *arguments], stdout=subprocess.PIPE, text=True) as other:
-                assert other.stdout is not None
+            with Program([program, *arguments]) as other:
                 lines = [other.stdout.readline() for _ in range(STEPS)]
                 shards[life % 2].kill()
                 shards[life % 2].start()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +13,7 @@ from typing import Any
 import half_push_job
 import numpy as np
 import pytest
+from loaded_programs import Program
 from numpy.typing import NDArray
 
 pytestmark = pytest.mark.process
@@ -28,11 +27,11 @@ SLACK_S = 100
 
 
 @contextmanager
-def dying_worker(servers: str, blocks: int, aggregation: str, transport: str) -> Iterator[subprocess.Popen[str]]:
+def dying_worker(servers: str, blocks: int, aggregation: str, transport: str) -> Iterator[Program]:
     """Rank 2, a process."""
     program = str(Path(__file__).with_name("half_push_worker.py"))
     arguments = [servers, "2", f"{WORLD_SIZE}", f"{STEPS_TOGETHER}", f"{blocks}", aggregation, transport]
-    with subprocess.Popen([sys.executable, program, *arguments], stdout=subprocess.PIPE, text=True) as process:
+    with Program([program, *arguments]) as process:
         yield process
         process.kill()
 
@@ -48,7 +47,6 @@ def train(servers: str, blocks: int, aggregation: str, transport: str) -> tuple[
             for step in range(STEPS):
                 if step == STEPS_TOGETHER:
                     if rank == 0:
-                        assert dying.stdout is not None
                         assert dying.stdout.readline() == "here\n"
                         dying.kill()
                         times.append(time.monotonic())

@@ -155,7 +155,7 @@ def test_a_checkpoint_counts_the_same_pushes_everywhere(
         return name
 
     with Job(running.servers, world_size, consistency, transport) as job:
-        names = [take() for _ in range(5)]
+        names = [take() for _ in range(3)]
     running.finish()
 
     counted = [counted_in(directory, directory.load(name)) for name in names]

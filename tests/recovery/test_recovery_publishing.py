@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from loaded_programs import Program
 from publisher import parts_of, state_of
 from shard_processes import ShardProcess, servers_of
 
@@ -26,11 +25,11 @@ PATIENT = {"retry_timeout": 100, "wait_timeout": 100}
 
 
 @contextmanager
-def publisher(servers: str, first: int, count: int, *more: str) -> Iterator[subprocess.Popen[str]]:
+def publisher(servers: str, first: int, count: int, *more: str) -> Iterator[Program]:
     """A publisher's process; killed in the end."""
     program = str(Path(__file__).with_name("publisher.py"))
-    arguments = [sys.executable, program, servers, f"{first}", f"{count}", *(more or ("none",))]
-    with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as process:
+    arguments = [program, servers, f"{first}", f"{count}", *(more or ("none",))]
+    with Program(arguments) as process:
         yield process
         process.kill()
 
@@ -46,7 +45,6 @@ def number_in(weights: psd_client.Weights) -> int:
 def put_and_die(servers: str, death: str) -> None:
     """Put number 1 as version 1; and 2, in the midst of which the publisher dies."""
     with publisher(servers, 1, 2, death) as process:
-        assert process.stdout is not None
         assert process.stdout.read() == "1 1\n"
 
 
@@ -223,7 +221,6 @@ def test_versions_never_lie_while_shards_and_publishers_are_killed(
         try:
             for life in range(4):
                 with publisher(servers, 1 + 10_000 * life, 10_000) as process:
-                    assert process.stdout is not None
                     for _ in range(chance.randint(3, 8)):
                         version, number = map(int, process.stdout.readline().split())
                         acknowledged[version] = number

@@ -33,18 +33,23 @@ LINKS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("link", LINKS)
 @pytest.mark.parametrize(
-    ("consistency", "method", "aggregation"),
-    [("sync", "push_pull", "fast"), ("async", "push_pull", "fast"), ("async", "push", "fast"), ("sync", "push", "exact")],
+    ("consistency", "method", "aggregation", "link"),
+    [
+        *(("sync", "push_pull", "fast", link) for link in LINKS),
+        ("async", "push_pull", "fast", "grpc"),
+        ("async", "push", "fast", "tcp"),
+        ("sync", "push", "exact", "grpc"),
+        ("sync", "push", "exact", "tcp, 4 streams"),
+    ],
 )
 def test_a_large_push_goes_on_where_it_broke_off(
     cluster: Callable[..., Any],
     caplog: pytest.LogCaptureFixture,
-    link: str,
     consistency: str,
     method: str,
     aggregation: str,
+    link: str,
 ) -> None:
     caplog.set_level(logging.INFO, "psd_client")
     running = cluster(1)

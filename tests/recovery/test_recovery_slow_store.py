@@ -87,8 +87,9 @@ def test_a_shard_goes_back_while_its_checkpoint_is_written_slowly(
         params = declare(ps)
         while not any(info.state is CheckpointState.VALID for info in CheckpointDirectory(url).checkpoints()):
             params = step(ps, params)
+            store.is_held.wait(0.02)  # an undisturbed job has to make each of these steps again
         store.holds.set()
-        while not store.is_held.is_set():
+        while not store.is_held.wait(0.02):
             params = step(ps, params)
         for _ in range(3):
             params = step(ps, params)

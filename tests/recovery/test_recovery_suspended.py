@@ -5,7 +5,6 @@ from __future__ import annotations
 import queue
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from loaded_programs import Program
 from shard_processes import ShardProcess, servers_of
 
 import psd_client
@@ -43,10 +43,10 @@ while True:
 """
 
 
-class Program:
+class Training:
     """A worker in a process of its own, and what it says."""
 
-    def __init__(self, process: subprocess.Popen[str]) -> None:
+    def __init__(self, process: Program) -> None:
         self.process = process
         self.errors: queue.SimpleQueue[str] = queue.SimpleQueue()
         threading.Thread(target=self._read_errors, daemon=True).start()
@@ -58,17 +58,15 @@ class Program:
 
 
 @contextmanager
-def training(tmp_path: Path, *arguments: str) -> Iterator[Program]:
+def training(tmp_path: Path, *arguments: str) -> Iterator[Training]:
     script = tmp_path / "program.py"
     script.write_text(PROGRAM)
-    command = [sys.executable, str(script), *arguments]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with Program([str(script), *arguments], stderr=subprocess.PIPE) as process:
         try:
-            assert process.stdout is not None
             for _ in range(3):
                 assert process.stdout.readline() == "step\n"
             threading.Thread(target=process.stdout.read, daemon=True).start()
-            yield Program(process)
+            yield Training(process)
         finally:
             process.kill()
 

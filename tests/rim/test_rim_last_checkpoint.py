@@ -212,6 +212,7 @@ def test_a_shard_that_was_started_again_does_not_take_its_last_checkpoint_for_th
         with connected(servers, 0, 1, mode, retry_timeout=100) as ps:
             further = 5
             while not stop.is_set() or further:
+                is_back.wait(0.05)  # thousands of steps would show no more
                 ps.push_pull({"w": np.ones(SIZE, np.float32)})
                 further -= is_back.is_set() and further > 0
             return ps.clock

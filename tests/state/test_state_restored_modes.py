@@ -35,9 +35,10 @@ def stored(tmp_path_factory):
 def test_training_goes_on_from_any_kind_of_job_as_any_other(stored, before, after):
     """At the checkpoint's step, for every worker on every shard; each step then changes each block by what it must.
 
-    Each pair of numbers of workers is tried with another pair of numbers of shards, so that every pair occurs.
+    A third of the pairs of numbers of workers, each tried with another pair of numbers of shards; every pair occurs.
     """
-    for turn, (workers, workers_after) in enumerate(PAIRS):
+    for turn in range((MODES.index(before) + MODES.index(after)) % 3, len(PAIRS), 3):
+        workers, workers_after = PAIRS[turn]
         shards, shards_after = PAIRS[(turn + MODES.index(before) + 2 * MODES.index(after)) % len(PAIRS)]
         directory, name, values = stored(before, workers, shards)
 

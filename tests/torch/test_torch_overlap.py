@@ -76,8 +76,11 @@ def alone(run_workers: Any, body: Any) -> Any:
     return run_workers(1, 2, body)[0]
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("options", [{}, {"aggregation": "exact"}, {"clip_norm": 0.01}], ids=["fast", "exact", "clipped"])
+@pytest.mark.parametrize(
+    ("transport", "options"),
+    [*((transport, {}) for transport in TRANSPORTS), ("tcp", {"aggregation": "exact"}), ("grpc", {"clip_norm": 0.01})],
+    ids=str,
+)
 def test_train_when_overlapped_then_the_bits_are_the_same(run_workers, transport, options):
     def both(overlap):
         return run_workers(2, 2, lambda ps: train(ps, overlap=overlap, **options), transport=transport)

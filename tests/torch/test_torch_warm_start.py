@@ -74,13 +74,25 @@ def test_plain_torch_goes_on_from_a_job_as_the_job_does(run_workers, make):
         assert_close(found, expected, 1e-6)
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.parametrize("options", [{}, {"aggregation": "exact"}, {"overlap": True}], ids=str)
-@pytest.mark.parametrize("make", [RULES[0], RULES[1], RULES[5]], ids=["momentum", "SGD", "amsgrad"])
-@pytest.mark.parametrize("before", [0, BEFORE])
-def test_a_learning_rate_finder_leaves_nothing_behind_wherever_it_begins(run_workers, make, options, workers, before):
+FOUND_RATES = [
+    ("momentum", {}, 1, 0),
+    ("momentum", {"aggregation": "exact"}, 2, BEFORE),
+    ("momentum", {"overlap": True}, 2, 0),
+    ("SGD", {}, 2, BEFORE),
+    ("SGD", {"aggregation": "exact"}, 1, 0),
+    ("SGD", {"overlap": True}, 1, BEFORE),
+    ("amsgrad", {}, 2, 0),
+    ("amsgrad", {"aggregation": "exact"}, 1, BEFORE),
+    ("amsgrad", {"overlap": True}, 2, BEFORE),
+]
+"""Each value of each beside each of every other."""
+
+
+@pytest.mark.parametrize(("rule", "options", "workers", "before"), FOUND_RATES, ids=str)
+def test_a_learning_rate_finder_leaves_nothing_behind_wherever_it_begins(run_workers, rule, options, workers, before):
     """Torch's own recipe: keep both states, raise the rate from 1e-6 to 1, note the losses, load both, go on. The clock alone
     has moved."""
+    make = {"momentum": RULES[0], "SGD": RULES[1], "amsgrad": RULES[5]}[rule]
 
     def worker(ps):
         model = small_model()
