@@ -21,8 +21,8 @@ Synchronizer: the shard's processor time for an exchange of --megabytes of param
 from __future__ import annotations
 
 import argparse
+import functools
 import json
-import multiprocessing
 import statistics
 import sys
 import tempfile
@@ -40,7 +40,7 @@ import _report
 import _synchronizer
 import torch
 from _goodput import BASE, BY_GLOO, GOODPUT, NESTEROV, options_of
-from _processes import START_S, ProcessFailed, Shard, cleanly
+from _processes import FORKS, START_S, ProcessFailed, Shard, cleanly
 
 import psd_client
 import psd_client.torch as psd
@@ -59,8 +59,6 @@ ONE_BY_ONE = psd_client.SGD(lr=0.125, momentum=0.5, nesterov=True)
 """Each of four learners' differences moves the parameters by itself: a quarter of its length, with what the momentum adds."""
 SLOW, SLOWNESS = 1, 4.0
 """The rank of the slow learner, and how many times as long as others' its steps take."""
-FORKS = multiprocessing.get_context("forkserver")
-"""Learners of quality come from a process that has loaded torch, once for all."""
 
 QUALITY: Mapping[str, Mapping[str, Any]] = {
     BASE: {},
@@ -86,6 +84,12 @@ QUALITY: Mapping[str, Mapping[str, Any]] = {
     CORRECTED: {"local": psd.Local(50, ONE_BY_ONE, merge="heloco"), "quorum": 0.25},
 }
 """Ways to train, and the options of psd.distribute for them."""
+
+
+@functools.cache
+def _text(path: Path | None) -> characters.Text:
+    """What is learned from; made once in each process."""
+    return characters.read(path, words=20)
 
 
 class Meter:
@@ -128,7 +132,7 @@ def train(
     joined: set when this one has joined.
     """
     torch.set_num_threads(1)
-    text = characters.read(args.data, words=20)
+    text = _text(args.data)
     torch.manual_seed(seed)
     model = characters.Transformer(len(text.alphabet), context=16, dim=32)
     inner = torch.optim.AdamW(model.parameters(), args.lr, fused=True)
@@ -307,7 +311,6 @@ def main() -> None:
     parser.add_argument("--every", type=float, default=5, help="seconds between two failures (default %(default)s)")
     parser.add_argument("--away", type=float, default=10, help="seconds until a learner is back (default %(default)s)")
     parser.add_argument("--only-failures", action="store_true", help="for goodput, no run in which nobody dies")
-    parser.add_argument("--spares", type=int, default=4, help="processes that wait to be learners (default %(default)s)")
     parser.add_argument("--sites", type=int, default=100, help="learners, for many (default %(default)s)")
     parser.add_argument("--sample", type=float, default=0.1, help="share of them in a round (default %(default)s)")
     parser.add_argument("--megabytes", type=float, default=256, help="for synchronizer (default %(default)s)")
