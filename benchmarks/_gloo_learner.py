@@ -11,6 +11,7 @@ import json
 import threading
 from collections.abc import Mapping
 from datetime import timedelta
+from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
@@ -97,12 +98,12 @@ def exchange(group: Group, model: torch.nn.Module, base: list[torch.Tensor], out
         before.copy_(parameter)
 
 
-def learn(task: Mapping[str, Any]) -> None:
+def learn(task: Mapping[str, Any], rank: int, joined: Event) -> None:
     """Make steps until killed; each is a byte in a file."""
-    learner = PacedLearner(task)
+    learner = PacedLearner(task, joined)
     model, inner = learner.model, learner.inner
     outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.8, nesterov=True)
-    group = Group(Path(task["steps"]).parent, learner.rank())
+    group = Group(Path(task["steps"]).parent, rank)
     group.meet(model)
     base = [parameter.detach().clone() for parameter in model.parameters()]
     every, step = task["local_steps"], 0

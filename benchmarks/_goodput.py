@@ -1,7 +1,7 @@
 """Goodput of real learners: the steps that they make although one of them dies every few seconds, and comes back later.
 
 Each is a process, and a step takes the same time whatever the machine: a pause stands for an accelerator's computing. So that
-starting Python is not counted, a spare waits for each that is killed. The same for learners by gloo, without psd
+starting Python is not counted, they are forks of one that has loaded torch. The same for learners by gloo, without psd
 (_gloo_learner.py). Knows nothing of command lines.
 """
 
@@ -9,20 +9,19 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import random
-import sys
 import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
 import _gloo_learner
 import _report
 from _paced_learner import PacedLearner
-from _processes import START_S, Process, Shard, cleanly, environment
+from _processes import FORKS, START_S, ProcessFailed, Shard, cleanly
 
 import psd_client
 import psd_client.torch as psd
@@ -54,11 +53,11 @@ def options_of(ways: Mapping[str, Mapping[str, Any]], way: str, learners: int) -
     return options
 
 
-def learn(task: Mapping[str, Any]) -> None:
+def learn(task: Mapping[str, Any], rank: int, joined: Event) -> None:
     """Make steps until killed, as one learner; each is a byte in a file."""
-    learner = PacedLearner(task)
+    learner = PacedLearner(task, joined)
     options = options_of(GOODPUT, task["way"], task["learners"])
-    place = {"servers": task["servers"], "rank": learner.rank(), "world_size": task["learners"]}
+    place = {"servers": task["servers"], "rank": rank, "world_size": task["learners"]}
     optimizer = psd.distribute(learner.model, learner.inner, **place, **options)
     learner.begin()
     while True:
@@ -68,10 +67,10 @@ def learn(task: Mapping[str, Any]) -> None:
 
 
 class Learners:
-    """The learner processes of one run, and spares for those that are killed, so that starting Python is not counted.
+    """The learner processes of one run.
 
     Attributes:
-        steps: a file with a byte for each step. present: by rank, the processes that train, or did.
+        steps: a file with a byte for each step.
     """
 
     def __init__(self, way: str, servers: str, directory: Path, args: argparse.Namespace, stack: contextlib.ExitStack) -> None:
@@ -86,34 +85,28 @@ class Learners:
             "local_steps": BY_GLOO.get(way, 0),
         }
         self._members = 0
-        self._spares = [self._spare() for _ in range(args.learners + args.spares)]
-        self.present: dict[int, Process] = {}
-
-    def _spare(self) -> Process:
-        """A process that waits to be a learner."""
-        made = Process("learner", [sys.executable, __file__, json.dumps(self._task)], environment(1), 9)
-        self._stack.callback(made.end, 0)
-        return made
+        self._processes: dict[int, Any] = {}
 
     def begin_all(self, count: int) -> None:
-        """Let so many learners begin, and wait until they have joined."""
-        for process in self._spares:
-            process.read_line(START_S)
+        """Start so many learners, and wait until they have joined."""
         self.tell(range(count))
-        for rank in range(count):
-            self.begin(rank)
-        for process in self.present.values():
-            process.read_line(START_S)
+        for rank, joined in enumerate([self.begin(rank) for rank in range(count)]):
+            if not joined.wait(START_S):
+                raise ProcessFailed(f"learner {rank}: has not joined in {START_S:g} s")
 
-    def begin(self, rank: int) -> None:
-        """Let a process that waits be the learner of this rank."""
-        self.present[rank] = process = self._spares.pop(0)
-        process.write_line(str(rank))
+    def begin(self, rank: int) -> Event:
+        """Start the learner of this rank; what is set when it has joined."""
+        joined = FORKS.Event()
+        target = _gloo_learner.learn if self._task["local_steps"] else learn
+        self._processes[rank] = process = FORKS.Process(target=target, args=(self._task, rank, joined), daemon=True)
+        process.start()
+        self._stack.callback(process.kill)
+        return joined
 
     def kill(self, rank: int) -> None:
-        """Kill the learner of this rank, and start a spare."""
-        self.present[rank].end(0)
-        self._spares.append(self._spare())
+        """Kill the learner of this rank."""
+        self._processes[rank].kill()
+        self._processes[rank].join()
 
     def tell(self, ranks: Sequence[int]) -> None:
         """Say who is there; learners of psd need not be told."""
@@ -179,8 +172,3 @@ def text(runs: Sequence[Mapping[str, Any]]) -> str:
         for way in dict.fromkeys(run["way"] for run in runs)
     ]
     return _report.table(("way", "steps, nobody dies", "steps, with failures"), rows)
-
-
-if __name__ == "__main__":
-    told = json.loads(sys.argv[1])
-    (_gloo_learner.learn if told["local_steps"] else learn)(told)

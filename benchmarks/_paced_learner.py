@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import sys
 import threading
 import time
 from collections.abc import Mapping
+from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from _processes import end_with_parent
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
@@ -29,27 +32,24 @@ class HasGradients(Protocol):
 
 
 class PacedLearner:
-    """The model of one learner, in a process of its own, which the benchmark starts beforehand.
+    """The model of one learner, in a process of its own, which ends with the benchmark.
 
     Args:
         task: has `steps`, a file that gets a byte for each step, and `step_s`, seconds of a step.
+        joined: set when it trains.
     """
 
-    def __init__(self, task: Mapping[str, Any]) -> None:
+    def __init__(self, task: Mapping[str, Any], joined: Event) -> None:
+        end_with_parent(signal.SIGKILL)
         torch.set_num_threads(1)
         self._text = characters.read(None, 20_000)
         self.model = characters.Transformer(len(self._text.alphabet), context=16, dim=32, layers=1)
         self.inner = torch.optim.AdamW(self.model.parameters(), 1e-3)
-        self._task = task
-        print("ready", flush=True)
-
-    def rank(self) -> int:
-        """Wait for the benchmark to say whose place to take."""
-        return int(sys.stdin.readline())
+        self._task, self._joined = task, joined
 
     def begin(self) -> None:
         """Say that it trains from now on."""
-        print("joined", flush=True)
+        self._joined.set()
         self._pause, self._seed = threading.Event(), random.Random(os.getpid())
         self._done = os.open(self._task["steps"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         self._due = time.perf_counter()

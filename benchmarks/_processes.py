@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import multiprocessing
 import os
 import random
 import re
@@ -34,6 +35,9 @@ PEERS = Path(__file__).with_name("peers")
 START_S = 120.0
 TURN_S = 600.0
 END_S = 15.0
+FORKS = multiprocessing.get_context("forkserver")
+"""Processes that begin with what the benchmark's script has loaded, such as torch: one process loads it for all."""
+
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PR_SET_PDEATHSIG = 1
 _CPUCLOCK_SCHED = 2
@@ -118,7 +122,8 @@ def _status_bytes(pid: int, field: str) -> int:
     return int(found[1]) << 10
 
 
-def _end_with_parent(signum: int) -> None:
+def end_with_parent(signum: int) -> None:
+    """Have this process get a signal when its parent has ended, on Linux."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signum)
 
@@ -144,7 +149,7 @@ class Process:
             stderr=self._errors,
             bufsize=0,
             start_new_session=True,
-            preexec_fn=lambda: _end_with_parent(last_signal),  # noqa: PLW1509 - the benchmark's own threads do not run while it starts children
+            preexec_fn=lambda: end_with_parent(last_signal),  # noqa: PLW1509 - the benchmark's own threads do not run while it starts children
         )
         self.pid = self._process.pid
         self._read = b""

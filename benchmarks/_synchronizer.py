@@ -4,7 +4,6 @@ applies the outer rule, and encodes what has changed. Knows nothing of command l
 
 from __future__ import annotations
 
-import multiprocessing
 import time
 from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
@@ -13,7 +12,7 @@ from typing import Any
 
 import _report
 import numpy as np
-from _processes import Shard, cleanly, cpu_s
+from _processes import FORKS, Shard, cleanly, cpu_s
 
 import psd_client
 
@@ -51,7 +50,7 @@ def measure(megabytes: float, learners: int, exchanges: int, memory: Path) -> di
         shard.wait_ready()
         task = {"megabytes": megabytes, "learners": learners, "exchanges": exchanges}
         told = task | {"servers": shard.address, "shard": shard.pid}
-        pool = stack.enter_context(ProcessPoolExecutor(learners, multiprocessing.get_context("spawn")))
+        pool = stack.enter_context(ProcessPoolExecutor(learners, FORKS))
         jobs = [pool.submit(exchange, told, rank) for rank in range(learners)]
         found = [job.result() for job in jobs]
         return {**task, **found[0], "codec": CODEC}

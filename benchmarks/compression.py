@@ -13,10 +13,12 @@ wrong. docs/compression.md has the figures.
 
 from __future__ import annotations
 
+import functools
 import statistics
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import _contenders as contenders
@@ -26,11 +28,14 @@ import torch
 from _processes import Shard, cleanly, start_all
 from _report import ratio
 from _turns import Match
-from sklearn.datasets import load_digits
 from torch.nn import functional as F  # noqa: N812 (its usual name)
 
 import psd_client
 import psd_client.torch as psd
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+
+import small_digits
 
 WORKERS = 2
 BATCH = 32
@@ -74,6 +79,12 @@ def settings(codecs: Sequence[str]) -> list[Setting]:
     return found
 
 
+@functools.cache
+def digits() -> tuple[np.ndarray, np.ndarray]:
+    """Pixels and labels."""
+    return small_digits.load()
+
+
 def net(seed: int) -> torch.nn.Sequential:
     """The model: some 26,000 parameters."""
     torch.manual_seed(seed)
@@ -83,7 +94,7 @@ def net(seed: int) -> torch.nn.Sequential:
 
 def accuracy(setting: Setting, seed: int, epochs: int) -> float:
     """The share of the test images, in percent, that a job gets right."""
-    images, labels = load_digits(return_X_y=True)
+    images, labels = digits()
     order = np.random.default_rng(seed).permutation(len(labels))
     inputs, targets = torch.tensor(images[order] / 16, dtype=torch.float32), torch.tensor(labels[order])
     half = len(labels) // 2

@@ -38,8 +38,8 @@ from _processes import Peer, ProcessFailed, Relay, Shard, all_ready, cleanly, cp
 
 import psd_client
 
-PROCESSES = 4
-"""Processes of the readers."""
+IN_A_PROCESS = 50
+"""Readers, at most."""
 
 GIVING_WAY = ("nice", "-n", "19")
 
@@ -88,7 +88,8 @@ def measure(kind: str, args: Namespace) -> dict[str, Any]:
         alone_cpu_s, alone_step_s = (cpu_s(shard.pid) - cpu) / steps, report.median(step_s)
         step_s.clear()
         servers = addresses(args, kind, shard, stack)
-        parts = [servers[first::PROCESSES] for first in range(PROCESSES if servers else 0)]
+        processes = -(-len(servers) // IN_A_PROCESS)
+        parts = [servers[first::processes] for first in range(processes)]
         peers = [Peer("readers", {"servers": part}, prefix=GIVING_WAY) for part in parts]
         all_ready(stack, peers)
         version, sent, cpu = 1 + steps, shard.status().numbers["sent_bytes"], cpu_s(shard.pid)
@@ -127,8 +128,8 @@ def main() -> int:
     parser.add_argument("--relays", type=int, default=4, help="of the shard (default: %(default)s)")
     parser.add_argument("--interval", type=float, default=0.5, help="seconds of a step at least (default: %(default)s)")
     args = parser.parse_args()
-    if args.readers < PROCESSES or args.relays < 1 or args.interval <= 0:
-        parser.error(f"--readers: expected at least {PROCESSES}; --relays: at least 1; --interval: above 0")
+    if args.readers < 1 or args.relays < 1 or args.interval <= 0:
+        parser.error("--readers and --relays: expected at least 1; --interval: above 0")
     about = report.machine()
     results, left_out = [], {}
     for kind in ("no readers", "shard", f"{args.relays} relays"):

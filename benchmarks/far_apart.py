@@ -22,8 +22,8 @@ Synchronizer: the shard's processor time for an exchange of --megabytes of param
 from __future__ import annotations
 
 import argparse
+import functools
 import json
-import multiprocessing
 import statistics
 import sys
 import tempfile
@@ -43,7 +43,7 @@ import _synchronizer
 import torch
 from _goodput import BASE, BY_GLOO, GOODPUT, NESTEROV, options_of
 from _idle import Meter, Spent
-from _processes import START_S, ProcessFailed, Shard, cleanly
+from _processes import FORKS, START_S, ProcessFailed, Shard, cleanly
 
 import psd_client
 import psd_client.torch as psd
@@ -63,8 +63,6 @@ ONE_BY_ONE = psd_client.SGD(lr=0.125, momentum=0.5, nesterov=True)
 SPENT = tuple(field.name for field in fields(Spent))
 SLOW, SLOWNESS = 1, 4.0
 """The rank of the slow learner, and how many times as long as others' its steps take."""
-FORKS = multiprocessing.get_context("forkserver")
-"""Learners of quality come from a process that has loaded torch, once for all."""
 
 QUALITY: Mapping[str, Mapping[str, Any]] = {
     BASE: {},
@@ -92,6 +90,12 @@ QUALITY: Mapping[str, Mapping[str, Any]] = {
 """Ways to train, and the options of psd.distribute for them."""
 
 
+@functools.cache
+def _text(path: Path | None) -> characters.Text:
+    """What is learned from; made once in each process."""
+    return characters.read(path, words=20)
+
+
 def train(
     way: str,
     seed: int,
@@ -109,7 +113,7 @@ def train(
     joined: set when this one has joined.
     """
     torch.set_num_threads(1)
-    text = characters.read(args.data, words=20)
+    text = _text(args.data)
     torch.manual_seed(seed)
     model = characters.Transformer(len(text.alphabet), context=16, dim=32)
     inner = torch.optim.AdamW(model.parameters(), args.lr, fused=True)
@@ -295,7 +299,6 @@ def main() -> None:
     parser.add_argument("--every", type=float, default=5, help="seconds between two failures (default %(default)s)")
     parser.add_argument("--away", type=float, default=10, help="seconds until a learner is back (default %(default)s)")
     parser.add_argument("--only-failures", action="store_true", help="for goodput, no run in which nobody dies")
-    parser.add_argument("--spares", type=int, default=4, help="processes that wait to be learners (default %(default)s)")
     parser.add_argument("--sites", type=int, default=100, help="learners, for many (default %(default)s)")
     parser.add_argument("--sample", type=float, default=0.1, help="share of them in a round (default %(default)s)")
     parser.add_argument("--megabytes", type=float, default=256, help="for synchronizer (default %(default)s)")

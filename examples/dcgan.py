@@ -134,7 +134,7 @@ def run(args: argparse.Namespace) -> None:
     adam = adams(gan, args.lr)
 
     def show(step: int, loss: float) -> None:
-        if step % 100 == 0:
+        if step % 50 == 0:
             far = distance(generated(gan["generator"], 500), held_out)
             print(f"step {step:4d} of {args.steps}  generator's loss {loss:.3f}  distance {far:5.2f}", flush=True)
 

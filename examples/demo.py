@@ -12,8 +12,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import datasets
-
 SCRIPT = Path(__file__).with_name("mnist.py")
 PSD_RUN = Path(sys.executable).with_name("psd-run")
 
@@ -43,7 +41,10 @@ def main() -> None:
     parser.add_argument("--data", help="folder of MNIST's four files, or 'digits', scikit-learn's (default: downloads MNIST)")
     args, others = parser.parse_known_args()
     args.others = others
-    args.data = args.data or datasets.find()
+    if not args.data:
+        import datasets  # which loads torch: a second that nothing else here needs
+
+        args.data = datasets.find()
 
     rows = [run(consistency, args) for consistency in ("sync", "async")]
     print(f"\n{rows[0]['data']}, 2 shards, 2 workers")

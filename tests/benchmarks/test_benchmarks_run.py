@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -13,27 +14,30 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytestmark = pytest.mark.usefixtures("later_compiler")
-
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+LATER_COMPILER = str(Path(__file__).parents[1] / "later_compiler")
+"""Programs have it on their path, as by the fixture `later_compiler`, which those of a whole module cannot use."""
 
 
 def run(script: str, *flags: str, **environ: str) -> subprocess.CompletedProcess[str]:
     """A script of benchmarks/."""
     command = [sys.executable, str(BENCHMARKS / script), *flags]
-    return subprocess.run(command, capture_output=True, text=True, timeout=110, check=False, env={**os.environ, **environ})
+    path = os.pathsep.join(filter(None, (LATER_COMPILER, os.environ.get("PYTHONPATH"))))
+    environ = {**os.environ, "PYTHONPATH": path, **environ}
+    return subprocess.run(command, capture_output=True, text=True, timeout=280, check=False, env=environ)
+
+
+def figures_in(folder: Path, script: str, *flags: str) -> dict[str, Any]:
+    """The figures of a script, of which `stdout` is what it has printed."""
+    done = run(script, *flags, "--json", str(folder / "figures"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads((folder / "figures").read_text()) | {"stdout": done.stdout}
 
 
 @pytest.fixture
 def figures_of(tmp_path):
-    """figures_of(script, *flags) -> its figures, of which `stdout` is what it has printed."""
-
-    def figures(script: str, *flags: str) -> dict[str, Any]:
-        done = run(script, *flags, "--json", str(tmp_path / "figures"))
-        assert done.returncode == 0, done.stdout + done.stderr
-        return json.loads((tmp_path / "figures").read_text()) | {"stdout": done.stdout}
-
-    return figures
+    """figures_of(script, *flags): figures_in a folder of the test's own."""
+    return functools.partial(figures_in, tmp_path)
 
 
 @pytest.mark.process
@@ -120,7 +124,7 @@ def test_abuse_when_connections_are_held_then_their_number_is_bounded_and_the_jo
 @pytest.mark.process
 def test_soak_when_workers_leave_and_die_then_every_push_is_accounted_for(figures_of):
     """A few seconds of it: the counts are compared, the lines are drawn."""
-    figures = figures_of("soak.py", "--minutes", "0.06", "--every", "1", "--shards", "1")
+    figures = figures_of("soak.py", "--minutes", "0.06", "--every", "2", "--shards", "1")
 
     assert figures["wrong"] == []
     assert figures["events"]["killed"] >= 1
@@ -130,7 +134,7 @@ def test_soak_when_workers_leave_and_die_then_every_push_is_accounted_for(figure
 @pytest.mark.process
 def test_table_soak_when_a_shard_is_killed_then_every_sum_and_counter_is_right(figures_of):
     """It exits with 1 otherwise."""
-    figures = figures_of("table_soak.py", "--minutes", "0.06", "--every", "1")
+    figures = figures_of("table_soak.py", "--minutes", "0.06", "--every", "2")
 
     assert figures["kills"] >= 1
 
@@ -145,13 +149,27 @@ def test_slow_links_when_no_link_is_limited_then_both_forms_learn_the_same(figur
     assert result["times_fewer_bytes"] > 50
 
 
-@pytest.mark.process
-def test_far_apart_when_it_runs_then_local_steps_send_a_fraction_of_the_bytes(figures_of):
+@pytest.fixture(scope="module")
+def far_apart(tmp_path_factory) -> dict[str, Any]:
+    """The figures of one run with several parts, all with two learners."""
     pytest.importorskip("torch")
-    size = ("--parts", "quality", "--learners", "2", "--steps", "50", "--seeds", "1", "--batch-size", "1")
-    size += ("--ways", "DiLoCo,Streaming,in 8")
+    size = ("--learners", "2", "--steps", "50", "--seeds", "1", "--batch-size", "1", "--ways", "DiLoCo,Streaming,in 8")
+    size += ("--megabytes", "1", "--sites", "30", "--seconds", "5", "--step-ms", "100")
+    return figures_in(tmp_path_factory.mktemp("far-apart"), "far_apart.py", "--parts", "quality,many,synchronizer", *size)
 
-    runs = {run["way"]: run for run in figures_of("far_apart.py", *size)["quality"]}
+
+@pytest.fixture(scope="module")
+def learners_die(tmp_path_factory) -> dict[str, Any]:
+    """The figures of a run in which learners are killed."""
+    pytest.importorskip("torch")
+    size = ("--learners", "3", "--steps", "60", "--seeds", "1", "--batch-size", "1", "--ways", "one dying,by gloo")
+    size += ("--death", "1.5", "--seconds", "4", "--every", "1.5", "--away", "1", "--step-ms", "50", "--only-failures")
+    return figures_in(tmp_path_factory.mktemp("far-apart"), "far_apart.py", "--parts", "quality,goodput", *size)
+
+
+@pytest.mark.process
+def test_far_apart_when_it_runs_then_local_steps_send_a_fraction_of_the_bytes(far_apart):
+    runs = {run["way"]: run for run in far_apart["quality"]}
 
     each_step = runs["data parallel"]["sent_bytes"]
     assert runs["DiLoCo"]["sent_bytes"] == pytest.approx(each_step / 50)
@@ -162,13 +180,27 @@ def test_far_apart_when_it_runs_then_local_steps_send_a_fraction_of_the_bytes(fi
 
 
 @pytest.mark.process
-def test_far_apart_when_a_learner_is_slow_and_one_dies_then_they_learn_from_as_many_tokens(figures_of):
-    """The last one is killed at least once, and comes back."""
-    pytest.importorskip("torch")
-    size = ("--parts", "quality", "--learners", "3", "--steps", "60", "--seeds", "1", "--batch-size", "1")
-    size += ("--ways", "one dying", "--death", "0.1", "--step-ms", "50")
+def test_far_apart_when_thirty_small_sites_train_then_every_step_counts_once(far_apart):
+    """The benchmark itself counts: it fails if a step is lost, or counted twice."""
+    many = far_apart["many"]
 
-    calm, disturbed = figures_of("far_apart.py", *size)["quality"]
+    assert many["rounds"] > 0
+    assert 1 <= many["exchanges"] / many["rounds"] <= 4, "of thirty a tenth takes part"
+    assert many["steps"] >= 30
+
+
+@pytest.mark.process
+def test_far_apart_when_the_synchronizer_is_measured_then_differences_travel_in_four_bits(far_apart):
+    found = far_apart["synchronizer"]
+
+    assert found["cpu_s"] > 0
+    assert 0.125e6 < found["sent_bytes"] < 0.14e6
+
+
+@pytest.mark.process
+def test_far_apart_when_a_learner_is_slow_and_one_dies_then_they_learn_from_as_many_tokens(learners_die):
+    """The last one is killed at least once, and comes back."""
+    calm, disturbed = learners_die["quality"]
 
     assert disturbed["way"] == "decoupled, int4, one slow, one dying"
     assert disturbed["kills"] >= 1
@@ -179,10 +211,33 @@ def test_far_apart_when_a_learner_is_slow_and_one_dies_then_they_learn_from_as_m
 
 
 @pytest.mark.process
+def test_far_apart_when_learners_by_gloo_die_then_those_who_are_left_meet_anew(learners_die):
+    """And make steps; who comes back meets them, too."""
+    runs = learners_die["goodput"]
+
+    assert [run["way"] for run in runs] == ["data parallel by gloo", "DiLoCo by gloo"]
+    assert all(run["kills"] == 2 and 0 < run["done"] <= 1.1 * run["possible"] for run in runs)
+
+
+@pytest.mark.process
+def test_far_apart_when_learners_die_then_the_steps_of_the_others_are_counted(figures_of):
+    pytest.importorskip("torch")
+    size = ("--learners", "2", "--seconds", "4", "--every", "1.5", "--away", "1", "--step-ms", "50", "--ways", "async")
+
+    calm, failing = figures_of("far_apart.py", "--parts", "goodput", *size)["goodput"]
+
+    assert calm["kills"] == 0
+    assert failing["kills"] == 2
+    assert failing["possible"] < calm["possible"]
+    assert all(0 < run["done"] <= 1.1 * run["possible"] for run in (calm, failing))
+
+
+@pytest.mark.process
 def test_far_links_when_no_link_is_limited_then_all_come_to_the_loss_of_training_in_step(figures_of):
     """With fewer bytes; at a loss that is soon reached."""
     pytest.importorskip("torch")
-    size = ("--mbit", "0", "--shards", "1", "--dim", "32", "--steps", "20", "--lr", "0.01", "--ways", "Streaming")
+    size = ("--mbit", "0", "--learners", "1", "--shards", "1", "--dim", "32", "--steps", "20", "--lr", "0.01")
+    size += ("--ways", "Streaming")
 
     in_step, streaming = figures_of("far_links.py", *size)["results"]
 
@@ -210,42 +265,6 @@ def test_simulated_goodput_when_chips_fail_often_then_only_decoupled_learners_go
     assert own - 0.1 < eight < own + 0.03
     assert all(result["idle"] == 0 for result in results if result["way"].startswith("decoupled"))
     assert picture.read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.process
-def test_far_apart_when_learners_die_then_the_steps_of_the_others_are_counted(figures_of):
-    pytest.importorskip("torch")
-    size = ("--learners", "2", "--seconds", "4", "--every", "1.5", "--away", "1", "--step-ms", "20", "--ways", "async")
-
-    calm, failing = figures_of("far_apart.py", "--parts", "goodput", *size)["goodput"]
-
-    assert calm["kills"] == 0
-    assert failing["kills"] == 2
-    assert failing["possible"] < calm["possible"]
-    assert all(0 < run["done"] <= 1.1 * run["possible"] for run in (calm, failing))
-
-
-@pytest.mark.process
-def test_far_apart_when_learners_by_gloo_die_then_those_who_are_left_meet_anew(figures_of):
-    """And make steps; who comes back meets them, too."""
-    pytest.importorskip("torch")
-    size = ("--learners", "2", "--seconds", "4", "--every", "1.5", "--away", "1", "--step-ms", "20", "--spares", "2")
-
-    runs = figures_of("far_apart.py", "--parts", "goodput", *size, "--only-failures", "--ways", "by gloo")["goodput"]
-
-    assert [run["way"] for run in runs] == ["data parallel by gloo", "DiLoCo by gloo"]
-    assert all(run["kills"] == 2 and 0 < run["done"] <= 1.1 * run["possible"] for run in runs)
-
-
-@pytest.mark.process
-def test_far_apart_when_the_synchronizer_is_measured_then_differences_travel_in_four_bits(figures_of):
-    pytest.importorskip("torch")
-    size = ("--learners", "2", "--megabytes", "1")
-
-    found = figures_of("far_apart.py", "--parts", "synchronizer", *size)["synchronizer"]
-
-    assert found["cpu_s"] > 0
-    assert 0.125e6 < found["sent_bytes"] < 0.14e6
 
 
 @pytest.mark.process
@@ -453,16 +472,3 @@ def test_compression_when_it_is_measured_then_jobs_are_trained_with_and_without_
         "psd tcp int8 pull int8",
         "psd tcp int4 pull int4",
     ]
-
-
-@pytest.mark.process
-def test_far_apart_when_thirty_small_sites_train_then_every_step_counts_once(figures_of):
-    """The benchmark itself counts: it fails if a step is lost, or counted twice."""
-    pytest.importorskip("torch")
-    size = ("--sites", "30", "--seconds", "5", "--step-ms", "50")
-
-    many = figures_of("far_apart.py", "--parts", "many", *size)["many"]
-
-    assert many["rounds"] > 0
-    assert 1 <= many["exchanges"] / many["rounds"] <= 4, "of thirty a tenth takes part"
-    assert many["steps"] >= 30

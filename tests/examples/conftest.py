@@ -16,6 +16,16 @@ def _programs_are_light(later_compiler):
 
 
 @pytest.fixture
+def _one_thread():
+    """Torch computes in one thread, as in the examples: the numbers are the same, and none of them waits for others."""
+    torch = pytest.importorskip("torch")
+    count = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(count)
+
+
+@pytest.fixture
 def example(monkeypatch):
     """example("ctr"): a module of examples/."""
     monkeypatch.syspath_prepend(str(EXAMPLES))

@@ -14,15 +14,6 @@ torchrec = pytest.importorskip("psd_client.torchrec")
 DIM, ROWS = 4, 400
 
 
-@pytest.fixture
-def _one_thread():
-    """Torch's threads would wait for each other, and for those of other tests, at each of 26 small bags."""
-    count = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(count)
-
-
 @pytest.mark.usefixtures("_one_thread")
 @pytest.mark.parametrize(("world_size", "shards"), [(1, 1), (2, 2)])
 def test_dlrm_synchronously_ends_where_one_process_does(example, run_workers, world_size, shards):
