@@ -103,8 +103,7 @@ class BulkClient:
     def attach(self, gradients: FlatBuffers | None, places: Sequence[FlatBuffers], call: Call) -> None:
         """Share the buffers, which all lie in one segment, with the shard, unless they are shared already.
 
-        gradients: None for a reader.
-        """
+        gradients: None for a reader."""
         if self._attached is not None and self._attached[0] is places[0] and not self._has_other_planes:
             return
         try:
@@ -325,8 +324,7 @@ class BulkClient:
                 if is_sent:
                     parameters.receive(frame.block, payload_bytes, self._stream.read_into, frame.base, frame.version)
                     self._traffic.received_bytes += payload_bytes
-                if frame.in_plane:
-                    self._note_lent(parameters, frame.block, frame.in_plane)
+                self._note_lent(parameters, frame.block, frame.in_plane)
                 parameters.received(frame.block, frame.version)
             elif kind is Kind.REPLY:
                 if missing and not into_memory:
@@ -334,13 +332,13 @@ class BulkClient:
                 reply = self._parsed(bulk_pb2.BulkReply, head)
                 if into_memory:
                     assert parameters is not None
-                    if len(reply.versions) != len(reply.blocks) or not awaited.keys() >= set(reply.blocks):
+                    count, counts = len(reply.blocks), {len(reply.versions), len(reply.in_planes) or len(reply.blocks)}
+                    if counts != {count} or not awaited.keys() >= set(reply.blocks):
                         raise InternalError(f"shard {self._shard} at {self._address}: wrote blocks that were not asked for")
                     for index, version in zip(reply.blocks, reply.versions, strict=True):
                         parameters.versions[index] = version
-                    for index, in_plane in zip(reply.blocks, reply.in_planes, strict=False):
-                        if in_plane:
-                            self._note_lent(parameters, index, in_plane)
+                    for index, in_plane in zip(reply.blocks, reply.in_planes, strict=False):  # if there are any
+                        self._note_lent(parameters, index, in_plane)
                     self._has_other_planes = reply.attach_again
                     self._traffic.received_bytes += sum(awaited.values())
                 return reply
@@ -348,6 +346,8 @@ class BulkClient:
                 self._raise(kind, head)
 
     def _note_lent(self, parameters: FlatBuffers, block: int, in_plane: int) -> None:
+        if not in_plane:
+            return
         if self._planes is None or block not in self._planes.blocks:
             raise InternalError(f"shard {self._shard} at {self._address}: block {block}: lies in no plane that was mapped")
         parameters.lent[block] = self._planes.at(in_plane)
