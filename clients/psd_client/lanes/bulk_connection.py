@@ -104,8 +104,7 @@ class BulkClient:
     def attach(self, gradients: FlatBuffers | None, places: Sequence[FlatBuffers], call: Call) -> None:
         """Share the buffers, which all lie in one segment, with the shard, unless they are shared already.
 
-        gradients: None for a reader.
-        """
+        gradients: None for a reader."""
         if self._attached is not None and self._attached[0] is places[0] and not self._has_other_planes:
             return
         try:
@@ -334,11 +333,12 @@ class BulkClient:
                 reply = self._parsed(bulk_pb2.BulkReply, head)
                 if into_memory:
                     assert parameters is not None
-                    if len(reply.versions) != len(reply.blocks) or not awaited.keys() >= set(reply.blocks):
+                    count, counts = len(reply.blocks), {len(reply.versions), len(reply.in_planes) or len(reply.blocks)}
+                    if counts != {count} or not awaited.keys() >= set(reply.blocks):
                         raise InternalError(f"shard {self._shard} at {self._address}: wrote blocks that were not asked for")
                     for index, version in zip(reply.blocks, reply.versions, strict=True):
                         parameters.versions[index] = version
-                    for index, in_plane in zip(reply.blocks, reply.in_planes, strict=False):
+                    for index, in_plane in zip(reply.blocks, reply.in_planes, strict=False):  # if there are any
                         self._note_lent(parameters, index, in_plane)
                     self._has_other_planes = reply.attach_again
                     self._traffic.received_bytes += sum(awaited.values())
@@ -347,10 +347,11 @@ class BulkClient:
                 self._raise(kind, head)
 
     def _note_lent(self, parameters: FlatBuffers, block: int, in_plane: int) -> None:
-        if in_plane and (self._planes is None or block not in self._planes.blocks):
+        if not in_plane:
+            return
+        if self._planes is None or block not in self._planes.blocks:
             raise InternalError(f"shard {self._shard} at {self._address}: block {block}: lies in no plane that was mapped")
-        if in_plane and self._planes is not None:
-            parameters.lent[block] = self._planes.at(in_plane)
+        parameters.lent[block] = self._planes.at(in_plane)
 
     # -- failures ------------------------------------------------------------------------------------------------------
 
