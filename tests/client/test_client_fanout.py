@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from client_faults import Thread, until
 
 from psd.contract.errors import ShardUnavailable
 from psd_client.lanes import shards
-from psd_client.lanes.daemon_threads import Crew, Task, can_start_threads
+from psd_client.lanes.daemon_threads import Crew, End, Task, can_start_threads
 from psd_client.lanes.shards import RetryPolicy, Shards
 from psd_client.lanes.transport import Call, Cancelled, Lane, Scope
 from psd_client.lanes.waiting import ShardHealth
@@ -80,12 +82,12 @@ def test_run_when_one_fails_then_cancels_the_others_and_raises_the_first_cause(f
 def test_run_when_interrupted_then_cancels_the_others(fan: Shards, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C strikes the thread that waits for them."""
     ended: list[int] = []
-    wait = until_cancelled(ended)
+    wait, errors = until_cancelled(ended), [KeyboardInterrupt()]
 
     class Interrupted(shards.SimpleQueue):  # type: ignore[type-arg]
         def get(self, block: bool = True, timeout: float | None = None) -> Any:
-            if timeout is None:
-                raise KeyboardInterrupt
+            if errors:
+                raise errors.pop()
             return super().get(block, timeout)
 
     monkeypatch.setattr(shards, "SimpleQueue", Interrupted)
@@ -93,6 +95,47 @@ def test_run_when_interrupted_then_cancels_the_others(fan: Shards, monkeypatch: 
         fan.run(at(wait, wait, wait), 60)
 
     assert len(ended) == 3
+
+
+def test_run_when_a_signal_does_not_wake_the_thread_that_waits_then_it_is_interrupted_all_the_same(fan: Shards) -> None:
+    """A signal that comes just before a thread sleeps, or in another thread, wakes nobody; `make jepsen` found it with seed
+    340009, on a very busy machine: Ctrl-C ended a push that waited for shards only when it could not be retried any more."""
+    begun = [threading.Event() for _ in LANES]
+    uninterrupted: list[int] = []
+
+    def wait(scope: Scope, own: threading.Event) -> None:
+        own.set()
+        scope.sleep(30)
+        uninterrupted.append(1)
+
+    def interrupt() -> None:
+        for event in begun:
+            event.wait(60)
+        signal.pthread_kill(threading.get_ident(), signal.SIGINT)  # in this thread
+
+    thread = Thread(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        fan.run(at(*(partial(wait, own=own) for own in begun)), 120)
+    thread.result()
+
+    assert uninterrupted == []
+
+
+def test_end_when_a_signal_does_not_wake_the_thread_that_waits_then_it_is_interrupted_all_the_same() -> None:
+    """A call in the background, such as a learner's exchange."""
+    end = End()
+
+    def interrupt() -> None:
+        until(lambda: len(end._cond._waiters) > 0)  # type: ignore[attr-defined]
+        signal.pthread_kill(threading.get_ident(), signal.SIGINT)  # in this thread
+        threading.Event().wait(30)
+        end.set()
+
+    with pytest.raises(KeyboardInterrupt):
+        threading.Thread(target=interrupt, daemon=True).start()
+        end.wait()
+
+    assert not end.is_set()
 
 
 def test_run_when_lanes_may_be_interrupted_then_makes_the_first_call_itself(
@@ -187,7 +230,7 @@ def test_threads_when_the_program_runs_then_can_be_started() -> None:
 
 ENDING = """
 import atexit, threading
-from psd_client.lanes.daemon_threads import Crew, Task, can_start_threads
+from psd_client.lanes.daemon_threads import Crew, End, Task, can_start_threads
 
 def at_end():
     task = Task(lambda: print("done", flush=True))

@@ -122,7 +122,8 @@ def _end(histories: Histories, life: Life) -> Iterator[Failure]:
     slack_s = histories.outcome.slack_s
     if life.signalled == "SIGINT":
         took = life.ended - life.signalled_at
-        if took > SAYS_S + slack_s:
+        patience = slack_s if histories.plan.learning is None else 10 * slack_s  # as in _end_s
+        if took > SAYS_S + patience:
             yield Failure("Ctrl-C", f"{life.name} ended {took:.1f} s after it")
     elif life.how and not life.signalled and life.ended - life.how_at > _end_s(histories, life) + slack_s:
         yield Failure("slow end", f"{life.name} took {life.ended - life.how_at:.1f} s to end ({life.how})")

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cells import CELLS, DIGITS, NUMBERS, TENSORS, Counts, Gradients, initial, seen
-from plan import Plan, draw
+from plan import Learning, Plan, draw
 from row_cells import TABLES, RowCells
 from story import Story
 
@@ -243,12 +243,15 @@ def test_checks_when_batches_have_run_then_the_acknowledged_ones_have_once(
     assert story.found() == kinds
 
 
-def test_checks_when_ctrl_c_takes_long_then_they_find_it(story: Story) -> None:
+@pytest.mark.parametrize(("options", "kinds"), [({}, {"Ctrl-C"}), ({"learning": Learning(2, 1, 0)}, set())])
+def test_checks_when_ctrl_c_takes_long_then_they_find_it(tmp_path: Path, options: dict[str, Any], kinds: set[str]) -> None:
+    """A learner has torch to let go of."""
+    story = Story(tmp_path, **options)
     story.note("signal", name="worker 0 life 0", signal="SIGINT")
     story.t += 9
     story.end("", -2)
 
-    assert story.found() == {"Ctrl-C"}
+    assert story.found_of_conduct() == kinds
 
 
 def test_checks_when_a_worker_does_not_read_its_own_gradient_then_they_find_it(story: Story) -> None:

@@ -12,7 +12,12 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar, cast
 
+from typing_extensions import override
+
 ResultT = TypeVar("ResultT")
+
+SIGNALS_S = 1.0
+"""Seconds after which a main thread that waits looks for signals: one that comes just before it sleeps does not wake it."""
 
 _exiting = threading.Event()
 # Python has no public name for this: functions to call before it waits for non-daemon threads, and ends executors.
@@ -28,6 +33,18 @@ def can_start_threads() -> bool:
     except RuntimeError:
         return False
     return True
+
+
+class End(threading.Event):
+    """An event for which the main thread may wait without a limit: Ctrl-C ends that."""
+
+    @override
+    def wait(self, timeout: float | None = None) -> bool:
+        if timeout is not None:
+            return super().wait(timeout)
+        while not super().wait(SIGNALS_S):
+            pass
+        return True
 
 
 class Task(Generic[ResultT]):

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from psd.contract.layout import Block, Layout
 from psd.contract.rows import TableRows
+from psd_client.lanes.daemon_threads import End
 
 Outgoing = tuple[Block, NDArray[np.bool_] | None]
 """A block, and a mask of its segments that have a gradient; None: all have."""
@@ -44,7 +45,7 @@ class Feed:
         self.is_finished = False
         self.present: NDArray[np.bool_] | None = None
         self.tables: Sequence[Sequence[TableRows]] = ()
-        self.ended = threading.Event()
+        self.ended: threading.Event = End()
         self._layout = layout
         self._changed = threading.Condition()
         self._given: list[list[Outgoing]] = [[] for _ in range(layout.shard_count)]

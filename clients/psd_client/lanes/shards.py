@@ -25,7 +25,7 @@ from typing import Generic, TypeVar
 
 from psd.contract.errors import Draining, Overloaded, PsdError, ShardRestarted, ShardUnavailable
 from psd.contract.layout import Layout
-from psd_client.lanes.daemon_threads import Crew, Task
+from psd_client.lanes.daemon_threads import SIGNALS_S, Crew, Task
 from psd_client.lanes.transport import CANCEL_S, Call, Cancelled, Lane, Scope
 from psd_client.lanes.waiting import ShardHealth
 
@@ -278,7 +278,10 @@ class _Parallel(Generic[ResultT]):
         """Wait for all calls, and return their results; if one fails, cancel the others and raise its error."""
         try:
             while len(self._ended) < len(self._tasks):
-                self._ended.append(self._done.get())
+                try:
+                    self._ended.append(self._done.get(timeout=SIGNALS_S))
+                except Empty:
+                    continue
                 if self._ended[-1].error is not None:
                     break
         except BaseException:  # Ctrl-C: leave no thread behind that still writes into the caller's buffers

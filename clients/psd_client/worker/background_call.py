@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from psd_client.lanes.daemon_threads import Task
+from psd_client.lanes.daemon_threads import End, Task
 from psd_client.worker.flat_calls import FlatCalls
 from psd_client.worker.worker import Turn
 
@@ -29,7 +29,7 @@ class BackgroundCall:
 
     def __init__(self, worker: FlatCalls, call: Callable[[Turn], None]) -> None:
         self.error: BaseException | None = None
-        self.ended = threading.Event()
+        self.ended: threading.Event = End()
         self._call = call
         worker.take_turn(self)
         # The end of the program, which closes the connection, ends the call.
