@@ -43,7 +43,7 @@ def test_all_workers_end_at_the_same_step(mode: str, cluster: Callable[..., Any]
                     loss.backward()
                     optimizer.step()
                     losses.append(loss.detach())
-                    if rank == 1 and ps.clock == 4 and not ps.is_over:
+                    if rank == 1 and ps.clock >= 4 and not ps.is_over:  # with "forward" it may have gone from 3 to 5
                         assert optimizer.stop() >= 6
             assert ps.is_over
             total = ps.all_reduce({"loss": losses[-1], "steps": ps.clock, "float16": torch.tensor([0.5]).half()})
