@@ -45,7 +45,7 @@ OPTIONS = {
 
 @functools.cache
 def rendering(name: str) -> list[dict[str, Any]]:
-    """What a folder, or psd-run with some options, gives to Kubernetes; made when a test needs it, not before."""
+    """Manifests of a folder, or of psd-run with some options; made when a test needs it, not before."""
     return rendered_by_psd_run(*OPTIONS[name]) if name in OPTIONS else kustomized(DEPLOY / name)
 
 

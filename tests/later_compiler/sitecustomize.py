@@ -92,7 +92,7 @@ def _put_off(module: ModuleType, execute: Callable[[ModuleType], None]) -> None:
 
 
 def _let_generators_be_made() -> None:
-    """What torch._prims.rng_prims does for torch.Generator, which has no class of its class until then."""
+    """Does what torch._prims.rng_prims does for torch.Generator: it has no class of its class until then."""
     import torch
 
     if hasattr(torch._C, "_set_generator_metaclass"):  # since 2.13
