@@ -92,7 +92,7 @@ QUALITY: Mapping[str, Mapping[str, Any]] = {
 
 @functools.cache
 def _text(path: Path | None) -> characters.Text:
-    """What is learned from; made once in each process."""
+    """Text that is learned from; made once in each process."""
     return characters.read(path, words=20)
 
 

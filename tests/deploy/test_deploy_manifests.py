@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import shutil
 import subprocess
@@ -33,15 +34,27 @@ def rendered_by_psd_run(*options: str) -> list[dict[str, Any]]:
     return list(yaml.safe_load_all(manifests.as_yaml(plan.render())))
 
 
-RENDERED = {folder: kustomized(DEPLOY / folder) for folder in FOLDERS} | {
-    "psd-run": rendered_by_psd_run("--shards", "2", "--workers", "2"),
-    "psd-run, with options": rendered_by_psd_run(
+OPTIONS = {
+    "psd-run": ["--shards", "2", "--workers", "2"],
+    "psd-run, with options": [
         *["--shards", "5", "--workers", "7", "--name", "mine", "--namespace", "ours", "--insecure", "--grace", "30"],
         *["--checkpoint-dir", "s3://bucket/run", "--checkpoint-secs", "60", "--consistency", "async", "--max-restarts", "3"],
-    ),
+    ],
 }
 
-every_rendering = pytest.mark.parametrize("rendered", RENDERED.values(), ids=RENDERED.keys())
+
+@functools.cache
+def rendering(name: str) -> list[dict[str, Any]]:
+    """Manifests of a folder, or of psd-run with some options; made when a test needs it, not before."""
+    return rendered_by_psd_run(*OPTIONS[name]) if name in OPTIONS else kustomized(DEPLOY / name)
+
+
+@pytest.fixture
+def rendered(request) -> list[dict[str, Any]]:
+    return rendering(request.param)
+
+
+every_rendering = pytest.mark.parametrize("rendered", [*FOLDERS, *OPTIONS], indirect=True)
 
 
 def of(kind: str, rendered: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -80,13 +93,13 @@ def test_kustomize_makes_the_same_of_it(folder):
         def by_name(found: dict[str, Any]) -> tuple[str, str]:
             return found["kind"], found["metadata"]["name"]
 
-        assert sorted(theirs, key=by_name) == sorted(RENDERED[folder], key=by_name)
+        assert sorted(theirs, key=by_name) == sorted(rendering(folder), key=by_name)
 
 
 def test_psd_run_applies_the_very_manifests():
     """At its defaults psd-run gives what deploy/overlays/mnist gives, and two thresholds of malloc beside."""
-    ours = {(found["kind"], found["metadata"]["name"]): found for found in RENDERED["psd-run"]}
-    theirs = {(found["kind"], found["metadata"]["name"]): found for found in RENDERED["overlays/mnist"]}
+    ours = {(found["kind"], found["metadata"]["name"]): found for found in rendering("psd-run")}
+    theirs = {(found["kind"], found["metadata"]["name"]): found for found in rendering("overlays/mnist")}
     worker = manifests.container(ours["Job", "psd-worker"])
     usual = manifests.container(theirs["Job", "psd-worker"])
 
@@ -126,7 +139,7 @@ def mount_of(volume: str, container: dict[str, Any]) -> str:
 def test_shards_ask_for_certificate_and_token_unless_told_otherwise(rendered):
     """Nothing is open by accident: without the word `insecure` there are both, and they come from Secrets alone."""
     config = config_of(rendered)
-    is_insecure = rendered in (RENDERED["overlays/mnist-insecure"], RENDERED["psd-run, with options"])
+    is_insecure = rendered in (rendering("overlays/mnist-insecure"), rendering("psd-run, with options"))
     files = [config.tls_cert, config.tls_key, config.token_file]
 
     assert config.insecure == is_insecure

@@ -16,7 +16,6 @@ from __future__ import annotations
 import atexit
 import functools
 import gc
-import importlib
 import sys
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec, PathFinder
@@ -89,7 +88,17 @@ def _put_off(module: ModuleType, execute: Callable[[ModuleType], None]) -> None:
     _PUT_OFF[module.__name__] = execute
     module.__class__ = _Later
     if module.__name__ == "torch._meta_registrations":
-        importlib.import_module("torch._prims.rng_prims")  # which it would load; torch.Generator needs it
+        _let_generators_be_made()
+
+
+def _let_generators_be_made() -> None:
+    """Does what torch._prims.rng_prims does for torch.Generator: it has no class of its class until then."""
+    import torch
+
+    if hasattr(torch._C, "_set_generator_metaclass"):  # since 2.13
+        from torch._opaque_base import OpaqueBaseMeta
+
+        torch._C._set_generator_metaclass(OpaqueBaseMeta)
 
 
 def _load(module: ModuleType) -> None:

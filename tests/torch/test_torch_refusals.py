@@ -11,7 +11,6 @@ torch = pytest.importorskip("torch")
 from helpers_torch import backward, batch, small_model, values  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.optim import LBFGS, SGD, AdamW  # noqa: E402
-from torch.testing._internal.two_tensor import TwoTensor  # noqa: E402
 
 import psd_client  # noqa: E402
 import psd_client.torch as psd  # noqa: E402
@@ -154,6 +153,12 @@ def test_connection_and_its_arguments_exclude_each_other(run_workers):
     assert run_workers(1, 1, worker) == [True]
 
 
+def two_tensors():
+    from torch.testing._internal.two_tensor import TwoTensor  # with which torch's compiler comes: not while tests are found
+
+    return {"w": TwoTensor(torch.zeros(3), torch.zeros(3))}
+
+
 STORAGE = torch.zeros(100)
 
 PARAMETERS = {
@@ -162,10 +167,7 @@ PARAMETERS = {
     "float8": ({"w": torch.zeros(3, dtype=torch.float8_e4m3fn)}, r"'w' has dtype torch\.float8"),
     "meta": ({"w": torch.zeros(3, device="meta")}, "'w' is on the meta device"),
     "sparse": ({"w": torch.eye(3).to_sparse()}, "'w' has layout torch.sparse_coo"),
-    "of other tensors": (
-        {"w": TwoTensor(torch.zeros(3), torch.zeros(3))},
-        "'w' is a TwoTensor, which is made of other tensors",
-    ),
+    "of other tensors": (two_tensors, "'w' is a TwoTensor, which is made of other tensors"),
     "expanded": ({"w": torch.zeros(1, 3).expand(4, 3)}, "'w' is expanded"),
     "overlapping itself": ({"w": STORAGE.as_strided((5, 5), (3, 1))}, "'w' is expanded"),
     "overlapping": ({"v": STORAGE[:60], "w": STORAGE[50:]}, "'w' shares memory with 'v'"),
@@ -175,7 +177,8 @@ PARAMETERS = {
 
 @pytest.mark.parametrize(("tensors", "message"), PARAMETERS.values(), ids=PARAMETERS)
 def test_parameter_that_cannot_be_trained_is_refused_by_name(tensors, message):
-    parameters = {name: nn.Parameter(tensor, requires_grad=False) for name, tensor in tensors.items()}
+    named = tensors() if callable(tensors) else tensors
+    parameters = {name: nn.Parameter(tensor, requires_grad=False) for name, tensor in named.items()}
     model = Bag(good=nn.Parameter(torch.zeros(2)), **parameters)
     with pytest.raises(InvalidTensor, match=message):
         distribute(model, SGD(model.parameters(), lr=0.1))
