@@ -41,7 +41,7 @@ class OfferedSteps:
         self._rank = -1
         self._armed: Armed | None = None
         self._job: ref[Job] | None = None  # of which the worker was armed last
-        self._loop: steps.StepConnection | None = None
+        self._loop: steps.Loop | None = None
         self._is_cancelled = False
         self._patience = self._waits = 0
 

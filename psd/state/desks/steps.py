@@ -22,6 +22,7 @@ from psd.v1 import data_pb2
 from psd_core import steps as core_steps
 from psd_core.steps import BLOCKS_MAX, Ranks, StepConnection, Steps
 
+Loop = StepConnection
 AGAIN_REVOKED = core_steps.AGAIN_REVOKED
 SERVED_CLOSED, SERVED_OTHER, SERVED_WRONG = core_steps.SERVED_CLOSED, core_steps.SERVED_OTHER, core_steps.SERVED_WRONG
 SERVED_AGAIN, SERVED_TICKETS, SERVED_ERROR = core_steps.SERVED_AGAIN, core_steps.SERVED_TICKETS, core_steps.SERVED_ERROR
