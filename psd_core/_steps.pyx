@@ -36,7 +36,7 @@ cdef extern from *:
 
 
 cdef class Ranks:
-    """What is known of the ranks of a job, on one shard."""
+    """Facts of the ranks of a job, on one shard, that steps see and change, too."""
 
     cdef psd_ranks ranks
 
@@ -61,7 +61,7 @@ cdef class Ranks:
 
     @property
     def capsule(self):
-        """Where they are, for a block; see BlockCore.attend. Good as long as this object."""
+        """Address of them, for a block; see BlockCore.attend. Good as long as this object."""
         return PyCapsule_New(&self.ranks, "psd_ranks", NULL)
 
     def place(self, Py_ssize_t rank):
@@ -129,7 +129,7 @@ cdef class Ranks:
 
 
 cdef class RankPlace:
-    """What is known of one rank.
+    """Facts of one rank.
 
     Attributes:
         clock, last_seen, samples, awaited_s: as of psd.state.workers.membership.Worker.

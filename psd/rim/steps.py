@@ -12,11 +12,11 @@ from weakref import ref
 from psd.contract.errors import InvalidRequest
 from psd.contract.wire import Disconnected, Kind, Stream
 from psd.rim.bulk_memory import WorkerMemory
+from psd.state.desks import steps
 from psd.state.desks.steps import Armed
 from psd.state.job import Job
 from psd.state.shard import Shard
 from psd.v1 import bulk_pb2, data_pb2
-from psd_core import steps
 
 STEP_BYTES_MAX = 4 << 20
 """Most bytes of a step that was not offered; more than any that ever is."""
@@ -41,7 +41,7 @@ class OfferedSteps:
         self._rank = -1
         self._armed: Armed | None = None
         self._job: ref[Job] | None = None  # of which the worker was armed last
-        self._loop: steps.StepConnection | None = None
+        self._loop: steps.Loop | None = None
         self._is_cancelled = False
         self._patience = self._waits = 0
 
@@ -73,7 +73,7 @@ class OfferedSteps:
             parameters = [[memory.parameter(index, place).data.cast("B") for index in blocks] for place in places]
         self._rank, self._armed, self._job = header.caller.rank, armed, ref(armed.job)
         made = armed.steps
-        self._loop = steps.StepConnection(made, self._rank, self._stream.fileno(), gradients, parameters)
+        self._loop = armed.loop(self._rank, self._stream.fileno(), gradients, parameters)
         if self._is_cancelled:  # since before this was seen
             self._loop.cancel()
         return bulk_pb2.StepOffer(

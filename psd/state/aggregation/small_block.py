@@ -190,7 +190,7 @@ class SmallBlock(BlockState):
 
     @property
     def lacks_space(self) -> bool:
-        """See Trained. Meanwhile no step counts."""
+        """True if a round is complete and lacks room, as of Trained. Meanwhile no step counts."""
         return self._core.is_stuck
 
     @lacks_space.setter
@@ -198,7 +198,7 @@ class SmallBlock(BlockState):
         self._core.is_stuck = lacks
 
     def of_steps(self, first_scalar: int) -> tuple[BlockCore, str, int]:
-        """What steps have to know of it; see psd_core.steps.Steps."""
+        """Facts that steps have to know of it; see psd_core.steps.Steps."""
         letter = {"float32": "f", "float64": "d", "float16": "e"}.get(self.plan.gradient_dtype.name, "H")
         return self._core, letter, first_scalar
 

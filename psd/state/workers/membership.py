@@ -84,7 +84,7 @@ class Worker:
 
     @property
     def clock(self) -> int:
-        """See above."""
+        """Steps that it has finished, as far as this shard knows."""
         return self.place.clock
 
     @clock.setter
@@ -93,7 +93,7 @@ class Worker:
 
     @property
     def last_seen(self) -> float:
-        """See above."""
+        """Time at which the shard last heard of it."""
         return self.place.last_seen
 
     @last_seen.setter
@@ -102,7 +102,7 @@ class Worker:
 
     @property
     def awaited_s(self) -> float:
-        """See above."""
+        """Seconds that others have waited for it."""
         return self.place.awaited_s
 
     @awaited_s.setter
@@ -111,7 +111,7 @@ class Worker:
 
     @property
     def samples(self) -> float:
-        """See above."""
+        """Weights of its pushes together."""
         return self.place.samples
 
     @samples.setter
