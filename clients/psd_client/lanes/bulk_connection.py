@@ -102,9 +102,7 @@ class BulkClient:
             raise
 
     def attach(self, gradients: FlatBuffers | None, places: Sequence[FlatBuffers], call: Call) -> None:
-        """Share the buffers, which all lie in one segment, with the shard, unless they are shared already.
-
-        gradients: None for a reader."""
+        """Share the buffers, which all lie in one segment, with the shard, unless it has them. Readers have no gradients."""
         if self._attached is not None and self._attached[0] is places[0] and not self._has_other_planes:
             return
         try:
