@@ -39,7 +39,7 @@ print("trained to", params["w"][0])
 """Four steps; if the file that it is given exists, worker 1 removes it and dies in the third, as it is told."""
 
 KILLED_TOGETHER = """
-import os, pathlib, signal, sys, time
+import os, pathlib, signal, sys, threading
 import numpy as np
 import psd_client
 
@@ -49,7 +49,7 @@ with psd_client.connect() as ps:
     ps.push({"w": np.ones(5000, np.float32)})
     pathlib.Path(sys.argv[1], f"pushed-{ps.rank}").touch()
     while not all(pathlib.Path(sys.argv[1], f"pushed-{rank}").exists() for rank in range(2)):
-        time.sleep(0.01)
+        threading.Event().wait(0.01)
     os.kill(os.getpid(), signal.SIGKILL)
 """
 """Both workers die once their second pushes are acknowledged; neither asks for the round."""
@@ -102,7 +102,7 @@ while True:
 
 
 ENDLESS = """
-import signal, sys, time
+import signal, sys, threading
 import numpy as np
 import psd_client
 
@@ -116,7 +116,7 @@ for step in range(10**9):
         print("training", flush=True)
         while sys.argv[1:] == ["hang"]:
             signal.pause()
-    time.sleep(0.01)
+    threading.Event().wait(0.01)
 """
 """Trains until it is ended; or, if it is to hang, does nothing after four steps, and does not end on SIGTERM."""
 
