@@ -118,7 +118,7 @@ class Records:
             self._crash_point("arena.member")
 
     def member_word(self, rank: int) -> tuple[mmap.mmap, int]:
-        """Where clock and state of a rank's session lie: the mapping, and the first byte. Another session has another place."""
+        """Place of clock and state of a rank's session: the mapping, and the first byte. Another session has another one."""
         with self._lock:
             self._check_open()
             return self._mapping, self._members_at + 8 * (self._selected(rank) + 1)

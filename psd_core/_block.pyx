@@ -275,7 +275,7 @@ cdef class BlockCore:
 
     @property
     def times(self):
-        """Whether the open round has a gradient; when the last one closed, or None; counts of how long each was open; their sum."""
+        """True if the open round has a gradient; when the last one closed, or None; counts of how long each was open; their sum."""
         cdef psd_round_times *t = &self.block.times
         cdef int i
         counts = [t.closed[i] for i in range(PSD_SECONDS)]

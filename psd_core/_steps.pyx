@@ -36,7 +36,7 @@ cdef extern from *:
 
 
 cdef class Ranks:
-    """What is known of the ranks of a job, on one shard."""
+    """Facts of the ranks of a job, on one shard, that steps see and change, too."""
 
     cdef psd_ranks ranks
 
@@ -61,13 +61,8 @@ cdef class Ranks:
 
     @property
     def capsule(self):
-        """Where they are, for a block; see BlockCore.attend. Good as long as this object."""
+        """Address of them, for a block; see BlockCore.attend. Good as long as this object."""
         return PyCapsule_New(&self.ranks, "psd_ranks", NULL)
-
-    def place(self, Py_ssize_t rank):
-        """The place of one rank."""
-        self.at(rank)
-        return RankPlace(self, rank)
 
     def revoke(self):
         """Take no more steps until ranks are armed anew; none is under way when this returns. Not under a lock below the shard's."""
@@ -129,49 +124,55 @@ cdef class Ranks:
 
 
 cdef class RankPlace:
-    """What is known of one rank.
+    """Facts of one rank: base of the class that has all others.
 
     Attributes:
         clock, last_seen, samples, awaited_s: as of psd.state.workers.membership.Worker.
     """
 
     cdef Ranks ranks
-    cdef psd_rank *rank
+    cdef psd_rank own
+    cdef psd_rank *rank_
 
-    def __cinit__(self, Ranks ranks, Py_ssize_t rank):
-        self.ranks, self.rank = ranks, ranks.at(rank)
+    def __cinit__(self, *_, **__):
+        self.rank_ = &self.own
+        self.own.last_seen = -1.0
+
+    def lie_in(self, Ranks ranks, Py_ssize_t rank):
+        """Let these facts lie where steps of that rank see and change them, too; they are those that are there."""
+        self.rank_, self.ranks = ranks.at(rank), ranks
 
     @property
     def clock(self):
-        return psd_see(&self.rank.clock)
+        return psd_see(&self.rank_.clock)
 
     @clock.setter
     def clock(self, uint64_t clock):
-        psd_set(&self.rank.clock, clock)
+        psd_set(&self.rank_.clock, clock)
 
     @property
     def last_seen(self):
-        return self.rank.last_seen
+        return self.rank_.last_seen
 
     @last_seen.setter
     def last_seen(self, double at):
-        self.rank.last_seen = at
+        self.rank_.last_seen = at
 
     @property
     def samples(self):
-        return self.rank.samples
+        return self.rank_.samples
 
     @samples.setter
     def samples(self, double samples):
-        self.rank.samples = samples
+        self.rank_.samples = samples
 
     @property
     def awaited_s(self):
-        return self.rank.awaited_s
+        return self.rank_.awaited_s
 
     @awaited_s.setter
     def awaited_s(self, double seconds):
-        self.rank.awaited_s = seconds
+        self.rank_.awaited_s = seconds
 
 
 cdef class Steps:

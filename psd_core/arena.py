@@ -393,7 +393,7 @@ class Arena:
         self._records.set_member(rank, session, clock, state)
 
     def member_word(self, rank: int) -> tuple[mmap.mmap, int]:
-        """Where the word with clock and state of a rank's present session lies, for whoever stores a later clock: the mapping,
+        """Place of the word with clock and state of a rank's present session, for whoever stores a later clock: the mapping,
         and the word's first byte. Not to be used when the arena has been closed, nor when the rank has another session.
         """
         return self._records.member_word(rank)

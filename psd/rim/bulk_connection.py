@@ -119,7 +119,8 @@ class ServedConnection:
             self._stream.head_bytes_max = self._shard.config.limits.message_bytes_max
             self._scratch = memoryview(np.empty(BLOCK_BYTES_MAX // 8)).cast("B")  # type: ignore[arg-type]  # aligned
             while self._begin_message():
-                self._steps.take()
+                if self._steps.loop is not None:
+                    self._steps.take()
                 kind, head, payload_bytes = self._stream.receive()
                 if self.is_welcome is not None and not self.is_welcome(READ if self.rank == READER else OPEN_BULK):
                     break  # the worker, or reader, asks for another ticket, and so shows its current token

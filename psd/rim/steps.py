@@ -12,11 +12,11 @@ from weakref import ref
 from psd.contract.errors import InvalidRequest
 from psd.contract.wire import Disconnected, Kind, Stream
 from psd.rim.bulk_memory import WorkerMemory
+from psd.state.desks import steps
 from psd.state.desks.steps import Armed
 from psd.state.job import Job
 from psd.state.shard import Shard
 from psd.v1 import bulk_pb2, data_pb2
-from psd_core import steps
 
 STEP_BYTES_MAX = 4 << 20
 """Most bytes of a step that was not offered; more than any that ever is."""
@@ -32,6 +32,9 @@ class OfferedSteps:
 
     Args:
         lane: the connection's, for counts.
+
+    Attributes:
+        loop: takes the steps that were offered; None: none were.
     """
 
     def __init__(self, stream: Stream, shard: Shard, lane: str) -> None:
@@ -41,14 +44,14 @@ class OfferedSteps:
         self._rank = -1
         self._armed: Armed | None = None
         self._job: ref[Job] | None = None  # of which the worker was armed last
-        self._loop: steps.StepConnection | None = None
+        self.loop: steps.Loop | None = None
         self._is_cancelled = False
         self._patience = self._waits = 0
 
     @property
     def rank(self) -> int:
         """The rank whose steps are taken; -1: none are."""
-        return self._rank if self._loop is not None else -1
+        return self._rank if self.loop is not None else -1
 
     def offer(self, header: data_pb2.PushHeader, memory: WorkerMemory | None) -> bulk_pb2.StepOffer | None:
         """Arm the worker of a push that was answered, if its next push may come as a step; then what to tell it.
@@ -56,7 +59,7 @@ class OfferedSteps:
         Args:
             memory: where gradients and parameters lie; None: they travel.
         """
-        self._loop = self._armed = None
+        self.loop = self._armed = None
         if self._waits > 0:
             self._waits -= 1
             return None
@@ -70,9 +73,9 @@ class OfferedSteps:
             parameters = [[memory.parameter(index, place).data.cast("B") for index in blocks] for place in places]
         self._rank, self._armed, self._job = header.caller.rank, armed, ref(armed.job)
         made = armed.steps
-        self._loop = steps.StepConnection(made, self._rank, self._stream.fileno(), gradients, parameters)
+        self.loop = armed.loop(self._rank, self._stream.fileno(), gradients, parameters)
         if self._is_cancelled:  # since before this was seen
-            self._loop.cancel()
+            self.loop.cancel()
         return bulk_pb2.StepOffer(
             epoch=armed.epoch,
             blocks=blocks,
@@ -86,14 +89,14 @@ class OfferedSteps:
     def cancel(self) -> None:
         """End the waits of the step under way, and write no more into the worker's memory. From any thread."""
         self._is_cancelled = True
-        if (loop := self._loop) is not None:
+        if (loop := self.loop) is not None:
             loop.cancel()
 
     def end(self) -> None:
         """Note that the connection has ended."""
         if self._job is not None and (job := self._job()) is not None:
             self._shard.steps.end(job, self._rank)
-        self._loop = self._armed = None
+        self.loop = self._armed = None
 
     def take(self) -> None:
         """Take steps, if they were offered, until another message comes, or AGAIN was answered.
@@ -101,7 +104,7 @@ class OfferedSteps:
         Raises:
             Disconnected: the worker has gone. InvalidRequest: a step has another size than was offered.
         """
-        loop, armed = self._loop, self._armed
+        loop, armed = self.loop, self._armed
         if loop is None or armed is None:
             return
         with self._stream.elsewhere() as ahead:
@@ -117,7 +120,7 @@ class OfferedSteps:
                     break
             if status in (steps.SERVED_AGAIN, steps.SERVED_OTHER):
                 self._stream.give_back(left)
-        self._loop = self._armed = None
+        self.loop = self._armed = None
         if status == steps.SERVED_AGAIN and loop.reason != steps.AGAIN_REVOKED:
             self._patience = self._waits = min(PATIENCE_MAX, 2 * self._patience + 1)
         elif status == steps.SERVED_WRONG:

@@ -270,6 +270,7 @@ class Walker:
             self.page(value)
         elif isinstance(value, RankPlace):
             self._words.append(f"{value.clock}")
+            self._attributes(value)
         elif isinstance(value, Ranks):
             self._words.append("-")  # the workers walk their places
         elif isinstance(value, TableStore):

@@ -7,10 +7,12 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import grpc
 import pytest
 from raw_bulk import SIZE
+from raw_steps import StepWorker
 
 
 @pytest.fixture
@@ -50,3 +52,21 @@ def memory() -> Iterator[int]:
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
     yield fd
     os.close(fd)
+
+
+@pytest.fixture
+def start(cluster: Callable[..., Any], dial: Callable[..., grpc.Channel]) -> Iterator[Callable[..., StepWorker]]:
+    """start(rank, world_size, shard=..., ...) -> a worker of one job on one shard; `start.shard`."""
+    joined: list[StepWorker] = []
+    shards: list[Any] = []
+
+    def enter(rank: int = 0, world_size: int = 1, *, config: dict[str, Any] | None = None, **how: Any) -> StepWorker:
+        if not shards:
+            shards.extend(cluster(1, **(config or {})).shards)
+            enter.server, enter.shard = shards[0], shards[0].shard  # type: ignore[attr-defined]
+        joined.append(StepWorker(dial(shards[0].address), rank, world_size, **how))
+        return joined[-1]
+
+    yield enter
+    for worker in joined:
+        worker.close()

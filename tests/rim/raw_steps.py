@@ -6,7 +6,8 @@ import fcntl
 import os
 import socket
 import struct
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import grpc
@@ -27,6 +28,7 @@ AGAIN = struct.Struct("<II")
 HAS_VERSIONS, HAS_PRESENT = 1, 2
 REVOKED, CASE, LONG_WAIT = 1, 2, 3
 PLACES = 2
+LANES = ["tcp", "local", "memory"]
 
 
 class Done(NamedTuple):
@@ -286,3 +288,35 @@ class StepWorker(RawWorker):
 def _error(head: bytes) -> Exception:
     message = bulk_pb2.BulkError.FromString(head)
     return error_from(message.reason, message.message, {})
+
+
+def pause(seconds: float = 0.001) -> None:
+    """Let others go on."""
+    threading.Event().wait(seconds)
+
+
+def armed(start: Callable[..., StepWorker], rank: int = 0, world_size: int = 1, **how: Any) -> StepWorker:
+    """A worker that has made its first push, and may make steps; alone in its job."""
+    worker = start(rank, world_size, **how)
+    worker.push_pull([1] * worker.blocks, 0)
+    assert worker.offer is not None
+    return worker
+
+
+def two(start: Callable[..., StepWorker], **how: Any) -> tuple[StepWorker, StepWorker]:
+    """Two workers that are armed, of a job whose first round is over."""
+    workers = start(0, 2, **how), start(1, 2, **how)
+    for worker in workers:
+        worker.begin_call((0, 0), 0)
+    for worker in workers:
+        worker.end_call()
+    for worker in workers:
+        assert worker.offer is not None
+    return workers
+
+
+def has_counted(start: Callable[..., StepWorker], worker: StepWorker, clock: int) -> None:
+    """Wait until all blocks have a push."""
+    blocks = start.shard.job.blocks.values()  # type: ignore[attr-defined]
+    while not all(block.has(worker.caller.rank, worker.session, clock) for block in blocks):
+        pause()

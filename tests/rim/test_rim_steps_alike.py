@@ -187,6 +187,7 @@ def set_scalars(sides: list[Side], rank: int, scale: float) -> None:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_rounds_of_steps_are_those_of_pushes(sides: Callable[..., list[Side]], seed: int) -> None:
+    """With what happens to rounds: late ones, a quorum, deaths, what comes again."""
     choice = random.Random(seed)
     job = job_of("sync", choice)
     both = sides(job, [choice.choice(LANES) for _ in range(WORLD)])
@@ -226,6 +227,7 @@ def test_rounds_of_steps_are_those_of_pushes(sides: Callable[..., list[Side]], s
 @pytest.mark.parametrize("mode", ["async", "ssp"])
 @pytest.mark.parametrize("seed", range(8))
 def test_steps_without_rounds_are_pushes(sides: Callable[..., list[Side]], mode: str, seed: int) -> None:
+    """With what happens there: early ones, wrong versions, deaths, what comes again."""
     choice = random.Random(seed)
     job = job_of(mode, choice)
     both = sides(job, [choice.choice(LANES) for _ in range(WORLD)])

@@ -49,6 +49,7 @@ def damage(message: bytearray, choice: random.Random) -> bytearray:
 @pytest.mark.parametrize("lane", ["tcp", "local", "memory"])
 @pytest.mark.parametrize("mode", ["async", "sync", "ssp"])
 def test_damaged_steps_do_no_harm(cluster: Callable[..., Any], dial: Callable[..., grpc.Channel], mode: str, lane: str) -> None:
+    """Versions and counts are those of the pushes that were answered."""
     choice = random.Random(f"{mode} {lane}")
     server = cluster(1).shards[0]
     worker = StepWorker(dial(server.address), mode=mode, lane=lane)

@@ -136,6 +136,7 @@ def check(directory: Path, mode: str, pushers: list[Pusher]) -> None:
 @pytest.mark.parametrize("lane", ["tcp", "memory"])
 @pytest.mark.parametrize("mode", ["async", "sync"])
 def test_a_shard_killed_at_random_has_each_push_once(tmp_path: Path, mode: str, lane: str) -> None:
+    """Nothing that was acknowledged is lost, and nothing counts twice."""
     for life in range(KILLS):
         directory = tmp_path / str(life)
         pushers = die(directory, mode, lane, "", random.uniform(0, 0.2))
@@ -146,6 +147,7 @@ def test_a_shard_killed_at_random_has_each_push_once(tmp_path: Path, mode: str, 
 @pytest.mark.parametrize("point", POINTS)
 @pytest.mark.parametrize("mode", ["async", "sync"])
 def test_a_shard_killed_between_two_stores_has_each_push_once(tmp_path: Path, mode: str, point: str) -> None:
+    """At each store of a publication, and before that of a clock."""
     pushers = die(tmp_path / "state", mode, "tcp", f"{point}:300", 0)
 
     check(tmp_path / "state", mode, pushers)

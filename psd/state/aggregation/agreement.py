@@ -89,7 +89,8 @@ class Agreement:
             ScalarsDisagree: they state different scalars, and both have been there from the start. Both errors name the two
                 workers and what they say.
         """
-        self._hear_steps()
+        if self._steps is not None:
+            self._hear_steps()
         said = self._rounds.get(round_)
         held = said.held if said is not None else None
         if said is None or held is None or held[2:] == voice[2:]:
@@ -149,8 +150,8 @@ class Agreement:
 
     def on_gone(self, rank: int) -> None:
         """Forget the scalars of a worker that has gone, except in rounds that have counted its gradient."""
-        self._hear_steps()
         if self._steps is not None:
+            self._hear_steps()
             self._steps.forget_voice(rank)
         for round_, said in list(self._rounds.items()):
             if rank in said.voices and rank not in said.counted:
@@ -161,7 +162,8 @@ class Agreement:
 
     def overruled(self, round_: int, rank: int) -> data_pb2.Overruled | None:
         """The notice, for the reply to a worker's push, that its scalars gave way in that round or the one before; or None."""
-        self._hear_steps()
+        if self._steps is not None:
+            self._hear_steps()
         for said_of in (round_, round_ - 1):
             said = self._rounds.get(said_of)
             own = said.voices.get(rank) if said is not None else None

@@ -179,6 +179,7 @@ class SmallBlock(BlockState):
         rounds: RoundServices = services.rounds
         self._lent = services.arena.lend(slot, terms)
         self._core = self._lent.core
+        self._now = now
         self._round = SmallRound(self._core, rounds.members)
         self._core.attend(rounds.members.ranks, measures_ranks)
         super().__init__(plan, slot, bound, services, CoreTimes(self._core, now))
@@ -190,7 +191,7 @@ class SmallBlock(BlockState):
 
     @property
     def lacks_space(self) -> bool:
-        """See Trained. Meanwhile no step counts."""
+        """True if a round is complete and lacks room, as of Trained. Meanwhile no step counts."""
         return self._core.is_stuck
 
     @lacks_space.setter
@@ -198,7 +199,7 @@ class SmallBlock(BlockState):
         self._core.is_stuck = lacks
 
     def of_steps(self, first_scalar: int) -> tuple[BlockCore, str, int]:
-        """What steps have to know of it; see psd_core.steps.Steps."""
+        """Facts that steps have to know of it; see psd_core.steps.Steps."""
         letter = {"float32": "f", "float64": "d", "float16": "e"}.get(self.plan.gradient_dtype.name, "H")
         return self._core, letter, first_scalar
 
@@ -230,7 +231,7 @@ class SmallBlock(BlockState):
     @override
     def contribute(self, part: Contribution) -> Outcome:
         with self.lock:
-            if self.lacks_space:
+            if self._core.is_stuck:
                 self._apply_due()
             core, members, has_rounds = self._core, self._members, self._policy.has_rounds
             before = core.version
@@ -254,7 +255,7 @@ class SmallBlock(BlockState):
             if outcome > Outcome.EARLY:
                 outcome = self._made(lambda: core.contribute(*arguments), part)
             if has_rounds and outcome == Outcome.COUNTED:
-                self.times.on_gradient(part.rank, lambda: waited)
+                core.on_gradient(part.rank, self._now(), waited)
                 if core.version != before:
                     self._on_closed()
                     if self._round.is_complete():
@@ -284,7 +285,7 @@ class SmallBlock(BlockState):
         """End what has waited for the round that has closed; the next one is open."""
         number = self._core.version
         self._waits.reached(number)
-        self.times.on_close(self._members.waited_in(number))
+        self._core.on_close(self._now(), self._members.waited_in(number))
 
     @override
     def pin(self) -> Page:

@@ -58,7 +58,8 @@ class Exchange:
             if header.since > header.clock + 1:
                 raise InvalidRequest(f"since: {header.since} is beyond clock {header.clock}")
             has_rounds = job.policy.has_rounds
-            ranks = self._core.members.ranks
+            assert self._core.membership is not None
+            ranks = self._core.membership.ranks
             ranks.revoke_one(worker.rank)
             push = Push(
                 job,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from psd.state.aggregation.consistency import StaleSynchronous
 from psd.state.aggregation.small_block import SmallBlock
@@ -18,7 +19,13 @@ from psd.state.job import Job
 from psd.state.life import Life
 from psd.state.workers.membership import WorkerState
 from psd.v1 import data_pb2
-from psd_core.steps import BLOCKS_MAX, Ranks, Steps
+from psd_core import steps as core_steps
+from psd_core.steps import BLOCKS_MAX, Ranks, StepConnection, Steps
+
+Loop = StepConnection
+AGAIN_REVOKED = core_steps.AGAIN_REVOKED
+SERVED_CLOSED, SERVED_OTHER, SERVED_WRONG = core_steps.SERVED_CLOSED, core_steps.SERVED_OTHER, core_steps.SERVED_WRONG
+SERVED_AGAIN, SERVED_TICKETS, SERVED_ERROR = core_steps.SERVED_AGAIN, core_steps.SERVED_TICKETS, core_steps.SERVED_ERROR
 
 STALENESS_KNOWN = ("", "lr")
 
@@ -34,6 +41,10 @@ class Armed:
     epoch: int
     job: Job
     steps: Steps
+
+    def loop(self, rank: int, fd: int, gradients: list[Any] | None, parameters: list[list[Any]] | None) -> StepConnection:
+        """The loop of its connection; see there for the arguments."""
+        return StepConnection(self.steps, rank, fd, gradients, parameters)
 
 
 class StepDesk:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 
 from psd.contract.errors import InvalidRequest, PsdError, SessionFenced, WorkerFailed
 from psd.contract.roster import Absence
@@ -47,11 +47,10 @@ class WorkerState(enum.IntEnum):
 
 
 @dataclass(slots=True)
-class Worker:
-    """One rank, and the worker that has it now.
+class Worker(RankPlace):
+    """One rank, and the worker that has it now. Its clock, last_seen, awaited_s and samples lie where steps see them, too.
 
     Attributes:
-        place: has the clock, last_seen, awaited_s and samples, where steps see them, too.
         last_seen: when the shard last heard of it, in the membership's time; negative: never.
         has_pushed: True if the current session has pushed.
         connection: as in JoinRequest; 0 if not known. connected_since: the first session of that connection.
@@ -80,43 +79,6 @@ class Worker:
     transport: str = ""
     transfer_left_bytes: int = 0
     transfer_bytes_per_s: float = 0.0
-    place: RankPlace = field(default_factory=lambda: Ranks(1).place(0), repr=False, compare=False)
-
-    @property
-    def clock(self) -> int:
-        """See above."""
-        return self.place.clock
-
-    @clock.setter
-    def clock(self, clock: int) -> None:
-        self.place.clock = clock
-
-    @property
-    def last_seen(self) -> float:
-        """See above."""
-        return self.place.last_seen
-
-    @last_seen.setter
-    def last_seen(self, at: float) -> None:
-        self.place.last_seen = at
-
-    @property
-    def awaited_s(self) -> float:
-        """See above."""
-        return self.place.awaited_s
-
-    @awaited_s.setter
-    def awaited_s(self, seconds: float) -> None:
-        self.place.awaited_s = seconds
-
-    @property
-    def samples(self) -> float:
-        """See above."""
-        return self.place.samples
-
-    @samples.setter
-    def samples(self, samples: float) -> None:
-        self.place.samples = samples
 
     def __copy__(self) -> Worker:
         """A copy of the present state, which no step changes."""
@@ -167,7 +129,7 @@ class Worker:
         return SessionFenced(what, cause="superseded", rank=self.rank)
 
 
-_PLAIN = tuple(each.name for each in fields(Worker) if each.name != "place")
+_PLAIN = tuple(each.name for each in fields(Worker))
 
 _UNGUARDED = (
     "waited_in",
@@ -209,8 +171,9 @@ class Membership:
         starting: dict[int, float] | None = None,
     ) -> None:
         self.ranks, self.is_armed = Ranks(world_size), False
-        self.workers = [Worker(rank, floor=clock, place=self.ranks.place(rank)) for rank in range(world_size)]
+        self.workers = [Worker(rank, floor=clock) for rank in range(world_size)]
         for worker in self.workers:
+            worker.lie_in(self.ranks, worker.rank)
             worker.clock = clock
         self.lease_s = lease_s
         self._on_failure = on_failure

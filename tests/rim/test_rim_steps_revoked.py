@@ -1,0 +1,204 @@
+"""What reaches a worker whose steps are taken: whatever changes, before its next step counts. No psd_client."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from raw_steps import LONG_WAIT, REVOKED, Again, Done, StepWorker, armed, has_counted, pause, two
+
+from psd.contract.errors import Draining, SessionFenced, ShardRestarted
+from psd.contract.wire import Disconnected
+from psd.state.workers.membership import WorkerState
+from psd.v1 import control_pb2, data_pb2
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_a_kick_reaches_a_worker_that_is_armed(start: Callable[..., StepWorker], mode: str) -> None:
+    """By the error that a push gets."""
+    worker = armed(start, mode=mode)
+
+    assert start.shard.admission.kick(0, worker.session)  # type: ignore[attr-defined]
+
+    assert worker.step((1, 1), 1) == Again(REVOKED)
+    with pytest.raises(SessionFenced, match="has ended"):
+        worker.push_pull((1, 1), 1)
+
+
+def test_a_kick_reaches_a_step_that_waits(start: Callable[..., StepWorker]) -> None:
+    """And not only when its wait is over."""
+    worker, other = two(start)
+    worker.begin_step((1, 1), 1)
+    has_counted(start, worker, 1)
+
+    assert start.shard.admission.kick(0, worker.session)  # type: ignore[attr-defined]
+
+    assert worker.end_step() in (Again(REVOKED), Again(LONG_WAIT))
+    with pytest.raises(SessionFenced, match="has ended"):
+        worker.push_pull((1, 1), 1)
+    assert other.train((3, 3), 1).parameters == [[-2.0] * 3] * 2, "its gradient stays counted, as ever"
+
+
+def test_a_lease_that_ends_reaches_a_worker_that_is_armed(start: Callable[..., StepWorker]) -> None:
+    """By the error that a push gets."""
+    worker = armed(start, mode="async", config={"lease_s": 0.5})
+
+    while start.shard.status().workers[0].state is WorkerState.LIVE:  # type: ignore[attr-defined]
+        pause(0.05)
+
+    assert worker.step((1, 1), 1) == Again(REVOKED)
+    with pytest.raises(SessionFenced, match="lease"):
+        worker.push_pull((1, 1), 1)
+
+
+def test_steps_renew_the_lease(start: Callable[..., StepWorker]) -> None:
+    """A worker that steps is no silent one."""
+    worker = armed(start, mode="async", config={"lease_s": 60.0})
+    before = start.shard.status().workers[0].last_seen  # type: ignore[attr-defined]
+
+    worker.step((1, 1), 1)
+
+    assert start.shard.status().workers[0].last_seen > before  # type: ignore[attr-defined]
+
+
+def test_a_drain_reaches_a_worker_that_is_armed(start: Callable[..., StepWorker]) -> None:
+    """By the error that a push gets."""
+    worker = armed(start, mode="async")
+
+    start.shard.drain()  # type: ignore[attr-defined]
+
+    assert worker.step((1, 1), 1) == Again(REVOKED)
+    with pytest.raises(Draining):
+        worker.push_pull((1, 1), 1)
+
+
+def test_an_order_reaches_a_worker_that_is_armed(start: Callable[..., StepWorker]) -> None:
+    """In the reply to the push that is made in place of its next step."""
+    worker = armed(start, mode="sync")
+
+    start.shard.scale_learning_rate(0.5)  # type: ignore[attr-defined]
+
+    assert worker.step((1, 1), 1) == Again(REVOKED)
+    worker.push_pull((1, 1), 1)
+    assert worker.reply.orders.learning_rates[0].scale == 0.5
+    assert worker.offer is None, "each reply has the orders"
+
+
+def test_parameters_that_are_set_reach_a_worker_that_is_armed(start: Callable[..., StepWorker]) -> None:
+    """The next steps go on from them."""
+    worker = armed(start, mode="async")
+    entry = data_pb2.ParameterBlock(block=0, payload=np.full(3, 7, np.float32).tobytes())
+
+    worker.data.SetParameters(
+        data_pb2.ParametersRequest(caller=worker.caller, layout_digest=worker.digest, clock=1, seq=1, parameters=[entry])
+    )
+
+    assert worker.step((1, 1), 1) == Again(REVOKED)
+    assert worker.push_pull((1, 1), 1).parameters == [[6.0] * 3, [-2.0] * 3]
+    assert worker.step((1, 1), 2).parameters == [[5.0] * 3, [-3.0] * 3]
+
+
+def test_a_reader_reaches_a_worker_that_is_armed(start: Callable[..., StepWorker]) -> None:
+    """While it asks for versions that are a few rounds ahead, none passes faster than it can ask."""
+    worker = armed(start, mode="sync")
+
+    worker.control.Describe(control_pb2.DescribeRequest(shard_count=1))
+
+    assert worker.step((1, 1), 1) == Again(REVOKED)
+    worker.push_pull((1, 1), 1)
+    assert worker.offer is None
+
+
+def test_a_going_back_reaches_a_worker_that_is_armed(start: Callable[..., StepWorker], tmp_path: Path) -> None:
+    """No step counts in the job that has been given up."""
+    worker = armed(start, mode="sync", config={"checkpoint_dir": str(tmp_path)})
+    clock = 1
+    with ThreadPoolExecutor(1) as pool:
+        storing = pool.submit(worker.control.Checkpoint, control_pb2.CheckpointRequest(), timeout=100)
+        while not storing.done():
+            assert worker.train((1, 1), clock).counted == 2
+            clock += 1
+    while worker.offer is None:
+        worker.push_pull((1, 1), clock)
+        clock += 1
+    assert isinstance(worker.step((1, 1), clock), Done)
+
+    worker.control.Rollback(
+        control_pb2.RollbackRequest(
+            run_id=worker.caller.run_id,
+            checkpoint=storing.result().name,
+            timeline=1,
+            incarnation=worker.caller.incarnation,
+        ),
+        timeout=100,
+    )
+
+    assert worker.step((1, 1), clock + 1) == Again(REVOKED)
+    with pytest.raises(ShardRestarted):
+        worker.push_pull((1, 1), clock + 1)
+
+
+def test_another_worker_reaches_those_that_are_armed(start: Callable[..., StepWorker]) -> None:
+    """Who joins is waited for from the next round on."""
+    worker, other = two(start)
+    start.shard.admission.kick(1, other.session)  # type: ignore[attr-defined]
+    worker.train((1, 1), 1)
+    worker.train((1, 1), 2)
+    assert worker.offer is not None
+
+    successor = start(1, 2)
+
+    assert worker.step((1, 1), 3) == Again(REVOKED)
+    worker.begin_call((1, 1), 3)
+    assert successor.push_pull((3, 3), 3).versions == [4, 4]
+    assert worker.end_call().versions == [4, 4]
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_cut_in_the_midst_of_steps_has_each_block_at_its_version(start: Callable[..., StepWorker], mode: str) -> None:
+    """No step passes the version, or the position, that was announced."""
+    worker = armed(start, mode=mode)
+    shard = start.shard  # type: ignore[attr-defined]
+    done = shard.cuts.take_part()
+    for clock in range(1, 9):
+        assert isinstance(worker.step((1, 1), clock), Done)
+
+    shard.schedule.announce("c")
+
+    clock = 9
+    assert worker.step((1, 1), clock) == Again(REVOKED)
+    cuts: list[Any] = []
+    while done.empty():
+        found = worker.push_pull((1, 1), clock, cuts=cuts)
+        assert found.counted == 2
+        assert worker.offer is None or not done.empty()
+        clock += 1
+        cuts = list(worker.reply.cuts)
+        for cut in cuts:
+            if cut.waits and not cut.ready:
+                cut.ready = True
+            elif cut.waits:
+                cut.position, cut.order = clock, cut.order
+                cut.ready = True
+    snapshot = done.get()
+    assert not snapshot.why_missed
+    assert {page.version for page in snapshot.pages.values()} == {snapshot.cut.step}
+    assert [page.parameter.tolist() for page in snapshot.pages.values()] == [[-float(snapshot.cut.step)] * 3] * 2
+    shard.cuts.release(snapshot)
+
+
+def test_a_token_that_is_not_good_any_more_ends_the_steps(start: Callable[..., StepWorker]) -> None:
+    """It is looked at at each tick."""
+    worker = armed(start, mode="async")
+    (connection,) = start.server._bulk._by_rank.values()  # type: ignore[attr-defined]
+    connection.is_welcome = lambda _: False
+
+    start.server._bulk.check_tokens()  # type: ignore[attr-defined]
+
+    assert worker.step((1, 1), 1) == Again(REVOKED)
+    with pytest.raises(Disconnected):
+        worker.push_pull((1, 1), 1)
