@@ -309,15 +309,15 @@ cdef class WorkerSteps:
             PyErr_CheckSignals()
 
     def state(self, size_t shard):
-        """What has become of a shard's step: UNSENT, PENDING and so on."""
+        """The fate of a shard's step: UNSENT, PENDING and so on."""
         return self.shard(shard).state
 
     def error(self, size_t shard):
-        """Of a step that is BROKEN: the errno; 0: the shard has closed the connection."""
+        """The errno of a step that is BROKEN; 0: the shard has closed the connection."""
         return self.shard(shard).error
 
     def done(self, size_t shard):
-        """What the DONE of a step that is TAKEN has said: the next clock, and how many blocks have counted the gradient, or had
+        """The words of the DONE of a step that is TAKEN: the next clock, and how many blocks have counted the gradient, or had
         it already."""
         cdef psd_worker_step *s = self.shard(shard)
         cdef psd_done_head done
@@ -326,7 +326,7 @@ cdef class WorkerSteps:
         return done.clock, done.counted, done.duplicate
 
     def unread(self, size_t shard):
-        """Of a step that is REFUSED or FOREIGN: what has been read and is of no answer."""
+        """The bytes that were read of a step that is REFUSED or FOREIGN, and are of no answer."""
         cdef psd_worker_step *s = self.shard(shard)
         cdef bytearray found = bytearray(s.received + 1)
         psd_worker_step_copy(s, found)

@@ -28,11 +28,11 @@ FRAMES_MAX = 7
 """In one thread."""
 
 CALLS_MAX = {
-    (0, "shm"): (137, 161),
-    (0, "tcp"): (147, 159),
-    (1, "shm"): (240, 231),
-    (1, "tcp"): (240, 230),
-    (26, "shm"): (640, 710),
+    (0, "shm"): (137, 145),
+    (0, "tcp"): (147, 145),
+    (1, "shm"): (240, 217),
+    (1, "tcp"): (240, 215),
+    (26, "shm"): (640, 700),
 }
 """Calls of Python functions in one small step that is not armed, by number of tables and transport: on the worker, and on its
 shard. They are most of its time."""
