@@ -15,7 +15,7 @@ from typing import Any
 
 import _report
 import torch
-from _processes import FORKS, Shard, cpu_s
+from _processes import FORKS, Shard, cpu_s, end_with_benchmark
 
 import psd_client
 import psd_client.torch as psd
@@ -102,7 +102,7 @@ def measure(task: Mapping[str, Any], shards: list[Shard]) -> dict[str, Any]:
     """
     sites, before = task["sites"], {}
     groups = [range(first, min(first + IN_A_PROCESS, sites)) for first in range(1, sites, IN_A_PROCESS)]
-    with ProcessPoolExecutor(len(groups), FORKS) as pool:
+    with ProcessPoolExecutor(len(groups), FORKS, end_with_benchmark) as pool:
         jobs = [pool.submit(run_sites, ranks, task) for ranks in groups]
         own = Site(0, task)
         began, before = time.monotonic(), {shard.pid: cpu_s(shard.pid) for shard in shards}

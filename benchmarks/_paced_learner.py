@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import random
-import signal
 import sys
 import threading
 import time
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from _processes import end_with_parent
+from _processes import end_with_benchmark
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
@@ -40,7 +39,7 @@ class PacedLearner:
     """
 
     def __init__(self, task: Mapping[str, Any], joined: Event) -> None:
-        end_with_parent(signal.SIGKILL)
+        end_with_benchmark()
         torch.set_num_threads(1)
         self._text = characters.read(None, 20_000)
         self.model = characters.Transformer(len(self._text.alphabet), context=16, dim=32, layers=1)

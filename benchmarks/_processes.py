@@ -19,6 +19,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -122,8 +123,19 @@ def _status_bytes(pid: int, field: str) -> int:
     return int(found[1]) << 10
 
 
-def end_with_parent(signum: int) -> None:
-    """Have this process get a signal when its parent has ended, on Linux."""
+def end_with_benchmark() -> None:
+    """Have this process, one of FORKS, end when the benchmark has, whatever killed that."""
+    benchmark = multiprocessing.parent_process()
+    assert benchmark is not None, "this is the benchmark"
+
+    def watch() -> None:
+        benchmark.join()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _end_with_parent(signum: int) -> None:
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signum)
 
@@ -149,7 +161,7 @@ class Process:
             stderr=self._errors,
             bufsize=0,
             start_new_session=True,
-            preexec_fn=lambda: end_with_parent(last_signal),  # noqa: PLW1509 - the benchmark's own threads do not run while it starts children
+            preexec_fn=lambda: _end_with_parent(last_signal),  # noqa: PLW1509 - the benchmark's own threads do not run while it starts children
         )
         self.pid = self._process.pid
         self._read = b""

@@ -12,7 +12,7 @@ from typing import Any
 
 import _report
 import numpy as np
-from _processes import FORKS, Shard, cleanly, cpu_s
+from _processes import FORKS, Shard, cleanly, cpu_s, end_with_benchmark
 
 import psd_client
 
@@ -50,7 +50,7 @@ def measure(megabytes: float, learners: int, exchanges: int, memory: Path) -> di
         shard.wait_ready()
         task = {"megabytes": megabytes, "learners": learners, "exchanges": exchanges}
         told = task | {"servers": shard.address, "shard": shard.pid}
-        pool = stack.enter_context(ProcessPoolExecutor(learners, FORKS))
+        pool = stack.enter_context(ProcessPoolExecutor(learners, FORKS, end_with_benchmark))
         jobs = [pool.submit(exchange, told, rank) for rank in range(learners)]
         found = [job.result() for job in jobs]
         return {**task, **found[0], "codec": CODEC}

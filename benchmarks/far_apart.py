@@ -43,7 +43,7 @@ import _synchronizer
 import torch
 from _goodput import BASE, BY_GLOO, GOODPUT, NESTEROV, options_of
 from _idle import Meter, Spent
-from _processes import FORKS, START_S, ProcessFailed, Shard, cleanly
+from _processes import FORKS, START_S, ProcessFailed, Shard, cleanly, end_with_benchmark
 
 import psd_client
 import psd_client.torch as psd
@@ -168,6 +168,7 @@ def _wait_for(path: Path) -> None:
 
 
 def _train_into(path: Path, *task: Any) -> None:
+    end_with_benchmark()
     path.write_text(json.dumps(train(*task)))
 
 
@@ -240,7 +241,7 @@ def measure(way: str, seed: int, pool: ProcessPoolExecutor, memory: Path, args: 
 def quality(args: argparse.Namespace, memory: Path) -> list[dict[str, Any]]:
     """All runs, seed by seed."""
     runs = []
-    with ProcessPoolExecutor(args.learners, FORKS) as pool:
+    with ProcessPoolExecutor(args.learners, FORKS, end_with_benchmark) as pool:
         for seed in range(1, args.seeds + 1):
             for way in dict.fromkeys([BASE, *_chosen(QUALITY, args)]):  # with the first the others are compared
                 runs.append(measure(way, seed, pool, memory, args))
