@@ -289,6 +289,7 @@ class ServerConfig:
         False,
         None,
         "take no push in C alone, but all of them the long way: for tests, and to measure what is gained",
+        is_shared=False,
     )
 
     grace_s: float = _end(10.0, "SECONDS", "time for running requests to finish after SIGTERM", high=3_600)

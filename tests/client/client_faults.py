@@ -171,6 +171,12 @@ class Thread(threading.Thread):
         except BaseException as error:  # noqa: BLE001 - handed to the test
             self._error = error
 
+    def end(self) -> BaseException | None:
+        """Wait for the end; the error that was raised, if any."""
+        self.join(100)
+        assert not self.is_alive(), "the thread hangs"
+        return self._error
+
     def result(self) -> Any:
         self.join(100)
         assert not self.is_alive(), "the thread hangs"
@@ -182,4 +188,7 @@ class Thread(threading.Thread):
 def in_threads(*targets: Callable[[], Any]) -> list[Any]:
     """Run functions side by side; their results."""
     threads: Sequence[Thread] = [Thread(target) for target in targets]
+    ends = [thread.end() for thread in threads]
+    for error in sorted(filter(None, ends), key=lambda error: isinstance(error, threading.BrokenBarrierError)):
+        raise error  # a barrier that another thread has broken says less than why
     return [thread.result() for thread in threads]

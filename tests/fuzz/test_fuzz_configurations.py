@@ -62,7 +62,7 @@ FLAGS: dict[str, list[str]] = {
     "--max-streams": ["8", "1000000"],
     "--log-level": ["debug", "error"],
 }
-SWITCHES = ["--exit-when-done", "--exit-on-eof", "--heed-launcher", "--insecure", "--log-json"]
+SWITCHES = ["--exit-when-done", "--exit-on-eof", "--heed-launcher", "--insecure", "--log-json", "--never-armed"]
 ELSEWHERE = {
     *("--shard", "--state-dir", "--checkpoint-dir", "--from-checkpoint", "--parameters-only"),  # what the lives have in common
     *("--rule", "--rule-dir", "--tls-cert", "--tls-key", "--tls-client-ca", "--token-file"),  # name files; test_fuzz_files.py

@@ -323,7 +323,8 @@ class BulkClient:
                 if is_sent:
                     parameters.receive(frame.block, payload_bytes, self._stream.read_into, frame.base, frame.version)
                     self._traffic.received_bytes += payload_bytes
-                self._note_lent(parameters, frame.block, frame.in_plane)
+                if frame.in_plane:
+                    self._note_lent(parameters, frame.block, frame.in_plane)
                 parameters.received(frame.block, frame.version)
             elif kind is Kind.REPLY:
                 if missing and not into_memory:
@@ -337,7 +338,8 @@ class BulkClient:
                     for index, version in zip(reply.blocks, reply.versions, strict=True):
                         parameters.versions[index] = version
                     for index, in_plane in zip(reply.blocks, reply.in_planes, strict=False):  # if there are any
-                        self._note_lent(parameters, index, in_plane)
+                        if in_plane:
+                            self._note_lent(parameters, index, in_plane)
                     self._has_other_planes = reply.attach_again
                     self._traffic.received_bytes += sum(awaited.values())
                 return reply
@@ -345,8 +347,6 @@ class BulkClient:
                 self._raise(kind, head)
 
     def _note_lent(self, parameters: FlatBuffers, block: int, in_plane: int) -> None:
-        if not in_plane:
-            return
         if self._planes is None or block not in self._planes.blocks:
             raise InternalError(f"shard {self._shard} at {self._address}: block {block}: lies in no plane that was mapped")
         parameters.lent[block] = self._planes.at(in_plane)

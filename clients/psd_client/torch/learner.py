@@ -279,7 +279,7 @@ class LocalOptimizer(JobOptimizer):
 
         def bring(is_late: bool) -> FreshValues:
             if is_late:
-                worker.take_back(clock)
+                worker.take_back(clock, part.groups)
             return self._brought(part.groups)
 
         departure = Departure(exchange, bring, fragment, counts, spare, clock, departed, departed + delay)

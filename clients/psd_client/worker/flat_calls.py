@@ -7,7 +7,7 @@ the memory into which they are received. Must not know frameworks, names of tens
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -290,13 +290,16 @@ class FlatCalls(WorkerConnection):
         with self.operation("look for the clock", turn=turn):
             self.declared.learn_clock()
 
-    def take_back(self, since: int) -> None:
+    def take_back(self, since: int, groups: Collection[int]) -> None:
         """Keep of `gradients` what has counted of the last push, a learner's, of the clock `since` or later, which came late.
 
         The rest is to be sent as a part of another: it becomes 0, and what encoding it has done to residuals is undone.
+
+        groups: that were pushed. The gradients of others may be those of a push before, whose learner has not looked at it yet.
         """
         exchange = self.declared
-        late = exchange.learner.late_blocks(since, exchange.gradients.layout)
+        layout = exchange.gradients.layout
+        late = exchange.learner.late_blocks(since, layout) & {each.index for each in layout.blocks if each.group in groups}
         if exchange.encoder is not None:
             exchange.encoder.take_back(late, since)
         for block in late:
