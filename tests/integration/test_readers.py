@@ -290,10 +290,10 @@ def test_a_reader_that_waits_is_told_when_the_job_is_over(
     """By shards that end because all workers have left: it need not guess why they are gone. It does not hold them up."""
     running = cluster(2)
     found: list[Exception] = []
-    is_asked = threading.Event()
-    call = "begin_read" if consistency == "sync" else "describe"
+    are_asked = threading.Semaphore(0)
+    call, shards = ("begin_read", 1) if consistency == "sync" else ("describe", 2)
     asked = getattr(Shard, call)
-    monkeypatch.setattr(Shard, call, lambda *arguments: (asked(*arguments), is_asked.set())[0])
+    monkeypatch.setattr(Shard, call, lambda *arguments: (asked(*arguments), are_asked.release())[0])
 
     def wait(reader: psd_client.Reader) -> None:
         try:
@@ -307,7 +307,8 @@ def test_a_reader_that_waits_is_told_when_the_job_is_over(
             ps.push_pull({"w": np.ones(500_000, np.float32)})
             waiting = threading.Thread(target=wait, args=(reader,))
             waiting.start()
-            assert is_asked.wait(100)
+            for _ in range(shards):  # a shard that has heard of no reader waits for none
+                assert are_asked.acquire(timeout=100)
         for shard in running.shards:
             assert shard.done.wait(100)
         # The time in which readers that ask again and again hear of it: half a second is short on a busy machine.
