@@ -52,7 +52,7 @@ CODECS = sorted(path.relative_to(ROOT).as_posix() for path in CSRC.glob("codec*.
 VECTORS = sorted(path.relative_to(ROOT).as_posix() for path in CSRC.glob("vector*.c"))
 
 # Compiled once, and linked into each extension that calls them.
-SHARED = [f"psd_core/csrc/{name}.c" for name in ("half", "kernels", "kernels_f32", "kernels_f64", "content")]
+SHARED = [f"psd_core/csrc/{name}.c" for name in ("half", "kernels", "kernels_f32", "kernels_f64", "content", "ranks")]
 WITH_SHARED = {**WITH_RULES, "libraries": ["psd_kernels", "m"]}
 LIBRARY = {
     "sources": SHARED,
@@ -62,14 +62,16 @@ LIBRARY = {
     "cflags": COMPILE_ARGS,
 }
 
-kernels = Extension("psd_core._kernels", sources=["psd_core/_kernels.pyx"], **WITH_SHARED)
-BLOCK_DEPENDS = [*HEADERS, *(f"psd_core/{name}.pxd" for name in ("_block_c", "_block", "_steps_c"))]
-BLOCKS = [f"psd_core/csrc/{name}.c" for name in ("block", "block_pages", "ranks")]
-block = Extension("psd_core._block", sources=["psd_core/_block.pyx", *BLOCKS], **{**WITH_SHARED, "depends": BLOCK_DEPENDS})
-STEPS = [f"psd_core/csrc/{name}.c" for name in ("steps", "step_loop", "ranks")]
-steps = Extension("psd_core._steps", sources=["psd_core/_steps.pyx", *STEPS], **{**WITH_RULES, "depends": BLOCK_DEPENDS})
+KERNELS_HOW = {**WITH_SHARED, "depends": [*HEADERS, "psd_core/_kernels_c.pxd"]}
+kernels = Extension("psd_core._kernels", sources=["psd_core/_kernels.pyx"], **KERNELS_HOW)
+BLOCK_DEPENDS = [*HEADERS, *(f"psd_core/{name}.pxd" for name in ("_kernels_c", "_block_c", "_block", "_steps_c"))]
+BLOCK_HOW = {**WITH_SHARED, "depends": BLOCK_DEPENDS}
+BLOCKS = [f"psd_core/csrc/{name}.c" for name in ("block", "block_pages")]
+block = Extension("psd_core._block", sources=["psd_core/_block.pyx", *BLOCKS], **BLOCK_HOW)
+STEPS = [f"psd_core/csrc/{name}.c" for name in ("steps", "step_loop")]
+steps = Extension("psd_core._steps", sources=["psd_core/_steps.pyx", *STEPS], **BLOCK_HOW)
 worker_steps = Extension(
-    "psd_core._worker_steps", sources=["psd_core/_worker_steps.pyx", "psd_core/csrc/worker_steps.c"], **WITH_SHARED
+    "psd_core._worker_steps", sources=["psd_core/_worker_steps.pyx", "psd_core/csrc/worker_steps.c"], **KERNELS_HOW
 )
 arena = Extension("psd_core._arena", sources=["psd_core/_arena.pyx"], **WITH_SHARED)
 TABLE_HOW = {**WITH_SHARED, "depends": [*HEADERS, "psd_core/_table_c.pxd"]}

@@ -69,12 +69,10 @@ cdef class LargeMap:
 
 
 cdef class Words:
-    """`count` uint64 words of a writable buffer, from byte `start`. Keeps the buffer alive."""
+    """`count` uint64 words of a writable buffer, from byte `start`: a buffer of their bytes. Keeps the first one alive."""
 
     cdef Py_buffer view
     cdef uint64_t *words
-    cdef object buffer
-    cdef Py_ssize_t start
     cdef readonly Py_ssize_t count
 
     def __cinit__(self, object buffer, Py_ssize_t start, Py_ssize_t count):
@@ -85,8 +83,6 @@ cdef class Words:
         if <uintptr_t>self.words % 8 != 0:
             raise ValueError(f"start: expected an address that is a multiple of 8, got byte {start}")
         self.count = count
-        self.buffer = buffer
-        self.start = start
 
     def __dealloc__(self):
         PyBuffer_Release(&self.view)
@@ -118,9 +114,8 @@ cdef class Words:
         self.check(first, count)
         return psd_checksum(&self.words[first], count)
 
-    def bytes(self):
-        """Return a view of all words' memory, as bytes."""
-        return memoryview(self.buffer).cast("B")[self.start : self.start + 8 * self.count]
+    def __getbuffer__(self, Py_buffer *view, int flags):
+        PyBuffer_FillInfo(view, self, self.words, 8 * self.count, 0, flags)
 
     def content(self):
         """Return the checksum of all words as a `Content` has it, without the GIL if they are many."""

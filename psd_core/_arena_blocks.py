@@ -106,8 +106,8 @@ class Blocks:
     def begin_planes(self, blocks: Collection[int]) -> PlaneFile:
         """Let the next versions of these blocks lie in planes; spare pages of their size go back to the system."""
         file = self.planes.begin(blocks)
-        sizes = {kind.size: kind for block in blocks if (kind := self._kinds[block]) is not self._apart_kinds[block]}
-        self.pool.punch(self.pool.withdraw_idle(list(sizes.values())))
+        kinds = [kind for block in blocks if (kind := self._kinds[block]) is not self._apart_kinds[block]]
+        self.pool.punch(self.pool.withdraw_idle(kinds))
         return file
 
     def current(self, block: int) -> Page | None:
@@ -286,5 +286,5 @@ def _content(page: Page) -> int:
         return int(page.body.content())
     content = Content()
     content.add(page.parameter.view(np.uint8))
-    content.add(page.body.bytes())
+    content.add(page.body)
     return int(content.check())

@@ -73,6 +73,11 @@ class BlockShape(NamedTuple):
     segment_count: int
     extra_count: int = 0
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the parameter, and of each slot."""
+        return self.length * np.dtype(self.dtype).itemsize
+
 
 def check_shape(index: int, shape: BlockShape) -> None:
     """Raise ValueError for a shape that no page can have."""
@@ -109,7 +114,7 @@ def page_layout(shape: BlockShape, workers: int, *, is_apart: bool = False) -> P
     steps_at = clocks_at + 8 * workers
     head_words = HEADER_WORDS + 2 * workers + shape.segment_count
     parameter_at = align(8 * head_words, CACHE_LINE_BYTES)
-    stride = align(shape.length * np.dtype(shape.dtype).itemsize, CACHE_LINE_BYTES)
+    stride = align(shape.nbytes, CACHE_LINE_BYTES)
     own = 0 if is_apart else 1
     count = own + shape.slot_count + shape.extra_count
     behind = tuple(parameter_at + stride * i for i in range(own, count))

@@ -61,7 +61,7 @@ class Views:
         self.parameter = array(shape.length, shape.dtype, layout.parameter_at) if own_at else None
         self.slots = tuple(array(shape.length, shape.dtype, at) for at in layout.slots_at)
         self.extra = tuple(array(shape.length, shape.dtype, at) for at in layout.extra_at)
-        nbytes = shape.length * np.dtype(shape.dtype).itemsize
+        nbytes = shape.nbytes
         tail, arrays_at = -nbytes % CACHE_LINE_BYTES, (*own_at, *layout.slots_at, *layout.extra_at)
         self.tails = [array(tail, "u1", at + nbytes) for at in arrays_at if tail]
 
@@ -277,11 +277,7 @@ class Pool:
     def withdraw_idle(self, kinds: Collection[PageKind]) -> list[Place]:
         """Take all backed places of these kinds, which are not needed soon, off their lists, to be punched."""
         with self.lock:
-            found = [place for kind in kinds for place in kind.backed if not self._is_closed and self._can_punch]
-            for kind in kinds if found else ():
-                kind.backed.clear()
-                kind.idle_min = 0
-        return found
+            return [place for kind in kinds for place in self._cut(kind, len(kind.backed), kept=0)]
 
     def trim(self) -> None:
         """Give all surplus back now."""
@@ -304,11 +300,11 @@ class Pool:
                     self._can_punch = False
                     place.kind.backed.appendleft(place)
 
-    def _cut(self, kind: PageKind, count: int) -> list[Place]:
-        """Remove up to `count` of the coldest backed places, and leave SPARE_PAGES_KEPT."""
+    def _cut(self, kind: PageKind, count: int, kept: int = SPARE_PAGES_KEPT) -> list[Place]:
+        """Remove up to `count` of the coldest backed places, and leave `kept`."""
         if self._is_closed or not self._can_punch:
             return []
-        count = max(0, min(count, len(kind.backed) - SPARE_PAGES_KEPT))
+        count = max(0, min(count, len(kind.backed) - kept))
         kind.idle_min = max(0, kind.idle_min - count)
         return [kind.backed.popleft() for _ in range(count)]
 

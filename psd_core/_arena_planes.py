@@ -85,8 +85,7 @@ class PlaneFile:
 
     def nbytes(self, block: int) -> int:
         """Bytes of a block's parameter."""
-        shape = self._shapes[block]
-        return shape.length * np.dtype(shape.dtype).itemsize
+        return self._shapes[block].nbytes
 
     def place(self, plane: int, block: int) -> tuple[int, int]:
         """Offset in the file, and length, in bytes."""
@@ -276,11 +275,6 @@ class Planes:
         for number, path in paths(self._directory):
             if number not in self._found and (self._own is None or number != self._own.number):
                 path.unlink(missing_ok=True)
-
-    @property
-    def names(self) -> list[str]:
-        """The names of the files that there may be."""
-        return [path.name for _, path in paths(self._directory)]
 
     def close(self) -> None:
         """Close the files; what is mapped of them stays as it is. What comes back changes nothing any more."""

@@ -118,7 +118,7 @@ cdef class BlockCore:
             self.waited_in_few[0] = mask
         else:
             for i in range(self.block.mask_words):
-                self.waited_in_few[i] = mask >> (64 * i) & 0xFFFFFFFFFFFFFFFF
+                self.waited_in_few[i] = word_of(mask, i)
         return self.waited_in_few
 
     cdef int check(self, int status) except -1:
@@ -241,8 +241,7 @@ cdef class BlockCore:
     @property
     def contributors(self):
         """Mask of the ranks that the open round has a gradient of."""
-        cdef size_t i
-        return sum([<object>self.block.contributors[i] << (64 * i) for i in range(self.block.mask_words)])
+        return integer_of(self.block.contributors, self.block.mask_words)
 
     @property
     def round(self):

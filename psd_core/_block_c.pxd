@@ -2,6 +2,8 @@
 
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 
+from psd_core._kernels_c cimport PSD_BF16, PSD_F16, PSD_F32, PSD_F64, psd_dtype
+
 
 cdef extern from "pthread.h" nogil:
     ctypedef struct pthread_mutex_t:
@@ -41,6 +43,7 @@ cdef extern from "ranks.h" nogil:
         size_t count
         psd_rank *rank
     void psd_ring(psd_ranks *)
+    void psd_count_push(psd_rank *, int is_counted, uint64_t received, double weight)
 
 
 cdef extern from "block.h" nogil:
@@ -51,11 +54,6 @@ cdef extern from "block.h" nogil:
         PSD_RULES
         PSD_RULES_CHECKSUM
         PSD_AGES
-    ctypedef enum psd_dtype:
-        PSD_F32
-        PSD_F64
-        PSD_F16
-        PSD_BF16
     ctypedef enum psd_outcome:
         PSD_NEEDS_PAGE
         PSD_NOT_SENT
@@ -134,3 +132,13 @@ cdef extern from "block.h" nogil:
     int64_t psd_block_pins(psd_block *, int64_t page, uint64_t use) noexcept
     psd_page_state psd_block_state(psd_block *, int64_t page, uint64_t use) noexcept
     int64_t psd_block_stop(psd_block *) noexcept
+
+
+cdef inline uint64_t word_of(object mask, size_t i):
+    """A word of a mask, which is an integer."""
+    return mask >> (64 * i) & 0xFFFFFFFFFFFFFFFF
+
+
+cdef inline object integer_of(const uint64_t *words, size_t n):
+    """A mask of n words."""
+    return int.from_bytes((<const char *>words)[: 8 * n], "little")

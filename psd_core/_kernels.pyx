@@ -12,13 +12,10 @@ from cpython.buffer cimport PyBUF_C_CONTIGUOUS, PyBUF_FORMAT, PyBUF_WRITABLE, Py
 from libc.stdint cimport intptr_t, uint8_t, uint32_t, uint64_t, uintptr_t
 from libc.string cimport memset
 
+from psd_core._kernels_c cimport dtype_of, psd_dtype, psd_first_nonfinite
+
 
 cdef extern from "kernels.h" nogil:
-    ctypedef enum psd_dtype:
-        PSD_F32
-        PSD_F64
-        PSD_F16
-        PSD_BF16
     enum:
         PSD_RULES
         PSD_RULES_CHECKSUM
@@ -51,7 +48,6 @@ cdef extern from "kernels.h" nogil:
         psd_dtype, void *out, const void *grad, intptr_t count, const uint32_t *ends, const double *weights, int add
     ) noexcept
     void psd_widen(psd_dtype, float *out, const void *half, intptr_t n) noexcept
-    intptr_t psd_first_nonfinite(psd_dtype, const void *x, intptr_t n) noexcept
     int psd_add_squares(psd_dtype, uint64_t *limbs, const void *x, intptr_t n, intptr_t offset) noexcept
     int psd_add_products(
         psd_dtype, uint64_t *plus, uint64_t *minus, const void *x, const void *y, intptr_t n, intptr_t offset
@@ -183,8 +179,7 @@ cdef bint _is_of_type(Py_buffer *view, char letter) noexcept:
 
 
 cdef inline psd_dtype _dtype(Py_buffer *view) noexcept nogil:
-    cdef char letter = view.format[0]
-    return PSD_F32 if letter == c"f" else PSD_F64 if letter == c"d" else PSD_F16 if letter == c"e" else PSD_BF16
+    return dtype_of(view.format[0])
 
 
 cdef object _invalid(str name, object array, char letter, bint writable, str problem):

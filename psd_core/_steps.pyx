@@ -10,7 +10,8 @@ from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy
 
 from psd_core._block cimport BlockCore
-from psd_core._block_c cimport PSD_BF16, PSD_F16, PSD_F32, PSD_F64, PSD_SECONDS, psd_rank, psd_ranks, psd_ring
+from psd_core._block_c cimport PSD_SECONDS, integer_of, psd_count_push, psd_rank, psd_ranks, psd_ring, word_of
+from psd_core._kernels_c cimport PSD_F32, dtype_of
 from psd_core._steps_c cimport *
 
 import os
@@ -116,10 +117,7 @@ cdef class Ranks:
         """Forget them, and count the step as far as it came: its connection has ended, and no push is made in its place."""
         cdef psd_rank *r = self.at(rank)
         if r.half_blocks and r.half_has_ended:
-            r.counts.accepted += 1
-            r.counts.received += r.half_received
-            r.samples += r.half_weight
-            r.counts.pulls += 1
+            psd_count_push(r, True, r.half_received, r.half_weight)
         r.half_blocks = 0
 
 
@@ -189,6 +187,7 @@ cdef class Steps:
     """
 
     cdef psd_steps steps
+    cdef readonly size_t head_bytes, gradient_bytes, parameter_bytes
     cdef Ranks ranks
     cdef list cores
     cdef unsigned char[::1] record
@@ -207,29 +206,18 @@ cdef class Steps:
             assert core.block.workers <= ranks.ranks.count and core.ranks is ranks
             assert 0 <= first and first + core.block.scalars <= len(low)
             s.place[i].block, s.place[i].first_scalar = &core.block, first
-            s.place[i].gradient_dtype = {"f": PSD_F32, "d": PSD_F64, "e": PSD_F16, "H": PSD_BF16}[letter]
+            s.place[i].gradient_dtype = dtype_of(<char>ord(letter))
             assert letter == ("f" if core.block.dtype == PSD_F32 else "d") or core.block.dtype == PSD_F32 and letter in "eH"
-            s.place[i].gradient_bytes = core.block.n * {"f": 4, "d": 8, "e": 2, "H": 2}[letter]
+            s.place[i].gradient_bytes = core.block.n * (2 if letter in "eH" else core.block.item)
             s.place[i].parameter_bytes = core.block.n * core.block.item
         if psd_steps_init(s) != 0:
             raise MemoryError("no memory for steps")
+        self.head_bytes, self.gradient_bytes, self.parameter_bytes = s.head_bytes, s.gradient_bytes, s.parameter_bytes
         for i in range(s.scalars):
             s.low[i], s.high[i] = low[i], high[i]
 
     def __dealloc__(self):
         psd_steps_free(&self.steps)
-
-    @property
-    def head_bytes(self):
-        return self.steps.head_bytes
-
-    @property
-    def gradient_bytes(self):
-        return self.steps.gradient_bytes
-
-    @property
-    def parameter_bytes(self):
-        return self.steps.parameter_bytes
 
     def arm(self, Py_ssize_t rank, uint64_t session, uint64_t floor, Py_ssize_t record_at, object waited):
         """Take the steps of a rank, which must not be armed; returns its epoch. Under the shard's lock.
@@ -245,7 +233,7 @@ cdef class Steps:
         r.session, r.floor, r.record = session, floor, <uint64_t *>(&self.record[0] + record_at)
         assert <uintptr_t>r.record % 8 == 0
         for i in range(self.steps.mask_words):
-            word = waited >> (64 * i) & 0xFFFFFFFFFFFFFFFF
+            word = word_of(waited, i)
             if self.steps.waited[i] != word:  # else others, who are armed, may be reading it
                 self.steps.waited[i] = word
         psd_set(&r.epoch, psd_see(&r.epoch) + 1)
@@ -271,7 +259,7 @@ cdef class Steps:
             assert len(scalars) == <Py_ssize_t>self.steps.scalars
             for i in range(self.steps.scalars):
                 numbers[i] = scalars[i]
-            return psd_steps_hear(&self.steps, number, -1, numbers, is_alike) != 0
+            psd_steps_hear(&self.steps, number, -1, numbers, is_alike)
         finally:
             free(numbers)
 
@@ -290,8 +278,7 @@ cdef class Steps:
         found = []
         for i in range(2):
             v = &self.steps.voice[i]
-            spoke = sum([<object>v.spoke[k] << (64 * k) for k in range(self.steps.mask_words)])
-            counted = sum([<object>v.counted[k] << (64 * k) for k in range(self.steps.mask_words)])
+            spoke, counted = integer_of(v.spoke, self.steps.mask_words), integer_of(v.counted, self.steps.mask_words)
             if v.is_there and spoke:
                 found.append((v.round, [v.scalars[k] for k in range(self.steps.scalars)], spoke, counted))
         return found

@@ -1,6 +1,6 @@
 """What `_steps.pyx` uses of armed steps, csrc/steps.h and step_loop.h."""
 
-from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
+from libc.stdint cimport int64_t, uint32_t, uint64_t
 
 from psd_core._block_c cimport psd_block, psd_dtype, psd_ranks
 
@@ -19,7 +19,7 @@ cdef extern from "steps.h" nogil:
         size_t gradient_bytes, parameter_bytes, first_scalar
     ctypedef struct psd_step_voice:
         uint64_t round
-        int is_there, is_mixed
+        int is_there
         double *scalars
         uint64_t *spoke
         uint64_t *counted
@@ -46,7 +46,6 @@ cdef extern from "steps.h" nogil:
 cdef extern from "step_loop.h" nogil:
     enum:
         PSD_PLACES_MAX
-        PSD_READ_AHEAD
     ctypedef enum psd_served:
         PSD_SERVED_CLOSED
         PSD_SERVED_OTHER
@@ -56,14 +55,13 @@ cdef extern from "step_loop.h" nogil:
         PSD_SERVED_ERROR
     ctypedef struct psd_step_connection:
         psd_step step
-        int fd, error, in_memory, is_waiting, reason
+        int fd, error, in_memory, reason
         size_t places
         const void *gradient[PSD_STEP_BLOCKS_MAX]
         void *parameter[PSD_PLACES_MAX][PSD_STEP_BLOCKS_MAX]
         uint64_t done
         char *buffer
-        char *answer
-        size_t capacity, have, message_bytes
+        size_t capacity, have
     int psd_step_connection_init(psd_step_connection *)
     void psd_step_connection_free(psd_step_connection *)
     psd_served psd_steps_serve(psd_step_connection *)

@@ -10,14 +10,8 @@ from libc.errno cimport EINTR
 from libc.stdint cimport intptr_t, uint32_t, uint64_t, uintptr_t
 from libc.string cimport memcpy
 
+from psd_core._kernels_c cimport dtype_of, psd_dtype, psd_first_nonfinite
 
-cdef extern from "kernels.h" nogil:
-    ctypedef enum psd_dtype:
-        PSD_F32
-        PSD_F64
-        PSD_F16
-        PSD_BF16
-    intptr_t psd_first_nonfinite(psd_dtype, const void *x, intptr_t n) noexcept
 
 cdef extern from "step_frames.h" nogil:
     enum:
@@ -138,7 +132,7 @@ cdef class WorkerSteps:
         cdef str letter = memoryview(array).format
         if letter not in ("f", "d", "e", "H"):
             raise ValueError(f"looked_at: elements of type {letter}")
-        found.dtype = PSD_F32 if letter == "f" else PSD_F64 if letter == "d" else PSD_F16 if letter == "e" else PSD_BF16
+        found.dtype = dtype_of(<char>ord(letter))
         found.values, found.length = NULL, 0
         if len(array):
             memory = memoryview(array).cast("B")

@@ -311,7 +311,7 @@ class Arena:
         """Delete the arena's files as `close` does, and nothing else: at the end of the process, and in finalizers, which may
         strike amid any call. Takes no lock."""
         try:
-            self._directory.remove(ARENA_NAME, *self._blocks.planes.names)
+            self._directory.remove(ARENA_NAME, *(path.name for path in plane_paths(self._directory.path)))
         finally:
             self._directory.close()
 

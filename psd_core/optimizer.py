@@ -151,9 +151,9 @@ class Optimizer:
 
     @classmethod
     def ranges_together(cls, flags: Collection[str]) -> Mapping[str, Range] | None:
-        """Narrower ranges of some numbers, within which `conflicts` finds none; None: there are no such ranges."""
+        """Narrower ranges of some numbers, within which `conflicts` finds none; None: none are known."""
         del flags
-        return {}
+        return None if any("conflicts" in vars(row) for row in cls.__mro__ if row is not Optimizer) else {}
 
     @classmethod
     def conflicts(cls, flags: Collection[str], numbers: Mapping[str, float]) -> list[tuple[str, str]]:

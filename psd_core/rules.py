@@ -336,12 +336,6 @@ class DelayedNesterov(Optimizer):
     maximize: bool = False
 
     @classmethod
-    def ranges_together(cls, flags: Collection[str]) -> Mapping[str, Range] | None:
-        """None: which activations there may be depends on `every`."""
-        del flags
-        return None
-
-    @classmethod
     def conflicts(cls, flags: Collection[str], numbers: Mapping[str, float]) -> list[tuple[str, str]]:
         """Numbers that go together with no others: `every` is a whole one, and the activation at most 1 / every."""
         del flags

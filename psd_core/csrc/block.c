@@ -57,7 +57,8 @@ void psd_block_free(psd_block *b)
     free(b->touched);
     free(b->sum);
     free(b->page);
-    psd_block_free_retired(b);
+    for (int i = 0; i < b->retirements; i++)
+        free(b->retired[i]);
     if (b->has_ring)
         pthread_mutex_destroy(&b->ring);
     if (b->has_lock)

@@ -18,6 +18,7 @@
 #include "ranks.h"
 #include "round_times.h"
 
+enum { PSD_RETIRED_MAX = 48 }; /* each array of pages is twice as long as the one before: memory ends first */
 enum { PSD_AGES = 66 }; /* gradients by age: of 0, 1, 2, 3 to 4, 5 to 8, and so on */
 
 struct psd_block_calls;
@@ -100,7 +101,8 @@ typedef struct {
     psd_page *page;
     int64_t pages, current; /* -1: nothing was published */
     int has_ring, has_lock, is_closed;
-    struct psd_retired *retired; /* earlier arrays of pages, which somebody may be looking at */
+    psd_page *retired[PSD_RETIRED_MAX]; /* earlier arrays of pages, which somebody may be looking at */
+    int retirements;
 } psd_block;
 
 /* What another library calls. */
@@ -115,7 +117,6 @@ typedef struct psd_block_calls {
 /* The caller has set what never changes, and zeros elsewhere. 0, or -1: no memory. */
 int psd_block_init(psd_block *);
 void psd_block_free(psd_block *);
-void psd_block_free_retired(psd_block *);
 
 /* Begin with a version, and with an open round that nobody has a gradient in. */
 void psd_block_open(psd_block *, uint64_t version);

@@ -15,38 +15,6 @@ static int is_used_as(const psd_block *b, int64_t page, uint64_t use, psd_page_s
     return page >= 0 && page < b->pages && b->page[page].use == use && b->page[page].state == state;
 }
 
-typedef struct psd_retired {
-    struct psd_retired *next;
-    psd_page *page;
-} psd_retired;
-
-/* A larger array of pages. An update may be under way without `ring`, and read the old one: that stays, and is not written to any more
- * but for the content of a spare, which is then computed again. */
-static psd_page *grow(psd_block *b, int64_t pages)
-{
-    psd_page *const more = calloc((size_t)pages, sizeof *more);
-    psd_retired *const kept = b->page ? malloc(sizeof *kept) : NULL;
-    if (!more || (b->page && !kept)) {
-        free(more);
-        free(kept);
-        return NULL;
-    }
-    if (b->page) {
-        memcpy(more, b->page, (size_t)b->pages * sizeof *more);
-        kept->next = b->retired, kept->page = b->page, b->retired = kept;
-    }
-    return more;
-}
-
-void psd_block_free_retired(psd_block *b)
-{
-    for (psd_retired *kept = b->retired, *next; kept; kept = next) {
-        next = kept->next;
-        free(kept->page);
-        free(kept);
-    }
-}
-
 int64_t psd_block_lend(psd_block *b, uint64_t *head, char *body, uint64_t number, uint64_t body_number)
 {
     int64_t at = 0;
@@ -55,10 +23,16 @@ int64_t psd_block_lend(psd_block *b, uint64_t *head, char *body, uint64_t number
         at++;
     if (at == b->pages) {
         const int64_t pages = b->pages ? 2 * b->pages : PAGES_FIRST;
-        psd_page *const more = grow(b, pages);
+        psd_page *const more = calloc((size_t)pages, sizeof *more);
         if (!more) {
             pthread_mutex_unlock(&b->ring);
             return -1;
+        }
+        /* An update may be under way without `ring`, and read the old array: that stays, and is not written to any more but for the
+         * content of a spare, which is then computed again. */
+        if (b->page) {
+            memcpy(more, b->page, (size_t)b->pages * sizeof *more);
+            b->retired[b->retirements++] = b->page;
         }
         b->page = more, b->pages = pages;
     }

@@ -28,7 +28,7 @@ typedef struct {
     uint32_t inside;
     uint64_t session, clock, floor; /* session and floor: when it was armed */
     double last_seen, samples, awaited_s;
-    uint64_t *record; /* of the arena: clock, and above it 8 bits of state; NULL: none */
+    uint64_t *record; /* of the arena: clock, and above it 8 bits of state; set when it was armed */
     /* A step that was counted and then answered AGAIN: its name, and bits of the blocks that counted it. */
     uint64_t half_session, half_clock, half_blocks;
     int half_has_ended; /* it had come to its end, and had only to wait; then what it would have counted */
@@ -50,6 +50,16 @@ typedef struct psd_ranks {
 static inline void psd_add_count(uint64_t *count, uint64_t more)
 {
     __atomic_fetch_add(count, more, __ATOMIC_RELAXED);
+}
+
+/* Counts a push, and the pull that is its answer. */
+static inline void psd_count_push(psd_rank *r, int is_counted, uint64_t received, double weight)
+{
+    psd_add_count(is_counted ? &r->counts.accepted : &r->counts.duplicate, 1);
+    psd_add_count(&r->counts.pulls, 1);
+    psd_add_count(&r->counts.received, received);
+    if (is_counted)
+        r->samples += weight;
 }
 
 void psd_ring(psd_ranks *);                             /* wakes who sleeps */

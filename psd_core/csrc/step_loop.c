@@ -24,15 +24,13 @@ int psd_step_connection_init(psd_step_connection *c)
     c->message_bytes = PREFIX + s->head_bytes + (c->in_memory ? 0 : s->gradient_bytes);
     c->capacity = (c->message_bytes > PSD_READ_AHEAD ? c->message_bytes : PSD_READ_AHEAD);
     c->buffer = aligned_alloc(64, (c->capacity + 63) / 64 * 64);
-    c->answer = calloc(1, PREFIX + sizeof(psd_done_head) + 8 * s->blocks);
     c->step.mask = calloc(1, segments);
-    return c->buffer && c->answer && c->step.mask ? 0 : -1;
+    return c->buffer && c->step.mask ? 0 : -1;
 }
 
 void psd_step_connection_free(psd_step_connection *c)
 {
     free(c->buffer);
-    free(c->answer);
     free(c->step.mask);
 }
 
@@ -62,7 +60,7 @@ static int send_all(psd_step_connection *c, struct iovec *parts, size_t count)
     return 0;
 }
 
-static int send_again(psd_step_connection *c, int reason)
+static psd_served send_again(psd_step_connection *c, int reason)
 {
     struct {
         psd_step_prefix prefix;
@@ -70,7 +68,7 @@ static int send_again(psd_step_connection *c, int reason)
     } message = {{PSD_AGAIN, sizeof(psd_again_head), 0}, {(uint32_t)reason, 0}};
     struct iovec part = {&message, sizeof message};
     c->reason = reason;
-    return send_all(c, &part, 1);
+    return send_all(c, &part, 1) == 0 ? PSD_SERVED_AGAIN : PSD_SERVED_ERROR;
 }
 
 /* Sends the pages that are pinned, or writes them where the worker has its parameters. */
@@ -78,18 +76,21 @@ static int send_done(psd_step_connection *c)
 {
     const psd_step *t = &c->step;
     const psd_steps *s = t->steps;
-    psd_step_prefix *prefix = (psd_step_prefix *)c->answer;
-    psd_done_head *head = (psd_done_head *)(prefix + 1);
-    uint64_t *versions = (uint64_t *)(head + 1);
+    const uint32_t counted = (uint32_t)__builtin_popcountll(t->counted_blocks);
+    struct {
+        psd_step_prefix prefix;
+        psd_done_head head;
+        uint64_t versions[PSD_STEP_BLOCKS_MAX];
+    } message = {
+        {PSD_DONE, (uint32_t)(sizeof(psd_done_head) + 8 * s->blocks), c->in_memory ? 0 : s->parameter_bytes},
+        {t->head->clock + 1, counted, (uint32_t)s->blocks - counted},
+    };
     struct iovec parts[1 + 2 * PSD_STEP_BLOCKS_MAX];
     size_t count = 1;
-    prefix->kind = PSD_DONE, prefix->head_bytes = (uint32_t)(sizeof *head + 8 * s->blocks);
-    prefix->payload_bytes = c->in_memory ? 0 : s->parameter_bytes;
-    head->clock = t->head->clock + 1, head->counted = t->counted, head->duplicate = t->duplicate;
     for (size_t i = 0; i < s->blocks; i++) {
         const psd_page *page = &s->place[i].block->page[t->page[i]];
         const size_t nbytes = s->place[i].parameter_bytes, filled = psd_eights(nbytes) - nbytes;
-        versions[i] = page->version;
+        message.versions[i] = page->version;
         if (c->in_memory) {
             memcpy(c->parameter[t->head->place][i], page->body, nbytes);
             continue;
@@ -98,7 +99,7 @@ static int send_done(psd_step_connection *c)
         if (filled)
             parts[count++] = (struct iovec){(void *)(uintptr_t)ZEROS, filled};
     }
-    parts[0] = (struct iovec){c->answer, PREFIX + prefix->head_bytes};
+    parts[0] = (struct iovec){&message, PREFIX + message.prefix.head_bytes};
     c->done++;
     return send_all(c, parts, count);
 }
@@ -155,7 +156,7 @@ static psd_served answer(psd_step_connection *c)
     if (!reason)
         reason = psd_step_pin(&c->step, c->began);
     if (reason)
-        return send_again(c, reason) == 0 ? PSD_SERVED_AGAIN : PSD_SERVED_ERROR;
+        return send_again(c, reason);
     /* A worker that has hung up may use its memory for something else. */
     const int is_cancelled = c->in_memory && __atomic_load_n(&c->is_cancelled, __ATOMIC_SEQ_CST);
     const int status = is_cancelled ? 0 : send_done(c);
@@ -186,29 +187,25 @@ psd_served psd_steps_serve(psd_step_connection *c)
     const psd_step_prefix *prefix = (const psd_step_prefix *)c->buffer;
     const size_t first = c->message_bytes < PSD_READ_AHEAD ? c->message_bytes : PSD_READ_AHEAD;
     for (;;) {
+        psd_served status;
+        int reason = 0;
         if (!c->is_waiting) {
-            psd_served status = receive(c, PREFIX, first > c->have ? first : c->have);
+            status = receive(c, PREFIX, first);
             if (status != PSD_SERVED_OTHER)
                 return status;
             if (prefix->kind != PSD_STEP)
                 return PSD_SERVED_OTHER;
             if (prefix->head_bytes != s->head_bytes || prefix->payload_bytes != (c->in_memory ? 0 : s->gradient_bytes))
                 return PSD_SERVED_WRONG;
-            status = receive(c, c->message_bytes, c->message_bytes > c->have ? c->message_bytes : c->have);
+            status = receive(c, c->message_bytes, c->message_bytes);
             if (status != PSD_SERVED_OTHER)
                 return status;
-            const int reason = take(c);
-            if (reason) {
-                const int is_sent = send_again(c, reason) == 0;
-                c->have -= c->message_bytes;
-                memmove(c->buffer, c->buffer + c->message_bytes, c->have);
-                return is_sent ? PSD_SERVED_AGAIN : PSD_SERVED_ERROR;
-            }
-            c->is_waiting = 1;
-            if (c->step.hands_back)
+            reason = take(c);
+            c->is_waiting = !reason;
+            if (c->is_waiting && c->step.hands_back)
                 return PSD_SERVED_TICKETS;
         }
-        const psd_served status = answer(c);
+        status = reason ? send_again(c, reason) : answer(c);
         c->have -= c->message_bytes;
         memmove(c->buffer, c->buffer + c->message_bytes, c->have);
         if (status != PSD_SERVED_OTHER)

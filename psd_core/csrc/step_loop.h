@@ -24,7 +24,7 @@ typedef struct {
     uint32_t is_cancelled; /* by another thread */
     uint64_t done; /* steps that were answered by DONE */
     double began;
-    char *buffer, *answer;
+    char *buffer;
     size_t capacity, have, message_bytes;
 } psd_step_connection;
 

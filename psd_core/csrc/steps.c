@@ -1,6 +1,7 @@
 /* What an armed step does; see steps.h. */
 #include "portable.h"
 
+#include <float.h>
 #include <math.h>
 #include <stdlib.h>
 
@@ -8,13 +9,14 @@
 #include "steps.h"
 
 enum { LIVE = 2, STATE_SHIFT = 56, BELOW_SHIFT = 4, BELOW_MAX = 2 }; /* of a rank's record; see ShardCore._save_worker */
-static const double WEIGHT_MIN = 1e-9, WEIGHT_MAX = 1e15, FLOAT32_MAX = 3.4028234663852886e38;
+static const double WEIGHT_MIN = 1e-9, WEIGHT_MAX = 1e15;
 
 int psd_steps_init(psd_steps *s)
 {
     size_t present = 0;
     for (size_t i = 0; i < s->blocks; i++) {
-        const psd_step_place *p = &s->place[i];
+        psd_step_place *p = &s->place[i];
+        p->present_at = present;
         present += (p->block->segments + 7) / 8;
         s->gradient_bytes += psd_eights(p->gradient_bytes), s->parameter_bytes += psd_eights(p->parameter_bytes);
     }
@@ -122,7 +124,7 @@ int psd_step_again(psd_step *t, int reason, int is_inside)
 static int are_fit(const psd_steps *s, const double *scalars)
 {
     for (size_t i = 0; i < s->scalars; i++)
-        if (!(fabs(scalars[i]) <= FLOAT32_MAX && s->low[i] <= scalars[i] && scalars[i] <= s->high[i]))
+        if (!(fabs(scalars[i]) <= FLT_MAX && s->low[i] <= scalars[i] && scalars[i] <= s->high[i]))
             return 0;
     return 1;
 }
@@ -147,7 +149,7 @@ int psd_step_begin(psd_step *t)
     psd_steps *s = t->steps;
     t->versions = (const uint64_t *)(h + 1), t->scalars = (const double *)(t->versions + s->blocks);
     t->present = (const uint8_t *)h + s->present_at;
-    t->counted = t->duplicate = 0, t->counted_blocks = t->received = 0, t->closes = t->hands_back = t->has_ended = 0;
+    t->counted_blocks = t->received = 0, t->closes = t->hands_back = t->has_ended = 0;
     if (!enter(t))
         return PSD_AGAIN_REVOKED;
     const psd_rank *r = rank_of(t);
@@ -171,9 +173,7 @@ static int present_in(psd_step *t, size_t i, const uint8_t **found)
     *found = NULL;
     if (!(t->head->flags & PSD_STEP_HAS_PRESENT))
         return 1;
-    const uint8_t *at = t->present;
-    for (size_t k = 0; k < i; k++)
-        at += (t->steps->place[k].block->segments + 7) / 8;
+    const uint8_t *at = t->present + t->steps->place[i].present_at;
     const size_t segments = t->steps->place[i].block->segments;
     size_t there = 0;
     for (size_t k = 0; k < segments; k++)
@@ -232,11 +232,9 @@ int psd_step_count(psd_step *t, size_t i, const void *gradient)
     if (outcome != PSD_COUNTED && outcome != PSD_DUPLICATE)
         return psd_step_again(t, PSD_AGAIN_CASE, 1);
     if (outcome == PSD_COUNTED) {
-        if (s->has_rounds && !t->counted)
+        if (s->has_rounds && !t->counted_blocks)
             counted(s, h->clock, t->rank);
-        t->counted++, t->counted_blocks |= (uint64_t)1 << i;
-    } else {
-        t->duplicate++;
+        t->counted_blocks |= (uint64_t)1 << i;
     }
     t->received += part.values ? place->gradient_bytes : 0;
     return 0;
@@ -252,7 +250,7 @@ void psd_step_end(psd_step *t)
         __atomic_store_n(&r->clock, clock, __ATOMIC_SEQ_CST);
         const uint64_t above = clock - r->floor, below = above < BELOW_MAX ? above : BELOW_MAX;
         const psd_block *b = t->steps->place[0].block;
-        if (r->record && !(b->on_store && b->on_store(b->context, "arena.member")))
+        if (!(b->on_store && b->on_store(b->context, "arena.member")))
             psd_store_release(r->record, (LIVE | below << BELOW_SHIFT) << STATE_SHIFT | clock);
     }
     /* Python sets this before it looks at the clocks. */
@@ -274,13 +272,7 @@ int psd_step_reached(const psd_step *t)
 
 static void note_push(psd_step *t)
 {
-    psd_rank *r = rank_of(t);
-    psd_step_counts *c = &r->counts;
-    psd_add_count(t->counted ? &c->accepted : &c->duplicate, 1);
-    psd_add_count(&c->pulls, 1);
-    psd_add_count(&c->received, t->received);
-    if (t->counted)
-        r->samples += t->head->weight;
+    psd_count_push(rank_of(t), t->counted_blocks != 0, t->received, t->head->weight);
 }
 
 static void note(psd_step *t, double began)
@@ -304,6 +296,14 @@ void psd_step_abandon(psd_step *t)
     }
 }
 
+static void unpin(psd_step *t, size_t count)
+{
+    for (size_t i = 0; i < count; i++) {
+        psd_block *b = t->steps->place[i].block;
+        b->calls->unpin(b, t->page[i], t->use[i]);
+    }
+}
+
 int psd_step_pin(psd_step *t, double began)
 {
     if (!enter(t))
@@ -313,8 +313,7 @@ int psd_step_pin(psd_step *t, double began)
         psd_outcome why;
         t->page[i] = b->calls->pin(b, &why);
         if (t->page[i] < 0) {
-            while (i--)
-                b = t->steps->place[i].block, b->calls->unpin(b, t->page[i], t->use[i]);
+            unpin(t, i);
             return psd_step_again(t, PSD_AGAIN_REVOKED, 1);
         }
         t->use[i] = b->page[t->page[i]].use;
@@ -326,8 +325,5 @@ int psd_step_pin(psd_step *t, double began)
 
 void psd_step_unpin(psd_step *t)
 {
-    for (size_t i = 0; i < t->steps->blocks; i++) {
-        psd_block *b = t->steps->place[i].block;
-        b->calls->unpin(b, t->page[i], t->use[i]);
-    }
+    unpin(t, t->steps->blocks);
 }

@@ -18,6 +18,7 @@ typedef struct { /* one block of a job, as it lies in messages */
     psd_dtype gradient_dtype;
     size_t gradient_bytes, parameter_bytes; /* without what fills them up to a multiple of 8 */
     size_t first_scalar;
+    size_t present_at; /* of its mask, behind the first one */
 } psd_step_place;
 
 typedef struct { /* what the workers of an open round, or of the one before, have said of its scalars */
@@ -49,11 +50,10 @@ typedef struct { /* one step under way */
     const uint64_t *versions;
     const double *scalars;
     const uint8_t *present;
-    uint32_t counted, duplicate;
-    uint64_t counted_blocks, received;
+    uint64_t counted_blocks, received; /* bits of the blocks; bytes */
     int has_ended;
-    int closes; /* it has closed a round, or opened a gate */
-    int hands_back; /* somebody waits for that by a ticket */
+    int closes;     /* it has closed a round */
+    int hands_back; /* somebody waits for that, or for its clock, by a ticket */
     int64_t page[PSD_STEP_BLOCKS_MAX];
     uint64_t use[PSD_STEP_BLOCKS_MAX];
     uint8_t *mask; /* room for the longest block's segments */

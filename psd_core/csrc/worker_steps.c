@@ -14,9 +14,10 @@
 enum { ALIVE = 11, PIECES_MAX = 64 };
 
 /* The pieces behind the first `done` bytes, at most PIECES_MAX; returns how many. */
-static int pieces_behind(const struct iovec *all, int count, size_t done, struct iovec *found)
+static size_t pieces_behind(const struct iovec *all, int count, size_t done, struct iovec *found)
 {
-    int at = 0, n = 0;
+    int at = 0;
+    size_t n = 0;
     while (at < count && done >= all[at].iov_len)
         done -= all[at++].iov_len;
     for (; at < count && n < PIECES_MAX; at++, n++) {
@@ -49,13 +50,12 @@ void psd_worker_step_begin(psd_worker_step *s)
     s->sent = s->received = s->rest = 0;
 }
 
+/* Sends what has not left, if anything is to. 0, EAGAIN or EINTR. */
 static int send_rest(psd_worker_step *s)
 {
     struct iovec behind[PIECES_MAX];
-    while (s->sent < s->out_bytes) {
-        struct msghdr message = {.msg_iov = s->out, .msg_iovlen = (size_t)s->outs};
-        if (s->sent || s->outs > PIECES_MAX)
-            message.msg_iov = behind, message.msg_iovlen = (size_t)pieces_behind(s->out, s->outs, s->sent, behind);
+    while ((s->state == PSD_STEP_UNSENT || s->state == PSD_STEP_PENDING) && s->sent < s->out_bytes) {
+        const struct msghdr message = {.msg_iov = behind, .msg_iovlen = pieces_behind(s->out, s->outs, s->sent, behind)};
         const ssize_t sent = sendmsg(s->fd, &message, MSG_NOSIGNAL);
         s->state = PSD_STEP_PENDING; /* also if it has failed: then nobody knows what has left */
         if (sent >= 0) {
@@ -64,7 +64,6 @@ static int send_rest(psd_worker_step *s)
             return errno == EINTR ? EINTR : EAGAIN;
         } else {
             fail(s, errno);
-            return 0;
         }
     }
     return 0;
@@ -114,9 +113,7 @@ static int receive(psd_worker_step *s)
 {
     struct iovec behind[PIECES_MAX];
     do {
-        struct msghdr message = {.msg_iov = s->in, .msg_iovlen = (size_t)s->ins};
-        if (s->received || s->ins > PIECES_MAX)
-            message.msg_iov = behind, message.msg_iovlen = (size_t)pieces_behind(s->in, s->ins, s->received, behind);
+        struct msghdr message = {.msg_iov = behind, .msg_iovlen = pieces_behind(s->in, s->ins, s->received, behind)};
         const ssize_t got = recvmsg(s->fd, &message, 0);
         if (got > 0) {
             s->received += (size_t)got;
@@ -132,24 +129,19 @@ static int receive(psd_worker_step *s)
 
 int psd_worker_step_advance(psd_worker_step *s)
 {
-    if (s->state == PSD_STEP_UNSENT || (s->state == PSD_STEP_PENDING && s->sent < s->out_bytes)) {
-        const int why = send_rest(s);
-        if (why)
-            return why;
-    }
+    const int why = send_rest(s);
+    if (why)
+        return why;
     return s->state == PSD_STEP_PENDING ? receive(s) : 0;
 }
 
 int psd_worker_steps_advance(psd_worker_step *all, size_t n)
 {
     for (size_t i = 0; i < n; i++) {
-        psd_worker_step *const s = &all[i];
-        if (s->state == PSD_STEP_UNSENT || (s->state == PSD_STEP_PENDING && s->sent < s->out_bytes)) {
-            const int why = send_rest(s);
-            if (why)
-                return why;
-        }
-        if (s->state == PSD_STEP_BROKEN)
+        const int why = send_rest(&all[i]);
+        if (why)
+            return why;
+        if (all[i].state == PSD_STEP_BROKEN)
             return 0;
     }
     for (size_t i = 0; i < n; i++) {
