@@ -130,7 +130,8 @@ cdef class Words:
 
 
 cdef class Content:
-    """The checksum of what a page holds, computed piece by piece. Every piece but the last one has a multiple of 8 KiB."""
+    """The checksum of what a page holds, computed piece by piece: of the same bytes in other pieces it may be
+    another."""
 
     cdef psd_page_sums sums
 

@@ -273,14 +273,22 @@ cdef class Steps:
 
     def voices(self):
         """The rounds in which ranks have spoken by steps: round, scalars, mask of the ranks, and of those that counted."""
-        cdef int i
-        cdef size_t k
+        cdef psd_step_voice copy
+        cdef size_t words = self.steps.mask_words, k
+        cdef int odd
         found = []
-        for i in range(2):
-            v = &self.steps.voice[i]
-            spoke, counted = integer_of(v.spoke, self.steps.mask_words), integer_of(v.counted, self.steps.mask_words)
-            if v.is_there and spoke:
-                found.append((v.round, [v.scalars[k] for k in range(self.steps.scalars)], spoke, counted))
+        copy.scalars = <double *>calloc(self.steps.scalars + 2 * words + 1, 8)
+        if copy.scalars == NULL:
+            raise MemoryError("no memory for scalars")
+        copy.spoke = <uint64_t *>(copy.scalars + self.steps.scalars)
+        copy.counted = copy.spoke + words
+        try:
+            for odd in range(2):
+                if psd_steps_voice(&self.steps, odd, &copy) and (spoke := integer_of(copy.spoke, words)):
+                    scalars = [copy.scalars[k] for k in range(self.steps.scalars)]
+                    found.append((copy.round, scalars, spoke, integer_of(copy.counted, words)))
+        finally:
+            free(copy.scalars)
         return found
 
 

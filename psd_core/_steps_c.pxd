@@ -19,7 +19,6 @@ cdef extern from "steps.h" nogil:
         size_t gradient_bytes, parameter_bytes, first_scalar
     ctypedef struct psd_step_voice:
         uint64_t round
-        int is_there
         double *scalars
         uint64_t *spoke
         uint64_t *counted
@@ -41,6 +40,7 @@ cdef extern from "steps.h" nogil:
     int psd_steps_init(psd_steps *)
     void psd_steps_free(psd_steps *)
     int psd_steps_hear(psd_steps *, uint64_t round, int64_t rank, const double *scalars, int is_alike)
+    int psd_steps_voice(psd_steps *, int odd, psd_step_voice *copy)
 
 
 cdef extern from "step_loop.h" nogil:

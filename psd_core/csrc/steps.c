@@ -65,6 +65,19 @@ int psd_steps_hear(psd_steps *s, uint64_t round, int64_t rank, const double *sca
     return agree;
 }
 
+int psd_steps_voice(psd_steps *s, int odd, psd_step_voice *copy)
+{
+    pthread_mutex_lock(&s->speaking);
+    const psd_step_voice *v = &s->voice[odd];
+    copy->round = v->round;
+    memcpy(copy->scalars, v->scalars, s->scalars * sizeof(double));
+    memcpy(copy->spoke, v->spoke, s->mask_words * 8);
+    memcpy(copy->counted, v->counted, s->mask_words * 8);
+    const int is_there = v->is_there;
+    pthread_mutex_unlock(&s->speaking);
+    return is_there;
+}
+
 static void counted(psd_steps *s, uint64_t round, int64_t rank)
 {
     pthread_mutex_lock(&s->speaking);

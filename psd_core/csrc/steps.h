@@ -65,6 +65,9 @@ void psd_steps_free(psd_steps *);
 /* A worker states these scalars for a round by a step, or (rank -1) otherwise. 0: others differ. */
 int psd_steps_hear(psd_steps *, uint64_t round, int64_t rank, const double *scalars, int is_alike);
 
+/* Copies what ranks have said of a round by steps, the even one or the odd one, to arrays that are as long. 0: none has spoken. */
+int psd_steps_voice(psd_steps *, int odd, psd_step_voice *copy);
+
 /* 0, or the reason for AGAIN; then the step has ended, and has left. `begin` enters. */
 int psd_step_begin(psd_step *);
 int psd_step_count(psd_step *, size_t i, const void *gradient);
