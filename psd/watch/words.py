@@ -31,6 +31,11 @@ def _together(waits: Sequence[pb.Wait]) -> str:
     return f"workers {ranks_text([wait.rank for wait in waits])} wait {_wait_for(waits[0])}; so far {duration(longest)}"
 
 
+def rate(per_s: float) -> str:
+    """A rate, with only the significant digits."""
+    return "-" if per_s == 0 else f"{per_s:.0f}" if per_s >= 100 else f"{per_s:.1f}" if per_s >= 1 else f"{per_s:.2g}"
+
+
 def count_text(count: int, noun: str) -> str:
     """A count of something: 1 worker, 3 workers."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

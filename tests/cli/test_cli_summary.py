@@ -24,9 +24,16 @@ def test_summary_when_all_is_well_then_steps_are_counted_from_the_checkpoint_tha
     summary.on_line(1, COUNTED.format(1, 203, 0, 1100, 1000, 100, "5.010"))
 
     assert summary.lines(9.04) == [
-        "9.0 s; step 1100, 20 steps/s; 203 pushes accepted, 3 late",
+        "9.0 s; step 1100, 20.0 steps/s; 203 pushes accepted, 3 late",
         "checkpoints: s3://bucket/run",
     ]
+
+
+def test_summary_when_steps_are_fast_then_their_rate_has_no_exponent():
+    summary = started()
+    summary.on_line(0, COUNTED.format(0, 200, 0, 100, 0, 100, "0.068"))
+
+    assert "; step 100, 1471 steps/s;" in summary.lines(3.9)[0]
 
 
 def test_summary_when_a_worker_has_ended_the_job_then_it_says_so():
@@ -36,7 +43,7 @@ def test_summary_when_a_worker_has_ended_the_job_then_it_says_so():
     summary.on_line(1, COUNTED.format(1, 12, 0, 6, 0, 6, "2.000"))
 
     assert summary.lines(9.0) == [
-        "9.0 s; step 6, 3 steps/s; 12 pushes accepted, 0 late",
+        "9.0 s; step 6, 3.0 steps/s; 12 pushes accepted, 0 late",
         "ended at step 6, as worker 1 has asked (stop)",
     ]
 

@@ -17,6 +17,7 @@ from psd.contract.errors import PsdError, SessionFenced, ShardRestarted, ShardUn
 from psd.contract.jobspec import GroupSpec, JobSpec, TensorSpec
 from psd.contract.layout import Layout
 from psd.v1 import control_pb2
+from psd_client.lanes.progress import Progress
 from psd_client.lanes.transport import Cancelled, Traffic
 from psd_client.lanes.waiting import ShardHealth, WaitReporter, merge
 from psd_client.worker.session.carried_cuts import CarriedCuts
@@ -274,6 +275,11 @@ def test_step_when_a_call_moves_much_then_shard_and_log_hear_how_far_it_is(caplo
     told = [(each.transfer_left_bytes, each.transfer_bytes_per_s) for each in rig.lanes[1].requests]
     assert (told[0], told[-1]) == ((3_000_000, 200_000.0), (0, 0.0))
     assert {each.transfer_left_bytes for each in rig.lanes[0].requests} == {0}
+
+
+@pytest.mark.parametrize(("seconds", "speed"), [(0.01, "300.0 MB/s"), (1.0, "3.0 MB/s"), (40.0, "0.075 MB/s")])
+def test_progress_whatever_the_speed_then_it_has_no_exponent(seconds: float, speed: str) -> None:
+    assert f", {speed}, " in str(Progress(3_000_000, 4_000_000, 0, 0, seconds))
 
 
 @pytest.mark.parametrize(("world_size", "beats"), [(4, 9), (64, 5), (1000, 3)])

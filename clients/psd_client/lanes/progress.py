@@ -40,7 +40,8 @@ class Progress(NamedTuple):
         ways = ("sent", self.sent, self.to_send), ("received", self.received, self.to_receive)
         found = [f"{what} {moved / 1e6:.1f} of {whole / 1e6:.1f} MB" for what, moved, whole in ways if whole]
         if self.bytes_per_s:
-            found.append(f"{self.bytes_per_s / 1e6:.2g} MB/s, {self.left_bytes / self.bytes_per_s:.0f} s left")
+            speed = self.bytes_per_s / 1e6
+            found.append(f"{speed:{'.1f' if speed >= 1 else '.2g'}} MB/s, {self.left_bytes / self.bytes_per_s:.0f} s left")
         return ", ".join(found)
 
 

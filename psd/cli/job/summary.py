@@ -16,7 +16,7 @@ import re
 
 from psd.contract.launching import COUNTED_PATTERN
 from psd.contract.locations import shown
-from psd.watch.words import count_text
+from psd.watch.words import count_text, rate
 
 
 class Summary:
@@ -60,9 +60,9 @@ class Summary:
         """The summary. took_s: seconds that the whole job took."""
         first = [f"{took_s:.1f} s"]
         if self._has_counts:
-            rate = f", {self._rate:.3g} steps/s" if self._rate else ""
+            speed = f", {rate(self._rate)} steps/s" if self._rate else ""
             since = "" if self._is_whole else " since the shards were last started"
-            first += [f"step {self._clock}{rate}", f"{self._accepted} pushes accepted, {self._late} late{since}"]
+            first += [f"step {self._clock}{speed}", f"{self._accepted} pushes accepted, {self._late} late{since}"]
         restarts = [self._restarts(kind) for kind in ("worker", "shard")]
         found = ["; ".join(first), f"ended at step {self._clock}, {self._why_ended}" if self._why_ended else ""]
         found += [", ".join(filter(None, restarts))]

@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 from psd.contract import facts
 from psd.contract.fact import Fact
 from psd.watch.snapshot import Numbers, ReaderSnapshot, ShardSnapshot, TableTotals, WorkerSnapshot
-from psd.watch.words import GAP, aligned, duration, size
+from psd.watch.words import GAP, aligned, duration, rate, size
 
 T = TypeVar("T")
 
@@ -55,11 +55,6 @@ def grid(columns: Sequence[Column[T]], items: Sequence[T], width: int) -> Grid:
         kept.remove(min(kept[1:], key=lambda column: column.weight))
     rows = tuple(zip(*(cells[column.title] for column in kept), strict=True))
     return Grid(tuple(c.title for c in kept), tuple(c.is_left for c in kept), rows)
-
-
-def rate(per_s: float) -> str:
-    """A rate, with only the significant digits."""
-    return "-" if per_s == 0 else f"{per_s:.0f}" if per_s >= 100 else f"{per_s:.1f}" if per_s >= 1 else f"{per_s:.2g}"
 
 
 def seconds(value: float) -> str:

@@ -15,8 +15,8 @@ from textwrap import wrap
 from psd.watch.diagnosis import SLOW_SHARE, lag_order
 from psd.watch.history import History, Moment
 from psd.watch.snapshot import WAIT_S, CurvePoint, Event, JobSnapshot
-from psd.watch.top.columns import READER_COLUMNS, SHARD_COLUMNS, WORKER_COLUMNS, grid, rate, seconds, sorted_workers
-from psd.watch.words import count_text, progress_text, size
+from psd.watch.top.columns import READER_COLUMNS, SHARD_COLUMNS, WORKER_COLUMNS, grid, seconds, sorted_workers
+from psd.watch.words import count_text, progress_text, rate, size
 
 SPARKS = "▁▂▃▄▅▆▇█"
 CURVES_MAX = 3
