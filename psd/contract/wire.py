@@ -108,6 +108,26 @@ class Stream:
         """The socket, if it is local, for sending descriptors; else None."""
         return None if self.is_tcp or isinstance(self.socket, TlsSocket) else self.socket
 
+    def send_descriptor(self, descriptor: int) -> None:
+        """Send a descriptor over a local socket, with one byte. Raises Disconnected."""
+        local = self.local
+        assert local is not None
+        try:
+            socket.send_fds(local, [b"\0"], [descriptor])
+        except OSError as error:
+            raise Disconnected(str(error)) from None
+
+    def receive_descriptors(self) -> list[int]:
+        """The descriptors that come with the next byte, for the caller to close; none if the socket is not local. Raises
+        Disconnected."""
+        local = self.local
+        if local is None:
+            return []
+        try:
+            return list(socket.recv_fds(local, 1, 1)[1])
+        except OSError as error:
+            raise Disconnected(str(error)) from None
+
     def send(self, kind: Kind, head: bytes = b"", *payload: Any, more: bool = False) -> None:
         """Send one message; `payload` is any number of C-contiguous buffers, which are sent one after the other.
 

@@ -7,7 +7,6 @@ together with a message and lost. Must not know calls, frames or blocks.
 from __future__ import annotations
 
 import os
-import socket
 import weakref
 
 from psd.contract.errors import InvalidRequest, LayoutMismatch
@@ -43,7 +42,7 @@ class Attachment:
             InvalidRequest, LayoutMismatch: it is not as it must be.
         """
         self._stream.send(Kind.SEND)
-        descriptors = self._received_descriptors()
+        descriptors = self._stream.receive_descriptors()
         try:
             if len(descriptors) != 1:
                 raise InvalidRequest("descriptor: the byte after SEND came without one")
@@ -63,29 +62,18 @@ class Attachment:
             for descriptor in descriptors:
                 os.close(descriptor)
 
-    def _received_descriptors(self) -> list[int]:
-        local = self._stream.local
-        if local is None:
-            return []
-        try:
-            _, descriptors, _, _ = socket.recv_fds(local, 1, 1)
-        except OSError as error:
-            raise Disconnected(str(error)) from None
-        return descriptors
-
     def send_planes(self) -> None:
         """Send a descriptor with which the worker can map the planes, to read them. Raises InvalidRequest if there are none."""
-        local = self._stream.local
-        if self.planes is None or local is None:
+        if self.planes is None or self._stream.local is None:
             raise InvalidRequest("kind: SEND was not expected: no planes were offered")
         try:
             descriptor = self.planes.open_read_only()
-            try:
-                socket.send_fds(local, [b"\0"], [descriptor])
-            finally:
-                os.close(descriptor)
         except OSError as error:
             raise Disconnected(str(error)) from None
+        try:
+            self._stream.send_descriptor(descriptor)
+        finally:
+            os.close(descriptor)
 
     @property
     def attached(self) -> WorkerMemory | None:

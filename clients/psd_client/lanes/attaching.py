@@ -7,32 +7,35 @@ together with a message and lost. Must not know calls, or what a failure means.
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Callable, Sequence
 
 from psd.contract.layout import Layout
-from psd.contract.wire import Disconnected, Kind, Stream
+from psd.contract.wire import Kind, Stream
 from psd.v1 import bulk_pb2
 from psd_client.lanes.flat import FlatBuffers
 from psd_client.lanes.mapped_planes import MappedPlanes
 
 
 def attach(
-    stream: Stream, expect: Callable[[Kind], bytes], gradients: FlatBuffers | None, places: Sequence[FlatBuffers]
+    stream: Stream,
+    expect: Callable[[Kind], bytes],
+    parsed: Callable[[type[bulk_pb2.BulkReady], bytes], bulk_pb2.BulkReady],
+    gradients: FlatBuffers | None,
+    places: Sequence[FlatBuffers],
 ) -> bulk_pb2.BulkReady:
     """Share the segment in which buffers lie; return the shard's answer.
 
     Args:
-        expect: returns the head of the next message, which must be of that kind. gradients: None for a reader.
+        expect: returns the head of the next message, which must be of that kind. parsed: parses it.
+        gradients: None for a reader.
 
     Raises:
-        Disconnected, DecodeError, and what `expect` raises.
+        Disconnected, and what `expect` and `parsed` raise.
     """
-    segment, local = places[0].segment, stream.local
+    segment = places[0].segment
     assert segment is not None
     assert gradients is None or gradients.segment is segment
     assert all(segment is place.segment for place in places)
-    assert local is not None
     message = bulk_pb2.BulkAttach(
         layout_digest=places[0].layout.digest,
         size=segment.nbytes,
@@ -42,25 +45,18 @@ def attach(
     )
     stream.send(Kind.ATTACH, message.SerializeToString())
     expect(Kind.SEND)
-    try:
-        socket.send_fds(local, [b"\0"], [segment.fd])
-    except OSError as error:
-        raise Disconnected(str(error)) from None
-    ready = bulk_pb2.BulkReady.FromString(expect(Kind.READY))
+    stream.send_descriptor(segment.fd)
+    ready = parsed(bulk_pb2.BulkReady, expect(Kind.READY))
     if ready.planes and gradients is not None:
-        gradients.make_large()  # the other half of what the shard's kernels stream through
+        for space in gradients.spaces:  # the other half of what the shard's kernels stream through
+            segment.make_large(space)
     return ready
 
 
 def mapped(stream: Stream, ready: bulk_pb2.BulkReady, layout: Layout) -> MappedPlanes | None:
     """Map the planes that a shard's answer offers; None if it sends none. Raises Disconnected, OSError, InternalError."""
-    local = stream.local
-    assert local is not None
     stream.send(Kind.SEND)
-    try:
-        _, descriptors, _, _ = socket.recv_fds(local, 1, 1)
-    except OSError as error:
-        raise Disconnected(str(error)) from None
+    descriptors = stream.receive_descriptors()
     try:
         return MappedPlanes(descriptors[0], ready, layout) if descriptors else None
     finally:

@@ -107,7 +107,7 @@ class BulkClient:
             return
         try:
             with self._under_way(Call(HELLO_S, call.scope)):
-                ready = attach(self._stream, self._expect, gradients, places)
+                ready = attach(self._stream, self._expect, self._parsed, gradients, places)
                 self._planes = self._mapped(ready, places[0].layout) if ready.planes else None
         except WaitTimeout:
             raise self._unavailable(f"has not mapped this worker's memory within {HELLO_S:g} s") from None
@@ -349,7 +349,7 @@ class BulkClient:
     def _note_lent(self, parameters: FlatBuffers, block: int, in_plane: int) -> None:
         if self._planes is None or block not in self._planes.blocks:
             raise InternalError(f"shard {self._shard} at {self._address}: block {block}: lies in no plane that was mapped")
-        parameters.lent[block] = self._planes.at(in_plane)
+        parameters.lent[block] = self._planes.place(in_plane, parameters)
 
     # -- failures ------------------------------------------------------------------------------------------------------
 
@@ -374,7 +374,7 @@ class BulkClient:
             self._patience.begin(call.timeout_s)
             call.scope.enter(self._cancel)
         except BaseException:
-            self._rest()
+            self.let_go()
             raise
 
     def _end_call(self, call: Call, error: BaseException | None) -> None:
@@ -383,7 +383,7 @@ class BulkClient:
                 self._abandon()
         finally:
             call.scope.leave(self._cancel)
-            self._rest()
+            self.let_go()
         if error is None:
             return
         if isinstance(error, _Refused):
@@ -398,8 +398,8 @@ class BulkClient:
                 f"shard {self._shard} at {self._address}: no answer within {call.timeout_s:.1f} s", shard=self._shard
             ) from None
 
-    def _rest(self) -> None:
-        """Note that no call is in progress any more."""
+    def let_go(self) -> None:
+        """Note that no call, and no step, is in progress any more."""
         self._wanted = self._traffic.under_way = None
         with self._lock:
             self._is_busy = False

@@ -11,7 +11,7 @@ import logging
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,23 +31,6 @@ logger = logging.getLogger("psd_client")
 
 class Mismatch(Exception):
     """Raised if what has changed for a reader does not fit what it has; a full read helps."""
-
-
-class ShardPlanes(Protocol):
-    """A shard's planes (mapped_planes.py). blocks: indices of the blocks that may lie there."""
-
-    blocks: frozenset[int]
-
-    def place(self, plane: int, own: FlatBuffers) -> FlatBuffers:
-        """Return the parameters in one plane, as buffers, read-only; what lies in no plane is that of `own`."""
-        ...
-
-
-class InPlane(NamedTuple):
-    """Place where a block was received. plane: index."""
-
-    planes: ShardPlanes
-    plane: int
 
 
 class FlatBuffers:
@@ -72,7 +55,8 @@ class FlatBuffers:
         held: what differences are added to; None: none are expected.
         base: buffers of the same layout that have what a reader is told changes to; None: these.
         maps_planes: blocks may be received in planes of a shard (mapped_planes.py) in place of these buffers.
-        lent: by block, the plane in which it was received last; not there: in these buffers.
+        lent: by block, the plane in which it was received last, as buffers; not there: in these buffers.
+        of_plane: indices of the blocks that lie in a plane of a shard; empty: these buffers are none.
         is_filled: False if nothing was written to what may lie in planes since `discard`.
     """
 
@@ -109,7 +93,8 @@ class FlatBuffers:
         self.held: HeldParameters | None = None
         self.base: FlatBuffers | None = None
         self.maps_planes = False
-        self.lent: dict[int, InPlane] = {}
+        self.lent: dict[int, FlatBuffers] = {}
+        self.of_plane: frozenset[int] = frozenset()
         self.is_filled = True
         of_buffers = [group.is_of_buffers for group in layout.spec.groups]
         spaces = zip(layout.spaces, self.spaces, strict=True)
@@ -133,21 +118,14 @@ class FlatBuffers:
         """The slice of block `index` of the layout."""
         return self._blocks[index]
 
-    def make_large(self) -> None:
-        """Have large pages hold these buffers, which take all their memory now, as far as the system can."""
-        if self.segment is not None:
-            for space in self.spaces:
-                self.segment.make_large(space)
-
     def place_of(self, index: int) -> FlatBuffers:
         """The buffers in which block `index` was received last: these, or those of a plane."""
-        lent = self.lent.get(index)
-        return self if lent is None else lent.planes.place(lent.plane, self)
+        return self.lent.get(index, self)
 
     def take_over(self) -> None:
         """Copy what was received in planes into these buffers."""
-        for index in self.lent:
-            np.copyto(self._blocks[index], self.place_of(index).block(index))
+        for index, place in self.lent.items():
+            np.copyto(self._blocks[index], place.block(index))
         self.lent.clear()
         self.is_filled = True
 
@@ -252,10 +230,13 @@ class FlatBuffers:
         present[list(missing)] = False
         return present
 
-    def absent(self, present: NDArray[np.bool_]) -> list[int]:
-        """Tensors that are not present, though others of their space are: zeros are sent for them."""
+    def zero_absent(self, present: NDArray[np.bool_]) -> int:
+        """Zero the tensors that are not present, though others of their space are; return how many they are."""
         spaces = [space.tensors for space in self.layout.spaces if present[space.tensors].any()]
-        return [tensor for tensors in spaces for tensor in tensors[~present[tensors]].tolist()]
+        absent = [tensor for tensors in spaces for tensor in tensors[~present[tensors]].tolist()]
+        for tensor in absent:
+            self.views[tensor][...] = 0
+        return len(absent)
 
     def squares(self, present: NDArray[np.bool_] | None = None) -> int | None:
         """The sum of the squares of all trained tensors; see psd_core.square_sum. present: as of `first_nonfinite`."""

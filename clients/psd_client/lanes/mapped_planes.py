@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from psd.contract.errors import InternalError
 from psd.contract.layout import Layout
 from psd.v1 import bulk_pb2
-from psd_client.lanes.flat import FlatBuffers, InPlane
+from psd_client.lanes.flat import FlatBuffers
 from psd_core.large_pages import LargeMap
 
 PLANES_MAX = 64
@@ -54,12 +54,6 @@ class MappedPlanes:
         self._count = ready.planes
         self._places: dict[int, FlatBuffers] = {}
 
-    def at(self, in_plane: int) -> InPlane:
-        """Return where a block lies, by what the shard says of it. in_plane: as in PullFrame, not 0. Raises InternalError."""
-        if not 0 < in_plane <= self._count:
-            raise InternalError(f"in_plane: is {in_plane}, and the shard has {self._count} planes")
-        return InPlane(self, in_plane - 1)
-
     def _start_of(self, space: int) -> int | None:
         """Offset of a flat space in a plane; None if it is never there."""
         blocks = [block for block in self._layout.blocks if block.space == space]
@@ -70,14 +64,19 @@ class MappedPlanes:
             raise InternalError(f"plane_starts: space {space} is not in one piece")
         return first
 
-    def place(self, plane: int, own: FlatBuffers) -> FlatBuffers:
-        """The parameters in one plane, as buffers, read-only; what lies in no plane is that of `own`, always the same ones."""
-        found = self._places.get(plane)
+    def place(self, in_plane: int, own: FlatBuffers) -> FlatBuffers:
+        """The parameters in one plane, as buffers, read-only; what lies in no plane is that of `own`, always the same ones.
+
+        in_plane: as in PullFrame, not 0. Raises InternalError.
+        """
+        if not 0 < in_plane <= self._count:
+            raise InternalError(f"in_plane: is {in_plane}, and the shard has {self._count} planes")
+        found = self._places.get(in_plane)
         if found is None:
-            found = self._places[plane] = FlatBuffers(
-                self._layout, given=[self._space(plane, number, memory) for number, memory in enumerate(own.spaces)]
+            found = self._places[in_plane] = FlatBuffers(
+                self._layout, given=[self._space(in_plane - 1, number, memory) for number, memory in enumerate(own.spaces)]
             )
-            found.versions, found.steps = own.versions, own.steps
+            found.versions, found.steps, found.of_plane = own.versions, own.steps, self.blocks
         return found
 
     def _space(self, plane: int, number: int, own: NDArray[Any]) -> NDArray[Any]:

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from psd_core.distinct import offsets
-from psd_core.large_pages import LARGE_PAGE_BYTES, LargeMap
+from psd_core.large_pages import LARGE_PAGE_BYTES, LargeMap, punch_hole
 
 NONCE_BYTES = 16
 ALIGN_BYTES = 4096
@@ -76,15 +76,13 @@ class Segment:
     def discard(self, array: NDArray[Any]) -> None:
         """Give the memory of an array back, which begins at a multiple of ALIGN_BYTES and has the room up to the next one to
         itself. It is zero then. Does nothing where the system cannot, or if the memory was given up."""
-        start = int(array.__array_interface__["data"][0]) - self._address
-        assert start % ALIGN_BYTES == 0
-        if array.nbytes and not self.is_given_up:
-            _madvise(self._address + start, aligned(array.nbytes), _MADV_REMOVE)
+        for start in self.where([array]) if array.nbytes else ():
+            assert start % ALIGN_BYTES == 0
+            punch_hole(self.fd, start, aligned(array.nbytes))
 
     def make_large(self, array: NDArray[Any]) -> None:
         """Have large pages hold an array, which takes its memory now, as far as the system can."""
-        start = int(array.__array_interface__["data"][0]) - self._address
-        if array.nbytes >= LARGE_PAGE_BYTES and not self.is_given_up:
+        for start in self.where([array]) if array.nbytes >= LARGE_PAGE_BYTES else ():
             some = array.view(np.uint8)[::LARGE_PAGE_BYTES]
             np.bitwise_or(some, 0, out=some)
             self._mapping.make_large(start, array.nbytes)
@@ -125,14 +123,12 @@ def _after_fork_in_child() -> None:
 
 os.register_at_fork(after_in_child=_after_fork_in_child)
 
-_MADV_REMOVE = 9  # Linux
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _MAP_NORESERVE = 0x4000  # most of it is never written, and may be more than the system would promise
 _MREMAP_HERE = 3  # MREMAP_MAYMOVE | MREMAP_FIXED: Linux, as memory files are
 _library: Any = ctypes.CDLL(None, use_errno=True)
 if hasattr(os, "memfd_create"):
-    _mmap, _mremap, _madvise = _library.mmap, _library.mremap, _library.madvise
-    _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    _mmap, _mremap = _library.mmap, _library.mremap
     _mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
     _mremap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
     _mmap.restype = _mremap.restype = ctypes.c_void_p

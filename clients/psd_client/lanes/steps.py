@@ -23,7 +23,7 @@ from psd.v1 import bulk_pb2, data_pb2
 from psd_client.lanes.bulk_connection import BulkClient
 from psd_client.lanes.flat import FlatBuffers
 from psd_client.lanes.transport import Call, Lane, Stepping, Traffic
-from psd_core._worker_steps import BROKEN, REFUSED, TAKEN, UNSENT, WorkerSteps
+from psd_core.worker_steps import BROKEN, REFUSED, TAKEN, UNSENT, WorkerSteps
 
 
 class SteppingClient(BulkClient):
@@ -49,14 +49,6 @@ class SteppingClient(BulkClient):
             self._is_busy = True
         self._wanted, self._uses_memory = None, True
         return True
-
-    def let_go(self) -> None:
-        """End a step to which the answer has come, or which was not sent."""
-        with self._lock:
-            self._is_busy = False
-            is_over = not self.is_open
-        if is_over:
-            self._release()
 
     def finish(self, steps: WorkerSteps, place: int, call: Call) -> bool:
         """End a step that is under way. True: it was taken; False: it is to be made as a call. Raises what a call would."""
@@ -95,24 +87,23 @@ class SteppingClient(BulkClient):
         try:
             self._abandon()
         finally:
-            self._rest()
+            self.let_go()
 
 
 class _Way(NamedTuple):
-    """One shard's part in the steps: its connection, which has made this offer, its lane's traffic, and bytes of a step."""
+    """One shard's part in the steps: its connection, which has made this offer, and its lane's traffic."""
 
     connection: Stepping
     offer: bulk_pb2.StepOffer
     traffic: Traffic
-    sent_bytes: int
-    received_bytes: int
 
 
 class _Mask(NamedTuple):
-    """Which tensors have a gradient; for each shard the masks of its blocks, as in STEP, and the bytes that count as sent."""
+    """Which tensors have a gradient; for each shard the masks of its blocks, as in STEP, and the bytes that count as sent.
+    bits: None if all have."""
 
     present: bytes
-    bits: list[bytes]
+    bits: list[bytes] | None
     sent_bytes: list[int]
 
 
@@ -150,8 +141,10 @@ class SteppingLanes:
         self._places = {lane.shard: place for place, lane in enumerate(lanes)}
         self._is_in_memory = False
         self._left: set[int] = set()  # places of steps that have not been looked at since they were under way
-        self._mask: _Mask | None = None  # of the step that is under way
-        self._last_mask: _Mask | None = None  # that was made
+        self._received_bytes = [sum([block.nbytes for block in own]) for own in blocks]
+        self._whole = _Mask(b"", None, [sum([block.pushed_nbytes for block in own]) for own in blocks])
+        self._mask = self._whole  # of the step that is under way
+        self._last_mask = self._whole  # that was made
         self.are_under_way = False
 
     def renew(self) -> bool:
@@ -160,12 +153,11 @@ class SteppingLanes:
             self.end()
         self._ways = []
         ways: list[_Way] = []
-        for lane, blocks in zip(self._lanes, self._blocks, strict=True):
+        for lane in self._lanes:
             connection = lane.stepping
             if connection is None or (offer := connection.offered(self._gradients, self._parameters)) is None:
                 return False
-            nbytes = sum([block.pushed_nbytes for block in blocks]), sum([block.nbytes for block in blocks])
-            ways.append(_Way(connection, offer, lane.traffic, *nbytes))
+            ways.append(_Way(connection, offer, lane.traffic))
         made_for = [_without_epoch(way.offer) for way in ways]
         if self._steps is None or made_for != self._made_for:
             self._steps = self._laid_out([way.offer for way in ways])
@@ -220,7 +212,7 @@ class SteppingLanes:
         assert steps is not None
         if self._is_in_memory and segment is not None and segment.is_given_up:
             return None
-        self._mask = mask = None if present is None else self._masked(present)
+        self._mask = mask = self._whole if present is None else self._masked(present)
         for held, way in enumerate(ways):
             if not way.connection.hold(way.offer):
                 for other in ways[:held]:
@@ -228,13 +220,13 @@ class SteppingLanes:
                 return None
         self._left.update(range(len(ways)))
         self.are_under_way = True
-        took: bool | None = steps.run(session, clock, since, weight, scalars, None if mask is None else mask.bits)
+        took: bool | None = steps.run(session, clock, since, weight, scalars, mask.bits)
         for place, way in enumerate(ways):
             if took is not False or steps.state(place) in (TAKEN, UNSENT):
                 way.connection.let_go()
             if took:
-                way.traffic.sent_bytes += way.sent_bytes if mask is None else mask.sent_bytes[place]
-                way.traffic.received_bytes += way.received_bytes
+                way.traffic.sent_bytes += mask.sent_bytes[place]
+                way.traffic.received_bytes += self._received_bytes[place]
         if took is not False:
             self._left.clear()
             self.are_under_way = took is True
@@ -243,7 +235,7 @@ class SteppingLanes:
     def _masked(self, present: NDArray[np.bool_]) -> _Mask:
         """The masks of a step."""
         key = present.tobytes()
-        if self._last_mask is None or self._last_mask.present != key:
+        if self._last_mask.present != key:
             bits, sent_bytes = [], []
             for blocks in self._blocks:
                 masks = [present[block.segment_tensors] for block in blocks]
@@ -265,8 +257,8 @@ class SteppingLanes:
         way, state = self._ways[place], steps.state(place)
         if state == UNSENT or (state != TAKEN and not way.connection.finish(steps, place, call)):
             return None
-        way.traffic.sent_bytes += way.sent_bytes if self._mask is None else self._mask.sent_bytes[place]
-        way.traffic.received_bytes += way.received_bytes
+        way.traffic.sent_bytes += self._mask.sent_bytes[place]
+        way.traffic.received_bytes += self._received_bytes[place]
         clock, counted, duplicate = steps.done(place)
         return data_pb2.PushReply(clock=clock, blocks_counted=counted, blocks_duplicate=duplicate)
 

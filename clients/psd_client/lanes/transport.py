@@ -25,7 +25,7 @@ from psd.contract.rows import TableRows
 from psd.v1 import bulk_pb2, control_pb2, data_pb2, job_pb2, vectors_pb2
 from psd_client.lanes.flat import FlatBuffers
 from psd_client.lanes.overlap_feed import Feed, Outgoing
-from psd_core._worker_steps import WorkerSteps
+from psd_core.worker_steps import WorkerSteps
 
 SMALL_BYTES = 64 << 10
 """Bytes that fit the buffers of a socket; for GradientPart.is_small."""

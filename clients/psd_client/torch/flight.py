@@ -101,7 +101,7 @@ class Departure:
 
     Attributes:
         exchange: makes it, with the same difference each time. bring: takes what it has brought, given whether it came late.
-        counts: behind the difference. spare: until when nobody waits for it. clock: of its round, as far as is known.
+        counts: behind the difference. spare: until when nobody waits for it, and the clock of its round, as far as is known.
         at, due: local steps after which it began, and after which what comes back is to be mixed in.
         late_before: blocks that had come late when it was first made; None: it was not. is_made: it has not failed.
         is_late: the shards have closed the round without the difference. brought: what it has brought; None: not yet.
@@ -112,7 +112,6 @@ class Departure:
     fragment: int
     counts: Counts
     spare: Spare
-    clock: int
     at: int
     due: int
     late_before: int | None = None

@@ -27,7 +27,7 @@ from psd_client.torch.declaration import TorchDeclaration
 from psd_client.torch.flight import Counts, Departure, Exchanged, Flight, FreshValues, Smoothed
 from psd_client.torch.job_optimizer import JobOptimizer
 from psd_client.torch.local import Local
-from psd_client.torch.parameters import as_tensors
+from psd_client.torch.parameters import as_tensor, as_tensors
 from psd_client.torch.schedule import DistributedScheduler, register
 from psd_client.torch.uncompiled import uncompiled
 from psd_client.torch.whole import OwnParameters
@@ -194,7 +194,7 @@ class LocalOptimizer(JobOptimizer):
         """
         last = self._flights[-1] if self._flights else None
         if not self._is_decoupled:
-            return self.ps.clock if last is None or last.ended.is_set() else last.departure.clock + 1
+            return self.ps.clock if last is None or last.ended.is_set() else last.departure.spare.chosen_at + 1
         if last is not None and (last.is_failed or not last.ended.is_set()):
             return None
         if self._look is None:
@@ -282,7 +282,7 @@ class LocalOptimizer(JobOptimizer):
                 worker.take_back(clock, part.groups)
             return self._brought(part.groups)
 
-        departure = Departure(exchange, bring, fragment, counts, spare, clock, departed, departed + delay)
+        departure = Departure(exchange, bring, fragment, counts, spare, departed, departed + delay)
         self._flights.append(Flight(worker, departure, self._flights[-1] if self._flights else None))
 
     @torch.no_grad()
@@ -291,8 +291,12 @@ class LocalOptimizer(JobOptimizer):
         declaration, flat = self._declaration, self._worker.parameters
         changed = {block.group for block in flat.layout.blocks if flat.versions[block.index] != self._versions[block.index]}
         self._versions = list(flat.versions)
-        views, wanted = as_tensors(flat), changed.union(own)
-        values = {index: views[index].clone() for index in declaration.trained if declaration.tensors[index].group in wanted}
+        wanted = changed.union(own)
+        values = {
+            index: as_tensor(flat.views[index]).clone()
+            for index in declaration.trained
+            if declaration.tensors[index].group in wanted
+        }
         versions = tuple(self._version_of(fragment) for fragment in range(len(declaration.parts)))
         return FreshValues(frozenset(changed), values, versions)
 
@@ -327,9 +331,9 @@ class LocalOptimizer(JobOptimizer):
         it; if it was sent again, or has taken longer than the delay, what was learned since it was taken."""
         declaration, brought = self._declaration, departure.brought
         assert brought is not None
-        differences = as_tensors(self._worker.gradients)  # of blocks that have not counted theirs, 0
         own = declaration.parts[departure.fragment].groups
         is_mixed = not departure.is_late and not is_repeated and self.local_step <= departure.due
+        differences = [] if is_mixed else as_tensors(self._worker.gradients)  # of blocks that have not counted theirs, 0
         if departure.is_late:
             self._counts[departure.fragment].add(departure.counts.steps, departure.counts.tokens)
         for fragment, part in enumerate(declaration.parts):
@@ -346,7 +350,7 @@ class LocalOptimizer(JobOptimizer):
         if self.on_exchange is not None:
             self.on_exchange(
                 Exchanged(
-                    departure.clock,
+                    departure.spare.chosen_at,
                     departure.fragment,
                     not departure.is_late,
                     departure.at,

@@ -14,6 +14,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -23,9 +24,6 @@ from psd.contract.errors import InvalidRequest
 from psd_client.lanes.flat import FlatBuffers
 from psd_client.torch.declaration import TorchDeclaration
 from psd_client.worker.flat_calls import FlatCalls
-
-_KEPT_MAX = 16
-"""Most buffers whose views are kept."""
 
 
 def as_tensors(buffers: FlatBuffers) -> list[torch.Tensor]:
@@ -66,7 +64,7 @@ class Received:
 
     def __init__(self, worker: FlatCalls) -> None:
         self._worker = worker
-        self._views: dict[FlatBuffers, list[torch.Tensor]] = {}
+        self._views: WeakKeyDictionary[FlatBuffers, list[torch.Tensor]] = WeakKeyDictionary()
 
     @property
     def buffers(self) -> FlatBuffers:
@@ -85,8 +83,6 @@ class Received:
     def _views_of(self, buffers: FlatBuffers) -> list[torch.Tensor]:
         found = self._views.get(buffers)
         if found is None:
-            if len(self._views) >= _KEPT_MAX:  # a shard has been started again and again
-                self._views.clear()
             found = self._views[buffers] = as_tensors(buffers)
         return found
 

@@ -298,8 +298,7 @@ class FlatCalls(WorkerConnection):
         groups: that were pushed. The gradients of others may be those of a push before, whose learner has not looked at it yet.
         """
         exchange = self.declared
-        layout = exchange.gradients.layout
-        late = exchange.learner.late_blocks(since, layout) & {each.index for each in layout.blocks if each.group in groups}
+        late = exchange.learner.late_blocks(since, groups, exchange.gradients.layout)
         if exchange.encoder is not None:
             exchange.encoder.take_back(late, since)
         for block in late:

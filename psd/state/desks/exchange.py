@@ -220,7 +220,7 @@ class Exchange:
             push.staged.clear()
         if index not in push.covered:
             push.covered.add(index)
-            if outcome is Outcome.DUPLICATE and push.half >> job.place_of(index) & 1:
+            if push.half and outcome is Outcome.DUPLICATE and push.half >> job.place_of(index) & 1:
                 outcome = Outcome.COUNTED  # by a step that this push is made in place of
             push.outcomes[outcome] += 1
             if outcome is Outcome.LATE:

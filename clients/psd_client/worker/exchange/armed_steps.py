@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from psd.contract.rules import weight_of
 from psd_client.lanes.flat import FlatBuffers
@@ -97,8 +96,8 @@ class ArmedSteps:
         ):
             return False
         weight = weight_of(weight)
-        if present is not None and not self._zero(present):
-            return False
+        if present is not None and self._gradients.zero_absent(present) != np.count_nonzero(~present[self._trained]):
+            return False  # a step would look at all of a space in which nothing is present
         clock, number = session.clock, self._membership.session
         session.pushing = clock  # from now on the position that is chosen in a cut lies behind this push
         took = None
@@ -116,10 +115,3 @@ class ArmedSteps:
         if took is not False:
             session.pushing = None
         return took is True
-
-    def _zero(self, present: NDArray[np.bool_]) -> bool:
-        """Zero the gradients of tensors that are not present, as `is_finite` does. False if it does not reach all of them."""
-        absent = self._gradients.absent(present)
-        for index in absent:
-            self._gradients.views[index][...] = 0
-        return len(absent) == np.count_nonzero(~present[self._trained])

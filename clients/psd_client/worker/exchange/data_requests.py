@@ -59,8 +59,7 @@ def is_finite(
         NonFiniteGradient: a gradient is not finite, and the job's nan_policy is "refuse".
     """
     if present is not None:
-        for index in gradients.absent(present):
-            gradients.views[index][...] = 0
+        gradients.zero_absent(present)
     policy = gradients.layout.spec.nan_policy
     if policy == "allow":
         return True

@@ -264,8 +264,8 @@ class ParameterExchange:
                     self.rows.came(ahead)
                     self.counts["rows_pulled"] += ahead.pull.rows
                     self._requests.rows_read |= versions
+                self.parameters = self.places.settle() if self.places.reads_planes else self.parameters
             self.rows.want_nothing()
-            self.parameters = self.places.settle() if self.places.reads_planes else self.parameters
             if steps.are_wanted:
                 steps.renew()
         except BaseException as error:

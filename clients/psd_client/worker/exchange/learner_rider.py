@@ -6,6 +6,7 @@ Must not know what a learner does.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from psd.contract.layout import Layout
@@ -41,10 +42,10 @@ class LearnerRider(Rider):
         if 0 in sent.replies:
             self.fastest_step_s = sent.replies[0].fastest_step_s
 
-    def late_blocks(self, since: int, layout: Layout) -> set[int]:
-        """The blocks that have not counted a push of the clock `since` or a later one, which came late. All of them if none was
-        made, because its round was over before, or if a push counts as a whole."""
+    def late_blocks(self, since: int, groups: Collection[int], layout: Layout) -> set[int]:
+        """The blocks that have not counted a push of these groups, of the clock `since` or a later one, which came late. All of
+        these groups' if none was made, because its round was over before, or if a push counts as a whole."""
         last = self._last
         if last is None or last.header.clock < since or layout.spec.aggregation == "exact":
-            return {block.index for block in layout.blocks}
+            return {block.index for block in layout.blocks if block.group in groups}
         return {index for reply in last.replies.values() for index in reply.late}

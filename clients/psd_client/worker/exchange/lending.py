@@ -93,9 +93,8 @@ class ParameterPlaces:
         if not own.lent:
             own.is_filled = True
             return own
-        planes, plane = next(iter(own.lent.values()))
-        if own.lent.keys() == planes.blocks and all(where == (planes, plane) for where in own.lent.values()):
-            place = planes.place(plane, own)
+        place = next(iter(own.lent.values()))
+        if all(own.lent.get(block) is place for block in place.of_plane):
             if own.is_filled:
                 own.discard(place)
             return place
