@@ -19,7 +19,7 @@ import os
 BLOCKS_MAX = PSD_STEP_BLOCKS_MAX
 SERVED_CLOSED, SERVED_OTHER, SERVED_WRONG = PSD_SERVED_CLOSED, PSD_SERVED_OTHER, PSD_SERVED_WRONG
 SERVED_AGAIN, SERVED_TICKETS, SERVED_ERROR = PSD_SERVED_AGAIN, PSD_SERVED_TICKETS, PSD_SERVED_ERROR
-AGAIN_REVOKED = PSD_AGAIN_REVOKED
+AGAIN_REVOKED, AGAIN_CUT = PSD_AGAIN_REVOKED, PSD_AGAIN_CUT
 
 cdef extern from *:
     """
@@ -27,7 +27,9 @@ cdef extern from *:
     #define psd_see(word) __atomic_load_n(word, __ATOMIC_SEQ_CST)
     #define psd_set(word, value) __atomic_store_n(word, value, __ATOMIC_SEQ_CST)
     #define psd_take(word) __atomic_exchange_n(word, 0, __ATOMIC_SEQ_CST)
+    #define PSD_NEVER UINT64_MAX
     """
+    uint64_t PSD_NEVER
     uint64_t psd_or(uint64_t *word, uint64_t bits) nogil
     uint64_t psd_see(uint64_t *word) nogil
     uint32_t psd_see_inside "psd_see"(uint32_t *word) nogil
@@ -219,11 +221,13 @@ cdef class Steps:
     def __dealloc__(self):
         psd_steps_free(&self.steps)
 
-    def arm(self, Py_ssize_t rank, uint64_t session, uint64_t floor, Py_ssize_t record_at, object waited):
+    def arm(self, Py_ssize_t rank, uint64_t session, uint64_t floor, Py_ssize_t record_at, object waited, object stop_at):
         """Take the steps of a rank, which must not be armed; returns its epoch. Under the shard's lock.
 
         record_at: of the rank's word in `record`, which is stored with the clock while the session goes on, and the rank is live.
         waited: mask of the ranks that are waited for, in this and every later round, until all are revoked.
+        stop_at: with rounds, the clock from which no steps are taken; without, they are taken until all come to this clock. None:
+            always. Not lower than when others were armed, until all are revoked. The result is None if the next step is none.
         """
         cdef psd_rank *r = self.ranks.at(rank)
         cdef size_t i
@@ -236,6 +240,9 @@ cdef class Steps:
             word = word_of(waited, i)
             if self.steps.waited[i] != word:  # else others, who are armed, may be reading it
                 self.steps.waited[i] = word
+        psd_set(&self.steps.stop_at, PSD_NEVER if stop_at is None else stop_at)
+        if psd_steps_stop(&self.steps, rank, psd_see(&r.clock)):
+            return None
         psd_set(&r.epoch, psd_see(&r.epoch) + 1)
         return psd_see(&r.epoch)
 
@@ -259,7 +266,7 @@ cdef class Steps:
             assert len(scalars) == <Py_ssize_t>self.steps.scalars
             for i in range(self.steps.scalars):
                 numbers[i] = scalars[i]
-            psd_steps_hear(&self.steps, number, -1, numbers, is_alike)
+            psd_steps_hear(&self.steps, number, -1, 0, numbers, is_alike)
         finally:
             free(numbers)
 
@@ -272,21 +279,23 @@ cdef class Steps:
                 self.steps.voice[i].spoke[rank // 64] &= ~(<uint64_t>1 << (rank % 64))
 
     def voices(self):
-        """The rounds in which ranks have spoken by steps: round, scalars, mask of the ranks, and of those that counted."""
+        """The rounds in which ranks have spoken by steps: round, scalars, mask of the ranks, and of those that counted, and for each
+        rank, spoken or not, since when it has been there."""
         cdef psd_step_voice copy
         cdef size_t words = self.steps.mask_words, k
         cdef int odd
         found = []
-        copy.scalars = <double *>calloc(self.steps.scalars + 2 * words + 1, 8)
+        copy.scalars = <double *>calloc(self.steps.scalars + 2 * words + self.ranks.ranks.count + 1, 8)
         if copy.scalars == NULL:
             raise MemoryError("no memory for scalars")
         copy.spoke = <uint64_t *>(copy.scalars + self.steps.scalars)
-        copy.counted = copy.spoke + words
+        copy.counted, copy.since = copy.spoke + words, copy.spoke + 2 * words
         try:
             for odd in range(2):
                 if psd_steps_voice(&self.steps, odd, &copy) and (spoke := integer_of(copy.spoke, words)):
                     scalars = [copy.scalars[k] for k in range(self.steps.scalars)]
-                    found.append((copy.round, scalars, spoke, integer_of(copy.counted, words)))
+                    since = [copy.since[k] for k in range(self.ranks.ranks.count)]
+                    found.append((copy.round, scalars, spoke, integer_of(copy.counted, words), since))
         finally:
             free(copy.scalars)
         return found

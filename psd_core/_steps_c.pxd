@@ -8,6 +8,7 @@ from psd_core._block_c cimport psd_block, psd_dtype, psd_ranks
 cdef extern from "step_frames.h" nogil:
     enum:
         PSD_AGAIN_REVOKED
+        PSD_AGAIN_CUT
 
 
 cdef extern from "steps.h" nogil:
@@ -22,6 +23,7 @@ cdef extern from "steps.h" nogil:
         double *scalars
         uint64_t *spoke
         uint64_t *counted
+        uint64_t *since
     ctypedef struct psd_steps:
         size_t blocks, scalars, mask_words
         psd_step_place place[PSD_STEP_BLOCKS_MAX]
@@ -31,6 +33,7 @@ cdef extern from "steps.h" nogil:
         uint64_t bound
         psd_ranks *ranks
         uint64_t *waited
+        uint64_t stop_at
         uint32_t has_gates
         size_t head_bytes, gradient_bytes, parameter_bytes
         psd_step_voice voice[2]
@@ -39,7 +42,8 @@ cdef extern from "steps.h" nogil:
         int64_t rank
     int psd_steps_init(psd_steps *)
     void psd_steps_free(psd_steps *)
-    int psd_steps_hear(psd_steps *, uint64_t round, int64_t rank, const double *scalars, int is_alike)
+    int psd_steps_hear(psd_steps *, uint64_t round, int64_t rank, uint64_t since, const double *scalars, int is_alike)
+    int psd_steps_stop(const psd_steps *, int64_t rank, uint64_t clock)
     int psd_steps_voice(psd_steps *, int odd, psd_step_voice *copy)
 
 

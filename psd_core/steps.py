@@ -22,9 +22,10 @@ SERVED_TICKETS = _steps.SERVED_TICKETS
 SERVED_ERROR = _steps.SERVED_ERROR
 """The socket has failed."""
 
-AGAIN_REVOKED = _steps.AGAIN_REVOKED
+AGAIN_REVOKED, AGAIN_CUT = _steps.AGAIN_REVOKED, _steps.AGAIN_CUT
 
 __all__ = [
+    "AGAIN_CUT",
     "AGAIN_REVOKED",
     "BLOCKS_MAX",
     "SERVED_AGAIN",

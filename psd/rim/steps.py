@@ -124,7 +124,7 @@ class OfferedSteps:
             if status in (steps.SERVED_AGAIN, steps.SERVED_OTHER):
                 self._stream.give_back(left)
         self.loop = self._armed = None
-        if status == steps.SERVED_AGAIN and loop.reason != steps.AGAIN_REVOKED:
+        if status == steps.SERVED_AGAIN and loop.reason not in steps.AGAIN_BY_SHARD:
             self._patience = self._waits = min(PATIENCE_MAX, 2 * self._patience + 1)
         elif status == steps.SERVED_WRONG:
             raise InvalidRequest("step: has another size than was offered")

@@ -120,7 +120,7 @@ class Shard:
         self.buffers = BufferDesk(self._core, self.cuts)
         self.parameters = ParameterDesk(self._core)
         self.settlement = SettlementDesk(self._core)
-        self.steps = StepDesk(self._core, self.cuts, lambda: self.is_draining or self.has_readers)
+        self.steps = StepDesk(self._core, self.cuts, self.schedule, lambda: self.is_draining or self.has_readers)
         self.vectors = VectorDesk(self._core)
         self.readers = Readers(now, config.limits.readers_max, config.limits.reads_max)
         self._curves = Curves(now, config.limits.name_bytes_max)

@@ -63,7 +63,8 @@ enum {
 enum {
     PSD_AGAIN_REVOKED = 1,  /* something has changed, or nothing was ever offered on this connection, or the epoch is an older one */
     PSD_AGAIN_CASE = 2,     /* this push is none for the short way: early, late, other scalars, no room, ... */
-    PSD_AGAIN_LONG_WAIT = 3 /* the round is still open */
+    PSD_AGAIN_LONG_WAIT = 3, /* the round is still open */
+    PSD_AGAIN_CUT = 4 /* a cut may be due at the end of this push */
 };
 
 #define PSD_STEP_WAIT_S 0.05

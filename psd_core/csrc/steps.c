@@ -24,7 +24,8 @@ int psd_steps_init(psd_steps *s)
     s->head_bytes = s->present_at + psd_eights(present);
     s->mask_words = (s->ranks->count + 63) / 64;
     const size_t masks = 5 * s->mask_words;
-    s->waited = calloc(masks ? masks : 1, 8);
+    s->waited = calloc(masks + 2 * s->ranks->count + 1, 8);
+    s->stop_at = UINT64_MAX;
     s->low = calloc(4 * s->scalars + 1, sizeof(double));
     s->can_speak = pthread_mutex_init(&s->speaking, NULL) == 0;
     if (!s->waited || !s->low || !s->can_speak)
@@ -33,6 +34,7 @@ int psd_steps_init(psd_steps *s)
     for (int i = 0; i < 2; i++) {
         s->voice[i].scalars = s->low + (size_t)(2 + i) * s->scalars;
         s->voice[i].spoke = s->waited + (size_t)(1 + 2 * i) * s->mask_words, s->voice[i].counted = s->voice[i].spoke + s->mask_words;
+        s->voice[i].since = s->waited + masks + (size_t)i * s->ranks->count;
     }
     return 0;
 }
@@ -45,7 +47,7 @@ void psd_steps_free(psd_steps *s)
         pthread_mutex_destroy(&s->speaking);
 }
 
-int psd_steps_hear(psd_steps *s, uint64_t round, int64_t rank, const double *scalars, int is_alike)
+int psd_steps_hear(psd_steps *s, uint64_t round, int64_t rank, uint64_t since, const double *scalars, int is_alike)
 {
     pthread_mutex_lock(&s->speaking);
     psd_step_voice *v = &s->voice[round % 2];
@@ -60,7 +62,7 @@ int psd_steps_hear(psd_steps *s, uint64_t round, int64_t rank, const double *sca
         v->is_mixed = 1;
     agree = agree && !v->is_mixed;
     if (agree && rank >= 0)
-        v->spoke[rank / 64] |= (uint64_t)1 << (rank % 64);
+        v->spoke[rank / 64] |= (uint64_t)1 << (rank % 64), v->since[rank] = since;
     pthread_mutex_unlock(&s->speaking);
     return agree;
 }
@@ -73,6 +75,7 @@ int psd_steps_voice(psd_steps *s, int odd, psd_step_voice *copy)
     memcpy(copy->scalars, v->scalars, s->scalars * sizeof(double));
     memcpy(copy->spoke, v->spoke, s->mask_words * 8);
     memcpy(copy->counted, v->counted, s->mask_words * 8);
+    memcpy(copy->since, v->since, s->ranks->count * 8);
     const int is_there = v->is_there;
     pthread_mutex_unlock(&s->speaking);
     return is_there;
@@ -156,6 +159,22 @@ static int may_pass(const psd_steps *s, int64_t rank, uint64_t clock)
     return 1;
 }
 
+int psd_steps_stop(const psd_steps *s, int64_t rank, uint64_t clock)
+{
+    const uint64_t at = __atomic_load_n(&s->stop_at, __ATOMIC_SEQ_CST);
+    if (s->has_rounds)
+        return clock >= at;
+    if (clock + 1 < at)
+        return 0;
+    for (size_t i = 0; i < s->mask_words; i++)
+        for (uint64_t left = s->waited[i]; left; left &= left - 1) {
+            const int64_t other = (int64_t)(64 * i) + __builtin_ctzll(left);
+            if (other != rank && __atomic_load_n(&s->ranks->rank[other].clock, __ATOMIC_ACQUIRE) < at)
+                return 0;
+        }
+    return 1;
+}
+
 int psd_step_begin(psd_step *t)
 {
     const psd_step_head *h = t->head;
@@ -172,10 +191,12 @@ int psd_step_begin(psd_step *t)
         return psd_step_again(t, PSD_AGAIN_CASE, 1);
     if (s->has_bound && !may_pass(s, t->rank, h->clock))
         return psd_step_again(t, PSD_AGAIN_CASE, 1);
+    if (psd_steps_stop(s, t->rank, h->clock))
+        return psd_step_again(t, PSD_AGAIN_CUT, 1);
     for (size_t i = 0; i < s->blocks && s->has_rounds; i++)
         if (__atomic_load_n(&s->place[i].block->version, __ATOMIC_ACQUIRE) != h->clock)
             return psd_step_again(t, PSD_AGAIN_CASE, 1);
-    if (s->has_rounds && (h->since || !psd_steps_hear(s, h->clock, t->rank, t->scalars, 1)))
+    if (s->has_rounds && !psd_steps_hear(s, h->clock, t->rank, h->since, t->scalars, 1))
         return psd_step_again(t, PSD_AGAIN_CASE, 1);
     return 0;
 }

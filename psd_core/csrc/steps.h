@@ -26,6 +26,7 @@ typedef struct { /* what the workers of an open round, or of the one before, hav
     int is_there, is_mixed; /* mixed: they differ, and a step decides nothing */
     double *scalars;
     uint64_t *spoke, *counted; /* masks of ranks that did so by steps */
+    uint64_t *since;           /* by rank, of those that spoke */
 } psd_step_voice;
 
 typedef struct { /* a job's part on this shard */
@@ -36,6 +37,7 @@ typedef struct { /* a job's part on this shard */
     uint64_t bound; /* steps that a worker may be ahead of the slowest one */
     psd_ranks *ranks;
     uint64_t *waited;   /* mask; set while nobody is armed */
+    uint64_t stop_at;   /* see psd_steps_stop; while somebody is armed it is only raised */
     uint32_t has_gates; /* callers wait until the slowest worker makes a step */
     size_t head_bytes, present_at, gradient_bytes, parameter_bytes; /* as in StepOffer; present_at: in the head */
     pthread_mutex_t speaking;
@@ -62,8 +64,13 @@ typedef struct { /* one step under way */
 /* The caller has set blocks, places, ranks, bounds, `scalars` and flags. 0, or -1: no memory. */
 int psd_steps_init(psd_steps *);
 void psd_steps_free(psd_steps *);
-/* A worker states these scalars for a round by a step, or (rank -1) otherwise. 0: others differ. */
-int psd_steps_hear(psd_steps *, uint64_t round, int64_t rank, const double *scalars, int is_alike);
+/* A worker, which has been there since that clock, states these scalars for a round by a step, or (rank -1) otherwise. 0: others
+ * differ. */
+int psd_steps_hear(psd_steps *, uint64_t round, int64_t rank, uint64_t since, const double *scalars, int is_alike);
+
+/* Whether a push of this clock is made the long way, since a cut may be due by then. With rounds: from the clock `stop_at` on.
+ * Without: by who comes to that clock when all others have. */
+int psd_steps_stop(const psd_steps *, int64_t rank, uint64_t clock);
 
 /* Copies what ranks have said of a round by steps, the even one or the odd one, to arrays that are as long. 0: none has spoken. */
 int psd_steps_voice(psd_steps *, int odd, psd_step_voice *copy);

@@ -26,7 +26,7 @@ HEAD = struct.Struct("<QQQQdII")
 DONE = struct.Struct("<QII")
 AGAIN = struct.Struct("<II")
 HAS_VERSIONS, HAS_PRESENT = 1, 2
-REVOKED, CASE, LONG_WAIT = 1, 2, 3
+REVOKED, CASE, LONG_WAIT, CUT = 1, 2, 3, 4
 PLACES = 2
 LANES = ["tcp", "local", "memory"]
 

@@ -9,15 +9,18 @@ from __future__ import annotations
 import random
 import select
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import grpc
 import numpy as np
 import pytest
 from raw_client import MODES
-from raw_steps import Done, StepWorker
+from raw_steps import Done, StepWorker, pause
 
+from psd.checkpoint import CheckpointDirectory
 from psd.contract.errors import PsdError
+from psd.contract.layout import Layout
 from psd.v1 import job_pb2
 
 WORLD = 3
@@ -51,10 +54,12 @@ def job_of(mode: str, choice: random.Random) -> job_pb2.JobSpec:
 
 
 class Side:
-    """One of the two shards, and its workers."""
+    """One of the two shards, and its workers. url: of its checkpoints; empty: it takes none."""
 
-    def __init__(self, server: Any, dial: Callable[[str], grpc.Channel], job: job_pb2.JobSpec, lanes: list[str]) -> None:
-        self.shard = server.shard
+    def __init__(
+        self, server: Any, dial: Callable[[str], grpc.Channel], job: job_pb2.JobSpec, lanes: list[str], url: str = ""
+    ) -> None:
+        self.shard, self._url = server.shard, url
         self.sessions: list[int] = []
         self.steps = 0
         self._found: dict[int, Done] = {}
@@ -119,6 +124,22 @@ class Side:
         self.workers[rank] = self.join(rank)
         return self.workers[rank].clock
 
+    def settle(self) -> None:
+        """Wait until all checkpoints that were taken are written."""
+        while self.shard.cuts.is_storing:
+            pause()
+
+    def stored(self) -> list[Any]:
+        """Of each checkpoint: its step, clocks, and all that its blocks have but sessions."""
+        self.settle()
+        directory, found = CheckpointDirectory(self._url), []
+        for info in directory.checkpoints():
+            manifest = directory.load(info.name)
+            blocks = directory.read_blocks(manifest, Layout(manifest.spec, 1), 0)
+            arrays = [(b.version, *(a.tobytes() for a in (b.parameter, *b.slots.values(), b.steps, b.clocks))) for b in blocks]
+            found.append((manifest.step, dict(manifest.worker_clocks), arrays))
+        return sorted(found)
+
     def left(self) -> Any:
         """All that is left of it."""
         job = self.shard.job
@@ -143,12 +164,17 @@ class Side:
 
 
 @pytest.fixture
-def sides(cluster: Callable[..., Any], dial: Callable[..., grpc.Channel]) -> Iterator[Callable[..., list[Side]]]:
-    """sides(job, lanes) -> the shard that arms, and the one that does not."""
+def sides(
+    cluster: Callable[..., Any], dial: Callable[..., grpc.Channel], tmp_path: Path
+) -> Iterator[Callable[..., list[Side]]]:
+    """sides(job, lanes, every) -> the shard that arms, and the one that does not."""
     made: list[Side] = []
 
-    def make(job: job_pb2.JobSpec, lanes: list[str]) -> list[Side]:
-        made.extend(Side(cluster(1, never_armed=never).shards[0], dial, job, lanes) for never in (False, True))
+    def make(job: job_pb2.JobSpec, lanes: list[str], every: int = 0) -> list[Side]:
+        for never in (False, True):
+            url = str(tmp_path / str(never)) if every else ""
+            config = {"checkpoint_dir": url, "checkpoint_steps": every, "checkpoint_keep": 1000} if every else {}
+            made.append(Side(cluster(1, never_armed=never, **config).shards[0], dial, job, lanes, url))
         return made
 
     yield make
@@ -185,21 +211,25 @@ def set_scalars(sides: list[Side], rank: int, scale: float) -> None:
         side.workers[rank].scalars = [(MOMENTUM[0] * scale, *MOMENTUM[1:]), (ADAM[0] * scale, *ADAM[1:])]
 
 
+@pytest.mark.parametrize("every", [0, 4])
 @pytest.mark.parametrize("seed", range(12))
-def test_rounds_of_steps_are_those_of_pushes(sides: Callable[..., list[Side]], seed: int) -> None:
-    """With what happens to rounds: late ones, a quorum, deaths, what comes again."""
+def test_rounds_of_steps_are_those_of_pushes(sides: Callable[..., list[Side]], seed: int, every: int) -> None:
+    """With what happens to rounds: late ones, a quorum, deaths, what comes again; and checkpoints by steps."""
     choice = random.Random(seed)
     job = job_of("sync", choice)
-    both = sides(job, [choice.choice(LANES) for _ in range(WORLD)])
+    both = sides(job, [choice.choice(LANES) for _ in range(WORLD)], every)
+    since = [0] * WORLD
     for clock in range(25):
+        for side in both:
+            side.settle()
         scale = choice.choice([1.0, 1.0, 0.5])
         order = choice.sample(range(WORLD), WORLD)
         pushed: list[tuple[int, Any, dict[str, Any]]] = []
         quorum = job.quorum or WORLD
         for place, rank in enumerate(order):
-            set_scalars(both, rank, scale)
+            set_scalars(both, rank, 0.25 if since[rank] and choice.random() < 0.2 else scale)  # a schedule that lags
             values, present = gradient(choice, both[0])
-            named = named_of(choice, present)
+            named = named_of(choice, present) | {"since": since[rank]}
             if place >= quorum:
                 late = [side.at_once(rank, values, clock, named) for side in both]
                 assert late[0] == late[1]
@@ -219,7 +249,12 @@ def test_rounds_of_steps_are_those_of_pushes(sides: Callable[..., list[Side]], s
             rank = choice.randrange(WORLD)
             begins = [side.replace(rank) for side in both]
             assert begins[0] == begins[1] == clock + 1
+            since[rank] = clock + 1
     assert both[0].left() == both[1].left()
+    if every:
+        stored = [side.stored() for side in both]
+        assert stored[0] == stored[1]
+        assert [step for step, _, _ in stored[0]] == [*range(every, 25, every)]
     assert both[0].steps > 0
     assert both[1].steps == 0
 

@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
 import pytest
-from raw_steps import LONG_WAIT, REVOKED, Again, Done, StepWorker, armed, has_counted, pause, two
+from raw_steps import CUT, LONG_WAIT, REVOKED, Again, Done, StepWorker, armed, has_counted, pause, two
 
+from psd.checkpoint import CheckpointDirectory
 from psd.contract.errors import Draining, SessionFenced, ShardRestarted
 from psd.contract.wire import Disconnected
+from psd.state.cuts.snapshots import Snapshot
 from psd.state.workers.membership import WorkerState
 from psd.v1 import control_pb2, data_pb2
 
@@ -158,10 +161,103 @@ def test_another_worker_reaches_those_that_are_armed(start: Callable[..., StepWo
     assert worker.end_call().versions == [4, 4]
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
-def test_a_cut_in_the_midst_of_steps_has_each_block_at_its_version(start: Callable[..., StepWorker], mode: str) -> None:
-    """No step passes the version, or the position, that was announced."""
-    worker = armed(start, mode=mode)
+def test_steps_go_on_up_to_the_version_of_a_cut(start: Callable[..., StepWorker]) -> None:
+    """That one is made the long way, where the pages are taken; beyond it, steps go on."""
+    worker = armed(start, mode="sync")
+    shard = start.shard  # type: ignore[attr-defined]
+    done = shard.cuts.take_part()
+    shard.schedule.announce("c")
+    assert worker.step((1, 1), 1) == Again(REVOKED)
+    worker.push_pull((1, 1), 1)
+    assert [cut.step for cut in worker.reply.cuts] == [4]
+
+    assert isinstance(worker.step((1, 1), 2), Done)
+    assert worker.step((1, 1), 3) == Again(CUT)
+    assert done.empty()
+    worker.push_pull((1, 1), 3)
+
+    snapshot = done.get_nowait()
+    assert [page.version for page in snapshot.pages.values()] == [4, 4]
+    assert [page.parameter.tolist() for page in snapshot.pages.values()] == [[-4.0] * 3] * 2
+    assert isinstance(worker.step((1, 1), 4), Done)
+    shard.cuts.release(snapshot)
+    assert isinstance(worker.step((1, 1), 5), Done)
+
+
+def test_a_reader_of_a_version_to_come_gets_that_one(start: Callable[..., StepWorker]) -> None:
+    """Steps stop there, too."""
+    worker = armed(start, mode="sync")
+    shard, done = start.shard, SimpleQueue()  # type: ignore[attr-defined, var-annotated]
+    cut = data_pb2.Cut(id="r", step=4, is_read=True)
+    request = data_pb2.ReadRequest(run_id=worker.caller.run_id, layout_digest=worker.digest, cut=cut)
+
+    asked = shard.begin_read(request, done)
+
+    assert worker.step((1, 1), 1) == Again(REVOKED)
+    worker.push_pull((1, 1), 1)
+    assert isinstance(worker.step((1, 1), 2), Done)
+    assert worker.step((1, 1), 3) == Again(CUT)
+    worker.push_pull((1, 1), 3)
+    assert done.get_nowait() is asked
+    assert [page.version for page in asked.pages.values()] == [4, 4]
+    shard.cuts.abandon(asked)
+
+
+@pytest.mark.parametrize(("mode", "announced"), [("sync", [2, 7, 12]), ("async", [4, 9, 14])])
+def test_the_push_by_which_a_cut_by_steps_is_due_is_made_the_long_way(
+    start: Callable[..., StepWorker], tmp_path: Path, mode: str, announced: list[int]
+) -> None:
+    """It alone, so that the shard announces the cut when it would without steps."""
+    worker = armed(start, mode=mode, config={"checkpoint_dir": str(tmp_path), "checkpoint_steps": 5})
+    shard, refused, ids = start.shard, [], set()  # type: ignore[attr-defined]
+    for clock in range(1, 16):
+        while shard.cuts.is_storing:
+            pause()
+        if worker.offer is None or isinstance(worker.step((1, 1), clock), Again):
+            cuts = list(worker.reply.cuts)
+            for cut in cuts if mode == "async" else ():
+                cut.ready = True
+                if cut.waits:
+                    cut.position = clock
+            before = {cut.id for cut in worker.reply.cuts}
+            worker.push_pull((1, 1), clock, cuts=cuts)
+            after = {cut.id for cut in worker.reply.cuts}
+            if after - before - ids:
+                refused.append(clock)
+            ids |= after
+
+    assert refused == announced
+    while shard.cuts.is_storing:
+        pause()
+    assert {info.step for info in CheckpointDirectory(str(tmp_path)).checkpoints()} == {5, 10, 15}
+
+
+def test_when_a_checkpoint_is_written_the_next_one_is_announced_at_once(
+    start: Callable[..., StepWorker], tmp_path: Path
+) -> None:
+    """As by the next push that is made the long way: meanwhile steps pass where it would have been due."""
+    worker = armed(start, mode="sync", config={"checkpoint_dir": str(tmp_path), "checkpoint_steps": 5})
+    shard = start.shard  # type: ignore[attr-defined]
+    snapshot = Snapshot(data_pb2.Cut(id="w", step=1), shard._core.job, SimpleQueue())
+    shard.cuts._unwritten.add(snapshot)
+    shard.steps.revoke(0)
+    worker.train((1, 1), 1)
+    for clock in range(2, 12):
+        assert isinstance(worker.train((1, 1), clock), Done)
+    assert [cut.step for cut in shard.cuts.latest()] == [5]
+    while shard.cuts.unwritten > 1:
+        pause()
+
+    shard.cuts.release(snapshot)
+
+    assert worker.step((1, 1), 12) == Again(REVOKED)
+    worker.push_pull((1, 1), 12)
+    assert [cut.step for cut in worker.reply.cuts] == [5, 20]
+
+
+def test_a_cut_in_the_midst_of_steps_has_each_block_at_the_workers_positions(start: Callable[..., StepWorker]) -> None:
+    """No step passes the position that was announced."""
+    worker = armed(start, mode="async")
     shard = start.shard  # type: ignore[attr-defined]
     done = shard.cuts.take_part()
     for clock in range(1, 9):

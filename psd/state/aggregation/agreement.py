@@ -66,18 +66,18 @@ class Agreement:
         self._steps: Steps | None = None
 
     def listen_to(self, steps: Steps) -> None:
-        """Hear also what workers say by steps, which have been there from the start, and all say the same of a round."""
+        """Hear also what workers say by steps, which all say the same of a round."""
         self._steps = steps
 
     def _hear_steps(self) -> None:
-        for round_, flat, spoke, counted in self._steps.voices() if self._steps is not None else ():
+        for round_, flat, spoke, counted, since in self._steps.voices() if self._steps is not None else ():
             if round_ < self._open_round() - 1:
                 continue
             scalars = _by_group(flat, self._infos)
             said = self._rounds.setdefault(round_, _Round())
             for rank in ranks_in(spoke):
                 if rank not in said.voices:
-                    said.voices[rank] = Voice(0, rank, scalars)
+                    said.voices[rank] = Voice(since[rank], rank, scalars)
             said.counted.update(ranks_in(counted))
             said.held = min(said.voices.values())
 

@@ -333,8 +333,7 @@ class Cuts:
         self._take_buffers(waiting)
 
     def on_tick(self, now: float, patience_s: float) -> None:
-        """Take the present buffers for cuts that have waited for them longer than `patience_s`: the worker is busy, or gone.
-        Give up cuts whose positions do not come."""
+        """Take the present buffers for cuts that have waited longer than `patience_s`, and give up those without positions."""
         if self.awaits_positions:
             self.advance()
             self._give_up_late(now, patience_s)
@@ -390,6 +389,8 @@ class Cuts:
         with self._lock:
             self._unwritten.discard(snapshot)
             waiting = [other for other in self._open if other.lacks_tables]
+        if self._core.config.checkpoint_steps and not self._unwritten:
+            self._core.revoke()  # a cut by steps may be due, see CutSchedule.stop_at
         for other in waiting:
             assert other.job.tables is not None
             try:
@@ -455,8 +456,7 @@ class Cuts:
             if is_last:
                 del self._open[snapshot]
                 has_room = len(self._unwritten) < UNWRITTEN_MAX or not (snapshot.pages or snapshot.tables)
-                is_taken = not is_to_store or has_room or snapshot.is_final
-                is_taken = is_taken and not snapshot.lacks_tables
+                is_taken = (not is_to_store or has_room or snapshot.is_final) and not snapshot.lacks_tables
                 self._unwritten.update([snapshot] if is_to_store and is_taken else [])
         if not is_open:
             self._drop(snapshot.job, pages, tables or [])

@@ -191,22 +191,43 @@ class CutSchedule:
                 if has_moved and not self._cuts.is_collecting:
                     self._announce(new_id(), step)
 
+    def stop_at(self, job: Job) -> int | None:
+        """The clock at which a cut by steps may be due: no step goes there; with rounds, the push of that clock is none;
+        without, that by which all workers have come to it. None: no cut is due before something revokes.
+
+        Takes no lock: whoever lowers it revokes.
+        """
+        every = self._core.config.checkpoint_steps
+        if not every or self._core.config.shard_index != 0 or self._cuts.unwritten:  # see Cuts.release
+            return None
+        if self._era != (self._core.timeline, job.layout.digest):
+            return 0
+        last = self._last_step // every * every
+        return max(0, last - AHEAD) if job.policy.has_rounds else last + every
+
     def _announce_multiple(self, step: int, every: int) -> None:
         """Announce a cut at the next multiple of `every` (--checkpoint-steps) steps, if it is due."""
-        if self._has_rounds:
-            due = -(-(step + AHEAD) // every) * every
-            if due > self._last_step:
-                self._announce_at(new_id(), due)
-        elif step // every > self._last_step // every:
-            self._announce_at(new_id(), step)
+        if not self._has_rounds:
+            if step // every > self._last_step // every:
+                self._announce_at(new_id(), step)
+        elif _next_multiple(step, every) > self._last_step:
+            with self._standing_still():
+                self._announce_at(new_id(), _next_multiple(self.progress, every))
 
     def _announce(self, cut_id: str, step: int) -> None:
-        if self._has_rounds:  # no step goes on from here, until workers have heard of the cut by their replies
-            self._core.is_announcing = True
-            self._core.revoke()
-            step = self.progress
+        if not self._has_rounds:
+            self._announce_at(cut_id, step)
+            return
+        with self._standing_still():
+            self._announce_at(cut_id, self.progress + AHEAD)
+
+    @contextlib.contextmanager
+    def _standing_still(self) -> Iterator[None]:
+        """A context in which no step is made, nor until workers have heard of the cut by their replies."""
+        self._core.is_announcing = True
         try:
-            self._announce_at(cut_id, step + AHEAD if self._has_rounds else step)
+            self._core.revoke()
+            yield
         finally:
             self._core.is_announcing = False
 
@@ -237,3 +258,8 @@ class CutSchedule:
             base = ""
             self._whole_ids = [*self._whole_ids, cut_id][-WHOLE_KEPT:]
         self._cuts.learn(job, [data_pb2.Cut(id=cut_id, step=step, created_at=self._wall(), base=base, order=order)])
+
+
+def _next_multiple(step: int, every: int) -> int:
+    """The first multiple of `every` for which a cut can still be announced at this step."""
+    return -(-(step + AHEAD) // every) * every

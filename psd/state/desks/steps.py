@@ -15,6 +15,7 @@ from psd.state.aggregation.consistency import StaleSynchronous
 from psd.state.aggregation.small_block import SmallBlock
 from psd.state.core import ShardCore
 from psd.state.cuts.cuts import Cuts
+from psd.state.desks.cut_schedule import CutSchedule
 from psd.state.job import Job
 from psd.state.life import Life
 from psd.state.workers.membership import WorkerState
@@ -24,6 +25,7 @@ from psd_core.steps import BLOCKS_MAX, Ranks, StepConnection, Steps
 
 Loop = StepConnection
 AGAIN_REVOKED = core_steps.AGAIN_REVOKED
+AGAIN_BY_SHARD = AGAIN_REVOKED, core_steps.AGAIN_CUT  # the worker's next push may well be a step
 SERVED_CLOSED, SERVED_OTHER, SERVED_WRONG = core_steps.SERVED_CLOSED, core_steps.SERVED_OTHER, core_steps.SERVED_WRONG
 SERVED_AGAIN, SERVED_TICKETS, SERVED_ERROR = core_steps.SERVED_AGAIN, core_steps.SERVED_TICKETS, core_steps.SERVED_ERROR
 
@@ -54,11 +56,12 @@ class StepDesk:
         is_busy: returns True while the shard drains, or readers are there.
     """
 
-    def __init__(self, core: ShardCore, cuts: Cuts, is_busy: Callable[[], bool]) -> None:
+    def __init__(self, core: ShardCore, cuts: Cuts, schedule: CutSchedule, is_busy: Callable[[], bool]) -> None:
         self._core = core
         self._cuts = cuts
+        self._schedule = schedule
         self._is_busy = is_busy
-        self._can_arm = not (core.config.never_armed or core.config.checkpoint_steps) and core.now is time.monotonic
+        self._can_arm = not core.config.never_armed and core.now is time.monotonic
         self._lanes: dict[int, str] = {}  # by rank, of its steps
         self._ranks: Ranks | None = None  # of these steps
 
@@ -71,13 +74,13 @@ class StepDesk:
             job, members = core.job, core.membership
             if job is None or members is None or self._is_busy() or core.life.now is not Life.SERVING:
                 return None
-            if core.orders.current is not None or core.is_announcing or self._cuts.open:
+            if core.orders.current is not None or core.is_announcing:
                 return None
             worker = members.worker(caller.rank)
             is_live = worker.state is WorkerState.LIVE and worker.session == caller.session and worker.has_pushed
             if not is_live or worker.is_leaving:
                 return None
-            if job.policy.has_rounds and (header.since or not members.is_settled(job.version_min)):
+            if job.policy.has_rounds and not members.is_settled(job.version_min):
                 return None
             if job.steps is None:
                 job.steps = steps_of(job, members.ranks)
@@ -89,7 +92,17 @@ class StepDesk:
             _, at = job.arena.member_word(worker.rank)
             members.is_armed = True
             waited = members.waited_in(job.version_min)
-            return Armed(job.steps.arm(worker.rank, worker.session, worker.floor, at, waited), job, job.steps)
+            epoch = job.steps.arm(worker.rank, worker.session, worker.floor, at, waited, self._stop_at(job))
+            return Armed(epoch, job, job.steps) if epoch is not None else None
+
+    def _stop_at(self, job: Job) -> int | None:
+        """See Steps.arm. With rounds, blocks come to an open cut by the long way; without, it may hold pushes.
+
+        Whatever lowers this revokes then: what is seen here holds, or these steps end at once.
+        """
+        open_cuts = [max(0, cut.step - 1) if job.policy.has_rounds else 0 for cut in self._cuts.open]
+        due = self._schedule.stop_at(job)
+        return min([*open_cuts, *([] if due is None else [due])], default=None)
 
     def revoke(self, rank: int) -> None:
         """Take no more steps of a rank until it is armed anew."""

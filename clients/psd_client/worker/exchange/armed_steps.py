@@ -13,9 +13,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from psd.contract.rules import weight_of
+from psd.v1 import data_pb2
 from psd_client.lanes.flat import FlatBuffers
 from psd_client.lanes.steps import SteppingLanes
-from psd_client.lanes.transport import Lane
+from psd_client.lanes.transport import Call, Lane
 from psd_client.lanes.waiting import ShardHealth
 from psd_client.worker.exchange.learner_rider import LearnerRider
 from psd_client.worker.exchange.lending import ParameterPlaces
@@ -81,6 +82,13 @@ class ArmedSteps:
         if self.are_armed:
             self._membership = self._session.memberships.held
 
+    def finish(self, shard: int, call: Call) -> data_pb2.PushReply | None:
+        """Finish a step that is under way at one shard, as SteppingLanes.finish does; the reply names cuts as the last one."""
+        reply = self.offered.finish(shard, call)
+        if reply is not None:
+            reply.cuts.extend(self._session.cuts.named_by(shard))
+        return reply
+
     def push_pull(self, gradient: WorkerGradient) -> bool:
         """Make a push_pull as a step, if they are armed. True: it has succeeded. False: make it the long way, which goes on
         with the step if it is under way: `finish` it at each shard, then `renew`, or `end` it.
@@ -101,7 +109,7 @@ class ArmedSteps:
         clock, number = session.clock, self._membership.session
         session.pushing = clock  # from now on the position that is chosen in a cut lies behind this push
         took = None
-        if not session.cuts.are_named:
+        if not session.cuts.are_untold:
             since = self._attendance.since(number, clock)
             took = self.offered.run(number, clock, since, weight, scalars, present)
         if took:

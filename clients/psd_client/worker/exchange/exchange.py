@@ -232,7 +232,7 @@ class ParameterExchange:
 
         def push_pull_at(lane: Lane, call: Call) -> None:
             rows = ahead.at.get(lane.shard) if ahead is not None else None
-            reply = steps.offered.finish(lane.shard, call) if steps.offered.are_under_way else None
+            reply = steps.finish(lane.shard, call) if steps.offered.are_under_way else None
             if reply is None:
                 part = self._requests.part(lane, call, sent, self._blocks[lane.shard], self.parameters.versions)
                 part.wants_steps = steps.are_wanted and sent.feed is None

@@ -10,7 +10,7 @@ heartbeats share it. Must not know how messages travel.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from psd.contract.config import CUTS_MAX
 from psd.v1 import data_pb2
@@ -25,7 +25,7 @@ class CarriedCuts:
     Attributes:
         lock: guards changes of `pushing`, which is set before a push's header is made, and cleared when the push has ended.
         pushing: the clock of a push that a shard may still lack, or may lose before its round has closed.
-        are_named: True if shards have named cuts.
+        are_named: True if shards have named cuts. are_untold: True if some shard may not have heard yet what `carried` says.
         is_unready: True while no position is chosen, because the call that sends a push has failed, and the program may take
             its time; or because it sets parameters.
     """
@@ -39,12 +39,13 @@ class CarriedCuts:
         self._passed_over: set[int] = set()  # shards that may have asked for a position when the worker was not ready
         self._carried: Sequence[data_pb2.Cut] | None = ()  # None: to be made anew
         self.pushing: int | None = None
-        self.is_unready = self.are_named = False
+        self.is_unready = self.are_named = self.are_untold = False
 
     def set_ready(self, is_ready: bool) -> None:
         """Set `is_unready`. Once the worker is ready, it responds again to what shards have named."""
         with self.lock:
-            self.is_unready, self._carried = not is_ready, None
+            self.is_unready = not is_ready
+            self._on_news()
             if is_ready:
                 self._passed_over = set(self._named)
 
@@ -59,13 +60,14 @@ class CarriedCuts:
         with self.lock:
             self._session = session
             self._named, self._positions, self._carried = {}, {}, ()
-            self.are_named = False
+            self.are_named = self.are_untold = False
 
     def forget(self, shard: int) -> None:
         """Forget the cuts that a shard has named, because it was restarted: its new incarnation does not know them."""
         with self.lock:
             self._named.pop(shard, None)
-            self._carried, self.are_named = None, bool(self._named)
+            self.are_named = bool(self._named)
+            self._on_news()
 
     def hear(
         self, shard: int, cuts: Sequence[data_pb2.Cut], clock: int, session: int | None = None, *, by_heartbeat: bool = False
@@ -86,8 +88,8 @@ class CarriedCuts:
                 return False
             self._passed_over.discard(shard)
             before, known = self._awaited(), self._ids()
-            self._named[shard], self._carried = named, None
-            self.are_named = True
+            self._named[shard], self.are_named = named, True
+            self._on_news()
             is_new = by_heartbeat and not named.keys() <= known
             after = self._awaited()
             has_chosen = False
@@ -100,6 +102,19 @@ class CarriedCuts:
                 still = self._ids()
                 self._positions = {cut_id: at for cut_id, at in self._positions.items() if cut_id in still}
             return has_chosen or is_new or not after <= before
+
+    def _on_news(self) -> None:
+        self._carried, self.are_untold = None, True
+
+    def on_told(self, told: Iterable[Sequence[data_pb2.Cut] | None]) -> None:
+        """Note what a push has told each shard: what `carried` returned then."""
+        with self.lock:
+            self.are_untold = self._carried is None or any(each is not self._carried for each in told)
+
+    def named_by(self, shard: int) -> Sequence[data_pb2.Cut]:
+        """The cuts that a shard's last reply has named."""
+        with self.lock:
+            return list(self._named.get(shard, {}).values())
 
     def _ids(self) -> set[str]:
         return {cut_id for cuts in self._named.values() for cut_id in cuts}
