@@ -1,7 +1,7 @@
 """Measures small calls: push_pull, as NumPy programs call it, of 1 KB of gradients there and 1 KB of parameters back.
 
     python benchmarks/latency.py [--parts calls,load,busy] [--transports grpc,tcp,shm] [--consistency async,sync] [--json FILE]
-        [--never-armed]
+        [--never-armed] [--checkpoint-steps N]
     python benchmarks/latency.py --parts calls --cores one --workers 1,2,4 --shards 1 --calls 2500
 
 calls   how long a call takes, and how much processor time on either side, for each number of workers and of shards; with
@@ -24,7 +24,8 @@ busy    calls of an async job, of 256 tensors, while its shard takes checkpoints
         --seconds at least; to calls of the same job in between.
 
 With --never-armed each psd on the bulk lane also runs with shards that take no steps in C: what these gain, in processor time
-and pushes a second, is the ratio.
+and pushes a second, is the ratio. With --checkpoint-steps each psd of the part calls also runs with shards that store a
+checkpoint every so many steps.
 
 All of a part take turns in one run, so that a noisy machine hurts all alike. The ratios are the figures to compare; times are
 this machine's. CPU is a call's share of all that worker or servers used, heartbeats included. What each system has computed is
@@ -67,8 +68,10 @@ LIMIT_SHARDS = 1.6
 LIMITS_BUSY = {"p50_s": 1.3, "p99_s": 3.0}
 NEVER_ARMED = " never armed"
 """Behind the name of a contender whose shards take no steps in C."""
+CHECKPOINTS = " checkpoints"
+"""Behind the name of one whose shards take checkpoints by steps."""
 LIMITS_ARMED = {"server_cpu_s_per_call": 1 / 6, "worker_cpu_s_per_call": 1 / 3}
-"""Largest ratios to such a contender, with one worker and one shard;"""
+"""Largest ratios to a contender that is never armed, with one worker and one shard;"""
 LIMITS_LOAD = {"async": 1 / 5, "sync": 1 / 3}
 """and of its pushes a second to the others', with 8 connections."""
 
@@ -85,6 +88,7 @@ def arguments() -> Namespace:
     parser.add_argument("--connections", type=int, default=8, help="that push at once, for load (default: %(default)s)")
     parser.add_argument("--pushes", type=int, default=4000, help="of each of them, in all turns (default: %(default)s)")
     parser.add_argument("--never-armed", action="store_true", help="also run psd with shards that take no steps in C")
+    parser.add_argument("--checkpoint-steps", type=int, default=0, metavar="N", help="also run psd with checkpoints")
     args = parser.parse_args()
     check(parser, args)
     return args
@@ -100,6 +104,8 @@ def check(parser: ArgumentParser, args: Namespace) -> None:
             parser.error(f"--{option}: expected 1 to {work.WORKERS_MAX}, got {','.join(map(str, numbers))}")
     if max(args.shards) > SHARDS_MAX:
         parser.error(f"--shards: expected 1 to {SHARDS_MAX}, got {max(args.shards)}: 8 KB are not cut any finer")
+    if args.checkpoint_steps < 0:
+        parser.error(f"--checkpoint-steps: expected 0 or more, got {args.checkpoint_steps}")
     if "two" in args.cores and CORES < 2:
         parser.error(f"--cores: two: this process may use {CORES} core")
 
@@ -125,14 +131,25 @@ def ways(args: Namespace, transport: str, consistency: str) -> list[tuple[str, l
     return [(name, []), *never]
 
 
-def measure_calls(match: Match, args: Namespace, cores: str, transports: Sequence[str], library: str) -> list[dict[str, Any]]:
+def storing_ways(args: Namespace, name: str, directory: Path) -> list[tuple[str, list[str]]]:
+    """Likewise of those whose shards store checkpoints, each in a directory of its own."""
+    if not args.checkpoint_steps:
+        return []
+    kept = ["--checkpoint-dir", tempfile.mkdtemp(dir=directory), "--checkpoint-keep", "1"]
+    return [(name + CHECKPOINTS, [*kept, "--checkpoint-steps", str(args.checkpoint_steps)])]
+
+
+def measure_calls(
+    match: Match, args: Namespace, cores: str, transports: Sequence[str], library: str, directory: Path
+) -> list[dict[str, Any]]:
     """Measure the part `calls` on these cores."""
     several = [number for number in args.shards if number > 1]
     sizes = [(MODEL, 1)] * (1 in args.shards) + [(MODEL_OF_SHARDS, number) for number in (1, *several) if several]
     for transport, consistency, workers, (model, shards) in itertools.product(
         transports, args.consistency, args.workers, sizes
     ):
-        for name, flags in ways(args, transport, consistency):
+        plain = ways(args, transport, consistency)
+        for name, flags in [*plain, *storing_ways(args, plain[0][0], directory)]:
             starter = contenders.psd(transport, workers, shards, model, consistency=consistency, call="named", flags=flags)
             label = f"{name}, {model}, W = {workers}, S = {shards}"
             match.add(label, small_calls.on_cores(cores, small_calls.named(name, starter)))
@@ -263,7 +280,7 @@ def criteria(calls: list[dict[str, Any]], busy: list[dict[str, Any]]) -> list[Cr
         pairs = [
             (ratio(own, of.get((cores, name, 1, 1, kb))) or 0, name)
             for (on, name, workers, shards, kb), own in of.items()
-            if (on, workers, shards) == (cores, 1, SHARDS_MAX) and not name.endswith(NEVER_ARMED)
+            if (on, workers, shards) == (cores, 1, SHARDS_MAX) and not name.endswith((NEVER_ARMED, CHECKPOINTS))
         ]
         if pairs:
             worst, name = max(pairs)
@@ -302,7 +319,7 @@ def main() -> int:
                 print_load(loads, args.connections)
             else:
                 cores = name.rsplit(" ", 1)[1]
-                results = measure_calls(match, args, cores, transports, library)
+                results = measure_calls(match, args, cores, transports, library, directory)
                 print_calls(results, cores)
                 calls += results
             match.close()

@@ -65,6 +65,7 @@ class Job:
             with connect(self.running.servers, rank, world, transport="tcp" if rank else "shm", wait_timeout=100) as ps:
                 values = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
                 ps.declare(values, SGD(lr=1.0), groups=GROUPS, reduce="sum", consistency=consistency)
+                ps.barrier("begin")  # who comes later begins later
                 while ps.clock < end:
                     self.settle()
                     before(rank, ps.clock)
