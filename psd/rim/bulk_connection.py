@@ -295,7 +295,7 @@ class ServedConnection:
                 sent.skip_rest()
         else:
             if call.wants_steps and self._pushed is not None:
-                offer = self._steps.offer(self._pushed, self._shared.attached if call.into_memory else None)
+                offer = self._steps.offer(self._pushed, reply.push, self._shared.attached if call.into_memory else None)
                 if offer is not None:
                     reply.step.CopyFrom(offer)
             self._stream.send(Kind.REPLY, reply.SerializeToString())

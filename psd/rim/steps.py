@@ -53,8 +53,10 @@ class OfferedSteps:
         """The rank whose steps are taken; -1: none are."""
         return self._rank if self.loop is not None else -1
 
-    def offer(self, header: data_pb2.PushHeader, memory: WorkerMemory | None) -> bulk_pb2.StepOffer | None:
-        """Arm the worker of a push that was answered, if its next push may come as a step; then what to tell it.
+    def offer(
+        self, header: data_pb2.PushHeader, reply: data_pb2.PushReply, memory: WorkerMemory | None
+    ) -> bulk_pb2.StepOffer | None:
+        """Arm the worker of a push that is answered so, if its next push may come as a step; then what to tell it.
 
         Args:
             memory: where gradients and parameters lie; None: they travel.
@@ -63,7 +65,7 @@ class OfferedSteps:
         if self._waits > 0:
             self._waits -= 1
             return None
-        if not self._stream.is_single or (armed := self._shard.steps.arm(header, self._lane)) is None:
+        if not self._stream.is_single or (armed := self._shard.steps.arm(header, reply, self._lane)) is None:
             return None
         if memory is not None and memory.layout_digest != armed.job.layout.digest:  # attached for the job before
             self._shard.steps.revoke(header.caller.rank)

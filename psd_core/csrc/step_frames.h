@@ -44,7 +44,7 @@
  * Answers. To one STEP comes one DONE, or AGAIN, or ERROR (BulkError; the connection ends). An ALIVE may come before it, as before
  * any other answer. SYNC: the shard waits for the round for PSD_STEP_WAIT_S at most, then AGAIN; the push that follows finds itself
  * counted and waits as ever. DONE stands for this PushReply: clock, blocks_counted, blocks_duplicate; all else of it is zero or
- * empty, wants_buffers false, `cuts` as in the reply before, orders absent. The DONE of a step is also the pull's answer.
+ * empty, wants_buffers false, `cuts` and `orders` as in the reply before. The DONE of a step is also the pull's answer.
  */
 #ifndef PSD_STEP_FRAMES_H
 #define PSD_STEP_FRAMES_H

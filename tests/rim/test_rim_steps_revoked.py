@@ -88,7 +88,12 @@ def test_an_order_reaches_a_worker_that_is_armed(start: Callable[..., StepWorker
     assert worker.step((1, 1), 1) == Again(REVOKED)
     worker.push_pull((1, 1), 1)
     assert worker.reply.orders.learning_rates[0].scale == 0.5
-    assert worker.offer is None, "each reply has the orders"
+    assert isinstance(worker.step((1, 1), 2), Done)
+
+    header = data_pb2.PushHeader(caller=worker.caller, clock=2)
+    assert start.shard.steps.arm(header, worker.reply, "tcp") is not None  # type: ignore[attr-defined]
+    start.shard.scale_learning_rate(0.25)  # type: ignore[attr-defined]
+    assert start.shard.steps.arm(header, worker.reply, "tcp") is None, "it has not heard of that"  # type: ignore[attr-defined]
 
 
 def test_parameters_that_are_set_reach_a_worker_that_is_armed(start: Callable[..., StepWorker]) -> None:

@@ -65,8 +65,8 @@ class StepDesk:
         self._lanes: dict[int, str] = {}  # by rank, of its steps
         self._ranks: Ranks | None = None  # of these steps
 
-    def arm(self, header: data_pb2.PushHeader, lane: str) -> Armed | None:
-        """Arm the worker of a push that was answered; None if its next push may be none for a step, for all the shard knows."""
+    def arm(self, header: data_pb2.PushHeader, reply: data_pb2.PushReply, lane: str) -> Armed | None:
+        """Arm the worker of a push that is answered so; None if its next one may be none for a step, as far as is known."""
         core, caller = self._core, header.caller
         if not self._can_arm or not _is_plain(header):
             return None
@@ -74,7 +74,7 @@ class StepDesk:
             job, members = core.job, core.membership
             if job is None or members is None or self._is_busy() or core.life.now is not Life.SERVING:
                 return None
-            if core.orders.current is not None or core.is_announcing:
+            if core.is_announcing or (core.orders.current is not None and reply.orders != core.orders.current):
                 return None
             worker = members.worker(caller.rank)
             is_live = worker.state is WorkerState.LIVE and worker.session == caller.session and worker.has_pushed

@@ -65,6 +65,7 @@ class ArmedSteps:
         (self._attendance,), (self._client_state,) = riders.of(Attendance), riders.of(ClientStateRider)
         self._first_gradients = riders.of(FirstGradient)
         self._block_count = sum([len(own) for own in blocks])
+        self._groups = spec.groups
         self._trained = [i for i, tensor in enumerate(spec.tensors) if tensor.size and not spec.groups[tensor.group].is_static]
         self._membership: JobMembership | None = None
         self.offered = SteppingLanes(
@@ -83,10 +84,12 @@ class ArmedSteps:
             self._membership = self._session.memberships.held
 
     def finish(self, shard: int, call: Call) -> data_pb2.PushReply | None:
-        """Finish a step that is under way at one shard, as SteppingLanes.finish does; the reply names cuts as the last one."""
+        """Finish a step at one shard, as SteppingLanes.finish does; cuts and orders are as in the last reply."""
         reply = self.offered.finish(shard, call)
         if reply is not None:
             reply.cuts.extend(self._session.cuts.named_by(shard))
+            if shard == 0:
+                reply.orders.CopyFrom(self._session.orders.heard)
         return reply
 
     def push_pull(self, gradient: WorkerGradient) -> bool:
@@ -98,12 +101,16 @@ class ArmedSteps:
         session, (scalars, weight, present, rows, skip, feed, read, part, spare, put) = self._session, gradient
         if (
             (rows or skip or put or feed is not None or read is not None or part is not None or spare is not None)
-            or (self._client_state.state or session.orders.are_given)
-            or not session.is_settled
+            or (self._client_state.state or not session.is_settled)
             or session.memberships.held is not self._membership
         ):
             return False
         weight = weight_of(weight)
+        if session.orders.are_given:
+            scaled = session.orders.of_step(scalars, self._groups, session.clock)
+            if scaled is None:
+                return False
+            scalars = scaled
         if present is not None and self._gradients.zero_absent(present) != np.count_nonzero(~present[self._trained]):
             return False  # a step would look at all of a space in which nothing is present
         clock, number = session.clock, self._membership.session

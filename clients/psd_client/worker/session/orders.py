@@ -39,12 +39,12 @@ class FollowedOrders:
     """The orders that one worker follows.
 
     Attributes:
-        are_given: True if there are any.
+        are_given: True if there are any. heard: those that shard 0 has stated last.
     """
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._heard = job_pb2.JobOrders()
+        self.heard = job_pb2.JobOrders()
         self.are_given = False
         self._rates: list[job_pb2.LearningRateScale] = []
         self._ends_at = 0
@@ -54,9 +54,9 @@ class FollowedOrders:
 
     def hear(self, orders: job_pb2.JobOrders) -> None:
         """Take over all of shard 0's present orders."""
-        if orders == self._heard:
+        if orders == self.heard:
             return
-        self._heard = orders
+        self.heard = orders
         self.are_given = orders.ByteSize() > 0
         for rate in orders.learning_rates:
             if rate not in self._rates:
@@ -74,6 +74,14 @@ class FollowedOrders:
             self._scaled_from = scale, [list(values) for values in scalars]
             self._scaled = self._with_scale(scale, scalars, groups)
         return self._scaled
+
+    def of_step(
+        self, scalars: Sequence[Sequence[float]], groups: Sequence[GroupSpec], clock: int
+    ) -> Sequence[Sequence[float]] | None:
+        """The values of `scaled`; None: the job ends before this clock."""
+        if self._ends_at and clock >= self._ends_at:
+            return None
+        return [list(group.values) for group in self.scaled(scalars, groups, clock)]
 
     @staticmethod
     def _with_scale(
