@@ -182,3 +182,22 @@ def test_a_job_that_goes_on_from_a_checkpoint_makes_steps(
     assert by_steps == whole.stored[: len(by_steps)]
     assert len(by_steps) == STEPS // EVERY
     assert str(second.params) == str(whole.params)
+
+
+@pytest.mark.parametrize("consistency", ["sync", "async"])
+def test_shards_to_which_nobody_pushes_are_in_the_checkpoints_of_steps(
+    cluster: Start, tmp_path: Path, took: list[bool | None], consistency: str
+) -> None:
+    """A small job on many shards: the worker tells them of a cut before the push that reaches it."""
+    running = cluster(3, checkpoint_dir=str(tmp_path), checkpoint_steps=EVERY, checkpoint_keep=100)
+    with connect(running.servers, 0, 1, wait_timeout=100) as ps:
+        ps.declare({"w": np.zeros(2, np.float32)}, SGD(lr=1.0), consistency=consistency)
+        while ps.clock < STEPS:
+            until(lambda: not any(shard.shard.cuts.is_storing for shard in running.shards))
+            ps.push_pull({"w": np.ones(2, np.float32)})
+    running.finish()
+
+    infos = CheckpointDirectory(str(tmp_path)).checkpoints()
+    assert [info.reason for info in infos] == [""] * len(infos)
+    assert {info.step for info in infos} >= set(range(EVERY, STEPS, EVERY))
+    assert took.count(True) > STEPS / 3

@@ -161,7 +161,7 @@ def _is_plain(header: data_pb2.PushHeader) -> bool:
 def steps_of(job: Job, ranks: Ranks) -> Steps | None:
     """A job's part on this shard for steps; None if it has a block, a rule or a way of aggregation that they do not know."""
     spec, blocks = job.spec, [block for block in job.blocks.values() if block.is_trained]
-    if job.is_exact or spec.clip_norm or job.wants_buffers or job.tables is not None or not 0 < len(blocks) <= BLOCKS_MAX:
+    if job.is_exact or spec.clip_norm or job.tables is not None or not 0 < len(blocks) <= BLOCKS_MAX:
         return None
     if any(group.staleness not in STALENESS_KNOWN for group in spec.groups):
         return None

@@ -18,6 +18,7 @@ from psd_client.lanes.flat import FlatBuffers
 from psd_client.lanes.steps import SteppingLanes
 from psd_client.lanes.transport import Call, Lane
 from psd_client.lanes.waiting import ShardHealth
+from psd_client.worker.exchange.buffers import BufferKeeper
 from psd_client.worker.exchange.learner_rider import LearnerRider
 from psd_client.worker.exchange.lending import ParameterPlaces
 from psd_client.worker.exchange.riders import Attendance, ClientStateRider, FirstGradient, Riders
@@ -63,7 +64,7 @@ class ArmedSteps:
         self._shards = [lane.shard for lane in lanes]
         self._health = health
         (self._attendance,), (self._client_state,) = riders.of(Attendance), riders.of(ClientStateRider)
-        self._first_gradients = riders.of(FirstGradient)
+        self._first_gradients, self._buffers = riders.of(FirstGradient), riders.of(BufferKeeper)
         self._block_count = sum([len(own) for own in blocks])
         self._groups = spec.groups
         self._trained = [i for i, tensor in enumerate(spec.tensors) if tensor.size and not spec.groups[tensor.group].is_static]
@@ -101,7 +102,7 @@ class ArmedSteps:
         session, (scalars, weight, present, rows, skip, feed, read, part, spare, put) = self._session, gradient
         if (
             (rows or skip or put or feed is not None or read is not None or part is not None or spare is not None)
-            or (self._client_state.state or not session.is_settled)
+            or (self._client_state.state or not session.is_settled or (self._buffers and self._buffers[0].is_due))
             or session.memberships.held is not self._membership
         ):
             return False

@@ -74,12 +74,17 @@ class BufferKeeper(Rider):
         """Learn whether the shards want this worker's buffers."""
         self._is_wanted = any(reply.wants_buffers for reply in sent.replies.values())
 
+    @property
+    def is_due(self) -> bool:
+        """True if buffers are to be sent before the next push, whatever it reaches."""
+        return self._is_wanted and self.fill is not None and self._session.now() - self._stored_s >= REFRESH_S
+
     def before_push(self) -> None:
         """Send the buffers if the next push reaches a cut, or if they were not sent for REFRESH_S."""
         if not self._is_wanted:
             return
         cuts = self._due(self._session.clock + 1)
-        if cuts or (self.fill is not None and self._session.now() - self._stored_s >= REFRESH_S):
+        if cuts or self.is_due:
             self._store(self._lanes, cuts)
 
     def before_leaving(self) -> None:
