@@ -88,46 +88,61 @@ def test_when_shards_are_killed_and_connections_break_in_steps_then_the_sum_is_e
 EVERY = 20
 
 
+class Stored:
+    """The checkpoints of a job, and what it has begun with.
+
+    Args:
+        parameters, clocks: by tensor, and by rank, when it began. Attributes: clocks.
+    """
+
+    def __init__(self, url: str, parameters: dict[str, NDArray[Any]], clocks: dict[int, int]) -> None:
+        self._directory = CheckpointDirectory(url)
+        self._parameters, self.clocks = parameters, clocks
+        self._earlier = set(self.names)
+
+    @property
+    def names(self) -> list[str]:
+        """Of those that are whole: a shard may have been killed in the midst of one."""
+        return [info.name for info in self._directory.checkpoints() if not info.reason]
+
+    def check(self) -> list[tuple[int, dict[int, int], dict[str, NDArray[Any]]]]:
+        """Compare those of this job with what their clocks say; steps, clocks and parameters, from the first to the last."""
+        found = []
+        for name in sorted(set(self.names) - self._earlier):
+            manifest = self._directory.load(name)
+            tensors, parameters = manifest.spec.tensors, {}
+            for block in self._directory.read_blocks(manifest, Layout(manifest.spec, 1), 0):
+                (tensor,) = set(block.block.segment_tensors)
+                parameters[tensors[tensor].name] = block.parameter
+            clocks = dict(manifest.worker_clocks)
+            for name, value in parameters.items():
+                pushed = [gradient(rank, step)[name] for rank in clocks for step in range(self.clocks[rank], clocks[rank])]
+                total = np.sum(pushed, axis=0, dtype=np.float32)
+                assert (value == self._parameters[name] - total).all(), (manifest.name, clocks)
+            found.append((manifest.step, clocks, parameters))
+        return sorted(found, key=lambda each: each[0])
+
+
 def train(
-    servers: str, rank: int, on_step: Callable[[], bool], *, transport: str, consistency: str, begin: int = 0
-) -> dict[str, NDArray[Any]]:
-    """Pushes the gradient of each clock until everything has struck, and then what all have pushed; parameters."""
-    is_done = False
+    servers: str, rank: int, on_step: Callable[[], bool], *, url: str, transport: str, consistency: str
+) -> tuple[int, dict[str, NDArray[Any]]]:
+    """Pushes the gradient of each clock until everything has struck, and some checkpoints are stored; what it began with."""
+    is_done, enough = False, len(CheckpointDirectory(url).checkpoints()) + 4
     with psd_client.connect(servers, rank, WORLD_SIZE, transport=transport, retry_timeout=60, wait_timeout=100) as ps:
         values = {name: np.zeros_like(array) for name, array in gradient(0, 0).items()}
         groups = [{"params": [name]} for name in values]
-        ps.declare(values, psd_client.SGD(lr=1), groups=groups, consistency=consistency, reduce="sum")
+        began_with = ps.declare(values, psd_client.SGD(lr=1), groups=groups, consistency=consistency, reduce="sum")
         ps.barrier("begin")  # who comes later begins later
-        assert ps.clock >= begin
+        begin = ps.clock
         while ps.clock < begin + STEPS_MIN or not is_done:
             ps.push_pull(gradient(rank, ps.clock))
             is_done = on_step()
+            if is_done and ps.clock >= begin + STEPS_MIN:
+                is_done = ps.clock % EVERY == 0 and len(CheckpointDirectory(url).checkpoints()) >= enough
             if consistency == "sync" and ps.clock >= begin + STEPS_MIN:  # all make as many
                 is_done = ps.all_reduce({"done": float(is_done)}, "min")["done"] == 1
         ps.barrier("end")
-        return ps.pull()
-
-
-def total(name: str, clocks: dict[int, int]) -> NDArray[Any]:
-    """The sum of all gradients of the workers up to these clocks."""
-    made = [gradient(rank, step)[name] for rank, clock in clocks.items() for step in range(clock)]
-    return np.sum(made, axis=0, dtype=np.float32)
-
-
-def check_stored(url: Path) -> list[int]:
-    """Compare all whole checkpoints with what their clocks say; their steps, from the first to the last."""
-    directory, steps = CheckpointDirectory(str(url)), []
-    for info in directory.checkpoints():
-        if info.reason:
-            continue  # a shard was killed in its midst
-        manifest = directory.load(info.name)
-        layout = Layout(manifest.spec, 1)
-        for block in directory.read_blocks(manifest, layout, 0):
-            (tensor,) = set(block.block.segment_tensors)
-            expected = -total(manifest.spec.tensors[tensor].name, dict(manifest.worker_clocks))
-            assert (block.parameter == expected).all(), (info.name, manifest.worker_clocks)
-        steps.append(info.step)
-    return sorted(steps)
+        return begin, began_with
 
 
 @pytest.mark.parametrize("consistency", ["async", "sync"])
@@ -146,27 +161,37 @@ def test_when_shards_are_killed_in_steps_then_each_checkpoint_has_all_before_it_
         return took[-1]
 
     monkeypatch.setattr(SteppingLanes, "run", watched)
-    flags = ["--checkpoint-dir", str(tmp_path / "stored"), "--checkpoint-steps", str(EVERY), "--checkpoint-keep", "1000"]
-    shards = shard_processes(2, "--lease", "60", *flags)
-    doing = functools.partial(train, consistency=consistency)
+    url = str(tmp_path / "stored")
+    (tmp_path / "stored").mkdir()
+    stored = Stored(
+        url, {name: np.zeros_like(value) for name, value in gradient(0, 0).items()}, dict.fromkeys(range(WORLD_SIZE), 0)
+    )
+    shards = shard_processes(
+        2, "--lease", "60", "--checkpoint-dir", url, "--checkpoint-steps", str(EVERY), "--checkpoint-keep", "1000"
+    )
+    doing = functools.partial(train, url=url, consistency=consistency)
 
     run_disturbed(shards, WORLD_SIZE, doing, transport="shm", seed=51, kills=3, faults=0)
 
     for shard in shards:
         shard.wait()
-    before = check_stored(tmp_path / "stored")
+    before = stored.check()
     assert len(before) > 2
-    assert consistency != "sync" or all(step % EVERY == 0 for step in before[:-1])  # the last is that at the end
+    assert consistency != "sync" or all(step % EVERY == 0 for step, _, _ in before)
     assert took.count(True) > STEPS_MIN / 4
     took.clear()
 
-    again = cluster(3, checkpoint_dir=str(tmp_path / "stored"), checkpoint_steps=EVERY, checkpoint_keep=1000)
+    again = cluster(3, checkpoint_dir=url, checkpoint_steps=EVERY, checkpoint_keep=1000)
+    stored = Stored(url, before[-1][2], {})
     with ThreadPoolExecutor(WORLD_SIZE) as pool:
-        going_on = functools.partial(train, again.servers, transport="tcp", consistency=consistency, begin=before[-1])
-        list(pool.map(lambda rank: going_on(rank, lambda: True), range(WORLD_SIZE)))
+        going_on = functools.partial(doing, again.servers, transport="tcp")
+        began = list(pool.map(lambda rank: going_on(rank, lambda: True), range(WORLD_SIZE)))
     again.finish()
 
-    after = check_stored(tmp_path / "stored")
-    assert after[-1] >= before[-1] + STEPS_MIN
-    assert len(after) > len(before) + 1
+    stored.clocks = dict(enumerate(begin for begin, _ in began))
+    assert len(stored.check()) > 2
+    for _, parameters in began:
+        assert {name: value.tolist() for name, value in parameters.items()} == {
+            name: value.tolist() for name, value in before[-1][2].items()
+        }
     assert took.count(True) > STEPS_MIN / 4
