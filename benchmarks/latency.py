@@ -132,7 +132,7 @@ def ways(args: Namespace, transport: str, consistency: str) -> list[tuple[str, l
 
 
 def storing_ways(args: Namespace, name: str, directory: Path) -> list[tuple[str, list[str]]]:
-    """Likewise of those whose shards store checkpoints, each in a directory of its own."""
+    """The contender of this name whose shards store checkpoints, in a directory of its own, if one is asked for."""
     if not args.checkpoint_steps:
         return []
     kept = ["--checkpoint-dir", tempfile.mkdtemp(dir=directory), "--checkpoint-keep", "1"]

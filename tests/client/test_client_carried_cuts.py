@@ -123,3 +123,27 @@ def test_a_shard_that_waits_in_vain_is_told() -> None:
     assert cuts.hear(0, [cut()], clock=3)
 
     assert [told.given_up for told in cuts.carried()] == [True]
+
+
+def test_each_shard_is_told_of_news_once() -> None:
+    """What a push has told all of them rides on the next ones, but need not; a shard that was restarted is told again."""
+    cuts = carrier()
+    assert not cuts.are_untold
+    cuts.hear(0, [cut()], clock=3)
+    assert cuts.are_untold
+    told = cuts.carried()
+    cuts.on_told([told, None])
+    assert cuts.are_untold
+    cuts.on_told([told, told])
+    assert not cuts.are_untold
+
+    cuts.hear(0, [cut()], clock=4)
+    assert not cuts.are_untold, "it names what it has named before"
+    cuts.hear(1, [cut()], clock=4)
+    assert cuts.are_untold
+    cuts.on_told([told, told])
+    assert cuts.are_untold, "they were told earlier"
+    cuts.on_told([cuts.carried()] * 2)
+    cuts.forget(1)
+    assert cuts.are_untold
+    assert (list(cuts.named_by(0)), list(cuts.named_by(1))) == ([cut()], [])

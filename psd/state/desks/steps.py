@@ -96,8 +96,9 @@ class StepDesk:
             return Armed(epoch, job, job.steps) if epoch is not None else None
 
     def _stop_at(self, job: Job) -> int | None:
-        """See Steps.arm. With rounds, blocks come to an open cut by the long way; without, it may hold pushes.
+        """The clock at which steps stop, as in Steps.arm; None: they go on.
 
+        With rounds, blocks come to an open cut by pushes that are made the long way; without, it may have to hold pushes.
         Whatever lowers this revokes then: what is seen here holds, or these steps end at once.
         """
         open_cuts = [max(0, cut.step - 1) if job.policy.has_rounds else 0 for cut in self._cuts.open]
