@@ -247,9 +247,8 @@ class TablesBlock(Trained, TablesPlace):
                 sums = lent = self._pool.lend()
                 sums.add(given[0], gradient.weight)
             step = self.step
-            version = self.version
             for number, partition in enumerate(self.partitions):  # removes old rows first, so that none goes amid the update
-                if not self._has(partition, version, update, clock):
+                if not self._has(partition, update, clock):
                     pending.append((partition, partition.begin_update(step), _given_to(number, sums, given)))
             for partition, _, rows in pending:  # without room for all of them nothing else changes
                 partition.store.hold(0 if rows is None else rows.ids_count)
@@ -296,11 +295,10 @@ class TablesBlock(Trained, TablesPlace):
         least: int = min(map(_VERSION_OF, self.partitions))
         return least
 
-    def _has(self, partition: PartitionState, version: int, update: Update, clock: int) -> bool:
-        """True if this partition has the update from an earlier try: the process died, or another partition had no room.
-        version: the block's."""
+    def _has(self, partition: PartitionState, update: Update, clock: int) -> bool:
+        """True if this partition has the update from an earlier try: the process died, or another partition had no room."""
         if self._policy.has_rounds:
-            return partition.version > version
+            return partition.version > self.version
         ((rank, session),) = update.sessions.items()
         return partition.counted(rank) >= (session, clock + 1)
 
