@@ -25,12 +25,13 @@ def psd(
     shards: int,
     shape: Shape,
     consistency: str,
+    options: Sequence[str] = (),
     **how: bool,
 ) -> Starter:
-    """A contender: psd over one transport. how: see `join`."""
+    """A contender: psd over one transport. options: of its shards. how: see `join`."""
 
     def start(stack: ExitStack) -> Contender:
-        servers = [Shard("--lease", "120", "--insecure", index=index, count=shards) for index in range(shards)]
+        servers = [Shard("--lease", "120", "--insecure", *options, index=index, count=shards) for index in range(shards)]
         start_all(stack, servers)
         return join(stack, name, transport, workers, servers, shape, consistency, **how)
 

@@ -1,6 +1,7 @@
 """Measures a step on a sparse table: workers pull the rows of a batch's ids, and push a gradient for each; the rule is Adagrad.
 
     python benchmarks/sparse.py [--transports shm,tcp,grpc] [--workers 1,2] [--rows 1000000] [--dim 64] [--ids 10000]
+        [--never-armed]
 
 psd over each transport, synchronous, runs against other systems that do the same step:
 
@@ -14,7 +15,9 @@ psd over each transport, synchronous, runs against other systems that do the sam
 Ids are drawn by Zipf's law from rows that all exist. psd gets them as they are drawn, with repetitions, and sorts them out;
 the others get each distinct id once, and their workers do not wait for each other. A worker of psd fetches the next step's rows
 in the round trip of its push (`prefetch`); with --two-round-trips it does not. Ray and TensorFlow are used if this
-interpreter has them, or name one that does with --ray-python, --tensorflow-python. What each system has computed is verified.
+interpreter has them, or name one that does with --ray-python, --tensorflow-python. With --never-armed each psd on the bulk lane
+also runs with shards that take no steps in C: what these gain, in time and processor time, are criteria, too.
+What each system has computed is verified.
 
 ms/step is the time from the last worker's begin to the last worker's end. CPU is a worker's, and that of all servers together,
 for a step. Then, over the first transport of psd that is measured: many small tables in one step against one table of the same
@@ -44,6 +47,12 @@ from peers.rows import Shape
 LIMITS_MS = {("psd shm", 1): 2.0, ("psd tcp", 1): 4.0, ("psd grpc", 1): 6.0, ("psd shm", 2): 3.0}
 SKEW_SHARDS = 4
 
+NEVER_ARMED = " never armed"
+"""Behind the name of a contender whose shards take no steps in C."""
+
+STEPS_MAX = 0.7
+"""Most of the time, and of the processors' time, of a step that is taken in C, over one that is not."""
+
 
 def arguments() -> Namespace:
     """Parse the command line."""
@@ -64,6 +73,7 @@ def arguments() -> Namespace:
     parser.add_argument("--without", type=report.words, default="", metavar="NAMES", help="references that are left out")
     parser.add_argument("--distinct", action="store_true", help="psd, too, gets each distinct id once")
     parser.add_argument("--two-round-trips", action="store_true", help="psd fetches rows in calls of their own")
+    parser.add_argument("--never-armed", action="store_true", help="also run psd with shards that take no steps in C")
     return parser.parse_args()
 
 
@@ -160,10 +170,24 @@ def criteria(by_workers: dict[int, list[dict[str, Any]]], tables: list[dict[str,
             value = ratio(time_of.get((f"psd {system}", workers)), time_of.get((reference, workers)))
             limit = wires.get(reference, 1.0)
             found.append(Criterion(3, f"{system}, W = {workers}: step / {reference}", value, limit))
+    for workers, rows in by_workers.items():
+        found += criteria_of_steps({r["system"]: r for r in rows}, workers)
     of = {r["system"]: r["step_s_median"] for r in tables}
     found.append(Criterion(3, "26 tables / 1 table of the same rows", ratio(of.get("26 tables"), of.get("1 table")), 1.5))
     busiest = max(skew) / (sum(skew) / len(skew)) if skew else None
     found.append(Criterion(3, "Zipf 1.2, 4 shards: busiest shard's bytes / mean", busiest, 1.15))
+    return found
+
+
+def criteria_of_steps(of: dict[str, dict[str, Any]], workers: int) -> list[Criterion]:
+    """The project's criteria on what is gained by steps, in C, over the same without."""
+    found = []
+    for name, r in of.items():
+        if (other := of.get(name + NEVER_ARMED)) is not None:
+            cpu, without = ((f["worker_cpu_s_per_step"] * workers + f["server_cpu_s_per_step"]) for f in (r, other))
+            pairs = {"step": (r["step_s_median"], other["step_s_median"]), "CPU of worker and shard": (cpu, without)}
+            for what, (own, its) in pairs.items():
+                found.append(Criterion(5, f"{name}, W = {workers}: {what} / never armed", ratio(own, its), STEPS_MAX))
     return found
 
 
@@ -184,6 +208,8 @@ def main() -> int:
                 name, told = f"psd {transport}", (transport, workers, args.shards, shape, args.consistency)
                 how = {"is_distinct": args.distinct, "fetches_ahead": not args.two_round_trips}
                 match.add(name, psd(name, *told, **how))
+                if args.never_armed and transport != "grpc":
+                    match.add(name + NEVER_ARMED, psd(name + NEVER_ARMED, *told, ["--never-armed"], **how))
             for name, starter in references(args, workers, shape, library).items():
                 match.add(name, starter)
             by_workers[workers] = run(match, args)

@@ -1,6 +1,7 @@
 from typing import Any
 
 from psd_core._block import BlockCore
+from psd_core._tables import TablesCore
 
 BLOCKS_MAX: int
 SERVED_CLOSED: int
@@ -40,6 +41,7 @@ class Steps:
         has_rounds: bool,
         bound: int | None,
         record: Any,
+        tables: TablesCore | None = None,
     ) -> None: ...
     @property
     def head_bytes(self) -> int: ...
@@ -55,7 +57,13 @@ class Steps:
 
 class StepConnection:
     def __init__(
-        self, steps: Steps, rank: int, fd: int, gradients: list[Any] | None = None, parameters: list[list[Any]] | None = None
+        self,
+        steps: Steps,
+        rank: int,
+        fd: int,
+        gradients: list[Any] | None = None,
+        parameters: list[list[Any]] | None = None,
+        memory: Any = None,
     ) -> None: ...
     @property
     def done(self) -> int: ...

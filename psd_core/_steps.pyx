@@ -13,6 +13,7 @@ from psd_core._block cimport BlockCore
 from psd_core._block_c cimport PSD_SECONDS, integer_of, psd_count_push, psd_rank, psd_ranks, psd_ring, word_of
 from psd_core._kernels_c cimport PSD_F32, dtype_of
 from psd_core._steps_c cimport *
+from psd_core._tables cimport TablesCore
 
 import os
 
@@ -183,6 +184,7 @@ cdef class Steps:
             its group's first scalar among all. low, high: bounds of each scalar.
         bound: steps that a worker may be ahead of the slowest one; None: any number.
         record: a buffer, and for each rank the place in it, in bytes, of the word with its clock and state; see `arm`.
+        tables: of the job; None: it has none. Then there are blocks.
 
     Attributes:
         head_bytes, gradient_bytes, parameter_bytes: as in StepOffer, as if nothing were in memory.
@@ -193,13 +195,22 @@ cdef class Steps:
     cdef Ranks ranks
     cdef list cores
     cdef unsigned char[::1] record
+    cdef TablesCore tables
 
-    def __cinit__(self, Ranks ranks, list blocks, list low, list high, bint has_rounds, object bound, object record):
+    def __cinit__(
+        self, Ranks ranks, list blocks, list low, list high, bint has_rounds, object bound, object record, TablesCore tables=None
+    ):
         cdef psd_steps *s = &self.steps
         cdef BlockCore core
-        cdef size_t i
-        assert 0 < len(blocks) <= PSD_STEP_BLOCKS_MAX and len(low) == len(high)
-        self.ranks, self.record = ranks, record
+        cdef size_t i, k
+        assert 0 < len(blocks) + (tables is not None) <= PSD_STEP_BLOCKS_MAX and len(low) == len(high)
+        self.ranks, self.record, self.tables = ranks, record, tables
+        if tables is not None:
+            s.tables = &tables.tables
+            assert tables.tables.workers <= ranks.ranks.count
+            for i in range(tables.tables.count):
+                for k in range(tables.tables.partition[i].scalars):
+                    assert tables.tables.partition[i].at[k] < <size_t>len(low)
         self.cores = [each[0] for each in blocks]
         s.ranks, s.blocks, s.scalars, s.has_rounds = &ranks.ranks, len(blocks), len(low), has_rounds
         s.has_bound, s.bound = bound is not None, bound or 0
@@ -307,6 +318,7 @@ cdef class StepConnection:
     Args:
         fd: its socket, blocking.
         gradients: for each block the memory in which it lies; None: it travels. parameters: likewise, for each place.
+        memory: all attached memory, where rows may lie; None: they travel.
 
     Attributes:
         done: steps that were answered by DONE. reason: of the last AGAIN.
@@ -316,7 +328,7 @@ cdef class StepConnection:
     cdef Steps steps
     cdef list kept
 
-    def __cinit__(self, Steps steps, Py_ssize_t rank, int fd, list gradients=None, list parameters=None):
+    def __cinit__(self, Steps steps, Py_ssize_t rank, int fd, list gradients=None, list parameters=None, unsigned char[::1] memory=None):
         cdef psd_step_connection *c = &self.connection
         cdef const unsigned char[::1] source
         cdef unsigned char[::1] target
@@ -326,7 +338,7 @@ cdef class StepConnection:
         self.steps, self.kept = steps, []
         c.step.steps, c.step.rank, c.fd, c.places = &steps.steps, rank, fd, 1
         if gradients is not None:
-            assert len(gradients) == <Py_ssize_t>steps.steps.blocks and 0 < len(parameters) <= PSD_PLACES_MAX
+            assert len(gradients) == <Py_ssize_t>steps.steps.blocks and 0 < len(parameters) <= PSD_STEP_PLACES_MAX
             c.in_memory, c.places = True, len(parameters)
             for i in range(steps.steps.blocks):
                 place = &steps.steps.place[i]
@@ -339,6 +351,10 @@ cdef class StepConnection:
                     c.parameter[k][i] = &target[0]
                     self.kept.append(target)
                 self.kept.append(source)
+        if memory is not None and memory.shape[0] and steps.tables is not None:
+            assert <uintptr_t>&memory[0] % 8 == 0
+            c.memory, c.memory_bytes = <char *>&memory[0], memory.shape[0]
+            self.kept.append(memory)
         if psd_step_connection_init(c) != 0:
             raise MemoryError("no memory for a connection's steps")
 

@@ -3,6 +3,7 @@
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 
 from psd_core._block_c cimport psd_block, psd_dtype, psd_ranks
+from psd_core._tables_c cimport psd_tables
 
 
 cdef extern from "step_frames.h" nogil:
@@ -27,6 +28,7 @@ cdef extern from "steps.h" nogil:
     ctypedef struct psd_steps:
         size_t blocks, scalars, mask_words
         psd_step_place place[PSD_STEP_BLOCKS_MAX]
+        psd_tables *tables
         double *low
         double *high
         int has_rounds, has_bound
@@ -49,7 +51,7 @@ cdef extern from "steps.h" nogil:
 
 cdef extern from "step_loop.h" nogil:
     enum:
-        PSD_PLACES_MAX
+        PSD_STEP_PLACES_MAX
     ctypedef enum psd_served:
         PSD_SERVED_CLOSED
         PSD_SERVED_OTHER
@@ -62,7 +64,9 @@ cdef extern from "step_loop.h" nogil:
         int fd, error, in_memory, reason
         size_t places
         const void *gradient[PSD_STEP_BLOCKS_MAX]
-        void *parameter[PSD_PLACES_MAX][PSD_STEP_BLOCKS_MAX]
+        void *parameter[PSD_STEP_PLACES_MAX][PSD_STEP_BLOCKS_MAX]
+        char *memory
+        size_t memory_bytes
         uint64_t done
         char *buffer
         size_t capacity, have

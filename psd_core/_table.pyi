@@ -1,3 +1,4 @@
+import threading
 from typing import Any, Final
 
 RULES_CHECKSUM: Final[int]
@@ -24,7 +25,14 @@ class OwnRule:
     error: BaseException | None
     def __init__(self, apply: Any, pieces: Any, gradients: Any, names: Any) -> None: ...
 
+class Mutex:
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool: ...
+    def release(self) -> None: ...
+    def __enter__(self) -> bool: ...
+    def __exit__(self, *_: object) -> None: ...
+
 class Partition:
+    writing: threading.Lock  # a Mutex
     size: int
     regions: list[tuple[int, int]]
     step: int

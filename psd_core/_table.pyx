@@ -54,6 +54,40 @@ def initial(
                 psd_initial_value(&spec, ids[i], &out[i, 0])
 
 
+cdef class Mutex:
+    """A lock that C takes, too, with the interface of threading.Lock, but for time-outs. The thread that has taken it releases it."""
+
+    def __cinit__(self):
+        self.is_made = pthread_mutex_init(&self.mutex, NULL) == 0
+        if not self.is_made:
+            raise MemoryError("no lock")
+
+    def __dealloc__(self):
+        if self.is_made:
+            pthread_mutex_destroy(&self.mutex)
+
+    def acquire(self, bint blocking=True, double timeout=-1):
+        """Take it; False if it is not to be had at once, and `blocking` is false."""
+        assert timeout == -1, "this lock knows no time-outs"
+        if pthread_mutex_trylock(&self.mutex) == 0:
+            return True
+        if not blocking:
+            return False
+        with nogil:  # whoever holds it may need the GIL
+            pthread_mutex_lock(&self.mutex)
+        return True
+
+    def release(self):
+        """Give it back."""
+        pthread_mutex_unlock(&self.mutex)
+
+    def __enter__(self):
+        return self.acquire()
+
+    def __exit__(self, *_):
+        pthread_mutex_unlock(&self.mutex)
+
+
 cdef class Sums:
     """Sums of rows by id. One thread at a time."""
 
@@ -134,12 +168,8 @@ cdef int _apply(void *context, intptr_t count) noexcept with gil:
 
 
 cdef class Partition:
-    """One partition. One thread at a time may call what changes it; `read` and `walk` may come from any thread meanwhile."""
-
-    cdef psd_table table
-    cdef Py_buffer view
-    cdef bint is_attached, has_lock
-    cdef object on_store
+    """One partition. One thread at a time may call what changes it, with `writing` held; `read` and `walk` may come from any
+    thread meanwhile."""
 
     def __cinit__(
         self, *, uint64_t dim, uint64_t width, uint64_t rows_max, uint64_t push_max, uint64_t notes, uint64_t seed, int rule,
@@ -168,6 +198,8 @@ cdef class Partition:
         if psd_table_make_lock(&self.table) != 0:
             raise MemoryError("no lock")
         self.has_lock = True
+        self.writing = Mutex()
+        self.table.writing = &self.writing.mutex
         if on_store is not None:
             self.on_store = on_store
             self.table.on_store, self.table.context = _call, <void *>on_store

@@ -10,6 +10,16 @@ cdef extern from "arena.h" nogil:
     int psd_make_large(void *) noexcept
 
 
+cdef extern from "pthread.h" nogil:
+    ctypedef struct pthread_mutex_t:
+        pass
+    int pthread_mutex_init(pthread_mutex_t *, const void *)
+    int pthread_mutex_destroy(pthread_mutex_t *)
+    int pthread_mutex_lock(pthread_mutex_t *)
+    int pthread_mutex_trylock(pthread_mutex_t *)
+    int pthread_mutex_unlock(pthread_mutex_t *)
+
+
 cdef extern from "table.h" nogil:
     enum:
         PSD_FLAGS_MAX
@@ -59,6 +69,7 @@ cdef extern from "table.h" nogil:
         pass
     ctypedef struct psd_table:
         psd_table_spec spec
+        pthread_mutex_t *writing
         psd_region region[PSD_REGIONS]
         uint64_t size
         char *base

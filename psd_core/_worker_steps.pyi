@@ -1,4 +1,4 @@
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 UNSENT: int
@@ -7,14 +7,26 @@ TAKEN: int
 REFUSED: int
 FOREIGN: int
 BROKEN: int
+ROWS_BYTES_MAX: int
 
 class WorkerSteps:
     def __init__(
         self, shards: int, /, *, versions: Any, sends_versions: bool, scalars: int, looked_at: Sequence[Any]
     ) -> None: ...
     def lay_out(
-        self, shard: int, blocks: Any, head_bytes: int, place: int, gradients: list[Any], parameters: list[Any], /
+        self,
+        shard: int,
+        blocks: Any,
+        head_bytes: int,
+        place: int,
+        gradients: list[Any],
+        parameters: list[Any],
+        tables: int = 0,
+        /,
     ) -> tuple[int, int]: ...
+    def give_rows(
+        self, shard: int, pushed: Mapping[int, tuple[Any, Any, int]], pulled: Mapping[int, tuple[Any, Any, int]], /
+    ) -> None: ...
     def arm(self, shard: int, fd: int, epoch: int, /) -> None: ...
     def run(
         self,

@@ -8,7 +8,7 @@ from cpython.exc cimport PyErr_CheckSignals
 from cpython.mem cimport PyMem_Calloc, PyMem_Free
 from libc.errno cimport EINTR
 from libc.stdint cimport intptr_t, uint32_t, uint64_t, uintptr_t
-from libc.string cimport memcpy
+from libc.string cimport memcpy, memset
 
 from psd_core._kernels_c cimport dtype_of, psd_dtype, psd_first_nonfinite
 
@@ -18,6 +18,10 @@ cdef extern from "step_frames.h" nogil:
         PSD_STEP
         PSD_STEP_HAS_VERSIONS
         PSD_STEP_HAS_PRESENT
+        PSD_ROWS_PRESENT
+        PSD_STEP_ROWS_MAX
+    ctypedef struct psd_step_rows_head:
+        uint64_t pushed, pulled, pushed_at, pulled_at, flags
     ctypedef struct psd_step_prefix:
         uint32_t kind, head_bytes
         uint64_t payload_bytes
@@ -66,6 +70,9 @@ cdef enum:
     PREFIX = sizeof(psd_step_prefix)
     HEAD = sizeof(psd_step_head)
     DONE = sizeof(psd_done_head)
+    ROWS = sizeof(psd_step_rows_head)
+
+ROWS_BYTES_MAX = PSD_STEP_ROWS_MAX  # of ids and numbers that travel with a step, and with its answer
 
 ctypedef struct Looked:
     psd_dtype dtype
@@ -75,7 +82,10 @@ ctypedef struct Looked:
 ctypedef struct Facts:
     uint64_t epoch
     uint32_t place
-    size_t present_bytes
+    size_t present_bytes, tables
+    # Without rows: how many pieces there are of a step, and of its answer, and their bytes.
+    int outs, ins
+    size_t out_bytes, in_bytes
 
 
 cdef class WorkerSteps:
@@ -96,6 +106,7 @@ cdef class WorkerSteps:
     cdef uint64_t[::1] versions
     cdef uint32_t flags
     cdef list kept  # what has memory that is used
+    cdef list rows  # likewise, for each shard, in the next step or the one under way
 
     def __cinit__(
         self, size_t shards, *, uint64_t[::1] versions not None, bint sends_versions, size_t scalars, list looked_at not None
@@ -104,6 +115,7 @@ cdef class WorkerSteps:
         assert 0 < shards <= 1 << 16 and scalars <= 1 << 16 and versions.shape[0] > 0
         self.count, self.scalars, self.spaces = shards, scalars, len(looked_at)
         self.versions, self.flags, self.kept = versions, PSD_STEP_HAS_VERSIONS if sends_versions else 0, []
+        self.rows = [None] * shards
         self.steps = <psd_worker_step *>PyMem_Calloc(shards, sizeof(psd_worker_step))
         self.facts = <Facts *>PyMem_Calloc(shards, sizeof(Facts))
         self.looked = <Looked *>PyMem_Calloc(self.spaces + 1, sizeof(Looked))
@@ -148,13 +160,14 @@ cdef class WorkerSteps:
 
     def lay_out(
         self, size_t shard, const uint32_t[::1] blocks not None, size_t head_bytes, uint32_t place, list gradients not None,
-        list parameters not None,
+        list parameters not None, size_t tables=0,
     ):
         """Say what the steps of a shard are made of; returns the bytes of the payloads of STEP and DONE. Once for each shard.
 
         Args:
-            blocks: the shard's, uint32, in the order of STEP and DONE. head_bytes: of STEP. place: as in psd_step_head.
-            gradients, parameters: arrays, one for each block, that travel; empty: they do not.
+            blocks: the shard's, uint32, in the order of STEP and DONE; the last one is the tables' block, if the job has tables.
+            head_bytes: of STEP. place: as in psd_step_head.
+            gradients, parameters: arrays, one for each other block, that travel; empty: they do not. tables: how many there are.
 
         Raises:
             ValueError: these do not fit, or a head of such a step has another size.
@@ -162,7 +175,8 @@ cdef class WorkerSteps:
         cdef psd_worker_step *s = self.shard(shard)
         cdef unsigned char[::1] message, answer
         cdef psd_step_prefix prefix
-        cdef size_t i, count = blocks.shape[0], fixed = HEAD + 8 * (count + self.scalars)
+        cdef size_t i, count = blocks.shape[0], fixed = HEAD + 8 * (count + self.scalars) + ROWS * tables
+        assert tables <= 1 << 16
         assert s.out == NULL and s.in_ == NULL
         if head_bytes < fixed or head_bytes % 8 or head_bytes > 1 << 26 or count == 0:
             raise ValueError(f"head_bytes: {head_bytes} of {count} blocks and {self.scalars} scalars")
@@ -170,20 +184,22 @@ cdef class WorkerSteps:
             if blocks[i] >= <size_t>self.versions.shape[0]:
                 raise ValueError(f"blocks: {blocks[i]} of {self.versions.shape[0]}")
         for arrays in (gradients, parameters):
-            if arrays and <size_t>len(arrays) != count:
+            if arrays and <size_t>len(arrays) != count - (tables > 0):
                 raise ValueError(f"arrays: {len(arrays)} of {count} blocks")
-        s.out = <iovec *>PyMem_Calloc(1 + 2 * len(gradients), sizeof(iovec))
-        s.in_ = <iovec *>PyMem_Calloc(1 + 2 * len(parameters), sizeof(iovec))
+        s.out = <iovec *>PyMem_Calloc(1 + 2 * len(gradients) + 4 * tables, sizeof(iovec))
+        s.in_ = <iovec *>PyMem_Calloc(1 + 2 * len(parameters) + 2 * tables, sizeof(iovec))
         if s.out == NULL or s.in_ == NULL:
             raise MemoryError("no memory for steps")
         message, answer = bytearray(PREFIX + head_bytes), bytearray(PREFIX + DONE + 8 * count)
         s.versions, s.blocks, s.count = &self.versions[0], &blocks[0], count
         self.kept += [blocks, message, answer]
-        self.facts[shard].place, self.facts[shard].present_bytes = place, head_bytes - fixed
+        self.facts[shard].place, self.facts[shard].present_bytes, self.facts[shard].tables = place, head_bytes - fixed, tables
         s.outs = self.list_pieces(s.out, message, gradients, &s.out_bytes)
         s.ins = self.list_pieces(s.in_, answer, parameters, &s.in_bytes)
         prefix.kind, prefix.head_bytes, prefix.payload_bytes = PSD_STEP, <uint32_t>head_bytes, s.out_bytes - message.shape[0]
         memcpy(&message[0], &prefix, PREFIX)
+        self.facts[shard].outs, self.facts[shard].out_bytes = s.outs, s.out_bytes
+        self.facts[shard].ins, self.facts[shard].in_bytes = s.ins, s.in_bytes
         return s.out_bytes - message.shape[0], s.in_bytes - answer.shape[0]
 
     cdef int list_pieces(self, iovec *pieces, unsigned char[::1] front, list arrays, size_t *nbytes) except -1:
@@ -213,6 +229,71 @@ cdef class WorkerSteps:
                 n += 1
                 nbytes[0] += left
         return n
+
+    def give_rows(self, size_t shard, dict pushed not None, dict pulled not None):
+        """Say which rows the next step of a shard pushes, and pulls, in a job with tables. Before each step.
+
+        Args:
+            pushed: by table ids (n,) uint64, their gradients (n, dim) float32, and where these lie in attached memory; 0: they
+                travel. pulled: likewise, with memory for the rows.
+        """
+        cdef psd_worker_step *s = self.shard(shard)
+        cdef Facts *facts = &self.facts[shard]
+        cdef psd_step_rows_head *heads
+        cdef uint64_t payload
+        cdef size_t i
+        assert s.out != NULL and s.state != PSD_STEP_PENDING
+        heads = <psd_step_rows_head *>(<char *>s.out[0].iov_base + s.out[0].iov_len - ROWS * facts.tables)
+        memset(heads, 0, ROWS * facts.tables)
+        s.outs, s.out_bytes, s.ins, s.in_bytes = facts.outs, facts.out_bytes, facts.ins, facts.in_bytes
+        self.rows[shard] = kept = []
+        for table in (*pushed, *pulled):
+            if not 0 <= table < <Py_ssize_t>facts.tables:
+                raise ValueError(f"table: {table} of {facts.tables}")
+        for i in range(facts.tables):
+            if i in pushed:
+                ids, values, heads[i].pushed_at = pushed[i]
+                heads[i].pushed, heads[i].flags = self.check_rows(ids, values), PSD_ROWS_PRESENT
+                self.add_piece(s.out, &s.outs, &s.out_bytes, ids, kept)
+            if i in pulled:
+                ids, values, heads[i].pulled_at = pulled[i]
+                heads[i].pulled = self.check_rows(ids, values)
+                assert not memoryview(values).readonly
+                self.add_piece(s.out, &s.outs, &s.out_bytes, ids, kept)
+        for i in range(facts.tables):
+            if heads[i].pushed and not heads[i].pushed_at:
+                self.add_piece(s.out, &s.outs, &s.out_bytes, pushed[i][1], kept)
+            if heads[i].pulled and not heads[i].pulled_at:
+                self.add_piece(s.in_, &s.ins, &s.in_bytes, pulled[i][1], kept)
+        payload = s.out_bytes - s.out[0].iov_len
+        memcpy(<char *>s.out[0].iov_base + 8, &payload, 8)
+
+    cdef uint64_t check_rows(self, object ids, object values) except? 0:
+        """The number of rows."""
+        if memoryview(ids).format not in ("L", "Q") or memoryview(values).format != "f" or len(ids) != len(values):
+            raise ValueError("rows: expected ids of uint64, and as many rows of float32")
+        return len(ids)
+
+    cdef int add_piece(self, iovec *pieces, int *count, size_t *nbytes, object array, list kept) except -1:
+        """Add an array to what travels, up to a multiple of 8 bytes."""
+        cdef const unsigned char[::1] memory
+        cdef unsigned char[::1] gap
+        cdef size_t left
+        if not len(array):
+            return 0
+        memory = memoryview(array).cast("B")
+        kept.append(memory)
+        pieces[count[0]].iov_base, pieces[count[0]].iov_len = <void *>&memory[0], memory.shape[0]
+        count[0] += 1
+        nbytes[0] += memory.shape[0]
+        left = -nbytes[0] % 8
+        if left:
+            gap = bytearray(8)
+            kept.append(gap)
+            pieces[count[0]].iov_base, pieces[count[0]].iov_len = &gap[0], left
+            count[0] += 1
+            nbytes[0] += left
+        return 0
 
     def arm(self, size_t shard, int fd, uint64_t epoch):
         """Make the next steps of a shard over this socket, as of this epoch."""

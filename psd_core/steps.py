@@ -1,13 +1,15 @@
 """Armed steps: small push_pulls that a shard takes in C. csrc/steps.h says what they do, and step_frames.h how they look.
 
-This module is the public face of `_steps.pyx`: what is known of each rank of a job, a job's part on a shard, and the loop of a
-connection. It knows no files, sockets' ends or protobuf; who is armed, and when that is revoked, is the caller's.
+This module is the public face of `_steps.pyx` and `_tables.pyx`: what is known of each rank of a job, a job's part on a shard,
+tables among it, and the loop of a connection. It knows no files, sockets' ends or protobuf; who is armed, and when that is
+revoked, is the caller's.
 """
 
 from __future__ import annotations
 
 from psd_core import _steps
 from psd_core._steps import BLOCKS_MAX, RankPlace, Ranks, StepConnection, Steps
+from psd_core._tables import TablesCore, TablesPlace
 
 SERVED_CLOSED = _steps.SERVED_CLOSED
 """StepConnection.serve has returned because the peer has gone, or is hung up on."""
@@ -38,4 +40,6 @@ __all__ = [
     "Ranks",
     "StepConnection",
     "Steps",
+    "TablesCore",
+    "TablesPlace",
 ]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -73,6 +72,7 @@ class TableStore:
 
     Attributes:
         spec: the declaration.
+        on_close: called before the store is closed: steps let it go then (TablesCore).
     """
 
     def __init__(self, file: files.File, path: Path, spec: TableSpec, *, salt: int | None = None, crash_point: Any) -> None:
@@ -80,13 +80,14 @@ class TableStore:
         self.spec = spec
         self._path = path
         self._file = file
-        self._writing = threading.Lock()
         self._given_back = 0
         self._used_since = 0  # no row was used before this clock
-        self._page_ahead = PageAhead(file, self._writing)
         self._snapshot: TableSnapshot | None = None
         self._crash_point = crash_point
         self._partition = partition_of(spec, crash_point)
+        self._writing = self._partition.writing
+        self._page_ahead = PageAhead(file, self._writing)
+        self.on_close: Callable[[], None] | None = None
         size = self._partition.size
         if salt is not None:
             file.extend(size)
@@ -166,6 +167,8 @@ class TableStore:
             OSError: the file cannot be deleted; the store is closed all the same.
         """
         self._page_ahead.end()
+        if self.on_close is not None:
+            self.on_close()
         with self._writing:
             if isinstance(self._partition, Closed):
                 return

@@ -5,6 +5,6 @@ This module is the public face of `_worker_steps.pyx`; csrc/step_frames.h says h
 
 from __future__ import annotations
 
-from psd_core._worker_steps import BROKEN, REFUSED, TAKEN, UNSENT, WorkerSteps
+from psd_core._worker_steps import BROKEN, REFUSED, ROWS_BYTES_MAX, TAKEN, UNSENT, WorkerSteps
 
-__all__ = ["BROKEN", "REFUSED", "TAKEN", "UNSENT", "WorkerSteps"]
+__all__ = ["BROKEN", "REFUSED", "ROWS_BYTES_MAX", "TAKEN", "UNSENT", "WorkerSteps"]

@@ -307,6 +307,14 @@ class JobSpec:
         """True if applying a round depends on the whole gradient; see psd/contract/verdicts.py."""
         return self.consistency.has_rounds and (self.clip_norm > 0 or bool(self.ratio_tensors))
 
+    @property
+    def has_plain_tables(self) -> bool:
+        """True if armed steps know all tables: psd's own rules, and rows of float32 that do not expire. Also without any."""
+        return not any(
+            table.expire_steps or table.expire_seconds or table.dtype != "float32" or self.groups[table.group].info.is_custom
+            for table in self.tables
+        )
+
     @cached_property
     def layerwise_tensors(self) -> tuple[int, ...]:
         """Indices of the tensors that a layer-wise rule updates."""

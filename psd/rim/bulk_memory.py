@@ -130,6 +130,11 @@ class WorkerMemory:
         """Number of places for parameters."""
         return len(self._parameters)
 
+    @property
+    def whole(self) -> memoryview:
+        """All of it."""
+        return self._bytes
+
     def rows(self, parts: Sequence[data_pb2.RowsPart], starts: Sequence[int]) -> list[memoryview]:
         """The memory for the values of each part; `starts` are their offsets in the file, in bytes."""
         if len(starts) != len(parts):

@@ -18,7 +18,7 @@ from psd.state.job import Job
 from psd.state.shard import Shard
 from psd.v1 import bulk_pb2, data_pb2
 
-STEP_BYTES_MAX = 4 << 20
+STEP_BYTES_MAX = 16 << 20
 """Most bytes of a step that was not offered; more than any that ever is."""
 
 PATIENCE_MAX = 64
@@ -62,6 +62,8 @@ class OfferedSteps:
             memory: where gradients and parameters lie; None: they travel.
         """
         self.loop = self._armed = None
+        if not self._shard.steps.can_arm:
+            return None
         if self._waits > 0:
             self._waits -= 1
             return None
@@ -77,13 +79,15 @@ class OfferedSteps:
             places = range(memory.place_count)
             parameters = [[memory.parameter(index, place).data.cast("B") for index in blocks] for place in places]
         self._rank, self._armed, self._job = header.caller.rank, armed, ref(armed.job)
-        made = armed.steps
-        self.loop = armed.loop(self._rank, self._stream.fileno(), gradients, parameters)
+        made, tables = armed.steps, armed.job.tables
+        mapped = memory.whole if memory is not None and tables is not None else None
+        self.loop = armed.loop(self._rank, self._stream.fileno(), gradients, parameters, mapped)
         if self._is_cancelled:  # since before this was seen
             self.loop.cancel()
         return bulk_pb2.StepOffer(
             epoch=armed.epoch,
-            blocks=blocks,
+            blocks=blocks if tables is None else [*blocks, tables.index],
+            tables=0 if tables is None else len(tables.partitions),
             scalars=sum(len(group.values) for group in header.scalars),
             in_memory=memory is not None,
             head_bytes=made.head_bytes,

@@ -37,7 +37,7 @@ from psd.state.job import Job
 from psd.state.life import Life, LifeCycle
 from psd.state.locks import Level
 from psd.state.orders import JobOrdersDesk
-from psd.state.tables.block import notes_count
+from psd.state.tables.partition import notes_count
 from psd.state.tables.stores import partition_specs
 from psd.state.tickets import Ticket, Waiting, WaitKind
 from psd.state.workers.barriers import Barriers

@@ -39,7 +39,8 @@ from psd.state.counts import Histogram, RoundTimes, total
 from psd.state.durability.state_directory import Storage
 from psd.state.kept_versions import KeptVersions
 from psd.state.pages import Counted
-from psd.state.tables.block import TablesBlock, counted_in
+from psd.state.tables.block import TablesBlock
+from psd.state.tables.partition import counted_in
 from psd.state.tables.rounds import RowChecks
 from psd.state.workers.learners import Learners
 from psd.state.workers.membership import Membership
@@ -318,12 +319,15 @@ class Job:
     @property
     def round_times(self) -> Histogram:
         """Seconds from the first gradient of a round to its update, of each block."""
-        return total([block.times.closed for block in self._trained])
+        by_steps = [] if self.tables is None else [self.tables.step_times[0]]
+        return total([*[block.times.closed for block in self._trained], *by_steps])
 
     @property
     def round_closed_at(self) -> float | None:
         """Time at which the last round of a block closed; None: none has, in this process."""
-        return max([block.times.closed_at for block in self._trained if block.times.closed_at is not None], default=None)
+        found = [block.times.closed_at for block in self._trained]
+        found += [] if self.tables is None else [self.tables.step_times[1]]
+        return max([at for at in found if at is not None], default=None)
 
     @property
     def updates(self) -> int:

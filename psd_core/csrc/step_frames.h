@@ -26,15 +26,24 @@
  *                             f64     PushHeader.scalars of all groups, one after the other: StepOffer.scalars of them
  *                             bytes   PushFrame.present of all blocks, one after the other, each of (segments + 7) / 8 bytes, then zeros
  *                                     up to a multiple of 8; ignored without PSD_STEP_HAS_PRESENT, when all is present
+ *                             psd_step_rows_head  for each of the job's tables, see below
  *                    payload: the gradients of all blocks, each as in PushFrame.payload in full, though it may be absent (then zeros),
  *                             and followed by ignored bytes up to a multiple of 8. In memory: none
+ *                             then rows, see below
  *   DONE (kind 13, shard)     psd_done_head
  *                             u64     for each block: the version of the parameters (PullFrame.version)
  *                    payload: the parameters of all blocks, each as in PullFrame.payload, likewise. In memory: none
  *   AGAIN (kind 14, shard)    psd_again_head; no payload
  *
- * The sizes: STEP's head has StepOffer.head_bytes, its payload gradient_bytes, DONE's payload parameter_bytes; in memory these two
- * are 0. A STEP of other sizes breaks the protocol: ERROR, and the end of the connection.
+ * The sizes: STEP's head has StepOffer.head_bytes, its payload gradient_bytes, DONE's payload parameter_bytes, and the rows; in memory
+ * these two are 0. A STEP of other sizes breaks the protocol: ERROR, and the end of the connection.
+ *
+ * Rows. In a job with tables the tables' block is the last of the blocks, of no bytes. For each table, those of JobSpec.tables in order,
+ * psd_step_rows_head says how many rows of this shard are pushed, and how many are to come with the answer (BulkCall.ahead). Behind the
+ * gradients of all blocks the payload has, for each table, the ids that are pushed (u64) and those that are pulled; then, for each
+ * table, the gradients of the rows that are pushed (f32), up to a multiple of 8 bytes, unless they lie in attached memory, at pushed_at. DONE
+ * has the rows that are pulled likewise behind the parameters, unless they were written to pulled_at. Both travel 0. Offsets are as in
+ * PushFrame.rows_at; others: AGAIN. Rows have PSD_STEP_ROWS_MAX bytes at most in STEP, and in DONE.
  *
  * In memory (StepOffer.in_memory): a gradient lies where PushFrame.in_memory would have it, in the attached file at gradient_starts of
  * the block's space plus the block's offset in it; parameters are written where BulkCall.into_memory with `place` would have them.
@@ -85,6 +94,14 @@ typedef struct {
 } psd_step_head;
 
 typedef struct {
+    uint64_t pushed, pulled;       /* rows */
+    uint64_t pushed_at, pulled_at; /* bytes in attached memory; 0: they travel */
+    uint64_t flags;                /* PSD_ROWS_PRESENT: there is a gradient for the table, perhaps of no row here. Another one: AGAIN */
+} psd_step_rows_head;
+
+enum { PSD_ROWS_PRESENT = 1, PSD_STEP_ROWS_MAX = 8 << 20 };
+
+typedef struct {
     uint64_t clock;   /* PushReply.clock */
     uint32_t counted; /* PushReply.blocks_counted */
     uint32_t duplicate;
@@ -96,6 +113,7 @@ typedef struct {
 } psd_again_head;
 
 _Static_assert(sizeof(psd_step_prefix) == 16 && sizeof(psd_step_head) == 48, "the layout of a step");
+_Static_assert(sizeof(psd_step_rows_head) == 40, "the layout of its rows");
 _Static_assert(sizeof(psd_done_head) == 16 && sizeof(psd_again_head) == 8, "the layout of its answers");
 
 #endif

@@ -23,15 +23,30 @@ int psd_step_connection_init(psd_step_connection *c)
         segments = s->place[i].block->segments > segments ? s->place[i].block->segments : segments;
     c->message_bytes = PREFIX + s->head_bytes + (c->in_memory ? 0 : s->gradient_bytes);
     c->capacity = (c->message_bytes > PSD_READ_AHEAD ? c->message_bytes : PSD_READ_AHEAD);
-    c->buffer = aligned_alloc(64, (c->capacity + 63) / 64 * 64);
+    c->buffer = malloc(c->capacity);
     c->step.mask = calloc(1, segments);
-    return c->buffer && c->step.mask ? 0 : -1;
+    c->step.rows = calloc(s->tables ? s->tables->count : 1, sizeof(psd_step_rows));
+    return c->buffer && c->step.mask && c->step.rows ? 0 : -1;
 }
 
 void psd_step_connection_free(psd_step_connection *c)
 {
     free(c->buffer);
     free(c->step.mask);
+    free(c->step.rows);
+    free(c->rows);
+}
+
+/* Has an array have so many bytes, whatever it held before. 0, or -1: no memory, and it is as it was. */
+static int make_room(char **array, size_t *capacity, size_t nbytes)
+{
+    if (nbytes <= *capacity)
+        return 0;
+    char *bigger = realloc(*array, nbytes);
+    if (!bigger)
+        return -1;
+    *array = bigger, *capacity = nbytes;
+    return 0;
 }
 
 void psd_step_cancel(psd_step_connection *c)
@@ -71,21 +86,98 @@ static psd_served send_again(psd_step_connection *c, int reason)
     return send_all(c, &part, 1) == 0 ? PSD_SERVED_AGAIN : PSD_SERVED_ERROR;
 }
 
+/* ---- rows: the only part of a message whose length it says itself ---- */
+
+static const psd_step_rows_head *rows_heads(const psd_step_connection *c)
+{
+    return (const psd_step_rows_head *)(c->buffer + PREFIX + c->step.steps->rows_at);
+}
+
+static size_t row_bytes(const psd_tables *tables, size_t i)
+{
+    return tables->partition[i].table->spec.dim * sizeof(float);
+}
+
+/* The bytes of rows in the payload of the step whose head has come; more than PSD_STEP_ROWS_MAX stands for any such number. */
+static size_t rows_bytes(const psd_step_connection *c)
+{
+    const psd_tables *tables = c->step.steps->tables;
+    size_t nbytes = 0;
+    for (size_t i = 0; tables && i < tables->count && nbytes <= PSD_STEP_ROWS_MAX; i++) {
+        const psd_step_rows_head *h = &rows_heads(c)[i];
+        if (h->pushed > PSD_STEP_ROWS_MAX / 8 || h->pulled > PSD_STEP_ROWS_MAX / 8)
+            return PSD_STEP_ROWS_MAX + 1;
+        nbytes += 8 * (h->pushed + h->pulled) + (h->pushed_at ? 0 : psd_eights(h->pushed * row_bytes(tables, i)));
+    }
+    return nbytes;
+}
+
+/* Whether rows lie in the attached memory, where PushFrame.rows_at may say so. */
+static int are_in_memory(const psd_step_connection *c, uint64_t at, uint64_t nbytes)
+{
+    return c->memory && at >= 64 && at % sizeof(float) == 0 && at <= c->memory_bytes && nbytes <= c->memory_bytes - at;
+}
+
+/* Finds the rows of the step in the buffer, which begin at `ids`. 0, or the reason for AGAIN. */
+static int find_rows(psd_step_connection *c, const char *ids)
+{
+    const psd_tables *tables = c->step.steps->tables;
+    size_t pulled = 0;
+    for (size_t i = 0; i < tables->count; i++) {
+        const psd_step_rows_head *h = &rows_heads(c)[i];
+        psd_step_rows *rows = &c->step.rows[i];
+        const uint64_t pushed_bytes = h->pushed * row_bytes(tables, i), pulled_bytes = h->pulled * row_bytes(tables, i);
+        if (h->flags & ~(uint64_t)PSD_ROWS_PRESENT || (h->pushed_at && !are_in_memory(c, h->pushed_at, pushed_bytes))
+            || (h->pulled_at && !are_in_memory(c, h->pulled_at, pulled_bytes)))
+            return PSD_AGAIN_CASE;
+        rows->is_present = h->flags & PSD_ROWS_PRESENT;
+        rows->pushes = h->pushed, rows->pulls = h->pulled;
+        rows->pushed = (const uint64_t *)ids, rows->pulled = rows->pushed + h->pushed;
+        ids += 8 * (h->pushed + h->pulled);
+        pulled += h->pulled_at ? 0 : psd_eights(pulled_bytes);
+        if (pulled > PSD_STEP_ROWS_MAX)
+            return PSD_AGAIN_CASE;
+    }
+    if (make_room(&c->rows, &c->rows_capacity, pulled) != 0)
+        return PSD_AGAIN_CASE;
+    char *to = c->rows;
+    for (size_t i = 0; i < tables->count; i++) {
+        const psd_step_rows_head *h = &rows_heads(c)[i];
+        psd_step_rows *rows = &c->step.rows[i];
+        rows->gradients = (const float *)(h->pushed_at ? c->memory + h->pushed_at : ids);
+        rows->rows = (float *)(h->pulled_at ? c->memory + h->pulled_at : to);
+        ids += h->pushed_at ? 0 : psd_eights(h->pushed * row_bytes(tables, i));
+        to += h->pulled_at ? 0 : psd_eights(h->pulled * row_bytes(tables, i));
+    }
+    return 0;
+}
+
+/* The bytes of rows that travel in DONE; they lie one behind the other. */
+static size_t answered_bytes(const psd_step_connection *c)
+{
+    const psd_tables *tables = c->step.steps->tables;
+    size_t nbytes = 0;
+    for (size_t i = 0; tables && i < tables->count; i++)
+        nbytes += rows_heads(c)[i].pulled_at ? 0 : psd_eights(rows_heads(c)[i].pulled * row_bytes(tables, i));
+    return nbytes;
+}
+
 /* Sends the pages that are pinned, or writes them where the worker has its parameters. */
 static int send_done(psd_step_connection *c)
 {
     const psd_step *t = &c->step;
     const psd_steps *s = t->steps;
-    const uint32_t counted = (uint32_t)__builtin_popcountll(t->counted_blocks);
+    const uint32_t counted = (uint32_t)__builtin_popcountll(t->counted_blocks), blocks = (uint32_t)psd_step_blocks(s);
+    const size_t rows = answered_bytes(c);
     struct {
         psd_step_prefix prefix;
         psd_done_head head;
         uint64_t versions[PSD_STEP_BLOCKS_MAX];
     } message = {
-        {PSD_DONE, (uint32_t)(sizeof(psd_done_head) + 8 * s->blocks), c->in_memory ? 0 : s->parameter_bytes},
-        {t->head->clock + 1, counted, (uint32_t)s->blocks - counted},
+        {PSD_DONE, (uint32_t)sizeof(psd_done_head) + 8 * blocks, (c->in_memory ? 0 : s->parameter_bytes) + rows},
+        {t->head->clock + 1, counted, blocks - counted},
     };
-    struct iovec parts[1 + 2 * PSD_STEP_BLOCKS_MAX];
+    struct iovec parts[2 + 2 * PSD_STEP_BLOCKS_MAX];
     size_t count = 1;
     for (size_t i = 0; i < s->blocks; i++) {
         const psd_page *page = &s->place[i].block->page[t->page[i]];
@@ -99,6 +191,10 @@ static int send_done(psd_step_connection *c)
         if (filled)
             parts[count++] = (struct iovec){(void *)(uintptr_t)ZEROS, filled};
     }
+    if (s->tables)
+        message.versions[s->blocks] = t->tables_version;
+    if (rows)
+        parts[count++] = (struct iovec){c->rows, rows};
     parts[0] = (struct iovec){&message, PREFIX + message.prefix.head_bytes};
     c->done++;
     return send_all(c, parts, count);
@@ -114,11 +210,16 @@ static int take(psd_step_connection *c)
     t->head = (const psd_step_head *)(c->buffer + PREFIX);
     if (t->head->place >= c->places)
         return PSD_AGAIN_CASE;
-    int reason = psd_step_begin(t);
+    int reason = s->tables ? find_rows(c, at + (c->in_memory ? 0 : s->gradient_bytes)) : 0;
+    if (reason)
+        return reason;
+    reason = psd_step_begin(t);
     for (size_t i = 0; i < s->blocks && !reason; i++) {
         reason = psd_step_count(t, i, c->in_memory ? c->gradient[i] : at);
         at += psd_eights(s->place[i].gradient_bytes);
     }
+    if (!reason && s->tables)
+        reason = psd_step_count_rows(t);
     if (!reason)
         psd_step_end(t);
     return reason;
@@ -153,6 +254,10 @@ static psd_served answer(psd_step_connection *c)
         psd_step_abandon(&c->step);
         return PSD_SERVED_CLOSED;
     }
+    if (!reason && c->memory && __atomic_load_n(&c->is_cancelled, __ATOMIC_SEQ_CST)) {
+        psd_step_abandon(&c->step);
+        return PSD_SERVED_CLOSED;
+    }
     if (!reason)
         reason = psd_step_pin(&c->step, c->began);
     if (reason)
@@ -181,23 +286,46 @@ static psd_served receive(psd_step_connection *c, size_t count, size_t most)
     return PSD_SERVED_OTHER;
 }
 
+/* Receives the whole step whose prefix is there. PSD_SERVED_OTHER: it is there. */
+static psd_served receive_step(psd_step_connection *c)
+{
+    const psd_steps *s = c->step.steps;
+    const psd_step_prefix prefix = *(const psd_step_prefix *)c->buffer;
+    const size_t front = PREFIX + s->head_bytes;
+    uint64_t payload = c->in_memory ? 0 : s->gradient_bytes;
+    if (prefix.head_bytes != s->head_bytes || (!s->tables && prefix.payload_bytes != payload))
+        return PSD_SERVED_WRONG;
+    if (s->tables) {
+        const psd_served status = receive(c, front, front > PSD_READ_AHEAD ? front : PSD_READ_AHEAD);
+        if (status != PSD_SERVED_OTHER)
+            return status;
+        const size_t rows = rows_bytes(c);
+        payload += rows;
+        if (rows > PSD_STEP_ROWS_MAX || prefix.payload_bytes != payload)
+            return PSD_SERVED_WRONG;
+        if (make_room(&c->buffer, &c->capacity, front + payload) != 0) {
+            c->error = ENOMEM;
+            return PSD_SERVED_ERROR;
+        }
+    }
+    c->message_bytes = front + payload;
+    return receive(c, c->message_bytes, c->message_bytes);
+}
+
 psd_served psd_steps_serve(psd_step_connection *c)
 {
     const psd_steps *s = c->step.steps;
-    const psd_step_prefix *prefix = (const psd_step_prefix *)c->buffer;
-    const size_t first = c->message_bytes < PSD_READ_AHEAD ? c->message_bytes : PSD_READ_AHEAD;
     for (;;) {
         psd_served status;
         int reason = 0;
         if (!c->is_waiting) {
-            status = receive(c, PREFIX, first);
+            const size_t most = s->tables || c->message_bytes > PSD_READ_AHEAD ? PSD_READ_AHEAD : c->message_bytes;
+            status = receive(c, PREFIX, most);
             if (status != PSD_SERVED_OTHER)
                 return status;
-            if (prefix->kind != PSD_STEP)
+            if (((const psd_step_prefix *)c->buffer)->kind != PSD_STEP)
                 return PSD_SERVED_OTHER;
-            if (prefix->head_bytes != s->head_bytes || prefix->payload_bytes != (c->in_memory ? 0 : s->gradient_bytes))
-                return PSD_SERVED_WRONG;
-            status = receive(c, c->message_bytes, c->message_bytes);
+            status = receive_step(c);
             if (status != PSD_SERVED_OTHER)
                 return status;
             reason = take(c);

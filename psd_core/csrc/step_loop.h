@@ -4,7 +4,7 @@
 
 #include "steps.h"
 
-enum { PSD_PLACES_MAX = 4, PSD_READ_AHEAD = 16 << 10 };
+enum { PSD_STEP_PLACES_MAX = 4, PSD_READ_AHEAD = 16 << 10 };
 
 typedef enum { /* why psd_steps_serve has returned */
     PSD_SERVED_CLOSED = 0, /* the peer has gone, or is hung up on */
@@ -20,7 +20,11 @@ typedef struct {
     int fd, error, in_memory, is_waiting, reason;
     size_t places;
     const void *gradient[PSD_STEP_BLOCKS_MAX];
-    void *parameter[PSD_PLACES_MAX][PSD_STEP_BLOCKS_MAX];
+    void *parameter[PSD_STEP_PLACES_MAX][PSD_STEP_BLOCKS_MAX];
+    char *memory; /* attached, of `memory_bytes`; NULL: none is */
+    size_t memory_bytes;
+    char *rows; /* that are pulled, and travel */
+    size_t rows_capacity;
     uint32_t is_cancelled; /* by another thread */
     uint64_t done; /* steps that were answered by DONE */
     double began;
@@ -28,7 +32,7 @@ typedef struct {
     size_t capacity, have, message_bytes;
 } psd_step_connection;
 
-/* The caller has set step.steps, step.rank, fd, in_memory and its places. 0, or -1: no memory. */
+/* The caller has set step.steps, step.rank, fd, in_memory, its places and memory. 0, or -1: no memory. */
 int psd_step_connection_init(psd_step_connection *);
 void psd_step_connection_free(psd_step_connection *);
 psd_served psd_steps_serve(psd_step_connection *);

@@ -20,8 +20,9 @@ int psd_steps_init(psd_steps *s)
         present += (p->block->segments + 7) / 8;
         s->gradient_bytes += psd_eights(p->gradient_bytes), s->parameter_bytes += psd_eights(p->parameter_bytes);
     }
-    s->present_at = sizeof(psd_step_head) + 8 * (s->blocks + s->scalars);
-    s->head_bytes = s->present_at + psd_eights(present);
+    s->present_at = sizeof(psd_step_head) + 8 * (psd_step_blocks(s) + s->scalars);
+    s->rows_at = s->present_at + psd_eights(present);
+    s->head_bytes = s->rows_at + (s->tables ? s->tables->count * sizeof(psd_step_rows_head) : 0);
     s->mask_words = (s->ranks->count + 63) / 64;
     const size_t masks = 5 * s->mask_words;
     s->waited = calloc(masks + 2 * s->ranks->count + 1, 8);
@@ -179,7 +180,7 @@ int psd_step_begin(psd_step *t)
 {
     const psd_step_head *h = t->head;
     psd_steps *s = t->steps;
-    t->versions = (const uint64_t *)(h + 1), t->scalars = (const double *)(t->versions + s->blocks);
+    t->versions = (const uint64_t *)(h + 1), t->scalars = (const double *)(t->versions + psd_step_blocks(s));
     t->present = (const uint8_t *)h + s->present_at;
     t->counted_blocks = t->received = 0, t->closes = t->hands_back = t->has_ended = 0;
     if (!enter(t))
@@ -196,6 +197,8 @@ int psd_step_begin(psd_step *t)
     for (size_t i = 0; i < s->blocks && s->has_rounds; i++)
         if (__atomic_load_n(&s->place[i].block->version, __ATOMIC_ACQUIRE) != h->clock)
             return psd_step_again(t, PSD_AGAIN_CASE, 1);
+    if (s->has_rounds && s->tables && (h->since || __atomic_load_n(&s->tables->version, __ATOMIC_ACQUIRE) != h->clock))
+        return psd_step_again(t, PSD_AGAIN_CASE, 1);
     if (s->has_rounds && !psd_steps_hear(s, h->clock, t->rank, h->since, t->scalars, 1))
         return psd_step_again(t, PSD_AGAIN_CASE, 1);
     return 0;
@@ -232,16 +235,38 @@ static int are_zeros(const psd_step_place *p, const uint8_t *present, const char
     return 1;
 }
 
-int psd_step_count(psd_step *t, size_t i, const void *gradient)
+/* The i-th block's part of the push, but for what is of its kind. */
+static psd_part_of_push part_of(const psd_step *t, size_t i)
 {
     const psd_step_head *h = t->head;
+    psd_part_of_push part = {.rank = t->rank, .session = h->session, .clock = h->clock, .since = h->since, .weight = h->weight, .scale = 1};
+    part.is_newest = 1;
+    if (h->flags & PSD_STEP_HAS_VERSIONS)
+        part.version_read = t->versions[i], part.is_version_known = !t->steps->has_rounds;
+    return part;
+}
+
+/* The i-th block has had the push. 0, or the reason for AGAIN. */
+static int note_outcome(psd_step *t, size_t i, psd_outcome outcome, size_t received)
+{
+    if (outcome != PSD_COUNTED && outcome != PSD_DUPLICATE)
+        return psd_step_again(t, PSD_AGAIN_CASE, 1);
+    if (outcome == PSD_COUNTED) {
+        if (t->steps->has_rounds && !t->counted_blocks)
+            counted(t->steps, t->head->clock, t->rank);
+        t->counted_blocks |= (uint64_t)1 << i;
+    }
+    t->received += received;
+    return 0;
+}
+
+int psd_step_count(psd_step *t, size_t i, const void *gradient)
+{
     psd_steps *s = t->steps;
     const psd_step_place *place = &s->place[i];
     psd_block *b = place->block;
-    psd_part_of_push part = {.rank = t->rank, .session = h->session, .clock = h->clock, .since = h->since, .weight = h->weight, .scale = 1};
-    part.values_dtype = place->gradient_dtype, part.scalars = t->scalars + place->first_scalar, part.is_newest = 1;
-    if (h->flags & PSD_STEP_HAS_VERSIONS)
-        part.version_read = t->versions[i], part.is_version_known = !s->has_rounds;
+    psd_part_of_push part = part_of(t, i);
+    part.values_dtype = place->gradient_dtype, part.scalars = t->scalars + place->first_scalar;
     if (present_in(t, i, &part.present) > 0)
         part.values = gradient;
     if (part.values && part.present && !are_zeros(place, part.present, gradient))
@@ -263,15 +288,33 @@ int psd_step_count(psd_step *t, size_t i, const void *gradient)
         }
     }
     pthread_mutex_unlock(&b->lock);
-    if (outcome != PSD_COUNTED && outcome != PSD_DUPLICATE)
-        return psd_step_again(t, PSD_AGAIN_CASE, 1);
-    if (outcome == PSD_COUNTED) {
-        if (s->has_rounds && !t->counted_blocks)
-            counted(s, h->clock, t->rank);
-        t->counted_blocks |= (uint64_t)1 << i;
+    return note_outcome(t, i, outcome, part.values ? place->gradient_bytes : 0);
+}
+
+int psd_step_count_rows(psd_step *t)
+{
+    psd_steps *s = t->steps;
+    psd_tables *tables = s->tables;
+    psd_part_of_push part = part_of(t, s->blocks);
+    part.scalars = t->scalars;
+    uint64_t pushes = 0, pulls = 0, received = 0;
+    int is_rate_aged = 0;
+    for (size_t i = 0; i < tables->count; i++) {
+        const psd_step_rows *rows = &t->rows[i];
+        pushes += rows->pushes, pulls += rows->pulls;
+        received += rows->pushes * (8 + tables->partition[i].table->spec.dim * 4);
+        is_rate_aged |= tables->partition[i].rate >= 0;
+        if (rows->pushes && !rows->is_present)
+            return psd_step_again(t, PSD_AGAIN_CASE, 1);
     }
-    t->received += part.values ? place->gradient_bytes : 0;
-    return 0;
+    if (pushes > tables->ids_max || pulls > tables->ids_max || (is_rate_aged && !part.is_version_known))
+        return psd_step_again(t, PSD_AGAIN_CASE, 1);
+    pthread_mutex_lock(tables->lock);
+    const psd_outcome outcome = psd_tables_count(tables, &part, t->rows);
+    if (outcome == PSD_COUNTED && s->has_rounds)
+        t->closes = 1, t->hands_back |= tables->has_tickets;
+    pthread_mutex_unlock(tables->lock);
+    return note_outcome(t, s->blocks, outcome, received);
 }
 
 void psd_step_end(psd_step *t)
@@ -283,8 +326,8 @@ void psd_step_end(psd_step *t)
     if (clock > r->clock) {
         __atomic_store_n(&r->clock, clock, __ATOMIC_SEQ_CST);
         const uint64_t above = clock - r->floor, below = above < BELOW_MAX ? above : BELOW_MAX;
-        const psd_block *b = t->steps->place[0].block;
-        if (!(b->on_store && b->on_store(b->context, "arena.member")))
+        const psd_block *b = t->steps->blocks ? t->steps->place[0].block : NULL;
+        if (!(b && b->on_store && b->on_store(b->context, "arena.member")))
             psd_store_release(r->record, (LIVE | below << BELOW_SHIFT) << STATE_SHIFT | clock);
     }
     /* Python sets this before it looks at the clocks. */
@@ -301,7 +344,8 @@ int psd_step_reached(const psd_step *t)
     for (size_t i = 0; i < t->steps->blocks && t->steps->has_rounds; i++)
         if (__atomic_load_n(&t->steps->place[i].block->version, __ATOMIC_ACQUIRE) <= t->head->clock)
             return 0;
-    return 1;
+    const psd_tables *tables = t->steps->tables;
+    return !(tables && t->steps->has_rounds) || __atomic_load_n(&tables->version, __ATOMIC_ACQUIRE) > t->head->clock;
 }
 
 static void note_push(psd_step *t)
@@ -317,6 +361,10 @@ static void note(psd_step *t, double began)
     note_push(t);
     for (size_t i = 0; i < t->steps->blocks; i++)
         psd_add_count(&c->sent, t->steps->place[i].parameter_bytes);
+    for (size_t i = 0; t->steps->tables && i < t->steps->tables->count; i++) {
+        psd_add_count(&c->received, 8 * t->rows[i].pulls);
+        psd_add_count(&c->sent, t->rows[i].pulls * t->steps->tables->partition[i].table->spec.dim * 4);
+    }
     psd_add_count(&c->took[psd_seconds_bucket(now - began)], 1);
     c->took_s += now - began;
     r->last_seen = now;
@@ -351,6 +399,10 @@ int psd_step_pin(psd_step *t, double began)
             return psd_step_again(t, PSD_AGAIN_REVOKED, 1);
         }
         t->use[i] = b->page[t->page[i]].use;
+    }
+    if (t->steps->tables && psd_tables_read(t->steps->tables, t->rows, &t->tables_version)) {
+        unpin(t, t->steps->blocks);
+        return psd_step_again(t, PSD_AGAIN_CASE, 1);
     }
     note(t, began);
     leave(t);

@@ -10,8 +10,9 @@
 
 #include "block.h"
 #include "step_frames.h"
+#include "step_tables.h"
 
-enum { PSD_STEP_BLOCKS_MAX = 64 };
+enum { PSD_STEP_BLOCKS_MAX = 64 }; /* the tables' block, which is none of `place`, is one of them */
 
 typedef struct { /* one block of a job, as it lies in messages */
     psd_block *block;
@@ -32,6 +33,7 @@ typedef struct { /* what the workers of an open round, or of the one before, hav
 typedef struct { /* a job's part on this shard */
     size_t blocks, scalars, mask_words;
     psd_step_place place[PSD_STEP_BLOCKS_MAX];
+    psd_tables *tables; /* NULL: the job has none */
     double *low, *high; /* of each scalar */
     int has_rounds, has_bound;
     uint64_t bound; /* steps that a worker may be ahead of the slowest one */
@@ -39,7 +41,7 @@ typedef struct { /* a job's part on this shard */
     uint64_t *waited;   /* mask; set while nobody is armed */
     uint64_t stop_at;   /* see psd_steps_stop; while somebody is armed it is only raised */
     uint32_t has_gates; /* callers wait until the slowest worker makes a step */
-    size_t head_bytes, present_at, gradient_bytes, parameter_bytes; /* as in StepOffer; present_at: in the head */
+    size_t head_bytes, present_at, rows_at, gradient_bytes, parameter_bytes; /* as in StepOffer; ..._at: in the head */
     pthread_mutex_t speaking;
     int can_speak;
     psd_step_voice voice[2];
@@ -59,6 +61,8 @@ typedef struct { /* one step under way */
     int64_t page[PSD_STEP_BLOCKS_MAX];
     uint64_t use[PSD_STEP_BLOCKS_MAX];
     uint8_t *mask; /* room for the longest block's segments */
+    psd_step_rows *rows;     /* one for each table */
+    uint64_t tables_version; /* that the rows that were read have at least */
 } psd_step;
 
 /* The caller has set blocks, places, ranks, bounds, `scalars` and flags. 0, or -1: no memory. */
@@ -78,9 +82,10 @@ int psd_steps_voice(psd_steps *, int odd, psd_step_voice *copy);
 /* 0, or the reason for AGAIN; then the step has ended, and has left. `begin` enters. */
 int psd_step_begin(psd_step *);
 int psd_step_count(psd_step *, size_t i, const void *gradient);
+int psd_step_count_rows(psd_step *); /* of all tables, after all blocks; only in a job that has some */
 void psd_step_end(psd_step *);         /* all blocks have come; leaves */
 int psd_step_reached(const psd_step *); /* whether the rounds have closed */
-int psd_step_pin(psd_step *, double began); /* enters, pins the pages to answer with, counts the step, leaves */
+int psd_step_pin(psd_step *, double began); /* enters, pins the pages to answer with, reads rows, counts the step, leaves */
 void psd_step_unpin(psd_step *);
 void psd_step_abandon(psd_step *); /* nobody waits for the answer any more: the push has been made all the same */
 /* Ends a step by AGAIN, when it has not pinned. */
@@ -89,6 +94,12 @@ int psd_step_again(psd_step *, int reason, int is_inside);
 static inline size_t psd_eights(size_t nbytes)
 {
     return (nbytes + 7) / 8 * 8;
+}
+
+/* The blocks of a step, the tables' block among them. */
+static inline size_t psd_step_blocks(const psd_steps *s)
+{
+    return s->blocks + (s->tables != NULL);
 }
 
 #endif

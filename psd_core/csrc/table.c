@@ -35,9 +35,12 @@ static uint64_t sightings_bytes(uint64_t rows_max)
     return (buckets < most ? buckets : most) * 64;
 }
 
+static const psd_table_calls CALLS = {psd_table_lack, psd_index_must_move, psd_table_push, psd_table_commit_push, psd_table_read};
+
 int psd_table_plan(psd_table *t)
 {
     psd_table_spec *const s = &t->spec;
+    t->calls = &CALLS;
     s->stored = s->width - (s->is_half ? s->dim / 2 : 0);
     const uint64_t most = s->push_max < s->rows_max ? s->push_max : s->rows_max, places = s->rows_max + most;
     if (places > PSD_PLACES_MAX)

@@ -171,8 +171,12 @@ typedef struct {
     uint64_t bound; /* no row outside of the heap was used before this clock */
 } psd_oldest;
 
+struct psd_table_calls;
+
 typedef struct psd_table {
     psd_table_spec spec;
+    const struct psd_table_calls *calls; /* of the library that has made the partition, for another one */
+    pthread_mutex_t *writing;            /* the caller's: whoever changes anything has it */
     psd_region region[PSD_REGIONS];
     uint64_t size;
     char *base;
@@ -309,11 +313,22 @@ typedef struct {
     const uint64_t *notes; /* all, or NULL: as they are */
     const double *history; /* with `whole`: of each entry of the log the step and the scalars; NULL: the log is as it is */
     uint64_t entries, scalars; /* of the history: how many, and of how many scalars */
+    int is_of_known; /* make no row: if one is not there, PSD_ABSENT */
 } psd_push;
+enum { PSD_ABSENT = -2 };
 /* Does all of a push but its commit, for psd_table_commit_push, before which nothing else may be committed. 0, ENOMEM, or what the
  * user's own rule returned: then there is nothing to commit. Several parts are one push, as if they followed each other
  * in one array; one alone where `distinct`, `whole` or `clocks`. */
 int psd_table_push(psd_table *, const psd_push *, const psd_part *, int parts);
+
+/* What another library calls. */
+typedef struct psd_table_calls {
+    int (*lack)(const psd_table *, uint64_t n, uint64_t entries, uint64_t *bytes);
+    int (*must_move)(const psd_table *, uint64_t n);
+    int (*push)(psd_table *, const psd_push *, const psd_part *, int parts);
+    void (*commit_push)(psd_table *);
+    int (*read)(psd_table *, const uint64_t *ids, intptr_t n, float *out, uint8_t *found, int whole, int64_t clock);
+} psd_table_calls;
 
 /* table_catch_up.c: what a table of dense rows would have made of a row since it was touched. */
 typedef struct {

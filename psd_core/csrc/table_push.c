@@ -122,6 +122,8 @@ static int push(psd_table *t, const psd_push *p, const psd_part *parts, int coun
     if (psd_combine(s, parts, count, (intptr_t)(p->whole ? t->spec.width : t->spec.dim), p->distinct, p->whole))
         return ENOMEM;
     uint64_t absent = find_all(t);
+    if (absent && p->is_of_known)
+        return PSD_ABSENT;
     const int64_t passed_over = absent && !p->whole ? psd_table_admit(t) : 0;
     if (passed_over < 0)
         return ENOMEM;

@@ -228,7 +228,7 @@ def test_a_small_push_pull_crosses_few_files(cluster: Callable[..., Any], transp
     """Whoever follows it has as many files to read."""
     values, crossed, files = {"w": np.zeros(1000, np.float32)}, [], Files()
     with files, connect(cluster(1).servers, 0, 1, transport=transport) as ps:
-        ps.declare(values, SGD(lr=1.0), tables=[Table("t", 4, SGD(lr=1.0))])
+        ps.declare(values, SGD(lr=1.0), tables=[Table("t", 4, SGD(lr=1.0), expire_steps=1000)])  # so it makes no steps
         for _ in range(3):
             ps.push_pull(values)
         for _ in range(5):

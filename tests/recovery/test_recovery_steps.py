@@ -195,3 +195,51 @@ def test_when_shards_are_killed_in_steps_then_each_checkpoint_has_all_before_it_
             name: value.tolist() for name, value in before[-1][2].items()
         }
     assert took.count(True) > STEPS_MIN / 4
+
+
+def work_on_rows(
+    servers: str, rank: int, on_step: Callable[[], bool], *, transport: str, pushed: threading.Barrier
+) -> tuple[int, dict[str, NDArray[Any]]]:
+    """Pushes small integers to rows that are there, and pulls them ahead, until everything has struck: steps, rows."""
+    count, is_done = 0, False
+    tables = [psd_client.Table(name, 600, psd_client.SGD(lr=1)) for name in ("a", "b")]
+    with psd_client.connect(servers, rank, WORLD_SIZE, transport=transport, retry_timeout=60, wait_timeout=100) as ps:
+        ps.declare({}, consistency="async", reduce="sum", tables=tables)
+        while count < STEPS_MIN or not is_done:
+            grads = np.full((len(IDS), 600), 1 + (count + rank) % 3, np.float32)
+            for table in ps.tables.values():
+                table.prefetch(IDS)
+            ps.push_pull({}, tables={table.name: (IDS, grads) for table in tables})
+            for table in ps.tables.values():
+                table.pull(IDS)
+            count += 1
+            is_done = on_step()
+        pushed.wait(100)
+        return count, {name: table.pull(IDS) for name, table in ps.tables.items()}
+
+
+IDS = np.arange(40)
+
+
+@pytest.mark.parametrize(("transport", "kills", "faults"), [("tcp", 2, 6), ("shm", 3, 0)])
+def test_when_shards_are_killed_and_connections_break_in_steps_with_rows_then_the_sum_is_exact(
+    shard_processes: Callable[..., list[ShardProcess]], monkeypatch: pytest.MonkeyPatch, transport: str, kills: int, faults: int
+) -> None:
+    """Likewise for rows of two tables, on two shards, whose partitions a kill may leave a push apart."""
+    run, took = SteppingLanes.run, []
+
+    def watched(steps: SteppingLanes, *args: Any) -> bool | None:
+        took.append(run(steps, *args))
+        return took[-1]
+
+    monkeypatch.setattr(SteppingLanes, "run", watched)
+    shards = shard_processes(2, "--lease", "60")
+    doing = functools.partial(work_on_rows, pushed=threading.Barrier(WORLD_SIZE))
+
+    results = run_disturbed(shards, WORLD_SIZE, doing, transport=transport, seed=50, kills=kills, faults=faults)
+
+    total = sum(1 + (step + rank) % 3 for rank, (count, _) in enumerate(results) for step in range(count))
+    for _, tables in results:
+        for name, rows in tables.items():
+            assert (rows == -float(total)).all(), name
+    assert took.count(True) > STEPS_MIN / 4

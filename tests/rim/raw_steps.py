@@ -59,9 +59,11 @@ class StepWorker(RawWorker):
     """A worker of a job of small blocks.
 
     Args:
-        lane: "tcp"; "local", a local socket; or "memory", one with memory attached.
+        lane: "tcp"; "local", a local socket; or "memory", one with memory attached, which has extra_bytes behind the spaces.
         job: which; else one of `blocks` groups, of one tensor each.
     """
+
+    extra_bytes = 0
 
     def __init__(
         self,
@@ -90,6 +92,7 @@ class StepWorker(RawWorker):
         self.digest, self.groups = reply.layout_digest, len(job.groups)
         if reply.initializer:
             frames = [data_pb2.InitializeFrame(block=plan.index, payload=bytes(plan.nbytes)) for plan in self.plans]
+            frames = frames or [data_pb2.InitializeFrame()]
             frames[0].caller.CopyFrom(self.caller)
             frames[0].layout_digest, frames[0].choice = self.digest, reply.choice
             assert self.data.Initialize(iter(frames), timeout=100).accepted
@@ -104,9 +107,9 @@ class StepWorker(RawWorker):
         return stream
 
     def _attach(self, stream: Stream) -> None:
-        self.apart = (max(plan.nbytes for plan in self.plans) + 63) // 64 * 64
+        self.apart = (max([plan.nbytes for plan in self.plans], default=0) + 63) // 64 * 64
         starts = [64 + self.apart * i for i in range(self.blocks * (1 + PLACES))]
-        nbytes = starts[-1] + self.apart
+        nbytes = (starts or [64])[-1] + self.apart + self.extra_bytes
         self.starts = starts
         self.memory = os.memfd_create("psd-test", os.MFD_ALLOW_SEALING)
         os.truncate(self.memory, nbytes)

@@ -143,6 +143,8 @@ def end_process_of(core: ShardCore) -> None:
         core.storage.arena._directory.close()
     for store in core.storage.tables:
         store._file.close()
+        if store.on_close is not None:
+            store.on_close()
         store._partition = None
     if core.storage.vectors is not None:
         core.storage.vectors.close(remove=False)

@@ -11,7 +11,7 @@ from shard_driver import Driver, tables_spec
 
 from psd.checkpoint import CheckpointDirectory, Cut
 from psd.state.pages import SetMark
-from psd.state.tables.block import STEP
+from psd.state.tables.partition import STEP
 
 
 def new_rows(driver, seat, clocks, count=10, table=0):

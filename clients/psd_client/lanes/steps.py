@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
@@ -18,12 +18,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from psd.contract.layout import Block
+from psd.contract.rows import TableRows
 from psd.contract.wire import READ_AHEAD_BYTES, Disconnected
 from psd.v1 import bulk_pb2, data_pb2
 from psd_client.lanes.bulk_connection import BulkClient
 from psd_client.lanes.flat import FlatBuffers
 from psd_client.lanes.transport import Call, Lane, Stepping, Traffic
-from psd_core.worker_steps import BROKEN, REFUSED, TAKEN, UNSENT, WorkerSteps
+from psd_core.worker_steps import BROKEN, REFUSED, ROWS_BYTES_MAX, TAKEN, UNSENT, WorkerSteps
 
 
 class SteppingClient(BulkClient):
@@ -98,6 +99,33 @@ class _Way(NamedTuple):
     traffic: Traffic
 
 
+class StepRows(NamedTuple):
+    """The rows that a step pushes to one shard, and those that it pulls from there, whose values are filled."""
+
+    pushed: Sequence[TableRows]
+    pulled: Sequence[TableRows]
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes of ids and gradients."""
+        return sum([rows.nbytes for rows in self.pushed]) + sum([rows.ids.nbytes for rows in self.pulled])
+
+    @property
+    def received_bytes(self) -> int:
+        """Bytes of rows."""
+        return sum([rows.values.nbytes for rows in self.pulled])
+
+    @property
+    def fits(self) -> bool:
+        """True if a step can carry them."""
+        is_float = all(rows.values.dtype == np.float32 for rows in (*self.pushed, *self.pulled))
+        most = ROWS_BYTES_MAX - 8 * max(len(self.pushed), len(self.pulled))  # each is followed by up to a multiple of 8 bytes
+        return is_float and self.sent_bytes <= most and self.received_bytes <= most
+
+
+NO_ROWS = StepRows((), ())
+
+
 class _Mask(NamedTuple):
     """Which tensors have a gradient; for each shard the masks of its blocks, as in STEP, and the bytes that count as sent.
     bits: None if all have."""
@@ -111,7 +139,7 @@ class SteppingLanes:
     """The steps of one worker.
 
     Args:
-        lanes: of the shards that have trained blocks. blocks: these, for each lane.
+        lanes: of the shards that have trained blocks. blocks: these, for each lane, but for the tables' block.
         gradients: what is sent. looks: look for NaN and infinity in it. parameters: where to receive.
         sends_versions: False in a job with rounds.
 
@@ -144,6 +172,7 @@ class SteppingLanes:
         self._received_bytes = [sum([block.nbytes for block in own]) for own in blocks]
         self._whole = _Mask(b"", None, [sum([block.pushed_nbytes for block in own]) for own in blocks])
         self._mask = self._whole  # of the step that is under way
+        self._rows: Sequence[StepRows] = ()  # likewise, for each lane, in a job with tables
         self._last_mask = self._whole  # that was made
         self.are_under_way = False
 
@@ -179,15 +208,18 @@ class SteppingLanes:
             scalars=offers[0].scalars,
             looked_at=self._looked_at,
         )
-        for place, (offer, blocks) in enumerate(zip(offers, self._blocks, strict=True)):
+        layout = self._gradients.layout
+        for place, (offer, blocks, lane) in enumerate(zip(offers, self._blocks, self._lanes, strict=True)):
             indices = [block.index for block in blocks]
-            if list(offer.blocks) != indices or offer.scalars != offers[0].scalars:
-                return None
             travels = [] if offer.in_memory else indices
+            if (tables_block := layout.tables_block(lane.shard)) is not None:
+                indices = [*indices, tables_block]
+            if list(offer.blocks) != indices or offer.scalars != offers[0].scalars or offer.tables != len(layout.spec.tables):
+                return None
             gradients = [self._gradients.block(index) for index in travels]
             parameters = [self._parameters.block(index) for index in travels]
             try:
-                sizes = steps.lay_out(place, array("I", indices), offer.head_bytes, 0, gradients, parameters)
+                sizes = steps.lay_out(place, array("I", indices), offer.head_bytes, 0, gradients, parameters, offer.tables)
             except ValueError:
                 return None
             if sizes != (offer.gradient_bytes, offer.parameter_bytes):
@@ -202,9 +234,13 @@ class SteppingLanes:
         weight: float,
         scalars: Sequence[Sequence[float]],
         present: NDArray[np.bool_] | None,
+        rows: Sequence[StepRows] = (),
     ) -> bool | None:
         """Make a push_pull of what is in the buffers. True: all shards have taken it, and counted it in all blocks. None:
         nothing was sent, because it must not be, or not so. False: `finish` it at each shard.
+
+        Args:
+            rows: for each lane, in a job with tables.
 
         Raises what a signal's handler raises; then `abandon` it.
         """
@@ -212,12 +248,18 @@ class SteppingLanes:
         assert steps is not None
         if self._is_in_memory and segment is not None and segment.is_given_up:
             return None
+        if rows and not all(each.fits for each in rows):
+            return None
         self._mask = mask = self._whole if present is None else self._masked(present)
         for held, way in enumerate(ways):
             if not way.connection.hold(way.offer):
                 for other in ways[:held]:
                     other.connection.let_go()
                 return None
+        self._rows = rows
+        for place, each in enumerate(rows):
+            places = ways[place].connection.places
+            steps.give_rows(place, _placed(each.pushed, places), _placed(each.pulled, places))
         self._left.update(range(len(ways)))
         self.are_under_way = True
         took: bool | None = steps.run(session, clock, since, weight, scalars, mask.bits)
@@ -225,10 +267,10 @@ class SteppingLanes:
             if took is not False or steps.state(place) in (TAKEN, UNSENT):
                 way.connection.let_go()
             if took:
-                way.traffic.sent_bytes += mask.sent_bytes[place]
-                way.traffic.received_bytes += self._received_bytes[place]
+                self._count(place)
         if took is not False:
             self._left.clear()
+            self._rows = ()  # their memory is the next call's
             self.are_under_way = took is True
         return took
 
@@ -257,14 +299,22 @@ class SteppingLanes:
         way, state = self._ways[place], steps.state(place)
         if state == UNSENT or (state != TAKEN and not way.connection.finish(steps, place, call)):
             return None
-        way.traffic.sent_bytes += self._mask.sent_bytes[place]
-        way.traffic.received_bytes += self._received_bytes[place]
+        self._count(place)
         clock, counted, duplicate = steps.done(place)
         return data_pb2.PushReply(clock=clock, blocks_counted=counted, blocks_duplicate=duplicate)
 
+    def _count(self, place: int) -> None:
+        """Count the bytes of a step that a shard has taken."""
+        traffic = self._ways[place].traffic
+        traffic.sent_bytes += self._mask.sent_bytes[place]
+        traffic.received_bytes += self._received_bytes[place]
+        if self._rows:
+            traffic.sent_bytes += self._rows[place].sent_bytes
+            traffic.received_bytes += self._rows[place].received_bytes
+
     def end(self) -> None:
         """Note that nothing needs the last step any more. What is still under way of it is abandoned, with its connection."""
-        left, self._left, self.are_under_way = self._left, set(), False
+        left, self._left, self._rows, self.are_under_way = self._left, set(), (), False
         if not left:
             return
         assert self._steps is not None
@@ -284,6 +334,14 @@ class SteppingLanes:
             yield
         finally:
             self.end()
+
+
+def _placed(
+    rows: Sequence[TableRows], places: Callable[[Sequence[TableRows]], list[int]]
+) -> dict[int, tuple[NDArray[np.uint64], NDArray[np.float32], int]]:
+    """Rows by table, as WorkerSteps has them."""
+    starts = places(rows) or [0] * len(rows)
+    return {each.table: (each.ids, each.values, start) for each, start in zip(rows, starts, strict=True)}
 
 
 def _without_epoch(offer: bulk_pb2.StepOffer) -> bulk_pb2.StepOffer:

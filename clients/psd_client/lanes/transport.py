@@ -264,6 +264,9 @@ class Stepping(Protocol):
     def offered(self, gradients: FlatBuffers, parameters: FlatBuffers) -> bulk_pb2.StepOffer | None:
         """The offer in the shard's last reply, if it holds for these buffers."""
 
+    def places(self, rows: Sequence[TableRows]) -> list[int]:
+        """Offsets of these rows' values in attached memory, in bytes; empty if some lie elsewhere."""
+
     def hold(self, offer: bulk_pb2.StepOffer) -> bool:
         """Begin a step. False: it cannot be made on this connection now."""
 

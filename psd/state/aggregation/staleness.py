@@ -6,6 +6,7 @@ psd/contract/staleness.py names it. Must not know sessions or locks.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +18,7 @@ from psd.contract.jobspec import GroupSpec
 from psd.state import locks
 from psd.state.aggregation.rules import BoundRule, Gradient, Rule, rule_of
 from psd_core.arena import Page
+from psd_core.steps import TablesCore
 
 
 class AgedRate(Rule):
@@ -82,6 +84,34 @@ class Ages:
             self.counts += [0] * (bucket + 1 - len(self.counts))
             self.counts[bucket] += 1
             self.total += age
+
+
+class SteppedAges(Ages):
+    """The ages of gradients of rows, those that steps have applied among them (psd_core/steps.py). core: has these."""
+
+    def __init__(self, block: int, core: TablesCore) -> None:
+        self._block = block
+        self._own: list[int] = []
+        self._own_total = 0
+        self._core = core
+
+    @property
+    def counts(self) -> list[int]:  # type: ignore[override]
+        """Gradients by age_bucket of their age."""
+        return [one + other for one, other in zip_longest(self._own, self._core.ages[0], fillvalue=0)]
+
+    @property
+    def total(self) -> int:  # type: ignore[override]
+        """The sum of these ages."""
+        return self._own_total + self._core.ages[1]
+
+    @override
+    def count(self, age: int | None) -> None:
+        if age is not None:
+            bucket = age_bucket(age)
+            self._own += [0] * (bucket + 1 - len(self._own))
+            self._own[bucket] += 1
+            self._own_total += age
 
 
 def age_bucket(age: int) -> int:

@@ -50,8 +50,8 @@ from psd.state.core import ShardCore
 from psd.state.cuts.cuts import Cuts
 from psd.state.job import Job
 from psd.state.life import Life
-from psd.state.tables.block import PartitionState
 from psd.state.tables.filling import fill
+from psd.state.tables.partition import PartitionState
 from psd.state.tables.slots import WholeRows, as_trained_by_nobody
 from psd.state.workers.membership import Membership
 from psd.v1 import control_pb2

@@ -21,6 +21,7 @@ from psd.state.life import Life
 from psd.state.workers.membership import WorkerState
 from psd.v1 import data_pb2
 from psd_core import steps as core_steps
+from psd_core.arena import WORKERS_MAX
 from psd_core.steps import BLOCKS_MAX, Ranks, StepConnection, Steps
 
 Loop = StepConnection
@@ -44,9 +45,11 @@ class Armed:
     job: Job
     steps: Steps
 
-    def loop(self, rank: int, fd: int, gradients: list[Any] | None, parameters: list[list[Any]] | None) -> StepConnection:
+    def loop(
+        self, rank: int, fd: int, gradients: list[Any] | None, parameters: list[list[Any]] | None, memory: Any
+    ) -> StepConnection:
         """The loop of its connection; see there for the arguments."""
-        return StepConnection(self.steps, rank, fd, gradients, parameters)
+        return StepConnection(self.steps, rank, fd, gradients, parameters, memory)
 
 
 class StepDesk:
@@ -54,6 +57,9 @@ class StepDesk:
 
     Args:
         is_busy: returns True while the shard drains, or readers are there.
+
+    Attributes:
+        can_arm: False if this shard never arms anybody.
     """
 
     def __init__(self, core: ShardCore, cuts: Cuts, schedule: CutSchedule, is_busy: Callable[[], bool]) -> None:
@@ -61,14 +67,14 @@ class StepDesk:
         self._cuts = cuts
         self._schedule = schedule
         self._is_busy = is_busy
-        self._can_arm = not core.config.never_armed and core.now is time.monotonic
+        self.can_arm = not core.config.never_armed and core.now is time.monotonic
         self._lanes: dict[int, str] = {}  # by rank, of its steps
         self._ranks: Ranks | None = None  # of these steps
 
     def arm(self, header: data_pb2.PushHeader, reply: data_pb2.PushReply, lane: str) -> Armed | None:
         """Arm the worker of a push that is answered so; None if its next one may be none for a step, as far as is known."""
         core, caller = self._core, header.caller
-        if not self._can_arm or not _is_plain(header):
+        if not self.can_arm or not _is_plain(header):
             return None
         with core.lock:
             job, members = core.job, core.membership
@@ -82,6 +88,9 @@ class StepDesk:
                 return None
             if job.policy.has_rounds and not members.is_settled(job.version_min):
                 return None
+            waited = members.waited_in(job.version_min)
+            if job.policy.has_rounds and job.tables is not None and waited != 1 << worker.rank:
+                return None  # rounds of several workers' rows are made in Python
             if job.steps is None:
                 job.steps = steps_of(job, members.ranks)
             if job.steps is None:
@@ -91,7 +100,8 @@ class StepDesk:
             self._ranks, self._lanes[worker.rank] = members.ranks, lane
             _, at = job.arena.member_word(worker.rank)
             members.is_armed = True
-            waited = members.waited_in(job.version_min)
+            if job.tables is not None:
+                job.tables.core.unit = job.tables.step
             epoch = job.steps.arm(worker.rank, worker.session, worker.floor, at, waited, self._stop_at(job))
             return Armed(epoch, job, job.steps) if epoch is not None else None
 
@@ -126,6 +136,8 @@ class StepDesk:
             for block in job.blocks.values():
                 if isinstance(block, SmallBlock):
                     block.end_waits()
+            if job.tables is not None:
+                job.tables.end_waits()
         elif job.policy.has_bound:
             core = self._core
             with core.lock:
@@ -161,8 +173,10 @@ def _is_plain(header: data_pb2.PushHeader) -> bool:
 
 def steps_of(job: Job, ranks: Ranks) -> Steps | None:
     """A job's part on this shard for steps; None if it has a block, a rule or a way of aggregation that they do not know."""
-    spec, blocks = job.spec, [block for block in job.blocks.values() if block.is_trained]
-    if job.is_exact or spec.clip_norm or job.tables is not None or not 0 < len(blocks) <= BLOCKS_MAX:
+    spec, blocks, tables = job.spec, [block for block in job.blocks.values() if block.is_trained], job.tables
+    if job.is_exact or spec.clip_norm or not 0 < len(blocks) + (tables is not None) <= BLOCKS_MAX:
+        return None
+    if not spec.has_plain_tables or spec.is_publication or spec.sample or spec.world_size > WORKERS_MAX:
         return None
     if any(group.staleness not in STALENESS_KNOWN for group in spec.groups):
         return None
@@ -183,7 +197,8 @@ def steps_of(job: Job, ranks: Ranks) -> Steps | None:
         found.append(block.of_steps(first[block.plan.group]))
     bound = job.policy.staleness_bound if isinstance(job.policy, StaleSynchronous) else None
     mapping, _ = job.arena.member_word(0)
-    made = Steps(ranks, found, low, high, job.policy.has_rounds, bound, mapping)
+    core = tables.core if tables is not None else None
+    made = Steps(ranks, found, low, high, job.policy.has_rounds, bound, mapping, core)
     if job.policy.has_rounds:
         job.agreement.listen_to(made)
     return made

@@ -10,7 +10,9 @@ know which sessions are valid, leases, messages or frames.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,41 +24,27 @@ from psd.contract.custom_rules import ListedRule
 from psd.contract.errors import InvalidRequest, OutOfSpace
 from psd.contract.jobspec import JobSpec
 from psd.contract.rows import TableRows
-from psd.contract.staleness import RATE
-from psd.contract.tables import SparseTableSpec
 from psd.contract.verdicts import Squares, Verdict
+from psd.state import locks
 from psd.state.aggregation.rounds import Contribution, Round, RoundSetting, Unmeasured, Update, segments
 from psd.state.aggregation.rules import Gradient, Static
+from psd.state.aggregation.staleness import SteppedAges
 from psd.state.aggregation.trained import RoundServices, Trained
-from psd.state.counts import RoundTimes
+from psd.state.counts import Histogram, RoundTimes
 from psd.state.pages import Counted, SetMark
-from psd.state.tables.elapsed import MICROSECONDS, Elapsed
-from psd.state.tables.own_rule import OwnRule, RowsFailed
+from psd.state.tables.own_rule import RowsFailed
+from psd.state.tables.partition import STEP, VERSION, PartitionState, counted_in, notes_count
 from psd.state.tables.rounds import ExactRowsRound, FastRowsRound, MeasuredRowsRound, RowChecks, SumsPool, TableSums
 from psd.state.tables.slots import reset_slots
+from psd.state.tables.stepped import core_of
+from psd.state.tickets import Ticket
 from psd_core.arena import ArenaError, StoreClosed, StoreFull
+from psd_core.steps import TablesPlace
 from psd_core.table import Mark, TableSnapshot, TableStore
 
 _NO_IDS = np.empty(0, np.uint64)
 _ALL = segments(1, 1)
-
-STEP = 720_720
-"""Units of a table's clock in one step. Without rounds it is divided by the number of workers; it is divisible by 1 to 16."""
-
-_VERSION = 0
-"""Place of the version in a partition's notes. The sessions by rank follow it, and then the clocks by rank."""
-
-
-def notes_count(world_size: int) -> int:
-    """Number of words in a partition's notes."""
-    return 1 + 2 * world_size
-
-
-def counted_in(notes: NDArray[np.uint64]) -> list[Counted]:
-    """The last push of each rank that is counted according to these notes of a partition."""
-    _, *words = notes.tolist()
-    half = len(words) // 2
-    return list(zip(words[:half], words[half:], strict=True))
+_VERSION_OF = attrgetter("version")
 
 
 class _Given(NamedTuple):
@@ -92,96 +80,7 @@ class TableCounts(NamedTuple):
     unadmitted: int
 
 
-class PartitionState:
-    """One table's rows on this shard, and what the shard knows of them.
-
-    Attributes:
-        notes: as the store has them; shared by partitions that are alike, and never changed in place.
-        version: updates that it has. clock: of the last one; rows are marked by it, see `next_clock`.
-        has_aged_rate: the learning rate is divided by 1 + the age of a gradient.
-        age_max: in units of the clock: rows that were not used for longer are removed; 0: they stay.
-        own: the rule, if it is a user's own.
-    """
-
-    __slots__ = (
-        "_scalars",
-        "_values",
-        "_wall",
-        "age_max",
-        "clock",
-        "group",
-        "has_aged_rate",
-        "notes",
-        "own",
-        "spec",
-        "store",
-        "time",
-        "version",
-    )
-
-    def __init__(
-        self,
-        spec: SparseTableSpec,
-        job: JobSpec,
-        store: TableStore,
-        rules: Mapping[str, ListedRule],
-        wall: Callable[[], float],
-    ) -> None:
-        group = job.groups[spec.group]
-        self.spec = spec
-        self.store = store
-        self.group = spec.group
-        self.has_aged_rate = group.staleness == RATE
-        self.own = OwnRule(rules[group.rule]) if group.info.is_custom else None
-        self.age_max = spec.expire_seconds * MICROSECONDS or spec.expire_steps * STEP
-        self._wall = wall
-        self.find_clock()
-        self.note(store.notes())
-        self._values: Sequence[float] = ()
-        self._scalars: dict[str, float] = dict.fromkeys(group.info.scalars, 0.0)
-
-    def note(self, notes: NDArray[np.uint64]) -> None:
-        """Take over the store's present notes."""
-        self.notes = notes
-        self.version = int(notes[_VERSION])
-
-    def find_clock(self) -> None:
-        """Set the clock to the store's."""
-        self.clock = self.store.counters()["clock"]
-        self.time = Elapsed(self._wall, self.clock) if self.spec.expire_seconds else None
-
-    def next_clock(self, step: int) -> int:
-        """The clock of the next update, and of reads until then: it is beyond those of all updates before.
-
-        A table whose rows expire by time counts microseconds, all others count steps (docs/design/tables.md: Clocks).
-
-        Args:
-            step: the units of one update (TablesBlock.step).
-        """
-        return self.clock + step if self.time is None else max(self.clock + 1, self.time.now())
-
-    def begin_update(self, step: int) -> int:
-        """Remove the rows that are too old at the next update, and return the clock of that update."""
-        clock = self.next_clock(step)
-        if self.age_max:
-            self.store.expire(clock, self.age_max)
-        return clock
-
-    def counted(self, rank: int) -> Counted:
-        """The last push of a rank that this partition counts. Called for each table with each push, so it makes no list."""
-        return int(self.notes[1 + rank]), int(self.notes[1 + len(self.notes) // 2 + rank])
-
-    def scalars(self, values: Sequence[float], age: int) -> Mapping[str, float]:
-        """The rule's scalars by name; if `ages`, the learning rate is divided by 1 + age."""
-        if values != self._values:
-            self._values = values
-            self._scalars = dict(zip(self._scalars, values, strict=True))
-        if self.has_aged_rate and age:
-            return {**self._scalars, "lr": self._scalars["lr"] / (1 + age)}
-        return self._scalars
-
-
-class TablesBlock(Trained):
+class TablesBlock(Trained, TablesPlace):
     """A shard's part of all tables.
 
     Args:
@@ -191,7 +90,7 @@ class TablesBlock(Trained):
         rules: users' own rules, by import path.
 
     Attributes:
-        partitions: one for each table.
+        partitions: one for each table. core: what steps see and change of them, too; they count what needs nothing of Python.
         base: the checkpoint on which later ones build (psd/state/cuts/table_bases.py); empty: none.
         bases: checkpoints whose tables this shard has stored whole, with the marks of their snapshots. The code that stores
             checkpoints sets both.
@@ -213,6 +112,11 @@ class TablesBlock(Trained):
             PartitionState(table, spec, store, rules, wall) for table, store in zip(spec.tables, stores, strict=True)
         ]
         self._expires_by_time = any(table.expire_seconds for table in spec.tables)
+        self.core = core_of(spec, stores, checks)
+        self.lie_in(self.core)
+        self._seen = 0  # updates by steps
+        for number, partition in enumerate(self.partitions):
+            partition.attend(self.core, number)
         self.checks = checks
         self.base = ""
         self.bases: Mapping[str, Sequence[Mark]] = {}
@@ -221,13 +125,22 @@ class TablesBlock(Trained):
         kind: type[Round] = ExactRowsRound if spec.aggregation == "exact" else FastRowsRound
         kind = MeasuredRowsRound if spec.has_verdicts else kind
         setting = RoundSetting(np.ones(1, np.uint32), Static(), services.is_mean, services.policy, self._pool, services.members)
+
+        def open_round(number: int) -> Round:
+            self.core.is_open = False
+            opened = kind(number, setting)
+            if isinstance(opened, FastRowsRound):
+                opened.core = self.core
+            return opened
+
         super().__init__(
             index,
             services,
-            lambda number: kind(number, setting),
+            open_round,
             times,
             min(partition.version for partition in self.partitions),
         )
+        self.ages = SteppedAges(index, self.core)
         self._last_reset: SetMark | None = None  # in this life of the shard
         self._recall()
 
@@ -240,6 +153,44 @@ class TablesBlock(Trained):
         self._window: list[Counted] = [
             min(counted) for counted in zip(*(counted_in(p.notes) for p in self.partitions), strict=True)
         ]
+
+    @override
+    def _new_lock(self, index: int) -> threading.Lock:
+        return locks.new(locks.Level.BLOCK, index, self.core.lock)
+
+    def _see(self) -> None:
+        """Take over what steps have made of the partitions. Under the lock."""
+        for partition in self.partitions:
+            partition.note(partition.store.notes())
+        self._recall()
+        self._seen = self.core.updates
+        if isinstance(self._round, FastRowsRound):
+            self._round.move_to(self.version)
+
+    @override
+    def settle(self) -> None:
+        with self.lock:
+            if self._seen != self.core.updates:
+                self._see()
+            self._settle()
+
+    @property
+    def step_times(self) -> tuple[Histogram, float | None]:
+        """Seconds from the first gradient to the update of the rounds that steps have made, and when the last one closed."""
+        found = Histogram()
+        closed_at, found.counts, found.total = self.core.times
+        return found, closed_at
+
+    @override
+    def _add_wait(self, version: int, ticket: Ticket) -> None:
+        self.core.has_tickets = True  # until `end_waits`
+        super()._add_wait(version, ticket)
+
+    def end_waits(self) -> None:
+        """End the waits for the version that a step has made."""
+        with self.lock:
+            self._waits.up_to(self.version)
+            self.core.has_tickets = self._waits.has_tickets
 
     @property
     def step(self) -> int:
@@ -254,7 +205,7 @@ class TablesBlock(Trained):
         """
         with self.lock:
             notes = np.zeros(notes_count(self._world_size), np.uint64)
-            notes[_VERSION] = version
+            notes[VERSION] = version
             for partition in self.partitions:
                 partition.find_clock()
                 self._keep(partition, notes, partition.clock)
@@ -264,10 +215,16 @@ class TablesBlock(Trained):
     # -- updates -----------------------------------------------------------------------------------------------------------
 
     def _counted(self, rank: int) -> Counted:
+        if self._seen != self.core.updates:
+            self._see()
         return self._window[rank]
 
     @override
     def last_counted(self, rank: int) -> Counted:
+        if self._seen != self.core.updates:
+            with self.lock:  # once after steps, which hold it for an update of theirs at most
+                if self._seen != self.core.updates:
+                    self._see()
         return max(partition.counted(rank) for partition in self.partitions)
 
     def _alone(self, part: Contribution, age: int) -> Update:
@@ -276,6 +233,8 @@ class TablesBlock(Trained):
         return Update(gradient, part.scalars, {part.rank: part.session})
 
     def _write(self, update: Update, clock: int) -> int:
+        if self._seen != self.core.updates:
+            self._see()
         gradient = update.gradient
         sums = gradient.accumulator if isinstance(gradient.accumulator, TableSums) else None
         given: list[Any] = [rows for rows in (gradient.accumulator, gradient.last) if rows is not None and rows is not sums]
@@ -317,7 +276,8 @@ class TablesBlock(Trained):
                 )
             for partition, used, _ in pending:
                 partition.store.commit()
-                partition.clock, partition.notes = used, following[id(partition.notes)]
+                self.core.set_clock(partition.number, used)
+                partition.notes = following[id(partition.notes)]
                 partition.version += 1
         except StoreFull as error:
             raise OutOfSpace(f"table {partition.spec.name!r}: no room for its rows: {error.strerror}") from error
@@ -332,7 +292,8 @@ class TablesBlock(Trained):
                 self._pool.give_back(lent)
         for rank, session in update.sessions.items():
             self._window[rank] = session, clock + 1
-        return min([partition.version for partition in self.partitions])
+        least: int = min(map(_VERSION_OF, self.partitions))
+        return least
 
     def _has(self, partition: PartitionState, update: Update, clock: int) -> bool:
         """True if this partition has the update from an earlier try: the process died, or another partition had no room."""
@@ -343,7 +304,7 @@ class TablesBlock(Trained):
 
     def _noted(self, before: NDArray[np.uint64], sessions: Mapping[int, int], clock: int) -> NDArray[np.uint64]:
         notes: NDArray[np.uint64] = before.copy()
-        notes[_VERSION] += np.uint64(1)
+        notes[VERSION] += np.uint64(1)
         for rank, session in sessions.items():
             notes[1 + rank] = session
             notes[1 + self._world_size + rank] = clock + 1

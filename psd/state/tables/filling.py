@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from psd.contract.errors import OutOfSpace
-from psd.state.tables.block import PartitionState
+from psd.state.tables.partition import PartitionState
 from psd.state.tables.slots import WholeRows
 from psd_core.arena import StoreFull
 

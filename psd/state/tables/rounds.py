@@ -27,6 +27,7 @@ from psd.state.aggregation.rounds import Contribution, FastRound, Taken
 from psd.state.aggregation.rules import Gradient
 from psd.v1 import data_pb2
 from psd_core.distinct import first_elsewhere, shard_of
+from psd_core.steps import TablesCore
 from psd_core.table import PUSH_MAX, RowSums
 
 Gradients: TypeAlias = dict[int, TableRows]
@@ -51,7 +52,7 @@ class RowChecks:
     """Checks the rows, and the ids, that are sent to a shard.
 
     Attributes:
-        ids_max: the most ids in one push, or one pull.
+        ids_max: the most ids in one push, or one pull. step_ids_max: in one step. shard: index and count.
     """
 
     def __init__(self, spec: JobSpec, shard_index: int, shard_count: int, limits: Limits) -> None:
@@ -60,12 +61,14 @@ class RowChecks:
         self._no_rows = [
             TableRows(number, np.empty(0, np.uint64), np.empty((0, dim), np.float32)) for number, dim in enumerate(self._dims)
         ]
+        self.shard = shard_index, shard_count
         self._shard = shard_index
         self._shards = shard_count
         self.ids_max = limits.push_ids_max
         self._bytes_max = limits.push_bytes_max
         # The sum of a round is pushed to a store as one push.
         self._table_ids_max = PUSH_MAX // spec.world_size if spec.consistency.has_rounds else PUSH_MAX
+        self.step_ids_max = min(self.ids_max, self._table_ids_max)
 
     def rows(
         self,
@@ -255,7 +258,13 @@ class _RowsSum(RoundSum):
 
 
 class FastRowsRound(FastRound):
-    """A fast round whose gradients are rows."""
+    """A fast round whose gradients are rows.
+
+    Attributes:
+        core: of the tables; it hears of the first gradient, after which steps count in no round until the next one is open.
+    """
+
+    core: TablesCore
 
     def _new_sum(self) -> RoundSum:
         return _RowsSum(self._setting.accumulators)
@@ -264,12 +273,17 @@ class FastRowsRound(FastRound):
     def take(self, part: Contribution) -> Taken:
         """Take a contribution. The last of several, if it is not lent, is added to the sum, and cannot be taken back from it;
         so it counts at once, even if there is no space for the update."""
+        self.core.is_open = True
         if part.loan is not None or not self._contributors or not self._closes_with(part):
             return super().take(part)
         noted = self._noted(part)
         self._sum.add(self._values(part), self._weight(part))
         self._note(part, *noted)
         return Taken.COMPLETE
+
+    def move_to(self, number: int) -> None:
+        """Be the round of this number: steps have made those before, while this one was empty."""
+        self._number = number
 
 
 class ExactRowsRound(ExactRound):

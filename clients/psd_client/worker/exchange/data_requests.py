@@ -25,6 +25,7 @@ from psd_client.lanes.held import HeldParameters
 from psd_client.lanes.transport import Call, GradientPart, Lane
 from psd_client.worker.exchange.gradient_encoder import GradientEncoder
 from psd_client.worker.exchange.riders import Riders
+from psd_client.worker.exchange.row_traffic import RowTraffic
 from psd_client.worker.exchange.sent_push import SentPush, WorkerGradient
 from psd_client.worker.exchange.verdict_search import VerdictSearch
 from psd_client.worker.rows import RowGradients
@@ -88,9 +89,6 @@ class DataRequests:
         gradients: the buffers that pushes send.
         riders: what rides on pushes. verdicts: None if the job's rounds have no verdicts.
         encoder: None if gradients are sent as they are. held: None if parameters do not come as differences.
-
-    Attributes:
-        rows_read: by shard, the version of its tables at the last pull of rows.
     """
 
     def __init__(
@@ -110,7 +108,7 @@ class DataRequests:
         self._verdicts = verdicts
         self._encoder = encoder
         self._held = held
-        self.rows_read: dict[int, int] = {}
+        (self._rows,) = riders.of(RowTraffic)
 
     def push(self, gradient: WorkerGradient, weight: float, rows: RowGradients) -> SentPush:
         """The next push, with what riders write for all shards. The worker has looked for NaN and infinity, where it could."""
@@ -154,7 +152,7 @@ class DataRequests:
             versions = [read[block.index] for block in blocks]
             tables_block = self._layout.tables_block(shard)
             if tables_block is not None:
-                versions.append(self.rows_read.get(shard, received[tables_block]))
+                versions.append(self._rows.versions_read.get(shard, received[tables_block]))
         part = sent.gradient_part(shard, self._session.caller(shard), blocks, self._gradients, versions)
         if self._encoder is not None:
             part.encoding = self._encoder.push

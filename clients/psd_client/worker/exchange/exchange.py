@@ -25,7 +25,7 @@ from psd.v1 import control_pb2
 from psd_client.lanes.flat import FlatBuffers, share_memory
 from psd_client.lanes.shards import Shards, transfer_s
 from psd_client.lanes.transport import Call, Lane, Share
-from psd_client.worker.exchange.armed_steps import ArmedSteps
+from psd_client.worker.exchange.armed_steps import NO_TABLES, ArmedSteps, RowsOfCall
 from psd_client.worker.exchange.buffers import BufferKeeper
 from psd_client.worker.exchange.data_requests import DataRequests, check_skip, is_finite
 from psd_client.worker.exchange.gradient_encoder import GradientEncoder
@@ -36,6 +36,7 @@ from psd_client.worker.exchange.riders import ClientStateRider, PushCounts, Roun
 from psd_client.worker.exchange.row_traffic import RowTraffic
 from psd_client.worker.exchange.sent_push import JobPart, SentPush, WorkerGradient
 from psd_client.worker.exchange.verdict_search import VerdictSearch
+from psd_client.worker.rows import RowGradients
 from psd_client.worker.session.session import Session
 
 
@@ -131,7 +132,7 @@ class ParameterExchange:
 
     def _begin_again(self) -> None:
         self._unconfirmed = self._failed = self._session.pushing = None
-        self._requests.rows_read.clear()
+        self.rows.versions_read.clear()
         if self._verdicts is not None:
             self._verdicts.forget()
         self.pull_all()
@@ -158,7 +159,7 @@ class ParameterExchange:
             request = self._requests.pull(lane.shard)
             portions = wanted_at[lane.shard] or [[]]  # a pull of no rows still waits for the round
             read = [lane.pull_rows(request, rows, call, counts_no_use=counts_no_use) for rows in portions]
-            self._requests.rows_read[lane.shard] = min(read)
+            self.rows.versions_read[lane.shard] = min(read)
 
         for attempt in self._session.attempts():
             with attempt:
@@ -213,11 +214,12 @@ class ParameterExchange:
         Of a gradient of one part of the job, that part's parameters alone, unless others may have changed meanwhile.
         """
         steps = self._steps
+        made = RowsOfCall() if steps.has_tables else NO_TABLES
         try:
-            if steps.are_armed and self._failed is None and self._unconfirmed is None and steps.push_pull(gradient):
+            if steps.are_armed and self._failed is None and self._unconfirmed is None and steps.push_pull(gradient, made):
                 self._seen, self.is_skipped = self._session.clock, False
                 return
-            sent = self._begin(gradient)
+            sent = self._begin(gradient, made.pushed)
         except RoundGone as gone:
             self._fetch(self._lanes)
             self._counts.on_gone(self._rank, gone.clock, self._trained_count)
@@ -226,13 +228,14 @@ class ParameterExchange:
         except BaseException as error:
             if steps.offered.are_under_way:
                 with steps.offered.ending():
-                    self._on_failed(self._requests.push(gradient, weight_of(gradient.weight), self.rows.gradients({})), error)
+                    rows = made.pushed or self.rows.no_gradients
+                    self._on_failed(self._requests.push(gradient, weight_of(gradient.weight), rows), error)
             raise
-        ahead = None if self._is_exact or sent.is_finished else self.rows.pull_ahead([lane.shard for lane in self._lanes])
+        ahead = None if self._is_exact or sent.is_finished else made.ahead or self.rows.pull_ahead(steps.shards)
 
         def push_pull_at(lane: Lane, call: Call) -> None:
             rows = ahead.at.get(lane.shard) if ahead is not None else None
-            reply = steps.finish(lane.shard, call) if steps.offered.are_under_way else None
+            reply = steps.finish(lane.shard, call, made) if steps.offered.are_under_way else None
             if reply is None:
                 part = self._requests.part(lane, call, sent, self._blocks[lane.shard], self.parameters.versions)
                 part.wants_steps = steps.are_wanted and sent.feed is None
@@ -260,12 +263,9 @@ class ParameterExchange:
                 for attempt in self._session.attempts() if behind else ():
                     with attempt:
                         self._pull(behind)
-                if ahead is not None and not behind and (versions := ahead.versions()):
-                    self.rows.came(ahead)
-                    self.counts["rows_pulled"] += ahead.pull.rows
-                    self._requests.rows_read |= versions
+                ahead = None if behind else ahead
                 self.parameters = self.places.settle() if self.places.reads_planes else self.parameters
-            self.rows.want_nothing()
+            self.rows.came(ahead, self.counts)
             if steps.are_wanted:
                 steps.renew()
         except BaseException as error:
@@ -276,13 +276,13 @@ class ParameterExchange:
 
     # -- a push, from its beginning to its end -------------------------------------------------------------------------
 
-    def _begin(self, gradient: WorkerGradient) -> SentPush:
-        """The next push, or the last one if this is the same call again. Raises if something must not be sent."""
+    def _begin(self, gradient: WorkerGradient, rows: RowGradients | None = None) -> SentPush:
+        """The next push, or the last one if this is the same call again. Raises if something must not be sent. rows: its."""
         spec, feed, skip = self._layout.spec, gradient.feed, gradient.skip
         if skip:
             check_skip(spec)
         self._session.orders.check_end(self._session.clock, is_begun=feed is not None)
-        weight, rows, clock = weight_of(gradient.weight), self.rows.gradients(gradient.rows or {}), self._session.clock
+        weight, clock, rows = weight_of(gradient.weight), self._session.clock, rows or self.rows.gradients(gradient.rows or {})
         if feed is None:
             skip = not is_finite(self.gradients, gradient.present, rows, self._rank, clock, is_expected=skip) or skip
         if skip:

@@ -44,6 +44,9 @@ class RowTraffic(Rider):
     Args:
         segment: memory that shards can see, with room for rows; None: there is none.
         ids_max: returns the most ids that each shard takes in one pull now.
+
+    Attributes:
+        versions_read: by shard, the version of its tables at the last pull of rows. no_gradients: those of a push without rows.
     """
 
     def __init__(self, layout: Layout, segment: Segment | None, ids_max: Callable[[], int]) -> None:
@@ -51,7 +54,8 @@ class RowTraffic(Rider):
         self._batches = Batches(layout)
         self._ids_max = ids_max
         self._pushed, self._pulled = RowsMemory(shared), RowsMemory(shared)
-        self._no_gradients = RowGradients(self._batches, {}, self._pushed)
+        self.no_gradients = RowGradients(self._batches, {}, self._pushed)
+        self.versions_read: dict[int, int] = {}
         self._wanted: dict[int, NDArray[Any]] = {}
         self._ids: dict[int, bytes] = {}
         self._rows: dict[int, NDArray[np.float32]] = {}
@@ -59,7 +63,7 @@ class RowTraffic(Rider):
     def gradients(self, gradients: Gradients) -> RowGradients:
         """Gradients of rows in the form in which the next push sends them. Drops rows that came ahead, because rows change."""
         self._ids, self._rows = {}, {}
-        return RowGradients(self._batches, gradients, self._pushed) if gradients else self._no_gradients
+        return RowGradients(self._batches, gradients, self._pushed) if gradients else self.no_gradients
 
     def pull(self, wanted: Mapping[int, NDArray[Any]]) -> RowPull:
         """A new pull of these rows."""
@@ -74,13 +78,14 @@ class RowTraffic(Rider):
         """The rows that the push_pull that begins now must fetch, too, from these shards; None if there are none."""
         return PullAhead(self.pull(self._wanted), shards) if self._wanted else None
 
-    def came(self, ahead: PullAhead) -> None:
-        """Keep rows that have all come ahead."""
-        self._ids = {table: ids.tobytes() for table, ids in self._wanted.items()}
-        self._rows = ahead.pull.results()
-
-    def want_nothing(self) -> None:
-        """Note that a push_pull has ended: the next one does not ask for its rows again, even if they have not come."""
+    def came(self, ahead: PullAhead | None, counts: dict[str, int]) -> None:
+        """Note that a push_pull has ended, and keep the rows that have come ahead, if all have. The next one does not ask for
+        them again, even if they have not come. counts: of the worker."""
+        if ahead is not None and (versions := ahead.versions()):
+            self._ids = {table: ids.tobytes() for table, ids in self._wanted.items()}
+            self._rows = ahead.pull.results()
+            self.versions_read |= versions
+            counts["rows_pulled"] += ahead.pull.rows
         self._wanted = {}
 
     def take(self, wanted: Mapping[int, NDArray[Any]]) -> dict[int, NDArray[np.float32]]:

@@ -1,0 +1,16 @@
+"""The C store of a table's partition, as _tables.pyx sees it."""
+
+from psd_core._table_c cimport psd_table, pthread_mutex_t
+
+
+cdef class Mutex:
+    cdef pthread_mutex_t mutex
+    cdef bint is_made
+
+
+cdef class Partition:
+    cdef psd_table table
+    cdef Py_buffer view
+    cdef bint is_attached, has_lock
+    cdef object on_store
+    cdef readonly Mutex writing

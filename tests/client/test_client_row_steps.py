@@ -1,0 +1,127 @@
+"""Steps of a worker whose job has tables: taken in C, and with the results of pushes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+from client_faults import in_threads
+
+from psd.contract.errors import NonFiniteGradient
+from psd.rim.steps import OfferedSteps
+from psd_client import SGD, Adagrad, Adam, Table, connect
+
+TABLE = Table("t", 2, SGD(lr=1.0))
+TABLES = [Table("a", 5, SGD(lr=0.5, momentum=0.9)), Table("b", 4, Adagrad(lr=0.1)), Table("c", 3, Adam(lr=0.01))]
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many steps each stay in C has answered."""
+    found: list[int] = []
+    take = OfferedSteps.take
+
+    def taken(steps: OfferedSteps) -> None:
+        loop = steps.loop
+        try:
+            take(steps)
+        finally:
+            if loop is not None:
+                found.append(loop.done)
+
+    monkeypatch.setattr(OfferedSteps, "take", taken)
+    return found
+
+
+def train(server: Any, transport: str, consistency: str, values: dict[str, Any]) -> tuple[list[Any], Any]:
+    """What a job of 40 steps has pulled, and what the worker has counted."""
+    choice, found = np.random.default_rng(5), []
+    with connect(server, 0, 1, transport=transport) as ps:
+        ps.declare(values, SGD(lr=0.5), consistency=consistency, tables=TABLES)
+        ids = {table.name: np.arange(40) for table in TABLES}
+        for step in range(40):
+            following = {table.name: choice.integers(0, 40 if step != 30 else 45, 50) for table in TABLES}
+            rows = {name: ps.tables[name].pull(each) for name, each in ids.items()}
+            found += list(rows.values())
+            pushed = [name for name in rows if step % 7 or name != "b"]
+            for name, each in following.items():
+                ps.tables[name].prefetch(each)
+            grads = {name: (ids[name], choice.normal(size=rows[name].shape).astype(np.float32)) for name in pushed}
+            dense = {name: np.full_like(value, step) for name, value in values.items()}
+            found.append(ps.push_pull(dense, tables=grads))
+            ids = following
+        found += [ps.tables[table.name].pull(np.arange(50)) for table in TABLES]
+        return found, {name: count for name, count in ps.stats().items() if "wait" not in name}
+
+
+@pytest.mark.parametrize("values", [{}, {"w": np.zeros(7, np.float32)}], ids=["tables alone", "with parameters"])
+@pytest.mark.parametrize("consistency", ["sync", "async", "ssp:1"])
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_steps_with_rows_are_pushes(
+    cluster: Callable[..., Any], taken: list[int], transport: str, consistency: str, values: dict[str, Any]
+) -> None:
+    found, counts = train(cluster(1).servers, transport, consistency, values)
+    assert sum(taken) > 20
+    del taken[:]
+
+    expected, expected_counts = train(cluster(1, never_armed=True).servers, transport, consistency, values)
+    assert not taken
+    assert counts == expected_counts
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_equal(one, other)
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize(("consistency", "shards"), [("async", 2), ("sync", 2), ("ssp:3", 1)])
+def test_rows_of_two_workers_hold_the_sum_of_all(
+    cluster: Callable[..., Any], taken: list[int], transport: str, consistency: str, shards: int
+) -> None:
+    """Whether steps take them, as without rounds, or not. Each brings rows that are there, and now and then one that is not."""
+    servers, steps = cluster(shards).servers, 60
+
+    def train(rank: int) -> Any:
+        with connect(servers, rank, 2, transport=transport) as ps:
+            ps.declare({"w": np.zeros(3, np.float32)}, SGD(lr=1.0), consistency=consistency, reduce="sum", tables=[TABLE])
+            ids = np.arange(30)
+            for step in range(steps):
+                more = [100 * (rank + 1) + step] if step % 20 == 10 else []
+                now = np.concatenate([ids, more]).astype(np.int64)
+                ps.push_pull({"w": np.ones(3, np.float32)}, tables={"t": (now, np.ones((len(now), 2), np.float32))})
+            ps.barrier("end")
+            return ps.pull()["w"].tolist(), ps.tables["t"].pull(np.arange(230)).tolist(), ps.stats()
+
+    for params, rows, stats in in_threads(partial(train, 0), partial(train, 1)):
+        assert params == [-2.0 * steps] * 3
+        expected = [2.0 * steps if id_ < 30 else float(id_ in (110, 130, 150, 210)) for id_ in range(230)]
+        assert rows == [[-each] * 2 for each in expected]
+        assert (stats["pushes"], stats["blocks_duplicate"], stats["rows_pushed"]) == (steps, 0, 30 * steps + 3)
+    assert (sum(taken) > steps) == (consistency != "sync")
+
+
+def test_a_row_that_is_not_finite_is_refused_while_armed(cluster: Callable[..., Any], taken: list[int]) -> None:
+    """With its name, as ever; and nothing has changed."""
+    with connect(cluster(1).servers, 0, 1, transport="shm") as ps:
+        ps.declare({}, tables=[TABLE])
+        good, bad = np.ones((2, 2), np.float32), np.full((2, 2), np.nan, np.float32)
+        for _ in range(5):
+            ps.push_pull({}, tables={"t": (np.arange(2), good)})
+        with pytest.raises(NonFiniteGradient, match=r"id 0 of table 't' at step 5"):
+            ps.push_pull({}, tables={"t": (np.arange(2), bad)})
+        ps.push_pull({}, tables={"t": (np.arange(2), good)})
+        assert ps.tables["t"].pull(np.arange(2)).tolist() == [[-6.0] * 2] * 2
+    assert sum(taken) > 3
+
+
+def test_more_rows_than_a_step_carries_are_pushed(cluster: Callable[..., Any], taken: list[int]) -> None:
+    ids = np.arange(300_000)
+    with connect(cluster(1).servers, 0, 1, transport="tcp") as ps:
+        ps.declare({}, tables=[TABLE])
+        for count in (10, 10, 10, len(ids), 10, 10):
+            ps.tables["t"].prefetch(ids[:count])
+            ps.push_pull({}, tables={"t": (ids[:count], np.ones((count, 2), np.float32))})
+            assert len(ps.tables["t"].pull(ids[:count])) == count
+        assert ps.tables["t"].pull(np.array([0, 10])).tolist() == [[-6.0] * 2, [-1.0] * 2]
+    assert sum(taken) > 0
