@@ -15,7 +15,7 @@ import numpy as np
 
 from psd_core import _arena_format as form
 from psd_core import _store_file as files
-from psd_core._arena import Content, Words
+from psd_core._arena import SUMS_BYTES, Content, Words
 from psd_core._arena_lent import LentBlock, LentPage, Terms
 from psd_core._arena_page import Page, PageState
 from psd_core._arena_pages import Place, Pool, Views
@@ -154,7 +154,10 @@ class Blocks:
                 unused = self.planes.give(region)
             self.planes.release(unused)
             raise
-        return self._page(block, place, region=region)
+        page = self._page(block, place, region=region)
+        if region.file.is_streamed:
+            page.sums = np.zeros(SUMS_BYTES, np.uint8)
+        return page
 
     def spare_alike(self, block: int) -> Page:
         """A page for a next version with the body of the current one. If a head takes as much room as all, a copy."""
@@ -284,7 +287,7 @@ def _content(page: Page) -> int:
     """The checksum of a page's body; of a parameter that is apart, first."""
     if page.region is None:
         return int(page.body.content())
-    content = Content()
-    content.add(page.parameter.view(np.uint8))
+    content = Content(page.sums)
+    content.add(page.parameter.view(np.uint8)[content.nbytes :])
     content.add(page.body)
     return int(content.check())

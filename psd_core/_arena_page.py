@@ -37,6 +37,8 @@ class Page:
         base: the page whose body this one has; None: its own.
         content: the checksum of the body, once published.
         region: where the parameter lies in a plane, which other processes can read; None: in none.
+        sums: for `step_block`, which makes the checksum of a spare's parameter in passing; zeros until then. Whoever writes the
+            parameter after that sets it to None. None: the checksum is made when the page is published.
         state, place, head, body, tails: the arena's.
     """
 
@@ -57,6 +59,7 @@ class Page:
     base: Page | None = None
     content: int = 0
     region: Region | None = None
+    sums: NDArray[np.uint8] | None = None
 
     @property
     def arrays(self) -> tuple[NDArray[Any], ...]:

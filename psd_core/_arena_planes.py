@@ -35,6 +35,10 @@ NUMBERS_MAX = (1 << form.FILE_BITS) - 1
 IDLE_MAX = 64
 """Updates of a block after which its room in a plane beyond the first two is given back, if none of them has used it."""
 
+STREAMED_BYTES = 64 << 20
+"""Bytes of a plane from which its versions are written past the processor's caches: when the next one is written, these hold
+nothing of this one any more."""
+
 
 class Region(NamedTuple):
     """The room of one version. file: where. plane, block: indices."""
@@ -57,11 +61,12 @@ class PlaneFile:
         self.used = 0
         self.found_bytes = 0
         self._shapes = shapes
+        self._nbytes = [shape.nbytes for shape in shapes]  # an update asks for it again and again
         self.starts: list[int] = []
         end = 0
-        for block in range(len(shapes)):
+        for nbytes in self._nbytes:
             self.starts.append(end)
-            end = align(end + self.nbytes(block), CACHE_LINE_BYTES)
+            end = align(end + nbytes, CACHE_LINE_BYTES)
         self.plane_bytes = align(end, LARGE_PAGE_BYTES)
         self.path = directory / f"{PREFIX}{number}"
         self.file = files.File(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL if is_new else os.O_RDONLY)
@@ -83,9 +88,14 @@ class PlaneFile:
         if size != expected:
             raise ArenaCorrupt(f"{self.path}: has {size} bytes, expected {expected}")
 
+    @property
+    def is_streamed(self) -> bool:
+        """True if versions are best written past the processor's caches."""
+        return self.plane_bytes >= STREAMED_BYTES
+
     def nbytes(self, block: int) -> int:
         """Bytes of a block's parameter."""
-        return self._shapes[block].nbytes
+        return self._nbytes[block]
 
     def place(self, plane: int, block: int) -> tuple[int, int]:
         """Offset in the file, and length, in bytes."""

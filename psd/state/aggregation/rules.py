@@ -134,6 +134,17 @@ class Elementwise(Rule):
     def apply(
         self, before: Page, after: Page, gradient: Gradient, segment_ends: NDArray[np.uint32], scalars: Sequence[float]
     ) -> None:
+        self._step(before, after, gradient, segment_ends, scalars, after.sums)
+
+    def _step(
+        self,
+        before: Page,
+        after: Page,
+        gradient: Gradient,
+        segment_ends: NDArray[np.uint32],
+        scalars: Sequence[float],
+        sums: NDArray[np.uint8] | None,
+    ) -> None:
         psd_core.step_block(
             self._facts.name,
             before.parameter,
@@ -150,6 +161,7 @@ class Elementwise(Rule):
             steps_out=after.steps,
             scalars=scalars,
             flags=self._flags,
+            sums=sums,
         )
 
 
@@ -178,7 +190,7 @@ class Layerwise(Elementwise):
         direction, *slots = lent = [accumulators.lend() for _ in (before.parameter, *before.slots)]
         try:
             after = replace(before, parameter=direction, slots=tuple(slots), steps=np.empty_like(before.steps))
-            super().apply(before, after, gradient, segment_ends, scalars)
+            self._step(before, after, gradient, segment_ends, scalars, None)
             for segment, part, offset in _touched(gradient, segment_ends):
                 parameter_squares = psd_core.square_sum(before.parameter[part], offset)
                 direction_squares = psd_core.square_sum(direction[part], offset)
@@ -197,7 +209,7 @@ class Layerwise(Elementwise):
         """Apply the rule, with the trust ratios of the gradient."""
         assert gradient.ratios is not None
         lr = self._facts.scalars.index("lr")
-        super().apply(before, after, gradient, segment_ends, scalars)
+        self._step(before, after, gradient, segment_ends, scalars, None)
         for segment, part, _ in _touched(gradient, segment_ends):
             step = after.parameter[part]
             psd_core.scaled_copy(step, step, -scalars[lr] * gradient.ratios[segment])
