@@ -35,10 +35,6 @@ NUMBERS_MAX = (1 << form.FILE_BITS) - 1
 IDLE_MAX = 64
 """Updates of a block after which its room in a plane beyond the first two is given back, if none of them has used it."""
 
-STREAMED_BYTES = 64 << 20
-"""Bytes of a plane from which its versions are written past the processor's caches: when the next one is written, these hold
-nothing of this one any more."""
-
 
 class Region(NamedTuple):
     """The room of one version. file: where. plane, block: indices."""
@@ -87,11 +83,6 @@ class PlaneFile:
         size, expected = self.file.size, PLANES * self.plane_bytes
         if size != expected:
             raise ArenaCorrupt(f"{self.path}: has {size} bytes, expected {expected}")
-
-    @property
-    def is_streamed(self) -> bool:
-        """True if versions are best written past the processor's caches."""
-        return self.plane_bytes >= STREAMED_BYTES
 
     def nbytes(self, block: int) -> int:
         """Bytes of a block's parameter."""

@@ -70,8 +70,8 @@ def step_block(
         steps_out: (k,) uint64, writable. Set to ``steps_in``, plus 1 if touched; ``steps_in`` itself, or separate memory.
         scalars: one number for each of ``RULES[rule].scalars``.
         flags: names from ``RULES[rule].flags``.
-        sums: writable; becomes the checksum of the whole pieces of ``param_out``, for ``_arena.Content``. ``param_out`` then goes past
-            the processor's caches, which is quicker if nobody needs it there. None: it is stored plainly.
+        sums: writable, SUMS_BYTES of ``_arena``; becomes the checksum of the whole pieces of ``param_out``, with which a
+            ``Content`` goes on. ``param_out`` then goes past the processor's caches. None: it is stored plainly.
 
     Raises:
         InvalidArray: type, shape, layout, alignment, length, overlap or ends, or a missing array; nothing is written.
