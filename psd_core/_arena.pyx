@@ -150,9 +150,13 @@ cdef class Content:
         return self.sums.nbytes
 
     def add(self, const unsigned char[::1] data not None):
-        """Go on with more bytes, without the GIL."""
+        """Go on with more bytes, without the GIL if they are many."""
         cdef size_t nbytes = data.shape[0]
-        if nbytes:
+        if nbytes == 0:
+            return
+        if nbytes < 8 * _LONG:
+            psd_page_add(&self.sums, &data[0], nbytes)
+        else:
             with nogil:
                 psd_page_add(&self.sums, &data[0], nbytes)
 

@@ -37,8 +37,8 @@ class Page:
         base: the page whose body this one has; None: its own.
         content: the checksum of the body, once published.
         region: where the parameter lies in a plane, which other processes can read; None: in none.
-        sums: for `step_block`, which makes the checksum of a spare's parameter in passing; zeros until then. Whoever writes the
-            parameter after that sets it to None. None: the checksum is made when the page is published.
+        sums: of a spare: zeros, to be given to `step_block` by whoever leaves the parameter as that writes it: then it has the
+            checksum of the parameter already. None: the parameter is best written by way of the caches.
         state, place, head, body, tails: the arena's.
     """
 

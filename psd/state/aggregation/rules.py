@@ -134,17 +134,6 @@ class Elementwise(Rule):
     def apply(
         self, before: Page, after: Page, gradient: Gradient, segment_ends: NDArray[np.uint32], scalars: Sequence[float]
     ) -> None:
-        self._step(before, after, gradient, segment_ends, scalars, after.sums)
-
-    def _step(
-        self,
-        before: Page,
-        after: Page,
-        gradient: Gradient,
-        segment_ends: NDArray[np.uint32],
-        scalars: Sequence[float],
-        sums: NDArray[np.uint8] | None,
-    ) -> None:
         psd_core.step_block(
             self._facts.name,
             before.parameter,
@@ -161,7 +150,7 @@ class Elementwise(Rule):
             steps_out=after.steps,
             scalars=scalars,
             flags=self._flags,
-            sums=sums,
+            sums=after.sums,
         )
 
 
@@ -189,8 +178,8 @@ class Layerwise(Elementwise):
             return sums
         direction, *slots = lent = [accumulators.lend() for _ in (before.parameter, *before.slots)]
         try:
-            after = replace(before, parameter=direction, slots=tuple(slots), steps=np.empty_like(before.steps))
-            self._step(before, after, gradient, segment_ends, scalars, None)
+            after = replace(before, parameter=direction, slots=tuple(slots), steps=np.empty_like(before.steps), sums=None)
+            super().apply(before, after, gradient, segment_ends, scalars)
             for segment, part, offset in _touched(gradient, segment_ends):
                 parameter_squares = psd_core.square_sum(before.parameter[part], offset)
                 direction_squares = psd_core.square_sum(direction[part], offset)
@@ -209,7 +198,7 @@ class Layerwise(Elementwise):
         """Apply the rule, with the trust ratios of the gradient."""
         assert gradient.ratios is not None
         lr = self._facts.scalars.index("lr")
-        self._step(before, after, gradient, segment_ends, scalars, None)
+        super().apply(before, replace(after, sums=None), gradient, segment_ends, scalars)  # the parameter is not yet what stays
         for segment, part, _ in _touched(gradient, segment_ends):
             step = after.parameter[part]
             psd_core.scaled_copy(step, step, -scalars[lr] * gradient.ratios[segment])
