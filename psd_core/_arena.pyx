@@ -6,7 +6,7 @@ This module owns every check that keeps an access within its buffer. It knows no
 from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_FillInfo, PyBuffer_Release, PyObject_GetBuffer
 from cpython.exc cimport PyErr_SetFromErrno
 from libc.stdint cimport int64_t, uint64_t, uintptr_t
-from libc.string cimport memset
+from libc.string cimport memcpy, memset
 
 
 cdef extern from "arena.h" nogil:
@@ -24,12 +24,13 @@ cdef extern from "arena.h" nogil:
 
 cdef extern from "content.h" nogil:
     ctypedef struct psd_page_sums:
-        pass
+        uint64_t nbytes
     void psd_page_add(psd_page_sums *, const void *, size_t) noexcept
     uint64_t psd_page_check(const psd_page_sums *) noexcept
 
 
 LARGE_PAGE_BYTES = PSD_LARGE_PAGE
+SUMS_BYTES = sizeof(psd_page_sums)
 cdef enum:
     _LONG = 32768  # words whose checksum takes as long as giving up the GIL is worth
 
@@ -131,17 +132,31 @@ cdef class Words:
 
 cdef class Content:
     """The checksum of what a page holds, computed piece by piece: of the same bytes in other pieces it may be
-    another."""
+    another.
+
+    Goes on from what step_block has put into `sums`, SUMS_BYTES, if it is given. `nbytes` says how many bytes are in it."""
 
     cdef psd_page_sums sums
 
-    def __cinit__(self):
+    def __cinit__(self, const unsigned char[::1] sums=None):
         memset(&self.sums, 0, sizeof(self.sums))
+        if sums is not None:
+            if sums.shape[0] != sizeof(self.sums):
+                raise ValueError(f"sums: expected {sizeof(self.sums)} bytes, got {sums.shape[0]}")
+            memcpy(&self.sums, &sums[0], sizeof(self.sums))
+
+    @property
+    def nbytes(self):
+        return self.sums.nbytes
 
     def add(self, const unsigned char[::1] data not None):
-        """Go on with more bytes, without the GIL."""
+        """Go on with more bytes, without the GIL if they are many."""
         cdef size_t nbytes = data.shape[0]
-        if nbytes:
+        if nbytes == 0:
+            return
+        if nbytes < 8 * _LONG:
+            psd_page_add(&self.sums, &data[0], nbytes)
+        else:
             with nogil:
                 psd_page_add(&self.sums, &data[0], nbytes)
 

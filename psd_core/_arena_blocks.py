@@ -15,12 +15,18 @@ import numpy as np
 
 from psd_core import _arena_format as form
 from psd_core import _store_file as files
-from psd_core._arena import Content, Words
+from psd_core._arena import SUMS_BYTES, Content, Words
 from psd_core._arena_lent import LentBlock, LentPage, Terms
 from psd_core._arena_page import Page, PageState
 from psd_core._arena_pages import Place, Pool, Views
 from psd_core._arena_planes import PlaneFile, Planes, Region
 from psd_core._store_format import ArenaError, StoreClosed
+
+STREAMED_BYTES = 64 << 20
+"""Bytes of all parameters from which they are written past the processor's caches: what these hold of one block has gone before
+that block's next version is written."""
+STREAMED_BLOCK_BYTES = 256 << 10
+"""Bytes of a block from which that is so."""
 
 
 class Found(NamedTuple):
@@ -63,6 +69,8 @@ class Blocks:
         self._apart_kinds = [kind_of[layout.size] for layout in front.apart_layouts]
         self._kinds = [kind_of[layout.size] for layout in front.layouts]
         self._head_kinds = [kind_of[layout.head_size] for layout in front.layouts]
+        is_large = sum(shape.nbytes for shape in front.shapes) >= STREAMED_BYTES
+        self._is_streamed = [is_large and shape.nbytes >= STREAMED_BLOCK_BYTES for shape in front.shapes]
         self._front = front
         self._current: list[Page | None] = [None] * len(front.shapes)
         self._mapping = mapping
@@ -145,16 +153,17 @@ class Blocks:
             return lent.spare()
         before = self._current[block]
         region = self.planes.take(block, 0 if before is None else before.version + 1)
-        if region is None:
-            return self._page(block, self.pool.take(self._kinds[block]))
         try:
-            place = self.pool.take(self._apart_kinds[block])
+            place = self.pool.take(self._kinds[block] if region is None else self._apart_kinds[block])
         except BaseException:
             with self.pool.lock:
-                unused = self.planes.give(region)
+                unused = [] if region is None else self.planes.give(region)
             self.planes.release(unused)
             raise
-        return self._page(block, place, region=region)
+        page = self._page(block, place, region=region)
+        if self._is_streamed[block]:
+            page.sums = np.zeros(SUMS_BYTES, np.uint8)
+        return page
 
     def spare_alike(self, block: int) -> Page:
         """A page for a next version with the body of the current one. If a head takes as much room as all, a copy."""
@@ -282,9 +291,13 @@ class Blocks:
 
 def _content(page: Page) -> int:
     """The checksum of a page's body; of a parameter that is apart, first."""
-    if page.region is None:
+    if page.region is None and page.sums is None:
         return int(page.body.content())
-    content = Content()
-    content.add(page.parameter.view(np.uint8))
-    content.add(page.body)
+    content = Content(page.sums)
+    done = content.nbytes  # of the parameter, which comes first
+    if page.region is None:
+        content.add(memoryview(page.body)[done:])
+    else:
+        content.add(page.parameter.view(np.uint8)[done:])
+        content.add(page.body)
     return int(content.check())

@@ -72,7 +72,7 @@ class LentPage(Page):
         assert body.parameter is not None
         self.parameter, self.slots, self.extra = body.parameter, body.slots, body.extra
         self.steps, self.sessions, self.clocks = views.steps, views.sessions, views.clocks
-        self.base = self.region = None  # the core's pages lie in no plane
+        self.base = self.region = self.sums = None  # the core's pages lie in no plane, and it makes their checksums
 
     @property
     def pins(self) -> int:  # type: ignore[override]

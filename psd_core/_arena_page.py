@@ -37,6 +37,8 @@ class Page:
         base: the page whose body this one has; None: its own.
         content: the checksum of the body, once published.
         region: where the parameter lies in a plane, which other processes can read; None: in none.
+        sums: of a spare: zeros, to be given to `step_block` by whoever leaves the parameter as that writes it: then it has the
+            checksum of the parameter already. None: the parameter is best written by way of the caches.
         state, place, head, body, tails: the arena's.
     """
 
@@ -57,6 +59,7 @@ class Page:
     base: Page | None = None
     content: int = 0
     region: Region | None = None
+    sums: NDArray[np.uint8] | None = None
 
     @property
     def arrays(self) -> tuple[NDArray[Any], ...]:

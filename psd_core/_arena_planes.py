@@ -57,11 +57,12 @@ class PlaneFile:
         self.used = 0
         self.found_bytes = 0
         self._shapes = shapes
+        self._nbytes = [shape.nbytes for shape in shapes]  # an update asks for it again and again
         self.starts: list[int] = []
         end = 0
-        for block in range(len(shapes)):
+        for nbytes in self._nbytes:
             self.starts.append(end)
-            end = align(end + self.nbytes(block), CACHE_LINE_BYTES)
+            end = align(end + nbytes, CACHE_LINE_BYTES)
         self.plane_bytes = align(end, LARGE_PAGE_BYTES)
         self.path = directory / f"{PREFIX}{number}"
         self.file = files.File(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL if is_new else os.O_RDONLY)
@@ -85,7 +86,7 @@ class PlaneFile:
 
     def nbytes(self, block: int) -> int:
         """Bytes of a block's parameter."""
-        return self._shapes[block].nbytes
+        return self._nbytes[block]
 
     def place(self, plane: int, block: int) -> tuple[int, int]:
         """Offset in the file, and length, in bytes."""

@@ -30,4 +30,5 @@ def step_block(
     steps_out: Any,
     scalars: tuple[float, ...],
     flags: tuple[bool, ...],
+    sums: Any,
 ) -> None: ...

@@ -16,6 +16,8 @@ from psd_core._kernels_c cimport dtype_of, psd_dtype, psd_first_nonfinite
 
 
 cdef extern from "kernels.h" nogil:
+    ctypedef struct psd_page_sums:
+        pass
     enum:
         PSD_RULES
         PSD_RULES_CHECKSUM
@@ -36,6 +38,7 @@ cdef extern from "kernels.h" nogil:
         double weight
         double scale
         psd_dtype grad_dtype
+        psd_page_sums *sums
     ctypedef struct psd_segments:
         intptr_t count
         const uint32_t *ends
@@ -58,7 +61,7 @@ cdef extern from "kernels.h" nogil:
 RULES_CHECKSUM = <uint32_t>PSD_RULES_CHECKSUM  # of the table that the kernels were built with
 
 cdef enum:
-    BUFFERS_MAX = 8 + 2 * PSD_SLOTS_MAX  # param and slots in and out, acc, grad, four segment arrays
+    BUFFERS_MAX = 9 + 2 * PSD_SLOTS_MAX  # param and slots in and out, acc, grad, four segment arrays, sums
     NO_TWIN = -1
 
 # Element types by the letter that the buffer protocol uses; a bfloat16 has none and comes as its bits, an "H". Three are ours:
@@ -292,7 +295,7 @@ def product_sum(object x, object y, int offset):
 def step_block(
     int rule, object param_in, object param_out, tuple slot_names, tuple slots_in, tuple slots_out, object acc, object grad,
     double weight, double scale, object segment_ends, object touched, object steps_in, object steps_out, tuple scalars,
-    tuple flags,
+    tuple flags, object sums,
 ):
     """Apply one update of a block from the input arrays to the output arrays."""
     cdef _Borrow borrow = _Borrow()
@@ -302,6 +305,7 @@ def step_block(
     cdef Py_buffer *model
     cdef Py_buffer *source
     cdef Py_buffer *ends
+    cdef Py_buffer *place
     cdef int i
     assert len(slots_in) == len(slots_out) == len(slot_names) <= PSD_SLOTS_MAX
     assert 0 <= rule < PSD_RULES and len(scalars) <= PSD_SCALARS_MAX and len(flags) <= PSD_FLAGS_MAX
@@ -336,6 +340,11 @@ def step_block(
     segments.steps_in = <const uint64_t *>_segment_array(borrow, "steps_in", steps_in, c"Q", False, ends)
     segments.steps_out = <uint64_t *>_segment_array(borrow, "steps_out", steps_out, c"Q", True, ends)
     _check_ends(&segments, model.shape[0], "param_in")
+    if sums is not None:
+        place = borrow.take("sums", sums, c"B", True)
+        if place.len != sizeof(psd_page_sums) or <uintptr_t>place.buf % 8 != 0:
+            raise InvalidArray(f"sums: expected {sizeof(psd_page_sums)} bytes from a multiple of 8, got {place.len}")
+        arrays.sums = <psd_page_sums *>place.buf
     borrow.check_overlap()
 
     with nogil:

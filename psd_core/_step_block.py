@@ -18,6 +18,7 @@ from psd_core._kernels import InvalidArray
 from psd_core.rules import RULES
 
 RealArray = npt.NDArray[np.float32] | npt.NDArray[np.float64]
+SumsArray = npt.NDArray[np.uint8]
 GradientArray = RealArray | npt.NDArray[np.float16] | npt.NDArray[np.uint16]
 """Arrays of gradients; uint16 has the bits of bfloat16, which NumPy lacks."""
 
@@ -43,6 +44,7 @@ def step_block(
     steps_out: npt.NDArray[np.uint64],
     scalars: Sequence[float],
     flags: Collection[str],
+    sums: SumsArray | None = None,
 ) -> None:
     """Add the last contribution of a round and apply one update, from one copy of a block to another.
 
@@ -68,6 +70,8 @@ def step_block(
         steps_out: (k,) uint64, writable. Set to ``steps_in``, plus 1 if touched; ``steps_in`` itself, or separate memory.
         scalars: one number for each of ``RULES[rule].scalars``.
         flags: names from ``RULES[rule].flags``.
+        sums: writable, SUMS_BYTES of ``_arena``; becomes the checksum of the whole pieces of ``param_out``, with which a
+            ``Content`` goes on. ``param_out`` then goes past the processor's caches. None: it is stored plainly.
 
     Raises:
         InvalidArray: type, shape, layout, alignment, length, overlap or ends, or a missing array; nothing is written.
@@ -106,6 +110,7 @@ def step_block(
         steps_out,
         tuple(scalars),
         plan.flags,
+        sums,
     )
 
 

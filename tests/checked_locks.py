@@ -46,6 +46,9 @@ class CheckedLock:
         held().remove(self)
         self.unchecked.release()
 
+    def locked(self) -> bool:
+        return self.unchecked.locked()
+
     __enter__ = acquire
 
     def __exit__(self, *_: object) -> None:

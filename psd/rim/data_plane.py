@@ -223,6 +223,16 @@ def saved_by(push: Push, block: PushedBlock) -> int:
     return plan.gradient_nbytes - plan.pushed_nbytes if plan is not None and block.payload.nbytes else 0
 
 
+def _first_free(pending: deque[Trained]) -> Trained:
+    """Bring a block at which no other call is at work to the front, if there is one: so calls that wait for a round share its
+    updates. Returns the front."""
+    for _ in range(len(pending)):
+        if not pending[0].is_busy:
+            break
+        pending.rotate(-1)
+    return pending[0]
+
+
 class DataPlane:
     """The data plane of one shard for one lane. Its methods run in the carrier's threads.
 
@@ -413,15 +423,17 @@ class DataPlane:
                         unanswered.append(push.job.trained(block.block))
                 if block.is_followed and pull.has_rounds:
                     continue
-                while pending and (found := self._exchange.peek(pending[0], pull)) is not None:
+                while pending and (found := self._exchange.peek(_first_free(pending), pull)) is not None:
                     first = pending.popleft()
                     yield PulledBlock(first, found, 0, first.pull_codec, pull.held.get(first.index))
             reply = self._exchange.end_push(push)
             if pending:
                 self._pass_gate(pull, pull.clock, waiter)
-            for state in pending:
+            while pending:
+                state = _first_free(pending)
                 while not isinstance(read := self._exchange.read(state, pull), tuple):
                     waiter.wait(read)
+                pending.popleft()
                 yield PulledBlock(state, read, 0, state.pull_codec, pull.held.get(state.index))
             for state in unanswered:
                 while not isinstance(read := self._exchange.read(state, pull), tuple):

@@ -40,7 +40,7 @@ PSD_KERNEL void psd_content_add(psd_content *c, const void *data, size_t nbytes)
     c->products += products;
 }
 
-enum { ROW = 8 * PSD_PAGE_LANES };
+enum { ROW = PSD_PAGE_ROW };
 
 /* Each row is changed first by a key of its place. Else the sums of words that are all alike would tell how many bits these have alone,
  * since the sum of a word's rotations does. first: number of the first row in its piece. */
@@ -73,6 +73,16 @@ PSD_KERNEL void psd_page_add(psd_page_sums *sums, const void *data, size_t nbyte
         add_rows(lanes, last, nbytes / ROW, 1);
     }
     memcpy(sums->lanes, lanes, sizeof lanes);
+}
+
+PSD_KERNEL void psd_page_stream(psd_page_sums *sums, void *to, const void *from)
+{
+    add_rows(sums->lanes, from, sums->nbytes % PSD_PAGE_PIECE / ROW, 1);
+    for (size_t line = 0; line < ROW; line += 64)
+        psd_stream_line((char *)to + line, (const char *)from + line);
+    sums->nbytes += ROW;
+    for (size_t i = 0; sums->nbytes % PSD_PAGE_PIECE == 0 && i < PSD_PAGE_LANES; i++)
+        sums->pieces[i] = (sums->pieces[i] + sums->lanes[i]) * PSD_KEY;
 }
 
 uint64_t psd_page_check(const psd_page_sums *sums)

@@ -36,6 +36,11 @@ typedef struct {
 
 /* Goes on with more bytes, a multiple of PSD_PAGE_PIECE but for the last ones. */
 void psd_page_add(psd_page_sums *, const void *data, size_t nbytes);
+
+/* Goes on with PSD_PAGE_ROW bytes that are copied from one place to another, past the caches: rows of whole pieces alone, one after the
+ * other. Both addresses are multiples of 64. After the last one, PSD_STREAMED. */
+enum { PSD_PAGE_ROW = 8 * PSD_PAGE_LANES };
+void psd_page_stream(psd_page_sums *, void *to, const void *from);
 uint64_t psd_page_check(const psd_page_sums *); /* never 0 */
 
 #endif

@@ -9,6 +9,8 @@
 
 #include <stdint.h>
 
+#include "content.h"
+
 /* Half precision is for gradients, and for what only reads; whatever else a call has is then of PSD_F32. */
 typedef enum { PSD_F32, PSD_F64, PSD_F16, PSD_BF16 } psd_dtype;
 
@@ -51,6 +53,7 @@ typedef struct {
     double weight; /* of grad */
     double scale;  /* of acc + weight * grad */
     psd_dtype grad_dtype; /* that of all, or half precision where that is PSD_F32 */
+    psd_page_sums *sums;  /* not NULL: param_out goes past the caches, and these become the sums of its whole pieces */
 } psd_arrays;
 
 /* The segments of a block: pieces of tensors, end to end. steps_out may be steps_in. */

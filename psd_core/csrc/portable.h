@@ -54,4 +54,22 @@
 #define PSD_PREFETCH_FAR(address) ((void)(address))
 #endif
 
+/* Copies one line of 64 bytes, both aligned to it, past the caches: memory is not read before it is written. Weakly ordered: whoever
+ * lets others read what was copied calls PSD_STREAMED first. */
+#if defined(__SSE2__)
+#include <emmintrin.h>
+PSD_INLINE void psd_stream_line(void *to, const void *from)
+{
+    for (int i = 0; i < 4; i++)
+        _mm_stream_si128((__m128i *)to + i, _mm_load_si128((const __m128i *)from + i));
+}
+#define PSD_STREAMED() _mm_sfence()
+#else
+PSD_INLINE void psd_stream_line(void *to, const void *from)
+{
+    memcpy(to, from, 64);
+}
+#define PSD_STREAMED() ((void)0)
+#endif
+
 #endif

@@ -7,6 +7,9 @@ import numpy as np
 import pytest
 from arena_workload import WORKERS, check_places, create_published, fill, is_whole, update
 
+import psd_core
+from psd_core import _arena_blocks
+from psd_core._arena import Content
 from psd_core.arena import PLANES, Arena, ArenaCorrupt, BlockShape, plane_paths
 
 SHAPES = [
@@ -230,6 +233,47 @@ def test_a_changed_byte_of_a_parameter_is_seen_when_the_arena_is_opened(planes, 
             opened.seek(at)
             opened.write(bytes([before]))
     Arena.open(arena.path.parent).close(remove=True)
+
+
+def test_small_jobs_are_written_by_way_of_the_caches(planes):
+    arena, _ = planes
+    page = arena.spare(0)
+
+    assert page.sums is None
+    arena.discard(page)
+    arena.close(remove=True)
+
+
+@pytest.mark.parametrize("lies_in_planes", [False, True])
+def test_parameters_of_large_jobs_have_their_checksums_made_as_they_are_written(memory_path, monkeypatch, lies_in_planes):
+    """By step_block; of a block that is written by others, they are made when it is published."""
+    monkeypatch.setattr(_arena_blocks, "STREAMED_BYTES", 1)
+    monkeypatch.setattr(_arena_blocks, "STREAMED_BLOCK_BYTES", 1)
+    arena = create_published(memory_path / "state", SHAPES)
+    if lies_in_planes:
+        arena.begin_planes(ALL)
+    for version in range(2, 5):
+        for block in ALL:
+            before, page = arena.current(block), arena.spare(block)
+            fill(page, version)
+            assert (page.sums is not None, page.region is not None) == (True, lies_in_planes)
+            if block != 1:
+                one, steps = np.ones(1, np.uint8), np.zeros(1, np.uint64)
+                ends, scalars = np.array([len(page.parameter)], np.uint32), [0.5, 0, 0, 0]
+                how = {"weight": 1, "scale": 1, "touched": one, "steps_in": steps, "steps_out": steps.copy(), "flags": ()}
+                psd_core.step_block(
+                    "sgd", before.parameter, page.parameter, [], [], None, before.parameter,
+                    segment_ends=ends, scalars=scalars, sums=page.sums, **how,
+                )  # fmt: skip
+                assert Content(page.sums).nbytes == page.parameter.nbytes // 8192 * 8192
+            arena.publish(block, page, version)
+    expected = [arena.current(block).parameter.tobytes() for block in ALL]
+    arena.close(remove=False)
+
+    arena = Arena.open(arena.path.parent)  # reads and checks every byte
+
+    assert [arena.current(block).parameter.tobytes() for block in ALL] == expected
+    arena.close(remove=True)
 
 
 def test_a_file_that_is_missing_or_cut_off_is_named(planes):

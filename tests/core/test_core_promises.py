@@ -79,6 +79,7 @@ class Arrays(ctypes.Structure):
         ("weight", ctypes.c_double),
         ("scale", ctypes.c_double),
         ("grad_dtype", ctypes.c_int),
+        ("sums", ctypes.c_void_p),
     ]
 
 

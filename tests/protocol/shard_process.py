@@ -70,6 +70,10 @@ class PausingLock:
         process.locks_held -= 1
         self._lock.release()
 
+    def locked(self) -> bool:
+        is_locked: bool = self._lock.locked()
+        return is_locked
+
     def __enter__(self) -> bool:
         return self.acquire()
 

@@ -150,6 +150,7 @@ class Elementwise(Rule):
             steps_out=after.steps,
             scalars=scalars,
             flags=self._flags,
+            sums=after.sums,
         )
 
 
@@ -177,7 +178,7 @@ class Layerwise(Elementwise):
             return sums
         direction, *slots = lent = [accumulators.lend() for _ in (before.parameter, *before.slots)]
         try:
-            after = replace(before, parameter=direction, slots=tuple(slots), steps=np.empty_like(before.steps))
+            after = replace(before, parameter=direction, slots=tuple(slots), steps=np.empty_like(before.steps), sums=None)
             super().apply(before, after, gradient, segment_ends, scalars)
             for segment, part, offset in _touched(gradient, segment_ends):
                 parameter_squares = psd_core.square_sum(before.parameter[part], offset)
@@ -197,7 +198,7 @@ class Layerwise(Elementwise):
         """Apply the rule, with the trust ratios of the gradient."""
         assert gradient.ratios is not None
         lr = self._facts.scalars.index("lr")
-        super().apply(before, after, gradient, segment_ends, scalars)
+        super().apply(before, replace(after, sums=None), gradient, segment_ends, scalars)  # the parameter is not yet what stays
         for segment, part, _ in _touched(gradient, segment_ends):
             step = after.parameter[part]
             psd_core.scaled_copy(step, step, -scalars[lr] * gradient.ratios[segment])

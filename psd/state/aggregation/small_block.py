@@ -190,6 +190,11 @@ class SmallBlock(BlockState):
         return locks.new(locks.Level.BLOCK, index, cast(threading.Lock, self._core.lock()))
 
     @property
+    @override
+    def is_busy(self) -> bool:
+        return False  # never for long
+
+    @property
     def lacks_space(self) -> bool:
         """True if a round is complete and lacks room, as of Trained. Meanwhile no step counts."""
         return self._core.is_stuck

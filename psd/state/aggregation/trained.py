@@ -300,6 +300,11 @@ class Trained(ABC):
         return self._passed != self.version
 
     @property
+    def is_busy(self) -> bool:
+        """True if some call is at work on the block, perhaps for a whole update. Takes no lock."""
+        return self.lock.locked()
+
+    @property
     def _is_due(self) -> bool:
         return self.lacks_space or self._round.is_due
 
