@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 from client_faults import Thread, expire, in_threads, until
+from short_ways import Watch
 
 from psd.contract.errors import InvalidRequest, NonFiniteGradient, ShardUnavailable, WaitTimeout
 from psd_client import SGD, ParameterServer, connect
-from psd_client.lanes.steps import SteppingLanes
 
 Start = Callable[..., Any]
 
@@ -27,38 +27,6 @@ GROUPS = [{"params": ["w", "h"]}, {"params": ["b"]}, {"params": ["v"]}]
 BLOCKS = len(GROUPS)
 TRANSPORTS = ["shm", "tcp"]
 STEPS = 40
-
-
-class Watch:
-    """What has become of all steps so far: True: taken; None: not sent; False: finished the long way; or interrupted.
-
-    `before` is called with each; `after`, when it is no more in C.
-    """
-
-    def __init__(self) -> None:
-        self.took: list[bool | None] = []
-        self.before: Callable[[], object] = lambda: None
-        self.after = threading.Event()
-
-    def run(self, steps: SteppingLanes, *args: Any) -> bool | None:
-        self.before()
-        at = len(self.took)
-        self.took.append(False)
-        try:
-            self.took[at] = RUN(steps, *args)
-        finally:
-            self.after.set()
-        return self.took[at]
-
-
-RUN = SteppingLanes.run
-
-
-@pytest.fixture(autouse=True)
-def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
-    found = Watch()
-    monkeypatch.setattr(SteppingLanes, "run", lambda *args: found.run(*args))  # noqa: PLW0108 - a method
-    return found
 
 
 def declare(ps: ParameterServer, **options: Any) -> ParameterServer:

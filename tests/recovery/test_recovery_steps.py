@@ -12,9 +12,9 @@ import pytest
 from chaos import run_disturbed
 from numpy.typing import NDArray
 from shard_processes import ShardProcess
+from short_ways import Watch
 
 import psd_client
-from psd_client.lanes.steps import SteppingLanes
 
 pytestmark = pytest.mark.process
 
@@ -53,20 +53,13 @@ def work(
 @pytest.mark.parametrize(("transport", "kills", "faults"), [("tcp", 2, 6), ("shm", 3, 0)])
 def test_when_shards_are_killed_and_connections_break_in_steps_then_the_sum_is_exact(
     shard_processes: Callable[..., list[ShardProcess]],
-    monkeypatch: pytest.MonkeyPatch,
+    watch: Watch,
     transport: str,
     kills: int,
     faults: int,
     consistency: str,
 ) -> None:
     """No step is lost, and none is counted twice, whatever was cut off of it or of its answer."""
-    run, took = SteppingLanes.run, []
-
-    def watched(steps: SteppingLanes, *args: Any) -> bool | None:
-        took.append(run(steps, *args))
-        return took[-1]
-
-    monkeypatch.setattr(SteppingLanes, "run", watched)
     shards = shard_processes(2, "--lease", "60")
     doing = functools.partial(work, consistency=consistency, pushed=threading.Barrier(WORLD_SIZE))
 
@@ -77,4 +70,4 @@ def test_when_shards_are_killed_and_connections_break_in_steps_then_the_sum_is_e
         for name, value in params.items():
             made = [gradient(rank, step)[name] for rank, count in enumerate(counts) for step in range(count)]
             assert (value == -np.sum(made, axis=0, dtype=np.float32)).all(), name
-    assert took.count(True) > STEPS_MIN / 4
+    assert watch.took.count(True) > STEPS_MIN / 4

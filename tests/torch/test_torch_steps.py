@@ -11,19 +11,11 @@ from torch.optim import Adam  # noqa: E402
 
 import psd_client.torch as psd  # noqa: E402
 from psd_client import connect  # noqa: E402
-from psd_client.lanes.steps import SteppingLanes  # noqa: E402
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_a_small_model_ends_in_the_same_bits_whether_armed_or_not(cluster, monkeypatch, transport, dtype):
-    run, took = SteppingLanes.run, []
-
-    def watched(steps, *args):
-        took.append(run(steps, *args))
-        return took[-1]
-
-    monkeypatch.setattr(SteppingLanes, "run", watched)
+def test_a_small_model_ends_in_the_same_bits_whether_armed_or_not(cluster, watch, transport, dtype):
     ends = []
     for never_armed in (True, False):
         with connect(cluster(2, never_armed=never_armed).servers, 0, 1, transport=transport) as ps:
@@ -33,6 +25,6 @@ def test_a_small_model_ends_in_the_same_bits_whether_armed_or_not(cluster, monke
                 backward(model, *batch(step, dtype))
                 optimizer.step()
             ends.append([value.view(torch.uint8).numpy().tobytes() for value in values(model)])
-        assert (True in took) is not never_armed
+        assert (True in watch.took) is not never_armed
 
     assert ends[0] == ends[1]
