@@ -20,7 +20,7 @@ from psd.cli.run import parse
 from psd.contract.job_records import JobEntry, new_record
 
 TRAINING = """
-import sys
+import threading
 import numpy as np
 import psd_client
 
@@ -30,8 +30,9 @@ with psd_client.connect() as ps:
         ps.push_pull({"w": np.ones(100, np.float32)})
         if ps.clock == 3:
             print("trains", flush=True)
+        threading.Event().wait(0.02)
 """
-"""Trains until it is told to end."""
+"""Trains until it is told to end, at a pace that leaves the machine to others."""
 
 DRAWN = "dashboard: (http://127.0.0.1:(\\d+)/)"
 
