@@ -98,8 +98,17 @@ def test_arrays_when_the_worker_only_pushes_then_they_stay_as_they_are_until_it_
         assert both(ps.pull(), 7)
 
 
-@pytest.mark.parametrize("rule", [SGD(lr=2.0**-6), SGD(lr=2.0**-6, momentum=0.5), Adam(lr=2.0**-6)])
-@pytest.mark.parametrize("options", [{}, {"clip_norm": 100.0}, {"quorum": 1}, {"aggregation": "exact"}])
+@pytest.mark.parametrize(
+    ("rule", "options"),
+    [
+        (SGD(lr=2.0**-6), {}),
+        (SGD(lr=2.0**-6), {"quorum": 1}),
+        (SGD(lr=2.0**-6, momentum=0.5), {"aggregation": "exact"}),
+        (SGD(lr=2.0**-6, momentum=0.5), {"clip_norm": 100.0}),
+        (Adam(lr=2.0**-6), {}),
+        (Adam(lr=2.0**-6), {"clip_norm": 100.0, "aggregation": "exact"}),
+    ],
+)
 def test_parameters_when_two_workers_read_planes_then_they_are_those_that_travel_over_sockets(
     cluster: Start, rule: Any, options: dict[str, Any]
 ) -> None:

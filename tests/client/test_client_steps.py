@@ -59,10 +59,20 @@ def some(rank: int, step: int) -> dict[str, Any]:
     return {name: value for number, (name, value) in enumerate(made.items()) if number != missing}
 
 
-@pytest.mark.parametrize("revokes", [False, True])
-@pytest.mark.parametrize("consistency", ["async", "sync", "ssp:2"])
-@pytest.mark.parametrize("shards", [1, 3])
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(
+    ("transport", "shards", "consistency", "revokes"),
+    [
+        ("shm", 3, "async", True),
+        ("tcp", 1, "async", True),
+        ("tcp", 3, "async", False),
+        ("shm", 1, "sync", True),
+        ("tcp", 3, "sync", True),
+        ("shm", 3, "sync", False),
+        ("tcp", 1, "ssp:2", True),
+        ("shm", 3, "ssp:2", True),
+        ("shm", 1, "ssp:2", False),
+    ],
+)
 def test_sums_are_exact_whatever_becomes_of_steps(
     cluster: Start, watch: Watch, transport: str, shards: int, consistency: str, revokes: bool
 ) -> None:
