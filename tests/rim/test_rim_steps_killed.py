@@ -125,8 +125,7 @@ def check(directory: Path, mode: str, pushers: list[Pusher]) -> None:
         arena.close(remove=False)
 
 
-@pytest.mark.parametrize("lane", ["tcp", "memory"])
-@pytest.mark.parametrize("mode", ["async", "sync"])
+@pytest.mark.parametrize(("mode", "lane"), [("async", "memory"), ("sync", "tcp")])
 def test_a_shard_killed_at_random_has_each_push_once(tmp_path: Path, mode: str, lane: str) -> None:
     """Nothing that was acknowledged is lost, and nothing counts twice."""
     for life in range(KILLS):
