@@ -17,8 +17,16 @@ import psd.state
 from psd.state import locks
 from psd.state.locks import Level
 
+
+class _Held(threading.local):
+    """The locks of each thread."""
+
+    def __init__(self) -> None:
+        self.locks: list[CheckedLock] = []
+
+
 _plain = locks.new
-_held = threading.local()
+_held = _Held()
 
 broken: list[str] = []
 """The rules that were broken since the list was last cleared."""
@@ -33,8 +41,8 @@ class CheckedLock:
         self.unchecked = _plain(level, index, own)
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
-        mine = held()
-        if self not in mine and any((lock.level, lock.index) >= (self.level, self.index) for lock in mine):
+        mine = _held.locks
+        if mine and self not in mine and any((lock.level, lock.index) >= (self.level, self.index) for lock in mine):
             names = ", ".join(f"{lock.level.name} {lock.index}" for lock in mine)
             _fail(f"{self.level.name} {self.index} is taken by a thread that holds {names}")
         is_taken = self.unchecked.acquire(blocking, timeout)
@@ -43,7 +51,7 @@ class CheckedLock:
         return is_taken
 
     def release(self) -> None:
-        held().remove(self)
+        _held.locks.remove(self)
         self.unchecked.release()
 
     def locked(self) -> bool:
@@ -57,10 +65,7 @@ class CheckedLock:
 
 def held() -> list[CheckedLock]:
     """The locks that this thread holds."""
-    if not hasattr(_held, "locks"):
-        _held.locks = []
-    locks_: list[CheckedLock] = _held.locks
-    return locks_
+    return _held.locks
 
 
 def _fail(message: str) -> None:

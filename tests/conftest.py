@@ -18,11 +18,13 @@ import checked_locks
 import pytest
 from free_ports import claimed_port
 from hypothesis import HealthCheck, settings
+from short_ways import Watch
 
 import psd_client
 from psd.contract.config import ServerConfig
 from psd.contract.environment import memory_directory
 from psd.rim.server import ShardServer
+from psd_client.lanes.steps import SteppingLanes
 
 # How long an example takes says how busy the machine is, and nothing of the code.
 settings.register_profile("psd", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -172,6 +174,14 @@ def module_cluster() -> Iterator[Callable[..., Cluster]]:
     """The fixture `_clusters` for all tests of a module: all need it, and none of them changes it."""
     with _clusters() as start:
         yield start
+
+
+@pytest.fixture
+def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
+    """What becomes of the steps of all workers of this process."""
+    found = Watch()
+    monkeypatch.setattr(SteppingLanes, "run", lambda *args: found.run(*args))  # noqa: PLW0108 - a method
+    return found
 
 
 @pytest.fixture

@@ -122,13 +122,10 @@ def test_some_tensors_and_every_third_version(trained: tuple[str, psd_client.Par
     assert list(safetensors.numpy.load_file(tmp_path / "latest" / "model.safetensors")) == ["b.c"]
 
 
-@pytest.mark.parametrize("consistency", ["async", "ssp:3"])
-def test_a_job_without_rounds(cluster: Callable[..., Any], tmp_path: Path, consistency: str) -> None:
+def test_a_job_without_rounds(cluster: Callable[..., Any], tmp_path: Path) -> None:
     servers = cluster(2).servers
     with psd_client.connect(servers, 0, 1) as ps:
-        ps.declare(
-            {name: np.zeros_like(value) for name, value in ONES.items()}, psd_client.SGD(lr=1.0), consistency=consistency
-        )
+        ps.declare({name: np.zeros_like(value) for name, value in ONES.items()}, psd_client.SGD(lr=1.0), consistency="ssp:3")
         following = Following("--to", str(tmp_path), "--servers", servers)
         for version in range(3):
             reached(tmp_path, version)

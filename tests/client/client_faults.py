@@ -11,7 +11,7 @@ from __future__ import annotations
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -97,17 +97,18 @@ for _method in (
 
 
 class Restartable:
-    """Two shards with state directories, each to be stopped and started again at its address."""
+    """Shards with state directories, each to be stopped and started again at its address."""
 
-    def __init__(self, cluster: Callable[..., Any], directory: Path, **config: Any) -> None:
+    def __init__(self, cluster: Callable[..., Any], directory: Path, count: int = 2, **config: Any) -> None:
         self._cluster = cluster
+        self._count = count
         self._directory = directory
         self._config = config
-        self.shards = [self._start(index, "127.0.0.1:0") for index in range(2)]
+        self.shards = [self._start(index, "127.0.0.1:0") for index in range(count)]
 
     def _start(self, index: int, address: str) -> Any:
         state_dir = str(self._directory / f"shard-{index}")
-        return self._cluster(2, only=index, listen=address, state_dir=state_dir, **self._config).shards[0]
+        return self._cluster(self._count, only=index, listen=address, state_dir=state_dir, **self._config).shards[0]
 
     @property
     def servers(self) -> str:
@@ -178,17 +179,15 @@ class Thread(threading.Thread):
         return self._error
 
     def result(self) -> Any:
-        self.join(100)
-        assert not self.is_alive(), "the thread hangs"
-        if self._error is not None:
-            raise self._error
+        if (error := self.end()) is not None:
+            raise error
         return self._value
 
 
 def in_threads(*targets: Callable[[], Any]) -> list[Any]:
     """Run functions side by side; their results."""
-    threads: Sequence[Thread] = [Thread(target) for target in targets]
-    ends = [thread.end() for thread in threads]
-    for error in sorted(filter(None, ends), key=lambda error: isinstance(error, threading.BrokenBarrierError)):
-        raise error  # a barrier that another thread has broken says less than why
+    threads = [Thread(target) for target in targets]
+    errors = [error for thread in threads if (error := thread.end()) is not None]
+    if errors:  # a barrier that another thread has broken says less than why
+        raise min(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError))
     return [thread.result() for thread in threads]

@@ -121,10 +121,9 @@ def test_step_then_it_receives_as_many_bytes_as_its_difference_has(
     np.testing.assert_array_equal(found, shown(codec, 3))
 
 
-@pytest.mark.parametrize("codec", ["int8", "int4"])
-def test_a_thousand_rounds_then_no_worker_has_drifted(job: Restartable, codec: str) -> None:
-    """A shard is restarted amid them, and a worker begins anew: neither leaves a trace in the bits."""
-    rounds, size = 1000, 3000
+def test_a_thousand_rounds_then_no_worker_has_drifted(job: Restartable) -> None:
+    """With the coarsest codec. A shard is restarted amid them, and a worker begins anew: neither leaves a trace in the bits."""
+    codec, rounds, size = "int4", 1000, 3000
     values = np.random.default_rng(3).standard_normal(size, np.float32)
 
     def step(ps: ParameterServer, number: int) -> NDArray[np.float32]:
@@ -156,7 +155,7 @@ def test_a_thousand_rounds_then_no_worker_has_drifted(job: Restartable, codec: s
         before = after
     np.testing.assert_array_equal(master, expected)
     np.testing.assert_array_equal(found, before)
-    assert np.abs(found - master).max() < 0.01 * 5 / (127 if codec == "int8" else 7)  # within a step of one update
+    assert np.abs(found - master).max() < 0.01 * 5 / 7  # within a step of one update
 
 
 @pytest.mark.parametrize("aggregation", ["fast", "exact"])

@@ -347,7 +347,6 @@ if __name__ == "__main__":
     [
         ("work()", "pass", WorkerState.FINISHED),
         ("work()", "sys.exit(0)", WorkerState.FINISHED),
-        ("work()", "raise ValueError", WorkerState.EXPIRED),
         ("work()", "raise KeyboardInterrupt", WorkerState.EXPIRED),
         ("with_child(work)", "pass", WorkerState.FINISHED),
         ("with_child(work)", "raise ValueError", WorkerState.EXPIRED),

@@ -6,7 +6,6 @@ import io
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ from psd.contract.job_records import running_jobs
 from psd_client import ConfigError, LocalCluster, RunFailed
 
 NOTEBOOK = """
+import beside_the_notebook
 import numpy as np
 import psd_client
 
@@ -29,7 +29,7 @@ def train(steps, start=0.0):
     with psd_client.connect() as ps:
         params = ps.declare({"w": np.full(2, start)}, psd_client.SGD(lr=1))
         for _ in range(steps):
-            params = ps.push_pull({"w": np.full(2, FACTOR * (1.0 + ps.rank))})
+            params = ps.push_pull({"w": np.full(2, FACTOR * (beside_the_notebook.ONE + ps.rank))})
         print("trained", ps.world_size)
         return ps.rank, Answer(params["w"].tolist())
 
@@ -48,17 +48,35 @@ def wait():
 
 
 @pytest.fixture(scope="module")
-def notebook() -> dict[str, Callable[..., Any]]:
-    """Functions of a module that no other process can import, as those of a notebook or a REPL are."""
+def patched() -> Iterator[pytest.MonkeyPatch]:
+    with pytest.MonkeyPatch.context() as patch:
+        yield patch
+
+
+@pytest.fixture(scope="module")
+def notebook(patched: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Callable[..., Any]]:
+    """Functions of a module that no other process can import, as those of a notebook or a REPL are; beside it lies one that can
+    be, from there."""
+    path = tmp_path_factory.mktemp("notebook")
+    (path / "beside_the_notebook.py").write_text("ONE = 1.0\n")
+    patched.syspath_prepend(str(path))
     names: dict[str, Any] = {"__name__": "__main__"}
     exec(compile(NOTEBOOK, "<cell 1>", "exec"), names)
     return names
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[LocalCluster]:
+def cluster(patched: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+    """The only job of this machine."""
+    patched.setenv("PSD_JOBS_DIR", str(tmp_path_factory.mktemp("local") / "jobs"))
     with psd_client.local(shards=2, workers=2) as cluster:
         yield cluster
+
+
+def assert_is_listed(cluster: LocalCluster) -> None:
+    """With the shards of its latest run."""
+    (job,) = running_jobs()
+    assert (",".join(job.servers), job.workers) == (cluster.servers, 2)
 
 
 class Interrupting(io.StringIO):
@@ -71,28 +89,18 @@ class Interrupting(io.StringIO):
 
 
 @pytest.mark.process
-def test_run_when_the_function_uses_a_module_beside_the_script_then_workers_find_it(
-    cluster: LocalCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Python has the script's directory in its path, and a worker needs that path before it reads the function."""
-    (tmp_path / "beside_the_script.py").write_text("ANSWER = 42\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    names: dict[str, Any] = {"__name__": "__main__"}
-    exec("import beside_the_script\ndef answer():\n    return beside_the_script.ANSWER\n", names)
-
-    assert cluster.run(names["answer"]) == [42, 42]
-
-
 def test_run_when_functions_are_a_notebooks_then_they_train_together(
     cluster: LocalCluster, notebook: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Arguments go there, objects come back in the order of the ranks, output is shown."""
+    """Arguments go there, objects come back in the order of the ranks, output is shown. Python has the notebook's directory in
+    its path, and a worker needs that path before it reads the function."""
     results = cluster.run(notebook["train"], 2, start=1.0)
 
     assert [(rank, answer.parameters) for rank, answer in results] == [(rank, [1 - 2 * 4.5] * 2) for rank in (0, 1)]
     assert sorted(capsys.readouterr().out.splitlines()) == ["[worker 0] trained 2", "[worker 1] trained 2"]
     with psd_client.connect(cluster.servers, role="reader") as reader:
         assert reader.pull()["w"].tolist() == [1 - 2 * 4.5] * 2
+    assert_is_listed(cluster)
 
 
 @pytest.mark.process
@@ -106,6 +114,7 @@ def test_run_when_a_worker_raises_then_the_caller_gets_its_traceback_and_the_oth
 
     assert caught.value.rank == 1
     assert isinstance(caught.value.__cause__, ValueError)
+    assert_is_listed(cluster)
     with pytest.raises(TypeError, match=r"^fn: it, or what it uses, cannot be sent to a worker: .*lock"):
         cluster.run(print, threading.Lock())
 
@@ -119,6 +128,7 @@ def test_run_when_ctrl_c_is_pressed_then_everything_ends(
     with pytest.raises(KeyboardInterrupt):
         cluster.run(notebook["wait"])
 
+    assert running_jobs() == []
     with pytest.raises(RuntimeError, match="this local cluster is closed"):
         cluster.run(notebook["wait"])
     with pytest.raises(psd_client.ShardUnavailable):
@@ -131,16 +141,3 @@ def test_run_when_ctrl_c_is_pressed_then_everything_ends(
 def test_local_when_a_number_is_wrong_then_names_it(arguments: dict[str, Any], match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         psd_client.local(**arguments)
-
-
-@pytest.mark.process
-def test_psdctl_finds_a_local_cluster_whose_shards_change_from_run_to_run(
-    notebook: dict[str, Callable[..., Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PSD_JOBS_DIR", str(tmp_path / "jobs"))
-    with psd_client.local(shards=2, workers=1) as cluster:
-        for _ in range(2):
-            cluster.run(notebook["train"], 1)
-            (job,) = running_jobs()
-            assert (",".join(job.servers), job.workers) == (cluster.servers, 1)
-    assert running_jobs() == []

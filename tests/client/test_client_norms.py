@@ -48,8 +48,16 @@ def undisturbed(cluster: Start, job: str, world_size: int = 1) -> Any:
     return in_threads(*(lambda rank=rank: worker(rank) for rank in range(world_size)))[0]
 
 
-@every_job
-@pytest.mark.parametrize("method", ["push", "commit", "measure", "pull"])
+@pytest.mark.parametrize(
+    ("job", "method"),
+    [
+        *(("both", method) for method in ("push", "commit", "measure", "pull")),
+        ("clipped", "measure"),
+        ("clipped", "commit"),
+        ("lamb", "measure"),
+        ("lamb", "commit"),
+    ],
+)
 def test_calls_whose_replies_are_lost_change_no_bit(cluster: Start, job: str, method: str) -> None:
     """Measures are answered again, the verdict stands, and a round that has closed is not applied twice."""
     expected = undisturbed(cluster, job)
@@ -67,8 +75,16 @@ def test_calls_whose_replies_are_lost_change_no_bit(cluster: Start, job: str, me
     np.testing.assert_array_equal(params["w"], expected)
 
 
-@every_job
-@pytest.mark.parametrize(("method", "index"), [("commit", 0), ("commit", 1), ("measure", 0), ("pull", 1)])
+@pytest.mark.parametrize(
+    ("job", "method", "index"),
+    [
+        *(("both", *place) for place in (("commit", 0), ("commit", 1), ("measure", 0), ("pull", 1))),
+        ("clipped", "commit", 1),
+        ("clipped", "measure", 0),
+        ("lamb", "commit", 0),
+        ("lamb", "pull", 1),
+    ],
+)
 def test_a_shard_that_is_restarted_between_the_phases_changes_no_bit(
     cluster: Start, tmp_path: Path, job: str, index: int, method: str
 ) -> None:

@@ -8,7 +8,7 @@ import pickle
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,10 @@ def test_connect_when_nothing_is_given_then_trains_on_a_private_shard(caplog: py
         with connect(role="reader") as reader:
             assert list(reader.pull()) == ["v"]
         assert (ps.rank, ps.world_size, ps.clock) == (0, 1, 1)
+        # As where an estimator keeps it that is then saved: pickle named a lambda of ours.
+        for copied in (copy.deepcopy, copy.copy, pickle.dumps):
+            with pytest.raises(TypeError, match="a connection cannot be copied or pickled"):
+                copied(ps if copied is copy.copy else [ps])
 
     assert [record.getMessage().startswith("psd: training alone") for record in caplog.records] == [True, True]
     with pytest.raises(ConfigError, match="no private shard to read from"):
@@ -58,15 +62,6 @@ def test_publish_when_nothing_is_given_then_the_store_is_on_a_private_shard() ->
     assert (weights.version, weights.meta, weights["w"].tolist()) == (1, {"step": 5}, [0, 1, 2])
     with pytest.raises(ConfigError, match="no private shard to read from"):
         connect(role="reader")
-
-
-@pytest.mark.process
-@pytest.mark.usefixtures("_alone")
-@pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy, pickle.dumps], ids=["deepcopy", "copy", "pickle"])
-def test_a_connection_says_that_it_cannot_be_copied(copied: Callable[[object], object]) -> None:
-    """As where an estimator keeps it that is then saved: pickle named a lambda of ours."""
-    with connect() as ps, pytest.raises(TypeError, match="a connection cannot be copied or pickled"):
-        copied([ps] if copied is not copy.copy else ps)
 
 
 @pytest.mark.process

@@ -96,8 +96,9 @@ def test_every_byte_of_a_pages_header_window_and_steps_is_watched(closed):
     opens_again(path)
 
 
-@pytest.mark.parametrize(("flip", "stride"), [(0x01, 1), (0x80, 11)])
+@pytest.mark.parametrize(("flip", "stride"), [(0x01, 7), (0x80, 11)])
 def test_every_byte_of_a_pages_parameters_and_slots_is_watched(closed, flip, stride):
+    """Each place in a word of the checksum, in all parts of the page."""
     path, front, pages = closed
     layout = front.layouts[1]
     start = pages[1] + layout.parameter_at

@@ -17,7 +17,7 @@ from psd_core.table import TableStore
 CONTROL, RECORD, INDEX, OTHER_INDEX, SIGHTINGS, HEADS, ROWS, SPARES, REMOVALS, LOG = range(10)
 HEAD_BYTES, USED = 32, range(8, 16)
 LOG_MAX = 16384
-SAMPLES = 120
+SAMPLES = 60
 """Bytes of each part that are changed in turn."""
 
 NAMED = {

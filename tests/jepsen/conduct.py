@@ -78,7 +78,7 @@ def _errors(histories: Histories, life: Life, windows: Sequence[tuple[float, flo
 
 def _is_parted(histories: Histories, life: Life, call: Call) -> bool:
     """Another rank of the same learner has gone, so that collective calls fail; or was interrupted, and has said so."""
-    mates = [other for other in histories.lives if other.lead == life.lead and other is not life]
+    mates = histories.mates(life)
     latest = call.ended + AFTERWARDS_S + histories.outcome.slack_s
     has_failed = any(_fails(other) and (other.how_at or other.ended) <= latest for other in mates)
     return has_failed and (call.result in PARTED or any(other.is_interrupted for other in mates))

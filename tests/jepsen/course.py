@@ -13,7 +13,7 @@ import signal
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -132,8 +132,7 @@ class Course(ABC):
     def close(self) -> None:
         """Whatever has happened: nothing is left running."""
         for process in [*self._lives(), *self._last]:
-            if process.status is None:
-                process.kill()
+            process.kill()
         self.outcome.cuts = self._cuts
         for shard in self._shards:
             shard.close()
@@ -167,6 +166,11 @@ class Course(ABC):
 
     def _is_quiet(self) -> bool:
         return not self._due
+
+    def _seconds_left(self, faults: Iterable[Fault]) -> float:
+        """Until these have been healed."""
+        last = max((fault.at + fault.seconds for fault in faults), default=0.0)
+        return max(0.0, last - self._plan.seconds) + 1
 
     def _until(self, fact: Callable[[], bool], seconds: float, *, scaled: bool = True) -> bool:
         """Do what is due until a fact holds: True; or for so long (longer on a busy machine, if scaled): False."""
@@ -236,15 +240,11 @@ class Course(ABC):
                 if is_told and not process.is_stopped:
                     process.signal(signal.SIGTERM)
                     self._watched[process] = time.monotonic() + TERMINATED_S * self._busyness.factor
-                    self._start_when_ended(fault, shard, process)
-                    return
-                process.kill()
-                if fault.kind == DAMAGE:
-                    self._start_when_ended(fault, shard, process)
-                    return
+                else:
+                    process.kill()
                 if fault.kind == "shard-lose":
                     shard.lose_state()
-                self._at(fault.seconds, lambda: self._end(fault, shard.start))
+                self._start_when_ended(fault, shard, process)
             case "shard-stop":
                 process.signal(signal.SIGSTOP)
                 self._at(fault.seconds, lambda: self._end(fault, process.resume))

@@ -206,9 +206,9 @@ class Histories:
         starts = [record for record in self.of("start") if record["name"].startswith("shard")]
         return [again["t"] for i, again in enumerate(starts) if again["name"] in {first["name"] for first in starts[:i]}]
 
-    def is_group(self, life: Life) -> bool:
-        """A life is of a learner of several processes."""
-        return any(other.lead == life.lead and other is not life for other in self.lives)
+    def mates(self, life: Life) -> list[Life]:
+        """Of the other ranks, in a life of a learner of several processes."""
+        return [other for other in self.lives if other.lead == life.lead and other is not life]
 
     @cached_property
     def now(self) -> float:

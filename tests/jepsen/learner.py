@@ -37,20 +37,16 @@ class Learner(Program):
 
     optimizer: Any = None
 
-    @property
-    def _ranks(self) -> int:
-        return int(self._options.learning["ranks"]) if self._options.learning and self._options.role == "train" else 1
-
     def _meet(self) -> Any:
         """The group of this learner's processes, or None."""
-        if self._ranks == 1:
+        if self._options.ranks == 1:
             return None
         place = Path(self._options.history.replace(f"-rank-{self._options.group_rank}", "")).with_suffix(".store")
         distributed.init_process_group(
             "gloo",
             init_method=f"file://{place}",
             rank=self._options.group_rank,
-            world_size=self._ranks,
+            world_size=self._options.ranks,
             timeout=timedelta(seconds=GROUP_S),
         )
         return distributed.group.WORLD
@@ -117,7 +113,7 @@ class Learner(Program):
             self._cells.write(gradient, number)
         self._made.append(number)
         try:
-            share = 1 / self._ranks  # so that a step is one of a single token
+            share = 1 / self._options.ranks  # so that a step is one of a single token
             self.call("step", lambda: self.optimizer.step(tokens=share), number=number, local=self.optimizer.local_step + 1)
         except Failed as failed:
             self._pause(0.1)
@@ -130,7 +126,7 @@ class Learner(Program):
         self._pause(self._style.pace_s)
 
     def _state(self) -> dict[str, Any]:
-        if self._ranks == 1 or self.optimizer is None:
+        if self._options.ranks == 1 or self.optimizer is None:
             return super()._state()
         digest = 0
         for name in self._names:
@@ -138,7 +134,7 @@ class Learner(Program):
         return {**super()._state(), "digest": digest}
 
     def _must_stop(self) -> bool:
-        if self._ranks == 1:
+        if self._options.ranks == 1:
             return super()._must_stop()
         told = torch.tensor([self._options.group_rank == 0 and super()._must_stop()], dtype=torch.uint8)
         distributed.broadcast(told, 0)
@@ -149,7 +145,7 @@ class Learner(Program):
         try:
             self._live()
         except RuntimeError as error:
-            if self._ranks == 1:
+            if self._options.ranks == 1:
                 raise
             self._history.write("end", how="parted", text=str(error)[:500])
             raise
@@ -166,7 +162,7 @@ class Learner(Program):
         else:
             self.train()
         self._history.write("end", how=how, **self._state())
-        if self._ranks > 1:
+        if self._options.ranks > 1:
             distributed.destroy_process_group()
 
     def finish(self) -> None:

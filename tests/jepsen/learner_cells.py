@@ -12,7 +12,7 @@ exact form of 256 equal numbers alone: these are a step's width. Knows nothing o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,6 +84,15 @@ class LearnerCells:
         rows[:, cell] = times * float(RADIX**digit)
         if self.is_presence:
             rows[:, self.numbers] = times * ANCHOR
+
+    def total(self, length: int, numbers: Iterable[int], times: int = 1) -> NDArray[np.float32]:
+        """(length,) the sum of these steps, each so many times."""
+        total, step = (np.zeros(length, np.float32) for _ in range(2))
+        for number in numbers:
+            self.write(step, number, times)
+            total += step
+            self.write(step, number, 0)
+        return total
 
     def counts(self, values: NDArray[np.float32], numbers: Sequence[int]) -> tuple[NDArray[Any], NDArray[Any]]:
         """By step, how often it has counted in a fragment where it did least, and where it did most."""

@@ -58,7 +58,7 @@ def check_learners(histories: Histories) -> Iterator[Failure]:
     yield from _unlike(histories)
     for life in (life for life in histories.lives if life.is_lead):
         accounts = [_Account() for _ in names]
-        yield from _follow(life, accounts, is_exact=histories.plan.is_exact, is_group=histories.is_group(life))
+        yield from _follow(life, accounts, is_exact=histories.plan.is_exact, is_group=bool(histories.mates(life)))
         made |= {event["number"] for event in life.learned if event["e"] == "step"}
         for name, account in zip(names, accounts, strict=True) if values else ():
             yield from _judge(histories, life, name, account, values[name])

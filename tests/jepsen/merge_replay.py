@@ -91,7 +91,7 @@ def replayed(cells: LearnerCells, merge: str, merges: Mapping[int, Sequence[Part
     """(cells,) by how much a fragment of zeros has become smaller in the end."""
     total, momentum = np.zeros(cells.cells), np.zeros(cells.cells)
     for _, parts in sorted(merges.items()):
-        differences = [_difference(cells, part) for part in parts]
+        differences = [cells.total(cells.cells, part.numbers).astype(np.float64) for part in parts]
         weights = np.array([part.weight for part in parts])
         shares = weights / weights.sum()
         if merge == "rda":
@@ -103,16 +103,6 @@ def replayed(cells: LearnerCells, merge: str, merges: Mapping[int, Sequence[Part
         momentum = MOMENTUM * momentum + shares @ np.array(corrected)
         total += momentum
     return total
-
-
-def _difference(cells: LearnerCells, part: Part) -> NDArray[np.float64]:
-    values = np.zeros(cells.cells, np.float32)
-    step = np.zeros(cells.cells, np.float32)
-    for number in part.numbers:
-        cells.write(step, number)
-        values += step
-        cells.write(step, number, 0)
-    return values.astype(np.float64)
 
 
 def _corrected(difference: NDArray[np.float64], momentum: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -77,7 +77,6 @@ class Process:
         self.name = name
         self._timeline = timeline
         self.is_stopped = False
-        self.was_signalled = 0
         environ = {k: v for k, v in os.environ.items() if not k.startswith("PSD_")} | {"OPENBLAS_NUM_THREADS": "1"}
         with out.open("ab") as out_file, log.open("ab") as log_file:
             self._popen = _begun(command, is_new, stdout=out_file, stderr=log_file, env=environ)
@@ -91,8 +90,6 @@ class Process:
         self._timeline.note("signal", name=self.name, signal=signal.Signals(number).name)
         if number == signal.SIGSTOP:
             self.is_stopped = True
-        elif number != signal.SIGUSR1:
-            self.was_signalled = number
         self._popen.send_signal(number)
 
     def resume(self) -> None:
@@ -118,9 +115,10 @@ class Process:
         return self._popen.returncode
 
     def kill(self) -> None:
-        """And wait for its end."""
-        self.signal(signal.SIGKILL)
-        assert self.wait(60) is not None
+        """And wait for its end. Nothing, if it has ended."""
+        if self.status is None:
+            self.signal(signal.SIGKILL)
+            assert self.wait(60) is not None
 
 
 def _begun(command: Sequence[str], is_new: bool, **how: Any) -> subprocess.Popen[bytes] | Program:
@@ -259,11 +257,6 @@ class WorkerActor:
         self.is_wanted = True
 
     @property
-    def process(self) -> Process | None:
-        """Of the latest life."""
-        return self.lives[-1][0] if self.lives else None
-
-    @property
     def processes(self) -> list[Process]:
         """All of the latest life."""
         return [self.lives[-1][0], *self.mates[-1]] if self.lives else []
@@ -278,15 +271,12 @@ class WorkerActor:
     def kill(self) -> None:
         """What is left of the latest life, as a launcher does when one of its processes has failed."""
         for process in self.processes:
-            if process.status is None:
-                process.kill()
+            process.kill()
 
     def start(self, options: Options, name: str = "") -> None:
         """Begin a life."""
         name = name or f"worker {self.rank} life {len(self.lives)}"
-        has_ranks = options.learning is not None and options.role == "train"
-        ranks = options.learning["ranks"] if has_ranks and options.learning is not None else 1
-        process, *mates = (self._begin(options, name, rank) for rank in range(ranks))
+        process, *mates = (self._begin(options, name, rank) for rank in range(options.ranks))
         self.lives.append((process, options))
         self.mates.append(mates)
 

@@ -81,6 +81,11 @@ class Options:
     role: str = "train"
     final: str = ""
 
+    @property
+    def ranks(self) -> int:
+        """How many processes the life has."""
+        return int(self.learning["ranks"]) if self.learning is not None and self.role == "train" else 1
+
     def to_json(self) -> str:
         """For the command line."""
         return json.dumps(asdict(self))

@@ -133,8 +133,7 @@ class PublishedTrial(Course):
         self._timeline.note("stopping")
         (self._directory / "stop").touch()
         by_clock = () if self._publishing.puts_between else self._plan.faults
-        last = max((fault.at + fault.seconds for fault in by_clock), default=0.0)
-        self._until(self._is_quiet, max(0.0, last - self._plan.seconds) + 1, scaled=False)
+        self._until(self._is_quiet, self._seconds_left(by_clock), scaled=False)
         if not self._until(lambda: self._is_quiet() and not any(each.is_running for each in self._publishers), END_S):
             self._give_up([each.lives[-1] for each in self._publishers if each.is_running])
             return

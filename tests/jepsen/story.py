@@ -110,14 +110,10 @@ class Story:
     def has_learned(self, *numbers: int, times: int = 1, rounds: Sequence[Sequence[int]] = ()) -> None:
         """The parameters of the end; rounds: or what these merges of one learner's steps, by clock, lead to."""
         cells, learning = self._plan.learner_cells, self._plan.learning
-        values, step = (np.zeros(cells.length("small", SHARDS), np.float32) for _ in range(2))
+        values = -cells.total(cells.length("small", SHARDS), numbers, times)
         if rounds and learning is not None:
             merges = {clock: [Part(tuple(of_round), len(of_round))] for clock, of_round in enumerate(rounds) if of_round}
-            values.reshape(-1, cells.cells)[:] = -replayed(cells, learning.merge, merges)
-        for number in numbers:
-            cells.write(step, number, times)
-            values -= step
-            cells.write(step, number, 0)
+            values.reshape(-1, cells.cells)[:] -= replayed(cells, learning.merge, merges)
         np.savez(self._directory / "final.npz", f0=values)
 
     def found_of_learners(self) -> set[str]:

@@ -82,14 +82,10 @@ def test_checks_when_a_residual_is_lost_then_they_find_it(tmp_path: Path, second
 )
 def test_steps_are_told_apart(codec: str, pull: str, merge: str) -> None:
     cells = LearnerCells.of(codec, pull, merge)
-    values, step = (np.zeros(cells.length("small", 2), np.float32) for _ in range(2))
-    last = cells.numbers - 1
-    for number, times in ((5, 1), (last, 2), (7, 1)):
-        cells.write(step, number, times)
-        if number == 7:
-            step[: len(step) // 2] = 0
-        values -= step
-        cells.write(step, number, 0)
+    length, last = cells.length("small", 2), cells.numbers - 1
+    in_part = cells.total(length, [7])
+    in_part[: length // 2] = 0
+    values = -(cells.total(length, [5]) + cells.total(length, [last], 2) + in_part)
 
     least, most = cells.counts(values, [5, last, 6, 7])
 
@@ -134,14 +130,7 @@ def test_a_replay_comes_to_what_learners_are_merged_to(merge: str) -> None:
     rounds = [[Part((0, 1), 2), Part((600, 601, 602), 5)], [Part((2,), 1), Part((603,), 1)], [Part((3, 604), 2)]]
     total, momentum = (torch.zeros(cells.cells, dtype=torch.float64) for _ in range(2))
     for of_round in rounds:
-        differences = []
-        for part in of_round:
-            difference = np.zeros((2, cells.cells), np.float32)
-            for number in part.numbers:
-                cells.write(difference[0], number)
-                difference[1] += difference[0]
-                cells.write(difference[0], number, 0)
-            differences.append(torch.from_numpy(difference[1]))
+        differences = [torch.from_numpy(cells.total(cells.cells, part.numbers)) for part in of_round]
         gradient = learners.merged(merge, differences, [part.weight for part in of_round], momentum * (1 - MOMENTUM)).double()
         momentum = momentum * MOMENTUM * (merge == "heloco") + gradient
         total += momentum

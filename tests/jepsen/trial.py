@@ -63,7 +63,7 @@ class Trial(Course):
         else:
             self._timeline.note("stopping")
             (self._directory / "stop").touch()
-            self._until(lambda: self._is_quiet() and not self._running(), self._seconds_left(), scaled=False)
+            self._until(lambda: self._is_quiet() and not self._running(), self._seconds_left(self._plan.faults), scaled=False)
             if not self._until(lambda: self._is_quiet() and not self._running(), END_S):
                 self._give_up(self._running())
                 return
@@ -79,9 +79,8 @@ class Trial(Course):
             kind = source.choice(("worker-kill", "worker-stop", "worker-interrupt"))
             fault = Fault(kind, self._plan.seconds, 0.0, rank=worker.rank)
             self._timeline.note("begin", fault=vars(fault), text=str(fault))
-            process = worker.process
-            if process is not None and process.status is None:
-                process.signal({"worker-kill": signal.SIGKILL, "worker-stop": signal.SIGSTOP}.get(kind, signal.SIGINT))
+            number = {"worker-kill": signal.SIGKILL, "worker-stop": signal.SIGSTOP}.get(kind, signal.SIGINT)
+            _signal(worker.processes[:1], number)
 
     def _finish(self) -> None:
         """Healthy workers of all ranks come last, so that all that is open closes; then the parameters are read."""
@@ -103,11 +102,6 @@ class Trial(Course):
         actor.start(Options(**vars(options) | changed | {"role": role, "final": str(final)}), name)
         self._last.append(actor.lives[0][0])
         return self._last[-1]
-
-    def _seconds_left(self) -> float:
-        """Until all faults have been healed."""
-        last = max((fault.at + fault.seconds for fault in self._plan.faults), default=0)
-        return max(0.0, last - self._plan.seconds) + 1
 
     # -- workers -------------------------------------------------------------------------------------------------------
 
@@ -245,8 +239,7 @@ def _resume(processes: Iterable[Process]) -> None:
 
 def _kill(processes: Iterable[Process]) -> None:
     for process in processes:
-        if process.status is None:
-            process.kill()
+        process.kill()
 
 
 def _has_declared(life: tuple[Process, Options]) -> bool:

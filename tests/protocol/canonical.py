@@ -253,43 +253,48 @@ class Walker:
         self._seen[id(value)] = len(self._seen)
         self._kept.append(value)
         self._words.append(type(value).__name__)
-        if isinstance(value, BaseException):
-            self._pairs(getattr(value, "detail", {}).items())
-        elif isinstance(value, Future):
-            self._words.append(f"{value.is_done}")
-            self.walk(value.error if value.error is not None else value.value)
-        elif isinstance(value, Event):
-            self._words.append(f"{value.value}")
-        elif isinstance(value, FlatBuffers):
-            self._sequence(value.spaces)
-        elif isinstance(value, VersionWaits):
-            self._pairs((v, [t for t in tickets if not t.future.done()]) for v, tickets in value._tickets.items())
-        elif isinstance(value, Arena):
-            self._words.append("-")  # walked by whoever knows its blocks: `arena`
-        elif isinstance(value, Page):
-            self.page(value)
-        elif isinstance(value, RankPlace):
-            self._words.append(f"{value.clock}")
-            self._attributes(value)
-        elif isinstance(value, Ranks):
-            self._words.append("-")  # the workers walk their places
-        elif isinstance(value, TableStore):
-            self.table(value)
-        elif isinstance(value, SmallBlock):
-            self._words.append(repr((value.version, value._core.round, value.lacks_space)))
-            self._attributes(value)
-        elif isinstance(value, Cuts):
-            self.walk([sorted(value._known), value.awaits_positions])
-            for cut in value._open:
-                self.walk([cut.cut, cut.positions, cut.pages, cut.awaits_tables, cut.why_missed])
-        elif isinstance(value, RowSums):
-            self._words.append(repr((value.ids.tobytes(), value.values.tobytes())))
-        elif isinstance(value, types.GeneratorType):
-            self._words.append(value.__qualname__)
-            if value.gi_frame is not None:
-                self._frame(value.gi_frame)
-        else:
-            self._attributes(value)
+        kind = type(value)
+        inside = _INSIDE.get(kind)
+        if inside is None:
+            inside = _INSIDE[kind] = next((how for base, how in _INSIDE_BY_BASE if issubclass(kind, base)), Walker._attributes)
+        inside(self, value)
+
+    def _error(self, value: BaseException) -> None:
+        self._pairs(getattr(value, "detail", {}).items())
+
+    def _future(self, value: Future) -> None:
+        self._words.append(f"{value.is_done}")
+        self.walk(value.error if value.error is not None else value.value)
+
+    def _event(self, value: Event) -> None:
+        self._words.append(f"{value.value}")
+
+    def _buffers(self, value: FlatBuffers) -> None:
+        self._sequence(value.spaces)
+
+    def _waits(self, value: VersionWaits) -> None:
+        self._pairs((v, [t for t in tickets if not t.future.done()]) for v, tickets in value._tickets.items())
+
+    def _place(self, value: RankPlace) -> None:
+        self._words.append(f"{value.clock}")
+        self._attributes(value)
+
+    def _small_block(self, value: SmallBlock) -> None:
+        self._words.append(repr((value.version, value._core.round, value.lacks_space)))
+        self._attributes(value)
+
+    def _cuts(self, value: Cuts) -> None:
+        self.walk([sorted(value._known), value.awaits_positions])
+        for cut in value._open:
+            self.walk([cut.cut, cut.positions, cut.pages, cut.awaits_tables, cut.why_missed])
+
+    def _sums(self, value: RowSums) -> None:
+        self._words.append(repr((value.ids.tobytes(), value.values.tobytes())))
+
+    def _generator(self, value: types.GeneratorType[Any, Any, Any]) -> None:
+        self._words.append(value.__qualname__)
+        if value.gi_frame is not None:
+            self._frame(value.gi_frame)
 
     def _attributes(self, value: Any) -> None:
         kind = type(value)
@@ -356,3 +361,21 @@ _BY_BASE: tuple[tuple[Any, Callable[[Walker, Any], None]], ...] = (
     (Lane, Walker._lane),
 )
 _HOW: dict[type, Callable[[Walker, Any], None]] = {}
+
+_INSIDE_BY_BASE: tuple[tuple[type, Callable[[Walker, Any], None]], ...] = (
+    (BaseException, Walker._error),
+    (Future, Walker._future),
+    (Event, Walker._event),
+    (FlatBuffers, Walker._buffers),
+    (VersionWaits, Walker._waits),
+    (Arena, Walker._nothing),  # walked by whoever knows its blocks: `arena`
+    (Page, Walker.page),
+    (RankPlace, Walker._place),
+    (Ranks, Walker._nothing),  # the workers walk their places
+    (TableStore, Walker.table),
+    (SmallBlock, Walker._small_block),
+    (Cuts, Walker._cuts),
+    (RowSums, Walker._sums),
+    (types.GeneratorType, Walker._generator),
+)
+_INSIDE: dict[type, Callable[[Walker, Any], None]] = {}

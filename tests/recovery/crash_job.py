@@ -22,6 +22,9 @@ BLOCKS = 24
 
 BLOCK_ELEMENTS = 20_000
 STEPS_AFTER = 6
+PACE_S = 0.02
+"""Between the steps of a job that waits for something to happen: each is made again, undisturbed."""
+
 HELD_AHEAD = 4
 EXPECTED = (
     grpc.StatusCode.UNAVAILABLE,  # it has died
@@ -44,6 +47,9 @@ class Stop:
         with self._changed:
             self.clock = max(self.clock, clock)
             self._changed.notify_all()
+            has_end = self._step is not None
+        if not has_end:
+            threading.Event().wait(PACE_S)
 
     def is_reached(self, clock: int) -> bool:
         with self._changed:

@@ -14,7 +14,6 @@ import pytest
 from chaos import run_disturbed
 from loaded_programs import Program
 from numpy.typing import NDArray
-from proxy import DIRECTIONS
 from shard_processes import ShardProcess, servers_of
 
 import psd_client
@@ -26,8 +25,6 @@ SIZE = 600_000
 
 WORLD_SIZE = 3
 SEED = 30
-DIRECTIONS_OF = {"push_pull": DIRECTIONS, "push": ["up"]}
-"""In which a method moves bulk data."""
 
 
 def gradient(rank: int, step: int) -> NDArray[np.float32]:
@@ -61,27 +58,16 @@ def work(
         return count, ps.pull()["w"]
 
 
-@pytest.mark.parametrize(
-    ("transport", "method", "kills", "faults"), [("grpc", "push_pull", 2, 4), ("tcp", "push", 2, 4), ("shm", "push_pull", 3, 0)]
-)
+@pytest.mark.parametrize(("transport", "is_answered", "kills", "faults"), [("grpc", True, 2, 4), ("shm", False, 3, 0)])
 def test_when_shards_are_killed_and_connections_break_then_the_sum_is_exact(
-    shard_processes: Callable[..., list[ShardProcess]], transport: str, method: str, kills: int, faults: int
+    shard_processes: Callable[..., list[ShardProcess]], transport: str, is_answered: bool, kills: int, faults: int
 ) -> None:
-    """No push is lost, and none is counted twice, though it may have been sent any number of times; tests/jepsen does it at
-    length."""
+    """No push is lost, and none is counted twice, though it may have been sent any number of times; test_recovery_steps.py has
+    TCP, tests/jepsen does it at length."""
     shards = shard_processes(2, "--lease", "60")
-    doing = functools.partial(work, pushed=threading.Barrier(WORLD_SIZE), is_answered=method == "push_pull")
+    doing = functools.partial(work, pushed=threading.Barrier(WORLD_SIZE), is_answered=is_answered)
 
-    results = run_disturbed(
-        shards,
-        WORLD_SIZE,
-        doing,
-        transport=transport,
-        seed=SEED,
-        kills=kills,
-        faults=faults,
-        directions=DIRECTIONS_OF[method],
-    )
+    results = run_disturbed(shards, WORLD_SIZE, doing, transport=transport, seed=SEED, kills=kills, faults=faults)
 
     counts = [count for count, _ in results]
     for _, result in results:

@@ -20,7 +20,7 @@ STEPS = 5
 """That a worker makes at least before it is killed."""
 
 
-@pytest.mark.parametrize(("transport", "codec"), [("tcp", "int4"), ("grpc", "int8")])
+@pytest.mark.parametrize(("transport", "codec"), [("tcp", "int4"), pytest.param("grpc", "int8", marks=pytest.mark.chaos)])
 def test_workers_when_others_and_shards_are_killed_between_then_all_who_have_a_version_have_the_same_bits(
     shard_processes: Callable[..., list[ShardProcess]], transport: str, codec: str
 ) -> None:

@@ -28,19 +28,16 @@ WORLD_SIZE = 3
 KILLS = 3
 
 
-COMPRESSED = {"aggregation": "exact", "compress": "int4", "rounding": "stochastic", "pull": "bf16"}
-"""Residuals are of all pushes before: one that was taken twice, or lost, shows likewise."""
-
-DIFFERENCES = {"aggregation": "exact", "pull": "int4"}
-"""Gradients follow from parameters: a difference that one worker lacks, or has twice, shows in every later number."""
+COMPRESSED = {"aggregation": "exact", "compress": "int4", "rounding": "stochastic", "pull": "int4"}
+"""Residuals are of all pushes before, parameters of all differences: one that was taken twice, or lost, shows in every later
+number."""
 
 JOBS: dict[str, tuple[Any, dict[str, Any]]] = {
     "exact": (psd_client.SGD(lr=0.1, momentum=0.9), {"aggregation": "exact"}),
     "norms": (psd_client.LAMB(lr=0.1), {"clip_norm": 20.0}),
-    "compressed": (psd_client.SGD(lr=0.1), COMPRESSED),
-    "differences": (psd_client.SGD(lr=0.1, momentum=0.9), DIFFERENCES),
+    "compressed": (psd_client.SGD(lr=0.1, momentum=0.9), COMPRESSED),
 }
-TRANSPORTS = {"exact": "shm", "norms": "grpc", "compressed": "tcp", "differences": "tcp"}
+TRANSPORTS = {"exact": "shm", "norms": "grpc", "compressed": "tcp"}
 """test_recovery_convnet.py has tcp."""
 
 

@@ -114,55 +114,36 @@ LANGUAGES = [("python", "python"), ("javascript", "python")]
 
 
 @pytest.mark.parametrize("languages", LANGUAGES, ids="-".join)
-def test_every_gradient_counts_once_when_shards_are_killed(
-    shard_processes: Callable[..., list[ShardProcess]],
-    job: Callable[..., list[subprocess.Popen[str]]],
-    languages: tuple[str, ...],
-) -> None:
-    """The sum of all gradients, in each element, is what both workers find in the end."""
-    shards = shard_processes(2, "--lease", "60")
-    workers = job(shards, languages)
-
-    for step in steps_of(workers[0]):
-        if step in (5, 20, 35):
-            shard = shards[step // 5 % 2]
-            assert not shard.has_ended
-            shard.kill()
-            shard.start()
-        if step == STEPS:
-            break
-
-    check_ends(workers)
-    assert [shard.wait() for shard in shards] == [0, 0]
-
-
-@pytest.mark.parametrize("languages", LANGUAGES, ids="-".join)
-def test_a_job_goes_back_to_its_checkpoint_when_a_shard_has_lost_its_memory(
+def test_every_gradient_counts_once_when_shards_are_killed_and_one_has_lost_its_memory(
     shard_processes: Callable[..., list[ShardProcess]],
     job: Callable[..., list[subprocess.Popen[str]]],
     languages: tuple[str, ...],
     tmp_path: Path,
 ) -> None:
-    """The workers carry the checkpoint from shard to shard, and bring both back to it.
+    """The sum of all gradients, in each element, is what both workers find in the end.
 
-    A worker that finds one shard gone back, and the other one not, begins another timeline: the last one is 1 or above.
+    They carry the checkpoint from shard to shard, and bring both back to it: a worker that finds one shard gone back, and the
+    other one not, begins another timeline, so the last one is 1 or above.
     """
     shards = shard_processes(2, "--lease", "60", "--checkpoint-dir", str(tmp_path / "checkpoints"))
     workers = job(shards, languages)
 
-    has_lost = False
+    due = [(5, shards[1]), (20, shards[1]), (35, shards[0])]
     for step in steps_of(workers[0]):
-        if step == 5 and not has_lost:
-            has_lost = True
-            shards[0].checkpoint()
-            assert not shards[1].has_ended
-            shards[1].kill()
-            shards[1].lose_state()
-            shards[1].start()
+        if due and step >= due[0][0]:
+            (at, shard), *due = due
+            if at == 20:
+                shards[0].checkpoint()
+            assert not shard.has_ended
+            shard.kill()
+            if at == 20:
+                shard.lose_state()
+            shard.start()
         if step == STEPS:
             break
 
     check_ends(workers)
+    assert not due
     assert [shard.wait() for shard in shards] == [0, 0]
     names = [path.name for path in (tmp_path / "checkpoints").iterdir()]
     assert any(re.fullmatch(rf"timeline-0*[1-9][0-9]*-step-0*{STEPS}-final", name) for name in names), names

@@ -20,7 +20,7 @@ SHAPES = {
     "scale": ((), "float32"),
     "half": ((60, 9), "float16"),
 }
-STEPS, STOP = 12, 5
+STEPS, STOP = 8, 4
 CUSTOM = "sample_rules:Drifting"
 EXACT = {"consistency": "sync", "aggregation": "exact"}
 

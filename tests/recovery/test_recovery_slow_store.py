@@ -73,7 +73,9 @@ def undisturbed(start_shard: Callable[..., ShardServer], end: int) -> dict[str, 
         return params
 
 
-@pytest.mark.parametrize("has_state_dir", [False, True], ids=["in memory", "in --state-dir"])
+@pytest.mark.parametrize(
+    "has_state_dir", [pytest.param(False, marks=pytest.mark.chaos, id="in memory"), pytest.param(True, id="in --state-dir")]
+)
 def test_a_shard_goes_back_while_its_checkpoint_is_written_slowly(
     start_shard: Callable[..., ShardServer], tmp_path: Path, has_state_dir: bool
 ) -> None:

@@ -15,11 +15,11 @@ import pytest
 from chaos import run_disturbed
 from numpy.typing import NDArray
 from shard_processes import ShardProcess
+from short_ways import Watch
 
 import psd_client
 from psd.checkpoint import CheckpointDirectory
 from psd.contract.layout import Layout
-from psd_client.lanes.steps import SteppingLanes
 
 pytestmark = pytest.mark.process
 
@@ -58,20 +58,13 @@ def work(
 @pytest.mark.parametrize(("transport", "kills", "faults"), [("tcp", 2, 6), ("shm", 3, 0)])
 def test_when_shards_are_killed_and_connections_break_in_steps_then_the_sum_is_exact(
     shard_processes: Callable[..., list[ShardProcess]],
-    monkeypatch: pytest.MonkeyPatch,
+    watch: Watch,
     transport: str,
     kills: int,
     faults: int,
     consistency: str,
 ) -> None:
     """No step is lost, and none is counted twice, whatever was cut off of it or of its answer."""
-    run, took = SteppingLanes.run, []
-
-    def watched(steps: SteppingLanes, *args: Any) -> bool | None:
-        took.append(run(steps, *args))
-        return took[-1]
-
-    monkeypatch.setattr(SteppingLanes, "run", watched)
     shards = shard_processes(2, "--lease", "60")
     doing = functools.partial(work, consistency=consistency, pushed=threading.Barrier(WORLD_SIZE))
 
@@ -82,7 +75,7 @@ def test_when_shards_are_killed_and_connections_break_in_steps_then_the_sum_is_e
         for name, value in params.items():
             made = [gradient(rank, step)[name] for rank, count in enumerate(counts) for step in range(count)]
             assert (value == -np.sum(made, axis=0, dtype=np.float32)).all(), name
-    assert took.count(True) > STEPS_MIN / 4
+    assert watch.took.count(True) > STEPS_MIN / 4
 
 
 EVERY = 20
@@ -149,18 +142,11 @@ def train(
 def test_when_shards_are_killed_in_steps_then_each_checkpoint_has_all_before_it_and_the_job_goes_on_from_it(
     shard_processes: Callable[..., list[ShardProcess]],
     cluster: Callable[..., Any],
-    monkeypatch: pytest.MonkeyPatch,
+    watch: Watch,
     tmp_path: Path,
     consistency: str,
 ) -> None:
     """And no push beyond it, on any shard; a job that goes on from one makes steps, and checkpoints, again."""
-    run, took = SteppingLanes.run, []
-
-    def watched(steps: SteppingLanes, *args: Any) -> bool | None:
-        took.append(run(steps, *args))
-        return took[-1]
-
-    monkeypatch.setattr(SteppingLanes, "run", watched)
     url = str(tmp_path / "stored")
     (tmp_path / "stored").mkdir()
     stored = Stored(
@@ -178,8 +164,8 @@ def test_when_shards_are_killed_in_steps_then_each_checkpoint_has_all_before_it_
     before = stored.check()
     assert len(before) > 2
     assert consistency != "sync" or all(step % EVERY == 0 for step, _, _ in before)
-    assert took.count(True) > STEPS_MIN / 4
-    took.clear()
+    assert watch.took.count(True) > STEPS_MIN / 4
+    watch.took.clear()
 
     again = cluster(3, checkpoint_dir=url, checkpoint_steps=EVERY, checkpoint_keep=1000)
     stored = Stored(url, before[-1][2], {})
@@ -194,7 +180,7 @@ def test_when_shards_are_killed_in_steps_then_each_checkpoint_has_all_before_it_
         assert {name: value.tolist() for name, value in parameters.items()} == {
             name: value.tolist() for name, value in before[-1][2].items()
         }
-    assert took.count(True) > STEPS_MIN / 4
+    assert watch.took.count(True) > STEPS_MIN / 4
 
 
 def work_on_rows(
@@ -223,16 +209,9 @@ IDS = np.arange(40)
 
 @pytest.mark.parametrize(("transport", "kills", "faults"), [("tcp", 2, 6), ("shm", 3, 0)])
 def test_when_shards_are_killed_and_connections_break_in_steps_with_rows_then_the_sum_is_exact(
-    shard_processes: Callable[..., list[ShardProcess]], monkeypatch: pytest.MonkeyPatch, transport: str, kills: int, faults: int
+    shard_processes: Callable[..., list[ShardProcess]], watch: Watch, transport: str, kills: int, faults: int
 ) -> None:
     """Likewise for rows of two tables, on two shards, whose partitions a kill may leave a push apart."""
-    run, took = SteppingLanes.run, []
-
-    def watched(steps: SteppingLanes, *args: Any) -> bool | None:
-        took.append(run(steps, *args))
-        return took[-1]
-
-    monkeypatch.setattr(SteppingLanes, "run", watched)
     shards = shard_processes(2, "--lease", "60")
     doing = functools.partial(work_on_rows, pushed=threading.Barrier(WORLD_SIZE))
 
@@ -242,4 +221,4 @@ def test_when_shards_are_killed_and_connections_break_in_steps_with_rows_then_th
     for _, tables in results:
         for name, rows in tables.items():
             assert (rows == -float(total)).all(), name
-    assert took.count(True) > STEPS_MIN / 4
+    assert watch.took.count(True) > STEPS_MIN / 4

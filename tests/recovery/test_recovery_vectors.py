@@ -46,12 +46,16 @@ def work(
         return int(counts.sum()), mine
 
 
-@pytest.mark.parametrize("transport", ["grpc", "shm", "tcp"])
 @pytest.mark.parametrize(
-    ("steps", "kills", "faults"),
+    ("transport", "steps", "kills", "faults"),
     [
-        pytest.param(40, 2, 2, id="short"),
-        pytest.param(5000, 120, 200, id="long", marks=[pytest.mark.chaos, pytest.mark.timeout(2400)]),
+        *(pytest.param(transport, 40, 2, 2, id=f"short-{transport}") for transport in WITH_CONNECTIONS),
+        *(
+            pytest.param(
+                transport, 5000, 120, 200, id=f"long-{transport}", marks=[pytest.mark.chaos, pytest.mark.timeout(2400)]
+            )
+            for transport in (*WITH_CONNECTIONS, "shm")
+        ),
     ],
 )
 def test_when_shards_are_killed_and_connections_break_then_every_batch_counts_once(

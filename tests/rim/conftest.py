@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import threading
 import time
@@ -11,7 +10,7 @@ from typing import Any
 
 import grpc
 import pytest
-from raw_bulk import SIZE
+from raw_bulk import SIZE, sealed_memory
 from raw_steps import StepWorker
 
 
@@ -47,9 +46,7 @@ def eventually() -> Callable[..., None]:
 @pytest.fixture
 def memory() -> Iterator[int]:
     """The descriptor of a sealed memory file."""
-    fd = os.memfd_create("psd-test", os.MFD_ALLOW_SEALING)
-    os.truncate(fd, SIZE)
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+    fd = sealed_memory(SIZE)
     yield fd
     os.close(fd)
 

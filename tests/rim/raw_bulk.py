@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import socket
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -11,7 +13,7 @@ from raw_client import RawWorker, spec
 
 from psd.contract.errors import error_from
 from psd.contract.wire import Kind, Stream
-from psd.v1 import bulk_pb2, control_pb2, data_pb2
+from psd.v1 import bulk_pb2, control_pb2, data_pb2, job_pb2
 
 ELEMENTS = 3
 SIZE = 4096
@@ -31,12 +33,33 @@ def open_stream(reply: control_pb2.OpenBulkReply, *, local: bool) -> Stream:
     return stream
 
 
-class BulkWorker(RawWorker):
-    """A worker of a declared job of two blocks, with a bulk connection."""
+def sealed_memory(size: int) -> int:
+    """The descriptor of a memory file that cannot shrink."""
+    fd = os.memfd_create("psd-test", os.MFD_ALLOW_SEALING)
+    os.truncate(fd, size)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+    return fd
 
-    def __init__(self, channel: grpc.Channel, rank: int = 0, world_size: int = 1) -> None:
+
+class BulkWorker(RawWorker):
+    """A worker of a declared job, with bulk connections.
+
+    Args:
+        job: which; else one of two blocks.
+        payloads: initial values of its blocks; else zeros, in a job whose blocks are its groups.
+    """
+
+    def __init__(
+        self,
+        channel: grpc.Channel,
+        rank: int = 0,
+        world_size: int = 1,
+        *,
+        job: job_pb2.JobSpec | None = None,
+        payloads: Sequence[bytes] | None = None,
+    ) -> None:
         super().__init__(channel, rank, world_size)
-        self.declare(spec(world_size, blocks=BLOCKS, size=ELEMENTS))
+        self.declare(job or spec(world_size, blocks=BLOCKS, size=ELEMENTS), payloads=payloads)
         self.streams: list[Stream] = []
 
     def connect(self, *, local: bool = False, ticket: bytes | None = None, greet: bool = True) -> Stream:
@@ -56,12 +79,23 @@ class BulkWorker(RawWorker):
     def header(self, clock: int = 0) -> data_pb2.PushHeader:
         return self.frames(clock, [[]])[0].push
 
-    def attach(self, stream: Stream, fd: int, **fields: Any) -> bytes:
+    def ready(self, stream: Stream, fd: int, **fields: Any) -> bulk_pb2.BulkReady:
+        """Attach memory; the answer."""
         given = {"layout_digest": self.digest, "size": SIZE, **STARTS} | fields
         stream.send(Kind.ATTACH, bulk_pb2.BulkAttach(**given).SerializeToString())
         answer(stream, Kind.SEND)
         socket.send_fds(stream.socket, [b"\0"], [fd])
-        return bulk_pb2.BulkReady.FromString(answer(stream, Kind.READY)).nonce
+        return bulk_pb2.BulkReady.FromString(answer(stream, Kind.READY))
+
+    def attach(self, stream: Stream, fd: int, **fields: Any) -> bytes:
+        """Attach memory; the nonce that lies in it."""
+        return self.ready(stream, fd, **fields).nonce
+
+
+def error_in(head: bytes) -> Exception:
+    """What an ERROR says."""
+    message = bulk_pb2.BulkError.FromString(head)
+    return error_from(message.reason, message.message, {})
 
 
 def answer(stream: Stream, expected: Kind) -> bytes:
@@ -69,8 +103,7 @@ def answer(stream: Stream, expected: Kind) -> bytes:
     kind, head, payload_bytes = stream.receive()
     stream.skip(payload_bytes)
     if kind is Kind.ERROR:
-        message = bulk_pb2.BulkError.FromString(head)
-        raise error_from(message.reason, message.message, {})
+        raise error_in(head)
     assert kind is expected
     return head
 

@@ -75,15 +75,25 @@ class RawWorker:
         self.groups = 1
         self.barriers = 0
 
-    def declare(self, job: job_pb2.JobSpec, value: float = 0.0, blocks: Sequence[int] | None = None) -> None:
-        """Declare, and initialize if chosen; small jobs only, whose blocks are their groups."""
+    def declare(
+        self,
+        job: job_pb2.JobSpec,
+        value: float = 0.0,
+        blocks: Sequence[int] | None = None,
+        *,
+        payloads: Sequence[bytes] | None = None,
+    ) -> None:
+        """Declare, and initialize if chosen. Without `payloads`, small jobs only, whose blocks are their groups."""
         reply = self.control.Declare(control_pb2.DeclareRequest(caller=self.caller, spec=job), timeout=TIMEOUT_S)
         self.digest, self.groups = reply.layout_digest, len(job.groups)
         if reply.initializer:
-            payload = np.full(job.tensors[0].shape[0], value, np.float32).tobytes()
+            if payloads is None:
+                payloads = [np.full(job.tensors[0].shape[0], value, np.float32).tobytes()] * self.groups
             frames = [
-                data_pb2.InitializeFrame(block=b, payload=payload) for b in (range(self.groups) if blocks is None else blocks)
+                data_pb2.InitializeFrame(block=b, payload=payloads[b])
+                for b in (range(len(payloads)) if blocks is None else blocks)
             ]
+            frames = frames or [data_pb2.InitializeFrame()]
             frames[0].caller.CopyFrom(self.caller)
             frames[0].layout_digest, frames[0].choice = self.digest, reply.choice
             assert self.data.Initialize(iter(frames), timeout=TIMEOUT_S).accepted

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
-import socket
 import struct
 import threading
 from collections.abc import Callable, Sequence
@@ -13,14 +11,13 @@ from typing import Any, NamedTuple
 import grpc
 import numpy as np
 from numpy.typing import NDArray
-from raw_bulk import answer, open_stream, send
-from raw_client import SGD, RawWorker, spec
+from raw_bulk import BulkWorker, error_in, sealed_memory, send
+from raw_client import SGD, spec
 
-from psd.contract.errors import error_from
 from psd.contract.jobspec import JobSpec
 from psd.contract.layout import Layout
-from psd.contract.wire import Kind, Stream
-from psd.v1 import bulk_pb2, control_pb2, data_pb2, job_pb2
+from psd.contract.wire import PREFIX, Kind
+from psd.v1 import bulk_pb2, data_pb2, job_pb2
 
 HEAD = struct.Struct("<QQQQdII")
 DONE = struct.Struct("<QII")
@@ -55,7 +52,7 @@ def eights(nbytes: int) -> int:
     return (nbytes + 7) // 8 * 8
 
 
-class StepWorker(RawWorker):
+class StepWorker(BulkWorker):
     """A worker of a job of small blocks.
 
     Args:
@@ -77,58 +74,35 @@ class StepWorker(RawWorker):
         job: job_pb2.JobSpec | None = None,
         **how: Any,
     ) -> None:
-        super().__init__(channel, rank, world_size)
-        self.job = job or spec(world_size, blocks=blocks, size=size, **how)
-        self.plans = Layout(JobSpec.from_message(self.job), 1).blocks
-        self.scalars = [SGD for _ in self.job.groups]
-        self.declare(self.job)
+        job = job or spec(world_size, blocks=blocks, size=size, **how)
+        self.plans = Layout(JobSpec.from_message(job), 1).blocks
+        super().__init__(channel, rank, world_size, job=job, payloads=[bytes(plan.nbytes) for plan in self.plans])
+        self.scalars = [SGD for _ in job.groups]
         self.blocks, self.lane = len(self.plans), lane
-        self.offer: bulk_pb2.StepOffer | None = None
         self.memory = -1
-        self.stream = self.connect()
+        self.open()
 
-    def declare(self, job: job_pb2.JobSpec, value: float = 0.0, blocks: Sequence[int] | None = None) -> None:
-        reply = self.control.Declare(control_pb2.DeclareRequest(caller=self.caller, spec=job), timeout=100)
-        self.digest, self.groups = reply.layout_digest, len(job.groups)
-        if reply.initializer:
-            frames = [data_pb2.InitializeFrame(block=plan.index, payload=bytes(plan.nbytes)) for plan in self.plans]
-            frames = frames or [data_pb2.InitializeFrame()]
-            frames[0].caller.CopyFrom(self.caller)
-            frames[0].layout_digest, frames[0].choice = self.digest, reply.choice
-            assert self.data.Initialize(iter(frames), timeout=100).accepted
-
-    def connect(self) -> Stream:
-        reply = self.control.OpenBulk(control_pb2.OpenBulkRequest(caller=self.caller), timeout=100)
-        stream = open_stream(reply, local=self.lane != "tcp")
-        stream.send(Kind.HELLO, bulk_pb2.BulkHello(ticket=reply.ticket).SerializeToString())
-        answer(stream, Kind.WELCOME)
+    def open(self) -> None:
+        """Connect, anew if it has been: nothing is offered yet."""
+        self.offer: bulk_pb2.StepOffer | None = None
+        self.stream = self.connect(local=self.lane != "tcp")
         if self.lane == "memory":
-            self._attach(stream)
-        return stream
-
-    def _attach(self, stream: Stream) -> None:
-        self.apart = (max([plan.nbytes for plan in self.plans], default=0) + 63) // 64 * 64
-        starts = [64 + self.apart * i for i in range(self.blocks * (1 + PLACES))]
-        nbytes = (starts or [64])[-1] + self.apart + self.extra_bytes
-        self.starts = starts
-        self.memory = os.memfd_create("psd-test", os.MFD_ALLOW_SEALING)
-        os.truncate(self.memory, nbytes)
-        fcntl.fcntl(self.memory, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
-        attach = bulk_pb2.BulkAttach(
-            layout_digest=self.digest,
-            size=nbytes,
-            gradient_starts=starts[: self.blocks],
-            parameter_starts=starts[self.blocks :],
-        )
-        stream.send(Kind.ATTACH, attach.SerializeToString())
-        answer(stream, Kind.SEND)
-        socket.send_fds(stream.socket, [b"\0"], [self.memory])
-        answer(stream, Kind.READY)
+            self._close_memory()
+            self.apart = (max([plan.nbytes for plan in self.plans], default=0) + 63) // 64 * 64
+            self.starts = [64 + self.apart * i for i in range(self.blocks * (1 + PLACES))]
+            size = (self.starts or [64])[-1] + self.apart + self.extra_bytes
+            self.memory = sealed_memory(size)
+            starts = {"gradient_starts": self.starts[: self.blocks], "parameter_starts": self.starts[self.blocks :]}
+            self.ready(self.stream, self.memory, size=size, **starts)
 
     def close(self) -> None:
         self.stream.close()
+        self._close_memory()
+
+    def _close_memory(self) -> None:
         if self.memory >= 0:
             os.close(self.memory)
+            self.memory = -1
 
     def _gradients(self, values: Sequence[Values]) -> list[NDArray[Any]]:
         return [np.full(plan.length, value).astype(plan.gradient_dtype) for plan, value in zip(self.plans, values, strict=True)]
@@ -203,7 +177,7 @@ class StepWorker(RawWorker):
             if kind is Kind.ALIVE:
                 continue
             if kind is Kind.ERROR:
-                raise _error(head)
+                raise error_in(head)
             assert kind is Kind.REPLY
             reply = bulk_pb2.BulkReply.FromString(head)
             self.offer = reply.step if reply.HasField("step") else None
@@ -220,7 +194,7 @@ class StepWorker(RawWorker):
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
-    def begin_step(
+    def packed(
         self,
         values: Sequence[Values],
         clock: int,
@@ -232,8 +206,8 @@ class StepWorker(RawWorker):
         place: int = 0,
         since: int = 0,
         **head: int,
-    ) -> None:
-        """Send a step. head: epoch, session, flags."""
+    ) -> bytes:
+        """The bytes of a step, whose gradient is put into memory if the lane has it. head: epoch, session, flags."""
         offer = self.offer
         assert offer is not None
         flags = head.get("flags", HAS_VERSIONS * bool(versions) | HAS_PRESENT * bool(present))
@@ -248,8 +222,12 @@ class StepWorker(RawWorker):
         else:
             payload = b"".join([each.tobytes().ljust(eights(each.nbytes), b"\0") for each in gradients])
         assert (len(front), len(payload)) == (offer.head_bytes, offer.gradient_bytes)
-        self.stream.send(Kind.STEP, front, payload)
         self.place = place
+        return PREFIX.pack(Kind.STEP, len(front), len(payload)) + front + payload
+
+    def begin_step(self, values: Sequence[Values], clock: int, **named: Any) -> None:
+        """Send a step; named: as in `packed`."""
+        self.stream.socket.sendall(self.packed(values, clock, **named))
 
     def end_step(self) -> Done | Again:
         """Receive its answer."""
@@ -259,7 +237,7 @@ class StepWorker(RawWorker):
         payload = bytearray(nbytes)
         self.stream.read_into(memoryview(payload))
         if kind is Kind.ERROR:
-            raise _error(head)
+            raise error_in(head)
         if kind is Kind.AGAIN:
             assert (len(head), nbytes) == (AGAIN.size, 0)
             self.offer = None
@@ -288,11 +266,6 @@ class StepWorker(RawWorker):
         return self.push_pull(values, clock, **named)
 
 
-def _error(head: bytes) -> Exception:
-    message = bulk_pb2.BulkError.FromString(head)
-    return error_from(message.reason, message.message, {})
-
-
 def pause(seconds: float = 0.001) -> None:
     """Let others go on."""
     threading.Event().wait(seconds)
@@ -306,20 +279,28 @@ def armed(start: Callable[..., StepWorker], rank: int = 0, world_size: int = 1, 
     return worker
 
 
-def two(start: Callable[..., StepWorker], **how: Any) -> tuple[StepWorker, StepWorker]:
-    """Two workers that are armed, of a job whose first round is over."""
-    workers = start(0, 2, **how), start(1, 2, **how)
+def make_first_round(*workers: StepWorker) -> None:
+    """A round of zeros, the long way."""
     for worker in workers:
         worker.begin_call((0, 0), 0)
     for worker in workers:
         worker.end_call()
+
+
+def two(start: Callable[..., StepWorker], **how: Any) -> tuple[StepWorker, StepWorker]:
+    """Two workers that are armed, of a job whose first round is over."""
+    workers = start(0, 2, **how), start(1, 2, **how)
+    make_first_round(*workers)
     for worker in workers:
         assert worker.offer is not None
     return workers
 
 
-def has_counted(start: Callable[..., StepWorker], worker: StepWorker, clock: int) -> None:
-    """Wait until all blocks have a push."""
-    blocks = start.shard.job.blocks.values()  # type: ignore[attr-defined]
-    while not all(block.has(worker.caller.rank, worker.session, clock) for block in blocks):
+def has_counted(shard: Any, worker: StepWorker, clock: int) -> bool:
+    """True once all blocks of a shard have a push."""
+    return all(block.has(worker.caller.rank, worker.session, clock) for block in shard.job.blocks.values())
+
+
+def wait_until_counted(start: Callable[..., StepWorker], worker: StepWorker, clock: int) -> None:
+    while not has_counted(start.shard, worker, clock):  # type: ignore[attr-defined]
         pause()

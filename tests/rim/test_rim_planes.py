@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import mmap
 import os
 import socket
@@ -13,8 +12,8 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from raw_bulk import BulkWorker, answer, send
-from raw_client import RawWorker, spec
+from raw_bulk import BulkWorker, answer, sealed_memory, send
+from raw_client import spec
 
 from psd.contract.errors import PsdError
 from psd.contract.wire import Disconnected, Kind, Stream
@@ -32,17 +31,10 @@ class LargeWorker(BulkWorker):
     """A worker of a job of one large block."""
 
     def __init__(self, channel: grpc.Channel, mode: str = "sync") -> None:
-        RawWorker.__init__(self, channel, 0, 1)
-        self.declare(spec(1, size=LENGTH, mode=mode))
-        self.streams: list[Stream] = []
+        super().__init__(channel, job=spec(1, size=LENGTH, mode=mode))
 
     def ready(self, stream: Stream, fd: int, **fields: Any) -> bulk_pb2.BulkReady:
-        """The answer to ATTACH."""
-        message = bulk_pb2.BulkAttach(layout_digest=self.digest, **{**STARTS, "wants_planes": True, **fields})
-        stream.send(Kind.ATTACH, message.SerializeToString())
-        answer(stream, Kind.SEND)
-        socket.send_fds(stream.socket, [b"\0"], [fd])
-        return bulk_pb2.BulkReady.FromString(answer(stream, Kind.READY))
+        return super().ready(stream, fd, **STARTS | {"wants_planes": True} | fields)
 
     def planes(self, stream: Stream) -> int:
         """The descriptor that SEND is answered by."""
@@ -61,9 +53,7 @@ class LargeWorker(BulkWorker):
 @pytest.fixture
 def memory() -> Iterator[int]:
     """A sealed memory file, with a gradient of minus ones."""
-    fd = os.memfd_create("psd-test", os.MFD_ALLOW_SEALING)
-    os.truncate(fd, SIZE)
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+    fd = sealed_memory(SIZE)
     os.pwrite(fd, np.full(LENGTH, -1, np.float32).tobytes(), 64)
     yield fd
     os.close(fd)

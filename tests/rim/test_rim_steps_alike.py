@@ -16,7 +16,7 @@ import grpc
 import numpy as np
 import pytest
 from raw_client import MODES
-from raw_steps import Done, StepWorker, pause
+from raw_steps import LANES, Done, StepWorker, has_counted, pause
 
 from psd.checkpoint import CheckpointDirectory
 from psd.contract.errors import PsdError
@@ -24,9 +24,8 @@ from psd.contract.layout import Layout
 from psd.v1 import job_pb2
 
 WORLD = 3
-F32, F64, F16, BF16 = job_pb2.DTYPE_FLOAT32, job_pb2.DTYPE_FLOAT64, job_pb2.DTYPE_FLOAT16, job_pb2.DTYPE_BFLOAT16
+F32, F64 = job_pb2.DTYPE_FLOAT32, job_pb2.DTYPE_FLOAT64
 MOMENTUM, ADAM = (0.5, 0.5, 0.0, 0.0), (0.1, 0.9, 0.99, 1e-8, 0.0)
-LANES = ("tcp", "local", "memory")
 
 
 def job_of(mode: str, choice: random.Random) -> job_pb2.JobSpec:
@@ -90,10 +89,9 @@ class Side:
 
     def _has_counted(self, worker: StepWorker, clock: int) -> bool:
         """True once all blocks have a push; False if it is answered before that."""
-        blocks = self.shard.job.blocks.values()
-        while not all(block.has(worker.caller.rank, worker.session, clock) for block in blocks):
+        while not has_counted(self.shard, worker, clock):
             if select.select([worker.stream.socket], [], [], 0.001)[0]:
-                return all(block.has(worker.caller.rank, worker.session, clock) for block in blocks)
+                return has_counted(self.shard, worker, clock)
         return True
 
     def end(self, rank: int, values: Any, clock: int, named: dict[str, Any]) -> Any:
@@ -260,7 +258,7 @@ def test_rounds_of_steps_are_those_of_pushes(sides: Callable[..., list[Side]], s
 
 
 @pytest.mark.parametrize("mode", ["async", "ssp"])
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(6))
 def test_steps_without_rounds_are_pushes(sides: Callable[..., list[Side]], mode: str, seed: int) -> None:
     """With what happens there: early ones, wrong versions, deaths, what comes again."""
     choice = random.Random(seed)

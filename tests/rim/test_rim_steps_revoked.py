@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from raw_steps import CUT, LONG_WAIT, REVOKED, Again, Done, StepWorker, armed, has_counted, pause, two
+from raw_steps import CUT, LONG_WAIT, REVOKED, Again, Done, StepWorker, armed, pause, two, wait_until_counted
 
 from psd.checkpoint import CheckpointDirectory
 from psd.contract.errors import Draining, SessionFenced, ShardRestarted
@@ -36,7 +36,7 @@ def test_a_kick_reaches_a_step_that_waits(start: Callable[..., StepWorker]) -> N
     """And not only when its wait is over."""
     worker, other = two(start)
     worker.begin_step((1, 1), 1)
-    has_counted(start, worker, 1)
+    wait_until_counted(start, worker, 1)
 
     assert start.shard.admission.kick(0, worker.session)  # type: ignore[attr-defined]
 
@@ -283,8 +283,7 @@ def test_a_cut_in_the_midst_of_steps_has_each_block_at_the_workers_positions(sta
             if cut.waits and not cut.ready:
                 cut.ready = True
             elif cut.waits:
-                cut.position, cut.order = clock, cut.order
-                cut.ready = True
+                cut.position = clock
     snapshot = done.get()
     assert not snapshot.why_missed
     assert {page.version for page in snapshot.pages.values()} == {snapshot.cut.step}

@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 import pytest
-from raw_steps import CASE, LANES, LONG_WAIT, Again, Done, StepWorker, has_counted, pause, two
+from raw_steps import CASE, LANES, LONG_WAIT, Again, Done, StepWorker, make_first_round, pause, two, wait_until_counted
 
 from psd.contract.errors import PsdError
 
@@ -63,7 +63,7 @@ def test_scalars_that_differ_from_a_steps_are_refused_as_ever(start: Callable[..
     """The error names the worker that made the step, and what it said."""
     first, second = two(start)
     first.begin_step((1, 1), 1, scalars=(0.5, 0, 0, 0))
-    has_counted(start, first, 1)
+    wait_until_counted(start, first, 1)
 
     assert second.step((1, 1), 1, scalars=(0.25, 0, 0, 0)) == Again(CASE)
     with pytest.raises(PsdError, match=r"in round 1 worker 1 says 0.25, worker 0 said 0.5") as caught:
@@ -144,10 +144,7 @@ def test_a_step_whose_worker_hangs_up_counts_as_a_push(
     for never_armed in (False, True):
         server = cluster(1, never_armed=never_armed).shards[0]
         first, second = (StepWorker(dial(server.address), rank, 2) for rank in range(2))
-        for worker in (first, second):
-            worker.begin_call((0, 0), 0)
-        for worker in (first, second):
-            worker.end_call()
+        make_first_round(first, second)
         if never_armed:
             first.begin_call((1, 1), 1)
         else:
@@ -157,7 +154,7 @@ def test_a_step_whose_worker_hangs_up_counts_as_a_push(
         pause(waits_s)
 
         first.stream.close()
-        first.stream, first.offer = first.connect(), None
+        first.open()
         first.begin_call((1, 1), 1)
         found = second.train((3, 3), 1)
         assert first.end_call().parameters == found.parameters

@@ -12,18 +12,13 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from helpers_torch import Unlike  # noqa: E402
+from short_ways import reads_planes  # noqa: E402
 
 import psd_client.torch as psd  # noqa: E402
-from psd_client.client import worker_of  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="shards share memory with workers on Linux")
 
 STEPS = 5
-
-
-def reads_planes(ps: Any) -> bool:
-    exchange = worker_of(ps).declared
-    return exchange.parameters is not exchange.places.current
 
 
 def train(ps: Any, *, is_here: bool, overlap: Any, **options: Any) -> list[Any]:

@@ -15,25 +15,11 @@ import psd_client.torch as psd  # noqa: E402
 from psd.checkpoint import CheckpointDirectory  # noqa: E402
 from psd.contract.layout import Layout  # noqa: E402
 from psd_client import connect  # noqa: E402
-from psd_client.lanes.steps import SteppingLanes  # noqa: E402
-
-
-@pytest.fixture
-def took(monkeypatch):
-    """What has become of each step: True: taken."""
-    run, found = SteppingLanes.run, []
-
-    def watched(steps, *args):
-        found.append(run(steps, *args))
-        return found[-1]
-
-    monkeypatch.setattr(SteppingLanes, "run", watched)
-    return found
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_a_small_model_ends_in_the_same_bits_whether_armed_or_not(cluster, took, transport, dtype):
+def test_a_small_model_ends_in_the_same_bits_whether_armed_or_not(cluster, watch, transport, dtype):
     ends = []
     for never_armed in (True, False):
         with connect(cluster(2, never_armed=never_armed).servers, 0, 1, transport=transport) as ps:
@@ -43,7 +29,7 @@ def test_a_small_model_ends_in_the_same_bits_whether_armed_or_not(cluster, took,
                 backward(model, *batch(step, dtype))
                 optimizer.step()
             ends.append([value.view(torch.uint8).numpy().tobytes() for value in values(model)])
-        assert (True in took) is not never_armed
+        assert (True in watch.took) is not never_armed
 
     assert ends[0] == ends[1]
 
@@ -68,7 +54,7 @@ def trained(servers, consistency, buffers, settle):
 @pytest.mark.parametrize("shards", [1, 3])
 @pytest.mark.parametrize("buffers", ["first", "mean"])
 @pytest.mark.parametrize("consistency", ["sync", "async"])
-def test_buffers_in_checkpoints_are_those_of_the_step(cluster, took, tmp_path, consistency, buffers, shards):
+def test_buffers_in_checkpoints_are_those_of_the_step(cluster, watch, tmp_path, consistency, buffers, shards):
     """They are sent before the push that reaches the cut, which is made the long way."""
     found = []
     for never_armed in (True, False):
@@ -91,20 +77,20 @@ def test_buffers_in_checkpoints_are_those_of_the_step(cluster, took, tmp_path, c
 
     assert found[0] == found[1]
     assert {10, 20, 30} < {step for step, _ in found[1][1]}
-    assert took.count(True) > 10
+    assert watch.took.count(True) > 10
 
 
-def test_buffers_that_readers_may_want_are_sent_now_and_then(cluster, took, monkeypatch):
+def test_buffers_that_readers_may_want_are_sent_now_and_then(cluster, watch, monkeypatch):
     """By a push that is made the long way."""
     with connect(cluster(1).servers, 0, 1) as ps:
         model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
         optimizer = psd.distribute(model, SGD(model.parameters(), lr=0.1), ps=ps)
         for step in range(20):
             if step == 10:
-                assert took.count(True) > 5
-                took.clear()
+                assert watch.took.count(True) > 5
+                watch.took.clear()
                 monkeypatch.setattr("psd_client.worker.exchange.buffers.REFRESH_S", 0.0)
             model(torch.ones(2, 3)).sum().backward()
             optimizer.step()
         optimizer.close()
-    assert took == []
+    assert watch.took == []
