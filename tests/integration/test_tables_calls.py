@@ -68,7 +68,7 @@ def test_a_step_of_tensors_and_tables_is_one_call_to_each_shard(cluster: Callabl
     ids = np.arange(300)
 
     def calls() -> list[dict[str, int]]:
-        lanes = [shard.shard.lane_counts(transport).copy().calls for shard in shards.shards]
+        lanes = [shard.shard.status().counters.lanes[transport].calls for shard in shards.shards]
         return [{call: sum(lane[call].counts) for call in DATA_CALLS} for lane in lanes]
 
     with psd_client.connect(shards.servers, 0, 1, transport=transport) as ps:

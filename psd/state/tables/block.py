@@ -160,10 +160,15 @@ class TablesBlock(Trained, TablesPlace):
 
     def _see(self) -> None:
         """Take over what steps have made of the partitions. Under the lock."""
-        for partition in self.partitions:
-            partition.note(partition.store.notes())
+        updates = self.core.updates
+        try:
+            noted = [partition.store.notes() for partition in self.partitions]
+        except StoreClosed:
+            return  # the job is going back to a checkpoint: nothing more counts here
+        for partition, notes in zip(self.partitions, noted, strict=True):
+            partition.note(notes)
         self._recall()
-        self._seen = self.core.updates
+        self._seen = updates
         if isinstance(self._round, FastRowsRound):
             self._round.move_to(self.version)
 
