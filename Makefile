@@ -40,7 +40,7 @@ help:
 	@echo "make test-torchrec   TorchRec's own features, configurations and DLRM on tables, in .venv-torchrec; a minute"
 	@echo "make test-launchers   jobs over ssh, under SLURM, on Ray and for Kubernetes, as far as these are installed; Ray in .venv-launchers; ten minutes"
 	@echo "make test-stores   jobs with checkpoints at s3://, gs:// and sftp://: moto, fake-gcs-server, sshd; in .venv-stores; five minutes"
-	@echo "make test-install   sdist and wheel, installed into an empty environment of each Python that is here; a minute each"
+	@echo "make test-install   sdist and wheel, installed into empty environments of three Pythons, and the words of the README; three minutes"
 	@echo "make test-browser   psdctl dashboard in headless Chromium (Debian's package chromium), beside a real job; half a minute"
 	@echo "make chaos   the long recovery tests: dozens of kills, broken connections, full-size memory (a quarter of an hour)"
 	@echo "make jepsen  jobs that are broken in every way that we know, for SECONDS, from SEED; failures are kept in build/jepsen"

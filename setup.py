@@ -4,7 +4,8 @@ vector_operations.py, protobuf code generated from proto/.
 Every way of building runs all: `pip install .`, `pip install -e .`, wheels. Neither generated C nor generated protobuf
 modules are committed; protobuf modules are written into psd/v1/ of the source tree, where an editable install needs them.
 
-PSD_CYTHON_DEBUG=1 builds the extensions with Cython's bounds checks and with symbols, unoptimised.
+PSD_CYTHON_DEBUG=1 builds the extensions with Cython's bounds checks and with symbols, unoptimised. PSD_KERNELS=built takes
+those that are in the source tree as they are, for a further environment of the same Python: .ci/setup says when.
 """
 
 import importlib
@@ -143,11 +144,12 @@ def generate_protobuf() -> None:
         raise SystemExit(f"protoc failed with status {status}")
 
 
+ARE_BUILT = os.environ.get("PSD_KERNELS") == "built"
 # Never reuse objects that were built with other flags.
 BUILD_EXT = {"force": True, "parallel": os.cpu_count() or 1}
 setup(
-    libraries=[("psd_kernels", LIBRARY)],
-    ext_modules=EXTENSIONS,
+    libraries=[] if ARE_BUILT else [("psd_kernels", LIBRARY)],
+    ext_modules=[] if ARE_BUILT else EXTENSIONS,
     cmdclass={"build_clib": BuildClibWithHeaders, "build_ext": BuildExtWithKernels, "build_py": BuildPyWithProtobuf},
     options={"build_clib": {"force": True}, "build_ext": BUILD_EXT},
 )

@@ -33,11 +33,17 @@ KERAS_PAGES = ("docs/keras.md", "docs/jax.md", "docs/migrating.md")
 """Pages whose blocks need the environment of make test-keras."""
 
 SMALLER = {
-    '("sync", "ssp:5", "async"), 2.0,': '("sync", "ssp:5", "async"), 0.5,',
+    '("sync", "ssp:5", "async"), 2.0,': '("sync", "async"), 0.3,',
     "psd_client.local(shards=1, workers=4)": "psd_client.local(shards=1, workers=2)",
-    "(1_000, 30_000, 1_000_000)": "(1_000, 1_000_000)",
+    "(1_000, 30_000, 1_000_000)": "(1_000_000,)",
+    "STEPS, INNER_LR = 200,": "STEPS, INNER_LR = 60,",
+    "--workers 2 diloco.py each": "--workers 1 diloco.py each",
+    "--workers 2 diloco.py mean": "--workers 1 diloco.py mean",
+    '"127.0.0.1:7000", 150, 2_000_000': '"127.0.0.1:7000", 150, 500_000',
+    "(100, 200, 300, 400)": "(100, 200)",
+    "--shards 2 --workers 2 -- torchrun": "--shards 1 --workers 1 -- torchrun",
 }
-"""Sizes of what a page measures or draws, and smaller ones that show that it runs; pictures to be kept have the page's."""
+"""Sizes of what a page measures, draws or starts, and smaller ones that show that it runs; pictures to be kept have its own."""
 
 TRAINING = """\
 import sys
@@ -110,6 +116,8 @@ class PageRunner:
 
     def substituted(self, text: str) -> str:
         """The text with this machine's addresses and short data."""
+        for size, smaller in SMALLER.items():
+            text = text.replace(size, size if "PSD_PICTURES" in os.environ else smaller)
         text = re.sub(r"0\.0\.0\.0:7000(?=.*--advertise (host-[ab]):)", r"\1:7000", text)
         text = text.replace("DNS:host-a,DNS:host-b", "IP:127.0.0.1")
         text = re.sub(r"\b(host-[ab]|127\.0\.0\.1|localhost):([79]\d{3})\b", self._address, text)
@@ -119,8 +127,6 @@ class PageRunner:
         text = re.sub(
             r"^(.*)examples/mnist\.py", rf"\1{ROOT}/examples/mnist.py --steps 5 --data digits", text, flags=re.MULTILINE
         )
-        for size, smaller in SMALLER.items():
-            text = text.replace(size, size if "PSD_PICTURES" in os.environ else smaller)
         text = re.sub(r"(?<![\w/])examples/", f"{ROOT}/examples/", text)
         return re.sub(r"(?<![\w/])deploy/", f"{ROOT}/deploy/", text)
 

@@ -457,7 +457,7 @@ def test_codecs_when_the_array_is_small_then_every_work_has_a_ratio(figures_of):
 @pytest.mark.process
 def test_compression_when_it_is_measured_then_jobs_are_trained_with_and_without_and_each_step_is_verified(figures_of):
     """A residual is part of the sums: they are right but for it."""
-    small = ("--codecs", "int4", "--seeds", "1", "--epochs", "1", "--model", "mlp", "--rounds", "1", "--steps", "1")
+    small = ("--codecs", "int4", "--seeds", "1", "--epochs", "1", "--model", "1kb", "--rounds", "1", "--steps", "1")
 
     figures = figures_of("compression.py", *small)
 

@@ -11,7 +11,17 @@ import pytest
 from psd.checkpoint import CheckpointDirectory, CheckpointState
 from psd.cli.run import parse
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "linear_regression.py"
+EXAMPLE = (Path(__file__).parents[2] / "examples" / "linear_regression.py").read_text()
+
+HALTING = """
+def print(text, flush):
+    import builtins, os, signal
+    builtins.print(text, flush=flush)
+    if text.startswith("step   20 "):
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+if __name__ == """
+"""Before the example's last lines: a worker that says that it has made 20 steps makes no more until it is told to."""
 
 TRAINING = """
 import json, os, pathlib, signal, sys
@@ -105,10 +115,13 @@ def test_job_when_its_shards_are_killed_one_by_one_then_training_ends_as_if_noth
 
 @pytest.mark.process
 def test_example_when_its_shard_is_killed_while_it_runs_then_it_fits_the_line_all_the_same(job):
-    run = job(EXAMPLE.read_text(), "--workers", "2", args=("--steps", "600"))
+    """However fast its steps are: worker 0 stands still when the shard is killed, and worker 1 waits for it."""
+    halting = EXAMPLE.replace("if __name__ == ", HALTING.lstrip())
+    run = job(halting, "--workers", "2", "--lease", "300", args=("--steps", "600"))
     run.line(r"step +20 ")
 
     os.kill(run.shard_pid(0), SIGKILL)
+    os.kill(run.worker_pid(0), SIGCONT)
 
     assert run.end() == 0, run.output
     assert "shard 0 was killed by SIGKILL" in run.output

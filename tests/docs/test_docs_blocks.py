@@ -11,7 +11,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from block_runner import KERAS_PAGES, PageRunner
+from block_runner import KERAS_PAGES, SMALLER, PageRunner
 from markdown_blocks import RUN, SHOWN, Block, blocks, pages
 from source_tree import ROOT
 
@@ -41,11 +41,10 @@ def every_block() -> list[Block]:
 
 
 @pytest.mark.process
+@pytest.mark.usefixtures("later_compiler")
 @pytest.mark.parametrize("page", OURS, ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_the_blocks_of_a_page_run(page, tmp_path, request):
+def test_the_blocks_of_a_page_run(page, tmp_path):
     pytest.importorskip("torch")
-    if page != ROOT / "README.md":
-        request.getfixturevalue("later_compiler")
 
     with PageRunner(tmp_path) as runner:
         runner.run_page(page)
@@ -79,6 +78,12 @@ def test_a_block_is_run_or_says_why_not():
 
     assert unknown == []
     assert hidden == []
+
+
+def test_each_size_that_is_made_smaller_is_on_a_page():
+    texts = [block.text for block in every_block()]
+
+    assert [size for size in SMALLER if not any(size in text for text in texts)] == []
 
 
 def test_most_blocks_are_run():

@@ -65,7 +65,7 @@ def test_a_shard_is_killed_and_the_result_is_the_same(tmp_path):
         pytest.skip("the script finds the shard in /proc")
 
     steps = 80  # far more than 10, so that the shard is killed well before it has ended
-    run("docs/recording.py", "--kill-at", 10, "--out", tmp_path, "--", "--data", "digits", "--steps", steps)
+    run("docs/recording.py", "--kill-at", 10, "--out", tmp_path, "--", "--data", "digits", "--steps", steps, "--batch-size", 32)
 
     log = (tmp_path / "killed-shard.log").read_text()
     assert log.count("kill -9") == 1

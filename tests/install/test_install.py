@@ -1,7 +1,9 @@
-"""What users install: sdist and wheel as `python -m build` makes them, in an empty environment of each Python that is here; and
-the README's words, to the letter, in a checkout.
+"""What users install: sdist and wheel as `python -m build` makes them, in empty environments of the Python that runs the tests,
+of the oldest and of the newest that are here; and the README's words, to the letter, in a checkout.
 
-make test-install runs it: it builds psd once for every Python, and installs what psd needs from the package index.
+make test-install runs it: it builds psd for each of them, and installs what psd needs from the package index. Building takes
+most of the time. So the kernels are optimised in the wheel alone, not in what is built from the sdist or in the checkout.
+PyTorch is not fetched and unpacked once more: the README's words find that of the environment that runs the tests.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -24,7 +27,15 @@ import ensurepip, pathlib, sys, sysconfig, venv
 if pathlib.Path(sysconfig.get_path("include"), "Python.h").exists() and sys.prefix == sys.base_prefix:
     print(*sys.version_info[:2])
 """
-PINNED = {**os.environ, "PIP_CONSTRAINT": str(ROOT / ".ci/constraints.txt"), "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+PINNED = {
+    **os.environ,
+    "PIP_CONSTRAINT": str(ROOT / ".ci/constraints.txt"),
+    "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+    "PIP_COMPILE": "0",  # Python compiles what is imported, a small part
+    "PYTHONDONTWRITEBYTECODE": "",
+}
+BUILDING = PINNED | {"PSD_CYTHON_DEBUG": "1"}
+PIP = (sys.executable, "-m", "pip", "--python")
 
 TRAINING = """
 import importlib.metadata
@@ -59,7 +70,7 @@ if __name__ == "__main__":
 
 
 def interpreters():
-    """One interpreter of each minor version: ours, then what pyenv and uv have, then what is on the path."""
+    """Ours, the oldest and the newest, by version, of what pyenv and uv have, and what is on the path."""
     homes = [Path(os.environ.get("PYENV_ROOT", "~/.pyenv")) / "versions", Path("~/.local/share/uv/python")]
     found = [path for home in homes for path in sorted(home.expanduser().glob("*/bin/python3"))]
     found += [Path(path) for minor in range(OLDEST[1], 30) if (path := shutil.which(f"python3.{minor}"))]
@@ -67,37 +78,38 @@ def interpreters():
     for path in [OURS, *found]:
         said = subprocess.run([path, "-c", IS_USABLE], capture_output=True, text=True, check=False).stdout.split()
         if said and tuple(map(int, said)) >= OLDEST:
-            usable.setdefault(".".join(said), path)
-    return usable
+            usable.setdefault(tuple(map(int, said)), path)
+    return {
+        ".".join(map(str, version)): usable[version] for version in sorted({sys.version_info[:2], min(usable), max(usable)})
+    }
 
 
-def run(*command, cwd):
+def lend_torch(environment):
+    """Link PyTorch into an environment of the same Python, with CUDA's libraries, if it has them; pip finds it installed."""
+    (packages,) = environment.glob("lib/python*/site-packages")
+    for pattern in ("torch*", "functorch*", "nvidia*", "triton*"):
+        for path in Path(sysconfig.get_path("purelib")).glob(pattern):
+            (packages / path.name).symlink_to(path)
+
+
+def run(*command, cwd, environ=PINNED):
     done = subprocess.run(
-        command, cwd=cwd, env=PINNED, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+        command, cwd=cwd, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
     )
     assert done.returncode == 0, done.stdout
     return done.stdout
 
 
-@pytest.fixture(scope="module")
-def built(tmp_path_factory):
-    """A folder with an sdist, and a wheel that was built from it."""
-    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("built")
-    copy_tracked(source)
-    run(sys.executable, "-m", "build", "--outdir", out, source, cwd=out)
-    return out
-
-
 @pytest.mark.parametrize(("version", "python"), interpreters().items(), ids=interpreters())
 def test_install_when_the_environment_is_empty_then_everything_works(version, python, built, tmp_path):
     """The wheel where its Python is ours, else the sdist. A job is trained, stored and exported by what is installed then."""
-    run(python, "-m", "venv", "env", cwd=tmp_path)
+    run(python, "-m", "venv", "--without-pip", "env", cwd=tmp_path)
     here = tmp_path / "env/bin"
     (package,) = built.glob("*.whl" if python == OURS else "*.tar.gz")
 
-    run(here / "python", "-m", "pip", "install", "--quiet", package, cwd=tmp_path)
+    run(*PIP, here / "python", "install", "--quiet", package, cwd=tmp_path, environ=BUILDING)
 
-    run(here / "python", "-m", "pip", "check", cwd=tmp_path)
+    run(*PIP, here / "python", "check", cwd=tmp_path)
     (tmp_path / "train.py").write_text(TRAINING)
     options = ["--shards", "2", "--workers", "2", "--checkpoint-dir", "stored"]
     said = run(here / "psd-run", *options, "train.py", cwd=tmp_path)
@@ -117,16 +129,17 @@ def test_quick_start_when_it_is_followed_to_the_letter_in_a_checkout_then_it_tra
     checkout = tmp_path / "psd"
     copy_tracked(checkout)
     run(OURS, "-m", "venv", "env", cwd=tmp_path)
+    lend_torch(tmp_path / "env")
     shown = (block for block in blocks(ROOT / "README.md") if block.language in ("bash", "python"))
     install, script, start, *_ = (block for block in shown if not block.text.startswith("make "))
     assert install.text.startswith("pip install ")
     assert start.text.startswith("psd-run ")
 
-    def shell(words):
+    def shell(words, environ=PINNED):
         done = subprocess.run(
             ["bash", "-euc", f". {tmp_path}/env/bin/activate\n{words}"],
             cwd=checkout,
-            env=PINNED,
+            env=environ,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -134,7 +147,7 @@ def test_quick_start_when_it_is_followed_to_the_letter_in_a_checkout_then_it_tra
         )
         return done.returncode, done.stdout
 
-    status, said = shell(install.text)
+    status, said = shell(install.text, BUILDING)
     assert status == 0, said
     (checkout / script.title).write_text(script.text)
     status, said = shell(start.text)

@@ -7,21 +7,17 @@ import sys
 import zipfile
 
 import pytest
-from source_tree import ROOT, copy_tracked, modules
+from source_tree import ROOT, modules
 
 
 @pytest.fixture(scope="module")
-def unpacked(tmp_path_factory):
-    """A folder with the contents of a wheel that was built from a copy of the tracked files."""
-    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
-    copy_tracked(source)
-    command = [sys.executable, "-m", "pip", "wheel", str(source), "--no-deps", "--no-build-isolation", "-q", "-w", str(out)]
-    built = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert built.returncode == 0, built.stderr
-    (wheel,) = out.glob("psd-*.whl")
+def unpacked(built, tmp_path_factory):
+    """A folder with the contents of the wheel."""
+    folder = tmp_path_factory.mktemp("unpacked")
+    (wheel,) = built.glob("psd-*.whl")
     with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(out / "unpacked")
-    return out / "unpacked"
+        archive.extractall(folder)
+    return folder
 
 
 def loaded_by(unpacked, statement):

@@ -12,8 +12,14 @@ BACKEND = keras.backend.backend()
 
 collect_ignore = {
     "tensorflow": ["test_keras_on_torch.py"],
-    # What has nothing to do with Keras's backend runs once.
-    "torch": ["test_keras_on_tensorflow.py", "test_keras_examples.py", "test_keras_imports.py", "test_jax.py"],
+    # What has nothing to do with Keras's backend runs once. So do the pages: what their programs do is tested on both.
+    "torch": [
+        "test_keras_on_tensorflow.py",
+        "test_keras_docs.py",
+        "test_keras_examples.py",
+        "test_keras_imports.py",
+        "test_jax.py",
+    ],
 }[BACKEND]
 
 if BACKEND == "tensorflow":

@@ -48,11 +48,13 @@ def test_linear_regression_goes_on_where_its_checkpoint_is(tmp_path):
 
 
 def test_text_with_adadelta_is_restored(tmp_path):
-    """The loss falls, and begins in the second run where it was."""
-    options = ("--shards", "2", "--workers", "2", "--checkpoint-dir", str(tmp_path / "run"))
+    """The loss falls, and begins in the second run, of fewer workers, where it was."""
+    options = ("--shards", "2", "--checkpoint-dir", str(tmp_path / "run"))
     script = (str(ROOT / "examples/keras_text_adadelta.py"), "--length", "12", "--units", "24")
 
-    outputs = [psd_run(*options, *script, "--steps", steps) for steps in ("60", "80")]
+    outputs = [
+        psd_run("--workers", workers, *options, *script, "--steps", steps) for workers, steps in (("2", "60"), ("1", "80"))
+    ]
 
     first, second = (json.loads(output.partition("result ")[2].splitlines()[0]) for output in outputs)
     losses = [float(loss) for loss in re.findall(r"loss +(\S+)", outputs[0])]

@@ -4,8 +4,8 @@ Torch keeps its compiler out of optimizers, and loads it for that, in each progr
 itself takes. Where nothing has loaded it, nothing is compiled, and there is nothing to keep it out of. A fourth of torch's own
 time goes into what only compiling and exporting need: these modules are loaded when something asks for what is in them, or
 when the compiler is. A third goes into searches for garbage while torch is loaded and in the end, when all that it has made is
-in use: they are left out. Most programs that tests start have this folder on their path (`later_compiler` in conftest.py); the
-README's, and pytest itself, have torch as users do.
+in use: they are left out. Most programs that tests start have this folder on their path (`later_compiler` in conftest.py);
+pytest itself, and the README's program in tests/install, have torch as users do.
 
 Must not change what a program computes, or anything once the compiler is there. On the device "meta" some operations are
 unknown until then, and say so.

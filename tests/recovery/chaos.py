@@ -7,11 +7,14 @@ makes the sequence of disturbances, though not their exact instants, the same ag
 from __future__ import annotations
 
 import functools
+import operator
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -26,13 +29,15 @@ WITH_CONNECTIONS = ("grpc", "tcp")
 """Transports whose data a proxy can cut."""
 
 STEPS_BETWEEN_MAX = 3
+AHEAD_MAX = 6
+"""Steps that a job may make while what should strike after one of them has not, however fast it is."""
+STEPS_MAX = 1_000_000
 INSTANT_MAX_S = 0.03
-"""Steps of the tests' jobs take a few hundredths of a second."""
 
 
 def steps_for(kills: int, faults: int) -> int:
-    """Steps of a job that is sure to last until everything has struck."""
-    return STEPS_BETWEEN_MAX * (kills + faults) + 10
+    """Steps of a job that is sure to last until everything has struck: three are left then, at least."""
+    return STEPS_BETWEEN_MAX * (kills + faults) + AHEAD_MAX + 4
 
 
 class Chaos:
@@ -64,17 +69,22 @@ class Chaos:
         self._events = ["kill"] * kills + ["fault"] * faults
         self._random.shuffle(self._events)
         self._steps = threading.Semaphore(0)
+        self._allowed = threading.Semaphore(STEPS_BETWEEN_MAX + AHEAD_MAX)
+        self._step_ends: list[float] = []
         print(f"chaos: seed {seed}, {self._events}")  # noqa: T201 - for whoever has to repeat a failure
 
     def on_step(self) -> None:
-        """One of the workers has finished a step."""
+        """One of the workers has finished a step; it waits if it is too far ahead of what should have struck."""
+        self._step_ends.append(time.monotonic())
         self._steps.release()
+        assert self._allowed.acquire(timeout=100), f"nothing has struck; {self.kills} kills so far"
 
     def run(self) -> None:
         """Returns when everything has struck, or raises."""
         try:
             self._run()
         finally:
+            self._allowed.release(STEPS_MAX)  # the job goes on undisturbed
             self.done.set()
 
     def _run(self) -> None:
@@ -83,14 +93,22 @@ class Chaos:
                 assert self._steps.acquire(timeout=100), f"the job has stopped; {self.kills} kills so far"
             if event == "fault":
                 self._random.choice(self._proxies).arm(Fault.drawn(self._random, self._directions))
+                self._allowed.release(STEPS_BETWEEN_MAX)
                 continue
-            threading.Event().wait(self._random.random() * INSTANT_MAX_S)  # the instant itself is random
+            threading.Event().wait(self._random.random() * self._instant_max_s())  # the instant itself is random
             shard = self._random.choice(self._shards)
             shard.kill()
+            self._allowed.release(STEPS_BETWEEN_MAX)
             shard.start()
             self.kills += 1
+        self._allowed.release(STEPS_MAX)  # only a step lets a fault strike
         for proxy in self._proxies:
             proxy.wait_until_all_fired(60)
+
+    def _instant_max_s(self) -> float:
+        """The time of two steps of this job on this machine, so that an instant is in one of the next two."""
+        ends = self._step_ends[:]
+        return min(INSTANT_MAX_S, 2 * median(map(operator.sub, ends[1:], ends))) if len(ends) > 1 else 0.0
 
 
 @contextmanager

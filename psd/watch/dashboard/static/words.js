@@ -25,7 +25,7 @@ export const duration = known((seconds) => {
 export const short = known((seconds) => {
   if (seconds === 0) return "–";
   if (seconds < 0.001) return `${(seconds * 1e6).toFixed(0)} µs`;
-  if (seconds < 1) return `${(seconds * 1e3).toPrecision(3)} ms`;
+  if (seconds < 0.9995) return `${(seconds * 1e3).toPrecision(3)} ms`; // 1000 ms would have an exponent
   return duration(seconds);
 });
 
