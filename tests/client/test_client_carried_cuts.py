@@ -22,22 +22,22 @@ def test_a_cut_is_carried_to_all_shards_as_soon_as_one_has_named_it() -> None:
     """Also by a worker of a job with rounds, which says no more of it."""
     cuts = carrier()
 
-    assert not cuts.hear(0, [cut()], clock=3)  # the next push carries it
+    assert not cuts.hear(0, [cut()], clock=lambda: 3)  # the next push carries it
 
     assert list(cuts.carried()) == [cut()]
     assert not cuts.is_awaited
     other = carrier()
-    assert other.hear(0, [cut()], clock=3, by_heartbeat=True)
-    assert not other.hear(0, [cut()], clock=4, by_heartbeat=True)
+    assert other.hear(0, [cut()], clock=lambda: 3, by_heartbeat=True)
+    assert not other.hear(0, [cut()], clock=lambda: 4, by_heartbeat=True)
 
 
 def test_ready_is_said_when_all_shards_wait() -> None:
     """Nobody chooses before all workers can be told at once."""
     cuts = carrier()
 
-    assert cuts.hear(0, [cut(waits=True)], clock=3)
+    assert cuts.hear(0, [cut(waits=True)], clock=lambda: 3)
     assert (list(cuts.carried()), cuts.is_awaited) == ([cut()], True)
-    assert cuts.hear(1, [cut(waits=True)], clock=3)
+    assert cuts.hear(1, [cut(waits=True)], clock=lambda: 3)
 
     assert list(cuts.carried()) == [cut(ready=True)]
 
@@ -48,9 +48,9 @@ def test_the_position_is_the_clock_after_the_push_in_the_midst(pushing: int | No
     cuts = carrier()
     cuts.pushing = pushing
 
-    assert cuts.hear(0, [cut(waits=True, ready=True)], clock=3)
+    assert cuts.hear(0, [cut(waits=True, ready=True)], clock=lambda: 3)
     cuts.pushing = 7
-    assert not cuts.hear(0, [cut(waits=True, ready=True)], clock=8)
+    assert not cuts.hear(0, [cut(waits=True, ready=True)], clock=lambda: 8)
 
     assert [told.position for told in cuts.carried()] == [position]
 
@@ -58,14 +58,14 @@ def test_the_position_is_the_clock_after_the_push_in_the_midst(pushing: int | No
 def test_another_session_chooses_anew() -> None:
     """What is heard for the session before, or on the way into the job, is not heard at all."""
     cuts = carrier()
-    cuts.hear(0, [cut(waits=True, ready=True)], clock=9)
+    cuts.hear(0, [cut(waits=True, ready=True)], clock=lambda: 9)
     cuts.begin(0)
-    assert not cuts.hear(0, [cut(waits=True, ready=True)], clock=9, session=5)
+    assert not cuts.hear(0, [cut(waits=True, ready=True)], clock=lambda: 9, session=5)
     cuts.begin(6)
-    assert not cuts.hear(0, [cut(waits=True, ready=True)], clock=9, session=5)
+    assert not cuts.hear(0, [cut(waits=True, ready=True)], clock=lambda: 9, session=5)
     assert list(cuts.carried()) == []
 
-    cuts.hear(0, [cut(waits=True, ready=True)], clock=4, session=6)
+    cuts.hear(0, [cut(waits=True, ready=True)], clock=lambda: 4, session=6)
 
     assert [told.position for told in cuts.carried()] == [4]
 
@@ -76,7 +76,7 @@ def test_no_cut_waits_for_a_push_that_has_failed() -> None:
     cuts.pushing = 3
     cuts.set_ready(False)
     for shard in (0, 1):
-        cuts.hear(shard, [cut(waits=True)], clock=3)
+        cuts.hear(shard, [cut(waits=True)], clock=lambda: 3)
     assert list(cuts.carried()) == [cut()]
 
     cuts.set_ready(True)
@@ -88,12 +88,12 @@ def test_a_worker_that_is_not_ready_is_asked_again() -> None:
     """It had said that it was; the shards' word that all are to choose finds it setting parameters."""
     cuts = carrier()
     cuts.set_ready(False)
-    assert cuts.hear(0, [cut(waits=True, ready=True)], clock=3)
+    assert cuts.hear(0, [cut(waits=True, ready=True)], clock=lambda: 3)
     assert list(cuts.carried()) == [cut()]
     assert not cuts.is_held_to
 
     cuts.set_ready(True)
-    assert cuts.hear(0, [cut(waits=True, ready=True)], clock=3)
+    assert cuts.hear(0, [cut(waits=True, ready=True)], clock=lambda: 3)
 
     assert ([told.position for told in cuts.carried()], cuts.is_held_to) == ([3], True)
 
@@ -101,10 +101,10 @@ def test_a_worker_that_is_not_ready_is_asked_again() -> None:
 def test_what_one_shard_gives_up_all_are_told_of() -> None:
     """They would wait for it until their time is over, and shard 0 not try again."""
     cuts = carrier()
-    cuts.hear(0, [cut(waits=True)], clock=3)
-    cuts.hear(1, [cut(waits=True)], clock=3)
+    cuts.hear(0, [cut(waits=True)], clock=lambda: 3)
+    cuts.hear(1, [cut(waits=True)], clock=lambda: 3)
 
-    assert cuts.hear(1, [cut(given_up=True)], clock=3)
+    assert cuts.hear(1, [cut(given_up=True)], clock=lambda: 3)
 
     assert [told.given_up for told in cuts.carried()] == [True]
 
@@ -112,15 +112,15 @@ def test_what_one_shard_gives_up_all_are_told_of() -> None:
 def test_a_shard_that_waits_in_vain_is_told() -> None:
     """Shard 0 has taken its part, with the position of the session before, and asks for none of this one."""
     cuts = carrier()
-    cuts.hear(0, [cut(waits=True, ready=True)], clock=3)
-    cuts.hear(0, [cut()], clock=3)
-    cuts.hear(1, [cut(waits=True)], clock=3)
+    cuts.hear(0, [cut(waits=True, ready=True)], clock=lambda: 3)
+    cuts.hear(0, [cut()], clock=lambda: 3)
+    cuts.hear(1, [cut(waits=True)], clock=lambda: 3)
     assert [(told.position, told.given_up) for told in cuts.carried()] == [(3, False)]
 
     cuts.begin(session=6)
-    cuts.hear(1, [cut(waits=True)], clock=3)
+    cuts.hear(1, [cut(waits=True)], clock=lambda: 3)
     assert [told.given_up for told in cuts.carried()] == [False]
-    assert cuts.hear(0, [cut()], clock=3)
+    assert cuts.hear(0, [cut()], clock=lambda: 3)
 
     assert [told.given_up for told in cuts.carried()] == [True]
 
@@ -129,7 +129,7 @@ def test_each_shard_is_told_of_news_once() -> None:
     """What a push has told all of them rides on the next ones, but need not; a shard that was restarted is told again."""
     cuts = carrier()
     assert not cuts.are_untold
-    cuts.hear(0, [cut()], clock=3)
+    cuts.hear(0, [cut()], clock=lambda: 3)
     assert cuts.are_untold
     told = cuts.carried()
     cuts.on_told([told, None])
@@ -137,9 +137,9 @@ def test_each_shard_is_told_of_news_once() -> None:
     cuts.on_told([told, told])
     assert not cuts.are_untold
 
-    cuts.hear(0, [cut()], clock=4)
+    cuts.hear(0, [cut()], clock=lambda: 4)
     assert not cuts.are_untold, "it names what it has named before"
-    cuts.hear(1, [cut()], clock=4)
+    cuts.hear(1, [cut()], clock=lambda: 4)
     assert cuts.are_untold
     cuts.on_told([told, told])
     assert cuts.are_untold, "they were told earlier"
@@ -147,3 +147,12 @@ def test_each_shard_is_told_of_news_once() -> None:
     cuts.forget(1)
     assert cuts.are_untold
     assert (list(cuts.named_by(0)), list(cuts.named_by(1))) == ([cut()], [])
+
+
+def test_a_push_that_ends_meanwhile_is_before_the_position() -> None:
+    """It has left without it: the clock is looked at when no push can begin or end."""
+    cuts = carrier()
+
+    cuts.hear(0, [cut(waits=True, ready=True)], clock=lambda: 4 if cuts.lock.locked() else 3)
+
+    assert [told.position for told in cuts.carried()] == [4]

@@ -10,7 +10,7 @@ heartbeats share it. Must not know how messages travel.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from psd.contract.config import CUTS_MAX
 from psd.v1 import data_pb2
@@ -70,12 +70,18 @@ class CarriedCuts:
             self._on_news()
 
     def hear(
-        self, shard: int, cuts: Sequence[data_pb2.Cut], clock: int, session: int | None = None, *, by_heartbeat: bool = False
+        self,
+        shard: int,
+        cuts: Sequence[data_pb2.Cut],
+        clock: Callable[[], int],
+        session: int | None = None,
+        *,
+        by_heartbeat: bool = False,
     ) -> bool:
         """Note the cuts that a shard's reply names. True if the shards must hear news from this worker soon.
 
         Args:
-            clock: number of steps that the worker has finished.
+            clock: returns the number of steps that the worker has finished, which moves before `pushing` is cleared.
             session: the session to which the shard has replied; None: the present one.
             by_heartbeat: True if a heartbeat has brought the reply: no push may come soon that would carry a new cut.
         """
@@ -95,7 +101,7 @@ class CarriedCuts:
             has_chosen = False
             for cut in named.values():
                 if cut.ready and cut.waits and cut.id not in self._positions and not self.is_unready:
-                    position = clock if self.pushing is None else max(clock, self.pushing + 1)
+                    position = clock() if self.pushing is None else max(clock(), self.pushing + 1)
                     self._positions[cut.id] = position, cut.order
                     has_chosen = True
             if has_chosen:

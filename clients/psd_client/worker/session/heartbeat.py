@@ -139,7 +139,7 @@ class Heartbeats:
                 answer = reply()
                 waits += answer.waits
                 has_news |= self._session.cuts.hear(
-                    lane.shard, answer.cuts, self._session.clock, membership.session, by_heartbeat=True
+                    lane.shard, answer.cuts, lambda: self._session.clock, membership.session, by_heartbeat=True
                 )
                 if lane.shard == 0:
                     self._on_roster(answer)

@@ -343,7 +343,7 @@ class Session:
         cuts, has_news = self.cuts, False
         for shard, reply in replies.items():
             if cuts.are_named or reply.cuts:
-                has_news |= cuts.hear(shard, reply.cuts, self.clock)
+                has_news |= cuts.hear(shard, reply.cuts, lambda: self.clock)
         if has_news:
             self.on_cuts()
 
