@@ -437,8 +437,10 @@ class DataPlane:
                 self._pass_gate(pull, pull.clock, waiter)
             while pending:
                 state = _first_free(pending) if are_many else pending[0]
-                while not isinstance(read := self._exchange.read(state, pull), tuple):
+                read = self._exchange.read(state, pull)
+                if not isinstance(read, tuple):
                     waiter.wait(read)
+                    continue  # perhaps another block is free now
                 pending.popleft()
                 yield PulledBlock(state, read, 0, state.pull_codec, pull.held.get(state.index))
             for state in unanswered:
