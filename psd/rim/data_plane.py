@@ -36,6 +36,9 @@ from psd.v1 import data_pb2
 LENT_BYTES_MIN = 64 << 10
 """Bytes from which a round may read a gradient in the caller's memory; a smaller one is counted at once, which is cheaper."""
 
+SHARED_BLOCKS_MIN = 3
+"""Blocks of a shard from which a call passes by those at which another one is at work; with fewer, to look costs more."""
+
 _NO_VALUES: NDArray[Any] = np.empty(0, np.float32)
 
 
@@ -392,6 +395,7 @@ class DataPlane:
             tables = tables_of(push.job)
             parts, ids, memory = ahead
             rows = tables.checks.rows(parts, ids, 0, has_values=False, memory=memory)
+        are_many = push.job.block_count >= SHARED_BLOCKS_MIN
         pending: deque[Trained] = deque()
         unanswered: list[Trained] = []
         try:
@@ -423,16 +427,20 @@ class DataPlane:
                         unanswered.append(push.job.trained(block.block))
                 if block.is_followed and pull.has_rounds:
                     continue
-                while pending and (found := self._exchange.peek(_first_free(pending), pull)) is not None:
+                while pending and (
+                    (found := self._exchange.peek(_first_free(pending) if are_many else pending[0], pull)) is not None
+                ):
                     first = pending.popleft()
                     yield PulledBlock(first, found, 0, first.pull_codec, pull.held.get(first.index))
             reply = self._exchange.end_push(push)
             if pending:
                 self._pass_gate(pull, pull.clock, waiter)
             while pending:
-                state = _first_free(pending)
-                while not isinstance(read := self._exchange.read(state, pull), tuple):
+                state = _first_free(pending) if are_many else pending[0]
+                read = self._exchange.read(state, pull)
+                if not isinstance(read, tuple):
                     waiter.wait(read)
+                    continue  # perhaps another block is free now
                 pending.popleft()
                 yield PulledBlock(state, read, 0, state.pull_codec, pull.held.get(state.index))
             for state in unanswered:
