@@ -7,7 +7,7 @@ connection. It knows no files, sockets' ends or protobuf; who is armed, and when
 from __future__ import annotations
 
 from psd_core import _steps
-from psd_core._steps import BLOCKS_MAX, RankPlace, Ranks, StepConnection, Steps
+from psd_core._steps import BLOCKS_MAX, PlayedStep, RankPlace, Ranks, StepConnection, Steps
 
 SERVED_CLOSED = _steps.SERVED_CLOSED
 """StepConnection.serve has returned because the peer has gone, or is hung up on."""
@@ -23,8 +23,10 @@ SERVED_ERROR = _steps.SERVED_ERROR
 """The socket has failed."""
 
 AGAIN_REVOKED = _steps.AGAIN_REVOKED
+AGAIN_LONG_WAIT = _steps.AGAIN_LONG_WAIT
 
 __all__ = [
+    "AGAIN_LONG_WAIT",
     "AGAIN_REVOKED",
     "BLOCKS_MAX",
     "SERVED_AGAIN",
@@ -33,6 +35,7 @@ __all__ = [
     "SERVED_OTHER",
     "SERVED_TICKETS",
     "SERVED_WRONG",
+    "PlayedStep",
     "RankPlace",
     "Ranks",
     "StepConnection",
