@@ -10,7 +10,7 @@ from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy
 
 from psd_core._block cimport BlockCore
-from psd_core._block_c cimport PSD_SECONDS, integer_of, psd_block, psd_count_push, psd_now, psd_page, psd_rank, psd_ranks, psd_ring, word_of
+from psd_core._block_c cimport PSD_SECONDS, integer_of, psd_count_push, psd_now, psd_page, psd_rank, psd_ranks, psd_ring, word_of
 from psd_core._kernels_c cimport PSD_F32, dtype_of
 from psd_core._steps_c cimport *
 
@@ -104,11 +104,9 @@ cdef class Ranks:
         )
 
     def known(self, Py_ssize_t rank):
-        """All that decides what becomes of a rank's steps; tests compare it. Epoch, and the session for which it was armed, if it is;
-        session, clock and blocks of a step that was answered AGAIN, and whether it had ended."""
+        """What decides of a rank's steps, for tests: epoch; session, if it is armed; name, blocks and end of a step answered AGAIN."""
         cdef psd_rank *r = self.at(rank)
-        armed = r.session if r.epoch % 2 == 0 else None
-        return r.epoch, armed, (r.half_session, r.half_clock, r.half_blocks, r.half_has_ended) if r.half_blocks else None
+        return r.epoch, r.session if r.epoch % 2 == 0 else None, (r.half_session, r.half_clock, r.half_blocks, r.half_has_ended) if r.half_blocks else None
 
     def half(self, Py_ssize_t rank, uint64_t session, uint64_t clock):
         """Bits of the blocks, by their place among the trained ones, that have counted the push of this name in a step that was
@@ -398,10 +396,7 @@ cdef class PlayedStep:
     """One step, from a message that has come whole, piece by piece, without a socket: so tests let others go on between two pieces.
 
     begin, count for each block, end; then pin as soon as `is_reached`; or again, or abandon. Pieces return 0, or the reason for AGAIN,
-    with which the step has ended. What a store's hook has raised they raise.
-
-    Args:
-        message: STEP, with its prefix; not in memory.
+    with which the step has ended. What a store's hook has raised they raise. message: STEP, with its prefix; not in memory.
 
     Attributes:
         is_inside: it is between begin and end, and whoever revokes would wait for it. hands_back: callers' waits are to be ended.
@@ -483,7 +478,6 @@ cdef class PlayedStep:
 
     def pin(self):
         """Answer: returns the reason; versions of the blocks; how many have counted the gradient; and the blocks' bytes."""
-        cdef psd_block *b
         cdef psd_page *page
         cdef size_t i
         cdef int reason = psd_step_pin(&self.step, self.began)
@@ -491,10 +485,9 @@ cdef class PlayedStep:
             return reason, [], 0, []
         versions, values = [], []
         for i in range(self.steps.steps.blocks):
-            b = self.steps.steps.place[i].block
-            page = &b.page[self.step.page[i]]
+            page = &self.steps.steps.place[i].block.page[self.step.page[i]]
             versions.append(page.version)
-            values.append(page.body[: b.n * b.item])
+            values.append(page.body[: self.steps.steps.place[i].parameter_bytes])
         psd_step_unpin(&self.step)
         return 0, versions, (<object>self.step.counted_blocks).bit_count(), values
 

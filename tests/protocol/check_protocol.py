@@ -4,7 +4,8 @@
     python tests/protocol/check_protocol.py --only sync-fast --faults 2 --seconds 600
 
 Two workers and two shards, and at random three of each; messages are lost, repeated and late, processes die, stall and return,
-programs call again after errors, or call with another gradient; some jobs have tables beside their tensors. setting.py says
+programs call again after errors, or call with another gradient; some jobs have tables beside their tensors. Where a world
+says so, push_pulls travel as armed steps (fake_steps.py, step_serving.py), and shards also revoke them. setting.py says
 what is explored, world.py what may happen, explorer.py in which order, programs.py and invariants.py what must hold; planted.py
 has defects that it must find. green.py lets the client's threads run one at a time. A finding is told as the numbered events
 that lead to it; the exit status is 1 if there is one. If there is none, the last line of a search says how much has been seen:

@@ -89,7 +89,7 @@ def test_a_step_that_closes_a_round_and_forgets_tickets_is_found(monkeypatch: py
     story = find(SMALL)
 
     assert "wait for what cannot come: push_pull at shard" in story[0]
-    assert told_in_order(story, "again", "push_pull gradient", "waits", "step gradient")
+    assert told_in_order(story, "its step has waited", "push_pull gradient", "step gradient")
 
 
 def test_a_step_that_ignores_where_another_worker_begins_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
