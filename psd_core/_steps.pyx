@@ -104,9 +104,10 @@ cdef class Ranks:
         )
 
     def known(self, Py_ssize_t rank):
-        """What decides of a rank's steps, for tests: epoch; session, if it is armed; name, blocks and end of a step answered AGAIN."""
+        """What decides of a rank's steps, for tests: epoch; session, if armed; name, blocks and end of a step answered AGAIN."""
         cdef psd_rank *r = self.at(rank)
-        return r.epoch, r.session if r.epoch % 2 == 0 else None, (r.half_session, r.half_clock, r.half_blocks, r.half_has_ended) if r.half_blocks else None
+        half = (r.half_session, r.half_clock, r.half_blocks, r.half_has_ended) if r.half_blocks else None
+        return r.epoch, r.session if r.epoch % 2 == 0 else None, half
 
     def half(self, Py_ssize_t rank, uint64_t session, uint64_t clock):
         """Bits of the blocks, by their place among the trained ones, that have counted the push of this name in a step that was
@@ -272,8 +273,7 @@ cdef class Steps:
         """All else that decides what becomes of steps; tests compare it. Who is waited for; and of rounds from the first one on the
         round, whether its scalars differ, these, masks of who has stated them by steps, and of whom that was counted."""
         cdef psd_step_voice *v
-        cdef size_t words = self.steps.mask_words, k
-        cdef int i
+        cdef size_t words = self.steps.mask_words, k, i
         found = []
         for i in range(2):
             v = &self.steps.voice[i]
