@@ -43,6 +43,7 @@ cdef extern from "ranks.h" nogil:
         size_t count
         psd_rank *rank
     void psd_ring(psd_ranks *)
+    double psd_now()
     void psd_count_push(psd_rank *, int is_counted, uint64_t received, double weight)
 
 
@@ -67,6 +68,7 @@ cdef extern from "block.h" nogil:
         PSD_SPARE
         PSD_PUBLISHED
     ctypedef struct psd_page:
+        char *body
         uint64_t version, content, use
         psd_page_state state
     ctypedef struct psd_part_of_push:

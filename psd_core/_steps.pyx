@@ -10,7 +10,7 @@ from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy
 
 from psd_core._block cimport BlockCore
-from psd_core._block_c cimport PSD_SECONDS, integer_of, psd_count_push, psd_rank, psd_ranks, psd_ring, word_of
+from psd_core._block_c cimport PSD_SECONDS, integer_of, psd_count_push, psd_now, psd_page, psd_rank, psd_ranks, psd_ring, word_of
 from psd_core._kernels_c cimport PSD_F32, dtype_of
 from psd_core._steps_c cimport *
 from psd_core._tables cimport TablesCore
@@ -20,7 +20,7 @@ import os
 BLOCKS_MAX = PSD_STEP_BLOCKS_MAX
 SERVED_CLOSED, SERVED_OTHER, SERVED_WRONG = PSD_SERVED_CLOSED, PSD_SERVED_OTHER, PSD_SERVED_WRONG
 SERVED_AGAIN, SERVED_TICKETS, SERVED_ERROR = PSD_SERVED_AGAIN, PSD_SERVED_TICKETS, PSD_SERVED_ERROR
-AGAIN_REVOKED, AGAIN_CUT = PSD_AGAIN_REVOKED, PSD_AGAIN_CUT
+AGAIN_REVOKED, AGAIN_LONG_WAIT, AGAIN_CUT = PSD_AGAIN_REVOKED, PSD_AGAIN_LONG_WAIT, PSD_AGAIN_CUT
 
 cdef extern from *:
     """
@@ -105,6 +105,12 @@ cdef class Ranks:
             psd_take(&r.counts.accepted), psd_take(&r.counts.duplicate), pulls, psd_take(&r.counts.received),
             psd_take(&r.counts.sent), [psd_take(&r.counts.took[i]) for i in range(PSD_SECONDS)], took_s,
         )
+
+    def known(self, Py_ssize_t rank):
+        """What decides of a rank's steps, for tests: epoch; session, if armed; name, blocks and end of a step answered AGAIN."""
+        cdef psd_rank *r = self.at(rank)
+        half = (r.half_session, r.half_clock, r.half_blocks, r.half_has_ended) if r.half_blocks else None
+        return r.epoch, r.session if r.epoch % 2 == 0 else None, half
 
     def half(self, Py_ssize_t rank, uint64_t session, uint64_t clock):
         """Bits of the blocks, by their place among the trained ones, that have counted the push of this name in a step that was
@@ -281,6 +287,19 @@ cdef class Steps:
         finally:
             free(numbers)
 
+    def known(self, uint64_t first):
+        """All else that decides what becomes of steps; tests compare it. Who is waited for; and of rounds from the first one on the
+        round, whether its scalars differ, these, masks of who has stated them by steps, and of whom that was counted."""
+        cdef psd_step_voice *v
+        cdef size_t words = self.steps.mask_words, k, i
+        found = []
+        for i in range(2):
+            v = &self.steps.voice[i]
+            if v.is_there and v.round >= first:
+                scalars = [v.scalars[k] for k in range(self.steps.scalars)]
+                found.append((v.round, v.is_mixed, scalars, integer_of(v.spoke, words), integer_of(v.counted, words)))
+        return integer_of(self.steps.waited, words), self.has_gates, sorted(found)
+
     def forget_voice(self, Py_ssize_t rank):
         """Forget what a rank has said by steps of rounds that have not counted it."""
         cdef int i
@@ -396,3 +415,111 @@ cdef class StepConnection:
     def cancel(self):
         """End the waits of the step under way, and write no more to memory. From any thread."""
         psd_step_cancel(&self.connection)
+
+
+cdef class PlayedStep:
+    """One step, from a message that has come whole, piece by piece, without a socket: so tests let others go on between two pieces.
+
+    begin, count for each block, end; then pin as soon as `is_reached`; or again, or abandon. Pieces return 0, or the reason for AGAIN,
+    with which the step has ended. What a store's hook has raised they raise. message: STEP, with its prefix; not in memory.
+
+    Attributes:
+        is_inside: it is between begin and end, and whoever revokes would wait for it. hands_back: callers' waits are to be ended.
+    """
+
+    cdef psd_step step
+    cdef Steps steps
+    cdef const unsigned char[::1] message
+    cdef bytearray mask
+    cdef readonly bint is_inside
+    cdef double began
+
+    def __cinit__(self, Steps steps, Py_ssize_t rank, bytes message):
+        cdef size_t i, segments = 1
+        cdef unsigned char[::1] mask
+        steps.ranks.at(rank)
+        if <size_t>len(message) != 16 + steps.head_bytes + steps.gradient_bytes:
+            raise ValueError(f"message: {len(message)} bytes are no step of {steps.head_bytes} and {steps.gradient_bytes}")
+        for i in range(steps.steps.blocks):
+            segments = max(segments, steps.steps.place[i].block.segments)
+        self.steps, self.message, self.mask, self.began = steps, message, bytearray(segments), psd_now()
+        mask = self.mask
+        self.step.steps, self.step.rank, self.step.mask = &steps.steps, rank, &mask[0]
+        self.step.head = <const psd_step_head *>&self.message[16]
+        assert <uintptr_t>self.step.head % 8 == 0
+
+    cdef int checked(self, int reason) except -1:
+        cdef BlockCore core
+        self.is_inside = self.is_inside and not reason
+        for core in self.steps.cores:
+            if core.error is not None:
+                error, core.error = core.error, None
+                raise error
+        return reason
+
+    @property
+    def blocks(self):
+        """Number of blocks."""
+        return self.steps.steps.blocks
+
+    @property
+    def clock(self):
+        """The clock of the push."""
+        return self.step.head.clock
+
+    @property
+    def hands_back(self):
+        return self.step.hands_back != 0
+
+    def begin(self):
+        """Look whether it may be taken, and enter."""
+        self.is_inside = True
+        return self.checked(psd_step_begin(&self.step))
+
+    def count(self, size_t i):
+        """Count the gradient of a block."""
+        cdef size_t at = 16 + self.steps.head_bytes, k
+        assert self.is_inside and i < self.steps.steps.blocks
+        for k in range(i):
+            at += psd_eights(self.steps.steps.place[k].gradient_bytes)
+        return self.checked(psd_step_count(&self.step, i, &self.message[at]))
+
+    def end(self):
+        """Leave: all blocks have come."""
+        assert self.is_inside
+        psd_step_end(&self.step)
+        self.is_inside = False
+        self.checked(0)
+
+    @property
+    def is_reached(self):
+        """True if the rounds have closed."""
+        return psd_step_reached(&self.step) != 0
+
+    @property
+    def is_revoked(self):
+        """True if its epoch is not its rank's any more."""
+        return psd_see(&self.steps.ranks.at(self.step.rank).epoch) != self.step.head.epoch
+
+    def pin(self):
+        """Answer: returns the reason; versions of the blocks; how many have counted the gradient; and the blocks' bytes."""
+        cdef psd_page *page
+        cdef size_t i
+        cdef int reason = psd_step_pin(&self.step, self.began)
+        if reason:
+            return reason, [], 0, []
+        versions, values = [], []
+        for i in range(self.steps.steps.blocks):
+            page = &self.steps.steps.place[i].block.page[self.step.page[i]]
+            versions.append(page.version)
+            values.append(page.body[: self.steps.steps.place[i].parameter_bytes])
+        psd_step_unpin(&self.step)
+        return 0, versions, (<object>self.step.counted_blocks).bit_count(), values
+
+    def again(self, int reason):
+        """End it while it waits; returns the reason."""
+        return psd_step_again(&self.step, reason, 0)
+
+    def abandon(self):
+        """End it: nobody waits for the answer any more."""
+        psd_step_abandon(&self.step)

@@ -1,6 +1,6 @@
 """What `_steps.pyx` uses of armed steps, csrc/steps.h and step_loop.h."""
 
-from libc.stdint cimport int64_t, uint32_t, uint64_t
+from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 
 from psd_core._block_c cimport psd_block, psd_dtype, psd_ranks
 from psd_core._tables_c cimport psd_tables
@@ -10,6 +10,9 @@ cdef extern from "step_frames.h" nogil:
     enum:
         PSD_AGAIN_REVOKED
         PSD_AGAIN_CUT
+        PSD_AGAIN_LONG_WAIT
+    ctypedef struct psd_step_head:
+        uint64_t epoch, clock
 
 
 cdef extern from "steps.h" nogil:
@@ -21,6 +24,7 @@ cdef extern from "steps.h" nogil:
         size_t gradient_bytes, parameter_bytes, first_scalar
     ctypedef struct psd_step_voice:
         uint64_t round
+        int is_there, is_mixed
         double *scalars
         uint64_t *spoke
         uint64_t *counted
@@ -42,11 +46,25 @@ cdef extern from "steps.h" nogil:
     ctypedef struct psd_step:
         psd_steps *steps
         int64_t rank
+        const psd_step_head *head
+        uint64_t counted_blocks
+        int hands_back
+        int64_t page[PSD_STEP_BLOCKS_MAX]
+        uint8_t *mask
     int psd_steps_init(psd_steps *)
     void psd_steps_free(psd_steps *)
     int psd_steps_hear(psd_steps *, uint64_t round, int64_t rank, uint64_t since, const double *scalars, int is_alike)
     int psd_steps_stop(const psd_steps *, int64_t rank, uint64_t clock)
     int psd_steps_voice(psd_steps *, int odd, psd_step_voice *copy)
+    int psd_step_begin(psd_step *)
+    int psd_step_count(psd_step *, size_t i, const void *gradient)
+    void psd_step_end(psd_step *)
+    int psd_step_reached(const psd_step *)
+    int psd_step_pin(psd_step *, double began)
+    void psd_step_unpin(psd_step *)
+    void psd_step_abandon(psd_step *)
+    int psd_step_again(psd_step *, int reason, int is_inside)
+    size_t psd_eights(size_t)
 
 
 cdef extern from "step_loop.h" nogil:

@@ -8,7 +8,7 @@ revoked, is the caller's.
 from __future__ import annotations
 
 from psd_core import _steps
-from psd_core._steps import BLOCKS_MAX, RankPlace, Ranks, StepConnection, Steps
+from psd_core._steps import BLOCKS_MAX, PlayedStep, RankPlace, Ranks, StepConnection, Steps
 from psd_core._tables import TablesCore, TablesPlace
 
 SERVED_CLOSED = _steps.SERVED_CLOSED
@@ -24,10 +24,11 @@ SERVED_TICKETS = _steps.SERVED_TICKETS
 SERVED_ERROR = _steps.SERVED_ERROR
 """The socket has failed."""
 
-AGAIN_REVOKED, AGAIN_CUT = _steps.AGAIN_REVOKED, _steps.AGAIN_CUT
+AGAIN_REVOKED, AGAIN_LONG_WAIT, AGAIN_CUT = _steps.AGAIN_REVOKED, _steps.AGAIN_LONG_WAIT, _steps.AGAIN_CUT
 
 __all__ = [
     "AGAIN_CUT",
+    "AGAIN_LONG_WAIT",
     "AGAIN_REVOKED",
     "BLOCKS_MAX",
     "SERVED_AGAIN",
@@ -36,6 +37,7 @@ __all__ = [
     "SERVED_OTHER",
     "SERVED_TICKETS",
     "SERVED_WRONG",
+    "PlayedStep",
     "RankPlace",
     "Ranks",
     "StepConnection",

@@ -4,7 +4,8 @@
     python tests/protocol/check_protocol.py --only sync-fast --faults 2 --seconds 600
 
 Two workers and two shards, and at random three of each; messages are lost, repeated and late, processes die, stall and return,
-programs call again after errors, or call with another gradient; some jobs have tables beside their tensors. setting.py says
+programs call again after errors, or call with another gradient; some jobs have tables beside their tensors. Where a world
+says so, push_pulls travel as armed steps (fake_steps.py, step_serving.py), and shards also revoke them. setting.py says
 what is explored, world.py what may happen, explorer.py in which order, programs.py and invariants.py what must hold; planted.py
 has defects that it must find. green.py lets the client's threads run one at a time. A finding is told as the numbered events
 that lead to it; the exit status is 1 if there is one. If there is none, the last line of a search says how much has been seen:
@@ -30,7 +31,8 @@ import green
 import shard_process
 import worker_process
 from explorer import Explorer
-from setting import FAULTS, Setting
+from fake_steps import Wires
+from setting import FAULTS, OF_STEPS, Setting
 from stories import story
 from world import World
 
@@ -102,7 +104,44 @@ SETTINGS = (
 """Each with two steps of each worker. Slow heartbeats and lost disks are much to see, and have few other faults beside them.
 Those with cuts, fragments or residuals are too large to be seen whole with a fault: with one, what they have as `small` is."""
 
+_OF_ARMED = frozenset(FAULTS) - {"blank", "twice"} | frozenset(OF_STEPS)
+
+_ARMED = Setting("", has_armed=True, early_steps=2, steps=3, faults=_OF_ARMED, saves=False, small={"shards": 1})
+"""Whose workers are armed when the search begins: each has made two steps, and makes one more. It is seen whole with one shard
+of two blocks."""
+
+_STOPPED: Mapping[str, Any] = {"programs": ("push_pull_stop", "push_pull"), "successor": "push_pull_stop", "steps": 5}
+
+ARMED = (
+    _ARMED.but(name="armed-sync"),
+    _ARMED.but(name="armed-quorum", quorum=1),
+    _ARMED.but(name="armed-async", consistency="async"),
+    _ARMED.but(name="armed-ssp", consistency="ssp:1"),
+    _ARMED.but(name="armed-push-then-pull", programs=("push_then_pull", "push_pull")),
+    _ARMED.but(
+        name="armed-barrier", programs=("push_only_barrier", "push_pull_barrier"), successor="push_pull_barrier", shards=1
+    ),
+    _ARMED.but(name="armed-sum", programs=("push_pull_sum",) * 2, successor="push_pull_sum", shards=1),
+    _ARMED.but(name="armed-stop", **_STOPPED),
+    _ARMED.but(name="armed-schedule", has_schedule=True),
+    _ARMED.but(name="armed-beats", has_slow_beats=True, shards=1, faults=frozenset({"kill", "stall", "timeout", *OF_STEPS})),
+    _ARMED.but(name="armed-floors", early_steps=1, steps=4, shards=1, blocks=1, faults=frozenset({"die", *OF_STEPS})),
+    _ARMED.but(name="armed-cuts", consistency="async", cuts=1, shards=1, faults=frozenset({"pause", *_OF_CUTS, *OF_STEPS})),
+    _ARMED.but(name="armed-cuts-sync", cuts=1, shards=1, faults=frozenset({"pause", *_OF_CUTS, *OF_STEPS})),
+    _ARMED.but(
+        name="armed-readers",
+        consistency="async",
+        reads=1,
+        shards=1,
+        programs=("push_pull",),
+        faults=frozenset({"pause", *_OF_CUTS, *OF_STEPS}),
+    ),
+    _ARMED.but(name="armed-lost-disks", shards=1, faults=frozenset({"blank", "die", "lose", *OF_STEPS})),
+)
+"""Worlds with fast aggregation whose push_pulls travel as armed steps. All other ones never arm: `steps_of` says why."""
+
 _LARGE = Setting("", shards=3, blocks=4, steps=4, programs=("push_pull",) * 3, budget=6, faults=frozenset(FAULTS) - {"blank"})
+_LARGE_ARMED = _LARGE.but(has_armed=True, faults=_LARGE.faults | {*OF_STEPS})
 _MIXED = ("push_then_pull", "push_pull", "push_only")
 
 WALKS = (
@@ -138,6 +177,10 @@ WALKS = (
     _LARGE.but(name="tables", tables=2),
     _LARGE.but(name="tables-exact", tables=2, aggregation="exact"),
     _LARGE.but(name="tables-async", tables=2, consistency="async"),
+    _LARGE_ARMED.but(name="armed-sync-large"),
+    _LARGE_ARMED.but(name="armed-quorum-large", quorum=2),
+    _LARGE_ARMED.but(name="armed-async-large", consistency="async"),
+    _LARGE_ARMED.but(name="armed-ssp-large", consistency="ssp:2"),
 )
 """Larger worlds, through which to walk at random. So large a norm is measured, and never clips."""
 
@@ -156,6 +199,7 @@ def exploring(setting: Setting) -> Iterator[World]:
                 yield world
             finally:
                 world.close()
+                Wires.close()
     finally:
         logging.disable(logging.NOTSET)
 
@@ -172,8 +216,9 @@ def explore(
     with exploring(setting) as world:
         explorer = Explorer(world, report=report, seconds=seconds, states_max=states_max, seed=seed)
         explorer.run()
+        setup_actions = SETUP_ACTIONS if len(setting.programs) > 1 else 0
         told = [
-            "\n".join((*finding.wrong, *story(world, finding.actions, from_step=SETUP_ACTIONS)))
+            "\n".join((*finding.wrong, *story(world, finding.actions, from_step=setup_actions)))
             for finding in explorer.findings
         ]
         return explorer, told
@@ -193,7 +238,7 @@ def walk(setting: Setting, seeds: Iterable[int]) -> tuple[Explorer, list[str]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Explore what can happen to psd's protocol.")
-    parser.add_argument("--only", metavar="NAME", help=f"one of: {', '.join(setting.name for setting in SETTINGS)}")
+    parser.add_argument("--only", metavar="NAME", help=f"one of: {', '.join(setting.name for setting in (*SETTINGS, *ARMED))}")
     parser.add_argument("--faults", type=int, default=2, help="that may strike in one run, at most (default: 2)")
     parser.add_argument(
         "--seconds",
@@ -203,7 +248,7 @@ def main() -> int:
     )
     parser.add_argument("--seed", type=int, default=0, help="of the order in which faults are tried (default: 0)")
     args = parser.parse_args()
-    settings = [setting for setting in SETTINGS if args.only in (None, setting.name)]
+    settings = [setting for setting in (*SETTINGS, *ARMED) if args.only in (None, setting.name)]
     walks = [setting for setting in WALKS if args.only in (None, setting.name)]
     if not settings and not walks:
         parser.error(f"--only: there is no setting {args.only!r}")

@@ -53,8 +53,9 @@ class Explorer:
             that is cut short has seen some of everything.
 
     Attributes:
-        states, steps: that were found; taken. depth: of the longest path. findings. strikes: by number of faults, the states in
-            which the last of them has just struck: how many there are, and how many have been followed to all their ends.
+        world: that is searched. states, steps: that were found; taken. depth: of the longest path. findings.
+        strikes: by number of faults, the states in which the last of them has just struck: how many there are, and how many
+            have been followed to all their ends.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class Explorer:
         states_max: int = 0,
         seed: int = 0,
     ) -> None:
-        self._world = world
+        self.world = world
         self._invariants = Invariants(world)
         self._restores = Restores(world, lambda other: Explorer(other, states_max=world.setting.restores))
         self._report = report
@@ -116,8 +117,9 @@ class Explorer:
         return self._now > self._until
 
     def set_up(self) -> tuple[State, Chain]:
-        """All workers have joined, declared and pulled, one after the other; cuts that are early are announced."""
-        world = self._world
+        """All workers have joined, declared and pulled, one after the other; steps and cuts that are early are
+        made and announced."""
+        world = self.world
         state, chain = world.initial(), None
         for process in range(len(world.setting.programs)):
             while not (state.workers[process].view.options or state.workers[process].view.is_begun):
@@ -130,11 +132,20 @@ class Explorer:
                 assert not result.wrong, result.wrong
                 state, chain = result.state, (chain, free[0])
         assert all(state.modes[p] == ON and state.workers[p].view.is_begun for p in range(len(world.setting.programs)))
+        while behind := [p for p in range(len(world.setting.programs)) if self._is_early(state, p)]:
+            free = [a for a, cost in world.options(state, with_faults=False) if not cost and _process_of(a) in behind]
+            result = world.take(state, free[0])
+            assert not result.wrong, result.wrong
+            state, chain = result.state, (chain, free[0])
         for _ in range(world.setting.early_cuts):
             result = world.take(state, ("announce", 0))
             assert not result.wrong, result.wrong
             state, chain = result.state, (chain, ("announce", 0))
         return state, chain
+
+    def _is_early(self, state: State, process: int) -> bool:
+        """True if a worker has yet to make a step that comes before all others."""
+        return state.workers[process].view.clock < self.world.setting.early_steps
 
     def walk(self, seed: int) -> None:
         """Follow one run to its end: in each state an action that is drawn, mostly one that is no fault."""
@@ -151,10 +162,10 @@ class Explorer:
                 return
             is_fault = kinds and (not free or drawn.random() < FAULTS_SHARE)
             action, cost = drawn.choice(kinds[drawn.choice(sorted(kinds))]) if is_fault else (drawn.choice(free), 0)
-            result = self._world.take(state, action)
-            if result.lost and cost < left and "late" in self._world.setting.faults and drawn.random() < LATE_SHARE:
+            result = self.world.take(state, action)
+            if result.lost and cost < left and "late" in self.world.setting.faults and drawn.random() < LATE_SHARE:
                 action, cost = ("+late", action), cost + 1
-                result = self._world.take(state, action)
+                result = self.world.take(state, action)
             self.steps += 1
             left -= cost
             state, chain = result.state, (chain, action)
@@ -169,13 +180,13 @@ class Explorer:
         """The actions that are possible, with their costs, and those that cost nothing; finds what is wrong."""
         self.states += 1
         self.depth = max(self.depth, depth)
-        options = self._world.options(state, with_faults=with_faults)
+        options = self.world.options(state, with_faults=with_faults)
         free = [action for action, cost in options if not cost]
         if not any(self._invariants.must_happen(state, action) for action in free):
-            options += [(action, 0) for action in self._world.overdue(state)]
-            free += self._world.overdue(state)
+            options += [(action, 0) for action in self.world.overdue(state)]
+            free += self.world.overdue(state)
         wrong = self._invariants.check(state, free)
-        if self._world.setting.restores:
+        if self.world.setting.restores:
             wrong += self._restores.check(state, self._invariants.sure(state))
         if wrong:
             self._find(chain, wrong)
@@ -186,16 +197,16 @@ class Explorer:
         is_last = layer == self._budget
         options, free = self._look(state, chain, depth, with_faults=not is_last)
         if is_last and options:
-            options = [(action, 0) for action in persistent(self._world, state, free)]
+            options = [(action, 0) for action in persistent(self.world, state, free)]
         while options:
             action, cost = options.pop()
-            result = self._world.take(state, action)
+            result = self.world.take(state, action)
             self.steps += 1
             if result.wrong:
                 self._find((chain, action), result.wrong)
                 continue
             after = layer + cost
-            if result.lost and after < self._budget and "late" in self._world.setting.faults:
+            if result.lost and after < self._budget and "late" in self.world.setting.faults:
                 options.append((("+late", action), cost + 1))
             key = hash(result.state)
             known = self._seen.get(key)
@@ -211,7 +222,7 @@ class Explorer:
 
     def summary(self) -> str:
         """How far the search is."""
-        automata = (*self._world.workers, *self._world.shards)
+        automata = (*self.world.workers, *self.world.shards)
         return (
             f"{self._now - self._began:6.0f} s: {self.states} states, {self.steps} steps, depth {self.depth}; {self.extent()}; "
             f"the processes have {[len(automaton.nodes) for automaton in automata]} states, after "
@@ -228,6 +239,11 @@ class Explorer:
                 parts.append(f"{faults} faults: {followed} of the {count} states in which the last one has struck")
         parts += [f"{faults} faults: nothing" for faults in range(len(self.strikes), self._budget + 1)]
         return ", ".join(parts)
+
+
+def _process_of(action: Action) -> int:
+    """The worker whose call an action goes on with; -1: none."""
+    return action[1] if action[0] == "deliver" else action[2][0] if action[0] == "go" else -1
 
 
 def actions_of(chain: Chain) -> tuple[Action, ...]:

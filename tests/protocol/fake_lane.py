@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from fake_steps import FakeStepping
 from numpy.typing import NDArray
 from wire import Outcome, Request
 
@@ -31,6 +32,11 @@ class Asks(Protocol):
         """Blocks have come."""
         ...
 
+    @property
+    def peer(self) -> int:
+        """Its number, where steps are armed; else -1."""
+        ...
+
 
 class FakeLane(Lane):
     """One worker's way to one shard."""
@@ -40,12 +46,23 @@ class FakeLane(Lane):
     def __init__(self, shard: int, process: Asks) -> None:
         super().__init__(shard, f"10.0.0.{shard + 1}:7000")
         self._process = process
+        self.stepping = FakeStepping(shard, process) if process.peer >= 0 else None
 
     def __repr__(self) -> str:
         return f"lane {self.shard}"
 
     def ask(self, method: str, request: Any, reply: type[Any], call: Call, *, is_wait: bool = False) -> Any:
         return reply.FromString(self._process.ask(self.shard, _request(method.lower(), request), call.scope).body)
+
+    def _ask_bulk(self, request: Request, call: Call) -> Outcome:
+        """Ask over the connection that carries steps, too; the answer may offer some."""
+        stepping = self.stepping
+        if not isinstance(stepping, FakeStepping):
+            return self._process.ask(self.shard, request._replace(wants_steps=False), call.scope)
+        stepping.begin_call()
+        outcome = self._process.ask(self.shard, request._replace(process=self._process.peer), call.scope)
+        stepping.take_offer(outcome.offer)
+        return outcome
 
     def leave(self, request: control_pb2.LeaveRequest, timeout_s: float) -> None:
         del timeout_s
@@ -70,18 +87,19 @@ class FakeLane(Lane):
         raise NotImplementedError("these workers load none")
 
     def push(self, part: GradientPart, call: Call) -> data_pb2.PushReply:
-        outcome = self._process.ask(self.shard, _request("push", part.header, _gradients(part)), call.scope)
+        outcome = self._ask_bulk(_request("push", part.header, _gradients(part)), call)
         return data_pb2.PushReply.FromString(outcome.body)
 
     def pull(self, request: data_pb2.PullRequest, blocks: Sequence[Block], parameters: FlatBuffers, call: Call) -> None:
-        outcome = self._process.ask(self.shard, _request("pull", request), call.scope)
+        outcome = self._ask_bulk(_request("pull", request), call)
         assert len(outcome.versions) == len(blocks) + (parameters.layout.tables_block(self.shard) is not None)
         self._process.received(outcome.versions)
 
     def push_pull(
         self, part: GradientPart, parameters: FlatBuffers, call: Call, ahead: RowsAhead | None = None
     ) -> data_pb2.PushReply:
-        outcome = self._process.ask(self.shard, _request("push_pull", part.header, _gradients(part)), call.scope)
+        asked = _request("push_pull", part.header, _gradients(part))._replace(wants_steps=part.wants_steps)
+        outcome = self._ask_bulk(asked, call)
         self._process.received(outcome.versions)
         return data_pb2.PushReply.FromString(outcome.body)
 

@@ -42,12 +42,13 @@ class Fiber(greenlet):
 
 
 class Fibers:
-    """The fibers of one process, which has a number."""
+    """The fibers of one process, which has a number. owner: that process, for stand-ins that find it by the fiber that runs."""
 
     active: ClassVar[Fibers | None] = None
 
     def __init__(self, number: int = 0) -> None:
         self.number = number
+        self.owner: Any = None
         self._ready: deque[tuple[Fiber, Any]] = deque()
         self.alive: list[Fiber] = []
         self.is_over = False

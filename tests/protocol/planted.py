@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from step_serving import WatchedRanks
 
 from psd.rim.data_plane import DataPlane
 from psd.state.aggregation.agreement import Agreement, Voice
@@ -19,10 +20,12 @@ from psd.state.aggregation.small_block import SmallBlock
 from psd.state.cuts.positions import Positions
 from psd.state.desks.exchange import Exchange
 from psd.state.desks.settlement import SettlementDesk
+from psd.state.desks.steps import StepDesk
 from psd.state.desks.transfers import Pull, Push
 from psd.state.durability.client_states import ClientStates
 from psd.state.job import Job
 from psd.state.tables.block import TablesBlock
+from psd.state.workers.membership import Membership
 from psd.v1 import data_pb2
 from psd_client.lanes.transport import Call, GradientPart, Lane
 from psd_client.worker.exchange.data_requests import DataRequests
@@ -289,3 +292,42 @@ def newest_page(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         BlockState, "at_version", lambda block, version, whose, take: at_version(block, block.version, whose, take)
     )
+
+
+# -- defects that armed steps could have -----------------------------------------------------------------------------------
+
+
+def no_second_look_at_the_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that has looked at its epoch goes on, whatever is revoked before it counts: nobody who revokes waits for it."""
+    revoke = WatchedRanks.revoke
+
+    def hasty(ranks: WatchedRanks) -> None:
+        door = WatchedRanks.door()
+        if door is None or not door.are_inside:
+            revoke(ranks)
+
+    monkeypatch.setattr(WatchedRanks, "revoke", hasty)
+
+
+def repeat_counted_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A push that is made in place of a step counts, although the step has been counted."""
+    contribute = SmallBlock.contribute
+
+    def again(block: SmallBlock, part: Contribution) -> Outcome:
+        outcome = contribute(block, part)
+        is_half = block._members.ranks.half(part.rank, part.session, part.clock)
+        if outcome is Outcome.DUPLICATE and is_half:
+            return contribute(block, part._replace(clock=part.clock + 1))
+        return outcome
+
+    monkeypatch.setattr(SmallBlock, "contribute", again)
+
+
+def close_that_forgets_tickets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that closes a round tells nobody who waits for that by a ticket."""
+    monkeypatch.setattr(StepDesk, "end_waits", lambda desk, job, rank: None)
+
+
+def floor_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker is armed also while another one has joined that begins at a later round: its steps go on without that one."""
+    monkeypatch.setattr(Membership, "is_settled", lambda members, round_: True)

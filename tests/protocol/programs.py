@@ -25,6 +25,8 @@ from psd_client.worker.rows import Gradients
 MAY_GO_ON = (WaitTimeout, ShardUnavailable)
 Seen = tuple[int, tuple[tuple[int, int], ...]]
 
+STEPS_BEFORE_STOP = 3
+
 ERRORS_MAX = 2
 """After which a program ends: the checker's runs must, too."""
 
@@ -192,7 +194,7 @@ class Program:
 
     def _write(self, gradient: int) -> None:
         assert self.ps is not None
-        if self.setting.cuts or self.setting.stored_by:
+        if (self.setting.cuts and self.setting.saves) or self.setting.stored_by:
             self.ps.declared.client_state.state = b"%d" % gradient
         part = self.parts.get(gradient, 0)
         for block, view in enumerate(self.ps.gradients.views):
@@ -377,6 +379,15 @@ def stop_push_pull(program: Program) -> None:
     push_pull(program)
 
 
+def push_pull_stop(program: Program) -> None:
+    """One call per step; the end of the job is asked for after the third one."""
+    while program.goes_on:
+        gradient = program.new_gradient()
+        _until_it_is_done(program, lambda: program.push_pull(gradient))  # noqa: B023 - called at once
+        if program.steps_made == STEPS_BEFORE_STOP:
+            _until_it_is_done(program, program.stop)
+
+
 _MAY = ("again", "other", "end")
 
 
@@ -407,5 +418,6 @@ SCRIPTS: dict[str, Callable[[Program], None]] = {
     "push_pull_barrier": push_pull_barrier,
     "push_pull_sum": push_pull_sum,
     "stop_push_pull": stop_push_pull,
+    "push_pull_stop": push_pull_stop,
 }
-MEETING = ("push_only_barrier", "push_pull_barrier", "push_pull_sum", "stop_push_pull")
+MEETING = ("push_only_barrier", "push_pull_barrier", "push_pull_sum", "stop_push_pull", "push_pull_stop")

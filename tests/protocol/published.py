@@ -33,6 +33,7 @@ class History:
     Attributes:
         updates: by block, the gradients of each update, in their order. of_tables: likewise by table.
         payloads: by block, the compressed gradients that its updates have. wrong: broken invariants that were seen.
+        waited_in: returns the mask of the ranks that a round waits for, by what the shard knows of its workers now.
     """
 
     def __init__(self, setting: Setting, shard: int) -> None:
@@ -46,6 +47,7 @@ class History:
         self._rows: dict[int, Any] = {}
         self._begun: dict[int, set[int]] = {}  # by table, what it had at version 0, from a checkpoint
         self.wrong: list[str] = []
+        self.waited_in: Callable[[int], int] = lambda _: 0
 
     def seed(self, shard: Shard) -> None:
         """A shard goes on from a checkpoint, with what is in its blocks and its tables."""
@@ -154,7 +156,17 @@ class History:
         ranks = [self._ranks[gradient // GRADIENTS_MAX] for gradient in counts]
         if self._setting.has_rounds and len(set(ranks)) < len(ranks):
             self.wrong.append(f"{what}, update {version}: one worker has two gradients in it, of {sorted(counts)}")
+        # A round of one part has nobody's gradient in blocks of others.
+        if self._setting.has_rounds and self._setting.aggregation == "fast" and not self._setting.parts:
+            self._check_closed(what, version, set(ranks))
         updates.append(tuple(sorted(counts)))
+
+    def _check_closed(self, what: str, version: int, ranks: set[int]) -> None:
+        """A round has closed with everybody for whom it waits, or with the quorum."""
+        waited = {rank for rank in range(len(self._setting.programs)) if self.waited_in(version - 1) >> rank & 1}
+        needed = len(waited | ranks)
+        if len(ranks) < min(self._setting.quorum or needed, needed):
+            self.wrong.append(f"{what}, update {version}: it has closed with {sorted(ranks)}, and waits for {sorted(waited)}")
 
     def on_read(self, block: int, version: int, values: Any, clock: int) -> None:
         """A worker at `clock` is sent a version of a block."""
@@ -227,24 +239,31 @@ def watch_cores(arena: Any, on_publish: Callable[..., None]) -> None:
 
 
 class WatchedCore:
-    """The core of a small block, which tells what it publishes by itself."""
+    """The core of a small block, which tells what it publishes by itself. watched: the core."""
 
     def __init__(self, core: BlockCore, arena: Any, slot: int, on_publish: Callable[[Any, Any, int], None]) -> None:
-        self._watched = core
+        self.watched = core
         self._arena = arena
         self._slot = slot
         self._on_publish = on_publish
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._watched, name)
+        return getattr(self.watched, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("watched", "_arena", "_slot", "_on_publish"):
+            super().__setattr__(name, value)
+        else:
+            setattr(self.watched, name, value)
 
     def contribute(self, *arguments: Any) -> int:
-        return self._call(lambda: self._watched.contribute(*arguments))
+        return self.watching(lambda: self.watched.contribute(*arguments))
 
     def close_round(self) -> int:
-        return self._call(self._watched.close_round)
+        return self.watching(self.watched.close_round)
 
-    def _call(self, call: Callable[[], int]) -> int:
+    def watching(self, call: Callable[[], int]) -> int:
+        """The outcome of a call that may publish."""
         before = self._arena.current(self._slot)
         try:
             return call()

@@ -1,11 +1,11 @@
 """Partial-order reduction: which actions are enough to look at in a state in which no more faults can strike.
 
 In a calm state no call can fail for good: whoever takes part is known to every shard, or is just coming in with nobody beside
-it of its rank; nobody is suspended, sleeps, or has the choice; and nothing is under way but calls, the leases of those who are
-gone, and a round's grace, whose end is an event of shard 0 as any call there. Then no call is given up, and what happens at one
-shard has no part in what happens at another until a worker has both answers. If every worker has a call at a shard, nothing new
-can come to that shard before one of them has been served: what can happen there next, taken alone, is a persistent set
-(Godefroid 1996). Every end that can be reached is reached through it.
+it of its rank; nobody is suspended, sleeps, or has the choice; and nothing is under way but calls, the leases of those who
+are gone, the patience of steps that wait, and a round's grace, whose end is an event of shard 0 as any call there. Then no
+call is given up, and what happens at one shard has no part in what happens at another until a worker has both answers. If
+every worker has a call at a shard, nothing new can come to that shard before one of them has been served: what can happen
+there next, taken alone, is a persistent set (Godefroid 1996). Every end that can be reached is reached through it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _is_calm(world: World, state: State, free: Sequence[Action]) -> bool:
     return len(set(ranks)) == len(ranks) and all(_is_settled(world, state, process) for process in active)
 
 
-_CALM = ("deliver", "go", "expire", "grace")
+_CALM = ("deliver", "go", "long", "expire", "grace")
 
 
 def _is_settled(world: World, state: State, process: int) -> bool:

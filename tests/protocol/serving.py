@@ -5,7 +5,7 @@ The desks are the real ones: ControlService and DataPlane, with the real Waiter 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import green
 from green import Fiber
 from published import History
+from step_serving import LANE, StepDoor, StepWait
 from wire import Outcome, Request
 
 from psd.rim.calls import Waiter
@@ -93,16 +94,19 @@ class Handler:
     def is_ready(self) -> bool:
         """True if it may go on."""
         awaits = None if self.fiber is None else self.fiber.awaits
+        if isinstance(awaits, StepWait):
+            return awaits.is_ready
         return isinstance(awaits, Paused) or (isinstance(awaits, TicketFuture) and awaits.is_done)
 
 
 class Desks:
     """What one life of a shard serves requests with."""
 
-    def __init__(self, shard: Shard, history: History) -> None:
+    def __init__(self, shard: Shard, history: History, ranks: Sequence[int]) -> None:
         self._shard = shard
         self._history = history
-        self._plane = DataPlane(shard, "grpc")
+        self.door = StepDoor(shard, history, dict(enumerate(ranks)))
+        self._plane = DataPlane(shard, LANE)
         self._control = ControlService(
             shard,
             None,  # type: ignore[arg-type]  # errors are not made statuses here
@@ -123,8 +127,13 @@ class Desks:
             "rollback": (control.rollback, control_pb2.RollbackRequest),
         }
 
-    def serve(self, request: Request, context: Any, blocks_max: int | None) -> Outcome:
-        """The outcome of a request, of whose blocks only so many come; raises what it is refused with."""
+    def serve(self, request: Request, context: Any, blocks_max: int | None, *, is_late: bool) -> Outcome:
+        """The outcome of a request, of whose blocks only so many come; raises what it is refused with.
+
+        is_late: the connection by which it has come is an earlier one of its worker's.
+        """
+        if not is_late:
+            self.door.on_call(request)
         if request.kind in self._unary:
             method, message = self._unary[request.kind]
             return Outcome(_bytes(method(message.FromString(request.body), context)))
@@ -143,12 +152,23 @@ class Desks:
             case "push_pull":
                 header = data_pb2.PushHeader.FromString(request.body)
                 answers = self._plane.push_pull(header, _pushed(request, blocks_max), Waiter(self._shard, context))
-                return self._answer(answers, header.clock + 1)
+                outcome = self._answer(answers, header.clock + 1)
+                return outcome if is_late else outcome._replace(offer=self.door.offer(request, header))
             case "pull":
                 pull = data_pb2.PullRequest.FromString(request.body)
                 return self._answer(self._plane.pull(pull, Waiter(self._shard, context)), pull.clock)
             case kind:
                 raise AssertionError(kind)
+
+    def take_step(self, request: Request, on_piece: Callable[[], None], is_hung_up: Callable[[], bool]) -> Outcome:
+        """The outcome of an armed step."""
+        if request.process not in self.door.armed:
+            raise Broken("there is no such connection")
+        outcome = self.door.take(request, on_piece, is_hung_up)
+        if outcome is None:
+            self.door.end(request)
+            raise Broken("the worker has gone")
+        return outcome
 
     def _answer(self, answers: Iterator[PulledBlock | data_pb2.PushReply], clock: int) -> Outcome:
         body, versions = b"", []

@@ -17,12 +17,15 @@ from psd_client.worker.exchange.sent_push import JobPart
 from psd_core.distinct import shard_of
 
 FAULTS = ("lose", "late", "cut", "pause", "timeout", "kill", "crash", "outage", "blank", "die", "stall", "twice", "suspend")
-"""lose: a reply is lost, or the connection breaks while the call waits. late: the connection breaks while the request is still
-on its way, which comes later, or never. cut: it breaks in the middle of the request. pause: the shard's thread that serves a
-request has to wait before it takes a lock. timeout: a wait for others ends by its deadline. kill: a shard dies between two
-requests, and is soon back. crash: in the middle of one. outage: it stays away for longer than leases, and perhaps than workers
-try again. blank: it has lost its arena, too. die: a worker dies, and has a successor. stall: a worker does nothing for longer
-than its lease. twice: its successor is started meanwhile. suspend: a shard does nothing for longer than leases."""
+OF_STEPS = ("revoke", "unarmed")
+"""lose: a reply is lost, or the connection breaks while the call waits. late: the connection breaks while the request is
+still on its way, which comes later, or never. cut: it breaks in the middle of the request. pause: the shard's thread that
+serves a request has to wait before it takes a lock. timeout: a wait for others ends by its deadline. kill: a shard dies
+between two requests, and is soon back. crash: in the middle of one. outage: it stays away for longer than leases, and
+perhaps than workers try again. blank: it has lost its arena, too. die: a worker dies, and has a successor. stall: a
+worker does nothing for longer than its lease. twice: its successor is started meanwhile. suspend: a shard does nothing
+for longer than leases. Of armed steps also, revoke: a shard takes no more steps of a worker for a reason of its own.
+unarmed: a worker is not armed by a reply that might have done so."""
 
 GRADIENTS_MAX = 6
 """Of one process."""
@@ -49,6 +52,9 @@ class Setting:
         early_cuts: how many of these it announces before the first step, and not at any moment.
         reads: how many readers come, who call the shards one after the other. restores: of the worlds that go on from the
             checkpoints that are stored, on other shards, so many states are looked at; see restored_worlds.py.
+        has_armed: push_pulls travel as armed steps where shards offer that. early_steps: so many each worker makes at first,
+            one after the other, as far as they can; then all are armed.
+        saves: workers save with each push which gradient it has; such a push is no step.
         is_published: the job trains nothing; each round sets all tensors to what its one worker puts. Its readers ask shard 0
             how far it is, and then all shards for that version.
         stored_by: this is such a world, and so many shards have stored its checkpoint.
@@ -78,6 +84,9 @@ class Setting:
     early_cuts: int = 0
     reads: int = 0
     restores: int = 0
+    has_armed: bool = False
+    early_steps: int = 0
+    saves: bool = True
     is_published: bool = False
     stored_by: int = 0
     lease_s: float = 10.0

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import green
+import step_serving
 from canonical import Walker
 from cut_parts import CutParts
 from green import Fiber, Fibers
@@ -20,6 +21,7 @@ from published import History, notes_of, watch_cores
 from serving import Broken, Context, Desks, GreenTicket, Handler, Paused
 from setting import Setting
 from shard_view import Key, ShardTold, ShardView
+from step_serving import StepDoor
 from wire import UNREACHED, Numbers, Outcome
 
 from psd.checkpoint import CheckpointDirectory
@@ -126,12 +128,21 @@ def stand_ins() -> list[tuple[Any, str, Any]]:
         assert ShardProcess.active is not None
         return ShardProcess.active.next_incarnation()
 
+    def first_epoch() -> int:
+        assert ShardProcess.active is not None
+        return ShardProcess.active._incarnations
+
+    def door() -> StepDoor | None:
+        desks = ShardProcess.active._desks if ShardProcess.active is not None else None
+        return desks.door if desks is not None else None
+
     return [
         (state_core, "Ticket", GreenTicket),
         (locks, "new", lambda level, index=0, _own=None: PausingLock(new_lock(level, index))),
         (state_core, "drawn_integer", drawn_incarnation),
         (state_restoration, "drawn_integer", drawn_incarnation),
         (state_shard, "Storage", WatchedStorage),
+        *step_serving.stand_ins(door, first_epoch),
     ]
 
 
@@ -166,6 +177,7 @@ class ShardProcess:
         self._fuse = self._burnt = self.locks_held = self._locks = 0
         self._crash_points: dict[bytes, int] = {}
         self.history = History(setting, index)
+        self.history.waited_in = self._waited_in
         self.cut_parts = CutParts(setting, index, files, directory.with_name(f"{directory.name}-stored"))
         self._shard: Shard | None = None
         self._desks: Desks | None = None
@@ -190,7 +202,8 @@ class ShardProcess:
             crash_point=self._crash_point,
             directory=CheckpointDirectory(self._checkpoints) if self._checkpoints else None,
         )
-        self._desks = Desks(self._shard, self.history)
+        self._shard.steps._can_arm = self._setting.has_armed  # by the clock it would not
+        self._desks = Desks(self._shard, self.history, [rank for rank, _ in self._setting.processes])
         self.cut_parts.begin(self._shard, config)
         if self._setting.stored_by and self._lives == 1:
             self.history.seed(self._shard)
@@ -255,6 +268,11 @@ class ShardProcess:
 
     def on_lock(self) -> None:
         """A lock is about to be taken."""
+        self.on_piece()
+        self.locks_held += 1
+
+    def on_piece(self) -> None:
+        """A call is about to take a lock, or a step its next piece."""
         fiber = green.getcurrent()
         if self.locks_held == 0 and isinstance(fiber, Fiber):
             handler = next((each for each in self._handlers.values() if each.fiber is fiber), None)
@@ -264,7 +282,6 @@ class ShardProcess:
                 if handler.locks_left and handler.locks_taken == handler.locks_left:
                     handler.locks_left = 0
                     green.park(Paused())
-        self.locks_held += 1
 
     # -- events --------------------------------------------------------------------------------------------------------
 
@@ -308,6 +325,8 @@ class ShardProcess:
                 self._fibers.wake(self._fiber(key))
             case ("expire", rank):
                 self._expire(rank)
+            case ("revoke", rank):
+                shard.steps.revoke(rank)
             case ("grace",):
                 shard.settlement._coordinator()._grace._began = 0.0  # long ago
                 shard.settlement.decide_due()
@@ -368,7 +387,10 @@ class ShardProcess:
 
         def serve() -> None:
             try:
-                outcome = desks.serve(request, handler.context, blocks_max)
+                if request.kind == "step":
+                    outcome = desks.take_step(request, self.on_piece, lambda: handler.is_hung_up)
+                else:
+                    outcome = desks.serve(request, handler.context, blocks_max, is_late=key[1] == "late")
             except Broken:
                 outcome = UNREACHED
             except PsdError as error:
@@ -409,8 +431,13 @@ class ShardProcess:
             told=tuple(self.cut_parts.told),
             can_be_read=self._shard is not None and self.cut_parts.can_be_read,
             holds=self._shard is not None and self.cut_parts.holds,
+            armed=self._desks.door.armed_ranks if self._desks is not None and self._setting.has_armed else (),
             is_graced=self._shard is not None and self._shard.settlement.due_in() is not None,
         )
+
+    def _waited_in(self, round_: int) -> int:
+        members = self._shard._core.membership if self._shard is not None else None
+        return members.waited_in(round_) if members is not None else 0
 
     def key(self, view: ShardView) -> bytes:
         return repr(view).encode() + self.walked().key()
@@ -430,6 +457,8 @@ class ShardProcess:
         walker.walk([core, self._shard.admission._last_session, members is None or members._last_tick is None])
         if self._setting.cuts or self._setting.reads:
             walker.walk(self._shard.cuts)
+        if self._setting.has_armed and self._desks is not None:
+            walker.walk(self._desks.door.known([self._fiber(key) for key in sorted(self._handlers)]))
         for key, handler in sorted(self._handlers.items()):
             walker.walk((key, handler.request, handler.is_hung_up))
             walker.fiber(self._fiber(key))

@@ -33,6 +33,7 @@ class ShardView(NamedTuple):
         handlers: keys of waiting calls; True: it may go on. live: by rank, the live session, else 0.
         history, ahead, carried: see History. cuts: parts of cuts that are complete. announced, reads: how many cuts, readers.
         told: what readers of a publication have heard here. can_be_read: a reader finds something.
+        armed: ranks whose steps it takes.
         holds: it holds pushes for a cut. is_graced: the open round has its quorum, and waits on for others.
     """
 
@@ -52,3 +53,4 @@ class ShardView(NamedTuple):
     can_be_read: bool = False
     holds: bool = False
     is_graced: bool = False
+    armed: tuple[int, ...] = ()

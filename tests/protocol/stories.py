@@ -12,6 +12,7 @@ from setting import counts_in
 from wire import Outcome, Request
 from world import Action, State, World
 
+from psd.contract.wire import Kind
 from psd.v1 import control_pb2, data_pb2
 
 _MESSAGES: dict[str, Any] = {
@@ -35,8 +36,12 @@ _HOW = {
     "cut": "; the connection breaks in the middle, after {} block(s)",
     "pause": "; its thread has to wait before its lock {}",
     "timeout": "; its deadline passes",
+    "unarmed": "; it offers no steps",
     "crash": "; the shard is killed at its crash point {}, and restarted",
 }
+
+
+_AGAIN = struct.pack("<I", Kind.AGAIN)
 
 
 def dump(actions: Iterable[Action]) -> str:
@@ -105,8 +110,12 @@ def tell(world: World, state: State, action: Action, result: Any) -> str:
             asked = f"{_name(world, process)} -> shard {slot[0]}: {_request(world.requests[number])}{how}"
             return f"{asked}{_answer(world, state, action)}"
         case ("go", shard, (process, _), *variant):
-            lost = "; the connection breaks before that" if variant else ""
+            lost = "; the connection breaks before that" if variant == ["lose"] else "; it offers no steps" if variant else ""
             return f"shard {shard} answers {_name(world, process)}{lost}{_answer(world, state, action)}"
+        case ("long", shard, (process, _)):
+            return f"shard {shard} answers {_name(world, process)} again: its step has waited"
+        case ("revoke", shard, rank):
+            return f"shard {shard} takes no more steps of worker {rank}"
         case ("late", shard, number):
             return f"late -> shard {shard}: {_request(world.requests[number])}"
         case ("expire", shard, rank):
@@ -148,14 +157,26 @@ def _answer(world: World, state: State, action: Action) -> str:
     outcome: Outcome = world.outcomes[told.replies[0][1]]
     if outcome.reason:
         return f" = {outcome.reason} {outcome.detail if outcome.detail != '{}' else ''}".rstrip()
-    return f" = versions {dict(outcome.versions)}" if outcome.versions else " = done"
+    offer = ", and offers steps" if outcome.offer else ""
+    if outcome.body[:4] == _AGAIN:
+        return " = again"
+    return f" = versions {dict(outcome.versions)}{offer}" if outcome.versions else " = done"
 
 
 def _gradients(payload: bytes) -> Iterable[int]:
     return counts_in(struct.unpack("<d", payload)[0]) if len(payload) == 8 else gradients_sent(payload)
 
 
+def _step(message: bytes) -> str:
+    epoch, session, clock = struct.unpack_from("<QQQ", message, 16)
+    (value,) = struct.unpack("<d", message[-8:])
+    gradients = ", ".join(map(str, counts_in(value)))
+    return f"step gradient {gradients} clock {clock} (session {session}, epoch {epoch % 256} of {epoch >> 8})"
+
+
 def _request(request: Request) -> str:
+    if request.kind == "step":
+        return _step(request.body)
     message = _MESSAGES[request.kind].FromString(request.body)
     words = [request.kind]
     if request.kind in ("push", "push_pull"):

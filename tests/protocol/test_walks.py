@@ -16,7 +16,7 @@ SEEDS = int(os.environ.get("PSD_TEST_SEEDS", "1"))
 NAMED = {setting.name: setting for setting in WALKS}
 IN_OTHERS = (
     *("sync", "quorum", "norms", "async", "ssp:2", "parts", "parts-exact", "fragments", "tables"),
-    *("residuals", "residuals-exact", "residuals-quorum"),
+    *("residuals", "residuals-exact", "residuals-quorum", "armed-quorum-large", "armed-ssp-large"),
 )
 """Left to `make check-protocol`: all that these have is in others, two things at a time."""
 

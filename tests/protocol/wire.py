@@ -18,11 +18,15 @@ class Request(NamedTuple):
     Attributes:
         kind: the lane's method. body: the message. blocks: of a push: index, the frame without its payload, payload; or of
             initial values: index, nothing, payload.
+        process: of a bulk call in a world with armed steps, by whose connection it comes; of others -1. wants_steps: it asks
+            for an offer. A step has its whole message as `body`.
     """
 
     kind: str
     body: bytes
     blocks: tuple[tuple[int, bytes, bytes], ...] = ()
+    process: int = -1
+    wants_steps: bool = False
 
 
 class Outcome(NamedTuple):
@@ -30,7 +34,7 @@ class Outcome(NamedTuple):
 
     Attributes:
         body: the reply, if it has one. versions: of the blocks in the answer. reason, text, detail: of the error, as on the
-        wire.
+        wire. offer: of steps, beside the reply to a push_pull. Of a step the body is the whole message.
     """
 
     body: bytes = b""
@@ -38,6 +42,7 @@ class Outcome(NamedTuple):
     reason: str = ""
     text: str = ""
     detail: str = "{}"
+    offer: bytes = b""
 
     @classmethod
     def of_error(cls, error: PsdError) -> Outcome:

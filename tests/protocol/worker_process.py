@@ -12,9 +12,11 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+import fake_steps
 import green
 from canonical import Walker
 from fake_lane import FakeLane
+from fake_steps import PendingStep
 from green import Fiber, Fibers, Sleep
 from programs import Program, Seen
 from setting import Setting
@@ -108,6 +110,7 @@ def stand_ins() -> list[tuple[Any, str, Any]]:
         ),
         (ending, "remember", lambda worker: None),
         (ending, "close_in_thread", lambda worker: None),
+        *fake_steps.stand_ins(),
     ]
 
 
@@ -119,7 +122,8 @@ class WorkerProcess:
         self._requests = requests
         self._outcomes = outcomes
         self._fibers = Fibers(process + 1)
-        self._calls: dict[Slot, tuple[int, Fiber]] = {}
+        self._fibers.owner = self
+        self._calls: dict[Slot, tuple[int, Fiber | PendingStep]] = {}
         self._cancelled: list[tuple[Slot, int]] = []
         self._options: tuple[str, ...] = ()
         self._chooser: Fiber | None = None
@@ -136,8 +140,11 @@ class WorkerProcess:
             case ("start",):
                 self._fibers.spawn(lambda: self.program.run(self._connect), "op")
             case ("reply", slot, outcome):
-                _, fiber = self._calls.pop(slot)
-                self._fibers.wake(fiber, self._outcomes[outcome])
+                _, asks = self._calls.pop(slot)
+                if isinstance(asks, PendingStep):
+                    asks.take(self._outcomes[outcome])
+                else:
+                    self._fibers.wake(asks, self._outcomes[outcome])
             case ("wake", slot):
                 self._fibers.wake(self._sleeper(slot))
             case ("give up", slot):
@@ -211,6 +218,26 @@ class WorkerProcess:
             fiber.last_shard = shard
             raise error
         return outcome
+
+    @property
+    def peer(self) -> int:
+        """See fake_lane.Asks."""
+        return self._fibers.number - 1 if self._setting.has_armed else -1
+
+    def send_step(self, shard: int, message: bytes) -> PendingStep:
+        """Send a step, by the connection of this process."""
+        slot, pending = (shard, "op"), PendingStep()
+        assert slot not in self._calls, f"two calls at once from {slot}"
+        number = self._requests.of(Request("step", message, process=self.peer))
+        self._calls[slot] = (number, pending)
+        return pending
+
+    def abandon_step(self, shard: int) -> None:
+        """End the connection over which a step may be under way."""
+        slot = (shard, "op")
+        if slot in self._calls and isinstance(self._calls[slot][1], PendingStep):
+            number, _ = self._calls.pop(slot)
+            self._cancelled.append((slot, number))
 
     def beat(self, shard: int, request: Request) -> Callable[[], Outcome]:
         """See fake_lane.Asks."""

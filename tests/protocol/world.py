@@ -15,16 +15,13 @@ from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 from automaton import Automaton, Node
+from first_checkpoint import memory_directory, write_checkpoint
 from setting import Setting
 from shard_process import ShardProcess
 from shard_view import ShardTold
 from wire import UNREACHED, Numbers, Request
 from worker_process import Slot, Told, WorkerProcess, WorkerView
-
-from psd.checkpoint import BlockPart, CheckpointDirectory, Cut
-from psd.contract.layout import Layout
 
 Action = tuple[Any, ...]
 
@@ -76,7 +73,7 @@ class World:
         self.outcomes = Numbers()
         self.files = Numbers()
         self.unreached = self.outcomes.of(UNREACHED)
-        self.directory = Path(tempfile.mkdtemp(prefix="psd-protocol-", dir=_memory()))
+        self.directory = Path(tempfile.mkdtemp(prefix="psd-protocol-", dir=memory_directory()))
         if setting.has_checkpoint and not checkpoints:
             checkpoints = write_checkpoint(setting, self.directory / "checkpoints")
         self._checkpoints = checkpoints
@@ -105,6 +102,10 @@ class World:
             (OFF,) * len(self.workers),
             tuple(automaton.root for automaton in self.shards),
         )
+
+    def without_offer(self, outcome: int) -> int:
+        """The same answer, which offers no steps."""
+        return self.outcomes.of(self.outcomes[outcome]._replace(offer=b""))
 
     # -- what can happen -----------------------------------------------------------------------------------------------
 
@@ -148,7 +149,9 @@ class World:
                 yield ("cut", blocks)
         event = ("call", (process, slot[1]), number, None)
         _, told = self.shards[slot[0]].step(state.shards[slot[0]], event)
-        if not told.replies and request.kind not in ("join", "leave"):
+        if told.replies and self.outcomes[told.replies[0][1]].offer:
+            yield ("unarmed",)
+        if not told.replies and request.kind not in ("join", "leave", "step"):
             yield ("timeout",)
         for point in told.crash_points:
             yield "crash", point
@@ -221,12 +224,27 @@ class World:
                 yield ("go", shard, key), 0
                 if "lose" in faults:
                     yield ("go", shard, key, "lose"), 1
+                if "unarmed" in faults:
+                    _, told = self.shards[shard].step(node, ("go", key))
+                    if told.replies and self.outcomes[told.replies[0][1]].offer:
+                        yield ("go", shard, key, "unarmed"), 1
+            elif self._is_step(state, key, shard):
+                yield ("long", shard, key), 0
         for rank, session in enumerate(view.live):
             if session and self._may_expire(state, shard, rank, session):
                 yield ("expire", shard, rank), 0
+        for rank in view.armed if "revoke" in faults else ():
+            yield ("revoke", shard, rank), 1
         for fault in ("kill", "outage", "blank", "suspend"):
             if fault in faults:
                 yield (fault, shard), 1
+
+    def _is_step(self, state: State, key: Any, shard: int) -> bool:
+        """True if a call that a shard has not answered is a step, which waits for its round but for a moment."""
+        process, thread = key
+        calls = dict(state.workers[process].view.calls) if process < len(state.workers) else {}
+        number = calls.get((shard, thread))
+        return number is not None and self.requests[number].kind == "step"
 
     def overdue(self, state: State) -> list[Action]:
         """What happens if nothing else does: cuts for which pushes are held are given up."""
@@ -319,7 +337,12 @@ class _Step:
                 self.late.remove((shard, number))
                 self.arrive_late(shard, number)
             case ("go", shard, key, *variant):
-                self.go(shard, key, is_lost=bool(variant))
+                self.go(shard, key, variant[0] if variant else "")
+            case ("long", shard, key):
+                told = self.shard_event(shard, ("time out", key))
+                self.reply(key[0], (shard, key[1]), told.replies[0][1])
+            case ("revoke", shard, rank):
+                self.shard_event(shard, ("revoke", rank))
             case ("expire", shard, rank):
                 self.shard_event(shard, ("expire", rank))
             case ("read", shard):
@@ -377,6 +400,9 @@ class _Step:
             if outcome is None:
                 self.shard_event(shard, ("hang up", key))
             outcome = self.world.unreached
+        elif kind == "unarmed":
+            assert outcome is not None
+            outcome = self.world.without_offer(outcome)
         elif kind == "timeout":
             assert outcome is None
             outcome = self.shard_event(shard, ("time out", key)).replies[0][1]
@@ -390,11 +416,13 @@ class _Step:
         if not told.replies:
             self.shard_event(shard, ("hang up", key))
 
-    def go(self, shard: int, key: Any, *, is_lost: bool) -> None:
+    def go(self, shard: int, key: Any, how: str) -> None:
         told = self.shard_event(shard, ("go", key))
         process, thread = key
+        is_lost = how == "lose"
         if told.replies:
-            self.reply(process, (shard, thread), self.world.unreached if is_lost else told.replies[0][1])
+            outcome = self.world.unreached if is_lost else told.replies[0][1]
+            self.reply(process, (shard, thread), self.world.without_offer(outcome) if how == "unarmed" else outcome)
         elif is_lost and any(each == key for each, _ in self.shards[shard].view.handlers):
             self.shard_event(shard, ("hang up", key))
             self.reply(process, (shard, thread), self.world.unreached)
@@ -455,32 +483,3 @@ class _Step:
         """True if a first process has joined, or is gone."""
         view = self.workers[process].view
         return self.modes[process] != OFF and (view.options == ("go",) or view.is_begun)
-
-
-def write_checkpoint(setting: Setting, directory: Path) -> str:
-    """Store a job in which nothing has happened yet; where."""
-    checkpoints, layout = CheckpointDirectory(str(directory)), Layout(setting.spec, setting.shards)
-    cut = Cut("a1", 0, 0, "run", 5.0, layout)
-    nothing = np.zeros(len(setting.programs), np.uint64)
-    for shard in range(setting.shards):
-        parts = [
-            BlockPart(
-                space=block.space,
-                offset=block.offset,
-                length=block.length,
-                version=0,
-                parameter=np.zeros(block.length, block.dtype),
-                slots={},
-                steps=np.zeros(len(block.segment_ends), np.uint64),
-                sessions=nothing,
-                clocks=nothing,
-            )
-            for block in layout.blocks_of(shard)
-        ]
-        checkpoints.write_part(cut, shard, parts, worker_clocks={}, client_states={})
-    assert checkpoints.complete(cut)
-    return str(directory)
-
-
-def _memory() -> str | None:
-    return "/dev/shm" if Path("/dev/shm").is_dir() else None
