@@ -101,7 +101,7 @@ class ArmedSteps:
         clock, number = session.clock, self._membership.session
         session.pushing = clock  # from now on the position that is chosen in a cut lies behind this push
         took = None
-        if not session.cuts.are_named:
+        if not session.cuts.are_named or session.cuts.are_told:
             since = self._attendance.since(number, clock)
             took = self.offered.run(number, clock, since, weight, scalars, present)
         if took:

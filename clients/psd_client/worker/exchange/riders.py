@@ -115,16 +115,20 @@ class CutRider(Rider):
 
     def __init__(self, session: Session) -> None:
         self._session = session
+        self._written: dict[int, Sequence[data_pb2.Cut]] = {}  # by shard, in the last header
 
-    def write_to(self, _shard: int, header: data_pb2.PushHeader) -> None:
+    def write_to(self, shard: int, header: data_pb2.PushHeader) -> None:
         """Write the present cuts: a push that is sent again may say more about them."""
         cuts = self._session.cuts
         if cuts.are_named:
-            header.cuts.extend(cuts.carried())
+            self._written[shard] = cuts.carried()
+            header.cuts.extend(self._written[shard])
 
     def hear(self, sent: SentPush) -> None:
         """Note the cuts that each shard names. The push has ended, so positions can be chosen again."""
         self._session.hear_cuts(sent.replies)
+        if self._session.cuts.are_named:
+            self._session.cuts.set_told([self._written.get(shard) for shard in sent.replies])
         if self._session.cuts.is_unready:
             self._session.cuts.set_ready(True)
 

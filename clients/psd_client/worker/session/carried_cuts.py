@@ -10,7 +10,7 @@ heartbeats share it. Must not know how messages travel.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from psd.contract.config import CUTS_MAX
 from psd.v1 import data_pb2
@@ -25,7 +25,7 @@ class CarriedCuts:
     Attributes:
         lock: guards changes of `pushing`, which is set before a push's header is made, and cleared when the push has ended.
         pushing: the clock of a push that a shard may still lack, or may lose before its round has closed.
-        are_named: True if shards have named cuts.
+        are_named: True if the last replies of shards name cuts.
         is_unready: True while no position is chosen, because the call that sends a push has failed, and the program may take
             its time; or because it sets parameters.
     """
@@ -38,6 +38,7 @@ class CarriedCuts:
         self._positions: dict[str, tuple[int, int]] = {}  # with the cut's order, which shard 0 stated when it said to choose
         self._passed_over: set[int] = set()  # shards that may have asked for a position when the worker was not ready
         self._carried: Sequence[data_pb2.Cut] | None = ()  # None: to be made anew
+        self._last_told: Sequence[data_pb2.Cut] | None = None  # by the last push, if all shards the same
         self.pushing: int | None = None
         self.is_unready = self.are_named = False
 
@@ -65,7 +66,7 @@ class CarriedCuts:
         """Forget the cuts that a shard has named, because it was restarted: its new incarnation does not know them."""
         with self.lock:
             self._named.pop(shard, None)
-            self._carried, self.are_named = None, bool(self._named)
+            self._carried, self.are_named = None, any(self._named.values())
 
     def hear(
         self, shard: int, cuts: Sequence[data_pb2.Cut], clock: int, session: int | None = None, *, by_heartbeat: bool = False
@@ -87,7 +88,7 @@ class CarriedCuts:
             self._passed_over.discard(shard)
             before, known = self._awaited(), self._ids()
             self._named[shard], self._carried = named, None
-            self.are_named = True
+            self.are_named = any(self._named.values())
             is_new = by_heartbeat and not named.keys() <= known
             after = self._awaited()
             has_chosen = False
@@ -121,6 +122,17 @@ class CarriedCuts:
     def _all_wait(self, cut_id: str) -> bool:
         waiting = [cuts[cut_id].waits for cuts in self._named.values() if cut_id in cuts]
         return len(waiting) == self._shard_count and all(waiting)
+
+    def set_told(self, told: Iterable[Sequence[data_pb2.Cut] | None]) -> None:
+        """Note what the push that has ended has told each shard, as `carried` gave it."""
+        carried = self._carried
+        self._last_told = carried if all(each is carried for each in told) else None
+
+    @property
+    def are_told(self) -> bool:
+        """True if the last push has told all shards of the cuts, and nothing has changed since."""
+        carried = self._carried
+        return carried is not None and carried is self._last_told
 
     @property
     def is_awaited(self) -> bool:
