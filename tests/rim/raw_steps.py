@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import select
 import socket
 import struct
 import threading
@@ -19,7 +20,7 @@ from raw_client import SGD, RawWorker, spec
 from psd.contract.errors import error_from
 from psd.contract.jobspec import JobSpec
 from psd.contract.layout import Layout
-from psd.contract.wire import Kind, Stream
+from psd.contract.wire import PREFIX, Kind, Stream
 from psd.v1 import bulk_pb2, control_pb2, data_pb2, job_pb2
 
 HEAD = struct.Struct("<QQQQdII")
@@ -273,6 +274,17 @@ class StepWorker(RawWorker):
             parameters.append(np.frombuffer(payload, plan.dtype, plan.length, at).tolist())
             at += eights(plan.nbytes)
         return Done(clock, counted, duplicate, versions, parameters)
+
+    def is_answered(self, wait_s: float) -> bool:
+        """True if an answer has come, within so long. That the shard lives is none."""
+        sock = self.stream.socket
+        if not select.select([sock], [], [], wait_s)[0]:
+            return False
+        front = sock.recv(PREFIX.size, socket.MSG_PEEK)
+        if len(front) < PREFIX.size or PREFIX.unpack(front)[0] != Kind.ALIVE:
+            return True
+        sock.recv(PREFIX.size)
+        return False
 
     def step(self, values: Sequence[Values], clock: int, **named: Any) -> Done | Again:
         self.begin_step(values, clock, **named)
