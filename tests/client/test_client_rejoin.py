@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from client_faults import Thread, until
 from fake_world import World
 
 from psd.contract.errors import CheckpointFailed, PsdError, RolledBack, SessionFenced, ShardUnavailable, StateLost
 from psd.state.life import Life
 from psd.v1 import control_pb2
+from psd_client.lanes.transport import Cancelled
 
 
 @pytest.fixture
@@ -328,3 +331,34 @@ def test_go_back_when_a_shard_cannot_read_the_checkpoint_then_is_told(world: Wor
 
     with pytest.raises(CheckpointFailed, match="no network"):
         world.session.go_back(lambda: None)
+
+
+def test_leave_when_it_fences_a_call_then_nobody_joins_again(world: World) -> None:
+    """Another thread waited in the call; nobody would end the session it began, and others would wait for that one."""
+    caller = world.session.caller(0)
+    world.session.leave()
+    with pytest.raises(SessionFenced) as caught:
+        world.shards[0]._core.check_caller(caller)
+
+    with pytest.raises(Cancelled):
+        world.session.rejoin(caught.value)
+
+    assert world.seen_as() == [("FINISHED", caller.session)] * 2
+
+
+@pytest.mark.parametrize("shard", [0, 1])
+def test_leave_when_another_thread_is_joining_then_that_session_ends_too(world: World, shard: int) -> None:
+    error, leaving = fence(world), []
+
+    def leave() -> None:
+        leaving.append(Thread(world.session.leave))
+        until(lambda: world.session.has_left)
+
+    world.faults.run_before("join", shard=shard, action=leave)
+    with contextlib.suppress(Cancelled):  # it may have declared itself by then, or not
+        world.session.rejoin(error)
+    leaving[0].result()
+
+    sessions = [world.worker(shard).session for shard in range(2)]
+    assert world.seen_as() == [("FINISHED", sessions[0])] * 2
+    assert sessions[0] > 1

@@ -8,6 +8,7 @@ not be reached, it is made anew before the next operation. Must not know how cal
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Mapping
 from types import TracebackType
@@ -47,6 +48,7 @@ class Session:
         pushing: the clock of a push that a shard may still lack, or may lose before its round has closed. Until then heartbeats
             report no later clock, because rounds do not wait for a worker that has gone beyond them.
         is_leaving: the worker waits for the round of its last push to close, and does nothing more after that.
+        has_left: `leave` was called: from then on nothing joins.
         has_failed: the worker tells shards when it leaves: False: it has finished. True: its program ends with an error.
         decisions: exact aggregation: shard 0's latest decisions, for the next push and pull.
         sits_out: the job chooses who takes part in a round, and when this worker asked last it was not chosen for the open one.
@@ -76,7 +78,8 @@ class Session:
         self.orders = FollowedOrders(config.rank)
         self.push_ids_max = 1
         self.stored_state = b""
-        self.is_leaving = self.has_failed = False
+        self.is_leaving = self.has_left = self.has_failed = False
+        self._joining = threading.Lock()  # held while a session begins
         self.rejoins = 0
 
     def caller(self, shard: int) -> job_pb2.Caller:
@@ -138,6 +141,12 @@ class Session:
         self._enter()
 
     def _join(self) -> None:
+        with self._joining:
+            if self.has_left:
+                raise Cancelled
+            self._begin_session()
+
+    def _begin_session(self) -> None:
         self._is_entered = False
         self.cuts.begin(0)
         try:
@@ -339,9 +348,16 @@ class Session:
             self.on_cuts()
 
     def leave(self) -> None:
-        """Tell every shard that this worker has ended. Failures are logged; where that is not heard, the lease runs out."""
+        """Tell every shard that this worker has ended. Failures are logged; where that is not heard, the lease runs out.
+
+        Calls of other threads learn from the shards that the session has ended: `has_left` keeps them from beginning another.
+        """
+        self.has_left = True
+        timeout_s = LEAVE_FAILED_TIMEOUT_S if self.has_failed else LEAVE_TIMEOUT_S
+        deadline = time.monotonic() + timeout_s
+        if self._joining.acquire(timeout=timeout_s):  # a session that has just begun ends as well
+            self._joining.release()
         known_as = self.memberships.end()
-        deadline = time.monotonic() + (LEAVE_FAILED_TIMEOUT_S if self.has_failed else LEAVE_TIMEOUT_S)
         left_at = time.time()
 
         def leave_at(lane: Lane) -> None:
