@@ -123,3 +123,25 @@ def test_a_shard_that_waits_in_vain_is_told() -> None:
     assert cuts.hear(0, [cut()], clock=3)
 
     assert [told.given_up for told in cuts.carried()] == [True]
+
+
+def test_cuts_are_told_once_a_push_has_told_all_shards_of_them_as_they_are() -> None:
+    """Until shards say something else: they go on naming the last cuts, and armed steps carry none."""
+    cuts = carrier()
+    cuts.hear(0, [cut()], clock=3)
+    assert not cuts.are_told
+    carried = cuts.carried()
+    cuts.set_told([carried, None])
+    assert not cuts.are_told, "the second shard has not had it"
+
+    cuts.set_told([carried, cuts.carried()])
+    assert cuts.are_told
+    cuts.hear(0, [cut()], clock=4)
+    assert cuts.are_told
+
+    cuts.hear(1, [cut(waits=True)], clock=5)
+    assert not cuts.are_told
+    cuts.set_told([carried, carried])
+    assert not cuts.are_told, "nor has any what is new"
+    cuts.forget(1)
+    assert not cuts.are_told
