@@ -12,6 +12,9 @@ TEST_PROCESSES ?= 5
 SECONDS ?= 600
 SEED ?= 1
 PROTOCOL_SECONDS ?= 60
+STEP_SEQUENCES ?= 10003
+STEP_KILLS ?= 200
+DAMAGED_STEPS ?= 100000
 BIN := .venv/bin
 BIN_KERAS := .venv-keras/bin
 INSTALLED := .venv/.psd-installed
@@ -27,14 +30,14 @@ INSTALLED_TORCHREC := .venv-torchrec/.psd-installed
 SOURCES := pyproject.toml setup.py .ci/setup .ci/constraints.txt \
 	$(wildcard proto/psd/v1/*.proto psd_core/*.pyx psd_core/_c_headers.py psd_core/rules.py psd_core/_vector_rows.py psd_core/vector_operations.py psd_core/csrc/*)
 
-.PHONY: help setup demo docs pictures check test test-keras test-trainers test-torchrec test-launchers test-stores test-install test-browser chaos jepsen check-protocol fuzz bench lint clean
+.PHONY: help setup demo docs pictures check test test-keras test-trainers test-torchrec test-launchers test-stores test-install test-browser chaos jepsen check-protocol check-steps fuzz bench lint clean
 
 help:
 	@echo "make demo    train the MNIST example synchronously and asynchronously on 2 shards x 2 workers"
 	@echo "make docs    the pages of docs/ as a site, in build/site"
 	@echo "make pictures   the charts and timelines of README and docs, from the tables of docs/performance.md"
 	@echo "make check   lint and the quick tests: what to run while one works; a minute on two cores"
-	@echo "make test    lint and run all tests but those of the next nine; twelve minutes on two cores"
+	@echo "make test    lint and run all tests but those of the next ten; twelve minutes on two cores"
 	@echo "make test-keras   the tests of the Keras and JAX faces, in an environment of their own with TensorFlow, .venv-keras"
 	@echo "make test-trainers   transformers' Trainer, PEFT, TRL, Accelerate and Lightning on shards, in .venv-trainers; three minutes"
 	@echo "make test-torchrec   TorchRec's own features, configurations and DLRM on tables, in .venv-torchrec; a minute"
@@ -45,6 +48,7 @@ help:
 	@echo "make chaos   the long recovery tests: dozens of kills, broken connections, full-size memory (a quarter of an hour)"
 	@echo "make jepsen  jobs that are broken in every way that we know, for SECONDS, from SEED; failures are kept in build/jepsen"
 	@echo "make check-protocol   the real client and shards in every order of a small world's events, with one fault, for PROTOCOL_SECONDS each with two, and at random in larger worlds (two hours)"
+	@echo "make check-steps   armed steps: STEP_SEQUENCES random sequences against pushes, STEP_KILLS of shards under load, DAMAGED_STEPS under AddressSanitizer, threads under ThreadSanitizer (hours)"
 	@echo "make fuzz    every decoder, and lives of a state directory, with FUZZ_EXAMPLES random inputs each, 2000 by default: up to half an hour"
 	@echo "make bench   the dense step against other systems, latency, overlap, kernels: tables of ratios, in 3 minutes on a quiet machine"
 	@echo "make lint    ruff and mypy alone"
@@ -170,6 +174,17 @@ jepsen: $(INSTALLED)
 # What `make test` has for some hundred states, with one fault: all of them; with two: for a while.
 check-protocol: $(INSTALLED)
 	@$(BIN)/python tests/protocol/check_protocol.py --seconds $(PROTOCOL_SECONDS)
+
+# What `make test` has in short forms; how to repeat a sequence that fails is in its name. All run, whichever failed before.
+check-steps: $(INSTALLED)
+	@status=0; \
+	PSD_STEP_SEQUENCES=$(STEP_SEQUENCES) PSD_STEP_KILLS=$(STEP_KILLS) $(BIN)/python -m pytest --timeout 0 \
+		tests/rim/test_rim_steps_alike.py tests/rim/test_rim_steps_killed.py $(PYTEST_FLAGS) || status=$$?; \
+	PSD_STEP_PUSHES=5000 .ci/sanitized thread tests/core/test_steps_threads.py tests/rim/test_rim_steps_together.py \
+		tests/rim/test_rim_steps_revoked.py || status=$$?; \
+	PSD_DAMAGED_STEPS=$(DAMAGED_STEPS) .ci/sanitized address tests/rim/test_rim_steps_damaged.py \
+		tests/core/test_steps_threads.py tests/core/test_worker_steps.py || status=$$?; \
+	exit $$status
 
 # What `make test` has with a few fixed inputs, with many random ones; how to repeat one that fails is printed.
 fuzz: $(INSTALLED)

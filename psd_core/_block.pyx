@@ -16,6 +16,14 @@ RULES_CHECKSUM = <uint32_t>PSD_RULES_CHECKSUM  # of the table of rules that this
 NEEDS_PAGE, NOT_SENT, AHEAD = PSD_NEEDS_PAGE, PSD_NOT_SENT, PSD_AHEAD
 STORE_CLOSED, GIVEN_BACK = PSD_STORE_CLOSED, PSD_GIVEN_BACK
 
+cdef extern from *:
+    """
+    #define psd_version_of(block) __atomic_load_n(&(block)->version, __ATOMIC_ACQUIRE)
+    #define psd_set_version(block, number) __atomic_store_n(&(block)->version, number, __ATOMIC_RELEASE)
+    """
+    uint64_t psd_version_of(psd_block *block)
+    void psd_set_version(psd_block *block, uint64_t number)
+
 cdef enum:
     _LONG = 16384  # bytes of a block whose update takes as long as giving up the GIL is worth
 
@@ -135,11 +143,11 @@ cdef class BlockCore:
     @property
     def version(self):
         """The version; with rounds also the number of the open one."""
-        return self.block.version
+        return psd_version_of(&self.block)
 
     @version.setter
     def version(self, uint64_t version):
-        self.block.version = version
+        psd_set_version(&self.block, version)
         self.ring()
 
     def open(self, uint64_t version):

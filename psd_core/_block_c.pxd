@@ -44,6 +44,8 @@ cdef extern from "ranks.h" nogil:
         psd_rank *rank
     void psd_ring(psd_ranks *)
     double psd_now()
+    void psd_put(double *, double value)
+    double psd_got(const double *)
     void psd_count_push(psd_rank *, int is_counted, uint64_t received, double weight)
 
 

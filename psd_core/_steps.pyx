@@ -10,7 +10,9 @@ from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy
 
 from psd_core._block cimport BlockCore
-from psd_core._block_c cimport PSD_SECONDS, integer_of, psd_count_push, psd_now, psd_page, psd_rank, psd_ranks, psd_ring, word_of
+from psd_core._block_c cimport (
+    PSD_SECONDS, integer_of, psd_count_push, psd_got, psd_now, psd_page, psd_put, psd_rank, psd_ranks, psd_ring, word_of,
+)
 from psd_core._kernels_c cimport PSD_F32, dtype_of
 from psd_core._steps_c cimport *
 from psd_core._tables cimport TablesCore
@@ -99,7 +101,7 @@ cdef class Ranks:
         cdef int i
         if not pulls:
             return None
-        total_s = r.counts.took_s  # which the rank's steps go on adding to
+        total_s = psd_got(&r.counts.took_s)  # which the rank's steps go on adding to
         took_s, r.told_s = total_s - r.told_s, total_s
         return (
             psd_take(&r.counts.accepted), psd_take(&r.counts.duplicate), pulls, psd_take(&r.counts.received),
@@ -159,27 +161,27 @@ cdef class RankPlace:
 
     @property
     def last_seen(self):
-        return self.rank_.last_seen
+        return psd_got(&self.rank_.last_seen)
 
     @last_seen.setter
     def last_seen(self, double at):
-        self.rank_.last_seen = at
+        psd_put(&self.rank_.last_seen, at)
 
     @property
     def samples(self):
-        return self.rank_.samples
+        return psd_got(&self.rank_.samples)
 
     @samples.setter
     def samples(self, double samples):
-        self.rank_.samples = samples
+        psd_put(&self.rank_.samples, samples)
 
     @property
     def awaited_s(self):
-        return self.rank_.awaited_s
+        return psd_got(&self.rank_.awaited_s)
 
     @awaited_s.setter
     def awaited_s(self, double seconds):
-        self.rank_.awaited_s = seconds
+        psd_put(&self.rank_.awaited_s, seconds)
 
 
 cdef class Steps:

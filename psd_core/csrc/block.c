@@ -287,7 +287,7 @@ void psd_block_on_gradient(psd_block *b, int64_t rank, double now, const uint64_
         t->is_open = 1, t->opened_at = now;
         memcpy(t->awaited, waited, b->mask_words * sizeof(uint64_t));
     } else if (b->measures_ranks) {
-        b->ranks->rank[rank].awaited_s += now - t->opened_at;
+        psd_add_to(&b->ranks->rank[rank].awaited_s, now - t->opened_at);
     }
     t->awaited[rank / 64] &= ~((uint64_t)1 << (rank % 64));
 }
@@ -304,7 +304,7 @@ void psd_block_on_close(psd_block *b, double now, const uint64_t *waited)
         return;
     for (size_t i = 0; i < b->mask_words; i++) /* waited for, but gone since */
         for (uint64_t gone = t->awaited[i] & ~waited[i]; gone; gone &= gone - 1)
-            b->ranks->rank[64 * i + (size_t)__builtin_ctzll(gone)].awaited_s += took;
+            psd_add_to(&b->ranks->rank[64 * i + (size_t)__builtin_ctzll(gone)].awaited_s, took);
 }
 
 int psd_block_is_complete(const psd_block *b, const uint64_t *waited, int is_void)

@@ -5,7 +5,7 @@
  * way, and that none begins. A step says that it is inside before it looks at the epoch; it leaves before it sends or sleeps.
  *
  * clock, last_seen, samples and the record are written by steps while the rank is armed and one is inside, else under the shard's
- * lock; awaited_s under the lock of the block that measures it.
+ * lock; awaited_s under the lock of the block that measures it. Others look at them at any time, so all of them are atomic.
  */
 #ifndef PSD_RANKS_H
 #define PSD_RANKS_H
@@ -52,6 +52,24 @@ static inline void psd_add_count(uint64_t *count, uint64_t more)
     __atomic_fetch_add(count, more, __ATOMIC_RELAXED);
 }
 
+/* Numbers that others look at without the writer's lock. */
+static inline void psd_put(double *at, double value)
+{
+    __atomic_store(at, &value, __ATOMIC_RELAXED);
+}
+
+static inline double psd_got(const double *at)
+{
+    double value;
+    __atomic_load(at, &value, __ATOMIC_RELAXED);
+    return value;
+}
+
+static inline void psd_add_to(double *at, double more) /* by its one writer */
+{
+    psd_put(at, *at + more);
+}
+
 /* Counts a push, and the pull that is its answer. */
 static inline void psd_count_push(psd_rank *r, int is_counted, uint64_t received, double weight)
 {
@@ -59,7 +77,7 @@ static inline void psd_count_push(psd_rank *r, int is_counted, uint64_t received
     psd_add_count(&r->counts.pulls, 1);
     psd_add_count(&r->counts.received, received);
     if (is_counted)
-        r->samples += weight;
+        psd_add_to(&r->samples, weight);
 }
 
 void psd_ring(psd_ranks *);                             /* wakes who sleeps */

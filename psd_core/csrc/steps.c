@@ -322,7 +322,7 @@ void psd_step_end(psd_step *t)
     psd_rank *r = rank_of(t);
     const uint64_t clock = t->head->clock + 1;
     t->has_ended = 1;
-    r->last_seen = psd_now();
+    psd_put(&r->last_seen, psd_now());
     if (clock > r->clock) {
         __atomic_store_n(&r->clock, clock, __ATOMIC_SEQ_CST);
         const uint64_t above = clock - r->floor, below = above < BELOW_MAX ? above : BELOW_MAX;
@@ -366,8 +366,8 @@ static void note(psd_step *t, double began)
         psd_add_count(&c->sent, t->rows[i].pulls * t->steps->tables->partition[i].table->spec.dim * 4);
     }
     psd_add_count(&c->took[psd_seconds_bucket(now - began)], 1);
-    c->took_s += now - began;
-    r->last_seen = now;
+    psd_add_to(&c->took_s, now - began);
+    psd_put(&r->last_seen, now);
 }
 
 void psd_step_abandon(psd_step *t)

@@ -59,6 +59,7 @@ class Life:
         row: in the matrix of batches. learned: of a learner, its steps, its exchanges, and that the job went back ("back").
         how: its own last word; "" if it had none. status: its exit status. signalled: the last signal that was to end it, and
             when. is_interrupted: one of them was SIGINT. superseded: when a twin was started, or None.
+        steps: armed ones that were taken, and those that were begun and then made as calls.
     """
 
     name: str
@@ -78,6 +79,7 @@ class Life:
     log: str = ""
     row: int = -1
     learned: list[dict[str, Any]] = field(default_factory=list)
+    steps: tuple[int, int] = (0, 0)
 
     def says(self, words: str, since: float = 0.0) -> bool:
         """A record of its log has these words."""
@@ -261,6 +263,7 @@ def _take(life: Life, record: dict[str, Any]) -> None:
             call.clock_after, call.digest = record.get("clock"), record.get("digest")
             call.seen = tuple(record["seen"]) if record.get("seen") else None
             call.new = record.get("new", {})
+            life.steps = tuple(record.get("steps", life.steps))
             call.detail, call.text = record.get("detail", {}), record.get("text", "")
             call.trace, call.is_psd = record.get("trace", ""), record.get("is_psd", True)
             after = record.get("stats", {})

@@ -144,6 +144,8 @@ class Plan:
         learning: the workers are learners; None: they are not.
         publishing: the workers publish the parts of a version, and others read them; None: they do not.
         new_limits: each life of a shard has other limits.
+        is_stepping: programs do what armed steps carry, so that most of their calls are such. revoke_s: each shard revokes all
+            steps again and again, after so many seconds on average; 0: only when it has a reason.
         is_launched: psd-run runs the job, one after the other for each fault and once more; the faults are those of RUN.
         ends_dead: in the end all workers die, or hang, in the midst of training, and then the shards are told to end.
         plant: a defect that learners have, which the trial must find; see planted_in_learners.py.
@@ -170,6 +172,8 @@ class Plan:
     learning: Learning | None = None
     publishing: Publishing | None = None
     new_limits: bool = False
+    is_stepping: bool = False
+    revoke_s: float = 0.0
     is_launched: bool = False
     ends_dead: bool = False
     plant: str = ""
@@ -242,6 +246,7 @@ class Plan:
             + ([f"publications {asdict(self.publishing)}"] if self.publishing is not None else [])
             + [f"compressed ({self.codec or 'whole'}, {self.pull or 'whole'})"] * bool(self.codec or self.pull)
             + ["new limits"] * self.new_limits
+            + [f"steps, revoked every {self.revoke_s:g} s" if self.revoke_s else "steps"] * self.is_stepping
             + ["under psd-run"] * self.is_launched
             + ["dead workers at the end"] * self.ends_dead
             + [f"planted: {self.plant}"] * bool(self.plant)
@@ -322,6 +327,8 @@ def _learning(source: random.Random, plan: Plan) -> Plan:
         learning = replace(learning, merge=source.choice(("mean", "rda", "heloco")) if codec != "sign" else "mean")
     if mode in ROUNDS and learning.merge == "mean" and codec != "sign":
         pull = source.choice(("", "int8", "int8"))
+    if fragments > 1 and random.Random(f"two under way {plan.seed}").random() < 0.5:
+        learning = replace(learning, delay=steps // fragments + 1)  # longer than what lies between two exchanges
     learning = replace(learning, ranks=random.Random(f"ranks {plan.seed}").choice((1, 1, 2)))
     changed = {"has_tables": False, "has_vectors": False, "ends_dead": False, "pull": pull, "wait_s": 20.0}
     return replace(plan, mode=mode, learning=learning, styles=styles, codec=codec, **changed)

@@ -142,7 +142,8 @@ class ShardActor:
         self._out = directory / f"shard-{index}.out"
         self.log = directory / f"shard-{index}.log"
         self._timeline = timeline
-        self._command = [str(HERE / "children.py"), "psd.cli.server", "--shard", f"{index}/{plan.shards}"]
+        server = ["stepping", str(plan.revoke_s)] if plan.revoke_s else ["psd.cli.server"]
+        self._command = [str(HERE / "children.py"), *server, "--shard", f"{index}/{plan.shards}"]
         self._command += ["--listen", f"{HOST}:{self.control}", "--bulk-port", str(self.bulk), "--state-dir", str(self._state)]
         self._command += ["--lease", str(plan.lease_s), "--grace", "4"]
         if plan.named:

@@ -10,7 +10,8 @@ The history is one JSON object a line, written at once, so that it is there what
     {"t": 12.6, "e": "end", "how": "with"}
 
 t: seconds of the machine's monotonic clock. seen: how often the program's last gradient counts in the parameters that the call
-has brought, at least and at most. new: likewise by table, in the rows that it alone has. Uses the public face of psd alone.
+has brought, at least and at most. new: likewise by table, in the rows that it alone has. steps: see stepping.py. Uses the
+public face of psd alone.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import stepping
 from batches import COLUMNS, MATRIX, ROWS, batches_of
 from cells import CELLS, DIGITS, Gradients, initial, names, param_groups, seen
 from children import settle_in
@@ -54,6 +56,7 @@ class Options:
 
     Attributes:
         history: file to write. stop: file whose existence asks it to end. first, count: the numbers of its gradients.
+        is_stepping: it does nothing that an armed step does not carry.
         learning: how it learns, if it is a learner, else None; see plan.py. plant: a defect that it then has.
         group_rank: of a learner of several processes, which rank this one is; all have the same options else.
         role: "train"; "finish": push one gradient, so that what is open closes; "read": keep the parameters in `final`.
@@ -75,6 +78,7 @@ class Options:
     has_tables: bool = False
     has_vectors: bool = False
     codec: str = ""
+    is_stepping: bool = False
     learning: dict[str, Any] | None = None
     plant: str = ""
     group_rank: int = 0
@@ -174,6 +178,8 @@ class Program:
             number, tensors = self._last
             shown = tensors if self._shows_lossy else [name for name in tensors if name != LOSSY]
             more["seen"] = seen(result, number, shown)  # None: it has rows alone, which were not asked for
+        if op == "push_pull" and self._options.is_stepping:
+            more["steps"] = stepping.taken()
         if op == "pull" and self._new:
             more["new"], self._new = self._new, {}
         self._history.write("ok", op=op, **self._state(), **more)
@@ -280,7 +286,8 @@ class Program:
         rows = self._rows.gradients(number, tensors) if self._options.has_tables else {}
         gradient = self._gradients.write(number, tensors)
         self._last = number, tensors
-        ps.save_client_state(b"%d" % number)
+        if not self._options.is_stepping:
+            ps.save_client_state(b"%d" % number)
         if does_push:
             has_pushed = self._insist("push", lambda: ps.push(gradient, tables=rows), number=number, tensors=tensors)
         else:
@@ -362,6 +369,8 @@ def live(options: Options) -> None:
     logger.setLevel(logging.INFO)  # what the job begins from, too
     logger.propagate = False
     history.write("begin", pid=os.getpid(), seed=options.seed, row=row_of(options))
+    if options.is_stepping:
+        stepping.watch()
     program = Program(options, history) if options.learning is None else _learner(options, history)
     try:
         {"train": program.run, "finish": program.finish, "read": program.read}[options.role]()

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from plan import LANES, LINKS, OF_READERS, Fault, Plan, Publishing, draw, drawn_fault
+from stepping_plan import STEPPING_SHARE, stepping
 
 SHARE = 0.15
 """Of all plans, those of publications."""
@@ -16,10 +17,13 @@ PUTS_BETWEEN = 5
 
 
 def draw_any(seed: int, *, may_mount: bool = False, may_learn: bool = False) -> Plan:
-    """The plan of a seed, as `draw` has it, or one of publications."""
+    """The plan of a seed, as `draw` has it, or one of publications, or of armed steps."""
     plan = draw(seed, may_mount=may_mount, may_learn=may_learn)
     source = random.Random(f"publications {seed}")
-    return _publishing(source, plan) if source.random() < SHARE else plan
+    if source.random() < SHARE:
+        return _publishing(source, plan)
+    of_steps = random.Random(f"steps {seed}")
+    return stepping(of_steps, plan) if of_steps.random() < STEPPING_SHARE else plan
 
 
 def _publishing(source: random.Random, plan: Plan) -> Plan:

@@ -24,6 +24,8 @@ trial.py       runs a plan, and leaves histories, logs, a timeline and the param
 learner.py     the worker as a learner: its difference to what it has received is what counts
 planted_in_learners.py  defects of learners, by which to prove that they would be found
 launched.py    the same under psd-run, which is told to end, or killed; launched_worker.py is the script of its workers
+stepping_plan.py  plans in which most calls are armed steps
+stepping.py    counts these in workers, and revokes them in shards, again and again
 published_plan.py     plans of publications
 published_program.py  publishers and readers; published_values.py what a put sets, so that a torn version is seen
 published_trial.py    runs a plan of publications, with relays; published_counts.py judges it
@@ -124,6 +126,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--learners", action="store_true", help="likewise of learners")
     parser.add_argument("--plant", choices=sorted(PLANTS), default="", help="likewise of learners that have this defect")
     parser.add_argument("--publications", action="store_true", help="likewise of publications")
+    parser.add_argument("--steps", action="store_true", help="likewise of armed steps, most of them revoked again and again")
     parser.add_argument(
         "--kills", type=int, default=0, help="one trial alone: publications under so many kills, for --seconds at most"
     )
@@ -145,6 +148,7 @@ def _plans(args: argparse.Namespace) -> Iterator[Plan]:
         is_wanted = is_wanted and (bool(plan.codec) or not args.compressed)
         is_wanted = is_wanted and (plan.learning is not None or not (args.learners or args.plant))
         is_wanted = is_wanted and (plan.publishing is not None or not args.publications)
+        is_wanted = is_wanted and (plan.is_stepping or not args.steps)
         if is_wanted and (plan.checkpoint_steps or not args.checkpoints):
             yield replace(plan, plant=args.plant, learning=replace(plan.learning, ranks=1)) if args.plant else plan
 

@@ -89,6 +89,21 @@ PLANS = {
             Fault("worker-kill", 2.5, 0.1, rank=0),
         ),
     ),
+    "async, armed steps that are revoked again and again, a shard and a worker killed, a torn message": Plan(
+        seed=8,
+        lane="tcp",
+        mode="async",
+        **SHORT,
+        lease_s=2.0,
+        is_stepping=True,
+        revoke_s=0.05,
+        styles=(Style(reactions=AGAIN, push_share=0.0, pace_s=0.01), Style(reactions=OTHER, push_share=0.1)),
+        faults=(
+            Fault("shard-kill", 0.6, 0.3, shard=1),
+            Fault("link-truncate", 1.4, 0.3, shard=0, rank=0, way="bulk", direction="down"),
+            Fault("worker-kill", 1.8, 0.1, rank=1),
+        ),
+    ),
     "exact, under psd-run, which is told to end": Plan(
         seed=5,
         lane="shm",
@@ -114,6 +129,7 @@ def test_a_trial_when_much_goes_wrong_then_what_was_acknowledged_counts_once(tmp
 
     assert verdict.failures == [], verdict.report()
     assert verdict.counts["pushes"] + verdict.counts["exchanges"] > 0
+    assert verdict.counts["steps"] > 0 or not PLANS[name].is_stepping
 
 
 def test_shard_when_two_faults_have_ended_it_then_it_begins_one_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

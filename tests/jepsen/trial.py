@@ -137,6 +137,7 @@ class Trial(Course):
             has_tables=plan.has_tables,
             has_vectors=plan.has_vectors,
             codec=plan.codec,
+            is_stepping=plan.is_stepping,
             learning=None if plan.learning is None else vars(plan.learning),
             plant=plan.plant,
         )

@@ -88,6 +88,8 @@ def _counts(histories: Histories) -> Counter[str]:
     counts["late differences"] = sum(not event["is_counted"] for event in exchanges)
     counts["errors"] = sum(call.result not in ("", "ok") for life in histories.lives for call in life.calls)
     counts["lives"] = len(histories.lives)
+    counts["steps"] = sum(life.steps[0] for life in histories.lives)
+    counts["steps made as calls"] = sum(life.steps[1] for life in histories.lives)
     counts["restored checkpoints"] = len(list((histories.outcome.directory / "restored").glob("*")))
     for record in histories.of("signal"):
         counts["kills"] += record["signal"] == "SIGKILL"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import select
+import socket
 import struct
 import threading
 from collections.abc import Callable, Sequence
@@ -254,6 +256,17 @@ class StepWorker(BulkWorker):
             parameters.append(np.frombuffer(payload, plan.dtype, plan.length, at).tolist())
             at += eights(plan.nbytes)
         return Done(clock, counted, duplicate, versions, parameters)
+
+    def is_answered(self, wait_s: float) -> bool:
+        """True if an answer has come, within so long. That the shard lives is none."""
+        sock = self.stream.socket
+        if not select.select([sock], [], [], wait_s)[0]:
+            return False
+        front = sock.recv(PREFIX.size, socket.MSG_PEEK)
+        if len(front) < PREFIX.size or PREFIX.unpack(front)[0] != Kind.ALIVE:
+            return True
+        sock.recv(PREFIX.size)
+        return False
 
     def step(self, values: Sequence[Values], clock: int, **named: Any) -> Done | Again:
         self.begin_step(values, clock, **named)

@@ -22,7 +22,7 @@ from psd_core.arena import Arena
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
 WORLD = 2
-KILLS = 2
+KILLS = int(os.environ.get("PSD_STEP_KILLS", "8")) // 4
 POINTS = ["arena.member", "arena.publish.before_header", "arena.publish.before_flip", "arena.publish.after_flip"]
 
 
