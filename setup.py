@@ -65,11 +65,12 @@ LIBRARY = {
 
 KERNELS_HOW = {**WITH_SHARED, "depends": [*HEADERS, "psd_core/_kernels_c.pxd"]}
 kernels = Extension("psd_core._kernels", sources=["psd_core/_kernels.pyx"], **KERNELS_HOW)
-DECLARED = ("_kernels_c", "_block_c", "_block", "_steps_c", "_table_c", "_table", "_tables_c", "_tables")
+DECLARED = ("_kernels_c", "_block_c", "_block", "_ranks", "_steps_c", "_table_c", "_table", "_tables_c", "_tables")
 BLOCK_DEPENDS = [*HEADERS, *(f"psd_core/{name}.pxd" for name in DECLARED)]
 BLOCK_HOW = {**WITH_SHARED, "depends": BLOCK_DEPENDS}
 BLOCKS = [f"psd_core/csrc/{name}.c" for name in ("block", "block_pages")]
 block = Extension("psd_core._block", sources=["psd_core/_block.pyx", *BLOCKS], **BLOCK_HOW)
+ranks = Extension("psd_core._ranks", sources=["psd_core/_ranks.pyx"], **BLOCK_HOW)
 STEPS = [f"psd_core/csrc/{name}.c" for name in ("steps", "step_loop", "step_tables")]
 steps = Extension("psd_core._steps", sources=["psd_core/_steps.pyx", *STEPS], **BLOCK_HOW)
 worker_steps = Extension(
@@ -84,7 +85,7 @@ distinct = Extension(
 vector = Extension("psd_core._vector", sources=["psd_core/_vector.pyx", *VECTORS], **WITH_SHARED)
 codecs = Extension("psd_core._codecs", sources=["psd_core/_codecs.pyx", *CODECS], depends=HEADERS, **HOW)
 deltas = Extension("psd_core._deltas", sources=["psd_core/_deltas.pyx", "psd_core/csrc/delta.c"], depends=HEADERS, **HOW)
-EXTENSIONS = [kernels, block, steps, worker_steps, arena, table, tables, distinct, vector, codecs, deltas]
+EXTENSIONS = [kernels, block, ranks, steps, worker_steps, arena, table, tables, distinct, vector, codecs, deltas]
 directives = {
     "language_level": "3",
     "boundscheck": DEBUG,

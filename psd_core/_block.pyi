@@ -1,7 +1,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from psd_core._steps import Ranks
+from psd_core._ranks import Ranks
 
 RULES_CHECKSUM: int
 NEEDS_PAGE: int

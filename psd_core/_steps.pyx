@@ -1,187 +1,24 @@
-"""Armed steps, csrc/steps.h, for Python: what is known of ranks, a job's part on a shard, and a connection's loop.
+"""Armed steps, csrc/steps.h, for Python: a job's part on a shard, and a connection's loop.
 
 This module owns every check that keeps an access within its buffer. It knows no files and no protobuf; who is armed, and when that
 is revoked, is the caller's.
 """
 
-from cpython.pycapsule cimport PyCapsule_New
 from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy
 
 from psd_core._block cimport BlockCore
-from psd_core._block_c cimport (
-    PSD_SECONDS, integer_of, psd_count_push, psd_got, psd_now, psd_page, psd_put, psd_rank, psd_ranks, psd_ring, word_of,
-)
+from psd_core._block_c cimport integer_of, psd_now, psd_page, psd_rank, word_of
 from psd_core._kernels_c cimport PSD_F32, dtype_of
+from psd_core._ranks cimport PSD_NEVER, Ranks, psd_see, psd_see_inside, psd_set, psd_set_gates
 from psd_core._steps_c cimport *
 from psd_core._tables cimport TablesCore
-
-import os
 
 BLOCKS_MAX = PSD_STEP_BLOCKS_MAX
 SERVED_CLOSED, SERVED_OTHER, SERVED_WRONG = PSD_SERVED_CLOSED, PSD_SERVED_OTHER, PSD_SERVED_WRONG
 SERVED_AGAIN, SERVED_TICKETS, SERVED_ERROR = PSD_SERVED_AGAIN, PSD_SERVED_TICKETS, PSD_SERVED_ERROR
 AGAIN_REVOKED, AGAIN_LONG_WAIT, AGAIN_CUT = PSD_AGAIN_REVOKED, PSD_AGAIN_LONG_WAIT, PSD_AGAIN_CUT
-
-cdef extern from *:
-    """
-    #define psd_or(word, bits) __atomic_fetch_or(word, bits, __ATOMIC_SEQ_CST)
-    #define psd_see(word) __atomic_load_n(word, __ATOMIC_SEQ_CST)
-    #define psd_set(word, value) __atomic_store_n(word, value, __ATOMIC_SEQ_CST)
-    #define psd_take(word) __atomic_exchange_n(word, 0, __ATOMIC_SEQ_CST)
-    #define PSD_NEVER UINT64_MAX
-    """
-    uint64_t PSD_NEVER
-    uint64_t psd_or(uint64_t *word, uint64_t bits) nogil
-    uint64_t psd_see(uint64_t *word) nogil
-    uint32_t psd_see_inside "psd_see"(uint32_t *word) nogil
-    void psd_set(uint64_t *word, uint64_t value) nogil
-    void psd_set_gates "psd_set"(uint32_t *word, uint32_t value) nogil
-    uint64_t psd_take(uint64_t *word) nogil
-
-
-cdef class Ranks:
-    """Facts of the ranks of a job, on one shard, that steps see and change, too."""
-
-    cdef psd_ranks ranks
-
-    def __cinit__(self, size_t count):
-        cdef size_t i
-        self.ranks.count = count
-        self.ranks.rank = <psd_rank *>calloc(count if count else 1, sizeof(psd_rank))
-        if self.ranks.rank == NULL:
-            raise MemoryError(f"no memory for {count} ranks")
-        for i in range(count):
-            # The epochs of a rank in another life, or of another job, are others.
-            self.ranks.rank[i].epoch = int.from_bytes(os.urandom(6), "little") << 8 | 1
-            self.ranks.rank[i].last_seen = -1.0
-
-    def __dealloc__(self):
-        free(self.ranks.rank)
-
-    cdef psd_rank *at(self, Py_ssize_t rank) except NULL:
-        if not 0 <= rank < <Py_ssize_t>self.ranks.count:
-            raise IndexError(f"rank {rank} of {self.ranks.count}")
-        return &self.ranks.rank[rank]
-
-    @property
-    def capsule(self):
-        """Address of them, for a block; see BlockCore.attend. Good as long as this object."""
-        return PyCapsule_New(&self.ranks, "psd_ranks", NULL)
-
-    def revoke(self):
-        """Take no more steps until ranks are armed anew; none is under way when this returns. Not under a lock below the shard's."""
-        cdef size_t i
-        cdef bint was_armed = False
-        for i in range(self.ranks.count):
-            was_armed |= psd_or(&self.ranks.rank[i].epoch, 1) % 2 == 0
-        if was_armed:
-            psd_ring(&self.ranks)
-        with nogil:
-            for i in range(self.ranks.count):
-                while psd_see_inside(&self.ranks.rank[i].inside):
-                    sched_yield()
-
-    def revoke_one(self, Py_ssize_t rank):
-        """Do likewise with one rank."""
-        cdef psd_rank *r = self.at(rank)
-        if psd_or(&r.epoch, 1) % 2 == 0:
-            psd_ring(&self.ranks)
-        with nogil:
-            while psd_see_inside(&r.inside):
-                sched_yield()
-
-    def take_counts(self, Py_ssize_t rank):
-        """Counts of a rank's steps since this was last called, or None if there are none: pushes accepted, and had already;
-        pulls; bytes received, and sent; how long they took, by bucket, and the sum."""
-        cdef psd_rank *r = self.at(rank)
-        cdef uint64_t pulls = psd_take(&r.counts.pulls)
-        cdef double took_s, total_s
-        cdef int i
-        if not pulls:
-            return None
-        total_s = psd_got(&r.counts.took_s)  # which the rank's steps go on adding to
-        took_s, r.told_s = total_s - r.told_s, total_s
-        return (
-            psd_take(&r.counts.accepted), psd_take(&r.counts.duplicate), pulls, psd_take(&r.counts.received),
-            psd_take(&r.counts.sent), [psd_take(&r.counts.took[i]) for i in range(PSD_SECONDS)], took_s,
-        )
-
-    def known(self, Py_ssize_t rank):
-        """What decides of a rank's steps, for tests: epoch; session, if armed; name, blocks and end of a step answered AGAIN."""
-        cdef psd_rank *r = self.at(rank)
-        half = (r.half_session, r.half_clock, r.half_blocks, r.half_has_ended) if r.half_blocks else None
-        return r.epoch, r.session if r.epoch % 2 == 0 else None, half
-
-    def half(self, Py_ssize_t rank, uint64_t session, uint64_t clock):
-        """Bits of the blocks, by their place among the trained ones, that have counted the push of this name in a step that was
-        answered AGAIN."""
-        cdef psd_rank *r = self.at(rank)
-        return r.half_blocks if r.half_session == session and r.half_clock == clock else 0
-
-    def forget_half(self, Py_ssize_t rank):
-        """Forget them: the push has been made."""
-        self.at(rank).half_blocks = 0
-
-    def give_up_half(self, Py_ssize_t rank):
-        """Forget them, and count the step as far as it came: its connection has ended, and no push is made in its place."""
-        cdef psd_rank *r = self.at(rank)
-        if r.half_blocks and r.half_has_ended:
-            psd_count_push(r, True, r.half_received, r.half_weight)
-        r.half_blocks = 0
-
-
-cdef class RankPlace:
-    """Facts of one rank: base of the class that has all others.
-
-    Attributes:
-        clock, last_seen, samples, awaited_s: as of psd.state.workers.membership.Worker.
-    """
-
-    cdef Ranks ranks
-    cdef psd_rank own
-    cdef psd_rank *rank_
-
-    def __cinit__(self, *_, **__):
-        self.rank_ = &self.own
-        self.own.last_seen = -1.0
-
-    def lie_in(self, Ranks ranks, Py_ssize_t rank):
-        """Let these facts lie where steps of that rank see and change them, too; they are those that are there."""
-        self.rank_, self.ranks = ranks.at(rank), ranks
-
-    @property
-    def clock(self):
-        return psd_see(&self.rank_.clock)
-
-    @clock.setter
-    def clock(self, uint64_t clock):
-        psd_set(&self.rank_.clock, clock)
-
-    @property
-    def last_seen(self):
-        return psd_got(&self.rank_.last_seen)
-
-    @last_seen.setter
-    def last_seen(self, double at):
-        psd_put(&self.rank_.last_seen, at)
-
-    @property
-    def samples(self):
-        return psd_got(&self.rank_.samples)
-
-    @samples.setter
-    def samples(self, double samples):
-        psd_put(&self.rank_.samples, samples)
-
-    @property
-    def awaited_s(self):
-        return psd_got(&self.rank_.awaited_s)
-
-    @awaited_s.setter
-    def awaited_s(self, double seconds):
-        psd_put(&self.rank_.awaited_s, seconds)
 
 
 cdef class Steps:
@@ -290,8 +127,9 @@ cdef class Steps:
             free(numbers)
 
     def known(self, uint64_t first):
-        """All else that decides what becomes of steps; tests compare it. Who is waited for; and of rounds from the first one on the
-        round, whether its scalars differ, these, masks of who has stated them by steps, and of whom that was counted."""
+        """All else that decides what becomes of steps; tests compare it. Who is waited for; the clock to stop at; and of rounds
+        from the first one on the round, whether its scalars differ, these, masks of who has stated them by steps, and of whom that was
+        counted, and since when those that stated them are there."""
         cdef psd_step_voice *v
         cdef size_t words = self.steps.mask_words, k, i
         found = []
@@ -299,8 +137,10 @@ cdef class Steps:
             v = &self.steps.voice[i]
             if v.is_there and v.round >= first:
                 scalars = [v.scalars[k] for k in range(self.steps.scalars)]
-                found.append((v.round, v.is_mixed, scalars, integer_of(v.spoke, words), integer_of(v.counted, words)))
-        return integer_of(self.steps.waited, words), self.has_gates, sorted(found)
+                spoke = integer_of(v.spoke, words)
+                since = [v.since[k] if spoke >> k & 1 else 0 for k in range(self.ranks.ranks.count)]
+                found.append((v.round, v.is_mixed, scalars, spoke, integer_of(v.counted, words), since))
+        return integer_of(self.steps.waited, words), psd_see(&self.steps.stop_at), self.has_gates, sorted(found)
 
     def forget_voice(self, Py_ssize_t rank):
         """Forget what a rank has said by steps of rounds that have not counted it."""

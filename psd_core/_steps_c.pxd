@@ -92,7 +92,3 @@ cdef extern from "step_loop.h" nogil:
     void psd_step_connection_free(psd_step_connection *)
     psd_served psd_steps_serve(psd_step_connection *)
     void psd_step_cancel(psd_step_connection *)
-
-
-cdef extern from "sched.h" nogil:
-    int sched_yield()

@@ -77,6 +77,13 @@ cdef class Mutex:
             pthread_mutex_lock(&self.mutex)
         return True
 
+    def locked(self):
+        """True if somebody has it."""
+        if pthread_mutex_trylock(&self.mutex):
+            return True
+        pthread_mutex_unlock(&self.mutex)
+        return False
+
     def release(self):
         """Give it back."""
         pthread_mutex_unlock(&self.mutex)

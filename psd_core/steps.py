@@ -8,7 +8,8 @@ revoked, is the caller's.
 from __future__ import annotations
 
 from psd_core import _steps
-from psd_core._steps import BLOCKS_MAX, PlayedStep, RankPlace, Ranks, StepConnection, Steps
+from psd_core._ranks import RankPlace, Ranks
+from psd_core._steps import BLOCKS_MAX, PlayedStep, StepConnection, Steps
 from psd_core._tables import TablesCore, TablesPlace
 
 SERVED_CLOSED = _steps.SERVED_CLOSED

@@ -72,7 +72,7 @@ def library(request, tmp_path_factory):
     return ctypes.CDLL(str(path))
 
 
-SOURCES = ("kernels", "half", "ranks", "codec", "vector_f", "vector_i")
+SOURCES = ("kernels", "half", "content", "ranks", "codec", "vector_f", "vector_i")
 """Beginnings of the names of what has arithmetic: the stores are the same on every machine."""
 
 

@@ -101,7 +101,7 @@ class Host:
             self.ranks.revoke_one(rank)
             at = self.arena.member_word(rank)[1]
             floor = int(self.present[rank][-1][0])
-            return self.steps.arm(rank, self.sessions[rank], floor, at, self.waited_in(version))
+            return self.steps.arm(rank, self.sessions[rank], floor, at, self.waited_in(version), None) or 0
 
     def leave(self, rank: int, *, returns: bool) -> None:
         """End a session, and if it returns begin another one, in a later round; close the rounds that wait for nobody else."""

@@ -153,7 +153,10 @@ class Desks:
                 header = data_pb2.PushHeader.FromString(request.body)
                 answers = self._plane.push_pull(header, _pushed(request, blocks_max), Waiter(self._shard, context))
                 outcome = self._answer(answers, header.clock + 1)
-                return outcome if is_late else outcome._replace(offer=self.door.offer(request, header))
+                if is_late:
+                    return outcome
+                reply = data_pb2.PushReply.FromString(outcome.body)
+                return outcome._replace(offer=self.door.offer(request, header, reply))
             case "pull":
                 pull = data_pb2.PullRequest.FromString(request.body)
                 return self._answer(self._plane.pull(pull, Waiter(self._shard, context)), pull.clock)

@@ -202,7 +202,7 @@ class ShardProcess:
             crash_point=self._crash_point,
             directory=CheckpointDirectory(self._checkpoints) if self._checkpoints else None,
         )
-        self._shard.steps._can_arm = self._setting.has_armed  # by the clock it would not
+        self._shard.steps.can_arm = self._setting.has_armed  # by the clock it would not
         self._desks = Desks(self._shard, self.history, [rank for rank, _ in self._setting.processes])
         self.cut_parts.begin(self._shard, config)
         if self._setting.stored_by and self._lives == 1:

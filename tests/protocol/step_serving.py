@@ -82,7 +82,7 @@ def stand_ins(door: Callable[[], StepDoor | None], first_epoch: Callable[[], int
     numbers = types.SimpleNamespace(urandom=lambda count: first_epoch().to_bytes(count, "little"))
     return [
         (importlib.import_module("psd.state.workers.membership"), "Ranks", WatchedRanks),
-        (importlib.import_module("psd_core._steps"), "os", numbers),
+        (importlib.import_module("psd_core._ranks"), "os", numbers),
         (SmallBlock, "of_steps", of_real_core),
     ]
 
@@ -144,7 +144,10 @@ class ServedStep:
             return "its session has ended"
         if core.job.policy.has_rounds and members.waited_in(round_) != self.armed.steps.known(0)[0]:
             return "the round waits for others"
-        return "a cut is open" if self._shard.cuts._open else ""
+        cuts = [snapshot.cut for snapshot in self._shard.cuts._open]
+        if core.job.policy.has_rounds:
+            cuts = [cut for cut in cuts if cut.step <= self.played.clock + 1]
+        return "a cut is open" if cuts else ""
 
     def leave(self) -> None:
         """Go on until it is not inside: somebody waits for that, and what steps rely on may be about to change."""
@@ -184,9 +187,9 @@ class StepDoor:
         if request.process >= 0:
             self.armed[request.process] = None
 
-    def offer(self, request: Request, header: data_pb2.PushHeader) -> bytes:
-        """Arm the worker of a push that was answered; what to tell it."""
-        if not request.wants_steps or (armed := self.shard.steps.arm(header, LANE)) is None:
+    def offer(self, request: Request, header: data_pb2.PushHeader, reply: data_pb2.PushReply) -> bytes:
+        """Arm the worker of a push that is answered so; what to tell it."""
+        if not request.wants_steps or (armed := self.shard.steps.arm(header, reply, LANE)) is None:
             return b""
         self.armed[request.process] = armed
         offer = bulk_pb2.StepOffer(

@@ -51,7 +51,7 @@ def test_steps_that_are_revoked_at_any_moment_have_no_findings(consistency: str)
     assert answers(explorer, Kind.AGAIN) > 0
 
 
-@pytest.mark.parametrize("name", ["sync-exact", "tables", "parts", "residuals"])
+@pytest.mark.parametrize("name", ["sync-exact", "parts", "residuals"])
 def test_what_steps_do_not_know_is_never_armed(name: str) -> None:
     """Its push_pulls are made the long way also where workers ask for steps."""
     (setting,) = (each for each in SETTINGS if each.name == name)
