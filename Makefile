@@ -28,7 +28,7 @@ INSTALLED_STORES := .venv-stores/.psd-installed
 BIN_TORCHREC := .venv-torchrec/bin
 INSTALLED_TORCHREC := .venv-torchrec/.psd-installed
 SOURCES := pyproject.toml setup.py .ci/setup .ci/constraints.txt \
-	$(wildcard proto/psd/v1/*.proto psd_core/*.pyx psd_core/_c_headers.py psd_core/rules.py psd_core/_vector_rows.py psd_core/vector_operations.py psd_core/csrc/*)
+	$(wildcard proto/psd/v1/*.proto psd_core/*.pyx psd_core/*.pxd psd_core/_c_headers.py psd_core/rules.py psd_core/_vector_rows.py psd_core/vector_operations.py psd_core/csrc/*)
 
 .PHONY: help setup demo docs pictures check test test-keras test-trainers test-torchrec test-launchers test-stores test-install test-browser chaos jepsen check-protocol check-steps fuzz bench lint clean
 

@@ -12,7 +12,7 @@ from client_faults import in_threads, until
 
 from psd.checkpoint import CheckpointDirectory
 from psd.contract.layout import Layout
-from psd_client import SGD, connect
+from psd_client import SGD, Adagrad, Adam, Table, connect
 from psd_client.lanes.steps import SteppingLanes
 
 Start = Callable[..., Any]
@@ -89,6 +89,20 @@ class Job:
             ]
             found.append((manifest.step, dict(manifest.worker_clocks), contents))
         return sorted(found)
+
+    @property
+    def stored_rows(self) -> list[list[Any]]:
+        """Of each checkpoint, in their order: all rows of all tables, with their slots, and when they were used."""
+        found = []
+        for info in sorted(self._directory.checkpoints(), key=lambda info: info.step):
+            manifest = self._directory.load(info.name)
+            layout, rows = Layout(manifest.spec, 1), []
+            for table in range(len(manifest.spec.tables)):
+                for batch in self._directory.read_table(manifest, layout, 0, table):
+                    of_batch = zip(batch.ids.tolist(), batch.used.tolist(), batch.rows, strict=True)
+                    rows += [(table, id_, used, row.tobytes()) for id_, used, row in of_batch]
+            found.append(sorted(rows))
+        return found
 
     @property
     def names(self) -> list[str]:
@@ -203,3 +217,29 @@ def test_shards_to_which_nobody_pushes_are_in_the_checkpoints_of_steps(
     assert [info.reason for info in infos] == [""] * len(infos)
     assert {info.step for info in infos} >= set(range(EVERY, STEPS, EVERY))
     assert took.count(True) > STEPS / 3
+
+
+@pytest.mark.parametrize("consistency", ["sync", "async", "ssp:2"])
+def test_checkpoints_of_rows_are_those_of_the_long_way(
+    cluster: Start, tmp_path: Path, took: list[bool | None], consistency: str
+) -> None:
+    """Rows that steps have changed are among those that have changed since the checkpoint before."""
+    found = []
+    for never_armed in (True, False):
+        job = Job(cluster, tmp_path / str(never_armed), 2, checkpoint_steps=EVERY, never_armed=never_armed)
+        with connect(job.running.servers, 0, 1, transport="shm", wait_timeout=100) as ps:
+            tables = [Table("a", 3, Adagrad(lr=0.5)), Table("b", 2, Adam(lr=0.25))]
+            ps.declare({"h": np.zeros(11, np.float32)}, SGD(lr=1.0), tables=tables, consistency=consistency)
+            while ps.clock < STEPS:
+                job.settle()
+                random = np.random.default_rng(ps.clock)
+                ids = np.flatnonzero(random.random(30) < 0.3) if ps.clock else np.arange(30)
+                rows = {table.name: (ids, random.normal(size=(len(ids), table.dim)).astype(np.float32)) for table in tables}
+                ps.push_pull({"h": random.normal(size=11).astype(np.float32)}, tables=rows)
+        job.settle()
+        found.append((job.stored, job.stored_rows))
+        assert (took.count(True) > STEPS / 3) is not never_armed
+
+    assert [step for step, _, _ in found[1][0] if step % EVERY == 0] == [*range(EVERY, STEPS + 1, EVERY)]
+    assert found[1] == found[0]
+    assert all(len(rows) == 60 for rows in found[1][1])
