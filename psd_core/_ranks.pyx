@@ -1,4 +1,4 @@
-"""What is known of a job's ranks on a shard, csrc/ranks.h, for Python: armed steps see and change it, too.
+"""Facts of a job's ranks on a shard, csrc/ranks.h, for Python: armed steps see and change them, too.
 
 Who is armed, and when that is revoked, is the caller's.
 """
@@ -82,7 +82,7 @@ cdef class Ranks:
         )
 
     def known(self, Py_ssize_t rank):
-        """What decides of a rank's steps, for tests: epoch; session, if armed; name, blocks and end of a step answered AGAIN."""
+        """Facts that decide of a rank's steps, for tests: epoch; session, if armed; name, blocks and end of a step answered AGAIN."""
         cdef psd_rank *r = self.at(rank)
         half = (r.half_session, r.half_clock, r.half_blocks, r.half_has_ended) if r.half_blocks else None
         return r.epoch, r.session if r.epoch % 2 == 0 else None, half

@@ -318,11 +318,16 @@ def test_stats_when_the_others_went_far_ahead_during_a_commit_then_say_what_coun
 def test_fed_push_that_has_failed_when_fed_again_then_goes_on_if_the_gradient_is_the_same(cluster: Start) -> None:
     """With overlap the gradient is only known when back-propagation ends: nothing leaves before it is compared."""
     for value, expected, dropped in ((1.0, -1.0, 0), (10.0, None, 1)):
-        ps, faults = connect_faulty(cluster(2).servers, retry_timeout_s=0)
+        running = cluster(2)
+        ps, faults = connect_faulty(running.servers, retry_timeout_s=0)
+
+        def both_have_counted(running: Any = running) -> None:
+            until(lambda: all(shard.shard.job.version_min == 1 for shard in running.shards))
+
         with ps:
             declare(ps)
             ps._worker.gradients.views[0][...] = 1
-            faults.lose_reply("push_pull", shard=1)
+            faults.lose_reply("push_pull", shard=1, after=both_have_counted)
 
             def fed(value: float, ps: ParameterServer = ps) -> Feed:
                 feed = Feed(ps._worker.gradients.layout)

@@ -281,7 +281,7 @@ def test_a_push_that_comes_again_without_its_rows_or_its_tensors_is_found(
 
     story = find(Setting("planted", tables=2, faults=frozenset({"kill"})))
 
-    assert "1 block(s) lack acknowledged gradients" in story[0]
+    assert "it has closed with [0], and waits for [0, 1]" in story[0]
     assert told_in_order(story, "is killed", "worker 1 -> shard 0: push_pull", "is now made of [0]")
 
 

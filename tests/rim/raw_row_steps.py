@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from raw_bulk import send
-from raw_steps import AGAIN, DONE, HAS_VERSIONS, HEAD, Again, StepWorker, _error, eights
+from raw_bulk import error_in, send
+from raw_steps import AGAIN, DONE, HAS_VERSIONS, HEAD, Again, StepWorker, eights
 
 from psd.contract.rows import TableRows, parts_of, payload_of, tables_present
 from psd.contract.wire import Kind
@@ -43,6 +43,8 @@ class RowStepWorker(StepWorker):
         in_memory: with memory attached, rows lie there; else they travel.
     """
 
+    extra_bytes = 2 * AREA
+
     def __init__(self, *args: Any, in_memory: bool = True, **how: Any) -> None:
         super().__init__(*args, **how)
         self.in_memory = in_memory and self.lane == "memory"
@@ -53,10 +55,10 @@ class RowStepWorker(StepWorker):
         """Index of the tables' block."""
         return self.blocks
 
-    def _attach(self, stream: Any) -> None:
-        self.rows_start = 64 + ((max([plan.nbytes for plan in self.plans], default=0) + 63) // 64 * 64) * self.blocks * 3
-        self.extra_bytes = 2 * AREA
-        super()._attach(stream)
+    def open(self) -> None:
+        super().open()
+        if self.lane == "memory":
+            self.rows_start = 64 + self.apart * self.blocks * 3
 
     def _placed(self, start: int, rows: Sequence[TableRows]) -> list[int]:
         """Offsets of rows' values, one behind the other."""
@@ -146,7 +148,7 @@ class RowStepWorker(StepWorker):
             if kind is Kind.ALIVE:
                 continue
             if kind is Kind.ERROR:
-                raise _error(head)
+                raise error_in(head)
             assert (kind, nbytes) == (Kind.REPLY, 0)
             reply = bulk_pb2.BulkReply.FromString(head)
             self.offer = reply.step if reply.HasField("step") else None
@@ -207,7 +209,7 @@ class RowStepWorker(StepWorker):
         payload = bytearray(nbytes)
         self.stream.read_into(memoryview(payload)) if nbytes else None
         if kind is Kind.ERROR:
-            raise _error(head)
+            raise error_in(head)
         if kind is Kind.AGAIN:
             assert (len(head), nbytes) == (AGAIN.size, 0)
             self.offer = None

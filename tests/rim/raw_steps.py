@@ -76,7 +76,7 @@ class StepWorker(BulkWorker):
         job: job_pb2.JobSpec | None = None,
         **how: Any,
     ) -> None:
-        job = job or spec(world_size, blocks=blocks, size=size, **how)
+        self.job = job = job or spec(world_size, blocks=blocks, size=size, **how)
         self.plans = Layout(JobSpec.from_message(job), 1).blocks
         super().__init__(channel, rank, world_size, job=job, payloads=[bytes(plan.nbytes) for plan in self.plans])
         self.scalars = [SGD for _ in job.groups]

@@ -74,7 +74,7 @@ def test_other_numbers_of_rows_than_come_end_the_connection(start: Callable[[str
     with pytest.raises(PsdError, match="another size"):
         worker.receive_rows(worker.send_rows((1,), worker.clock, PUSHED, PULLED, head={0: head}))
     worker.stream.close()
-    worker.stream = worker.connect()
+    worker.open()
     assert worker.push_rows((1,), worker.clock, PUSHED, PULLED).counted == 2
     worker.close()
 
@@ -112,7 +112,7 @@ def test_damaged_steps_with_rows_do_no_harm(start: Callable[[str], RowStepWorker
             if isinstance(found, RowsDone):
                 worker.clock = found.clock
         worker.stream.close()
-        worker.stream, worker.offer = worker.connect(), None
+        worker.open()
     rearm(worker)
     found = worker.receive_rows(worker.send_rows((1,), worker.clock, PUSHED, PULLED))
     assert isinstance(found, RowsDone)

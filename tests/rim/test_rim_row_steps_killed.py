@@ -117,7 +117,7 @@ def check(directory: Path, pushers: list[Pusher]) -> None:
         try:
             version, *notes = store.notes().tolist()
             clocks = notes[world:]
-            assert notes[:world] == [pusher.worker.session for pusher in pushers]
+            assert notes[:world] == [p.worker.session if clock else 0 for p, clock in zip(pushers, clocks, strict=True)]
             for pusher, clock in zip(pushers, clocks, strict=True):
                 assert pusher.acknowledged <= clock <= pusher.acknowledged + 1, "nothing that was acknowledged is lost"
             assert all(clock <= earlier for clock, earlier in zip(clocks, before, strict=True))
