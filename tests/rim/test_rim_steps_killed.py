@@ -116,7 +116,8 @@ def check(directory: Path, mode: str, pushers: list[Pusher]) -> None:
                 assert pusher.acknowledged <= clock <= pusher.acknowledged + 1, "nothing that was acknowledged is lost"
                 assert member[0] == pusher.worker.session
                 assert pusher.acknowledged <= member[1] <= pusher.acknowledged + 1
-            assert [int(each) for each in page.sessions] == [pusher.worker.session for pusher in pushers]
+            sessions = [pusher.worker.session if clock else 0 for pusher, clock in zip(pushers, counted, strict=True)]
+            assert [int(each) for each in page.sessions] == sessions
             updates = sum(counted) if mode == "async" else counted[0]
             assert page.version == updates
             assert page.parameter.tolist() == [-float(updates) * (block + 1)] * 3, "and each counts once"
