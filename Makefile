@@ -37,7 +37,7 @@ help:
 	@echo "make docs    the pages of docs/ as a site, in build/site"
 	@echo "make pictures   the charts and timelines of README and docs, from the tables of docs/performance.md"
 	@echo "make check   lint and the quick tests: what to run while one works; a minute on two cores"
-	@echo "make test    lint and run all tests but those of the next ten; twelve minutes on two cores"
+	@echo "make test    lint and run all tests but those of the next ten; eleven minutes on two cores"
 	@echo "make test-keras   the tests of the Keras and JAX faces, in an environment of their own with TensorFlow, .venv-keras"
 	@echo "make test-trainers   transformers' Trainer, PEFT, TRL, Accelerate and Lightning on shards, in .venv-trainers; three minutes"
 	@echo "make test-torchrec   TorchRec's own features, configurations and DLRM on tables, in .venv-torchrec; a minute"
