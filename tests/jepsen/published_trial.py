@@ -202,6 +202,6 @@ class PublishedTrial(Course):
 
     def _start_again(self, client: _Actor) -> None:
         """As a supervisor would; publishers, only as long as there is something to publish."""
-        client.is_wanted = True
-        if client not in self._publishers or not (self._directory / "stop").exists():
+        client.is_wanted = client not in self._publishers or not (self._directory / "stop").exists()
+        if client.is_wanted:
             client.start()
