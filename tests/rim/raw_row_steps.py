@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 from raw_bulk import error_in, send
-from raw_steps import AGAIN, DONE, HAS_VERSIONS, HEAD, Again, StepWorker, eights
+from raw_steps import DONE, HAS_VERSIONS, HEAD, Again, StepWorker, eights
 
 from psd.contract.rows import TableRows, parts_of, payload_of, tables_present
 from psd.contract.wire import Kind
@@ -203,26 +203,12 @@ class RowStepWorker(StepWorker):
     def receive_rows(self, sent: list[Any]) -> RowsDone | Again:
         """Receive the answer to a step."""
         asked, to = sent
-        kind, head, nbytes = self.stream.receive()
-        while kind is Kind.ALIVE:
-            kind, head, nbytes = self.stream.receive()
-        payload = bytearray(nbytes)
-        self.stream.read_into(memoryview(payload)) if nbytes else None
-        if kind is Kind.ERROR:
-            raise error_in(head)
-        if kind is Kind.AGAIN:
-            assert (len(head), nbytes) == (AGAIN.size, 0)
-            self.offer = None
-            return Again(AGAIN.unpack(head)[0])
-        assert kind is Kind.DONE
+        if isinstance(found := self.receive_done(), Again):
+            return found
+        head, payload = found
         clock, counted, duplicate = DONE.unpack_from(head)
         versions = list(struct.unpack_from(f"<{self.blocks + 1}Q", head, DONE.size))
-        parameters, at = [], 0
-        if self.lane == "memory":
-            parameters = self._parameters(0)
-        for plan in self.plans if self.lane != "memory" else ():
-            parameters.append(np.frombuffer(payload, plan.dtype, plan.length, at).tolist())
-            at += eights(plan.nbytes)
+        parameters, at = self.parameters_in(payload, 0)
         if self.in_memory:
             rows = self._read(to, asked)
         else:
@@ -231,7 +217,7 @@ class RowStepWorker(StepWorker):
                 numbers = np.frombuffer(payload, np.float32, each.values.size, at)
                 rows[each.table] = numbers.reshape(each.values.shape).tolist()
                 at += eights(each.values.nbytes)
-        assert at == nbytes
+        assert at == len(payload)
         return RowsDone(clock, counted, duplicate, versions, parameters, rows)
 
     def train_rows(

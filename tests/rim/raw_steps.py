@@ -231,8 +231,8 @@ class StepWorker(BulkWorker):
         """Send a step; named: as in `packed`."""
         self.stream.socket.sendall(self.packed(values, clock, **named))
 
-    def end_step(self) -> Done | Again:
-        """Receive its answer."""
+    def receive_done(self) -> tuple[bytes, bytearray] | Again:
+        """Receive the answer to a step: head and payload of DONE."""
         while (found := self.stream.receive())[0] is Kind.ALIVE:
             pass
         kind, head, nbytes = found
@@ -245,17 +245,28 @@ class StepWorker(BulkWorker):
             self.offer = None
             return Again(AGAIN.unpack(head)[0])
         assert kind is Kind.DONE
-        assert self.offer is not None
-        clock, counted, duplicate = DONE.unpack_from(head)
-        versions = list(struct.unpack_from(f"<{self.blocks}Q", head, DONE.size))
-        assert (len(head), nbytes) == (DONE.size + 8 * self.blocks, self.offer.parameter_bytes)
+        return head, payload
+
+    def parameters_in(self, payload: bytearray, place: int) -> tuple[list[list[float]], int]:
+        """The parameters that come with DONE, and where they end in its payload."""
         if self.lane == "memory":
-            return Done(clock, counted, duplicate, versions, self._parameters(self.place))
+            return self._parameters(place), 0
         parameters, at = [], 0
         for plan in self.plans:
             parameters.append(np.frombuffer(payload, plan.dtype, plan.length, at).tolist())
             at += eights(plan.nbytes)
-        return Done(clock, counted, duplicate, versions, parameters)
+        return parameters, at
+
+    def end_step(self) -> Done | Again:
+        """Receive its answer."""
+        if isinstance(found := self.receive_done(), Again):
+            return found
+        head, payload = found
+        assert self.offer is not None
+        clock, counted, duplicate = DONE.unpack_from(head)
+        versions = list(struct.unpack_from(f"<{self.blocks}Q", head, DONE.size))
+        assert (len(head), len(payload)) == (DONE.size + 8 * self.blocks, self.offer.parameter_bytes)
+        return Done(clock, counted, duplicate, versions, self.parameters_in(payload, self.place)[0])
 
     def is_answered(self, wait_s: float) -> bool:
         """True if an answer has come, within so long. That the shard lives is none."""

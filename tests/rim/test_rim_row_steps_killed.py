@@ -4,9 +4,7 @@ have."""
 from __future__ import annotations
 
 import random
-import signal
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,7 @@ import numpy as np
 import pytest
 from raw_client import MODES, SGD
 from raw_row_steps import RowStepWorker
-from test_rim_steps_killed import Killed
+from test_rim_steps_killed import Killed, push_until_death
 
 from psd.contract.errors import PsdError
 from psd.contract.tables import SparseTableSpec
@@ -55,7 +53,7 @@ class Pusher:
         self.worker.scalars = [SGD, SGD]
         self.rank, self.acknowledged, self.steps = rank, 0, 0
 
-    def push(self, is_fast: threading.Event) -> None:
+    def push(self, is_fast: threading.Event, have_stepped: threading.Barrier) -> None:
         ids, ones = np.array([self.rank, SHARED], np.uint64), np.ones((2, 2), np.float32)
         pushed: Any = dict.fromkeys(range(TABLES), (ids, ones))
         pulled: Any = dict.fromkeys(range(TABLES), ids[:1])
@@ -66,11 +64,14 @@ class Pusher:
                 self.steps += is_step
                 self.acknowledged += 1
                 assert [found.rows[table][0][0] for table in range(TABLES)] == [-self.acknowledged] * TABLES
+                if is_step and self.steps == 1:
+                    have_stepped.wait(100)
                 if self.steps > 20:
                     is_fast.set()
-        except (Disconnected, OSError, PsdError):
+        except (Disconnected, OSError, PsdError, threading.BrokenBarrierError):
             return
         finally:
+            have_stepped.abort()
             is_fast.set()
 
     def close(self) -> None:
@@ -79,27 +80,11 @@ class Pusher:
 
 
 def die(directory: Path, mode: str, lane: str, crash_point: str, after_s: float) -> list[Pusher]:
-    """Push until a shard dies, by itself or after some time; the workers."""
+    """Push until a shard dies; the workers."""
     shard, world = Killed(directory, crash_point), 1 if mode == "sync" else 2
     pushers = [Pusher(shard.address, rank, mode, world, lane) for rank in range(world)]
-    try:
-        with ThreadPoolExecutor(world) as pool:
-            fast = [threading.Event() for _ in pushers]
-            pushing = [pool.submit(pusher.push, event) for pusher, event in zip(pushers, fast, strict=True)]
-            if crash_point:
-                assert shard.process.wait(100) == -signal.SIGKILL
-            else:
-                for event in fast:
-                    assert event.wait(100)
-                threading.Event().wait(after_s)
-                shard.process.kill()
-            for each in pushing:
-                each.result()
-        assert any(pusher.steps for pusher in pushers)
-    finally:
-        shard.end()
-        for pusher in pushers:
-            pusher.close()
+    push_until_death(shard, pushers, mode, after_s)
+    assert all(pusher.steps for pusher in pushers)
     return pushers
 
 
@@ -117,7 +102,7 @@ def check(directory: Path, pushers: list[Pusher]) -> None:
         try:
             version, *notes = store.notes().tolist()
             clocks = notes[world:]
-            assert notes[:world] == [p.worker.session if clock else 0 for p, clock in zip(pushers, clocks, strict=True)]
+            assert notes[:world] == [pusher.worker.session for pusher in pushers]
             for pusher, clock in zip(pushers, clocks, strict=True):
                 assert pusher.acknowledged <= clock <= pusher.acknowledged + 1, "nothing that was acknowledged is lost"
             assert all(clock <= earlier for clock, earlier in zip(clocks, before, strict=True))

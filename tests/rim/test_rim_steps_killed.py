@@ -6,8 +6,10 @@ import os
 import random
 import signal
 import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Protocol
 
 import grpc
 import pytest
@@ -39,7 +41,7 @@ class Killed:
         command += ["--state-dir", str(directory), "--log-level", "error"]
         self.process = Program(command, env=os.environ | {"PSD_CRASH_POINT": crash_point})
         assert "ready at" in self.process.stdout.readline()
-        self.address = address
+        self.address, self.crash_point = address, crash_point
 
     def end(self) -> None:
         self.process.kill()
@@ -58,18 +60,22 @@ class Pusher:
         self.worker = StepWorker(self._channel, rank, WORLD, mode=mode, lane=lane)
         self.acknowledged = self.steps = 0
 
-    def push(self, is_fast: threading.Event) -> None:
+    def push(self, is_fast: threading.Event, have_stepped: threading.Barrier) -> None:
         try:
             while True:
                 before = self.worker.offer
                 assert isinstance(self.worker.train((1, 2), self.acknowledged), Done)
-                self.steps += before is not None and before is self.worker.offer
+                is_step = before is not None and before is self.worker.offer
+                self.steps += is_step
                 self.acknowledged += 1
+                if is_step and self.steps == 1:
+                    have_stepped.wait(100)
                 if self.steps > 20:
                     is_fast.set()
-        except (Disconnected, OSError, PsdError):
+        except (Disconnected, OSError, PsdError, threading.BrokenBarrierError):
             return
         finally:
+            have_stepped.abort()
             is_fast.set()
 
     def close(self) -> None:
@@ -77,15 +83,23 @@ class Pusher:
         self._channel.close()
 
 
-def die(directory: Path, mode: str, lane: str, crash_point: str, after_s: float) -> list[Pusher]:
-    """Push until a shard dies, by itself or after some time; the workers."""
-    shard = Killed(directory, crash_point)
-    pushers = [Pusher(shard.address, rank, mode, lane) for rank in range(WORLD)]
+class Pushing(Protocol):
+    """A worker as Pusher is one."""
+
+    def push(self, is_fast: threading.Event, have_stepped: threading.Barrier) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def push_until_death(shard: Killed, pushers: Sequence[Pushing], mode: str, after_s: float) -> None:
+    """Push until the shard dies, by itself at its crash point, or after some time; then close all. Workers that do not wait for
+    each other do so once, after their first steps, since these are so fast that one alone could bring the shard to its end."""
+    have_stepped = threading.Barrier(len(pushers) if mode == "async" else 1)
     try:
-        with ThreadPoolExecutor(WORLD) as pool:
+        with ThreadPoolExecutor(len(pushers)) as pool:
             fast = [threading.Event() for _ in pushers]
-            pushing = [pool.submit(pusher.push, event) for pusher, event in zip(pushers, fast, strict=True)]
-            if crash_point:
+            pushing = [pool.submit(pusher.push, event, have_stepped) for pusher, event in zip(pushers, fast, strict=True)]
+            if shard.crash_point:
                 assert shard.process.wait(100) == -signal.SIGKILL
             else:
                 for event in fast:
@@ -94,11 +108,18 @@ def die(directory: Path, mode: str, lane: str, crash_point: str, after_s: float)
                 shard.process.kill()
             for each in pushing:
                 each.result()
-        assert all(pusher.steps for pusher in pushers)
     finally:
         shard.end()
         for pusher in pushers:
             pusher.close()
+
+
+def die(directory: Path, mode: str, lane: str, crash_point: str, after_s: float) -> list[Pusher]:
+    """Push until a shard dies; the workers."""
+    shard = Killed(directory, crash_point)
+    pushers = [Pusher(shard.address, rank, mode, lane) for rank in range(WORLD)]
+    push_until_death(shard, pushers, mode, after_s)
+    assert all(pusher.steps for pusher in pushers)
     return pushers
 
 
@@ -116,8 +137,7 @@ def check(directory: Path, mode: str, pushers: list[Pusher]) -> None:
                 assert pusher.acknowledged <= clock <= pusher.acknowledged + 1, "nothing that was acknowledged is lost"
                 assert member[0] == pusher.worker.session
                 assert pusher.acknowledged <= member[1] <= pusher.acknowledged + 1
-            sessions = [pusher.worker.session if clock else 0 for pusher, clock in zip(pushers, counted, strict=True)]
-            assert [int(each) for each in page.sessions] == sessions
+            assert [int(each) for each in page.sessions] == [pusher.worker.session for pusher in pushers]
             updates = sum(counted) if mode == "async" else counted[0]
             assert page.version == updates
             assert page.parameter.tolist() == [-float(updates) * (block + 1)] * 3, "and each counts once"

@@ -52,7 +52,7 @@ class RowChecks:
     """Checks the rows, and the ids, that are sent to a shard.
 
     Attributes:
-        ids_max: the most ids in one push, or one pull. step_ids_max: in one step. shard: index and count.
+        ids_max: the most ids in one push, or one pull. step_ids_max: in one step. shard, shards: index and count.
     """
 
     def __init__(self, spec: JobSpec, shard_index: int, shard_count: int, limits: Limits) -> None:
@@ -61,9 +61,8 @@ class RowChecks:
         self._no_rows = [
             TableRows(number, np.empty(0, np.uint64), np.empty((0, dim), np.float32)) for number, dim in enumerate(self._dims)
         ]
-        self.shard = shard_index, shard_count
-        self._shard = shard_index
-        self._shards = shard_count
+        self.shard = shard_index
+        self.shards = shard_count
         self.ids_max = limits.push_ids_max
         self._bytes_max = limits.push_bytes_max
         # The sum of a round is pushed to a store as one push.
@@ -91,12 +90,12 @@ class RowChecks:
         if count > self.ids_max:
             raise InvalidRequest(f"rows: {count} ids are above the shard's --max-push-ids {self.ids_max}")
         rows = rows_in(parts, payload, self._dims, has_values=has_values, memory=memory)
-        if self._shards > 1 and (found := first_elsewhere([part.ids for part in rows], self._shards, self._shard)) is not None:
+        if self.shards > 1 and (found := first_elsewhere([part.ids for part in rows], self.shards, self.shard)) is not None:
             table, ids, _ = rows[found[0]]
             one = ids[found[1] :][:1]
-            owner = shard_of(one, self._shards)[0]
+            owner = shard_of(one, self.shards)[0]
             raise BlockOutOfRange(
-                f"rows: id {one[0]} of table {self._names[table]!r} is not on shard {self._shard}; shard {owner} owns it"
+                f"rows: id {one[0]} of table {self._names[table]!r} is not on shard {self.shard}; shard {owner} owns it"
             )
         return rows
 

@@ -26,5 +26,5 @@ def core_of(spec: JobSpec, stores: Sequence[TableStore], checks: RowChecks) -> T
         places = [first[table.group] + group.info.scalars.index(name) for name in names]
         rate = names.index("lr") if group.staleness == RATE and "lr" in names else -1
         of_stores.append((store, places, rate))
-    shard, shards = checks.shard
-    return TablesCore(of_stores, spec.world_size, spec.consistency.has_rounds, shards, shard, checks.step_ids_max)
+    has_rounds = spec.consistency.has_rounds
+    return TablesCore(of_stores, spec.world_size, has_rounds, checks.shards, checks.shard, checks.step_ids_max)
