@@ -5,8 +5,8 @@ from __future__ import annotations
 import resource
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psd
 from psd.contract import facts
@@ -29,70 +29,16 @@ MISSING_MAX = 64
 _CALLS = (*DATA_CALLS, *GRPC_CALLS)
 
 
-@dataclass(frozen=True)
-class Process:
+def process_numbers() -> dict[str, float]:
     """This process's use of the machine."""
-
-    cpu_s: float
-    memory_bytes: int
+    return {"cpu_s": time.process_time(), "memory_bytes": resident_bytes()}
 
 
-@dataclass(frozen=True)
-class StoredPart:
-    """The last stored part of a checkpoint."""
-
-    age_s: float
-    timestamp_s: float
-    bytes: int
-    took_s: float
-
-
-@dataclass(frozen=True)
-class KnownWorker:
-    """A worker's numbers. `last_seen_s`: seconds since the shard heard of it; -1: never."""
-
-    clock: int
-    last_seen_s: float
-    awaited_s: float
-    samples: float
-    transfer_left_bytes: int
-    transfer_bytes_per_s: float
-    transfer_time_left_s: float
-
-
-@dataclass(frozen=True)
-class Rounds:
-    """The rounds of a shard's blocks."""
-
-    version_age_s: float
-
-
-@dataclass(frozen=True)
-class ReaderTotals:
-    """All readers of a shard, or of a relay."""
-
-    readers_seen: int
-    reader_sent_bytes: int
-    reader_fetch_s: float
-
-
-@dataclass(frozen=True)
-class SeenReader:
-    """A reader's numbers. `version`, `age_s`: None if it has none yet."""
-
-    version: int | None
-    age_s: float | None
-    reads: int
-    sent_bytes: int
-    fetch_s: float
-    last_seen_s: float
-    relayed_readers: int | None
-
-
-def reader_totals(known: Sequence[KnownReader], sent_bytes: int, age_s: Callable[[float], float]) -> ReaderTotals:
-    """All readers together. sent_bytes: to all of them. age_s: returns the seconds since a moment."""
+def reader_totals(known: Sequence[KnownReader], sent_bytes: int, age_s: Callable[[float], float]) -> dict[str, float]:
+    """All readers of a shard, or a relay. sent_bytes: to all of them. age_s: returns the seconds since a moment."""
     begun = [reader.fetching_since for reader in known if reader.fetching_since is not None]
-    return ReaderTotals(len(known), sent_bytes, age_s(min(begun)) if begun else 0.0)
+    fetch_s = age_s(min(begun)) if begun else 0.0
+    return {"readers_seen": len(known), "reader_sent_bytes": sent_bytes, "reader_fetch_s": fetch_s}
 
 
 def shard_numbers(shard: Shard, now: ShardStatus, progress: CheckpointProgress | None) -> dict[str, float]:
@@ -100,19 +46,23 @@ def shard_numbers(shard: Shard, now: ShardStatus, progress: CheckpointProgress |
     job, last = now.job, None
     closed_at = None if job is None else job.round_closed_at
     if progress is not None and progress.last:
-        age_s = shard.age_s(progress.last_at)
-        last = StoredPart(age_s, progress.last_wall, progress.last_bytes, progress.last_took_s)
+        last = {
+            "age_s": shard.age_s(progress.last_at),
+            "timestamp_s": progress.last_wall,
+            "bytes": progress.last_bytes,
+            "took_s": progress.last_took_s,
+        }
     return numbers_of(
         facts.SHARD,
         {
             "status": now,
             "counters": now.counters,
-            "process": Process(time.process_time(), resident_bytes()),
+            "process": process_numbers(),
             "job": job,
             "trained": job if job is not None and job.trained_count else None,
             "arena": job.arena if job is not None else None,
             "readers": reader_totals(now.known_readers, now.reader_sent_bytes, shard.age_s),
-            "rounds": None if closed_at is None else Rounds(shard.age_s(closed_at)),
+            "rounds": None if closed_at is None else {"version_age_s": shard.age_s(closed_at)},
             "vectors": shard.vectors.status(),
             "checkpoints": progress,
             "checkpoint": last,
@@ -121,30 +71,25 @@ def shard_numbers(shard: Shard, now: ShardStatus, progress: CheckpointProgress |
 
 
 def worker_numbers(shard: Shard, worker: Worker) -> dict[str, float]:
-    """A worker's numbers, as this shard knows it."""
+    """A worker's numbers, as this shard knows it; it was last seen -1 s ago if never."""
     last_seen_s = max(0.0, shard.age_s(worker.last_seen)) if worker.last_seen >= 0 else -1.0
-    moving = worker.transfer_left_bytes, worker.transfer_bytes_per_s, worker.transfer_time_left_s
-    known = KnownWorker(worker.clock, last_seen_s, worker.awaited_s, worker.samples, *moving)
-    return numbers_of(facts.WORKER, {"worker": known, "learner": shard.learner(worker.rank)})
+    holders = {"worker": worker, "seen": {"last_seen_s": last_seen_s}, "learner": shard.learner(worker.rank)}
+    return numbers_of(facts.WORKER, holders)
 
 
 def reader_status(reader: KnownReader, age_s: Callable[[float], float]) -> control_pb2.ReaderStatus:
     """One reader as this shard, or this relay, knows it. age_s: returns the seconds since a moment."""
-    seen = SeenReader(
-        version=reader.version,
-        age_s=age_s(reader.got_at) if reader.version is not None else None,
-        reads=reader.reads,
-        sent_bytes=reader.sent_bytes,
-        fetch_s=reader.fetch_s if reader.fetching_since is None else age_s(reader.fetching_since),
-        last_seen_s=age_s(reader.seen_at),
-        relayed_readers=reader.relayed_readers,
-    )
+    seen = {
+        "age_s": age_s(reader.got_at) if reader.version is not None else None,
+        "fetch_s": reader.fetch_s if reader.fetching_since is None else age_s(reader.fetching_since),
+        "last_seen_s": age_s(reader.seen_at),
+    }
     is_fetching = reader.fetching_since is not None
     is_waiting = reader.open_calls > 0 and not is_fetching
     reply = control_pb2.ReaderStatus(
         id=reader.id, name=reader.name, is_waiting=is_waiting, is_fetching=is_fetching, transport=reader.lane
     )
-    facts.write(reply, numbers_of(facts.READER, {"reader": seen}))
+    facts.write(reply, numbers_of(facts.READER, {"reader": reader, "seen": seen}))
     return reply
 
 
@@ -153,13 +98,16 @@ def table_numbers(counts: TableCounts) -> dict[str, float]:
     return numbers_of(facts.TABLE, {"table": counts})
 
 
-def numbers_of(rows: Sequence[Fact], holders: Mapping[str, object]) -> dict[str, float]:
-    """The numbers of these rows by name, from the holders that their sources name; without those that are not known."""
+def numbers_of(rows: Sequence[Fact], holders: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of these rows by name, from the holders that their sources name, which have them as attributes or by name;
+    without those that are not known."""
     found = {}
     for fact in rows:
-        holder, _, attribute = fact.source.partition(".")
-        if holder and holders[holder] is not None:
-            value = getattr(holders[holder], attribute or fact.name)
+        name, _, source = fact.source.partition(".")
+        holder = holders.get(name)
+        if holder is not None:
+            source = source or fact.name
+            value = holder[source] if isinstance(holder, Mapping) else getattr(holder, source)
             if value is not None:
                 found[fact.name] = value
     return found
