@@ -18,12 +18,14 @@ os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # before gRPC is loaded: what 
 from psd.cli.ctl import checkpoints, completion, dashboard, follow, job_logs, jobs, monitoring, orders, plot, top, workers
 from psd.cli.ctl.job_arguments import USAGE, add_where, check, check_seconds
 from psd.cli.ctl.report import as_text
-from psd.cli.ctl.shard_calls import CallFailed, call_shard
+from psd.cli.ctl.shard_calls import call_shard
 from psd.cli.kubernetes import credentials
 from psd.cli.processes.garbage import end_without_search
 from psd.cli.processes.own_arguments import hide_secrets
-from psd.cli.words.arguments import EXIT_FAILURE, EXIT_OK, Commands, Parser, add_command, seconds
+from psd.cli.words.arguments import EXIT_FAILURE, EXIT_OK, CommandFailed, Commands, Parser, add_command, seconds
 from psd.cli.words.terminal import NO_ROOM, discard, prepare_streams, show
+from psd.contract.config import ConfigError
+from psd.contract.errors import PsdError
 from psd.contract.printable import printable
 from psd.contract.waits import explained
 from psd.v1 import control_pb2
@@ -167,13 +169,9 @@ def _run_checkpoint(args: argparse.Namespace) -> int:
     def explain(waited_s: float) -> None:
         show(_CHECKPOINT_WAIT.format(waited_s=waited_s, server=server), is_error=True)
 
-    try:
-        with explained(explain):
-            request = control_pb2.CheckpointRequest()
-            reply = call_shard(0, server, args.credentials, args.timeout, lambda stub: stub.Checkpoint, request)
-    except CallFailed as error:
-        show(f"psdctl: error: {error}", is_error=True)
-        return EXIT_FAILURE
+    with explained(explain):
+        request = control_pb2.CheckpointRequest()
+        reply = call_shard(0, server, args.credentials, args.timeout, lambda stub: stub.Checkpoint, request)
     show(json.dumps({"name": reply.name}) if args.json else printable(reply.name))
     return EXIT_OK
 
@@ -183,8 +181,7 @@ def _add_checkpoint(commands: Commands) -> None:
     add_where(parser, 300.0, "how long to wait until it is complete")
     how = parser.add_argument_group("output")
     how.add_argument("--json", action="store_true", help='the name in one JSON object, {"name": ...}')
-    parser.add_information()
-    parser.set_defaults(run=_run_checkpoint, parser=parser)
+    parser.finish(_run_checkpoint)
 
 
 def _add_status(commands: Commands) -> None:
@@ -193,8 +190,7 @@ def _add_status(commands: Commands) -> None:
     how = parser.add_argument_group("output")
     how.add_argument("--json", action="store_true", help="one JSON object, on one line, instead of tables")
     how.add_argument("--watch", type=seconds, metavar="SECONDS", help="repeat at this interval until Ctrl-C")
-    parser.add_information()
-    parser.set_defaults(run=_run_status, parser=parser)
+    parser.finish(_run_status)
 
 
 def _other_parsers() -> dict[str, Parser]:
@@ -228,6 +224,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         status = args.run(args)
+    except ConfigError as error:
+        args.parser.error(str(error))
+    except (PsdError, CommandFailed) as error:
+        show(f"{args.parser.prog}: error: {error}", is_error=True)
+        return EXIT_FAILURE
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # psdctl | head

@@ -39,7 +39,7 @@ def test_without_the_extra_it_says_what_to_install(monkeypatch, capsys):
 
     assert main(["dashboard", "--servers", "127.0.0.1:1"]) == 1
 
-    assert "dashboard: aiohttp is not installed: pip install 'psd[ui]'" in capsys.readouterr().err
+    assert "psdctl dashboard: error: aiohttp is not installed: pip install 'psd[ui]'" in capsys.readouterr().err
 
 
 def test_beyond_loopback_the_address_has_a_token_and_without_https_a_warning():

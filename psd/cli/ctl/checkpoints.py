@@ -15,10 +15,9 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from psd.cli.ctl.report import table
-from psd.cli.words.arguments import EXIT_FAILURE, EXIT_OK, Commands, Parser, add_command, location
+from psd.cli.words.arguments import EXIT_FAILURE, EXIT_OK, CommandFailed, Commands, Parser, add_command, location
 from psd.cli.words.terminal import show
 from psd.contract.config import SAFETENSORS_SUFFIX, ConfigError
-from psd.contract.errors import PsdError
 from psd.contract.locations import shown
 from psd.contract.printable import printable
 from psd.watch.words import size
@@ -175,7 +174,7 @@ def add_commands(commands: Commands) -> None:
     what.add_argument(
         "--with", dest="others", default="", metavar="FILE", type=location, help="copy the other tensors of this file"
     )
-    _guard(parser, _run_import)
+    _finish(parser, _run_import)
 
 
 def _where(parser: Parser, name_help: str | None) -> None:
@@ -186,37 +185,25 @@ def _where(parser: Parser, name_help: str | None) -> None:
         group.add_argument("name", metavar="NAME", nargs="?", help=name_help)
 
 
-def _finish(parser: Parser, run: Callable[[CheckpointDirectory, argparse.Namespace], int]) -> None:
-    def opened(args: argparse.Namespace) -> int:
-        from psd.checkpoint import CheckpointDirectory
-
-        return run(CheckpointDirectory(args.url), args)
-
-    _guard(parser, opened)
-
-
-def _guard(parser: Parser, run: Callable[[argparse.Namespace], int]) -> None:
-    def guarded(args: argparse.Namespace) -> int:
-        try:
-            return run(args)
-        except ConfigError as error:
-            parser.error(str(error))
-        except PsdError as error:
-            show(f"{parser.prog}: error: {error}", is_error=True)
-            return EXIT_FAILURE
-
+def _finish(parser: Parser, run: Callable[[argparse.Namespace], int]) -> None:
     how = parser.add_argument_group("output")
     how.add_argument("--json", action="store_true", help="one JSON object, on one line, instead of text")
-    parser.add_information()
-    parser.set_defaults(run=guarded, parser=parser)
+    parser.finish(run)
+
+
+def _opened(args: argparse.Namespace) -> CheckpointDirectory:
+    from psd.checkpoint import CheckpointDirectory
+
+    return CheckpointDirectory(args.url)
 
 
 # -- checkpoints --
 
 
-def _run_list(directory: CheckpointDirectory, args: argparse.Namespace) -> int:
+def _run_list(args: argparse.Namespace) -> int:
     from psd.checkpoint import CheckpointState
 
+    directory = _opened(args)
     found = directory.checkpoints()
     if args.json:
         print(json.dumps(as_json(directory.location, found)), flush=True)
@@ -286,9 +273,10 @@ def _utc(seconds: float) -> str:
 # -- verify --
 
 
-def _run_verify(directory: CheckpointDirectory, args: argparse.Namespace) -> int:
+def _run_verify(args: argparse.Namespace) -> int:
     from psd.checkpoint import CheckpointState
 
+    directory = _opened(args)
     found = directory.checkpoints()
     if args.name is None:
         wanted = [info for info in found if info.state is not CheckpointState.INCOMPLETE]
@@ -299,8 +287,7 @@ def _run_verify(directory: CheckpointDirectory, args: argparse.Namespace) -> int
         wanted = [info for info in found if info.name == args.name]
     if not wanted:
         what = "checkpoint that is complete" if args.name is None else f"checkpoint {args.name!r}"
-        show(f"psdctl verify: error: there is no {what} in {directory.location}", is_error=True)
-        return EXIT_FAILURE
+        raise CommandFailed(f"there is no {what} in {directory.location}")
     outcomes: dict[str, list[str]] = {}
     for info in wanted:
         outcomes[info.name] = problems = directory.verify(info.name, _progress(f"reading {info.name}"))
@@ -321,11 +308,11 @@ def _run_verify(directory: CheckpointDirectory, args: argparse.Namespace) -> int
 # -- export --
 
 
-def _run_export(directory: CheckpointDirectory, args: argparse.Namespace) -> int:
+def _run_export(args: argparse.Namespace) -> int:
+    directory = _opened(args)
     manifest = directory.newest() if args.name is None else directory.load(args.name)
     if manifest is None:
-        show(f"psdctl export: error: there is no valid checkpoint in {directory.location}", is_error=True)
-        return EXIT_FAILURE
+        raise CommandFailed(f"there is no valid checkpoint in {directory.location}")
     if args.config and (args.table or args.to.endswith(SAFETENSORS_SUFFIX)):
         other = "with --table" if args.table else f"with --to {shown(args.to)}, which must be a directory"
         raise ConfigError(f"--config: not {other}")

@@ -172,7 +172,6 @@ def add_command(commands: Commands, others: Callable[[], Mapping[str, argparse.A
     """
     parser = arguments.add_command(commands, "completion", "|".join(_SHELLS), _DESCRIPTION, _EPILOG)
     parser.add_argument_group("for which shell").add_argument("shell", choices=_SHELLS, help="bash, zsh or fish")
-    parser.add_information()
 
     def run(args: argparse.Namespace) -> int:
         own: Mapping[str, Parser] = commands.choices
@@ -180,4 +179,4 @@ def add_command(commands: Commands, others: Callable[[], Mapping[str, argparse.A
         print(_SHELLS[args.shell](programs), end="")
         return EXIT_OK
 
-    parser.set_defaults(run=run, parser=parser)
+    parser.finish(run)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from psd.cli.ctl.job_arguments import USAGE, add_where, check
 from psd.cli.words import arguments
-from psd.cli.words.arguments import EXIT_FAILURE, EXIT_OK, Commands, seconds, whole_number
+from psd.cli.words.arguments import EXIT_OK, CommandFailed, Commands, seconds, whole_number
 from psd.cli.words.terminal import show
 from psd.contract.config import ConfigError, join_address
 from psd.contract.tls import TlsFiles
@@ -73,8 +73,7 @@ def add_command(commands: Commands) -> None:
         help="psd-run's --log-dir: its earlier runs can be drawn, too (default: PSD_LOG_DIR)",
     )
     add_where(parser, ANSWER_S, "how long a look waits for each shard")
-    parser.add_information()
-    parser.set_defaults(run=_run, parser=parser)
+    parser.finish(_run)
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -84,15 +83,11 @@ def _run(args: argparse.Namespace) -> int:
     try:
         from psd.watch.dashboard import server
     except ModuleNotFoundError as error:
-        show(f"psdctl: error: dashboard: {error.name} is not installed: pip install 'psd[ui]'", is_error=True)
-        return EXIT_FAILURE
+        raise CommandFailed(f"{error.name} is not installed: pip install 'psd[ui]'") from None
     try:
         place = _place(args)
-    except ConfigError as error:
-        args.parser.error(str(error))
     except OSError as error:
-        show(f"psdctl: error: --host, --port: cannot listen on {args.host}: {error.strerror or error}", is_error=True)
-        return EXIT_FAILURE
+        raise CommandFailed(f"--host, --port: cannot listen on {args.host}: {error.strerror or error}") from error
 
     def say() -> None:
         for line in announcement(args.host, place, PORT if args.port is None else args.port):

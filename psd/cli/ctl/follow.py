@@ -23,8 +23,8 @@ from psd.cli.words import arguments
 from psd.cli.words.arguments import (
     EXIT_FAILURE,
     EXIT_OK,
+    CommandFailed,
     Commands,
-    Parser,
     exit_status,
     refuse_given,
     signal_name,
@@ -32,7 +32,6 @@ from psd.cli.words.arguments import (
 )
 from psd.cli.words.terminal import show
 from psd.contract.config import ConfigError
-from psd.contract.errors import PsdError
 from psd.contract.job_records import running_jobs
 from psd.contract.printable import printable
 from psd.watch.asking import Asker
@@ -131,22 +130,17 @@ def add_command(commands: Commands) -> None:
     parser.add_argument("command", nargs="*", metavar="COMMAND", help="what to run for each version, and its arguments")
     how = parser.add_argument_group("output")
     how.add_argument("--json", action="store_true", help="JSON objects, one on a line, instead of text")
-    parser.add_information()
-    parser.set_defaults(run=_run, parser=parser)
+    parser.finish(_run)
 
 
 def _run(args: argparse.Namespace) -> int:
-    parser: Parser = args.parser
-    try:
-        _check_options(args)
-        check(args)
-        from psd.cli.follow import follower
-        from psd.cli.follow.ending import EndListener
-        from psd.cli.follow.versions import FollowedDirectory
+    _check_options(args)
+    check(args)
+    from psd.cli.follow import follower
+    from psd.cli.follow.ending import EndListener
+    from psd.cli.follow.versions import FollowedDirectory
 
-        form = _format(args)
-    except ConfigError as error:
-        parser.error(str(error))
+    form = _format(args)
     name = None if args.record is None else args.record.name
     try:
         with (
@@ -170,9 +164,8 @@ def _run(args: argparse.Namespace) -> int:
             ) as following,
         ):
             went_well = following.once() if args.once else following.follow()
-    except (ConfigError, PsdError) as error:
-        show(f"{parser.prog}: error: {error}", is_error=True)
-        return EXIT_FAILURE
+    except ConfigError as error:  # of the directory, or what the job has
+        raise CommandFailed(str(error)) from error
     return EXIT_OK if went_well else EXIT_FAILURE
 
 

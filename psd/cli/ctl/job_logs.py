@@ -14,7 +14,7 @@ from typing import BinaryIO
 from psd.cli.ctl.job_arguments import add_job
 from psd.cli.ctl.job_choice import chosen
 from psd.cli.words import arguments
-from psd.cli.words.arguments import EXIT_FAILURE, EXIT_OK, Commands, whole_number
+from psd.cli.words.arguments import EXIT_OK, CommandFailed, Commands, whole_number
 from psd.cli.words.terminal import show
 from psd.contract.config import ConfigError
 
@@ -60,8 +60,7 @@ def add_command(commands: Commands) -> None:
         help="go on with what is written from now on, also by processes that begin later, until Ctrl-C",
     )
     how.add_argument("--json", action="store_true", help='for each line an object with "process" and "line"')
-    parser.add_information()
-    parser.set_defaults(run=_run, parser=parser)
+    parser.finish(_run)
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -76,8 +75,7 @@ def _run(args: argparse.Namespace) -> int:
     if not known or (unknown := [name for name in names if name not in known]):
         have = f"there are {', '.join(known)}" if known else "psd-run --log-dir makes them"
         what = f"no log of {unknown[0]}" if known else "no logs"
-        show(f"psdctl logs: error: {args.log_dir} has {what}; {have}", is_error=True)
-        return EXIT_FAILURE
+        raise CommandFailed(f"{args.log_dir} has {what}; {have}")
     printer = _Printer(len(names) > 1 or (args.follow and not args.processes), is_json=args.json)
     with contextlib.ExitStack() as files:
         try:
@@ -91,8 +89,7 @@ def _run(args: argparse.Namespace) -> int:
                 for name, file in opened.items():
                     printer.show(name, _new_lines(file))
         except OSError as error:
-            show(f"psdctl logs: error: {error.filename or args.log_dir}: {error.strerror or error}", is_error=True)
-            return EXIT_FAILURE
+            raise CommandFailed(f"{error.filename or args.log_dir}: {error.strerror or error}") from error
     return EXIT_OK
 
 

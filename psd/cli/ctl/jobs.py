@@ -17,7 +17,7 @@ from typing import Any
 from psd.cli.ctl.job_arguments import add_timeout, check_seconds, files_of
 from psd.cli.ctl.job_choice import command_text
 from psd.cli.words import arguments
-from psd.cli.words.arguments import EXIT_FAILURE, EXIT_OK, Commands
+from psd.cli.words.arguments import EXIT_OK, CommandFailed, Commands
 from psd.cli.words.terminal import show
 from psd.contract.config import ConfigError
 from psd.contract.credentials import Credentials
@@ -103,8 +103,7 @@ def add_command(commands: Commands) -> None:
     how = parser.add_argument_group("output")
     how.add_argument("--json", action="store_true", help="one JSON object, on one line, instead of a table")
     add_timeout(how, 2.0, "how long to wait for the shards")
-    parser.add_information()
-    parser.set_defaults(run=_run, parser=parser)
+    parser.finish(_run)
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -112,8 +111,7 @@ def _run(args: argparse.Namespace) -> int:
     try:
         records = running_jobs()
     except OSError as error:
-        show(f"psdctl jobs: error: the records of jobs cannot be read: {error.strerror or error}", is_error=True)
-        return EXIT_FAILURE
+        raise CommandFailed(f"the records of jobs cannot be read: {error.strerror or error}") from error
     with ThreadPoolExecutor(_AT_ONCE) as threads:
         jobs = list(threads.map(lambda record: _asked(record, args.timeout), records))
     if args.json:

@@ -35,8 +35,7 @@ def add_command(commands: Commands) -> None:
     parser = arguments.add_command(commands, "monitoring", "dashboard|alerts", _DESCRIPTION, _EPILOG)
     what = parser.add_argument_group("what to print")
     what.add_argument("what", choices=_FILES, help="the dashboard, as JSON, or the alert rules, as YAML")
-    parser.add_information()
-    parser.set_defaults(run=_run, parser=parser)
+    parser.finish(_run)
 
 
 def _run(args: argparse.Namespace) -> int:

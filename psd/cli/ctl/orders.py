@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from psd.cli.ctl.job_arguments import add_where, check
 from psd.cli.ctl.shard_calls import CallFailed, call_shard
 from psd.cli.words import arguments
-from psd.cli.words.arguments import EXIT_FAILURE, EXIT_OK, Commands, Parser, whole_number
+from psd.cli.words.arguments import EXIT_OK, Commands, Parser, whole_number
 from psd.cli.words.terminal import show
 from psd.contract.orders import NEXT_PUSH, end_text, scale_text
 from psd.v1 import control_pb2
@@ -100,19 +100,14 @@ def _finish(parser: Parser, run: Callable[[argparse.Namespace], dict[str, Any]])
     add_where(parser, 10.0, "how long to wait for each shard")
     how = parser.add_argument_group("output")
     how.add_argument("--json", action="store_true", help="what was done as one JSON object, on one line")
-    parser.add_information()
 
     def ordered(args: argparse.Namespace) -> int:
         check(args)
-        try:
-            done = run(args)
-        except CallFailed as error:
-            show(f"{parser.prog}: error: {error}", is_error=True)
-            return EXIT_FAILURE
+        done = run(args)
         show(json.dumps(done) if args.json else done["message"])
         return EXIT_OK
 
-    parser.set_defaults(run=ordered, parser=parser)
+    parser.finish(ordered)
 
 
 def _run_set_lr(args: argparse.Namespace) -> dict[str, Any]:

@@ -65,21 +65,17 @@ def add_command(commands: Commands) -> None:
         "--smooth", type=whole_number, default=1, metavar="N", help="draw means of N steps, the last ones before each"
     )
     how.add_argument("--json", action="store_true", help="print the numbers as one JSON object, instead of drawing them")
-    parser.add_information()
-    parser.set_defaults(run=_run, parser=parser)
+    parser.finish(_run)
 
 
 def _run(args: argparse.Namespace) -> int:
-    try:
-        _check(args)
-        runs = [read_run(Path(run)) for run in args.runs]
-        names = _names(runs, args.scalar)
-        if args.json:
-            print(json.dumps(_numbers(runs, names)), flush=True)
-        else:
-            _draw(_named_apart(runs, args.runs), names, args)
-    except ConfigError as error:
-        args.parser.error(str(error))
+    _check(args)
+    runs = [read_run(Path(run)) for run in args.runs]
+    names = _names(runs, args.scalar)
+    if args.json:
+        print(json.dumps(_numbers(runs, names)), flush=True)
+    else:
+        _draw(_named_apart(runs, args.runs), names, args)
     for run in runs:
         if run.skipped:
             show(f"psdctl plot: {run.name}: {run.skipped} lines that cannot be read are left out", is_error=True)

@@ -7,6 +7,7 @@ from typing import Any
 
 import grpc
 
+from psd.cli.words.arguments import CommandFailed
 from psd.contract.credentials import Credentials
 from psd.contract.printable import printable
 from psd.v1 import control_pb2_grpc
@@ -23,7 +24,7 @@ _HINTS = {
 """Advice on what to do next, by the error's gRPC code."""
 
 
-class CallFailed(Exception):
+class CallFailed(CommandFailed):
     """A shard did not do what it was asked to do; the text says why, and what to do next."""
 
 

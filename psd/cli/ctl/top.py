@@ -54,8 +54,7 @@ def add_command(commands: Commands) -> None:
     how.add_argument("--sort", choices=SORTS, default="rank", help="order of the workers (default: %(default)s)")
     how.add_argument("--once", action="store_true", help="print one picture as plain text, and end")
     how.add_argument("--json", action="store_true", help="print one picture as a JSON object, on one line, and end")
-    parser.add_information()
-    parser.set_defaults(run=_run, parser=parser)
+    parser.finish(_run)
 
 
 def _run(args: argparse.Namespace) -> int:

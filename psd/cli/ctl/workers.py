@@ -40,8 +40,7 @@ def add_command(commands: Commands) -> None:
     how = parser.add_argument_group("output")
     how.add_argument("--sort", choices=SORTS, default="rank", help="order of the workers (default: %(default)s)")
     how.add_argument("--json", action="store_true", help="one JSON object, on one line, instead of a table")
-    parser.add_information()
-    parser.set_defaults(run=_run, parser=parser)
+    parser.finish(_run)
 
 
 def _run(args: argparse.Namespace) -> int:

@@ -15,8 +15,7 @@ import subprocess
 from typing import Any
 
 from psd.cli.words import arguments
-from psd.cli.words.arguments import EXIT_FAILURE, EXIT_OK, Commands, Options, add_options
-from psd.cli.words.terminal import show
+from psd.cli.words.arguments import EXIT_OK, CommandFailed, Commands, Options, add_options
 from psd.contract.config import ConfigError
 from psd.contract.settings import Setting
 
@@ -106,21 +105,16 @@ def add_command(commands: Commands) -> None:
     """Add `credentials` to psdctl."""
     parser = arguments.add_command(commands, "credentials", "[--name NAME] [--shards N]", _DESCRIPTION, _EPILOG)
     add_options(parser.add_argument_group("job"), _OPTIONS, {"name": "psd", "shards": 64})
-    parser.add_information()
-    parser.set_defaults(run=_run, parser=parser)
+    parser.finish(_run)
 
 
 def _run(args: argparse.Namespace) -> int:
     if not 1 <= args.shards <= SHARDS_MAX:
         args.parser.error(f"--shards: expected 1 to {SHARDS_MAX}, got {args.shards}")
-    try:
-        check_name(args.name)
-    except ConfigError as error:
-        args.parser.error(str(error))
+    check_name(args.name)
     try:
         items = secrets_of(args.name, shards=args.shards)
     except ConfigError as error:
-        show(f"psdctl credentials: error: {error}", is_error=True)
-        return EXIT_FAILURE
+        raise CommandFailed(str(error)) from error
     print(json.dumps({"apiVersion": "v1", "kind": "List", "items": items}, indent=1))
     return EXIT_OK

@@ -88,6 +88,18 @@ class Parser(argparse.ArgumentParser):
             "--version", action="version", version=f"{self.prog} {psd.__version__}", help="show psd's version and exit"
         )
 
+    def finish(self, run: Callable[[argparse.Namespace], int]) -> None:
+        """Say what runs this command of psdctl, and add the options that only print something. Call this last.
+
+        run: returns the exit status. It may raise ConfigError, if an option is wrong, PsdError and CommandFailed.
+        """
+        self.add_information()
+        self.set_defaults(run=run, parser=self)
+
+
+class CommandFailed(Exception):
+    """A command of psdctl has failed; the text says why."""
+
 
 Commands: TypeAlias = "argparse._SubParsersAction[Parser]"  # noqa: SLF001 - argparse has no public name for it
 
