@@ -119,12 +119,12 @@ class Blocks:
         return file
 
     def current(self, block: int) -> Page | None:
-        """The published page, not pinned; None: never published."""
+        """The published page, not pinned: for the thread that updates the block. None: never published."""
         lent = self._lent[block]
         return self._current[block] if lent is None else lent.current()
 
     def pin(self, block: int) -> Page:
-        """The published page, which stays as it is until `unpin`."""
+        """The published page, which stays as it is until `unpin`. Raises ArenaError if there is none, StoreClosed."""
         lent = self._lent[block]
         if lent is not None:
             return lent.pin()
@@ -147,7 +147,12 @@ class Blocks:
         self._give_back(surplus)
 
     def spare(self, block: int) -> Page:
-        """A page to write the block's next version into; its contents are undefined."""
+        """A page to write the block's next version into: all of it, since its contents are undefined.
+
+        Raises:
+            StoreFull: no space, or no room in the arena's own tables. Nothing has changed.
+            StoreClosed: it has been closed.
+        """
         lent = self._lent[block]
         if lent is not None:
             return lent.spare()
@@ -166,7 +171,13 @@ class Blocks:
         return page
 
     def spare_alike(self, block: int) -> Page:
-        """A page for a next version with the body of the current one. If a head takes as much room as all, a copy."""
+        """A page for a next version whose parameter, slots and extra arrays are the current one's: sessions, clocks and steps
+        are to be written, and nothing else. Costs no more than these: it has the body of the current one; if a head takes as
+        much room as all, a copy.
+
+        Raises:
+            StoreFull, StoreClosed: as `spare`.
+        """
         before = self.current(block)
         assert before is not None, f"block {block} was never published"
         kind = self._head_kinds[block]
@@ -182,7 +193,11 @@ class Blocks:
         return self._page(block, place, base)
 
     def publish(self, block: int, page: Page, version: int) -> None:
-        """Make a spare the block's current page, in one step."""
+        """Make a spare the block's current page, in one step. The old page is free when its last pin goes.
+
+        Raises:
+            StoreClosed: it has been closed; the page is given back.
+        """
         assert page.state is PageState.SPARE, f"block {block}: the page to publish is {page.state.value}"
         assert page.block == block, f"block {block}: the page to publish is one of block {page.block}"
         if isinstance(page, LentPage):

@@ -77,24 +77,30 @@ class Records:
                 raise ArenaCorrupt(f"decision {slot} of the ring: round {stamp - 1} does not have its checksum")
 
     def word(self, name: str) -> int:
-        """The value of a durable word."""
+        """The value of one of WORDS; 0 in a new arena."""
         return self._words.load(_INDEX[name])
 
     def set_word(self, name: str, value: int) -> None:
-        """Set a durable word."""
+        """Set one of WORDS, to less than 2**64."""
         with self._lock:
             self._check_open()
             self._words.store(_INDEX[name], value)
 
     def member(self, rank: int) -> tuple[int, int, int]:
-        """Session, clock and state of a rank."""
+        """Session, clock and state of a rank; zeros in a new arena."""
         with self._lock:
             at = self._selected(rank)
             packed = self._members.load(at + 1)
             return self._members.load(at), packed & _CLOCK_MAX, packed >> _CLOCK_BITS
 
     def set_member(self, rank: int, session: int, clock: int, state: int) -> None:
-        """Set session, clock and state of a rank, all at once."""
+        """Set all three at once: a new session is never seen with the clock or the state of the one before, nor the reverse.
+
+        With the session unchanged one word is stored. A new session is written beside the old one, then selected by one store.
+
+        Args:
+            session: less than 2**64. clock: less than 2**56. state: less than 256.
+        """
         if not 0 <= session <= _U64_MAX or not 0 <= clock <= _CLOCK_MAX or not 0 <= state <= _STATE_MAX:
             raise ValueError(
                 f"member {rank}: expected a session < 2**64, a clock < 2**56 and a state < 256, got {session, clock, state}"
@@ -118,13 +124,15 @@ class Records:
             self._crash_point("arena.member")
 
     def member_word(self, rank: int) -> tuple[mmap.mmap, int]:
-        """Place of clock and state of a rank's session: the mapping, and the first byte. Another session has another one."""
+        """Place of the word with clock and state of a rank's present session, for whoever stores a later clock: the mapping,
+        and the word's first byte. Not to be used when the arena has been closed, nor when the rank has another session.
+        """
         with self._lock:
             self._check_open()
             return self._mapping, self._members_at + 8 * (self._selected(rank) + 1)
 
     def record_decision(self, round_: int, mask: int) -> None:
-        """Remember the workers of a round, a bit for each rank."""
+        """Remember the workers (bit per rank) of a round; the last 8 rounds are kept. Repeating it changes nothing."""
         if not 0 <= mask < 1 << self._workers:
             raise ValueError(f"mask: expected {self._workers} bits, got {mask:#x}")
         with self._lock:

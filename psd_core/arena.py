@@ -34,7 +34,6 @@ list is what the table leaves over.
 
 from __future__ import annotations
 
-import mmap
 import os
 import threading
 from collections.abc import Callable, Collection, Sequence
@@ -105,6 +104,10 @@ class Arena:
 
     Attributes:
         meta: the caller's bytes, as given to `create`. shapes: of the blocks. workers: W.
+        current, pin, unpin, spare, spare_alike, publish, discard: methods of Blocks (_arena_blocks.py), for pages.
+        word, set_word, member, set_member, member_word, record_decision, decision: methods of Records (_arena_records.py), for
+            durable facts; each call's change is whole or absent after a crash.
+        return_accumulator: gives a lent accumulator back.
     """
 
     def __init__(
@@ -120,9 +123,16 @@ class Arena:
         mapping = file.map_shared(0, front.size)
         self._crash_point = crash_point
         self._planning = threading.Lock()
-        self._blocks = Blocks(file, front, mapping, directory.path, crash_point)
-        self._records = Records(front, mapping, crash_point)
+        self._blocks = blocks = Blocks(file, front, mapping, directory.path, crash_point)
+        self.current, self.pin, self.unpin = blocks.current, blocks.pin, blocks.unpin
+        self.spare, self.spare_alike = blocks.spare, blocks.spare_alike
+        self.publish, self.discard = blocks.publish, blocks.discard
+        self._records = records = Records(front, mapping, crash_point)
+        self.word, self.set_word = records.word, records.set_word
+        self.member, self.set_member, self.member_word = records.member, records.set_member, records.member_word
+        self.record_decision, self.decision = records.record_decision, records.decision
         self._accumulators = Accumulators(front.shapes)
+        self.return_accumulator = self._accumulators.give_back
 
     @classmethod
     def create(
@@ -348,93 +358,9 @@ class Arena:
         with self._planning:
             self._blocks.planes.end()
 
-    def current(self, block: int) -> Page | None:
-        """The published page, not pinned: for the thread that updates the block. None: never published."""
-        return self._blocks.current(block)
-
-    def pin(self, block: int) -> Page:
-        """The published page, which stays as it is until `unpin`. Raises ArenaError if there is none, StoreClosed."""
-        return self._blocks.pin(block)
-
-    def unpin(self, page: Page) -> None:
-        """Give a pinned page back."""
-        self._blocks.unpin(page)
-
-    def spare(self, block: int) -> Page:
-        """A page to write the block's next version into: all of it, since its contents are undefined.
-
-        Raises:
-            StoreFull: no space, or no room in the arena's own tables. Nothing has changed.
-            StoreClosed: it has been closed.
-        """
-        return self._blocks.spare(block)
-
-    def spare_alike(self, block: int) -> Page:
-        """A page for a next version whose parameter, slots and extra arrays are the current one's: sessions, clocks and steps
-        are to be written, and nothing else. Costs no more than these.
-
-        Raises:
-            StoreFull, StoreClosed: as `spare`.
-        """
-        return self._blocks.spare_alike(block)
-
-    def publish(self, block: int, page: Page, version: int) -> None:
-        """Make a spare the block's current page, in one step. The old page is free when its last pin goes.
-
-        Raises:
-            StoreClosed: it has been closed; the page is given back.
-        """
-        self._blocks.publish(block, page, version)
-
-    def discard(self, page: Page) -> None:
-        """Give back a spare that will not be published."""
-        self._blocks.discard(page)
-
     def lend_accumulator(self, block: int) -> NDArray[Any]:
         """An (n,) array of ordinary memory with undefined contents, to sum a round's gradients in."""
         return self._accumulators.lend(self.shapes[block])
-
-    def return_accumulator(self, array: NDArray[Any]) -> None:
-        """Give a lent accumulator back."""
-        self._accumulators.give_back(array)
-
-    # Durable facts; each call's change is whole or absent after a crash.
-
-    def word(self, name: str) -> int:
-        """The value of one of WORDS; 0 in a new arena."""
-        return self._records.word(name)
-
-    def set_word(self, name: str, value: int) -> None:
-        """Set one of WORDS, to less than 2**64."""
-        self._records.set_word(name, value)
-
-    def member(self, rank: int) -> tuple[int, int, int]:
-        """Session, clock and state of a rank; zeros in a new arena."""
-        return self._records.member(rank)
-
-    def set_member(self, rank: int, session: int, clock: int, state: int) -> None:
-        """Set all three at once: a new session is never seen with the clock or the state of the one before, nor the reverse.
-
-        With the session unchanged one word is stored. A new session is written beside the old one, then selected by one store.
-
-        Args:
-            session: less than 2**64. clock: less than 2**56. state: less than 256.
-        """
-        self._records.set_member(rank, session, clock, state)
-
-    def member_word(self, rank: int) -> tuple[mmap.mmap, int]:
-        """Place of the word with clock and state of a rank's present session, for whoever stores a later clock: the mapping,
-        and the word's first byte. Not to be used when the arena has been closed, nor when the rank has another session.
-        """
-        return self._records.member_word(rank)
-
-    def record_decision(self, round: int, mask: int) -> None:  # noqa: A002
-        """Remember the workers (bit per rank) of a round; the last 8 rounds are kept. Repeating it changes nothing."""
-        self._records.record_decision(round, mask)
-
-    def decision(self, round: int) -> int | None:  # noqa: A002
-        """The mask recorded for a round, or None: not recorded, or no longer kept."""
-        return self._records.decision(round)
 
     # Memory.
 
