@@ -131,14 +131,7 @@ def parser() -> Parser:
     upstream = found.add_argument_group("security of what it follows")
     add_options(upstream, {f"upstream_{name}": option for name, option in CREDENTIAL_OPTIONS.items()}, {})
     add_options(found.add_argument_group(WATCHING), settings_of(ServerConfig, WATCHING), SERVER_DEFAULTS)
-    log = found.add_argument_group("log (standard error)")
-    log.add_argument(
-        "--log-level",
-        choices=logs.LEVELS,
-        default=logs.LOG_LEVEL,
-        help="least important records to show (default: %(default)s)",
-    )
-    log.add_argument("--log-json", action="store_true", help="one JSON object per line, as of a shard")
+    logs.add_options(found)
     found.add_information()
     return found
 

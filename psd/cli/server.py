@@ -140,16 +140,7 @@ def parser() -> Parser:
     for group in (JOB, CHECKPOINTS, END, SECURITY):
         add_settings(found, group)
     add_options(found.add_argument_group(LIMITS), settings_of(Limits), vars(Limits()))
-    log = found.add_argument_group("log (standard error)")
-    log.add_argument(
-        "--log-level",
-        choices=logs.LEVELS,
-        default=logs.LOG_LEVEL,
-        help="least important records to show (default: %(default)s)",
-    )
-    log.add_argument(
-        "--log-json", action="store_true", help="one JSON object per line: time, level, logger, message, shard, and its fields"
-    )
+    logs.add_options(found)
     add_settings(found, WATCHING)
     found.add_information()
     return found

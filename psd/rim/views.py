@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +108,7 @@ def numbers_of(rows: Sequence[Fact], holders: Mapping[str, Any]) -> dict[str, fl
         holder = holders.get(name)
         if holder is not None:
             source = source or fact.name
-            value = holder[source] if isinstance(holder, Mapping) else getattr(holder, source)
+            value = holder[source] if isinstance(holder, Mapping) else attrgetter(source)(holder)
             if value is not None:
                 found[fact.name] = value
     return found

@@ -30,7 +30,7 @@ def test_a_learner_is_known_by_its_last_push():
     driver.push(a, 1, 1.0, learner=note(steps=100, tokens=1600, step_s=0.5, base=0))
 
     known = driver.shard.learner(0)
-    assert (known.local_steps, known.tokens, known.local_step_s, known.base_age) == (100, 1600, 0.5, 1)
+    assert (known.note.steps, known.note.tokens, known.note.step_s, known.base_age) == (100, 1600, 0.5, 1)
     assert driver.shard.learner(1) is None
 
 

@@ -10,6 +10,7 @@ lines. Such text can neither begin a new line nor control the terminal: see prin
 
 from __future__ import annotations
 
+import argparse
 import json
 import logging
 import math
@@ -38,6 +39,17 @@ class Settings(NamedTuple):
 
     level: str
     is_json: bool = False
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of psd-server for its log."""
+    log = parser.add_argument_group("log (standard error)")
+    log.add_argument(
+        "--log-level", choices=LEVELS, default=LOG_LEVEL, help="least important records to show (default: %(default)s)"
+    )
+    log.add_argument(
+        "--log-json", action="store_true", help="one JSON object per line: time, level, logger, message, shard, and its fields"
+    )
 
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:

@@ -36,21 +36,6 @@ class HeardLearner:
     merge_cosine_percent: int | None = None
 
     @property
-    def local_steps(self) -> int:
-        """Local steps that it has made."""
-        return self.note.steps
-
-    @property
-    def tokens(self) -> float:
-        """Tokens from which it has learned."""
-        return self.note.tokens
-
-    @property
-    def local_step_s(self) -> float:
-        """Seconds that a local step takes."""
-        return self.note.step_s
-
-    @property
     def base_age(self) -> int:
         """Exchanges of the job between the base of the last difference and its push."""
         return max(0, self.clock - self.note.base)
