@@ -1,5 +1,4 @@
-"""All that psd_core itself offers, which it loads when it is used; here the functions on whole arrays, those of a rule and of
-norms apart.
+"""All that psd_core itself offers, which it loads when it is used; here what makes arrays.
 
 Must not know rules, or what the numbers mean. psd_core/__init__.py says what all of its functions promise.
 """
@@ -15,6 +14,10 @@ import numpy.typing as npt
 from psd_core import _kernels
 from psd_core._half import narrowed as narrowed
 from psd_core._kernels import InvalidArray as InvalidArray
+from psd_core._kernels import accumulate as accumulate
+from psd_core._kernels import first_nonfinite as first_nonfinite
+from psd_core._kernels import scaled_copy as scaled_copy
+from psd_core._kernels import weigh_segments as weigh_segments
 from psd_core._norms import RUN as RUN
 from psd_core._norms import product_sum as product_sum
 from psd_core._norms import real as real
@@ -28,77 +31,6 @@ from psd_core._step_block import step_block as step_block
 from psd_core.rules import RULES as RULES
 
 _CACHE_LINE_BYTES = 64
-
-
-def accumulate(acc: RealArray, grad: GradientArray, weight: float = 1.0) -> None:
-    """Add ``weight * grad`` to ``acc`` in place.
-
-    Args:
-        acc: (n,) float32|float64, writable. Updated.
-        grad: (n,) same type, or float16|uint16 beside float32. May be ``acc`` itself; otherwise must not overlap it.
-        weight: rounded to the arrays' type; with weight 1 the gradient itself is added.
-
-    Raises:
-        InvalidArray: type, shape, layout, alignment, length or overlap; ``acc`` is untouched.
-
-    Cost: O(n), no allocation, GIL released. Two roundings per element (product, sum).
-    """
-    _kernels.accumulate(acc, grad, weight)
-
-
-def scaled_copy(out: RealArray, grad: GradientArray, weight: float = 1.0) -> None:
-    """Set ``out`` to ``weight * grad``: the first contribution of a round, so ``out`` need not be zeroed first.
-
-    Args:
-        out: (n,) float32|float64, writable. Overwritten.
-        grad: (n,) same type, or float16|uint16 beside float32. May be ``out`` itself; otherwise must not overlap it.
-        weight: rounded to the arrays' type.
-
-    Raises:
-        InvalidArray: type, shape, layout, alignment, length or overlap; ``out`` is untouched.
-
-    Cost: O(n), no allocation, GIL released.
-    """
-    _kernels.scaled_copy(out, grad, weight)
-
-
-def weigh_segments(
-    out: RealArray,
-    grad: GradientArray,
-    segment_ends: npt.NDArray[np.uint32],
-    weights: npt.NDArray[np.float64],
-    *,
-    add: bool,
-) -> None:
-    """Set ``out`` to ``grad``, or add it to ``out``, each segment multiplied by a weight of its own.
-
-    Args:
-        out: (n,) float32|float64, writable.
-        grad: (n,) same type, or float16|uint16 beside float32. May be ``out`` itself; otherwise must not overlap it.
-        segment_ends: (k,) uint32, never falling, where each segment ends; the last is n.
-        weights: (k,) float64, rounded to the arrays' type.
-        add: True: as ``accumulate`` of each segment. False: as ``scaled_copy``.
-
-    Raises:
-        InvalidArray: type, shape, layout, alignment, length, overlap or segment ends; ``out`` is untouched.
-
-    Cost: O(n + k), no allocation, GIL released.
-    """
-    _kernels.weigh_segments(out, grad, segment_ends, weights, add)
-
-
-def first_nonfinite(x: GradientArray) -> int:
-    """Return the index of the first NaN or infinity in ``x``, or -1 if all numbers are finite.
-
-    Args:
-        x: (n,) float32|float64|float16|uint16.
-
-    Raises:
-        InvalidArray: type, shape, layout or alignment.
-
-    Cost: O(index of the answer), no allocation, GIL released; tests the exponent bits, 1 KiB at a time.
-    """
-    return _kernels.first_nonfinite(x)
 
 
 def widened(x: GradientArray) -> RealArray:

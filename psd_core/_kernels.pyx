@@ -1,8 +1,8 @@
 """Checked entries to the C kernels: buffers in, GIL released, nothing kept.
 
 This module owns every check that memory safety needs, so that no caller can make a kernel read or write out of bounds:
-element type, byte order, dimensions, contiguity, alignment, writability, length, overlap, segment ends. It knows no defaults and
-no rule's meaning; those are in ``rules.py``. ``psd_core/__init__.py`` and ``_step_block.py`` document each function.
+element type, byte order, dimensions, contiguity, alignment, writability, length, overlap, segment ends. It knows
+no rule's defaults or meaning; those are in ``rules.py``. ``psd_core/__init__.py`` says what all of its functions promise.
 
 Arrays come through the C buffer protocol rather than as typed memoryviews: the same checks at a fraction of the cost (a
 step takes ten arrays), errors that name the argument, and a check of alignment, which memoryviews lack.
@@ -192,7 +192,19 @@ cdef object _invalid(str name, object array, char letter, bint writable, str pro
     return InvalidArray(f"{name}: expected {expected}, got {got}: {problem}")
 
 
-def accumulate(object acc, object grad, double weight):
+def accumulate(object acc, object grad, double weight=1.0):
+    """Add ``weight * grad`` to ``acc`` in place.
+
+    Args:
+        acc: (n,) float32|float64, writable. Updated.
+        grad: (n,) same type, or float16|uint16 beside float32. May be ``acc`` itself; otherwise must not overlap it.
+        weight: rounded to the arrays' type; with weight 1 the gradient itself is added.
+
+    Raises:
+        InvalidArray: type, shape, layout, alignment, length or overlap; ``acc`` is untouched.
+
+    Cost: O(n), no allocation, GIL released. Two roundings per element (product, sum).
+    """
     cdef _Borrow borrow = _Borrow()
     cdef Py_buffer *to = borrow.take("acc", acc, c"r", True, 1)
     cdef Py_buffer *source = borrow.gradient(grad, to)
@@ -201,7 +213,19 @@ def accumulate(object acc, object grad, double weight):
         psd_accumulate(_dtype(source), to.buf, source.buf, weight, to.shape[0])
 
 
-def scaled_copy(object out, object grad, double weight):
+def scaled_copy(object out, object grad, double weight=1.0):
+    """Set ``out`` to ``weight * grad``: the first contribution of a round, so ``out`` need not be zeroed first.
+
+    Args:
+        out: (n,) float32|float64, writable. Overwritten.
+        grad: (n,) same type, or float16|uint16 beside float32. May be ``out`` itself; otherwise must not overlap it.
+        weight: rounded to the arrays' type.
+
+    Raises:
+        InvalidArray: type, shape, layout, alignment, length or overlap; ``out`` is untouched.
+
+    Cost: O(n), no allocation, GIL released.
+    """
     cdef _Borrow borrow = _Borrow()
     cdef Py_buffer *to = borrow.take("out", out, c"r", True, 1)
     cdef Py_buffer *source = borrow.gradient(grad, to)
@@ -210,7 +234,21 @@ def scaled_copy(object out, object grad, double weight):
         psd_scaled_copy(_dtype(source), to.buf, source.buf, weight, to.shape[0])
 
 
-def weigh_segments(object out, object grad, object segment_ends, object weights, bint add):
+def weigh_segments(object out, object grad, object segment_ends, object weights, *, bint add):
+    """Set ``out`` to ``grad``, or add it to ``out``, each segment multiplied by a weight of its own.
+
+    Args:
+        out: (n,) float32|float64, writable.
+        grad: (n,) same type, or float16|uint16 beside float32. May be ``out`` itself; otherwise must not overlap it.
+        segment_ends: (k,) uint32, never falling, where each segment ends; the last is n.
+        weights: (k,) float64, rounded to the arrays' type.
+        add: True: as ``accumulate`` of each segment. False: as ``scaled_copy``.
+
+    Raises:
+        InvalidArray: type, shape, layout, alignment, length, overlap or segment ends; ``out`` is untouched.
+
+    Cost: O(n + k), no allocation, GIL released.
+    """
     cdef _Borrow borrow = _Borrow()
     cdef Py_buffer *to = borrow.take("out", out, c"r", True, 1)
     cdef Py_buffer *source = borrow.gradient(grad, to)
@@ -246,6 +284,16 @@ def widen(object out, object x):
 
 
 def first_nonfinite(object x):
+    """Return the index of the first NaN or infinity in ``x``, or -1 if all numbers are finite.
+
+    Args:
+        x: (n,) float32|float64|float16|uint16.
+
+    Raises:
+        InvalidArray: type, shape, layout or alignment.
+
+    Cost: O(index of the answer), no allocation, GIL released; tests the exponent bits, 1 KiB at a time.
+    """
     cdef _Borrow borrow = _Borrow()
     cdef Py_buffer *view = borrow.take("x", x, c"x", False)
     cdef intptr_t index
