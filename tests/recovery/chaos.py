@@ -7,6 +7,7 @@ makes the sequence of disturbances, though not their exact instants, the same ag
 from __future__ import annotations
 
 import functools
+import math
 import operator
 import random
 import threading
@@ -31,7 +32,6 @@ WITH_CONNECTIONS = ("grpc", "tcp")
 STEPS_BETWEEN_MAX = 3
 AHEAD_MAX = 6
 """Steps that a job may make while what should strike after one of them has not, however fast it is."""
-STEPS_MAX = 1_000_000
 INSTANT_MAX_S = 0.03
 
 
@@ -70,7 +70,9 @@ class Chaos:
         self._events = ["kill"] * kills + ["fault"] * faults
         self._random.shuffle(self._events)
         self._steps = threading.Semaphore(0)
-        self._allowed = [threading.Semaphore(STEPS_BETWEEN_MAX + AHEAD_MAX) for _ in range(workers)]
+        self._made = [0] * workers
+        self._allowed: float = STEPS_BETWEEN_MAX + AHEAD_MAX
+        self._may_go_on = threading.Condition()
         self._step_ends: list[float] = []
         print(f"chaos: seed {seed}, {self._events}")  # noqa: T201 - for whoever has to repeat a failure
 
@@ -79,18 +81,23 @@ class Chaos:
         if rank == 0:
             self._step_ends.append(time.monotonic())
             self._steps.release()
-        assert self._allowed[rank].acquire(timeout=100), f"nothing has struck; {self.kills} kills so far"
+        self._made[rank] += 1
+        with self._may_go_on:
+            may = self._may_go_on.wait_for(lambda: self._made[rank] <= self._allowed, 100)
+        assert may, f"nothing has struck; {self.kills} kills so far"
 
-    def _allow(self, steps: int) -> None:
-        for allowed in self._allowed:
-            allowed.release(steps)
+    def _allow(self, steps: float) -> None:
+        """So many more to each worker."""
+        with self._may_go_on:
+            self._allowed += steps
+            self._may_go_on.notify_all()
 
     def run(self) -> None:
         """Returns when everything has struck, or raises."""
         try:
             self._run()
         finally:
-            self._allow(STEPS_MAX)  # the job goes on undisturbed
+            self._allow(math.inf)  # the job goes on undisturbed
             self.done.set()
 
     def _run(self) -> None:
@@ -107,7 +114,7 @@ class Chaos:
             self._allow(STEPS_BETWEEN_MAX)
             shard.start()
             self.kills += 1
-        self._allow(STEPS_MAX)  # only a step lets a fault strike
+        self._allow(math.inf)  # only a step lets a fault strike
         for proxy in self._proxies:
             proxy.wait_until_all_fired(60)
 
