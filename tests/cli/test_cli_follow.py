@@ -446,9 +446,7 @@ def test_a_signal_ends_it_and_its_command(
 
 
 @pytest.mark.process
-def test_on_a_full_disk_it_says_so_and_tries_again(
-    trained: tuple[str, psd_client.ParameterServer], tmp_path: Path
-) -> None:
+def test_on_a_full_disk_it_says_so_and_tries_again(trained: tuple[str, psd_client.ParameterServer], tmp_path: Path) -> None:
     """Nothing of the version that found no room is seen; when there is room, the newest is written."""
     servers, ps = trained
     place = tmp_path / "versions"

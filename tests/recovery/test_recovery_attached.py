@@ -72,7 +72,7 @@ def test_shard_when_workers_are_killed_in_mid_push_then_lets_go_of_their_memory(
     (shard,) = shard_processes(1, "--lease", "60")
     before = held_for_the_dead(shard.pid)
 
-    kill_workers(shard.address, 20)
+    kill_workers(shard.address, 8)
 
     assert before["mapped"] == 0
     assert_comes_to_be(lambda: held_for_the_dead(shard.pid), before)
