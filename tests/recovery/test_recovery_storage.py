@@ -16,7 +16,7 @@ from typing import Any
 import crash_job
 import pytest
 from chaos import assert_same_bits, final_state
-from loaded_programs import Program
+from commands import completed
 from shard_processes import ShardProcess, servers_of, status_at
 
 from psd.checkpoint import CheckpointDirectory
@@ -56,10 +56,9 @@ def valid_names(url: str) -> list[str]:
 
 
 def shown_by_psdctl(shards: list[ShardProcess]) -> str:
-    with Program(["-m", "psd.cli.psdctl", "status", "--servers", servers_of(shards)]) as psdctl:
-        shown = psdctl.stdout.read()
-    assert psdctl.returncode == 0
-    return shown
+    shown = completed("psd.cli.psdctl", "status", "--servers", servers_of(shards))
+    assert shown.returncode == 0
+    return shown.stdout
 
 
 @pytest.fixture
